@@ -1,0 +1,35 @@
+"""jaxbp: pure functions paired with hand-written backward passes, as Pallas kernels, as formulas, or as JAX's own."""
+
+from jaxbp.implementations import IMPLEMENTATIONS, Fastest, Implementation, Op
+from jaxbp.ops.activations import relu, relu_backward
+from jaxbp.ops.conv2d import conv2d, conv2d_backward_bias, conv2d_backward_input, conv2d_backward_weights
+from jaxbp.ops.linear import linear, linear_backward
+from jaxbp.ops.losses import softmax_cross_entropy, softmax_cross_entropy_backward
+from jaxbp.ops.max_pool2d import max_pool2d, max_pool2d_backward, max_pool2d_with_indices
+from jaxbp.ops.shapes import flatten
+from jaxbp.pairing import Pair, differentiable
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Fastest",
+    "Implementation",
+    "Op",
+    "Pair",
+    "conv2d",
+    "conv2d_backward_bias",
+    "conv2d_backward_input",
+    "conv2d_backward_weights",
+    "differentiable",
+    "flatten",
+    "linear",
+    "linear_backward",
+    "max_pool2d",
+    "max_pool2d_backward",
+    "max_pool2d_with_indices",
+    "relu",
+    "relu_backward",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_backward",
+]

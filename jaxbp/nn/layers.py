@@ -1,0 +1,90 @@
+"""Layers: parameters around an op."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from jaxbp.implementations import Implementation
+from jaxbp.ops.conv2d import Padding, Size, conv2d
+from jaxbp.ops.linear import linear
+
+
+def _uniform(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: DTypeLike) -> nnx.Param:
+    """Uniform within ±1/sqrt(fan_in), fan_in the inputs of one output: outputs start at a third of their variance."""
+    return nnx.Param(jax.random.uniform(rngs.params(), shape, dtype, -(fan_in**-0.5), fan_in**-0.5))
+
+
+class Conv2d(nnx.Module):
+    """`jaxbp.conv2d` with its parameters, `weight (out_channels, in_channels, *filter_size)` and `bias`.
+
+    Args:
+      in_channels, out_channels, filter_size: the filters' shape.
+      stride, padding, precision, implementation: as in `jaxbp.conv2d`.
+      dtype: of the computation; images and parameters are cast to it.
+      param_dtype: of the parameters.
+      rngs: draws the parameters from its stream `params`, uniform within ±1/sqrt(inputs of an output).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        filter_size: tuple[int, int],
+        *,
+        stride: Size = 1,
+        padding: Padding = 0,
+        precision: PrecisionLike = None,
+        implementation: Implementation = None,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        fan_in = in_channels * filter_size[0] * filter_size[1]
+        self.weight = _uniform(rngs, (out_channels, in_channels, *filter_size), fan_in, param_dtype)
+        self.bias = _uniform(rngs, (out_channels,), fan_in, param_dtype)
+        self.stride, self.padding, self.precision = stride, padding, precision
+        self.implementation, self.dtype = implementation, dtype
+
+    def __call__(self, x: Float[Array, "batch in_channels height width"]) -> Float[Array, "batch out_channels h w"]:
+        x, w, b = (a.astype(self.dtype) for a in (x, self.weight[...], self.bias[...]))
+        return conv2d(
+            x,
+            w,
+            b,
+            stride=self.stride,
+            padding=self.padding,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+
+
+class Linear(nnx.Module):
+    """`jaxbp.linear` with its parameters, `weight (out_features, in_features)` and `bias`.
+
+    Args:
+      in_features, out_features: the weight's shape.
+      The rest as in `Conv2d`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        precision: PrecisionLike = None,
+        implementation: Implementation = None,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.weight = _uniform(rngs, (out_features, in_features), in_features, param_dtype)
+        self.bias = _uniform(rngs, (out_features,), in_features, param_dtype)
+        self.precision, self.implementation, self.dtype = precision, implementation, dtype
+
+    def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
+        x, w, b = (a.astype(self.dtype) for a in (x, self.weight[...], self.bias[...]))
+        return linear(x, w, b, precision=self.precision, implementation=self.implementation)

@@ -1,0 +1,65 @@
+"""Checks of arguments when an op is traced. Every message names the op, the argument, what came and what is wanted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.launch import vary_alike
+
+KERNEL_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def floating(op: str, **arguments: Any) -> tuple[Array, ...]:
+    """The arguments as arrays of one floating dtype; None stays None."""
+    arrays = {name: None if a is None else array(op, name, a) for name, a in arguments.items()}
+    (first, reference), *_ = ((name, a) for name, a in arrays.items() if a is not None)
+    for name, a in arrays.items():
+        if a is None:
+            continue
+        if not jnp.issubdtype(a.dtype, jnp.floating):
+            raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants a floating dtype, say {name}.astype(jnp.float32)")
+        if a.dtype != reference.dtype:
+            raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants {reference.dtype}, the dtype of {first}")
+    return tuple(arrays.values())
+
+
+def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
+    """Requires a's shape: a number stands for itself, a string for any size of at least 1, named for the message."""
+    fits = len(a.shape) == len(wanted) and all(
+        size >= 1 if isinstance(want, str) else size == want for size, want in zip(a.shape, wanted, strict=True)
+    )
+    if not fits:
+        pattern = ", ".join(map(str, wanted)) + ("," if len(wanted) == 1 else "")
+        raise ValueError(f"{op}: {name} has shape {a.shape}; wants ({pattern})")
+
+
+def pair(op: str, name: str, value: Any, *, at_least: int) -> tuple[int, int]:
+    """An int, or one for rows and one for columns, as a pair."""
+    both = (value, value) if isinstance(value, int) else value
+    ints = isinstance(both, tuple | list) and len(both) == 2 and all(isinstance(v, int) for v in both)
+    if not ints or isinstance(value, bool) or min(both) < at_least:
+        raise ValueError(f"{op}: {name} is {value!r}; wants an int of at least {at_least}, or a pair of them")
+    return tuple(both)
+
+
+def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Array) -> Array:
+    """JAX's own gradient of a linear function of an array of `shape`: the same wherever it is taken, so at zero."""
+    _, zero = vary_alike((dy, jnp.zeros(shape, dy.dtype)))
+    return jax.vjp(linear, zero)[1](dy)[0]
+
+
+def unsupported_dtype(*arrays: Array | None) -> str | None:
+    """What the kernels do not take of the arrays' dtypes."""
+    for a in arrays:
+        if a is not None and jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.name not in KERNEL_DTYPES:
+            return f"dtype {a.dtype}, only {', '.join(KERNEL_DTYPES)}"
+    return None
+
+
+def array(op: str, name: str, a: Any) -> Array:
+    if not hasattr(a, "shape") or not hasattr(a, "dtype"):
+        raise TypeError(f"{op}: {name} is a {type(a).__name__}; wants an array")
+    return jnp.asarray(a)

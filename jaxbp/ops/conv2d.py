@@ -1,0 +1,389 @@
+"""Two-dimensional convolution and its three gradients, each of which is a convolution too.
+
+Throughout, `d` is the dilation, `s` the stride and `p` the padding in front, per axis, and positions outside an array
+count as zero.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.lax import PrecisionLike
+from jaxtyping import Float
+
+from jaxbp.implementations import Implementation, Op
+from jaxbp.ops import _checks
+from jaxbp.pairing import Pair, differentiable
+from pallas_kernels import conv2d as kernels
+from pallas_kernels.launch import batch_first, batch_last
+
+Size = int | tuple[int, int]
+Padding = int | tuple[int, int] | str
+
+
+def _forward(x, w, b, *, stride, padding, dilation, groups, precision):
+    y = lax.conv_general_dilated(
+        x,
+        w,
+        stride,
+        padding,
+        rhs_dilation=dilation,
+        dimension_numbers=("NCHW", "OIHW", "NCHW"),
+        feature_group_count=groups,
+        precision=precision,
+    )
+    return y if b is None else y + b[:, None, None]
+
+
+# ----------------------------------------------------------------------------------------------- gradient in the input
+
+
+def _input_gradient_autodiff(dy, w, *, input_size, groups, **options):
+    shape = (dy.shape[0], w.shape[1] * groups, *input_size)
+    return _checks.transpose(lambda x: _forward(x, w, None, groups=groups, **options), shape, dy)
+
+
+def _input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, groups, precision):
+    return lax.conv_general_dilated(
+        dy,
+        _flip_and_swap(w, groups),
+        window_strides=(1, 1),
+        padding=_full_padding(dy.shape[2:], w.shape[2:], input_size, stride, padding, dilation),
+        lhs_dilation=stride,
+        rhs_dilation=dilation,
+        dimension_numbers=("NCHW", "OIHW", "NCHW"),
+        feature_group_count=groups,
+        precision=precision,
+    )
+
+
+def _input_gradient_kernel(dy, w, *, input_size, stride, padding, dilation, groups, precision):
+    full = _full_padding(dy.shape[2:], w.shape[2:], input_size, stride, padding, dilation)
+    spread = [(0, 0, 0), *((low, high, s - 1) for (low, high), s in zip(full, stride, strict=True)), (0, 0, 0)]
+    dy_last = lax.pad(batch_last(dy), jnp.zeros((), dy.dtype), spread)
+    return batch_first(kernels.correlate(dy_last, _flip_and_swap(w, groups)), dy.shape[0])
+
+
+def _flip_and_swap(w, groups):
+    """Filters turned by 180 degrees, input and output channels exchanged within each group."""
+    out_channels, in_channels, *window = w.shape
+    w = jnp.flip(w, (2, 3)).reshape(groups, out_channels // groups, in_channels, *window)
+    return w.swapaxes(1, 2).reshape(groups * in_channels, out_channels // groups, *window)
+
+
+def _full_padding(output_size, filter_size, input_size, stride, padding, dilation):
+    """Padding under which the filter visits every position of the input, given dy spread out by the stride."""
+    low = [(f - 1) * d - p for f, d, (p, _) in zip(filter_size, dilation, padding, strict=True)]
+    high = [
+        size + (f - 1) * d - ((out - 1) * s + 1) - before
+        for size, f, d, out, s, before in zip(
+            input_size, filter_size, dilation, output_size, stride, low, strict=True
+        )
+    ]
+    return list(zip(low, high, strict=True))
+
+
+# --------------------------------------------------------------------------------------------- gradient in the weights
+
+
+def _weights_gradient_autodiff(dy, x, *, filter_size, groups, **options):
+    shape = (dy.shape[1], x.shape[1] // groups, *filter_size)
+    return _checks.transpose(lambda w: _forward(x, w, None, groups=groups, **options), shape, dy)
+
+
+def _weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, groups, precision):
+    # Channels take the batch's place: dw is x correlated with dy, summed over the examples.
+    return lax.conv_general_dilated(
+        x,
+        dy,
+        window_strides=dilation,
+        padding=_reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation),
+        rhs_dilation=stride,
+        dimension_numbers=("CNHW", "IOHW", "CNHW"),
+        batch_group_count=groups,
+        precision=precision,
+    )
+
+
+def _weights_gradient_kernel(dy, x, *, filter_size, stride, padding, dilation, groups, precision):
+    reached = _reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation)
+    x_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*r, 0) for r in reached), (0, 0, 0)])
+    return kernels.correlate_batch(batch_last(dy), x_last, stride=stride).astype(dy.dtype)
+
+
+def _reached_padding(output_size, input_size, filter_size, stride, padding, dilation):
+    """The padding of x up to the last row and column that the filter reached (negative: x beyond it is cut off)."""
+    return [
+        (p, (out - 1) * s + (f - 1) * d + 1 - size - p)
+        for out, size, f, s, (p, _), d in zip(
+            output_size, input_size, filter_size, stride, padding, dilation, strict=True
+        )
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ gradient in the bias
+
+
+def _bias_gradient_autodiff(dy):
+    return _checks.transpose(lambda b: jnp.broadcast_to(b[:, None, None], dy.shape), dy.shape[1:2], dy)
+
+
+def _bias_gradient_formula(dy):
+    return jnp.sum(dy, axis=(0, 2, 3))
+
+
+def _bias_gradient_kernel(dy):
+    dy_last = batch_last(dy)
+    return kernels.sum_batch(dy_last.reshape(dy.shape[1], -1, dy_last.shape[-1])).astype(dy.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------- pairing
+
+
+def _unsupported(*arrays, dilation=(1, 1), groups=1, **options):
+    if dilation != (1, 1):
+        return f"dilation={dilation}"
+    if groups != 1:
+        return f"groups={groups}"
+    return _checks.unsupported_dtype(*arrays)
+
+
+_INPUT_GRADIENT = Op(
+    "conv2d_backward_input",
+    {
+        "autodiff": _input_gradient_autodiff,
+        "xla": _input_gradient_formula,
+        "pallas": differentiable(_input_gradient_kernel, _input_gradient_formula),
+    },
+    unsupported=_unsupported,
+)
+_WEIGHTS_GRADIENT = Op(
+    "conv2d_backward_weights",
+    {
+        "autodiff": _weights_gradient_autodiff,
+        "xla": _weights_gradient_formula,
+        "pallas": differentiable(_weights_gradient_kernel, _weights_gradient_formula),
+    },
+    unsupported=_unsupported,
+)
+_BIAS_GRADIENT = Op(
+    "conv2d_backward_bias",
+    {
+        "autodiff": _bias_gradient_autodiff,
+        "xla": _bias_gradient_formula,
+        "pallas": differentiable(_bias_gradient_kernel, _bias_gradient_formula),
+    },
+    unsupported=_unsupported,
+)
+
+
+def _backward(implementation):
+    input_gradient, weights_gradient, bias_gradient = (
+        op.implementations[implementation] for op in (_INPUT_GRADIENT, _WEIGHTS_GRADIENT, _BIAS_GRADIENT)
+    )
+
+    def backward(dy, x, w, b, **options):
+        dw = weights_gradient(dy, x, filter_size=w.shape[2:], **options)
+        db = None if b is None else bias_gradient(dy)
+        dx = input_gradient(dy, w, input_size=x.shape[2:], **options)
+        return dx, dw, db
+
+    return backward
+
+
+_CONV2D = Pair(
+    _forward,
+    Op("conv2d_backward", {name: _backward(name) for name in ("pallas", "xla")}),
+    name="conv2d",
+    unsupported=_unsupported,
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- public
+
+
+def conv2d(
+    x: Float[Array, "batch in_channels height width"],
+    w: Float[Array, "out_channels in_channels/groups filter_height filter_width"],
+    b: Float[Array, "out_channels"] | None = None,
+    *,
+    stride: Size = 1,
+    padding: Padding = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "batch out_channels out_height out_width"]:
+    """Convolution as deep learning has it, without turning the filter:
+    `y[n, k, i, j] = b[k] + Σ_{c, u, v} x[n, c, i s + u d - p, j s + v d - p] w[k, c, u, v]`.
+
+    Args:
+      x: images, NCHW.
+      w: filters, OIHW.
+      b: a bias an output channel, or None for none.
+      stride, dilation: an int, or one for rows and one for columns.
+      padding: zeros on each side: an int, one for rows and one for columns, "SAME" (as many positions out as
+        strides fit in; the odd zero behind) or "VALID" (none).
+      groups: channels in and out are split into so many groups that do not see each other.
+      precision: of the products, as in `jax.lax.conv_general_dilated`. The kernels always compute in full float32.
+      implementation: "pallas" (no dilation, no groups), "xla", "autodiff", or None for the fastest here.
+
+    Returns:
+      y, in x's dtype, of height `(height + 2 p - d (filter_height - 1) - 1) // s + 1`, and width alike.
+
+    Raises:
+      TypeError: arguments that are not of one floating dtype.
+      ValueError: shapes or options that do not fit.
+      NotImplementedError: "pallas" with what its kernels do not take.
+
+    Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.
+    """
+    x, w, b = _checks.floating("conv2d", x=x, w=w, b=b)
+    _checks.shape("conv2d", "w", w, "out_channels", "in_channels/groups", "filter_height", "filter_width")
+    _checks.shape("conv2d", "x", x, "batch", "in_channels", "height", "width")
+    options = _options("conv2d", x.shape[2:], w.shape[2:], stride, padding, dilation, groups, precision)
+    _check_channels("conv2d", "x", x.shape, w.shape, groups)
+    if b is not None:
+        _checks.shape("conv2d", "b", b, w.shape[0])
+    return _CONV2D(x, w, b, implementation=implementation, **options)
+
+
+def conv2d_backward_input(
+    dy: Float[Array, "batch out_channels out_height out_width"],
+    w: Float[Array, "out_channels in_channels/groups filter_height filter_width"],
+    input_size: tuple[int, int],
+    *,
+    stride: Size = 1,
+    padding: Padding = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "batch in_channels height width"]:
+    """Gradient of `conv2d` in x: `dx[n, c, h, l] = Σ_{k, u, v} dy[n, k, i, j] w[k, c, u, v]` over all u, v with
+    `i s + u d - p = h` and `j s + v d - p = l`: dy, spread out by the stride, under the filter turned by 180 degrees.
+
+    Args:
+      dy: gradient of the loss in y.
+      w: the forward's filters.
+      input_size: height and width of x, which y does not tell.
+      The rest as in `conv2d`.
+
+    Returns:
+      dx, in dy's dtype.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as in `conv2d`.
+
+    Source: as `conv2d`, chapter 4.
+    """
+    op = "conv2d_backward_input"
+    dy, w = _checks.floating(op, dy=dy, w=w)
+    _checks.shape(op, "w", w, "out_channels", "in_channels/groups", "filter_height", "filter_width")
+    input_size = _checks.pair(op, "input_size", input_size, at_least=1)
+    options = _options(op, input_size, w.shape[2:], stride, padding, dilation, groups, precision)
+    _checks.shape(op, "dy", dy, "batch", w.shape[0], *_output_size(input_size, w.shape[2:], options))
+    _check_channels(op, "x", (dy.shape[0], w.shape[1] * groups), w.shape, groups)
+    return _INPUT_GRADIENT(dy, w, input_size=input_size, implementation=implementation, **options)
+
+
+def conv2d_backward_weights(
+    dy: Float[Array, "batch out_channels out_height out_width"],
+    x: Float[Array, "batch in_channels height width"],
+    filter_size: Size,
+    *,
+    stride: Size = 1,
+    padding: Padding = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "out_channels in_channels/groups filter_height filter_width"]:
+    """Gradient of `conv2d` in w: `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`:
+    x correlated with dy.
+
+    Args:
+      dy: gradient of the loss in y.
+      x: the forward's input.
+      filter_size: height and width of w, which x and y do not tell when the stride skips rows.
+      The rest as in `conv2d`.
+
+    Returns:
+      dw, in dy's dtype, summed in float32.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as in `conv2d`.
+
+    Source: as `conv2d`, chapter 4.
+    """
+    op = "conv2d_backward_weights"
+    dy, x = _checks.floating(op, dy=dy, x=x)
+    _checks.shape(op, "x", x, "batch", "in_channels", "height", "width")
+    filter_size = _checks.pair(op, "filter_size", filter_size, at_least=1)
+    options = _options(op, x.shape[2:], filter_size, stride, padding, dilation, groups, precision)
+    _checks.shape(op, "dy", dy, x.shape[0], "out_channels", *_output_size(x.shape[2:], filter_size, options))
+    _check_channels(op, "x", x.shape, (dy.shape[1], x.shape[1] // groups), groups)
+    return _WEIGHTS_GRADIENT(dy, x, filter_size=filter_size, implementation=implementation, **options)
+
+
+def conv2d_backward_bias(
+    dy: Float[Array, "batch out_channels out_height out_width"], *, implementation: Implementation = None
+) -> Float[Array, "out_channels"]:
+    """Gradient of `conv2d` in b: `db[k] = Σ_{n, i, j} dy[n, k, i, j]`.
+
+    Args:
+      dy: gradient of the loss in y.
+
+    Returns:
+      db, in dy's dtype, summed in float32.
+
+    Raises:
+      TypeError, ValueError: dy is not floating, or not of four axes.
+    """
+    (dy,) = _checks.floating("conv2d_backward_bias", dy=dy)
+    _checks.shape("conv2d_backward_bias", "dy", dy, "batch", "out_channels", "out_height", "out_width")
+    return _BIAS_GRADIENT(dy, implementation=implementation)
+
+
+def _options(op, input_size, filter_size, stride, padding, dilation, groups, precision) -> dict[str, Any]:
+    """The options in one form: pairs, and the padding as zeros before and behind, per axis."""
+    stride = _checks.pair(op, "stride", stride, at_least=1)
+    dilation = _checks.pair(op, "dilation", dilation, at_least=1)
+    if not isinstance(groups, int) or groups < 1:
+        raise ValueError(f"{op}: groups is {groups!r}; wants an int of at least 1")
+    extent = tuple((f - 1) * d + 1 for f, d in zip(filter_size, dilation, strict=True))
+    padding = window_padding(op, padding, input_size, extent, stride)
+    for size, (before, behind), reach in zip(input_size, padding, extent, strict=True):
+        if size + before + behind < reach:
+            raise ValueError(
+                f"{op}: the filter, {extent[0]} x {extent[1]} with its dilation, is larger than the input, "
+                f"{input_size[0]} x {input_size[1]} with padding {padding}"
+            )
+    return dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
+
+
+def window_padding(op, padding, input_size, window, stride):
+    """`padding` as (before, behind) for rows and for columns, for an op that moves a window over an input."""
+    if isinstance(padding, str):
+        if padding.upper() not in ("SAME", "VALID"):
+            raise ValueError(f"{op}: padding is {padding!r}; wants an int, a pair of ints, 'SAME' or 'VALID'")
+        return tuple(tuple(map(int, p)) for p in lax.padtype_to_pads(input_size, window, stride, padding.upper()))
+    rows, columns = _checks.pair(op, "padding", padding, at_least=0)
+    return (rows, rows), (columns, columns)
+
+
+def _output_size(input_size, filter_size, options):
+    return tuple(
+        (size + sum(p) - (f - 1) * d - 1) // s + 1
+        for size, f, p, s, d in zip(
+            input_size, filter_size, options["padding"], options["stride"], options["dilation"], strict=True
+        )
+    )
+
+
+def _check_channels(op, name, x_shape, w_shape, groups):
+    if x_shape[1] != w_shape[1] * groups or w_shape[0] % groups:
+        raise ValueError(
+            f"{op}: {name} has {x_shape[1]} channels, w has shape {tuple(w_shape)} and groups is {groups}; wants "
+            f"in_channels = groups * w.shape[1], and out_channels a multiple of groups"
+        )

@@ -1,0 +1,121 @@
+"""The dense layer."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import PrecisionLike
+from jaxtyping import Float
+
+from jaxbp.implementations import Implementation, Op
+from jaxbp.ops import _checks
+from jaxbp.pairing import Pair, differentiable
+from pallas_kernels import linear as kernels
+from pallas_kernels.launch import batch_first, batch_last
+
+
+def _forward(x, w, b, *, precision):
+    y = jnp.matmul(x, w.T, precision=precision)
+    return y if b is None else y + b
+
+
+def _gradients_autodiff(dy, x, w, b, *, precision):
+    return jax.vjp(lambda x, w, b: _forward(x, w, b, precision=precision), x, w, b)[1](dy)
+
+
+def _gradients_formula(dy, x, w, b, *, precision):
+    rows_dy, rows_x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    dx = jnp.matmul(dy, w, precision=precision)
+    dw = jnp.matmul(rows_dy.T, rows_x, precision=precision)
+    return dx, dw, None if b is None else jnp.sum(rows_dy, axis=0)
+
+
+def _gradients_kernel(dy, x, w, b, *, precision):
+    rows = x.size // x.shape[-1]
+    dy_last, x_last = batch_last(dy.reshape(rows, -1)), batch_last(x.reshape(rows, -1))
+    dx = batch_first(kernels.input_gradient(dy_last, w), rows).reshape(x.shape)
+    dw = kernels.weight_gradient(dy_last, x_last).astype(w.dtype)
+    return dx, dw, None if b is None else kernels.bias_gradient(dy_last).astype(b.dtype)
+
+
+def _unsupported(*arrays, precision):
+    return _checks.unsupported_dtype(*arrays)
+
+
+_LINEAR_BACKWARD = Op(
+    "linear_backward",
+    {
+        "autodiff": _gradients_autodiff,
+        "xla": _gradients_formula,
+        "pallas": differentiable(_gradients_kernel, _gradients_formula),
+    },
+    unsupported=_unsupported,
+)
+_LINEAR = Pair(_forward, _LINEAR_BACKWARD, name="linear", unsupported=_unsupported)
+
+
+def linear(
+    x: Float[Array, "*batch in_features"],
+    w: Float[Array, "out_features in_features"],
+    b: Float[Array, "out_features"] | None = None,
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch out_features"]:
+    """Dense layer, `y = x wᵀ + b`.
+
+    Args:
+      x: inputs, with any leading axes.
+      w: weights, a row an output.
+      b: bias, or None for none.
+      precision: of the matrix products, as in `jax.lax.dot`. The kernels always compute in full float32.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+
+    Returns:
+      y, in x's dtype.
+
+    Raises:
+      TypeError: arguments that are not of one floating dtype.
+      ValueError: shapes that do not fit.
+    """
+    x, w, b = _checks.floating("linear", x=x, w=w, b=b)
+    _check_shapes("linear", x, w, b)
+    return _LINEAR(x, w, b, precision=precision, implementation=implementation)
+
+
+def linear_backward(
+    dy: Float[Array, "*batch out_features"],
+    x: Float[Array, "*batch in_features"],
+    w: Float[Array, "out_features in_features"],
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> tuple[
+    Float[Array, "*batch in_features"], Float[Array, "out_features in_features"], Float[Array, "out_features"]
+]:
+    """Gradients of `linear`: `dx = dy w`, `dw = dyᵀ x`, `db = Σ dy`, the sums over all leading axes.
+
+    Args:
+      dy: gradient of the loss in y.
+      x, w: the forward's inputs.
+
+    Returns:
+      (dx, dw, db), each in the shape and dtype of what it is the gradient of; half precisions are summed in float32.
+
+    Raises:
+      TypeError, ValueError: as in `linear`.
+
+    Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
+    """
+    dy, x, w = _checks.floating("linear_backward", dy=dy, x=x, w=w)
+    _check_shapes("linear_backward", x, w, None)
+    _checks.shape("linear_backward", "dy", dy, *x.shape[:-1], w.shape[0])
+    b = jnp.zeros(w.shape[:1], w.dtype)
+    return _LINEAR_BACKWARD(dy, x, w, b, precision=precision, implementation=implementation)
+
+
+def _check_shapes(op, x, w, b):
+    _checks.shape(op, "w", w, "out_features", "in_features")
+    if x.ndim == 0 or x.shape[-1] != w.shape[1]:
+        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {w.shape[1]}), the in_features of w {w.shape}")
+    if b is not None:
+        _checks.shape(op, "b", b, w.shape[0])

@@ -1,0 +1,243 @@
+"""Max-pooling: the forward keeps where in each window the maximum lay, the backward sends the gradient there."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Integer
+
+from jaxbp.implementations import Implementation, Op
+from jaxbp.ops import _checks
+from jaxbp.ops.conv2d import Padding, Size, window_padding
+from jaxbp.pairing import Pair, differentiable
+from pallas_kernels import max_pool2d as kernels
+from pallas_kernels.launch import batch_first, batch_last
+
+
+def _places(window):
+    """The places in a window in row-major order."""
+    return [(u, v) for u in range(window[0]) for v in range(window[1])]
+
+
+def _at_place(place, x, *, window, stride, padding, input_size, fill):
+    """What stands at `place` in every window of x: `(N, C, P, Q)`."""
+    x = jnp.pad(x, ((0, 0), (0, 0), *padding), constant_values=fill)
+    rows, columns = _output_size(input_size=input_size, window=window, stride=stride, padding=padding)
+    (u, v), (s, t) = place, stride
+    return x[:, :, u : u + (rows - 1) * s + 1 : s, v : v + (columns - 1) * t + 1 : t]
+
+
+def _max_and_indices(x, **options):
+    places = _places(options["window"])
+    index_dtype = jnp.uint8 if len(places) <= 256 else jnp.int32
+    index = jnp.broadcast_to(jnp.asarray(_first_inside(**options), index_dtype), _shape(x, **options))
+    largest = jnp.full(index.shape, -jnp.inf, x.dtype)
+    for i, place in enumerate(places):
+        value = _at_place(place, x, fill=-jnp.inf, **options)
+        # Only what is larger replaces it: the first of equals stays. NaN is larger than any number.
+        larger = (value > largest) | (jnp.isnan(value) & ~jnp.isnan(largest))
+        largest = jnp.where(larger, value, largest)
+        index = jnp.where(larger, jnp.asarray(i, index_dtype), index)
+    return largest, index
+
+
+def _first_inside(*, window, stride, padding, input_size):
+    """The first place of each window that is no padding, so that a window of -inf alone does not point at padding."""
+    rows, columns = _output_size(input_size=input_size, window=window, stride=stride, padding=padding)
+    first = [
+        np.maximum(0, before - np.arange(n) * s)
+        for n, s, (before, _) in zip((rows, columns), stride, padding, strict=True)
+    ]
+    return first[0][:, None] * window[1] + first[1][None, :]
+
+
+def _native(x, *, window, stride, padding, input_size):
+    y = lax.reduce_window(x, -jnp.inf, lax.max, (1, 1, *window), (1, 1, *stride), ((0, 0), (0, 0), *padding))
+    options = dict(window=window, stride=stride, padding=padding, input_size=input_size)
+    return y, _max_and_indices(lax.stop_gradient(x), **options)[1]
+
+
+def _save(x, **options):
+    y, indices = _max_and_indices(x, **options)
+    return (y, indices), (indices,)
+
+
+def _route_autodiff(dy, indices, *, input_size, **options):
+    def chosen(x):
+        options_ = options | dict(input_size=input_size, fill=0)
+        places = enumerate(_places(options["window"]))
+        return sum(jnp.where(indices == i, _at_place(place, x, **options_), 0) for i, place in places)
+
+    return _checks.transpose(chosen, (*dy.shape[:2], *input_size), dy)
+
+
+def _route_formula(dy, indices, *, window, stride, padding, input_size):
+    zero = jnp.zeros((), dy.dtype)
+    dx = jnp.zeros((*dy.shape[:2], *input_size), dy.dtype)
+    for i, place in enumerate(_places(window)):
+        # Spread out by the stride and moved to its place, each gradient stands where its maximum was.
+        spread = [
+            (at - before, size - (at - before) - ((n - 1) * s + 1), s - 1)
+            for at, (before, _), size, n, s in zip(place, padding, input_size, dy.shape[2:], stride, strict=True)
+        ]
+        dx += lax.pad(jnp.where(indices == i, dy, zero), zero, [(0, 0, 0), (0, 0, 0), *spread])
+    return dx
+
+
+def _route_kernel(dy, indices, *, window, stride, padding, input_size):
+    before = (padding[0][0], padding[1][0])
+    dx_last = kernels.route(
+        batch_last(dy), batch_last(indices), input_size=input_size, window=window, stride=stride, padding=before
+    )
+    return batch_first(dx_last, dy.shape[0])
+
+
+def _unsupported(*arrays, **options):
+    return _checks.unsupported_dtype(*arrays)
+
+
+_MAX_POOL2D_BACKWARD = Op(
+    "max_pool2d_backward",
+    {
+        "autodiff": _route_autodiff,
+        "xla": _route_formula,
+        "pallas": differentiable(_route_kernel, _route_formula),
+    },
+    unsupported=_unsupported,
+)
+
+
+def _pair_backward(implementation):
+    route = _MAX_POOL2D_BACKWARD.implementations[implementation]
+    return lambda gradients, indices, **options: route(gradients[0], indices, **options)
+
+
+_MAX_POOL2D = Pair(
+    _native,
+    Op("max_pool2d_backward", {name: _pair_backward(name) for name in ("pallas", "xla")}),
+    save=_save,
+    name="max_pool2d",
+    unsupported=_unsupported,
+)
+
+
+def max_pool2d(
+    x: Float[Array, "batch channels height width"],
+    window: Size,
+    *,
+    stride: Size | None = None,
+    padding: Padding = 0,
+    implementation: Implementation = None,
+) -> Float[Array, "batch channels out_height out_width"]:
+    """Max-pooling: `y[n, c, i, j] = max over u, v of x[n, c, i s + u - p, j s + v - p]`, s the stride, p the padding.
+
+    Args:
+      x: images, NCHW.
+      window: height and width of the windows, an int or a pair.
+      stride: an int or a pair; the window's size if None.
+      padding: -inf on each side: an int, one for rows and one for columns, "SAME" or "VALID"; less than the window.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+
+    Returns:
+      y, in x's dtype, of height `(height + 2 p - window) // s + 1`, and width alike. NaN in a window gives NaN.
+      Of equal maxima the first in row-major order gets the gradient.
+
+    Raises:
+      TypeError: x is not floating.
+      ValueError: shapes or options that do not fit.
+
+    Source: K. Yamaguchi et al., "A neural network for speaker-independent isolated word recognition", ICSLP 1990.
+    """
+    return _pool("max_pool2d", x, window, stride, padding, implementation)[0]
+
+
+def max_pool2d_with_indices(
+    x: Float[Array, "batch channels height width"],
+    window: Size,
+    *,
+    stride: Size | None = None,
+    padding: Padding = 0,
+    implementation: Implementation = None,
+) -> tuple[
+    Float[Array, "batch channels out_height out_width"], Integer[Array, "batch channels out_height out_width"]
+]:
+    """`max_pool2d`, and where in its window each maximum lay.
+
+    Args:
+      As in `max_pool2d`.
+
+    Returns:
+      (y, indices): indices are `u * window_width + v`, the first maximum's (or NaN's) place in its own window,
+      uint8 for windows of up to 256 places, else int32. They have no gradient.
+
+    Raises:
+      TypeError, ValueError: as in `max_pool2d`.
+    """
+    return _pool("max_pool2d_with_indices", x, window, stride, padding, implementation)
+
+
+def max_pool2d_backward(
+    dy: Float[Array, "batch channels out_height out_width"],
+    indices: Integer[Array, "batch channels out_height out_width"],
+    input_size: tuple[int, int],
+    window: Size,
+    *,
+    stride: Size | None = None,
+    padding: Padding = 0,
+    implementation: Implementation = None,
+) -> Float[Array, "batch channels height width"]:
+    """Gradient of `max_pool2d`: `dx[n, c, h, l] = Σ dy[n, c, i, j]` over the windows whose maximum lay at (h, l).
+
+    Args:
+      dy: gradient of the loss in y.
+      indices: as `max_pool2d_with_indices` gives them. An index of no place in the window sends its gradient nowhere.
+      input_size: height and width of x, which y does not tell.
+      window, stride, padding: the forward's.
+
+    Returns:
+      dx, in dy's dtype.
+
+    Raises:
+      TypeError, ValueError: as in `max_pool2d`.
+
+    Source: M. Zeiler, G. Taylor and R. Fergus, "Adaptive deconvolutional networks", ICCV 2011 (switches).
+    """
+    op = "max_pool2d_backward"
+    (dy,) = _checks.floating(op, dy=dy)
+    input_size = _checks.pair(op, "input_size", input_size, at_least=1)
+    options = _options(op, input_size, window, stride, padding)
+    _checks.shape(op, "dy", dy, "batch", "channels", *_output_size(**options))
+    if not hasattr(indices, "dtype") or not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"{op}: indices is {getattr(indices, 'dtype', type(indices).__name__)}; wants integers")
+    _checks.shape(op, "indices", indices, *dy.shape)
+    return _MAX_POOL2D_BACKWARD(dy, jnp.asarray(indices), implementation=implementation, **options)
+
+
+def _pool(op, x, window, stride, padding, implementation):
+    (x,) = _checks.floating(op, x=x)
+    _checks.shape(op, "x", x, "batch", "channels", "height", "width")
+    return _MAX_POOL2D(x, implementation=implementation, **_options(op, x.shape[2:], window, stride, padding))
+
+
+def _options(op, input_size, window, stride, padding):
+    window = _checks.pair(op, "window", window, at_least=1)
+    stride = window if stride is None else _checks.pair(op, "stride", stride, at_least=1)
+    padding = window_padding(op, padding, input_size, window, stride)
+    for size, reach, (before, behind) in zip(input_size, window, padding, strict=True):
+        if max(before, behind) >= reach:
+            raise ValueError(f"{op}: padding is {padding}; wants less than the window, {window}")
+        if size + before + behind < reach:
+            raise ValueError(
+                f"{op}: the window, {window[0]} x {window[1]}, is larger than the input, "
+                f"{input_size[0]} x {input_size[1]} with padding {padding}"
+            )
+    return dict(window=window, stride=stride, padding=padding, input_size=tuple(input_size))
+
+
+def _output_size(input_size, window, stride, padding):
+    return tuple(
+        (size + sum(p) - f) // s + 1 for size, f, s, p in zip(input_size, window, stride, padding, strict=True)
+    )
+
+
+def _shape(x, **options):
+    return (*x.shape[:2], *_output_size(**options))

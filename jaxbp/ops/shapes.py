@@ -1,0 +1,26 @@
+"""Changes of shape."""
+
+import math
+
+from jax import Array
+from jaxtyping import Shaped
+
+from jaxbp.ops import _checks
+
+
+def flatten(x: Shaped[Array, "batch ..."]) -> Shaped[Array, "batch features"]:
+    """`(batch, ...) -> (batch, features)`: a reshape, and its backward is the reshape back, so there is none to write.
+
+    Args:
+      x: any dtype, at least one axis.
+
+    Returns:
+      The same elements in row-major order, an example a row.
+
+    Raises:
+      TypeError, ValueError: x is no array, or has no axis.
+    """
+    x = _checks.array("flatten", "x", x)
+    if x.ndim == 0:
+        raise ValueError("flatten: x has shape (); wants (batch, ...)")
+    return x.reshape(x.shape[0], math.prod(x.shape[1:]))

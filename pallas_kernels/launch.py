@@ -1,0 +1,164 @@
+"""Launching a kernel: the one file that knows JAX versions, the interpreters and Mosaic's lowering semantics.
+
+A kernel body is an ordinary function of references into GPU memory. Its program ids arrive as keyword arguments named
+after the grid's axes:
+
+    def body(x_ref, y_ref, *, row):
+        y_ref[row] = 2.0 * x_ref[row]
+
+    launch(body, x, out=jax.ShapeDtypeStruct(x.shape, x.dtype), grid={"row": x.shape[0]}, name="double")
+
+Lowered for CUDA it is a Mosaic GPU kernel. Lowered for anything else the same body runs in Pallas' own interpreter,
+which is plain XLA code without side effects: slow, but at home in every JAX transformation. `simulated` runs it in
+the Mosaic simulator instead, which is slower still and raises on what a GPU would leave undefined.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+# The interpreter would import it at its first use, which changes jit's cache key: everything would compile twice.
+import jax.experimental.pallas.tpu  # noqa: F401
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# What has no public name in JAX 0.10.2: the simulator (partly public from 0.12 on), and turning off, within a kernel,
+# the types by which shard_map tells along which mesh axes a value differs.
+from jax._src.config import _check_vma
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as _simulator
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+LANES = 128
+"""Threads of a warpgroup, the unit that runs a program: vectors are a multiple of it."""
+
+# The default semantics differ between JAX versions. Lane lowers unrolled bodies 10 to 40 times faster.
+_COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+
+# A JAX context, not a global: its value is part of jit's cache key.
+_simulation = jax.make_user_context(None)
+
+
+def launch(body: Callable[..., None], *arrays: Array, out: Any, grid: dict[str, int], name: str) -> Any:
+    """Runs `body(*array_refs, *out_refs, **program_ids)` once for every point of `grid`.
+
+    Args:
+      body: the kernel. It writes every element of every output.
+      arrays: the inputs, whole.
+      out: a `jax.ShapeDtypeStruct`, or a tuple of them.
+      grid: axis name -> number of programs. The last axis runs fastest.
+      name: the kernel's name in programs and profiles.
+
+    Returns:
+      An array for each entry of `out`, in its structure.
+    """
+
+    def mosaic(*arrays, interpret=None):
+        def numbered(*refs):
+            body(*refs, **{axis: lax.axis_index(axis) for axis in grid})
+
+        numbered.__name__ = name
+        return plgpu.kernel(
+            numbered,
+            out_type=out,
+            grid=tuple(grid.values()),
+            grid_names=tuple(grid),
+            compiler_params=_COMPILER_PARAMS,
+            interpret=interpret,
+        )(*arrays)
+
+    def interpreted(*arrays):
+        def numbered(*refs):
+            body(*refs, **{axis: pl.program_id(i) for i, axis in enumerate(grid)})
+
+        return pl.pallas_call(numbered, out_shape=out, grid=tuple(grid.values()), interpret=True, name=name)(*arrays)
+
+    arrays = vary_alike(arrays)
+    with _check_vma(False):
+        if (params := _simulation.value) is not None:
+            results = mosaic(*arrays, interpret=params)
+        else:
+            if jax.default_backend() == "cpu":
+                _warn_interpreted()
+            results = lax.platform_dependent(*arrays, cuda=mosaic, default=interpreted)
+    return vary_alike((arrays, results))[1]
+
+
+def vary_alike(arrays: Any) -> Any:
+    """Within shard_map, the same arrays typed as differing along every mesh axis along which one of them differs.
+
+    The gradient of an array that was the same on all devices is thereby summed over the devices.
+    """
+    axes = [jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)]
+    union = frozenset().union(*axes)
+
+    def cast(a):
+        missing = union - jax.typeof(a).manual_axis_type.varying
+        return lax.pcast(a, tuple(missing), to="varying") if missing else a
+
+    return jax.tree.map(cast, arrays)
+
+
+@functools.cache
+def _warn_interpreted() -> None:
+    warnings.warn(
+        "jaxbp: no GPU found, so Pallas kernels run in an interpreter: right, but slow. "
+        "implementation='xla' is the fast one here.",
+        stacklevel=2,
+    )
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[None]:
+    """Within it, kernels run in the Mosaic GPU simulator, on the CPU and about 0.4 ms a memory access.
+
+    Memory starts as NaN (integers: their largest value), a read out of bounds raises, and a data race raises
+    `RuntimeError` here or an error where it happens.
+    """
+    _simulator.reset_gpu_interpret_mode_state()
+    try:
+        with _simulation(InterpretGPUParams(detect_races=True)):
+            yield
+        jax.effects_barrier()
+        if _simulator.gpu_callbacks._races is not None and _simulator.get_races().races_found:
+            raise RuntimeError("pallas_kernels: the simulator found a data race; its report is on standard output")
+    finally:
+        _simulator.reset_gpu_interpret_mode_state()
+
+
+def zeros_like(vector: Array) -> Array:
+    """Float32 zeros in the register layout of `vector`, which a loop's carry must have from its first turn."""
+    return jnp.where(vector != vector, jnp.float32(0), jnp.float32(0))
+
+
+def batch_last(x: Array) -> Array:
+    """`(batch, ...) -> (..., lanes)`: an example a lane, the batch filled up with zeros to whole warpgroups."""
+    missing = -x.shape[0] % LANES or (LANES if x.shape[0] == 0 else 0)
+    x = jnp.moveaxis(x, 0, -1)
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+
+
+def batch_first(x: Array, batch: int) -> Array:
+    """The inverse of `batch_last`."""
+    return jnp.moveaxis(x[..., :batch], -1, 0)
+
+
+def vector_length(*arrays: Array) -> int:
+    """The longest vector, of at most 4 elements a thread, that divides the last axis of `batch_last` arrays.
+
+    At most 2 where dtypes are mixed: a thread loads up to 8 bytes at once, and only vectors that are spread over the
+    threads alike can be combined.
+    """
+    lanes = arrays[0].shape[-1]
+    longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
+    return max(LANES * each for each in (1, 2, 4) if each <= longest and lanes % (LANES * each) == 0)
+
+
+def largest_divisor(n: int, at_most: int) -> int:
+    """The largest divisor of `n` not above `at_most`."""
+    return max(d for d in range(1, max(1, min(n, at_most)) + 1) if n % d == 0)

@@ -1,0 +1,103 @@
+"""Softmax and cross-entropy, an example a lane: forward with probabilities in one kernel, backward in another.
+
+Labels are integers `(N,)`, a class an example, or floats `(classes, N)`, a weight a class. The batch N is last and a
+multiple of `LANES`. An integer that is no class makes its example NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.launch import launch, vector_length, zeros_like
+
+
+def loss_and_probabilities(logits: Array, labels: Array) -> tuple[Array, Array]:
+    """`loss[n] = sum over k of y[k, n] * (lse[n] - logits[k, n])` and `p[k, n] = exp(logits[k, n] - lse[n])`,
+    where `lse[n] = log(sum over k of exp(logits[k, n]))`, computed from the largest logit down.
+
+    Args:
+      logits: `(classes, N)`.
+
+    Returns:
+      loss `(N,)` and probabilities `(classes, N)` in the dtype of the logits.
+    """
+    classes, N = logits.shape
+    length = vector_length(logits, labels)
+
+    def body(logits_ref, labels_ref, loss_ref, probabilities_ref, *, block):
+        lanes = pl.ds(block * length, length)
+
+        def logit(k):
+            return logits_ref[k, lanes].astype(jnp.float32)
+
+        label, valid = _reader(labels_ref, lanes, classes)
+        zero = zeros_like(logit(0))
+        largest = lax.fori_loop(0, classes, lambda k, m: jnp.maximum(m, logit(k)), zero - jnp.inf)
+        total = lax.fori_loop(0, classes, lambda k, s: s + jnp.exp(logit(k) - largest), zero)
+        log_total = jnp.log(total)
+
+        def finish(k, loss):
+            log_probability = logit(k) - largest - log_total
+            probabilities_ref[k, lanes] = jnp.exp(log_probability).astype(probabilities_ref.dtype)
+            return loss - label(k) * log_probability
+
+        loss = lax.fori_loop(0, classes, finish, zero)
+        loss_ref[lanes] = jnp.where(valid, loss, jnp.nan).astype(loss_ref.dtype)
+
+    return launch(
+        body,
+        logits,
+        labels,
+        out=(jax.ShapeDtypeStruct((N,), logits.dtype), jax.ShapeDtypeStruct((classes, N), logits.dtype)),
+        grid={"block": N // length},
+        name="softmax_cross_entropy",
+    )
+
+
+def logits_gradient(dy: Array, probabilities: Array, labels: Array) -> Array:
+    """`dlogits[k, n] = dy[n] * (p[k, n] * sum over j of y[j, n] - y[k, n])`.
+
+    Args:
+      dy: `(N,)`.
+      probabilities: `(classes, N)`.
+
+    Returns:
+      `(classes, N)` in the dtype of the probabilities.
+    """
+    classes, N = probabilities.shape
+    length = vector_length(probabilities, labels)
+    integer = jnp.issubdtype(labels.dtype, jnp.integer)
+
+    def body(dy_ref, probabilities_ref, labels_ref, dlogits_ref, *, block):
+        lanes = pl.ds(block * length, length)
+        label, valid = _reader(labels_ref, lanes, classes)
+        gradient = jnp.where(valid, dy_ref[lanes].astype(jnp.float32), jnp.nan)
+        zero = zeros_like(gradient)
+        # Integer labels weigh one class, with one.
+        weight = zero + 1.0 if integer else lax.fori_loop(0, classes, lambda k, s: s + label(k), zero)
+
+        def write(k, _):
+            p = probabilities_ref[k, lanes].astype(jnp.float32)
+            dlogits_ref[k, lanes] = (gradient * (p * weight - label(k))).astype(dlogits_ref.dtype)
+
+        lax.fori_loop(0, classes, write, None)
+
+    return launch(
+        body,
+        dy,
+        probabilities,
+        labels,
+        out=jax.ShapeDtypeStruct((classes, N), probabilities.dtype),
+        grid={"block": N // length},
+        name="softmax_cross_entropy_backward",
+    )
+
+
+def _reader(labels_ref, lanes, classes):
+    """A function from a class to its labels in float32, and which examples' labels are valid."""
+    if jnp.issubdtype(labels_ref.dtype, jnp.integer):
+        chosen = labels_ref[lanes]
+        return lambda k: jnp.where(chosen == k, 1.0, 0.0), (chosen >= 0) & (chosen < classes)
+    first = labels_ref[0, lanes]
+    return lambda k: labels_ref[k, lanes].astype(jnp.float32), (first == first) | (first != first)

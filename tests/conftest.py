@@ -1,0 +1,29 @@
+import os
+import shutil
+
+# Before JAX starts: devices to shard over, and fast compilation of the interpreted kernels, which run briefly.
+if shutil.which("nvidia-smi") is None:
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    )
+
+import jax
+import pytest
+
+from jaxbp.implementations import kernels_run_here
+
+HAS_GPU = kernels_run_here()
+
+
+def pytest_collection_modifyitems(items):
+    skip = pytest.mark.skip(reason="needs a GPU of compute capability 9.0 or higher")
+    for item in items:
+        if "gpu" in item.keywords and not HAS_GPU:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _exact_products():
+    """Float32 means float32 on every platform, so that one set of tolerances holds."""
+    with jax.default_matmul_precision("highest"):
+        yield
