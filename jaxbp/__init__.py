@@ -3,6 +3,11 @@
 from jaxbp.implementations import IMPLEMENTATIONS, Fastest, Implementation, Op
 from jaxbp.ops.activations import relu, relu_backward
 from jaxbp.ops.conv2d import conv2d, conv2d_backward_bias, conv2d_backward_input, conv2d_backward_weights
+from jaxbp.ops.conv2d_relu_max_pool2d import (
+    conv2d_relu_max_pool2d,
+    conv2d_relu_max_pool2d_backward,
+    conv2d_relu_max_pool2d_with_places,
+)
 from jaxbp.ops.linear import linear, linear_backward
 from jaxbp.ops.losses import softmax_cross_entropy, softmax_cross_entropy_backward
 from jaxbp.ops.max_pool2d import max_pool2d, max_pool2d_backward, max_pool2d_with_indices
@@ -21,6 +26,9 @@ __all__ = [
     "conv2d_backward_bias",
     "conv2d_backward_input",
     "conv2d_backward_weights",
+    "conv2d_relu_max_pool2d",
+    "conv2d_relu_max_pool2d_backward",
+    "conv2d_relu_max_pool2d_with_places",
     "differentiable",
     "flatten",
     "linear",

@@ -1,5 +1,6 @@
 """The names of the implementations, and how an op picks one of them."""
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -41,7 +42,7 @@ class Op:
         implementations: Mapping[str, Callable],
         *,
         unsupported: Callable[..., str | None] = lambda *arrays, **options: None,
-        fastest: Fastest = Fastest(),  # noqa: B008 (frozen)
+        fastest: Fastest = Fastest(),
     ):
         if unknown := set(implementations) - set(IMPLEMENTATIONS):
             raise ValueError(f"{name}: implementations has {sorted(unknown)}; wants names among {IMPLEMENTATIONS}")
@@ -82,6 +83,12 @@ class Op:
                 f"{self.name}: implementation='pallas' does not take {reason}; 'xla', 'autodiff' and None do"
             )
         return self._bind(implementation, key)(*arrays)
+
+    def named(self, name: str) -> "Op":
+        """The same op under another name, for error messages."""
+        other = copy.copy(self)
+        other.name = name
+        return other
 
     def _bind(self, implementation: str, options: tuple) -> Callable:
         return functools.partial(self.implementations[implementation], **dict(options))

@@ -22,17 +22,17 @@ from typing import Any
 import jax
 
 # The interpreter would import it at its first use, which changes jit's cache key: everything would compile twice.
-import jax.experimental.pallas.tpu  # noqa: F401
+import jax.experimental.pallas.tpu
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # What has no public name in JAX 0.10.2: the simulator (partly public from 0.12 on), and turning off, within a kernel,
 # the types by which shard_map tells along which mesh axes a value differs.
 from jax._src.config import _check_vma
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as _simulator
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LANES = 128
 """Threads of a warpgroup, the unit that runs a program: vectors are a multiple of it."""

@@ -16,6 +16,8 @@ HAS_GPU = kernels_run_here()
 
 
 def pytest_collection_modifyitems(items):
+    # The tests of one op stand together: with pytest-xdist, a process compiles what they share once.
+    items.sort(key=lambda item: item.callspec.params.get("name", "") if hasattr(item, "callspec") else "")
     skip = pytest.mark.skip(reason="needs a GPU of compute capability 9.0 or higher")
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:

@@ -1,11 +1,30 @@
-"""What the tests share: an op as a function of its floats, a float64 reference, and the tolerances."""
+"""What the tests share: an op's gradients as functions compiled once, a float64 reference, and the tolerances."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from jaxbp.implementations import IMPLEMENTATIONS
+from jaxbp.ops.catalogue import CATALOGUE
+
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+ours = pytest.mark.parametrize("implementation", ["pallas", "xla"])
+
+ENTRIES = {entry.name: entry for entry in CATALOGUE}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2, "float64": 1e-12}
 """Largest relative norm of an error against float64."""
+
+
+# ---------------------------------------------------------------------- any op, a function of arrays with options bound
+
+
+def normal(*shapes, seed=0):
+    """Standard normal arrays."""
+    random = np.random.default_rng(seed)
+    return [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
 def is_float(x):
@@ -16,41 +35,125 @@ def floats(arrays):
     return [a for a in arrays if is_float(a)]
 
 
-def of_floats(entry, case, arrays, implementation):
+def of_floats(op, arrays):
     """The op as a function of its floating arguments, with its floating results as a list."""
 
     def function(*values):
         values = iter(values)
-        full = [next(values) if is_float(a) else a for a in arrays]
-        out = entry.function(*full, **case.options, implementation=implementation)
-        return [y for y in jax.tree.leaves(out) if is_float(y)]
+        return floats(jax.tree.leaves(op(*(next(values) if is_float(a) else a for a in arrays))))
 
     return function
 
 
-def value_and_gradients(entry, case, arrays, cotangents, implementation):
-    """(results, gradients in the floating arguments) of an op, jitted."""
+def value_and_gradients(op):
+    """`(arrays, cotangents) -> (results, gradients)` of an op's floats, jitted."""
 
     @jax.jit
-    def run(values, cotangents):
-        y, vjp = jax.vjp(of_floats(entry, case, arrays, implementation), *values)
+    def run(arrays, cotangents):
+        y, vjp = jax.vjp(of_floats(op, arrays), *floats(arrays))
         return y, list(vjp(cotangents))
 
-    return run(floats(arrays), cotangents)
+    return run
 
 
-def draw_cotangents(entry, case, arrays, seed=1):
-    y = jax.eval_shape(of_floats(entry, case, arrays, "autodiff"), *floats(arrays))
-    keys = jax.random.split(jax.random.key(seed), len(y))
-    return [jax.random.normal(key, a.shape, a.dtype) for key, a in zip(keys, y, strict=True)]
+@functools.cache
+def _with_options(function, options):
+    return value_and_gradients(functools.partial(function, **dict(options)))
 
 
-def float64_reference(entry, case, arrays, cotangents):
-    """(results, gradients) by JAX's own differentiation in float64 on the CPU."""
+def results_and_gradients(function, arrays, cotangents, **options):
+    """`value_and_gradients` of `function` with its options, compiled once for the same options."""
+    return _with_options(function, tuple(sorted(options.items(), key=str)))(arrays, cotangents)
+
+
+def gradients_of(function, arrays, cotangents, **options):
+    return results_and_gradients(function, arrays, cotangents, **options)[1]
+
+
+def results_of(op, arrays):
+    """The shapes and dtypes of an op's floating results, from arrays or from their shapes and dtypes."""
+    return floats(jax.tree.leaves(jax.eval_shape(op, *arrays)))
+
+
+def draw_cotangents(op, arrays, seed=1):
+    results = results_of(op, arrays)
+    keys = jax.random.split(jax.random.key(seed), len(results))
+    return [jax.random.normal(key, a.shape, a.dtype) for key, a in zip(keys, results, strict=True)]
+
+
+def numerical_gradients(op, arrays, cotangents, step):
+    """Central differences of `sum(cotangents * op(*arrays))` in every element of the floats, one by one."""
+    forward, arrays = jax.jit(op), [np.array(a) for a in arrays]
+
+    def loss():
+        y = floats(jax.tree.leaves(forward(*arrays)))
+        return sum(
+            np.vdot(np.asarray(c, np.float64), np.asarray(a, np.float64)) for c, a in zip(cotangents, y, strict=True)
+        )
+
+    gradients = []
+    for a in floats(arrays):
+        gradient = np.zeros(a.shape)
+        for at in np.ndindex(a.shape):
+            value = a[at]
+            a[at] = ahead = value + step
+            after = loss()
+            a[at] = behind = value - step
+            gradient[at] = (after - loss()) / (ahead - behind)
+            a[at] = value
+        gradients.append(gradient)
+    return gradients
+
+
+def assert_numerical_gradients_agree(function, arrays, *, step, implementation, **options):
+    """The classic check of a backward in float32: every element by central differences, to a thousandth."""
+    op = functools.partial(function, **options, implementation=implementation)
+    cotangents = draw_cotangents(op, arrays)
+    gradients = gradients_of(function, arrays, cotangents, implementation=implementation, **options)
+    assert_close(gradients, numerical_gradients(op, arrays, cotangents, step), 1e-3)
+
+
+def in_float64(function, *arguments):
+    """`function` of the same numbers in float64, on the CPU."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        widen = lambda a: jnp.asarray(np.asarray(a, np.float64) if is_float(a) else np.asarray(a))  # noqa: E731
-        wide = [widen(a) for a in arrays]
-        return value_and_gradients(entry, case, wide, [widen(c) for c in cotangents], "autodiff")
+        return function(
+            *jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64 if is_float(a) else a.dtype)), arguments)
+        )
+
+
+# --------------------------------------------------------------------------------------------- the entries of the table
+
+
+def case_of(name, place=None):
+    """An entry's case at one of its places; the small one by default."""
+    return ENTRIES[name].small if place is None else ENTRIES[name].real[place]
+
+
+def op_of(name, place, implementation):
+    """An entry as a function of its arrays."""
+    return functools.partial(ENTRIES[name].function, **case_of(name, place).options, implementation=implementation)
+
+
+@functools.cache
+def compiled(name, place, implementation):
+    """`value_and_gradients` of an entry, shared by all tests: an interpreted kernel takes seconds to compile."""
+    return value_and_gradients(op_of(name, place, implementation))
+
+
+@functools.cache
+def drawn(name, place=None, dtype="float32", batch=2, seed=0):
+    """(arrays, cotangents) for an entry."""
+    arrays = case_of(name, place).draw(seed, batch=batch, dtype=jnp.dtype(dtype))
+    return arrays, draw_cotangents(op_of(name, place, "autodiff"), arrays, seed + 1000)
+
+
+@functools.cache
+def reference(name, place=None, dtype="float32", batch=2, seed=0):
+    """(results, gradients) at what is `drawn`, by JAX's own differentiation in float64."""
+    return in_float64(compiled(name, place, "autodiff"), *drawn(name, place, dtype, batch, seed))
+
+
+# ----------------------------------------------------------------------------------------------------------- comparison
 
 
 def relative_error(a, reference):
@@ -60,9 +163,11 @@ def relative_error(a, reference):
     return np.inf if np.isnan(error) else error
 
 
-def assert_close(actual, reference, dtype):
+def assert_close(actual, reference, tolerance):
+    """Requires the same arrays up to a relative norm, given as a number or by the dtype that was computed in."""
+    limit = TOLERANCE[jnp.dtype(tolerance).name] if isinstance(tolerance, str) else tolerance
     actual, reference = jax.tree.leaves(actual), jax.tree.leaves(reference)
     assert len(actual) == len(reference)
     for a, r in zip(actual, reference, strict=True):
         assert a.shape == r.shape
-        assert relative_error(a, r) < TOLERANCE[jnp.dtype(dtype).name]
+        assert relative_error(a, r) < limit

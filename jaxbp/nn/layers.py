@@ -49,12 +49,14 @@ class Conv2d(nnx.Module):
         self.stride, self.padding, self.precision = stride, padding, precision
         self.implementation, self.dtype = implementation, dtype
 
+    def parameters(self) -> tuple[Array, Array]:
+        """Weight and bias in the dtype of the computation."""
+        return self.weight[...].astype(self.dtype), self.bias[...].astype(self.dtype)
+
     def __call__(self, x: Float[Array, "batch in_channels height width"]) -> Float[Array, "batch out_channels h w"]:
-        x, w, b = (a.astype(self.dtype) for a in (x, self.weight[...], self.bias[...]))
         return conv2d(
-            x,
-            w,
-            b,
+            x.astype(self.dtype),
+            *self.parameters(),
             stride=self.stride,
             padding=self.padding,
             precision=self.precision,
@@ -86,5 +88,5 @@ class Linear(nnx.Module):
         self.precision, self.implementation, self.dtype = precision, implementation, dtype
 
     def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
-        x, w, b = (a.astype(self.dtype) for a in (x, self.weight[...], self.bias[...]))
-        return linear(x, w, b, precision=self.precision, implementation=self.implementation)
+        w, b = self.weight[...].astype(self.dtype), self.bias[...].astype(self.dtype)
+        return linear(x.astype(self.dtype), w, b, precision=self.precision, implementation=self.implementation)

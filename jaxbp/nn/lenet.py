@@ -7,6 +7,7 @@ a 22nd that is computed only when asked for.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,9 @@ from jaxtyping import Float, Int
 from jaxbp.implementations import Implementation
 from jaxbp.nn.layers import Conv2d, Linear
 from jaxbp.ops.activations import relu
+from jaxbp.ops.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_places
 from jaxbp.ops.losses import softmax_cross_entropy
-from jaxbp.ops.max_pool2d import max_pool2d, max_pool2d_with_indices
+from jaxbp.ops.max_pool2d import max_pool2d_with_indices
 from jaxbp.ops.shapes import flatten
 
 
@@ -29,6 +31,7 @@ class LeNet(nnx.Module):
     Valid convolutions, ReLU between the dense layers, 44,426 parameters.
 
     Args:
+      fused: whether convolution, ReLU and pool are one op, which keeps a byte a window for its backward, or three.
       implementation: of every op, as in `jaxbp.conv2d`.
       dtype: of the computation; the parameters are float32.
       rngs: draws the parameters from its stream `params`.
@@ -36,24 +39,53 @@ class LeNet(nnx.Module):
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998, with ReLU and max-pooling.
     """
 
-    def __init__(self, *, implementation: Implementation = None, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        *,
+        fused: bool = True,
+        implementation: Implementation = None,
+        dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
         options = dict(implementation=implementation, dtype=dtype, rngs=rngs)
         self.conv1 = Conv2d(1, 6, (5, 5), **options)
         self.conv2 = Conv2d(6, 16, (5, 5), **options)
         self.fc1 = Linear(256, 120, **options)
         self.fc2 = Linear(120, 84, **options)
         self.fc3 = Linear(84, 10, **options)
-        self.implementation = implementation
+        self.fused, self.implementation, self.dtype = fused, implementation, dtype
 
     def __call__(self, images: Float[Array, "batch 1 28 28"]) -> Float[Array, "batch 10"]:
         """The logits."""
         if images.ndim != 4 or images.shape[1:] != (1, 28, 28):
             raise ValueError(f"LeNet: images has shape {images.shape}; wants (batch, 1, 28, 28)")
+        return self._forward(images, lambda name, value: None)
+
+    def _forward(self, images: Array, keep: Callable[[str, Array], None]) -> Array:
+        """The logits, handing each tensor that the backward needs to `keep` by its name."""
         implementation = self.implementation
-        x = max_pool2d(relu(self.conv1(images), implementation=implementation), 2, implementation=implementation)
-        x = max_pool2d(relu(self.conv2(x), implementation=implementation), 2, implementation=implementation)
-        x = relu(self.fc1(flatten(x)), implementation=implementation)
-        x = relu(self.fc2(x), implementation=implementation)
+        x = images.astype(self.dtype)
+        for i, conv in enumerate((self.conv1, self.conv2), start=1):
+            keep(f"conv{i}.input", x)
+            if self.fused:
+                x, places = conv2d_relu_max_pool2d_with_places(
+                    x, *conv.parameters(), window=2, implementation=implementation
+                )
+                keep(f"pool{i}.places", places)
+            else:
+                x = conv(x)
+                keep(f"conv{i}.pre_relu", x)
+                x, indices = max_pool2d_with_indices(
+                    relu(x, implementation=implementation), 2, implementation=implementation
+                )
+                keep(f"pool{i}.indices", indices)
+        x = flatten(x)
+        for i, fc in enumerate((self.fc1, self.fc2), start=1):
+            keep(f"fc{i}.input", x)
+            x = fc(x)
+            keep(f"fc{i}.pre_relu", x)
+            x = relu(x, implementation=implementation)
+        keep("fc3.input", x)
         return self.fc3(x)
 
 
@@ -62,8 +94,8 @@ def lenet_saved_tensors(
 ) -> tuple[Float[Array, "batch"], dict[str, Array]]:
     """LeNet's forward and loss, with every tensor its backward needs, by name.
 
-    These are the inputs of the five layers with parameters, the four values before a ReLU, the two maps of where the
-    pools' maxima lay, and the probabilities.
+    These are the inputs of the five layers with parameters, the four values before a ReLU (fused: two), the two maps of
+    where the pools' maxima lay, and the probabilities.
 
     Args:
       model: a LeNet.
@@ -72,22 +104,10 @@ def lenet_saved_tensors(
     Returns:
       (loss, saved): a loss an example, and name -> tensor in the order of the forward.
     """
-    implementation, saved = model.implementation, {}
-    x = images.astype(model.conv1.dtype)
-    for layer, pool in (("conv1", "pool1"), ("conv2", "pool2")):
-        saved[f"{layer}.input"] = x
-        saved[f"{layer}.pre_relu"] = x = getattr(model, layer)(x)
-        x, indices = max_pool2d_with_indices(relu(x, implementation=implementation), 2, implementation=implementation)
-        saved[f"{pool}.indices"] = indices
-    x = flatten(x)
-    for layer in ("fc1", "fc2"):
-        saved[f"{layer}.input"] = x
-        saved[f"{layer}.pre_relu"] = x = getattr(model, layer)(x)
-        x = relu(x, implementation=implementation)
-    saved["fc3.input"] = x
-    logits = model.fc3(x)
+    saved = {}
+    logits = model._forward(images, saved.__setitem__)
     saved["probabilities"] = jax.nn.softmax(logits.astype(jnp.float32)).astype(logits.dtype)
-    return softmax_cross_entropy(logits, labels, implementation=implementation), saved
+    return softmax_cross_entropy(logits, labels, implementation=model.implementation), saved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,32 +124,36 @@ class MemoryRow:
         return jax.ShapeDtypeStruct(self.shape, self.dtype).size * jnp.dtype(self.dtype).itemsize
 
 
-def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32) -> list[MemoryRow]:
+def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32, *, fused: bool = False) -> list[MemoryRow]:
     """What a training step of LeNet keeps and produces, for a batch, in bytes.
 
     Args:
       batch: the number of images.
       dtype: of the computation.
+      fused: as in `LeNet`.
 
     Returns:
       A row a tensor, of three kinds: "saved" (forward for backward), "activation gradient" (what a step of the chain
-      hands to the next: 335,936 values at batch 32) and "parameter gradient" (44,426 values).
+      hands to the next: 335,936 values at batch 32) and "parameter gradient" (44,426 values). In half precision the
+      backward also keeps a copy of each parameter in it, which is not listed.
 
     Raises:
       ValueError: a batch below 1.
     """
     if batch < 1:
         raise ValueError(f"lenet_memory_table: batch is {batch}; wants at least 1")
-    model = nnx.eval_shape(lambda: LeNet(dtype=dtype, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: LeNet(fused=fused, dtype=dtype, rngs=nnx.Rngs(0)))
     images = jax.ShapeDtypeStruct((batch, 1, 28, 28), dtype)
     labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
     graph, state = nnx.split(model)
-    _, saved = jax.eval_shape(
-        lambda state, images, labels: lenet_saved_tensors(nnx.merge(graph, state), images, labels),
-        state,
-        images,
-        labels,
-    )
+    names = []
+
+    def saved_tensors(state, images, labels):
+        _, saved = lenet_saved_tensors(nnx.merge(graph, state), images, labels)
+        names.extend(saved)
+        return list(saved.values())
+
+    saved = jax.eval_shape(saved_tensors, state, images, labels)
     gradients = {
         "logits": (batch, 10),
         "fc3.input": (batch, 84),
@@ -143,9 +167,13 @@ def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32) -> list[Memor
         "pool1.input": (batch, 6, 24, 24),
         "conv1.pre_relu": (batch, 6, 24, 24),
     }
+    if fused:
+        # What lies between the pool and the convolution is never made.
+        for name in ("pool2.input", "conv2.pre_relu", "pool1.input", "conv1.pre_relu"):
+            del gradients[name]
     name = jnp.dtype(dtype).name
     return [
-        *(MemoryRow("saved", key, a.shape, a.dtype.name) for key, a in saved.items()),
+        *(MemoryRow("saved", key, a.shape, a.dtype.name) for key, a in zip(names, saved, strict=True)),
         *(MemoryRow("activation gradient", key, shape, name) for key, shape in gradients.items()),
         *(
             MemoryRow("parameter gradient", ".".join(map(str, path)), leaf.shape, leaf.dtype.name)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxbp.implementations import Implementation, Op
+from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
 from jaxbp.pairing import Pair, differentiable
 from pallas_kernels.elementwise import elementwise
@@ -29,6 +29,8 @@ _RELU_BACKWARD = Op(
         "pallas": differentiable(functools.partial(elementwise, _relu_backward), _relu_backward),
     },
     unsupported=_unsupported,
+    # XLA fuses the mask into its neighbours.
+    fastest=Fastest(gpu="xla"),
 )
 _RELU = Pair(jax.nn.relu, _RELU_BACKWARD, name="relu", unsupported=_unsupported)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxbp.ops import _checks, activations, conv2d, linear, losses, max_pool2d
+from jaxbp.ops import _checks, activations, conv2d, conv2d_relu_max_pool2d, linear, losses, max_pool2d
 
 BATCH = "batch"
 """Stands for the batch size in an argument's shape."""
@@ -96,6 +96,13 @@ _APART = Argument((1, 2, 5, 6), apart=True)
 _CLASS = Argument((BATCH,), below=10)
 _INDICES = Argument((2, 2, 3, 5), below=6, dtype=jnp.uint8)
 
+_FUSED_ANY = dict(window=(2, 3), padding=(1, 0))
+_PLACES = Argument((1, 3, 2, 2), below=7, dtype=jnp.uint8)
+
+
+def _pool_places(*shape: int | str) -> Argument:
+    return Argument(shape, below=5, dtype=jnp.uint8)
+
 
 def _pool_indices(*shape: int | str) -> Argument:
     return Argument(shape, below=4, dtype=jnp.uint8)
@@ -167,6 +174,31 @@ CATALOGUE: tuple[Entry, ...] = (
         {
             "pool1": _case((BATCH, 6, 12, 12), _pool_indices(BATCH, 6, 12, 12), input_size=(24, 24), window=2),
             "pool2": _case((BATCH, 16, 4, 4), _pool_indices(BATCH, 16, 4, 4), input_size=(8, 8), window=2),
+        },
+    ),
+    Entry(
+        conv2d_relu_max_pool2d.conv2d_relu_max_pool2d,
+        _case((1, 2, 5, 7), (3, 2, 3, 2), (3,), **_FUSED_ANY),
+        {
+            "block1": _case((BATCH, 1, 28, 28), (6, 1, 5, 5), (6,), window=2),
+            "block2": _case((BATCH, 6, 12, 12), (16, 6, 5, 5), (16,), window=2),
+        },
+    ),
+    Entry(
+        conv2d_relu_max_pool2d.conv2d_relu_max_pool2d_with_places,
+        _case((1, 2, 5, 7), (3, 2, 3, 2), (3,), **_FUSED_ANY),
+        {"block1": _case((BATCH, 1, 28, 28), (6, 1, 5, 5), (6,), window=2)},
+    ),
+    Entry(
+        conv2d_relu_max_pool2d.conv2d_relu_max_pool2d_backward,
+        _case((1, 3, 2, 2), _PLACES, (1, 2, 5, 7), (3, 2, 3, 2), **_FUSED_ANY),
+        {
+            "block1": _case(
+                (BATCH, 6, 12, 12), _pool_places(BATCH, 6, 12, 12), (BATCH, 1, 28, 28), (6, 1, 5, 5), window=2
+            ),
+            "block2": _case(
+                (BATCH, 16, 4, 4), _pool_places(BATCH, 16, 4, 4), (BATCH, 6, 12, 12), (16, 6, 5, 5), window=2
+            ),
         },
     ),
     Entry(

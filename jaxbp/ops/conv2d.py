@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Float
 
-from jaxbp.implementations import Implementation, Op
+from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
 from jaxbp.pairing import Pair, differentiable
 from pallas_kernels import conv2d as kernels
@@ -21,7 +21,7 @@ Size = int | tuple[int, int]
 Padding = int | tuple[int, int] | str
 
 
-def _forward(x, w, b, *, stride, padding, dilation, groups, precision):
+def forward(x, w, b, *, stride, padding, dilation, groups, precision):
     y = lax.conv_general_dilated(
         x,
         w,
@@ -40,10 +40,10 @@ def _forward(x, w, b, *, stride, padding, dilation, groups, precision):
 
 def _input_gradient_autodiff(dy, w, *, input_size, groups, **options):
     shape = (dy.shape[0], w.shape[1] * groups, *input_size)
-    return _checks.transpose(lambda x: _forward(x, w, None, groups=groups, **options), shape, dy)
+    return _checks.transpose(lambda x: forward(x, w, None, groups=groups, **options), shape, dy)
 
 
-def _input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, groups, precision):
+def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, groups, precision):
     return lax.conv_general_dilated(
         dy,
         _flip_and_swap(w, groups),
@@ -76,9 +76,7 @@ def _full_padding(output_size, filter_size, input_size, stride, padding, dilatio
     low = [(f - 1) * d - p for f, d, (p, _) in zip(filter_size, dilation, padding, strict=True)]
     high = [
         size + (f - 1) * d - ((out - 1) * s + 1) - before
-        for size, f, d, out, s, before in zip(
-            input_size, filter_size, dilation, output_size, stride, low, strict=True
-        )
+        for size, f, d, out, s, before in zip(input_size, filter_size, dilation, output_size, stride, low, strict=True)
     ]
     return list(zip(low, high, strict=True))
 
@@ -88,10 +86,10 @@ def _full_padding(output_size, filter_size, input_size, stride, padding, dilatio
 
 def _weights_gradient_autodiff(dy, x, *, filter_size, groups, **options):
     shape = (dy.shape[1], x.shape[1] // groups, *filter_size)
-    return _checks.transpose(lambda w: _forward(x, w, None, groups=groups, **options), shape, dy)
+    return _checks.transpose(lambda w: forward(x, w, None, groups=groups, **options), shape, dy)
 
 
-def _weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, groups, precision):
+def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, groups, precision):
     # Channels take the batch's place: dw is x correlated with dy, summed over the examples.
     return lax.conv_general_dilated(
         x,
@@ -128,7 +126,7 @@ def _bias_gradient_autodiff(dy):
     return _checks.transpose(lambda b: jnp.broadcast_to(b[:, None, None], dy.shape), dy.shape[1:2], dy)
 
 
-def _bias_gradient_formula(dy):
+def bias_gradient_formula(dy):
     return jnp.sum(dy, axis=(0, 2, 3))
 
 
@@ -148,21 +146,25 @@ def _unsupported(*arrays, dilation=(1, 1), groups=1, **options):
     return _checks.unsupported_dtype(*arrays)
 
 
+# Where kernels on NCHW images, their transposes included, are slower than the library.
+_LIBRARY = Fastest(gpu="xla")
+
 _INPUT_GRADIENT = Op(
     "conv2d_backward_input",
     {
         "autodiff": _input_gradient_autodiff,
-        "xla": _input_gradient_formula,
-        "pallas": differentiable(_input_gradient_kernel, _input_gradient_formula),
+        "xla": input_gradient_formula,
+        "pallas": differentiable(_input_gradient_kernel, input_gradient_formula),
     },
     unsupported=_unsupported,
+    fastest=_LIBRARY,
 )
 _WEIGHTS_GRADIENT = Op(
     "conv2d_backward_weights",
     {
         "autodiff": _weights_gradient_autodiff,
-        "xla": _weights_gradient_formula,
-        "pallas": differentiable(_weights_gradient_kernel, _weights_gradient_formula),
+        "xla": weights_gradient_formula,
+        "pallas": differentiable(_weights_gradient_kernel, weights_gradient_formula),
     },
     unsupported=_unsupported,
 )
@@ -170,10 +172,11 @@ _BIAS_GRADIENT = Op(
     "conv2d_backward_bias",
     {
         "autodiff": _bias_gradient_autodiff,
-        "xla": _bias_gradient_formula,
-        "pallas": differentiable(_bias_gradient_kernel, _bias_gradient_formula),
+        "xla": bias_gradient_formula,
+        "pallas": differentiable(_bias_gradient_kernel, bias_gradient_formula),
     },
     unsupported=_unsupported,
+    fastest=_LIBRARY,
 )
 
 
@@ -192,10 +195,11 @@ def _backward(implementation):
 
 
 _CONV2D = Pair(
-    _forward,
+    forward,
     Op("conv2d_backward", {name: _backward(name) for name in ("pallas", "xla")}),
     name="conv2d",
     unsupported=_unsupported,
+    fastest=_LIBRARY,
 )
 
 
@@ -239,12 +243,9 @@ def conv2d(
     Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.
     """
     x, w, b = _checks.floating("conv2d", x=x, w=w, b=b)
-    _checks.shape("conv2d", "w", w, "out_channels", "in_channels/groups", "filter_height", "filter_width")
-    _checks.shape("conv2d", "x", x, "batch", "in_channels", "height", "width")
-    options = _options("conv2d", x.shape[2:], w.shape[2:], stride, padding, dilation, groups, precision)
-    _check_channels("conv2d", "x", x.shape, w.shape, groups)
-    if b is not None:
-        _checks.shape("conv2d", "b", b, w.shape[0])
+    options = check(
+        "conv2d", x, w, b, stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision
+    )
     return _CONV2D(x, w, b, implementation=implementation, **options)
 
 
@@ -282,7 +283,7 @@ def conv2d_backward_input(
     _checks.shape(op, "w", w, "out_channels", "in_channels/groups", "filter_height", "filter_width")
     input_size = _checks.pair(op, "input_size", input_size, at_least=1)
     options = _options(op, input_size, w.shape[2:], stride, padding, dilation, groups, precision)
-    _checks.shape(op, "dy", dy, "batch", w.shape[0], *_output_size(input_size, w.shape[2:], options))
+    _checks.shape(op, "dy", dy, "batch", w.shape[0], *output_size(input_size, w.shape[2:], options))
     _check_channels(op, "x", (dy.shape[0], w.shape[1] * groups), w.shape, groups)
     return _INPUT_GRADIENT(dy, w, input_size=input_size, implementation=implementation, **options)
 
@@ -321,7 +322,7 @@ def conv2d_backward_weights(
     _checks.shape(op, "x", x, "batch", "in_channels", "height", "width")
     filter_size = _checks.pair(op, "filter_size", filter_size, at_least=1)
     options = _options(op, x.shape[2:], filter_size, stride, padding, dilation, groups, precision)
-    _checks.shape(op, "dy", dy, x.shape[0], "out_channels", *_output_size(x.shape[2:], filter_size, options))
+    _checks.shape(op, "dy", dy, x.shape[0], "out_channels", *output_size(x.shape[2:], filter_size, options))
     _check_channels(op, "x", x.shape, (dy.shape[1], x.shape[1] // groups), groups)
     return _WEIGHTS_GRADIENT(dy, x, filter_size=filter_size, implementation=implementation, **options)
 
@@ -343,6 +344,17 @@ def conv2d_backward_bias(
     (dy,) = _checks.floating("conv2d_backward_bias", dy=dy)
     _checks.shape("conv2d_backward_bias", "dy", dy, "batch", "out_channels", "out_height", "out_width")
     return _BIAS_GRADIENT(dy, implementation=implementation)
+
+
+def check(op, x, w, b, *, stride, padding, precision, dilation=1, groups=1) -> dict[str, Any]:
+    """Checks the arguments of a convolution; its options in one form."""
+    _checks.shape(op, "w", w, "out_channels", "in_channels/groups", "filter_height", "filter_width")
+    _checks.shape(op, "x", x, "batch", "in_channels", "height", "width")
+    options = _options(op, x.shape[2:], w.shape[2:], stride, padding, dilation, groups, precision)
+    _check_channels(op, "x", x.shape, w.shape, groups)
+    if b is not None:
+        _checks.shape(op, "b", b, w.shape[0])
+    return options
 
 
 def _options(op, input_size, filter_size, stride, padding, dilation, groups, precision) -> dict[str, Any]:
@@ -372,7 +384,7 @@ def window_padding(op, padding, input_size, window, stride):
     return (rows, rows), (columns, columns)
 
 
-def _output_size(input_size, filter_size, options):
+def output_size(input_size, filter_size, options):
     return tuple(
         (size + sum(p) - (f - 1) * d - 1) // s + 1
         for size, f, p, s, d in zip(

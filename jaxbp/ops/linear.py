@@ -6,7 +6,7 @@ from jax import Array
 from jax.lax import PrecisionLike
 from jaxtyping import Float
 
-from jaxbp.implementations import Implementation, Op
+from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
 from jaxbp.pairing import Pair, differentiable
 from pallas_kernels import linear as kernels
@@ -32,9 +32,9 @@ def _gradients_formula(dy, x, w, b, *, precision):
 def _gradients_kernel(dy, x, w, b, *, precision):
     rows = x.size // x.shape[-1]
     dy_last, x_last = batch_last(dy.reshape(rows, -1)), batch_last(x.reshape(rows, -1))
-    dx = batch_first(kernels.input_gradient(dy_last, w), rows).reshape(x.shape)
     dw = kernels.weight_gradient(dy_last, x_last).astype(w.dtype)
-    return dx, dw, None if b is None else kernels.bias_gradient(dy_last).astype(b.dtype)
+    db = None if b is None else kernels.bias_gradient(dy_last).astype(b.dtype)
+    return batch_first(kernels.input_gradient(dy_last, w), rows).reshape(x.shape), dw, db
 
 
 def _unsupported(*arrays, precision):
@@ -49,6 +49,8 @@ _LINEAR_BACKWARD = Op(
         "pallas": differentiable(_gradients_kernel, _gradients_formula),
     },
     unsupported=_unsupported,
+    # The library's matrix products run on the tensor cores.
+    fastest=Fastest(gpu="xla"),
 )
 _LINEAR = Pair(_forward, _LINEAR_BACKWARD, name="linear", unsupported=_unsupported)
 
@@ -89,9 +91,7 @@ def linear_backward(
     *,
     precision: PrecisionLike = None,
     implementation: Implementation = None,
-) -> tuple[
-    Float[Array, "*batch in_features"], Float[Array, "out_features in_features"], Float[Array, "out_features"]
-]:
+) -> tuple[Float[Array, "*batch in_features"], Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
     """Gradients of `linear`: `dx = dy w`, `dw = dyᵀ x`, `db = Σ dy`, the sums over all leading axes.
 
     Args:

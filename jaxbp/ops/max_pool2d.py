@@ -5,7 +5,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Integer
 
-from jaxbp.implementations import Implementation, Op
+from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
 from jaxbp.ops.conv2d import Padding, Size, window_padding
 from jaxbp.pairing import Pair, differentiable
@@ -21,12 +21,12 @@ def _places(window):
 def _at_place(place, x, *, window, stride, padding, input_size, fill):
     """What stands at `place` in every window of x: `(N, C, P, Q)`."""
     x = jnp.pad(x, ((0, 0), (0, 0), *padding), constant_values=fill)
-    rows, columns = _output_size(input_size=input_size, window=window, stride=stride, padding=padding)
+    rows, columns = output_size(input_size=input_size, window=window, stride=stride, padding=padding)
     (u, v), (s, t) = place, stride
     return x[:, :, u : u + (rows - 1) * s + 1 : s, v : v + (columns - 1) * t + 1 : t]
 
 
-def _max_and_indices(x, **options):
+def max_and_indices(x, **options):
     places = _places(options["window"])
     index_dtype = jnp.uint8 if len(places) <= 256 else jnp.int32
     index = jnp.broadcast_to(jnp.asarray(_first_inside(**options), index_dtype), _shape(x, **options))
@@ -42,7 +42,7 @@ def _max_and_indices(x, **options):
 
 def _first_inside(*, window, stride, padding, input_size):
     """The first place of each window that is no padding, so that a window of -inf alone does not point at padding."""
-    rows, columns = _output_size(input_size=input_size, window=window, stride=stride, padding=padding)
+    rows, columns = output_size(input_size=input_size, window=window, stride=stride, padding=padding)
     first = [
         np.maximum(0, before - np.arange(n) * s)
         for n, s, (before, _) in zip((rows, columns), stride, padding, strict=True)
@@ -50,27 +50,28 @@ def _first_inside(*, window, stride, padding, input_size):
     return first[0][:, None] * window[1] + first[1][None, :]
 
 
-def _native(x, *, window, stride, padding, input_size):
+def native(x, *, window, stride, padding, input_size):
     y = lax.reduce_window(x, -jnp.inf, lax.max, (1, 1, *window), (1, 1, *stride), ((0, 0), (0, 0), *padding))
     options = dict(window=window, stride=stride, padding=padding, input_size=input_size)
-    return y, _max_and_indices(lax.stop_gradient(x), **options)[1]
+    return y, max_and_indices(lax.stop_gradient(x), **options)[1]
 
 
 def _save(x, **options):
-    y, indices = _max_and_indices(x, **options)
+    y, indices = max_and_indices(x, **options)
     return (y, indices), (indices,)
 
 
-def _route_autodiff(dy, indices, *, input_size, **options):
-    def chosen(x):
-        options_ = options | dict(input_size=input_size, fill=0)
-        places = enumerate(_places(options["window"]))
-        return sum(jnp.where(indices == i, _at_place(place, x, **options_), 0) for i, place in places)
-
-    return _checks.transpose(chosen, (*dy.shape[:2], *input_size), dy)
+def select(x, indices, **options):
+    """What stands at the given place of each window; 0 where an index is no place."""
+    places = enumerate(_places(options["window"]))
+    return sum(jnp.where(indices == i, _at_place(place, x, fill=0, **options), 0) for i, place in places)
 
 
-def _route_formula(dy, indices, *, window, stride, padding, input_size):
+def _route_autodiff(dy, indices, **options):
+    return _checks.transpose(lambda x: select(x, indices, **options), (*dy.shape[:2], *options["input_size"]), dy)
+
+
+def route_formula(dy, indices, *, window, stride, padding, input_size):
     zero = jnp.zeros((), dy.dtype)
     dx = jnp.zeros((*dy.shape[:2], *input_size), dy.dtype)
     for i, place in enumerate(_places(window)):
@@ -99,10 +100,12 @@ _MAX_POOL2D_BACKWARD = Op(
     "max_pool2d_backward",
     {
         "autodiff": _route_autodiff,
-        "xla": _route_formula,
-        "pallas": differentiable(_route_kernel, _route_formula),
+        "xla": route_formula,
+        "pallas": differentiable(_route_kernel, route_formula),
     },
     unsupported=_unsupported,
+    # On NCHW images the kernel's transposes cost more than it saves.
+    fastest=Fastest(gpu="xla"),
 )
 
 
@@ -112,11 +115,12 @@ def _pair_backward(implementation):
 
 
 _MAX_POOL2D = Pair(
-    _native,
+    native,
     Op("max_pool2d_backward", {name: _pair_backward(name) for name in ("pallas", "xla")}),
     save=_save,
     name="max_pool2d",
     unsupported=_unsupported,
+    fastest=_MAX_POOL2D_BACKWARD.fastest,
 )
 
 
@@ -157,9 +161,7 @@ def max_pool2d_with_indices(
     stride: Size | None = None,
     padding: Padding = 0,
     implementation: Implementation = None,
-) -> tuple[
-    Float[Array, "batch channels out_height out_width"], Integer[Array, "batch channels out_height out_width"]
-]:
+) -> tuple[Float[Array, "batch channels out_height out_width"], Integer[Array, "batch channels out_height out_width"]]:
     """`max_pool2d`, and where in its window each maximum lay.
 
     Args:
@@ -204,21 +206,21 @@ def max_pool2d_backward(
     op = "max_pool2d_backward"
     (dy,) = _checks.floating(op, dy=dy)
     input_size = _checks.pair(op, "input_size", input_size, at_least=1)
-    options = _options(op, input_size, window, stride, padding)
-    _checks.shape(op, "dy", dy, "batch", "channels", *_output_size(**options))
-    if not hasattr(indices, "dtype") or not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"{op}: indices is {getattr(indices, 'dtype', type(indices).__name__)}; wants integers")
-    _checks.shape(op, "indices", indices, *dy.shape)
-    return _MAX_POOL2D_BACKWARD(dy, jnp.asarray(indices), implementation=implementation, **options)
+    options = check_options(op, input_size, window, stride, padding)
+    _checks.shape(op, "dy", dy, "batch", "channels", *output_size(**options))
+    indices = check_indices(op, "indices", indices, dy.shape)
+    return _MAX_POOL2D_BACKWARD(dy, indices, implementation=implementation, **options)
 
 
 def _pool(op, x, window, stride, padding, implementation):
     (x,) = _checks.floating(op, x=x)
     _checks.shape(op, "x", x, "batch", "channels", "height", "width")
-    return _MAX_POOL2D(x, implementation=implementation, **_options(op, x.shape[2:], window, stride, padding))
+    return _MAX_POOL2D.named(op)(
+        x, implementation=implementation, **check_options(op, x.shape[2:], window, stride, padding)
+    )
 
 
-def _options(op, input_size, window, stride, padding):
+def check_options(op, input_size, window, stride, padding):
     window = _checks.pair(op, "window", window, at_least=1)
     stride = window if stride is None else _checks.pair(op, "stride", stride, at_least=1)
     padding = window_padding(op, padding, input_size, window, stride)
@@ -233,11 +235,19 @@ def _options(op, input_size, window, stride, padding):
     return dict(window=window, stride=stride, padding=padding, input_size=tuple(input_size))
 
 
-def _output_size(input_size, window, stride, padding):
+def check_indices(op, name, indices, shape):
+    """Integers of `shape`, as an array."""
+    if not hasattr(indices, "dtype") or not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"{op}: {name} is {getattr(indices, 'dtype', type(indices).__name__)}; wants integers")
+    _checks.shape(op, name, indices, *shape)
+    return jnp.asarray(indices)
+
+
+def output_size(input_size, window, stride, padding):
     return tuple(
         (size + sum(p) - f) // s + 1 for size, f, s, p in zip(input_size, window, stride, padding, strict=True)
     )
 
 
 def _shape(x, **options):
-    return (*x.shape[:2], *_output_size(**options))
+    return (*x.shape[:2], *output_size(**options))

@@ -1,27 +1,47 @@
 """What every op must do, in every implementation, driven by the table of ops."""
 
+import contextlib
 import functools
 import inspect
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from helpers import assert_close, draw_cotangents, float64_reference, floats, is_float, of_floats, value_and_gradients
+from helpers import (
+    assert_close,
+    case_of,
+    compiled,
+    drawn,
+    every_implementation,
+    floats,
+    is_float,
+    of_floats,
+    op_of,
+    ours,
+    reference,
+    results_of,
+    value_and_gradients,
+)
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jax.test_util import check_grads
 
 import jaxbp
 from jaxbp.ops.catalogue import BATCH, CATALOGUE
 from pallas_kernels.launch import simulated
 
-every_op = pytest.mark.parametrize("entry", CATALOGUE, ids=lambda entry: entry.name)
-every_implementation = pytest.mark.parametrize("implementation", jaxbp.IMPLEMENTATIONS)
-every_kernel_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-every_place = pytest.mark.parametrize(
-    ("entry", "place"),
-    [pytest.param(entry, place, id=f"{entry.name}-{place}") for entry in CATALOGUE for place in entry.real],
-)
+NAMES = [entry.name for entry in CATALOGUE]
+PLACES = [(entry.name, place) for entry in CATALOGUE for place in entry.real]
+
+PAIRS = [name for name in NAMES if not re.search("_backward|_with_", name)]
+"""The ops that are differentiated by hand. With their gradients they call the kernels of all others, and in the same
+way, so that what is slow in an interpreter is done with these alone."""
+
+every_op = pytest.mark.parametrize("name", NAMES)
+every_pair = pytest.mark.parametrize("name", PAIRS)
+every_place = pytest.mark.parametrize(("name", "place"), PLACES)
 
 
 def test_every_public_op_is_in_the_table():
@@ -31,81 +51,127 @@ def test_every_public_op_is_in_the_table():
         if inspect.isfunction(function := getattr(jaxbp, name))
         and "implementation" in inspect.signature(function).parameters
     }
-    assert takes_implementation == {entry.name for entry in CATALOGUE}
+    assert takes_implementation == set(NAMES)
+
+
+# -------------------------------------------------------------------------------------------------- against differences
+
+
+def _differences(implementation):
+    """Where an implementation is held against differences: (context, dtype, step, tolerance)."""
+    if implementation == "pallas":
+        return contextlib.nullcontext(), "float32", 5e-3, 2e-2
+    return jax.enable_x64(True), "float64", 1e-5, 1e-7
+
+
+def _move(arrays, direction, by):
+    direction = iter(direction)
+    return [a + by * next(direction) if is_float(a) else a for a in arrays]
+
+
+def _gradient_of_sines(name, implementation, arrays):
+    """The gradient of the sum of the results' sines."""
+    run = compiled(name, None, implementation)
+    y, _ = run(arrays, drawn(name, dtype=arrays[0].dtype.name)[1])
+    return run(arrays, [jnp.cos(a) for a in y])[1]
+
+
+@functools.cache
+def _hessian_products(name, implementation):
+    """The Hessian of the sum of the results' sines times a direction, by (reverse, forward) mode over reverse."""
+
+    @jax.jit
+    def run(arrays, direction):
+        function, values = of_floats(op_of(name, None, implementation), arrays), floats(arrays)
+        gradient = lambda *values: jax.grad(lambda v: sum(jnp.sum(jnp.sin(y)) for y in function(*v)))(values)  # noqa: E731
+        reverse = jax.vjp(gradient, *values)[1](tuple(direction))
+        return list(reverse), list(jax.jvp(gradient, values, direction)[1])
+
+    return run
 
 
 @every_implementation
 @every_op
-def test_gradients_of_order_1_and_2_match_finite_differences(entry, implementation):
-    arrays = entry.small.draw(0)
-    function = of_floats(entry, entry.small, arrays, implementation)
-    check_grads(function, floats(arrays), order=2, modes=("rev",), eps=5e-3, atol=2e-2, rtol=2e-2)
+def test_gradients_match_finite_differences(name, implementation):
+    context, dtype, step, tolerance = _differences(implementation)
+    with context:
+        arrays, cotangents = drawn(name, dtype=dtype)
+        run = compiled(name, None, implementation)
+        _, gradients = run(arrays, cotangents)
+        for seed in range(1, 5):
+            direction = floats(drawn(name, dtype=dtype, seed=seed)[0])
+            ahead, behind = (run(_move(arrays, direction, by), cotangents)[0] for by in (step, -step))
+            difference = sum(jnp.vdot(c, a - b) for c, a, b in zip(cotangents, ahead, behind, strict=True)) / (2 * step)
+            along = sum(jnp.vdot(g, d) for g, d in zip(gradients, direction, strict=True))
+            np.testing.assert_allclose(along, difference, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "autodiff"])
+@ours
+@every_pair
+def test_second_derivatives_match_finite_differences_of_the_gradient(name, implementation):
+    context, dtype, step, tolerance = _differences(implementation)
+    with context:
+        arrays, direction = drawn(name, dtype=dtype)[0], floats(drawn(name, dtype=dtype, seed=1)[0])
+        ahead, behind = (_gradient_of_sines(name, implementation, _move(arrays, direction, by)) for by in (step, -step))
+        products, _ = _hessian_products(name, implementation)(arrays, direction)
+        for product, a, b in zip(products, ahead, behind, strict=True):
+            np.testing.assert_allclose(product, (a - b) / (2 * step), rtol=tolerance, atol=tolerance)
+
+
+@ours
+@every_pair
+def test_forward_over_reverse_equals_reverse_over_reverse(name, implementation):
+    context, dtype, *_ = _differences(implementation)
+    with context:
+        arrays, direction = drawn(name, dtype=dtype)[0], floats(drawn(name, dtype=dtype, seed=1)[0])
+        reverse_over_reverse, forward_over_reverse = _hessian_products(name, implementation)(arrays, direction)
+        assert_close(forward_over_reverse, reverse_over_reverse, dtype)
+
+
+# ------------------------------------------------------------------------------------------------------ against float64
+
+
+@ours
 @every_op
-def test_formulas_match_finite_differences_in_float64(entry, implementation):
-    with jax.enable_x64(True):
-        arrays = entry.small.draw(0, dtype=jnp.float64)
-        function = of_floats(entry, entry.small, arrays, implementation)
-        check_grads(function, floats(arrays), order=2, modes=("rev",), eps=1e-5, atol=1e-7, rtol=1e-7)
+def test_value_and_gradients_match_float64(name, implementation):
+    _check_at_place(name, None, implementation, "float32", batch=2)
 
 
-@every_implementation
-@every_op
-def test_forward_over_reverse_equals_reverse_over_reverse(entry, implementation):
-    arrays = entry.small.draw(0)
-    function = of_floats(entry, entry.small, arrays, implementation)
-    values, direction = floats(arrays), floats(entry.small.draw(1))
-    gradient = jax.grad(lambda values: sum(jnp.sum(jnp.sin(y)) for y in function(*values)))
-    forward_over_reverse = jax.jvp(gradient, (values,), (direction,))[1]
-    along = lambda values: sum(jnp.vdot(g, d) for g, d in zip(gradient(values), direction, strict=True))  # noqa: E731
-    assert_close(forward_over_reverse, jax.grad(along)(values), "float32")
-
-
-@pytest.mark.parametrize("implementation", ["pallas", "xla"])
-@every_kernel_dtype
-@every_op
-def test_value_and_gradients_match_float64(entry, dtype, implementation):
-    arrays = entry.small.draw(2, dtype=jnp.dtype(dtype))
-    cotangents = draw_cotangents(entry, entry.small, arrays)
-    y, gradients = value_and_gradients(entry, entry.small, arrays, cotangents, implementation)
+@ours
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@every_pair
+def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
+    y, gradients = compiled(name, None, implementation)(*drawn(name, dtype=dtype))
     assert all(a.dtype == dtype for a in (*y, *gradients))
-    assert_close((y, gradients), float64_reference(entry, entry.small, arrays, cotangents), dtype)
+    assert_close((y, gradients), reference(name, dtype=dtype), dtype)
 
 
-@pytest.mark.parametrize("implementation", ["pallas", "xla"])
-@every_place
-def test_gradients_at_real_shapes_match_float64(entry, place, implementation):
-    _check_against_float64(entry, place, implementation, batch=3, dtype="float32")
+@ours
+@pytest.mark.parametrize(("name", "place"), [(name, place) for name, place in PLACES if name in PAIRS])
+def test_value_and_gradients_at_real_shapes_match_float64(name, place, implementation):
+    _check_at_place(name, place, implementation, "float32", batch=1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "batch"), [("float32", 1), ("float32", 1000), ("bfloat16", 129), ("float16", 129)])
 @every_place
-def test_gpu_kernels_at_real_shapes_match_float64(entry, place, dtype, batch):
+def test_gpu_kernels_at_real_shapes_match_float64(name, place, dtype, batch):
     _poison_memory()
-    _check_against_float64(entry, place, "pallas", batch, dtype)
+    _check_at_place(name, place, "pallas", dtype, batch)
 
 
 @pytest.mark.gpu
 @every_place
-def test_gpu_kernels_give_the_same_bits_twice(entry, place):
-    case = entry.real[place]
-    arrays = case.draw(0, batch=1000)
-    cotangents = draw_cotangents(entry, case, arrays)
-    once = value_and_gradients(entry, case, arrays, cotangents, "pallas")
+def test_gpu_kernels_give_the_same_bits_twice(name, place):
+    once = compiled(name, place, "pallas")(*drawn(name, place, batch=1000))
     _poison_memory()
-    again = value_and_gradients(entry, case, arrays, cotangents, "pallas")
+    again = compiled(name, place, "pallas")(*drawn(name, place, batch=1000))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), once, again))
 
 
-def _check_against_float64(entry, place, implementation, batch, dtype):
-    case = entry.real[place]
-    arrays = case.draw(3, batch=batch, dtype=jnp.dtype(dtype))
-    cotangents = draw_cotangents(entry, case, arrays)
-    _, gradients = value_and_gradients(entry, case, arrays, cotangents, implementation)
-    assert_close(gradients, float64_reference(entry, case, arrays, cotangents)[1], dtype)
+def _check_at_place(name, place, implementation, dtype, batch):
+    actual = compiled(name, place, implementation)(*drawn(name, place, dtype, batch))
+    assert_close(actual, reference(name, place, dtype, batch), dtype)
 
 
 def _poison_memory():
@@ -113,115 +179,118 @@ def _poison_memory():
     jax.block_until_ready([jnp.full(1 << 28, jnp.nan) for _ in range(4)])
 
 
-@every_kernel_dtype
-@every_place
-def test_kernels_lower_for_cuda_without_a_gpu(entry, place, dtype):
-    case = entry.real[place]
+# ---------------------------------------------------------------------------------------------- what a GPU would refuse
 
-    def value_and_gradients(*arrays):
-        y, vjp = jax.vjp(of_floats(entry, case, arrays, "pallas"), *floats(arrays))
-        return y, vjp(y)
 
-    structs = case.structs(batch=16384, dtype=jnp.dtype(dtype))
-    program = jax.jit(value_and_gradients).trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
+def _places_and_dtypes():
+    """Every place of an entry and every dtype of its kernels, in as few pairs as show them all."""
+    for entry in CATALOGUE:
+        pairs = zip(itertools.cycle(entry.real), itertools.cycle(entry.kernel_dtypes), strict=False)
+        for place, dtype in itertools.islice(pairs, max(len(entry.real), len(entry.kernel_dtypes))):
+            yield entry.name, place, dtype
+
+
+@pytest.mark.parametrize(("name", "place", "dtype"), list(_places_and_dtypes()))
+def test_kernels_lower_for_cuda_without_a_gpu(name, place, dtype):
+    arrays = case_of(name, place).structs(batch=16384, dtype=jnp.dtype(dtype))
+    op = op_of(name, place, "pallas")
+    program = (
+        value_and_gradients(op).trace(arrays, results_of(op, arrays)).lower(lowering_platforms=("cuda",)).as_text()
+    )
     assert "mosaic_gpu" in program
 
 
-@every_op
-def test_kernels_have_no_race_and_write_every_output_in_the_simulator(entry):
+@every_pair
+def test_kernels_have_no_race_and_write_every_output_in_the_simulator(name):
     # The simulator raises on a race and on a read out of bounds, and starts outputs as NaN.
-    arrays = entry.small.draw(4)
-    cotangents = draw_cotangents(entry, entry.small, arrays)
     with simulated():
-        y, vjp = jax.vjp(of_floats(entry, entry.small, arrays, "pallas"), *floats(arrays))
-        result = (y, list(vjp(cotangents)))
-        jax.block_until_ready(result)
-    assert_close(result, float64_reference(entry, entry.small, arrays, cotangents), "float32")
+        result = jax.block_until_ready(compiled(name, None, "pallas")(*drawn(name)))
+    assert_close(result, reference(name), "float32")
+
+
+# ------------------------------------------------------------------------------------------- choosing an implementation
 
 
 @every_op
-def test_float64_kernels_are_refused_and_none_falls_back(entry):
+def test_float64_kernels_are_refused(name):
+    with (
+        jax.enable_x64(True),
+        pytest.raises(NotImplementedError, match=f"^{name}: .*does not take dtype float64, only"),
+    ):
+        op_of(name, None, "pallas")(*drawn(name, dtype="float64")[0])
+
+
+@every_op
+def test_none_falls_back_for_float64(name):
     with jax.enable_x64(True):
-        arrays = entry.small.draw(0, dtype=jnp.float64)
-        with pytest.raises(NotImplementedError, match=r"'pallas' does not take dtype float64"):
-            entry.function(*arrays, **entry.small.options, implementation="pallas")
-        y = entry.function(*arrays, **entry.small.options)
-        assert jax.tree.leaves(y)[0].dtype == jnp.float64
+        results = results_of(op_of(name, None, None), drawn(name, dtype="float64")[0])
+        assert all(y.dtype == jnp.float64 for y in results)
 
 
 @every_op
-def test_unknown_implementation_is_refused(entry):
-    with pytest.raises(ValueError, match=r"implementation is 'cuda'; wants 'pallas', 'xla', 'autodiff' or None"):
-        entry.function(*entry.small.draw(0), **entry.small.options, implementation="cuda")
+def test_unknown_implementation_is_refused(name):
+    wanted = f"^{name}: implementation is 'cuda'; wants 'pallas', 'xla', 'autodiff' or None"
+    with pytest.raises(ValueError, match=wanted):
+        op_of(name, None, "cuda")(*drawn(name)[0])
 
 
-# -------------------------------------------------------------------------------------------- under JAX's transformations
+# ------------------------------------------------------------------------------------------ under JAX's transformations
 
 
-def _sum_of_sines(entry, arrays, implementation):
-    function = of_floats(entry, entry.small, arrays, implementation)
-    return lambda *values: sum(jnp.sum(jnp.sin(y)) for y in function(*values))
+@ours
+@every_pair
+def test_without_jit_the_gradients_are_the_same(name, implementation):
+    arrays, cotangents = drawn(name)
+    _, vjp = jax.vjp(of_floats(op_of(name, None, implementation), arrays), *floats(arrays))
+    assert_close(vjp(cotangents), compiled(name, None, implementation)(arrays, cotangents)[1], "float32")
 
 
-def _eager_gradient(entry, arrays, implementation):
-    values = floats(arrays)
-    return jax.grad(_sum_of_sines(entry, arrays, implementation), tuple(range(len(values))))(*values)
+@ours
+@every_pair
+def test_checkpoint_gives_the_same_gradients(name, implementation):
+    run = value_and_gradients(jax.checkpoint(op_of(name, None, implementation)))
+    assert_close(run(*drawn(name)), compiled(name, None, implementation)(*drawn(name)), "float32")
 
 
-@every_implementation
-@every_op
-def test_jit_and_checkpoint_give_the_eager_gradient(entry, implementation):
-    arrays = entry.small.draw(5)
-    expected = _eager_gradient(entry, arrays, implementation)
-    loss = jax.checkpoint(_sum_of_sines(entry, arrays, implementation))
-    gradient = jax.jit(jax.grad(loss, tuple(range(len(floats(arrays))))))
-    assert_close(gradient(*floats(arrays)), expected, "float32")
-
-
-@every_implementation
-@every_op
-def test_vmap_and_scan_give_the_gradient_of_each(entry, implementation):
-    arrays = entry.small.draw(6)
-    values, others = floats(arrays), floats(entry.small.draw(7))
-    stacked = [jnp.stack(both) for both in zip(values, others, strict=True)]
-    gradient = jax.grad(_sum_of_sines(entry, arrays, implementation), tuple(range(len(values))))
-    one_by_one = [gradient(*values), gradient(*others)]
-    expected = jax.tree.map(lambda *each: jnp.stack(each), *one_by_one)
-    assert_close(jax.jit(jax.vmap(gradient))(*stacked), expected, "float32")
-    scanned = jax.jit(lambda *stacked: jax.lax.scan(lambda _, v: (None, gradient(*v)), None, stacked)[1])
-    assert_close(scanned(*stacked), expected, "float32")
+@ours
+@every_pair
+def test_vmap_within_scan_gives_the_gradients_of_each(name, implementation):
+    run = compiled(name, None, implementation)
+    each = [[drawn(name, seed=2 * i + j) for j in range(2)] for i in range(2)]
+    stack = lambda trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)  # noqa: E731
+    expected = stack([stack([run(*one) for one in row]) for row in each])
+    scan = jax.jit(lambda stacked: jax.lax.scan(lambda _, row: (None, jax.vmap(run)(*row)), None, stacked)[1])
+    assert_close(scan(stack([stack(row) for row in each])), expected, "float32")
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices to shard over")
 @every_implementation
-@every_op
-def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(entry, implementation):
+@every_pair
+def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, implementation):
     # Arguments without a batch are the same on every device: their gradients must be summed over the devices.
-    case = entry.real[min(entry.real)]
-    arrays = case.draw(8, batch=4)
-    differentiable = tuple(i for i, a in enumerate(arrays) if is_float(a))
-    call = functools.partial(entry.function, **case.options, implementation=implementation)
-    sizes = [jax.tree.leaves(jax.eval_shape(call, *case.structs(batch))) for batch in (2, 4)]
-    are_examples = [small.shape != large.shape for small, large in zip(*sizes, strict=True)]
+    place = _smallest_place(name)
+    op, (arrays, cotangents) = op_of(name, place, implementation), drawn(name, place, batch=4)
+    has_batch = [BATCH in argument.shape for argument in case_of(name, place).arguments]
+    results_have_batch = [c.shape != d.shape for c, d in zip(cotangents, drawn(name, place, batch=2)[1], strict=True)]
 
-    def loss(*arrays):
-        out = zip(jax.tree.leaves(call(*arrays)), are_examples, strict=True)
-        # Of a sum over the examples only a linear function is the sum of the devices' shares.
-        return sum(jnp.sum(y * y if examples else y * jnp.cos(y.size)) for y, examples in out if is_float(y))
+    def loss(arrays, cotangents):
+        # Linear, so that it is the sum of the devices' shares also for a result that is itself a sum over the batch.
+        y = floats(jax.tree.leaves(op(*arrays)))
+        return jax.lax.psum(sum(jnp.sum(a * c) for a, c in zip(y, cotangents, strict=True)), "shard")
 
-    def sharded_loss(*arrays):
+    sharded_loss = jax.shard_map(
+        loss,
+        mesh=Mesh(jax.devices()[:2], ("shard",)),
+        in_specs=tuple([P("shard") if batch else P() for batch in each] for each in (has_batch, results_have_batch)),
+        out_specs=P(),
         # Pallas' interpreter does not know the types by which shard_map tells what differs between devices.
-        check = implementation != "pallas" or jax.default_backend() == "gpu"
-        specs = tuple(P("shard") if BATCH in argument.shape else P() for argument in case.arguments)
-        mesh = Mesh(jax.devices()[:2], ("shard",))
-        share = jax.shard_map(
-            lambda *arrays: jax.lax.psum(loss(*arrays), "shard"),
-            mesh=mesh,
-            in_specs=specs,
-            out_specs=P(),
-            check_vma=check,
-        )
-        return share(*arrays)
+        check_vma=implementation != "pallas" or jax.default_backend() == "gpu",
+    )
+    function = of_floats(lambda *arrays: sharded_loss(list(arrays), cotangents), arrays)
+    gradients = jax.jit(jax.grad(lambda values: function(*values)[0]))(floats(arrays))
+    assert_close(gradients, reference(name, place, batch=4)[1], "float32")
 
-    gradients = jax.jit(jax.grad(sharded_loss, differentiable))(*arrays)
-    assert_close(gradients, jax.grad(loss, differentiable)(*arrays), "float32")
+
+def _smallest_place(name):
+    sizes = {place: sum(a.size for a in drawn(name, place, batch=2)[0]) for n, place in PLACES if n == name}
+    return min(sizes, key=sizes.get)

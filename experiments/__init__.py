@@ -1,0 +1,1 @@
+"""What people run: configurations, datasets, the training loop and its command line."""

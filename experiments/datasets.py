@@ -1,0 +1,205 @@
+"""The image datasets: scikit-learn's bundled digits, MNIST and Fashion-MNIST."""
+
+import gzip
+import hashlib
+import http.client
+import os
+import sys
+import urllib.request
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Int32, UInt8
+
+from experiments.atomic import write_atomically
+from experiments.errors import UserError
+
+DatasetName = Literal["digits", "mnist", "fashion_mnist"]
+
+IMAGE_SHAPE = (28, 28)
+CLASSES = 10
+
+# The files of MNIST, and of Fashion-MNIST, which took over its names: images and labels, for training and for testing.
+FILES = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+
+MIRRORS: Mapping[str, Sequence[str]] = {
+    "mnist": (
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    ),
+    "fashion_mnist": ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+}
+
+MD5: Mapping[str, Mapping[str, str]] = {
+    "mnist": {
+        "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+        "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+        "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+        "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+    },
+    "fashion_mnist": {
+        "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+        "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
+        "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
+        "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+    },
+}
+
+
+class Dataset(NamedTuple):
+    """Images with values in [0, 1] and their labels, 0 to 9."""
+
+    train_images: Float32[np.ndarray, "train 1 28 28"]
+    train_labels: Int32[np.ndarray, " train"]
+    test_images: Float32[np.ndarray, "test 1 28 28"]
+    test_labels: Int32[np.ndarray, " test"]
+    name: str
+
+
+def load(
+    name: DatasetName,
+    data_dir: Path | None = None,
+    *,
+    mirrors: Sequence[str] | None = None,
+    md5: Mapping[str, str] | None = None,
+) -> Dataset:
+    """Loads a dataset.
+
+    Args:
+      name: `"digits"`, `"mnist"` or `"fashion_mnist"`.
+      data_dir: the folder of the IDX files, as they are or gzipped, which a missing file is downloaded into;
+        None: `jaxbp/<name>` in the user's cache folder. Digits needs none.
+      mirrors: base addresses to download from, tried in turn; None: the official ones.
+      md5: the checksum of every file that may be downloaded, by name; None: those of the official files.
+
+    Raises:
+      UserError: (a ValueError) for an unknown name, or a file with damaged or unfitting content: says which, what came,
+        what is wanted.
+      FileNotFoundError: for files that are neither there nor to be had: says which names are wanted where.
+    """
+    if name == "digits":
+        return _digits()
+    if name not in MIRRORS:
+        raise UserError(f"dataset {name!r}: wanted one of digits, {', '.join(MIRRORS)}")
+    folder = default_data_dir(name) if data_dir is None else Path(data_dir)
+    mirrors = MIRRORS[name] if mirrors is None else mirrors
+    md5 = MD5[name] if md5 is None else md5
+    paths = {split: [_find_or_download(folder, file, mirrors, md5) for file in files] for split, files in FILES.items()}
+    for path in (*paths["train"], *paths["test"]):
+        _refuse_files_of_another_dataset(path, name)
+    return Dataset(*_read_split(*paths["train"]), *_read_split(*paths["test"]), name)
+
+
+def default_data_dir(name: str) -> Path:
+    """The folder that a dataset is kept in when no other is named."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "jaxbp" / name
+
+
+def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "items ..."]:
+    """Reads an IDX file of bytes, gzipped if its name ends in `.gz`: an array `(items, *item_shape)`.
+
+    Raises:
+      UserError: (a ValueError) naming the file, what came and what is wanted, for a damaged gzip file, a wrong magic
+        number, items of another shape, none at all, or more or fewer bytes than the header announces.
+    """
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            data = gzip.decompress(data)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UserError(f"{path}: {error}: wanted a whole gzip file") from error
+
+    dimensions = 1 + len(item_shape)
+    header_bytes = 4 * (1 + dimensions)
+    if len(data) < header_bytes:
+        raise UserError(f"{path}: {len(data)} bytes: wanted at least the {header_bytes} of the header")
+    magic, *shape = np.frombuffer(data, ">u4", 1 + dimensions).tolist()
+    wanted_magic = 0x0800 + dimensions  # 08: unsigned bytes
+    if magic != wanted_magic:
+        raise UserError(f"{path}: magic number {magic:#010x}: wanted {wanted_magic:#010x}")
+    if tuple(shape[1:]) != item_shape:
+        raise UserError(f"{path}: items of shape {tuple(shape[1:])}: wanted {item_shape}")
+    if shape[0] == 0:
+        raise UserError(f"{path}: 0 items: wanted at least 1")
+    content_bytes, wanted_bytes = len(data) - header_bytes, int(np.prod(shape, dtype=object))
+    if content_bytes != wanted_bytes:
+        raise UserError(f"{path}: {content_bytes} bytes after the header: wanted the {wanted_bytes} of shape {shape}")
+    return np.frombuffer(data, np.uint8, offset=header_bytes).reshape(shape)
+
+
+def _digits() -> Dataset:
+    # Imported here because the other datasets and everything else do without scikit-learn and its second of importing.
+    import jax
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).reshape(-1, 8, 8).astype(np.float32)
+    # As in MNIST, a box of 20 x 20 pixels in the middle of the image: strokes that end at the edge of the 8 x 8 pixels
+    # would otherwise be lost on convolutions without padding. Cubic interpolation overshoots, hence the clip.
+    images = np.asarray(jax.image.resize(images, (len(images), 20, 20), "cubic")).clip(0, 1)
+    images = np.pad(images, ((0, 0), (4, 4), (4, 4)))[:, None]
+    train_images, test_images, train_labels, test_labels = train_test_split(
+        images, labels.astype(np.int32), test_size=0.2, stratify=labels, random_state=0
+    )
+    return Dataset(train_images, train_labels, test_images, test_labels, "digits")
+
+
+def _read_split(images_path: Path, labels_path: Path) -> tuple[np.ndarray, np.ndarray]:
+    images, labels = read_idx(images_path, IMAGE_SHAPE), read_idx(labels_path, ())
+    if len(images) != len(labels):
+        raise UserError(f"{labels_path}: {len(labels)} labels: wanted {len(images)}, one an image of {images_path}")
+    if labels.max() >= CLASSES:
+        raise UserError(f"{labels_path}: label {labels.max()}: wanted labels from 0 to {CLASSES - 1}")
+    return images[:, None].astype(np.float32) / np.float32(255), labels.astype(np.int32)
+
+
+def _refuse_files_of_another_dataset(path: Path, name: str) -> None:
+    """MNIST and Fashion-MNIST have files of the same names and shapes: one would pass for the other unnoticed."""
+    digest = _md5(path.read_bytes())
+    for other, known in MD5.items():
+        if other != name and digest in known.values():
+            raise UserError(f"{path}: is a file of {other}: wanted one of {name}")
+
+
+def _find_or_download(folder: Path, file: str, mirrors: Sequence[str], md5: Mapping[str, str]) -> Path:
+    plain, zipped = folder / file, folder / f"{file}.gz"
+    for path in (plain, zipped):
+        if path.is_file():
+            return path
+    failures = []
+    for mirror in mirrors:
+        url = mirror.rstrip("/") + "/" + zipped.name
+        print(f"downloading {url}", file=sys.stderr)
+        try:
+            data = _download(url, md5[zipped.name])
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            failures.append(f"{url}: {error}")
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(zipped, data)
+        return zipped
+    wanted = ", ".join(f"{name}[.gz]" for files in FILES.values() for name in files)
+    raise FileNotFoundError(
+        f"{plain.name} is neither in {folder} nor could it be downloaded ({'; '.join(failures) or 'no mirror given'}): "
+        f"wanted in {folder}: {wanted}"
+    )
+
+
+def _download(url: str, md5: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        data = response.read()
+    if _md5(data) != md5:
+        raise UserError(f"MD5 {_md5(data)}: wanted {md5}")
+    return data
+
+
+def _md5(data: bytes) -> str:
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()

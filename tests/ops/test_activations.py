@@ -1,0 +1,41 @@
+"""ReLU at the values where it could go either way."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_numerical_gradients_agree, every_implementation, gradients_of
+
+from jaxbp import relu, relu_backward
+
+
+@every_implementation
+def test_numerical_gradients_agree_to_a_thousandth(implementation):
+    x = jnp.array([[-2.0, -0.1, 0.1, 3.0], [0.5, 1.5, -0.5, -1.5]])
+    assert_numerical_gradients_agree(relu, (x,), step=0.05, implementation=implementation)
+
+
+@every_implementation
+def test_the_gradient_at_exactly_zero_is_zero(implementation):
+    x = jnp.array([0.0, -0.0, jnp.finfo(jnp.float32).tiny])
+    (dx,) = gradients_of(relu, (x,), [jnp.full(3, 7.0)], implementation=implementation)
+    np.testing.assert_array_equal(dx, [0, 0, 7])
+
+
+@every_implementation
+def test_nan_stays_nan(implementation):
+    y = relu(jnp.array([jnp.nan, -jnp.inf, jnp.inf]), implementation=implementation)
+    np.testing.assert_array_equal(y, [jnp.nan, 0, jnp.inf])
+
+
+@every_implementation
+def test_a_gradient_that_is_not_finite_passes_only_where_x_is_positive(implementation):
+    dy, x = jnp.array([jnp.nan, jnp.nan, jnp.inf, jnp.inf]), jnp.array([1.0, -1.0, 1.0, -1.0])
+    np.testing.assert_array_equal(relu_backward(dy, x, implementation=implementation), [jnp.nan, 0, jnp.inf, 0])
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 4), (513,)], ids=str)
+@every_implementation
+def test_any_shape_works(shape, implementation):
+    x = jnp.ones(shape)
+    (dx,) = gradients_of(relu, (x,), [x], implementation=implementation)
+    np.testing.assert_array_equal(dx, x)

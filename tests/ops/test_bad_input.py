@@ -1,0 +1,227 @@
+"""What is refused, and in which words: the op, the argument, what came and what is wanted."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbp
+
+# For conv2d: two images of three channels, four filters.
+X, W, DY = (np.zeros(shape, np.float32) for shape in ((2, 3, 5, 6), (4, 3, 3, 2), (2, 4, 3, 5)))
+# For max_pool2d with windows of 2 x 2.
+POOL_DY, INDICES = np.zeros((2, 3, 2, 3), np.float32), np.zeros((2, 3, 2, 3), np.uint8)
+
+
+def zeros(*shape, dtype="float32"):
+    return jnp.zeros(shape, dtype)
+
+
+def conv2d(x=X, w=W, b=None, **options):
+    return lambda: jaxbp.conv2d(x, w, b, **options)
+
+
+def max_pool2d(x=X, window=2, **options):
+    return lambda: jaxbp.max_pool2d(x, window, **options)
+
+
+def max_pool2d_backward(dy=POOL_DY, indices=INDICES, input_size=(5, 6), window=2):
+    return lambda: jaxbp.max_pool2d_backward(dy, indices, input_size, window)
+
+
+def linear(x=(2, 5), w=(3, 5), b=(3,)):
+    return lambda: jaxbp.linear(zeros(*x), zeros(*w), zeros(*b))
+
+
+def cross_entropy(logits, labels):
+    return lambda: jaxbp.softmax_cross_entropy(logits, labels)
+
+
+SHAPES = {
+    "images without a batch": (
+        conv2d(X[0]),
+        "conv2d: x has shape (3, 5, 6); wants (batch, in_channels, height, width)",
+    ),
+    "one filter": (
+        conv2d(w=W[0]),
+        "conv2d: w has shape (3, 3, 2); wants (out_channels, in_channels/groups, filter_height, filter_width)",
+    ),
+    "mismatched channels": (
+        conv2d(w=zeros(4, 2, 3, 2)),
+        "conv2d: x has 3 channels, w has shape (4, 2, 3, 2) and groups is 1; wants in_channels = groups * w.shape[1], "
+        "and out_channels a multiple of groups",
+    ),
+    "groups that do not divide the filters": (
+        conv2d(w=zeros(4, 1, 3, 2), groups=3),
+        "conv2d: x has 3 channels, w has shape (4, 1, 3, 2) and groups is 3; wants in_channels = groups * w.shape[1], "
+        "and out_channels a multiple of groups",
+    ),
+    "bias shape": (conv2d(b=zeros(3)), "conv2d: b has shape (3,); wants (4,)"),
+    "filter larger than the input": (
+        conv2d(w=zeros(4, 3, 6, 2)),
+        "conv2d: the filter, 6 x 2 with its dilation, is larger than the input, 5 x 6 with padding ((0, 0), (0, 0))",
+    ),
+    "dilated filter larger than the input": (
+        conv2d(dilation=4, padding=(1, 0)),
+        "conv2d: the filter, 9 x 5 with its dilation, is larger than the input, 5 x 6 with padding ((1, 1), (0, 0))",
+    ),
+    "dy of conv2d_backward_input": (
+        lambda: jaxbp.conv2d_backward_input(DY[:, :, :, 1:], W, (5, 6)),
+        "conv2d_backward_input: dy has shape (2, 4, 3, 4); wants (batch, 4, 3, 5)",
+    ),
+    "dy of conv2d_backward_weights": (
+        lambda: jaxbp.conv2d_backward_weights(DY[:1], X, (3, 2)),
+        "conv2d_backward_weights: dy has shape (1, 4, 3, 5); wants (2, out_channels, 3, 5)",
+    ),
+    "dy of conv2d_backward_bias": (
+        lambda: jaxbp.conv2d_backward_bias(DY[0]),
+        "conv2d_backward_bias: dy has shape (4, 3, 5); wants (batch, out_channels, out_height, out_width)",
+    ),
+    "dy of relu_backward": (
+        lambda: jaxbp.relu_backward(zeros(3), zeros(4)),
+        "relu_backward: x has shape (4,); wants (3,)",
+    ),
+    "one image to pool": (
+        max_pool2d(X[0]),
+        "max_pool2d: x has shape (3, 5, 6); wants (batch, channels, height, width)",
+    ),
+    "one image to pool with indices": (
+        lambda: jaxbp.max_pool2d_with_indices(X[0], 2),
+        "max_pool2d_with_indices: x has shape (3, 5, 6); wants (batch, channels, height, width)",
+    ),
+    "window larger than the input": (
+        max_pool2d(window=(9, 2), padding=(1, 0)),
+        "max_pool2d: the window, 9 x 2, is larger than the input, 5 x 6 with padding ((1, 1), (0, 0))",
+    ),
+    "padding of a whole window": (
+        max_pool2d(padding=2),
+        "max_pool2d: padding is ((2, 2), (2, 2)); wants less than the window, (2, 2)",
+    ),
+    "dy of max_pool2d_backward": (
+        max_pool2d_backward(dy=POOL_DY[:, :, :1]),
+        "max_pool2d_backward: dy has shape (2, 3, 1, 3); wants (batch, channels, 2, 3)",
+    ),
+    "indices": (
+        max_pool2d_backward(indices=INDICES[:1]),
+        "max_pool2d_backward: indices has shape (1, 3, 2, 3); wants (2, 3, 2, 3)",
+    ),
+    "in_features": (linear(x=(2, 4)), "linear: x has shape (2, 4); wants (..., 5), the in_features of w (3, 5)"),
+    "scalar to linear": (linear(x=()), "linear: x has shape (); wants (..., 5), the in_features of w (3, 5)"),
+    "a vector of weights": (linear(w=(5,)), "linear: w has shape (5,); wants (out_features, in_features)"),
+    "bias of linear": (linear(b=(5,)), "linear: b has shape (5,); wants (3,)"),
+    "dy of linear_backward": (
+        lambda: jaxbp.linear_backward(zeros(2, 5), zeros(2, 5), zeros(3, 5)),
+        "linear_backward: dy has shape (2, 5); wants (2, 3)",
+    ),
+    "classes": (
+        cross_entropy(zeros(2, 3), zeros(2, 1, dtype="int32")),
+        "softmax_cross_entropy: integer labels have shape (2, 1); wants (2,), a class for each example of logits "
+        "(2, 3)",
+    ),
+    "weights of classes": (
+        cross_entropy(zeros(2, 3), zeros(2)),
+        "softmax_cross_entropy: floating labels have shape (2,); wants (2, 3), as logits",
+    ),
+    "no class": (
+        cross_entropy(zeros(2, 0), zeros(2, dtype="int32")),
+        "softmax_cross_entropy: logits has shape (2, 0); wants (..., classes), at least one class",
+    ),
+    "dy of softmax_cross_entropy_backward": (
+        lambda: jaxbp.softmax_cross_entropy_backward(zeros(3), zeros(2, 3), zeros(2, dtype="int32")),
+        "softmax_cross_entropy_backward: dy has shape (3,); wants (2,)",
+    ),
+    "scalar to flatten": (lambda: jaxbp.flatten(zeros()), "flatten: x has shape (); wants (batch, ...)"),
+}
+
+DTYPES = {
+    "integer image": (
+        conv2d(zeros(*X.shape, dtype="uint8")),
+        "conv2d: x has dtype uint8; wants a floating dtype, say x.astype(jnp.float32)",
+    ),
+    "integer image to pool": (
+        max_pool2d(zeros(*X.shape, dtype="int32")),
+        "max_pool2d: x has dtype int32; wants a floating dtype, say x.astype(jnp.float32)",
+    ),
+    "booleans": (
+        lambda: jaxbp.relu(zeros(3, dtype="bool")),
+        "relu: x has dtype bool; wants a floating dtype, say x.astype(jnp.float32)",
+    ),
+    "mixed dtypes": (
+        conv2d(w=zeros(*W.shape, dtype="bfloat16")),
+        "conv2d: w has dtype bfloat16; wants float32, the dtype of x",
+    ),
+    "another dtype of dy": (
+        lambda: jaxbp.linear_backward(zeros(2, 3, dtype="float16"), zeros(2, 5), zeros(3, 5)),
+        "linear_backward: x has dtype float32; wants float16, the dtype of dy",
+    ),
+    "another dtype of weights of classes": (
+        cross_entropy(zeros(2, 3), zeros(2, 3, dtype="float16")),
+        "softmax_cross_entropy: labels has dtype float16; wants float32, the dtype of logits",
+    ),
+    "float indices": (max_pool2d_backward(indices=POOL_DY), "max_pool2d_backward: indices is float32; wants integers"),
+    "a list": (conv2d([[1.0]]), "conv2d: x is a list; wants an array"),
+    "a list of labels": (cross_entropy(zeros(2, 3), [0, 1]), "softmax_cross_entropy: labels is a list; wants an array"),
+    "a list of indices": (max_pool2d_backward(indices=[0]), "max_pool2d_backward: indices is list; wants integers"),
+    "a number": (lambda: jaxbp.relu(1.0), "relu: x is a float; wants an array"),
+    "no images": (conv2d(None), "conv2d: x is a NoneType; wants an array"),
+    "no filters": (conv2d(w=None), "conv2d: w is a NoneType; wants an array"),
+}
+
+AN_INT = "an int of at least {}, or a pair of them"
+OPTIONS = {
+    **{
+        f"stride={stride!r}": (conv2d(stride=stride), f"conv2d: stride is {stride!r}; wants {AN_INT.format(1)}")
+        for stride in (True, 1.0, 0, (1, 0), (1, True), (1, 1, 1), None)
+    },
+    **{
+        f"padding={padding!r}": (conv2d(padding=padding), f"conv2d: padding is {padding!r}; wants {AN_INT.format(0)}")
+        for padding in (-1, 0.5, (0, -1))
+    },
+    **{
+        f"groups={groups!r}": (conv2d(groups=groups), f"conv2d: groups is {groups!r}; wants an int of at least 1")
+        for groups in (0, 1.0, True)
+    },
+    "unknown padding": (
+        conv2d(padding="FULL"),
+        "conv2d: padding is 'FULL'; wants an int, a pair of ints, 'SAME' or 'VALID'",
+    ),
+    "unknown padding of a pool": (
+        max_pool2d(padding="reflect"),
+        "max_pool2d: padding is 'reflect'; wants an int, a pair of ints, 'SAME' or 'VALID'",
+    ),
+    "dilation": (conv2d(dilation=0), f"conv2d: dilation is 0; wants {AN_INT.format(1)}"),
+    "window": (max_pool2d(window=0), f"max_pool2d: window is 0; wants {AN_INT.format(1)}"),
+    "stride of a pool": (max_pool2d(stride=True), f"max_pool2d: stride is True; wants {AN_INT.format(1)}"),
+    "size of the input": (
+        lambda: jaxbp.conv2d_backward_input(DY, W, (5, 6.0)),
+        f"conv2d_backward_input: input_size is (5, 6.0); wants {AN_INT.format(1)}",
+    ),
+    "implementation": (
+        conv2d(implementation="cuda"),
+        "conv2d: implementation is 'cuda'; wants 'pallas', 'xla', 'autodiff' or None",
+    ),
+    "implementation that cannot be hashed": (
+        conv2d(implementation=["xla"]),
+        "conv2d: implementation is ['xla']; wants 'pallas', 'xla', 'autodiff' or None",
+    ),
+}
+
+
+def _check(call, error, message):
+    with pytest.raises(error) as raised:
+        call()
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(("call", "message"), SHAPES.values(), ids=SHAPES)
+def test_shapes_that_do_not_fit_are_a_value_error(call, message):
+    _check(call, ValueError, message)
+
+
+@pytest.mark.parametrize(("call", "message"), DTYPES.values(), ids=DTYPES)
+def test_what_is_no_array_of_the_right_dtype_is_a_type_error(call, message):
+    _check(call, TypeError, message)
+
+
+@pytest.mark.parametrize(("call", "message"), OPTIONS.values(), ids=OPTIONS)
+def test_options_that_mean_nothing_are_a_value_error(call, message):
+    _check(call, ValueError, message)

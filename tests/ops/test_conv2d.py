@@ -1,0 +1,153 @@
+"""Convolution: the classic cases, and every option against `lax` in float64."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    assert_close,
+    assert_numerical_gradients_agree,
+    compiled,
+    draw_cotangents,
+    drawn,
+    every_implementation,
+    gradients_of,
+    in_float64,
+    normal,
+    ours,
+    reference,
+    value_and_gradients,
+)
+
+from jaxbp import conv2d, conv2d_backward_input, conv2d_backward_weights, implementations
+
+without_kernels = pytest.mark.parametrize("implementation", ["xla", "autodiff"])
+LAX = dict(dimension_numbers=("NCHW", "OIHW", "NCHW"))
+
+
+@every_implementation
+def test_weight_gradient_of_a_5x5_input_with_a_3x3_filter_is_that_worked_out_by_hand(implementation):
+    x = jnp.arange(25.0).reshape(1, 1, 5, 5)
+    dy = jnp.array([[1.0, 0.0, 0.0], [0.0, 0.0, 2.0], [0.0, -1.0, 0.0]])[None, None]
+    # x[i, j] = 5 i + j, and dw[u, v] = Σ dy[i, j] x[i + u, j + v] = x[u, v] + 2 x[u + 1, v + 2] - x[u + 2, v + 1]
+    #         = (5 u + v) + 2 (5 u + v + 7) - (5 u + v + 11) = 2 (5 u + v) + 3.
+    dw = [[3.0, 5.0, 7.0], [13.0, 15.0, 17.0], [23.0, 25.0, 27.0]]
+    _, gradient, _ = gradients_of(
+        conv2d, (x, jnp.ones((1, 1, 3, 3)), jnp.zeros(1)), [dy], implementation=implementation
+    )
+    np.testing.assert_array_equal(gradient[0, 0], dw)
+
+
+@every_implementation
+def test_numerical_gradients_agree_to_a_thousandth(implementation):
+    arrays = normal((1, 1, 5, 5), (1, 1, 3, 3), (1,))
+    # Linear in each argument, so that a large step costs nothing and rounds least.
+    assert_numerical_gradients_agree(conv2d, arrays, step=0.5, implementation=implementation)
+
+
+@every_implementation
+@pytest.mark.parametrize(("name", "place"), [("conv2d", "conv1"), ("conv2d", "conv2")])
+def test_gradients_of_lenets_layers_for_one_image_match_float64(name, place, implementation):
+    actual = compiled(name, place, implementation)(*drawn(name, place, batch=1))
+    assert_close(actual, reference(name, place, batch=1), "float32")
+
+
+def _check_against_lax(implementation, x_shape, w_shape, options, lax_options):
+    """An op with its options against `lax.conv_general_dilated` with the same meaning spelt its way."""
+    arrays = normal(x_shape, w_shape, w_shape[:1])
+    op = functools.partial(conv2d, **options, implementation=implementation)
+    lax_op = lambda x, w, b: jax.lax.conv_general_dilated(x, w, **LAX, **lax_options) + b[:, None, None]  # noqa: E731
+    cotangents = draw_cotangents(lax_op, arrays)
+    expected = in_float64(value_and_gradients(lax_op), arrays, cotangents)
+    assert_close(value_and_gradients(op)(arrays, cotangents), expected, "float32")
+
+
+STRIDES_AND_PADDINGS = {
+    "same": (dict(stride=2, padding="SAME"), ((2, 2), "SAME")),
+    "valid": (dict(stride=(1, 2), padding="valid"), ((1, 2), "VALID")),
+    "int": (dict(padding=1), ((1, 1), [(1, 1), (1, 1)])),
+    "pair": (dict(stride=(2, 1), padding=(2, 0)), ((2, 1), [(2, 2), (0, 0)])),
+    "stride beyond the filter": (dict(stride=4), ((4, 4), "VALID")),
+}
+
+
+@every_implementation
+@pytest.mark.parametrize(("options", "meaning"), STRIDES_AND_PADDINGS.values(), ids=STRIDES_AND_PADDINGS)
+def test_strides_and_paddings_mean_what_they_mean_to_lax(options, meaning, implementation):
+    stride, padding = meaning
+    _check_against_lax(
+        implementation, (2, 1, 6, 7), (2, 1, 3, 2), options, dict(window_strides=stride, padding=padding)
+    )
+
+
+DILATIONS_AND_GROUPS = {
+    "dilation": (dict(dilation=(2, 1)), (2, 1), 1),
+    "groups": (dict(groups=2), (1, 1), 2),
+    "depthwise, dilated, strided and padded": (dict(dilation=2, groups=4, stride=2, padding=1), (2, 2), 4),
+}
+
+
+@without_kernels
+@pytest.mark.parametrize(("options", "dilation", "groups"), DILATIONS_AND_GROUPS.values(), ids=DILATIONS_AND_GROUPS)
+def test_dilations_and_groups_mean_what_they_mean_to_lax(options, dilation, groups, implementation):
+    stride, padding = options.get("stride", 1), options.get("padding", 0)
+    lax_options = dict(
+        window_strides=(stride, stride),
+        padding=[(padding, padding)] * 2,
+        rhs_dilation=dilation,
+        feature_group_count=groups,
+    )
+    _check_against_lax(implementation, (2, 4, 7, 6), (8, 4 // groups, 3, 2), options, lax_options)
+
+
+UNSUPPORTED = {"dilation=(2, 1)": dict(dilation=(2, 1)), "groups=2": dict(groups=2)}
+every_unsupported = pytest.mark.parametrize(("named", "options"), UNSUPPORTED.items(), ids=UNSUPPORTED)
+
+
+def _calls(options):
+    """The op and its backwards with options, as functions of `implementation`."""
+    size = tuple(n - (f - 1) * d for n, f, d in zip((7, 6), (3, 2), options.get("dilation", (1, 1)), strict=True))
+    x, dy, w = normal((2, 4, 7, 6), (2, 8, *size), (8, 4 // options.get("groups", 1), 3, 2))
+    return {
+        "conv2d": functools.partial(conv2d, x, w, **options),
+        "conv2d_backward_input": functools.partial(conv2d_backward_input, dy, w, (7, 6), **options),
+        "conv2d_backward_weights": functools.partial(conv2d_backward_weights, dy, x, (3, 2), **options),
+    }
+
+
+@every_unsupported
+def test_pallas_refuses_dilation_and_groups_by_name(named, options):
+    for name, call in _calls(options).items():
+        with pytest.raises(NotImplementedError) as error:
+            call(implementation="pallas")
+        message = f"{name}: implementation='pallas' does not take {named}; 'xla', 'autodiff' and None do"
+        assert str(error.value) == message
+
+
+@every_unsupported
+def test_none_falls_back_quietly_for_dilation_and_groups_on_a_gpu(named, options, monkeypatch):
+    monkeypatch.setattr(implementations, "kernels_run_here", lambda: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for call in _calls(options).values():
+            assert "mosaic_gpu" not in jax.jit(call).trace().lower(lowering_platforms=("cuda",)).as_text()
+            assert_close(call(), call(implementation="xla"), "float32")
+
+
+@ours
+def test_without_a_bias_the_other_gradients_are_the_same(implementation):
+    (x, w), (dy,) = normal((2, 1, 4, 4), (2, 1, 2, 2)), normal((2, 2, 3, 3), seed=1)
+    with_bias = gradients_of(conv2d, (x, w, jnp.zeros(2)), [dy], implementation=implementation)
+    assert_close(gradients_of(conv2d, (x, w), [dy], implementation=implementation), with_bias[:2], "float32")
+
+
+@every_implementation
+def test_an_empty_batch_has_zero_gradients_in_the_parameters(implementation):
+    arrays = (jnp.zeros((0, 1, 4, 4)), *normal((2, 1, 2, 2), (2,)))
+    dx, dw, db = gradients_of(conv2d, arrays, [jnp.zeros((0, 2, 3, 3))], implementation=implementation)
+    assert dx.shape == (0, 1, 4, 4)
+    np.testing.assert_array_equal(dw, np.zeros((2, 1, 2, 2)))
+    np.testing.assert_array_equal(db, np.zeros(2))

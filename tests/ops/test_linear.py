@@ -1,0 +1,41 @@
+"""The dense layer."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, assert_numerical_gradients_agree, every_implementation, gradients_of, normal
+
+from jaxbp import linear, linear_backward
+
+
+@every_implementation
+def test_numerical_gradients_agree_to_a_thousandth(implementation):
+    # Linear in each argument, so that a large step costs nothing and rounds least.
+    assert_numerical_gradients_agree(linear, normal((3, 5), (2, 5), (2,)), step=0.5, implementation=implementation)
+
+
+@pytest.mark.parametrize("batch", [(), (4,), (2, 1, 3)], ids=str)
+@every_implementation
+def test_gradients_sum_over_all_leading_axes(batch, implementation):
+    x, w, b, dy = normal((*batch, 5), (2, 5), (2,), (*batch, 2))
+    rows_dy, rows_x = np.asarray(dy, np.float64).reshape(-1, 2), np.asarray(x, np.float64).reshape(-1, 5)
+    expected = (np.reshape(rows_dy @ w, x.shape), rows_dy.T @ rows_x, rows_dy.sum(0))
+    assert_close(gradients_of(linear, (x, w, b), [dy], implementation=implementation), expected, "float32")
+    assert_close(linear_backward(dy, x, w, implementation=implementation), expected, "float32")
+
+
+@every_implementation
+def test_without_a_bias_the_other_gradients_are_the_same(implementation):
+    x, w, dy = normal((3, 5), (2, 5), (3, 2))
+    expected = gradients_of(linear, (x, w, jnp.zeros(2)), [dy], implementation=implementation)[:2]
+    assert_close(gradients_of(linear, (x, w), [dy], implementation=implementation), expected, "float32")
+
+
+@pytest.mark.parametrize("batch", [(0,), (2, 0)], ids=str)
+@every_implementation
+def test_an_empty_batch_has_zero_gradients_in_the_parameters(batch, implementation):
+    arrays = (jnp.zeros((*batch, 5)), *normal((2, 5), (2,)))
+    dx, dw, db = gradients_of(linear, arrays, [jnp.zeros((*batch, 2))], implementation=implementation)
+    assert dx.shape == (*batch, 5)
+    np.testing.assert_array_equal(dw, np.zeros((2, 5)))
+    np.testing.assert_array_equal(db, np.zeros(2))

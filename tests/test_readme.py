@@ -1,0 +1,67 @@
+"""The README is true: its code runs, its commands are those that are tested, its links lead somewhere."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jaxbp.nn import lenet_memory_table
+from jaxbp.ops.catalogue import CATALOGUE
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "architecture.md"]
+README = DOCUMENTS[0].read_text()
+PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+SHELL = re.findall(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
+def test_its_code_runs(code):
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_its_example_prints_the_same_gradients_under_every_implementation(capsys):
+    exec(PYTHON[0], {"__name__": "readme"})
+    printed = re.findall(r"^(\w+) \[([^]]*)\]$", capsys.readouterr().out, re.MULTILINE)
+    names, gradients = zip(*printed, strict=True)
+    assert names == ("pallas", "xla", "autodiff", "None")
+    numbers = [[float(number) for number in line.split()] for line in gradients]
+    assert all(line == pytest.approx(numbers[0], rel=1e-5) for line in numbers)
+
+
+def test_its_commands_are_one_to_train_and_one_to_test():
+    assert [len(command.splitlines()) for command in SHELL] == [1, 1]
+    train, test = SHELL
+    assert train.endswith("-m experiments.train lenet\n")
+    assert test.endswith("pytest -n auto\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs bash")
+def test_its_commands_are_those_that_ci_runs():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert subprocess.run([script, "commands"], capture_output=True, text=True, check=True).stdout == "".join(SHELL)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_it_links_to_or_names_are_there(document):
+    text = document.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    named = re.findall(r"`((?:docs|experiments|jaxbp|pallas_kernels|tests)/[\w/.]*)`", text)
+    paths = [document.parent / link for link in links] + [ROOT / name for name in named]
+    assert paths
+    assert [path for path in paths if not path.exists()] == []
+
+
+def test_it_names_every_op():
+    assert [entry.name for entry in CATALOGUE if f"`{entry.name}`" not in README] == []
+
+
+def test_its_table_of_memory_is_that_of_the_library():
+    rows = lenet_memory_table(32)
+    kinds = ("saved", "activation gradient", "parameter gradient")
+    of_kind = {kind: [row.bytes for row in rows if row.kind == kind] for kind in kinds}
+    table = re.findall(r"^\|[^|]*\| (\d+) \| ([\d,]+) \|$", README, re.MULTILINE)
+    assert table == [(str(len(sizes)), f"{sum(sizes):,}") for sizes in of_kind.values()]
