@@ -1,11 +1,13 @@
 """What the tests share: an op's gradients as functions compiled once, a float64 reference, and the tolerances."""
 
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from jaxbp.implementations import IMPLEMENTATIONS
 from jaxbp.ops.catalogue import CATALOGUE
@@ -171,3 +173,20 @@ def assert_close(actual, reference, tolerance):
     for a, r in zip(actual, reference, strict=True):
         assert a.shape == r.shape
         assert relative_error(a, r) < limit
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+
+@contextlib.contextmanager
+def last_program_first():
+    """Within it, kernels traced for Pallas' interpreter, which runs programs one by one, are run in the other order."""
+    program_id = pl.program_id
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pl, "program_id", lambda axis: pl.num_programs(axis) - 1 - program_id(axis))
+        yield
+
+
+def cuda_program(function, *arrays):
+    """What a function is lowered to for CUDA, which needs no GPU."""
+    return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()

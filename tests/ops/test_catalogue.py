@@ -14,10 +14,12 @@ from helpers import (
     assert_close,
     case_of,
     compiled,
+    cuda_program,
     drawn,
     every_implementation,
     floats,
     is_float,
+    last_program_first,
     of_floats,
     op_of,
     ours,
@@ -190,22 +192,36 @@ def _places_and_dtypes():
             yield entry.name, place, dtype
 
 
+def _cuda_program(name, place, dtype, batch):
+    op, arrays = op_of(name, place, "pallas"), case_of(name, place).structs(batch=batch, dtype=jnp.dtype(dtype))
+    return cuda_program(value_and_gradients(op), arrays, results_of(op, arrays))
+
+
 @pytest.mark.parametrize(("name", "place", "dtype"), list(_places_and_dtypes()))
 def test_kernels_lower_for_cuda_without_a_gpu(name, place, dtype):
-    arrays = case_of(name, place).structs(batch=16384, dtype=jnp.dtype(dtype))
-    op = op_of(name, place, "pallas")
-    program = (
-        value_and_gradients(op).trace(arrays, results_of(op, arrays)).lower(lowering_platforms=("cuda",)).as_text()
-    )
-    assert "mosaic_gpu" in program
+    assert "mosaic_gpu" in _cuda_program(name, place, dtype, batch=16384)
 
 
 @every_pair
-def test_kernels_have_no_race_and_write_every_output_in_the_simulator(name):
-    # The simulator raises on a race and on a read out of bounds, and starts outputs as NaN.
+def test_float32_kernels_lower_for_cuda_under_x64(name):
+    with jax.enable_x64(True):
+        assert "mosaic_gpu" in _cuda_program(name, None, "float32", batch=2)
+
+
+@every_pair
+def test_kernels_stay_in_bounds_and_write_every_output_in_the_simulator(name):
+    # The simulator raises on an access out of bounds, and starts outputs as NaN.
     with simulated():
         result = jax.block_until_ready(compiled(name, None, "pallas")(*drawn(name)))
     assert_close(result, reference(name), "float32")
+
+
+@every_pair
+def test_kernels_give_the_same_bits_whichever_program_runs_first(name):
+    # The simulator runs programs one by one and takes their order for granted: this finds what depends on it.
+    with last_program_first():
+        last_first = value_and_gradients(op_of(name, None, "pallas"))(*drawn(name))
+    jax.tree.map(np.testing.assert_array_equal, last_first, compiled(name, None, "pallas")(*drawn(name)))
 
 
 # ------------------------------------------------------------------------------------------- choosing an implementation
@@ -213,10 +229,8 @@ def test_kernels_have_no_race_and_write_every_output_in_the_simulator(name):
 
 @every_op
 def test_float64_kernels_are_refused(name):
-    with (
-        jax.enable_x64(True),
-        pytest.raises(NotImplementedError, match=f"^{name}: .*does not take dtype float64, only"),
-    ):
+    refused = pytest.raises(NotImplementedError, match=f"^{name}: .*does not take dtype float64, only")
+    with jax.enable_x64(True), refused:
         op_of(name, None, "pallas")(*drawn(name, dtype="float64")[0])
 
 
