@@ -1,0 +1,299 @@
+"""PyTorch as the bench's peer: the same work on the same arrays, timed in the same run.
+
+Variants: eager; the same calls captured in a CUDA graph; and compiled, ops captured in a CUDA graph too, LeNet with
+`mode="reduce-overhead"`. Where there are products of float32, each in float32 and in TF32. Eager times are the host's
+where that is slower than the device; the graphs' are device times.
+"""
+
+import collections
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import torch
+from flax import nnx
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from experiments.bench import Task, Variant
+
+VERSION = torch.__version__
+ROUNDS = 5
+aten = torch.ops.aten
+
+
+def variants(task: "Task") -> Iterator["Variant"]:
+    """The ways in which PyTorch does the task; none where it has no counterpart."""
+    if task.op != "lenet" and task.op not in FORWARDS and task.op not in BACKWARDS:
+        return
+    modes, precisions = ["eager"], {"": None}
+    if torch.cuda.is_available():
+        modes += ["CUDA graph", "compile, reduce-overhead" if task.op == "lenet" else "compile, CUDA graph"]
+        if task.products and task.dtype == "float32":
+            precisions = {", float32": "highest", ", TF32": "default"}
+    for suffix, precision in precisions.items():
+        for mode in modes:
+            yield f"{mode}{suffix}", precision, functools.partial(measure, task, mode, precision == "default")
+
+
+def measure(task: "Task", mode: str, tf32: bool) -> dict[str, Any]:
+    """Times the task, and in eager mode computes its results and what it takes of memory."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.benchmark = True  # look for the fastest algorithm, as XLA does
+    torch.compiler.reset()
+    try:
+        call, results = (_lenet if task.op == "lenet" else _op)(task, mode)
+        measured = {"results": None}
+        if mode == "eager":
+            measured = {"results": results(), "temporary_bytes": _temporary_bytes(call)}
+        program = functools.partial(_call_in_turn, call, task.calls)
+        if mode.endswith("CUDA graph"):
+            program = _captured(program)
+        return measured | {"microseconds": _seconds(program, task.seconds) / task.calls * 1e6}
+    finally:
+        call = results = program = None
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+
+# ----------------------------------------------------------------------------------------------------------- the work
+
+
+def _op(task, mode):
+    """(the i-th call of the op, its results from the small arguments)."""
+    function = functools.partial((FORWARDS | BACKWARDS)[task.op], **task.options)
+    if mode.startswith("compile"):
+        whole = function
+        function = torch.compile(lambda *arrays: whole(*arrays), dynamic=False)
+    if task.op in FORWARDS:
+        function = functools.partial(_forward_and_backward, function)
+    sets = [_tensors(task, arguments) for arguments in task.sets]
+
+    def results():
+        return _numpy(function(*_tensors(task, task.small)))
+
+    return lambda i: function(*sets[i % len(sets)]), results
+
+
+def _tensors(task, arguments):
+    """The arguments in PyTorch's conventions, without a copy where these are JAX's."""
+    arguments = jax.tree.map(_tensor, arguments)
+    if task.op == "max_pool2d_backward":
+        dy, indices = arguments
+        return dy, _flat_indices(indices, **task.options)
+    if task.op in FORWARDS:
+        for a in arguments[0]:
+            a.requires_grad_(a.is_floating_point())
+    return arguments
+
+
+def _tensor(a):
+    tensor = torch.from_dlpack(a)
+    return tensor if tensor.is_floating_point() else tensor.long()
+
+
+def _flat_indices(indices, *, input_size, window, stride=None, padding=0):
+    """Places within windows as PyTorch's places within an image."""
+    window, padding = _pair(window), _pair(padding)
+    stride = window if stride is None else _pair(stride)
+    rows, columns = (
+        torch.arange(n, device=indices.device) * s - p
+        for n, s, p in zip(indices.shape[2:], stride, padding, strict=True)
+    )
+    return (rows[:, None] + indices // window[1]) * input_size[1] + columns + indices % window[1]
+
+
+def _pair(value):
+    return [value, value] if isinstance(value, int) else list(value)
+
+
+def _forward_and_backward(function, arrays, cotangents):
+    y = function(*arrays)
+    results = list(y) if isinstance(y, tuple) else [y]
+    floating = [a for a in results if a.is_floating_point()]
+    return results + list(torch.autograd.grad(floating, [a for a in arrays if a.requires_grad], cotangents))
+
+
+def _relu_backward(dy, x):
+    return [aten.threshold_backward(dy, x, 0)]
+
+
+def _linear_backward(dy, x, w):
+    return [dy @ w, dy.T @ x, dy.sum(0)]
+
+
+def _conv2d_backward(dy, x, w, wanted, stride=1, padding=0):
+    # What is not asked for needs tensors of the right shape only.
+    none = [False, False, False]
+    none[wanted] = True
+    stride, padding = _pair(stride), _pair(padding)
+    return [aten.convolution_backward(dy, x, w, None, stride, padding, [1, 1], False, [0, 0], 1, none)[wanted]]
+
+
+def _conv2d_backward_input(dy, w, *, input_size, **options):
+    return _conv2d_backward(dy, dy.new_empty(len(dy), w.shape[1], *input_size), w, 0, **options)
+
+
+def _conv2d_backward_weights(dy, x, *, filter_size, **options):
+    return _conv2d_backward(dy, x, dy.new_empty(dy.shape[1], x.shape[1], *_pair(filter_size)), 1, **options)
+
+
+def _conv2d_backward_bias(dy):
+    return [dy.sum((0, 2, 3))]
+
+
+def _max_pool2d_backward(dy, indices, *, input_size, window, stride=None, padding=0):
+    window = _pair(window)
+    stride = window if stride is None else _pair(stride)
+    x = dy.new_empty(*dy.shape[:2], *input_size)  # only its shape counts
+    return [aten.max_pool2d_with_indices_backward(dy, x, window, stride, _pair(padding), [1, 1], False, indices)]
+
+
+def _softmax_cross_entropy_backward(dy, logits, labels):
+    if labels.is_floating_point():
+        return [dy[:, None] * (torch.softmax(logits, -1) * labels.sum(-1, keepdim=True) - labels)]
+    log_probabilities = torch.log_softmax(logits, -1)
+    total_weight = logits.new_empty(())  # which only a mean would look at
+    d = aten.nll_loss_backward(dy, log_probabilities, labels, None, 0, -100, total_weight)
+    return [aten._log_softmax_backward_data(d, log_probabilities, -1, logits.dtype)]
+
+
+def _max_pool2d(x, *, window, stride=None, padding=0, with_indices=False):
+    return F.max_pool2d(x, window, stride, padding, return_indices=with_indices)
+
+
+def _conv2d_relu_max_pool2d(x, w, b, *, window, **options):
+    return F.max_pool2d(F.relu(F.conv2d(x, w, b, **options)), window)
+
+
+BACKWARDS = {
+    "relu_backward": _relu_backward,
+    "linear_backward": _linear_backward,
+    "conv2d_backward_input": _conv2d_backward_input,
+    "conv2d_backward_weights": _conv2d_backward_weights,
+    "conv2d_backward_bias": _conv2d_backward_bias,
+    "max_pool2d_backward": _max_pool2d_backward,
+    "softmax_cross_entropy_backward": _softmax_cross_entropy_backward,
+}
+FORWARDS = {
+    "relu": F.relu,
+    "linear": F.linear,
+    "conv2d": F.conv2d,
+    "max_pool2d": _max_pool2d,
+    "max_pool2d_with_indices": functools.partial(_max_pool2d, with_indices=True),
+    "softmax_cross_entropy": functools.partial(F.cross_entropy, reduction="none"),
+    "conv2d_relu_max_pool2d": _conv2d_relu_max_pool2d,
+}
+
+
+def _lenet(task, mode):
+    """(a step of training, the loss and gradients from the small arguments)."""
+    model, images, labels = _lenet_arguments(task.sets[0])
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    loss_of = functools.partial(_lenet_loss, getattr(torch, task.dtype))
+    if mode.startswith("compile"):
+        loss_of = torch.compile(loss_of, mode="reduce-overhead", dynamic=False)
+
+    def step(i):
+        if mode.startswith("compile"):
+            torch.compiler.cudagraph_mark_step_begin()
+        optimiser.zero_grad(set_to_none=True)
+        loss_of(model, images, labels).backward()
+        optimiser.step()
+        return []
+
+    def results():
+        model, images, labels = _lenet_arguments(task.small)
+        loss = loss_of(model, images, labels)
+        loss.backward()
+        parameters = dict(model.named_parameters())
+        return _numpy([loss, *(parameters[name].grad for name in _parameters(task.small[0]))])
+
+    return step, results
+
+
+def _lenet_arguments(arguments):
+    state, images, labels = arguments
+    nn, layers = torch.nn, collections.OrderedDict()
+    layers |= {"conv1": nn.Conv2d(1, 6, 5), "relu1": nn.ReLU(), "pool1": nn.MaxPool2d(2)}
+    layers |= {"conv2": nn.Conv2d(6, 16, 5), "relu2": nn.ReLU(), "pool2": nn.MaxPool2d(2), "flatten": nn.Flatten()}
+    layers |= {"fc1": nn.Linear(256, 120), "relu3": nn.ReLU(), "fc2": nn.Linear(120, 84), "relu4": nn.ReLU()}
+    model = nn.Sequential(layers | {"fc3": nn.Linear(84, 10)})
+    images, labels = _tensor(images), _tensor(labels)
+    model.load_state_dict(_parameters(state))
+    return model.to(images.device), images, labels
+
+
+def _parameters(state):
+    """name -> tensor, in the order of the bench's gradients."""
+    names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+    return dict(zip(names, map(_tensor, jax.tree.leaves(state)), strict=True))
+
+
+def _lenet_loss(dtype, model, images, labels):
+    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+        return F.cross_entropy(model(images), labels)
+
+
+# -------------------------------------------------------------------------------------------------------- measurement
+
+
+def _call_in_turn(call, calls):
+    return [call(i) for i in range(calls)]
+
+
+def _captured(program: Callable) -> Callable:
+    """The program as a CUDA graph."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            program()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        program()
+    return graph.replay
+
+
+def _seconds(program: Callable, seconds: float) -> float:
+    """The median time of a program, by CUDA's events where there is a GPU."""
+    for _ in range(3):
+        once = _time(program, 1)
+    repeats = max(2, min(2000, int(seconds / once)))
+    return statistics.median(_time(program, repeats) for _ in range(ROUNDS))
+
+
+def _time(program: Callable, repeats: int) -> float:
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        for _ in range(repeats):
+            program()
+        return (time.perf_counter() - start) / repeats
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        program()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats
+
+
+def _temporary_bytes(call: Callable) -> int | None:
+    """The most memory during a call, less what was there before and what it returns."""
+    if not torch.cuda.is_available():
+        return None
+    call(0)  # tries algorithms
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = call(0)
+    return torch.cuda.max_memory_allocated() - before - sum(a.nbytes for a in results)
+
+
+def _numpy(tensors) -> list[np.ndarray]:
+    return [a.detach().double().cpu().numpy() for a in tensors if a.is_floating_point()]

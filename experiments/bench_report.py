@@ -1,0 +1,135 @@
+"""The bench's report as a table and as a picture. Both need nothing but the report, as it stands in its JSON file:
+
+python -m experiments.bench_report results.json     # prints the table, and draws results.png
+"""
+
+import io
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Figure and canvas by hand: pyplot keeps figures in global state and picks a backend by the machine's display.
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+Row = Mapping[str, Any]
+
+HOST_BOUND = 0.05
+"""Below this share of waiting for the device, a time is the host's."""
+
+
+def title(report: Mapping[str, Any]) -> str:
+    """Where and how it was measured, on two lines."""
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name != "python")
+    rates = ", ".join(
+        f"{rate / 1e12:.3g} TFLOP/s at {precision} precision"
+        for precision, rate in report["operations_per_second"].items()
+    )
+    copy = report["copy_bytes_per_second"] / 1e12
+    return (
+        f"{report['device']}; {report['dtype']}, {report['precision']} precision; {versions}\n"
+        f"measured in this run: copy {copy:.3g} TB/s; matrix product {rates}"
+    )
+
+
+def groups(report: Mapping[str, Any]) -> Iterator[tuple[str, list[Row]]]:
+    """The rows of each piece of work at each batch."""
+    for (work, batch), rows in itertools.groupby(report["rows"], lambda row: (row["work"], row["batch"])):
+        yield f"{work}, batch {batch}", list(rows)
+
+
+def is_host_bound(row: Row) -> bool:
+    return row["host_waited"] is not None and row["host_waited"] < HOST_BOUND
+
+
+def print_table(report: Mapping[str, Any], console: Console | None = None) -> None:
+    """Prints the report: a line a row, the rows of the same work together."""
+    console = console or Console(width=140)
+    console.print(Text(title(report)))
+    table = Table("work", "µs", "× autodiff", "% of floor", "memory, MiB", "of it temporary", "error", "compile, s")
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for work, rows in groups(report):
+        table.add_row(Text(work, style="bold"))
+        for row in rows:
+            table.add_row(Text(f"  {row['implementation']}"), *_cells(row), end_section=row is rows[-1])
+    console.print(table)
+    console.print("× autodiff: autodiff's time over this one's. Error: against float64.")
+    for row in report["rows"]:
+        if row["failed"]:
+            console.print(
+                Text(f"failed: {row['work']}, batch {row['batch']}, {row['implementation']}: {row['failed']}")
+            )
+    if any(map(is_host_bound, report["rows"])):
+        console.print("*: the device waited for the host, so its own time is less.")
+
+
+def _cells(row: Row) -> list[str]:
+    if row["failed"]:
+        return ["failed"]
+    temporary = row["temporary_bytes"]
+    memory = None if temporary is None else row["argument_bytes"] + row["result_bytes"] + temporary
+    return [
+        _text(row["microseconds"], "{:.1f}") + ("*" if is_host_bound(row) else ""),
+        _text(row["speedup_over_autodiff"], "{:.2f}"),
+        _text(row["floor_fraction"], "{:.0%}"),
+        _text(memory, "{:.1f}", 2**20),
+        _text(temporary, "{:.1f}", 2**20),
+        "0" if row["error"] == 0 else _text(row["error"], "{:.1e}"),
+        _text(row["compile_seconds"], "{:.2f}"),
+    ]
+
+
+def _text(value: float | None, pattern: str, unit: float = 1) -> str:
+    return "" if value is None else pattern.format(value / unit)
+
+
+def picture(report: Mapping[str, Any]) -> bytes:
+    """A PNG with a bar a row, grouped by work, on a logarithmic axis; the floor is a line across the bars."""
+    bars, ticks, y = [], {}, 0
+    for work, rows in groups(report):
+        bars += enumerate(rows, start=y)
+        ticks[work] = y + (len(rows) - 1) / 2
+        y += len(rows) + 1
+    figure = Figure(figsize=(11, 2 + 0.18 * y), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    _draw_bars(axes, bars)
+    axes.set_yticks(list(ticks.values()), list(ticks))
+    axes.set_ylim(y - 0.5, -1)
+    figure.suptitle(title(report), fontsize=8)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=100)
+    return png.getvalue()
+
+
+def _draw_bars(axes: Axes, bars: Sequence[tuple[int, Row]]) -> None:
+    for i, name in enumerate(dict.fromkeys(row["implementation"] for _, row in bars)):
+        times = [(y, row["microseconds"]) for y, row in bars if row["implementation"] == name and not row["failed"]]
+        if times:
+            axes.barh(*zip(*times, strict=True), height=0.9, color=colormaps["tab20"](i % 20), label=name)
+    floors = [row["floor_microseconds"] for _, row in bars]
+    axes.vlines(floors, [y - 0.5 for y, _ in bars], [y + 0.5 for y, _ in bars], color="black", label="floor")
+    for y, row in bars:
+        if row["failed"]:
+            axes.text(row["floor_microseconds"], y, f" {row['implementation']} failed", va="center", fontsize=7)
+    axes.set_xscale("log")
+    axes.set_xlim(left=min(floors) / 2)
+    axes.set_xlabel("µs")
+    axes.grid(axis="x", alpha=0.3)
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        print_table(report := json.loads(path.read_text()))
+        path.with_suffix(".png").write_bytes(picture(report))
