@@ -15,7 +15,7 @@ A backward is timed by itself, a forward together with its gradient (`fwd+bwd`),
   product, whichever takes longer. Both rates are measured in the same run.
 - Memory is XLA's account of the compiled program: arguments, results and temporaries of one call.
 - The error is the largest relative norm of a result's difference from float64, at a smaller batch.
-- Compile seconds are those of one call at that smaller batch, from Python to the executable.
+- Compile seconds are those of one call, from Python to the executable.
 """
 
 import collections
@@ -443,10 +443,10 @@ def rows(
     small, reference = reference_of(work, error_batch, dtype)
 
     def ours(name):
-        results, compile_seconds = results_of(work, name, error_batch, dtype)
-        chain = work.chain(work.function(_implementation(name), dtype), calls)
-        timed = time_chain(chain, arguments, calls, config.seconds)
-        return timed | {"compile_seconds": compile_seconds, "results": results}
+        function = work.function(_implementation(name), dtype)
+        one_call = compile_call(function, arguments[0])
+        timed = time_chain(work.chain(function, calls), arguments, calls, config.seconds)
+        return timed | one_call | {"results": results_of(work, name, error_batch, dtype)}
 
     runs = [(name, None, config.precision, functools.partial(ours, name)) for name in implementations]
     task = Task(work.op, work.options, arguments, small, calls, dtype, in_products > 0, config.seconds)
@@ -489,16 +489,21 @@ def attempt(run: Callable[[], dict[str, Any]], reference: Sequence[np.ndarray]) 
         return dict.fromkeys(MEASURED) | {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
 
 
-def time_chain(program: Callable, arguments: tuple, calls: int, seconds: float) -> dict[str, Any]:
-    """The device time of one of the program's calls, and what it takes of memory beyond arguments and results."""
-    compiled = jax.jit(program).lower(arguments).compile()
-    program_seconds, host_waited = device_seconds(compiled, (arguments,), seconds)
+def compile_call(function: Callable, arguments: tuple) -> dict[str, Any]:
+    """How long one call takes to compile, and what it takes of memory beyond arguments and results."""
+    start = time.perf_counter()
+    compiled = jax.jit(function).lower(*arguments).compile()
     return {
-        "microseconds": program_seconds / calls * 1e6,
-        "host_waited": host_waited,
-        # Calls follow each other, so the temporaries of many are those of one.
+        "compile_seconds": time.perf_counter() - start,
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
+
+
+def time_chain(program: Callable, arguments: tuple, calls: int, seconds: float) -> dict[str, Any]:
+    """The device time of one of the program's calls."""
+    compiled = jax.jit(program).lower(arguments).compile()
+    program_seconds, host_waited = device_seconds(compiled, (arguments,), seconds)
+    return {"microseconds": program_seconds / calls * 1e6, "host_waited": host_waited}
 
 
 def device_seconds(program: Callable, arguments: tuple, seconds: float) -> tuple[float, float]:
@@ -528,13 +533,10 @@ def device_seconds(program: Callable, arguments: tuple, seconds: float) -> tuple
 
 
 @functools.lru_cache(maxsize=8)
-def results_of(work: Work, name: str, batch: int, dtype: str) -> tuple[list[np.ndarray], float]:
-    """(results, compile seconds) of an implementation at the small batch."""
+def results_of(work: Work, name: str, batch: int, dtype: str) -> list[np.ndarray]:
+    """The results of an implementation at the small batch."""
     function, (small, _) = work.function(_implementation(name), dtype), reference_of(work, batch, dtype)
-    start = time.perf_counter()
-    compiled = jax.jit(function).lower(*small).compile()
-    compile_seconds = time.perf_counter() - start
-    return _floats(compiled(*small)), compile_seconds
+    return _floats(jax.jit(function)(*small))
 
 
 @functools.lru_cache(maxsize=2)

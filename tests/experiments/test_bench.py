@@ -254,23 +254,12 @@ def _convolutions(program, sets):
     return re.findall(r"convolution\(|__cudnn\$conv", jax.jit(program).lower(sets).compile().as_text())
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["pallas", "autodiff"])
-@pytest.mark.parametrize(
-    ("op", "place"), [("conv2d_backward_weights", "conv2"), ("conv2d", "conv1"), ("max_pool2d", "pool1")]
-)
-def test_temporaries_of_a_chain_are_those_of_one_call(op, place, implementation):
-    work = work_at(op, place)
-    function = work.function(implementation, "float32")
-    sets = tuple(work.draw(seed, 1024, "float32") for seed in range(4))
-    one, chain = (
-        compiled.memory_analysis().temp_size_in_bytes
-        for compiled in (
-            jax.jit(function).lower(*sets[0]).compile(),
-            jax.jit(work.chain(function, 4)).lower(sets).compile(),
-        )
-    )
-    assert chain == pytest.approx(one, rel=0.01, abs=4096)
+def test_memory_is_that_of_one_call_and_not_of_the_chain():
+    work = work_at("conv2d_backward_weights", "conv2")
+    function = work.function("autodiff", "float32")
+    arguments = work.draw(0, 2, "float32")
+    one = jax.jit(function).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    assert bench.compile_call(function, arguments)["temporary_bytes"] == one > 0
 
 
 # --------------------------------------------------------------------------------------------------------------- peers
