@@ -27,10 +27,8 @@ def differentiable(kernel: Callable, formula: Callable) -> Callable:
     @functools.cache
     def bind(options):
         formula_ = functools.partial(formula, **dict(options))
-
-        @jax.custom_jvp
-        def call(*arrays):
-            return kernel(*arrays, **dict(options))
+        # Without jit around it, JAX would trace and compile the kernel at every call.
+        call = jax.custom_jvp(jax.jit(functools.partial(kernel, **dict(options)), inline=True))
 
         @call.defjvp
         def _(primals, tangents):

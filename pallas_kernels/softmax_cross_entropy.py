@@ -31,7 +31,7 @@ def loss_and_probabilities(logits: Array, labels: Array) -> tuple[Array, Array]:
         def logit(k):
             return logits_ref[k, lanes].astype(jnp.float32)
 
-        label, valid = _reader(labels_ref, lanes, classes)
+        weigh, valid = _weigher(labels_ref, lanes, classes)
         zero = zeros_like(logit(0))
         largest = lax.fori_loop(0, classes, lambda k, m: jnp.maximum(m, logit(k)), zero - jnp.inf)
         total = lax.fori_loop(0, classes, lambda k, s: s + jnp.exp(logit(k) - largest), zero)
@@ -40,7 +40,7 @@ def loss_and_probabilities(logits: Array, labels: Array) -> tuple[Array, Array]:
         def finish(k, loss):
             log_probability = logit(k) - largest - log_total
             probabilities_ref[k, lanes] = jnp.exp(log_probability).astype(probabilities_ref.dtype)
-            return loss - label(k) * log_probability
+            return loss - weigh(k, log_probability)
 
         loss = lax.fori_loop(0, classes, finish, zero)
         loss_ref[lanes] = jnp.where(valid, loss, jnp.nan).astype(loss_ref.dtype)
@@ -71,15 +71,15 @@ def logits_gradient(dy: Array, probabilities: Array, labels: Array) -> Array:
 
     def body(dy_ref, probabilities_ref, labels_ref, dlogits_ref, *, block):
         lanes = pl.ds(block * length, length)
-        label, valid = _reader(labels_ref, lanes, classes)
+        weigh, valid = _weigher(labels_ref, lanes, classes)
         gradient = jnp.where(valid, dy_ref[lanes].astype(jnp.float32), jnp.nan)
         zero = zeros_like(gradient)
         # Integer labels weigh one class, with one.
-        weight = zero + 1.0 if integer else lax.fori_loop(0, classes, lambda k, s: s + label(k), zero)
+        weight = zero + 1.0 if integer else lax.fori_loop(0, classes, lambda k, s: s + weigh(k, 1.0), zero)
 
         def write(k, _):
             p = probabilities_ref[k, lanes].astype(jnp.float32)
-            dlogits_ref[k, lanes] = (gradient * (p * weight - label(k))).astype(dlogits_ref.dtype)
+            dlogits_ref[k, lanes] = (gradient * (p * weight - weigh(k, 1.0))).astype(dlogits_ref.dtype)
 
         lax.fori_loop(0, classes, write, None)
 
@@ -94,10 +94,12 @@ def logits_gradient(dy: Array, probabilities: Array, labels: Array) -> Array:
     )
 
 
-def _reader(labels_ref, lanes, classes):
-    """A function from a class to its labels in float32, and which examples' labels are valid."""
+def _weigher(labels_ref, lanes, classes):
+    """A function of a class and a value, the value times the class's label; and which examples' labels are valid."""
     if jnp.issubdtype(labels_ref.dtype, jnp.integer):
         chosen = labels_ref[lanes]
-        return lambda k: jnp.where(chosen == k, 1.0, 0.0), (chosen >= 0) & (chosen < classes)
+        # A choice, not a product: a class ruled out by a logit of -inf has a value of -inf.
+        return lambda k, value: jnp.where(chosen == k, value, 0.0), (chosen >= 0) & (chosen < classes)
     first = labels_ref[0, lanes]
-    return lambda k: labels_ref[k, lanes].astype(jnp.float32), (first == first) | (first != first)
+    always = (first == first) | (first != first)
+    return lambda k, value: labels_ref[k, lanes].astype(jnp.float32) * value, always

@@ -83,15 +83,17 @@ def draw_cotangents(op, arrays, seed=1):
     return [jax.random.normal(key, a.shape, a.dtype) for key, a in zip(keys, results, strict=True)]
 
 
+def dot(one, other):
+    """The inner product of two lists of arrays, in float64."""
+    return sum(np.vdot(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(one, other, strict=True))
+
+
 def numerical_gradients(op, arrays, cotangents, step):
     """Central differences of `sum(cotangents * op(*arrays))` in every element of the floats, one by one."""
     forward, arrays = jax.jit(op), [np.array(a) for a in arrays]
 
     def loss():
-        y = floats(jax.tree.leaves(forward(*arrays)))
-        return sum(
-            np.vdot(np.asarray(c, np.float64), np.asarray(a, np.float64)) for c, a in zip(cotangents, y, strict=True)
-        )
+        return dot(cotangents, floats(jax.tree.leaves(forward(*arrays))))
 
     gradients = []
     for a in floats(arrays):
@@ -115,9 +117,14 @@ def assert_numerical_gradients_agree(function, arrays, *, step, implementation, 
     assert_close(gradients, numerical_gradients(op, arrays, cotangents, step), 1e-3)
 
 
+def on_the_cpu():
+    """A context for what only the CPU does, also on a machine with a GPU."""
+    return jax.default_device(jax.devices("cpu")[0])
+
+
 def in_float64(function, *arguments):
     """`function` of the same numbers in float64, on the CPU."""
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+    with jax.enable_x64(True), on_the_cpu():
         return function(
             *jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64 if is_float(a) else a.dtype)), arguments)
         )
@@ -178,11 +185,15 @@ def assert_close(actual, reference, tolerance):
 # ------------------------------------------------------------------------------------------------------------- kernels
 
 
+_last_first = jax.make_user_context(False)
+
+
 @contextlib.contextmanager
 def last_program_first():
-    """Within it, kernels traced for Pallas' interpreter, which runs programs one by one, are run in the other order."""
+    """Within it, Pallas' interpreter, which runs the programs of a grid one by one, runs them in the other order."""
     program_id = pl.program_id
-    with pytest.MonkeyPatch.context() as patch:
+    # The context is part of jit's cache key: what was traced outside is traced again.
+    with _last_first(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(pl, "program_id", lambda axis: pl.num_programs(axis) - 1 - program_id(axis))
         yield
 

@@ -13,8 +13,8 @@ KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def floating(op: str, **arguments: Any) -> tuple[Array, ...]:
-    """The arguments as arrays of one floating dtype; None stays None."""
-    arrays = {name: None if a is None else array(op, name, a) for name, a in arguments.items()}
+    """The arguments as arrays of one floating dtype. A bias, `b`, may be None."""
+    arrays = {name: None if a is None and name == "b" else array(op, name, a) for name, a in arguments.items()}
     (first, reference), *_ = ((name, a) for name, a in arrays.items() if a is not None)
     for name, a in arrays.items():
         if a is None:
@@ -27,9 +27,10 @@ def floating(op: str, **arguments: Any) -> tuple[Array, ...]:
 
 
 def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
-    """Requires a's shape: a number stands for itself, a string for any size of at least 1, named for the message."""
+    """Requires a's shape: a number stands for itself, "batch" for any size, another string for any but 0."""
     fits = len(a.shape) == len(wanted) and all(
-        size >= 1 if isinstance(want, str) else size == want for size, want in zip(a.shape, wanted, strict=True)
+        want == "batch" or size > 0 if isinstance(want, str) else size == want
+        for size, want in zip(a.shape, wanted, strict=True)
     )
     if not fits:
         pattern = ", ".join(map(str, wanted)) + ("," if len(wanted) == 1 else "")
@@ -39,8 +40,8 @@ def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
 def pair(op: str, name: str, value: Any, *, at_least: int) -> tuple[int, int]:
     """An int, or one for rows and one for columns, as a pair."""
     both = (value, value) if isinstance(value, int) else value
-    ints = isinstance(both, tuple | list) and len(both) == 2 and all(isinstance(v, int) for v in both)
-    if not ints or isinstance(value, bool) or min(both) < at_least:
+    ints = isinstance(both, tuple | list) and len(both) == 2 and all(is_int(v) for v in both)
+    if not ints or min(both) < at_least:
         raise ValueError(f"{op}: {name} is {value!r}; wants an int of at least {at_least}, or a pair of them")
     return tuple(both)
 
@@ -49,6 +50,10 @@ def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Arra
     """JAX's own gradient of a linear function of an array of `shape`: the same wherever it is taken, so at zero."""
     _, zero = vary_alike((dy, jnp.zeros(shape, dy.dtype)))
     return jax.vjp(linear, zero)[1](dy)[0]
+
+
+def is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def unsupported_dtype(*arrays: Array | None) -> str | None:

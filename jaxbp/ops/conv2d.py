@@ -361,7 +361,7 @@ def _options(op, input_size, filter_size, stride, padding, dilation, groups, pre
     """The options in one form: pairs, and the padding as zeros before and behind, per axis."""
     stride = _checks.pair(op, "stride", stride, at_least=1)
     dilation = _checks.pair(op, "dilation", dilation, at_least=1)
-    if not isinstance(groups, int) or groups < 1:
+    if not _checks.is_int(groups) or groups < 1:
         raise ValueError(f"{op}: groups is {groups!r}; wants an int of at least 1")
     extent = tuple((f - 1) * d + 1 for f, d in zip(filter_size, dilation, strict=True))
     padding = window_padding(op, padding, input_size, extent, stride)

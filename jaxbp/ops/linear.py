@@ -1,5 +1,7 @@
 """The dense layer."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -23,15 +25,16 @@ def _gradients_autodiff(dy, x, w, b, *, precision):
 
 
 def _gradients_formula(dy, x, w, b, *, precision):
-    rows_dy, rows_x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    rows = math.prod(x.shape[:-1])
+    rows_dy, rows_x = dy.reshape(rows, dy.shape[-1]), x.reshape(rows, x.shape[-1])
     dx = jnp.matmul(dy, w, precision=precision)
     dw = jnp.matmul(rows_dy.T, rows_x, precision=precision)
     return dx, dw, None if b is None else jnp.sum(rows_dy, axis=0)
 
 
 def _gradients_kernel(dy, x, w, b, *, precision):
-    rows = x.size // x.shape[-1]
-    dy_last, x_last = batch_last(dy.reshape(rows, -1)), batch_last(x.reshape(rows, -1))
+    rows = math.prod(x.shape[:-1])
+    dy_last, x_last = batch_last(dy.reshape(rows, dy.shape[-1])), batch_last(x.reshape(rows, x.shape[-1]))
     dw = kernels.weight_gradient(dy_last, x_last).astype(w.dtype)
     db = None if b is None else kernels.bias_gradient(dy_last).astype(b.dtype)
     return batch_first(kernels.input_gradient(dy_last, w), rows).reshape(x.shape), dw, db

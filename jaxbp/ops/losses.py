@@ -37,7 +37,8 @@ def _loss_and_probabilities(logits, labels):
 def _loss_and_probabilities_kernel(logits, labels):
     rows = labels.size if _is_class(labels) else labels.size // labels.shape[-1]
     labels_last = batch_last(labels.reshape(rows, *labels.shape[logits.ndim - 1 :]))
-    loss, probabilities = kernels.loss_and_probabilities(batch_last(logits.reshape(rows, -1)), labels_last)
+    logits_last = batch_last(logits.reshape(rows, logits.shape[-1]))
+    loss, probabilities = kernels.loss_and_probabilities(logits_last, labels_last)
     return batch_first(loss, rows).reshape(logits.shape[:-1]), batch_first(probabilities, rows).reshape(logits.shape)
 
 
@@ -56,9 +57,8 @@ def _logits_gradient(dy, probabilities, labels):
 def _logits_gradient_kernel(dy, probabilities, labels):
     rows = dy.size
     labels_last = batch_last(labels.reshape(rows, *labels.shape[dy.ndim :]))
-    dlogits = kernels.logits_gradient(
-        batch_last(dy.reshape(rows)), batch_last(probabilities.reshape(rows, -1)), labels_last
-    )
+    probabilities_last = batch_last(probabilities.reshape(rows, probabilities.shape[-1]))
+    dlogits = kernels.logits_gradient(batch_last(dy.reshape(rows)), probabilities_last, labels_last)
     return batch_first(dlogits, rows).reshape(probabilities.shape)
 
 

@@ -104,6 +104,14 @@ SHAPES = {
         max_pool2d_backward(indices=INDICES[:1]),
         "max_pool2d_backward: indices has shape (1, 3, 2, 3); wants (2, 3, 2, 3)",
     ),
+    "dy of conv2d_relu_max_pool2d_backward": (
+        lambda: jaxbp.conv2d_relu_max_pool2d_backward(DY[:, :, :1, :1], INDICES[:, :1, :1, :1], X, W, window=2),
+        "conv2d_relu_max_pool2d_backward: dy has shape (2, 4, 1, 1); wants (2, 4, 1, 2)",
+    ),
+    "places": (
+        lambda: jaxbp.conv2d_relu_max_pool2d_backward(DY[:, :, :1, :2], INDICES[:1], X, W, window=2),
+        "conv2d_relu_max_pool2d_backward: places has shape (1, 3, 2, 3); wants (2, 4, 1, 2)",
+    ),
     "in_features": (linear(x=(2, 4)), "linear: x has shape (2, 4); wants (..., 5), the in_features of w (3, 5)"),
     "scalar to linear": (linear(x=()), "linear: x has shape (); wants (..., 5), the in_features of w (3, 5)"),
     "a vector of weights": (linear(w=(5,)), "linear: w has shape (5,); wants (out_features, in_features)"),

@@ -1,0 +1,80 @@
+"""Convolution, ReLU and max-pooling fused: the same as the three ops in a row."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    assert_close,
+    draw_cotangents,
+    every_implementation,
+    gradients_of,
+    in_float64,
+    normal,
+    value_and_gradients,
+)
+
+from jaxbp import (
+    conv2d,
+    conv2d_relu_max_pool2d,
+    conv2d_relu_max_pool2d_backward,
+    conv2d_relu_max_pool2d_with_places,
+    max_pool2d,
+    relu,
+)
+
+
+def three_ops(x, w, b, *, window, **options):
+    x = conv2d(x, w, b, **options, implementation="autodiff")
+    return max_pool2d(relu(x, implementation="autodiff"), window, implementation="autodiff")
+
+
+@pytest.mark.parametrize("options", [dict(window=2), dict(window=(1, 3), padding=(2, 1))], ids=str)
+@every_implementation
+def test_values_and_gradients_are_those_of_the_three_ops(options, implementation):
+    arrays = normal((2, 1, 6, 7), (2, 1, 2, 3), (2,))
+    cotangents = draw_cotangents(functools.partial(three_ops, **options), arrays)
+    expected = in_float64(value_and_gradients(functools.partial(three_ops, **options)), arrays, cotangents)
+    op = functools.partial(conv2d_relu_max_pool2d, **options, implementation=implementation)
+    assert_close(value_and_gradients(op)(arrays, cotangents), expected, "float32")
+
+
+def pooled(x, implementation):
+    """(y, places, dx) of one image under a filter of one tap that passes it on, with 1, 2, 3, ... for dy."""
+    x, w = jnp.asarray(x, jnp.float32)[None, None], jnp.ones((1, 1, 1, 1))
+    y, places = conv2d_relu_max_pool2d_with_places(x, w, window=2, implementation=implementation)
+    dy = jnp.arange(1.0, y.size + 1).reshape(y.shape)
+    dx, _, _ = conv2d_relu_max_pool2d_backward(dy, places, x, w, window=2, implementation=implementation)
+    return y[0, 0], places[0, 0], dx[0, 0]
+
+
+@every_implementation
+def test_a_window_where_relu_is_off_gets_nothing(implementation):
+    y, places, dx = pooled([[-1, -2, 0, -1, -1, 3], [-3, -4, -1, 0, -1, -1]], implementation)
+    np.testing.assert_array_equal(y, [[0, 0, 3]])
+    np.testing.assert_array_equal(places, [[4, 4, 1]])
+    np.testing.assert_array_equal(dx, [[0, 0, 0, 0, 0, 3], [0, 0, 0, 0, 0, 0]])
+
+
+@every_implementation
+def test_of_equal_maxima_the_first_in_row_major_order_gets_the_gradient(implementation):
+    _, places, dx = pooled([[7, 7, 0, 5], [7, 7, 5, 5]], implementation)
+    np.testing.assert_array_equal(places, [[0, 1]])
+    np.testing.assert_array_equal(dx, [[1, 0, 0, 2], [0, 0, 0, 0]])
+
+
+@every_implementation
+def test_nan_comes_out(implementation):
+    y, _, _ = pooled([[1, np.nan, -1, -2], [3, 4, -3, np.nan]], implementation)
+    np.testing.assert_array_equal(y, [[np.nan, np.nan]])
+
+
+@every_implementation
+def test_an_empty_batch_has_zero_gradients_in_the_parameters(implementation):
+    arrays = (jnp.zeros((0, 1, 5, 5)), *normal((2, 1, 2, 2), (2,)))
+    dy = jnp.zeros((0, 2, 2, 2))
+    dx, dw, db = gradients_of(conv2d_relu_max_pool2d, arrays, [dy], window=2, implementation=implementation)
+    assert dx.shape == (0, 1, 5, 5)
+    np.testing.assert_array_equal(dw, np.zeros((2, 1, 2, 2)))
+    np.testing.assert_array_equal(db, np.zeros(2))
