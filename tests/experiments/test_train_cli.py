@@ -124,8 +124,8 @@ def test_every_option_reaches_the_config(tmp_path):
         "dtype": "bfloat16",
     }
     args = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    config = train.parse(["lenet", *args, "--resume"])
-    assert json.loads(configs.to_json(config)) == {"experiment": "lenet", "resume": True, **options}
+    config = train.parse(["lenet", *args, "--resume", "--no-fused"])
+    assert json.loads(configs.to_json(config)) == {"experiment": "lenet", "resume": True, "fused": False, **options}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -156,9 +156,9 @@ def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
     assert_close((y, gradients), reference(name, dtype=dtype), dtype)
 
 
-@ours
+@every_implementation
 @pytest.mark.parametrize(("name", "place"), [(name, place) for name, place in PLACES if name in PAIRS])
-def test_value_and_gradients_at_real_shapes_match_float64(name, place, implementation):
+def test_value_and_gradients_of_one_example_at_real_shapes_match_float64(name, place, implementation):
     _check_at_place(name, place, implementation, "float32", batch=1)
 
 
@@ -288,19 +288,14 @@ def test_without_jit_the_gradients_are_the_same(name, implementation):
 
 @ours
 @every_pair
-def test_checkpoint_gives_the_same_gradients(name, implementation):
-    run = value_and_gradients(jax.checkpoint(op_of(name, None, implementation)))
-    assert_close(run(*drawn(name)), compiled(name, None, implementation)(*drawn(name)), "float32")
-
-
-@ours
-@every_pair
-def test_vmap_within_scan_gives_the_gradients_of_each(name, implementation):
+def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, implementation):
+    # All at once: each alone would compile the kernels again.
     run = compiled(name, None, implementation)
+    remade = value_and_gradients(jax.checkpoint(op_of(name, None, implementation)))
     each = [[drawn(name, seed=2 * i + j) for j in range(2)] for i in range(2)]
     stack = lambda trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)  # noqa: E731
     expected = stack([stack([run(*one) for one in row]) for row in each])
-    scan = jax.jit(lambda stacked: jax.lax.scan(lambda _, row: (None, jax.vmap(run)(*row)), None, stacked)[1])
+    scan = jax.jit(lambda stacked: jax.lax.scan(lambda _, row: (None, jax.vmap(remade)(*row)), None, stacked)[1])
     assert_close(scan(stack([stack(row) for row in each])), expected, "float32")
 
 
