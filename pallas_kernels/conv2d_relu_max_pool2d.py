@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.lax import PrecisionLike
 
 from pallas_kernels.launch import LANES, largest_divisor, launch, zeros_like
+from pallas_kernels.tiles import check_divides, tunable
 
 # Of an H200, for which the tiles below were chosen; right anywhere, and close on its neighbours.
 _MULTIPROCESSORS = 132
@@ -24,7 +25,7 @@ _OTHER_REGISTERS = 64
 # A program keeps its sums in registers: a thread has 255, and needs some for operands and addresses.
 _MAX_ACCUMULATORS = 160
 # Enough programs to fill the multiprocessors several times over.
-_WANTED_PROGRAMS = 8 * _MULTIPROCESSORS
+_WANTED_PROGRAMS = 6 * _MULTIPROCESSORS
 
 MAX_TAPS = 64
 """The largest filter, in places, that these kernels unroll."""
@@ -37,8 +38,17 @@ def _vector(N: int, longest: int) -> int:
     return max(length for length in (LANES, 2 * LANES) if N % length == 0 and length <= longest)
 
 
+@tunable(ks=(2, 4, 8), qs=(1, 2, 4), wanted=(3 * _MULTIPROCESSORS, 6 * _MULTIPROCESSORS, 12 * _MULTIPROCESSORS))
 def forward(
-    x: Array, w: Array, b: Array, *, window: tuple[int, int], ks: int = 8, wanted: int = _WANTED_PROGRAMS
+    x: Array,
+    w: Array,
+    b: Array,
+    *,
+    window: tuple[int, int],
+    ks: int | None = None,
+    qs: int | None = None,
+    length: int = 2 * LANES,
+    wanted: int = _WANTED_PROGRAMS,
 ) -> tuple[Array, Array]:
     """`y[k, p, q, n] = max(0, b[k] + max over the window of conv(x, w)[k, p * R + r, q * S + s, n])`.
 
@@ -47,7 +57,9 @@ def forward(
       w: `(K, C, F, G)`.
       b: `(K,)`.
       window: R and S.
-      ks: output channels a program, at most.
+      ks, qs: output channels, and windows beside each other, of which a program keeps the sums in registers, at most:
+        a weight is loaded once for all the places of these windows. By default what a sweep on an H200 found.
+      length: of vectors of the batch, at most.
       wanted: programs to launch, at least, where there is work for so many.
 
     Returns:
@@ -58,68 +70,86 @@ def forward(
     K, _, F, G = w.shape
     R, S = window
     P, Q = (H - F + 1) // R, (W - G + 1) // S
-    length = _vector(N, 2 * LANES)
-    # Fewer channels and columns a program where the batch alone does not keep the GPU busy.
+    length = _vector(N, length)
     rows = (N // length) * P
-    ks = next((d for d in range(largest_divisor(K, ks), 1, -1) if K % d == 0 and rows * (K // d) * Q >= wanted), 1)
-    columns = Q // next((d for d in range(1, Q) if Q % d == 0 and rows * (K // ks) * d >= wanted), Q)
+    # Fewer channels and columns a program where the batch alone does not keep the GPU busy.
+    ks, qs = ks or (8 if C == 1 else 2), qs or (1 if C == 1 else 4)
+    qs = next((d for d in range(largest_divisor(Q, qs), 1, -1) if Q % d == 0 and rows * K * (Q // d) >= wanted), 1)
+    steps = Q // qs
+    ks = next((d for d in range(largest_divisor(K, ks), 1, -1) if K % d == 0 and rows * (K // d) * steps >= wanted), 1)
+    turns = steps // next((d for d in range(1, steps) if steps % d == 0 and rows * (K // ks) * d >= wanted), steps)
     places = [(r, s) for r in range(R) for s in range(S)]
+    windows = [(o, n) for o in range(ks) for n in range(qs)]
 
-    def body(x_ref, w_ref, b_ref, y_ref, place_ref, *, block, p, q0, k):
+    def body(x_ref, w_ref, b_ref, y_ref, place_ref, *, block, p, step, k):
         lanes = pl.ds(block * length, length)
 
-        def column(column, _):
-            q = q0 * columns + column
+        def turn(turn, _):
+            q = (step * turns + turn) * qs
 
             def add_channel(c, sums):
-                sums = list(sums)
+                sums = dict(zip(windows, sums, strict=True))
                 patch = {
                     (i, j): x_ref[c, p * R + i, q * S + j, lanes].astype(jnp.float32)
                     for i in range(F + R - 1)
-                    for j in range(G + S - 1)
+                    for j in range(G + qs * S - 1)
                 }
                 for u in range(F):
                     for v in range(G):
                         for o in range(ks):
                             weight = w_ref[k * ks + o, c, u, v]
-                            for t, (r, s) in enumerate(places):
-                                sums[o * len(places) + t] += patch[u + r, v + s] * weight
-                return tuple(sums)
+                            for n in range(qs):
+                                values = (patch[u + r, v + n * S + s] for r, s in places)
+                                sums[o, n] = [
+                                    total + value * weight for total, value in zip(sums[o, n], values, strict=True)
+                                ]
+                return [sums[at] for at in windows]
 
             zero = zeros_like(x_ref[0, 0, 0, lanes].astype(jnp.float32))
-            sums = (zero,) * (ks * len(places))
+            sums = [[zero] * len(places)] * len(windows)
             sums = add_channel(0, sums) if C == 1 else lax.fori_loop(0, C, add_channel, sums)
-            for o in range(ks):
-                largest, *others = sums[o * len(places) : (o + 1) * len(places)]
+            for (o, n), (largest, *others) in zip(windows, sums, strict=True):
                 place = jnp.where(largest != largest, 0, 0)
                 for t, value in enumerate(others, start=1):
                     place = jnp.where(value > largest, t, place)
                     largest = jnp.maximum(largest, value)
                 largest += b_ref[k * ks + o]
-                y_ref[k * ks + o, p, q, lanes] = jnp.maximum(largest, 0.0).astype(y_ref.dtype)
+                y_ref[k * ks + o, p, q + n, lanes] = jnp.maximum(largest, 0.0).astype(y_ref.dtype)
                 place = jnp.where(largest > 0, place, len(places))
-                place_ref[k * ks + o, p, q, lanes] = place.astype(jnp.uint8)
+                place_ref[p, k * ks + o, q + n, lanes] = place.astype(jnp.uint8)
 
-        lax.fori_loop(0, columns, column, None)
+        lax.fori_loop(0, turns, turn, None)
 
-    return launch(
+    y, place = launch(
         body,
         x,
         w.astype(jnp.float32),
         b.astype(jnp.float32),
-        out=(jax.ShapeDtypeStruct((K, P, Q, N), x.dtype), jax.ShapeDtypeStruct((K, P, Q, N), jnp.uint8)),
-        grid={"block": N // length, "p": P, "q0": Q // columns, "k": K // ks},
+        # The places by rows of windows, as the backward wants them.
+        out=(jax.ShapeDtypeStruct((K, P, Q, N), x.dtype), jax.ShapeDtypeStruct((P, K, Q, N), jnp.uint8)),
+        grid={"block": N // length, "p": P, "step": steps // turns, "k": K // ks},
         name="conv2d_relu_max_pool2d",
     )
+    return y, place.swapaxes(0, 1)
 
 
-def weights_gradient(dy: Array, place: Array, x: Array, *, window: tuple[int, int]) -> tuple[Array, Array]:
+@tunable(ks=(1, 2, 3, 4, 6), parts=tuple(n * _MULTIPROCESSORS for n in (1, 2, 4, 8)))
+def weights_gradient(
+    dy: Array,
+    place: Array,
+    x: Array,
+    *,
+    window: tuple[int, int],
+    ks: int | None = None,
+    parts: int | None = None,
+) -> tuple[Array, Array]:
     """Gradients of `forward` in w and b, each part of the rows and the batch summed in a fixed order.
 
     Args:
       dy: `(K, P, Q, N)`, the gradient in y.
       place: as `forward` gives it.
       x: `(C, H, W, N)`, of H = P * R + F - 1 and W = Q * S + G - 1.
+      ks, parts: output channels a program, and parts of the rows and the batch; both or neither.
 
     Returns:
       dw `(K, C, F, G)` and db `(K,)` in float32.
@@ -129,7 +159,9 @@ def weights_gradient(dy: Array, place: Array, x: Array, *, window: tuple[int, in
     R, S = window
     F, G = H - P * R + 1, W - Q * S + 1
     units = (N // LANES) * P * Q
-    ks, parts = _weights_gradient_tile(units, C, K, F * G)
+    if ks is None or parts is None:
+        ks, parts = _weights_gradient_tile(units, C, K, F * G)
+    check_divides("conv2d_relu_max_pool2d.weights_gradient", "ks", ks, K)
     per_part = -(-units // parts)
     taps = [(o, u, v) for o in range(ks) for u in range(F) for v in range(G)]
 
@@ -190,6 +222,7 @@ def _weights_gradient_tile(units: int, C: int, K: int, taps: int) -> tuple[int, 
     return ks, parts
 
 
+@tunable(cs=(1, 2, 3, 6), length=(LANES, 2 * LANES))
 def input_gradient(
     dy: Array,
     place: Array,
@@ -208,6 +241,8 @@ def input_gradient(
       dy, place: `(K, P, Q, N)`.
       w: `(K, C, F, G)`.
       input_size: H and W.
+      cs: input channels a program, at most.
+      length: of vectors of the batch, at most.
 
     Returns:
       dx `(C, H, W, N)` in dy's dtype.

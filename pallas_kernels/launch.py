@@ -15,8 +15,9 @@ the Mosaic simulator instead, which is slower still and raises on what a GPU wou
 
 import contextlib
 import functools
+import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -44,8 +45,16 @@ _COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemanti
 _simulation = jax.make_user_context(None)
 
 
-def launch(body: Callable[..., None], *arrays: Array, out: Any, grid: dict[str, int], name: str) -> Any:
-    """Runs `body(*array_refs, *out_refs, **program_ids)` once for every point of `grid`.
+def launch(
+    body: Callable[..., None],
+    *arrays: Array,
+    out: Any,
+    grid: dict[str, int],
+    name: str,
+    warpgroups: int | None = None,
+    scratch: Sequence[Any] = (),
+) -> Any:
+    """Runs `body(*array_refs, *out_refs, *scratch_refs, **program_ids)` once for every point of `grid`.
 
     Args:
       body: the kernel. It writes every element of every output.
@@ -53,6 +62,9 @@ def launch(body: Callable[..., None], *arrays: Array, out: Any, grid: dict[str, 
       out: a `jax.ShapeDtypeStruct`, or a tuple of them.
       grid: axis name -> number of programs. The last axis runs fastest.
       name: the kernel's name in programs and profiles.
+      warpgroups: that many run each program together, told apart by the further program id `warpgroup`.
+      scratch: shared memory and barriers, for programs that copy asynchronously or use the tensor cores. With it a
+        kernel runs on GPUs and in the simulator only: see `on_gpu`.
 
     Returns:
       An array for each entry of `out`, in its structure.
@@ -60,7 +72,8 @@ def launch(body: Callable[..., None], *arrays: Array, out: Any, grid: dict[str, 
 
     def mosaic(*arrays, interpret=None):
         def numbered(*refs):
-            body(*refs, **{axis: lax.axis_index(axis) for axis in grid})
+            axes = [*grid, "warpgroup"] if warpgroups else grid
+            body(*refs, **{axis: lax.axis_index(axis) for axis in axes})
 
         numbered.__name__ = name
         return plgpu.kernel(
@@ -68,6 +81,9 @@ def launch(body: Callable[..., None], *arrays: Array, out: Any, grid: dict[str, 
             out_type=out,
             grid=tuple(grid.values()),
             grid_names=tuple(grid),
+            num_threads=warpgroups,
+            thread_name="warpgroup" if warpgroups else None,
+            scratch_types=scratch,
             compiler_params=_COMPILER_PARAMS,
             interpret=interpret,
         )(*arrays)
@@ -82,11 +98,21 @@ def launch(body: Callable[..., None], *arrays: Array, out: Any, grid: dict[str, 
     with _check_vma(False):
         if (params := _simulation.value) is not None:
             results = mosaic(*arrays, interpret=params)
+        elif scratch:
+            results = mosaic(*arrays)
         else:
             if jax.default_backend() == "cpu":
                 _warn_interpreted()
             results = lax.platform_dependent(*arrays, cuda=mosaic, default=interpreted)
     return vary_alike((arrays, results))[1]
+
+
+def on_gpu(kernel: Callable, otherwise: Callable, *arrays: Array) -> Any:
+    """`kernel(*arrays)` lowered for a GPU or simulated, `otherwise(*arrays)`, the same but for rounding, elsewhere."""
+    if _simulation.value is not None:
+        return kernel(*arrays)
+    arrays = vary_alike(arrays)
+    return vary_alike((arrays, lax.platform_dependent(*arrays, cuda=kernel, default=otherwise)))[1]
 
 
 def vary_alike(arrays: Any) -> Any:
@@ -129,6 +155,20 @@ def simulated() -> Iterator[None]:
             raise RuntimeError("pallas_kernels: the simulator found a data race; its report is on standard output")
     finally:
         _simulator.reset_gpu_interpret_mode_state()
+
+
+def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
+    """What `ref` holds, in registers of `layout`; `optimized=False` allows slower accesses."""
+    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+
+
+def store(ref: Any, value: Array) -> None:
+    """Writes `value` to device memory, whichever way it lies in the registers."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def zeros_like(vector: Array) -> Array:

@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
 
 from pallas_kernels.launch import vary_alike
 
@@ -62,6 +64,13 @@ def unsupported_dtype(*arrays: Array | None) -> str | None:
         if a is not None and jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.name not in KERNEL_DTYPES:
             return f"dtype {a.dtype}, only {', '.join(KERNEL_DTYPES)}"
     return None
+
+
+def on_tensor_cores(dtype: DTypeLike, precision: PrecisionLike) -> bool:
+    """Whether products may run there: half precisions as they are, float32 rounded to TF32 unless asked to be exact."""
+    precision = jax.config.jax_default_matmul_precision if precision is None else precision
+    asked = precision if isinstance(precision, tuple | list) else (precision,)
+    return dtype != jnp.float32 or not any(p in ("highest", "float32", lax.Precision.HIGHEST) for p in asked)
 
 
 def array(op: str, name: str, a: Any) -> Array:

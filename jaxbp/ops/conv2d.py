@@ -4,9 +4,12 @@ Throughout, `d` is the dilation, `s` the stride and `p` the padding in front, pe
 count as zero.
 """
 
+import functools
+import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Float
@@ -15,6 +18,7 @@ from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
 from jaxbp.pairing import Pair, differentiable
 from pallas_kernels import conv2d as kernels
+from pallas_kernels import weights_gradient_tensor_cores as tensor_cores
 from pallas_kernels.launch import batch_first, batch_last
 
 Size = int | tuple[int, int]
@@ -35,6 +39,75 @@ def forward(x, w, b, *, stride, padding, dilation, groups, precision):
     return y if b is None else y + b[:, None, None]
 
 
+def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
+    """`forward`, by what is fast on a CPU too."""
+    options = dict(padding=padding, precision=precision)
+    convolve = functools.partial(
+        _convolve,
+        window_strides=stride,
+        rhs_dilation=dilation,
+        dimension_numbers=("NCHW", "OIHW", "NCHW"),
+        feature_group_count=groups,
+        **options,
+    )
+    if w.shape[1] > 1:
+        y = convolve(x, w)
+    else:
+        multiply = functools.partial(_multiply_columns, stride=stride, dilation=dilation, groups=groups, **options)
+        y = lax.platform_dependent(x, w, cpu=multiply, default=convolve)
+    return y if b is None else y + b[:, None, None]
+
+
+def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
+    """The convolution as one product of matrices: of the filters, and of what every place of a filter looks at."""
+    out = output_size(x.shape[2:], w.shape[2:], dict(stride=stride, padding=padding, dilation=dilation))
+    x = jnp.pad(x, ((0, 0), (0, 0), *padding)).swapaxes(0, 1)
+    columns = []
+    for place in np.ndindex(w.shape[2:]):
+        start = [at * d for at, d in zip(place, dilation, strict=True)]
+        stop = [at + (n - 1) * s + 1 for at, n, s in zip(start, out, stride, strict=True)]
+        columns.append(lax.slice(x, (0, 0, *start), (*x.shape[:2], *stop), (1, 1, *stride)))
+    terms, positions = math.prod(w.shape[1:]), math.prod((x.shape[1], *out))
+    filters = w.reshape(groups, w.shape[0] // groups, terms)
+    y = jnp.matmul(filters, jnp.stack(columns, 1).reshape(groups, terms, positions), precision=precision)
+    return y.reshape(w.shape[0], x.shape[1], *out).swapaxes(0, 1)
+
+
+def _convolve(x, w, *, dimension_numbers, **options):
+    """`lax.conv_general_dilated`; on the CPU with the channels last, the only order that is fast there in a loop."""
+
+    def channels_last(x, w):
+        x_axes, w_axes, y_axes = dimension_numbers
+        x = x.transpose([x_axes.index(axis) for axis in "NHWC"])
+        w = w.transpose([w_axes.index(axis) for axis in "HWIO"])
+        y = lax.conv_general_dilated(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
+        return y.transpose(["NHWC".index(axis) for axis in y_axes])
+
+    as_it_lies = functools.partial(lax.conv_general_dilated, dimension_numbers=dimension_numbers, **options)
+    return lax.platform_dependent(x, w, cpu=channels_last, default=as_it_lies)
+
+
+def _forward_kernel(x, w, b, **options):
+    size = output_size(x.shape[2:], w.shape[2:], options)
+    if not _product_pays(w, x.shape[2:], size, options["precision"]):
+        return forward(x, w, b, **options)
+    y = kernels.times_matrix(x, _filter_matrix(w, x.shape[2:], size, **options), precision=options["precision"])
+    y = y if b is None else y + jnp.repeat(b, math.prod(size))
+    return y.reshape(x.shape[0], w.shape[0], *size)
+
+
+def _filter_matrix(w, input_size, output_size, *, stride, padding, dilation, **options):
+    before = tuple(p for p, _ in padding)
+    return kernels.filter_matrix(
+        w, input_size=input_size, output_size=output_size, stride=stride, before=before, dilation=dilation
+    )
+
+
+def _product_pays(w, input_size, output_size, precision):
+    """Whether the convolution and its gradient in the input are faster as a product on the tensor cores."""
+    return _checks.on_tensor_cores(w.dtype, precision) and kernels.matrix_pays(w.shape, input_size, output_size)
+
+
 # ----------------------------------------------------------------------------------------------- gradient in the input
 
 
@@ -44,20 +117,37 @@ def _input_gradient_autodiff(dy, w, *, input_size, groups, **options):
 
 
 def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, groups, precision):
-    return lax.conv_general_dilated(
-        dy,
-        _flip_and_swap(w, groups),
-        window_strides=(1, 1),
-        padding=_full_padding(dy.shape[2:], w.shape[2:], input_size, stride, padding, dilation),
-        lhs_dilation=stride,
-        rhs_dilation=dilation,
-        dimension_numbers=("NCHW", "OIHW", "NCHW"),
-        feature_group_count=groups,
-        precision=precision,
-    )
+    options = dict(stride=stride, padding=padding, dilation=dilation)
+
+    def convolve(dy, w):
+        return _convolve(
+            dy,
+            _flip_and_swap(w, groups),
+            window_strides=(1, 1),
+            padding=_full_padding(dy.shape[2:], w.shape[2:], input_size, **options),
+            lhs_dilation=stride,
+            rhs_dilation=dilation,
+            dimension_numbers=("NCHW", "OIHW", "NCHW"),
+            feature_group_count=groups,
+            precision=precision,
+        )
+
+    def sum_columns(dy, w):
+        multiply = functools.partial(_multiply_columns, w=w, groups=groups, precision=precision, **options)
+        return _checks.transpose(multiply, (dy.shape[0], groups, *input_size), dy)
+
+    return convolve(dy, w) if w.shape[1] > 1 else lax.platform_dependent(dy, w, cpu=sum_columns, default=convolve)
 
 
-def _input_gradient_kernel(dy, w, *, input_size, stride, padding, dilation, groups, precision):
+def _input_gradient_kernel(dy, w, *, input_size, **options):
+    if not _product_pays(w, input_size, dy.shape[2:], options["precision"]):
+        return _input_gradient_exact(dy, w, input_size=input_size, **options)
+    matrix = _filter_matrix(w, input_size, dy.shape[2:], **options)
+    dx = kernels.times_matrix(dy, matrix, transposed=True, precision=options["precision"])
+    return dx.reshape(dy.shape[0], w.shape[1], *input_size)
+
+
+def _input_gradient_exact(dy, w, *, input_size, stride, padding, dilation, groups, precision):
     full = _full_padding(dy.shape[2:], w.shape[2:], input_size, stride, padding, dilation)
     spread = [(0, 0, 0), *((low, high, s - 1) for (low, high), s in zip(full, stride, strict=True)), (0, 0, 0)]
     dy_last = lax.pad(batch_last(dy), jnp.zeros((), dy.dtype), spread)
@@ -91,7 +181,7 @@ def _weights_gradient_autodiff(dy, x, *, filter_size, groups, **options):
 
 def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, groups, precision):
     # Channels take the batch's place: dw is x correlated with dy, summed over the examples.
-    return lax.conv_general_dilated(
+    return _convolve(
         x,
         dy,
         window_strides=dilation,
@@ -106,7 +196,11 @@ def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, g
 def _weights_gradient_kernel(dy, x, *, filter_size, stride, padding, dilation, groups, precision):
     reached = _reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation)
     x_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*r, 0) for r in reached), (0, 0, 0)])
-    return kernels.correlate_batch(batch_last(dy), x_last, stride=stride).astype(dy.dtype)
+    dy_last = batch_last(dy)
+    planned = stride == (1, 1) and tensor_cores.correlate_batch_plan(dy_last.shape, x_last.shape, dy.dtype.itemsize)
+    if planned and _checks.on_tensor_cores(dy.dtype, precision):
+        return tensor_cores.correlate_batch(dy_last, x_last).astype(dy.dtype)
+    return kernels.correlate_batch(dy_last, x_last, stride=stride).astype(dy.dtype)
 
 
 def _reached_padding(output_size, input_size, filter_size, stride, padding, dilation):
@@ -149,6 +243,9 @@ def _unsupported(*arrays, dilation=(1, 1), groups=1, **options):
 # Where kernels on NCHW images, their transposes included, are slower than the library.
 _LIBRARY = Fastest(gpu="xla")
 
+_FORWARD = Op(
+    "conv2d", {"xla": forward_formula, "pallas": differentiable(_forward_kernel, forward)}, unsupported=_unsupported
+)
 _INPUT_GRADIENT = Op(
     "conv2d_backward_input",
     {
@@ -157,7 +254,6 @@ _INPUT_GRADIENT = Op(
         "pallas": differentiable(_input_gradient_kernel, input_gradient_formula),
     },
     unsupported=_unsupported,
-    fastest=_LIBRARY,
 )
 _WEIGHTS_GRADIENT = Op(
     "conv2d_backward_weights",
@@ -180,27 +276,47 @@ _BIAS_GRADIENT = Op(
 )
 
 
-def _backward(implementation):
-    input_gradient, weights_gradient, bias_gradient = (
-        op.implementations[implementation] for op in (_INPUT_GRADIENT, _WEIGHTS_GRADIENT, _BIAS_GRADIENT)
-    )
+def _product_or_library(implementation, w, input_size, output_size, precision):
+    """`implementation`; for None the library where the product does not pay: the exact kernel is slower on NCHW."""
+    product_pays = _product_pays(w, input_size, output_size, precision)
+    return "xla" if implementation is None and not product_pays else implementation
 
+
+def _fastest_forward(x, w, b, **options):
+    size = output_size(x.shape[2:], w.shape[2:], options)
+    implementation = _product_or_library(None, w, x.shape[2:], size, options["precision"])
+    return _FORWARD(x, w, b, implementation=implementation, **options)
+
+
+def _input_gradient(dy, w, *, input_size, implementation, **options):
+    implementation = _product_or_library(implementation, w, input_size, dy.shape[2:], options["precision"])
+    return _INPUT_GRADIENT(dy, w, input_size=input_size, implementation=implementation, **options)
+
+
+def _backward(implementation):
     def backward(dy, x, w, b, **options):
-        dw = weights_gradient(dy, x, filter_size=w.shape[2:], **options)
-        db = None if b is None else bias_gradient(dy)
-        dx = input_gradient(dy, w, input_size=x.shape[2:], **options)
+        chosen = dict(implementation=implementation)
+        dw = _WEIGHTS_GRADIENT(dy, x, filter_size=w.shape[2:], **chosen, **options)
+        db = None if b is None else _BIAS_GRADIENT(dy, **chosen)
+        dx = _input_gradient(dy, w, input_size=x.shape[2:], **chosen, **options)
         return dx, dw, db
 
     return backward
 
 
+def _save(function):
+    return lambda x, w, b, **options: (function(x, w, b, **options), (x, w, b))
+
+
 _CONV2D = Pair(
     forward,
     Op("conv2d_backward", {name: _backward(name) for name in ("pallas", "xla")}),
+    save={"xla": _save(forward_formula), "pallas": _save(_forward_kernel)},
     name="conv2d",
     unsupported=_unsupported,
-    fastest=_LIBRARY,
 )
+# What None stands for: the forward and each gradient by the fastest of its own.
+_CONV2D_FASTEST = Pair(_fastest_forward, {"xla": _backward(None)}, name="conv2d")
 
 
 # ------------------------------------------------------------------------------------------------------------- public
@@ -229,7 +345,9 @@ def conv2d(
       padding: zeros on each side: an int, one for rows and one for columns, "SAME" (as many positions out as
         strides fit in; the odd zero behind) or "VALID" (none).
       groups: channels in and out are split into so many groups that do not see each other.
-      precision: of the products, as in `jax.lax.conv_general_dilated`. The kernels always compute in full float32.
+      precision: of the products, as in `jax.lax.conv_general_dilated`. The kernels compute in full float32, except that
+        small images are multiplied with a matrix of the filters where the precision lets the tensor cores do so: a NaN
+        or infinity then spreads over its image.
       implementation: "pallas" (no dilation, no groups), "xla", "autodiff", or None for the fastest here.
 
     Returns:
@@ -246,7 +364,8 @@ def conv2d(
     options = check(
         "conv2d", x, w, b, stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision
     )
-    return _CONV2D(x, w, b, implementation=implementation, **options)
+    pair = _CONV2D_FASTEST if implementation is None else _CONV2D
+    return pair(x, w, b, implementation=implementation, **options)
 
 
 def conv2d_backward_input(
@@ -285,7 +404,7 @@ def conv2d_backward_input(
     options = _options(op, input_size, w.shape[2:], stride, padding, dilation, groups, precision)
     _checks.shape(op, "dy", dy, "batch", w.shape[0], *output_size(input_size, w.shape[2:], options))
     _check_channels(op, "x", (dy.shape[0], w.shape[1] * groups), w.shape, groups)
-    return _INPUT_GRADIENT(dy, w, input_size=input_size, implementation=implementation, **options)
+    return _input_gradient(dy, w, input_size=input_size, implementation=implementation, **options)
 
 
 def conv2d_backward_weights(

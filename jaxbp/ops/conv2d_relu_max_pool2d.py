@@ -11,6 +11,7 @@ from jaxbp.ops import _checks, conv2d, max_pool2d
 from jaxbp.ops.conv2d import Padding, Size
 from jaxbp.pairing import Pair, differentiable
 from pallas_kernels import conv2d_relu_max_pool2d as kernels
+from pallas_kernels import weights_gradient_tensor_cores as tensor_cores
 from pallas_kernels.launch import batch_first, batch_last
 
 
@@ -29,7 +30,7 @@ def _forward(x, w, b, **options):
 
 def _forward_and_places(x, w, b, **options):
     convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
-    return _places(conv2d.forward(x, w, b, **convolution), **pool)
+    return max_pool2d.keep(*_places(conv2d.forward_formula(x, w, b, **convolution), **pool))
 
 
 def _places(z, **pool):
@@ -68,9 +69,12 @@ def _gradients_kernel(dy, places, x, w, b, *, window, stride, padding, precision
     used = [n * size + f - 1 for n, size, f in zip(dy.shape[2:], window, w.shape[2:], strict=True)]
     reached = [(p, u - size - p, 0) for (p, _), u, size in zip(padding, used, x.shape[2:], strict=True)]
     x_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *reached, (0, 0, 0)])
-    dw, db = kernels.weights_gradient(dy_last, places_last, x_last, window=window)
+    exact = not _checks.on_tensor_cores(x.dtype, precision)
+    pays = not exact and tensor_cores.pays(dy_last.shape, x_last.shape, window, x.dtype.itemsize)
+    weights_gradient = (tensor_cores if pays else kernels).weights_gradient
+    dw, db = weights_gradient(dy_last, places_last, x_last, window=window)
     size = dict(input_size=tuple(used), window=window)
-    if kernels.band_fits(w.shape, dy_last.shape, used[1], window):
+    if not exact and kernels.band_fits(w.shape, dy_last.shape, used[1], window):
         dx_last = kernels.input_gradient_banded(dy_last, places_last, w, precision=precision, **size)
     else:
         dx_last = kernels.input_gradient(dy_last, places_last, w, **size)

@@ -10,6 +10,7 @@ import pytest
 from helpers import (
     assert_close,
     assert_numerical_gradients_agree,
+    cuda_program,
     draw_cotangents,
     every_implementation,
     gradients_of,
@@ -125,6 +126,52 @@ def test_none_falls_back_quietly_for_dilation_and_groups_on_a_gpu(named, options
         for call in _calls(options).values():
             assert "mosaic_gpu" not in jax.jit(call).trace().lower(lowering_platforms=("cuda",)).as_text()
             assert_close(call(), call(implementation="xla"), "float32")
+
+
+def test_the_product_on_the_tensor_cores_computes_the_same():
+    options, lax_options = dict(stride=(2, 1), padding=(1, 0)), dict(window_strides=(2, 1), padding=[(1, 1), (0, 0)])
+    _check_against_lax("pallas", (2, 2, 5, 6), (3, 2, 3, 2), options | dict(precision="default"), lax_options)
+
+
+def _small_input_gradient(dtype="float32", **options):
+    """What the gradient in small images is for CUDA: their kernel, the product or the library's convolution."""
+    dy, w = normal((2, 3, 4, 5), (3, 2, 2, 2))
+    program = cuda_program(
+        functools.partial(conv2d_backward_input, input_size=(5, 6), **options), dy.astype(dtype), w.astype(dtype)
+    )
+    (found,) = [name for name in ("mosaic_gpu", "dot_general", "stablehlo.convolution") if name in program]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "found"),
+    [
+        ("float32", None, "mosaic_gpu"),  # the tests' own default is the highest
+        ("float32", "float32", "mosaic_gpu"),
+        ("float32", (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST), "mosaic_gpu"),
+        ("float32", "default", "dot_general"),
+        ("float32", "tensorfloat32", "dot_general"),
+        ("bfloat16", None, "dot_general"),
+        ("float16", "highest", "dot_general"),
+    ],
+)
+def test_small_images_are_a_product_where_the_tensor_cores_are_allowed(dtype, precision, found):
+    assert _small_input_gradient(dtype, precision=precision, implementation="pallas") == found
+
+
+@pytest.mark.parametrize(("precision", "found"), [("default", "dot_general"), ("highest", "stablehlo.convolution")])
+def test_none_takes_the_product_or_the_library_for_a_gradient_in_the_input(precision, found, monkeypatch):
+    monkeypatch.setattr(implementations, "kernels_run_here", lambda: True)
+    assert _small_input_gradient(precision=precision) == found
+
+
+def test_none_takes_for_each_part_of_the_gradient_what_is_fastest_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(implementations, "kernels_run_here", lambda: True)
+    run = value_and_gradients(functools.partial(conv2d, precision="default"))
+    program = cuda_program(run, normal((2, 2, 5, 6), (3, 2, 2, 2), (3,)), normal((2, 3, 4, 5)))
+    assert program.count("dot_general") == 2  # forward, input
+    assert program.count("custom_call @mosaic_gpu") == 1  # weights
+    assert "stablehlo.convolution" not in program
 
 
 @ours
