@@ -20,7 +20,8 @@ def route(
     """`dx[c, i, j, n] = sum of dy[c, p, q, n]` over the windows (p, q) whose maximum lay at (i, j).
 
     A program owns the input positions that `stride` maps to one row of windows and writes each exactly once,
-    whether or not windows overlap, leave gaps or reach into the padding.
+    whether or not windows overlap, leave gaps or reach into the padding. Windows that do none of these need no kernel:
+    see `jaxbp/ops/max_pool2d.py`.
 
     Args:
       dy: `(C, P, Q, N)`, the batch N a multiple of `LANES`.

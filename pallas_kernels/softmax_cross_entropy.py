@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.launch import launch, vector_length, zeros_like
+from pallas_kernels.launch import largest_divisor, launch, vector_length, zeros_like
 
 
 def loss_and_probabilities(logits: Array, labels: Array) -> tuple[Array, Array]:
@@ -33,8 +33,8 @@ def loss_and_probabilities(logits: Array, labels: Array) -> tuple[Array, Array]:
 
         weigh, valid = _weigher(labels_ref, lanes, classes)
         zero = zeros_like(logit(0))
-        largest = lax.fori_loop(0, classes, lambda k, m: jnp.maximum(m, logit(k)), zero - jnp.inf)
-        total = lax.fori_loop(0, classes, lambda k, s: s + jnp.exp(logit(k) - largest), zero)
+        largest = _over_classes(classes, lambda k, m: jnp.maximum(m, logit(k)), zero - jnp.inf)
+        total = _over_classes(classes, lambda k, s: s + jnp.exp(logit(k) - largest), zero)
         log_total = jnp.log(total)
 
         def finish(k, loss):
@@ -42,7 +42,7 @@ def loss_and_probabilities(logits: Array, labels: Array) -> tuple[Array, Array]:
             probabilities_ref[k, lanes] = jnp.exp(log_probability).astype(probabilities_ref.dtype)
             return loss - weigh(k, log_probability)
 
-        loss = lax.fori_loop(0, classes, finish, zero)
+        loss = _over_classes(classes, finish, zero)
         loss_ref[lanes] = jnp.where(valid, loss, jnp.nan).astype(loss_ref.dtype)
 
     return launch(
@@ -75,13 +75,13 @@ def logits_gradient(dy: Array, probabilities: Array, labels: Array) -> Array:
         gradient = jnp.where(valid, dy_ref[lanes].astype(jnp.float32), jnp.nan)
         zero = zeros_like(gradient)
         # Integer labels weigh one class, with one.
-        weight = zero + 1.0 if integer else lax.fori_loop(0, classes, lambda k, s: s + weigh(k, 1.0), zero)
+        weight = zero + 1.0 if integer else _over_classes(classes, lambda k, s: s + weigh(k, 1.0), zero)
 
         def write(k, _):
             p = probabilities_ref[k, lanes].astype(jnp.float32)
             dlogits_ref[k, lanes] = (gradient * (p * weight - weigh(k, 1.0))).astype(dlogits_ref.dtype)
 
-        lax.fori_loop(0, classes, write, None)
+        _over_classes(classes, write, None)
 
     return launch(
         body,
@@ -92,6 +92,11 @@ def logits_gradient(dy: Array, probabilities: Array, labels: Array) -> Array:
         grid={"block": N // length},
         name="softmax_cross_entropy_backward",
     )
+
+
+def _over_classes(classes, step, start):
+    """A loop that has the loads of several classes under way at once."""
+    return lax.fori_loop(0, classes, step, start, unroll=largest_divisor(classes, 16))
 
 
 def _weigher(labels_ref, lanes, classes):

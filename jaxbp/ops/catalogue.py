@@ -174,6 +174,14 @@ CATALOGUE: tuple[Entry, ...] = (
         {
             "pool1": _case((BATCH, 6, 12, 12), _pool_indices(BATCH, 6, 12, 12), input_size=(24, 24), window=2),
             "pool2": _case((BATCH, 16, 4, 4), _pool_indices(BATCH, 16, 4, 4), input_size=(8, 8), window=2),
+            "overlapping": _case(
+                (BATCH, 16, 4, 4),
+                Argument((BATCH, 16, 4, 4), below=9, dtype=jnp.uint8),
+                input_size=(8, 8),
+                window=3,
+                stride=2,
+                padding=1,
+            ),
         },
     ),
     Entry(

@@ -33,6 +33,8 @@ def _gradients_formula(dy, x, w, b, *, precision):
 
 
 def _gradients_kernel(dy, x, w, b, *, precision):
+    if _checks.on_tensor_cores(x.dtype, precision):  # the library's products run there
+        return _gradients_formula(dy, x, w, b, precision=precision)
     rows = math.prod(x.shape[:-1])
     dy_last, x_last = batch_last(dy.reshape(rows, dy.shape[-1])), batch_last(x.reshape(rows, x.shape[-1]))
     dw = kernels.weight_gradient(dy_last, x_last).astype(w.dtype)
@@ -52,7 +54,7 @@ _LINEAR_BACKWARD = Op(
         "pallas": differentiable(_gradients_kernel, _gradients_formula),
     },
     unsupported=_unsupported,
-    # The library's matrix products run on the tensor cores.
+    # Also without the tensor cores, the library's products are faster.
     fastest=Fastest(gpu="xla"),
 )
 _LINEAR = Pair(_forward, _LINEAR_BACKWARD, name="linear", unsupported=_unsupported)
@@ -72,7 +74,8 @@ def linear(
       x: inputs, with any leading axes.
       w: weights, a row an output.
       b: bias, or None for none.
-      precision: of the matrix products, as in `jax.lax.dot`. The kernels always compute in full float32.
+      precision: of the matrix products, as in `jax.lax.dot`. The kernels compute in full float32; where the precision
+        lets the tensor cores do the products, the library's are taken under "pallas" too.
       implementation: "pallas", "xla", "autodiff", or None for the fastest here.
 
     Returns:

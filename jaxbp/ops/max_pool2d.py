@@ -33,8 +33,8 @@ def max_and_indices(x, **options):
     largest = jnp.full(index.shape, -jnp.inf, x.dtype)
     for i, place in enumerate(places):
         value = _at_place(place, x, fill=-jnp.inf, **options)
-        # Only what is larger replaces it: the first of equals stays. NaN is larger than any number.
-        larger = (value > largest) | (jnp.isnan(value) & ~jnp.isnan(largest))
+        # Only what is larger replaces it: the first of equals stays. NaN is larger than any number, and stays.
+        larger = ~(value <= largest) & ~jnp.isnan(largest)
         largest = jnp.where(larger, value, largest)
         index = jnp.where(larger, jnp.asarray(i, index_dtype), index)
     return largest, index
@@ -56,8 +56,13 @@ def native(x, *, window, stride, padding, input_size):
     return y, max_and_indices(lax.stop_gradient(x), **options)[1]
 
 
+def keep(*arrays):
+    """The arrays; on the CPU XLA would compute them again wherever the backward reads them."""
+    return lax.platform_dependent(*arrays, cpu=lambda *a: lax.optimization_barrier(a), default=lambda *a: a)
+
+
 def _save(x, **options):
-    y, indices = max_and_indices(x, **options)
+    y, indices = keep(*max_and_indices(x, **options))
     return (y, indices), (indices,)
 
 
@@ -71,7 +76,14 @@ def _route_autodiff(dy, indices, **options):
     return _checks.transpose(lambda x: select(x, indices, **options), (*dy.shape[:2], *options["input_size"]), dy)
 
 
-def route_formula(dy, indices, *, window, stride, padding, input_size):
+def route_formula(dy, indices, **options):
+    """Gradients sent to their places; where every position is in one window, it fetches its own."""
+    if _side_by_side(**options):
+        return _fetch_from_windows(dy, indices, window=options["window"])
+    return _send_to_places(dy, indices, **options)
+
+
+def _send_to_places(dy, indices, *, window, stride, padding, input_size):
     zero = jnp.zeros((), dy.dtype)
     dx = jnp.zeros((*dy.shape[:2], *input_size), dy.dtype)
     for i, place in enumerate(_places(window)):
@@ -84,11 +96,26 @@ def route_formula(dy, indices, *, window, stride, padding, input_size):
     return dx
 
 
-def _route_kernel(dy, indices, *, window, stride, padding, input_size):
-    before = (padding[0][0], padding[1][0])
-    dx_last = kernels.route(
-        batch_last(dy), batch_last(indices), input_size=input_size, window=window, stride=stride, padding=before
-    )
+def _fetch_from_windows(dy, indices, *, window):
+    """Each position looks at the one window it is in: on a GPU, XLA does it in one pass, as fast as a copy."""
+    place = np.arange(window[0] * window[1], dtype=np.int32).reshape(window[0], 1, window[1])
+    dy, indices = (a[:, :, :, None, :, None] for a in (dy, indices.astype(jnp.int32)))
+    dx = jnp.where(indices == place, dy, jnp.zeros((), dy.dtype))
+    N, C, P, R, Q, S = dx.shape
+    return dx.reshape(N, C, P * R, Q * S)
+
+
+def _side_by_side(window, stride, padding, input_size):
+    """Whether every position of the input is in exactly one window, and all of every window in the input."""
+    filled = all(size % f == 0 for size, f in zip(input_size, window, strict=True))
+    return filled and stride == window and padding == ((0, 0), (0, 0))
+
+
+def _route_kernel(dy, indices, **options):
+    if _side_by_side(**options):  # no kernel was faster than XLA
+        return _fetch_from_windows(dy, indices, window=options["window"])
+    before = tuple(before for before, _ in options["padding"])
+    dx_last = kernels.route(batch_last(dy), batch_last(indices), **options | dict(padding=before))
     return batch_first(dx_last, dy.shape[0])
 
 
@@ -104,7 +131,7 @@ _MAX_POOL2D_BACKWARD = Op(
         "pallas": differentiable(_route_kernel, route_formula),
     },
     unsupported=_unsupported,
-    # On NCHW images the kernel's transposes cost more than it saves.
+    # On NCHW images the transposes around the kernel cost more than it saves.
     fastest=Fastest(gpu="xla"),
 )
 
@@ -139,7 +166,8 @@ def max_pool2d(
       window: height and width of the windows, an int or a pair.
       stride: an int or a pair; the window's size if None.
       padding: -inf on each side: an int, one for rows and one for columns, "SAME" or "VALID"; less than the window.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest here. Where every position is in exactly one
+        window, XLA routes the gradients as fast as it copies, and "pallas" leaves it to that.
 
     Returns:
       y, in x's dtype, of height `(height + 2 p - window) // s + 1`, and width alike. NaN in a window gives NaN.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import relative_error
+from helpers import ours, relative_error
 
 import jaxbp
 from jaxbp.nn import LeNet, lenet_memory_table, lenet_saved_tensors
@@ -232,7 +232,7 @@ def test_saved_tensors_come_with_the_models_loss(fused):
 
 
 @fused_or_not
-@pytest.mark.parametrize("implementation", ["pallas", "xla", None])
+@ours
 def test_the_backward_keeps_the_tables_tensors_and_nothing_else(implementation, fused):
     _, losses, parameters = lenet(implementation, fused=fused)
     images, labels = draw(3)
@@ -304,7 +304,7 @@ def test_a_batch_without_images_is_refused(batch):
 BATCH = 128
 """A whole number of warpgroups, so that the kernels' results have no padding."""
 
-# What each backward's kernels compute, as the table names it. The convolution's three gradients are ops of their own.
+# What each backward computes, as the table names it. The convolution's three gradients are ops of their own.
 RESULTS = {
     "softmax_cross_entropy_backward": r"logits",
     "linear_backward": r"fc\d\.(weight|bias|input)",
@@ -316,17 +316,21 @@ RESULTS = {
 }
 
 
-def kernels_of_the_backward(program):
-    """(scope, number of values in the result) of each kernel of a lowered program that a gradient's rule calls."""
+def steps_of_the_backward(program):
+    """(scope, number of values in the result) of each step that a gradient's rule takes in a lowered program.
+
+    A step is a kernel, or a pool's backward: for its windows, side by side, that is XLA's, and ends in a reshape.
+    """
     scopes = dict(re.findall(r'^(#loc\d+) = loc\("([^"]*)"', program, re.MULTILINE))
-    call = re.compile(r"@mosaic_gpu\S*\(.* -> \(?tensor<([\dx]+)xf32>.* loc\((#loc\d+)\)$", re.MULTILINE)
-    for shape, location in call.findall(program):
-        if "transpose(" in scopes[location]:
-            yield scopes[location], math.prod(map(int, shape.split("x")))
+    step = re.compile(r"(@mosaic_gpu|\.reshape).* -> \(?tensor<([\dx]+)xf32>.* loc\((#loc\d+)\)$", re.MULTILINE)
+    for by, shape, location in step.findall(program):
+        scope = scopes[location]
+        if "transpose(" in scope and (by == "@mosaic_gpu" or re.search("/max_pool2d_backward/.*reshape$", scope)):
+            yield scope, math.prod(map(int, shape.split("x")))
 
 
 def named(scope, size):
-    """The gradient that a kernel computes: of its op's, the largest that fits a whole number of times (in parts)."""
+    """The gradient that a step computes: of its op's, the largest that fits a whole number of times (in parts)."""
     op = next(op for op in reversed(scope.split("/")) if op in RESULTS)
     sizes = {row.name: math.prod(row.shape) for row in lenet_memory_table(BATCH) if row.kind != "saved"}
     sizes["conv1.input"] = BATCH * 28 * 28
@@ -334,10 +338,10 @@ def named(scope, size):
     return max(fitting, key=sizes.get)
 
 
-def test_the_backward_is_the_chain_of_21_kernels():
+def test_the_backward_is_the_chain_of_21_steps():
     loss, parameters = mean_loss("pallas")
     lowered = jax.jit(jax.grad(loss)).trace(parameters, *draw(BATCH)).lower(lowering_platforms=("cuda",))
-    chain = [named(*kernel) for kernel in kernels_of_the_backward(lowered.as_text(debug_info=True))]
+    chain = [named(*step) for step in steps_of_the_backward(lowered.as_text(debug_info=True))]
     assert len(chain) == 21
     done = iter(chain)
     assert [set(itertools.islice(done, len(stage))) for stage in CHAIN] == list(CHAIN)

@@ -223,7 +223,15 @@ def _cuda_program(name, place, dtype, batch):
 
 @pytest.mark.parametrize(("name", "place", "dtype"), list(_places_and_dtypes()))
 def test_kernels_lower_for_cuda_without_a_gpu(name, place, dtype):
-    assert "mosaic_gpu" in _cuda_program(name, place, dtype, batch=16384)
+    program = _cuda_program(name, place, dtype, batch=16384)
+    assert ("mosaic_gpu" in program) != _left_to_xla(name, place, dtype)
+
+
+def _left_to_xla(name, place, dtype):
+    """Whether no kernel is faster there: pools of windows side by side, and products for the tensor cores alone."""
+    if "max_pool2d" in name and "conv2d" not in name:
+        return place != "overlapping"
+    return dtype != "float32" and name in ("conv2d_backward_input", "linear", "linear_backward")
 
 
 @every_pair

@@ -1,9 +1,19 @@
 """The dense layer."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, assert_numerical_gradients_agree, every_implementation, gradients_of, normal
+from helpers import (
+    assert_close,
+    assert_numerical_gradients_agree,
+    cuda_program,
+    every_implementation,
+    gradients_of,
+    normal,
+)
 
 from jaxbp import linear, linear_backward
 
@@ -39,3 +49,29 @@ def test_an_empty_batch_has_zero_gradients_in_the_parameters(batch, implementati
     assert dx.shape == (*batch, 5)
     np.testing.assert_array_equal(dw, np.zeros((2, 5)))
     np.testing.assert_array_equal(db, np.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "default", "precision", "found"),
+    [
+        ("float32", "highest", None, "mosaic_gpu"),
+        ("float32", None, "highest", "mosaic_gpu"),
+        ("float32", "highest", "default", "dot_general"),
+        ("float32", "tensorfloat32", None, "dot_general"),
+        ("float32", None, None, "dot_general"),
+        ("bfloat16", "highest", None, "dot_general"),
+    ],
+)
+def test_the_librarys_products_are_taken_where_the_tensor_cores_are_allowed(dtype, default, precision, found):
+    arrays = [a.astype(dtype) for a in normal((3, 2), (3, 5), (2, 5))]
+    with jax.default_matmul_precision(default):
+        backward = functools.partial(linear_backward, precision=precision, implementation="pallas")
+        program = cuda_program(backward, *arrays)
+    assert [name for name in ("mosaic_gpu", "dot_general") if name in program] == [found]
+
+
+@every_implementation
+def test_products_on_the_tensor_cores_compute_the_same(implementation):
+    x, w, dy = normal((3, 5), (2, 5), (3, 2))
+    options = dict(precision="default", implementation=implementation)
+    assert_close(linear_backward(dy, x, w, **options), (dy @ w, dy.T @ x, dy.sum(0)), 1e-2)

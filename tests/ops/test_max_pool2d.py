@@ -9,6 +9,7 @@ import pytest
 from helpers import (
     assert_close,
     assert_numerical_gradients_agree,
+    cuda_program,
     every_implementation,
     gradients_of,
     ours,
@@ -106,6 +107,26 @@ def test_an_index_of_no_place_sends_its_gradient_nowhere(implementation):
     dy, indices = jnp.ones((1, 1, 1, 3)), jnp.array([4, 255, 2], jnp.uint8)[None, None, None]
     dx = max_pool2d_backward(dy, indices, (2, 6), 2, implementation=implementation)
     np.testing.assert_array_equal(dx[0, 0], [[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("options", "kernel"),
+    [
+        (dict(window=(2, 3)), False),
+        (dict(window=(2, 3), stride=(2, 3), padding="SAME"), False),  # which is none
+        (dict(window=2, stride=1), True),
+        (dict(window=1, stride=3), True),
+        (dict(window=2, padding=1), True),
+        (dict(window=4), True),
+    ],
+    ids=str,
+)
+def test_there_is_a_kernel_unless_every_position_is_in_exactly_one_window(options, kernel, dtype):
+    options |= dict(implementation="pallas")
+    (dy,) = results_of(functools.partial(max_pool2d, **options), [jax.ShapeDtypeStruct((2, 3, 6, 6), dtype)])
+    backward = functools.partial(max_pool2d_backward, input_size=(6, 6), **options)
+    assert ("mosaic_gpu" in cuda_program(backward, dy, jnp.zeros(dy.shape, jnp.uint8))) == kernel
 
 
 @pytest.mark.parametrize(("padding", "meaning"), [("SAME", "SAME"), ("VALID", "VALID"), ((1, 0), [(1, 1), (0, 0)])])
