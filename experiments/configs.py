@@ -66,6 +66,8 @@ class TrainingConfig:
     """Passes over the training set; the learning rate's schedule spans them. None: the recipe's."""
     learning_rate: float | None = None
     """Adam's peak learning rate, after a short warm-up and before a cosine decay to zero. None: the recipe's."""
+    target_accuracy: float | None = None
+    """Stop after the first epoch with this test accuracy, a share from 0 to 1. None: train all epochs."""
     run_dir: Path | None = None
     """Where the run is kept; None: a new folder under runs/, named after the experiment and the time."""
     resume: bool = False
@@ -82,7 +84,14 @@ class TrainingConfig:
         rate = self.learning_rate
         is_rate = isinstance(rate, int | float) and math.isfinite(rate) and rate > 0
         self._check("learning_rate", is_rate, "a finite number above 0")
+        target = self.target_accuracy
+        is_share = target is None or (isinstance(target, int | float) and 0 <= target <= 1)
+        self._check("target_accuracy", is_share, "a number from 0 to 1")
         self._check("resume", not self.resume or self.run_dir is not None, "run_dir as well, to know which run")
+
+    def is_last(self, epoch: int, test_accuracy: float) -> bool:
+        """Whether training ends with this epoch."""
+        return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
 
     def recipe(self) -> Recipe:
         """The settings that the user left open."""

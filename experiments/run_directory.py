@@ -54,8 +54,9 @@ def check(config: TrainingConfig) -> None:
 def final_metrics(config: TrainingConfig) -> Metrics | None:
     """The last epoch's metrics if the run in `config.run_dir`, which `check` let pass, is finished."""
     with _checkpoints(config.run_dir, read_only=True) as checkpoints:
-        finished = checkpoints.latest_step() == config.epochs
-    return read_metrics(config.run_dir, config.epochs)[-1] if finished else None
+        epochs_done = checkpoints.latest_step() or 0
+    metrics = read_metrics(config.run_dir, epochs_done)
+    return metrics[-1] if metrics and config.is_last(epochs_done, metrics[-1].test_accuracy) else None
 
 
 def read_metrics(path: Path, epochs: int) -> list[Metrics]:

@@ -67,11 +67,15 @@ def train(config: TrainingConfig) -> Metrics:
         start = directory.restore(prepared.state)
         for metrics, state, predictions in training.run(prepared, start, len(directory.metrics)):
             directory.append(metrics)
-            if metrics.epoch == config.epochs:
+            last = config.is_last(metrics.epoch, metrics.test_accuracy)
+            if last:
                 title = f"{config.name} on {dataset.name}: test accuracy {metrics.test_accuracy:.4f}"
                 directory.save_curves(curves.draw(title, directory.metrics, dataset, predictions))
             directory.save_checkpoint(state)
             show(metrics)
+            if last:
+                break
+    print(_total(directory.metrics))
     return directory.metrics[-1]
 
 
@@ -99,6 +103,16 @@ def _summary(metrics: Metrics) -> str:
         f"train loss {metrics.train_loss:.4f} accuracy {metrics.train_accuracy:.4f}  "
         f"test loss {metrics.test_loss:.4f} accuracy {metrics.test_accuracy:.4f}  "
         f"{metrics.images_per_second:,.0f} images/s"
+    )
+
+
+def _total(metrics: Sequence[Metrics]) -> str:
+    training, evaluation, compilation = (
+        sum(getattr(epoch, name) for epoch in metrics) for name in ("seconds", "evaluation_seconds", "compile_seconds")
+    )
+    return (
+        f"{len(metrics)} epochs in {training + evaluation:.2f} s: training {training:.2f} s, "
+        f"evaluation {evaluation:.2f} s; compilation before that {compilation:.1f} s"
     )
 
 

@@ -48,11 +48,13 @@ class Metrics(NamedTuple):
     images_per_second: float
     seconds: float
     """Of training alone: neither compilation nor evaluation."""
+    evaluation_seconds: float
+    """Of the evaluation on the test set."""
     compile_seconds: float
     """Spent before this epoch; 0 in all but the first epoch of a process."""
 
 
-TIMINGS = ("images_per_second", "seconds", "compile_seconds")
+TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
 """The metrics that differ from run to run; all others are the same bits."""
 
 
@@ -191,7 +193,9 @@ def run(
         state, losses, accuracies = training.train_epoch(state, epoch)
         losses, accuracies = np.asarray(losses), np.asarray(accuracies)
         seconds = time.perf_counter() - started
-        test_loss, test_correct, predictions = training.evaluate(state.params)
+        started = time.perf_counter()
+        test_loss, test_correct, predictions = map(np.asarray, training.evaluate(state.params))
+        evaluation_seconds = time.perf_counter() - started
         _refuse_non_finite(epoch, losses, float(test_loss))
         metrics = Metrics(
             epoch=epoch,
@@ -202,9 +206,10 @@ def run(
             test_accuracy=int(test_correct) / predictions.size,
             images_per_second=training.steps_per_epoch * training.batch_size / seconds,
             seconds=seconds,
+            evaluation_seconds=evaluation_seconds,
             compile_seconds=compile_seconds,
         )
-        yield metrics, state, np.asarray(predictions)
+        yield metrics, state, predictions
         compile_seconds = 0.0
 
 

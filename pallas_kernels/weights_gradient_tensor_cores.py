@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.conv2d import correlate_batch as exact_correlate_batch
+from pallas_kernels import conv2d
 from pallas_kernels.conv2d_relu_max_pool2d import weights_gradient as exact_weights_gradient
 from pallas_kernels.launch import launch, load, on_gpu, store
 
@@ -148,18 +148,21 @@ def correlate_batch_plan(dy_shape: tuple[int, ...], x_shape: tuple[int, ...], it
     return R and plan((K, rows // R, Q, N), x_shape, (R, 1), itemsize, pooled=False)
 
 
-def correlate_batch(dy: Array, x: Array) -> Array:
-    """As `conv2d.correlate_batch` with stride 1, for shapes that have a plan, float32 rounded to TF32.
+def correlate_batch(dy: Array, x: Array) -> tuple[Array, Array]:
+    """`conv2d.correlate_batch` with stride 1, and dy's sums, for shapes that have a plan, float32 rounded to TF32.
 
-    Where there is no GPU the exact kernel takes this one's place.
+    Where there is no GPU the exact kernels take this one's place.
     """
 
     def here(dy, x):
         # Rounded on the way to these layouts it costs nothing.
         dy, x = (lax.reduce_precision(a, 8, 10) if a.dtype == jnp.float32 else a for a in (dy, x))
-        return _weights_gradient(dy, None, x, window=(_rows_at_once(dy.shape, x.shape), 1))[0]
+        return _weights_gradient(dy, None, x, window=(_rows_at_once(dy.shape, x.shape), 1))
 
-    return on_gpu(here, exact_correlate_batch, dy, x)
+    def exact(dy, x):
+        return conv2d.correlate_batch(dy, x), conv2d.sum_batch(dy.reshape(dy.shape[0], -1, dy.shape[-1]))
+
+    return on_gpu(here, exact, dy, x)
 
 
 def _weights_gradient(dy, place, x, *, window):

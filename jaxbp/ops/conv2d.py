@@ -19,7 +19,7 @@ from jaxbp.ops import _checks
 from jaxbp.pairing import Pair, differentiable
 from pallas_kernels import conv2d as kernels
 from pallas_kernels import weights_gradient_tensor_cores as tensor_cores
-from pallas_kernels.launch import batch_first, batch_last
+from pallas_kernels.launch import LANES, batch_first, batch_last
 
 Size = int | tuple[int, int]
 Padding = int | tuple[int, int] | str
@@ -133,8 +133,9 @@ def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, grou
         )
 
     def sum_columns(dy, w):
-        multiply = functools.partial(_multiply_columns, w=w, groups=groups, precision=precision, **options)
-        return _checks.transpose(multiply, (dy.shape[0], groups, *input_size), dy)
+        wide = jnp.promote_types(dy.dtype, jnp.float32)
+        multiply = functools.partial(_multiply_columns, w=w.astype(wide), groups=groups, precision=precision, **options)
+        return _checks.transpose(multiply, (dy.shape[0], groups, *input_size), dy.astype(wide)).astype(dy.dtype)
 
     return convolve(dy, w) if w.shape[1] > 1 else lax.platform_dependent(dy, w, cpu=sum_columns, default=convolve)
 
@@ -193,14 +194,34 @@ def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, g
     )
 
 
-def _weights_gradient_kernel(dy, x, *, filter_size, stride, padding, dilation, groups, precision):
+def _weights_gradient_kernel(dy, x, **options):
+    if _sums_with_biases(dy, x, **options):
+        return _parameter_gradients_kernel(dy, x, **options)[0]
+    dw = kernels.correlate_batch(batch_last(dy), _reached(dy, x, **options), stride=options["stride"])
+    return dw.astype(dy.dtype)
+
+
+def _parameter_gradients_formula(dy, x, **options):
+    return weights_gradient_formula(dy, x, **options), bias_gradient_formula(dy)
+
+
+def _parameter_gradients_kernel(dy, x, **options):
+    dw, db = tensor_cores.correlate_batch(batch_last(dy), _reached(dy, x, **options))
+    return dw.astype(dy.dtype), db.astype(dy.dtype)
+
+
+def _sums_with_biases(dy, x, *, filter_size, stride, precision, **options):
+    """Whether the tensor cores make the weights' gradient, and the bias's in the same pass."""
+    reached = [out + f - 1 for out, f in zip(dy.shape[2:], filter_size, strict=True)]
+    shapes = (*dy.shape[1:], LANES), (x.shape[1], *reached, LANES)
+    planned = stride == (1, 1) and tensor_cores.correlate_batch_plan(*shapes, dy.dtype.itemsize) is not None
+    return planned and _checks.on_tensor_cores(dy.dtype, precision)
+
+
+def _reached(dy, x, *, filter_size, stride, padding, dilation, **options):
+    """What the filter reached of x, padding included, with the batch last."""
     reached = _reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation)
-    x_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*r, 0) for r in reached), (0, 0, 0)])
-    dy_last = batch_last(dy)
-    planned = stride == (1, 1) and tensor_cores.correlate_batch_plan(dy_last.shape, x_last.shape, dy.dtype.itemsize)
-    if planned and _checks.on_tensor_cores(dy.dtype, precision):
-        return tensor_cores.correlate_batch(dy_last, x_last).astype(dy.dtype)
-    return kernels.correlate_batch(dy_last, x_last, stride=stride).astype(dy.dtype)
+    return lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*r, 0) for r in reached), (0, 0, 0)])
 
 
 def _reached_padding(output_size, input_size, filter_size, stride, padding, dilation):
@@ -274,6 +295,15 @@ _BIAS_GRADIENT = Op(
     unsupported=_unsupported,
     fastest=_LIBRARY,
 )
+# Both, for where the tensor cores make them in one pass.
+_PARAMETER_GRADIENTS = Op(
+    "conv2d_backward_parameters",
+    {
+        "xla": _parameter_gradients_formula,
+        "pallas": differentiable(_parameter_gradients_kernel, _parameter_gradients_formula),
+    },
+    unsupported=_unsupported,
+)
 
 
 def _product_or_library(implementation, w, input_size, output_size, precision):
@@ -296,8 +326,12 @@ def _input_gradient(dy, w, *, input_size, implementation, **options):
 def _backward(implementation):
     def backward(dy, x, w, b, **options):
         chosen = dict(implementation=implementation)
-        dw = _WEIGHTS_GRADIENT(dy, x, filter_size=w.shape[2:], **chosen, **options)
-        db = None if b is None else _BIAS_GRADIENT(dy, **chosen)
+        of_weights = dict(filter_size=w.shape[2:], **options)
+        if b is not None and _unsupported(dy, **options) is None and _sums_with_biases(dy, x, **of_weights):
+            dw, db = _PARAMETER_GRADIENTS(dy, x, **chosen, **of_weights)
+        else:
+            dw = _WEIGHTS_GRADIENT(dy, x, **chosen, **of_weights)
+            db = None if b is None else _BIAS_GRADIENT(dy, **chosen)
         dx = _input_gradient(dy, w, input_size=x.shape[2:], **chosen, **options)
         return dx, dw, db
 

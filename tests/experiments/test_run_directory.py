@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import random
@@ -74,6 +75,7 @@ def test_a_run_leaves_its_config_metrics_curves_and_two_checkpoints(toy_config, 
         "batch_size": 16,
         "epochs": 4,
         "learning_rate": 0.01,
+        "target_accuracy": None,
         "run_dir": str(whole_run),
         "resume": False,
     }
@@ -146,6 +148,19 @@ def test_resuming_a_finished_run_reports_its_last_metrics_without_training(toy_c
     assert metrics.epoch == 4
     assert metrics.test_accuracy == epochs_of(whole_run)[-1]["test_accuracy"]
     assert before == {path: path.stat().st_mtime_ns for path in whole_run.rglob("*") if path.is_file()}
+
+
+def test_a_run_ends_at_its_target_and_resuming_it_changes_nothing(toy_config, whole_run, tmp_path, monkeypatch, capsys):
+    accuracies = [line["test_accuracy"] for line in epochs_of(whole_run)]
+    config = toy_config(run_dir=tmp_path / "run", target_accuracy=accuracies[1])
+    reached = accuracies.index(next(a for a in accuracies if a >= accuracies[1])) + 1
+    metrics = train.train(config)
+    assert metrics.epoch == reached < 4
+    assert epochs_of(config.run_dir) == epochs_of(whole_run)[:reached]
+    assert (config.run_dir / "curves.png").exists()
+    assert f"{reached} epochs in " in capsys.readouterr().out
+    monkeypatch.delattr(toy_config, "load")
+    assert train.train(dataclasses.replace(config, resume=True)) == metrics
 
 
 def test_a_new_run_does_not_touch_an_old_ones_directory(toy_config, whole_run):

@@ -115,10 +115,22 @@ def test_evaluation_counts_every_example_exactly_once(batch_size):
     np.testing.assert_array_equal(predictions, np.zeros(37))
 
 
+def test_nothing_is_compiled_after_the_preparation(toy_config, caplog):
+    config = toy_config()
+    prepared = training.prepare(config, config.load())
+    with jax.log_compiles():
+        for _ in training.run(prepared, prepared.state):
+            pass
+        assert not [message for message in caplog.messages if "ompil" in message]
+        jax.jit(lambda x: x + 1)(1.0)
+    assert [message for message in caplog.messages if "ompil" in message]
+
+
 def test_metrics_describe_the_epoch(toy_config):
     for number, (metrics, _) in enumerate(run(toy_config()), start=1):
         assert (metrics.epoch, metrics.step) == (number, 6 * number)
         assert metrics.images_per_second == pytest.approx(96 / metrics.seconds)
+        assert metrics.evaluation_seconds > 0
         assert (metrics.compile_seconds > 0) == (number == 1)
         assert (metrics.test_accuracy * 37).is_integer()
 
@@ -181,6 +193,7 @@ INVALID = [
     ("epochs", -3),
     ("learning_rate", -0.1),
     ("learning_rate", float("nan")),
+    ("target_accuracy", 1.1),
     ("resume", True),
 ]
 

@@ -82,4 +82,4 @@ def test_what_is_recorded_is_what_the_op_looks_up(monkeypatch):
         for name, kernel in tiles.KERNELS.items():
             arrays, options = tune.arguments(kernel, channels, size, out_channels, BATCH)
             recorded.add((name, tiles.key(*arrays, **options)))
-    assert recorded == looked_up
+    assert looked_up and looked_up <= recorded

@@ -174,6 +174,19 @@ def test_none_takes_for_each_part_of_the_gradient_what_is_fastest_on_a_gpu(monke
     assert "stablehlo.convolution" not in program
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_filters_of_one_channel_are_as_exact_in_every_dtype(groups, dtype):
+    arrays = [a.astype(dtype) for a in normal((2, groups, 9, 10), (6, 1, 3, 2), (6,))]
+    xla, autodiff = (
+        functools.partial(conv2d, stride=(2, 1), padding=(1, 2), dilation=(1, 3), groups=groups, implementation=name)
+        for name in ("xla", "autodiff")
+    )
+    cotangents = draw_cotangents(xla, arrays)
+    reference = in_float64(value_and_gradients(autodiff), arrays, cotangents)
+    assert_close(value_and_gradients(xla)(arrays, cotangents), reference, dtype)
+
+
 @ours
 def test_without_a_bias_the_other_gradients_are_the_same(implementation):
     (x, w), (dy,) = normal((2, 1, 4, 4), (2, 1, 2, 2)), normal((2, 2, 3, 3), seed=1)
