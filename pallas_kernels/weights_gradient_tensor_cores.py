@@ -6,7 +6,7 @@ For each row p of windows the latter is one product over the batch,
 
 x's rows under the windows' filters, and dy at the places t of the windows' maxima. The batch is the last axis of both,
 as the tensor cores want float32, which they round to TF32. Of the sums, those of `j = q * S + s + v` and `i = r + u`
-make the gradient of w[k, c, u, v]; the others, 7 in 12 for LeNet's second block, are waste.
+make the gradient of w[k, c, u, v]; the others, two in three for LeNet's second block, are waste.
 
 For `conv2d` the t are R rows of its output, `routed` is the output's gradient as it is, and S = 1. A row of ones among
 x's makes the bias's gradient.
@@ -64,10 +64,6 @@ class Plan:
     def slots(self) -> int:
         """Stages in flight."""
         return min(4, (_SHARED_BYTES - self.bytes[1]) // self.bytes[0])
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 @functools.cache
@@ -233,6 +229,7 @@ def _weights_gradient(dy, place, x, *, window):
             ones = plgpu.layout_cast(jnp.ones((8, examples), x.dtype), layout)
             for slot in range(slots):
                 xs[slot, tile.ones : tile.ones + 8] = ones
+            plgpu.commit_smem()
             for step in range(slots - 1):
                 pl.when(step < steps)(functools.partial(fetch, step))
 
@@ -289,4 +286,5 @@ def _rounded(x: Array) -> Array:
     if x.dtype != jnp.float32:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    return lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32)
+    # A NaN of all ones, which GPUs make, would run over.
+    return jnp.where(x != x, x, lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32))

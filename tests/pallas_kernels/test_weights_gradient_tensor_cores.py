@@ -87,6 +87,15 @@ def test_the_simulator_finds_the_convolutions_gradient_right(K, I, J, C, F):  # 
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+@can_simulate
+def test_rounding_keeps_a_nan_of_all_ones():
+    dy, place, x = operands(integers, *BLOCKS["image"])
+    nan = np.array([0x7FFFFFFF], np.uint32).view(np.float32)[0]
+    with on_the_cpu(), simulated():
+        dw, db = jax.jit(gradient)(dy.at[3, 0, 0, 0].set(nan), place.at[3, 0, 0, 0].set(0), x)
+    assert np.isnan(db[3]) and np.isnan(dw[3]).all() and np.isfinite(np.delete(db, 3)).all()
+
+
 def test_without_a_gpu_the_exact_kernels_take_their_place():
     arrays = operands(normal, *BLOCKS["image"])
     with on_the_cpu():
