@@ -159,8 +159,10 @@ def simulated() -> Iterator[None]:
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
     """What `ref` holds, in registers of `layout`; `optimized=False` allows slower accesses."""
-    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
-    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+    # Older versions want an index beside the reference.
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    wanted = index is not None and index.default is index.empty
+    return plgpu.load(ref, *([()] if wanted else []), layout=layout, optimized=optimized)
 
 
 def store(ref: Any, value: Array) -> None:

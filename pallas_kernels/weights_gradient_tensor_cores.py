@@ -268,7 +268,7 @@ def _weights_gradient(dy, place, x, *, window):
         ],
         name="conv2d_relu_max_pool2d_backward_weights_tensor_cores" if pooled else "correlate_batch_tensor_cores",
     )
-    # (part, split, turn, row of x's, place, k, q), in which every sum below is one of slices: a single pass.
+    # x's rows first; the sums below are of slices then, and add up windows, columns and parts.
     rows_first = partial_sums if tile.images_on_left else partial_sums.swapaxes(3, 4)
     db = jnp.sum(rows_first[:, 0, :, tile.ones].reshape(parts, R * S, K, Q), axis=(0, 1, 3))
     images = rows_first[:, :, :, : tile.ones].reshape(parts, splits, turns, tile.channels, band, W, tile.places, K, Q)
