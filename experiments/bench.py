@@ -266,8 +266,7 @@ def lenet_work() -> Work:
         graph = nnx.graphdef(nnx.eval_shape(lambda: _lenet(implementation, dtype)))
 
         def loss(state, images, labels):
-            logits = nnx.merge(graph, state)(images)
-            return jaxbp.softmax_cross_entropy(logits, labels, implementation=implementation).mean()
+            return nnx.merge(graph, state).loss(images, labels)[0].mean()
 
         return jax.value_and_grad(loss)
 

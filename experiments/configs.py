@@ -152,7 +152,7 @@ class LeNetConfig(ImageConfig):
         model = LeNet(
             fused=self.fused, implementation=self.implementation, dtype=jnp.dtype(self.dtype), rngs=nnx.Rngs(key)
         )
-        return model, functools.partial(classification_loss, implementation=self.implementation)
+        return model, LeNet.loss
 
 
 EXPERIMENTS: dict[str, type[TrainingConfig]] = {config.name: config for config in (LeNetConfig,)}

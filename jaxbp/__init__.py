@@ -11,6 +11,11 @@ from jaxbp.ops.conv2d_relu_max_pool2d import (
 from jaxbp.ops.linear import linear, linear_backward
 from jaxbp.ops.losses import softmax_cross_entropy, softmax_cross_entropy_backward
 from jaxbp.ops.max_pool2d import max_pool2d, max_pool2d_backward, max_pool2d_with_indices
+from jaxbp.ops.mlp_softmax_cross_entropy import (
+    mlp_softmax_cross_entropy,
+    mlp_softmax_cross_entropy_backward,
+    mlp_softmax_cross_entropy_with_classes,
+)
 from jaxbp.ops.shapes import flatten
 from jaxbp.pairing import Pair, differentiable
 
@@ -36,6 +41,9 @@ __all__ = [
     "max_pool2d",
     "max_pool2d_backward",
     "max_pool2d_with_indices",
+    "mlp_softmax_cross_entropy",
+    "mlp_softmax_cross_entropy_backward",
+    "mlp_softmax_cross_entropy_with_classes",
     "relu",
     "relu_backward",
     "softmax_cross_entropy",

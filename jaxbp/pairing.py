@@ -52,7 +52,7 @@ class Pair(Op):
         forward's arrays (a tuple, or the array itself if there is one; None for one without a gradient). "xla" is
         the formula in jnp; "pallas" a kernel of the same function. Or an `Op` that has these.
       save: `save(*arrays, **options) -> (y, saved)`, what the forward keeps for the backward, by implementation or
-        one for all. By default it keeps its arguments.
+        one for all. By default it keeps its arguments. A kernel in it is to be `differentiable`.
       name, unsupported, fastest: as in `Op`.
 
     `pair.forward` is the forward, `pair.backward` an `Op` of `(dy, *saved)`.
@@ -78,7 +78,7 @@ class Pair(Op):
             backward = Op(f"{name}_backward", _kernels_differentiable(backward))
         if save is None:
             save = lambda *arrays, **options: (forward(*arrays, **options), arrays)  # noqa: E731
-        save = _kernels_differentiable(save) if isinstance(save, Mapping) else {"pallas": save, "xla": save}
+        save = save if isinstance(save, Mapping) else {"pallas": save, "xla": save}
 
         self.forward = forward
         self.backward = backward

@@ -173,6 +173,15 @@ def store(ref: Any, value: Array) -> None:
         ref[...] = value
 
 
+def rounded_to_tf32(x: Array) -> Array:
+    """float32 rounded to TF32, where the tensor cores would cut it off; other dtypes as they are."""
+    if x.dtype != jnp.float32:
+        return x
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    # A NaN of all ones, which GPUs make, would run over.
+    return jnp.where(x != x, x, lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32))
+
+
 def zeros_like(vector: Array) -> Array:
     """Float32 zeros in the register layout of `vector`, which a loop's carry must have from its first turn."""
     return jnp.where(vector != vector, jnp.float32(0), jnp.float32(0))

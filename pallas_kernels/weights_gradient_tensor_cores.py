@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import conv2d
 from pallas_kernels.conv2d_relu_max_pool2d import weights_gradient as exact_weights_gradient
-from pallas_kernels.launch import launch, load, on_gpu, store
+from pallas_kernels.launch import launch, load, on_gpu, rounded_to_tf32, store
 
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 200 * 1024
@@ -217,7 +217,7 @@ def _weights_gradient(dy, place, x, *, window):
 
         def route(slot, buffer):
             rows = pl.ds(warpgroup * mine, mine)
-            gradient = _rounded(load(dys.at[slot, rows], layout))
+            gradient = rounded_to_tf32(load(dys.at[slot, rows], layout))
             at = load(places.at[slot, rows], layout, optimized=False).astype(jnp.int32)
             for t in range(tile.places):
                 here = jnp.where(at == turn * tile.places + t, gradient, jnp.zeros_like(gradient))
@@ -279,12 +279,3 @@ def _weights_gradient(dy, place, x, *, window):
     ]
     dw = jnp.sum(sum(terms[1:], terms[0]), axis=0)
     return dw.reshape(C, F, G, K).transpose(3, 0, 1, 2), db
-
-
-def _rounded(x: Array) -> Array:
-    """float32 rounded to TF32, which the tensor cores would do by cutting it off."""
-    if x.dtype != jnp.float32:
-        return x
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    # A NaN of all ones, which GPUs make, would run over.
-    return jnp.where(x != x, x, lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32))

@@ -87,6 +87,10 @@ class Linear(nnx.Module):
         self.bias = _uniform(rngs, (out_features,), in_features, param_dtype)
         self.precision, self.implementation, self.dtype = precision, implementation, dtype
 
+    def parameters(self) -> tuple[Array, Array]:
+        """Weight and bias in the dtype of the computation."""
+        return self.weight[...].astype(self.dtype), self.bias[...].astype(self.dtype)
+
     def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
-        w, b = self.weight[...].astype(self.dtype), self.bias[...].astype(self.dtype)
+        w, b = self.parameters()
         return linear(x.astype(self.dtype), w, b, precision=self.precision, implementation=self.implementation)

@@ -22,6 +22,7 @@ from jaxbp.ops.activations import relu
 from jaxbp.ops.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_places
 from jaxbp.ops.losses import softmax_cross_entropy
 from jaxbp.ops.max_pool2d import max_pool2d_with_indices
+from jaxbp.ops.mlp_softmax_cross_entropy import mlp_softmax_cross_entropy_with_classes
 from jaxbp.ops.shapes import flatten
 
 
@@ -57,12 +58,27 @@ class LeNet(nnx.Module):
 
     def __call__(self, images: Float[Array, "batch 1 28 28"]) -> Float[Array, "batch 10"]:
         """The logits."""
+        return self._logits(self._features(images, _drop), _drop)
+
+    def loss(
+        self, images: Float[Array, "batch 1 28 28"], labels: Int[Array, "batch"]
+    ) -> tuple[Float[Array, "batch"], Int[Array, "batch"]]:
+        """The softmax cross-entropy of the logits, in float32, and the likeliest class, of each image.
+
+        If the model is fused and float32, the dense layers and the loss are one op.
+        """
+        x = self._features(images, _drop)
+        if self.fused and x.dtype == jnp.float32:
+            layers = (a for fc in (self.fc1, self.fc2, self.fc3) for a in fc.parameters())
+            return mlp_softmax_cross_entropy_with_classes(x, labels, *layers, implementation=self.implementation)
+        logits = self._logits(x, _drop).astype(jnp.float32)
+        loss = softmax_cross_entropy(logits, labels, implementation=self.implementation)
+        return loss, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def _features(self, images: Array, keep: Callable[[str, Array], None]) -> Array:
+        """What the dense layers take, handing each tensor that the backward needs to `keep` by its name."""
         if images.ndim != 4 or images.shape[1:] != (1, 28, 28):
             raise ValueError(f"LeNet: images has shape {images.shape}; wants (batch, 1, 28, 28)")
-        return self._forward(images, lambda name, value: None)
-
-    def _forward(self, images: Array, keep: Callable[[str, Array], None]) -> Array:
-        """The logits, handing each tensor that the backward needs to `keep` by its name."""
         implementation = self.implementation
         x = images.astype(self.dtype)
         for i, conv in enumerate((self.conv1, self.conv2), start=1):
@@ -79,14 +95,21 @@ class LeNet(nnx.Module):
                     relu(x, implementation=implementation), 2, implementation=implementation
                 )
                 keep(f"pool{i}.indices", indices)
-        x = flatten(x)
+        return flatten(x)
+
+    def _logits(self, x: Array, keep: Callable[[str, Array], None]) -> Array:
+        """The dense layers, as `_features`."""
         for i, fc in enumerate((self.fc1, self.fc2), start=1):
             keep(f"fc{i}.input", x)
             x = fc(x)
             keep(f"fc{i}.pre_relu", x)
-            x = relu(x, implementation=implementation)
+            x = relu(x, implementation=self.implementation)
         keep("fc3.input", x)
         return self.fc3(x)
+
+
+def _drop(name: str, value: Array) -> None:
+    pass
 
 
 def lenet_saved_tensors(
@@ -105,7 +128,7 @@ def lenet_saved_tensors(
       (loss, saved): a loss an example, and name -> tensor in the order of the forward.
     """
     saved = {}
-    logits = model._forward(images, saved.__setitem__)
+    logits = model._logits(model._features(images, saved.__setitem__), saved.__setitem__)
     saved["probabilities"] = jax.nn.softmax(logits.astype(jnp.float32)).astype(logits.dtype)
     return softmax_cross_entropy(logits, labels, implementation=model.implementation), saved
 

@@ -14,6 +14,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxbp.ops import _checks, activations, conv2d, conv2d_relu_max_pool2d, linear, losses, max_pool2d
+from jaxbp.ops import mlp_softmax_cross_entropy as mlp
 
 BATCH = "batch"
 """Stands for the batch size in an argument's shape."""
@@ -95,6 +96,10 @@ _POOL_ANY = dict(window=(3, 2), stride=(2, 1), padding=(1, 0))
 _APART = Argument((1, 2, 5, 6), apart=True)
 _CLASS = Argument((BATCH,), below=10)
 _INDICES = Argument((2, 2, 3, 5), below=6, dtype=jnp.uint8)
+
+_LABELS = Argument((2, 3), below=4)
+_LAYERS = ((6, 5), (6,), (4, 6), (4,))
+_LENET_TAIL = ((BATCH, 256), _CLASS, (120, 256), (120,), (84, 120), (84,), (10, 84), (10,))
 
 _FUSED_ANY = dict(window=(2, 3), padding=(1, 0))
 _PLACES = Argument((1, 3, 2, 2), below=7, dtype=jnp.uint8)
@@ -242,6 +247,21 @@ CATALOGUE: tuple[Entry, ...] = (
             "classes": _case((BATCH,), (BATCH, 10), _CLASS),
             "weights": _case((BATCH,), (BATCH, 10), Argument((BATCH, 10), weights=True)),
         },
+    ),
+    Entry(
+        mlp.mlp_softmax_cross_entropy,
+        _case((2, 3, 5), _LABELS, *_LAYERS),
+        {"fc1 to fc3": _case(*_LENET_TAIL)},
+    ),
+    Entry(
+        mlp.mlp_softmax_cross_entropy_with_classes,
+        _case((2, 3, 5), _LABELS, *_LAYERS),
+        {"fc1 to fc3": _case(*_LENET_TAIL)},
+    ),
+    Entry(
+        mlp.mlp_softmax_cross_entropy_backward,
+        _case((2, 3), (2, 3, 5), _LABELS, *_LAYERS),
+        {"fc1 to fc3": _case((BATCH,), *_LENET_TAIL)},
     ),
 )
 """Every op, once."""

@@ -345,7 +345,7 @@ def _save(function):
 _CONV2D = Pair(
     forward,
     Op("conv2d_backward", {name: _backward(name) for name in ("pallas", "xla")}),
-    save={"xla": _save(forward_formula), "pallas": _save(_forward_kernel)},
+    save={"xla": _save(forward_formula), "pallas": _save(differentiable(_forward_kernel, forward_formula))},
     name="conv2d",
     unsupported=_unsupported,
 )

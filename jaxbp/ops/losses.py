@@ -16,13 +16,13 @@ def _is_class(labels):
     return jnp.issubdtype(labels.dtype, jnp.integer)
 
 
-def _widen(a):
+def widen(a):
     """Half precisions as float32, in which everything is summed."""
     return a.astype(jnp.promote_types(a.dtype, jnp.float32))
 
 
-def _loss_and_probabilities(logits, labels):
-    log_probabilities = jax.nn.log_softmax(_widen(logits))
+def loss_and_probabilities(logits, labels):
+    log_probabilities = jax.nn.log_softmax(widen(logits))
     if _is_class(labels):
         valid = (labels >= 0) & (labels < logits.shape[-1])
         chosen = jnp.where(valid, labels, 0)[..., None]
@@ -30,7 +30,7 @@ def _loss_and_probabilities(logits, labels):
         # A factor, not a choice: the gradient of an example with an invalid label is NaN as well.
         loss *= jnp.where(valid, 1.0, jnp.nan).astype(loss.dtype)
     else:
-        loss = -jnp.sum(_widen(labels) * log_probabilities, axis=-1)
+        loss = -jnp.sum(widen(labels) * log_probabilities, axis=-1)
     return loss.astype(logits.dtype), jnp.exp(log_probabilities).astype(logits.dtype)
 
 
@@ -42,16 +42,16 @@ def _loss_and_probabilities_kernel(logits, labels):
     return batch_first(loss, rows).reshape(logits.shape[:-1]), batch_first(probabilities, rows).reshape(logits.shape)
 
 
-def _logits_gradient(dy, probabilities, labels):
-    p = _widen(probabilities)
+def logits_gradient(dy, probabilities, labels):
+    p = widen(probabilities)
     if _is_class(labels):
         valid = (labels >= 0) & (labels < p.shape[-1])
         gradient = p - jax.nn.one_hot(labels, p.shape[-1], dtype=p.dtype)
         gradient *= jnp.where(valid, 1.0, jnp.nan).astype(p.dtype)[..., None]
     else:
-        y = _widen(labels)
+        y = widen(labels)
         gradient = p * jnp.sum(y, axis=-1, keepdims=True) - y
-    return (_widen(dy)[..., None] * gradient).astype(probabilities.dtype)
+    return (widen(dy)[..., None] * gradient).astype(probabilities.dtype)
 
 
 def _logits_gradient_kernel(dy, probabilities, labels):
@@ -63,12 +63,12 @@ def _logits_gradient_kernel(dy, probabilities, labels):
 
 
 _FORWARD = {
-    "xla": _loss_and_probabilities,
-    "pallas": differentiable(_loss_and_probabilities_kernel, _loss_and_probabilities),
+    "xla": loss_and_probabilities,
+    "pallas": differentiable(_loss_and_probabilities_kernel, loss_and_probabilities),
 }
 _LOGITS_GRADIENT = {
-    "xla": _logits_gradient,
-    "pallas": differentiable(_logits_gradient_kernel, _logits_gradient),
+    "xla": logits_gradient,
+    "pallas": differentiable(_logits_gradient_kernel, logits_gradient),
 }
 
 
@@ -86,7 +86,7 @@ def _pair_backward(implementation):
         dlogits = _LOGITS_GRADIENT[implementation](dy, probabilities, labels)
         if _is_class(labels):
             return dlogits, None
-        return dlogits, (-_widen(dy)[..., None] * jax.nn.log_softmax(_widen(logits))).astype(labels.dtype)
+        return dlogits, (-widen(dy)[..., None] * jax.nn.log_softmax(widen(logits))).astype(labels.dtype)
 
     return backward
 
@@ -99,7 +99,7 @@ def _backward(implementation):
 
 
 def _loss(logits, labels):
-    return _loss_and_probabilities(logits, labels)[0]
+    return loss_and_probabilities(logits, labels)[0]
 
 
 def _unsupported(*arrays):
