@@ -29,7 +29,7 @@ _ROW_BYTES = 128
 _SHARED_BYTES = 216 * 1024
 _MOST_SLOTS = 8
 _MOST_COLUMNS = 256
-_SUMS = plgpu.Layout.WGMMA
+_SUMS, _SUMS_TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
 _AN_EXAMPLE, _A_COLUMN = _SUMS.reduce(1), _SUMS.reduce(0)
 
 
@@ -57,16 +57,16 @@ def forward(
     """`h = max(0, w h + b)` for each layer but the last, its logits, and `loss = logsumexp(logits) - logits[label]`.
 
     Args:
-      x: `(N, inputs)`, inputs a multiple of 32.
+      x: `(widths[0], N)`, an example a column as the convolutions have it.
       labels: `(N,)` int32; one that is no class makes its example's loss NaN.
       weights, biases: `(outputs, inputs)` and `(outputs,)` of each layer.
 
     Returns:
       loss `(N,)`, logits `(N, widths[-1])`, and each h `(N, widths[layer])`, where a one follows the layer's outputs.
     """
-    sizes = (x.shape[1], *(b.shape[0] for b in biases))
+    sizes = (x.shape[0], *(b.shape[0] for b in biases))
     rows = widths(sizes)
-    N, classes, layers = x.shape[0], sizes[-1], len(weights)
+    N, classes, layers = x.shape[1], sizes[-1], len(weights)
     slices = [_slices(w, rows[layer + 1], rows[layer]) for layer, w in enumerate(weights)]
     ones = [b if layer == layers - 1 else jnp.append(b, 1.0) for layer, b in enumerate(biases)]
     padded = [jnp.pad(b, (0, rows[layer + 1] - b.size)) for layer, b in enumerate(ones)]
@@ -76,15 +76,20 @@ def forward(
     slots = _slots(rows[:-1], rows[1:])
 
     def body(x_ref, labels_ref, weights_ref, bias_ref, loss_ref, logits_ref, *refs, block):
-        hidden_refs, (slots_ref, loaded, x_loaded, *operands) = refs[: layers - 1], refs[layers - 1 :]
+        hidden_refs, (slots_ref, loaded, *operands) = refs[: layers - 1], refs[layers - 1 :]
         here = pl.ds(block * EXAMPLES, EXAMPLES)
-        plgpu.copy_gmem_to_smem(x_ref.at[here], operands[0], x_loaded)
         multiply = _multiplier(weights_ref, slots_ref, loaded, list(itertools.pairwise(rows)))
-        plgpu.barrier_wait(x_loaded)
+        labels = load(labels_ref.at[here], _AN_EXAMPLE, optimized=False)
+        for k in range(0, rows[0], _SLICE):
+            columns = load(
+                plgpu.transpose_ref(x_ref.at[pl.ds(k, _SLICE), here], (1, 0)), _SUMS_TRANSPOSED, optimized=False
+            )
+            operands[0][:, pl.ds(k, _SLICE)] = rounded_to_tf32(plgpu.layout_cast(columns, _SUMS))
+        plgpu.commit_smem()
         at = first_bias
         for layer in range(layers):
-            z = multiply(operands[layer])
             bias = load(bias_ref.at[pl.ds(at, rows[layer + 1])], _A_COLUMN, optimized=False)
+            z = multiply(operands[layer])
             z += lax.broadcast_in_dim(bias, z.shape, [1])
             at += rows[layer + 1]
             if layer < layers - 1:
@@ -93,7 +98,6 @@ def forward(
                 plgpu.commit_smem()
                 store(hidden_refs[layer].at[here], h)
         store(logits_ref.at[here], z)
-        labels = load(labels_ref.at[here], _AN_EXAMPLE, optimized=False)
         shifted, _, total, chosen = _softmax(z, labels, classes)
         loss = jnp.log(total) - jnp.sum(jnp.where(chosen, shifted, 0.0), axis=1)
         store(loss_ref.at[here], jnp.where((labels >= 0) & (labels < classes), loss, jnp.nan))
@@ -110,7 +114,6 @@ def forward(
         scratch=[
             _operand((slots, max(rows[1:]), _SLICE)),
             plgpu.Barrier(num_barriers=slots),
-            plgpu.Barrier(),
             *(_operand((EXAMPLES, n)) for n in rows[:-1]),
         ],
         name="mlp_softmax_cross_entropy",
@@ -129,7 +132,7 @@ def backward(
       logits, hidden: the forward's results.
 
     Returns:
-      Arrays of the shape of the logits and of each h, last first, zero behind a layer's outputs, and `(N, widths[0])`.
+      Arrays of the shape of the logits and of each h, last first, zero behind a layer's outputs, and of x.
     """
     sizes = (weights[0].shape[1], *(w.shape[0] for w in weights))
     rows = widths(sizes)
@@ -156,11 +159,14 @@ def backward(
             operands[layer][...] = gradient
             plgpu.commit_smem()
             store(gradient_refs[layers - 1 - layer].at[here], gradient)
+            # Under way while the product is.
+            h = load(hidden_refs[layer - 1].at[here], _SUMS, optimized=False) if layer else None
             gradient = multiply(operands[layer])
             if layer:
-                h = load(hidden_refs[layer - 1].at[here], _SUMS, optimized=False)
                 gradient = jnp.where(h > 0, gradient, 0.0)
-        store(gradient_refs[-1].at[here], gradient)
+        for k in range(0, rows[0], _SLICE):
+            columns = plgpu.layout_cast(gradient[:, k : k + _SLICE], _SUMS_TRANSPOSED)
+            store(plgpu.transpose_ref(gradient_refs[-1].at[pl.ds(k, _SLICE), here], (1, 0)), columns)
 
     struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     return launch(
@@ -170,7 +176,7 @@ def backward(
         logits,
         packed.reshape(-1, _SLICE),
         *hidden,
-        out=tuple(struct((N, n)) for n in reversed(rows)),
+        out=(*(struct((N, n)) for n in reversed(rows[1:])), struct((rows[0], N))),
         grid={"block": N // EXAMPLES},
         scratch=[
             _operand((slots, max(rows[:-1]), _SLICE)),

@@ -13,7 +13,7 @@ from jaxbp.ops import _checks
 from jaxbp.ops.losses import logits_gradient, loss_and_probabilities
 from jaxbp.pairing import Pair, differentiable
 from pallas_kernels import mlp_softmax_cross_entropy as kernels
-from pallas_kernels.launch import on_gpu
+from pallas_kernels.launch import batch_first, batch_last, on_gpu
 
 
 def _rows(x, labels, *layers, precision):
@@ -74,14 +74,15 @@ def _forward(x, labels, *layers, precision):
 
 # --------------------------------------------------------------------------------------------------- with the kernels
 # Their rows are wider: behind each hidden layer's outputs stands a one, then zeros up to what the tensor cores take. By
-# the one a layer's product with the gradients has its bias's gradient in it.
+# the one a layer's product with the gradients has its bias's gradient in it. The inputs have the batch last.
 
 
-def _wide_rows(x, labels, *layers):
+def _wide_rows(x_last, labels, *layers):
+    x = x_last[: layers[0].shape[1]].T
     loss, logits, *hidden = _rows(x, labels, *layers, precision=None)
     hidden = [jnp.pad(h, ((0, 0), (0, 1)), constant_values=1) for h in hidden]
-    inputs, *widths = kernels.widths(_sizes(layers[::2]))
-    return loss, *map(_fill, (logits, x, *hidden), (widths[-1], inputs, *widths))
+    _, *widths = kernels.widths(_sizes(layers[::2]))
+    return loss, *map(_fill, (logits, *hidden), (widths[-1], *widths))
 
 
 def _wide_row_gradients(dy, labels, logits, *hidden_and_weights):
@@ -90,17 +91,16 @@ def _wide_row_gradients(dy, labels, logits, *hidden_and_weights):
     *outputs, classes = (len(w) for w in weights)
     narrow = [h[:, :n] for h, n in zip(hidden, outputs, strict=True)]
     gradients = _row_gradients(dy, labels, logits[:, :classes], *narrow, *weights, precision=None)
-    return tuple(map(_fill, gradients, (*reversed(widths), inputs)))
+    *gradients, dx = map(_fill, gradients, (*reversed(widths), inputs))
+    return *gradients, dx.T
 
 
-def _wide_rows_kernel(x, labels, *layers):
-    def kernel(x, labels, *layers):
-        # Rounded on the way from whatever makes it.
-        x = _fill(jax.lax.reduce_precision(x, 8, 10), kernels.widths(_sizes(layers[::2]))[0])
-        loss, logits, hidden = kernels.forward(x, labels, layers[::2], layers[1::2])
-        return loss, logits, x, *hidden
+def _wide_rows_kernel(x_last, labels, *layers):
+    def kernel(x_last, labels, *layers):
+        loss, logits, hidden = kernels.forward(x_last, labels, layers[::2], layers[1::2])
+        return loss, logits, *hidden
 
-    return on_gpu(kernel, _wide_rows, x, labels, *layers)
+    return on_gpu(kernel, _wide_rows, x_last, labels, *layers)
 
 
 def _wide_row_gradients_kernel(dy, labels, logits, *hidden_and_weights):
@@ -118,27 +118,24 @@ def _save_kernel(x, labels, *layers, precision):
     if not _kernels_take(x, layers[::2], precision):
         return _save(x, labels, *layers, precision=precision)
     batch = len(x)
-    missing = -batch % kernels.EXAMPLES
-    x, labels = jnp.pad(x, ((0, missing), (0, 0))), jnp.pad(labels, (0, missing))
-    loss, logits, *inputs = _wide_rows_kernel(x, labels, *layers)
+    x_last, labels = batch_last(_fill(x, kernels.widths(_sizes(layers[::2]))[0])), batch_last(labels)
+    loss, logits, *hidden = _wide_rows_kernel(x_last, labels, *layers)
     results = _results(loss[:batch], logits[:batch, : len(layers[-1])])
-    return results, (inputs[0], labels, logits, *inputs[1:], *layers[::2])
+    return results, (x_last, labels, logits, *hidden, *layers[::2])
 
 
 def _gradients_kernel(dy, x, labels, logits, *hidden_and_weights, precision):
     hidden, weights = _halves(hidden_and_weights)
     if not _kernels_take(x, weights, precision):
         return _gradients(dy, x, labels, logits, *hidden_and_weights, precision=precision)
-    batch = len(dy)
-    dy = jnp.pad(dy, (0, len(x) - batch))
-    *gradients, dx = _wide_row_gradients_kernel(dy, labels, logits, *hidden_and_weights)
+    *gradients, dx_last = _wide_row_gradients_kernel(batch_last(dy), labels, logits, *hidden_and_weights)
     layers = []
-    for w, dz, h in zip(weights, reversed(gradients), (x, *hidden), strict=True):
+    for w, dz, h in zip(weights, reversed(gradients), (x.T, *hidden), strict=True):
         outputs, inputs = w.shape
         products = jnp.matmul(dz.T, h, precision=precision)[:outputs]
         db = products[:, inputs] if layers else jnp.sum(dz, axis=0)[:outputs]
         layers += [products[:, :inputs], db]
-    return dx[:batch, : weights[0].shape[1]], None, *layers
+    return batch_first(dx_last[: weights[0].shape[1]], len(dy)), None, *layers
 
 
 def _kernels_take(x, weights, precision):
