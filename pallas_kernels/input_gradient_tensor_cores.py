@@ -23,11 +23,14 @@ from pallas_kernels.conv2d_relu_max_pool2d import input_gradient as exact_input_
 from pallas_kernels.launch import launch, load, on_gpu, rounded_to_tf32, store
 
 _EXAMPLES = 64
-_WARPGROUPS = 2
-_MULTIPROCESSORS = 132
-_SHARED_BYTES = 224 * 1024
+_MOST_WARPGROUPS = 4
+_SHARED_BYTES = 226 * 1024
 _ROW_BYTES = 128
-_MOST_COLUMNS = 256
+_SUMS, _SUMS_TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
+# A thread keeps the sums of the cells that a row of windows reaches: with more it spills them.
+_MOST_SUMS = 96
+# Below, matrix products of the library are as fast.
+_LEAST_BATCH = 2048
 
 
 def group(dy_shape: tuple[int, ...], w_shape: tuple[int, ...], window: tuple[int, int]) -> int | None:
@@ -37,19 +40,23 @@ def group(dy_shape: tuple[int, ...], w_shape: tuple[int, ...], window: tuple[int
       dy_shape: `(K, P, Q, N)`.
       w_shape: `(K, C, F, G)`.
     """
-    K, P, Q, _ = dy_shape
+    K, _, Q, _ = dy_shape
     _, C, F, G = w_shape
     R, S = window
     reach = _reach(F, R)
-    if (P + reach - 1) % _WARPGROUPS:
-        return None
     for windows in (d for d in range(1, Q + 1) if Q % d == 0):
-        routed, cell = K * windows, C * R * windows * S
-        operands = R * S * routed * (reach * 2 * cell + _WARPGROUPS * _EXAMPLES)
-        fits = 4 * (operands + _WARPGROUPS * _EXAMPLES * cell // R) <= _SHARED_BYTES and 2 * cell <= _MOST_COLUMNS
+        groups, routed, cell = Q // windows, K * windows, C * R * windows * S
+        operands = R * S * routed * (2 * reach * cell + groups * _EXAMPLES)
+        fits = 4 * (operands + (groups + 1) * _EXAMPLES * cell // R) <= _SHARED_BYTES
+        fits &= groups < _MOST_WARPGROUPS and reach * cell * _EXAMPLES // 128 <= _MOST_SUMS
         if fits and windows * S >= G - 1 and routed % 32 == 0 and cell // R % 8 == 0:
             return windows
     return None
+
+
+def pays(dy_shape: tuple[int, ...], w_shape: tuple[int, ...], window: tuple[int, int]) -> bool:
+    """Whether `input_gradient` takes these shapes, and is faster than the library's products."""
+    return dy_shape[-1] >= _LEAST_BATCH and group(dy_shape, w_shape, window) is not None
 
 
 def _reach(filter_rows, window_rows):
@@ -71,73 +78,74 @@ def _input_gradient(dy, place, w, *, window, input_size):
     K, P, Q, N = dy.shape
     _, C, F, _ = w.shape
     R, S = window
-    windows = group(dy.shape, w.shape, window)
-    groups, width, reach = Q // windows, windows * S, _reach(F, R)
-    routed, half = K * windows, C * R * width
-    inner = R * S * routed
-    cells = P + reach - 1, groups + 1
-    # Few cells a program, down to one a warpgroup, where the batch alone does not fill the GPU.
-    pairs, blocks = cells[0] // _WARPGROUPS, N // _EXAMPLES
-    turns = next((d for d in range(1, pairs) if pairs % d == 0 and blocks * (pairs // d) <= _MULTIPROCESSORS), pairs)
+    windows, reach = group(dy.shape, w.shape, window), _reach(F, R)
+    groups, width = Q // windows, windows * S
+    routed, row = K * windows, C * width
+    inner, warpgroups = R * S * routed, groups + 1
 
-    def body(dy_ref, place_ref, weights_ref, dx_ref, weights, loaded, operands, stages, *, block, part, warpgroup):
+    def body(dy_ref, place_ref, weights_ref, dx_ref, *refs, **ids):
+        sums = [plgpu.ACC((_EXAMPLES, R * row))] * (P + reach - 1)
+        pl.run_scoped(functools.partial(run, dy_ref, place_ref, weights_ref, dx_ref, *refs, **ids), *sums)
+
+    # A warpgroup owns a column of cells.
+    def run(dy_ref, place_ref, weights_ref, dx_ref, weights, loaded, operands, met, stages, *sums, block, warpgroup):
         here = pl.ds(block * _EXAMPLES, _EXAMPLES)
-        operand, stage = operands.at[warpgroup], stages.at[warpgroup]
+        mine, stage = jnp.minimum(warpgroup, groups - 1), stages.at[warpgroup]
+
+        def fetch(p):
+            rows = pl.ds((p * groups + mine) * routed, routed)
+            return [
+                load(plgpu.transpose_ref(ref.at[rows, here], (1, 0)), _SUMS_TRANSPOSED, optimized=False)
+                for ref in (dy_ref, place_ref)
+            ]
+
+        def route(gradient, places):
+            gradient = rounded_to_tf32(plgpu.layout_cast(gradient, _SUMS))
+            places = plgpu.layout_cast(places.astype(jnp.int32), _SUMS)
+            for t in range(R * S):
+                operands[mine, :, pl.ds(t * routed, routed)] = jnp.where(places == t, gradient, 0.0)
+
+        def meet():
+            plgpu.barrier_arrive(met)
+            plgpu.barrier_wait(met)
+
+        def multiply(p, b, _):
+            for a in range(reach):
+                plgpu.wgmma(sums[p + a], operands.at[warpgroup - b], weights.at[a, b].transpose((1, 0)))
+            plgpu.wgmma_wait(0)
+
+        def write(m):
+            cell = sums[m][...]
+            for r in range(R):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                part = plgpu.layout_cast(cell[:, r * row : (r + 1) * row], _SUMS_TRANSPOSED)
+                store(plgpu.transpose_ref(stage, (1, 0)), part)
+                plgpu.commit_smem()
+                for c in range(C):
+                    to = dx_ref.at[m * R + r, c, pl.ds(warpgroup * width, width), here]
+                    plgpu.copy_smem_to_gmem(stage.at[pl.ds(c * width, width)], to)
 
         @pl.when(warpgroup == 0)
         def _():
             for a in range(reach):
-                plgpu.copy_gmem_to_smem(weights_ref.at[a], weights.at[a], loaded)
+                for b in range(2):
+                    plgpu.copy_gmem_to_smem(weights_ref.at[a, b], weights.at[a, b], loaded)
 
+        fetched = fetch(0)
         plgpu.barrier_wait(loaded)
-
-        def route(p, g):
-            rows = pl.ds((p * groups + g) * routed, routed)
-
-            def examples_first(ref):
-                columns = load(
-                    plgpu.transpose_ref(ref.at[rows, here], (1, 0)), plgpu.Layout.WGMMA_TRANSPOSED, optimized=False
-                )
-                columns = columns if columns.dtype == dy.dtype else columns.astype(jnp.int32)
-                return plgpu.layout_cast(columns, plgpu.Layout.WGMMA)
-
-            gradient, at = rounded_to_tf32(examples_first(dy_ref)), examples_first(place_ref)
-            for t in range(R * S):
-                operand[:, pl.ds(t * routed, routed)] = jnp.where(at == t, gradient, 0.0)
+        for p in range(P):
+            pl.when(warpgroup < groups)(functools.partial(route, *fetched))
             plgpu.commit_smem()
-
-        def products(m, g):
-            def accumulate(sums):
-                def add(a, _):
-                    route(m - a, g)
-                    plgpu.wgmma(sums, operand, weights.at[a].transpose((1, 0)))
-                    plgpu.wgmma_wait(0)
-
-                lax.fori_loop(jnp.maximum(0, m - P + 1), jnp.minimum(reach, m + 1), add, None)
-                return sums[...]
-
-            return pl.run_scoped(accumulate, plgpu.ACC((_EXAMPLES, 2 * half)))
-
-        def write(m, j, cell):
-            for r in range(R):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                row = cell[:, r * C * width : (r + 1) * C * width]
-                store(plgpu.transpose_ref(stage, (1, 0)), plgpu.layout_cast(row, plgpu.Layout.WGMMA_TRANSPOSED))
-                plgpu.commit_smem()
-                for c in range(C):
-                    to = dx_ref.at[m * R + r, c, pl.ds(j * width, width), here]
-                    plgpu.copy_smem_to_gmem(stage.at[pl.ds(c * width, width)], to)
-
-        def turn(i, _):
-            m = (part * turns + i) * _WARPGROUPS + warpgroup
-            right = None
-            for g in range(groups):
-                sums = products(m, g)
-                write(m, g, sums[:, :half] if right is None else sums[:, :half] + right)
-                right = sums[:, half:]
-            write(m, groups, right)
-
-        lax.fori_loop(0, turns, turn, None)
+            meet()
+            # Under way while the products are.
+            fetched = fetch(min(p + 1, P - 1))
+            bounds = jnp.maximum(0, warpgroup - groups + 1), jnp.minimum(2, warpgroup + 1)
+            lax.fori_loop(*bounds, functools.partial(multiply, p), None)
+            if p + 1 < P:
+                meet()
+            write(p)
+        for m in range(P, P + reach - 1):
+            write(m)
         plgpu.wait_smem_to_gmem(0)
 
     def by_groups(a):
@@ -149,14 +157,15 @@ def _input_gradient(dy, place, w, *, window, input_size):
         by_groups(dy),
         by_groups(place),
         _matrices(w, window, windows, reach),
-        out=jax.ShapeDtypeStruct((cells[0] * R, C, cells[1] * width, N), dy.dtype),
-        grid={"block": blocks, "part": pairs // turns},
-        warpgroups=_WARPGROUPS,
+        out=jax.ShapeDtypeStruct(((P + reach - 1) * R, C, warpgroups * width, N), dy.dtype),
+        grid={"block": N // _EXAMPLES},
+        warpgroups=warpgroups,
         scratch=[
-            plgpu.SMEM((reach, 2 * half, inner), jnp.float32, transforms=tiled),
-            plgpu.Barrier(num_arrivals=reach),
-            plgpu.SMEM((_WARPGROUPS, _EXAMPLES, inner), jnp.float32, transforms=tiled),
-            plgpu.SMEM((_WARPGROUPS, C * width, _EXAMPLES), jnp.float32),
+            plgpu.SMEM((reach, 2, R * row, inner), jnp.float32, transforms=tiled),
+            plgpu.Barrier(num_arrivals=2 * reach),
+            plgpu.SMEM((groups, _EXAMPLES, inner), jnp.float32, transforms=tiled),
+            plgpu.Barrier(num_arrivals=warpgroups),
+            plgpu.SMEM((warpgroups, row, _EXAMPLES), jnp.float32),
         ],
         name="conv2d_relu_max_pool2d_backward_input_tensor_cores",
     )
@@ -164,7 +173,7 @@ def _input_gradient(dy, place, w, *, window, input_size):
 
 
 def _matrices(w, window, windows, reach):
-    """`[a, (b, r, c, v), (t, k, q)]`: what a place of a group's window adds to a position of the cell (a, b) on."""
+    """`[a, b, (r, c, v), (t, k, q)]`: what a place of a group's window adds to a position of the cell (a, b) on."""
     K, C, F, G = w.shape
     R, S = window
     width = windows * S
@@ -174,4 +183,4 @@ def _matrices(w, window, windows, reach):
     row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)
     taps = jnp.where(inside, lax.reduce_precision(w, 8, 10)[:, :, row, column], 0)
     # K, C, a, b, r, v, tr, ts, q
-    return taps.transpose(2, 3, 4, 1, 5, 6, 7, 0, 8).reshape(reach, 2 * C * R * width, R * S * K * windows)
+    return taps.transpose(2, 3, 4, 1, 5, 6, 7, 0, 8).reshape(reach, 2, C * R * width, R * S * K * windows)

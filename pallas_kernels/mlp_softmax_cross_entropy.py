@@ -80,11 +80,14 @@ def forward(
         here = pl.ds(block * EXAMPLES, EXAMPLES)
         multiply = _multiplier(weights_ref, slots_ref, loaded, list(itertools.pairwise(rows)))
         labels = load(labels_ref.at[here], _AN_EXAMPLE, optimized=False)
-        for k in range(0, rows[0], _SLICE):
-            columns = load(
-                plgpu.transpose_ref(x_ref.at[pl.ds(k, _SLICE), here], (1, 0)), _SUMS_TRANSPOSED, optimized=False
-            )
-            operands[0][:, pl.ds(k, _SLICE)] = rounded_to_tf32(plgpu.layout_cast(columns, _SUMS))
+        # Some slices at a time, so that their loads are under way together.
+        for k in range(0, rows[0], 4 * _SLICE):
+            columns = [pl.ds(k + n, _SLICE) for n in range(0, min(4 * _SLICE, rows[0] - k), _SLICE)]
+            loads = [
+                load(plgpu.transpose_ref(x_ref.at[c, here], (1, 0)), _SUMS_TRANSPOSED, optimized=False) for c in columns
+            ]
+            for c, values in zip(columns, loads, strict=True):
+                operands[0][:, c] = rounded_to_tf32(plgpu.layout_cast(values, _SUMS))
         plgpu.commit_smem()
         at = first_bias
         for layer in range(layers):
@@ -210,12 +213,11 @@ def _multiplier(weights_ref, slots_ref, loaded, products):
     slots, done = slots_ref.shape[0], []
 
     def fetch(step):
-        if step < len(outputs_of):
-            rows = pl.ds(sum(outputs_of[:step]), outputs_of[step])
-            slot = slots_ref.at[step % slots, pl.ds(0, outputs_of[step])]
-            plgpu.copy_gmem_to_smem(weights_ref.at[rows], slot, loaded.at[step % slots])
+        rows = pl.ds(sum(outputs_of[:step]), outputs_of[step])
+        slot = slots_ref.at[step % slots, pl.ds(0, outputs_of[step])]
+        plgpu.copy_gmem_to_smem(weights_ref.at[rows], slot, loaded.at[step % slots])
 
-    for step in range(slots):
+    for step in range(min(slots, len(outputs_of))):
         fetch(step)
 
     def multiply(operand):
@@ -229,9 +231,9 @@ def _multiplier(weights_ref, slots_ref, loaded, products):
                 plgpu.barrier_wait(loaded.at[step % slots])
                 weights = slots_ref.at[step % slots, pl.ds(0, outputs)]
                 plgpu.wgmma(sums, operand.at[:, pl.ds(k * _SLICE, _SLICE)], weights.transpose((1, 0)))
-                if step:
+                if 0 < step <= len(outputs_of) - slots:
                     # The product before is done, in every warp: its slice makes room.
-                    plgpu.wgmma_wait(1 if k else 0)
+                    plgpu.wgmma_wait(1)
                     plgpu.commit_smem()
                     fetch(step - 1 + slots)
             plgpu.wgmma_wait(0)

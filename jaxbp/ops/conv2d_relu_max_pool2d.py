@@ -75,7 +75,7 @@ def _gradients_kernel(dy, places, x, w, b, *, window, stride, padding, precision
     weights_gradient = (tensor_cores if pays else kernels).weights_gradient
     dw, db = weights_gradient(dy_last, places_last, x_last, window=window)
     size = dict(input_size=tuple(used), window=window)
-    if not exact and x.dtype == jnp.float32 and input_tensor_cores.group(dy_last.shape, w.shape, window):
+    if not exact and x.dtype == jnp.float32 and input_tensor_cores.pays(dy_last.shape, w.shape, window):
         dx_last = input_tensor_cores.input_gradient(dy_last, places_last, w, **size)
     elif not exact and kernels.band_fits(w.shape, dy_last.shape, used[1], window):
         dx_last = kernels.input_gradient_banded(dy_last, places_last, w, precision=precision, **size)
