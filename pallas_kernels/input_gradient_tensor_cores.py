@@ -83,12 +83,8 @@ def _input_gradient(dy, place, w, *, window, input_size):
     routed, row = K * windows, C * width
     inner, warpgroups = R * S * routed, groups + 1
 
-    def body(dy_ref, place_ref, weights_ref, dx_ref, *refs, **ids):
-        sums = [plgpu.ACC((_EXAMPLES, R * row))] * (P + reach - 1)
-        pl.run_scoped(functools.partial(run, dy_ref, place_ref, weights_ref, dx_ref, *refs, **ids), *sums)
-
     # A warpgroup owns a column of cells.
-    def run(dy_ref, place_ref, weights_ref, dx_ref, weights, loaded, operands, met, stages, *sums, block, warpgroup):
+    def body(dy_ref, place_ref, weights_ref, dx_ref, weights, loaded, operands, met, stages, *, block, warpgroup):
         here = pl.ds(block * _EXAMPLES, _EXAMPLES)
         mine, stage = jnp.minimum(warpgroup, groups - 1), stages.at[warpgroup]
 
@@ -109,13 +105,12 @@ def _input_gradient(dy, place, w, *, window, input_size):
             plgpu.barrier_arrive(met)
             plgpu.barrier_wait(met)
 
-        def multiply(p, b, _):
+        def multiply(sums, b, _):
             for a in range(reach):
-                plgpu.wgmma(sums[p + a], operands.at[warpgroup - b], weights.at[a, b].transpose((1, 0)))
+                plgpu.wgmma(sums[a], operands.at[warpgroup - b], weights.at[a, b].transpose((1, 0)))
             plgpu.wgmma_wait(0)
 
-        def write(m):
-            cell = sums[m][...]
+        def write(m, cell):
             for r in range(R):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 part = plgpu.layout_cast(cell[:, r * row : (r + 1) * row], _SUMS_TRANSPOSED)
@@ -131,21 +126,29 @@ def _input_gradient(dy, place, w, *, window, input_size):
                 for b in range(2):
                     plgpu.copy_gmem_to_smem(weights_ref.at[a, b], weights.at[a, b], loaded)
 
-        fetched = fetch(0)
-        plgpu.barrier_wait(loaded)
-        for p in range(P):
+        # The sums of a row of cells are in registers only while rows of windows add to them.
+        def rows_from(p, fetched, *sums):
+            if p == P:
+                for n, cell in enumerate(sums):
+                    write(P + n, cell[...])
+                return
+            if len(sums) < reach:
+                pl.run_scoped(functools.partial(rows_from, p, fetched, *sums), plgpu.ACC((_EXAMPLES, R * row)))
+                return
             pl.when(warpgroup < groups)(functools.partial(route, *fetched))
             plgpu.commit_smem()
             meet()
             # Under way while the products are.
             fetched = fetch(min(p + 1, P - 1))
             bounds = jnp.maximum(0, warpgroup - groups + 1), jnp.minimum(2, warpgroup + 1)
-            lax.fori_loop(*bounds, functools.partial(multiply, p), None)
-            if p + 1 < P:
-                meet()
-            write(p)
-        for m in range(P, P + reach - 1):
-            write(m)
+            lax.fori_loop(*bounds, functools.partial(multiply, sums), None)
+            meet()
+            write(p, sums[0][...])
+            rows_from(p + 1, fetched, *sums[1:])
+
+        fetched = fetch(0)
+        plgpu.barrier_wait(loaded)
+        rows_from(0, fetched)
         plgpu.wait_smem_to_gmem(0)
 
     def by_groups(a):
