@@ -91,7 +91,7 @@ def _input_gradient(dy, place, w, *, window, input_size):
         def fetch(p):
             rows = pl.ds((p * groups + mine) * routed, routed)
             return [
-                load(plgpu.transpose_ref(ref.at[rows, here], (1, 0)), _SUMS_TRANSPOSED, optimized=False)
+                load(ref.at[rows, here].transpose((1, 0)), _SUMS_TRANSPOSED, optimized=False)
                 for ref in (dy_ref, place_ref)
             ]
 
@@ -114,7 +114,7 @@ def _input_gradient(dy, place, w, *, window, input_size):
             for r in range(R):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 part = plgpu.layout_cast(cell[:, r * row : (r + 1) * row], _SUMS_TRANSPOSED)
-                store(plgpu.transpose_ref(stage, (1, 0)), part)
+                store(stage.transpose((1, 0)), part)
                 plgpu.commit_smem()
                 for c in range(C):
                     to = dx_ref.at[m * R + r, c, pl.ds(warpgroup * width, width), here]

@@ -72,7 +72,7 @@ def forward(
     padded = [jnp.pad(b, (0, rows[layer + 1] - b.size)) for layer, b in enumerate(ones)]
     first_bias = sum(s.size for s in slices)
     # Whole tiles of eight rows.
-    packed = jnp.concatenate([*slices, *padded, jnp.zeros(-sum(rows[1:]) % (8 * _SLICE))])
+    packed = jnp.concatenate([*slices, *padded, jnp.zeros(-sum(rows[1:]) % (8 * _SLICE), jnp.float32)])
     slots = _slots(rows[:-1], rows[1:])
 
     def body(x_ref, labels_ref, weights_ref, bias_ref, loss_ref, logits_ref, *refs, block):
@@ -83,9 +83,7 @@ def forward(
         # Some slices at a time, so that their loads are under way together.
         for k in range(0, rows[0], 4 * _SLICE):
             columns = [pl.ds(k + n, _SLICE) for n in range(0, min(4 * _SLICE, rows[0] - k), _SLICE)]
-            loads = [
-                load(plgpu.transpose_ref(x_ref.at[c, here], (1, 0)), _SUMS_TRANSPOSED, optimized=False) for c in columns
-            ]
+            loads = [load(x_ref.at[c, here].transpose((1, 0)), _SUMS_TRANSPOSED, optimized=False) for c in columns]
             for c, values in zip(columns, loads, strict=True):
                 operands[0][:, c] = rounded_to_tf32(plgpu.layout_cast(values, _SUMS))
         plgpu.commit_smem()
@@ -169,7 +167,7 @@ def backward(
                 gradient = jnp.where(h > 0, gradient, 0.0)
         for k in range(0, rows[0], _SLICE):
             columns = plgpu.layout_cast(gradient[:, k : k + _SLICE], _SUMS_TRANSPOSED)
-            store(plgpu.transpose_ref(gradient_refs[-1].at[pl.ds(k, _SLICE), here], (1, 0)), columns)
+            store(gradient_refs[-1].at[pl.ds(k, _SLICE), here].transpose((1, 0)), columns)
 
     struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     return launch(

@@ -18,11 +18,11 @@ from jaxtyping import Float, Int
 
 from jaxbp.implementations import Implementation
 from jaxbp.nn.layers import Conv2d, Linear
+from jaxbp.ops import mlp_softmax_cross_entropy as mlp
 from jaxbp.ops.activations import relu
 from jaxbp.ops.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_places
 from jaxbp.ops.losses import softmax_cross_entropy
 from jaxbp.ops.max_pool2d import max_pool2d_with_indices
-from jaxbp.ops.mlp_softmax_cross_entropy import mlp_softmax_cross_entropy_with_classes
 from jaxbp.ops.shapes import flatten
 
 
@@ -63,17 +63,26 @@ class LeNet(nnx.Module):
     def loss(
         self, images: Float[Array, "batch 1 28 28"], labels: Int[Array, "batch"]
     ) -> tuple[Float[Array, "batch"], Int[Array, "batch"]]:
-        """The softmax cross-entropy of the logits, in float32, and the likeliest class, of each image.
+        """The softmax cross-entropy of the logits, in float32 or wider, and the likeliest class, of each image.
 
-        If the model is fused and float32, the dense layers and the loss are one op.
+        If the model is fused and not of half precision, the dense layers and the loss are one op.
         """
         x = self._features(images, _drop)
-        if self.fused and x.dtype == jnp.float32:
-            layers = (a for fc in (self.fc1, self.fc2, self.fc3) for a in fc.parameters())
-            return mlp_softmax_cross_entropy_with_classes(x, labels, *layers, implementation=self.implementation)
-        logits = self._logits(x, _drop).astype(jnp.float32)
+        if self._dense_fused:
+            return mlp.mlp_softmax_cross_entropy_with_classes(
+                x, labels, *self._dense_layers(), implementation=self.implementation
+            )
+        logits = self._logits(x, _drop)
+        logits = logits.astype(_at_least_float32(logits.dtype))
         loss = softmax_cross_entropy(logits, labels, implementation=self.implementation)
         return loss, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    @property
+    def _dense_fused(self) -> bool:
+        return self.fused and self.dtype == _at_least_float32(self.dtype)
+
+    def _dense_layers(self) -> list[Array]:
+        return [a for fc in (self.fc1, self.fc2, self.fc3) for a in fc.parameters()]
 
     def _features(self, images: Array, keep: Callable[[str, Array], None]) -> Array:
         """What the dense layers take, handing each tensor that the backward needs to `keep` by its name."""
@@ -108,6 +117,10 @@ class LeNet(nnx.Module):
         return self.fc3(x)
 
 
+def _at_least_float32(dtype: DTypeLike) -> DTypeLike:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def _drop(name: str, value: Array) -> None:
     pass
 
@@ -117,8 +130,8 @@ def lenet_saved_tensors(
 ) -> tuple[Float[Array, "batch"], dict[str, Array]]:
     """LeNet's forward and loss, with every tensor its backward needs, by name.
 
-    These are the inputs of the five layers with parameters, the four values before a ReLU (fused: two), the two maps of
-    where the pools' maxima lay, and the probabilities.
+    These are the inputs of the five layers with parameters, the two maps of where the pools' maxima lay, and of what is
+    not fused the values before a ReLU and the probabilities, else the logits.
 
     Args:
       model: a LeNet.
@@ -128,7 +141,13 @@ def lenet_saved_tensors(
       (loss, saved): a loss an example, and name -> tensor in the order of the forward.
     """
     saved = {}
-    logits = model._logits(model._features(images, saved.__setitem__), saved.__setitem__)
+    x = model._features(images, saved.__setitem__)
+    if model._dense_fused:
+        loss, logits, *hidden = mlp.rows(x, labels, *model._dense_layers(), precision=None)
+        return loss, saved | dict(
+            zip(("fc1.input", "fc2.input", "fc3.input", "logits"), (x, *hidden, logits), strict=True)
+        )
+    logits = model._logits(x, saved.__setitem__)
     saved["probabilities"] = jax.nn.softmax(logits.astype(jnp.float32)).astype(logits.dtype)
     return softmax_cross_entropy(logits, labels, implementation=model.implementation), saved
 
@@ -191,9 +210,11 @@ def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32, *, fused: boo
         "conv1.pre_relu": (batch, 6, 24, 24),
     }
     if fused:
-        # What lies between the pool and the convolution is never made.
+        # What lies within a fused op is never made.
         for name in ("pool2.input", "conv2.pre_relu", "pool1.input", "conv1.pre_relu"):
             del gradients[name]
+    if model._dense_fused:
+        del gradients["fc3.input"], gradients["fc2.input"]
     name = jnp.dtype(dtype).name
     return [
         *(MemoryRow("saved", key, a.shape, a.dtype.name) for key, a in zip(names, saved, strict=True)),

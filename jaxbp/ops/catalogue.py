@@ -24,8 +24,8 @@ BATCH = "batch"
 class Argument:
     """An array to draw: its shape, and for integers the bound they stay below.
 
-    Floats are standard normal, or with `weights` the softmax of that over the last axis, or with `apart` evenly spaced
-    in random order.
+    Floats are standard normal times `scale`, or with `weights` the softmax of that over the last axis, or with `apart`
+    evenly spaced in random order.
     """
 
     shape: tuple[int | str, ...]
@@ -33,6 +33,7 @@ class Argument:
     weights: bool = False
     apart: bool = False
     dtype: DTypeLike = jnp.int32
+    scale: float = 1.0
 
     def struct(self, batch: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         shape = tuple(batch if size == BATCH else size for size in self.shape)
@@ -44,7 +45,7 @@ class Argument:
             return jax.random.randint(key, struct.shape, 0, self.below).astype(struct.dtype)
         if self.apart:
             return jax.random.permutation(key, jnp.linspace(-2, 2, struct.size, dtype=dtype)).reshape(struct.shape)
-        x = jax.random.normal(key, struct.shape, struct.dtype)
+        x = jax.random.normal(key, struct.shape, struct.dtype) * jnp.asarray(self.scale, struct.dtype)
         return jax.nn.softmax(x) if self.weights else x
 
 
@@ -99,7 +100,12 @@ _INDICES = Argument((2, 2, 3, 5), below=6, dtype=jnp.uint8)
 
 _LABELS = Argument((2, 3), below=4)
 _LAYERS = ((6, 5), (6,), (4, 6), (4,))
-_LENET_TAIL = ((BATCH, 256), _CLASS, (120, 256), (120,), (84, 120), (84,), (10, 84), (10,))
+# Layers that neither blow up nor shrink what goes through them: otherwise the softmax knows one class only.
+_LENET_TAIL = (
+    (BATCH, 256),
+    _CLASS,
+    *(a for n, m in ((256, 120), (120, 84), (84, 10)) for a in (Argument((m, n), scale=n**-0.5), (m,))),
+)
 
 _FUSED_ANY = dict(window=(2, 3), padding=(1, 0))
 _PLACES = Argument((1, 3, 2, 2), below=7, dtype=jnp.uint8)

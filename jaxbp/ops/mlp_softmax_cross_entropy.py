@@ -16,7 +16,7 @@ from pallas_kernels import mlp_softmax_cross_entropy as kernels
 from pallas_kernels.launch import batch_first, batch_last, on_gpu
 
 
-def _rows(x, labels, *layers, precision):
+def rows(x, labels, *layers, precision):
     """Of every example: its loss, its logits, and what each hidden layer puts out."""
     hidden = []
     for w, b in zip(layers[::2], layers[1::2], strict=True):
@@ -26,7 +26,7 @@ def _rows(x, labels, *layers, precision):
     return loss_and_probabilities(z, labels)[0], z, *hidden[:-1]
 
 
-def _row_gradients(dy, labels, logits, *hidden_and_weights, precision):
+def row_gradients(dy, labels, logits, *hidden_and_weights, precision):
     """Of every example: the gradient in its logits, in each hidden layer's sums, last first, and in its inputs."""
     hidden, weights = _halves(hidden_and_weights)
     gradient = logits_gradient(dy, loss_and_probabilities(logits, labels)[1], labels)
@@ -52,7 +52,7 @@ def _layer_gradients(gradients, inputs, precision):
 
 
 def _save(x, labels, *layers, precision):
-    loss, logits, *hidden = _rows(x, labels, *layers, precision=precision)
+    loss, logits, *hidden = rows(x, labels, *layers, precision=precision)
     return _results(loss, logits), (x, labels, logits, *hidden, *layers[::2])
 
 
@@ -61,14 +61,14 @@ def _results(loss, logits):
 
 
 def _gradients(dy, x, labels, logits, *hidden_and_weights, precision):
-    dz_last_first = _row_gradients(dy, labels, logits, *hidden_and_weights, precision=precision)
+    dz_last_first = row_gradients(dy, labels, logits, *hidden_and_weights, precision=precision)
     *gradients, dx = dz_last_first
     inputs = (x, *_halves(hidden_and_weights)[0])
     return dx, None, *_layer_gradients(reversed(gradients), inputs, precision)
 
 
 def _forward(x, labels, *layers, precision):
-    loss, logits, *_ = _rows(x, labels, *layers, precision=precision)
+    loss, logits, *_ = rows(x, labels, *layers, precision=precision)
     return _results(loss, jax.lax.stop_gradient(logits))
 
 
@@ -79,7 +79,7 @@ def _forward(x, labels, *layers, precision):
 
 def _wide_rows(x_last, labels, *layers):
     x = x_last[: layers[0].shape[1]].T
-    loss, logits, *hidden = _rows(x, labels, *layers, precision=None)
+    loss, logits, *hidden = rows(x, labels, *layers, precision=None)
     hidden = [jnp.pad(h, ((0, 0), (0, 1)), constant_values=1) for h in hidden]
     _, *widths = kernels.widths(_sizes(layers[::2]))
     return loss, *map(_fill, (logits, *hidden), (widths[-1], *widths))
@@ -90,7 +90,7 @@ def _wide_row_gradients(dy, labels, logits, *hidden_and_weights):
     inputs, *widths = kernels.widths(_sizes(weights))
     *outputs, classes = (len(w) for w in weights)
     narrow = [h[:, :n] for h, n in zip(hidden, outputs, strict=True)]
-    gradients = _row_gradients(dy, labels, logits[:, :classes], *narrow, *weights, precision=None)
+    gradients = row_gradients(dy, labels, logits[:, :classes], *narrow, *weights, precision=None)
     *gradients, dx = map(_fill, gradients, (*reversed(widths), inputs))
     return *gradients, dx.T
 
@@ -273,11 +273,11 @@ def mlp_softmax_cross_entropy_backward(
     dy, _ = _checks.floating(op, dy=dy, x=x)
     x, labels, layers = _check(op, x, labels, layers)
     _checks.shape(op, "dy", dy, *x.shape[:-1])
-    rows = math.prod(x.shape[:-1])
+    count = math.prod(x.shape[:-1])
     dx, *dlayers = _BACKWARD(
-        dy.reshape(rows),
-        x.reshape(rows, -1),
-        labels.reshape(rows),
+        dy.reshape(count),
+        x.reshape(count, x.shape[-1]),
+        labels.reshape(count),
         *layers,
         precision=precision,
         implementation=implementation,
@@ -287,10 +287,10 @@ def mlp_softmax_cross_entropy_backward(
 
 def _call(op, x, labels, layers, precision, implementation):
     x, labels, layers = _check(op, x, labels, layers)
-    rows = math.prod(x.shape[:-1])
+    count = math.prod(x.shape[:-1])
     results = _MLP_SOFTMAX_CROSS_ENTROPY.named(op)(
-        x.reshape(rows, x.shape[-1]),
-        labels.reshape(rows),
+        x.reshape(count, x.shape[-1]),
+        labels.reshape(count),
         *layers,
         precision=precision,
         implementation=implementation,

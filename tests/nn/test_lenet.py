@@ -16,6 +16,7 @@ from helpers import ours, relative_error
 import jaxbp
 from jaxbp.nn import LeNet, lenet_memory_table, lenet_saved_tensors
 from jaxbp.nn.lenet import MemoryRow
+from jaxbp.ops import mlp_softmax_cross_entropy as mlp
 
 every_implementation = pytest.mark.parametrize("implementation", jaxbp.IMPLEMENTATIONS)
 fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
@@ -40,11 +41,9 @@ SAVED_FUSED = {
     "conv2.input": ((6, 12, 12), "float32"),
     "pool2.places": ((16, 4, 4), "uint8"),
     "fc1.input": ((256,), "float32"),
-    "fc1.pre_relu": ((120,), "float32"),
     "fc2.input": ((120,), "float32"),
-    "fc2.pre_relu": ((84,), "float32"),
     "fc3.input": ((84,), "float32"),
-    "probabilities": ((10,), "float32"),
+    "logits": ((10,), "float32"),
 }
 PARAMETERS = {
     "conv1.weight": (6, 1, 5, 5),
@@ -87,7 +86,7 @@ def lenet(implementation="xla", dtype=jnp.float32, fused=False):
         return nnx.merge(graph, parameters)(images)
 
     def losses(parameters, images, labels):
-        return jaxbp.softmax_cross_entropy(logits(parameters, images), labels, implementation=implementation)
+        return nnx.merge(graph, parameters).loss(images, labels)[0]
 
     return logits, losses, parameters
 
@@ -131,6 +130,19 @@ def test_images_of_another_shape_are_refused(shape):
     message = f"LeNet: images has shape {shape}; wants (batch, 1, 28, 28)"
     with pytest.raises(ValueError, match=re.escape(message)):
         logits(parameters, jnp.zeros(shape))
+
+
+@fused_or_not
+@every_implementation
+def test_the_loss_is_the_softmax_cross_entropy_of_the_logits_and_comes_with_the_likeliest_classes(
+    implementation, fused
+):
+    model, (images, labels) = build(implementation, fused=fused), draw(3)
+    loss, classes = model.loss(images, labels)
+    logits = model(images)
+    assert relative_error(loss, jaxbp.softmax_cross_entropy(logits, labels)) < 1e-5
+    np.testing.assert_array_equal(classes, jnp.argmax(logits, axis=-1))
+    assert classes.dtype == jnp.int32
 
 
 @every_implementation
@@ -195,14 +207,14 @@ def size(table):
     return sum(math.prod(row.shape) for row in table.values())
 
 
-@pytest.mark.parametrize(("fused", "saved", "size"), [(False, SAVED, 906_496), (True, SAVED_FUSED, 333_056)])
+@pytest.mark.parametrize(("fused", "saved", "size"), [(False, SAVED, 906_496), (True, SAVED_FUSED, 306_944)])
 def test_the_table_has_the_tensors_kept_for_the_backward(fused, saved, size):
     table = rows("saved", fused=fused)
     assert table == {name: MemoryRow("saved", name, (32, *shape), dtype) for name, (shape, dtype) in saved.items()}
     assert sum(row.bytes for row in table.values()) == size
 
 
-@pytest.mark.parametrize(("fused", "values"), [(False, 335_936), (True, 49_216)])
+@pytest.mark.parametrize(("fused", "values"), [(False, 335_936), (True, 42_688)])
 def test_the_table_has_the_activation_gradients_of_the_chain(fused, values):
     table = rows("activation gradient", fused=fused)
     assert size(table) == values
@@ -247,7 +259,7 @@ def test_activation_gradients_are_those_of_the_table(fused):
     options = dict(implementation="xla")
     model = build(**options, fused=fused)
     images, labels = draw(3)
-    stages = _stages(model, **options) | {"logits": lambda x: jaxbp.softmax_cross_entropy(x, labels, **options)}
+    stages = _stages(model, labels, **options)
     x, backwards = images, {}
     for name, stage in stages.items():
         x, backwards[name] = jax.vjp(stage, x)
@@ -256,39 +268,51 @@ def test_activation_gradients_are_those_of_the_table(fused):
         (dy,) = backward(dy)
         gradients[name] = dy
 
-    whole = jax.grad(lambda images: jaxbp.softmax_cross_entropy(model(images), labels, **options).sum())(images)
+    whole = jax.grad(lambda images: model.loss(images, labels)[0].sum())(images)
     assert relative_error(gradients.pop("conv1.input"), whole) < 1e-6  # the stages are LeNet's
+    if fused:
+        gradients = _gradients_within_the_dense_layers(model, images, labels) | gradients
     assert [(name, *struct(a)) for name, a in gradients.items()] == [
         (name, row.shape, row.dtype) for name, row in rows("activation gradient", 3, fused).items()
     ]
 
 
-def _stages(model, **options):
-    """LeNet as functions of one array, by the name of what they take."""
+def _gradients_within_the_dense_layers(model, images, labels):
+    loss, saved = lenet_saved_tensors(model, images, labels)
+    kept = saved["logits"], saved["fc2.input"], saved["fc3.input"]
+    weights = [fc.parameters()[0] for fc in (model.fc1, model.fc2, model.fc3)]
+    gradients = mlp.row_gradients(jnp.ones_like(loss), labels, *kept, *weights, precision=None)
+    return dict(zip(("logits", "fc2.pre_relu", "fc1.pre_relu"), gradients, strict=False))
+
+
+def _stages(model, labels, **options):
+    """LeNet's loss as functions of one array, by the name of what they take."""
     relu = functools.partial(jaxbp.relu, **options)
     pool = functools.partial(jaxbp.max_pool2d, window=2, **options)
 
     def block(x, conv):
         return jaxbp.conv2d_relu_max_pool2d(x, *conv.parameters(), window=2, **options)
 
-    fused = {
-        "conv1.input": lambda x: block(x, model.conv1),
-        "conv2.input": lambda x: jaxbp.flatten(block(x, model.conv2)),
-    }
-    unfused = {
+    if model.fused:
+        layers = [a for fc in (model.fc1, model.fc2, model.fc3) for a in fc.parameters()]
+        return {
+            "conv1.input": lambda x: block(x, model.conv1),
+            "conv2.input": lambda x: jaxbp.flatten(block(x, model.conv2)),
+            "fc1.input": lambda x: jaxbp.mlp_softmax_cross_entropy(x, labels, *layers, **options),
+        }
+    return {
         "conv1.input": model.conv1,
         "conv1.pre_relu": relu,
         "pool1.input": pool,
         "conv2.input": model.conv2,
         "conv2.pre_relu": relu,
         "pool2.input": lambda x: jaxbp.flatten(pool(x)),
-    }
-    return (fused if model.fused else unfused) | {
         "fc1.input": model.fc1,
         "fc1.pre_relu": relu,
         "fc2.input": model.fc2,
         "fc2.pre_relu": relu,
         "fc3.input": model.fc3,
+        "logits": lambda x: jaxbp.softmax_cross_entropy(x, labels, **options),
     }
 
 

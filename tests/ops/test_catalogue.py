@@ -228,7 +228,10 @@ def test_kernels_lower_for_cuda_without_a_gpu(name, place, dtype):
 
 
 def _left_to_xla(name, place, dtype):
-    """Whether no kernel is faster there: pools of windows side by side, and products for the tensor cores alone."""
+    """Whether no kernel is faster there: pools of windows side by side, and products for the tensor cores alone, which
+    these tests of exact products do without."""
+    if name.startswith("mlp_"):
+        return True
     if "max_pool2d" in name and "conv2d" not in name:
         return place != "overlapping"
     return dtype != "float32" and name in ("conv2d_backward_input", "linear", "linear_backward")
@@ -236,7 +239,7 @@ def _left_to_xla(name, place, dtype):
 
 @every_pair
 def test_float32_kernels_lower_for_cuda_under_x64(name):
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.default_matmul_precision("default" if name.startswith("mlp_") else "highest"):
         assert "mosaic_gpu" in _cuda_program(name, None, "float32", batch=2)
 
 
