@@ -18,7 +18,8 @@ from jaxbp.ops._pairs import Elementwise
 _EXP = Elementwise("exp", jnp.exp, lambda dy, x: dy * jnp.exp(x))
 _LOG = Elementwise("log", jnp.log, lambda dy, x: dy / x)
 _SQRT = Elementwise("sqrt", jnp.sqrt, lambda dy, x: dy * 0.5 * lax.rsqrt(x))
-_ABS = Elementwise("abs", jnp.abs, lambda dy, x: dy * jnp.sign(x))
+# In newer versions of JAX, jnp.abs has the slope 1 at 0.
+_ABS = Elementwise("abs", lambda x: x * jnp.sign(x), lambda dy, x: dy * jnp.sign(x))
 _SIN = Elementwise("sin", jnp.sin, lambda dy, x: dy * jnp.cos(x))
 _COS = Elementwise("cos", jnp.cos, lambda dy, x: -dy * jnp.sin(x))
 # Choices and no minimum or maximum, whose gradient at the bounds would be half.

@@ -2,8 +2,8 @@
 
 Arrays are of one floating dtype, which is the result's. `implementation` is "pallas", "xla", "autodiff", or None for
 the fastest here. Where `precision` (as in `jax.lax.dot`) lets the tensor cores do a product, "pallas" takes the
-library's; otherwise its kernels compute in float32. Every backward takes `dy`, the gradient of the loss in the result, first.
-Anything else is a TypeError or a ValueError.
+library's; otherwise its kernels compute in float32. Every backward takes `dy`, the gradient of the loss in the result,
+first. Anything else is a TypeError or a ValueError.
 """
 
 import math
@@ -208,7 +208,10 @@ def outer_backward(
 def transpose(
     a: Float[Array, "*shape"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
 ) -> Float[Array, "*permuted"]:
-    """The array with its axes in another order, by default the reverse. No kernel is faster than XLA here."""
+    """The array with its axes in another order, `y.shape[i] = a.shape[axes[i]]`, by default the reverse.
+
+    No kernel is faster than XLA here, and "pallas" leaves it to that.
+    """
     (a,) = _checks.floating("transpose", a=a)
     return _TRANSPOSE(a, axes=_order("transpose", axes, a.ndim), shape=a.shape, implementation=implementation)
 
@@ -216,7 +219,7 @@ def transpose(
 def transpose_backward(
     dy: Float[Array, "*permuted"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
-    """Gradient of `transpose`: `da` is `dy` with its axes in the inverse order."""
+    """Gradient of `transpose`: `da.shape[axes[i]] = dy.shape[i]`, dy with its axes in the inverse order."""
     (dy,) = _checks.floating("transpose_backward", dy=dy)
     axes = _order("transpose_backward", axes, dy.ndim)
     shape = tuple(size for _, size in sorted(zip(axes, dy.shape, strict=True)))

@@ -261,7 +261,7 @@ def _sigmoid_binary_cross_entropy(logits, labels):
 
 
 _MEAN_SQUARED_ERROR = _mean_loss("mean_squared_error", jnp.square, lambda error: 2 * error)
-_MEAN_ABSOLUTE_ERROR = _mean_loss("mean_absolute_error", jnp.abs, jnp.sign)
+_MEAN_ABSOLUTE_ERROR = _mean_loss("mean_absolute_error", lambda error: error * jnp.sign(error), jnp.sign)
 _HUBER = Elementwise("huber", _huber, _huber_gradients)
 _BINARY_CROSS_ENTROPY = Elementwise(
     "binary_cross_entropy",

@@ -1,0 +1,360 @@
+"""The ops that share kernels and pairing with another entry of the table: what their own formulas must do.
+
+A family is compiled as one program, and so is each of its derivatives: a small program a formula would take ten times
+as long.
+"""
+
+import contextlib
+import functools
+import inspect
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    ENTRIES,
+    assert_close,
+    case_of,
+    cuda_program,
+    dot,
+    drawn,
+    every_implementation,
+    floats,
+    in_float64,
+    is_float,
+    of_floats,
+    op_of,
+    ours,
+    results_of,
+    value_and_gradients,
+)
+
+from jaxbp.ops import CATALOGUE
+
+LIKE = [entry for entry in CATALOGUE if entry.like]
+FORWARDS = [entry.name for entry in LIKE if "_backward" not in entry.name]
+FAMILIES = {}
+for _name in FORWARDS:
+    FAMILIES.setdefault(ENTRIES[_name].function.__module__.rpartition(".")[2], []).append(_name)
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+every_forward = pytest.mark.parametrize("name", FORWARDS)
+every_name = pytest.mark.parametrize("name", [entry.name for entry in LIKE])
+
+
+def test_what_an_entry_is_like_is_itself_tested_in_full():
+    full = {entry.name for entry in CATALOGUE if not entry.like}
+    assert {entry.like for entry in LIKE} <= full
+    assert all(ENTRIES[name].like + "_backward" == ENTRIES[f"{name}_backward"].like for name in FORWARDS)
+
+
+# ---------------------------------------------------------------------------------------------------- a family at once
+
+
+def drawn_family(family, dtype="float32"):
+    """The arguments and cotangents of each op."""
+    return {name: drawn(name, dtype=dtype) for name in FAMILIES[family]}
+
+
+def public_backward(name, implementation, arrays, dy):
+    """The gradients that the op's public backward gives, in the floating arguments that it is given or could be."""
+    entry = ENTRIES[f"{name}_backward"]
+    named = dict(zip(inspect.signature(ENTRIES[name].function).parameters, arrays, strict=False))
+    taken = [a for at, a in named.items() if at in inspect.signature(entry.function).parameters]
+    return jax.tree.leaves(entry.function(dy, *taken, **entry.small.options, implementation=implementation))
+
+
+@functools.cache
+def compiled_family(family, implementation):
+    """name -> (results, gradients, the public backward's gradients, the same by the pair)."""
+
+    def one(name, arrays, cotangents):
+        y, vjp = jax.vjp(of_floats(op_of(name, None, implementation), arrays), *floats(arrays))
+        # A public backward takes the gradient in the first result.
+        first = [cotangents[0], *(jnp.zeros_like(c) for c in cotangents[1:])]
+        return y, vjp(cotangents), public_backward(name, implementation, arrays, cotangents[0]), vjp(first)
+
+    return jax.jit(lambda drawn: {name: one(name, *arrays) for name, arrays in drawn.items()})
+
+
+@functools.cache
+def family_reference(family, dtype="float32"):
+    """What the family gives in float64 by JAX's own differentiation."""
+    return in_float64(compiled_family(family, "autodiff"), drawn_family(family, dtype))
+
+
+def wide(implementation):
+    """Float64 for what can compute in it: (context, dtype, step, tolerance)."""
+    if implementation == "pallas":
+        return contextlib.nullcontext(), "float32", 5e-3, 2e-2
+    return jax.enable_x64(True), "float64", 1e-5, 1e-7
+
+
+def directions(family, dtype):
+    random = np.random.default_rng(0)
+    moves = lambda a: random.standard_normal(a.shape).astype(a.dtype)  # noqa: E731
+    return {name: [moves(a) for a in floats(arrays)] for name, (arrays, _) in drawn_family(family, dtype).items()}
+
+
+def moved(drawn, direction, by):
+    def move(arrays, steps):
+        steps = iter(steps)
+        return tuple(np.asarray(a) + by * next(steps) if is_float(a) else a for a in arrays)
+
+    return {name: (move(arrays, direction[name]), cotangents) for name, (arrays, cotangents) in drawn.items()}
+
+
+@every_implementation
+@every_family
+def test_gradients_match_finite_differences(family, implementation):
+    context, dtype, step, tolerance = wide(implementation)
+    with context:
+        run, at, direction = (
+            compiled_family(family, implementation),
+            drawn_family(family, dtype),
+            directions(family, dtype),
+        )
+        here, ahead, behind = (run(moved(at, direction, by)) for by in (0, step, -step))
+        for name, (_, cotangents) in at.items():
+            difference = (dot(cotangents, ahead[name][0]) - dot(cotangents, behind[name][0])) / (2 * step)
+            slope = dot(here[name][1], direction[name])
+            np.testing.assert_allclose(slope, difference, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@ours
+@every_family
+def test_values_gradients_and_public_backwards_match_float64(family, implementation):
+    results, reference = compiled_family(family, implementation)(drawn_family(family)), family_reference(family)
+    for name in FAMILIES[family]:
+        _check_public(name, results[name], reference[name], "float32")
+
+
+@every_family
+def test_public_backwards_by_autodiff_are_the_pairs_gradients(family):
+    for name, result in family_reference(family).items():
+        _check_public(name, result, result, "float64")
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), [("pallas", "bfloat16"), ("xla", "float16")])
+@every_family
+def test_half_precisions_match_float64_and_stay(family, implementation, dtype):
+    results = compiled_family(family, implementation)(drawn_family(family, dtype))
+    reference = family_reference(family, dtype)
+    for name, result in results.items():
+        assert all(a.dtype == dtype for a in jax.tree.leaves(result)), name
+        _check_public(name, result, reference[name], dtype)
+
+
+def _check_public(name, result, reference, tolerance):
+    (y, gradients, public, _), (y64, gradients64, _, first64) = result, reference
+    try:
+        assert_close((y, gradients), (y64, gradients64), tolerance)
+        # A backward gives no gradient for what has none.
+        assert_close(public, first64[: len(public)], tolerance)
+    except AssertionError as error:
+        raise AssertionError(f"{name}: {error}") from error
+
+
+@every_family
+def test_second_derivatives_match_finite_differences_of_the_gradient(family):
+    # Of the formulas; a kernel's derivative is its formula's, which the ops tested in full show.
+    with jax.enable_x64(True):
+        at, direction, step = drawn_family(family, "float64"), directions(family, "float64"), 1e-5
+
+        def gradient(name, *values):
+            function = of_floats(op_of(name, None, "xla"), at[name][0])
+            return jax.grad(lambda v: sum(jnp.sum(jnp.sin(y)) for y in function(*v)))(values)
+
+        def products(values, name):
+            return jax.vjp(functools.partial(gradient, name), *values)[1](tuple(direction[name]))
+
+        values = {name: floats(arrays) for name, (arrays, _) in at.items()}
+        run = jax.jit(lambda all_values: {n: (products(v, n), gradient(n, *v)) for n, v in all_values.items()})
+
+        def move(by):
+            return {n: [a + by * d for a, d in zip(v, direction[n], strict=True)] for n, v in values.items()}
+
+        here, ahead, behind = (run(move(by)) for by in (0, step, -step))
+        for name in at:
+            for product, a, b in zip(here[name][0], ahead[name][1], behind[name][1], strict=True):
+                np.testing.assert_allclose(product, (a - b) / (2 * step), rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+# --------------------------------------------------------------------------------------------------------- at real sizes
+
+
+LEFT_TO_XLA = {"transpose"}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(n, ("float32", "bfloat16")[i % 2]) for i, n in enumerate(FORWARDS)])
+def test_kernels_lower_for_cuda_without_a_gpu(name, dtype):
+    dtype = "float32" if "linear" in ENTRIES[name].like else dtype  # the tensor cores' products are the library's
+    (place,) = ENTRIES[name].real
+    op, arrays = op_of(name, place, "pallas"), case_of(name, place).structs(batch=16384, dtype=jnp.dtype(dtype))
+    program = cuda_program(value_and_gradients(op), arrays, results_of(op, arrays))
+    assert ("mosaic_gpu" in program) != (name in LEFT_TO_XLA)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@every_forward
+def test_gpu_kernels_at_real_shapes_match_float64_and_give_the_same_bits_twice(name, dtype):
+    (place,) = ENTRIES[name].real
+    run, (arrays, cotangents) = value_and_gradients(op_of(name, place, "pallas")), drawn(name, place, dtype, 129)
+    reference = in_float64(value_and_gradients(op_of(name, place, "autodiff")), arrays, cotangents)
+    jax.block_until_ready([jnp.full(1 << 28, jnp.nan) for _ in range(4)])
+    once, again = run(arrays, cotangents), run(arrays, cotangents)
+    assert_close(once, reference, dtype)
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(again), strict=True))
+
+
+@every_family
+def test_an_empty_batch_has_gradients_of_every_shape(family):
+    for name in FAMILIES[family]:
+        (place,) = ENTRIES[name].real
+        for implementation in ("pallas", "xla", "autodiff", None):
+            op, arrays = op_of(name, place, implementation), case_of(name, place).structs(batch=0)
+            _, gradients = jax.eval_shape(value_and_gradients(op), arrays, results_of(op, arrays))
+            assert [gradient.shape for gradient in gradients] == [a.shape for a in floats(arrays)], name
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@every_name
+def test_float64_kernels_integers_lists_and_unknown_implementations_are_refused(name):
+    arrays = list(drawn(name)[0])
+    at = next(i for i, a in enumerate(arrays) if is_float(a))
+    argument = list(inspect.signature(ENTRIES[name].function).parameters)[at]
+    with pytest.raises(
+        ValueError, match=f"^{name}: implementation is 'cuda'; wants 'pallas', 'xla', 'autodiff' or None"
+    ):
+        op_of(name, None, "cuda")(*arrays)
+    integers = [*arrays[:at], jnp.ones(arrays[at].shape, jnp.int32), *arrays[at + 1 :]]
+    with pytest.raises(TypeError, match=f"^{name}: {argument} has dtype int32; wants a floating dtype"):
+        op_of(name, None, None)(*integers)
+    with pytest.raises(TypeError, match=f"^{name}: {argument} is a list; wants an array"):
+        op_of(name, None, None)(*arrays[:at], [1.0], *arrays[at + 1 :])
+    with jax.enable_x64(True):
+        arrays = drawn(name, dtype="float64")[0]
+        with pytest.raises(NotImplementedError, match=f"^{name}: .*does not take dtype float64, only"):
+            op_of(name, None, "pallas")(*arrays)
+        assert all(y.dtype == jnp.float64 for y in results_of(op_of(name, None, None), arrays))
+
+
+@every_name
+def test_another_shape_of_dy_or_of_an_argument_is_refused(name):
+    arrays = list(drawn(name)[0])
+    if "_backward" in name:
+        if name in ("negative_backward", "transpose_backward", "dropout_backward"):
+            pytest.skip("takes dy alone, in any shape")
+        arrays[0] = jnp.ones((7, *arrays[0].shape, 7))
+    elif sum(map(is_float, arrays)) > 1 and name != "outer":
+        arrays[1] = jnp.ones((7, 7, 7, 7))
+    else:
+        pytest.skip("takes any shape")
+    with pytest.raises(ValueError, match=f"^{name}: .*wants"):
+        op_of(name, None, None)(*arrays)
+
+
+def test_every_function_has_annotations_and_a_formula():
+    for entry in LIKE:
+        parameters = inspect.signature(entry.function).parameters.values()
+        assert all(p.annotation is not inspect.Parameter.empty for p in parameters), entry.name
+        assert "`" in entry.function.__doc__, entry.name
+
+
+# ---------------------------------------------------------------------------------------------------- singular points
+
+INF, NAN = math.inf, math.nan
+SINGULAR = {
+    # op: (options, arguments, values, gradients for dy = 1)
+    "relu": ({}, [[0.0, NAN]], [0, NAN], [[0, 0]]),
+    "leaky_relu": (dict(negative_slope=0.5), [[0.0, -2.0]], [0, -1], [[0.5, 0.5]]),
+    "prelu": ({}, [[0.0, -2.0, 2.0], [0.5, 0.5, 0.5]], [0, -1, 2], [[0.5, 0.5, 1], [0, -2, 0]]),
+    "elu": (dict(alpha=0.5), [[0.0, -INF, INF]], [0, -0.5, INF], [[0.5, 0, 1]]),
+    "sigmoid": ({}, [[-200.0, 200.0, -INF, INF]], [0, 1, 0, 1], [[0, 0, 0, 0]]),
+    "tanh": ({}, [[-200.0, 200.0, -INF]], [-1, 1, -1], [[0, 0, 0]]),
+    "softplus": ({}, [[-200.0, 200.0]], [0, 200], [[0, 1]]),
+    "mish": ({}, [[-200.0, 200.0]], [0, 200], [[0, 1]]),
+    "silu": ({}, [[-200.0, 200.0]], [0, 200], [[0, 1]]),
+    "gelu": (dict(approximate=False), [[-200.0, 200.0]], [0, 200], [[0, 1]]),
+    "softmax": ({}, [[1e4, 0.0, -INF]], [1, 0, 0], [[0, 0, 0]]),
+    "log_softmax": ({}, [[1e4, 0.0]], [0, -1e4], [[-1, 1]]),
+    "logsumexp": ({}, [[1e4, 0.0, -INF]], 1e4, [[1, 0, 0]]),
+    "log": ({}, [[0.0, -0.0, -1.0, INF]], [-INF, -INF, NAN, INF], [[INF, -INF, -1, 0]]),
+    "sqrt": ({}, [[0.0, -1.0, INF]], [0, NAN, INF], [[INF, NAN, 0]]),
+    "abs": ({}, [[0.0, -0.0, -INF]], [0, 0, INF], [[0, 0, -1]]),
+    "exp": ({}, [[-INF, 200.0]], [0, INF], [[0, INF]]),
+    "clip": (dict(min=-1.0, max=1.0), [[-1.0, 1.0, 1.5, -INF, NAN]], [-1, 1, 1, -1, NAN], [[1, 1, 0, 0, 1]]),
+    "divide": (
+        {},
+        [[1.0, -1.0, 0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, -0.0, INF, -2.0]],
+        [INF, -INF, NAN, -INF, 0, -0.5],
+        [[INF, INF, INF, -INF, 0, -0.5], [-INF, INF, NAN, -INF, 0, -0.25]],
+    ),
+    "power": (
+        {},
+        [[0.0] * 6 + [-2.0, 2.0, -2.0, 2.0], [2.0, 1.0, 0.5, 0.0, -1.0, -2.0, 3.0, 0.0, 0.5, -1.0]],
+        [0, 0, 0, 1, INF, INF, -8, 1, NAN, 0.5],
+        [
+            [0, 1, INF, 0, -INF, -INF, 12, 0, NAN, -0.25],
+            [0, 0, 0, -INF, -INF, -INF, NAN, math.log(2), NAN, 0.5 * math.log(2)],
+        ],
+    ),
+    "maximum": (
+        {},
+        [[1.0, 0.0, 2.0, NAN], [1.0, -0.0, 1.0, 1.0]],
+        [1, 0, 2, NAN],
+        [[0.5, 0.5, 1, 0], [0.5, 0.5, 0, 0]],
+    ),
+    "minimum": (
+        {},
+        [[1.0, 0.0, 2.0, NAN], [1.0, -0.0, 1.0, 1.0]],
+        [1, 0, 1, NAN],
+        [[0.5, 0.5, 0, 0], [0.5, 0.5, 1, 0]],
+    ),
+    "mean_absolute_error": ({}, [[1.0, 2.0], [1.0, 0.0]], 1, [[0, 0.5], [0, -0.5]]),
+    "huber": (
+        {},
+        [[2.0, 1.0, -5.0, 0.0], [1.0, 0.5, 0.0, 0.0]],
+        [0.5, 0.125, 4.5, 0],
+        [[1, 0.5, -1, 0], [-1, -0.5, 1, 0]],
+    ),
+    "binary_cross_entropy": (
+        {},
+        [[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]],
+        [0, 0, INF, INF],
+        [[1, -1, -INF, INF], [INF, -INF, INF, -INF]],
+    ),
+    "sigmoid_binary_cross_entropy": (
+        {},
+        [[200.0, -200.0, 200.0, -200.0], [1.0, 0.0, 0.0, 1.0]],
+        [0, 0, 200, 200],
+        [[0, 0, 1, -1], [-200, 200, -200, 200]],
+    ),
+    "kl_divergence": ({}, [[0.0, -INF], [1.0, 0.0]], 0, [[-1, 0], [1, -INF]]),
+}
+
+
+@functools.cache
+def _at_singular_points(implementation):
+    def one(name):
+        options, arguments, *_ = SINGULAR[name]
+        op = functools.partial(ENTRIES[name].function, **options, implementation=implementation)
+        y, vjp = jax.vjp(op, *(jnp.array(a, jnp.float32) for a in arguments))
+        return y, vjp(jnp.ones_like(y))
+
+    return jax.jit(lambda: {name: one(name) for name in SINGULAR})()
+
+
+@every_implementation
+@pytest.mark.parametrize("name", SINGULAR)
+def test_singular_points_give_what_calculus_and_ieee_say(name, implementation):
+    *_, values, gradients = SINGULAR[name]
+    y, found = _at_singular_points(implementation)[name]
+    np.testing.assert_allclose(y, values, rtol=1e-6, atol=1e-30)
+    for gradient, expected in zip(found, gradients, strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-30)
