@@ -11,10 +11,12 @@ from jax.experimental import pallas as pl
 from pallas_kernels.launch import LANES, launch
 
 # Elements a thread handles: enough loads under way at once, unless that leaves multiprocessors without a program.
-_EACH = (16, 8, 4, 2, 1)
+_EACH = (8, 4, 2, 1)
 _WANTED_PROGRAMS = 1024
 # Rows that begin at a multiple of it can be loaded in the widest pieces.
 ALIGNED = 4
+# Where rows are too short, arrays are broadcast in memory along as many axes as make them this long.
+_LONG = 4 * LANES
 
 
 def elementwise(formula: Callable, *arrays: Array, shape: tuple[int, ...] | None = None) -> Array | tuple[Array, ...]:
@@ -40,10 +42,12 @@ def elementwise(formula: Callable, *arrays: Array, shape: tuple[int, ...] | None
 
     rows = Rows(shape, arrays)
     if rows.count > 1 and (rows.length < LANES or rows.length % ALIGNED):
-        rows = Rows((size,), [a.ravel() if a.size == 1 else jnp.broadcast_to(a, shape).ravel() for a in arrays], axis=0)
+        lengths = [math.prod(shape[axis:]) for axis in range(len(shape))]
+        long = [axis for axis, n in enumerate(lengths) if n >= _LONG and n % ALIGNED == 0]
+        rows = Rows(shape, arrays, axis=max(long, default=0))
     if rows.length < LANES:
-        flat = [a if a.size == 1 else jnp.pad(a.ravel(), (0, LANES - size)) for a in rows.arrays]
-        rows = Rows((LANES,), [a.reshape(-1) for a in flat])
+        flat = [a if a.size == 1 else jnp.pad(a, (0, LANES - size)) for a in rows.arrays]
+        rows = Rows((LANES,), flat)
 
     each = 2 if rows.mixed else _EACH[0]
     fits = [e for e in _EACH if e <= each and e * LANES <= rows.length]

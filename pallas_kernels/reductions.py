@@ -12,7 +12,7 @@ from pallas_kernels.elementwise import ALIGNED, Rows, float32_or_integer
 from pallas_kernels.launch import LANES, launch, zeros_like
 
 # Enough programs to have several on each multiprocessor of any current GPU.
-_WANTED_PROGRAMS = 4096
+_WANTED_PROGRAMS = 2048
 
 
 def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int]) -> Array | tuple[Array, ...]:

@@ -146,7 +146,7 @@ def _with_backward(
 
     return (
         Entry(function, small[0], {place: real[0]}, like=like),
-        Entry(backward, behind_dy(*small), {place: behind_dy(*real)}, like=like and f"{like}_backward"),
+        Entry(backward, behind_dy(*small), {place: behind_dy(*real)}, like=like or function.__name__),
     )
 
 
@@ -157,10 +157,11 @@ def _unary(function: Callable, small: Argument = Argument((2, 3, 4), apart=True)
 
 
 def _binary(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """x2 is broadcast along rows, and in the small case x1 as well."""
+    """x2 is broadcast along rows, and in most small cases x1 as well."""
     x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
-    small, real = _case(x1((3, 1, 4)), x2((2, 1))), _case(x1((BATCH, 1024)), x2((1024,)))
     like = "" if function is arithmetic.divide else "divide"
+    small = _case(x1((3, 1 if like else 2, 4)), x2((2, 1)))
+    real = _case(x1((BATCH, 1024)), x2((1024,)))
     return _with_backward(function, (small, (3, 2, 4)), "bias", (real, (BATCH, 1024)), like)
 
 
@@ -398,7 +399,7 @@ CATALOGUE: tuple[Entry, ...] = (
         avg_pool2d.avg_pool2d_backward,
         _case((1, 2, 3, 5), input_size=(5, 6), **_POOL_ANY),
         {"pool1": _case((BATCH, 6, 12, 12), input_size=(24, 24), window=2)},
-        like="max_pool2d_backward",
+        like="max_pool2d",
     ),
     Entry(
         avg_pool2d.global_avg_pool2d,
@@ -410,7 +411,7 @@ CATALOGUE: tuple[Entry, ...] = (
         avg_pool2d.global_avg_pool2d_backward,
         _case((2, 3), input_size=(2, 4)),
         {"images": _case((BATCH, 16), input_size=(8, 8))},
-        like="softmax_backward",
+        like="softmax",
     ),
     *_op(
         batch_norm.batch_norm,
