@@ -173,7 +173,7 @@ def _loss(function: Callable, *of: Mapping[str, Any], dy: Callable = lambda *sha
 def _reduction(function: Callable, axis: Any, keepdims: bool, dy: tuple, of: Mapping[str, Any] = {}, **options: Any):
     small = _case(Argument((2, 3, 4), **of), axis=axis, keepdims=keepdims, **options)
     real = _case(Argument((BATCH, 1024), **of), axis=-1, **options)
-    return _with_backward(function, (small, dy), "rows", (real, (BATCH,)), "softmax")
+    return _with_backward(function, (small, dy), "rows", (real, (BATCH,)), "divide")
 
 
 def _op(function: Callable, small: tuple, place: str, real: tuple, like: str, takes: Any = slice(None), **options: Any):
@@ -336,8 +336,8 @@ CATALOGUE: tuple[Entry, ...] = (
     *_unary(activations.silu, _SMOOTH),
     *_unary(activations.mish, _SMOOTH),
     *_unary(activations.softplus, _SMOOTH),
-    *_op(activations.softmax, ((2, 3, 4),) * 2, "rows", ((BATCH, 1024),) * 2, like=""),
-    *_op(activations.log_softmax, ((2, 3, 4),) * 2, "rows", ((BATCH, 1024),) * 2, like="softmax"),
+    *_op(activations.softmax, ((2, 3, 4),) * 2, "rows", ((BATCH, 1024),) * 2, like="divide"),
+    *_op(activations.log_softmax, ((2, 3, 4),) * 2, "rows", ((BATCH, 1024),) * 2, like="divide"),
     *_binary(arithmetic.add),
     *_binary(arithmetic.subtract),
     *_binary(arithmetic.multiply),
@@ -405,20 +405,20 @@ CATALOGUE: tuple[Entry, ...] = (
         avg_pool2d.global_avg_pool2d,
         _case((2, 3, 2, 4)),
         {"images": _case((BATCH, 16, 8, 8))},
-        like="softmax",
+        like="divide",
     ),
     Entry(
         avg_pool2d.global_avg_pool2d_backward,
         _case((2, 3), input_size=(2, 4)),
         {"images": _case((BATCH, 16), input_size=(8, 8))},
-        like="softmax",
+        like="divide",
     ),
     *_op(
         batch_norm.batch_norm,
         ((4, 3, 2), (4, 3, 2), (3,), (3,)),
         "images",
         ((BATCH, 16, 8, 8), (BATCH, 16, 8, 8), (16,), (16,)),
-        like="softmax",
+        like="divide",
         takes=slice(2),
     ),
     *_op(

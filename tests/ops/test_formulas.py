@@ -110,7 +110,7 @@ def moved(drawn, direction, by):
     return {name: (move(arrays, direction[name]), cotangents) for name, (arrays, cotangents) in drawn.items()}
 
 
-@every_implementation
+@pytest.mark.parametrize("implementation", ["pallas", "autodiff"])
 @every_family
 def test_gradients_match_finite_differences(family, implementation):
     context, dtype, step, tolerance = wide(implementation)
@@ -166,28 +166,30 @@ def _check(name, result, reference, tolerance):
 
 
 @every_family
-def test_second_derivatives_match_finite_differences_of_the_gradient(family):
-    # Of the formulas; a kernel's derivative is its formula's, which the ops tested in full show.
+def test_first_and_second_derivatives_of_the_formulas_match_finite_differences(family):
+    # A kernel's derivative is its formula's, which the ops tested in full show.
     with jax.enable_x64(True):
         at, direction, step = drawn_family(family, "float64"), directions(family, "float64"), 1e-5
-
-        def gradient(name, *values):
-            function = of_floats(op_of(name, None, "xla"), at[name][0])
-            return jax.grad(lambda v: sum(jnp.sum(jnp.sin(y)) for y in function(*v)))(values)
-
-        def products(values, name):
-            return jax.vjp(functools.partial(gradient, name), *values)[1](tuple(direction[name]))
-
         values = {name: floats(arrays) for name, (arrays, _) in at.items()}
-        run = jax.jit(lambda all_values: {n: (products(v, n), gradient(n, *v)) for n, v in all_values.items()})
+
+        def derivatives(name, values):
+            function = of_floats(op_of(name, None, "xla"), at[name][0])
+            loss = lambda values: sum(jnp.sum(jnp.sin(y)) for y in function(*values))  # noqa: E731
+            (value, gradient), vjp = jax.vjp(jax.value_and_grad(loss), values)
+            return value, gradient, *vjp((jnp.zeros_like(value), direction[name]))
+
+        run = jax.jit(lambda all_values: {name: derivatives(name, values) for name, values in all_values.items()})
 
         def move(by):
             return {n: [a + by * d for a, d in zip(v, direction[n], strict=True)] for n, v in values.items()}
 
         here, ahead, behind = (run(move(by)) for by in (0, step, -step))
-        for name in at:
-            for product, a, b in zip(here[name][0], ahead[name][1], behind[name][1], strict=True):
-                np.testing.assert_allclose(product, (a - b) / (2 * step), rtol=1e-6, atol=1e-6, err_msg=name)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+        for name, (_, gradient, product) in here.items():
+            (value_ahead, after, _), (value_behind, before, _) = ahead[name], behind[name]
+            close(dot(gradient, direction[name]), (value_ahead - value_behind) / (2 * step), err_msg=name)
+            for p, a, b in zip(product, after, before, strict=True):
+                close(p, (a - b) / (2 * step), err_msg=name)
 
 
 # -------------------------------------------------------------------------------------------------------- at real sizes
