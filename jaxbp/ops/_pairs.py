@@ -19,6 +19,8 @@ from pallas_kernels.reductions import sum_over
 
 FUSED = Fastest(gpu="xla")
 """XLA fuses these formulas into their neighbours, which a kernel keeps it from."""
+KEPT = Fastest(gpu="xla", elsewhere="autodiff")
+"""On a CPU it is faster to keep an exponential from the forward, as JAX does, than to compute it again."""
 
 
 class Formula(Pair):

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
-from jaxbp.ops._pairs import Elementwise, Formula
+from jaxbp.ops._pairs import KEPT, Elementwise, Formula
 from pallas_kernels.elementwise import elementwise
 from pallas_kernels.reductions import sum_over
 
@@ -86,7 +86,7 @@ def _gelu_backward(dy, x, *, approximate):
 
 def _silu_backward(dy, x):
     s = jax.nn.sigmoid(x)
-    return dy * (s + x * s * jax.nn.sigmoid(-x))
+    return dy * s * (1 + x * (1 - s))
 
 
 def _mish_backward(dy, x):
@@ -121,7 +121,7 @@ def _normalised(name, function, factor, combine):
     def kernel(dy, y, *, axis):
         return elementwise(combine, dy, y, sum_over(factor, dy, y, axes=axis))
 
-    return Formula(name, forward, formula, kernel, save=save)
+    return Formula(name, forward, formula, kernel, save=save, fastest=KEPT)
 
 
 _SOFTMAX = _normalised("softmax", jax.nn.softmax, lambda dy, y: dy * y, lambda dy, y, s: y * (dy - s))
