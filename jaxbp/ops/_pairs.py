@@ -110,7 +110,10 @@ class Elementwise(Formula):
 
 
 def unsupported(*arrays, **options):
-    return _checks.unsupported_dtype(*jax.tree.leaves(arrays))
+    arrays = jax.tree.leaves(arrays)
+    if any(a.size >= 2**31 for a in arrays):
+        return "2^31 or more elements"
+    return _checks.unsupported_dtype(*arrays)
 
 
 def _from_arrays(save, rule):

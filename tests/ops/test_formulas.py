@@ -274,6 +274,13 @@ def test_another_shape_of_dy_or_of_the_second_argument_is_refused(name):
         op_of(name, None, None)(*arrays)
 
 
+def test_kernels_refuse_more_elements_than_an_index_counts():
+    huge = jax.ShapeDtypeStruct((2**31,), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"^relu: .*does not take 2\^31 or more elements"):
+        jax.eval_shape(functools.partial(ENTRIES["relu"].function, implementation="pallas"), huge)
+    assert jax.eval_shape(ENTRIES["relu"].function, huge).shape == huge.shape
+
+
 def test_every_function_has_annotations_and_a_formula():
     for entry in LIKE:
         parameters = inspect.signature(entry.function).parameters.values()
