@@ -19,12 +19,13 @@ pytest.register_assert_rewrite("helpers")
 
 
 def _op(item):
-    name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
-    return name if name in {entry.name for entry in CATALOGUE} else ""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    name = params.get("name")
+    return params.get("family", name if name in {entry.name for entry in CATALOGUE} else "")
 
 
 def pytest_collection_modifyitems(items):
-    # The tests of one op stand together: with pytest-xdist, a process compiles what they share once.
+    # The tests of one op, or of one family, stand together: with pytest-xdist, a process compiles what they share once.
     items.sort(key=_op)
     skip = pytest.mark.skip(reason="needs a GPU of compute capability 9.0 or higher")
     for item in items:

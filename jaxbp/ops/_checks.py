@@ -1,6 +1,7 @@
 """Checks of arguments when an op is traced. Every message names the op, the argument, what came and what is wanted."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -77,3 +78,38 @@ def array(op: str, name: str, a: Any) -> Array:
     if not hasattr(a, "shape") or not hasattr(a, "dtype"):
         raise TypeError(f"{op}: {name} is a {type(a).__name__}; wants an array")
     return jnp.asarray(a)
+
+
+def widen(a: Array) -> Array:
+    """Half precisions as float32, in which everything is computed; integers as they are."""
+    return a.astype(wide(a.dtype)) if jnp.issubdtype(a.dtype, jnp.floating) else a
+
+
+def wide(dtype: DTypeLike) -> DTypeLike:
+    """What numbers of a floating dtype are added up in."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def broadcast(op: str, **arrays: Array) -> tuple[int, ...]:
+    """The shape that the arrays broadcast to, aligned from the right."""
+    try:
+        return jnp.broadcast_shapes(*(a.shape for a in arrays.values()))
+    except ValueError:
+        shapes = " and ".join(f"{name} {a.shape}" for name, a in arrays.items())
+        raise ValueError(f"{op}: {shapes} do not broadcast; wants sizes that are equal or 1, from the right") from None
+
+
+def axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """An axis, several, or None for all, as axes in order, counted from the front."""
+    wanted = tuple(range(ndim)) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
+    fits = all(is_int(a) and -ndim <= a < ndim for a in wanted)
+    if not fits or len({a % ndim for a in wanted}) < len(wanted):
+        raise ValueError(f"{op}: axis is {axis!r}; wants None or different ints in [{-ndim}, {ndim})")
+    return tuple(sorted(a % ndim for a in wanted))
+
+
+def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
+    """A static number in `[low, high]`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{op}: {name} is {value!r}; wants a number in [{low}, {high}]")
+    return float(value)

@@ -1,38 +1,20 @@
 """Activation functions."""
 
-import functools
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float
 
-from jaxbp.implementations import Fastest, Implementation, Op
+from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
-from jaxbp.pairing import Pair, differentiable
+from jaxbp.ops._pairs import KEPT, Elementwise, Formula
 from pallas_kernels.elementwise import elementwise
+from pallas_kernels.reductions import sum_over
 
-
-def _relu_backward(dy, x):
-    return jnp.where(x > 0, dy, jnp.zeros_like(dy))
-
-
-def _unsupported(*arrays):
-    return _checks.unsupported_dtype(*arrays)
-
-
-_RELU_BACKWARD = Op(
-    "relu_backward",
-    {
-        "autodiff": lambda dy, x: jax.vjp(jax.nn.relu, x)[1](dy)[0],
-        "xla": _relu_backward,
-        "pallas": differentiable(functools.partial(elementwise, _relu_backward), _relu_backward),
-    },
-    unsupported=_unsupported,
-    # XLA fuses the mask into its neighbours.
-    fastest=Fastest(gpu="xla"),
-)
-_RELU = Pair(jax.nn.relu, _RELU_BACKWARD, name="relu", unsupported=_unsupported)
+_RELU = Elementwise("relu", jax.nn.relu, lambda dy, x: jnp.where(x > 0, dy, 0.0))
 
 
 def relu(x: Float[Array, "..."], *, implementation: Implementation = None) -> Float[Array, "..."]:
@@ -50,8 +32,7 @@ def relu(x: Float[Array, "..."], *, implementation: Implementation = None) -> Fl
 
     Source: V. Nair and G. Hinton, "Rectified linear units improve restricted Boltzmann machines", ICML 2010.
     """
-    (x,) = _checks.floating("relu", x=x)
-    return _RELU(x, implementation=implementation)
+    return _RELU.of(implementation, {"x": x})
 
 
 def relu_backward(
@@ -69,6 +50,297 @@ def relu_backward(
     Raises:
       TypeError, ValueError: dtypes or shapes that differ.
     """
-    dy, x = _checks.floating("relu_backward", dy=dy, x=x)
-    _checks.shape("relu_backward", "x", x, *dy.shape)
-    return _RELU_BACKWARD(dy, x, implementation=implementation)
+    return _RELU.backward_of(implementation, dy, {"x": x})
+
+
+# The functions below take any shape and any floating dtype (kernels: float32, bfloat16, float16), compute half
+# precisions in float32 and give arrays of x's dtype. Other dtypes are a TypeError, other shapes a ValueError.
+
+_SIGMOID = Elementwise("sigmoid", jax.nn.sigmoid, lambda dy, x: dy * jax.nn.sigmoid(x) * jax.nn.sigmoid(-x))
+_TANH = Elementwise("tanh", jnp.tanh, lambda dy, x: dy * (1 - jnp.tanh(x) ** 2))
+_LEAKY_RELU = Elementwise(
+    "leaky_relu",
+    lambda x, *, negative_slope: jnp.where(x > 0, x, negative_slope * x),
+    lambda dy, x, *, negative_slope: jnp.where(x > 0, dy, negative_slope * dy),
+)
+_PRELU = Elementwise(
+    "prelu",
+    lambda x, alpha: jnp.where(x > 0, x, alpha * x),
+    lambda dy, x, alpha: (jnp.where(x > 0, dy, alpha * dy), jnp.where(x > 0, 0.0, dy * x)),
+)
+_ELU = Elementwise(
+    "elu",
+    lambda x, *, alpha: jax.nn.elu(x, alpha),
+    lambda dy, x, *, alpha: dy * jnp.where(x > 0, 1.0, alpha * jnp.exp(jnp.minimum(x, 0.0))),
+)
+
+
+def _gelu_backward(dy, x, *, approximate):
+    if approximate:
+        slope = math.sqrt(2 / math.pi)
+        t = jnp.tanh(slope * (x + 0.044715 * x**3))
+        return dy * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope * (1 + 3 * 0.044715 * x * x))
+    probability = 0.5 * (1 + lax.erf(x * math.sqrt(0.5)))
+    return dy * (probability + x * jnp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi))
+
+
+def _silu_backward(dy, x):
+    s = jax.nn.sigmoid(x)
+    return dy * s * (1 + x * (1 - s))
+
+
+def _mish_backward(dy, x):
+    # t = tanh(softplus(x)), out of exponentials that cannot overflow.
+    e = jnp.exp(-jnp.abs(x))
+    n = jnp.where(x > 0, 1 + 2 * e, e * (e + 2))
+    d = jnp.where(x > 0, n + 2 * e * e, n + 2)
+    return dy * (n / d + x * jax.nn.sigmoid(x) * ((d - n) / d) * ((d + n) / d))
+
+
+_GELU = Elementwise("gelu", lambda x, *, approximate: jax.nn.gelu(x, approximate), _gelu_backward)
+_SILU = Elementwise("silu", jax.nn.silu, _silu_backward)
+_MISH = Elementwise("mish", jax.nn.mish, _mish_backward)
+_SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.sigmoid(x))
+
+
+def _normalised(name, function, factor, combine):
+    """A function of all of an axis, whose backward needs what it gave, y, and one sum, `s = Σ factor(dy, y)`."""
+
+    def forward(x, *, axis):
+        return function(_checks.widen(x), axis=axis).astype(x.dtype)
+
+    def save(x, *, axis):
+        y = forward(x, axis=axis)
+        return y, (y,)
+
+    def formula(dy, y, *, axis):
+        wide_dy, wide_y = _checks.widen(dy), _checks.widen(y)
+        total = jnp.sum(factor(wide_dy, wide_y), axis=axis, keepdims=True)
+        return combine(wide_dy, wide_y, total).astype(y.dtype)
+
+    def kernel(dy, y, *, axis):
+        return elementwise(combine, dy, y, sum_over(factor, dy, y, axes=axis))
+
+    return Formula(name, forward, formula, kernel, save=save, fastest=KEPT)
+
+
+_SOFTMAX = _normalised("softmax", jax.nn.softmax, lambda dy, y: dy * y, lambda dy, y, s: y * (dy - s))
+_LOG_SOFTMAX = _normalised("log_softmax", jax.nn.log_softmax, lambda dy, y: dy, lambda dy, y, s: dy - jnp.exp(y) * s)
+
+
+def sigmoid(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+    """The logistic function, `y = σ(x) = 1 / (1 + e⁻ˣ)`."""
+    return _SIGMOID.of(implementation, {"x": x})
+
+
+def sigmoid_backward(
+    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Gradient of `sigmoid`: `dx = dy σ(x) (1 - σ(x))`, computed as `σ(x) σ(-x)`."""
+    return _SIGMOID.backward_of(implementation, dy, {"x": x})
+
+
+def tanh(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+    """The hyperbolic tangent, `y = tanh x`."""
+    return _TANH.of(implementation, {"x": x})
+
+
+def tanh_backward(
+    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Gradient of `tanh`: `dx = dy (1 - tanh² x)`."""
+    return _TANH.backward_of(implementation, dy, {"x": x})
+
+
+def leaky_relu(
+    x: Float[Array, "*shape"], negative_slope: float = 0.01, *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Leaky ReLU, `y = x where x > 0, else negative_slope x`.
+
+    Source: A. Maas, A. Hannun and A. Ng, "Rectifier nonlinearities improve neural network acoustic models", 2013.
+    """
+    return _LEAKY_RELU.of(
+        implementation, {"x": x}, negative_slope=_checks.number("leaky_relu", "negative_slope", negative_slope)
+    )
+
+
+def leaky_relu_backward(
+    dy: Float[Array, "*shape"],
+    x: Float[Array, "*shape"],
+    negative_slope: float = 0.01,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Gradient of `leaky_relu`: `dx = dy where x > 0, else negative_slope dy`, at 0 too."""
+    return _LEAKY_RELU.backward_of(
+        implementation,
+        dy,
+        {"x": x},
+        negative_slope=_checks.number("leaky_relu_backward", "negative_slope", negative_slope),
+    )
+
+
+def prelu(
+    x: Float[Array, "*shape"], alpha: Float[Array, "*alpha_shape"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Leaky ReLU with slopes that are learnt, `y = x where x > 0, else alpha x`.
+
+    Args:
+      x: any shape.
+      alpha: slopes, of a shape that broadcasts to x's: `()` for one, `(channels, 1, 1)` for one a channel of images.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+
+    Source: K. He et al., "Delving deep into rectifiers", ICCV 2015.
+    """
+    _check_alpha("prelu", x, alpha)
+    return _PRELU.of(implementation, {"x": x, "alpha": alpha})
+
+
+def prelu_backward(
+    dy: Float[Array, "*shape"],
+    x: Float[Array, "*shape"],
+    alpha: Float[Array, "*alpha_shape"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*shape"], Float[Array, "*alpha_shape"]]:
+    """Gradients of `prelu`: `dx = dy where x > 0, else alpha dy`, and `dalpha = Σ dy x where x <= 0`, the sum over the
+    axes along which alpha is broadcast."""
+    _check_alpha("prelu_backward", x, alpha)
+    return _PRELU.backward_of(implementation, dy, {"x": x, "alpha": alpha})
+
+
+def _check_alpha(op, x, alpha):
+    x, alpha = _checks.floating(op, x=x, alpha=alpha)
+    if _checks.broadcast(op, x=x, alpha=alpha) != x.shape:
+        raise ValueError(f"{op}: alpha has shape {alpha.shape}; wants one that broadcasts to x's, {x.shape}")
+
+
+def elu(
+    x: Float[Array, "*shape"], alpha: float = 1.0, *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Exponential linear unit, `y = x where x > 0, else alpha (eˣ - 1)`.
+
+    Source: D. Clevert, T. Unterthiner and S. Hochreiter, "Fast and accurate deep network learning by exponential linear
+    units", ICLR 2016.
+    """
+    return _ELU.of(implementation, {"x": x}, alpha=_checks.number("elu", "alpha", alpha))
+
+
+def elu_backward(
+    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], alpha: float = 1.0, *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Gradient of `elu`: `dx = dy where x > 0, else dy alpha eˣ`."""
+    return _ELU.backward_of(implementation, dy, {"x": x}, alpha=_checks.number("elu_backward", "alpha", alpha))
+
+
+def gelu(
+    x: Float[Array, "*shape"], approximate: bool = True, *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Gaussian error linear unit, `y = x Φ(x)`, Φ the normal distribution's.
+
+    Args:
+      x: any shape.
+      approximate: `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))` in its place.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+
+    Source: D. Hendrycks and K. Gimpel, "Gaussian error linear units", arXiv:1606.08415.
+    """
+    return _GELU.of(implementation, {"x": x}, approximate=bool(approximate))
+
+
+def gelu_backward(
+    dy: Float[Array, "*shape"],
+    x: Float[Array, "*shape"],
+    approximate: bool = True,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Gradient of `gelu`: `dx = dy (Φ(x) + x φ(x))`, φ the normal density; with `approximate` that of the other one,
+    `dx = dy/2 (1 + t + x (1 - t²) √(2/π) (1 + 0.134145 x²))`, t its tanh."""
+    return _GELU.backward_of(implementation, dy, {"x": x}, approximate=bool(approximate))
+
+
+def silu(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+    """Sigmoid linear unit, `y = x σ(x)`, also called swish.
+
+    Source: S. Elfwing, E. Uchibe and K. Doya, "Sigmoid-weighted linear units", arXiv:1702.03118.
+    """
+    return _SILU.of(implementation, {"x": x})
+
+
+def silu_backward(
+    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Gradient of `silu`: `dx = dy (σ(x) + x σ(x) (1 - σ(x)))`."""
+    return _SILU.backward_of(implementation, dy, {"x": x})
+
+
+def mish(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+    """Mish, `y = x tanh(softplus(x))`.
+
+    Source: D. Misra, "Mish: a self regularized non-monotonic activation function", BMVC 2020.
+    """
+    return _MISH.of(implementation, {"x": x})
+
+
+def mish_backward(
+    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Gradient of `mish`: `dx = dy (t + x σ(x) (1 - t²))`, `t = tanh(softplus(x))`."""
+    return _MISH.backward_of(implementation, dy, {"x": x})
+
+
+def softplus(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+    """Softplus, `y = ln(1 + eˣ)`, computed so that nothing overflows."""
+    return _SOFTPLUS.of(implementation, {"x": x})
+
+
+def softplus_backward(
+    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Gradient of `softplus`: `dx = dy σ(x)`."""
+    return _SOFTPLUS.backward_of(implementation, dy, {"x": x})
+
+
+def softmax(
+    x: Float[Array, "*shape"], axis: int | Sequence[int] = -1, *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, over an axis or several, from the largest x down."""
+    (x,) = _checks.floating("softmax", x=x)
+    return _SOFTMAX(x, implementation=implementation, axis=_checks.axes("softmax", axis, x.ndim))
+
+
+def softmax_backward(
+    dy: Float[Array, "*shape"],
+    x: Float[Array, "*shape"],
+    axis: int | Sequence[int] = -1,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`. `softmax` itself saves y; here it comes from x."""
+    op = "softmax_backward"
+    dy, x = _checks.floating(op, dy=dy, x=x)
+    _checks.shape(op, "dy", dy, *x.shape)
+    return _SOFTMAX.public_backward(dy, x, implementation=implementation, axis=_checks.axes(op, axis, x.ndim))
+
+
+def log_softmax(
+    x: Float[Array, "*shape"], axis: int | Sequence[int] = -1, *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, over an axis or several, from the largest x down."""
+    (x,) = _checks.floating("log_softmax", x=x)
+    return _LOG_SOFTMAX(x, implementation=implementation, axis=_checks.axes("log_softmax", axis, x.ndim))
+
+
+def log_softmax_backward(
+    dy: Float[Array, "*shape"],
+    x: Float[Array, "*shape"],
+    axis: int | Sequence[int] = -1,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`. `log_softmax` itself saves y; here it comes from x."""
+    op = "log_softmax_backward"
+    dy, x = _checks.floating(op, dy=dy, x=x)
+    _checks.shape(op, "dy", dy, *x.shape)
+    return _LOG_SOFTMAX.public_backward(dy, x, implementation=implementation, axis=_checks.axes(op, axis, x.ndim))

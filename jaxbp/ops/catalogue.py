@@ -5,6 +5,8 @@ dtype its kernels take, and timed. Nothing is listed anywhere else.
 """
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +15,22 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxbp.ops import _checks, activations, conv2d, conv2d_relu_max_pool2d, linear, losses, max_pool2d
+from jaxbp.ops import (
+    _checks,
+    activations,
+    arithmetic,
+    avg_pool2d,
+    batch_norm,
+    conv2d,
+    conv2d_relu_max_pool2d,
+    dropout,
+    elementwise,
+    linear,
+    linear_algebra,
+    losses,
+    max_pool2d,
+    reductions,
+)
 from jaxbp.ops import mlp_softmax_cross_entropy as mlp
 
 BATCH = "batch"
@@ -25,7 +42,7 @@ class Argument:
     """An array to draw: its shape, and for integers the bound they stay below.
 
     Floats are standard normal times `scale`, or with `weights` the softmax of that over the last axis, or with `apart`
-    evenly spaced in random order.
+    evenly spaced in random order, or with `positive` at least a half.
     """
 
     shape: tuple[int | str, ...]
@@ -34,6 +51,7 @@ class Argument:
     apart: bool = False
     dtype: DTypeLike = jnp.int32
     scale: float = 1.0
+    positive: bool = False
 
     def struct(self, batch: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         shape = tuple(batch if size == BATCH else size for size in self.shape)
@@ -46,7 +64,7 @@ class Argument:
         if self.apart:
             return jax.random.permutation(key, jnp.linspace(-2, 2, struct.size, dtype=dtype)).reshape(struct.shape)
         x = jax.random.normal(key, struct.shape, struct.dtype) * jnp.asarray(self.scale, struct.dtype)
-        return jax.nn.softmax(x) if self.weights else x
+        return jax.nn.softmax(x) if self.weights else jnp.abs(x) + 0.5 if self.positive else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +93,15 @@ class Entry:
       small: for finite differences and the interpreter.
       real: place -> case, the sizes that count.
       kernel_dtypes: what its kernels take.
+      like: an entry that is paired in the same way and runs the same kernels, with another formula in them. What does
+        not depend on the formula is tested with that entry alone.
     """
 
     function: Callable
     small: Case
     real: Mapping[str, Case]
     kernel_dtypes: tuple[str, ...] = _checks.KERNEL_DTYPES
+    like: str = ""
 
     @property
     def name(self) -> str:
@@ -118,6 +139,63 @@ def _pool_places(*shape: int | str) -> Argument:
 def _pool_indices(*shape: int | str) -> Argument:
     return Argument(shape, below=4, dtype=jnp.uint8)
 
+
+def _with_backward(
+    function: Callable,
+    small: tuple[Case, tuple],
+    place: str,
+    real: tuple[Case, tuple],
+    like: str,
+    takes: Any = slice(None),
+) -> tuple[Entry, Entry]:
+    """The entries of a function and of its public backward, which takes `dy`, of the shapes given beside the cases, and
+    of the function's arguments those that `takes` selects."""
+    backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
+
+    def behind_dy(case, dy):
+        return Case((Argument(dy), *case.arguments[takes]), case.options)
+
+    return (
+        Entry(function, small[0], {place: real[0]}, like=like),
+        Entry(backward, behind_dy(*small), {place: behind_dy(*real)}, like=like or function.__name__),
+    )
+
+
+def _unary(function: Callable, small: Argument = Argument((2, 3, 4), apart=True), **options: Any) -> tuple[Entry, ...]:
+    real = dataclasses.replace(small, shape=(BATCH, 1024))
+    cases = (_case(small, **options), small.shape), (_case(real, **options), real.shape)
+    return _with_backward(function, cases[0], "hidden", cases[1], "relu")
+
+
+def _binary(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
+    """x2 is broadcast along rows, and in most small cases x1 as well."""
+    x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
+    like = "" if function is arithmetic.divide else "divide"
+    small = _case(x1((3, 1 if like else 2, 4)), x2((2, 1)))
+    real = _case(x1((BATCH, 1024)), x2((1024,)))
+    return _with_backward(function, (small, (3, 2, 4)), "bias", (real, (BATCH, 1024)), like)
+
+
+def _loss(function: Callable, *of: Mapping[str, Any], dy: Callable = lambda *shape: shape, **options: Any):
+    small, real = (_case(*(Argument(shape, **a) for a in of), **options) for shape in ((2, 3, 4), (BATCH, 1024)))
+    return _with_backward(function, (small, dy(2, 3, 4)), "hidden", (real, dy(BATCH, 1024)), "divide")
+
+
+def _reduction(function: Callable, axis: Any, keepdims: bool, dy: tuple, of: Mapping[str, Any] = {}, **options: Any):
+    small = _case(Argument((2, 3, 4), **of), axis=axis, keepdims=keepdims, **options)
+    real = _case(Argument((BATCH, 1024), **of), axis=-1, **options)
+    return _with_backward(function, (small, dy), "rows", (real, (BATCH,)), "divide")
+
+
+def _op(function: Callable, small: tuple, place: str, real: tuple, like: str, takes: Any = slice(None), **options: Any):
+    """From the shape of dy and the arguments, small and real."""
+    (dy, *arguments), (real_dy, *real_arguments) = small, real
+    cases = (_case(*arguments, **options), dy), (_case(*real_arguments, **options), real_dy)
+    return _with_backward(function, cases[0], place, cases[1], like, takes)
+
+
+_SMOOTH = Argument((2, 3, 4))
+_KEY = Argument((2,), below=2**31 - 1, dtype=jnp.uint32)
 
 CATALOGUE: tuple[Entry, ...] = (
     Entry(
@@ -268,6 +346,115 @@ CATALOGUE: tuple[Entry, ...] = (
         mlp.mlp_softmax_cross_entropy_backward,
         _case((2, 3), (2, 3, 5), _LABELS, *_LAYERS),
         {"fc1 to fc3": _case((BATCH,), *_LENET_TAIL)},
+    ),
+    *_unary(activations.leaky_relu, negative_slope=0.1),
+    *_op(
+        activations.prelu,
+        ((2, 3, 4), (2, 3, 4), (3, 1)),
+        "images",
+        ((BATCH, 16, 8, 8), (BATCH, 16, 8, 8), (16, 1, 1)),
+        like="divide",
+    ),
+    *_unary(activations.elu, alpha=0.7),
+    *_unary(activations.sigmoid, _SMOOTH),
+    *_unary(activations.tanh, _SMOOTH),
+    *_unary(activations.gelu, _SMOOTH, approximate=False),
+    *_unary(activations.silu, _SMOOTH),
+    *_unary(activations.mish, _SMOOTH),
+    *_unary(activations.softplus, _SMOOTH),
+    *_op(activations.softmax, ((2, 3, 4),) * 2, "rows", ((BATCH, 1024),) * 2, like="divide"),
+    *_op(activations.log_softmax, ((2, 3, 4),) * 2, "rows", ((BATCH, 1024),) * 2, like="divide"),
+    *_binary(arithmetic.add),
+    *_binary(arithmetic.subtract),
+    *_binary(arithmetic.multiply),
+    *_binary(arithmetic.divide, x2=dict(positive=True)),
+    *_binary(arithmetic.power, x1=dict(positive=True)),
+    *_binary(arithmetic.maximum),
+    *_binary(arithmetic.minimum),
+    *_op(arithmetic.negative, ((2, 3, 4),) * 2, "hidden", ((BATCH, 1024),) * 2, like="relu", takes=slice(0)),
+    *_unary(elementwise.exp, _SMOOTH),
+    *_unary(elementwise.log, Argument((2, 3, 4), positive=True)),
+    *_unary(elementwise.sqrt, Argument((2, 3, 4), positive=True)),
+    *_unary(elementwise.abs),
+    *_unary(elementwise.sin, _SMOOTH),
+    *_unary(elementwise.cos, _SMOOTH),
+    *_unary(elementwise.clip, min=-1.1, max=0.5),
+    *_op(
+        linear_algebra.matmul,
+        ((2, 2, 3, 5), (2, 1, 3, 4), (2, 4, 5)),
+        "fc1",
+        ((BATCH, 120), (BATCH, 256), (256, 120)),
+        like="linear",
+    ),
+    *_op(
+        linear_algebra.dot,
+        ((2, 3, 2, 5), (2, 3, 4), (2, 4, 5)),
+        "fc1",
+        ((BATCH, 120), (BATCH, 256), (256, 120)),
+        like="linear",
+    ),
+    *_op(linear_algebra.outer, ((6, 4), (2, 3), (4,)), "columns", ((BATCH, 256), (BATCH,), (256,)), like="divide"),
+    *_op(
+        linear_algebra.transpose,
+        ((4, 2, 3), (2, 3, 4)),
+        "images",
+        ((64, BATCH, 16), (BATCH, 16, 64)),
+        like="relu",
+        takes=slice(0),
+        axes=(2, 0, 1),
+    ),
+    *_reduction(reductions.sum, axis=(0, 2), keepdims=True, dy=(1, 3, 1)),
+    *_reduction(reductions.mean, axis=1, keepdims=False, dy=(2, 4)),
+    *_reduction(reductions.var, axis=(-1, 0), keepdims=False, dy=(3,), ddof=1),
+    *_reduction(reductions.max, axis=(0, 2), keepdims=False, dy=(3,), of=dict(apart=True)),
+    *_reduction(reductions.min, axis=None, keepdims=False, dy=(), of=dict(apart=True)),
+    *_reduction(reductions.logsumexp, axis=(0, 1), keepdims=True, dy=(1, 1, 4)),
+    *_loss(losses.mean_squared_error, {}, {}, dy=lambda *shape: ()),
+    *_loss(losses.mean_absolute_error, {}, {}, dy=lambda *shape: ()),
+    *_loss(losses.huber, {}, {}, delta=0.8),
+    *_loss(losses.binary_cross_entropy, dict(weights=True), dict(weights=True)),
+    *_loss(losses.sigmoid_binary_cross_entropy, {}, dict(weights=True)),
+    *_loss(losses.kl_divergence, {}, dict(weights=True), dy=lambda *shape: shape[:-1]),
+    Entry(
+        avg_pool2d.avg_pool2d,
+        _case((1, 2, 5, 6), **_POOL_ANY),
+        {"pool1": _case((BATCH, 6, 24, 24), window=2)},
+        like="max_pool2d",
+    ),
+    Entry(
+        avg_pool2d.avg_pool2d_backward,
+        _case((1, 2, 3, 5), input_size=(5, 6), **_POOL_ANY),
+        {"pool1": _case((BATCH, 6, 12, 12), input_size=(24, 24), window=2)},
+        like="max_pool2d",
+    ),
+    Entry(
+        avg_pool2d.global_avg_pool2d,
+        _case((2, 3, 2, 4)),
+        {"images": _case((BATCH, 16, 8, 8))},
+        like="divide",
+    ),
+    Entry(
+        avg_pool2d.global_avg_pool2d_backward,
+        _case((2, 3), input_size=(2, 4)),
+        {"images": _case((BATCH, 16), input_size=(8, 8))},
+        like="divide",
+    ),
+    *_op(
+        batch_norm.batch_norm,
+        ((4, 3, 2), (4, 3, 2), (3,), (3,)),
+        "images",
+        ((BATCH, 16, 8, 8), (BATCH, 16, 8, 8), (16,), (16,)),
+        like="divide",
+        takes=slice(2),
+    ),
+    *_op(
+        dropout.dropout,
+        ((2, 3, 4), (2, 3, 4), _KEY),
+        "hidden",
+        ((BATCH, 1024), (BATCH, 1024), _KEY),
+        like="relu",
+        takes=slice(1, None),
+        rate=0.3,
     ),
 )
 """Every op, once."""

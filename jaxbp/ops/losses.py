@@ -2,13 +2,15 @@
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
+from jaxbp.ops._pairs import Elementwise, Formula
 from jaxbp.pairing import Pair, differentiable
 from pallas_kernels import softmax_cross_entropy as kernels
+from pallas_kernels.elementwise import elementwise
 from pallas_kernels.launch import batch_first, batch_last
 
 
@@ -16,13 +18,8 @@ def _is_class(labels):
     return jnp.issubdtype(labels.dtype, jnp.integer)
 
 
-def widen(a):
-    """Half precisions as float32, in which everything is summed."""
-    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
-
-
 def loss_and_probabilities(logits, labels):
-    log_probabilities = jax.nn.log_softmax(widen(logits))
+    log_probabilities = jax.nn.log_softmax(_checks.widen(logits))
     if _is_class(labels):
         valid = (labels >= 0) & (labels < logits.shape[-1])
         chosen = jnp.where(valid, labels, 0)[..., None]
@@ -30,7 +27,7 @@ def loss_and_probabilities(logits, labels):
         # A factor, not a choice: the gradient of an example with an invalid label is NaN as well.
         loss *= jnp.where(valid, 1.0, jnp.nan).astype(loss.dtype)
     else:
-        loss = -jnp.sum(widen(labels) * log_probabilities, axis=-1)
+        loss = -jnp.sum(_checks.widen(labels) * log_probabilities, axis=-1)
     return loss.astype(logits.dtype), jnp.exp(log_probabilities).astype(logits.dtype)
 
 
@@ -43,15 +40,15 @@ def _loss_and_probabilities_kernel(logits, labels):
 
 
 def logits_gradient(dy, probabilities, labels):
-    p = widen(probabilities)
+    p = _checks.widen(probabilities)
     if _is_class(labels):
         valid = (labels >= 0) & (labels < p.shape[-1])
         gradient = p - jax.nn.one_hot(labels, p.shape[-1], dtype=p.dtype)
         gradient *= jnp.where(valid, 1.0, jnp.nan).astype(p.dtype)[..., None]
     else:
-        y = widen(labels)
+        y = _checks.widen(labels)
         gradient = p * jnp.sum(y, axis=-1, keepdims=True) - y
-    return (widen(dy)[..., None] * gradient).astype(probabilities.dtype)
+    return (_checks.widen(dy)[..., None] * gradient).astype(probabilities.dtype)
 
 
 def _logits_gradient_kernel(dy, probabilities, labels):
@@ -86,7 +83,7 @@ def _pair_backward(implementation):
         dlogits = _LOGITS_GRADIENT[implementation](dy, probabilities, labels)
         if _is_class(labels):
             return dlogits, None
-        return dlogits, (-widen(dy)[..., None] * jax.nn.log_softmax(widen(logits))).astype(labels.dtype)
+        return dlogits, (-_checks.widen(dy)[..., None] * jax.nn.log_softmax(_checks.widen(logits))).astype(labels.dtype)
 
     return backward
 
@@ -201,3 +198,317 @@ def _check(op, logits, labels):
     if labels.shape != logits.shape:
         raise ValueError(f"{op}: floating labels have shape {labels.shape}; wants {logits.shape}, as logits")
     return logits, labels
+
+
+# ---------------------------------------------------------------------- losses of predictions and targets of one shape
+
+
+def _mean_loss(name, loss, slope):
+    """The mean of `loss(error)` over all elements, whose gradient is `slope(error) / n`."""
+
+    def forward(predictions, targets):
+        error = _checks.widen(predictions) - _checks.widen(targets)
+        return jnp.mean(loss(error)).astype(predictions.dtype)
+
+    def gradients(dy, predictions, targets):
+        dpredictions = dy * slope(predictions - targets) / max(predictions.size, 1)
+        return dpredictions, -dpredictions
+
+    def formula(dy, predictions, targets):
+        wide = map(_checks.widen, (dy, predictions, targets))
+        return tuple(g.astype(dy.dtype) for g in gradients(*wide))
+
+    def kernel(dy, predictions, targets):
+        size = max(predictions.size, 1)
+
+        def both(dy, predictions, targets):
+            dpredictions = dy * slope(predictions - targets) * (1.0 / size)
+            return dpredictions, -dpredictions
+
+        return elementwise(both, dy, predictions, targets)
+
+    return Formula(name, forward, formula, kernel)
+
+
+def _x_log_y(x, y):
+    """`x ln y`, 0 where x and y are 0, in a form whose own derivatives are right there: -inf in x, 0 in y."""
+    at_zero = (x == 0) & (y == 0)
+    # Nothing, but with a slope of -inf in x.
+    gap = jnp.where(at_zero, x - lax.stop_gradient(x), 1.0)
+    return x * jnp.log(jnp.where(at_zero, 1.0, y)) - jnp.where(at_zero, jnp.sqrt(gap), 0.0)
+
+
+def _huber(predictions, targets, *, delta):
+    error = jnp.abs(predictions - targets)
+    return jnp.where(error <= delta, 0.5 * error * error, delta * (error - 0.5 * delta))
+
+
+def _huber_gradients(dy, predictions, targets, *, delta):
+    dpredictions = dy * jnp.maximum(jnp.minimum(predictions - targets, delta), -delta)
+    return dpredictions, -dpredictions
+
+
+def _binary_cross_entropy_gradients(dy, probabilities, labels):
+    p, y = probabilities, labels
+    # For sure labels the quotient is one of two, which does not end in 0 / 0 where the probability is sure as well.
+    unsure = (p - y) / (p * (1 - p))
+    dp = jnp.where(y == 0, 1 / (1 - p), jnp.where(y == 1, -1 / p, unsure))
+    return dy * dp, dy * (jnp.log(1 - p) - jnp.log(p))
+
+
+def _sigmoid_binary_cross_entropy(logits, labels):
+    return -labels * jax.nn.log_sigmoid(logits) - (1 - labels) * jax.nn.log_sigmoid(-logits)
+
+
+_MEAN_SQUARED_ERROR = _mean_loss("mean_squared_error", jnp.square, lambda error: 2 * error)
+_MEAN_ABSOLUTE_ERROR = _mean_loss("mean_absolute_error", lambda error: error * jnp.sign(error), jnp.sign)
+_HUBER = Elementwise("huber", _huber, _huber_gradients)
+_BINARY_CROSS_ENTROPY = Elementwise(
+    "binary_cross_entropy",
+    lambda probabilities, labels: -_x_log_y(labels, probabilities) - _x_log_y(1 - labels, 1 - probabilities),
+    _binary_cross_entropy_gradients,
+)
+_SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
+    "sigmoid_binary_cross_entropy",
+    _sigmoid_binary_cross_entropy,
+    lambda dy, logits, labels: (dy * (jax.nn.sigmoid(logits) - labels), -dy * logits),
+)
+
+
+def _kl_divergence(log_predictions, targets):
+    q, p = _checks.widen(log_predictions), _checks.widen(targets)
+    possible = jnp.where(p == 0, 0.0, q)
+    return jnp.sum(_x_log_y(p, p) - p * possible, axis=-1).astype(log_predictions.dtype)
+
+
+def _kl_gradients(dy, log_predictions, targets):
+    q, p = log_predictions, targets
+    return -dy * p, dy * jnp.where(p == 0, -jnp.inf, jnp.log(p) - q + 1)
+
+
+def _kl_formula(dy, log_predictions, targets):
+    wide = map(_checks.widen, (dy[..., None], log_predictions, targets))
+    return tuple(g.astype(dy.dtype) for g in _kl_gradients(*wide))
+
+
+_KL_DIVERGENCE = Formula(
+    "kl_divergence",
+    _kl_divergence,
+    _kl_formula,
+    lambda dy, log_predictions, targets: elementwise(_kl_gradients, dy[..., None], log_predictions, targets),
+)
+
+
+def _checked(op, shape_of_dy=lambda shape: shape, **arrays):
+    """The arrays, of one floating dtype and one shape; a first one, `dy`, of the loss's shape."""
+    values = dict(zip(arrays, _checks.floating(op, **arrays), strict=True))
+    dy = values.pop("dy", None)
+    (first, like), *others = values.items()
+    for name, a in others:
+        if a.shape != like.shape:
+            raise ValueError(f"{op}: {name} has shape {a.shape}; wants {like.shape}, as {first}")
+    if op.startswith("kl_divergence") and like.ndim == 0:
+        raise ValueError(f"{op}: {first} has shape (); wants (..., classes)")
+    if dy is None:
+        return tuple(values.values())
+    _checks.shape(op, "dy", dy, *shape_of_dy(like.shape))
+    return (dy, *values.values())
+
+
+def mean_squared_error(
+    predictions: Float[Array, "*shape"],
+    targets: Float[Array, "*shape"],
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, ""]:
+    """Mean of squares, `loss = 1/n Σᵢ (predictionsᵢ - targetsᵢ)²`, over all n elements.
+
+    Raises:
+      TypeError: arguments that are not of one floating dtype.
+      ValueError: shapes that differ. Nothing is broadcast.
+    """
+    arrays = _checked("mean_squared_error", predictions=predictions, targets=targets)
+    return _MEAN_SQUARED_ERROR(*arrays, implementation=implementation)
+
+
+def mean_squared_error_backward(
+    dy: Float[Array, ""],
+    predictions: Float[Array, "*shape"],
+    targets: Float[Array, "*shape"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """Gradients of `mean_squared_error`: `dpredictionsᵢ = 2/n dy (predictionsᵢ - targetsᵢ)`, `dtargets` its
+    negative."""
+    arrays = _checked("mean_squared_error_backward", lambda shape: (), dy=dy, predictions=predictions, targets=targets)
+    return _MEAN_SQUARED_ERROR.public_backward(*arrays, implementation=implementation)
+
+
+def mean_absolute_error(
+    predictions: Float[Array, "*shape"],
+    targets: Float[Array, "*shape"],
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, ""]:
+    """Mean of absolute values, `loss = 1/n Σᵢ |predictionsᵢ - targetsᵢ|`, over all n elements.
+
+    Raises:
+      TypeError, ValueError: as in `mean_squared_error`.
+    """
+    arrays = _checked("mean_absolute_error", predictions=predictions, targets=targets)
+    return _MEAN_ABSOLUTE_ERROR(*arrays, implementation=implementation)
+
+
+def mean_absolute_error_backward(
+    dy: Float[Array, ""],
+    predictions: Float[Array, "*shape"],
+    targets: Float[Array, "*shape"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """Gradients of `mean_absolute_error`: `dpredictionsᵢ = dy/n sign(predictionsᵢ - targetsᵢ)`, 0 where they are equal;
+    `dtargets` its negative."""
+    arrays = _checked("mean_absolute_error_backward", lambda shape: (), dy=dy, predictions=predictions, targets=targets)
+    return _MEAN_ABSOLUTE_ERROR.public_backward(*arrays, implementation=implementation)
+
+
+def huber(
+    predictions: Float[Array, "*shape"],
+    targets: Float[Array, "*shape"],
+    delta: float = 1.0,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Huber's loss, `½ e² where |e| <= delta, else delta (|e| - ½ delta)`, element by element, of the error
+    `e = predictions - targets`.
+
+    Raises:
+      TypeError, ValueError: as in `mean_squared_error`; a delta that is no positive number.
+
+    Source: P. Huber, "Robust estimation of a location parameter", 1964.
+    """
+    arrays = _checked("huber", predictions=predictions, targets=targets)
+    return _HUBER(*arrays, implementation=implementation, delta=_checks.number("huber", "delta", delta, 0.0))
+
+
+def huber_backward(
+    dy: Float[Array, "*shape"],
+    predictions: Float[Array, "*shape"],
+    targets: Float[Array, "*shape"],
+    delta: float = 1.0,
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """Gradients of `huber`: `dpredictions = dy min(max(e, -delta), delta)`, `dtargets` its negative."""
+    arrays = _checked("huber_backward", dy=dy, predictions=predictions, targets=targets)
+    return _HUBER.public_backward(
+        *arrays, implementation=implementation, delta=_checks.number("huber_backward", "delta", delta, 0.0)
+    )
+
+
+def binary_cross_entropy(
+    probabilities: Float[Array, "*shape"],
+    labels: Float[Array, "*shape"],
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Cross-entropy of probabilities, `loss = -y ln p - (1 - y) ln(1 - p)`, element by element.
+
+    Of logits, `sigmoid_binary_cross_entropy` is more accurate. Here p is not clamped: a loss that is infinite is
+    infinite, and a probability of 0 or 1 that is right costs nothing.
+
+    Args:
+      probabilities: p, in [0, 1].
+      labels: y, in [0, 1].
+      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+
+    Raises:
+      TypeError, ValueError: as in `mean_squared_error`.
+    """
+    arrays = _checked("binary_cross_entropy", probabilities=probabilities, labels=labels)
+    return _BINARY_CROSS_ENTROPY(*arrays, implementation=implementation)
+
+
+def binary_cross_entropy_backward(
+    dy: Float[Array, "*shape"],
+    probabilities: Float[Array, "*shape"],
+    labels: Float[Array, "*shape"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """Gradients of `binary_cross_entropy` in both: `dy (p - y) / (p (1 - p))` and `dy (ln(1 - p) - ln p)`.
+
+    For y = 0 the first is `1 / (1 - p)` and for y = 1 `-1 / p`, at any p. At p = 0 and p = 1 the second is infinite.
+    """
+    arrays = _checked("binary_cross_entropy_backward", dy=dy, probabilities=probabilities, labels=labels)
+    return _BINARY_CROSS_ENTROPY.public_backward(*arrays, implementation=implementation)
+
+
+def sigmoid_binary_cross_entropy(
+    logits: Float[Array, "*shape"],
+    labels: Float[Array, "*shape"],
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Cross-entropy of logits, `loss = -y ln σ(x) - (1 - y) ln σ(-x)`, element by element; nothing overflows.
+
+    Args:
+      logits: x.
+      labels: y, in [0, 1].
+      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+
+    Raises:
+      TypeError, ValueError: as in `mean_squared_error`.
+    """
+    arrays = _checked("sigmoid_binary_cross_entropy", logits=logits, labels=labels)
+    return _SIGMOID_BINARY_CROSS_ENTROPY(*arrays, implementation=implementation)
+
+
+def sigmoid_binary_cross_entropy_backward(
+    dy: Float[Array, "*shape"],
+    logits: Float[Array, "*shape"],
+    labels: Float[Array, "*shape"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy (σ(x) - y)`, `dlabels = -dy x`."""
+    arrays = _checked("sigmoid_binary_cross_entropy_backward", dy=dy, logits=logits, labels=labels)
+    return _SIGMOID_BINARY_CROSS_ENTROPY.public_backward(*arrays, implementation=implementation)
+
+
+def kl_divergence(
+    log_predictions: Float[Array, "*batch classes"],
+    targets: Float[Array, "*batch classes"],
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch"]:
+    """Kullback-Leibler divergence, `loss = Σ_k p_k (ln p_k - q_k)` over the last axis, q the logarithms of predictions.
+
+    Where p_k is 0, its term is.
+
+    Args:
+      log_predictions: q, of any leading axes, the classes last.
+      targets: p, probabilities.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+
+    Raises:
+      TypeError, ValueError: as in `mean_squared_error`.
+
+    Source: S. Kullback and R. Leibler, "On information and sufficiency", 1951.
+    """
+    arrays = _checked("kl_divergence", log_predictions=log_predictions, targets=targets)
+    return _KL_DIVERGENCE(*arrays, implementation=implementation)
+
+
+def kl_divergence_backward(
+    dy: Float[Array, "*batch"],
+    log_predictions: Float[Array, "*batch classes"],
+    targets: Float[Array, "*batch classes"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
+    """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`, infinite where p_k is 0."""
+    arrays = _checked(
+        "kl_divergence_backward", lambda shape: shape[:-1], dy=dy, log_predictions=log_predictions, targets=targets
+    )
+    return _KL_DIVERGENCE.public_backward(*arrays, implementation=implementation)

@@ -78,7 +78,7 @@ SHAPES = {
     ),
     "dy of relu_backward": (
         lambda: jaxbp.relu_backward(zeros(3), zeros(4)),
-        "relu_backward: x has shape (4,); wants (3,)",
+        "relu_backward: dy has shape (3,); wants (4,)",
     ),
     "one image to pool": (
         max_pool2d(X[0]),
@@ -137,6 +137,42 @@ SHAPES = {
         lambda: jaxbp.softmax_cross_entropy_backward(zeros(3), zeros(2, 3), zeros(2, dtype="int32")),
         "softmax_cross_entropy_backward: dy has shape (3,); wants (2,)",
     ),
+    "shapes that do not broadcast": (
+        lambda: jaxbp.add(zeros(2, 3), zeros(2)),
+        "add: x1 (2, 3) and x2 (2,) do not broadcast; wants sizes that are equal or 1, from the right",
+    ),
+    "slopes larger than x": (
+        lambda: jaxbp.prelu(zeros(3), zeros(2, 3)),
+        "prelu: alpha has shape (2, 3); wants one that broadcasts to x's, (3,)",
+    ),
+    "a column of targets": (
+        lambda: jaxbp.mean_squared_error(zeros(3), zeros(3, 1)),
+        "mean_squared_error: targets has shape (3, 1); wants (3,), as predictions",
+    ),
+    "inner sizes": (
+        lambda: jaxbp.matmul(zeros(2, 3), zeros(2, 3)),
+        "matmul: a has shape (2, 3) and b (2, 3); wants a's last axis as long as b's last but one, or its only",
+    ),
+    "batches": (
+        lambda: jaxbp.matmul(zeros(2, 1, 3), zeros(3, 3, 1)),
+        "matmul: a has shape (2, 1, 3) and b (3, 3, 1); wants batch axes that broadcast",
+    ),
+    "a number to dot": (
+        lambda: jaxbp.dot(zeros(), zeros(2)),
+        "dot: a has shape (); wants at least one axis (multiply takes numbers)",
+    ),
+    "a maximum of nothing": (
+        lambda: jaxbp.max(zeros(2, 0), 1),
+        "max: a has shape (2, 0); wants at least one element along axis (1,)",
+    ),
+    "scale of batch_norm": (
+        lambda: jaxbp.batch_norm(zeros(2, 3), zeros(2), zeros(2)),
+        "batch_norm: scale has shape (2,); wants (3,)",
+    ),
+    "a vector to batch_norm": (
+        lambda: jaxbp.batch_norm(zeros(3), zeros(3), zeros(3)),
+        "batch_norm: x has shape (3,); wants (batch, channels, ...)",
+    ),
     "scalar to flatten": (lambda: jaxbp.flatten(zeros()), "flatten: x has shape (); wants (batch, ...)"),
 }
 
@@ -166,6 +202,10 @@ DTYPES = {
         "softmax_cross_entropy: labels has dtype float16; wants float32, the dtype of logits",
     ),
     "float indices": (max_pool2d_backward(indices=POOL_DY), "max_pool2d_backward: indices is float32; wants integers"),
+    "a key of another kind": (
+        lambda: jaxbp.dropout(zeros(3), zeros(2, dtype="int32"), 0.5),
+        "dropout: key has dtype int32 and shape (2,); wants one key, say jax.random.key(0)",
+    ),
     "a list": (conv2d([[1.0]]), "conv2d: x is a list; wants an array"),
     "a list of labels": (cross_entropy(zeros(2, 3), [0, 1]), "softmax_cross_entropy: labels is a list; wants an array"),
     "a list of indices": (max_pool2d_backward(indices=[0]), "max_pool2d_backward: indices is list; wants integers"),
@@ -203,6 +243,22 @@ OPTIONS = {
         lambda: jaxbp.conv2d_backward_input(DY, W, (5, 6.0)),
         f"conv2d_backward_input: input_size is (5, 6.0); wants {AN_INT.format(1)}",
     ),
+    "axis": (lambda: jaxbp.sum(zeros(2, 3), 2), "sum: axis is 2; wants None or different ints in [-2, 2)"),
+    "an axis twice": (
+        lambda: jaxbp.softmax(zeros(2, 3), (1, -1)),
+        "softmax: axis is (1, -1); wants None or different ints in [-2, 2)",
+    ),
+    "axes": (
+        lambda: jaxbp.transpose(zeros(2, 3), (0,)),
+        "transpose: axes is (0,); wants None or each of the 2 axes once",
+    ),
+    "ddof": (lambda: jaxbp.var(zeros(3), ddof=0.5), "var: ddof is 0.5; wants an int"),
+    "bounds": (lambda: jaxbp.clip(zeros(3), 1, 0), "clip: max is 0; wants a number in [1.0, inf]"),
+    "rate": (
+        lambda: jaxbp.dropout(zeros(3), zeros(2, dtype="uint32"), 1.5),
+        "dropout: rate is 1.5; wants a number in [0.0, 1.0]",
+    ),
+    "delta": (lambda: jaxbp.huber(zeros(3), zeros(3), -1), "huber: delta is -1; wants a number in [0.0, inf]"),
     "implementation": (
         conv2d(implementation="cuda"),
         "conv2d: implementation is 'cuda'; wants 'pallas', 'xla', 'autodiff' or None",

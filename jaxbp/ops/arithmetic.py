@@ -1,0 +1,221 @@
+"""Arithmetic, with NumPy's broadcasting.
+
+Every function takes `x1` and `x2` of one floating dtype, in shapes that broadcast (aligned from the right), and gives
+their result in that dtype, by the `implementation` asked for: "pallas", "xla", "autodiff", or None for the fastest.
+Every backward takes `dy`, the gradient of the loss in the result, first, and gives `(dx1, dx2)`, each in its argument's
+shape: the sum over the axes along which the argument was broadcast. Anything else is a TypeError or a ValueError.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from jaxbp.implementations import Implementation
+from jaxbp.ops import _checks
+from jaxbp.ops._pairs import KEPT, Elementwise, Formula
+from pallas_kernels.elementwise import elementwise
+
+
+def _power(x1, x2):
+    """`x1 ** x2`, in a form whose own derivatives are right at zero."""
+    at_zero = x1 == 0
+    steep = at_zero & (x2 <= 0)
+    # 0 ** 0 is 1 whatever the base does.
+    base = jnp.where(at_zero & (x2 == 0), 1.0, x1)
+    y = jnp.power(base, jnp.where(steep, lax.stop_gradient(x2), x2))
+    # Nothing, but with a slope of -inf in x2.
+    gap = jnp.where(steep, x2 - lax.stop_gradient(x2), 1.0)
+    return y - jnp.where(steep, jnp.sqrt(gap), 0.0)
+
+
+def _power_in_kernels(base, exponent):
+    """`base ** exponent` out of what kernels can compute."""
+    size = jnp.where(exponent == 0, 1.0, jnp.exp(exponent * jnp.log(jnp.abs(base))))
+    half = exponent * 0.5
+    whole, even = exponent == _rounded(exponent), half == _rounded(half)
+    return jnp.where((base >= 0) | even, size, jnp.where(whole, -size, jnp.nan))
+
+
+def _rounded(x):
+    return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+
+
+def _power_gradient(power):
+    def gradient(dy, x1, x2):
+        d1 = jnp.where(x2 == 0, 0.0, x2 * power(x1, x2 - 1))
+        d2 = jnp.where((x1 == 0) & (x2 > 0), 0.0, power(x1, x2) * jnp.log(x1))
+        return dy * d1, dy * d2
+
+    return gradient
+
+
+def _larger(dy, x1, x2):
+    """dy where x1 is the larger, half of it where they are equal."""
+    return jnp.where(x1 > x2, dy, jnp.where(x1 == x2, 0.5 * dy, 0.0))
+
+
+_NEGATIVE = Formula(
+    "negative",
+    lambda x, *, shape: -x,
+    lambda dy, *, shape: -dy,
+    lambda dy, *, shape: elementwise(lambda dy: -dy, dy),
+    linear=True,
+)
+_ADD = Elementwise("add", jnp.add, lambda dy, x1, x2: (dy, dy))
+_SUBTRACT = Elementwise("subtract", jnp.subtract, lambda dy, x1, x2: (dy, -dy))
+_MULTIPLY = Elementwise("multiply", jnp.multiply, lambda dy, x1, x2: (dy * x2, dy * x1))
+_DIVIDE = Elementwise("divide", jnp.divide, lambda dy, x1, x2: (dy / x2, -(dy / x2) * (x1 / x2)))
+_POWER = Elementwise(
+    "power", _power, _power_gradient(jnp.power), in_kernels=_power_gradient(_power_in_kernels), fastest=KEPT
+)
+_MAXIMUM = Elementwise("maximum", jnp.maximum, lambda dy, x1, x2: (_larger(dy, x1, x2), _larger(dy, x2, x1)))
+_MINIMUM = Elementwise("minimum", jnp.minimum, lambda dy, x1, x2: (_larger(dy, x2, x1), _larger(dy, x1, x2)))
+
+
+def add(
+    x1: Float[Array, "*shape1"], x2: Float[Array, "*shape2"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """The sum, `y = x1 + x2`."""
+    return _ADD.of(implementation, {"x1": x1, "x2": x2})
+
+
+def add_backward(
+    dy: Float[Array, "*shape"],
+    x1: Float[Array, "*shape1"],
+    x2: Float[Array, "*shape2"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
+    """Gradients of `add`: `dx1 = dy`, `dx2 = dy`."""
+    return _ADD.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+
+
+def subtract(
+    x1: Float[Array, "*shape1"], x2: Float[Array, "*shape2"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """The difference, `y = x1 - x2`."""
+    return _SUBTRACT.of(implementation, {"x1": x1, "x2": x2})
+
+
+def subtract_backward(
+    dy: Float[Array, "*shape"],
+    x1: Float[Array, "*shape1"],
+    x2: Float[Array, "*shape2"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
+    """Gradients of `subtract`: `dx1 = dy`, `dx2 = -dy`."""
+    return _SUBTRACT.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+
+
+def multiply(
+    x1: Float[Array, "*shape1"], x2: Float[Array, "*shape2"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """The product, `y = x1 x2`."""
+    return _MULTIPLY.of(implementation, {"x1": x1, "x2": x2})
+
+
+def multiply_backward(
+    dy: Float[Array, "*shape"],
+    x1: Float[Array, "*shape1"],
+    x2: Float[Array, "*shape2"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
+    """Gradients of `multiply`: `dx1 = dy x2`, `dx2 = dy x1`."""
+    return _MULTIPLY.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+
+
+def divide(
+    x1: Float[Array, "*shape1"], x2: Float[Array, "*shape2"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """The quotient, `y = x1 / x2`: infinite where x2 is 0, NaN where both are."""
+    return _DIVIDE.of(implementation, {"x1": x1, "x2": x2})
+
+
+def divide_backward(
+    dy: Float[Array, "*shape"],
+    x1: Float[Array, "*shape1"],
+    x2: Float[Array, "*shape2"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
+    """Gradients of `divide`: `dx1 = dy / x2`, `dx2 = -dy x1 / x2²`.
+
+    Where x2 is 0 they are infinite, and NaN where IEEE arithmetic says so (0 / 0). No denominator is clamped.
+    """
+    return _DIVIDE.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+
+
+def power(
+    x1: Float[Array, "*shape1"], x2: Float[Array, "*shape2"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """The power, `y = x1 ** x2`.
+
+    `0 ** 0` is 1, 0 to a negative power infinite, and a negative number to a power that is not whole NaN.
+    """
+    return _POWER.of(implementation, {"x1": x1, "x2": x2})
+
+
+def power_backward(
+    dy: Float[Array, "*shape"],
+    x1: Float[Array, "*shape1"],
+    x2: Float[Array, "*shape2"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
+    """Gradients of `power`: `dx1 = dy x2 x1 ** (x2 - 1)`, `dx2 = dy x1 ** x2 ln x1`.
+
+    Where x1 is 0, dx1 is dy times 0 for x2 > 1 and for x2 = 0 (`x1 ** 0` is constant), 1 for x2 = 1, inf for x2 between
+    0 and 1, and infinite for x2 < 0; dx2 is dy times 0 for x2 > 0, and -inf
+    otherwise, the limit from the right. Where x1 is negative, dx2 is NaN.
+    """
+    return _POWER.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+
+
+def maximum(
+    x1: Float[Array, "*shape1"], x2: Float[Array, "*shape2"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """The larger of each two, `y = max(x1, x2)`; NaN if one is."""
+    return _MAXIMUM.of(implementation, {"x1": x1, "x2": x2})
+
+
+def maximum_backward(
+    dy: Float[Array, "*shape"],
+    x1: Float[Array, "*shape1"],
+    x2: Float[Array, "*shape2"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
+    """Gradients of `maximum`: `dx1 = dy` where x1 > x2, else 0; `dx2` likewise. Equals get half of `dy` each."""
+    return _MAXIMUM.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+
+
+def minimum(
+    x1: Float[Array, "*shape1"], x2: Float[Array, "*shape2"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """The smaller of each two, `y = min(x1, x2)`; NaN if one is."""
+    return _MINIMUM.of(implementation, {"x1": x1, "x2": x2})
+
+
+def minimum_backward(
+    dy: Float[Array, "*shape"],
+    x1: Float[Array, "*shape1"],
+    x2: Float[Array, "*shape2"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
+    """Gradients of `minimum`: `dx1 = dy` where x1 < x2, else 0; `dx2` likewise. Equals get half of `dy` each."""
+    return _MINIMUM.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+
+
+def negative(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+    """The negative, `y = -x`, of one array."""
+    (x,) = _checks.floating("negative", x=x)
+    return _NEGATIVE(x, implementation=implementation, shape=x.shape)
+
+
+def negative_backward(dy: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+    """Gradient of `negative`: `dx = -dy`."""
+    (dy,) = _checks.floating("negative_backward", dy=dy)
+    return _NEGATIVE.public_backward(dy, implementation=implementation, shape=dy.shape)

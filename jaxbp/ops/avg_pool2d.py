@@ -1,0 +1,149 @@
+"""Average-pooling: each position of the input gets its share of the windows it is in."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from jaxbp.implementations import Implementation
+from jaxbp.ops import _checks
+from jaxbp.ops._pairs import Formula
+from jaxbp.ops.conv2d import Padding, Size
+from jaxbp.ops.max_pool2d import check_options, output_size
+from pallas_kernels.conv2d import correlate
+from pallas_kernels.elementwise import elementwise
+from pallas_kernels.launch import batch_first, batch_last
+
+
+def _forward(x, *, window, stride, padding, shape):
+    dimensions = (1, 1, *window), (1, 1, *stride), ((0, 0), (0, 0), *padding)
+    total = lax.reduce_window(_checks.widen(x), 0.0, lax.add, *dimensions)
+    return (total / (window[0] * window[1])).astype(x.dtype)
+
+
+def _spread(dy, window, stride, padding, shape):
+    """dy at the distances of the windows, so that the sums over windows of it, one a position, are the gradients."""
+    sides = zip(window, stride, padding, shape[2:], dy.shape[2:], strict=True)
+    edges = []
+    for f, s, (before, _), size, out in sides:
+        low = f - 1 - before
+        edges.append((low, size + f - 1 - low - ((out - 1) * s + 1), s - 1))
+    return lax.pad(dy, jnp.zeros((), dy.dtype), [(0, 0, 0), (0, 0, 0), *edges])
+
+
+def _gradient(dy, *, window, stride, padding, shape):
+    share = _checks.widen(dy) / (window[0] * window[1])
+    spread = _spread(share, window, stride, padding, shape)
+    dx = lax.reduce_window(spread, 0.0, lax.add, (1, 1, *window), (1, 1, 1, 1), "VALID")
+    return dx.astype(dy.dtype)
+
+
+def _gradient_kernel(dy, *, window, stride, padding, shape):
+    N, C = dy.shape[:2]
+    spread = _spread(dy, window, stride, padding, shape)
+    images = batch_last(spread.reshape(N * C, 1, *spread.shape[2:]))
+    weights = jnp.full((1, 1, *window), 1 / (window[0] * window[1]), jnp.float32)
+    return batch_first(correlate(images, weights), N * C).reshape(shape)
+
+
+_AVG_POOL2D = Formula("avg_pool2d", _forward, _gradient, _gradient_kernel, linear=True)
+_GLOBAL_AVG_POOL2D = Formula(
+    "global_avg_pool2d",
+    lambda x, *, shape: jnp.mean(_checks.widen(x), axis=(2, 3)).astype(x.dtype),
+    lambda dy, *, shape: jnp.broadcast_to((_checks.widen(dy) / (shape[2] * shape[3]))[:, :, None, None], shape).astype(
+        dy.dtype
+    ),
+    lambda dy, *, shape: elementwise(lambda dy: dy / (shape[2] * shape[3]), dy[:, :, None, None], shape=shape),
+    linear=True,
+)
+
+
+def avg_pool2d(
+    x: Float[Array, "batch channels height width"],
+    window: Size,
+    *,
+    stride: Size | None = None,
+    padding: Padding = 0,
+    implementation: Implementation = None,
+) -> Float[Array, "batch channels out_height out_width"]:
+    """Average-pooling, `y[n, c, i, j] = 1/(F G) Σ over u < F, v < G of x[n, c, i s + u - p, j s + v - p]`.
+
+    Args:
+      x: images, NCHW.
+      window: F and G, height and width of the windows, an int or a pair.
+      stride: s, an int or a pair; the window's size if None.
+      padding: p, zeros on each side, which count: an int, a pair, "SAME" or "VALID"; less than the window.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+
+    Returns:
+      y, in x's dtype, of height `(height + 2 p - F) // s + 1`, and width alike.
+
+    Raises:
+      TypeError: x is not floating.
+      ValueError: shapes or options that do not fit.
+
+    Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998.
+    """
+    (x,) = _checks.floating("avg_pool2d", x=x)
+    _checks.shape("avg_pool2d", "x", x, "batch", "channels", "height", "width")
+    options = _options("avg_pool2d", x.shape[2:], window, stride, padding)
+    return _AVG_POOL2D(x, implementation=implementation, shape=x.shape, **options)
+
+
+def avg_pool2d_backward(
+    dy: Float[Array, "batch channels out_height out_width"],
+    input_size: tuple[int, int],
+    window: Size,
+    *,
+    stride: Size | None = None,
+    padding: Padding = 0,
+    implementation: Implementation = None,
+) -> Float[Array, "batch channels height width"]:
+    """Gradient of `avg_pool2d`: `dx[n, c, h, l] = 1/(F G) Σ dy[n, c, i, j]` over the windows that (h, l) is in.
+
+    Args:
+      dy: gradient of the loss in y.
+      input_size: height and width of x, which y does not tell.
+      window, stride, padding: the forward's.
+
+    Raises:
+      TypeError, ValueError: as in `avg_pool2d`.
+    """
+    op = "avg_pool2d_backward"
+    (dy,) = _checks.floating(op, dy=dy)
+    input_size = _checks.pair(op, "input_size", input_size, at_least=1)
+    options = _options(op, input_size, window, stride, padding)
+    size = output_size(input_size=input_size, **options)
+    _checks.shape(op, "dy", dy, "batch", "channels", *size)
+    shape = (*dy.shape[:2], *input_size)
+    return _AVG_POOL2D.public_backward(dy, implementation=implementation, shape=shape, **options)
+
+
+def global_avg_pool2d(
+    x: Float[Array, "batch channels height width"], *, implementation: Implementation = None
+) -> Float[Array, "batch channels"]:
+    """The mean of each channel's image, `y[n, c] = 1/(H W) Σ over h, l of x[n, c, h, l]`.
+
+    Raises:
+      TypeError, ValueError: x is not floating, or no batch of images.
+
+    Source: M. Lin, Q. Chen and S. Yan, "Network in network", ICLR 2014.
+    """
+    (x,) = _checks.floating("global_avg_pool2d", x=x)
+    _checks.shape("global_avg_pool2d", "x", x, "batch", "channels", "height", "width")
+    return _GLOBAL_AVG_POOL2D(x, implementation=implementation, shape=x.shape)
+
+
+def global_avg_pool2d_backward(
+    dy: Float[Array, "batch channels"], input_size: tuple[int, int], *, implementation: Implementation = None
+) -> Float[Array, "batch channels height width"]:
+    """Gradient of `global_avg_pool2d`: `dx[n, c, h, l] = dy[n, c] / (H W)`, H and W the `input_size`."""
+    op = "global_avg_pool2d_backward"
+    (dy,) = _checks.floating(op, dy=dy)
+    _checks.shape(op, "dy", dy, "batch", "channels")
+    shape = (*dy.shape, *_checks.pair(op, "input_size", input_size, at_least=1))
+    return _GLOBAL_AVG_POOL2D.public_backward(dy, implementation=implementation, shape=shape)
+
+
+def _options(op, input_size, window, stride, padding):
+    options = check_options(op, input_size, window, stride, padding)
+    return {name: value for name, value in options.items() if name != "input_size"}

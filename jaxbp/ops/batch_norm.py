@@ -1,0 +1,149 @@
+"""Batch normalisation, as in training: with the statistics of the batch."""
+
+import math
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from jaxbp.implementations import Implementation
+from jaxbp.ops import _checks
+from jaxbp.ops._pairs import Formula
+from pallas_kernels.elementwise import elementwise
+from pallas_kernels.reductions import sum_over
+
+
+def _over(x):
+    """The axes over which statistics are taken: all but the channels."""
+    return (0, *range(2, x.ndim))
+
+
+def _along(a, x):
+    """A vector, an element a channel, as it stands beside x."""
+    return a.reshape(-1, *(1,) * (x.ndim - 2))
+
+
+def _normalise(x, scale, bias, *, epsilon):
+    wide = _checks.widen(x)
+    mean, var = jnp.mean(wide, axis=_over(x)), jnp.var(wide, axis=_over(x))
+    factor = _checks.widen(scale) * lax.rsqrt(var + epsilon)
+    y = (wide - _along(mean, x)) * _along(factor, x) + _along(_checks.widen(bias), x)
+    return (y.astype(x.dtype), mean.astype(x.dtype), var.astype(x.dtype)), (x, scale, mean, var)
+
+
+def _sums(dy, x, mean):
+    return dy, dy * (x - mean)
+
+
+def _gradients(add_up, combine):
+    """The gradients, from two sums over the batch and a pass over it.
+
+    With `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)` and n elements a channel: `dbias = Σ dy`, `dscale = Σ dy x̂`, and
+    `dx = scale s (dy - dbias/n - x̂ dscale/n) + dmean/n + dvar 2 (x - mean)/n`, which is a dy + b (x - mean) + c.
+    """
+
+    def gradients(dys, x, scale, mean, var, *, epsilon):
+        dy, dmean, dvar = dys
+        count = max(math.prod(x.shape[axis] for axis in _over(x)), 1)
+        s = lax.rsqrt(var + epsilon)
+        dbias, dscale = add_up(dy, x, _along(mean, x))
+        dscale *= s
+        a = _checks.widen(scale) * s
+        b = (2 * _checks.widen(dvar) - a * s * dscale) / count
+        c = (_checks.widen(dmean) - a * dbias) / count
+        dx = combine(dy, x, *(_along(v, x) for v in (mean, a, b, c)))
+        return dx.astype(x.dtype), dscale.astype(scale.dtype), dbias.astype(scale.dtype)
+
+    return gradients
+
+
+def _combine(dy, x, mean, a, b, c):
+    return a * dy + b * (x - mean) + c
+
+
+def _add_up(dy, x, mean):
+    return tuple(jnp.sum(v, axis=_over(x)) for v in _sums(_checks.widen(dy), _checks.widen(x), mean))
+
+
+def _add_up_kernel(dy, x, mean):
+    return tuple(v.reshape(-1) for v in sum_over(_sums, dy, x, mean, axes=_over(x)))
+
+
+def _combine_in_jnp(dy, x, *vectors):
+    return _combine(_checks.widen(dy), _checks.widen(x), *vectors)
+
+
+_BATCH_NORM = Formula(
+    "batch_norm",
+    lambda x, scale, bias, *, epsilon: _normalise(x, scale, bias, epsilon=epsilon)[0],
+    _gradients(_add_up, _combine_in_jnp),
+    _gradients(_add_up_kernel, lambda *arrays: elementwise(_combine, *arrays)),
+    save=_normalise,
+)
+
+
+def batch_norm(
+    x: Float[Array, "batch channels *space"],
+    scale: Float[Array, "channels"],
+    bias: Float[Array, "channels"],
+    *,
+    epsilon: float = 1e-5,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "batch channels *space"], Float[Array, "channels"], Float[Array, "channels"]]:
+    """Batch normalisation, `y = scale (x - mean) / √(var + epsilon) + bias`, with each channel's mean and variance.
+
+    Args:
+      x: the channels second; any axes of space, or none.
+      scale, bias: one a channel.
+      epsilon: a number of at least 0.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+
+    Returns:
+      (y, mean, var), in x's dtype, computed in float32 or wider. The statistics are those of this batch, the variance
+      with n and not n - 1; running averages, for when there is no batch, are the caller's. All three have gradients.
+
+    Raises:
+      TypeError: arguments that are not of one floating dtype.
+      ValueError: shapes that do not fit.
+
+    Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
+    """
+    x, scale, bias = _checks.floating("batch_norm", x=x, scale=scale, bias=bias)
+    epsilon = _check("batch_norm", x, scale, epsilon)
+    _checks.shape("batch_norm", "bias", bias, *scale.shape)
+    return _BATCH_NORM(x, scale, bias, epsilon=epsilon, implementation=implementation)
+
+
+def batch_norm_backward(
+    dy: Float[Array, "batch channels *space"],
+    x: Float[Array, "batch channels *space"],
+    scale: Float[Array, "channels"],
+    *,
+    epsilon: float = 1e-5,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "batch channels *space"], Float[Array, "channels"], Float[Array, "channels"]]:
+    """Gradients of `batch_norm` by its y: with `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)`, n elements a channel,
+
+        dbias = Σ dy,  dscale = Σ dy x̂,  dx = scale s (dy - dbias/n - x̂ dscale/n),
+
+    the sums over the batch and space. The last two terms come from the statistics, which depend on every x.
+
+    Returns:
+      (dx, dscale, dbias). `batch_norm` itself saves the statistics; here they are computed from x.
+
+    Raises:
+      TypeError, ValueError: as in `batch_norm`.
+    """
+    op = "batch_norm_backward"
+    dy, x, scale = _checks.floating(op, dy=dy, x=x, scale=scale)
+    epsilon = _check(op, x, scale, epsilon)
+    _checks.shape(op, "dy", dy, *x.shape)
+    none = jnp.zeros_like(scale)
+    return _BATCH_NORM.public_backward((dy, none, none), x, scale, none, epsilon=epsilon, implementation=implementation)
+
+
+def _check(op, x, scale, epsilon):
+    if x.ndim < 2:
+        raise ValueError(f"{op}: x has shape {x.shape}; wants (batch, channels, ...)")
+    _checks.shape(op, "scale", scale, x.shape[1])
+    return _checks.number(op, "epsilon", epsilon, 0.0)

@@ -1,0 +1,85 @@
+"""Dropout. Nothing is saved: the backward draws the same mask from the same key."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Key, UInt32
+
+from jaxbp.implementations import Implementation
+from jaxbp.ops import _checks
+from jaxbp.ops._pairs import Formula
+from pallas_kernels.elementwise import elementwise
+
+
+def _keep(key, shape, rate):
+    # Of a float32, so that the mask is the same with and without float64.
+    return jax.random.bernoulli(key, jnp.float32(1 - rate), shape)
+
+
+def _forward(x, key, *, rate):
+    # At a rate of 1 all is dropped, and there is no division by 0.
+    scale = 1 / (1 - rate) if rate < 1 else 0.0
+    return jnp.where(_keep(key, x.shape, rate), (_checks.widen(x) * scale).astype(x.dtype), jnp.zeros((), x.dtype))
+
+
+def _gradient(dy, key, *, rate):
+    return _forward(dy, key, rate=rate), None
+
+
+def _gradient_kernel(dy, key, *, rate):
+    scale = 1 / (1 - rate) if rate < 1 else 0.0
+    keep = _keep(key, dy.shape, rate).astype(jnp.int8)
+    return elementwise(lambda dy, keep: jnp.where(keep != 0, dy * scale, 0.0), dy, keep), None
+
+
+_DROPOUT = Formula(
+    "dropout", _forward, _gradient, _gradient_kernel, save=lambda x, key, *, rate: (_forward(x, key, rate=rate), (key,))
+)
+
+
+def dropout(
+    x: Float[Array, "*shape"],
+    key: Key[Array, ""] | UInt32[Array, "2"],
+    rate: float,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Dropout, `y = x / (1 - rate)` with probability `1 - rate`, else 0, drawn for each element by itself.
+
+    Args:
+      x: any shape and floating dtype.
+      key: of `jax.random`. The same key drops the same elements, in the backward too, which is why nothing is saved.
+      rate: the probability of a 0, a number in [0, 1].
+      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+
+    Raises:
+      TypeError: x is not floating, or key is no key.
+      ValueError: a rate that is no probability.
+
+    Source: N. Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 2014.
+    """
+    x, key, rate = _check("dropout", "x", x, key, rate)
+    return _DROPOUT(x, key, rate=rate, implementation=implementation)
+
+
+def dropout_backward(
+    dy: Float[Array, "*shape"],
+    key: Key[Array, ""] | UInt32[Array, "2"],
+    rate: float,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0: `dropout` of dy with the same key."""
+    dy, key, rate = _check("dropout_backward", "dy", dy, key, rate)
+    # The forward is linear: any x has this gradient, dy as well.
+    (dx,) = jax.tree.leaves(_DROPOUT.public_backward(dy, dy, key, rate=rate, implementation=implementation))
+    return dx
+
+
+def _check(op, name, x, key, rate):
+    (x,) = _checks.floating(op, **{name: x})
+    key = _checks.array(op, "key", key)
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not (typed and key.shape == ()) and not (key.dtype == jnp.uint32 and key.shape == (2,)):
+        raise TypeError(f"{op}: key has dtype {key.dtype} and shape {key.shape}; wants one key, say jax.random.key(0)")
+    return x, key, _checks.number(op, "rate", rate, 0.0, 1.0)

@@ -1,0 +1,140 @@
+"""Element-wise functions of one array.
+
+Every function takes `x` of any shape and floating dtype and gives one of the same, by the `implementation` asked for:
+"pallas", "xla", "autodiff", or None for the fastest here. Every backward takes `dy`, the gradient of the loss in the
+result, in the same shape and dtype. Anything else is a TypeError or a ValueError.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from jaxbp.implementations import Implementation
+from jaxbp.ops import _checks
+from jaxbp.ops._pairs import Elementwise
+
+_EXP = Elementwise("exp", jnp.exp, lambda dy, x: dy * jnp.exp(x))
+_LOG = Elementwise("log", jnp.log, lambda dy, x: dy / x)
+_SQRT = Elementwise("sqrt", jnp.sqrt, lambda dy, x: dy * 0.5 * lax.rsqrt(x))
+# In newer versions of JAX, jnp.abs has the slope 1 at 0.
+_ABS = Elementwise("abs", lambda x: x * jnp.sign(x), lambda dy, x: dy * jnp.sign(x))
+_SIN = Elementwise("sin", jnp.sin, lambda dy, x: dy * jnp.cos(x))
+_COS = Elementwise("cos", jnp.cos, lambda dy, x: -dy * jnp.sin(x))
+# Choices and no minimum or maximum, whose gradient at the bounds would be half.
+_CLIP = Elementwise(
+    "clip",
+    lambda arr, *, min, max: jnp.where(arr < min, min, jnp.where(arr > max, max, arr)),
+    lambda dy, arr, *, min, max: jnp.where((arr < min) | (arr > max), 0.0, dy),
+)
+
+
+def exp(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+    """The exponential, `y = eˣ`."""
+    return _EXP.of(implementation, {"x": x})
+
+
+def exp_backward(
+    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Gradient of `exp`: `dx = dy eˣ`."""
+    return _EXP.backward_of(implementation, dy, {"x": x})
+
+
+def log(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+    """The natural logarithm, `y = ln x`: -inf at 0, NaN below."""
+    return _LOG.of(implementation, {"x": x})
+
+
+def log_backward(
+    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Gradient of `log`: `dx = dy / x`, infinite at 0."""
+    return _LOG.backward_of(implementation, dy, {"x": x})
+
+
+def sqrt(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+    """The square root, `y = √x`: NaN below 0."""
+    return _SQRT.of(implementation, {"x": x})
+
+
+def sqrt_backward(
+    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Gradient of `sqrt`: `dx = dy / (2 √x)`, infinite at 0."""
+    return _SQRT.backward_of(implementation, dy, {"x": x})
+
+
+def abs(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+    """The absolute value, `y = |x|`."""
+    return _ABS.of(implementation, {"x": x})
+
+
+def abs_backward(
+    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Gradient of `abs`: `dx = dy sign(x)`. At 0 it is 0, the middle of the two slopes."""
+    return _ABS.backward_of(implementation, dy, {"x": x})
+
+
+def sin(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+    """The sine of radians, `y = sin x`."""
+    return _SIN.of(implementation, {"x": x})
+
+
+def sin_backward(
+    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Gradient of `sin`: `dx = dy cos x`."""
+    return _SIN.backward_of(implementation, dy, {"x": x})
+
+
+def cos(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+    """The cosine of radians, `y = cos x`."""
+    return _COS.of(implementation, {"x": x})
+
+
+def cos_backward(
+    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Gradient of `cos`: `dx = -dy sin x`."""
+    return _COS.backward_of(implementation, dy, {"x": x})
+
+
+def clip(
+    arr: Float[Array, "*shape"],
+    min: float | None = None,
+    max: float | None = None,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Bounds, `y = min(max(arr, lower), upper)`.
+
+    Args:
+      arr: any shape and floating dtype. NaN stays NaN.
+      min, max: numbers, or None for no bound.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+
+    Raises:
+      TypeError: arr is not floating.
+      ValueError: bounds that are no numbers, or in the wrong order.
+    """
+    return _CLIP.of(implementation, {"arr": arr}, **_bounds("clip", min, max))
+
+
+def clip_backward(
+    dy: Float[Array, "*shape"],
+    arr: Float[Array, "*shape"],
+    min: float | None = None,
+    max: float | None = None,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Gradient of `clip` in arr: `dy` where arr is within the bounds, which are themselves within, else 0."""
+    return _CLIP.backward_of(implementation, dy, {"arr": arr}, **_bounds("clip_backward", min, max))
+
+
+def _bounds(op, low, high):
+    low = -math.inf if low is None else _checks.number(op, "min", low)
+    return {"min": low, "max": math.inf if high is None else _checks.number(op, "max", high, low)}

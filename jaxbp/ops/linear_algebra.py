@@ -1,0 +1,258 @@
+"""Products of vectors and matrices, and the transpose, with the arguments of `jax.numpy`.
+
+Arrays are of one floating dtype, which is the result's. `implementation` is "pallas", "xla", "autodiff", or None for
+the fastest here. Where `precision` (as in `jax.lax.dot`) lets the tensor cores do a product, "pallas" takes the
+library's; otherwise its kernels compute in float32. Every backward takes `dy`, the gradient of the loss in the result,
+first. Anything else is a TypeError or a ValueError.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import PrecisionLike
+from jaxtyping import Float
+
+from jaxbp.implementations import Implementation
+from jaxbp.ops import _checks
+from jaxbp.ops._pairs import Formula
+from pallas_kernels import linear as kernels
+from pallas_kernels.launch import batch_first, batch_last
+from pallas_kernels.reductions import sum_over
+
+# ------------------------------------------------------------------------------------------------------ matrix products
+
+
+def _product(a, b, *, precision):
+    """`(..., m, k), (..., k, n) -> (..., m, n)`, added up in float32, in a's dtype."""
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=_checks.wide(a.dtype)).astype(a.dtype)
+
+
+def _product_kernel(a, b, *, precision):
+    if _checks.on_tensor_cores(a.dtype, precision):  # the library's products run there
+        return _product(a, b, precision=precision)
+    if a.ndim > 2:
+        batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        a, b = (jnp.broadcast_to(x, batch + x.shape[-2:]).reshape(math.prod(batch), *x.shape[-2:]) for x in (a, b))
+        return jax.vmap(_matrix_product_kernel)(a, b).reshape(*batch, a.shape[-2], b.shape[-1])
+    return _matrix_product_kernel(a, b)
+
+
+def _matrix_product_kernel(a, b):
+    if 0 in (a.shape[0], *b.shape):
+        return jnp.zeros((a.shape[0], b.shape[1]), a.dtype)
+    return batch_first(kernels.input_gradient(batch_last(b.T), a.T), b.shape[1]).T
+
+
+def _matrices(a, b):
+    """Two arrays as matrices with the same batch axes; a vector is a row on the left and a column on the right."""
+    a, b = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
+    ndim = max(a.ndim, b.ndim)
+    return tuple(x.reshape((1,) * (ndim - x.ndim) + x.shape) for x in (a, b))
+
+
+def _matmul_gradients(product):
+    def gradients(dy, a, b, *, precision):
+        m, n = _matrices(a, b)
+        dy = dy.reshape(*jnp.broadcast_shapes(m.shape[:-2], n.shape[:-2]), m.shape[-2], n.shape[-1])
+        da = product(dy, jnp.swapaxes(n, -1, -2), precision=precision)
+        db = product(jnp.swapaxes(m, -1, -2), dy, precision=precision)
+        return _over_batch(da, m).reshape(a.shape), _over_batch(db, n).reshape(b.shape)
+
+    return gradients
+
+
+def _over_batch(gradient, matrices):
+    """The sum over the batch axes along which the matrices are broadcast."""
+    axes = tuple(i for i in range(gradient.ndim - 2) if matrices.shape[i] != gradient.shape[i])
+    return jnp.sum(_checks.widen(gradient), axis=axes, keepdims=True).astype(gradient.dtype) if axes else gradient
+
+
+def _as_matrices(a, b):
+    """The matrices whose product has the numbers of `dot(a, b)`: its sum is over a's last axis and b's last but one."""
+    b = jnp.moveaxis(b, -2 if b.ndim > 1 else 0, 0)
+    return a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b.reshape(b.shape[0], math.prod(b.shape[1:]))
+
+
+def _dot_gradients(product):
+    def gradients(dy, a, b, *, precision):
+        m, n = _as_matrices(a, b)
+        dy = dy.reshape(m.shape[0], n.shape[1])
+        da, db = product(dy, n.T, precision=precision), product(m.T, dy, precision=precision)
+        inner = -2 if b.ndim > 1 else 0
+        return da.reshape(a.shape), jnp.moveaxis(db.reshape(jnp.moveaxis(b, inner, 0).shape), 0, inner)
+
+    return gradients
+
+
+def _in_float32(function):
+    """The function of jnp, its sums in float32 or wider."""
+
+    def forward(a, b, *, precision):
+        y = function(a, b, precision=precision, preferred_element_type=_checks.wide(a.dtype))
+        return y.astype(a.dtype)
+
+    return forward
+
+
+_MATMUL = Formula("matmul", _in_float32(jnp.matmul), _matmul_gradients(_product), _matmul_gradients(_product_kernel))
+_DOT = Formula("dot", _in_float32(jnp.dot), _dot_gradients(_product), _dot_gradients(_product_kernel))
+
+
+# ------------------------------------------------------------------------------------------------- outer and transpose
+
+
+def _outer_gradients(dy, a, b):
+    dy, wide_a, wide_b = map(_checks.widen, (dy, a.ravel(), b.ravel()))
+    da, db = jnp.sum(dy * wide_b, axis=1), jnp.sum(dy * wide_a[:, None], axis=0)
+    return da.reshape(a.shape).astype(a.dtype), db.reshape(b.shape).astype(b.dtype)
+
+
+def _outer_gradients_kernel(dy, a, b):
+    def product(dy, other):
+        return dy * other
+
+    da = sum_over(product, dy, b.ravel(), axes=(1,))
+    db = sum_over(product, dy, a.reshape(a.size, 1), axes=(0,))
+    return da.reshape(a.shape).astype(a.dtype), db.reshape(b.shape).astype(b.dtype)
+
+
+_OUTER = Formula("outer", jnp.outer, _outer_gradients, _outer_gradients_kernel)
+_TRANSPOSE = Formula(
+    "transpose",
+    lambda a, *, axes, shape: a.transpose(axes),
+    lambda dy, *, axes, shape: dy.transpose(sorted(range(len(axes)), key=axes.__getitem__)),
+    linear=True,
+)
+
+
+# ----------------------------------------------------------------------------------------------------------- the public
+
+
+def matmul(
+    a: Float[Array, "*batch_a rows inner"],
+    b: Float[Array, "*batch_b inner columns"],
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch rows columns"]:
+    """Matrix product, `yᵢⱼ = Σₖ aᵢₖ bₖⱼ`, for each of the batch, whose axes broadcast.
+
+    A vector on the left is a row, one on the right a column; their axis is not in the result.
+    """
+    a, b = _checked("matmul", a, b)
+    return _MATMUL(a, b, precision=precision, implementation=implementation)
+
+
+def matmul_backward(
+    dy: Float[Array, "*batch rows columns"],
+    a: Float[Array, "*batch_a rows inner"],
+    b: Float[Array, "*batch_b inner columns"],
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*batch_a rows inner"], Float[Array, "*batch_b inner columns"]]:
+    """Gradients of `matmul`: `da = dy bᵀ`, `db = aᵀ dy`, summed over the batch axes along which a or b is broadcast."""
+    return _products_backward(_MATMUL, jnp.matmul, dy, a, b, precision, implementation)
+
+
+def dot(
+    a: Float[Array, "*rows inner"],
+    b: Float[Array, "*batch inner columns"],
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "*rows_and_columns"]:
+    """Inner product, `y = Σₖ a[..., k] b[..., k, :]`, of every row of a with every column of b.
+
+    Of two vectors it is a number. Unlike those of `matmul`, axes before the last two are not matched to each other.
+    """
+    a, b = _checked("dot", a, b)
+    return _DOT(a, b, precision=precision, implementation=implementation)
+
+
+def dot_backward(
+    dy: Float[Array, "*rows_and_columns"],
+    a: Float[Array, "*rows inner"],
+    b: Float[Array, "*batch inner columns"],
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*rows inner"], Float[Array, "*batch inner columns"]]:
+    """Gradients of `dot`: `da = Σ dy b` over b's other axes, `db = Σ a dy` over a's. Of vectors, `da = dy b`."""
+    return _products_backward(_DOT, jnp.dot, dy, a, b, precision, implementation)
+
+
+def outer(
+    a: Float[Array, "*shape_a"], b: Float[Array, "*shape_b"], *, implementation: Implementation = None
+) -> Float[Array, "size_a size_b"]:
+    """Outer product, `yᵢⱼ = aᵢ bⱼ`, of the arrays laid out flat."""
+    return _OUTER(*_checks.floating("outer", a=a, b=b), implementation=implementation)
+
+
+def outer_backward(
+    dy: Float[Array, "size_a size_b"],
+    a: Float[Array, "*shape_a"],
+    b: Float[Array, "*shape_b"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*shape_a"], Float[Array, "*shape_b"]]:
+    """Gradients of `outer`: `daᵢ = Σⱼ dyᵢⱼ bⱼ`, `dbⱼ = Σᵢ dyᵢⱼ aᵢ`."""
+    dy, a, b = _checks.floating("outer_backward", dy=dy, a=a, b=b)
+    _checks.shape("outer_backward", "dy", dy, a.size, b.size)
+    return _OUTER.public_backward(dy, a, b, implementation=implementation)
+
+
+def transpose(
+    a: Float[Array, "*shape"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
+) -> Float[Array, "*permuted"]:
+    """The array with its axes in another order, `y.shape[i] = a.shape[axes[i]]`, by default the reverse.
+
+    No kernel is faster than XLA here, and "pallas" leaves it to that.
+    """
+    (a,) = _checks.floating("transpose", a=a)
+    return _TRANSPOSE(a, axes=_order("transpose", axes, a.ndim), shape=a.shape, implementation=implementation)
+
+
+def transpose_backward(
+    dy: Float[Array, "*permuted"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Gradient of `transpose`: `da.shape[axes[i]] = dy.shape[i]`, dy with its axes in the inverse order."""
+    (dy,) = _checks.floating("transpose_backward", dy=dy)
+    axes = _order("transpose_backward", axes, dy.ndim)
+    shape = tuple(size for _, size in sorted(zip(axes, dy.shape, strict=True)))
+    return _TRANSPOSE.public_backward(dy, axes=axes, shape=shape, implementation=implementation)
+
+
+def _order(op, axes, ndim):
+    axes = tuple(range(ndim))[::-1] if axes is None else axes
+    if not isinstance(axes, tuple | list) or len(axes) != ndim or len(_checks.axes(op, axes, ndim)) != ndim:
+        raise ValueError(f"{op}: axes is {axes!r}; wants None or each of the {ndim} axes once")
+    return tuple(axis % ndim for axis in axes)
+
+
+def _checked(op, a, b):
+    a, b = _checks.floating(op, a=a, b=b)
+    for name, x in (("a", a), ("b", b)):
+        if x.ndim == 0:
+            raise ValueError(f"{op}: {name} has shape (); wants at least one axis (multiply takes numbers)")
+    if a.shape[-1] != b.shape[max(0, b.ndim - 2)]:
+        raise ValueError(
+            f"{op}: a has shape {a.shape} and b {b.shape}; wants a's last axis as long as b's last but one, or its only"
+        )
+    if op.startswith("matmul"):
+        try:
+            jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        except ValueError:
+            raise ValueError(f"{op}: a has shape {a.shape} and b {b.shape}; wants batch axes that broadcast") from None
+    return a, b
+
+
+def _products_backward(pair, function, dy, a, b, precision, implementation):
+    op = pair.public_backward.name
+    dy, a, b = _checks.floating(op, dy=dy, a=a, b=b)
+    a, b = _checked(op, a, b)
+    _checks.shape(op, "dy", dy, *jax.eval_shape(function, a, b).shape)
+    return pair.public_backward(dy, a, b, precision=precision, implementation=implementation)

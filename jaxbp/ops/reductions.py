@@ -1,0 +1,331 @@
+"""Reductions over any axes.
+
+Every function takes `a`, of any shape and floating dtype, `axis` (an int, several, or None for all) and `keepdims`
+(whether the reduced axes stay, with size 1), as `jax.numpy` does, and gives an array of a's dtype; half precisions are
+added up in float32. `implementation` is "pallas", "xla", "autodiff", or None for the fastest here. Every backward takes
+`dy`, the gradient of the loss in the result, and gives `da`. Anything else is a TypeError or a ValueError.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from jaxbp.implementations import Implementation
+from jaxbp.ops import _checks
+from jaxbp.ops._pairs import KEPT, Formula
+from pallas_kernels.elementwise import elementwise
+
+Axis = int | Sequence[int] | None
+
+
+def _count(shape, axis):
+    return math.prod(shape[i] for i in axis)
+
+
+def _kept(y, shape, axis):
+    """y with its reduced axes, of size 1."""
+    return y.reshape([1 if i in axis else size for i, size in enumerate(shape)])
+
+
+def _reduced(function):
+    """A reduction in float32 or wider, to a's dtype."""
+
+    def forward(a, *, axis, keepdims, shape, **options):
+        return function(_checks.widen(a), axis=axis, keepdims=keepdims, **options).astype(a.dtype)
+
+    return forward
+
+
+def _spread(scale):
+    """The gradient of a sum: `dy`, times a factor of how many are added up, in every place."""
+
+    def formula(dy, *, axis, keepdims, shape):
+        spread = _checks.widen(_kept(dy, shape, axis)) * scale(_count(shape, axis))
+        return jnp.broadcast_to(spread, shape).astype(dy.dtype)
+
+    def kernel(dy, *, axis, keepdims, shape):
+        factor = scale(_count(shape, axis))
+        return elementwise(lambda dy: dy * factor, _kept(dy, shape, axis), shape=shape)
+
+    return formula, kernel
+
+
+def _elementwise_gradient(formula):
+    """(in jnp, in a kernel): `formula(dy, *saved, **options)` of arrays that broadcast, all with the reduced axes."""
+
+    def arrays(dy, a, *kept, axis, shape):
+        return (_kept(dy, shape, axis), a, *(_kept(b, shape, axis) for b in kept))
+
+    def in_jnp(dy, a, *kept, axis, keepdims, shape, **options):
+        wide = map(_checks.widen, arrays(dy, a, *kept, axis=axis, shape=shape))
+        return formula(*wide, count=_count(shape, axis), **options).astype(dy.dtype)
+
+    def kernel(dy, a, *kept, axis, keepdims, shape, **options):
+        def bound(*values):
+            return formula(*values, count=_count(shape, axis), **options)
+
+        return elementwise(bound, *arrays(dy, a, *kept, axis=axis, shape=shape), shape=shape)
+
+    return in_jnp, kernel
+
+
+_SUM = Formula("sum", _reduced(jnp.sum), *_spread(lambda count: 1.0), linear=True)
+_MEAN = Formula("mean", _reduced(jnp.mean), *_spread(lambda count: 1.0 / (count or 1)), linear=True)
+
+
+# ------------------------------------------------------------------------------------------- variance, and log-sum-exp
+
+
+def _save_var(a, **options):
+    axis, shape = options["axis"], options["shape"]
+    return _var(a, **options), (a, _kept(jnp.mean(_checks.widen(a), axis=axis), shape, axis))
+
+
+def _save_logsumexp(a, **options):
+    y = _logsumexp(a, **options)
+    return y, (a, y)
+
+
+def _var_gradient(dy, a, mean, *, count, ddof):
+    return dy * (a - mean) * (2.0 / (count - ddof) if count > ddof else math.nan)
+
+
+_var, _logsumexp = _reduced(jnp.var), _reduced(jax.nn.logsumexp)
+_VAR = Formula("var", _var, *_elementwise_gradient(_var_gradient), save=_save_var)
+_LOGSUMEXP = Formula(
+    "logsumexp",
+    _logsumexp,
+    *_elementwise_gradient(lambda dy, a, y, *, count: dy * jnp.exp(a - y)),
+    save=_save_logsumexp,
+    fastest=KEPT,
+)
+
+
+# ---------------------------------------------------------------------------------------------------- maximum, minimum
+
+
+def _places(shape, axis):
+    """The place of each element among those it is reduced with, in row-major order."""
+    wide = [size if i in axis else 1 for i, size in enumerate(shape)]
+    return lax.iota(jnp.int32, math.prod(wide)).reshape(wide)
+
+
+def _save_first(forward):
+    """Saves where the first of the equal extremes lies: all that the gradient needs."""
+
+    def save(a, *, axis, keepdims, shape):
+        y = forward(a, axis=axis, keepdims=True, shape=shape)
+        # Faster than argmax. NaN is what NaN equals here.
+        there = (a == y) | (jnp.isnan(a) & jnp.isnan(y))
+        index = jnp.min(jnp.where(there, _places(shape, axis), _count(shape, axis)), axis=axis)
+        return y if keepdims else y.reshape(index.shape), (index,)
+
+    return save
+
+
+def _to_place(dy, index, *, axis, keepdims, shape):
+    here = _places(shape, axis) == _kept(index, shape, axis)
+    return jnp.where(here, _kept(dy, shape, axis), jnp.zeros((), dy.dtype))
+
+
+def _to_place_kernel(dy, index, *, axis, keepdims, shape):
+    def formula(dy, index, place):
+        return jnp.where(place == index, dy, 0.0)
+
+    return elementwise(formula, _kept(dy, shape, axis), _kept(index, shape, axis), _places(shape, axis), shape=shape)
+
+
+_max, _min = _reduced(jnp.max), _reduced(jnp.min)
+_MAX = Formula("max", _max, _to_place, _to_place_kernel, save=_save_first(_max))
+_MIN = Formula("min", _min, _to_place, _to_place_kernel, save=_save_first(_min))
+
+
+# ----------------------------------------------------------------------------------------------------------- the public
+
+
+def _reduce(op, implementation, a, axis, keepdims, **options):
+    (a,) = _checks.floating(op.name, a=a)
+    axis = _checks.axes(op.name, axis, a.ndim)
+    if op in (_MAX, _MIN, _LOGSUMEXP) and _count(a.shape, axis) == 0:
+        raise ValueError(f"{op.name}: a has shape {a.shape}; wants at least one element along axis {axis}")
+    return op(a, implementation=implementation, axis=axis, keepdims=bool(keepdims), shape=a.shape, **options)
+
+
+def _backward(op, implementation, dy, shape, axis, keepdims, *arrays, **options):
+    axis = _checks.axes(op.name, axis, len(shape))
+    reduced = (1 if i in axis else size for i, size in enumerate(shape) if keepdims or i not in axis)
+    _checks.shape(op.name, "dy", dy, *reduced)
+    return op(
+        dy, *arrays, implementation=implementation, axis=axis, keepdims=bool(keepdims), shape=tuple(shape), **options
+    )
+
+
+def _backward_of_array(op, implementation, dy, a, axis, keepdims, **options):
+    dy, a = _checks.floating(op.name, dy=dy, a=a)
+    return _backward(op, implementation, dy, a.shape, axis, keepdims, a, **options)
+
+
+def _backward_of_shape(op, implementation, dy, a, axis, keepdims):
+    dy, a = _checks.floating(op.name, dy=dy, a=a)
+    return _backward(op, implementation, dy, a.shape, axis, keepdims)
+
+
+def sum(
+    a: Float[Array, "*shape"],
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*reduced"]:
+    """The sum, `y = Σᵢ aᵢ`."""
+    return _reduce(_SUM, implementation, a, axis, keepdims)
+
+
+def sum_backward(
+    dy: Float[Array, "*reduced"],
+    a: Float[Array, "*shape"],
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Gradient of `sum`: `daᵢ = dy`. Of a only the shape counts."""
+    return _backward_of_shape(_SUM.public_backward, implementation, dy, a, axis, keepdims)
+
+
+def mean(
+    a: Float[Array, "*shape"],
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*reduced"]:
+    """The mean of n elements, `y = 1/n Σᵢ aᵢ`."""
+    return _reduce(_MEAN, implementation, a, axis, keepdims)
+
+
+def mean_backward(
+    dy: Float[Array, "*reduced"],
+    a: Float[Array, "*shape"],
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Gradient of `mean`: `daᵢ = dy / n`. Of a only the shape counts."""
+    return _backward_of_shape(_MEAN.public_backward, implementation, dy, a, axis, keepdims)
+
+
+def var(
+    a: Float[Array, "*shape"],
+    axis: Axis = None,
+    ddof: int = 0,
+    keepdims: bool = False,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*reduced"]:
+    """The variance of n elements, `y = Σᵢ (aᵢ - mean)² / (n - ddof)`.
+
+    With `ddof` not below n it is NaN or infinite, as in `jax.numpy`.
+    """
+    return _reduce(_VAR, implementation, a, axis, keepdims, ddof=_ddof("var", ddof))
+
+
+def var_backward(
+    dy: Float[Array, "*reduced"],
+    a: Float[Array, "*shape"],
+    axis: Axis = None,
+    ddof: int = 0,
+    keepdims: bool = False,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Gradient of `var`: `daᵢ = 2 dy (aᵢ - mean) / (n - ddof)`."""
+    return _backward_of_array(
+        _VAR.public_backward, implementation, dy, a, axis, keepdims, ddof=_ddof("var_backward", ddof)
+    )
+
+
+def max(
+    a: Float[Array, "*shape"],
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*reduced"]:
+    """The maximum, `y = maxᵢ aᵢ`; NaN if one is."""
+    return _reduce(_MAX, implementation, a, axis, keepdims)
+
+
+def max_backward(
+    dy: Float[Array, "*reduced"],
+    a: Float[Array, "*shape"],
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Gradient of `max`: `daᵢ = dy` at the first maximum (or NaN) in row-major order, else 0.
+
+    Native autodiff divides dy among equals.
+    """
+    return _backward_of_array(_MAX.public_backward, implementation, dy, a, axis, keepdims)
+
+
+def min(
+    a: Float[Array, "*shape"],
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*reduced"]:
+    """The minimum, `y = minᵢ aᵢ`; NaN if one is."""
+    return _reduce(_MIN, implementation, a, axis, keepdims)
+
+
+def min_backward(
+    dy: Float[Array, "*reduced"],
+    a: Float[Array, "*shape"],
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Gradient of `min`: `daᵢ = dy` at the first minimum (or NaN) in row-major order, else 0.
+
+    Native autodiff divides dy among equals.
+    """
+    return _backward_of_array(_MIN.public_backward, implementation, dy, a, axis, keepdims)
+
+
+def logsumexp(
+    a: Float[Array, "*shape"],
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*reduced"]:
+    """The logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`, from the largest a down."""
+    return _reduce(_LOGSUMEXP, implementation, a, axis, keepdims)
+
+
+def logsumexp_backward(
+    dy: Float[Array, "*reduced"],
+    a: Float[Array, "*shape"],
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*shape"]:
+    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, the softmax."""
+    return _backward_of_array(_LOGSUMEXP.public_backward, implementation, dy, a, axis, keepdims)
+
+
+def _ddof(op, ddof):
+    if not _checks.is_int(ddof):
+        raise ValueError(f"{op}: ddof is {ddof!r}; wants an int")
+    return ddof

@@ -1,0 +1,382 @@
+"""The ops that share kernels and pairing with another entry of the table: what their own formulas must do.
+
+A family is compiled as one program, and so is each of its derivatives: a small program a formula would take ten times
+as long.
+"""
+
+import contextlib
+import functools
+import inspect
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    ENTRIES,
+    assert_close,
+    case_of,
+    cuda_program,
+    dot,
+    drawn,
+    every_implementation,
+    floats,
+    in_float64,
+    is_float,
+    of_floats,
+    op_of,
+    ours,
+    results_of,
+    value_and_gradients,
+)
+
+from jaxbp.ops import CATALOGUE
+
+LIKE = [entry for entry in CATALOGUE if entry.like]
+FORWARDS = [entry.name.removesuffix("_backward") for entry in LIKE if "_backward" in entry.name]
+FAMILIES = {}
+for _name in FORWARDS:
+    FAMILIES.setdefault(ENTRIES[_name].function.__module__.rpartition(".")[2], []).append(_name)
+
+OWN_KERNELS = ["linear_algebra", "reductions", "avg_pool2d", "batch_norm", "dropout"]
+"""Families in which arrays are arranged for a kernel, or of several dtypes."""
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+every_name = pytest.mark.parametrize("name", [entry.name for entry in LIKE])
+
+
+def test_what_an_entry_is_like_is_itself_tested_in_full():
+    full = {entry.name for entry in CATALOGUE if not entry.like}
+    assert {entry.like for entry in LIKE} <= full
+
+
+# ---------------------------------------------------------------------------------------------------- a family at once
+
+
+def drawn_family(family, dtype="float32"):
+    """The arguments and cotangents of each op."""
+    return {name: drawn(name, dtype=dtype) for name in FAMILIES[family]}
+
+
+def public_backward(name, implementation, arrays, dy):
+    """The gradients that the op's public backward gives, in the floating arguments that it is given or could be."""
+    entry = ENTRIES[f"{name}_backward"]
+    named = dict(zip(inspect.signature(ENTRIES[name].function).parameters, arrays, strict=False))
+    taken = [a for at, a in named.items() if at in inspect.signature(entry.function).parameters]
+    return jax.tree.leaves(entry.function(dy, *taken, **entry.small.options, implementation=implementation))
+
+
+@functools.cache
+def compiled_family(family, implementation, public=False):
+    """name -> (results, gradients), and with `public` the public backward's gradients and the same by the pair."""
+
+    def one(name, arrays, cotangents):
+        y, vjp = jax.vjp(of_floats(op_of(name, None, implementation), arrays), *floats(arrays))
+        gradients = vjp(cotangents)
+        if not public:
+            return y, gradients
+        # A public backward takes the gradient in the first result.
+        first = vjp([cotangents[0], *map(jnp.zeros_like, cotangents[1:])]) if len(cotangents) > 1 else gradients
+        return y, gradients, public_backward(name, implementation, arrays, cotangents[0]), first
+
+    return jax.jit(lambda drawn: {name: one(name, *arrays) for name, arrays in drawn.items()})
+
+
+@functools.cache
+def family_reference(family, dtype="float32"):
+    """What the family gives in float64 by JAX's own differentiation."""
+    return in_float64(compiled_family(family, "autodiff", public=True), drawn_family(family, dtype))
+
+
+def wide(implementation):
+    """Float64 for what can compute in it: (context, dtype, step, tolerance)."""
+    if implementation == "pallas":
+        return contextlib.nullcontext(), "float32", 5e-3, 2e-2
+    return jax.enable_x64(True), "float64", 1e-5, 1e-7
+
+
+def directions(family, dtype):
+    random = np.random.default_rng(0)
+    moves = lambda a: random.standard_normal(a.shape).astype(a.dtype)  # noqa: E731
+    return {name: [moves(a) for a in floats(arrays)] for name, (arrays, _) in drawn_family(family, dtype).items()}
+
+
+def moved(drawn, direction, by):
+    def move(arrays, steps):
+        steps = iter(steps)
+        return tuple(np.asarray(a) + by * next(steps) if is_float(a) else a for a in arrays)
+
+    return {name: (move(arrays, direction[name]), cotangents) for name, (arrays, cotangents) in drawn.items()}
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "autodiff"])
+@every_family
+def test_gradients_match_finite_differences(family, implementation):
+    context, dtype, step, tolerance = wide(implementation)
+    with context:
+        run, at, direction = (
+            compiled_family(family, implementation),
+            drawn_family(family, dtype),
+            directions(family, dtype),
+        )
+        here, ahead, behind = (run(moved(at, direction, by)) for by in (0, step, -step))
+        for name, (_, cotangents) in at.items():
+            difference = (dot(cotangents, ahead[name][0]) - dot(cotangents, behind[name][0])) / (2 * step)
+            slope = dot(here[name][1], direction[name])
+            np.testing.assert_allclose(slope, difference, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@ours
+@every_family
+def test_values_gradients_and_public_backwards_match_float64(family, implementation):
+    results = compiled_family(family, implementation, public=True)(drawn_family(family))
+    for name, expected in family_reference(family).items():
+        _check(name, results[name], expected, "float32")
+
+
+@every_family
+def test_public_backwards_by_autodiff_are_the_pairs_gradients(family):
+    for name, result in family_reference(family).items():
+        _check(name, result, result, "float64")
+
+
+# In a kernel that takes the formula as it is, half precisions are those of the op that is tested in full.
+@pytest.mark.parametrize(
+    ("family", "implementation", "dtype"),
+    [(family, "xla", ("float16", "bfloat16")[i % 2]) for i, family in enumerate(FAMILIES)]
+    + [(family, "pallas", "bfloat16") for family in OWN_KERNELS],
+)
+def test_half_precisions_match_float64_and_stay(family, implementation, dtype):
+    results = compiled_family(family, implementation)(drawn_family(family, dtype))
+    reference = family_reference(family, dtype)
+    for name, result in results.items():
+        assert all(a.dtype == dtype for a in jax.tree.leaves(result)), name
+        _check(name, result, reference[name], dtype)
+
+
+def _check(name, result, reference, tolerance):
+    try:
+        assert_close(result[:2], reference[:2], tolerance)
+        if len(result) > 2:
+            # A backward gives no gradient for what has none.
+            assert_close(result[2], reference[3][: len(result[2])], tolerance)
+    except AssertionError as error:
+        raise AssertionError(f"{name}: {error}") from error
+
+
+@every_family
+def test_first_and_second_derivatives_of_the_formulas_match_finite_differences(family):
+    # A kernel's derivative is its formula's, which the ops tested in full show.
+    with jax.enable_x64(True):
+        at, direction, step = drawn_family(family, "float64"), directions(family, "float64"), 1e-5
+        values = {name: floats(arrays) for name, (arrays, _) in at.items()}
+
+        def derivatives(name, values):
+            function = of_floats(op_of(name, None, "xla"), at[name][0])
+            loss = lambda values: sum(jnp.sum(jnp.sin(y)) for y in function(*values))  # noqa: E731
+            (value, gradient), vjp = jax.vjp(jax.value_and_grad(loss), values)
+            return value, gradient, *vjp((jnp.zeros_like(value), direction[name]))
+
+        run = jax.jit(lambda all_values: {name: derivatives(name, values) for name, values in all_values.items()})
+
+        def move(by):
+            return {n: [a + by * d for a, d in zip(v, direction[n], strict=True)] for n, v in values.items()}
+
+        here, ahead, behind = (run(move(by)) for by in (0, step, -step))
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+        for name, (_, gradient, product) in here.items():
+            (value_ahead, after, _), (value_behind, before, _) = ahead[name], behind[name]
+            close(dot(gradient, direction[name]), (value_ahead - value_behind) / (2 * step), err_msg=name)
+            for p, a, b in zip(product, after, before, strict=True):
+                close(p, (a - b) / (2 * step), err_msg=name)
+
+
+# -------------------------------------------------------------------------------------------------------- at real sizes
+
+
+LEFT_TO_XLA = {"transpose"}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(n, ("float32", "bfloat16")[i % 2]) for i, n in enumerate(FORWARDS)])
+def test_kernels_lower_for_cuda_without_a_gpu(name, dtype):
+    dtype = "float32" if ENTRIES[name].like == "linear" else dtype  # the tensor cores' products are the library's
+    (place,) = ENTRIES[name].real
+    op, arrays = op_of(name, place, "pallas"), case_of(name, place).structs(batch=16384, dtype=jnp.dtype(dtype))
+    program = cuda_program(value_and_gradients(op), arrays, results_of(op, arrays))
+    assert ("mosaic_gpu" in program) != (name in LEFT_TO_XLA)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_gpu_kernels_at_real_shapes_match_float64_and_give_the_same_bits_twice(name, dtype):
+    (place,) = ENTRIES[name].real
+    if dtype != "float32" and any(argument.apart for argument in case_of(name, place).arguments):
+        pytest.skip("so many values are not apart in half precision")
+    run, (arrays, cotangents) = value_and_gradients(op_of(name, place, "pallas")), drawn(name, place, dtype, 129)
+    reference = in_float64(value_and_gradients(op_of(name, place, "autodiff")), arrays, cotangents)
+    jax.block_until_ready([jnp.full(1 << 28, jnp.nan) for _ in range(4)])
+    once, again = run(arrays, cotangents), run(arrays, cotangents)
+    assert_close(once, reference, dtype)
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(again), strict=True))
+
+
+@every_family
+def test_an_empty_batch_has_gradients_of_every_shape(family):
+    for name in FAMILIES[family]:
+        (place,) = ENTRIES[name].real
+        for implementation in ("pallas", "xla", "autodiff", None):
+            op, arrays = op_of(name, place, implementation), case_of(name, place).structs(batch=0)
+            _, gradients = jax.eval_shape(value_and_gradients(op), arrays, results_of(op, arrays))
+            assert [gradient.shape for gradient in gradients] == [a.shape for a in floats(arrays)], name
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@every_name
+def test_float64_kernels_integers_lists_and_unknown_implementations_are_refused(name):
+    arrays = list(drawn(name)[0])
+    at = next(i for i, a in enumerate(arrays) if is_float(a))
+    argument = list(inspect.signature(ENTRIES[name].function).parameters)[at]
+    with pytest.raises(
+        ValueError, match=f"^{name}: implementation is 'cuda'; wants 'pallas', 'xla', 'autodiff' or None"
+    ):
+        op_of(name, None, "cuda")(*arrays)
+    integers = [*arrays[:at], jnp.ones(arrays[at].shape, jnp.int32), *arrays[at + 1 :]]
+    with pytest.raises(TypeError, match=f"^{name}: {argument} has dtype int32; wants a floating dtype"):
+        op_of(name, None, None)(*integers)
+    with pytest.raises(TypeError, match=f"^{name}: {argument} is a list; wants an array"):
+        op_of(name, None, None)(*arrays[:at], [1.0], *arrays[at + 1 :])
+    with jax.enable_x64(True):
+        arrays = drawn(name, dtype="float64")[0]
+        with pytest.raises(NotImplementedError, match=f"^{name}: .*does not take dtype float64, only"):
+            op_of(name, None, "pallas")(*arrays)
+        assert all(y.dtype == jnp.float64 for y in results_of(op_of(name, None, None), arrays))
+
+
+ANY_SHAPE = {"negative_backward", "transpose_backward", "dropout_backward", "outer"}
+OF_SHAPES = [
+    entry.name
+    for entry in LIKE
+    if entry.name not in ANY_SHAPE
+    and ("_backward" in entry.name or sum(argument.below is None for argument in entry.small.arguments) > 1)
+]
+
+
+@pytest.mark.parametrize("name", OF_SHAPES)
+def test_another_shape_of_dy_or_of_the_second_argument_is_refused(name):
+    arrays = list(drawn(name)[0])
+    at = 0 if "_backward" in name else 1
+    arrays[at] = jnp.ones((7, *arrays[at].shape, 7))
+    with pytest.raises(ValueError, match=f"^{name}: .*wants"):
+        op_of(name, None, None)(*arrays)
+
+
+def test_kernels_refuse_more_elements_than_an_index_counts():
+    huge = jax.ShapeDtypeStruct((2**31,), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"^relu: .*does not take 2\^31 or more elements"):
+        jax.eval_shape(functools.partial(ENTRIES["relu"].function, implementation="pallas"), huge)
+    assert jax.eval_shape(ENTRIES["relu"].function, huge).shape == huge.shape
+
+
+def test_every_function_has_annotations_and_a_formula():
+    for entry in LIKE:
+        parameters = inspect.signature(entry.function).parameters.values()
+        assert all(p.annotation is not inspect.Parameter.empty for p in parameters), entry.name
+        assert "`" in entry.function.__doc__, entry.name
+
+
+# ---------------------------------------------------------------------------------------------------- singular points
+
+INF, NAN = math.inf, math.nan
+SINGULAR = {
+    # op: (options, arguments, values, gradients for dy = 1)
+    "relu": ({}, [[0.0, NAN]], [0, NAN], [[0, 0]]),
+    "leaky_relu": (dict(negative_slope=0.5), [[0.0, -2.0]], [0, -1], [[0.5, 0.5]]),
+    "prelu": ({}, [[0.0, -2.0, 2.0], [0.5, 0.5, 0.5]], [0, -1, 2], [[0.5, 0.5, 1], [0, -2, 0]]),
+    "elu": (dict(alpha=0.5), [[0.0, -INF, INF]], [0, -0.5, INF], [[0.5, 0, 1]]),
+    "sigmoid": ({}, [[-200.0, 200.0, -INF, INF]], [0, 1, 0, 1], [[0, 0, 0, 0]]),
+    "tanh": ({}, [[-200.0, 200.0, -INF]], [-1, 1, -1], [[0, 0, 0]]),
+    "softplus": ({}, [[-200.0, 200.0]], [0, 200], [[0, 1]]),
+    "mish": ({}, [[-200.0, 200.0]], [0, 200], [[0, 1]]),
+    "silu": ({}, [[-200.0, 200.0]], [0, 200], [[0, 1]]),
+    "gelu": (dict(approximate=False), [[-200.0, 200.0]], [0, 200], [[0, 1]]),
+    "softmax": ({}, [[1e4, 0.0, -INF]], [1, 0, 0], [[0, 0, 0]]),
+    "log_softmax": ({}, [[1e4, 0.0]], [0, -1e4], [[-1, 1]]),
+    "logsumexp": ({}, [[1e4, 0.0, -INF]], 1e4, [[1, 0, 0]]),
+    "log": ({}, [[0.0, -0.0, -1.0, INF]], [-INF, -INF, NAN, INF], [[INF, -INF, -1, 0]]),
+    "sqrt": ({}, [[0.0, -1.0, INF]], [0, NAN, INF], [[INF, NAN, 0]]),
+    "abs": ({}, [[0.0, -0.0, -INF]], [0, 0, INF], [[0, 0, -1]]),
+    "exp": ({}, [[-INF, 200.0]], [0, INF], [[0, INF]]),
+    "clip": (dict(min=-1.0, max=1.0), [[-1.0, 1.0, 1.5, -INF, NAN]], [-1, 1, 1, -1, NAN], [[1, 1, 0, 0, 1]]),
+    "divide": (
+        {},
+        [[1.0, -1.0, 0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, -0.0, INF, -2.0]],
+        [INF, -INF, NAN, -INF, 0, -0.5],
+        [[INF, INF, INF, -INF, 0, -0.5], [-INF, INF, NAN, -INF, 0, -0.25]],
+    ),
+    "power": (
+        {},
+        [[0.0] * 6 + [-2.0, 2.0, -2.0, 2.0], [2.0, 1.0, 0.5, 0.0, -1.0, -2.0, 3.0, 0.0, 0.5, -1.0]],
+        [0, 0, 0, 1, INF, INF, -8, 1, NAN, 0.5],
+        [
+            [0, 1, INF, 0, -INF, -INF, 12, 0, NAN, -0.25],
+            [0, 0, 0, -INF, -INF, -INF, NAN, math.log(2), NAN, 0.5 * math.log(2)],
+        ],
+    ),
+    "maximum": (
+        {},
+        [[1.0, 0.0, 2.0, NAN], [1.0, -0.0, 1.0, 1.0]],
+        [1, 0, 2, NAN],
+        [[0.5, 0.5, 1, 0], [0.5, 0.5, 0, 0]],
+    ),
+    "minimum": (
+        {},
+        [[1.0, 0.0, 2.0, NAN], [1.0, -0.0, 1.0, 1.0]],
+        [1, 0, 1, NAN],
+        [[0.5, 0.5, 0, 0], [0.5, 0.5, 1, 0]],
+    ),
+    "mean_absolute_error": ({}, [[1.0, 2.0], [1.0, 0.0]], 1, [[0, 0.5], [0, -0.5]]),
+    "huber": (
+        {},
+        [[2.0, 1.0, -5.0, 0.0], [1.0, 0.5, 0.0, 0.0]],
+        [0.5, 0.125, 4.5, 0],
+        [[1, 0.5, -1, 0], [-1, -0.5, 1, 0]],
+    ),
+    "binary_cross_entropy": (
+        {},
+        [[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]],
+        [0, 0, INF, INF],
+        [[1, -1, -INF, INF], [INF, -INF, INF, -INF]],
+    ),
+    "sigmoid_binary_cross_entropy": (
+        {},
+        [[200.0, -200.0, 200.0, -200.0], [1.0, 0.0, 0.0, 1.0]],
+        [0, 0, 200, 200],
+        [[0, 0, 1, -1], [-200, 200, -200, 200]],
+    ),
+    "kl_divergence": ({}, [[0.0, -INF], [1.0, 0.0]], 0, [[-1, 0], [1, -INF]]),
+}
+
+
+@functools.cache
+def _at_singular_points(implementation):
+    def one(name):
+        options, arguments, *_ = SINGULAR[name]
+        op = functools.partial(ENTRIES[name].function, **options, implementation=implementation)
+        y, vjp = jax.vjp(op, *(jnp.array(a, jnp.float32) for a in arguments))
+        return y, vjp(jnp.ones_like(y))
+
+    return jax.jit(lambda: {name: one(name) for name in SINGULAR})()
+
+
+@every_implementation
+@pytest.mark.parametrize("name", SINGULAR)
+def test_singular_points_give_what_calculus_and_ieee_say(name, implementation):
+    *_, values, gradients = SINGULAR[name]
+    y, found = _at_singular_points(implementation)[name]
+    np.testing.assert_allclose(y, values, rtol=1e-6, atol=1e-30)
+    for gradient, expected in zip(found, gradients, strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-30)
