@@ -46,7 +46,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 }
 """By dtype."""
 
-# For JAX's own check, which moves all arguments at once: dtype -> (step, tolerance).
+# For JAX's own check, which moves all arguments at once: dtype -> (step, least tolerance).
 _CHECK_GRADS = {"float64": (1e-6, 1e-7), "float32": (1e-3, 2e-2)}
 
 
@@ -147,8 +147,9 @@ def check(
       of `kinks` is put into the middle of each argument in turn, and the gradient there held against autodiff's too.
     - Order 2: the Hessian of `Σ c (y + y²/2)` times a random direction is the difference of two gradients by autodiff
       in float64.
-    - `jax.test_util.check_grads` in reverse mode of this order, and in forward mode of order 1 where the op has one. It
-      runs in float64 where the implementation takes that; else in float32, where it is coarse.
+    - `jax.test_util.check_grads` in reverse mode of this order, and in forward mode of order 1 where the op has one,
+      with arguments and results scaled to size 1. It runs in float64 where the implementation takes that; else in
+      float32, where it is coarse.
 
     Products of float32 are exact in a check, whatever JAX's default precision.
 
@@ -240,22 +241,20 @@ class _Checked:
         if not reference.smooth:
             reason = "differences would cross a kink"
             return row(dtype="float64", against="check_grads", verdict="skipped", reason=reason)
-        for dtype, (step, tolerance) in _CHECK_GRADS.items():
-            values = [np.asarray(a, dtype) for a in self.arguments.floats]
+        rtol = max(self.tolerances[a.dtype.name].rtol for a in self.arguments.floats)
+        for dtype, (step, least) in _CHECK_GRADS.items():
             with jax.enable_x64(dtype == "float64"):
+                function, values = reference.brought_to_size_1(self.function, dtype)
                 try:
-                    jax.eval_shape(self.function, *values)
+                    jax.eval_shape(function, *values)
                 except NotImplementedError:
                     continue
-                has_forward_mode = _has_forward_mode(self.function, values)
-                against = f"check_grads, {'fwd and rev' if has_forward_mode else 'rev'}"
-                row = functools.partial(row, dtype=dtype, against=against)
-                limits = dict(atol=tolerance, rtol=tolerance, eps=step)
+                modes = ("fwd", "rev") if _has_forward_mode(function, values) else ("rev",)
+                row = functools.partial(row, dtype=dtype, against=f"check_grads, {' and '.join(modes)}")
+                limits = dict(atol=max(least, rtol), rtol=max(least, rtol), eps=step)
                 try:
-                    # Forward over reverse is what `hessian_product` does.
-                    check_grads(self.function, values, order, ("rev",), **limits)
-                    if has_forward_mode:
-                        check_grads(self.function, values, 1, ("fwd",), **limits)
+                    for mode in modes:  # forward over reverse is what `hessian_product` does
+                        check_grads(function, values, order if mode == "rev" else 1, (mode,), **limits)
                 except AssertionError as error:
                     return row(verdict="failed", reason=_one_line(error))
                 return row(verdict="ok")
@@ -269,18 +268,19 @@ def _verdict(a: np.ndarray, e: np.ndarray, rounding: np.ndarray | float, toleran
         return dict(verdict="ok")
     finite = np.abs(e[np.isfinite(e)])
     largest = finite.max(initial=0.0)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         equal = (a == e) | (np.isnan(a) & np.isnan(e))
         difference = np.where(equal, 0.0, np.nan_to_num(np.abs(a - e), nan=np.inf))
         limit = (
             tolerance.rtol * np.where(np.isfinite(e), np.abs(e), 0.0) + tolerance.atol * max(1.0, largest) + rounding
         )
         worst = np.unravel_index(np.argmax(difference / limit), a.shape)
+        relative = float(difference.max() / (largest or 1.0))
     return dict(
         verdict="ok" if (difference <= limit).all() else "failed",
         elements=a.size,
         absolute=float(difference.max()),
-        relative=float(difference.max() / (largest or 1.0)),
+        relative=relative,
         index=tuple(map(int, worst)),
         analytic=float(a[worst]),
         numeric=float(e[worst]),

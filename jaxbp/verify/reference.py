@@ -54,7 +54,8 @@ def value_and_gradients(function: Function) -> Callable:
 def hessian_product(function: Function) -> Callable:
     """`(values, cotangents, direction) -> ` the Hessian of `Σ c (y + y²/2)` times the direction, jitted.
 
-    Forward over reverse: the derivative of the gradient along the direction. The square gives the backward's derivative in its dy a part, also in an op that is linear.
+    Forward over reverse: the derivative of the gradient along the direction. By the square, the backward is
+    differentiated in its dy as well, also where the op is linear.
     """
 
     def gradient(values, cotangents):
@@ -139,6 +140,18 @@ class Reference:
         arrays = [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)]
         rounding = 8 * EPS * max(_scale(a) for a in ahead) / (2 * step)
         return Expected(2, "differences of autodiff", self.names, arrays, self.values, [rounding] * len(arrays))
+
+    def brought_to_size_1(self, function: Function, dtype: str) -> tuple[Function, list[np.ndarray]]:
+        """A function of the same arguments as `function`, but with arguments and results of about 1, and those."""
+        with float64():
+            results = [_scale(y) for y in self._at(self.values)[0]]
+        scales = [_scale(a) for a in self.values]
+
+        def scaled(*values):
+            y = function(*(a * scale for a, scale in zip(values, scales, strict=True)))
+            return [a / scale for a, scale in zip(y, results, strict=True)]
+
+        return jax.jit(scaled), [(a / scale).astype(dtype) for a, scale in zip(self.values, scales, strict=True)]
 
     def _at(self, values):
         return _arrays(self._gradients(values, self.cotangents))
