@@ -1,5 +1,6 @@
 """jaxbp: pure functions paired with hand-written backward passes, as Pallas kernels, as formulas, or as JAX's own."""
 
+from jaxbp import verify
 from jaxbp.implementations import IMPLEMENTATIONS, Fastest, Implementation, Op
 from jaxbp.ops.activations import relu, relu_backward
 from jaxbp.ops.conv2d import conv2d, conv2d_backward_bias, conv2d_backward_input, conv2d_backward_weights
@@ -40,4 +41,5 @@ __all__ = [
     "relu_backward",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
+    "verify",
 ]

@@ -43,13 +43,25 @@ class Arguments:
     def floats(self) -> tuple[Any, ...]:
         return tuple(a for a in self.leaves if is_float(a))
 
+    def positions(self, argnums: Sequence[int] | None) -> list[int]:
+        """Where the floating arrays of some arguments, by default all, stand among the leaves."""
+        belongs = jax.tree.leaves([[i] * tree.num_leaves for i, tree in enumerate(self.structure.children())])
+        return [
+            i
+            for i, (a, argument) in enumerate(zip(self.leaves, belongs, strict=True))
+            if is_float(a) and (argnums is None or argument in argnums)
+        ]
+
+    def call(self, function: Callable, leaves: Sequence[Any]) -> list[Array]:
+        """The floating results of `function` from other arrays."""
+        return floats(function(*jax.tree.unflatten(self.structure, leaves)))
+
     def of_floats(self, function: Callable) -> Callable[..., list[Array]]:
         """`function` of the floating arrays alone, with its floating results as a list."""
 
         def call(*values):
             values = iter(values)
-            leaves = [next(values) if is_float(a) else jnp.asarray(a) for a in self.leaves]
-            return floats(function(*jax.tree.unflatten(self.structure, leaves)))
+            return self.call(function, [next(values) if is_float(a) else jnp.asarray(a) for a in self.leaves])
 
         return call
 
