@@ -114,18 +114,19 @@ def _costs(report: Report) -> str:
         for one in report["measured"]
         if one["failed"]
     )
-    head = ("", "", "µs", "memory, MiB", "of it temporary", "compile, s", "host waited")
+    head = ("implementation", "program", "µs", "memory, MiB", "of it temporary", "compile, s", "host waited")
     note = "<p>Where the host hardly waited for the device, the time is the host's.</p>\n"
     return _table(head, rows) + note + failed
 
 
 def _differences(report: Report) -> str:
     first, *others = report["measured"]
-    head = ("", "shape", *(f"{one['implementation']}: {what}" for one in others for what in ("max abs", "relative")))
+    head = ("of", "shape", *(f"{one['implementation']}: {what}" for one in others for what in ("max abs", "relative")))
     found = {(one["implementation"], each["kind"], each["name"]): each for one in others for each in one["differences"]}
     rows = []
     for each in first["differences"]:
-        cells = [f"{each['kind']} {each['name']}", "×".join(map(str, each["shape"]))]
+        name = each["name"] if each["kind"] == "value" else f"{each['kind']}: {each['name']}"
+        cells = [name, "×".join(map(str, each["shape"]))]
         for one in others:
             here = found.get((one["implementation"], each["kind"], each["name"]), {})
             cells += [_number(here.get("absolute")), _number(here.get("relative"))]
@@ -184,7 +185,13 @@ def _draw_bars(axes: Axes, report: Report, title: str, unit: float, field: str) 
         bars = [(i, one[what][field] / unit) for i, one in enumerate(report["measured"]) if one[what] is not None]
         for i, value in bars:
             axes.bar(i + offset, value, width=0.38, color=_colour(names[i]), alpha=alpha)
-            axes.annotate(f"{value:.3g}", (i + offset, value), ha="center", va="bottom", fontsize=8)
+            axes.annotate(
+                f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
+                (i + offset, value),
+                ha="center",
+                va="bottom",
+                fontsize=8,
+            )
     axes.set_xticks(range(len(names)), names)
     axes.set_xlabel("left: gradients, right: Hessian product")
 
@@ -204,51 +211,57 @@ def _draw_compilation(axes: Axes, report: Report) -> None:
 def _draw_differences(axes: Axes, report: Report) -> None:
     first, *others = report["measured"]
     names = [each["name"] for each in first["differences"] if each["kind"] == "gradient"]
-    positive = False
     for one in others:
-        relative = {each["name"]: each["relative"] for each in one["differences"] if each["kind"] == "gradient"}
-        points = [(relative[name], i) for i, name in enumerate(names) if relative.get(name)]
-        positive |= bool(points)
-        if points:
-            axes.scatter(
-                *zip(*points, strict=True), s=18, color=_colour(one["implementation"]), label=one["implementation"]
-            )
-    axes.set_title(f"relative difference of gradients from {report['reference']}")
+        for kind, filled in (("gradient", True), ("hessian product", False)):
+            relative = {each["name"]: each["relative"] for each in one["differences"] if each["kind"] == kind}
+            points = [(relative[name], i) for i, name in enumerate(names) if relative.get(name)]
+            if points:  # an axis of logarithms has no place for what does not differ at all
+                colour = _colour(one["implementation"])
+                label = f"{one['implementation']}: {kind}"
+                style = dict(facecolors=colour if filled else "none", edgecolors=colour, label=label)
+                axes.scatter(*zip(*points, strict=True), s=18, **style)
+                axes.set_xscale("log")
+    axes.set_title(f"relative difference from {report['reference']}")
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.invert_yaxis()
-    axes.grid(axis="x", alpha=0.3)
-    if positive:
-        axes.set_xscale("log")
-        axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    _legend_below(axes)
 
 
 def _draw_curves(axes: Axes, report: Report) -> None:
-    for i, (name, curve) in enumerate(report["curves"].items()):
-        # Those that agree lie on each other: the later ones are thinner.
-        axes.plot(
-            range(1, len(curve) + 1), _line(curve), color=_colour(name), label=name, linewidth=4 - 1.3 * min(i, 2)
-        )
+    for name, curve in report["curves"].items():
+        # Those that agree lie on each other, so the reference is a broad line below thin ones.
+        is_reference = name == report["reference"]
+        style = dict(linewidth=5, alpha=0.5) if is_reference else dict(linewidth=1.2)
+        axes.plot(_steps(curve), _line(curve), color=_colour(name), label=name, **style)
     axes.set_title("training loss by step")
     axes.set_yscale("log")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    _legend_below(axes)
 
 
 def _draw_distances(axes: Axes, report: Report) -> None:
-    curves = report["curves"]
-    positive = False
-    for name, curve in curves.items():
-        if name != report["reference"]:
-            distance = np.abs(_line(curve) - _line(curves[report["reference"]]))
-            positive |= bool((distance > 0).any())
-            axes.plot(
-                range(1, len(curve) + 1), np.where(distance > 0, distance, np.nan), color=_colour(name), label=name
-            )
+    reference = report["curves"][report["reference"]]
+    for name, curve in report["curves"].items():
+        distance = np.abs(_line(curve) - _line(reference))
+        if (distance > 0).any():
+            shown = np.where(distance > 0, distance, np.nan)
+            axes.plot(_steps(curve), shown, color=_colour(name), label=name, linewidth=1.2)
+            axes.set_yscale("log")
+    axes.set_xlim(0, len(reference) + 1)
     axes.set_title(f"distance of the loss from {report['reference']}'s")
     axes.grid(alpha=0.3)
-    if positive:
-        axes.set_yscale("log")
-        axes.legend(frameon=False)
+    _legend_below(axes)
+
+
+def _legend_below(axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        axes.figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+
+
+def _steps(curve: Sequence[Any]) -> range:
+    return range(1, len(curve) + 1)
 
 
 def _line(curve: Sequence[float | None]) -> np.ndarray:
