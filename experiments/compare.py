@@ -111,8 +111,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
     console = Console() if sys.stdout.isatty() else Console(width=140)
 
     comparison = _compare_on_a_batch(config, params, losses, dataset)
-    for table in comparison.tables():
-        console.print(table)
+    comparison.show(console)
     curves, failed = {}, {one.implementation: one.failed for one in comparison.measured}
     for name in names:
         if config.steps and not failed[name]:

@@ -1,7 +1,6 @@
 """The same function under each implementation, side by side: what it computes, and what that costs."""
 
 import dataclasses
-import functools
 import io
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -84,7 +83,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` found, the reference first. Printed, it is two tables."""
+    """What `compare` found, the reference first. Printed, it is tables of costs and of differences."""
 
     function: str
     device: str
@@ -93,13 +92,18 @@ class Comparison:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        console = Console(file=text, width=140)
-        for table in self.tables():
-            console.print(table)
+        self.show(Console(file=text, width=140))
         return text.getvalue()
 
-    def tables(self) -> tuple[Table, Table]:
-        """Costs, a line an implementation; and differences, a line a value or gradient."""
+    def show(self, console: Console) -> None:
+        """Prints the tables, and why an implementation failed."""
+        console.print(self._costs())
+        console.print(self._differences())
+        for one in self.measured:
+            if one.failed:
+                console.print(Text(f"failed: {one.implementation}: {one.failed}", style="red"), soft_wrap=True)
+
+    def _costs(self) -> Table:
         costs = Table(
             "implementation", "program", "µs", "memory, MiB", "of it temporary", "compile, s", "largest difference",
             title=f"{self.function} on {self.device}",
@@ -112,9 +116,10 @@ class Comparison:
             for (name, program), kind in zip(programs.items(), kinds, strict=True):
                 if program is not None:
                     costs.add_row(str(one.implementation), name, *_cells(program), _worst(one.largest(kind)))
-            if one.failed:
-                costs.add_row(str(one.implementation), Text(one.failed, style="red"))
             costs.add_section()
+        return costs
+
+    def _differences(self) -> Table:
         others = [one for one in self.measured if one.differences and one.implementation != self.reference]
         differences = Table(
             "of", "name", "shape", *(f"{one.implementation}: max abs, relative" for one in others),
@@ -124,7 +129,7 @@ class Comparison:
             rows = [one.difference(expected.kind, expected.name) for one in others]
             numbers = [f"{row.absolute:.1e}  {row.relative:.1e}" if row else "" for row in rows]
             differences.add_row(expected.kind, Text(expected.name), str(expected.shape), *numbers)
-        return costs, differences
+        return differences
 
 
 def compare(
@@ -158,26 +163,31 @@ def compare(
       A `Comparison`. An implementation that fails says why, and the others are still compared.
 
     Raises:
-      ValueError: nothing to differentiate, or a reference that fails.
+      ValueError: nothing to differentiate. What the reference raises is raised as it is.
     """
     arguments = take_apart(function, args)
     chosen = arguments.positions(argnums)
     if not chosen:
         raise ValueError(f"compare: {name_of(function)} has no floating argument among {argnums or 'its arguments'}")
-    random = np.random.default_rng(seed)
-    run = functools.partial(_measure, arguments, chosen, second_order, seconds)
-    shapes = jax.eval_shape(
-        lambda leaves: arguments.call(bind(function, reference, options), leaves), list(arguments.leaves)
-    )
+    leaves, random = list(arguments.leaves), np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda leaves: arguments.call(bind(function, reference, options), leaves), leaves)
     cotangents = [_normal(random, y) if y.shape else np.ones((), y.dtype) for y in shapes]
-    direction = [_normal(random, arguments.leaves[i]) for i in chosen]
+    direction = [_normal(random, leaves[i]) for i in chosen]
     expected, measured = None, []
     for implementation in dict.fromkeys((reference, *implementations)):
-        one, results = run(implementation, bind(function, implementation, options), cotangents, direction)
-        if expected is None:
-            expected = results
-            if one.failed:
-                raise ValueError(f"compare: {name_of(function)} fails with the reference {reference!r}: {one.failed}")
+        gradients, hessian_product = _programs(bind(function, implementation, options), arguments, chosen)
+        one, results = Measured(implementation), {}
+        try:
+            program, (y, gradient) = _run(gradients, (leaves, cotangents), seconds)
+            one, results = dataclasses.replace(one, gradients=program), {"value": y, "gradient": gradient}
+            if second_order:
+                program, product = _run(hessian_product, (leaves, cotangents, direction), seconds)
+                one, results = dataclasses.replace(one, hessian_product=program), results | {"hessian product": product}
+        except Exception as error:  # a backward can raise anything, and the other implementations are still of interest
+            if expected is None:
+                raise
+            one = dataclasses.replace(one, failed=" ".join(f"{type(error).__name__}: {error}".split())[:200])
+        expected = expected or results
         differences = tuple(
             _difference(kind, name, a, e)
             for kind in results
@@ -187,43 +197,26 @@ def compare(
     return Comparison(name_of(function), jax.devices()[0].device_kind, reference, tuple(measured))
 
 
-def _measure(
-    arguments: Arguments,
-    chosen: Sequence[int],
-    second_order: bool,
-    seconds: float,
-    implementation: str | None,
-    function: Callable,
-    cotangents: Sequence[np.ndarray],
-    direction: Sequence[np.ndarray],
-) -> tuple[Measured, dict[str, Sequence[np.ndarray]]]:
-    """An implementation's costs, and its results by kind."""
+def _programs(function: Callable, arguments: Arguments, chosen: Sequence[int]) -> tuple[Callable, Callable]:
+    """`(leaves, cotangents) -> (results, gradients)` and `(leaves, cotangents, direction) -> Hessian's product`."""
+
+    def of_chosen(leaves, function):
+        def call(*values):
+            moved = dict(zip(chosen, values, strict=True))
+            return function([moved.get(i, a) for i, a in enumerate(leaves)])
+
+        return call, [leaves[i] for i in chosen]
 
     def gradients(leaves, cotangents):
-        def of_chosen(*values):
-            moved = dict(zip(chosen, values, strict=True))
-            return arguments.call(function, [moved.get(i, a) for i, a in enumerate(leaves)])
-
-        y, vjp = jax.vjp(of_chosen, *(leaves[i] for i in chosen))
+        call, values = of_chosen(leaves, lambda leaves: arguments.call(function, leaves))
+        y, vjp = jax.vjp(call, *values)
         return y, vjp(list(cotangents))
 
     def hessian_product(leaves, cotangents, direction):
-        def gradient(*values):
-            moved = dict(zip(chosen, values, strict=True))
-            return gradients([moved.get(i, a) for i, a in enumerate(leaves)], cotangents)[1]
+        call, values = of_chosen(leaves, lambda leaves: gradients(leaves, cotangents)[1])
+        return jax.jvp(call, values, list(direction))[1]
 
-        return jax.jvp(gradient, tuple(leaves[i] for i in chosen), tuple(direction))[1]
-
-    one, results = Measured(implementation), {}
-    try:
-        program, (y, gradient) = _run(gradients, (list(arguments.leaves), cotangents), seconds)
-        one, results = dataclasses.replace(one, gradients=program), {"value": y, "gradient": gradient}
-        if second_order:
-            program, product = _run(hessian_product, (list(arguments.leaves), cotangents, direction), seconds)
-            one, results = dataclasses.replace(one, hessian_product=program), results | {"hessian product": product}
-    except Exception as error:  # an implementation can raise anything, and the others are still of interest
-        one = dataclasses.replace(one, failed=" ".join(f"{type(error).__name__}: {error}".split())[:200])
-    return one, results
+    return gradients, hessian_product
 
 
 def _run(function: Callable, arguments: tuple, seconds: float) -> tuple[Program, Any]:
