@@ -40,7 +40,7 @@ class CheckConfig:
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ("pallas", "xla", "autodiff")
     """Implementations to check."""
     order: Literal[1, 2] = 2
-    """1 for gradients alone, 2 for second derivatives as well."""
+    """1 for values and gradients alone, 2 for second derivatives as well."""
     seed: int = 0
     """Of the arguments."""
     json: Path | None = None

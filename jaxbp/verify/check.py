@@ -147,9 +147,9 @@ def check(
       of `kinks` is put into the middle of each argument in turn, and the gradient there held against autodiff's too.
     - Order 2: the Hessian of `Σ c (y + y²/2)` times a random direction is the difference of two gradients by autodiff
       in float64.
-    - `jax.test_util.check_grads` in reverse mode of this order, and in forward mode of order 1 where the op has one,
-      with arguments and results scaled to size 1. It runs in float64 where the implementation takes that; else in
-      float32, where it is coarse.
+    - With order 2, also `jax.test_util.check_grads`, which moves all arguments at once: to the second order in reverse
+      mode, to the first in forward mode where the op has one, with arguments and results scaled to size 1. It runs in
+      float64 where the implementation takes that; else in float32, where it is coarse.
 
     Products of float32 are exact in a check, whatever JAX's default precision.
 
@@ -158,7 +158,7 @@ def check(
       args: its arguments, arrays or pytrees of arrays. Those without gradients, such as integers, are skipped. NumPy's
         float64 arrays are taken as such, whether or not JAX's 64-bit mode is on.
       implementations: those to check; by default all. One that does not take the arguments is skipped and says why.
-      order: 1, or 2 for second derivatives as well.
+      order: 1 for values and gradients alone, which takes a third of the time, or 2.
       kinks: values at which the op may have a kink.
       tolerances: by dtype.
       most_elements: so many elements of an argument are moved, evenly spread; the others are held against autodiff.
@@ -214,7 +214,8 @@ class _Checked:
         try:
             for each in expected:
                 yield from self._compared(reference, each)
-            yield self._by_check_grads(reference, order)
+            if order == 2:
+                yield self._by_check_grads(reference)
         except Exception as error:  # a wrong backward can raise anything
             yield as_a_whole("failed", reason=f"{type(error).__name__}: {_one_line(error)}")
         for name, a in zip(self.arguments.names, self.arguments.leaves, strict=True):
@@ -236,8 +237,8 @@ class _Checked:
             verdict = _verdict(np.asarray(a, np.float64), e, rounding, self.tolerances[a.dtype.name])
             yield self.row(a.dtype.name, name, expected.order, expected.against, **verdict)
 
-    def _by_check_grads(self, reference, order):
-        row = functools.partial(self.row, argument="all", order=order)
+    def _by_check_grads(self, reference):
+        row = functools.partial(self.row, argument="all", order=2)
         if not reference.smooth:
             reason = "differences would cross a kink"
             return row(dtype="float64", against="check_grads", verdict="skipped", reason=reason)
@@ -254,7 +255,7 @@ class _Checked:
                 limits = dict(atol=max(least, rtol), rtol=max(least, rtol), eps=step)
                 try:
                     for mode in modes:  # forward over reverse is what `hessian_product` does
-                        check_grads(function, values, order if mode == "rev" else 1, (mode,), **limits)
+                        check_grads(function, values, 2 if mode == "rev" else 1, (mode,), **limits)
                 except AssertionError as error:
                     return row(verdict="failed", reason=_one_line(error))
                 return row(verdict="ok")

