@@ -1,6 +1,7 @@
 """The formula sheet: a page a family of ops, made from the docstrings of the ops when the site is built."""
 
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -35,7 +36,10 @@ def pages() -> dict[str, str]:
 
 def _page(module: typing.Any, entries: list[Entry]) -> str:
     first, *text = inspect.getdoc(module).split("\n\n")
-    title = " ".join(first.split()).partition(":")[0].rstrip(".")
+    # A sentence may go on after its title: "Max-pooling: the forward keeps ...", "Convolution, which ...".
+    sentence = " ".join(first.split())
+    title = re.split(r":|, (?:each|which)\b", sentence)[0].rstrip(".")
+    text = text if sentence.rstrip(".") == title else [sentence, *text]
     source = module.__name__.replace(".", "/") + ".py"
     parts = [f"# {title}", *text, f"From the docstrings in `{source}`."]
     return "\n\n".join([*parts, *(part for entry in entries for part in _entry(entry))]) + "\n"
