@@ -8,7 +8,9 @@ from flax import nnx
 
 import jaxbp
 from jaxbp import Pair
+from jaxbp.nn import Linear
 from jaxbp.verify import compare
+from jaxbp.verify.compare import _one_after_another
 
 X = np.linspace(-2, 2, 6, dtype=np.float32)
 RIGHT = Pair(jnp.sin, {"xla": lambda dy, x: dy * jnp.cos(x)}, name="sine")
@@ -40,6 +42,22 @@ def test_costs_are_those_of_the_compiled_programs():
     assert xla.hessian_product.peak_bytes > xla.gradients.temporary_bytes
 
 
+def test_the_program_that_is_timed_on_a_gpu_computes_every_call():
+    calls = []
+
+    def function(x):
+        jax.debug.callback(lambda: calls.append(1))
+        return (jnp.sin(x), {"twice": 2 * x})
+
+    run = jax.jit(functools.partial(_one_after_another, function, 3, function(X)))
+    calls.clear()
+    sine, twice = jax.block_until_ready(run(X))
+    jax.effects_barrier()
+    assert len(calls) == 3
+    np.testing.assert_allclose(sine, np.sin(X), rtol=1e-6)
+    np.testing.assert_array_equal(twice["twice"], 2 * X)
+
+
 def test_an_implementation_that_fails_says_why_and_the_others_are_compared():
     result = quickly(RIGHT, X, second_order=False)
     _, pallas, xla = result.measured
@@ -56,7 +74,7 @@ def test_parameters_are_named_in_pytrees_and_in_models():
         return jnp.mean(jaxbp.linear(x, model.weight[...], model.bias[...], implementation=implementation))
 
     x, w, b = np.ones((2, 3), np.float32), np.ones((4, 3), np.float32), np.ones(4, np.float32)
-    model = jaxbp.nn.Linear(3, 4, rngs=nnx.Rngs(0))
+    model = Linear(3, 4, rngs=nnx.Rngs(0))
     for function, first, names in (
         (of_pytree, {"w": w, "b": b}, {"params.w", "params.b"}),
         (of_model, model, {"model.weight", "model.bias"}),
