@@ -101,6 +101,7 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
         *args,
         implementations=config.implementations,
         order=config.order,
+        kink_convention="_backward" not in entry.name,  # of gradients there is one, of their derivatives none
         seed=config.seed,
         **entry.small.options,
     )

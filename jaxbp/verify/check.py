@@ -133,6 +133,7 @@ def check(
     implementations: Sequence[Implementation] | None = None,
     order: int = 2,
     kinks: Sequence[float] = (0.0,),
+    kink_convention: bool = True,
     tolerances: Mapping[str, Tolerance] = TOLERANCES,
     most_elements: int = 10_000,
     seed: int = 0,
@@ -142,9 +143,9 @@ def check(
 
     - Order 0: the value, as it comes out while differentiating, is that of the plain forward in float64.
     - Order 1: the gradient of `Σ c y`, c random, is that by central differences of the plain forward in float64, one
-      element after the other. Differences cannot tell which slope an op takes at a kink: where they find one, or a
-      value that is not finite, the gradient is held against autodiff's in float64. So that kinks are met, every value
-      of `kinks` is put into the middle of each argument in turn, and the gradient there held against autodiff's too.
+      element after the other. Where there is no derivative, at a kink or where something is infinite, differences can
+      not tell right from wrong, and the gradient is held against autodiff's in float64. So that kinks are met, every
+      value of `kinks` is put into the middle of each argument in turn, and the gradient there is held likewise.
     - Order 2: the Hessian of `Σ c (y + y²/2)` times a random direction is the difference of two gradients by autodiff
       in float64.
     - With order 2, also `jax.test_util.check_grads`, which moves all arguments at once: to the second order in reverse
@@ -160,6 +161,7 @@ def check(
       implementations: those to check; by default all. One that does not take the arguments is skipped and says why.
       order: 1 for values and gradients alone, which takes a third of the time, or 2.
       kinks: values at which the op may have a kink.
+      kink_convention: whether the op has autodiff's slope at a kink; if not, any will do there.
       tolerances: by dtype.
       most_elements: so many elements of an argument are moved, evenly spread; the others are held against autodiff.
       seed: of what is random.
@@ -181,12 +183,14 @@ def check(
         implementations = IMPLEMENTATIONS if takes_implementation(op) else (None,)
     wide = any(a.dtype == np.float64 for a in arguments.floats)
     with jax.default_matmul_precision("highest"), jax.enable_x64(wide or jax.config.jax_enable_x64):
-        reference = Reference(op, arguments, options, seed)
+        reference = Reference(op, arguments, options, seed, kink_convention)
         steps = [tolerances[a.dtype.name].step for a in arguments.floats]
         expected = list(reference.first_orders(steps, most_elements))
         if order == 2:
             expected.append(reference.second_order(min(step or STEP for step in steps)))
-        expected += [reference.at_kink(i, kink) for kink in kinks for i, a in enumerate(arguments.floats) if a.size]
+        expected += [
+            reference.at_kink(i, kink, steps[i]) for kink in kinks for i, a in enumerate(arguments.floats) if a.size
+        ]
         rows = []
         for implementation in implementations:
             checked = _Checked(op, arguments, options, implementation, tolerances)
@@ -275,7 +279,7 @@ def _verdict(a: np.ndarray, e: np.ndarray, rounding: np.ndarray | float, toleran
         limit = (
             tolerance.rtol * np.where(np.isfinite(e), np.abs(e), 0.0) + tolerance.atol * max(1.0, largest) + rounding
         )
-        worst = np.unravel_index(np.argmax(difference / limit), a.shape)
+        worst = np.unravel_index(np.argmax(np.nan_to_num(difference / limit)), a.shape)
         relative = float(difference.max() / (largest or 1.0))
     return dict(
         verdict="ok" if (difference <= limit).all() else "failed",

@@ -86,7 +86,11 @@ class Reference:
       smooth: whether no difference met a kink.
     """
 
-    def __init__(self, op: Callable, arguments: Arguments, options: Mapping[str, Any], seed: int):
+    def __init__(
+        self, op: Callable, arguments: Arguments, options: Mapping[str, Any], seed: int, kink_convention: bool
+    ):
+        # Where there is no derivative, anything may be right.
+        self.rounding_at_kinks = 0.0 if kink_convention else np.inf
         self.names = arguments.float_names
         self.values = [np.asarray(a, np.float64) for a in arguments.floats]
         self.function, results = _plain_forward(op, arguments, options)
@@ -102,6 +106,7 @@ class Reference:
         self.direction = [draw(a, scale=_scale(np.asarray(a, np.float64))) for a in arguments.floats]
         self._gradients = value_and_gradients(self.function)
         self._hessian_product = hessian_product(self.function)
+        self._concatenated = jax.jit(lambda *values: jnp.concatenate([y.ravel() for y in self.function(*values)]))
 
     def first_orders(self, steps: Sequence[float | None], most_elements: int) -> tuple[Expected, Expected]:
         """The values, and the gradients by central differences, each argument's elements moved by its step.
@@ -110,21 +115,36 @@ class Reference:
         """
         with float64(), np.errstate(all="ignore"):
             y, autodiff = self._at(self.values)
-            arrays, rounding, kinks = zip(*self._differences(steps, most_elements, autodiff), strict=True)
-        self.smooth = sum(kinks) == 0
-        against = "differences" if self.smooth else f"differences, autodiff at {sum(kinks)} kinks"
+            differences = _Differences(self._concatenated, self.cotangents, self.values)
+            arrays, rounding = [g.copy() for g in autodiff], [np.zeros(g.shape) for g in autodiff]
+            kinks = 0
+            for i, (step, gradient) in enumerate(zip(steps, autodiff, strict=True)):
+                count = min(gradient.size, most_elements)
+                for at in np.unique(np.linspace(0, gradient.size - 1, count).astype(int)):
+                    if (found := differences.slope(i, at, step, gradient.flat[at])) is None:
+                        kinks += 1
+                        rounding[i].flat[at] = self.rounding_at_kinks
+                    else:
+                        arrays[i].flat[at], rounding[i].flat[at] = found
+        self.smooth = kinks == 0
+        against = "differences" if self.smooth else f"differences, autodiff at {kinks} kinks"
         return (
             Expected(0, "float64", self.result_names, y, self.values, [0.0] * len(y)),
             Expected(1, against, self.names, arrays, self.values, rounding),
         )
 
-    def at_kink(self, argument: int, kink: float) -> Expected:
-        """The gradient in an argument of which one element, the middle one, is `kink`."""
-        values = [np.array(a) for a in self.values]
-        values[argument].flat[values[argument].size // 2] = kink
-        with float64():
-            gradient = self._at(values)[1][argument]
-        return Expected(1, f"autodiff, one element {kink:g}", [self.names[argument]], [gradient], values, [0.0])
+    def at_kink(self, argument: int, kink: float, step: float | None) -> Expected:
+        """The gradient in an argument of which one element, the middle one, is `kink`: its own by a difference."""
+        values, at = [np.array(a) for a in self.values], self.values[argument].size // 2
+        values[argument].flat[at] = kink
+        with float64(), np.errstate(all="ignore"):
+            gradient = self._at(values)[1][argument].copy()
+            rounding = np.zeros(gradient.shape)
+            differences = _Differences(self._concatenated, self.cotangents, values)
+            found = differences.slope(argument, at, step, gradient.flat[at])
+        against = f"one element {kink:g}: {'autodiff' if found is None else 'difference'}"
+        gradient.flat[at], rounding.flat[at] = found or (gradient.flat[at], self.rounding_at_kinks)
+        return Expected(1, against, [self.names[argument]], [gradient], values, [rounding])
 
     def second_order(self, step: float) -> Expected:
         """The Hessian of `hessian_product` times the direction, by the difference of two gradients.
@@ -161,32 +181,47 @@ class Reference:
         y, _ = self._at(values)
         return _arrays(self._gradients(values, [c * (1 + a) for c, a in zip(self.cotangents, y, strict=True)]))[1]
 
-    def _differences(self, steps, most_elements, autodiff):
-        """(gradient, its rounding, kinks met) for each argument."""
-        results = jax.jit(lambda *values: jnp.concatenate([y.ravel() for y in self.function(*values)]))
-        cotangents = np.concatenate([c.ravel() for c in self.cotangents])
-        values = [np.array(a) for a in self.values]
-        here = np.asarray(results(*values))
-        largest = _scale(here)
-        for a, step, gradient in zip(values, steps, autodiff, strict=True):
-            scale, gradient, rounding, kinks = _scale(a), gradient.copy(), np.zeros(a.shape), 0
-            for at in np.unique(np.linspace(0, a.size - 1, min(a.size, most_elements)).astype(int)):
-                value, by = a.flat[at], step or STEP * max(scale, abs(a.flat[at]))
-                a.flat[at] = ahead = value + by
-                after = np.asarray(results(*values))
-                a.flat[at] = behind = value - by
-                before = np.asarray(results(*values))
-                a.flat[at] = value
-                # What an element does not reach cancels exactly; of the rest, each difference is of rounded results.
-                slope = cotangents @ (after - before) / (ahead - behind)
-                noise = 8 * EPS * largest * np.abs(cotangents[after != before]).sum() / (ahead - behind)
-                right = cotangents @ (after - here) / (ahead - value)
-                left = cotangents @ (here - before) / (value - behind)
-                if abs(right - left) <= 0.01 * (abs(right) + abs(left)) + 4 * noise:
-                    gradient.flat[at], rounding.flat[at] = slope, noise
-                else:  # as well where one of them is not finite
-                    kinks += 1
-            yield gradient, rounding, kinks
+
+class _Differences:
+    """Central differences of `Σ c y` in one element at a time."""
+
+    def __init__(self, results: Callable, cotangents: Sequence[np.ndarray], values: Sequence[np.ndarray]):
+        self.results, self.values = results, [np.array(a) for a in values]
+        self.cotangents = np.concatenate([c.ravel() for c in cotangents])
+        self.here = np.asarray(results(*self.values))
+        self.largest = _scale(self.here)
+
+    def slope(self, argument: int, at: int, step: float | None, autodiff: float) -> tuple[float, float] | None:
+        """The slope in an element and what of it may be rounding; None where there is no derivative.
+
+        There is none at a kink, where the slopes on both sides differ however small the step, nor where the function
+        jumps or is infinite. Both are looked into where the slopes differ much, or differ from autodiff's.
+        """
+        a = self.values[argument]
+        by = step or STEP * max(_scale(a), abs(a.flat[at]))
+        slope, gap, noise = self._at(a, at, by)
+        if not abs(gap) <= 0.01 * abs(slope) + 4 * noise or not abs(slope - autodiff) <= 0.01 * abs(slope) + 4 * noise:
+            nearer, smaller_gap, noise_there = self._at(a, at, by / 4)
+            is_kink = not abs(smaller_gap) <= 0.5 * abs(gap) + 4 * noise_there
+            is_jump = not abs(nearer - slope) <= 0.5 * abs(slope) + abs(gap) + 4 * noise_there
+            if is_kink or is_jump:  # "not <=" where something is not finite, too
+                return None
+        return slope, noise
+
+    def _at(self, a, at, by):
+        """(slope, right less left slope, what of the slope may be rounding)."""
+        value = a.flat[at]
+        a.flat[at] = ahead = value + by
+        after = np.asarray(self.results(*self.values))
+        a.flat[at] = behind = value - by
+        before = np.asarray(self.results(*self.values))
+        a.flat[at] = value
+        # What an element does not reach cancels exactly; of the rest, each difference is of rounded results.
+        moved = after != before
+        noise = 8 * EPS * self.largest * np.abs(self.cotangents[moved]).sum() / (ahead - behind)
+        right = self.cotangents @ (after - self.here) / (ahead - value)
+        left = self.cotangents @ (self.here - before) / (value - behind)
+        return self.cotangents @ (after - before) / (ahead - behind), right - left, noise
 
 
 def _plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any]]:

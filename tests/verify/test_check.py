@@ -257,6 +257,22 @@ def test_at_a_singular_point_the_gradient_is_held_against_autodiff():
     assert [row.index for row in quickly(wrong, x, kinks=()).failures] == [(1,)]
 
 
+def test_without_a_convention_any_slope_will_do_at_a_kink_and_only_there():
+    pair = Pair(jax.nn.relu, {"xla": lambda dy, x: jnp.where(x >= 0, dy, 0)}, name="relu")
+    x = np.array([-1.0, 0.0, 2.0], np.float32)
+    assert not quickly(pair, x)
+    assert quickly(pair, x, kink_convention=False)
+    wrong = Pair(jax.nn.relu, {"xla": lambda dy, x: jnp.where(x >= 0, 2 * dy, 0)}, name="wrong")
+    assert [row.index for row in quickly(wrong, x, kink_convention=False).failures] == [(2,), (2,)]
+
+
+@pytest.mark.parametrize("function", [jnp.square, jax.nn.softplus, lambda x: x**3])
+def test_a_smooth_function_has_no_kink_where_its_slope_or_its_curvature_is_0(function):
+    result = quickly(function, np.array([0.5, 0.0, -2.0]))
+    assert result.raise_if_failed()
+    assert {row.against for row in result.rows if row.order == 1} == {"differences", "one element 0: difference"}
+
+
 def test_elements_beyond_the_most_are_held_against_autodiff():
     pair = Pair(lambda x: x * x, {"xla": lambda dy, x: dy * (2 * x).at[7].add(1.0)}, name="square")
     (row,) = quickly(pair, *drawn((20,)), most_elements=2, kinks=()).failures
