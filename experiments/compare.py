@@ -16,7 +16,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -103,10 +102,8 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
     dataset = experiment.load()
     if experiment.batch_size > len(dataset.train_images):
         raise UserError(f"batch_size = {experiment.batch_size}: wanted at most {len(dataset.train_images)}")
-    init_key, shuffle_key = jax.random.split(jax.random.key(experiment.seed))
-    built = {
-        name: training.split(*dataclasses.replace(experiment, implementation=name).build(init_key)) for name in names
-    }
+    key = jax.random.key(experiment.seed)
+    built = {name: training.split(*dataclasses.replace(experiment, implementation=name).build(key)) for name in names}
     params, losses = built[REFERENCE][0], {name: loss for name, (_, loss) in built.items()}
     console = Console() if sys.stdout.isatty() else Console(width=140)
 
@@ -116,7 +113,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
     for name in names:
         if config.steps and not failed[name]:
             print(f"{config.steps} steps, {name}", file=sys.stderr, flush=True)
-            curves[name] = train(experiment, config.steps, params, losses[name], dataset, shuffle_key)
+            curves[name] = train(dataclasses.replace(experiment, implementation=name), config.steps, dataset)
     if curves:
         console.print(curves_table(curves))
     return _plain(
@@ -154,22 +151,21 @@ def _compare_on_a_batch(
     return dataclasses.replace(comparison, function=f"{config.experiment.name}, batch {size}")
 
 
-def train(
-    config: TrainingConfig, steps: int, params: PyTree, loss: training.PureLoss, dataset: Dataset, key: jax.Array
-) -> list[float]:
-    """The mean loss of each of the first `steps` steps of a training in the order that `key` decides."""
+def train(config: TrainingConfig, steps: int, dataset: Dataset) -> list[float]:
+    """The mean loss of each of the first `steps` steps of a training on the first examples, as many as they need."""
     in_an_epoch = min(steps, len(dataset.train_images) // config.batch_size)
-    inputs, targets = (
-        jnp.asarray(a[: in_an_epoch * config.batch_size]) for a in (dataset.train_images, dataset.train_labels)
+    size = in_an_epoch * config.batch_size
+    few = dataset._replace(
+        train_images=dataset.train_images[:size],
+        train_labels=dataset.train_labels[:size],
+        test_images=dataset.test_images[:1],
+        test_labels=dataset.test_labels[:1],
     )
-    optimizer = training.make_optimizer(config.learning_rate, steps)
-    epoch = jax.jit(
-        partial(training.train_epoch, loss=loss, optimizer=optimizer, batch_size=config.batch_size),
-        compiler_options=training.COMPILER_OPTIONS,
-    )
-    state, curve = training.TrainState(params, optimizer.init(params)), []
-    while len(curve) < steps:
-        state, losses, _ = epoch(state, inputs, targets, key, jnp.int32(len(curve) // in_an_epoch))
+    epochs = -(-steps // in_an_epoch)
+    prepared = training.prepare(dataclasses.replace(config, epochs=epochs), few)
+    state, curve = prepared.state, []
+    for epoch in range(epochs):
+        state, losses, _ = prepared.train_epoch(state, epoch + 1)
         curve += np.asarray(losses, np.float64).tolist()
     return curve[:steps]
 
