@@ -200,11 +200,13 @@ class _Differences:
         a = self.values[argument]
         by = step or STEP * max(_scale(a), abs(a.flat[at]))
         slope, gap, noise = self._at(a, at, by)
+        if not np.isfinite((slope, gap, noise)).all():
+            return None
         if not abs(gap) <= 0.01 * abs(slope) + 4 * noise or not abs(slope - autodiff) <= 0.01 * abs(slope) + 4 * noise:
             nearer, smaller_gap, noise_there = self._at(a, at, by / 4)
             is_kink = not abs(smaller_gap) <= 0.5 * abs(gap) + 4 * noise_there
             is_jump = not abs(nearer - slope) <= 0.5 * abs(slope) + abs(gap) + 4 * noise_there
-            if is_kink or is_jump:  # "not <=" where something is not finite, too
+            if is_kink or is_jump:  # or something is not finite
                 return None
         return slope, noise
 

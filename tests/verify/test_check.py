@@ -255,6 +255,7 @@ def test_at_a_singular_point_the_gradient_is_held_against_autodiff():
     x = np.array([0.5, 0.0, 2.0], np.float32)
     assert quickly(right, x)
     assert [row.index for row in quickly(wrong, x, kinks=()).failures] == [(1,)]
+    assert quickly(lambda x: 1 / x, x)  # infinite itself
 
 
 def test_without_a_convention_any_slope_will_do_at_a_kink_and_only_there():
