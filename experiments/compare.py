@@ -50,6 +50,8 @@ class CompareConfig(Generic[Config]):
     """Steps to train under each implementation; 0 for none."""
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ()
     """Implementations to compare with autodiff. By default all; without a GPU, where kernels are interpreted, xla."""
+    precision: Literal["default", "highest"] = "default"
+    """Of products of float32: as the library likes it (TF32 on a GPU), or true float32."""
     second_order: bool = True
     """Whether the Hessian's product is compared as well."""
     seconds: float = 0.05
@@ -72,7 +74,8 @@ def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     try:
         config = parse(args)
-        report = run(config, shlex.join(["python", "-m", "experiments.compare", *args]))
+        with jax.default_matmul_precision(config.precision):
+            report = run(config, shlex.join(["python", "-m", "experiments.compare", *args]))
     except (UserError, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
@@ -122,6 +125,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": versions(),
             "config": configs.to_dict(experiment),
+            "precision": config.precision,
             "reference": REFERENCE,
             **dataclasses.asdict(comparison),
             "curves": curves,

@@ -72,7 +72,7 @@ def page(report: Report) -> str:
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<p>{escape(report["device"])}; {escape(versions)}; {escape(report["date"])}</p>
+<p>{escape(report["device"])}; {escape(report["precision"])} precision; {escape(versions)}; {escape(report["date"])}</p>
 {"".join(sections)}
 <details><summary>Settings</summary><pre>{escape(settings)}</pre></details>
 </body>

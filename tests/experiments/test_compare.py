@@ -57,7 +57,18 @@ def finished(run, tmp_path_factory):
     """A run's exit code, numbers and page."""
     path = tmp_path_factory.mktemp("compare") / "toy"
     json_path, html_path = path.with_suffix(".json"), path.with_suffix(".html")
-    code = run("--steps", "8", "--no-second-order", "--json", str(json_path), "--html", str(html_path), pair=WRONG)
+    code = run(
+        "--steps",
+        "8",
+        "--no-second-order",
+        "--precision",
+        "highest",
+        "--json",
+        str(json_path),
+        "--html",
+        str(html_path),
+        pair=WRONG,
+    )
     return code, json.loads(json_path.read_text()), html_path.read_text()
 
 
@@ -71,6 +82,7 @@ def test_numbers_say_how_gradients_and_training_differ(finished):
     autodiff, xla = report["curves"]["autodiff"], report["curves"]["xla"]
     assert len(autodiff) == len(xla) == 8  # more than the 6 steps of an epoch
     assert xla[0] == pytest.approx(autodiff[0], rel=1e-6) and xla[-1] != pytest.approx(autodiff[-1], rel=1e-4)
+    assert report["precision"] == "highest"
     assert report["config"]["experiment"] == "toy" and report["command"].startswith("python -m experiments.compare toy")
 
 
