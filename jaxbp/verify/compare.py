@@ -112,10 +112,11 @@ class Comparison:
 
     def _costs(self) -> Table:
         costs = Table(
-            "implementation", "program", "µs", "memory, MiB", "of it temporary", "compile, s", "largest difference",
+            "implementation", "program", "µs", "host waited", "memory, MiB", "of it temporary", "compile, s",
+            "largest difference",
             title=f"{self.function} on {self.device}",
         )  # fmt: skip
-        for column in costs.columns[2:6]:
+        for column in costs.columns[2:7]:
             column.justify = "right"
         for one in self.measured:
             programs = {"value and gradient": one.gradients, "Hessian product": one.hessian_product}
@@ -272,7 +273,7 @@ def _normal(random: np.random.Generator, a: Any) -> np.ndarray:
 
 def _cells(program: Program) -> list[str]:
     memory = (f"{size / 2**20:.2f}" for size in (program.peak_bytes, program.temporary_bytes))
-    return [f"{program.microseconds:.1f}", *memory, f"{program.compile_seconds:.2f}"]
+    return [f"{program.microseconds:.1f}", f"{program.host_waited:.0%}", *memory, f"{program.compile_seconds:.2f}"]
 
 
 def _worst(difference: Difference | None) -> str:
