@@ -129,7 +129,7 @@ def _differences(report: Report) -> str:
         cells = [name, "×".join(map(str, each["shape"]))]
         for one in others:
             here = found.get((one["implementation"], each["kind"], each["name"]), {})
-            cells += [_number(here.get("absolute")), _number(here.get("relative"))]
+            cells += [_number(here[field]) if here else "" for field in ("absolute", "relative")]
         rows.append(cells)
     note = f"<p>From {escape(report['reference'])}; relative: the norm of the difference over the norm.</p>\n"
     return note + _table(head, rows)
@@ -143,7 +143,7 @@ def _curves(report: Report) -> str:
 
 
 def _number(value: float | None, pattern: str = "{:.1e}") -> str:
-    return "" if value is None else pattern.format(value)
+    return "not finite" if value is None else pattern.format(value)
 
 
 # ------------------------------------------------------------------------------------------------------------- pictures

@@ -31,7 +31,7 @@ class Difference:
     Attributes:
       kind: one of `KINDS`.
       name: of the result, or of the argument that was differentiated in.
-      absolute: of the element that is furthest off.
+      absolute: of the element that is furthest off; infinite where one is NaN and the other not.
       relative: `‖a - reference‖ / ‖reference‖`.
     """
 
@@ -262,8 +262,9 @@ def _names(kind, arguments, chosen, results):
 def _difference(kind: str, name: str, a: np.ndarray, expected: np.ndarray) -> Difference:
     a, expected = np.asarray(a, np.float64), np.asarray(expected, np.float64)
     with np.errstate(invalid="ignore"):
-        off = np.where((a == expected) | (np.isnan(a) & np.isnan(expected)), 0.0, np.abs(a - expected))
-        relative = np.linalg.norm(off) / max(np.linalg.norm(expected), 1e-300)
+        same = (a == expected) | (np.isnan(a) & np.isnan(expected))
+        off = np.where(same, 0.0, np.nan_to_num(np.abs(a - expected), nan=np.inf, posinf=np.inf))
+        relative = np.linalg.norm(off) / max(np.linalg.norm(expected[np.isfinite(expected)]), 1e-300)
     return Difference(kind, name, a.shape, float(off.max(initial=0.0)), float(relative))
 
 

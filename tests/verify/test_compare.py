@@ -35,6 +35,14 @@ def test_a_difference_is_measured_where_it_is():
     assert xla.largest("hessian product").relative == pytest.approx(0.5, rel=1e-5)
 
 
+def test_a_nan_is_as_far_off_as_can_be_unless_both_have_it():
+    broken = Pair(jnp.sqrt, {"xla": lambda dy, x: (dy / (2 * jnp.sqrt(x))).at[0].set(jnp.nan)}, name="broken")
+    for first, off in ((1.0, np.inf), (-1.0, 0.0)):
+        x = np.array([first, 4.0], np.float32)
+        (_, xla) = quickly(broken, x, implementations=["xla"], second_order=False).measured
+        assert xla.largest("gradient").absolute == off
+
+
 def test_costs_are_those_of_the_compiled_programs():
     (_, xla) = quickly(RIGHT, np.ones(1000, np.float32), implementations=["xla"]).measured
     assert xla.gradients.microseconds > 0 and xla.gradients.compile_seconds > 0
