@@ -40,12 +40,13 @@ body { margin: 0 auto; max-width: 60rem; padding: 1rem; font: 1rem/1.5 system-ui
 h1 { font-size: 1.5rem; margin: 0.5rem 0; } h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem; }
 p, pre, summary { color: var(--soft); } p { margin: 0.25rem 0; }
 figure { margin: 0.5rem 0; } .figures { display: flex; flex-wrap: wrap; gap: 1rem; }
-.figures figure { flex: 1 1 20rem; min-width: 0; max-width: 34rem; } svg { width: 100%; height: auto; display: block; }
+.figures figure { flex: 1 1 20rem; min-width: 0; max-width: 28.5rem; } svg { width: 100%; height: auto; display: block; }
 .scroll { overflow-x: auto; } pre { overflow-x: auto; font-size: 0.8rem; }
 table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.25rem 0.75rem 0.25rem 0; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } .failed { color: #d1242f; }
+th:first-child, td:first-child { text-align: left;
+  white-space: normal; overflow-wrap: anywhere; min-width: 8rem; } .failed { color: #d1242f; }
 """
 
 
@@ -131,7 +132,7 @@ def _differences(report: Report) -> str:
             here = found.get((one["implementation"], each["kind"], each["name"]), {})
             cells += [_number(here[field]) if here else "" for field in ("absolute", "relative")]
         rows.append(cells)
-    note = f"<p>From {escape(report['reference'])}; relative: the norm of the difference over the norm.</p>\n"
+    note = f"<p>Held against {escape(report['reference'])}; relative: the norm of the difference over the norm.</p>\n"
     return note + _table(head, rows)
 
 
@@ -157,9 +158,15 @@ def _svg(draw: Callable[[Axes, Report], None], report: Report) -> str:
     """A picture as an element of the page, in its text's colour and font."""
     text = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _TEXT)
     # The salt keeps the ids of the pictures on a page apart, and the same from run to run.
-    style = {**text, "svg.fonttype": "none", "svg.hashsalt": draw.__name__, "font.size": 9, "font.family": "sans-serif"}
+    style = {
+        **text,
+        "svg.fonttype": "none",
+        "svg.hashsalt": draw.__name__,
+        "font.size": 10,
+        "font.family": "sans-serif",
+    }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(5, 3), layout="constrained")
+        figure = Figure(figsize=(4.5, 3), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots()
         axes.spines[["top", "right"]].set_visible(False)
@@ -222,7 +229,7 @@ def _draw_differences(axes: Axes, report: Report) -> None:
                 axes.scatter(*zip(*points, strict=True), s=18, **style)
                 axes.set_xscale("log")
     axes.set_title(f"relative difference from {report['reference']}")
-    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.invert_yaxis()
     axes.grid(alpha=0.3)
     _legend_below(axes)
@@ -246,7 +253,7 @@ def _draw_distances(axes: Axes, report: Report) -> None:
         distance = np.abs(_line(curve) - _line(reference))
         if (distance > 0).any():
             shown = np.where(distance > 0, distance, np.nan)
-            axes.plot(_steps(curve), shown, color=_colour(name), label=name, linewidth=1.2)
+            axes.plot(_steps(curve), shown, color=_colour(name), label=name, linewidth=1.2, marker=".", markersize=3)
             axes.set_yscale("log")
     axes.set_xlim(0, len(reference) + 1)
     axes.set_title(f"distance of the loss from {report['reference']}'s")
@@ -257,7 +264,7 @@ def _draw_distances(axes: Axes, report: Report) -> None:
 def _legend_below(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        axes.figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+        axes.figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
 
 
 def _steps(curve: Sequence[Any]) -> range:
