@@ -40,7 +40,7 @@ body { margin: 0 auto; max-width: 60rem; padding: 1rem; font: 1rem/1.5 system-ui
 h1 { font-size: 1.5rem; margin: 0.5rem 0; } h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem; }
 p, pre, summary { color: var(--soft); } p { margin: 0.25rem 0; }
 figure { margin: 0.5rem 0; } .figures { display: flex; flex-wrap: wrap; gap: 1rem; }
-.figures figure { flex: 1 1 20rem; min-width: 0; max-width: 28.5rem; } svg { width: 100%; height: auto; display: block; }
+.figures figure { flex: 1 1 20rem; min-width: 0; max-width: 29rem; } svg { width: 100%; height: auto; display: block; }
 .scroll { overflow-x: auto; } pre { overflow-x: auto; font-size: 0.8rem; }
 table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.25rem 0.75rem 0.25rem 0; border-bottom: 1px solid var(--line); text-align: right;
