@@ -18,7 +18,6 @@ A backward is timed by itself, a forward together with its gradient (`fwd+bwd`),
 - Compile seconds are those of one call, from Python to the executable.
 """
 
-import collections
 import dataclasses
 import functools
 import importlib
@@ -26,9 +25,7 @@ import json
 import math
 import os
 import shlex
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -52,14 +49,13 @@ from experiments.bench_report import picture, print_table
 from experiments.errors import UserError
 from jaxbp.nn import LeNet
 from jaxbp.ops.catalogue import CATALOGUE, Entry
+from jaxbp.verify.timing import compile_program, device_seconds
 
 PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
 """A program has so many calls that the device needs at least this long, ten times what it takes to dispatch one."""
 CACHE_BYTES = 128 * 2**20
 """The arguments of a program's calls together exceed this, twice the cache of an H200."""
 ROUNDS = 5
-IN_FLIGHT = 8
-"""Programs queued at most: enough to keep the device busy, and few enough for their results to fit into its memory."""
 ERROR_BATCH = 128
 """The largest batch at which results are compared with float64."""
 
@@ -358,12 +354,14 @@ def installed_peers() -> dict[str, ModuleType]:
 def ceilings(dtype: str, on_gpu: bool, seconds: float) -> dict[str, Any]:
     """The rates of this device: a copy's bytes, read and written, and a matrix product's operations by precision."""
     x = jax.random.normal(jax.random.key(0), (2**26 if on_gpu else 2**24,))
-    copy, _ = device_seconds(jax.jit(jnp.negative), (x,), seconds)
+    copy, _ = device_seconds(jax.jit(jnp.negative), (x,), seconds, ROUNDS)
     size = 8192 if on_gpu else 1024
     a, b = jax.random.normal(jax.random.key(1), (2, size, size), dtype)
     rates = {}
     for precision in ("default", "highest"):
-        product, _ = device_seconds(jax.jit(functools.partial(jnp.matmul, precision=precision)), (a, b), seconds)
+        product, _ = device_seconds(
+            jax.jit(functools.partial(jnp.matmul, precision=precision)), (a, b), seconds, ROUNDS
+        )
         rates[precision] = 2 * size**3 / product
     return {"copy_bytes_per_second": 2 * x.nbytes / copy, "operations_per_second": rates}
 
@@ -490,45 +488,15 @@ def attempt(run: Callable[[], dict[str, Any]], reference: Sequence[np.ndarray]) 
 
 def compile_call(function: Callable, arguments: tuple) -> dict[str, Any]:
     """How long one call takes to compile, and what it takes of memory beyond arguments and results."""
-    start = time.perf_counter()
-    compiled = jax.jit(function).lower(*arguments).compile()
-    return {
-        "compile_seconds": time.perf_counter() - start,
-        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
-    }
+    compiled, seconds = compile_program(function, arguments)
+    return {"compile_seconds": seconds, "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes}
 
 
 def time_chain(program: Callable, arguments: tuple, calls: int, seconds: float) -> dict[str, Any]:
     """The device time of one of the program's calls."""
-    compiled = jax.jit(program).lower(arguments).compile()
-    program_seconds, host_waited = device_seconds(compiled, (arguments,), seconds)
+    compiled, _ = compile_program(program, (arguments,))
+    program_seconds, host_waited = device_seconds(compiled, (arguments,), seconds, ROUNDS)
     return {"microseconds": program_seconds / calls * 1e6, "host_waited": host_waited}
-
-
-def device_seconds(program: Callable, arguments: tuple, seconds: float) -> tuple[float, float]:
-    """The median time of a call with more of them queued, and the share of it that the host waited for the device.
-
-    A share of nearly nothing says that the device waited for the host: then the time is the host's.
-    """
-    for _ in range(3):
-        start = time.perf_counter()
-        jax.block_until_ready(program(*arguments))
-        once = time.perf_counter() - start
-    calls = max(2, min(2000, int(seconds / once)))
-    times, shares = [], []
-    for _ in range(ROUNDS):
-        in_flight, waited, start = collections.deque(), 0.0, time.perf_counter()
-        for i in range(calls + IN_FLIGHT):
-            if i < calls:
-                in_flight.append(program(*arguments))
-            if i >= IN_FLIGHT and in_flight:
-                before = time.perf_counter()
-                jax.block_until_ready(in_flight.popleft())
-                waited += time.perf_counter() - before
-        elapsed = time.perf_counter() - start
-        times.append(elapsed / calls)
-        shares.append(waited / elapsed)
-    return statistics.median(times), statistics.median(shares)
 
 
 @functools.lru_cache(maxsize=8)

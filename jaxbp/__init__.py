@@ -1,5 +1,6 @@
 """jaxbp: pure functions paired with hand-written backward passes, as Pallas kernels, as formulas, or as JAX's own."""
 
+from jaxbp import verify
 from jaxbp.implementations import IMPLEMENTATIONS, Fastest, Implementation, Op
 from jaxbp.ops.activations import (
     elu,
@@ -252,4 +253,5 @@ __all__ = [
     "transpose_backward",
     "var",
     "var_backward",
+    "verify",
 ]

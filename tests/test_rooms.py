@@ -46,6 +46,12 @@ def test_the_library_imports_nothing_of_the_experiments():
     assert importing(["experiments"], "jaxbp") == []
 
 
+def test_checking_and_comparing_know_of_no_op():
+    imported = [name for path in files("jaxbp/verify") for name in imports(path.read_text())]
+    assert imported
+    assert [name for name in imported if f"{name}.".startswith(("jaxbp.ops.", "jaxbp.nn."))] == []
+
+
 def test_flax_stays_in_the_layers_and_the_experiments():
     assert all(path.startswith("jaxbp/nn/") for path in importing(["flax"], "jaxbp"))
 

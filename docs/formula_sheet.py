@@ -1,0 +1,91 @@
+"""The formula sheet: a page a family of ops, made from the docstrings of the ops when the site is built."""
+
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from jaxbp.ops.catalogue import CATALOGUE, Entry
+
+HEADINGS = ("Args:", "Returns:", "Raises:", "Example:")
+"""They begin the parts of a docstring that are no formula."""
+
+
+def write(folder: Path) -> None:
+    """Writes the pages into `folder`, which holds nothing else."""
+    folder.mkdir(exist_ok=True)
+    written = pages()
+    for stale in set(folder.glob("*.md")) - {folder / f"{name}.md" for name in written}:
+        stale.unlink()
+    for name, text in written.items():
+        path = folder / f"{name}.md"
+        # Sphinx reads again what is newer.
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+
+
+def pages() -> dict[str, str]:
+    """Name of a family -> its page in Markdown."""
+    families: dict[str, list[Entry]] = {}
+    for entry in CATALOGUE:
+        families.setdefault(entry.function.__module__, []).append(entry)
+    return {module.rpartition(".")[2]: _page(sys.modules[module], entries) for module, entries in families.items()}
+
+
+def _page(module: typing.Any, entries: list[Entry]) -> str:
+    first, *text = inspect.getdoc(module).split("\n\n")
+    # A sentence may go on after its title: "Max-pooling: the forward keeps ...", "Convolution, which ...".
+    sentence = " ".join(first.split())
+    title = re.split(r":|, (?:each|which)\b", sentence)[0].rstrip(".")
+    text = text if sentence.rstrip(".") == title else [sentence, *text]
+    source = module.__name__.replace(".", "/") + ".py"
+    parts = [f"# {title}", *text, f"From the docstrings in `{source}`."]
+    return "\n\n".join([*parts, *(part for entry in entries for part in _entry(entry))]) + "\n"
+
+
+def _entry(entry: Entry) -> Iterator[str]:
+    """What a docstring says of an op's formula, below its name and the shapes of its arrays."""
+    yield f"## {entry.name}"
+    shapes = [
+        f"- {name}: {shape}" if name == "returns" else f"- `{name}`: {shape}" for name, shape in _shapes(entry.function)
+    ]
+    text, sources = [], []
+    paragraphs = iter(inspect.getdoc(entry.function).split("\n\n"))
+    in_formula = True
+    for paragraph in paragraphs:
+        if paragraph.startswith("Source"):
+            sources.append(paragraph)
+        in_formula = in_formula and not paragraph.startswith((*HEADINGS, "Source"))
+        if in_formula:
+            text.append(paragraph)
+    yield from text
+    yield "\n".join(shapes)
+    if entry.kernel_dtypes:
+        yield f"Kernels take {', '.join(entry.kernel_dtypes)}."
+    yield from sources
+
+
+def _shapes(function: Callable) -> Iterator[tuple[str, str]]:
+    """The arrays among a function's parameters and results with their shapes."""
+    for name, annotation in typing.get_type_hints(function).items():
+        kinds = [kind for kind in _flat(annotation) if hasattr(kind, "dim_str")]
+        if kinds:
+            shapes = [f"`({', '.join(kind.dim_str.split())})`" for kind in kinds]
+            if name == "return":
+                yield "returns", ", ".join(shapes)
+            else:
+                yield name, " or ".join(dict.fromkeys(shapes))
+
+
+def _flat(annotation: typing.Any) -> Iterator[typing.Any]:
+    """The alternatives of a union and the parts of a tuple."""
+    if hasattr(annotation, "dim_str"):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from _flat(part)
+
+
+if __name__ == "__main__":
+    print("\n".join(pages().values()))

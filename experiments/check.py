@@ -1,0 +1,121 @@
+"""Checks ops of the library against finite differences, in every implementation.
+
+    python -m experiments.check                                  # the whole catalogue, in float32
+    python -m experiments.check relu linear --dtype float64      # some ops, each with its backwards
+    python -m experiments.check conv2d --implementations xla --json conv2d.json
+
+Exits with 1 if an implementation failed, after a line for each failure with the worst element. The docstring of
+`jaxbp.verify.check`, which checks ops of your own as well, says what is held against what.
+"""
+
+import dataclasses
+import json
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from experiments.atomic import write_atomically
+from experiments.errors import UserError
+from jaxbp.ops.catalogue import CATALOGUE, Entry
+from jaxbp.verify import CheckResult, check
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckConfig:
+    """What to check."""
+
+    ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
+    """Names of ops, or `all`. A forward's name stands for its backwards as well."""
+    dtype: tuple[Literal["float16", "bfloat16", "float32", "float64"], ...] = ("float32",)
+    """Of the arguments. Kernels take no float64."""
+    implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ("pallas", "xla", "autodiff")
+    """Implementations to check."""
+    order: Literal[1, 2] = 2
+    """1 for values and gradients alone, 2 for second derivatives as well."""
+    seed: int = 0
+    """Of the arguments."""
+    json: Path | None = None
+    """File to write the rows to."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit code: 1 if a check failed, 2 for what the user can mend."""
+    args = sys.argv[1:] if args is None else list(args)
+    config = tyro.cli(
+        CheckConfig, args=args, prog="python -m experiments.check", config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    try:
+        entries = selected(config.ops)
+        if config.json is not None and not config.json.parent.is_dir():
+            raise UserError(f"{config.json} cannot be written: there is no folder {config.json.parent}")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    console, rows = Console(), []
+    if not console.is_terminal:
+        console = Console(width=150)
+    for entry in entries:
+        for dtype in config.dtype:
+            print(f"{entry.name}, {dtype}", file=sys.stderr, flush=True)
+            result = check_entry(entry, dtype, config)
+            console.print(result.table())
+            rows += result.rows
+    result = CheckResult(tuple(rows))
+    if config.json is not None:
+        command = shlex.join(["python", "-m", "experiments.check", *args])
+        write_atomically(config.json, to_json(command, result))
+    for failure in result.failures:
+        console.print(Text(f"failed: {failure}", style="bold red"), soft_wrap=True)
+    counts = {verdict: sum(row.verdict == verdict for row in result.rows) for verdict in ("ok", "failed", "skipped")}
+    console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    return 0 if result else 1
+
+
+def selected(names: Sequence[str]) -> list[Entry]:
+    """The entries of the table that the names stand for, in its order."""
+    known = [entry.name for entry in CATALOGUE]
+    if unknown := [name for name in names if name not in (*known, "all")]:
+        raise UserError(f"unknown op {', '.join(unknown)}: wanted all or some of {', '.join(known)}")
+    return [
+        entry
+        for entry in CATALOGUE
+        if any(name in ("all", entry.name) or entry.name.startswith(f"{name}_backward") for name in names)
+    ]
+
+
+def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
+    """An op of the table at its small case."""
+    with jax.enable_x64(dtype == "float64"):
+        args = entry.small.draw(config.seed, dtype=jnp.dtype(dtype))
+    return check(
+        entry.function,
+        *args,
+        implementations=config.implementations,
+        order=config.order,
+        kink_convention="_backward" not in entry.name,  # of gradients there is one, of their derivatives none
+        seed=config.seed,
+        **entry.small.options,
+    )
+
+
+def to_json(command: str, result: CheckResult) -> bytes:
+    """The rows as JSON, in which numbers that are not finite are strings."""
+    rows = [{name: _plain(value) for name, value in dataclasses.asdict(row).items()} for row in result.rows]
+    return (json.dumps({"command": command, "passed": bool(result), "rows": rows}, indent=1) + "\n").encode()
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

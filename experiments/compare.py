@@ -1,0 +1,199 @@
+"""Compares the implementations on an experiment: what they compute, what that costs, and how they train.
+
+    python -m experiments.compare lenet                          # a table
+    python -m experiments.compare lenet --steps 200 --html lenet.html --json lenet.json
+    python -m experiments.compare lenet --dtype bfloat16 --implementations xla autodiff
+
+Loss, every parameter's gradient and the Hessian's product with a random direction are compared on one batch, by
+`jaxbp.verify.compare`; then every implementation trains so many steps from the same seed. The page that `--html` writes
+is one file, with its pictures in it.
+"""
+
+import dataclasses
+import json
+import math
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jaxtyping import PyTree
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from experiments import configs, training
+from experiments.atomic import write_atomically
+from experiments.bench import versions
+from experiments.compare_report import page
+from experiments.configs import EXPERIMENTS, TrainingConfig
+from experiments.datasets import Dataset
+from experiments.errors import UserError
+from jaxbp.verify import Comparison, compare
+
+REFERENCE = "autodiff"
+Config = TypeVar("Config", bound=TrainingConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareConfig(Generic[Config]):
+    """What to compare, next to the settings of the experiment."""
+
+    experiment: tyro.conf.OmitArgPrefixes[Config]
+    steps: int = 50
+    """Steps to train under each implementation; 0 for none."""
+    implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ()
+    """Implementations to compare with autodiff. By default all; without a GPU, where kernels are interpreted, xla."""
+    precision: Literal["default", "highest"] = "default"
+    """Of products of float32: as the library likes it (TF32 on a GPU), or true float32."""
+    second_order: bool = True
+    """Whether the Hessian's product is compared as well."""
+    seconds: float = 0.05
+    """Least time of a round of timing."""
+    json: Path | None = None
+    """File to write the numbers to."""
+    html: Path | None = None
+    """File to write the page to."""
+
+    def __post_init__(self):
+        if self.steps < 0:
+            raise UserError(f"steps is {self.steps}: wanted 0 or more")
+        for path in (self.json, self.html):
+            if path is not None and not path.parent.is_dir():
+                raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit code: 1 if an implementation failed, 2 for what the user can mend."""
+    args = sys.argv[1:] if args is None else list(args)
+    try:
+        config = parse(args)
+        with jax.default_matmul_precision(config.precision):
+            report = run(config, shlex.join(["python", "-m", "experiments.compare", *args]))
+    except (UserError, OSError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    if config.json is not None:
+        write_atomically(config.json, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
+    if config.html is not None:
+        write_atomically(config.html, page(report).encode())
+    return 1 if any(one["failed"] for one in report["measured"]) else 0
+
+
+def parse(args: Sequence[str]) -> CompareConfig:
+    """The config that the command line asks for."""
+    return tyro.extras.subcommand_cli_from_dict(
+        {name: CompareConfig[config] for name, config in EXPERIMENTS.items()},
+        args=args,
+        prog="python -m experiments.compare",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+
+
+def run(config: CompareConfig, command: str) -> dict[str, Any]:
+    """Compares, prints tables, and returns all numbers as plain values."""
+    experiment = config.experiment
+    if not any(field.name == "implementation" for field in dataclasses.fields(experiment)):
+        raise UserError(f"{experiment.name} has no setting `implementation`: there is nothing to compare")
+    names = dict.fromkeys((REFERENCE, *(config.implementations or _implementations_here())))
+    dataset = experiment.load()
+    if experiment.batch_size > len(dataset.train_images):
+        raise UserError(f"batch_size = {experiment.batch_size}: wanted at most {len(dataset.train_images)}")
+    key = jax.random.key(experiment.seed)
+    built = {name: training.split(*dataclasses.replace(experiment, implementation=name).build(key)) for name in names}
+    params, losses = built[REFERENCE][0], {name: loss for name, (_, loss) in built.items()}
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+
+    comparison = _compare_on_a_batch(config, params, losses, dataset)
+    comparison.show(console)
+    curves, failed = {}, {one.implementation: one.failed for one in comparison.measured}
+    for name in names:
+        if config.steps and not failed[name]:
+            print(f"{config.steps} steps, {name}", file=sys.stderr, flush=True)
+            curves[name] = train(dataclasses.replace(experiment, implementation=name), config.steps, dataset)
+    if curves:
+        console.print(curves_table(curves))
+    return _plain(
+        {
+            "command": command,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+            "config": configs.to_dict(experiment),
+            "precision": config.precision,
+            "reference": REFERENCE,
+            **dataclasses.asdict(comparison),
+            "curves": curves,
+        }
+    )
+
+
+def _implementations_here() -> tuple[str, ...]:
+    if jax.default_backend() == "gpu":
+        return ("pallas", "xla")
+    print("no GPU: kernels would run in an interpreter, so pallas is left out; times are those of the CPU")
+    return ("xla",)
+
+
+def _compare_on_a_batch(
+    config: CompareConfig, params: PyTree, losses: Mapping[str, training.PureLoss], dataset: Dataset
+) -> Comparison:
+    """Loss and gradients on the first batch of the training set."""
+
+    def loss(params, inputs, targets, *, implementation):
+        return jnp.mean(losses[implementation](params, inputs, targets)[0])
+
+    size = config.experiment.batch_size
+    batch = np.asarray(dataset.train_images[:size]), np.asarray(dataset.train_labels[:size])
+    options = dict(second_order=config.second_order, seconds=config.seconds, argnums=(0,), reference=REFERENCE)
+    comparison = compare(loss, params, *batch, implementations=tuple(losses), **options)
+    return dataclasses.replace(comparison, function=f"{config.experiment.name}, batch {size}")
+
+
+def train(config: TrainingConfig, steps: int, dataset: Dataset) -> list[float]:
+    """The mean loss of each of the first `steps` steps of a training on the first examples, as many as they need."""
+    in_an_epoch = min(steps, len(dataset.train_images) // config.batch_size)
+    size = in_an_epoch * config.batch_size
+    few = dataset._replace(
+        train_images=dataset.train_images[:size],
+        train_labels=dataset.train_labels[:size],
+        test_images=dataset.test_images[:1],
+        test_labels=dataset.test_labels[:1],
+    )
+    epochs = -(-steps // in_an_epoch)
+    prepared = training.prepare(dataclasses.replace(config, epochs=epochs), few)
+    state, curve = prepared.state, []
+    for epoch in range(epochs):
+        state, losses, _ = prepared.train_epoch(state, epoch + 1)
+        curve += np.asarray(losses, np.float64).tolist()
+    return curve[:steps]
+
+
+def curves_table(curves: Mapping[str, Sequence[float]]) -> Table:
+    """The losses at some steps side by side, and how far each curve is from the reference's at most."""
+    table = Table("step", *curves, title="training loss")
+    steps = len(curves[REFERENCE])
+    for step in sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1}):
+        table.add_row(str(step + 1), *(f"{curve[step]:.6f}" for curve in curves.values()))
+    furthest = (np.abs(np.subtract(curve, curves[REFERENCE])).max() for curve in curves.values())
+    table.add_section()
+    table.add_row(Text(f"furthest from {REFERENCE}"), *(f"{distance:.1e}" for distance in furthest))
+    return table
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON holds it: numbers that are not finite become None."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

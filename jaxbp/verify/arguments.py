@@ -1,0 +1,105 @@
+"""A function of any arguments as one of its floating arrays alone, each with a name for people."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+def is_float(a: Any) -> bool:
+    return jnp.issubdtype(a.dtype, jnp.floating)
+
+
+def floats(tree: Any) -> list[Array]:
+    """The floating arrays of a pytree."""
+    return [a for a in jax.tree.leaves(tree) if is_float(a)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Positional arguments taken apart.
+
+    Attributes:
+      names: of all arrays in them: the parameter's, and within a pytree the way to the array.
+      leaves: the arrays.
+      structure: what puts them together again.
+    """
+
+    names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    structure: Any
+
+    @property
+    def float_names(self) -> tuple[str, ...]:
+        return tuple(name for name, a in zip(self.names, self.leaves, strict=True) if is_float(a))
+
+    @property
+    def floats(self) -> tuple[Any, ...]:
+        return tuple(a for a in self.leaves if is_float(a))
+
+    def positions(self, argnums: Sequence[int] | None) -> list[int]:
+        """Where the floating arrays of some arguments, by default all, stand among the leaves."""
+        belongs = jax.tree.leaves([[i] * tree.num_leaves for i, tree in enumerate(self.structure.children())])
+        return [
+            i
+            for i, (a, argument) in enumerate(zip(self.leaves, belongs, strict=True))
+            if is_float(a) and (argnums is None or argument in argnums)
+        ]
+
+    def call(self, function: Callable, leaves: Sequence[Any]) -> list[Array]:
+        """The floating results of `function` from other arrays."""
+        return floats(function(*jax.tree.unflatten(self.structure, leaves)))
+
+    def of_floats(self, function: Callable) -> Callable[..., list[Array]]:
+        """`function` of the floating arrays alone, with its floating results as a list."""
+
+        def call(*values):
+            values = iter(values)
+            return self.call(function, [next(values) if is_float(a) else jnp.asarray(a) for a in self.leaves])
+
+        return call
+
+
+def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
+    """The arrays in the positional arguments of `function`, with their names."""
+    parameters = _positional_names(function, len(args))
+    paths, structure = jax.tree.flatten_with_path(tuple(args))
+    names, leaves = [], []
+    for (position, *way), a in paths:
+        way = [key for key in way if getattr(key, "name", None) != "value"]  # within a variable of Flax NNX
+        inner = jax.tree_util.keystr(tuple(way), simple=True, separator=".")
+        names.append(".".join(filter(None, (parameters[position.idx], inner))))
+        a = a if hasattr(a, "dtype") else jnp.asarray(a)
+        # Integers are constants of programs for any device.
+        leaves.append(np.asarray(a) if jnp.issubdtype(a.dtype, jnp.integer) else a)
+    return Arguments(tuple(names), tuple(leaves), structure)
+
+
+def bind(function: Callable, implementation: str | None, options: Mapping[str, Any]) -> Callable:
+    """`function` with its options and, if it takes one, the implementation."""
+    if takes_implementation(function):
+        options = {**options, "implementation": implementation}
+    return functools.partial(function, **options)
+
+
+def takes_implementation(function: Callable) -> bool:
+    return "implementation" in inspect.signature(function).parameters
+
+
+def name_of(function: Callable) -> str:
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
+
+
+def _positional_names(function: Callable, count: int) -> list[str]:
+    """Names for `count` positional arguments; those that the signature does not name are numbered."""
+    parameters = inspect.signature(getattr(function, "forward", function)).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [names[i] if i < len(names) else f"argument {i}" for i in range(count)]

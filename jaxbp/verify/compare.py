@@ -1,0 +1,281 @@
+"""The same function under each implementation, side by side: what it computes, and what that costs."""
+
+import dataclasses
+import functools
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxbp.implementations import IMPLEMENTATIONS, Implementation
+from jaxbp.verify.arguments import Arguments, bind, name_of, take_apart
+from jaxbp.verify.timing import compile_program, device_seconds
+
+CALLS = 10
+"""In a program that is timed on a GPU, so that the device does not wait for the host to start them one by one."""
+
+KINDS = ("value", "gradient", "hessian product")
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far a result is from the reference's.
+
+    Attributes:
+      kind: one of `KINDS`.
+      name: of the result, or of the argument that was differentiated in.
+      absolute: of the element that is furthest off; infinite where one is NaN and the other not.
+      relative: `‖a - reference‖ / ‖reference‖`.
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    absolute: float
+    relative: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a compiled program costs.
+
+    Attributes:
+      microseconds: of a call, with more of them queued behind it. All have the same arguments, so what is small stays
+        in the device's cache.
+      host_waited: the share of that time that the host waited for the device; near 0, the time is the host's.
+      compile_seconds: from Python to the executable.
+      peak_bytes: arguments, results and temporaries, by XLA's account.
+      temporary_bytes: the temporaries alone.
+    """
+
+    microseconds: float
+    host_waited: float
+    compile_seconds: float
+    peak_bytes: int
+    temporary_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """An implementation: its results' differences from the reference's, and its two programs.
+
+    Attributes:
+      gradients: value and gradients.
+      hessian_product: the derivative of the gradients along a direction; None if not asked for.
+      failed: why there is nothing else, or nothing of the Hessian.
+    """
+
+    implementation: str | None
+    differences: tuple[Difference, ...] = ()
+    gradients: Program | None = None
+    hessian_product: Program | None = None
+    failed: str | None = None
+
+    def difference(self, kind: str, name: str) -> Difference | None:
+        """That of one result; None if it was not reached."""
+        return next((one for one in self.differences if (one.kind, one.name) == (kind, name)), None)
+
+    def largest(self, kind: str) -> Difference | None:
+        """The largest relative difference of a kind."""
+        of_kind = [difference for difference in self.differences if difference.kind == kind]
+        return max(of_kind, key=lambda difference: difference.relative, default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare` found, the reference first. Printed, it is tables of costs and of differences."""
+
+    function: str
+    device: str
+    reference: str | None
+    measured: tuple[Measured, ...]
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        self.show(Console(file=text, width=140))
+        return text.getvalue()
+
+    def show(self, console: Console) -> None:
+        """Prints the tables, and why an implementation failed."""
+        console.print(self._costs())
+        console.print(self._differences())
+        for one in self.measured:
+            if one.failed:
+                console.print(Text(f"failed: {one.implementation}: {one.failed}", style="red"), soft_wrap=True)
+
+    def _costs(self) -> Table:
+        costs = Table(
+            "implementation", "program", "µs", "host waited", "memory, MiB", "of it temporary", "compile, s",
+            "largest difference",
+            title=f"{self.function} on {self.device}",
+        )  # fmt: skip
+        for column in costs.columns[2:7]:
+            column.justify = "right"
+        for one in self.measured:
+            programs = {"value and gradient": one.gradients, "Hessian product": one.hessian_product}
+            kinds = (KINDS[1], KINDS[2])
+            for (name, program), kind in zip(programs.items(), kinds, strict=True):
+                if program is not None:
+                    costs.add_row(str(one.implementation), name, *_cells(program), _worst(one.largest(kind)))
+            costs.add_section()
+        return costs
+
+    def _differences(self) -> Table:
+        others = [one for one in self.measured if one.differences and one.implementation != self.reference]
+        differences = Table(
+            "of", "name", "shape", *(f"{one.implementation}: max abs, relative" for one in others),
+            title=f"differences from {self.reference}",
+        )  # fmt: skip
+        for expected in self.measured[0].differences:
+            rows = [one.difference(expected.kind, expected.name) for one in others]
+            numbers = [f"{row.absolute:.1e}  {row.relative:.1e}" if row else "" for row in rows]
+            differences.add_row(expected.kind, Text(expected.name), str(expected.shape), *numbers)
+        return differences
+
+
+def compare(
+    function: Callable,
+    *args: Any,
+    implementations: Sequence[Implementation] = IMPLEMENTATIONS,
+    reference: Implementation = "autodiff",
+    argnums: Sequence[int] | None = None,
+    second_order: bool = True,
+    seconds: float = 0.05,
+    seed: int = 0,
+    **options: Any,
+) -> Comparison:
+    """`function(*args, implementation=..., **options)` under each implementation: results, time, memory, compilation.
+
+    Gradients are those of the sum of the results, each element of one that is no scalar times a random number. The
+    Hessian's product with a random direction is taken forward over reverse.
+
+    Args:
+      function: a `Pair`, an `Op`, or any function that takes `implementation=` and hands it down.
+      args: arrays or pytrees of arrays, models of Flax NNX among them.
+      implementations: those to compare.
+      reference: the one whose results the others' are held against; it is run as well.
+      argnums: of the arguments to differentiate in; by default all floating ones.
+      second_order: whether the Hessian's product is wanted.
+      seconds: least time of a round of timing.
+      seed: of what is random.
+      options: of the function.
+
+    Returns:
+      A `Comparison`. An implementation that fails says why, and the others are still compared.
+
+    Raises:
+      ValueError: nothing to differentiate. What the reference raises is raised as it is.
+    """
+    arguments = take_apart(function, args)
+    chosen = arguments.positions(argnums)
+    if not chosen:
+        raise ValueError(f"compare: {name_of(function)} has no floating argument among {argnums or 'its arguments'}")
+    leaves, random = list(arguments.leaves), np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda leaves: arguments.call(bind(function, reference, options), leaves), leaves)
+    cotangents = [_normal(random, y) if y.shape else np.ones((), y.dtype) for y in shapes]
+    direction = [_normal(random, leaves[i]) for i in chosen]
+    expected, measured = None, []
+    for implementation in dict.fromkeys((reference, *implementations)):
+        gradients, hessian_product = _programs(bind(function, implementation, options), arguments, chosen)
+        one, results = Measured(implementation), {}
+        try:
+            program, (y, gradient) = _run(gradients, (leaves, cotangents), seconds)
+            one, results = dataclasses.replace(one, gradients=program), {"value": y, "gradient": gradient}
+            if second_order:
+                program, product = _run(hessian_product, (leaves, cotangents, direction), seconds)
+                one, results = dataclasses.replace(one, hessian_product=program), results | {"hessian product": product}
+        except Exception as error:  # a backward can raise anything, and the other implementations are still of interest
+            if expected is None:
+                raise
+            one = dataclasses.replace(one, failed=" ".join(f"{type(error).__name__}: {error}".split())[:200])
+        expected = expected or results
+        differences = tuple(
+            _difference(kind, name, a, e)
+            for kind in results
+            for name, a, e in zip(_names(kind, arguments, chosen, shapes), results[kind], expected[kind], strict=True)
+        )
+        measured.append(dataclasses.replace(one, differences=differences))
+    return Comparison(name_of(function), jax.devices()[0].device_kind, reference, tuple(measured))
+
+
+def _programs(function: Callable, arguments: Arguments, chosen: Sequence[int]) -> tuple[Callable, Callable]:
+    """`(leaves, cotangents) -> (results, gradients)` and `(leaves, cotangents, direction) -> Hessian's product`."""
+
+    def of_chosen(leaves, function):
+        def call(*values):
+            moved = dict(zip(chosen, values, strict=True))
+            return function([moved.get(i, a) for i, a in enumerate(leaves)])
+
+        return call, [leaves[i] for i in chosen]
+
+    def gradients(leaves, cotangents):
+        call, values = of_chosen(leaves, lambda leaves: arguments.call(function, leaves))
+        y, vjp = jax.vjp(call, *values)
+        return y, vjp(list(cotangents))
+
+    def hessian_product(leaves, cotangents, direction):
+        call, values = of_chosen(leaves, lambda leaves: gradients(leaves, cotangents)[1])
+        return jax.jvp(call, values, list(direction))[1]
+
+    return gradients, hessian_product
+
+
+def _run(function: Callable, arguments: tuple, seconds: float) -> tuple[Program, Any]:
+    """What the function costs, and its results."""
+    arguments = jax.device_put(arguments)
+    compiled, compile_seconds = compile_program(function, arguments)
+    results = compiled(*arguments)
+    calls = CALLS if jax.default_backend() == "gpu" else 1  # XLA's compiler for the CPU makes slower code of a loop
+    program = compiled if calls == 1 else jax.jit(functools.partial(_one_after_another, function, calls, results))
+    program_seconds, host_waited = device_seconds(program, arguments, seconds)
+    memory = compiled.memory_analysis()
+    whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    temporary = memory.temp_size_in_bytes
+    program = Program(program_seconds / calls * 1e6, host_waited, compile_seconds, whole + temporary, temporary)
+    return program, jax.tree.map(np.asarray, results)
+
+
+def _one_after_another(function: Callable, calls: int, results: Any, *arguments: Any) -> Any:
+    """The results of the last of several calls with the same arguments, each of which waits for the one before."""
+
+    def call(before, _):
+        # Tied together, so that no call is taken for the one before nor starts before it is over.
+        given, _ = lax.optimization_barrier((arguments, before))
+        return function(*given), None
+
+    return lax.scan(call, jax.tree.map(jnp.zeros_like, results), length=calls)[0]
+
+
+def _names(kind, arguments, chosen, results):
+    if kind != "value":
+        return [arguments.names[i] for i in chosen]
+    return ["value"] if len(results) == 1 else [f"value {i}" for i in range(len(results))]
+
+
+def _difference(kind: str, name: str, a: np.ndarray, expected: np.ndarray) -> Difference:
+    a, expected = np.asarray(a, np.float64), np.asarray(expected, np.float64)
+    with np.errstate(invalid="ignore"):
+        same = (a == expected) | (np.isnan(a) & np.isnan(expected))
+        off = np.where(same, 0.0, np.nan_to_num(np.abs(a - expected), nan=np.inf, posinf=np.inf))
+        relative = np.linalg.norm(off) / max(np.linalg.norm(expected[np.isfinite(expected)]), 1e-300)
+    return Difference(kind, name, a.shape, float(off.max(initial=0.0)), float(relative))
+
+
+def _normal(random: np.random.Generator, a: Any) -> np.ndarray:
+    return random.standard_normal(a.shape).astype(a.dtype)
+
+
+def _cells(program: Program) -> list[str]:
+    memory = (f"{size / 2**20:.2f}" for size in (program.peak_bytes, program.temporary_bytes))
+    return [f"{program.microseconds:.1f}", f"{program.host_waited:.0%}", *memory, f"{program.compile_seconds:.2f}"]
+
+
+def _worst(difference: Difference | None) -> str:
+    return "" if difference is None else f"{difference.relative:.1e} {difference.name}"

@@ -1,0 +1,49 @@
+"""Compiling and timing a program."""
+
+import collections
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+ROUNDS = 5
+IN_FLIGHT = 8
+"""Programs queued at most: enough to keep the device busy, and few enough for their results to fit into its memory."""
+
+
+def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
+    """The function as an executable, and the seconds from Python to there."""
+    start = time.perf_counter()
+    compiled = jax.jit(function).lower(*arguments).compile()
+    return compiled, time.perf_counter() - start
+
+
+def device_seconds(program: Callable, arguments: tuple, seconds: float, rounds: int = ROUNDS) -> tuple[float, float]:
+    """The median time of a call with more of them queued, and the share of it that the host waited for the device.
+
+    A share of nearly nothing says that the device waited for the host: then the time is the host's.
+
+    Args:
+      seconds: least time of a round.
+    """
+    for _ in range(3):
+        start = time.perf_counter()
+        jax.block_until_ready(program(*arguments))
+        once = time.perf_counter() - start
+    calls = max(2, min(2000, int(seconds / once)))
+    times, shares = [], []
+    for _ in range(rounds):
+        in_flight, waited, start = collections.deque(), 0.0, time.perf_counter()
+        for i in range(calls + IN_FLIGHT):
+            if i < calls:
+                in_flight.append(program(*arguments))
+            if i >= IN_FLIGHT and in_flight:
+                before = time.perf_counter()
+                jax.block_until_ready(in_flight.popleft())
+                waited += time.perf_counter() - before
+        elapsed = time.perf_counter() - start
+        times.append(elapsed / calls)
+        shares.append(waited / elapsed)
+    return statistics.median(times), statistics.median(shares)

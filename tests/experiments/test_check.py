@@ -1,0 +1,53 @@
+import json
+
+import jax.numpy as jnp
+import pytest
+
+import jaxbp
+from experiments import check
+from jaxbp.ops.catalogue import Argument, Case, Entry
+
+PAIR = jaxbp.Pair(jnp.sin, {"xla": lambda dy, x: dy * jnp.cos(x).at[2].add(jnp.nan)}, name="wrong")
+
+
+def wrong(x, *, implementation=None):
+    """An op with a mistake in one element."""
+    return PAIR(x, implementation=implementation)
+
+
+QUICK = ["--implementations", "xla", "autodiff", "--order", "1"]
+
+
+def test_an_op_and_its_backward_are_checked_in_each_dtype(tmp_path, capsys):
+    path = tmp_path / "relu.json"
+    assert check.main(["relu", *QUICK, "--dtype", "float32", "float64", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["passed"] and report["command"].startswith("python -m experiments.check relu")
+    assert {(row["op"], row["implementation"]) for row in report["rows"]} == {
+        (op, implementation) for op in ("relu", "relu_backward") for implementation in ("xla", "autodiff")
+    }
+    assert {row["dtype"] for row in report["rows"]} == {"float32", "float64"}
+    printed = capsys.readouterr().out
+    assert "max abs" in printed and "0 failed" in printed
+
+
+def test_a_failure_names_the_worst_element_and_exits_with_1(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check, "CATALOGUE", (Entry(wrong, Case((Argument((4,)),)), {}),))
+    path = tmp_path / "wrong.json"
+    assert check.main(["wrong", *QUICK, "--json", str(path)]) == 1
+    assert "failed: wrong, xla, float32, order 1: x[2] is nan; wants " in capsys.readouterr().out
+    row = next(row for row in json.loads(path.read_text())["rows"] if row["verdict"] == "failed")
+    assert (row["index"], row["analytic"], row["absolute"]) == ([2], "nan", "inf")
+
+
+def test_all_is_the_whole_catalogue():
+    assert check.selected(["all"]) == list(check.CATALOGUE)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [(["relu", "gelu_"], "unknown op gelu_: wanted all or some of"), (["relu", "--json", "no/such/file"], "no folder")],
+)
+def test_what_the_user_can_mend_is_one_line(args, message, capsys):
+    assert check.main(args) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,110 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxbp
+from jaxbp import Pair
+from jaxbp.nn import Linear
+from jaxbp.verify import compare
+from jaxbp.verify.compare import _one_after_another
+
+X = np.linspace(-2, 2, 6, dtype=np.float32)
+RIGHT = Pair(jnp.sin, {"xla": lambda dy, x: dy * jnp.cos(x)}, name="sine")
+WRONG = Pair(jnp.sin, {"xla": lambda dy, x: 1.5 * dy * jnp.cos(x)}, name="wrong")
+
+quickly = functools.partial(compare, seconds=1e-3)
+
+
+def test_implementations_that_compute_the_same_do_not_differ():
+    result = quickly(RIGHT, X)
+    assert [one.implementation for one in result.measured] == ["autodiff", "pallas", "xla"]
+    xla = result.measured[2]
+    assert {one.kind for one in xla.differences} == {"value", "gradient", "hessian product"}
+    assert all(one.relative < 1e-6 for one in xla.differences)
+
+
+def test_a_difference_is_measured_where_it_is():
+    (_, xla) = quickly(WRONG, X, implementations=["xla"]).measured
+    assert xla.difference("value", "value").relative == 0
+    # Autodiff's gradient is cos(x) c for a random c; half as much again is half of its norm away.
+    assert xla.difference("gradient", xla.differences[1].name).relative == pytest.approx(0.5, rel=1e-5)
+    assert xla.largest("hessian product").relative == pytest.approx(0.5, rel=1e-5)
+
+
+def test_a_nan_is_as_far_off_as_can_be_unless_both_have_it():
+    broken = Pair(jnp.sqrt, {"xla": lambda dy, x: (dy / (2 * jnp.sqrt(x))).at[0].set(jnp.nan)}, name="broken")
+    for first, off in ((1.0, np.inf), (-1.0, 0.0)):
+        x = np.array([first, 4.0], np.float32)
+        (_, xla) = quickly(broken, x, implementations=["xla"], second_order=False).measured
+        assert xla.largest("gradient").absolute == off
+
+
+def test_costs_are_those_of_the_compiled_programs():
+    (_, xla) = quickly(RIGHT, np.ones(1000, np.float32), implementations=["xla"]).measured
+    assert xla.gradients.microseconds > 0 and xla.gradients.compile_seconds > 0
+    assert xla.gradients.peak_bytes >= 4 * 4000  # x and its cotangent, y and the gradient
+    assert xla.hessian_product.peak_bytes > xla.gradients.temporary_bytes
+
+
+def test_the_program_that_is_timed_on_a_gpu_computes_every_call():
+    calls = []
+
+    def function(x):
+        jax.debug.callback(lambda: calls.append(1))
+        return (jnp.sin(x), {"twice": 2 * x})
+
+    run = jax.jit(functools.partial(_one_after_another, function, 3, function(X)))
+    calls.clear()
+    sine, twice = jax.block_until_ready(run(X))
+    jax.effects_barrier()
+    assert len(calls) == 3
+    np.testing.assert_allclose(sine, np.sin(X), rtol=1e-6)
+    np.testing.assert_array_equal(twice["twice"], 2 * X)
+
+
+def test_an_implementation_that_fails_says_why_and_the_others_are_compared():
+    result = quickly(RIGHT, X, second_order=False)
+    _, pallas, xla = result.measured
+    assert "has no implementation 'pallas'" in pallas.failed and pallas.gradients is None
+    assert xla.failed is None and xla.gradients is not None and xla.hessian_product is None
+    assert "has no implementation" in str(result)
+
+
+def test_parameters_are_named_in_pytrees_and_in_models():
+    def of_pytree(params, x, *, implementation):
+        return jnp.mean(jaxbp.linear(x, params["w"], params["b"], implementation=implementation))
+
+    def of_model(model, x, *, implementation):
+        return jnp.mean(jaxbp.linear(x, model.weight[...], model.bias[...], implementation=implementation))
+
+    x, w, b = np.ones((2, 3), np.float32), np.ones((4, 3), np.float32), np.ones(4, np.float32)
+    model = Linear(3, 4, rngs=nnx.Rngs(0))
+    for function, first, names in (
+        (of_pytree, {"w": w, "b": b}, {"params.w", "params.b"}),
+        (of_model, model, {"model.weight", "model.bias"}),
+    ):
+        result = quickly(function, first, x, implementations=["xla"], argnums=[0])
+        assert {one.name for one in result.measured[1].differences if one.kind == "gradient"} == names
+        assert all(one.relative < 1e-6 for one in result.measured[1].differences)
+        assert all(name in str(result) for name in names)
+
+
+def test_integers_and_keys_are_arguments_like_others():
+    def noisy(x, labels, key, *, implementation):
+        logits = x + jax.random.normal(key, x.shape)
+        return jaxbp.softmax_cross_entropy(logits, labels, implementation=implementation)
+
+    arguments = (np.ones((2, 3), np.float32), np.array([0, 2]), jax.random.key(0))
+    (_, xla) = quickly(noisy, *arguments, implementations=["xla"]).measured
+    assert xla.failed is None and [one.name for one in xla.differences] == ["value", "x", "x"]
+
+
+def test_a_reference_that_fails_and_nothing_to_differentiate_are_refused():
+    with pytest.raises(NotImplementedError, match="sine: has no implementation 'pallas'"):
+        quickly(RIGHT, X, reference="pallas")
+    with pytest.raises(ValueError, match="compare: sine has no floating argument"):
+        quickly(RIGHT, np.arange(3))
