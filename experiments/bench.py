@@ -71,7 +71,8 @@ class BenchConfig:
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
     """`lenet`, names of ops, or `all`. A forward's name stands for its backwards as well."""
     batch: tuple[int, ...] = ()
-    """Batch sizes. By default 16384 for ops and 128, 1024, 8192, 65536 for LeNet; without a GPU 256, and 128."""
+    """Batch sizes. By default 16384 for ops, or what their place says, and 128, 1024, 8192, 65536 for LeNet; without a
+    GPU 256, and 128."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the arrays; LeNet's parameters are float32."""
     precision: Literal["default", "highest"] = "default"
@@ -220,7 +221,7 @@ def op_work(entry: Entry, place: str) -> Work:
         return arrays, [jax.random.normal(key, a.shape, a.dtype) for key, a in zip(keys, floats, strict=True)]
 
     title = f"{entry.name} {place}" if backward else f"{entry.name} fwd+bwd {place}"
-    batches = (16384,), (256,)
+    batches = (case.batch or 16384,), (256,)
     return Work(entry.name, place, title, case.options, batches, function, draw, one_after_another)
 
 

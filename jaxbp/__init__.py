@@ -8,6 +8,8 @@ from jaxbp.ops.conv2d_relu_max_pool2d import (
     conv2d_relu_max_pool2d_backward,
     conv2d_relu_max_pool2d_with_places,
 )
+from jaxbp.ops.layer_norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from jaxbp.ops.layer_norm_linear import layer_norm_linear, layer_norm_linear_backward
 from jaxbp.ops.linear import linear, linear_backward
 from jaxbp.ops.losses import softmax_cross_entropy, softmax_cross_entropy_backward
 from jaxbp.ops.max_pool2d import max_pool2d, max_pool2d_backward, max_pool2d_with_indices
@@ -31,6 +33,10 @@ __all__ = [
     "conv2d_relu_max_pool2d_with_places",
     "differentiable",
     "flatten",
+    "layer_norm",
+    "layer_norm_backward",
+    "layer_norm_linear",
+    "layer_norm_linear_backward",
     "linear",
     "linear_backward",
     "max_pool2d",
@@ -38,6 +44,8 @@ __all__ = [
     "max_pool2d_with_indices",
     "relu",
     "relu_backward",
+    "rms_norm",
+    "rms_norm_backward",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
 ]
