@@ -171,15 +171,29 @@ class _Block:
     def sum(self, partial_sum: Array) -> Array:
         return partial_sum if self.tile.shared else jnp.sum(partial_sum, axis=0)
 
-    def normalised(self, x_ref: Any, statistics: Sequence[Array], *, eps: float, center: bool) -> tuple[Array, ...]:
-        """(x̂, the statistics), these computed unless they are given."""
-        x, offset = self.load(x_ref), []
+    def normalise(
+        self, refs: Sequence, known: Sequence[Sequence[Array]], *, eps: float, center: bool
+    ) -> tuple[list[Callable[[], Array]], list[list[Array]]]:
+        """(x̂, the statistics) of each block: x̂ as a function, which loads x anew, and the statistics unless known.
+
+        The same sum of all blocks is computed before what needs it, so that they wait for their shuffles together.
+        """
+        x = [functools.partial(self.load, ref) for ref in refs]
+        offsets = [[] for _ in refs]
         if center:
-            x = x - self.along_rows(self.load(x_ref.at[:, 0, 0], self.of_a_row))
-            offset = [statistics[0] if statistics else self.mean(x)]
-            x = x - self.along_rows(*offset)
-        inv_std = statistics[-1] if statistics else lax.rsqrt(self.mean(x * x) + eps)
-        return x * self.along_rows(inv_std), [*offset, inv_std]
+            firsts = [self.load(ref.at[:, 0, 0], self.of_a_row) for ref in refs]
+            x = [self._minus(x, first) for x, first in zip(x, firsts, strict=True)]
+            offsets = [a[:1] or [self.mean(x())] for a, x in zip(known, x, strict=True)]
+            x = [self._minus(x, *offset) for x, offset in zip(x, offsets, strict=True)]
+        inv_stds = [a[-1:] or [lax.rsqrt(self.mean(jnp.square(x())) + eps)] for a, x in zip(known, x, strict=True)]
+        normalised = [self._times(x, *inv_std) for x, inv_std in zip(x, inv_stds, strict=True)]
+        return normalised, [[*offset, *inv_std] for offset, inv_std in zip(offsets, inv_stds, strict=True)]
+
+    def _minus(self, a: Callable[[], Array], per_row: Array) -> Callable[[], Array]:
+        return lambda: a() - self.along_rows(per_row)
+
+    def _times(self, a: Callable[[], Array], per_row: Array) -> Callable[[], Array]:
+        return lambda: a() * self.along_rows(per_row)
 
 
 def _normalise_streamed(x, scale, bias, *, eps, center, tile):
@@ -193,12 +207,14 @@ def _normalise_streamed(x, scale, bias, *, eps, center, tile):
 
         def step(row, slots, wait, _):
             wait()
-            for at in range(0, tile.rows, tile.block):
-                here = slots[0].at[pl.ds(at, tile.block)]
-                normalised, statistics = block.normalised(here, [], eps=eps, center=center)
-                here[...] = block.scaled(normalised, *parameters_).astype(y_ref.dtype)
-                for ref, a in zip(statistics_refs, statistics, strict=True):
-                    block.store_rows(ref, row + at, a)
+            at = range(0, tile.rows, tile.block)
+            here = [slots[0].at[pl.ds(first, tile.block)] for first in at]
+            normalised, statistics = block.normalise(here, [[]] * len(here), eps=eps, center=center)
+            for ref, x̂ in zip(here, normalised, strict=True):
+                ref[...] = block.scaled(x̂(), *parameters_).astype(y_ref.dtype)
+            for first, of_block in zip(at, statistics, strict=True):
+                for ref, a in zip(statistics_refs, of_block, strict=True):
+                    block.store_rows(ref, row + first, a)
 
         _stream(step, None, [x_ref], [y_ref], [ring], loaded, program=program, programs=programs)
 
@@ -218,54 +234,60 @@ def _gradients_streamed(dy, x, scale, bias, *statistics, eps, center, again, til
     rows, hidden = x.shape
     block, programs, padded = _Block(tile, hidden), *_division(rows, tile)
     parameters = [scale, bias] if center and again else [scale]
+    number_of_sums = 2 if center else 1
 
     def body(x_ref, dy_ref, *refs, program):
         parameter_refs, refs = refs[: len(parameters)], refs[len(parameters) :]
         statistics_refs, (dx_ref, *refs) = refs[: len(statistics)], refs[len(statistics) :]
-        *sum_refs, xs, dys, loaded = refs
-        y_refs = [sum_refs.pop()] if again else []
+        sums_ref, *y_refs, x_ring, dy_ring, loaded = refs
         scale, *bias = block.load_parameters(parameter_refs)
 
         def step(row, slots, wait, sums):
-            blocks = range(0, tile.rows, tile.block)
-            known = [[block.load_rows(ref, row + at) for ref in statistics_refs] for at in blocks]
+            at = range(0, tile.rows, tile.block)
+            known = [[block.load_rows(ref, row + first) for ref in statistics_refs] for first in at]
             wait()
-            for at, statistics in zip(blocks, known, strict=True):
-                x_here, dy_here = (slot.at[pl.ds(at, tile.block)] for slot in slots)
-                normalised, (*_, inv_std) = block.normalised(x_here, statistics, eps=eps, center=center)
-                dy = block.load(dy_here)
-                t = dy * scale
-                dx = t - normalised * block.along_rows(block.mean(t * normalised))
+            xs, dys = ([slot.at[pl.ds(first, tile.block)] for first in at] for slot in slots)
+            normalised, statistics = block.normalise(xs, known, eps=eps, center=center)
+            blocks = list(zip(normalised, dys, strict=True))
+            along = [block.mean(block.load(dy) * scale * x̂()) for x̂, dy in blocks]
+            shifts = [block.mean(block.load(dy) * scale) for _, dy in blocks] if center else along
+            for x_ref, dy_ref, x̂, (*_, inv_std), a, shift in zip(
+                xs, dys, normalised, statistics, along, shifts, strict=True
+            ):
+                x̂, dy = x̂(), block.load(dy_ref)
+                dx = dy * scale - x̂ * block.along_rows(a)
                 if center:
-                    dx = dx - block.along_rows(block.mean(t))
-                x_here[...] = (dx * block.along_rows(inv_std)).astype(dx_ref.dtype)
+                    dx = dx - block.along_rows(shift)
+                x_ref[...] = (dx * block.along_rows(inv_std)).astype(x_ref.dtype)
                 if again:
-                    dy_here[...] = block.scaled(normalised, scale, *bias).astype(dx_ref.dtype)
-                terms = (dy * normalised, dy) if center else (dy * normalised,)
+                    dy_ref[...] = block.scaled(x̂, scale, *bias).astype(x_ref.dtype)
+                terms = (dy * x̂, dy) if center else (dy * x̂,)
                 sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
             return sums
 
-        zeros = [block.partial_sum(zeros_like(scale)) for _ in sum_refs]
-        sums = _stream(
-            step, zeros, [x_ref, dy_ref], [dx_ref, *y_refs], [xs, dys], loaded, program=program, programs=programs
-        )
-        for ref, total in zip(sum_refs, sums, strict=True):
-            store(ref.at[program], block.sum(total))
+        zeros = [block.partial_sum(zeros_like(scale)) for _ in range(number_of_sums)]
+        ins, outs, rings = [x_ref, dy_ref], [dx_ref, *y_refs], [x_ring, dy_ring]
+        sums = _stream(step, zeros, ins, outs, rings, loaded, program=program, programs=programs)
+        for i, total in enumerate(sums):
+            store(sums_ref.at[program, i], block.sum(total))
 
     pieces = functools.partial(_in_pieces, piece=tile.piece)
     like_x = jax.eval_shape(pieces, x)
-    sums = jax.ShapeDtypeStruct((programs, *block.shape[1:]), jnp.float32)
-    dx, *results = launch(
+    dx, sums, *y = launch(
         body,
         *map(pieces, [x, dy, *parameters]),
         *(jnp.pad(a, (0, padded - rows)) for a in statistics),
-        out=(like_x, *[sums] * (2 if center else 1), *[like_x] * again),
+        out=(
+            like_x,
+            jax.ShapeDtypeStruct((programs, number_of_sums, *block.shape[1:]), jnp.float32),
+            *[like_x] * again,
+        ),
         grid={"program": programs},
         scratch=_ring(tile, x, dy),
         name="layer_norm_backward" if center else "rms_norm_backward",
     )
-    y = [results.pop().reshape(x.shape)] if again else []
-    return dx.reshape(x.shape), *(jnp.sum(parts.reshape(programs, hidden), axis=0) for parts in results), *y
+    sums = jnp.sum(sums.reshape(programs, number_of_sums, hidden), axis=0)
+    return dx.reshape(x.shape), *sums, *(a.reshape(x.shape) for a in y)
 
 
 def _in_pieces(a: Array, piece: int) -> Array:
