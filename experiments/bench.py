@@ -80,7 +80,7 @@ class BenchConfig:
     implementations: tuple[Literal["pallas", "xla", "autodiff", "None"], ...] = ("pallas", "xla", "autodiff", "None")
     """Implementations to time."""
     peers: bool = False
-    """Time other libraries too, where they are installed: PyTorch."""
+    """Time other libraries too, where they are installed: PyTorch; and for norms Liger-Kernel, QuACK and tokamax."""
     seconds: float = 0.03
     """Least time of a round."""
     json: Path | None = None
@@ -307,7 +307,12 @@ def training(function: Callable, calls: int) -> Callable:
 
 # ---------------------------------------------------------------------------------------------------------------- peers
 
-PEERS = {"PyTorch": "experiments.bench_peers"}
+PEERS = {
+    "PyTorch": "experiments.bench_peers",
+    "Liger-Kernel": "experiments.bench_liger",
+    "QuACK": "experiments.bench_quack",
+    "tokamax": "experiments.bench_tokamax",
+}
 """Name -> module that times another library: its `VERSION`, and `variants(task)`, the ways in which it does a task."""
 
 
@@ -537,7 +542,7 @@ def device_seconds(program: Callable, arguments: tuple, seconds: float) -> tuple
 def results_of(work: Work, name: str, batch: int, dtype: str) -> list[np.ndarray]:
     """The results of an implementation at the small batch."""
     function, (small, _) = work.function(_implementation(name), dtype), reference_of(work, batch, dtype)
-    return _floats(jax.jit(function)(*small))
+    return floats(jax.jit(function)(*small))
 
 
 @functools.lru_cache(maxsize=2)
@@ -546,7 +551,7 @@ def reference_of(work: Work, batch: int, dtype: str) -> tuple[tuple, list[np.nda
     small = jax.jit(lambda: work.draw(0, batch, dtype))()
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64 if _is_float(a) else a.dtype)), small)
-        return small, _floats(jax.jit(work.function("autodiff", "float64"))(*wide))
+        return small, floats(jax.jit(work.function("autodiff", "float64"))(*wide))
 
 
 def relative_error(results: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
@@ -567,7 +572,7 @@ def _is_float(a: Any) -> bool:
     return jnp.issubdtype(a.dtype, jnp.floating)
 
 
-def _floats(tree: Any) -> list[np.ndarray]:
+def floats(tree: Any) -> list[np.ndarray]:
     return [np.asarray(a, np.float64) for a in jax.tree.leaves(tree) if _is_float(a)]
 
 

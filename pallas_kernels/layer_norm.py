@@ -82,6 +82,11 @@ def gradients(
     return on_gpu(functools.partial(_gradients_streamed, **options, tile=tile), plain, *arrays)
 
 
+def streams(x: Array) -> bool:
+    """Whether rows like those of x go through the ring: what has only the plain kernels is faster by XLA."""
+    return _tile(x, arrays=2) is not None
+
+
 # ------------------------------------------------------------------------------------------- through a ring, for GPUs
 
 
@@ -110,7 +115,7 @@ class Tile:
 
 def _tile(x: Any, *, arrays: int, rows: int = 0, slots: int = 3, programs: int = 0, block: int = 1) -> Tile | None:
     """The tile for rows like those of x, and so many arrays to stream; None where there is none."""
-    hidden = x.shape[1]
+    hidden = x.shape[-1]
     rows, programs = rows or max(1, arrays * 2**13 // (hidden * x.dtype.itemsize)), programs or 4 // arrays
     if hidden <= 1024 and hidden % 128 == 0:
         # A row belongs to a warp, which adds it up without a barrier.
@@ -210,8 +215,8 @@ def _normalise_streamed(x, scale, bias, *, eps, center, tile):
             at = range(0, tile.rows, tile.block)
             here = [slots[0].at[pl.ds(first, tile.block)] for first in at]
             normalised, statistics = block.normalise(here, [[]] * len(here), eps=eps, center=center)
-            for ref, x̂ in zip(here, normalised, strict=True):
-                ref[...] = block.scaled(x̂(), *parameters_).astype(y_ref.dtype)
+            for ref, hat in zip(here, normalised, strict=True):
+                ref[...] = block.scaled(hat(), *parameters_).astype(y_ref.dtype)
             for first, of_block in zip(at, statistics, strict=True):
                 for ref, a in zip(statistics_refs, of_block, strict=True):
                     block.store_rows(ref, row + first, a)
@@ -249,19 +254,19 @@ def _gradients_streamed(dy, x, scale, bias, *statistics, eps, center, again, til
             xs, dys = ([slot.at[pl.ds(first, tile.block)] for first in at] for slot in slots)
             normalised, statistics = block.normalise(xs, known, eps=eps, center=center)
             blocks = list(zip(normalised, dys, strict=True))
-            along = [block.mean(block.load(dy) * scale * x̂()) for x̂, dy in blocks]
+            along = [block.mean(block.load(dy) * scale * hat()) for hat, dy in blocks]
             shifts = [block.mean(block.load(dy) * scale) for _, dy in blocks] if center else along
-            for x_ref, dy_ref, x̂, (*_, inv_std), a, shift in zip(
+            for x_ref, dy_ref, hat, (*_, inv_std), a, shift in zip(
                 xs, dys, normalised, statistics, along, shifts, strict=True
             ):
-                x̂, dy = x̂(), block.load(dy_ref)
-                dx = dy * scale - x̂ * block.along_rows(a)
+                hat, dy = hat(), block.load(dy_ref)
+                dx = dy * scale - hat * block.along_rows(a)
                 if center:
                     dx = dx - block.along_rows(shift)
                 x_ref[...] = (dx * block.along_rows(inv_std)).astype(x_ref.dtype)
                 if again:
-                    dy_ref[...] = block.scaled(x̂, scale, *bias).astype(x_ref.dtype)
-                terms = (dy * x̂, dy) if center else (dy * x̂,)
+                    dy_ref[...] = block.scaled(hat, scale, *bias).astype(x_ref.dtype)
+                terms = (dy * hat, dy) if center else (dy * hat,)
                 sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
             return sums
 

@@ -107,7 +107,14 @@ def unsupported(*arrays, **options):
     return _checks.unsupported_dtype(*arrays)
 
 
-FASTEST = Fastest()
+def fastest(x, *arrays, **options):
+    """The kernels, where they can stream the rows; else JAX's own."""
+    gpu = "pallas" if kernels.streams(x) else "autodiff"
+    return Fastest(gpu=gpu, older_gpu="autodiff", elsewhere="autodiff")
+
+
+def fastest_backward(dy, x, *arrays, **options):
+    return fastest(x)
 
 
 def _ops(name, center):
@@ -136,10 +143,19 @@ def _ops(name, center):
 
     backwards = {implementation: backward(gradients) for implementation, gradients in GRADIENTS.items()}
     saves = {implementation: save(normalise) for implementation, normalise in NORMALISE.items()}
-    options = dict(unsupported=unsupported, fastest=FASTEST)
-    return (
-        Pair(forward, Op(f"{name}_backward", backwards), save=saves, name=name, **options),
-        Op(f"{name}_backward", backwards | {"autodiff": backward_autodiff}, **options),
+    pair = Pair(
+        forward,
+        Op(f"{name}_backward", backwards),
+        save=saves,
+        name=name,
+        unsupported=unsupported,
+        fastest=fastest,
+    )
+    return pair, Op(
+        f"{name}_backward",
+        backwards | {"autodiff": backward_autodiff},
+        unsupported=unsupported,
+        fastest=fastest_backward,
     )
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from jaxbp.implementations import Implementation, Op
 from jaxbp.ops import _checks
-from jaxbp.ops.layer_norm import FASTEST, GRADIENTS, NORMALISE, check, rows, unsupported
+from jaxbp.ops.layer_norm import GRADIENTS, NORMALISE, check, fastest, fastest_backward, rows, unsupported
 from jaxbp.ops.linear import linear
 from jaxbp.pairing import Pair
 
@@ -52,7 +52,7 @@ _LAYER_NORM_LINEAR_BACKWARD = Op(
     "layer_norm_linear_backward",
     _BACKWARDS | {"autodiff": _backward_autodiff},
     unsupported=unsupported,
-    fastest=FASTEST,
+    fastest=fastest_backward,
 )
 _LAYER_NORM_LINEAR = Pair(
     _forward,
@@ -60,7 +60,7 @@ _LAYER_NORM_LINEAR = Pair(
     save={implementation: _save(normalise) for implementation, normalise in NORMALISE.items()},
     name="layer_norm_linear",
     unsupported=unsupported,
-    fastest=FASTEST,
+    fastest=fastest,
 )
 
 
