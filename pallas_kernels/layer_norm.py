@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.launch import LANES, largest_divisor, launch, load, on_gpu, store, zeros_like
 
 _MULTIPROCESSORS = 132
+_RING_BYTES = 192 * 1024
 
 
 def normalise(
@@ -96,9 +97,8 @@ class Tile:
 
     Attributes:
       layout: of a block of rows in registers, `(block, hidden / piece, piece)`.
-      block: rows computed at once.
+      block: rows computed at once, a row a warp or one of the whole warpgroup.
       piece: columns side by side in a bulk copy.
-      shared: whether a column belongs to the same thread in all rows of a block.
       rows: of a group, which fills a slot of the ring.
       slots: of the ring.
       programs: at a time on a multiprocessor.
@@ -107,26 +107,35 @@ class Tile:
     layout: Any
     block: int
     piece: int
-    shared: bool
     rows: int
     slots: int
     programs: int
 
+    @property
+    def of_warps(self) -> bool:
+        return self.block > 1
 
-def _tile(x: Any, *, arrays: int, rows: int = 0, slots: int = 3, programs: int = 0, block: int = 1) -> Tile | None:
-    """The tile for rows like those of x, and so many arrays to stream; None where there is none."""
-    hidden = x.shape[-1]
-    rows, programs = rows or max(1, arrays * 2**13 // (hidden * x.dtype.itemsize)), programs or 4 // arrays
+
+def _tile(x: Any, *, arrays: int, rows: int = 0, slots: int = 0, programs: int = 0) -> Tile | None:
+    """The tile for rows like those of x, and so many arrays to stream; None where there is none. From a sweep."""
+    hidden, row_bytes = x.shape[-1], x.shape[-1] * x.dtype.itemsize
+    slots = slots or (4 if arrays == 1 else 3)
+    fill = arrays * 2**13 // row_bytes
     if hidden <= 1024 and hidden % 128 == 0:
         # A row belongs to a warp, which adds it up without a barrier.
         layout = plgpu.Layout.TILED(plgpu.Tiling(((4, 1, 128), (4,))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
-        return Tile(layout, 4, 128, False, -(-rows // 4) * 4, slots, programs)
-    if hidden <= 8192 and hidden % 256 == 0:
+        block, piece = 4, 128
+        rows = rows or (4 if hidden > 512 else max(4, min(32, fill // 4 * 4)))
+    elif hidden <= 8192 and hidden % 256 == 0:
         layout = plgpu.Layout.TILED(
             plgpu.Tiling(((1, 1, 256), (64,), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
         )
-        return Tile(layout, block, 256, True, -(-rows // block) * block, slots, programs)
-    return None
+        block, piece, rows = 1, 256, rows or max(1, fill)
+    else:
+        return None
+    fitting = _RING_BYTES // (slots * arrays * rows * row_bytes)
+    programs = programs or max(1, min(3 if arrays == 1 else 4, fitting))
+    return Tile(layout, block, piece, rows, slots, programs)
 
 
 class _Block:
@@ -171,34 +180,49 @@ class _Block:
 
     def partial_sum(self, a: Array) -> Array:
         """Over the rows, as far as that is one thread's own business."""
-        return jnp.sum(a, axis=0) if self.tile.shared else a
+        return a if self.tile.of_warps else jnp.sum(a, axis=0)
 
     def sum(self, partial_sum: Array) -> Array:
-        return partial_sum if self.tile.shared else jnp.sum(partial_sum, axis=0)
+        return jnp.sum(partial_sum, axis=0) if self.tile.of_warps else partial_sum
+
+    def groups(self) -> list[list[int]]:
+        """The first rows of the blocks in a slot: of all that are computed side by side, then of the next ones.
+
+        Rows of warps wait for each sum's shuffles together, those of the warpgroup have the registers to themselves.
+        """
+        blocks = range(0, self.tile.rows, self.tile.block)
+        return [list(blocks)] if self.tile.of_warps else [[block] for block in blocks]
+
+    def at(self, ref: Any, row: Any) -> Any:
+        return ref.at[pl.ds(row, self.tile.block)]
+
+    def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
+        """What `compute` gives, in registers or, beside other blocks, computed anew for each use."""
+        if self.tile.of_warps:
+            return compute
+        value = compute()
+        return lambda: value
 
     def normalise(
         self, refs: Sequence, known: Sequence[Sequence[Array]], *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[list[Array]]]:
-        """(x̂, the statistics) of each block: x̂ as a function, which loads x anew, and the statistics unless known.
+        """(x̂ as `values`, the statistics) of blocks side by side; the statistics computed unless they are known."""
 
-        The same sum of all blocks is computed before what needs it, so that they wait for their shuffles together.
-        """
-        x = [functools.partial(self.load, ref) for ref in refs]
-        offsets = [[] for _ in refs]
+        def change(x, function, per_row):
+            return [
+                self.values(functools.partial(lambda x, a: function(x(), self.along_rows(a)), x, a))
+                for x, a in zip(x, per_row, strict=True)
+            ]
+
+        x = [self.values(functools.partial(self.load, ref)) for ref in refs]
+        offsets = []
         if center:
-            firsts = [self.load(ref.at[:, 0, 0], self.of_a_row) for ref in refs]
-            x = [self._minus(x, first) for x, first in zip(x, firsts, strict=True)]
-            offsets = [a[:1] or [self.mean(x())] for a, x in zip(known, x, strict=True)]
-            x = [self._minus(x, *offset) for x, offset in zip(x, offsets, strict=True)]
-        inv_stds = [a[-1:] or [lax.rsqrt(self.mean(jnp.square(x())) + eps)] for a, x in zip(known, x, strict=True)]
-        normalised = [self._times(x, *inv_std) for x, inv_std in zip(x, inv_stds, strict=True)]
-        return normalised, [[*offset, *inv_std] for offset, inv_std in zip(offsets, inv_stds, strict=True)]
-
-    def _minus(self, a: Callable[[], Array], per_row: Array) -> Callable[[], Array]:
-        return lambda: a() - self.along_rows(per_row)
-
-    def _times(self, a: Callable[[], Array], per_row: Array) -> Callable[[], Array]:
-        return lambda: a() * self.along_rows(per_row)
+            x = change(x, jnp.subtract, [self.load(ref.at[:, 0, 0], self.of_a_row) for ref in refs])
+            offsets = [a[0] for a in known] if known else [self.mean(x()) for x in x]
+            x = change(x, jnp.subtract, offsets)
+        inv_stds = [a[-1] for a in known] if known else [lax.rsqrt(self.mean(jnp.square(x())) + eps) for x in x]
+        statistics = zip(offsets, inv_stds, strict=True) if center else zip(inv_stds, strict=True)
+        return change(x, jnp.multiply, inv_stds), [list(a) for a in statistics]
 
 
 def _normalise_streamed(x, scale, bias, *, eps, center, tile):
@@ -212,14 +236,14 @@ def _normalise_streamed(x, scale, bias, *, eps, center, tile):
 
         def step(row, slots, wait, _):
             wait()
-            at = range(0, tile.rows, tile.block)
-            here = [slots[0].at[pl.ds(first, tile.block)] for first in at]
-            normalised, statistics = block.normalise(here, [[]] * len(here), eps=eps, center=center)
-            for ref, hat in zip(here, normalised, strict=True):
-                ref[...] = block.scaled(hat(), *parameters_).astype(y_ref.dtype)
-            for first, of_block in zip(at, statistics, strict=True):
-                for ref, a in zip(statistics_refs, of_block, strict=True):
-                    block.store_rows(ref, row + first, a)
+            for group in block.groups():
+                refs = [block.at(slots[0], first) for first in group]
+                normalised, statistics = block.normalise(refs, [], eps=eps, center=center)
+                for ref, hat in zip(refs, normalised, strict=True):
+                    ref[...] = block.scaled(hat(), *parameters_).astype(y_ref.dtype)
+                for first, of_block in zip(group, statistics, strict=True):
+                    for ref, a in zip(statistics_refs, of_block, strict=True):
+                        block.store_rows(ref, row + first, a)
 
         _stream(step, None, [x_ref], [y_ref], [ring], loaded, program=program, programs=programs)
 
@@ -248,26 +272,27 @@ def _gradients_streamed(dy, x, scale, bias, *statistics, eps, center, again, til
         scale, *bias = block.load_parameters(parameter_refs)
 
         def step(row, slots, wait, sums):
-            at = range(0, tile.rows, tile.block)
-            known = [[block.load_rows(ref, row + first) for ref in statistics_refs] for first in at]
+            groups = block.groups()
+            known = [[[block.load_rows(ref, row + first) for ref in statistics_refs] for first in g] for g in groups]
             wait()
-            xs, dys = ([slot.at[pl.ds(first, tile.block)] for first in at] for slot in slots)
-            normalised, statistics = block.normalise(xs, known, eps=eps, center=center)
-            blocks = list(zip(normalised, dys, strict=True))
-            along = [block.mean(block.load(dy) * scale * hat()) for hat, dy in blocks]
-            shifts = [block.mean(block.load(dy) * scale) for _, dy in blocks] if center else along
-            for x_ref, dy_ref, hat, (*_, inv_std), a, shift in zip(
-                xs, dys, normalised, statistics, along, shifts, strict=True
-            ):
-                hat, dy = hat(), block.load(dy_ref)
-                dx = dy * scale - hat * block.along_rows(a)
-                if center:
-                    dx = dx - block.along_rows(shift)
-                x_ref[...] = (dx * block.along_rows(inv_std)).astype(x_ref.dtype)
-                if again:
-                    dy_ref[...] = block.scaled(hat, scale, *bias).astype(x_ref.dtype)
-                terms = (dy * hat, dy) if center else (dy * hat,)
-                sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
+            for group, known_ in zip(groups, known, strict=True):
+                xs, dys = ([block.at(slot, first) for first in group] for slot in slots)
+                normalised, statistics = block.normalise(xs, known_ if statistics_refs else [], eps=eps, center=center)
+                gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
+                along = [block.mean(dy() * scale * hat()) for dy, hat in zip(gradients, normalised, strict=True)]
+                shifts = [block.mean(dy() * scale) for dy in gradients] if center else along
+                for x_ref, dy_ref, hat, dy, (*_, inv_std), a, shift in zip(
+                    xs, dys, normalised, gradients, statistics, along, shifts, strict=True
+                ):
+                    hat, dy = hat(), dy()
+                    dx = dy * scale - hat * block.along_rows(a)
+                    if center:
+                        dx = dx - block.along_rows(shift)
+                    x_ref[...] = (dx * block.along_rows(inv_std)).astype(x_ref.dtype)
+                    if again:
+                        dy_ref[...] = block.scaled(hat, scale, *bias).astype(x_ref.dtype)
+                    terms = (dy * hat, dy) if center else (dy * hat,)
+                    sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
             return sums
 
         zeros = [block.partial_sum(zeros_like(scale)) for _ in range(number_of_sums)]
