@@ -180,7 +180,8 @@ def layer_norm(
       x: rows, with any leading axes.
       scale, bias: a value a column.
       eps: added to the variance, so that a constant row gives `bias`.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest here: on GPUs with kernels, these where rows
+        are a multiple of 128 up to 1024 or of 256 up to 8192 long, elsewhere JAX's own.
 
     Returns:
       y, of x's shape and dtype, computed in float32 or wider.

@@ -20,7 +20,14 @@ from helpers import (
 from jax.test_util import check_grads
 
 import jaxbp
-from jaxbp import layer_norm, layer_norm_backward, layer_norm_linear, layer_norm_linear_backward, rms_norm
+from jaxbp import (
+    implementations,
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_linear,
+    layer_norm_linear_backward,
+    rms_norm,
+)
 from jaxbp import rms_norm_backward as rms_backward
 
 ALL = [(layer_norm, ((3, 5), (5,), (5,))), (rms_norm, ((3, 5), (5,)))]
@@ -184,3 +191,13 @@ def test_kernels_lower_for_cuda_at_any_size(hidden, rows):
     structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, hidden), (rows, hidden), (hidden,))]
     program = cuda_program(functools.partial(layer_norm_backward, implementation="pallas"), *structs)
     assert "mosaic_gpu" in program
+
+
+@pytest.mark.parametrize(("hidden", "kernel"), [(256, True), (4096, True), (100, False), (1152, False), (16384, False)])
+def test_on_a_gpu_none_takes_the_kernels_where_they_stream_the_rows(hidden, kernel, monkeypatch):
+    monkeypatch.setattr(implementations, "kernels_run_here", lambda: True)
+    x, scale, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((7, hidden), (hidden,), (3, hidden)))
+    dy = jax.ShapeDtypeStruct((7, 3), jnp.bfloat16)
+    assert ("mosaic_gpu" in cuda_program(layer_norm_backward, x, x, scale)) == kernel
+    assert ("mosaic_gpu" in cuda_program(rms_norm, x, scale)) == kernel
+    assert ("mosaic_gpu" in cuda_program(layer_norm_linear_backward, dy, x, scale, scale, w)) == kernel
