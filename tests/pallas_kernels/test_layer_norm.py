@@ -72,11 +72,14 @@ STREAMED = {
 
 
 @can_simulate
-@pytest.mark.parametrize("known", [True, False], ids=["statistics", "no statistics"])
-@centred_or_not
-@pytest.mark.parametrize(("shape", "sizes"), STREAMED.values(), ids=STREAMED)
-def test_the_simulator_finds_the_streamed_kernels_right(shape, sizes, center, known, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "center", "known"),
+    [(name, center, center) for name in STREAMED for center in (True, False)]
+    + [(name, True, False) for name in ("warps", "warpgroup")],
+)
+def test_the_simulator_finds_the_streamed_kernels_right(name, center, known, monkeypatch):
     monkeypatch.setattr(kernels, "_MULTIPROCESSORS", 2)
+    shape, sizes = STREAMED[name]
     arrays = draw(*shape)
     with on_the_cpu(), simulated():
         run_ = jax.jit(functools.partial(run, center=center, known=known, programs=1, **sizes))
