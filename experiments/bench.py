@@ -67,7 +67,8 @@ class BenchConfig:
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
     """`lenet`, names of ops, or `all`. A forward's name stands for its backwards as well."""
     batch: tuple[int, ...] = ()
-    """Batch sizes. By default 16384 for ops and 128, 1024, 8192, 65536 for LeNet; without a GPU 256, and 128."""
+    """Batch sizes. By default 16384 for ops, or what their place says, and 128, 1024, 8192, 65536 for LeNet; without a
+    GPU 256, and 128."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the arrays; LeNet's parameters are float32."""
     precision: Literal["default", "highest"] = "default"
@@ -75,7 +76,7 @@ class BenchConfig:
     implementations: tuple[Literal["pallas", "xla", "autodiff", "None"], ...] = ("pallas", "xla", "autodiff", "None")
     """Implementations to time."""
     peers: bool = False
-    """Time other libraries too, where they are installed: PyTorch."""
+    """Time other libraries too, where they are installed: PyTorch; and for norms Liger-Kernel, QuACK and tokamax."""
     seconds: float = 0.03
     """Least time of a round."""
     json: Path | None = None
@@ -216,7 +217,7 @@ def op_work(entry: Entry, place: str) -> Work:
         return arrays, [jax.random.normal(key, a.shape, a.dtype) for key, a in zip(keys, floats, strict=True)]
 
     title = f"{entry.name} {place}" if backward else f"{entry.name} fwd+bwd {place}"
-    batches = (16384,), (256,)
+    batches = (case.batch or 16384,), (256,)
     return Work(entry.name, place, title, case.options, batches, function, draw, one_after_another)
 
 
@@ -301,7 +302,12 @@ def training(function: Callable, calls: int) -> Callable:
 
 # ---------------------------------------------------------------------------------------------------------------- peers
 
-PEERS = {"PyTorch": "experiments.bench_peers"}
+PEERS = {
+    "PyTorch": "experiments.bench_peers",
+    "Liger-Kernel": "experiments.bench_liger",
+    "QuACK": "experiments.bench_quack",
+    "tokamax": "experiments.bench_tokamax",
+}
 """Name -> module that times another library: its `VERSION`, and `variants(task)`, the ways in which it does a task."""
 
 
@@ -503,7 +509,7 @@ def time_chain(program: Callable, arguments: tuple, calls: int, seconds: float) 
 def results_of(work: Work, name: str, batch: int, dtype: str) -> list[np.ndarray]:
     """The results of an implementation at the small batch."""
     function, (small, _) = work.function(_implementation(name), dtype), reference_of(work, batch, dtype)
-    return _floats(jax.jit(function)(*small))
+    return floats(jax.jit(function)(*small))
 
 
 @functools.lru_cache(maxsize=2)
@@ -512,7 +518,7 @@ def reference_of(work: Work, batch: int, dtype: str) -> tuple[tuple, list[np.nda
     small = jax.jit(lambda: work.draw(0, batch, dtype))()
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64 if _is_float(a) else a.dtype)), small)
-        return small, _floats(jax.jit(work.function("autodiff", "float64"))(*wide))
+        return small, floats(jax.jit(work.function("autodiff", "float64"))(*wide))
 
 
 def relative_error(results: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
@@ -533,7 +539,7 @@ def _is_float(a: Any) -> bool:
     return jnp.issubdtype(a.dtype, jnp.floating)
 
 
-def _floats(tree: Any) -> list[np.ndarray]:
+def floats(tree: Any) -> list[np.ndarray]:
     return [np.asarray(a, np.float64) for a in jax.tree.leaves(tree) if _is_float(a)]
 
 

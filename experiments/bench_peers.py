@@ -9,7 +9,7 @@ import collections
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 VERSION = torch.__version__
 ROUNDS = 5
+EPS = 1e-5  # of the norms, by default
+Functions = Mapping[str, Callable]
 aten = torch.ops.aten
 
 
@@ -30,23 +32,28 @@ def variants(task: "Task") -> Iterator["Variant"]:
     """The ways in which PyTorch does the task; none where it has no counterpart."""
     if task.op != "lenet" and task.op not in FORWARDS and task.op not in BACKWARDS:
         return
-    modes, precisions = ["eager"], {"": None}
-    if torch.cuda.is_available():
-        modes += ["CUDA graph", "compile, reduce-overhead" if task.op == "lenet" else "compile, CUDA graph"]
-        if task.products and task.dtype == "float32":
-            precisions = {", float32": "highest", ", TF32": "default"}
+    compiled = "compile, reduce-overhead" if task.op == "lenet" else "compile, CUDA graph"
+    yield from variants_of(task, FORWARDS, BACKWARDS, [compiled])
+
+
+def variants_of(task: "Task", forwards: Functions, backwards: Functions, modes: Sequence[str]) -> Iterator["Variant"]:
+    """The ways in which functions of PyTorch's tensors do the task: eager, on a GPU in a CUDA graph, and `modes`."""
+    modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
+    if torch.cuda.is_available() and task.products and task.dtype == "float32":
+        precisions = {", float32": "highest", ", TF32": "default"}
     for suffix, precision in precisions.items():
         for mode in modes:
-            yield f"{mode}{suffix}", precision, functools.partial(measure, task, mode, precision == "default")
+            run = functools.partial(measure, task, forwards, backwards, mode, precision == "default")
+            yield f"{mode}{suffix}", precision, run
 
 
-def measure(task: "Task", mode: str, tf32: bool) -> dict[str, Any]:
+def measure(task: "Task", forwards: Functions, backwards: Functions, mode: str, tf32: bool) -> dict[str, Any]:
     """Times the task, and in eager mode computes its results and what it takes of memory."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = True  # look for the fastest algorithm, as XLA does
     torch.compiler.reset()
     try:
-        call, results = (_lenet if task.op == "lenet" else _op)(task, mode)
+        call, results = _lenet(task, mode) if task.op == "lenet" else _op(task, forwards, backwards, mode)
         measured = {"results": None}
         if mode == "eager":
             measured = {"results": results(), "temporary_bytes": _temporary_bytes(call)}
@@ -64,13 +71,13 @@ def measure(task: "Task", mode: str, tf32: bool) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------------- the work
 
 
-def _op(task, mode):
+def _op(task, forwards, backwards, mode):
     """(the i-th call of the op, its results from the small arguments)."""
-    function = functools.partial((FORWARDS | BACKWARDS)[task.op], **task.options)
+    function = functools.partial((forwards | backwards)[task.op], **task.options)
     if mode.startswith("compile"):
         whole = function
         function = torch.compile(lambda *arrays: whole(*arrays), dynamic=False)
-    if task.op in FORWARDS:
+    if task.op in forwards:
         function = functools.partial(_forward_and_backward, function)
     sets = [_tensors(task, arguments) for arguments in task.sets]
 
@@ -86,10 +93,20 @@ def _tensors(task, arguments):
     if task.op == "max_pool2d_backward":
         dy, indices = arguments
         return dy, _flat_indices(indices, **task.options)
-    if task.op in FORWARDS:
+    if task.op in ("layer_norm_backward", "rms_norm_backward"):
+        return *arguments, *_statistics(arguments[1], centred=task.op == "layer_norm_backward")
+    if "_backward" not in task.op:
         for a in arguments[0]:
             a.requires_grad_(a.is_floating_point())
     return arguments
+
+
+def _statistics(x, *, centred):
+    """What a forward keeps of each row: its mean and its inverse deviation, or the inverse of its root mean square."""
+    variance, mean = torch.var_mean(x.float(), -1, correction=0)
+    if centred:
+        return mean, torch.rsqrt(variance + EPS)
+    return (torch.rsqrt(variance + mean**2 + EPS),)
 
 
 def _tensor(a):
@@ -154,6 +171,25 @@ def _max_pool2d_backward(dy, indices, *, input_size, window, stride=None, paddin
     return [aten.max_pool2d_with_indices_backward(dy, x, window, stride, _pair(padding), [1, 1], False, indices)]
 
 
+def _layer_norm_backward(dy, x, scale, mean, inv_std):
+    rows = mean[:, None], inv_std[:, None]
+    return aten.native_layer_norm_backward(dy, x, scale.shape, *rows, scale, torch.zeros_like(scale), [True] * 3)
+
+
+def _rms_norm_backward(dy, x, scale, inv_rms):
+    return aten._fused_rms_norm_backward(dy, x, scale.shape, inv_rms[:, None], scale, [True] * 2)
+
+
+def _layer_norm(x, scale, bias):
+    return F.layer_norm(x, scale.shape, scale, bias, EPS)
+
+
+def _layer_norm_linear_backward(dy, x, scale, bias, w):
+    arrays = [a.detach().requires_grad_() for a in (x, scale, bias, w)]
+    y = _layer_norm(*arrays[:3])
+    return [*torch.autograd.grad(F.linear(y, arrays[3]), arrays, dy), dy.sum(0)]
+
+
 def _softmax_cross_entropy_backward(dy, logits, labels):
     if labels.is_floating_point():
         return [dy[:, None] * (torch.softmax(logits, -1) * labels.sum(-1, keepdim=True) - labels)]
@@ -179,6 +215,9 @@ BACKWARDS = {
     "conv2d_backward_bias": _conv2d_backward_bias,
     "max_pool2d_backward": _max_pool2d_backward,
     "softmax_cross_entropy_backward": _softmax_cross_entropy_backward,
+    "layer_norm_backward": _layer_norm_backward,
+    "rms_norm_backward": _rms_norm_backward,
+    "layer_norm_linear_backward": _layer_norm_linear_backward,
 }
 FORWARDS = {
     "relu": F.relu,
@@ -188,6 +227,9 @@ FORWARDS = {
     "max_pool2d_with_indices": functools.partial(_max_pool2d, with_indices=True),
     "softmax_cross_entropy": functools.partial(F.cross_entropy, reduction="none"),
     "conv2d_relu_max_pool2d": _conv2d_relu_max_pool2d,
+    "layer_norm": _layer_norm,
+    "rms_norm": lambda x, scale: F.rms_norm(x, scale.shape, scale, EPS),
+    "layer_norm_linear": lambda x, scale, bias, w, b: F.linear(_layer_norm(x, scale, bias), w, b),
 }
 
 

@@ -20,7 +20,7 @@ import jaxbp
 from experiments import datasets
 from experiments.datasets import Dataset, DatasetName
 from experiments.errors import UserError
-from jaxbp.nn import LeNet
+from jaxbp.nn import LeNet, Mixer
 
 Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
 """`loss(model, inputs, targets) -> (loss of each example, predictions)`; the predictions compare with the targets."""
@@ -154,7 +154,41 @@ class LeNetConfig(ImageConfig):
         return model, LeNet.loss
 
 
-EXPERIMENTS: dict[str, type[TrainingConfig]] = {config.name: config for config in (LeNetConfig,)}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixerConfig(ImageConfig):
+    """MLP-Mixer on images of 28 x 28 pixels."""
+
+    name: ClassVar[str] = "mixer"
+
+    patch: int = 7
+    """Height and width of a patch, a divisor of 28."""
+    channels: int = 128
+    """Numbers that stand for a patch."""
+    blocks: int = 2
+    """Times that patches and channels are mixed."""
+
+    def __post_init__(self):
+        self._check("patch", _is_int(self.patch) and self.patch >= 1 and 28 % self.patch == 0, "a divisor of 28")
+        self._check("channels", _is_int(self.channels) and self.channels >= 1, "a whole number of at least 1")
+        self._check("blocks", _is_int(self.blocks) and self.blocks >= 1, "a whole number of at least 1")
+        super().__post_init__()
+
+    def recipe(self) -> Recipe:
+        return super().recipe()._replace(learning_rate=1e-3)
+
+    def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
+        model = Mixer(
+            patch=self.patch,
+            channels=self.channels,
+            blocks=self.blocks,
+            implementation=self.implementation,
+            dtype=jnp.dtype(self.dtype),
+            rngs=nnx.Rngs(key),
+        )
+        return model, functools.partial(classification_loss, implementation=self.implementation)
+
+
+EXPERIMENTS: dict[str, type[TrainingConfig]] = {config.name: config for config in (LeNetConfig, MixerConfig)}
 
 
 def classification_loss(

@@ -82,6 +82,8 @@ from jaxbp.ops.elementwise import (
     sqrt,
     sqrt_backward,
 )
+from jaxbp.ops.layer_norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from jaxbp.ops.layer_norm_linear import layer_norm_linear, layer_norm_linear_backward
 from jaxbp.ops.linear import linear, linear_backward
 from jaxbp.ops.linear_algebra import (
     dot,
@@ -181,6 +183,10 @@ __all__ = [
     "huber_backward",
     "kl_divergence",
     "kl_divergence_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "layer_norm_linear",
+    "layer_norm_linear_backward",
     "leaky_relu",
     "leaky_relu_backward",
     "linear",
@@ -227,6 +233,8 @@ __all__ = [
     "prelu_backward",
     "relu",
     "relu_backward",
+    "rms_norm",
+    "rms_norm_backward",
     "sigmoid",
     "sigmoid_backward",
     "sigmoid_binary_cross_entropy",

@@ -33,7 +33,8 @@ class Op:
       name: its public name, for error messages and for scopes in compiled programs.
       implementations: name -> `function(*arrays, **options)`. Options are static and hashable.
       unsupported: `(*arrays, **options) -> str | None`, what of these arguments the kernel does not take.
-      fastest: what `None` stands for.
+      fastest: what `None` stands for; or a function of the arguments, `(*arrays, **options) -> Fastest`, where that
+        depends on them.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Op:
         implementations: Mapping[str, Callable],
         *,
         unsupported: Callable[..., str | None] = lambda *arrays, **options: None,
-        fastest: Fastest = Fastest(),
+        fastest: Fastest | Callable[..., Fastest] = Fastest(),
     ):
         if unknown := set(implementations) - set(IMPLEMENTATIONS):
             raise ValueError(f"{name}: implementations has {sorted(unknown)}; wants names among {IMPLEMENTATIONS}")
@@ -63,9 +64,10 @@ class Op:
         key = tuple(sorted(options.items()))
         arrays = vary_alike(arrays)
         if implementation is None:
-            elsewhere = self._available(self.fastest.elsewhere)
-            older_gpu = self._available(self.fastest.older_gpu)
-            gpu = self._available(self.fastest.gpu)
+            fastest = self.fastest(*arrays, **options) if callable(self.fastest) else self.fastest
+            elsewhere = self._available(fastest.elsewhere)
+            older_gpu = self._available(fastest.older_gpu)
+            gpu = self._available(fastest.gpu)
             if gpu == "pallas" and (not kernels_run_here() or self.unsupported(*arrays, **options)):
                 gpu = older_gpu
             if gpu == elsewhere:

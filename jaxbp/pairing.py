@@ -71,7 +71,7 @@ class Pair(Op):
         save: Callable | Mapping[str, Callable] | None = None,
         name: str | None = None,
         unsupported: Callable[..., str | None] | None = None,
-        fastest: Fastest | None = None,
+        fastest: Fastest | Callable[..., Fastest] | None = None,
     ):
         name = name or forward.__name__
         if not isinstance(backward, Op):

@@ -171,3 +171,10 @@ def test_kernels_run_where_the_default_device_says(monkeypatch):
     assert implementations.kernels_run_here()
     with jax.default_device(jax.devices("cpu")[0]):
         assert not implementations.kernels_run_here()
+
+
+def test_what_is_fastest_may_depend_on_the_arguments():
+    fastest = lambda x: Fastest(elsewhere="xla" if x.size > 1 else "autodiff")  # noqa: E731
+    op = Op("op", {"xla": lambda x: x + 1, "autodiff": lambda x: x + 2}, fastest=fastest)
+    with on_the_cpu():
+        assert [float(op(jnp.zeros(n))[0]) for n in (1, 2)] == [2.0, 1.0]

@@ -1,6 +1,18 @@
 """Flax NNX layers and models on the ops of jaxbp."""
 
-from jaxbp.nn.layers import Conv2d, Linear
+from jaxbp.nn.layers import Conv2d, LayerNorm, LayerNormLinear, Linear
 from jaxbp.nn.lenet import LeNet, MemoryRow, lenet_memory_table, lenet_saved_tensors
+from jaxbp.nn.mixer import Mixer, MixerBlock
 
-__all__ = ["Conv2d", "LeNet", "Linear", "MemoryRow", "lenet_memory_table", "lenet_saved_tensors"]
+__all__ = [
+    "Conv2d",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LeNet",
+    "Linear",
+    "MemoryRow",
+    "Mixer",
+    "MixerBlock",
+    "lenet_memory_table",
+    "lenet_saved_tensors",
+]

@@ -10,6 +10,8 @@ from jaxtyping import Float
 
 from jaxbp.implementations import Implementation
 from jaxbp.ops.conv2d import Padding, Size, conv2d
+from jaxbp.ops.layer_norm import layer_norm
+from jaxbp.ops.layer_norm_linear import layer_norm_linear
 from jaxbp.ops.linear import linear
 
 
@@ -94,3 +96,68 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
         w, b = self.parameters()
         return linear(x.astype(self.dtype), w, b, precision=self.precision, implementation=self.implementation)
+
+
+class LayerNorm(nnx.Module):
+    """`jaxbp.layer_norm` with its parameters, `scale (hidden,)`, at first one, and `bias`, at first zero.
+
+    Args:
+      hidden: the length of a row.
+      eps: as in `jaxbp.layer_norm`.
+      rngs: not needed; taken so that all layers can be built alike.
+      The rest as in `Conv2d`.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        *,
+        eps: float = 1e-5,
+        implementation: Implementation = None,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        self.scale = nnx.Param(jnp.ones(hidden, param_dtype))
+        self.bias = nnx.Param(jnp.zeros(hidden, param_dtype))
+        self.eps, self.implementation, self.dtype = eps, implementation, dtype
+
+    def __call__(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
+        scale, bias = (a[...].astype(self.dtype) for a in (self.scale, self.bias))
+        return layer_norm(x.astype(self.dtype), scale, bias, self.eps, implementation=self.implementation)
+
+
+class LayerNormLinear(nnx.Module):
+    """`jaxbp.layer_norm_linear` with its parameters: the norm, a `LayerNorm`, and the dense layer, a `Linear`.
+
+    Args:
+      in_features, out_features: the weight's shape.
+      eps: as in `jaxbp.layer_norm`.
+      The rest as in `Conv2d`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float = 1e-5,
+        precision: PrecisionLike = None,
+        implementation: Implementation = None,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.norm = LayerNorm(in_features, eps=eps, param_dtype=param_dtype)
+        self.linear = Linear(in_features, out_features, param_dtype=param_dtype, rngs=rngs)
+        self.precision, self.implementation, self.dtype = precision, implementation, dtype
+
+    def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
+        parameters = self.norm.scale, self.norm.bias, self.linear.weight, self.linear.bias
+        return layer_norm_linear(
+            x.astype(self.dtype),
+            *(a[...].astype(self.dtype) for a in parameters),
+            self.norm.eps,
+            precision=self.precision,
+            implementation=self.implementation,
+        )

@@ -25,6 +25,8 @@ from jaxbp.ops import (
     conv2d_relu_max_pool2d,
     dropout,
     elementwise,
+    layer_norm,
+    layer_norm_linear,
     linear,
     linear_algebra,
     losses,
@@ -69,10 +71,11 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An op's arguments and options at one place."""
+    """An op's arguments and options at one place, and how many examples to time it with, if not the bench's default."""
 
     arguments: tuple[Argument, ...]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    batch: int | None = None
 
     def structs(self, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The arguments' shapes and dtypes."""
@@ -197,6 +200,16 @@ def _op(function: Callable, small: tuple, place: str, real: tuple, like: str, ta
 _SMOOTH = Argument((2, 3, 4))
 _KEY = Argument((2,), below=2**31 - 1, dtype=jnp.uint32)
 
+
+def _rows(*sizes: tuple[int, ...], of: Callable[..., Case]) -> dict[str, Case]:
+    """`of(*size)` for each `(rows, *size)`."""
+    return {f"{rows}x{'x'.join(map(str, size))}": dataclasses.replace(of(*size), batch=rows) for rows, *size in sizes}
+
+
+_NORMALISED_ROWS = (65536, 1024), (32768, 4096), (262144, 256)
+_PROJECTED_ROWS = (65536, 1024, 4096), (65536, 1024, 1024), (32768, 4096, 4096), (262144, 256, 256)
+
+
 CATALOGUE: tuple[Entry, ...] = (
     Entry(
         conv2d.conv2d,
@@ -315,6 +328,41 @@ CATALOGUE: tuple[Entry, ...] = (
             "fc2": _case((BATCH, 84), (BATCH, 120), (84, 120)),
             "fc3": _case((BATCH, 10), (BATCH, 84), (10, 84)),
         },
+    ),
+    Entry(
+        layer_norm.layer_norm,
+        _case((2, 3, 5), (5,), (5,)),
+        _rows(*_NORMALISED_ROWS, of=lambda hidden: _case((BATCH, hidden), (hidden,), (hidden,))),
+    ),
+    Entry(
+        layer_norm.layer_norm_backward,
+        _case((2, 3, 5), (2, 3, 5), (5,)),
+        _rows(*_NORMALISED_ROWS, of=lambda hidden: _case((BATCH, hidden), (BATCH, hidden), (hidden,))),
+    ),
+    Entry(
+        layer_norm.rms_norm,
+        _case((2, 3, 5), (5,)),
+        _rows(*_NORMALISED_ROWS, of=lambda hidden: _case((BATCH, hidden), (hidden,))),
+    ),
+    Entry(
+        layer_norm.rms_norm_backward,
+        _case((2, 3, 5), (2, 3, 5), (5,)),
+        _rows(*_NORMALISED_ROWS, of=lambda hidden: _case((BATCH, hidden), (BATCH, hidden), (hidden,))),
+    ),
+    Entry(
+        layer_norm_linear.layer_norm_linear,
+        _case((2, 3, 5), (5,), (5,), (4, 5), (4,)),
+        _rows(
+            *_PROJECTED_ROWS, of=lambda hidden, out: _case((BATCH, hidden), (hidden,), (hidden,), (out, hidden), (out,))
+        ),
+    ),
+    Entry(
+        layer_norm_linear.layer_norm_linear_backward,
+        _case((2, 3, 4), (2, 3, 5), (5,), (5,), (4, 5)),
+        _rows(
+            *_PROJECTED_ROWS,
+            of=lambda hidden, out: _case((BATCH, out), (BATCH, hidden), (hidden,), (hidden,), (out, hidden)),
+        ),
     ),
     Entry(
         losses.softmax_cross_entropy,

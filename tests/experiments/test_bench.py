@@ -265,11 +265,14 @@ def test_memory_is_that_of_one_call_and_not_of_the_chain():
 # --------------------------------------------------------------------------------------------------------------- peers
 
 
-def test_without_pytorch_there_is_no_peer_and_the_bench_says_so(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "experiments.bench_peers", raising=False)
+def test_without_their_libraries_there_are_no_peers_and_the_bench_says_so(monkeypatch, capsys):
+    libraries = {"PyTorch": "torch", "Liger-Kernel": "liger_kernel", "QuACK": "quack", "tokamax": "tokamax"}
+    for library, module in zip(libraries.values(), bench.PEERS.values(), strict=True):
+        monkeypatch.setitem(sys.modules, library, None)
+        monkeypatch.delitem(sys.modules, module, raising=False)
     assert bench.installed_peers() == {}
-    assert re.fullmatch(r"PyTorch is left out: .*torch.*\n", capsys.readouterr().out)
+    lines = [rf"{peer} is left out: .*{library}.*\n" for peer, library in libraries.items()]
+    assert re.fullmatch("".join(lines), capsys.readouterr().out)
 
 
 def test_a_run_without_the_peers_asked_for_goes_on(quickly, monkeypatch):

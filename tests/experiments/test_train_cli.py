@@ -18,14 +18,14 @@ from experiments.configs import LeNetConfig
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def default_run(tmp_path_factory):
-    """`python -m experiments.train lenet` with nothing else said: its output, and the folder it ran in."""
+@pytest.fixture(scope="module", params=["lenet", "mixer"])
+def default_run(request, tmp_path_factory):
+    """`python -m experiments.train lenet`, or mixer, with nothing else said: its output, and the folder it ran in."""
     folder = tmp_path_factory.mktemp("default")
     # Without the XLA flags of the tests, which are for fast compilation of what runs briefly.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "-m", "experiments.train", "lenet"]
+    command = [sys.executable, "-m", "experiments.train", request.param]
     finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout, folder
@@ -41,12 +41,12 @@ def test_the_config_is_printed_as_it_is_saved(default_run):
     output, folder = default_run
     (run_dir,) = (folder / "runs").iterdir()
     assert output.startswith((run_dir / "config.json").read_text())
-    assert run_dir.name.startswith("lenet-")
+    assert re.match("(lenet|mixer)-", run_dir.name)
 
 
 def test_away_from_a_terminal_every_epoch_is_a_line(default_run):
     output, _ = default_run
-    epochs = LeNetConfig().epochs
+    epochs = json.loads(output[: output.index("}") + 1])["epochs"]
     lines = [line for line in output.splitlines() if line.startswith("epoch")]
     assert [line.split()[1] for line in lines] == [f"{epoch}/{epochs}" for epoch in range(1, epochs + 1)]
 

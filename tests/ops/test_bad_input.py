@@ -32,6 +32,10 @@ def linear(x=(2, 5), w=(3, 5), b=(3,)):
     return lambda: jaxbp.linear(zeros(*x), zeros(*w), zeros(*b))
 
 
+def layer_norm_linear(x=(2, 5), scale=(5,), bias=(5,), w=(3, 5), b=(3,), **options):
+    return lambda: jaxbp.layer_norm_linear(*(zeros(*shape) for shape in (x, scale, bias, w, b)), **options)
+
+
 def cross_entropy(logits, labels):
     return lambda: jaxbp.softmax_cross_entropy(logits, labels)
 
@@ -120,6 +124,30 @@ SHAPES = {
         lambda: jaxbp.linear_backward(zeros(2, 5), zeros(2, 5), zeros(3, 5)),
         "linear_backward: dy has shape (2, 5); wants (2, 3)",
     ),
+    "no element to normalise": (
+        lambda: jaxbp.rms_norm(zeros(2, 0), zeros(0)),
+        "rms_norm: x has shape (2, 0); wants (..., hidden), at least one element a row",
+    ),
+    "scalar to normalise": (
+        lambda: jaxbp.layer_norm(zeros(), zeros(1), zeros(1)),
+        "layer_norm: x has shape (); wants (..., hidden), at least one element a row",
+    ),
+    "scale": (layer_norm_linear(scale=(4,)), "layer_norm_linear: scale has shape (4,); wants (5,)"),
+    "bias of the norm": (layer_norm_linear(bias=(1, 5)), "layer_norm_linear: bias has shape (1, 5); wants (5,)"),
+    "weights behind the norm": (layer_norm_linear(w=(5, 3)), "layer_norm_linear: w has shape (5, 3); wants (out, 5)"),
+    "bias behind the norm": (layer_norm_linear(b=(5,)), "layer_norm_linear: b has shape (5,); wants (3,)"),
+    "dy of layer_norm_backward": (
+        lambda: jaxbp.layer_norm_backward(zeros(5), zeros(2, 5), zeros(5)),
+        "layer_norm_backward: dy has shape (5,); wants (2, 5)",
+    ),
+    "dy of rms_norm_backward": (
+        lambda: jaxbp.rms_norm_backward(zeros(5), zeros(2, 5), zeros(5)),
+        "rms_norm_backward: dy has shape (5,); wants (2, 5)",
+    ),
+    "dy of layer_norm_linear_backward": (
+        lambda: jaxbp.layer_norm_linear_backward(zeros(2, 5), zeros(2, 5), zeros(5), zeros(5), zeros(3, 5)),
+        "layer_norm_linear_backward: dy has shape (2, 5); wants (2, 3)",
+    ),
     "classes": (
         cross_entropy(zeros(2, 3), zeros(2, 1, dtype="int32")),
         "softmax_cross_entropy: integer labels have shape (2, 1); wants (2,), a class for each example of logits "
@@ -197,6 +225,10 @@ DTYPES = {
         lambda: jaxbp.linear_backward(zeros(2, 3, dtype="float16"), zeros(2, 5), zeros(3, 5)),
         "linear_backward: x has dtype float32; wants float16, the dtype of dy",
     ),
+    "another dtype of the scale": (
+        lambda: jaxbp.layer_norm(zeros(2, 5), zeros(5, dtype="bfloat16"), zeros(5)),
+        "layer_norm: scale has dtype bfloat16; wants float32, the dtype of x",
+    ),
     "another dtype of weights of classes": (
         cross_entropy(zeros(2, 3), zeros(2, 3, dtype="float16")),
         "softmax_cross_entropy: labels has dtype float16; wants float32, the dtype of logits",
@@ -236,6 +268,13 @@ OPTIONS = {
         max_pool2d(padding="reflect"),
         "max_pool2d: padding is 'reflect'; wants an int, a pair of ints, 'SAME' or 'VALID'",
     ),
+    **{
+        f"eps={eps!r}": (
+            layer_norm_linear(eps=eps),
+            f"layer_norm_linear: eps is {eps!r}; wants a finite number of at least 0",
+        )
+        for eps in (-1e-5, float("inf"), float("nan"), "1e-5", True)
+    },
     "dilation": (conv2d(dilation=0), f"conv2d: dilation is 0; wants {AN_INT.format(1)}"),
     "window": (max_pool2d(window=0), f"max_pool2d: window is 0; wants {AN_INT.format(1)}"),
     "stride of a pool": (max_pool2d(stride=True), f"max_pool2d: stride is True; wants {AN_INT.format(1)}"),

@@ -158,8 +158,14 @@ def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
     assert_close((y, gradients), reference(name, dtype=dtype), dtype)
 
 
+def _fits_the_interpreter(name, place):
+    return sum(a.size for a in case_of(name, place).structs(batch=1)) < 2**22
+
+
 @every_implementation
-@pytest.mark.parametrize(("name", "place"), [(name, place) for name, place in PLACES if name in PAIRS])
+@pytest.mark.parametrize(
+    ("name", "place"), [(name, place) for name, place in PLACES if name in PAIRS and _fits_the_interpreter(name, place)]
+)
 def test_value_and_gradients_of_one_example_at_real_shapes_match_float64(name, place, implementation):
     _check_at_place(name, place, implementation, "float32", batch=1)
 

@@ -1,0 +1,92 @@
+"""MLP-Mixer: an image as a table of patches and channels, mixed along one axis and the other in turn."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from jaxbp.implementations import Implementation
+from jaxbp.nn.layers import LayerNorm, LayerNormLinear, Linear
+from jaxbp.ops.activations import relu
+
+IMAGE_SIZE = 28
+
+
+class MixerBlock(nnx.Module):
+    """`x + mlp(norm(x)ᵀ)ᵀ` across the patches, then `x + mlp(norm(x))` across the channels.
+
+    The second norm and the dense layer behind it are one op, `jaxbp.layer_norm_linear`.
+
+    Args:
+      patches, channels: the table's shape.
+      patches_hidden, channels_hidden: what each MLP has between its two dense layers.
+      options: `implementation`, `dtype` and `rngs` of every layer.
+    """
+
+    def __init__(self, patches: int, channels: int, patches_hidden: int, channels_hidden: int, **options):
+        self.norm = LayerNorm(channels, **options)
+        self.patches1 = Linear(patches, patches_hidden, **options)
+        self.patches2 = Linear(patches_hidden, patches, **options)
+        self.channels1 = LayerNormLinear(channels, channels_hidden, **options)
+        self.channels2 = Linear(channels_hidden, channels, **options)
+        self.implementation = options.get("implementation")
+
+    def __call__(self, x: Float[Array, "batch patches channels"]) -> Float[Array, "batch patches channels"]:
+        across_patches = self.patches1(self.norm(x).swapaxes(1, 2))
+        x = x + self.patches2(relu(across_patches, implementation=self.implementation)).swapaxes(1, 2)
+        return x + self.channels2(relu(self.channels1(x), implementation=self.implementation))
+
+
+class Mixer(nnx.Module):
+    """MLP-Mixer on 28 x 28 images: patches, mixer blocks, then a norm and the classes' scores, averaged over patches.
+
+    Args:
+      patch: height and width of a patch, a divisor of 28.
+      channels: each patch becomes so many by a dense layer.
+      patches_hidden, channels_hidden: widths of the blocks' MLPs.
+      blocks: their number.
+      implementation: of every op, as in `jaxbp.layer_norm_linear`.
+      dtype: of the computation; the parameters are float32.
+      rngs: draws the parameters from its stream `params`.
+
+    Raises:
+      ValueError: patches that do not fill the image.
+
+    Source: I. Tolstikhin et al., "MLP-Mixer: an all-MLP architecture for vision", NeurIPS 2021, with ReLU.
+    """
+
+    def __init__(
+        self,
+        *,
+        patch: int = 7,
+        channels: int = 128,
+        patches_hidden: int = 64,
+        channels_hidden: int = 128,
+        blocks: int = 2,
+        implementation: Implementation = None,
+        dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if patch < 1 or IMAGE_SIZE % patch:
+            raise ValueError(f"Mixer: patch is {patch}; wants a divisor of {IMAGE_SIZE}, the image's height and width")
+        options = dict(implementation=implementation, dtype=dtype, rngs=rngs)
+        patches = (IMAGE_SIZE // patch) ** 2
+        self.embed = Linear(patch**2, channels, **options)
+        self.blocks = nnx.List(
+            MixerBlock(patches, channels, patches_hidden, channels_hidden, **options) for _ in range(blocks)
+        )
+        self.head = LayerNormLinear(channels, 10, **options)
+        self.patch, self.dtype = patch, dtype
+
+    def __call__(self, images: Float[Array, "batch 1 28 28"]) -> Float[Array, "batch 10"]:
+        """The logits."""
+        if images.ndim != 4 or images.shape[1:] != (1, IMAGE_SIZE, IMAGE_SIZE):
+            raise ValueError(f"Mixer: images has shape {images.shape}; wants (batch, 1, {IMAGE_SIZE}, {IMAGE_SIZE})")
+        side = IMAGE_SIZE // self.patch
+        x = images.astype(self.dtype).reshape(len(images), side, self.patch, side, self.patch)
+        x = self.embed(x.swapaxes(2, 3).reshape(len(images), side**2, self.patch**2))
+        for block in self.blocks:
+            x = block(x)
+        # The mean of the patches' scores is the score of their mean.
+        return jnp.mean(self.head(x), axis=1)

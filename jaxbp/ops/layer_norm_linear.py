@@ -1,0 +1,155 @@
+"""LayerNorm and a dense layer in one: the normalised rows are not kept for the backward, which makes them again."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import PrecisionLike
+from jaxtyping import Float
+
+from jaxbp.implementations import Implementation, Op
+from jaxbp.ops import _checks
+from jaxbp.ops.layer_norm import GRADIENTS, NORMALISE, check, fastest, fastest_backward, rows, unsupported
+from jaxbp.ops.linear import linear
+from jaxbp.pairing import Pair
+
+
+def _forward(x, scale, bias, w, b, *, eps, precision):
+    y, *_ = NORMALISE["xla"](x, scale, bias, eps=eps, center=True)
+    return _dense(y, w, b, precision)
+
+
+def _dense(y, w, b, precision):
+    return linear(y, w, b, precision=precision, implementation="autodiff")
+
+
+def _save(normalise):
+    def save(x, scale, bias, w, b, *, eps, precision):
+        y, *statistics = normalise(x, scale, bias, eps=eps, center=True)
+        return _dense(y, w, b, precision), (x, scale, bias, w, b, *statistics)
+
+    return save
+
+
+def _backward(gradients):
+    def backward(dy, x, scale, bias, w, b, *statistics, eps, precision):
+        t = jnp.matmul(dy, w, precision=precision)
+        dx, dscale, dbias, y = gradients(t, x, scale, bias, *statistics, eps=eps, center=True, again=True)
+        dw = jnp.matmul(rows(dy).T, rows(y), precision=precision)
+        db = None if b is None else jnp.sum(rows(dy), axis=0)
+        return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, db
+
+    return backward
+
+
+def _backward_autodiff(dy, x, scale, bias, w, b, *, eps, precision):
+    return jax.vjp(functools.partial(_forward, eps=eps, precision=precision), x, scale, bias, w, b)[1](dy)
+
+
+_BACKWARDS = {implementation: _backward(gradients) for implementation, gradients in GRADIENTS.items()}
+_LAYER_NORM_LINEAR_BACKWARD = Op(
+    "layer_norm_linear_backward",
+    _BACKWARDS | {"autodiff": _backward_autodiff},
+    unsupported=unsupported,
+    fastest=fastest_backward,
+)
+_LAYER_NORM_LINEAR = Pair(
+    _forward,
+    Op("layer_norm_linear_backward", _BACKWARDS),
+    save={implementation: _save(normalise) for implementation, normalise in NORMALISE.items()},
+    name="layer_norm_linear",
+    unsupported=unsupported,
+    fastest=fastest,
+)
+
+
+def layer_norm_linear(
+    x: Float[Array, "*batch hidden"],
+    scale: Float[Array, "hidden"],
+    bias: Float[Array, "hidden"],
+    w: Float[Array, "out hidden"],
+    b: Float[Array, "out"] | None = None,
+    eps: float = 1e-5,
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch out"]:
+    """LayerNorm and a dense layer, `z = layer_norm(x, scale, bias) wᵀ + b`.
+
+    The forward keeps two numbers a row for the backward, not the normalised rows, which the backward makes again in the
+    pass that computes dx.
+
+    Args:
+      x: rows, with any leading axes.
+      scale, bias, eps: as in `layer_norm`.
+      w: weights, a row an output.
+      b: bias of the outputs, or None for none.
+      precision: of the matrix products, as in `jax.lax.dot`. They are the library's in every implementation.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+
+    Returns:
+      z, in x's dtype.
+
+    Raises:
+      TypeError: arguments that are not of one floating dtype.
+      ValueError: shapes that do not fit, or an eps that is no number of at least 0.
+    """
+    x, scale, bias, w, b = _checks.floating("layer_norm_linear", x=x, scale=scale, bias=bias, w=w, b=b)
+    _check("layer_norm_linear", x, scale, bias, w, b, eps)
+    options = dict(eps=eps, precision=precision, implementation=implementation)
+    return _LAYER_NORM_LINEAR(x, scale, bias, w, b, **options)
+
+
+def layer_norm_linear_backward(
+    dy: Float[Array, "*batch out"],
+    x: Float[Array, "*batch hidden"],
+    scale: Float[Array, "hidden"],
+    bias: Float[Array, "hidden"],
+    w: Float[Array, "out hidden"],
+    eps: float = 1e-5,
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> tuple[
+    Float[Array, "*batch hidden"],
+    Float[Array, "hidden"],
+    Float[Array, "hidden"],
+    Float[Array, "out hidden"],
+    Float[Array, "out"],
+]:
+    """Gradients of `layer_norm_linear`: with y the normalised rows, x̂ those before scale and bias, `dn = dy w` and
+    `t = dn * scale`,
+
+        dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dn * x̂,    dbias = Σ dn,
+        dw = dyᵀ y,    db = Σ dy,
+
+    means over each row, sums over all rows.
+
+    Args:
+      dy: gradient of the loss in the forward's result.
+      x, scale, bias, w, eps: the forward's.
+
+    Returns:
+      (dx, dscale, dbias, dw, db), each in the shape and dtype of what it is the gradient of; half precisions are summed
+      in float32.
+
+    Raises:
+      TypeError, ValueError: as in `layer_norm_linear`.
+
+    Source: docs/layer_norm.md; the products are those of `linear_backward`.
+    """
+    op = "layer_norm_linear_backward"
+    dy, x, scale, bias, w = _checks.floating(op, dy=dy, x=x, scale=scale, bias=bias, w=w)
+    _check(op, x, scale, bias, w, None, eps)
+    _checks.shape(op, "dy", dy, *x.shape[:-1], w.shape[0])
+    b = jnp.zeros(w.shape[:1], w.dtype)
+    options = dict(eps=eps, precision=precision, implementation=implementation)
+    return _LAYER_NORM_LINEAR_BACKWARD(dy, x, scale, bias, w, b, **options)
+
+
+def _check(op, x, scale, bias, w, b, eps):
+    check(op, x, eps, scale=scale, bias=bias)
+    _checks.shape(op, "w", w, "out", x.shape[-1])
+    if b is not None:
+        _checks.shape(op, "b", b, w.shape[0])
