@@ -1,0 +1,168 @@
+"""Which two inputs each gate of a layer reads, and for each input the gates that read it."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Int
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["a", "b", "consumers", "partners", "offsets"],
+    meta_fields=["inputs", "most_consumers"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Wires:
+    """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
+
+    The gates are listed once more by the input that they read, which makes the gradient of an input a sum over its own
+    consumers: first those that read it as their a, then those that read it as their b. Input i has the consumers
+    `consumers[role, offsets[role, i] : offsets[role, i + 1]]` in either role, in ascending order. Lists and wires are
+    made on the host, once, by the constructors `from_pairs`, `random`, `unique` and `moore`; the dataclass's own takes
+    whatever it is given.
+
+    A pytree: an argument of jitted functions, or a constant in them.
+
+    Attributes:
+      a, b: int32 in [0, inputs).
+      consumers: the gates, sorted by a and by b.
+      partners: of each of these, the other input that it reads.
+      offsets: where an input's consumers begin, and after the last input's the number of gates.
+      inputs: how many inputs there are, whether or not a gate reads them.
+      most_consumers: of any input in one role.
+    """
+
+    a: Int[Array, " gates"]
+    b: Int[Array, " gates"]
+    consumers: Int[Array, "2 gates"]
+    partners: Int[Array, "2 gates"]
+    offsets: Int[Array, "2 inputs+1"]
+    inputs: int
+    most_consumers: int
+
+    @property
+    def gates(self) -> int:
+        return self.a.shape[-1]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of all arrays: int32."""
+        return self.a.dtype
+
+    @classmethod
+    def from_pairs(cls, a: ArrayLike, b: ArrayLike, inputs: int) -> "Wires":
+        """Wires as listed: gate g reads a[g] and b[g].
+
+        Raises:
+          TypeError: a or b is not of integers.
+          ValueError: a and b are not vectors of one length, or not all in [0, inputs).
+        """
+        _check_count("from_pairs", "inputs", inputs)
+        a, b = (_check_indices(name, wires, inputs) for name, wires in (("a", a), ("b", b)))
+        if a.shape != b.shape:
+            raise ValueError(f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one of each a gate")
+        consumers = np.stack([np.argsort(wires, kind="stable") for wires in (a, b)])
+        counts = np.stack([np.bincount(wires, minlength=inputs) for wires in (a, b)])
+        arrays = dict(
+            a=a,
+            b=b,
+            consumers=consumers,
+            partners=np.stack([b[consumers[0]], a[consumers[1]]]),
+            offsets=np.concatenate([np.zeros((2, 1), np.int64), np.cumsum(counts, axis=1)], axis=1),
+        )
+        with jax.ensure_compile_time_eval():  # made within jit, they are still the same arrays outside
+            arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
+        return cls(**arrays, inputs=inputs, most_consumers=int(counts.max(initial=0)))
+
+    @classmethod
+    def random(cls, inputs: int, gates: int, seed: int) -> "Wires":
+        """Random wires: every input is read as often as any other, give or take one. A gate may read one input twice.
+
+        Raises:
+          ValueError: no inputs.
+        """
+        _check_count("random", "inputs", inputs)
+        _check_count("random", "gates", gates, at_least=0)
+        random = np.random.default_rng(seed)
+        a, b = random.permutation(inputs)[random.permutation(2 * gates) % inputs].reshape(2, gates)
+        return cls.from_pairs(a, b, inputs)
+
+    @classmethod
+    def unique(cls, inputs: int, gates: int, seed: int) -> "Wires":
+        """Random wires of which no two gates have the same pair, in either order. Every input is read.
+
+        Raises:
+          ValueError: too few gates to read every input, or more than there are pairs.
+
+        Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022.
+        """
+        _check_count("unique", "inputs", inputs, at_least=2)
+        _check_count("unique", "gates", gates)
+        if 2 * gates < inputs:
+            raise ValueError(
+                f"Wires.unique: {gates} gates read at most {2 * gates} inputs; wants at least {-(-inputs // 2)} gates "
+                f"to read all {inputs}"
+            )
+        if gates > (pairs := inputs * (inputs - 1) // 2):
+            raise ValueError(f"Wires.unique: {inputs} inputs have {pairs} pairs; wants at most so many gates, not {gates}")
+        random = np.random.default_rng(seed)
+        a, b = _every_input_once(inputs, random)
+        # Where most pairs are taken, drawing them one by one would seldom find a new one.
+        every = np.triu_indices(inputs, 1) if 4 * gates > pairs else None
+        while a.size < gates:
+            more = random.permuted(np.stack(every), axis=1) if every else _every_input_once(inputs, random)
+            if every:
+                order = random.permutation(pairs)
+                more = random.permuted(np.stack(every)[:, order], axis=0)
+            a, b = np.concatenate([a, more[0]]), np.concatenate([b, more[1]])
+            _, first = np.unique(np.minimum(a, b) * inputs + np.maximum(a, b), return_index=True)
+            a, b = a[np.sort(first)], b[np.sort(first)]
+        order = random.permutation(gates)
+        return cls.from_pairs(a[:gates][order], b[:gates][order], inputs)
+
+    @classmethod
+    def moore(cls, seed: int | None = None) -> "Wires":
+        """Eight gates on the nine cells of a 3 x 3 neighbourhood in row-major order: each reads a neighbour as its a,
+        and the centre as its b.
+
+        Args:
+          seed: of the gates' order; None for that of the cells.
+
+        Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
+        """
+        neighbours = np.array([0, 1, 2, 3, 5, 6, 7, 8])
+        if seed is not None:
+            neighbours = np.random.default_rng(seed).permutation(neighbours)
+        return cls.from_pairs(neighbours, np.full(8, 4), 9)
+
+
+def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
+    """Pairs in which every input is once; of an odd number, one twice."""
+    order = random.permutation(inputs)
+    if inputs % 2:
+        order = np.append(order, order[0])
+    return order.reshape(-1, 2).T
+
+
+def _check_count(constructor: str, name: str, value: Any, at_least: int = 1) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"Wires.{constructor}: {name} is {value!r}; wants an int of at least {at_least}")
+
+
+def _check_indices(name: str, wires: Any, inputs: int) -> np.ndarray:
+    wires = np.asarray(wires)
+    if not np.issubdtype(wires.dtype, np.integer):
+        raise TypeError(f"Wires.from_pairs: {name} has dtype {wires.dtype}; wants integers")
+    if wires.ndim != 1:
+        raise ValueError(f"Wires.from_pairs: {name} has shape {wires.shape}; wants (gates,)")
+    if (wrong := np.flatnonzero((wires < 0) | (wires >= inputs))).size:
+        raise ValueError(
+            f"Wires.from_pairs: {name}[{wrong[0]}] is {wires[wrong[0]]}; wants at least 0 and below {inputs}, the inputs"
+        )
+    return wires.astype(np.int64)
