@@ -220,7 +220,7 @@ def op_work(entry: Entry, place: str) -> Work:
         return arrays, [jax.random.normal(key, a.shape, a.dtype) for key, a in zip(keys, floats, strict=True)]
 
     title = f"{entry.name} {place}" if backward else f"{entry.name} fwd+bwd {place}"
-    batches = (16384,), (256,)
+    batches = (entry.batch,), (256,)
     return Work(entry.name, place, title, case.options, batches, function, draw, one_after_another)
 
 

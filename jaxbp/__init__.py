@@ -9,10 +9,19 @@ from jaxbp.ops.conv2d_relu_max_pool2d import (
     conv2d_relu_max_pool2d_with_places,
 )
 from jaxbp.ops.linear import linear, linear_backward
+from jaxbp.ops.logic_gates import (
+    gate_layer,
+    gate_layer_backward,
+    group_sum,
+    hard_logits,
+    harden,
+    initial_logits,
+)
 from jaxbp.ops.losses import softmax_cross_entropy, softmax_cross_entropy_backward
 from jaxbp.ops.max_pool2d import max_pool2d, max_pool2d_backward, max_pool2d_with_indices
 from jaxbp.ops.shapes import flatten
 from jaxbp.pairing import Pair, differentiable
+from jaxbp.wires import Wires
 
 __version__ = "0.1.0"
 
@@ -22,6 +31,7 @@ __all__ = [
     "Implementation",
     "Op",
     "Pair",
+    "Wires",
     "conv2d",
     "conv2d_backward_bias",
     "conv2d_backward_input",
@@ -31,6 +41,12 @@ __all__ = [
     "conv2d_relu_max_pool2d_with_places",
     "differentiable",
     "flatten",
+    "gate_layer",
+    "gate_layer_backward",
+    "group_sum",
+    "hard_logits",
+    "harden",
+    "initial_logits",
     "linear",
     "linear_backward",
     "max_pool2d",

@@ -113,13 +113,10 @@ class Wires:
             raise ValueError(f"Wires.unique: {inputs} inputs have {pairs} pairs; wants at most so many gates, not {gates}")
         random = np.random.default_rng(seed)
         a, b = _every_input_once(inputs, random)
-        # Where most pairs are taken, drawing them one by one would seldom find a new one.
-        every = np.triu_indices(inputs, 1) if 4 * gates > pairs else None
+        # Where many pairs are taken, drawing them blindly would seldom find a new one.
+        draw = _every_pair_once if 4 * gates > pairs else _every_input_once
         while a.size < gates:
-            more = random.permuted(np.stack(every), axis=1) if every else _every_input_once(inputs, random)
-            if every:
-                order = random.permutation(pairs)
-                more = random.permuted(np.stack(every)[:, order], axis=0)
+            more = draw(inputs, random)
             a, b = np.concatenate([a, more[0]]), np.concatenate([b, more[1]])
             _, first = np.unique(np.minimum(a, b) * inputs + np.maximum(a, b), return_index=True)
             a, b = a[np.sort(first)], b[np.sort(first)]
@@ -148,6 +145,12 @@ def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
     if inputs % 2:
         order = np.append(order, order[0])
     return order.reshape(-1, 2).T
+
+
+def _every_pair_once(inputs: int, random: np.random.Generator) -> np.ndarray:
+    """All pairs, in random order."""
+    pairs = np.stack(np.triu_indices(inputs, 1))
+    return random.permuted(pairs[:, random.permutation(pairs.shape[1])], axis=0)
 
 
 def _check_count(constructor: str, name: str, value: Any, at_least: int = 1) -> None:

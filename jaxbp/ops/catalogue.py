@@ -5,15 +5,17 @@ dtype its kernels take, and timed. Nothing is listed anywhere else.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxbp.ops import _checks, activations, conv2d, conv2d_relu_max_pool2d, linear, losses, max_pool2d
+from jaxbp.ops import _checks, activations, conv2d, conv2d_relu_max_pool2d, linear, logic_gates, losses, max_pool2d
+from jaxbp.wires import Wires
 
 BATCH = "batch"
 """Stands for the batch size in an argument's shape."""
@@ -48,17 +50,38 @@ class Argument:
 
 
 @dataclasses.dataclass(frozen=True)
+class WiresArgument:
+    """Random wires, the same for every key."""
+
+    inputs: int
+    gates: int
+    shape: ClassVar[tuple[()]] = ()
+    """They have no batch."""
+
+    def struct(self, batch: int, dtype: DTypeLike) -> Wires:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), _wires(self.inputs, self.gates))
+
+    def draw(self, key: Array, batch: int, dtype: DTypeLike) -> Wires:
+        return _wires(self.inputs, self.gates)
+
+
+@functools.cache
+def _wires(inputs: int, gates: int) -> Wires:
+    return Wires.random(inputs, gates, seed=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Case:
     """An op's arguments and options at one place."""
 
-    arguments: tuple[Argument, ...]
+    arguments: tuple[Argument | WiresArgument, ...]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def structs(self, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def structs(self, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[jax.ShapeDtypeStruct | Wires, ...]:
         """The arguments' shapes and dtypes."""
         return tuple(argument.struct(batch, dtype) for argument in self.arguments)
 
-    def draw(self, seed: int, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[Array, ...]:
+    def draw(self, seed: int, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[Array | Wires, ...]:
         """Fresh random arguments."""
         keys = jax.random.split(jax.random.key(seed), len(self.arguments))
         return tuple(argument.draw(key, batch, dtype) for argument, key in zip(self.arguments, keys, strict=True))
@@ -73,20 +96,22 @@ class Entry:
       small: for finite differences and the interpreter.
       real: place -> case, the sizes that count.
       kernel_dtypes: what its kernels take.
+      batch: at which it is timed on a GPU.
     """
 
     function: Callable
     small: Case
     real: Mapping[str, Case]
     kernel_dtypes: tuple[str, ...] = _checks.KERNEL_DTYPES
+    batch: int = 16384
 
     @property
     def name(self) -> str:
         return self.function.__name__
 
 
-def _case(*arguments: Argument | tuple, **options: Any) -> Case:
-    return Case(tuple(a if isinstance(a, Argument) else Argument(a) for a in arguments), options)
+def _case(*arguments: Argument | WiresArgument | tuple, **options: Any) -> Case:
+    return Case(tuple(Argument(a) if isinstance(a, tuple) else a for a in arguments), options)
 
 
 _ANY = dict(stride=(2, 1), padding=(1, 0))
@@ -242,6 +267,21 @@ CATALOGUE: tuple[Entry, ...] = (
             "classes": _case((BATCH,), (BATCH, 10), _CLASS),
             "weights": _case((BATCH,), (BATCH, 10), Argument((BATCH, 10), weights=True)),
         },
+    ),
+    Entry(
+        logic_gates.gate_layer,
+        _case((6, 16), WiresArgument(5, 6), (2, 3, 5)),
+        {
+            "4096->8192": _case((8192, 16), WiresArgument(4096, 8192), (BATCH, 4096)),
+            "8000->8000": _case((8000, 16), WiresArgument(8000, 8000), (BATCH, 8000)),
+        },
+        batch=8192,
+    ),
+    Entry(
+        logic_gates.gate_layer_backward,
+        _case((2, 3, 6), (6, 16), WiresArgument(5, 6), (2, 3, 5)),
+        {"4096->8192": _case((BATCH, 8192), (8192, 16), WiresArgument(4096, 8192), (BATCH, 4096))},
+        batch=8192,
     ),
 )
 """Every op, once."""
