@@ -116,8 +116,8 @@ class Wires:
         # Where many pairs are taken, drawing them blindly would seldom find a new one.
         draw = _every_pair_once if 4 * gates > pairs else _every_input_once
         while a.size < gates:
-            more = draw(inputs, random)
-            a, b = np.concatenate([a, more[0]]), np.concatenate([b, more[1]])
+            rounds = 1 + 2 * (gates - a.size) // inputs
+            a, b = np.concatenate([(a, b), *(draw(inputs, random) for _ in range(rounds))], axis=1)
             _, first = np.unique(np.minimum(a, b) * inputs + np.maximum(a, b), return_index=True)
             a, b = a[np.sort(first)], b[np.sort(first)]
         order = random.permutation(gates)
