@@ -1,6 +1,7 @@
 """jaxbp: pure functions paired with hand-written backward passes, as Pallas kernels, as formulas, or as JAX's own."""
 
 from jaxbp.implementations import IMPLEMENTATIONS, Fastest, Implementation, Op
+from jaxbp.logic_circuit import Circuit, bitwise_gate_layer, pack_bits, unpack_bits
 from jaxbp.ops.activations import relu, relu_backward
 from jaxbp.ops.conv2d import conv2d, conv2d_backward_bias, conv2d_backward_input, conv2d_backward_weights
 from jaxbp.ops.conv2d_relu_max_pool2d import (
@@ -27,11 +28,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "Circuit",
     "Fastest",
     "Implementation",
     "Op",
     "Pair",
     "Wires",
+    "bitwise_gate_layer",
     "conv2d",
     "conv2d_backward_bias",
     "conv2d_backward_input",
@@ -52,8 +55,10 @@ __all__ = [
     "max_pool2d",
     "max_pool2d_backward",
     "max_pool2d_with_indices",
+    "pack_bits",
     "relu",
     "relu_backward",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
+    "unpack_bits",
 ]
