@@ -21,28 +21,27 @@ from jaxtyping import Int
 class Wires:
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
 
-    The gates are listed once more by the input that they read, which makes the gradient of an input a sum over its own
-    consumers: first those that read it as their a, then those that read it as their b. Input i has the consumers
-    `consumers[role, offsets[role, i] : offsets[role, i + 1]]` in either role, in ascending order. Lists and wires are
-    made on the host, once, by the constructors `from_pairs`, `random`, `unique` and `moore`; the dataclass's own takes
-    whatever it is given.
+    The wires are listed once more by the input that they read, which makes the gradient of an input a sum over its own
+    consumers: 2 g where gate g reads it as its a, 2 g + 1 where as its b. Those of input i are
+    `consumers[offsets[i] : offsets[i + 1]]`, in ascending order. The list is made on the host, once, as are the wires,
+    by the constructors `from_pairs`, `random`, `unique` and `moore`; the dataclass's own takes whatever it is given.
 
     A pytree: an argument of jitted functions, or a constant in them.
 
     Attributes:
       a, b: int32 in [0, inputs).
-      consumers: the gates, sorted by a and by b.
-      partners: of each of these, the other input that it reads.
-      offsets: where an input's consumers begin, and after the last input's the number of gates.
+      consumers: of all inputs, one after the other.
+      partners: of each of these, the other input of its gate.
+      offsets: where an input's consumers begin, and after the last input's where they end.
       inputs: how many inputs there are, whether or not a gate reads them.
-      most_consumers: of any input in one role.
+      most_consumers: of any input.
     """
 
     a: Int[Array, " gates"]
     b: Int[Array, " gates"]
-    consumers: Int[Array, "2 gates"]
-    partners: Int[Array, "2 gates"]
-    offsets: Int[Array, "2 inputs+1"]
+    consumers: Int[Array, " 2*gates"]
+    partners: Int[Array, " 2*gates"]
+    offsets: Int[Array, " inputs+1"]
     inputs: int
     most_consumers: int
 
@@ -67,15 +66,11 @@ class Wires:
         a, b = (_check_indices(name, wires, inputs) for name, wires in (("a", a), ("b", b)))
         if a.shape != b.shape:
             raise ValueError(f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one of each a gate")
-        consumers = np.stack([np.argsort(wires, kind="stable") for wires in (a, b)])
-        counts = np.stack([np.bincount(wires, minlength=inputs) for wires in (a, b)])
-        arrays = dict(
-            a=a,
-            b=b,
-            consumers=consumers,
-            partners=np.stack([b[consumers[0]], a[consumers[1]]]),
-            offsets=np.concatenate([np.zeros((2, 1), np.int64), np.cumsum(counts, axis=1)], axis=1),
-        )
+        reads = np.stack([a, b], axis=1).ravel()  # what slot 2 g + role reads
+        consumers = np.argsort(reads, kind="stable")
+        counts = np.bincount(reads, minlength=inputs)
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        arrays = dict(a=a, b=b, consumers=consumers, partners=reads[consumers ^ 1], offsets=offsets)
         with jax.ensure_compile_time_eval():  # made within jit, they are still the same arrays outside
             arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
         return cls(**arrays, inputs=inputs, most_consumers=int(counts.max(initial=0)))

@@ -40,78 +40,70 @@ def forward(coefficients: Array, a: Array, b: Array, x: Array, *, length: int = 
     )
 
 
-def gradients(dy: Array, coefficients, consumers, partners, offsets, x: Array, *, length: int = 512, chunks: int = 1, sums=True):
+def gradients(
+    dy: Array,
+    coefficients: Array,
+    consumers: Array,
+    partners: Array,
+    offsets: Array,
+    x: Array,
+    *,
+    length: int = 512,
+    chunks: int = 1,
+    together: int = 4,
+) -> tuple[Array, Array]:
     gates, N = dy.shape
     inputs = x.shape[0]
     length = LANES * largest_divisor(N // LANES, length // LANES)
     chunks = largest_divisor(N // length, chunks)
 
-    def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, *rest, block, i):
+    def body(dy_ref, slope_ref, curve_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, sums_ref, *, block, i):
         lanes = [pl.ds((block * chunks + k) * length, length) for k in range(chunks)]
         own = [x_ref[i, here].astype(jnp.float32) for here in lanes]
-        dx = tuple(zeros_like(v) for v in own)
-        for role in (0, 1):
 
-            def add_consumer(e, dx, role=role):
-                g = consumers_ref[role, e]
-                p = partners_ref[role, e]
-                rows = [(dy_ref[g, here].astype(jnp.float32), x_ref[p, here].astype(jnp.float32)) for here in lanes]
-                slope, curve = c_ref[g, 1 + role], c_ref[g, 3]
-                if role == 0 and sums:
-                    (sums_ref,) = rest
-                    first = [jnp.float32(0)] * 0
-                    t = [[d, d * o, d * b, d * o * b] for (d, b), o in zip(rows, own, strict=True)]
-                    for k in range(4):
-                        total = t[0][k]
-                        for other in t[1:]:
-                            total = total + other[k]
-                        sums_ref[block, g, k] = jnp.sum(total)
-                return tuple(s + d * (slope + curve * p) for s, (d, p) in zip(dx, rows, strict=True))
+        def add_consumers(count, first, dx):
+            entries = [first + k for k in range(count)]
+            slots = [consumers_ref[e] for e in entries]
+            others = [partners_ref[e] for e in entries]
+            gates = [lax.shift_right_logical(s, 1) for s in slots]
+            dys = [[dy_ref[g, here].astype(jnp.float32) for here in lanes] for g in gates]
+            rows = [[x_ref[p, here].astype(jnp.float32) for here in lanes] for p in others]
+            for slot, g, d, p in zip(slots, gates, dys, rows, strict=True):
+                slope, curve = slope_ref[slot], curve_ref[g]
+                dx = [s + dd * (slope + curve * pp) for s, dd, pp in zip(dx, d, p, strict=True)]
+                is_b = (slot & 1) == 1
+                first = second = None
+                for dd, pp, o in zip(d, p, own, strict=True):
+                    do = dd * o
+                    third = jnp.where(is_b, do * pp, dd)
+                    first = do if first is None else first + do
+                    second = third if second is None else second + third
+                sums_ref[block, slot, 0] = jnp.sum(first)
+                sums_ref[block, slot, 1] = jnp.sum(second)
+            return tuple(dx)
 
-            dx = lax.fori_loop(offsets_ref[role, i], offsets_ref[role, i + 1], add_consumer, dx)
+        start, end = offsets_ref[i], offsets_ref[i + 1]
+        full = (end - start) // together
+        dx = tuple(zeros_like(o) for o in own)
+        dx = lax.fori_loop(0, full, lambda k, dx: add_consumers(together, start + k * together, dx), dx)
+        if together > 1:
+            dx = lax.fori_loop(start + full * together, end, lambda e, dx: add_consumers(1, e, dx), dx)
         for here, value in zip(lanes, dx, strict=True):
             dx_ref[i, here] = value.astype(dx_ref.dtype)
 
     blocks = N // (length * chunks)
-    out = (jax.ShapeDtypeStruct((inputs, N), x.dtype),)
-    if sums:
-        out += (jax.ShapeDtypeStruct((blocks, gates, 4), jnp.float32),)
-    result = launch(
+    dx, sums = launch(
         body,
         dy,
-        coefficients.astype(jnp.float32),
+        coefficients[:, 1:3].astype(jnp.float32).ravel(),
+        coefficients[:, 3].astype(jnp.float32),
         consumers,
         partners,
         offsets,
         x,
-        out=out,
+        out=(jax.ShapeDtypeStruct((inputs, N), x.dtype), jax.ShapeDtypeStruct((blocks, 2 * gates, 2), jnp.float32)),
         grid={"block": blocks, "i": inputs},
         name="gate_layer_backward",
     )
-    return (result[0], jnp.sum(result[1], axis=0)) if sums else result[0]
-
-
-def coefficient_sums(dy, a, b, x, *, length=512, parts=1):
-    gates, N = dy.shape
-    length = LANES * largest_divisor(N // LANES, length // LANES)
-    parts = largest_divisor(N // length, parts)
-    per = N // length // parts
-
-    def body(dy_ref, a_ref, b_ref, x_ref, sums_ref, *, part, g):
-        ia, ib = a_ref[g], b_ref[g]
-
-        def step(k, acc):
-            lanes = pl.ds((part * per + k) * length, length)
-            d, a, b = (ref[at, lanes].astype(jnp.float32) for ref, at in ((dy_ref, g), (x_ref, ia), (x_ref, ib)))
-            da = d * a
-            return acc[0] + d, acc[1] + da, acc[2] + d * b, acc[3] + da * b
-
-        zero = zeros_like(dy_ref[g, pl.ds(0, length)].astype(jnp.float32))
-        acc = lax.fori_loop(0, per, step, (zero,) * 4)
-        for k in range(4):
-            sums_ref[part, g, k] = jnp.sum(acc[k])
-
-    return jnp.sum(
-        launch(body, dy, a, b, x, out=jax.ShapeDtypeStruct((parts, gates, 4), jnp.float32), grid={"part": parts, "g": gates}, name="gate_sums"),
-        axis=0,
-    )
+    (s1, s0), (s2, s3) = jnp.sum(sums, axis=0).reshape(gates, 2, 2).transpose(1, 2, 0)
+    return dx, jnp.stack([s0, s1, s2, s3], axis=1)

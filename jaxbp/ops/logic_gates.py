@@ -140,24 +140,26 @@ def _gradients_formula(dy, coefficients, wires, x):
     a, b = rows[wires.a], rows[wires.b]
     da = dy * a
     dc = jnp.stack([jnp.sum(terms, axis=1) for terms in (dy, da, dy * b, da * b)], axis=1)
-    _, c1, c2, c3 = _by_gate(coefficients)
-    dx = _gather(dy * (c1 + c3 * b), wires, 0) + _gather(dy * (c2 + c3 * a), wires, 1)
+    slope, curve = coefficients[:, 1:3].ravel(), coefficients[:, 3]
+
+    def of_consumers(at):
+        slot = wires.consumers[at]
+        gate = slot // 2
+        return dy[gate] * (slope[slot][:, None] + curve[gate][:, None] * rows[wires.partners[at]])
+
+    dx = _sum_over_consumers(of_consumers, wires)
     return dc.astype(coefficients.dtype), None, _features_last(dx.astype(x.dtype), x.shape[:-1])
 
 
-def _gather(gradients, wires, role):
-    """The sums of `gradients (gates, examples)` over each input's consumers in one role: `(inputs, examples)`."""
-    consumers, first, end = wires.consumers[role], wires.offsets[role, :-1], wires.offsets[role, 1:]
+def _sum_over_consumers(terms, wires):
+    """The sums of `terms(positions among the consumers) -> (positions, examples)` over each input's own."""
+    first, end, all_of_them = wires.offsets[:-1], wires.offsets[1:], np.arange(2 * wires.gates)
     if wires.most_consumers > _MOST_TURNS or wires.most_consumers * wires.inputs > 4 * wires.gates + wires.inputs:
         # A few inputs have most of the consumers.
-        of_gate = (wires.a, wires.b)[role]
-        return jax.ops.segment_sum(gradients[consumers], of_gate[consumers], wires.inputs, indices_are_sorted=True)
-    dx = jnp.zeros((wires.inputs, gradients.shape[1]), gradients.dtype)
-    for turn in range(wires.most_consumers):
-        at = first + turn
-        consumer = consumers[jnp.minimum(at, wires.gates - 1)]
-        dx += jnp.where((at < end)[:, None], gradients[consumer], 0)
-    return dx
+        of_input = jnp.searchsorted(end, all_of_them, side="right")
+        return jax.ops.segment_sum(terms(all_of_them), of_input, wires.inputs, indices_are_sorted=True)
+    turns = [jnp.minimum(first + turn, all_of_them[-1]) for turn in range(wires.most_consumers)]
+    return sum(jnp.where((first + turn < end)[:, None], terms(at), 0) for turn, at in enumerate(turns))
 
 
 _MOST_TURNS = 32
