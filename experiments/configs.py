@@ -46,7 +46,7 @@ RECIPES: dict[DatasetName, Recipe] = {
 }
 
 LOGIC_RECIPES: dict[DatasetName, Recipe] = {
-    "digits": Recipe(batch_size=64, epochs=60, learning_rate=1e-2),
+    "digits": Recipe(batch_size=64, epochs=150, learning_rate=1e-1),
     "mnist": Recipe(batch_size=128, epochs=60, learning_rate=1e-2),
     "fashion_mnist": Recipe(batch_size=128, epochs=60, learning_rate=1e-2),
 }

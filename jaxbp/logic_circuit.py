@@ -94,10 +94,14 @@ class Circuit:
         host = []
         for i, (gates, wires) in enumerate(layers):
             gates = np.asarray(gates)
-            if gates.shape != (wires.gates,) or gates.size and not 0 <= gates.min() <= gates.max() < GATES:
-                raise ValueError(f"Circuit: layer {i} has gates of shape {gates.shape}, {gates}; wants {wires.gates} from 0 to 15")
+            if gates.shape != (wires.gates,) or (gates.size and not 0 <= gates.min() <= gates.max() < GATES):
+                came = f" from {gates.min()} to {gates.max()}" if gates.size else ""
+                raise ValueError(
+                    f"Circuit: layer {i} has gates of shape {gates.shape}{came}; wants {wires.gates} from 0 to {GATES - 1}"
+                )
             if host and wires.inputs != host[-1][1].gates:
-                raise ValueError(f"Circuit: layer {i} reads {wires.inputs} inputs; wants {host[-1][1].gates}, the gates before")
+                before = host[-1][1].gates
+                raise ValueError(f"Circuit: layer {i} reads {wires.inputs} inputs; wants {before}, the gates before")
             host.append((gates.astype(np.uint8), wires))
         if not host:
             raise ValueError("Circuit: there are no layers; wants at least one")

@@ -14,8 +14,8 @@ from. What touches the batch, forward and backward, is one pair on the coefficie
 coefficients, and gradients of coefficients those of parameters, is another, of a few numbers a gate.
 """
 
+import functools
 import math
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
@@ -114,8 +114,9 @@ def _features_last(x, shape):
     return x.T.reshape(*shape, x.shape[0])
 
 
+@functools.partial(jax.jit, inline=True)
 def _as_rows(x):
-    return with_layout_constraint(x, Layout(major_to_minor=(0, 1)))
+    return lax.optimization_barrier(with_layout_constraint(x, Layout(major_to_minor=(0, 1))))
 
 
 def _by_gate(coefficients):
