@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["a", "b", "consumers", "partners", "offsets"],
+    data_fields=["a", "b", "consumers", "partners", "offsets", "trail", "trail_inputs"],
     meta_fields=["inputs", "most_consumers"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +41,9 @@ class Wires:
     b: Int[Array, " gates"]
     consumers: Int[Array, " 2*gates"]
     partners: Int[Array, " 2*gates"]
-    offsets: Int[Array, " inputs+1"]
+    offsets: Int[Array, " 2*inputs+1"]
+    trail: Int[Array, "3 gates"]
+    trail_inputs: Int[Array, " inputs"]
     inputs: int
     most_consumers: int
 
@@ -67,13 +69,23 @@ class Wires:
         if a.shape != b.shape:
             raise ValueError(f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one of each a gate")
         reads = np.stack([a, b], axis=1).ravel()  # what slot 2 g + role reads
-        consumers = np.argsort(reads, kind="stable")
-        counts = np.bincount(reads, minlength=inputs)
+        # Sorted by input and role.
+        consumers = np.lexsort([np.arange(reads.size) // 2, np.arange(reads.size) % 2, reads])
+        counts = np.bincount(2 * reads + np.arange(reads.size) % 2, minlength=2 * inputs)
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        arrays = dict(a=a, b=b, consumers=consumers, partners=reads[consumers ^ 1], offsets=offsets)
+        trail, visits = _trails(reads, consumers, offsets[::2])
+        arrays = dict(
+            a=a,
+            b=b,
+            consumers=consumers,
+            partners=reads[consumers ^ 1],
+            offsets=offsets,
+            trail=np.stack([trail, a[trail], b[trail]]),
+            trail_inputs=visits,
+        )
         with jax.ensure_compile_time_eval():  # made within jit, they are still the same arrays outside
             arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
-        return cls(**arrays, inputs=inputs, most_consumers=int(counts.max(initial=0)))
+        return cls(**arrays, inputs=inputs, most_consumers=int(np.diff(offsets[::2]).max(initial=0)))
 
     @classmethod
     def random(cls, inputs: int, gates: int, seed: int) -> "Wires":
@@ -132,6 +144,34 @@ class Wires:
         if seed is not None:
             neighbours = np.random.default_rng(seed).permutation(neighbours)
         return cls.from_pairs(neighbours, np.full(8, 4), 9)
+
+
+def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The gates in an order in which neighbours mostly share an input, and so the inputs, which mostly share a gate.
+
+    Gates are the edges of a graph of inputs: each walk goes on by any gate not yet taken until there is none.
+    """
+    reads, consumers, at, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
+    taken, seen = [False] * (len(reads) // 2), [False] * len(at)
+    gates, inputs = [], []
+    for start in range(len(at)):
+        here = start
+        while True:
+            if not seen[here]:
+                seen[here] = True
+                inputs.append(here)
+            while at[here] < end[here] and taken[consumers[at[here]] // 2]:
+                at[here] += 1
+            if at[here] == end[here]:
+                if here == start:
+                    break
+                here = start
+                continue
+            slot = consumers[at[here]]
+            taken[slot // 2] = True
+            gates.append(slot // 2)
+            here = reads[slot ^ 1]
+    return np.array(gates, np.int64), np.array(inputs, np.int64)
 
 
 def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:

@@ -132,7 +132,8 @@ def _forward_formula(coefficients, wires, x):
 
 
 def _forward_kernel(coefficients, wires, x):
-    y = kernels.forward(coefficients, wires.a, wires.b, _examples_last(x))
+    order, a, b = wires.trail
+    y = kernels.forward(coefficients, a, b, order, _examples_last(x))
     return batch_first(y, math.prod(x.shape[:-1])).reshape(*x.shape[:-1], wires.gates)
 
 
@@ -154,7 +155,7 @@ def _gradients_formula(dy, coefficients, wires, x):
 
 def _sum_over_consumers(terms, wires):
     """The sums of `terms(positions among the consumers) -> (positions, examples)` over each input's own."""
-    first, end, all_of_them = wires.offsets[:-1], wires.offsets[1:], np.arange(2 * wires.gates)
+    first, end, all_of_them = wires.offsets[:-1:2], wires.offsets[2::2], np.arange(2 * wires.gates)
     if wires.most_consumers > _MOST_TURNS or wires.most_consumers * wires.inputs > 4 * wires.gates + wires.inputs:
         # A few inputs have most of the consumers.
         of_input = jnp.searchsorted(end, all_of_them, side="right")
@@ -167,7 +168,7 @@ _MOST_TURNS = 32
 
 
 def _gradients_kernel(dy, coefficients, wires, x):
-    lists = wires.consumers, wires.partners, wires.offsets
+    lists = wires.consumers, wires.partners, wires.offsets, wires.trail_inputs
     dx, dc = kernels.gradients(_examples_last(dy), coefficients, *lists, _examples_last(x))
     dx = batch_first(dx, math.prod(x.shape[:-1])).reshape(x.shape)
     return dc.astype(coefficients.dtype), None, dx

@@ -235,8 +235,8 @@ def test_logits_may_be_wider_than_what_flows_through_the_gates(implementation):
     assert_close(dlogits, reference[1], "float32")
 
 
-def transposes(layers, batch, implementation):
-    """How many there are in the compiled gradient of a stack of layers."""
+def changes_of_layout(layers, batch, implementation):
+    """How many there are, of whole arrays, in the compiled gradient of a stack of layers."""
     wires = Wires.random(256, 256, seed=0)
 
     def loss(logits, x):
@@ -244,16 +244,17 @@ def transposes(layers, batch, implementation):
             x = jaxbp.gate_layer(one, wires, x, implementation=implementation)
         return jnp.sum(x**2)
 
-    arrays = normal((layers, 256, 16), (batch, 256))
-    program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(list(arrays[0]), arrays[1]).compile().as_text()
-    large = batch * 256
-    shapes = re.findall(r"= \w+\[([\d,]+)\]\S* transpose\(", program)
-    return sum(np.prod([int(size) for size in shape.split(",")]) >= large for shape in shapes)
+    logits, x = normal((layers, 256, 16), (batch, 256))
+    program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(list(logits), x).compile().as_text()
+    # The interpreter copies what its loops change.
+    kinds = "transpose" if implementation == "pallas" else "(?:transpose|copy)"
+    shapes = re.findall(rf"= \w+\[([\d,]+)\]\S* {kinds}\(", program)
+    return sum(np.prod([int(size) for size in shape.split(",")]) >= x.size for shape in shapes)
 
 
 @ours
-def test_stacked_layers_have_no_transposes_between_them(implementation):
-    assert transposes(3, 128, implementation) == transposes(1, 128, implementation) <= 3
+def test_stacked_layers_change_the_layout_at_their_ends_alone(implementation):
+    assert changes_of_layout(3, 128, implementation) == changes_of_layout(1, 128, implementation) <= 4
 
 
 # ---------------------------------------------------------------------------------------------- hardening and starting
