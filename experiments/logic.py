@@ -26,7 +26,8 @@ from jaxbp.nn import LogicNetwork
 if TYPE_CHECKING:
     from experiments.configs import LogicConfig
 
-NAMES = "False,a∧b,a∧¬b,a,¬a∧b,b,a⊕b,a∨b,¬(a∨b),¬(a⊕b),¬b,a∨¬b,¬a,¬a∨b,¬(a∧b),True".split(",")
+NAMES = ["False", "a∧b", "a∧¬b", "a", "¬a∧b", "b", "a⊕b", "a∨b"]
+NAMES += ["¬(a∨b)", "¬(a⊕b)", "¬b", "a∨¬b", "¬a", "¬a∨b", "¬(a∧b)", "True"]
 TIMED_SAMPLES, TIMED_SECONDS = 8192, 1.0
 
 

@@ -97,7 +97,7 @@ class Circuit:
             if gates.shape != (wires.gates,) or (gates.size and not 0 <= gates.min() <= gates.max() < GATES):
                 came = f" from {gates.min()} to {gates.max()}" if gates.size else ""
                 raise ValueError(
-                    f"Circuit: layer {i} has gates of shape {gates.shape}{came}; wants {wires.gates} from 0 to {GATES - 1}"
+                    f"Circuit: layer {i} has gates of shape {gates.shape}{came}; wants {wires.gates} from 0 to 15"
                 )
             if host and wires.inputs != host[-1][1].gates:
                 before = host[-1][1].gates

@@ -23,8 +23,9 @@ class Wires:
 
     The wires are listed once more by the input that they read, which makes the gradient of an input a sum over its own
     consumers: 2 g where gate g reads it as its a, 2 g + 1 where as its b. Those of input i are
-    `consumers[offsets[i] : offsets[i + 1]]`, in ascending order. The list is made on the host, once, as are the wires,
-    by the constructors `from_pairs`, `random`, `unique` and `moore`; the dataclass's own takes whatever it is given.
+    `consumers[offsets[2 i] : offsets[2 i + 2]]`, first the even ones, up to `offsets[2 i + 1]`. The list is made on the
+    host, once, as are the wires, by the constructors `from_pairs`, `random`, `unique` and `moore`; the dataclass's own
+    takes whatever it is given.
 
     A pytree: an argument of jitted functions, or a constant in them.
 
@@ -32,7 +33,10 @@ class Wires:
       a, b: int32 in [0, inputs).
       consumers: of all inputs, one after the other.
       partners: of each of these, the other input of its gate.
-      offsets: where an input's consumers begin, and after the last input's where they end.
+      offsets: where an input's consumers in either role begin, and where the last ones end.
+      trail: the gates in an order in which neighbours mostly share an input, and their a and b in that order. Kernels
+        follow it: what they read is then still in the cache.
+      trail_inputs: the inputs as the trail comes to them, so that neighbours mostly share a gate.
       inputs: how many inputs there are, whether or not a gate reads them.
       most_consumers: of any input.
     """
@@ -117,7 +121,9 @@ class Wires:
                 f"to read all {inputs}"
             )
         if gates > (pairs := inputs * (inputs - 1) // 2):
-            raise ValueError(f"Wires.unique: {inputs} inputs have {pairs} pairs; wants at most so many gates, not {gates}")
+            raise ValueError(
+                f"Wires.unique: {inputs} inputs have {pairs} pairs; wants at most so many gates, not {gates}"
+            )
         random = np.random.default_rng(seed)
         a, b = _every_input_once(inputs, random)
         # Where many pairs are taken, drawing them blindly would seldom find a new one.
@@ -147,31 +153,32 @@ class Wires:
 
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The gates in an order in which neighbours mostly share an input, and so the inputs, which mostly share a gate.
+    """The gates in an order in which neighbours mostly share an input, and the inputs, which mostly share a gate.
 
-    Gates are the edges of a graph of inputs: each walk goes on by any gate not yet taken until there is none.
+    Gates are the edges of a graph of inputs. A walk goes on by any gate not yet taken; where there is none, the next
+    one begins at its start again, or at the next input that still has one.
     """
     reads, consumers, at, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
-    taken, seen = [False] * (len(reads) // 2), [False] * len(at)
-    gates, inputs = [], []
-    for start in range(len(at)):
-        here = start
+    taken, gates, inputs = set(), [], {}
+
+    def walk(here):
+        """Takes gates from here on, as far as it goes. Returns whether there was one."""
+        begun = len(gates)
         while True:
-            if not seen[here]:
-                seen[here] = True
-                inputs.append(here)
-            while at[here] < end[here] and taken[consumers[at[here]] // 2]:
+            inputs.setdefault(here)
+            while at[here] < end[here] and consumers[at[here]] // 2 in taken:
                 at[here] += 1
             if at[here] == end[here]:
-                if here == start:
-                    break
-                here = start
-                continue
+                return len(gates) > begun
             slot = consumers[at[here]]
-            taken[slot // 2] = True
+            taken.add(slot // 2)
             gates.append(slot // 2)
             here = reads[slot ^ 1]
-    return np.array(gates, np.int64), np.array(inputs, np.int64)
+
+    for start in range(len(at)):
+        while walk(start):
+            pass
+    return np.array(gates, np.int64), np.array(list(inputs), np.int64)
 
 
 def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
@@ -201,6 +208,7 @@ def _check_indices(name: str, wires: Any, inputs: int) -> np.ndarray:
         raise ValueError(f"Wires.from_pairs: {name} has shape {wires.shape}; wants (gates,)")
     if (wrong := np.flatnonzero((wires < 0) | (wires >= inputs))).size:
         raise ValueError(
-            f"Wires.from_pairs: {name}[{wrong[0]}] is {wires[wrong[0]]}; wants at least 0 and below {inputs}, the inputs"
+            f"Wires.from_pairs: {name}[{wrong[0]}] is {wires[wrong[0]]}; "
+            f"wants at least 0 and below {inputs}, the inputs"
         )
     return wires.astype(np.int64)

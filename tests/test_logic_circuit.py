@@ -76,14 +76,14 @@ def test_compiled_c_gives_the_same_words(tmp_path):
     assert np.array_equal(compiled(CIRCUIT, shutil.which("cc"), tmp_path)(words), CIRCUIT.evaluate(words))
 
 
-# --------------------------------------------------------------------------------------------------------------- Verilog
+# -------------------------------------------------------------------------------------------------------------- Verilog
 
 
 def simulate(source, x):
     """The outputs of a module of one-bit assignments, of samples `(inputs, samples)` of 0 and 1.
 
-    Reads what `to_verilog` may write and nothing else: declared vectors, an assignment to each bit or to a whole vector,
-    and the operators ~ & ^ |, which bind in Verilog as they do in Python, on values of one bit.
+    Reads what `to_verilog` may write and nothing else: declared vectors, an assignment to each bit or to a whole
+    vector, and the operators ~ & ^ |, which bind in Verilog as they do in Python, on values of one bit.
     """
     lines = [line.strip() for line in source.splitlines()]
     assert re.fullmatch(r"module \w+ \(", lines[0]) and lines[-1] == "endmodule"
@@ -142,12 +142,13 @@ def test_verilog_in_icarus_gives_the_same_bits(tmp_path, expected):
 @pytest.mark.parametrize("gate", range(16))
 def test_each_expression_is_its_gate(gate):
     for row, (a, b) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
-        assert eval(EXPRESSIONS[gate].format(a="a", b="b", zero="0", one="1"), {}, {"a": a, "b": b}) & 1 == (
-            TRUTH_TABLES[gate, row]
+        assert (
+            eval(EXPRESSIONS[gate].format(a="a", b="b", zero="0", one="1"), {}, {"a": a, "b": b}) & 1
+            == (TRUTH_TABLES[gate, row])
         )
 
 
-# ------------------------------------------------------------------------------------------------------------- bad input
+# ------------------------------------------------------------------------------------------------------------ bad input
 
 REFUSED = {
     "no layers": (lambda: Circuit.of([]), "Circuit: there are no layers; wants at least one"),

@@ -14,7 +14,7 @@ def pairs(wires):
 
 
 def consumers_of(wires, i):
-    first, end = wires.offsets[i], wires.offsets[i + 1]
+    first, end = wires.offsets[2 * i], wires.offsets[2 * i + 2]
     return np.asarray(wires.consumers[first:end]).tolist(), np.asarray(wires.partners[first:end]).tolist()
 
 
@@ -31,11 +31,23 @@ def consumers_of(wires, i):
 def test_the_consumers_of_an_input_are_the_gates_that_read_it(wires):
     for i in range(wires.inputs):
         expected = [
-            (2 * g + role, pair[1 - role]) for g, pair in enumerate(pairs(wires)) for role in (0, 1) if pair[role] == i
+            (2 * g + role, pair[1 - role]) for role in (0, 1) for g, pair in enumerate(pairs(wires)) if pair[role] == i
         ]
         assert list(zip(*consumers_of(wires, i), strict=True)) == expected
+        assert wires.offsets[2 * i + 1] - wires.offsets[2 * i] == sum(slot % 2 == 0 for slot, _ in expected)
     assert wires.most_consumers == max(len(consumers_of(wires, i)[0]) for i in range(wires.inputs))
     assert wires.gates == len(pairs(wires))
+
+
+@pytest.mark.parametrize("make", [Wires.random, Wires.unique])
+def test_the_trail_goes_over_every_gate_once_and_neighbours_share_an_input(make):
+    wires = make(50, 100, seed=0)
+    gates, a, b = np.asarray(wires.trail)
+    assert sorted(gates.tolist()) == list(range(100))
+    assert list(zip(a, b, strict=True)) == [pairs(wires)[g] for g in gates]
+    shared = [bool({a[k], b[k]} & {a[k + 1], b[k + 1]}) for k in range(99)]
+    assert np.mean(shared) > 0.9
+    assert sorted(wires.trail_inputs.tolist()) == list(range(50))
 
 
 def test_random_wires_read_every_input_equally_often():
@@ -120,7 +132,11 @@ REFUSED = {
         ValueError,
         "Wires.unique: inputs is 1; wants an int of at least 2",
     ),
-    "no inputs": (lambda: Wires.random(0, 1, seed=0), ValueError, "Wires.random: inputs is 0; wants an int of at least 1"),
+    "no inputs": (
+        lambda: Wires.random(0, 1, seed=0),
+        ValueError,
+        "Wires.random: inputs is 0; wants an int of at least 1",
+    ),
     "half a gate": (
         lambda: Wires.random(4, 1.5, seed=0),
         ValueError,

@@ -119,7 +119,7 @@ class LogicNetwork(nnx.Module):
         """The classes' scores; with `hard`, those of the hardened network, which wants bits."""
         for layer in self.layers:
             x = layer(x, hard=hard)
-        return group_sum(x.astype(jnp.float32), self.classes, self.tau)
+        return group_sum(x.astype(jnp.promote_types(x.dtype, jnp.float32)), self.classes, self.tau)
 
     def harden(self) -> Circuit:
         """The hardened network's gates, without the sums."""

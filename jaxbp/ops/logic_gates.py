@@ -132,8 +132,7 @@ def _forward_formula(coefficients, wires, x):
 
 
 def _forward_kernel(coefficients, wires, x):
-    order, a, b = wires.trail
-    y = kernels.forward(coefficients, a, b, order, _examples_last(x))
+    y = kernels.forward(coefficients, wires.trail, _examples_last(x))
     return batch_first(y, math.prod(x.shape[:-1])).reshape(*x.shape[:-1], wires.gates)
 
 
@@ -188,7 +187,7 @@ _GATES = {
 }
 
 
-# ------------------------------------------------------------------------------------------------- the layer, as a whole
+# ------------------------------------------------------------------------------------------------ the layer, as a whole
 
 
 def _relaxed(parameters, wires, x, *, parametrization):
@@ -321,7 +320,9 @@ def gate_layer_backward(
     return _GATE_LAYER_BACKWARD(dy, logits, wires, x, parametrization=parametrization, implementation=implementation)
 
 
-def harden(logits: Float[Array, "gates parameters"], parametrization: Parametrization = "softmax") -> UInt8[Array, "gates"]:
+def harden(
+    logits: Float[Array, "gates parameters"], parametrization: Parametrization = "softmax"
+) -> UInt8[Array, "gates"]:
     """Each gate's most probable function, by its number from 0 to 15; of equally probable ones the first.
 
     Where the parameters make a truth table, each of its rows is rounded: a half is a 0.

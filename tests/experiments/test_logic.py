@@ -14,14 +14,15 @@ from experiments.configs import LogicConfig
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A shorter run of the command line than the default: its output and its folder."""
+    """A smaller and shorter run of the command line than the default: its output and its folder."""
     folder = tmp_path_factory.mktemp("logic") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logic, "TIMED_SECONDS", 0.01)
         patch.setattr(logic, "TIMED_SAMPLES", 64)
         output = []
         patch.setattr("builtins.print", lambda *words, **options: output.append(" ".join(map(str, words))))
-        code = train.main(["logic", "--epochs", "40", "--run-dir", str(folder)])
+        size = ["--levels", "2", "--gates", "1000", "--layers", "3", "--epochs", "60"]
+        code = train.main(["logic", *size, "--run-dir", str(folder)])
     return code, "\n".join(output), folder
 
 
@@ -40,7 +41,7 @@ def test_the_test_accuracy_is_that_of_the_circuit_evaluated_in_words(finished):
 
 def test_the_gates_are_counted_drawn_and_timed(finished):
     _, output, folder = finished
-    assert f"8,000 gates, {folder / 'gates.png'} shows which" in output
+    assert f"3,000 gates, {folder / 'gates.png'} shows which" in output
     assert min(image.imread(folder / "gates.png").shape[:2]) > 100
     assert re.search(r"on one CPU core: [\d,]+ samples/s in NumPy", output)
 
@@ -58,7 +59,13 @@ def test_gradients_are_clipped_element_by_element_at_100():
 
 def test_sizes_and_tau_are_the_published_ones_for_mnist():
     config = LogicConfig(dataset="mnist")
-    assert (config.layers, config.gates, config.tau, config.learning_rate, config.batch_size) == (6, 8000, 10, 0.01, 128)
+    assert (config.layers, config.gates, config.tau, config.learning_rate, config.batch_size) == (
+        6,
+        8000,
+        10,
+        0.01,
+        128,
+    )
 
 
 @pytest.mark.parametrize(

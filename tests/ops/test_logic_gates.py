@@ -87,7 +87,7 @@ def of_layer(implementation, parametrization="softmax"):
     return run
 
 
-# ------------------------------------------------------------------------------------------------------ the 16 functions
+# ----------------------------------------------------------------------------------------------------- the 16 functions
 
 
 @every_implementation
@@ -118,7 +118,7 @@ def test_the_gradient_in_the_logits_is_that_of_the_formula(implementation):
     assert_close(of_layer(implementation)(dy, logits, SHARED, x)[:2], (y, dlogits), "float32")
 
 
-# -------------------------------------------------------------------------------------------------------- against float64
+# ------------------------------------------------------------------------------------------------------ against float64
 
 
 @ours
@@ -191,9 +191,11 @@ def test_a_batch_equals_its_examples_one_by_one(implementation):
     run = of_layer(implementation)
     y, dlogits, dx = run(dy, logits, SHARED, x)
     each = [run(dy[i : i + 1], logits, SHARED, x[i : i + 1]) for i in (0, 1, 128, 129)]
-    assert_close([y[jnp.array([0, 1, 128, 129])], dx[jnp.array([0, 1, 128, 129])]], [
-        jnp.concatenate([one[k] for one in each]) for k in (0, 2)
-    ], "float32")
+    assert_close(
+        [y[jnp.array([0, 1, 128, 129])], dx[jnp.array([0, 1, 128, 129])]],
+        [jnp.concatenate([one[k] for one in each]) for k in (0, 2)],
+        "float32",
+    )
     halves = [run(dy[part], logits, SHARED, x[part]) for part in (slice(0, 65), slice(65, 130))]
     assert_close(dlogits, halves[0][1] + halves[1][1], "float32")
 
@@ -295,7 +297,7 @@ def test_group_sum_adds_up_neighbours():
     assert jaxbp.group_sum(x, 3, tau=2.0).tolist() == [[0.5, 2.5, 4.5], [6.5, 8.5, 10.5]]
 
 
-# ------------------------------------------------------------------------------------------------------------- bad input
+# ------------------------------------------------------------------------------------------------------------ bad input
 
 
 def zeros(*shape, dtype="float32"):
