@@ -66,12 +66,14 @@ class Wires:
 
         Raises:
           TypeError: a or b is not of integers.
-          ValueError: a and b are not vectors of one length, or not all in [0, inputs).
+          ValueError: a and b are empty or not vectors of one length, or not all in [0, inputs).
         """
         _check_count("from_pairs", "inputs", inputs)
         a, b = (_check_indices(name, wires, inputs) for name, wires in (("a", a), ("b", b)))
         if a.shape != b.shape:
             raise ValueError(f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one of each a gate")
+        if a.size == 0:
+            raise ValueError("Wires.from_pairs: there are no gates; wants at least one")
         reads = np.stack([a, b], axis=1).ravel()  # what slot 2 g + role reads
         # Sorted by input and role.
         consumers = np.lexsort([np.arange(reads.size) // 2, np.arange(reads.size) % 2, reads])
@@ -89,17 +91,17 @@ class Wires:
         )
         with jax.ensure_compile_time_eval():  # made within jit, they are still the same arrays outside
             arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
-        return cls(**arrays, inputs=inputs, most_consumers=int(np.diff(offsets[::2]).max(initial=0)))
+        return cls(**arrays, inputs=inputs, most_consumers=int(np.diff(offsets[::2]).max()))
 
     @classmethod
     def random(cls, inputs: int, gates: int, seed: int) -> "Wires":
         """Random wires: every input is read as often as any other, give or take one. A gate may read one input twice.
 
         Raises:
-          ValueError: no inputs.
+          ValueError: no inputs or no gates.
         """
         _check_count("random", "inputs", inputs)
-        _check_count("random", "gates", gates, at_least=0)
+        _check_count("random", "gates", gates)
         random = np.random.default_rng(seed)
         a, b = random.permutation(inputs)[random.permutation(2 * gates) % inputs].reshape(2, gates)
         return cls.from_pairs(a, b, inputs)

@@ -24,9 +24,8 @@ def consumers_of(wires, i):
         Wires.from_pairs([2, 0, 0, 2], [0, 0, 4, 2], 5),  # shared, unused, and read twice by one gate
         Wires.random(7, 11, seed=0),
         Wires.unique(7, 11, seed=0),
-        Wires.from_pairs(np.zeros(0, int), np.zeros(0, int), 3),
     ],
-    ids=["listed", "random", "unique", "no gates"],
+    ids=["listed", "random", "unique"],
 )
 def test_the_consumers_of_an_input_are_the_gates_that_read_it(wires):
     for i in range(wires.inputs):
@@ -107,6 +106,11 @@ REFUSED = {
         ValueError,
         "Wires.from_pairs: a has 2 wires and b has 1; wants one of each a gate",
     ),
+    "no gates": (
+        lambda: Wires.from_pairs(np.zeros(0, int), np.zeros(0, int), 5),
+        ValueError,
+        "Wires.from_pairs: there are no gates; wants at least one",
+    ),
     "a matrix": (
         lambda: Wires.from_pairs([[0]], [1], 5),
         ValueError,
@@ -140,7 +144,7 @@ REFUSED = {
     "half a gate": (
         lambda: Wires.random(4, 1.5, seed=0),
         ValueError,
-        "Wires.random: gates is 1.5; wants an int of at least 0",
+        "Wires.random: gates is 1.5; wants an int of at least 1",
     ),
 }
 
