@@ -103,7 +103,7 @@ def gradients(
             own = rows(x_ref, i)
 
             def add_consumer(e, dx, role):
-                g = lax.shift_right_logical(consumers_ref[e], 1)
+                g = consumers_ref[e] >> 1
                 dy, other = rows(dy_ref, g), rows(x_ref, partners_ref[e])
                 if role == 0:
                     terms = [(d, d * a, d * b, d * a * b) for d, a, b in zip(dy, own, other, strict=True)]

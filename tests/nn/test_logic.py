@@ -1,5 +1,8 @@
 """Networks of logic gates: what they compute, that they harden to what they compute, and that they learn."""
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +18,14 @@ from jaxbp.ops.logic_gates import PARAMETERS
 
 def bits(shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).random(shape) < 0.5, jnp.float32)
+
+
+def test_the_example_of_the_page_on_logic_gates_runs():
+    page = (Path(__file__).parents[2] / "docs" / "logic_gates.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    names = {}
+    exec(compile(code, "logic_gates.md", "exec"), names)
+    assert names["dlogits"].shape == (12, 16) and names["bits"].shape == (5, 12)
 
 
 def test_a_thermometer_has_a_bit_a_threshold():
