@@ -1,11 +1,12 @@
-"""Times every op of the library and LeNet's training step in each implementation, side by side in one run.
+"""Times every op of the library, and training steps of LeNet and of logic networks, side by side in one run.
 
     python -m experiments.bench                                        # everything
     python -m experiments.bench conv2d max_pool2d --json results.json  # some ops, each with its backwards
     python -m experiments.bench lenet --batch 128 8192 --precision highest
     python -m experiments.bench all --peers --json results.json        # and PyTorch on the same arrays
 
-A backward is timed by itself, a forward together with its gradient (`fwd+bwd`), LeNet as forward, backward and SGD.
+A backward is timed by itself, a forward together with its gradient (`fwd+bwd`), LeNet as forward, backward and SGD,
+logic networks, on the bits of an image, as forward, backward and Adam.
 
 - Time is device time: calls follow each other inside one compiled program, each with arrays of its own that together
   do not fit into the GPU's cache (at small batches they may: there are at most 32 calls), while further programs are
@@ -47,7 +48,7 @@ import jaxbp
 from experiments.atomic import write_atomically
 from experiments.bench_report import picture, print_table
 from experiments.errors import UserError
-from jaxbp.nn import LeNet
+from jaxbp.nn import LeNet, LogicNetwork
 from jaxbp.ops.catalogue import CATALOGUE, Entry
 from jaxbp.verify.timing import compile_program, device_seconds
 
@@ -65,10 +66,11 @@ class BenchConfig:
     """What to time."""
 
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
-    """`lenet`, names of ops, or `all`. A forward's name stands for its backwards as well."""
+    """`lenet`, `logic` (6 x 8000 gates), `logic-large` (6 x 64000), names of ops, or `all`. A forward's name stands for
+    its backwards as well."""
     batch: tuple[int, ...] = ()
-    """Batch sizes. By default 16384 for ops, or what their place says, and 128, 1024, 8192, 65536 for LeNet; without a
-    GPU 256, and 128."""
+    """Batch sizes. By default 16384 for ops, or what their place says, 128, 1024, 8192, 65536 for LeNet and 128, 1024
+    for logic networks; without a GPU 256 for ops, else 128."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the arrays; LeNet's parameters are float32."""
     precision: Literal["default", "highest"] = "default"
@@ -150,6 +152,7 @@ def check(config: BenchConfig) -> None:
 def selected(cases: Sequence[str]) -> list[Work]:
     """The work that the cases name, in the table's order."""
     works = [lenet_work(), *(op_work(entry, place) for entry in CATALOGUE for place in entry.real)]
+    works += [logic_work("logic", 8000, (128,)), logic_work("logic-large", 64000, ())]
     ops = dict.fromkeys(work.op for work in works)
     if unknown := [case for case in cases if case not in ops and case != "all"]:
         raise UserError(f"unknown case {', '.join(unknown)}: wanted all or some of {', '.join(ops)}")
@@ -281,9 +284,39 @@ def _lenet(implementation: str | None, dtype: str) -> LeNet:
     return LeNet(implementation=implementation, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
 
 
-def training(function: Callable, calls: int) -> Callable:
-    """A program of training steps (forward, backward, SGD)."""
-    optimiser = optax.sgd(0.01)
+def logic_work(name: str, gates: int, batches_elsewhere: tuple[int, ...]) -> Work:
+    """The same of a logic network of six layers, as published for MNIST."""
+
+    @functools.cache
+    def parts(implementation, dtype):
+        with jax.ensure_compile_time_eval():
+            options = dict(tau=math.sqrt(gates / 80), initialization="normal", rngs=nnx.Rngs(0))
+            network = LogicNetwork(784, [gates] * 6, 10, implementation=implementation, dtype=dtype, **options)
+            return nnx.split(network, nnx.Param, ...)
+
+    def function(implementation, dtype):
+        graph, _, wires = parts(implementation, dtype)
+
+        def loss(logits, bits, labels):
+            scores = nnx.merge(graph, logits, wires)(bits).astype(jnp.promote_types(bits.dtype, jnp.float32))
+            return jaxbp.softmax_cross_entropy(scores, labels, implementation=implementation).mean()
+
+        return jax.value_and_grad(loss)
+
+    def draw(seed, batch, dtype):
+        bits_key, label_key = jax.random.split(jax.random.key(seed))
+        bits = jax.random.bernoulli(bits_key, 0.5, (batch, 784)).astype(dtype)
+        return parts(None, dtype)[1], bits, jax.random.randint(label_key, (batch,), 0, 10)
+
+    place = f"6x{gates}"
+    chain = functools.partial(training, optimiser=optax.adam(0.01))
+    title = f"logic training step {place}"
+    return Work(name, place, title, {}, ((128, 1024), batches_elsewhere), function, draw, chain, steps=10)
+
+
+def training(function: Callable, calls: int, optimiser: optax.GradientTransformation | None = None) -> Callable:
+    """A program of training steps (forward, backward, update), by default with SGD."""
+    optimiser = optimiser or optax.sgd(0.01)
 
     def program(sets):
         ((state, images, labels),) = sets

@@ -17,10 +17,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import jaxbp
-from experiments import datasets
+from experiments import datasets, logic
 from experiments.datasets import Dataset, DatasetName
 from experiments.errors import UserError
-from jaxbp.nn import LeNet, Mixer
+from jaxbp.nn import LeNet, LogicNetwork, Mixer, thermometer
+from jaxbp.ops.logic_gates import Parametrization
 
 Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
 """`loss(model, inputs, targets) -> (loss of each example, predictions)`; the predictions compare with the targets."""
@@ -43,6 +44,12 @@ RECIPES: dict[DatasetName, Recipe] = {
     "fashion_mnist": Recipe(batch_size=64, epochs=12, learning_rate=3e-3),
 }
 
+LOGIC_RECIPES: dict[DatasetName, Recipe] = {
+    "digits": Recipe(batch_size=64, epochs=150, learning_rate=1e-1),
+    "mnist": Recipe(batch_size=128, epochs=60, learning_rate=1e-2),
+    "fashion_mnist": Recipe(batch_size=128, epochs=60, learning_rate=1e-2),
+}
+
 # Where the run lies and where the data came from change nothing about what it computes.
 FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data_dir"})
 
@@ -56,6 +63,8 @@ class TrainingConfig:
     """
 
     name: ClassVar[str]
+    gradient_clip: ClassVar[float | None] = None
+    """Bound on the absolute value of every element of the gradients."""
 
     seed: int = 0
     """Seed of the initial parameters and of the order of the examples."""
@@ -103,6 +112,14 @@ class TrainingConfig:
     def load(self) -> Dataset:
         """The data to train and test on."""
         raise NotImplementedError
+
+    def evaluation(self, loss: Loss) -> Loss:
+        """What is computed on the test set, given the training's loss."""
+        return loss
+
+    def report(self, model: nnx.Module, dataset: Dataset) -> str:
+        """What else there is to say of the trained model; it may add files to `run_dir`."""
+        return ""
 
     def _check(self, field: str, is_valid: bool, wanted: str) -> None:
         if not is_valid:
@@ -188,11 +205,98 @@ class MixerConfig(ImageConfig):
         return model, functools.partial(classification_loss, implementation=self.implementation)
 
 
-EXPERIMENTS: dict[str, type[TrainingConfig]] = {config.name: config for config in (LeNetConfig, MixerConfig)}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogicConfig(ImageConfig):
+    """A network of differentiable logic gates on the bits of thresholded images.
+
+    The test accuracy is that of the hardened network. The published networks for MNIST have 6 layers of 8000 gates,
+    and of 64000.
+    """
+
+    name: ClassVar[str] = "logic"
+    gradient_clip: ClassVar[float | None] = 100.0
+
+    layers: int | None = None
+    """Of gates. None: 4 for digits, else 6."""
+    gates: int | None = None
+    """Of a layer, a multiple of 10. None: 2000 for digits, else 8000."""
+    tau: float | None = None
+    """What the sums of a class's outputs are divided by. None: sqrt(gates / 80), which is 10 for 8000."""
+    levels: int = 3
+    """Bits of a pixel: whether it is above 1 / (levels + 1), 2 / (levels + 1), ..."""
+    wiring: Literal["unique", "random"] = "unique"
+    """Which inputs the gates read: no pair twice, or any."""
+    initialization: Literal["residual", "normal"] = "residual"
+    """Whether gates pass on an input at first, or are random mixtures."""
+    parametrization: Parametrization = "softmax"
+    """What a gate's parameters are: see jaxbp.gate_layer."""
+
+    def __post_init__(self):
+        digits = self.dataset == "digits"
+        defaults = {"layers": 4 if digits else 6, "gates": 2000 if digits else 8000}
+        for field, value in defaults.items():
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, value)
+        self._check("layers", _is_int(self.layers) and self.layers >= 1, "a whole number of at least 1")
+        is_multiple = _is_int(self.gates) and self.gates >= 10 and self.gates % datasets.CLASSES == 0
+        self._check("gates", is_multiple, "a positive multiple of 10")
+        if self.tau is None:
+            object.__setattr__(self, "tau", math.sqrt(self.gates / 80))
+        is_number = isinstance(self.tau, int | float) and math.isfinite(self.tau) and self.tau > 0
+        self._check("tau", is_number, "a finite number above 0")
+        self._check("levels", _is_int(self.levels) and self.levels >= 1, "a whole number of at least 1")
+        self._check_choice("wiring", ("unique", "random"))
+        self._check_choice("initialization", ("residual", "normal"))
+        self._check_choice("parametrization", get_args(Parametrization))
+        super().__post_init__()
+        inputs = self.levels * math.prod(datasets.IMAGE_SHAPE)
+        fits = self.wiring == "random" or inputs <= 2 * self.gates
+        self._check("gates", fits, f"at least half of the {inputs} bits of an image, or wiring random")
+
+    def recipe(self) -> Recipe:
+        return LOGIC_RECIPES[self.dataset]
+
+    def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
+        model = LogicNetwork(
+            self.levels * math.prod(datasets.IMAGE_SHAPE),
+            [self.gates] * self.layers,
+            datasets.CLASSES,
+            tau=self.tau,
+            wiring=getattr(jaxbp.Wires, self.wiring),
+            seed=self.seed,
+            initialization=self.initialization,
+            parametrization=self.parametrization,
+            implementation=self.implementation,
+            dtype=jnp.dtype(self.dtype),
+            rngs=nnx.Rngs(key),
+        )
+        return model, functools.partial(self._loss, hard=False)
+
+    def evaluation(self, loss: Loss) -> Loss:
+        return functools.partial(self._loss, hard=True)
+
+    def report(self, model: LogicNetwork, dataset: Dataset) -> str:
+        return logic.report(self, model, dataset)
+
+    def bits(self, images: Float[Array, "batch 1 height width"]) -> Float[Array, "batch bits"]:
+        """What the network reads of images."""
+        thresholds = jnp.arange(1, self.levels + 1) / (self.levels + 1)
+        return thermometer(jaxbp.flatten(images), thresholds)
+
+    def _loss(self, model, images, labels, *, hard):
+        scores = functools.partial(model, hard=hard)
+        return classification_loss(
+            lambda images: scores(self.bits(images)), images, labels, implementation=self.implementation
+        )
+
+
+EXPERIMENTS: dict[str, type[TrainingConfig]] = {
+    config.name: config for config in (LeNetConfig, MixerConfig, LogicConfig)
+}
 
 
 def classification_loss(
-    model: nnx.Module,
+    model: Callable[[Array], Array],
     images: Float[Array, "batch channels height width"],
     labels: Int[Array, " batch"],
     *,

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 import tyro
+from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -76,6 +77,9 @@ def train(config: TrainingConfig) -> Metrics:
             if last:
                 break
     print(_total(directory.metrics))
+    nnx.update(prepared.model, state.params)
+    if report := config.report(prepared.model, dataset):
+        print(report)
     return directory.metrics[-1]
 
 

@@ -63,6 +63,8 @@ class Training:
     """A run ready to go: its initial state, and its two compiled functions bound to the data on the device."""
 
     state: TrainState
+    model: nnx.Module
+    """What the state's parameters belong to."""
     train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array]]
     """`(state, epoch) -> (state, losses, accuracies)` in the buffers of `state`: see the function of that name."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
@@ -84,23 +86,26 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
         raise UserError(f"batch_size = {config.batch_size}: wanted at most {examples}, the size of the training set")
     steps_per_epoch = examples // config.batch_size
     init_key, shuffle_key = jax.random.split(jax.random.key(config.seed))
-    params, loss = split(*config.build(init_key))
-    optimizer = make_optimizer(config.learning_rate, config.epochs * steps_per_epoch)
+    model, loss = config.build(init_key)
+    params, pure_loss = split(model, loss)
+    _, evaluation = split(model, config.evaluation(loss))
+    optimizer = make_optimizer(config.learning_rate, config.epochs * steps_per_epoch, config.gradient_clip)
     state = TrainState(params, optimizer.init(params))
 
     train_data = jnp.asarray(dataset.train_images), jnp.asarray(dataset.train_labels)
     test_data = jnp.asarray(dataset.test_images), jnp.asarray(dataset.test_labels)
     started = time.perf_counter()
     compiled_epoch = _compile(
-        functools.partial(train_epoch, loss=loss, optimizer=optimizer, batch_size=config.batch_size),
+        functools.partial(train_epoch, loss=pure_loss, optimizer=optimizer, batch_size=config.batch_size),
         (state, *train_data, shuffle_key, jnp.int32(0)),
         donate_argnums=0,
     )
     compiled_evaluation = _compile(
-        functools.partial(evaluate, loss=loss, batch_size=config.batch_size), (params, *test_data)
+        functools.partial(evaluate, loss=evaluation, batch_size=config.batch_size), (params, *test_data)
     )
     return Training(
         state=state,
+        model=model,
         train_epoch=lambda state, epoch: compiled_epoch(state, *train_data, shuffle_key, jnp.int32(epoch)),
         evaluate=lambda params: compiled_evaluation(params, *test_data),
         compile_seconds=time.perf_counter() - started,
@@ -119,10 +124,14 @@ def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
     return params, lambda params, inputs, targets: loss(nnx.merge(graphdef, params, constants), inputs, targets)
 
 
-def make_optimizer(peak: float, steps: int) -> optax.GradientTransformation:
-    """Adam, its learning rate rising linearly to `peak` over the first 5% of `steps`, then a cosine's half to 0."""
+def make_optimizer(peak: float, steps: int, clip: float | None = None) -> optax.GradientTransformation:
+    """Adam, its learning rate rising linearly to `peak` over the first 5% of `steps`, then a cosine's half to 0.
+
+    With `clip`, no element of the gradients that it gets is beyond ±clip.
+    """
     warmup_steps = steps // 20
-    return optax.adam(optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, steps))
+    adam = optax.adam(optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, steps))
+    return adam if clip is None else optax.chain(optax.clip(clip), adam)
 
 
 def train_epoch(

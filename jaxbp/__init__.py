@@ -2,6 +2,7 @@
 
 from jaxbp import verify
 from jaxbp.implementations import IMPLEMENTATIONS, Fastest, Implementation, Op
+from jaxbp.logic_circuit import Circuit, bitwise_gate_layer, pack_bits, unpack_bits
 from jaxbp.ops.activations import (
     elu,
     elu_backward,
@@ -95,6 +96,14 @@ from jaxbp.ops.linear_algebra import (
     transpose,
     transpose_backward,
 )
+from jaxbp.ops.logic_gates import (
+    gate_layer,
+    gate_layer_backward,
+    group_sum,
+    hard_logits,
+    harden,
+    initial_logits,
+)
 from jaxbp.ops.losses import (
     binary_cross_entropy,
     binary_cross_entropy_backward,
@@ -133,15 +142,18 @@ from jaxbp.ops.reductions import (
 )
 from jaxbp.ops.shapes import flatten
 from jaxbp.pairing import Pair, differentiable
+from jaxbp.wires import Wires
 
 __version__ = "0.1.0"
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "Circuit",
     "Fastest",
     "Implementation",
     "Op",
     "Pair",
+    "Wires",
     "abs",
     "abs_backward",
     "add",
@@ -152,6 +164,7 @@ __all__ = [
     "batch_norm_backward",
     "binary_cross_entropy",
     "binary_cross_entropy_backward",
+    "bitwise_gate_layer",
     "clip",
     "clip_backward",
     "conv2d",
@@ -175,12 +188,18 @@ __all__ = [
     "exp",
     "exp_backward",
     "flatten",
+    "gate_layer",
+    "gate_layer_backward",
     "gelu",
     "gelu_backward",
     "global_avg_pool2d",
     "global_avg_pool2d_backward",
+    "group_sum",
+    "hard_logits",
+    "harden",
     "huber",
     "huber_backward",
+    "initial_logits",
     "kl_divergence",
     "kl_divergence_backward",
     "layer_norm",
@@ -227,6 +246,7 @@ __all__ = [
     "negative_backward",
     "outer",
     "outer_backward",
+    "pack_bits",
     "power",
     "power_backward",
     "prelu",
@@ -259,6 +279,7 @@ __all__ = [
     "tanh_backward",
     "transpose",
     "transpose_backward",
+    "unpack_bits",
     "var",
     "var_backward",
     "verify",

@@ -2,6 +2,7 @@
 
 from jaxbp.nn.layers import Conv2d, LayerNorm, LayerNormLinear, Linear
 from jaxbp.nn.lenet import LeNet, MemoryRow, lenet_memory_table, lenet_saved_tensors
+from jaxbp.nn.logic import LogicLayer, LogicNetwork, thermometer
 from jaxbp.nn.mixer import Mixer, MixerBlock
 
 __all__ = [
@@ -10,9 +11,12 @@ __all__ = [
     "LayerNormLinear",
     "LeNet",
     "Linear",
+    "LogicLayer",
+    "LogicNetwork",
     "MemoryRow",
     "Mixer",
     "MixerBlock",
     "lenet_memory_table",
     "lenet_saved_tensors",
+    "thermometer",
 ]

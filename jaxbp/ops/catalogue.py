@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,13 @@ from jaxbp.ops import (
     layer_norm_linear,
     linear,
     linear_algebra,
+    logic_gates,
     losses,
     max_pool2d,
     reductions,
 )
 from jaxbp.ops import mlp_softmax_cross_entropy as mlp
+from jaxbp.wires import Wires
 
 BATCH = "batch"
 """Stands for the batch size in an argument's shape."""
@@ -70,18 +72,39 @@ class Argument:
 
 
 @dataclasses.dataclass(frozen=True)
+class WiresArgument:
+    """Random wires, the same for every key."""
+
+    inputs: int
+    gates: int
+    shape: ClassVar[tuple[()]] = ()
+    """They have no batch."""
+
+    def struct(self, batch: int, dtype: DTypeLike) -> Wires:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), _wires(self.inputs, self.gates))
+
+    def draw(self, key: Array, batch: int, dtype: DTypeLike) -> Wires:
+        return _wires(self.inputs, self.gates)
+
+
+@functools.cache
+def _wires(inputs: int, gates: int) -> Wires:
+    return Wires.random(inputs, gates, seed=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Case:
     """An op's arguments and options at one place, and how many examples to time it with, if not the bench's default."""
 
-    arguments: tuple[Argument, ...]
+    arguments: tuple[Argument | WiresArgument, ...]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     batch: int | None = None
 
-    def structs(self, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def structs(self, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[jax.ShapeDtypeStruct | Wires, ...]:
         """The arguments' shapes and dtypes."""
         return tuple(argument.struct(batch, dtype) for argument in self.arguments)
 
-    def draw(self, seed: int, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[Array, ...]:
+    def draw(self, seed: int, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[Array | Wires, ...]:
         """Fresh random arguments."""
         keys = jax.random.split(jax.random.key(seed), len(self.arguments))
         return tuple(argument.draw(key, batch, dtype) for argument, key in zip(self.arguments, keys, strict=True))
@@ -111,8 +134,8 @@ class Entry:
         return self.function.__name__
 
 
-def _case(*arguments: Argument | tuple, **options: Any) -> Case:
-    return Case(tuple(a if isinstance(a, Argument) else Argument(a) for a in arguments), options)
+def _case(*arguments: Argument | WiresArgument | tuple, **options: Any) -> Case:
+    return Case(tuple(Argument(a) if isinstance(a, tuple) else a for a in arguments), options)
 
 
 _ANY = dict(stride=(2, 1), padding=(1, 0))
@@ -208,6 +231,11 @@ def _rows(*sizes: tuple[int, ...], of: Callable[..., Case]) -> dict[str, Case]:
 
 _NORMALISED_ROWS = (65536, 1024), (32768, 4096), (262144, 256)
 _PROJECTED_ROWS = (65536, 1024, 4096), (65536, 1024, 1024), (32768, 4096, 4096), (262144, 256, 256)
+
+
+def _gates(inputs: int, gates: int, *dy: tuple) -> Case:
+    case = _case(*dy, (gates, 16), WiresArgument(inputs, gates), (BATCH, inputs))
+    return dataclasses.replace(case, batch=8192)
 
 
 CATALOGUE: tuple[Entry, ...] = (
@@ -503,6 +531,19 @@ CATALOGUE: tuple[Entry, ...] = (
         like="relu",
         takes=slice(1, None),
         rate=0.3,
+    ),
+    Entry(
+        logic_gates.gate_layer,
+        _case((6, 16), WiresArgument(5, 6), (2, 3, 5)),
+        {
+            "4096->8192": _gates(4096, 8192),
+            "8000->8000": _gates(8000, 8000),
+        },
+    ),
+    Entry(
+        logic_gates.gate_layer_backward,
+        _case((2, 3, 6), (6, 16), WiresArgument(5, 6), (2, 3, 5)),
+        {"4096->8192": _gates(4096, 8192, (BATCH, 8192))},
     ),
 )
 """Every op, once."""

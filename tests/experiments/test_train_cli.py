@@ -99,7 +99,8 @@ def test_help_lists_the_experiments(capsys):
     with pytest.raises(SystemExit) as stopped:
         train.main(["--help"])
     assert stopped.value.code == 0
-    assert all(name in capsys.readouterr().out for name in configs.EXPERIMENTS)
+    output = capsys.readouterr().out
+    assert all(name in output for name in configs.EXPERIMENTS)
 
 
 def test_an_error_inside_a_model_keeps_its_traceback(monkeypatch, tmp_path):

@@ -1,0 +1,126 @@
+"""Networks of differentiable logic gates."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Float
+
+from jaxbp.implementations import Implementation
+from jaxbp.logic_circuit import Circuit
+from jaxbp.ops.logic_gates import (
+    Parametrization,
+    gate_layer,
+    group_sum,
+    hard_logits,
+    harden,
+    initial_logits,
+)
+from jaxbp.wires import Wires
+
+Wiring = Callable[[int, int, int], Wires]
+"""`wiring(inputs, gates, seed)`, as `Wires.unique` and `Wires.random`."""
+
+
+def thermometer(x: Float[Array, "*batch features"], thresholds: ArrayLike) -> Float[Array, "*batch bits"]:
+    """Bits of numbers, `x > t` for each threshold t: of each feature, as many beside each other."""
+    return (x[..., None] > jnp.asarray(thresholds, x.dtype)).astype(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+class LogicLayer(nnx.Module):
+    """`jaxbp.gate_layer` with its parameters, `logits (gates, parameters)`, and its fixed wires.
+
+    Args:
+      wires: which inputs each gate reads.
+      initialization, parametrization: as in `jaxbp.initial_logits`.
+      implementation: as in `jaxbp.gate_layer`.
+      dtype: of the computation; inputs are cast to it. The parameters stay float32.
+      rngs: draws normal parameters from its stream `params`.
+    """
+
+    def __init__(
+        self,
+        wires: Wires,
+        *,
+        initialization: Literal["normal", "residual"] = "residual",
+        parametrization: Parametrization = "softmax",
+        implementation: Implementation = None,
+        dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options = dict(initialization=initialization, parametrization=parametrization)
+        self.logits = nnx.Param(initial_logits(rngs.params(), wires.gates, **options))
+        self.wires = nnx.Variable(wires)
+        self.parametrization, self.implementation, self.dtype = parametrization, implementation, dtype
+
+    def __call__(self, x: Float[Array, "*batch inputs"], *, hard: bool = False) -> Float[Array, "*batch gates"]:
+        """The gates' outputs; with `hard`, those of each gate's most probable function alone."""
+        logits = hard_logits(self.harden(), self.parametrization) if hard else self.logits[...]
+        return gate_layer(
+            logits,
+            self.wires.get_value(),
+            x.astype(self.dtype),
+            parametrization=self.parametrization,
+            implementation=self.implementation,
+        )
+
+    def harden(self) -> Array:
+        """The numbers of the gates' most probable functions."""
+        return harden(self.logits[...], self.parametrization)
+
+
+class LogicNetwork(nnx.Module):
+    """Layers of gates, and the sums of groups of the last one's outputs for the scores of classes.
+
+    Args:
+      inputs: how many bits come in.
+      widths: the gates of each layer; the last one's are a multiple of the classes.
+      classes: how many.
+      tau: what the sums are divided by: the larger, the more even the classes' probabilities.
+      wiring: makes the wires of a layer.
+      seed: of the wires.
+      The rest as in `LogicLayer`.
+
+    Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        widths: Sequence[int],
+        classes: int,
+        *,
+        tau: float = 1.0,
+        wiring: Wiring = Wires.unique,
+        seed: int = 0,
+        initialization: Literal["normal", "residual"] = "residual",
+        parametrization: Parametrization = "softmax",
+        implementation: Implementation = None,
+        dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options = dict(
+            initialization=initialization,
+            parametrization=parametrization,
+            implementation=implementation,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.layers = nnx.List(
+            LogicLayer(wiring(reads, gates, seed + i), **options)
+            for i, (reads, gates) in enumerate(zip([inputs, *widths], widths, strict=False))
+        )
+        self.classes, self.tau = classes, tau
+
+    def __call__(self, x: Float[Array, "*batch inputs"], *, hard: bool = False) -> Float[Array, "*batch classes"]:
+        """The classes' scores; with `hard`, those of the hardened network, which wants bits."""
+        for layer in self.layers:
+            x = layer(x, hard=hard)
+        return group_sum(x.astype(jnp.promote_types(x.dtype, jnp.float32)), self.classes, self.tau)
+
+    def harden(self) -> Circuit:
+        """The hardened network's gates, without the sums."""
+        return Circuit.of((layer.harden(), layer.wires.get_value()) for layer in self.layers)

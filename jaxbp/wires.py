@@ -1,0 +1,216 @@
+"""Which two inputs each gate of a layer reads, and for each input the gates that read it."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Int
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["a", "b", "consumers", "partners", "offsets", "trail", "trail_inputs"],
+    meta_fields=["inputs", "most_consumers"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Wires:
+    """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
+
+    The wires are listed once more by the input that they read, which makes the gradient of an input a sum over its own
+    consumers: 2 g where gate g reads it as its a, 2 g + 1 where as its b. Those of input i are
+    `consumers[offsets[2 i] : offsets[2 i + 2]]`, first the even ones, up to `offsets[2 i + 1]`. The list is made on the
+    host, once, as are the wires, by the constructors `from_pairs`, `random`, `unique` and `moore`; the dataclass's own
+    takes whatever it is given.
+
+    A pytree: an argument of jitted functions, or a constant in them.
+
+    Attributes:
+      a, b: int32 in [0, inputs).
+      consumers: of all inputs, one after the other.
+      partners: of each of these, the other input of its gate.
+      offsets: where an input's consumers in either role begin, and where the last ones end.
+      trail: the gates in an order in which neighbours mostly share an input, and their a and b in that order. Kernels
+        follow it: what they read is then still in the cache.
+      trail_inputs: the inputs as the trail comes to them, so that neighbours mostly share a gate.
+      inputs: how many inputs there are, whether or not a gate reads them.
+      most_consumers: of any input.
+    """
+
+    a: Int[Array, " gates"]
+    b: Int[Array, " gates"]
+    consumers: Int[Array, " 2*gates"]
+    partners: Int[Array, " 2*gates"]
+    offsets: Int[Array, " 2*inputs+1"]
+    trail: Int[Array, "3 gates"]
+    trail_inputs: Int[Array, " inputs"]
+    inputs: int
+    most_consumers: int
+
+    @property
+    def gates(self) -> int:
+        return self.a.shape[-1]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of all arrays: int32."""
+        return self.a.dtype
+
+    @classmethod
+    def from_pairs(cls, a: ArrayLike, b: ArrayLike, inputs: int) -> "Wires":
+        """Wires as listed: gate g reads a[g] and b[g].
+
+        Raises:
+          TypeError: a or b is not of integers.
+          ValueError: a and b are empty or not vectors of one length, or not all in [0, inputs).
+        """
+        _check_count("from_pairs", "inputs", inputs)
+        a, b = (_check_indices(name, wires, inputs) for name, wires in (("a", a), ("b", b)))
+        if a.shape != b.shape:
+            raise ValueError(f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one of each a gate")
+        if a.size == 0:
+            raise ValueError("Wires.from_pairs: there are no gates; wants at least one")
+        reads = np.stack([a, b], axis=1).ravel()  # what slot 2 g + role reads
+        # Sorted by input and role.
+        consumers = np.lexsort([np.arange(reads.size) // 2, np.arange(reads.size) % 2, reads])
+        counts = np.bincount(2 * reads + np.arange(reads.size) % 2, minlength=2 * inputs)
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        trail, visits = _trails(reads, consumers, offsets[::2])
+        arrays = dict(
+            a=a,
+            b=b,
+            consumers=consumers,
+            partners=reads[consumers ^ 1],
+            offsets=offsets,
+            trail=np.stack([trail, a[trail], b[trail]]),
+            trail_inputs=visits,
+        )
+        with jax.ensure_compile_time_eval():  # made within jit, they are still the same arrays outside
+            arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
+        return cls(**arrays, inputs=inputs, most_consumers=int(np.diff(offsets[::2]).max()))
+
+    @classmethod
+    def random(cls, inputs: int, gates: int, seed: int) -> "Wires":
+        """Random wires: every input is read as often as any other, give or take one. A gate may read one input twice.
+
+        Raises:
+          ValueError: no inputs or no gates.
+        """
+        _check_count("random", "inputs", inputs)
+        _check_count("random", "gates", gates)
+        random = np.random.default_rng(seed)
+        a, b = random.permutation(inputs)[random.permutation(2 * gates) % inputs].reshape(2, gates)
+        return cls.from_pairs(a, b, inputs)
+
+    @classmethod
+    def unique(cls, inputs: int, gates: int, seed: int) -> "Wires":
+        """Random wires of which no two gates have the same pair, in either order. Every input is read.
+
+        Raises:
+          ValueError: too few gates to read every input, or more than there are pairs.
+
+        Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022.
+        """
+        _check_count("unique", "inputs", inputs, at_least=2)
+        _check_count("unique", "gates", gates)
+        if 2 * gates < inputs:
+            raise ValueError(
+                f"Wires.unique: {gates} gates read at most {2 * gates} inputs; wants at least {-(-inputs // 2)} gates "
+                f"to read all {inputs}"
+            )
+        if gates > (pairs := inputs * (inputs - 1) // 2):
+            raise ValueError(
+                f"Wires.unique: {inputs} inputs have {pairs} pairs; wants at most so many gates, not {gates}"
+            )
+        random = np.random.default_rng(seed)
+        a, b = _every_input_once(inputs, random)
+        # Where many pairs are taken, drawing them blindly would seldom find a new one.
+        draw = _every_pair_once if 4 * gates > pairs else _every_input_once
+        while a.size < gates:
+            rounds = 1 + 2 * (gates - a.size) // inputs
+            a, b = np.concatenate([(a, b), *(draw(inputs, random) for _ in range(rounds))], axis=1)
+            _, first = np.unique(np.minimum(a, b) * inputs + np.maximum(a, b), return_index=True)
+            a, b = a[np.sort(first)], b[np.sort(first)]
+        order = random.permutation(gates)
+        return cls.from_pairs(a[:gates][order], b[:gates][order], inputs)
+
+    @classmethod
+    def moore(cls, seed: int | None = None) -> "Wires":
+        """Eight gates on the nine cells of a 3 x 3 neighbourhood in row-major order: each reads a neighbour as its a,
+        and the centre as its b.
+
+        Args:
+          seed: of the gates' order; None for that of the cells.
+
+        Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
+        """
+        neighbours = np.array([0, 1, 2, 3, 5, 6, 7, 8])
+        if seed is not None:
+            neighbours = np.random.default_rng(seed).permutation(neighbours)
+        return cls.from_pairs(neighbours, np.full(8, 4), 9)
+
+
+def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The gates in an order in which neighbours mostly share an input, and the inputs, which mostly share a gate.
+
+    Gates are the edges of a graph of inputs. A walk goes on by any gate not yet taken; where there is none, the next
+    one begins at its start again, or at the next input that still has one.
+    """
+    reads, consumers, at, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
+    taken, gates, inputs = set(), [], {}
+
+    def walk(here):
+        """Takes gates from here on, as far as it goes. Returns whether there was one."""
+        begun = len(gates)
+        while True:
+            inputs.setdefault(here)
+            while at[here] < end[here] and consumers[at[here]] // 2 in taken:
+                at[here] += 1
+            if at[here] == end[here]:
+                return len(gates) > begun
+            slot = consumers[at[here]]
+            taken.add(slot // 2)
+            gates.append(slot // 2)
+            here = reads[slot ^ 1]
+
+    for start in range(len(at)):
+        while walk(start):
+            pass
+    return np.array(gates, np.int64), np.array(list(inputs), np.int64)
+
+
+def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
+    """Pairs in which every input is once; of an odd number, one twice."""
+    order = random.permutation(inputs)
+    if inputs % 2:
+        order = np.append(order, order[0])
+    return order.reshape(-1, 2).T
+
+
+def _every_pair_once(inputs: int, random: np.random.Generator) -> np.ndarray:
+    """All pairs, in random order."""
+    pairs = np.stack(np.triu_indices(inputs, 1))
+    return random.permuted(pairs[:, random.permutation(pairs.shape[1])], axis=0)
+
+
+def _check_count(constructor: str, name: str, value: Any, at_least: int = 1) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"Wires.{constructor}: {name} is {value!r}; wants an int of at least {at_least}")
+
+
+def _check_indices(name: str, wires: Any, inputs: int) -> np.ndarray:
+    wires = np.asarray(wires)
+    if not np.issubdtype(wires.dtype, np.integer):
+        raise TypeError(f"Wires.from_pairs: {name} has dtype {wires.dtype}; wants integers")
+    if wires.ndim != 1:
+        raise ValueError(f"Wires.from_pairs: {name} has shape {wires.shape}; wants (gates,)")
+    if (wrong := np.flatnonzero((wires < 0) | (wires >= inputs))).size:
+        raise ValueError(
+            f"Wires.from_pairs: {name}[{wrong[0]}] is {wires[wrong[0]]}; "
+            f"wants at least 0 and below {inputs}, the inputs"
+        )
+    return wires.astype(np.int64)
