@@ -12,6 +12,8 @@ import pytest
 from jaxbp.ops.catalogue import CATALOGUE
 from jaxbp.verify import TOLERANCES
 
+pytestmark = pytest.mark.once
+
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 CODE = {page: re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL) for page in PAGES}

@@ -15,6 +15,8 @@ from jaxbp import Circuit, Wires
 from jaxbp.logic_circuit import EXPRESSIONS
 from jaxbp.ops.logic_gates import TRUTH_TABLES
 
+pytestmark = pytest.mark.once
+
 random = np.random.default_rng(0)
 # Every gate, with both inputs from anywhere; layers of different widths; one of more gates than a function of C holds.
 LAYERS = [

@@ -56,7 +56,10 @@ def test_files_that_it_links_to_or_names_are_there(document):
 
 
 def test_it_names_every_op():
-    assert [entry.name for entry in CATALOGUE if f"`{entry.name}`" not in README] == []
+    named = set(re.findall(r"`(\w+)`", README))
+    for row in re.findall(r"^\|(.*)\| each `NAME_backward` \|", README, re.MULTILINE):
+        named |= {f"{name}_backward" for name in re.findall(r"`(\w+)`", row)}
+    assert [entry.name for entry in CATALOGUE if entry.name not in named] == []
 
 
 def test_its_table_of_memory_is_that_of_the_library():

@@ -91,7 +91,7 @@ def _silu_backward(dy, x):
 
 def _mish_backward(dy, x):
     # t = tanh(softplus(x)), out of exponentials that cannot overflow.
-    e = jnp.exp(-jnp.abs(x))
+    e = jnp.exp(jnp.where(x > 0, -x, x))
     n = jnp.where(x > 0, 1 + 2 * e, e * (e + 2))
     d = jnp.where(x > 0, n + 2 * e * e, n + 2)
     return dy * (n / d + x * jax.nn.sigmoid(x) * ((d - n) / d) * ((d + n) / d))

@@ -42,7 +42,8 @@ def _rounded(x):
 
 def _power_gradient(power):
     def gradient(dy, x1, x2):
-        d1 = jnp.where(x2 == 0, 0.0, x2 * power(x1, x2 - 1))
+        # Elsewhere the factor makes it 0, and has a slope.
+        d1 = jnp.where((x2 == 0) & ((x1 == 0) | (x1 != x1)), 0.0, x2 * power(x1, x2 - 1))
         d2 = jnp.where((x1 == 0) & (x2 > 0), 0.0, power(x1, x2) * jnp.log(x1))
         return dy * d1, dy * d2
 

@@ -264,8 +264,25 @@ def _unsupported(*arrays, dilation=(1, 1), groups=1, **options):
 # Where kernels on NCHW images, their transposes included, are slower than the library.
 _LIBRARY = Fastest(gpu="xla")
 
+
+def _fastest(w, input_size, output_size, precision):
+    """Kernels where the product with the filters' matrix pays: the exact kernel is slower on NCHW than the library."""
+    return Fastest() if _product_pays(w, input_size, output_size, precision) else _LIBRARY
+
+
+def _fastest_forward(x, w, b, **options):
+    return _fastest(w, x.shape[2:], output_size(x.shape[2:], w.shape[2:], options), options["precision"])
+
+
+def _fastest_input_gradient(dy, w, *, input_size, precision, **options):
+    return _fastest(w, input_size, dy.shape[2:], precision)
+
+
 _FORWARD = Op(
-    "conv2d", {"xla": forward_formula, "pallas": differentiable(_forward_kernel, forward)}, unsupported=_unsupported
+    "conv2d",
+    {"xla": forward_formula, "pallas": differentiable(_forward_kernel, forward)},
+    unsupported=_unsupported,
+    fastest=_fastest_forward,
 )
 _INPUT_GRADIENT = Op(
     "conv2d_backward_input",
@@ -275,6 +292,7 @@ _INPUT_GRADIENT = Op(
         "pallas": differentiable(_input_gradient_kernel, input_gradient_formula),
     },
     unsupported=_unsupported,
+    fastest=_fastest_input_gradient,
 )
 _WEIGHTS_GRADIENT = Op(
     "conv2d_backward_weights",
@@ -306,23 +324,6 @@ _PARAMETER_GRADIENTS = Op(
 )
 
 
-def _product_or_library(implementation, w, input_size, output_size, precision):
-    """`implementation`; for None the library where the product does not pay: the exact kernel is slower on NCHW."""
-    product_pays = _product_pays(w, input_size, output_size, precision)
-    return "xla" if implementation is None and not product_pays else implementation
-
-
-def _fastest_forward(x, w, b, **options):
-    size = output_size(x.shape[2:], w.shape[2:], options)
-    implementation = _product_or_library(None, w, x.shape[2:], size, options["precision"])
-    return _FORWARD(x, w, b, implementation=implementation, **options)
-
-
-def _input_gradient(dy, w, *, input_size, implementation, **options):
-    implementation = _product_or_library(implementation, w, input_size, dy.shape[2:], options["precision"])
-    return _INPUT_GRADIENT(dy, w, input_size=input_size, implementation=implementation, **options)
-
-
 def _backward(implementation):
     def backward(dy, x, w, b, **options):
         chosen = dict(implementation=implementation)
@@ -332,7 +333,7 @@ def _backward(implementation):
         else:
             dw = _WEIGHTS_GRADIENT(dy, x, **chosen, **of_weights)
             db = None if b is None else _BIAS_GRADIENT(dy, **chosen)
-        dx = _input_gradient(dy, w, input_size=x.shape[2:], **chosen, **options)
+        dx = _INPUT_GRADIENT(dy, w, input_size=x.shape[2:], **chosen, **options)
         return dx, dw, db
 
     return backward
@@ -350,7 +351,7 @@ _CONV2D = Pair(
     unsupported=_unsupported,
 )
 # What None stands for: the forward and each gradient by the fastest of its own.
-_CONV2D_FASTEST = Pair(_fastest_forward, {"xla": _backward(None)}, name="conv2d")
+_CONV2D_FASTEST = Pair(_FORWARD, {"xla": _backward(None)}, name="conv2d")
 
 
 # ------------------------------------------------------------------------------------------------------------- public
@@ -438,7 +439,7 @@ def conv2d_backward_input(
     options = _options(op, input_size, w.shape[2:], stride, padding, dilation, groups, precision)
     _checks.shape(op, "dy", dy, "batch", w.shape[0], *output_size(input_size, w.shape[2:], options))
     _check_channels(op, "x", (dy.shape[0], w.shape[1] * groups), w.shape, groups)
-    return _input_gradient(dy, w, input_size=input_size, implementation=implementation, **options)
+    return _INPUT_GRADIENT(dy, w, input_size=input_size, implementation=implementation, **options)
 
 
 def conv2d_backward_weights(

@@ -21,10 +21,6 @@ from jaxbp.pairing import Pair, differentiable
 from pallas_kernels import layer_norm as kernels
 
 
-def _widen(a):
-    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
-
-
 def rows(a):
     """`(..., hidden)` as a matrix."""
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
@@ -32,7 +28,7 @@ def rows(a):
 
 def _first(x):
     # What is taken off first changes no result, so it needs no gradient.
-    return lax.stop_gradient(_widen(x[..., :1]))
+    return lax.stop_gradient(_checks.widen(x[..., :1]))
 
 
 def _statistics(x, *, eps, center):
@@ -41,10 +37,10 @@ def _statistics(x, *, eps, center):
     Their sum would be rounded, and with it the digits of a row far from zero.
     """
     if center:
-        x = _widen(x) - _first(x)
+        x = _checks.widen(x) - _first(x)
         offset = jnp.mean(x, axis=-1)
         return offset, _inv_std(x - offset[..., None], eps)
-    return (_inv_std(_widen(x), eps),)
+    return (_inv_std(_checks.widen(x), eps),)
 
 
 def _inv_std(centred, eps):
@@ -54,13 +50,13 @@ def _inv_std(centred, eps):
 def _normalised(x, *statistics):
     """x̂."""
     *offset, inv_std = (a[..., None] for a in statistics)
-    centred = _widen(x) - _first(x) - offset[0] if offset else _widen(x)
+    centred = _checks.widen(x) - _first(x) - offset[0] if offset else _checks.widen(x)
     return centred * inv_std
 
 
 def _scaled(normalised, scale, bias, dtype):
-    y = normalised * _widen(scale)
-    return (y if bias is None else y + _widen(bias)).astype(dtype)
+    y = normalised * _checks.widen(scale)
+    return (y if bias is None else y + _checks.widen(bias)).astype(dtype)
 
 
 def _normalise(x, scale, bias, *, eps, center):
@@ -77,8 +73,8 @@ def _normalise_kernel(x, scale, bias, *, eps, center):
 
 def _gradients(dy, x, scale, bias, *statistics, eps, center, again):
     statistics = statistics or _statistics(x, eps=eps, center=center)
-    normalised, dy = _normalised(x, *statistics), _widen(dy)
-    t = dy * _widen(scale)
+    normalised, dy = _normalised(x, *statistics), _checks.widen(dy)
+    t = dy * _checks.widen(scale)
     dx = t - normalised * jnp.mean(t * normalised, axis=-1, keepdims=True)
     sums = [jnp.sum(rows(dy * normalised), axis=0)]
     if center:

@@ -250,9 +250,9 @@ def _huber_gradients(dy, predictions, targets, *, delta):
 
 def _binary_cross_entropy_gradients(dy, probabilities, labels):
     p, y = probabilities, labels
-    # For sure labels the quotient is one of two, which does not end in 0 / 0 where the probability is sure as well.
-    unsure = (p - y) / (p * (1 - p))
-    dp = jnp.where(y == 0, 1 / (1 - p), jnp.where(y == 1, -1 / p, unsure))
+    # Where label and probability are sure and the same, the quotient is 0 / 0.
+    both_0, both_1 = (y == 0) & (p == 0), (y == 1) & (p == 1)
+    dp = jnp.where(both_0, 1.0, jnp.where(both_1, -1.0, (p - y) / (p * (1 - p))))
     return dy * dp, dy * (jnp.log(1 - p) - jnp.log(p))
 
 
@@ -283,7 +283,7 @@ def _kl_divergence(log_predictions, targets):
 
 def _kl_gradients(dy, log_predictions, targets):
     q, p = log_predictions, targets
-    return -dy * p, dy * jnp.where(p == 0, -jnp.inf, jnp.log(p) - q + 1)
+    return -dy * p, dy * jnp.where((p == 0) & (q == -jnp.inf), -jnp.inf, jnp.log(p) - q + 1)
 
 
 def _kl_formula(dy, log_predictions, targets):

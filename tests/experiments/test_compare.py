@@ -12,6 +12,8 @@ import jaxbp
 from experiments import compare, compare_report
 from jaxbp.nn import Linear
 
+pytestmark = pytest.mark.once
+
 WRONG = jaxbp.Pair(jnp.tanh, {"xla": lambda dy, x: dy * (1.1 - jnp.tanh(x) ** 2)}, name="wrong")
 
 

@@ -11,6 +11,8 @@ from matplotlib import image
 from experiments import configs, logic, train, training
 from experiments.configs import LogicConfig
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):

@@ -17,6 +17,8 @@ from experiments import train, training
 from experiments.run_directory import RunDirectory
 from experiments.training import TIMINGS
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parents[2]
 
 

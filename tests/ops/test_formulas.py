@@ -33,6 +33,8 @@ from helpers import (
 
 from jaxbp.ops import CATALOGUE
 
+pytestmark = pytest.mark.once
+
 LIKE = [entry for entry in CATALOGUE if entry.like]
 FORWARDS = [entry.name.removesuffix("_backward") for entry in LIKE if "_backward" in entry.name]
 FAMILIES = {}

@@ -29,6 +29,8 @@ from jaxbp import Wires
 from jaxbp.ops import logic_gates
 from jaxbp.ops.logic_gates import COEFFICIENTS, PARAMETERS, TRUTH_TABLES
 
+pytestmark = pytest.mark.once
+
 # As they stand in the literature: the function, and its derivatives in a and in b.
 RELAXED = [
     (lambda a, b: 0 * a, lambda a, b: 0 * a, lambda a, b: 0 * a),

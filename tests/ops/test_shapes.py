@@ -6,10 +6,13 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers import assert_close, draw_cotangents, in_float64, normal, value_and_gradients
 from hypothesis import strategies as st
 
 from jaxbp import conv2d, linear, max_pool2d
+
+pytestmark = pytest.mark.once
 
 # Few, always the same and not made smaller: for each new shape an interpreted kernel takes a second to compile.
 few = hypothesis.settings(

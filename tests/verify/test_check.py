@@ -12,6 +12,8 @@ from jaxbp import Pair
 from jaxbp.verify import check
 from pallas_kernels.elementwise import elementwise
 
+pytestmark = pytest.mark.once
+
 quickly = functools.partial(check, order=1)
 
 
