@@ -38,7 +38,12 @@ def _vector(N: int, longest: int) -> int:
     return max(length for length in (LANES, 2 * LANES) if N % length == 0 and length <= longest)
 
 
-@tunable(ks=(2, 4, 8), qs=(1, 2, 4), wanted=(3 * _MULTIPROCESSORS, 6 * _MULTIPROCESSORS, 12 * _MULTIPROCESSORS))
+@tunable(
+    ks=(2, 3, 4, 6, 8),
+    qs=(1, 2, 4),
+    length=(LANES, 2 * LANES),
+    wanted=tuple(n * _MULTIPROCESSORS for n in (1, 3, 6, 12)),
+)
 def forward(
     x: Array,
     w: Array,
