@@ -6,6 +6,7 @@ the class in `EXPERIMENTS`: the command line, the run directory and the loop the
 """
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -15,6 +15,8 @@ from rich.console import Console
 
 from experiments import bench, bench_report
 
+pytestmark = pytest.mark.once
+
 CASES = ["lenet", "conv2d_backward_weights", "max_pool2d_with_indices"]
 QUICK = ["--batch", "2", "--seconds", "0.001", "--implementations"]
 FIELDS = {

@@ -10,6 +10,8 @@ import pytest
 from experiments import training
 from experiments.training import TIMINGS, TrainState
 
+pytestmark = pytest.mark.once
+
 
 def run(config, dataset=None, state=None, epochs_done=0):
     """Every epoch's metrics and a copy of its state, from the start or from `state`."""

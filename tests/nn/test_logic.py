@@ -15,6 +15,8 @@ from jaxbp import Wires
 from jaxbp.nn import LogicLayer, LogicNetwork, thermometer
 from jaxbp.ops.logic_gates import PARAMETERS
 
+pytestmark = pytest.mark.once
+
 
 def bits(shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).random(shape) < 0.5, jnp.float32)

@@ -12,6 +12,8 @@ from helpers import assert_close, every_implementation, in_float64, normal
 import jaxbp
 from jaxbp.nn import LayerNorm, LayerNormLinear, Mixer
 
+pytestmark = pytest.mark.once
+
 
 def mixer(implementation=None, dtype=jnp.float32, **options):
     """A small Mixer as `logits(parameters, images)`, and its parameters."""

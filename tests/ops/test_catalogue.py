@@ -150,6 +150,7 @@ def test_value_and_gradients_match_float64(name, implementation):
     _check_at_place(name, None, implementation, "float32", batch=2)
 
 
+@pytest.mark.once
 @ours
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @every_pair
@@ -309,6 +310,7 @@ def test_without_jit_the_gradients_are_the_same(name, implementation):
     assert_close(vjp(cotangents), compiled(name, None, implementation)(arrays, cotangents)[1], "float32")
 
 
+@pytest.mark.once
 @ours
 @every_pair
 def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, implementation):

@@ -30,6 +30,8 @@ from jaxbp import (
 )
 from jaxbp import rms_norm_backward as rms_backward
 
+pytestmark = pytest.mark.once
+
 ALL = [(layer_norm, ((3, 5), (5,), (5,))), (rms_norm, ((3, 5), (5,)))]
 ALL.append((layer_norm_linear, ((3, 5), (5,), (5,), (2, 5), (2,))))
 every_op = pytest.mark.parametrize(("op", "shapes"), ALL, ids=[op.__name__ for op, _ in ALL])

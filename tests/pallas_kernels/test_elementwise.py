@@ -11,6 +11,8 @@ from helpers import cuda_program, last_program_first, normal, on_the_cpu
 from pallas_kernels.elementwise import elementwise
 from pallas_kernels.launch import simulated
 
+pytestmark = pytest.mark.once
+
 BROADCASTS = {
     "smaller than a vector": [(3,), (3,)],
     "a vector and part of one": [(700,), (700,)],

@@ -11,6 +11,8 @@ from helpers import assert_close, normal, on_the_cpu
 from pallas_kernels import layer_norm as kernels
 from pallas_kernels.launch import simulated
 
+pytestmark = pytest.mark.once
+
 can_simulate = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older simulators lack bulk copies")
 centred_or_not = pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
 

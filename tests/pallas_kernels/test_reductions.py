@@ -11,6 +11,8 @@ from helpers import assert_close, cuda_program, last_program_first, normal, on_t
 from pallas_kernels.launch import simulated
 from pallas_kernels.reductions import sum_over
 
+pytestmark = pytest.mark.once
+
 SUMS = {
     "short rows": [(3, 4), (4,), (1,)],
     "short columns": [(3, 4), (4,), (0,)],
