@@ -160,7 +160,10 @@ def test_in_bfloat16_logits_are_bfloat16_and_parameters_and_gradients_stay_float
 CASES = {f"{name}-fused" if fused else name: (name, fused) for name in jaxbp.IMPLEMENTATIONS for fused in (False, True)}
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, id=id, marks=[pytest.mark.once] * ("pallas" in id)) for id, case in CASES.items()],
+)
 def two_steps(request):
     """Two steps of gradient descent on one batch, from one compilation: the losses, and the gradients of the first."""
     implementation, fused = request.param
