@@ -274,7 +274,7 @@ def a_moment_after_another_line(run_dir):
     return lambda: has_come() and not time.sleep(random.uniform(0, 0.3))
 
 
-MOMENTS = [while_writing_another_checkpoint, a_moment_after_another_line]
+MOMENTS = [after_another_line, while_writing_another_checkpoint, a_moment_after_another_line]
 
 
 def test_a_run_killed_again_and_again_ends_in_the_same_bits(tmp_path):
