@@ -77,6 +77,9 @@ class BenchConfig:
     """Of products of float32: as the library likes it (TF32 on a GPU), or true float32."""
     implementations: tuple[Literal["pallas", "xla", "autodiff", "None"], ...] = ("pallas", "xla", "autodiff", "None")
     """Implementations to time."""
+    batch_last: bool = False
+    """Time ops on arrays whose batch is the last axis, which is how kernels hand them to each other in a network: the
+    transposes that examples first cost are then left to the compiler, which finds none to make."""
     peers: bool = False
     """Time other libraries too, where they are installed: PyTorch; and for norms Liger-Kernel, QuACK and tokamax."""
     seconds: float = 0.03
@@ -120,8 +123,8 @@ def main(args: Sequence[str] | None = None) -> int:
         BenchConfig, args=args, prog="python -m experiments.bench", config=(tyro.conf.FlagCreatePairsOff,)
     )
     try:
-        works = selected(config.cases)
         check(config)
+        works = selected(config.cases, config.batch_last)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -144,23 +147,26 @@ def check(config: BenchConfig) -> None:
     """Raises UserError for a config that no run can have."""
     if min(config.batch, default=1) < 1:
         raise UserError(f"batch is {min(config.batch)}: wanted at least 1")
+    if config.batch_last and config.peers:
+        raise UserError("batch_last is not for peers: they take their arrays examples first")
     for path in (config.json, config.png):
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
 
 
-def selected(cases: Sequence[str]) -> list[Work]:
-    """The work that the cases name, in the table's order."""
+def selected(cases: Sequence[str], batch_last: bool = False) -> list[Work]:
+    """The work that the cases name, in the table's order; with the batch last, the ops among it."""
     works = [lenet_work(), *(op_work(entry, place) for entry in CATALOGUE for place in entry.real)]
     works += [logic_work("logic", 8000, (128,)), logic_work("logic-large", 64000, ())]
     ops = dict.fromkeys(work.op for work in works)
     if unknown := [case for case in cases if case not in ops and case != "all"]:
         raise UserError(f"unknown case {', '.join(unknown)}: wanted all or some of {', '.join(ops)}")
-    return [
+    works = [
         work
         for work in works
         if any(case in ("all", work.op) or work.op.startswith(f"{case}_backward") for case in cases)
     ]
+    return [with_batch_last(work) for work in works if work.steps is None] if batch_last else works
 
 
 def run(works: Sequence[Work], config: BenchConfig, command: str) -> dict[str, Any]:
@@ -239,6 +245,28 @@ def forward_and_backward(op: Callable) -> Callable:
         return results, others, vjp(cotangents)
 
     return function
+
+
+def with_batch_last(work: Work) -> Work:
+    """The same work on arrays that have the batch last where the work's have it first."""
+
+    def structs(batch):
+        arguments = jax.eval_shape(lambda: work.draw(0, batch, "float32"))
+        return arguments, jax.eval_shape(work.function("autodiff", "float32"), *arguments)
+
+    batched = jax.tree.map(lambda a, b: a.shape != b.shape, structs(2), structs(3))
+
+    def moved(tree, batched, source, destination):
+        return jax.tree.map(lambda a, move: jnp.moveaxis(a, source, destination) if move else a, tree, batched)
+
+    def function(implementation, dtype):
+        first = work.function(implementation, dtype)
+        return lambda *arguments: moved(first(*moved(arguments, batched[0], -1, 0)), batched[1], 0, -1)
+
+    def draw(seed, batch, dtype):
+        return moved(work.draw(seed, batch, dtype), batched[0], 0, -1)
+
+    return dataclasses.replace(work, title=f"{work.title}, batch last", function=function, draw=draw)
 
 
 def one_after_another(function: Callable, calls: int) -> Callable:

@@ -8,8 +8,8 @@ x's rows under the windows' filters, and dy at the places t of the windows' maxi
 as the tensor cores want float32, which they round to TF32. Of the sums, those of `j = q * S + s + v` and `i = r + u`
 make the gradient of w[k, c, u, v]; the others, two in three for LeNet's second block, are waste.
 
-For `conv2d` the t are R rows of its output, `routed` is the output's gradient as it is, and S = 1. A row of ones among
-x's makes the bias's gradient.
+For `conv2d` the t are R rows of its output, `routed` is the output's gradient, only rounded, and S = 1. A row of ones
+among x's makes the bias's gradient.
 """
 
 import dataclasses
@@ -92,13 +92,15 @@ def plan(
         ones = channels * band * W
         for places in (t for t in range(1, R * S + 1) if R * S % t == 0):
             routed = places * K * Q
+            if not pooled and places * Q % 8:  # of each output channel, copied by itself
+                continue
             for images_on_left in (False, True):
                 warpgroups = -(-(ones + 8) // _TILE) if images_on_left else routed // _TILE
                 columns = routed if images_on_left else ones + 8
                 x_rows = warpgroups * _TILE if images_on_left else columns
                 if not 1 <= warpgroups <= 4 or columns > _MAX_COLUMNS:
                     continue
-                if (not images_on_left and routed % _TILE) or (pooled and K * Q % (8 * warpgroups)):
+                if (not images_on_left and routed % _TILE) or (K * Q if pooled else routed) % (8 * warpgroups):
                     continue
                 if pooled:
                     stage, beside = _ROW_BYTES * (x_rows + K * Q) + K * Q * _ROW_BYTES // itemsize, 2 * routed
@@ -132,9 +134,9 @@ def weights_gradient(dy: Array, place: Array, x: Array, *, window: tuple[int, in
 
 
 def _rows_at_once(dy_shape, x_shape) -> int | None:
-    """Rows of a convolution's output in a product, so that x's rows come in eights."""
-    (_, rows, _, _), (_, _, W, _) = dy_shape, x_shape
-    return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0), None)
+    """Rows of a convolution's output in a product, so that x's rows and the gradient's come in eights."""
+    (_, rows, Q, _), (_, _, W, _) = dy_shape, x_shape
+    return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
 
 def correlate_batch_plan(dy_shape: tuple[int, ...], x_shape: tuple[int, ...], itemsize: int) -> Plan | None:
@@ -151,8 +153,6 @@ def correlate_batch(dy: Array, x: Array) -> tuple[Array, Array]:
     """
 
     def here(dy, x):
-        # Rounded on the way to these layouts it costs nothing.
-        dy, x = (lax.reduce_precision(a, 8, 10) if a.dtype == jnp.float32 else a for a in (dy, x))
         return _weights_gradient(dy, None, x, window=(_rows_at_once(dy.shape, x.shape), 1))
 
     def exact(dy, x):
@@ -170,8 +170,10 @@ def _weights_gradient(dy, place, x, *, window):
     F, G = H - P * R + 1, W - Q * S + 1
     band = F + R - 1
     tile = plan((K, P, Q, N), x.shape, window, dy.dtype.itemsize, pooled)
-    slots, KQ, mine = tile.slots, K * Q, K * Q // tile.warpgroups
+    slots, KQ = tile.slots, K * Q
     routed_rows = tile.places * KQ
+    # Of the gradient, to be routed by each warpgroup.
+    mine = (KQ if pooled else routed_rows) // tile.warpgroups
     examples = _ROW_BYTES // dy.dtype.itemsize
     units = P * (N // examples)
     splits, turns = C // tile.channels, R * S // tile.places
@@ -212,16 +214,21 @@ def _weights_gradient(dy, place, x, *, window):
                 plgpu.copy_gmem_to_smem(dy_ref.at[p, :, n], dys.at[slot], loaded.at[slot])
                 plgpu.copy_gmem_to_smem(place_ref.at[p, :, n], places.at[slot], loaded.at[slot])
             else:
-                rows = pl.ds(turn * routed_rows, routed_rows)
-                plgpu.copy_gmem_to_smem(dy_ref.at[p, rows, n], routed.at[slot], loaded.at[slot])
+                for k in range(K):
+                    rows = pl.ds((k * P * R + p * R + turn * tile.places) * Q, tile.places * Q)
+                    here = routed.at[slot, pl.ds(k * tile.places * Q, tile.places * Q)]
+                    plgpu.copy_gmem_to_smem(dy_ref.at[rows, n], here, loaded.at[slot])
 
         def route(slot, buffer):
             rows = pl.ds(warpgroup * mine, mine)
-            gradient = rounded_to_tf32(load(dys.at[slot, rows], layout))
-            at = load(places.at[slot, rows], layout, optimized=False).astype(jnp.int32)
-            for t in range(tile.places):
-                here = jnp.where(at == turn * tile.places + t, gradient, jnp.zeros_like(gradient))
-                routed[buffer, pl.ds(t * KQ + warpgroup * mine, mine)] = here
+            gradient = rounded_to_tf32(load((dys if pooled else routed).at[slot, rows], layout))
+            if pooled:
+                at = load(places.at[slot, rows], layout, optimized=False).astype(jnp.int32)
+                for t in range(tile.places):
+                    here = jnp.where(at == turn * tile.places + t, gradient, jnp.zeros_like(gradient))
+                    routed[buffer, pl.ds(t * KQ + warpgroup * mine, mine)] = here
+            else:
+                routed[slot, rows] = gradient
             plgpu.commit_smem()
 
         @pl.when(warpgroup == 0)
@@ -237,7 +244,7 @@ def _weights_gradient(dy, place, x, *, window):
             slot = step % slots
             buffer = step % 2 if pooled else slot
             plgpu.barrier_wait(loaded.at[slot])
-            if pooled:
+            if pooled or dy.dtype == jnp.float32:
                 route(slot, buffer)
             # The product before this one is done, here and behind the barrier everywhere: what it read is free.
             plgpu.wgmma_wait(0)
@@ -255,14 +262,14 @@ def _weights_gradient(dy, place, x, *, window):
     partial_sums = launch(
         body,
         x.reshape(C * H * W, N),
-        *([by_rows(dy), by_rows(place)] if pooled else [by_rows(dy)]),
+        *([by_rows(dy), by_rows(place)] if pooled else [dy.reshape(-1, N)]),
         out=jax.ShapeDtypeStruct((parts, splits, turns, tile.warpgroups * _TILE, tile.columns), jnp.float32),
         grid={"part": parts, "c": splits, "turn": turns},
         warpgroups=tile.warpgroups,
         scratch=[
             operand((slots, tile.x_rows, examples), x.dtype),
             operand((2 if pooled else slots, routed_rows, examples), dy.dtype),
-            plgpu.Barrier(num_arrivals=tile.channels + (2 if pooled else 1), num_barriers=slots),
+            plgpu.Barrier(num_arrivals=tile.channels + (2 if pooled else K), num_barriers=slots),
             plgpu.Barrier(num_arrivals=tile.warpgroups),
             *([plgpu.SMEM((slots, KQ, examples), a) for a in (dy.dtype, jnp.uint8)] if pooled else []),
         ],
@@ -270,7 +277,10 @@ def _weights_gradient(dy, place, x, *, window):
     )
     # x's rows first; the sums below are of slices then, and add up windows, columns and parts.
     rows_first = partial_sums if tile.images_on_left else partial_sums.swapaxes(3, 4)
-    db = jnp.sum(rows_first[:, 0, :, tile.ones].reshape(parts, R * S, K, Q), axis=(0, 1, 3))
+    rows_first = rows_first.reshape(parts, splits, turns, -1, *((tile.places, K) if pooled else (K, tile.places)), Q)
+    if not pooled:
+        rows_first = rows_first.swapaxes(4, 5)
+    db = jnp.sum(rows_first[:, 0, :, tile.ones], axis=(0, 1, 2, 4))
     images = rows_first[:, :, :, : tile.ones].reshape(parts, splits, turns, tile.channels, band, W, tile.places, K, Q)
     terms = [
         images[:, :, t // tile.places, :, t // S :, q * S + t % S :, t % tile.places, :, q][:, :, :, :F, :G]

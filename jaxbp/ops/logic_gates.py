@@ -118,9 +118,28 @@ def _by_gate(coefficients):
     return (c[:, None] for c in coefficients.T)
 
 
-def _forward_formula(coefficients, wires, x):
-    rows = _checks.widen(_features_first(x))
-    a, b = rows[wires.a], rows[wires.b]
+def _read(wires, rows):
+    return rows[wires.a], rows[wires.b]
+
+
+def _read_once(wires, rows):
+    """The same, of copies of the rows, each of which is read at most once.
+
+    Its transpose, which JAX makes, adds up the copies instead of scattering into one row, in whichever order a GPU does
+    that.
+    """
+    if _few_have_most(wires):
+        return _read(wires, rows)
+    copies = jnp.repeat(rows, wires.most_consumers, axis=0)
+    at = np.arange(2 * wires.gates, dtype=np.int32)
+    own = jnp.searchsorted(wires.offsets[2::2], at, side="right").astype(jnp.int32)
+    turn = at - wires.offsets[2 * own]
+    place = jnp.zeros_like(own).at[wires.consumers].set(own * wires.most_consumers + turn, unique_indices=True)
+    return (copies.at[place[role::2]].get(unique_indices=True, mode="promise_in_bounds") for role in (0, 1))
+
+
+def _forward_formula(coefficients, wires, x, read=_read):
+    a, b = read(wires, _checks.widen(_features_first(x)))
     c0, c1, c2, c3 = _by_gate(coefficients)
     y = c0 + c1 * a + (c2 + c3 * a) * b
     return _features_last(y.astype(x.dtype), x.shape[:-1])
@@ -150,8 +169,7 @@ def _gradients_formula(dy, coefficients, wires, x):
 def _sum_over_consumers(terms, wires):
     """The sums of `terms(positions among the consumers) -> (positions, examples)` over each input's own."""
     first, end, all_of_them = wires.offsets[:-1:2], wires.offsets[2::2], np.arange(2 * wires.gates)
-    if wires.most_consumers > _MOST_TURNS or wires.most_consumers * wires.inputs > 4 * wires.gates + wires.inputs:
-        # A few inputs have most of the consumers.
+    if _few_have_most(wires):
         of_input = jnp.searchsorted(end, all_of_them, side="right")
         return jax.ops.segment_sum(terms(all_of_them), of_input, wires.inputs, indices_are_sorted=True)
     turns = [jnp.minimum(first + turn, all_of_them[-1]) for turn in range(wires.most_consumers)]
@@ -159,6 +177,19 @@ def _sum_over_consumers(terms, wires):
 
 
 _MOST_TURNS = 32
+
+
+def _few_have_most(wires):
+    """Whether a few inputs have most of the consumers."""
+    most = wires.most_consumers
+    return most > _MOST_TURNS or most * wires.inputs > 4 * wires.gates + wires.inputs
+
+
+def _gradients_by_autodiff(dy, coefficients, wires, x):
+    """The same once more, for derivatives: sums that are the same on every run, whatever is differentiated."""
+    forward = functools.partial(_forward_formula, read=_read_once)
+    dc, dx = jax.vjp(lambda coefficients, x: forward(coefficients, wires, x), coefficients, x)[1](dy)
+    return dc, None, dx
 
 
 def _gradients_kernel(dy, coefficients, wires, x):
@@ -174,7 +205,10 @@ def _examples_last(x):
 
 _BACKWARD = Op(
     "gate_layer_backward",
-    {"xla": _gradients_formula, "pallas": differentiable(_gradients_kernel, _gradients_formula)},
+    {
+        "xla": differentiable(_gradients_formula, _gradients_by_autodiff),
+        "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff),
+    },
 )
 _GATES = {
     "xla": Pair(_forward_formula, _BACKWARD, name="gates"),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import TOLERANCE
+from helpers import TOLERANCE, assert_close
 from matplotlib import image
 from rich.console import Console
 
@@ -58,7 +58,7 @@ def finished(tmp_path_factory):
 def quickly(monkeypatch):
     """Runs one small op at one place from the command line, without measuring the device."""
     work = work_at("softmax_cross_entropy_backward", "classes")
-    monkeypatch.setattr(bench, "selected", lambda _: [work])
+    monkeypatch.setattr(bench, "selected", lambda *_: [work])
     monkeypatch.setattr(bench, "ROUNDS", 1)
     rates = {"copy_bytes_per_second": 1e12, "operations_per_second": {"default": 1e12, "highest": 1e12}}
     monkeypatch.setattr(bench, "ceilings", lambda *_: rates)
@@ -176,6 +176,7 @@ def test_a_result_that_is_not_finite_is_a_failure():
     [
         (["alexnet"], "unknown case alexnet: wanted all or some of lenet, conv2d,"),
         (["relu", "--batch", "0"], "batch is 0: wanted at least 1"),
+        (["relu", "--batch-last", "--peers"], "batch_last is not for peers"),
         (["relu", "--json", "nowhere/results.json"], "there is no folder nowhere"),
     ],
 )
@@ -190,6 +191,19 @@ def test_a_forward_stands_for_its_backwards_and_for_no_other_op():
     ops = {work.op for work in bench.selected(["conv2d", "relu_backward"])}
     backwards = {f"conv2d_backward_{of}" for of in ("input", "weights", "bias")}
     assert ops == {"conv2d", "relu_backward"} | backwards
+
+
+def test_with_the_batch_last_it_is_the_same_work():
+    for op in ("conv2d_backward_weights", "relu"):
+        first, last = (bench.selected([op], batch_last)[0] for batch_last in (False, True))
+        assert [a.shape[-1] for a in jax.tree.leaves(last.draw(0, 3, "float32"))] == [3, 3]
+        results, turned = (
+            jax.tree.leaves(work.function("xla", "float32")(*work.draw(0, 3, "float32"))) for work in (first, last)
+        )
+        back = [a if a.shape == b.shape else jnp.moveaxis(b, -1, 0) for a, b in zip(results, turned, strict=True)]
+        assert_close(back, results, "float32")
+    assert [a.shape for a in turned] != [a.shape for a in results]
+    assert not bench.selected(["lenet"], batch_last=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ the floor

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    TOLERANCE,
     assert_close,
     case_of,
     compiled,
@@ -26,6 +27,7 @@ from helpers import (
     op_of,
     ours,
     reference,
+    relative_error,
     results_of,
     value_and_gradients,
 )
@@ -206,8 +208,16 @@ def _equal(one, other):
 
 
 def _check_at_place(name, place, implementation, dtype, batch):
-    actual = compiled(name, place, implementation)(*drawn(name, place, dtype, batch))
-    assert_close(actual, reference(name, place, dtype, batch), dtype)
+    arrays, exact = drawn(name, place, dtype, batch), reference(name, place, dtype, batch)
+    actual = compiled(name, place, implementation)(*arrays)
+    if name.startswith("mlp") and dtype != "float32":
+        # What a hidden layer's ReLU sees is rounded: a few in a thousand are on its other side than in float64, and
+        # gradients jump there, whoever computes them.
+        actual, exact, native = map(jax.tree.leaves, (actual, exact, compiled(name, place, "autodiff")(*arrays)))
+        for a, n, e in zip(actual, native, exact, strict=True):
+            assert_close(a, e, max(TOLERANCE[dtype], 1.2 * relative_error(n, e)))
+    else:
+        assert_close(actual, exact, dtype)
 
 
 def _poison_memory():

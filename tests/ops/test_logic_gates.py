@@ -22,6 +22,7 @@ from helpers import (
     ours,
     relative_error,
 )
+from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
 
 import jaxbp
@@ -202,17 +203,16 @@ def test_a_batch_equals_its_examples_one_by_one(implementation):
     assert_close(dlogits, halves[0][1] + halves[1][1], "float32")
 
 
+WIRES = {
+    "shared": SHARED,
+    "skewed": Wires.from_pairs([3] * 90, [3] * 45 + [0] * 45, 6),  # one input has nearly all consumers
+    "sparse": Wires.from_pairs(range(9), [9] * 9, 300),  # most inputs have none
+    "moore": Wires.moore(seed=0),
+}
+
+
 @ours
-@pytest.mark.parametrize(
-    "wires",
-    [
-        SHARED,
-        Wires.from_pairs([3] * 90, [3] * 45 + [0] * 45, 6),  # one input has nearly all consumers
-        Wires.from_pairs(range(9), [9] * 9, 300),  # most inputs have none
-        Wires.moore(seed=0),
-    ],
-    ids=["shared", "skewed", "sparse", "moore"],
-)
+@pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
 def test_gradients_gather_over_every_consumer(wires, implementation):
     arrays = [*normal((4, wires.gates), (wires.gates, 16)), wires, *normal((4, wires.inputs), seed=1)]
     assert_close(of_layer(implementation)(*arrays), in_float64(of_layer("autodiff"), *arrays), "float32")
@@ -226,6 +226,40 @@ def test_the_kernels_give_the_same_bits_whichever_program_runs_first():
         with last_program_first():
             last_first = of_layer("pallas")(*arrays)
     assert all(bool((a == b).all()) for a, b in zip(in_order, last_first, strict=True))
+
+
+def scatters(jaxpr):
+    """Whether each scatter in it says that it writes no place twice; a GPU adds in whichever order if not."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith("scatter"):
+            yield equation.params["unique_indices"]
+        for inner in jaxprs_in_params(equation.params):
+            yield from scatters(inner)
+
+
+@ours
+def test_no_gradient_of_a_gradient_scatters_into_one_place_twice(implementation):
+    backward = functools.partial(jaxbp.gate_layer_backward, implementation=implementation)
+
+    def second(dy, logits, x, cotangents):
+        return jax.vjp(lambda dy, logits, x: backward(dy, logits, SHARED, x), dy, logits, x)[1](cotangents)
+
+    dy, logits, x, *cotangents = normal((3, SHARED.gates), (6, 16), (3, 5), (6, 16), (3, 5))
+    found = list(scatters(jax.make_jaxpr(second)(dy, logits, x, tuple(cotangents)).jaxpr))
+    assert found and all(found)
+
+
+@ours
+@pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
+def test_gradients_of_gradients_match_float64(wires, implementation):
+    def second(implementation):
+        layer = functools.partial(jaxbp.gate_layer_backward, implementation=implementation)
+        return lambda dy, logits, x: jax.grad(lambda *a: sum(jnp.sum(d**2) for d in layer(a[0], a[1], wires, a[2])))(
+            dy, logits, x
+        )
+
+    arrays = normal((4, wires.gates), (wires.gates, 16), (4, wires.inputs))
+    assert_close(jax.jit(second(implementation))(*arrays), in_float64(second("autodiff"), *arrays), "float32")
 
 
 @ours
