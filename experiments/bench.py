@@ -81,7 +81,8 @@ class BenchConfig:
     """Time ops on arrays whose batch is the last axis, which is how kernels hand them to each other in a network: the
     transposes that examples first cost are then left to the compiler, which finds none to make."""
     peers: bool = False
-    """Time other libraries too, where they are installed: PyTorch; and for norms Liger-Kernel, QuACK and tokamax."""
+    """Time other libraries too, where they are installed: PyTorch; for norms Liger-Kernel, QuACK and tokamax; and for
+    logic networks torchlogix."""
     seconds: float = 0.03
     """Least time of a round."""
     json: Path | None = None
@@ -318,9 +319,7 @@ def logic_work(name: str, gates: int, batches_elsewhere: tuple[int, ...]) -> Wor
     @functools.cache
     def parts(implementation, dtype):
         with jax.ensure_compile_time_eval():
-            options = dict(tau=math.sqrt(gates / 80), initialization="normal", rngs=nnx.Rngs(0))
-            network = LogicNetwork(784, [gates] * 6, 10, implementation=implementation, dtype=dtype, **options)
-            return nnx.split(network, nnx.Param, ...)
+            return nnx.split(logic_network(gates, implementation, dtype), nnx.Param, ...)
 
     def function(implementation, dtype):
         graph, _, wires = parts(implementation, dtype)
@@ -339,7 +338,13 @@ def logic_work(name: str, gates: int, batches_elsewhere: tuple[int, ...]) -> Wor
     place = f"6x{gates}"
     chain = functools.partial(training, optimiser=optax.adam(0.01))
     title = f"logic training step {place}"
-    return Work(name, place, title, {}, ((128, 1024), batches_elsewhere), function, draw, chain, steps=10)
+    options = {"gates": gates}
+    return Work(name, place, title, options, ((128, 1024), batches_elsewhere), function, draw, chain, steps=10)
+
+
+def logic_network(gates: int, implementation: str | None = None, dtype: str = "float32") -> LogicNetwork:
+    options = dict(tau=math.sqrt(gates / 80), initialization="normal", rngs=nnx.Rngs(0))
+    return LogicNetwork(784, [gates] * 6, 10, implementation=implementation, dtype=jnp.dtype(dtype), **options)
 
 
 def training(function: Callable, calls: int, optimiser: optax.GradientTransformation | None = None) -> Callable:
@@ -368,6 +373,7 @@ PEERS = {
     "Liger-Kernel": "experiments.bench_liger",
     "QuACK": "experiments.bench_quack",
     "tokamax": "experiments.bench_tokamax",
+    "torchlogix": "experiments.bench_torchlogix",
 }
 """Name -> module that times another library: its `VERSION`, and `variants(task)`, the ways in which it does a task."""
 
@@ -377,7 +383,7 @@ class Task:
     """What a peer is asked to do.
 
     Attributes:
-      op, options: of the table of ops; "lenet" is a training step.
+      op, options: of the table of ops; "lenet", "logic" and "logic-large" are training steps.
       sets: arguments of each call, as the op's function here takes them; for steps of training one set.
       small: arguments for the results that are compared with float64.
       calls: in a program.

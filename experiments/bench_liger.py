@@ -5,7 +5,7 @@ from importlib import metadata
 from liger_kernel.ops.layer_norm import LigerLayerNormFunction, layer_norm_backward
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-from experiments.bench_peers import EPS, variants_of
+from experiments.bench_peers import EPS, ops, variants_of
 
 VERSION = metadata.version("liger-kernel")
 
@@ -23,4 +23,4 @@ BACKWARDS = {"layer_norm_backward": _layer_norm_backward}
 
 def variants(task):
     """The ways in which it does the task: eager, and in a CUDA graph; none where it has no counterpart."""
-    return variants_of(task, FORWARDS, BACKWARDS, []) if task.op in FORWARDS | BACKWARDS else ()
+    return variants_of(task, ops(FORWARDS, BACKWARDS), []) if task.op in FORWARDS | BACKWARDS else ()

@@ -30,30 +30,35 @@ aten = torch.ops.aten
 
 def variants(task: "Task") -> Iterator["Variant"]:
     """The ways in which PyTorch does the task; none where it has no counterpart."""
-    if task.op != "lenet" and task.op not in FORWARDS and task.op not in BACKWARDS:
-        return
-    compiled = "compile, reduce-overhead" if task.op == "lenet" else "compile, CUDA graph"
-    yield from variants_of(task, FORWARDS, BACKWARDS, [compiled])
+    if task.op == "lenet":
+        sgd = functools.partial(torch.optim.SGD, lr=0.01, fused=True)
+        yield from variants_of(task, training(_lenet, sgd), [COMPILED_STEP])
+    elif task.op in FORWARDS | BACKWARDS:
+        yield from variants_of(task, ops(FORWARDS, BACKWARDS), ["compile, CUDA graph"])
 
 
-def variants_of(task: "Task", forwards: Functions, backwards: Functions, modes: Sequence[str]) -> Iterator["Variant"]:
-    """The ways in which functions of PyTorch's tensors do the task: eager, on a GPU in a CUDA graph, and `modes`."""
+COMPILED_STEP = "compile, reduce-overhead"
+Build = Callable[["Task", str], tuple[Callable, Callable]]
+"""`build(task, mode) -> (the i-th call of the task, its results from the small arguments)`."""
+
+
+def variants_of(task: "Task", build: Build, modes: Sequence[str]) -> Iterator["Variant"]:
+    """The ways in which PyTorch's tensors do the task: eager, on a GPU in a CUDA graph, and `modes`."""
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
         precisions = {", float32": "highest", ", TF32": "default"}
     for suffix, precision in precisions.items():
         for mode in modes:
-            run = functools.partial(measure, task, forwards, backwards, mode, precision == "default")
-            yield f"{mode}{suffix}", precision, run
+            yield f"{mode}{suffix}", precision, functools.partial(measure, task, build, mode, precision == "default")
 
 
-def measure(task: "Task", forwards: Functions, backwards: Functions, mode: str, tf32: bool) -> dict[str, Any]:
+def measure(task: "Task", build: Build, mode: str, tf32: bool) -> dict[str, Any]:
     """Times the task, and in eager mode computes its results and what it takes of memory."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = True  # look for the fastest algorithm, as XLA does
     torch.compiler.reset()
     try:
-        call, results = _lenet(task, mode) if task.op == "lenet" else _op(task, forwards, backwards, mode)
+        call, results = build(task, mode)
         measured = {"results": None}
         if mode == "eager":
             measured = {"results": results(), "temporary_bytes": _temporary_bytes(call)}
@@ -71,8 +76,12 @@ def measure(task: "Task", forwards: Functions, backwards: Functions, mode: str, 
 # ----------------------------------------------------------------------------------------------------------- the work
 
 
-def _op(task, forwards, backwards, mode):
-    """(the i-th call of the op, its results from the small arguments)."""
+def ops(forwards: Functions, backwards: Functions) -> Build:
+    """Ops on their own: forwards together with their gradients, and backwards."""
+    return functools.partial(_op, forwards, backwards)
+
+
+def _op(forwards, backwards, task, mode):
     function = functools.partial((forwards | backwards)[task.op], **task.options)
     if mode.startswith("compile"):
         whole = function
@@ -89,7 +98,7 @@ def _op(task, forwards, backwards, mode):
 
 def _tensors(task, arguments):
     """The arguments in PyTorch's conventions, without a copy where these are JAX's."""
-    arguments = jax.tree.map(_tensor, arguments)
+    arguments = jax.tree.map(tensor, arguments)
     if task.op == "max_pool2d_backward":
         dy, indices = arguments
         return dy, _flat_indices(indices, **task.options)
@@ -109,7 +118,7 @@ def _statistics(x, *, centred):
     return (torch.rsqrt(variance + mean**2 + EPS),)
 
 
-def _tensor(a):
+def tensor(a):
     tensor = torch.from_dlpack(a)
     return tensor if tensor.is_floating_point() else tensor.long()
 
@@ -233,53 +242,57 @@ FORWARDS = {
 }
 
 
-def _lenet(task, mode):
-    """(a step of training, the loss and gradients from the small arguments)."""
-    model, images, labels = _lenet_arguments(task.sets[0])
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
-    loss_of = functools.partial(_lenet_loss, getattr(torch, task.dtype))
-    if mode.startswith("compile"):
+def training(make: Callable, optimiser_of: Callable) -> Build:
+    """Steps of training.
+
+    Args:
+      make: `make(task, arguments) -> (model, parameters, loss)`: a module, its parameters in the order of the bench's
+        gradients and with the values of its arguments, and a function of the module.
+      optimiser_of: of the parameters.
+    """
+    return functools.partial(_training, make, optimiser_of)
+
+
+def _training(make, optimiser_of, task, mode):
+    model, parameters, loss_of = make(task, task.sets[0])
+    optimiser = optimiser_of(parameters)
+    if mode == COMPILED_STEP:
         loss_of = torch.compile(loss_of, mode="reduce-overhead", dynamic=False)
 
     def step(i):
-        if mode.startswith("compile"):
+        if mode == COMPILED_STEP:
             torch.compiler.cudagraph_mark_step_begin()
         optimiser.zero_grad(set_to_none=True)
-        loss_of(model, images, labels).backward()
+        loss_of(model).backward()
         optimiser.step()
         return []
 
     def results():
-        model, images, labels = _lenet_arguments(task.small)
-        loss = loss_of(model, images, labels)
+        model, parameters, loss_of = make(task, task.small)
+        loss = loss_of(model)
         loss.backward()
-        parameters = dict(model.named_parameters())
-        return _numpy([loss, *(parameters[name].grad for name in _parameters(task.small[0]))])
+        return _numpy([loss, *(a.grad for a in parameters)])
 
     return step, results
 
 
-def _lenet_arguments(arguments):
+def _lenet(task, arguments):
     state, images, labels = arguments
     nn, layers = torch.nn, collections.OrderedDict()
     layers |= {"conv1": nn.Conv2d(1, 6, 5), "relu1": nn.ReLU(), "pool1": nn.MaxPool2d(2)}
     layers |= {"conv2": nn.Conv2d(6, 16, 5), "relu2": nn.ReLU(), "pool2": nn.MaxPool2d(2), "flatten": nn.Flatten()}
     layers |= {"fc1": nn.Linear(256, 120), "relu3": nn.ReLU(), "fc2": nn.Linear(120, 84), "relu4": nn.ReLU()}
     model = nn.Sequential(layers | {"fc3": nn.Linear(84, 10)})
-    images, labels = _tensor(images), _tensor(labels)
-    model.load_state_dict(_parameters(state))
-    return model.to(images.device), images, labels
-
-
-def _parameters(state):
-    """name -> tensor, in the order of the bench's gradients."""
     names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
-    return dict(zip(names, map(_tensor, jax.tree.leaves(state)), strict=True))
+    model.load_state_dict(dict(zip(names, map(tensor, jax.tree.leaves(state)), strict=True)))
+    images, labels, dtype = tensor(images), tensor(labels), getattr(torch, task.dtype)
 
+    def loss_of(model):
+        with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+            return F.cross_entropy(model(images), labels)
 
-def _lenet_loss(dtype, model, images, labels):
-    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
-        return F.cross_entropy(model(images), labels)
+    model.to(images.device)
+    return model, [dict(model.named_parameters())[name] for name in names], loss_of
 
 
 # -------------------------------------------------------------------------------------------------------- measurement

@@ -4,7 +4,7 @@ from importlib import metadata
 
 from quack.rmsnorm import rmsnorm, rmsnorm_bwd
 
-from experiments.bench_peers import EPS, variants_of
+from experiments.bench_peers import EPS, ops, variants_of
 
 VERSION = metadata.version("quack-kernels")
 
@@ -19,4 +19,4 @@ BACKWARDS = {"rms_norm_backward": _rms_norm_backward}
 
 def variants(task):
     """The ways in which it does the task: eager, and in a CUDA graph; none where it has no counterpart."""
-    return variants_of(task, FORWARDS, BACKWARDS, []) if task.op in FORWARDS | BACKWARDS else ()
+    return variants_of(task, ops(FORWARDS, BACKWARDS), []) if task.op in FORWARDS | BACKWARDS else ()

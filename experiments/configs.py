@@ -47,8 +47,8 @@ RECIPES: dict[DatasetName, Recipe] = {
 
 LOGIC_RECIPES: dict[DatasetName, Recipe] = {
     "digits": Recipe(batch_size=64, epochs=150, learning_rate=1e-1),
-    "mnist": Recipe(batch_size=128, epochs=60, learning_rate=1e-2),
-    "fashion_mnist": Recipe(batch_size=128, epochs=60, learning_rate=1e-2),
+    "mnist": Recipe(batch_size=128, epochs=60, learning_rate=5e-2),
+    "fashion_mnist": Recipe(batch_size=128, epochs=60, learning_rate=5e-2),
 }
 
 # Where the run lies and where the data came from change nothing about what it computes.

@@ -38,7 +38,7 @@ EXPRESSIONS = (
 )
 """The 16 functions in operators that C and Verilog share."""
 # C compilers take more than twice as long for twice as long a function.
-_LINES_A_FUNCTION = 1000
+_LINES_A_FUNCTION = 50
 
 
 def pack_bits(bits: Bool[np.ndarray, "samples features"]) -> UInt32[np.ndarray, "features words"]:

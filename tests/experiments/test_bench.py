@@ -283,6 +283,7 @@ def test_memory_is_that_of_one_call_and_not_of_the_chain():
 
 def test_without_their_libraries_there_are_no_peers_and_the_bench_says_so(monkeypatch, capsys):
     libraries = {"PyTorch": "torch", "Liger-Kernel": "liger_kernel", "QuACK": "quack", "tokamax": "tokamax"}
+    libraries["torchlogix"] = "torch"
     for library, module in zip(libraries.values(), bench.PEERS.values(), strict=True):
         monkeypatch.setitem(sys.modules, library, None)
         monkeypatch.delitem(sys.modules, module, raising=False)
