@@ -249,9 +249,8 @@ def test_no_gradient_of_a_gradient_scatters_into_one_place_twice(implementation)
     assert found and all(found)
 
 
-@ours
 @pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
-def test_gradients_of_gradients_match_float64(wires, implementation):
+def test_gradients_of_gradients_match_float64(wires):
     def second(implementation):
         layer = functools.partial(jaxbp.gate_layer_backward, implementation=implementation)
         return lambda dy, logits, x: jax.grad(lambda *a: sum(jnp.sum(d**2) for d in layer(a[0], a[1], wires, a[2])))(
@@ -259,7 +258,7 @@ def test_gradients_of_gradients_match_float64(wires, implementation):
         )
 
     arrays = normal((4, wires.gates), (wires.gates, 16), (4, wires.inputs))
-    assert_close(jax.jit(second(implementation))(*arrays), in_float64(second("autodiff"), *arrays), "float32")
+    assert_close(jax.jit(second("xla"))(*arrays), in_float64(second("autodiff"), *arrays), "float32")
 
 
 @ours
