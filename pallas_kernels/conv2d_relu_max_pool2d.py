@@ -206,7 +206,7 @@ def _weights_gradient(dy, place, x, *, window, ks, per_part, through_shared_memo
             weights, biases = list(sums[:taps]), list(sums[taps:])
             for o in range(ks):
                 gradient = dy_ref[k * ks + o, p, q, lanes].astype(jnp.float32)
-                at = place_ref[k * ks + o, p, q, lanes].astype(jnp.int32)
+                at = place_ref[p, k * ks + o, q, lanes].astype(jnp.int32)
                 biases[o] += jnp.where(at < R * S, gradient, 0.0)
                 for t in range(R * S):
                     here = jnp.where(at == t, gradient, 0.0)
@@ -235,7 +235,8 @@ def _weights_gradient(dy, place, x, *, window, ks, per_part, through_shared_memo
     sums = launch(
         body,
         dy,
-        place,
+        # As the forward wrote them, without a transpose.
+        place.swapaxes(0, 1),
         x,
         out=jax.ShapeDtypeStruct((parts, K // ks, C, rows), jnp.float32),
         grid={"part": parts, "k": K // ks, "c": C},
@@ -306,9 +307,9 @@ def input_gradient(
                     for back_q in range(reach_q):
                         p, q = row - back_p, q0 - back_q
                         exists = (p >= 0) & (p < P) & (q >= 0) & (q < Q)
-                        at = (k, jnp.clip(p, 0, P - 1), jnp.clip(q, 0, Q - 1), lanes)
-                        gradient = dy_ref[at].astype(jnp.float32)
-                        places = jnp.where(exists, place_ref[at].astype(jnp.int32), -1)
+                        p, q = jnp.clip(p, 0, P - 1), jnp.clip(q, 0, Q - 1)
+                        gradient = dy_ref[k, p, q, lanes].astype(jnp.float32)
+                        places = jnp.where(exists, place_ref[p, k, q, lanes].astype(jnp.int32), -1)
                         for t in range(R * S):
                             here = (t // S - back_p * R, t % S - back_q * S)
                             around[here] = jnp.where(places == t, gradient, 0.0)
@@ -332,7 +333,7 @@ def input_gradient(
     dx = launch(
         body,
         dy,
-        place,
+        place.swapaxes(0, 1),
         w.astype(jnp.float32),
         out=jax.ShapeDtypeStruct((C, rows * R, columns * S, N), dy.dtype),
         grid={"block": N // length, "row": rows, "c": C // cs},
