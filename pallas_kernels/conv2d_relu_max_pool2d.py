@@ -223,7 +223,7 @@ def _weights_gradient(dy, place, x, *, window, ks, per_part, through_shared_memo
             for n, total in enumerate(totals):
                 sums_ref[part, k, c, n] = jnp.sum(total)
             return
-        # One by one, each of these sums would meet at a barrier of its own.
+        # One by one, each of these sums would meet at barriers of its own; here at one, before any thread reads.
         (lanes_ref,) = scratch
         for n, total in enumerate(totals):
             lanes_ref[n] = total
@@ -241,6 +241,7 @@ def _weights_gradient(dy, place, x, *, window, ks, per_part, through_shared_memo
         out=jax.ShapeDtypeStruct((parts, K // ks, C, rows), jnp.float32),
         grid={"part": parts, "k": K // ks, "c": C},
         scratch=[plgpu.SMEM((rows, LANES), jnp.float32)] if through_shared_memory else (),
+        barriers=False,
         name="conv2d_relu_max_pool2d_backward_weights",
     )
     sums = jnp.sum(sums, axis=0)
