@@ -8,14 +8,17 @@ The kernels compute in exact float32 on the CUDA cores: an example a lane, weigh
 is also here as matrix products for the tensor cores, `input_gradient_banded`, where a row of the filter bank fits.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.lax import PrecisionLike
 
-from pallas_kernels.launch import LANES, largest_divisor, launch, zeros_like
+from pallas_kernels.launch import LANES, largest_divisor, launch, load, on_gpu, store, zeros_like
 from pallas_kernels.tiles import check_divides, tunable
 
 # Of an H200, for which the tiles below were chosen; right anywhere, and close on its neighbours.
@@ -139,7 +142,7 @@ def forward(
     return y, place.swapaxes(0, 1)
 
 
-@tunable(ks=(1, 2, 3, 4, 6), parts=tuple(n * _MULTIPROCESSORS for n in (1, 2, 4, 8)))
+@tunable(ks=(1, 2, 3, 4, 6), parts=tuple(n * _MULTIPROCESSORS // 4 for n in (1, 2, 4, 8, 16, 32)))
 def weights_gradient(
     dy: Array,
     place: Array,
@@ -155,23 +158,44 @@ def weights_gradient(
       dy: `(K, P, Q, N)`, the gradient in y.
       place: as `forward` gives it.
       x: `(C, H, W, N)`, of H = P * R + F - 1 and W = Q * S + G - 1.
-      ks, parts: output channels a program, and parts of the rows and the batch; both or neither.
+      ks, parts: output channels a program, and parts of the rows and the batch, at most; both or neither.
 
     Returns:
       dw `(K, C, F, G)` and db `(K,)` in float32.
     """
     K, P, Q, N = dy.shape
     C, H, W, _ = x.shape
-    R, S = window
-    F, G = H - P * R + 1, W - Q * S + 1
+    F, G = H - P * window[0] + 1, W - Q * window[1] + 1
     units = (N // LANES) * P * Q
     if ks is None or parts is None:
         ks, parts = _weights_gradient_tile(units, C, K, F * G)
     check_divides("conv2d_relu_max_pool2d.weights_gradient", "ks", ks, K)
-    per_part = -(-units // parts)
-    taps = [(o, u, v) for o in range(ks) for u in range(F) for v in range(G)]
+    per_part = -(-units // min(parts, units))
+    here, elsewhere = (
+        functools.partial(_weights_gradient, window=window, ks=ks, per_part=per_part, through_shared_memory=through)
+        for through in (True, False)
+    )
+    return on_gpu(here, elsewhere, dy, place, x)
 
-    def body(dy_ref, place_ref, x_ref, dw_ref, db_ref, *, part, k, c):
+
+# Sums over the lanes, 32 at a time: a warp reads four rows, eight threads side by side, and no bank twice.
+_ROWS = 32
+_LANE_SUMS = plgpu.Layout.TILED(
+    plgpu.Tiling(((16, 32), (4, 32), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+
+
+def _weights_gradient(dy, place, x, *, window, ks, per_part, through_shared_memory):
+    K, P, Q, N = dy.shape
+    C, H, W, _ = x.shape
+    R, S = window
+    F, G = H - P * R + 1, W - Q * S + 1
+    units = (N // LANES) * P * Q
+    parts = -(-units // per_part)
+    taps = ks * F * G
+    rows = -(-(taps + ks) // _ROWS) * _ROWS
+
+    def body(dy_ref, place_ref, x_ref, sums_ref, *scratch, part, k, c):
         def add_position(n, sums):
             p, q, lanes = n // Q % P, n % Q, pl.ds(n // (P * Q) * LANES, LANES)
             patch = {
@@ -179,10 +203,10 @@ def weights_gradient(
                 for i in range(F + R - 1)
                 for j in range(G + S - 1)
             }
-            weights, biases = list(sums[: len(taps)]), list(sums[len(taps) :])
+            weights, biases = list(sums[:taps]), list(sums[taps:])
             for o in range(ks):
                 gradient = dy_ref[k * ks + o, p, q, lanes].astype(jnp.float32)
-                at = place_ref[k * ks + o, p, q, lanes].astype(jnp.int32)
+                at = place_ref[p, k * ks + o, q, lanes].astype(jnp.int32)
                 biases[o] += jnp.where(at < R * S, gradient, 0.0)
                 for t in range(R * S):
                     here = jnp.where(at == t, gradient, 0.0)
@@ -193,26 +217,37 @@ def weights_gradient(
 
         zero = zeros_like(x_ref[0, 0, 0, pl.ds(0, LANES)].astype(jnp.float32))
         first, last = part * per_part, jnp.minimum((part + 1) * per_part, units)
-        sums = lax.fori_loop(first, last, add_position, (zero,) * (len(taps) + ks))
-        for (o, u, v), total in zip(taps, sums[: len(taps)], strict=True):
-            dw_ref[part, k * ks + o, c, u, v] = jnp.sum(total)
-        for o, total in enumerate(sums[len(taps) :]):
-            db_ref[part, c, k * ks + o] = jnp.sum(total)
+        sums = lax.fori_loop(first, last, add_position, (zero,) * (taps + ks))
+        totals = [*sums, *[zero] * (rows - len(sums))]
+        if not scratch:
+            for n, total in enumerate(totals):
+                sums_ref[part, k, c, n] = jnp.sum(total)
+            return
+        # One by one, each of these sums would meet at barriers of its own; here at one, before any thread reads.
+        (lanes_ref,) = scratch
+        for n, total in enumerate(totals):
+            lanes_ref[n] = total
+        plgpu.commit_smem()
+        for n in range(0, rows, _ROWS):
+            here = pl.ds(n, _ROWS)
+            store(sums_ref.at[part, k, c, here], jnp.sum(load(lanes_ref.at[here], _LANE_SUMS), axis=1))
 
-    dw, db = launch(
+    sums = launch(
         body,
         dy,
-        place,
+        # As the forward wrote them, without a transpose.
+        place.swapaxes(0, 1),
         x,
-        out=(
-            jax.ShapeDtypeStruct((parts, K, C, F, G), jnp.float32),
-            jax.ShapeDtypeStruct((parts, C, K), jnp.float32),
-        ),
+        out=jax.ShapeDtypeStruct((parts, K // ks, C, rows), jnp.float32),
         grid={"part": parts, "k": K // ks, "c": C},
+        scratch=[plgpu.SMEM((rows, LANES), jnp.float32)] if through_shared_memory else (),
+        barriers=False,
         name="conv2d_relu_max_pool2d_backward_weights",
     )
+    sums = jnp.sum(sums, axis=0)
+    dw = sums[:, :, :taps].reshape(K // ks, C, ks, F, G).swapaxes(1, 2).reshape(K, C, F, G)
     # Every input channel's program saw the same gradients: the first one's sum is the bias's.
-    return jnp.sum(dw, axis=0), jnp.sum(db[:, 0], axis=0)
+    return dw, sums[:, 0, taps : taps + ks].reshape(K)
 
 
 def _weights_gradient_tile(units: int, C: int, K: int, taps: int) -> tuple[int, int]:
@@ -273,9 +308,9 @@ def input_gradient(
                     for back_q in range(reach_q):
                         p, q = row - back_p, q0 - back_q
                         exists = (p >= 0) & (p < P) & (q >= 0) & (q < Q)
-                        at = (k, jnp.clip(p, 0, P - 1), jnp.clip(q, 0, Q - 1), lanes)
-                        gradient = dy_ref[at].astype(jnp.float32)
-                        places = jnp.where(exists, place_ref[at].astype(jnp.int32), -1)
+                        p, q = jnp.clip(p, 0, P - 1), jnp.clip(q, 0, Q - 1)
+                        gradient = dy_ref[k, p, q, lanes].astype(jnp.float32)
+                        places = jnp.where(exists, place_ref[p, k, q, lanes].astype(jnp.int32), -1)
                         for t in range(R * S):
                             here = (t // S - back_p * R, t % S - back_q * S)
                             around[here] = jnp.where(places == t, gradient, 0.0)
@@ -299,7 +334,7 @@ def input_gradient(
     dx = launch(
         body,
         dy,
-        place,
+        place.swapaxes(0, 1),
         w.astype(jnp.float32),
         out=jax.ShapeDtypeStruct((C, rows * R, columns * S, N), dy.dtype),
         grid={"block": N // length, "row": rows, "c": C // cs},

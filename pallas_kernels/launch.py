@@ -39,7 +39,7 @@ LANES = 128
 """Threads of a warpgroup, the unit that runs a program: vectors are a multiple of it."""
 
 # The default semantics differ between JAX versions. Lane lowers unrolled bodies 10 to 40 times faster.
-_COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+_LANE = plgpu.LoweringSemantics.Lane
 
 # A JAX context, not a global: its value is part of jit's cache key.
 _simulation = jax.make_user_context(None)
@@ -53,6 +53,7 @@ def launch(
     name: str,
     warpgroups: int | None = None,
     scratch: Sequence[Any] = (),
+    barriers: bool = True,
 ) -> Any:
     """Runs `body(*array_refs, *out_refs, *scratch_refs, **program_ids)` once for every point of `grid`.
 
@@ -65,6 +66,8 @@ def launch(
       warpgroups: that many run each program together, told apart by the further program id `warpgroup`.
       scratch: shared memory and barriers, for programs that copy asynchronously or use the tensor cores. With it a
         kernel runs on GPUs and in the simulator only: see `on_gpu`.
+      barriers: whether a warpgroup meets before and after each store. Not needed where no thread reads what another
+        wrote, or only behind a barrier of the body's own, as `plgpu.commit_smem`.
 
     Returns:
       An array for each entry of `out`, in its structure.
@@ -84,7 +87,7 @@ def launch(
             num_threads=warpgroups,
             thread_name="warpgroup" if warpgroups else None,
             scratch_types=scratch,
-            compiler_params=_COMPILER_PARAMS,
+            compiler_params=plgpu.CompilerParams(lowering_semantics=_LANE, unsafe_no_auto_barriers=not barriers),
             interpret=interpret,
         )(*arrays)
 
