@@ -39,7 +39,7 @@ LANES = 128
 """Threads of a warpgroup, the unit that runs a program: vectors are a multiple of it."""
 
 # The default semantics differ between JAX versions. Lane lowers unrolled bodies 10 to 40 times faster.
-_COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+_LANE = dict(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 # A JAX context, not a global: its value is part of jit's cache key.
 _simulation = jax.make_user_context(None)
@@ -52,7 +52,9 @@ def launch(
     grid: dict[str, int],
     name: str,
     warpgroups: int | None = None,
+    cluster: dict[str, int] | None = None,
     scratch: Sequence[Any] = (),
+    sums_across_warps: bool = True,
 ) -> Any:
     """Runs `body(*array_refs, *out_refs, *scratch_refs, **program_ids)` once for every point of `grid`.
 
@@ -63,16 +65,22 @@ def launch(
       grid: axis name -> number of programs. The last axis runs fastest.
       name: the kernel's name in programs and profiles.
       warpgroups: that many run each program together, told apart by the further program id `warpgroup`.
+      cluster: axis name -> number of programs that run side by side for every point of `grid`, and reach each other's
+        shared memory.
       scratch: shared memory and barriers, for programs that copy asynchronously or use the tensor cores. With it a
         kernel runs on GPUs and in the simulator only: see `on_gpu`.
+      sums_across_warps: whether the body sums along an axis that several warps share. Without, the 2 KiB of shared
+        memory for them are free.
 
     Returns:
       An array for each entry of `out`, in its structure.
     """
 
+    cluster = cluster or {}
+
     def mosaic(*arrays, interpret=None):
         def numbered(*refs):
-            axes = [*grid, "warpgroup"] if warpgroups else grid
+            axes = [*grid, *cluster, "warpgroup"] if warpgroups else [*grid, *cluster]
             body(*refs, **{axis: lax.axis_index(axis) for axis in axes})
 
         numbered.__name__ = name
@@ -81,10 +89,14 @@ def launch(
             out_type=out,
             grid=tuple(grid.values()),
             grid_names=tuple(grid),
+            cluster=tuple(cluster.values()),
+            cluster_names=tuple(cluster),
             num_threads=warpgroups,
             thread_name="warpgroup" if warpgroups else None,
             scratch_types=scratch,
-            compiler_params=_COMPILER_PARAMS,
+            compiler_params=plgpu.CompilerParams(
+                **_LANE, **({} if sums_across_warps else {"reduction_scratch_bytes": 0})
+            ),
             interpret=interpret,
         )(*arrays)
 

@@ -10,9 +10,20 @@ from jaxtyping import Float
 
 from jaxbp.implementations import Implementation, Op
 from jaxbp.ops import _checks
-from jaxbp.ops.layer_norm import GRADIENTS, NORMALISE, check, fastest, fastest_backward, rows, unsupported
+from jaxbp.ops.layer_norm import (
+    GRADIENTS,
+    NORMALISE,
+    check,
+    fastest,
+    fastest_backward,
+    row_statistics,
+    rows,
+    unsupported,
+)
 from jaxbp.ops.linear import linear
-from jaxbp.pairing import Pair
+from jaxbp.pairing import Pair, differentiable
+from pallas_kernels import layer_norm_linear as kernels
+from pallas_kernels import linear_tensor_cores as linear_kernels
 
 
 def _forward(x, scale, bias, w, b, *, eps, precision):
@@ -32,32 +43,85 @@ def _save(normalise):
     return save
 
 
-def _backward(gradients):
+def _backward(gradients, weights_gradient):
     def backward(dy, x, scale, bias, w, b, *statistics, eps, precision):
         t = jnp.matmul(dy, w, precision=precision)
         dx, dscale, dbias, y = gradients(t, x, scale, bias, *statistics, eps=eps, center=True, again=True)
-        dw = jnp.matmul(rows(dy).T, rows(y), precision=precision)
-        db = None if b is None else jnp.sum(rows(dy), axis=0)
-        return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, db
+        dw, db = weights_gradient(rows(dy), rows(y), precision=precision)
+        return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, None if b is None else db.astype(b.dtype)
 
     return backward
+
+
+def _weights_gradient(dy, y, *, precision):
+    return jnp.matmul(dy.T, y, precision=precision), jnp.sum(dy, axis=0)
+
+
+def _weights_gradient_kernel(dy, y, *, precision):
+    if not linear_kernels.pays(dy, y):
+        return _weights_gradient(dy, y, precision=precision)
+    dw, db = linear_kernels.weights_gradient(dy, y)
+    return dw, db.astype(dy.dtype)
+
+
+_WEIGHTS_GRADIENT = {"xla": _weights_gradient, "pallas": differentiable(_weights_gradient_kernel, _weights_gradient)}
+_SAVES = {implementation: _save(normalise) for implementation, normalise in NORMALISE.items()}
+_BACKWARDS = {
+    implementation: _backward(gradients, _WEIGHTS_GRADIENT[implementation])
+    for implementation, gradients in GRADIENTS.items()
+}
+
+
+def _narrow_forward(x, scale, bias, w, b, *, eps, precision):
+    z, (*_, offset, inv_std) = _SAVES["xla"](x, scale, bias, w, b, eps=eps, precision=precision)
+    return z, offset, inv_std
+
+
+def _narrow_forward_kernel(x, scale, bias, w, b, *, eps, precision):
+    b = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
+    z, *statistics = kernels.forward(rows(x), scale, bias, w, b, eps=eps)
+    return z.reshape(*x.shape[:-1], -1), *(a.reshape(x.shape[:-1]) for a in statistics)
+
+
+def _narrow_backward_kernel(dy, x, scale, bias, w, b, *statistics, eps, precision):
+    statistics = statistics or row_statistics(x, eps=eps, center=True)
+    statistics = (a.ravel() for a in statistics)
+    dx, dscale, dbias, dw, db = kernels.backward(rows(dy), rows(x), scale, bias, w, *statistics)
+    dscale, dbias, db = (a.astype(x.dtype) for a in (dscale, dbias, db))
+    return dx.reshape(x.shape), dscale, dbias, dw, None if b is None else db
+
+
+_NARROW_FORWARD = differentiable(_narrow_forward_kernel, _narrow_forward)
+_NARROW_BACKWARD = differentiable(_narrow_backward_kernel, _BACKWARDS["xla"])
+
+
+def _save_kernel(x, scale, bias, w, b, *, eps, precision):
+    if not kernels.pays(rows(x), w):
+        return _SAVES["pallas"](x, scale, bias, w, b, eps=eps, precision=precision)
+    z, *statistics = _NARROW_FORWARD(x, scale, bias, w, b, eps=eps, precision=precision)
+    return z, (x, scale, bias, w, b, *statistics)
+
+
+def _backward_kernel(dy, x, scale, bias, w, *arrays, eps, precision):
+    backward = _NARROW_BACKWARD if kernels.pays(rows(x), w) else _BACKWARDS["pallas"]
+    return backward(dy, x, scale, bias, w, *arrays, eps=eps, precision=precision)
 
 
 def _backward_autodiff(dy, x, scale, bias, w, b, *, eps, precision):
     return jax.vjp(functools.partial(_forward, eps=eps, precision=precision), x, scale, bias, w, b)[1](dy)
 
 
-_BACKWARDS = {implementation: _backward(gradients) for implementation, gradients in GRADIENTS.items()}
+_OURS = {"xla": _BACKWARDS["xla"], "pallas": _backward_kernel}
 _LAYER_NORM_LINEAR_BACKWARD = Op(
     "layer_norm_linear_backward",
-    _BACKWARDS | {"autodiff": _backward_autodiff},
+    _OURS | {"autodiff": _backward_autodiff},
     unsupported=unsupported,
     fastest=fastest_backward,
 )
 _LAYER_NORM_LINEAR = Pair(
     _forward,
-    Op("layer_norm_linear_backward", _BACKWARDS),
-    save={implementation: _save(normalise) for implementation, normalise in NORMALISE.items()},
+    Op("layer_norm_linear_backward", _OURS),
+    save={"xla": _SAVES["xla"], "pallas": _save_kernel},
     name="layer_norm_linear",
     unsupported=unsupported,
     fastest=fastest,
