@@ -39,7 +39,7 @@ LANES = 128
 """Threads of a warpgroup, the unit that runs a program: vectors are a multiple of it."""
 
 # The default semantics differ between JAX versions. Lane lowers unrolled bodies 10 to 40 times faster.
-_LANE = dict(lowering_semantics=plgpu.LoweringSemantics.Lane)
+_LANE = plgpu.LoweringSemantics.Lane
 
 # A JAX context, not a global: its value is part of jit's cache key.
 _simulation = jax.make_user_context(None)
@@ -77,6 +77,7 @@ def launch(
     """
 
     cluster = cluster or {}
+    options = {} if sums_across_warps else {"reduction_scratch_bytes": 0}
 
     def mosaic(*arrays, interpret=None):
         def numbered(*refs):
@@ -94,9 +95,7 @@ def launch(
             num_threads=warpgroups,
             thread_name="warpgroup" if warpgroups else None,
             scratch_types=scratch,
-            compiler_params=plgpu.CompilerParams(
-                **_LANE, **({} if sums_across_warps else {"reduction_scratch_bytes": 0})
-            ),
+            compiler_params=plgpu.CompilerParams(lowering_semantics=_LANE, **options),
             interpret=interpret,
         )(*arrays)
 

@@ -1,7 +1,6 @@
 """LayerNorm and a dense layer in one pass: simulated, lowered for CUDA, and on a GPU."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, cuda_program, normal, on_the_cpu
