@@ -22,7 +22,7 @@ from pallas_kernels.launch import launch, load, on_gpu, store
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 226 * 1024
 _ROWS = 64
-_LEAST_ROWS = 8192
+_LEAST_ROWS = 65536
 # Columns of a half precision that fill the tensor cores' rows in shared memory; as many are computed at once.
 _COLUMNS = 64
 _ROW_BYTES = 128

@@ -12,6 +12,7 @@ Parts of the rows are as many as keep all multiprocessors busy; their sums are a
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -60,7 +61,8 @@ def tile(rows: int, outputs: int, inputs: int, **sizes: int) -> Tile | None:
     tiles = (outputs // chosen.outputs) * (inputs // chosen.inputs)
     steps = -(-rows // _ROWS)
     if tiles > _MULTIPROCESSORS and outputs % (2 * chosen.outputs) == 0:
-        chosen = dataclasses.replace(chosen, mates=2)
+        # The tiles of a time are as many rows as columns.
+        chosen = dataclasses.replace(chosen, mates=2, wide=math.gcd(inputs // chosen.inputs, 8))
 
     def microseconds(parts):
         # A step of a tile takes 0.75, writing and reading a part's sums goes at 3 TB/s.
