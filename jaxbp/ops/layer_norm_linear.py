@@ -28,47 +28,55 @@ from pallas_kernels import linear_tensor_cores as linear_kernels
 
 def _forward(x, scale, bias, w, b, *, eps, precision):
     y, *_ = NORMALISE["xla"](x, scale, bias, eps=eps, center=True)
-    return _dense(y, w, b, precision)
+    return _dense(y, w, b, precision=precision)
 
 
-def _dense(y, w, b, precision):
+def _dense(y, w, b, *, precision):
     return linear(y, w, b, precision=precision, implementation="autodiff")
 
 
-def _save(normalise):
+def _dense_kernel(y, w, b, *, precision):
+    if b is None or not linear_kernels.forward_pays(rows(y), w):
+        return _dense(y, w, b, precision=precision)
+    return linear_kernels.forward(rows(y), w, b).reshape(*y.shape[:-1], -1)
+
+
+_DENSE = {"xla": _dense, "pallas": differentiable(_dense_kernel, _dense)}
+
+
+def _save(normalise, dense):
     def save(x, scale, bias, w, b, *, eps, precision):
         y, *statistics = normalise(x, scale, bias, eps=eps, center=True)
-        return _dense(y, w, b, precision), (x, scale, bias, w, b, *statistics)
+        return dense(y, w, b, precision=precision), (x, scale, bias, w, b, *statistics)
 
     return save
 
 
-def _backward(gradients, weights_gradient):
+def _backward(gradients, of_parameters):
     def backward(dy, x, scale, bias, w, b, *statistics, eps, precision):
         t = jnp.matmul(dy, w, precision=precision)
         dx, dscale, dbias, y = gradients(t, x, scale, bias, *statistics, eps=eps, center=True, again=True)
-        dw, db = weights_gradient(rows(dy), rows(y), precision=precision)
+        dw, db = of_parameters(rows(dy), rows(y), precision=precision)
         return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, None if b is None else db.astype(b.dtype)
 
     return backward
 
 
-def _weights_gradient(dy, y, *, precision):
+def _parameters(dy, y, *, precision):
     return jnp.matmul(dy.T, y, precision=precision), jnp.sum(dy, axis=0)
 
 
-def _weights_gradient_kernel(dy, y, *, precision):
+def _parameters_kernel(dy, y, *, precision):
     if not linear_kernels.pays(dy, y):
-        return _weights_gradient(dy, y, precision=precision)
+        return _parameters(dy, y, precision=precision)
     dw, db = linear_kernels.weights_gradient(dy, y)
     return dw, db.astype(dy.dtype)
 
 
-_WEIGHTS_GRADIENT = {"xla": _weights_gradient, "pallas": differentiable(_weights_gradient_kernel, _weights_gradient)}
-_SAVES = {implementation: _save(normalise) for implementation, normalise in NORMALISE.items()}
+_PARAMETERS = {"xla": _parameters, "pallas": differentiable(_parameters_kernel, _parameters)}
+_SAVES = {implementation: _save(normalise, _DENSE[implementation]) for implementation, normalise in NORMALISE.items()}
 _BACKWARDS = {
-    implementation: _backward(gradients, _WEIGHTS_GRADIENT[implementation])
-    for implementation, gradients in GRADIENTS.items()
+    implementation: _backward(gradients, _PARAMETERS[implementation]) for implementation, gradients in GRADIENTS.items()
 }
 
 
@@ -149,7 +157,8 @@ def layer_norm_linear(
       scale, bias, eps: as in `layer_norm`.
       w: weights, a row an output.
       b: bias of the outputs, or None for none.
-      precision: of the matrix products, as in `jax.lax.dot`. They are the library's in every implementation.
+      precision: of the matrix products, as in `jax.lax.dot`. They are the library's but in half precisions, where those
+        of the forward and of w's gradient are kernels under "pallas" if they pay.
       implementation: "pallas", "xla", "autodiff", or None for the fastest here.
 
     Returns:
