@@ -1,8 +1,8 @@
 import os
 import shutil
 
-# Before JAX starts: devices to shard over, and fast compilation of the interpreted kernels, which run briefly. A product
-# that wants more threads would wait for ever for those that wait for it in the simulator.
+# Before JAX starts: devices to shard over, and fast compilation of the interpreted kernels, which run briefly. A
+# product that wants more threads would wait for ever for those that wait for it in the simulator.
 if shutil.which("nvidia-smi") is None:
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "")
