@@ -52,8 +52,10 @@ def launch(
     grid: dict[str, int],
     name: str,
     warpgroups: int | None = None,
+    cluster: dict[str, int] | None = None,
     scratch: Sequence[Any] = (),
     barriers: bool = True,
+    sums_across_warps: bool = True,
 ) -> Any:
     """Runs `body(*array_refs, *out_refs, *scratch_refs, **program_ids)` once for every point of `grid`.
 
@@ -64,18 +66,27 @@ def launch(
       grid: axis name -> number of programs. The last axis runs fastest.
       name: the kernel's name in programs and profiles.
       warpgroups: that many run each program together, told apart by the further program id `warpgroup`.
+      cluster: axis name -> number of programs that run side by side for every point of `grid`, and reach each other's
+        shared memory.
       scratch: shared memory and barriers, for programs that copy asynchronously or use the tensor cores. With it a
         kernel runs on GPUs and in the simulator only: see `on_gpu`.
       barriers: whether a warpgroup meets before and after each store. Not needed where no thread reads what another
         wrote, or only behind a barrier of the body's own, as `plgpu.commit_smem`.
+      sums_across_warps: whether the body sums along an axis that several warps share. Without, the 2 KiB of shared
+        memory for them are free.
 
     Returns:
       An array for each entry of `out`, in its structure.
     """
 
+    cluster = cluster or {}
+    options = {"lowering_semantics": _LANE, "unsafe_no_auto_barriers": not barriers}
+    if not sums_across_warps:
+        options["reduction_scratch_bytes"] = 0
+
     def mosaic(*arrays, interpret=None):
         def numbered(*refs):
-            axes = [*grid, "warpgroup"] if warpgroups else grid
+            axes = [*grid, *cluster, "warpgroup"] if warpgroups else [*grid, *cluster]
             body(*refs, **{axis: lax.axis_index(axis) for axis in axes})
 
         numbered.__name__ = name
@@ -84,10 +95,12 @@ def launch(
             out_type=out,
             grid=tuple(grid.values()),
             grid_names=tuple(grid),
+            cluster=tuple(cluster.values()),
+            cluster_names=tuple(cluster),
             num_threads=warpgroups,
             thread_name="warpgroup" if warpgroups else None,
             scratch_types=scratch,
-            compiler_params=plgpu.CompilerParams(lowering_semantics=_LANE, unsafe_no_auto_barriers=not barriers),
+            compiler_params=plgpu.CompilerParams(**options),
             interpret=interpret,
         )(*arrays)
 

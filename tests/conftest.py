@@ -1,10 +1,13 @@
 import os
 import shutil
 
-# Before JAX starts: devices to shard over, and fast compilation of the interpreted kernels, which run briefly.
+# Before JAX starts: devices to shard over, and fast compilation of the interpreted kernels, which run briefly. A
+# product that wants more threads would wait for ever for those that wait for it in the simulator.
 if shutil.which("nvidia-smi") is None:
     os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+        os.environ.get("XLA_FLAGS", "")
+        + " --xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+        + " --xla_cpu_multi_thread_eigen=false"
     )
 
 import jax

@@ -31,7 +31,7 @@ def _first(x):
     return lax.stop_gradient(_checks.widen(x[..., :1]))
 
 
-def _statistics(x, *, eps, center):
+def row_statistics(x, *, eps, center):
     """A row's inv_std, and with `center` before it the offset of its mean from its first element.
 
     Their sum would be rounded, and with it the digits of a row far from zero.
@@ -60,7 +60,7 @@ def _scaled(normalised, scale, bias, dtype):
 
 
 def _normalise(x, scale, bias, *, eps, center):
-    statistics = _statistics(x, eps=eps, center=center)
+    statistics = row_statistics(x, eps=eps, center=center)
     return _scaled(_normalised(x, *statistics), scale, bias, x.dtype), *statistics
 
 
@@ -72,7 +72,7 @@ def _normalise_kernel(x, scale, bias, *, eps, center):
 
 
 def _gradients(dy, x, scale, bias, *statistics, eps, center, again):
-    statistics = statistics or _statistics(x, eps=eps, center=center)
+    statistics = statistics or row_statistics(x, eps=eps, center=center)
     normalised, dy = _normalised(x, *statistics), _checks.widen(dy)
     t = dy * _checks.widen(scale)
     dx = t - normalised * jnp.mean(t * normalised, axis=-1, keepdims=True)

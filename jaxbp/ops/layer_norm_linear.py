@@ -10,54 +10,126 @@ from jaxtyping import Float
 
 from jaxbp.implementations import Implementation, Op
 from jaxbp.ops import _checks
-from jaxbp.ops.layer_norm import GRADIENTS, NORMALISE, check, fastest, fastest_backward, rows, unsupported
+from jaxbp.ops.layer_norm import (
+    GRADIENTS,
+    NORMALISE,
+    check,
+    fastest,
+    fastest_backward,
+    row_statistics,
+    rows,
+    unsupported,
+)
 from jaxbp.ops.linear import linear
-from jaxbp.pairing import Pair
+from jaxbp.pairing import Pair, differentiable
+from pallas_kernels import layer_norm_linear as kernels
+from pallas_kernels import linear_tensor_cores as linear_kernels
 
 
 def _forward(x, scale, bias, w, b, *, eps, precision):
     y, *_ = NORMALISE["xla"](x, scale, bias, eps=eps, center=True)
-    return _dense(y, w, b, precision)
+    return _dense(y, w, b, precision=precision)
 
 
-def _dense(y, w, b, precision):
+def _dense(y, w, b, *, precision):
     return linear(y, w, b, precision=precision, implementation="autodiff")
 
 
-def _save(normalise):
+def _dense_kernel(y, w, b, *, precision):
+    if b is None or not linear_kernels.forward_pays(rows(y), w):
+        return _dense(y, w, b, precision=precision)
+    return linear_kernels.forward(rows(y), w, b).reshape(*y.shape[:-1], -1)
+
+
+_DENSE = {"xla": _dense, "pallas": differentiable(_dense_kernel, _dense)}
+
+
+def _save(normalise, dense):
     def save(x, scale, bias, w, b, *, eps, precision):
         y, *statistics = normalise(x, scale, bias, eps=eps, center=True)
-        return _dense(y, w, b, precision), (x, scale, bias, w, b, *statistics)
+        return dense(y, w, b, precision=precision), (x, scale, bias, w, b, *statistics)
 
     return save
 
 
-def _backward(gradients):
+def _backward(gradients, of_parameters):
     def backward(dy, x, scale, bias, w, b, *statistics, eps, precision):
         t = jnp.matmul(dy, w, precision=precision)
         dx, dscale, dbias, y = gradients(t, x, scale, bias, *statistics, eps=eps, center=True, again=True)
-        dw = jnp.matmul(rows(dy).T, rows(y), precision=precision)
-        db = None if b is None else jnp.sum(rows(dy), axis=0)
-        return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, db
+        dw, db = of_parameters(rows(dy), rows(y), precision=precision)
+        return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, None if b is None else db.astype(b.dtype)
 
     return backward
+
+
+def _parameters(dy, y, *, precision):
+    return jnp.matmul(dy.T, y, precision=precision), jnp.sum(dy, axis=0)
+
+
+def _parameters_kernel(dy, y, *, precision):
+    if not linear_kernels.pays(dy, y):
+        return _parameters(dy, y, precision=precision)
+    dw, db = linear_kernels.weights_gradient(dy, y)
+    return dw, db.astype(dy.dtype)
+
+
+_PARAMETERS = {"xla": _parameters, "pallas": differentiable(_parameters_kernel, _parameters)}
+_SAVES = {implementation: _save(normalise, _DENSE[implementation]) for implementation, normalise in NORMALISE.items()}
+_BACKWARDS = {
+    implementation: _backward(gradients, _PARAMETERS[implementation]) for implementation, gradients in GRADIENTS.items()
+}
+
+
+def _narrow_forward(x, scale, bias, w, b, *, eps, precision):
+    z, (*_, offset, inv_std) = _SAVES["xla"](x, scale, bias, w, b, eps=eps, precision=precision)
+    return z, offset, inv_std
+
+
+def _narrow_forward_kernel(x, scale, bias, w, b, *, eps, precision):
+    b = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
+    z, *statistics = kernels.forward(rows(x), scale, bias, w, b, eps=eps)
+    return z.reshape(*x.shape[:-1], -1), *(a.reshape(x.shape[:-1]) for a in statistics)
+
+
+def _narrow_backward_kernel(dy, x, scale, bias, w, b, *statistics, eps, precision):
+    statistics = statistics or row_statistics(x, eps=eps, center=True)
+    statistics = (a.ravel() for a in statistics)
+    dx, dscale, dbias, dw, db = kernels.backward(rows(dy), rows(x), scale, bias, w, *statistics)
+    dscale, dbias, db = (a.astype(x.dtype) for a in (dscale, dbias, db))
+    return dx.reshape(x.shape), dscale, dbias, dw, None if b is None else db
+
+
+_NARROW_FORWARD = differentiable(_narrow_forward_kernel, _narrow_forward)
+_NARROW_BACKWARD = differentiable(_narrow_backward_kernel, _BACKWARDS["xla"])
+
+
+def _save_kernel(x, scale, bias, w, b, *, eps, precision):
+    if not kernels.pays(rows(x), w):
+        return _SAVES["pallas"](x, scale, bias, w, b, eps=eps, precision=precision)
+    z, *statistics = _NARROW_FORWARD(x, scale, bias, w, b, eps=eps, precision=precision)
+    return z, (x, scale, bias, w, b, *statistics)
+
+
+def _backward_kernel(dy, x, scale, bias, w, *arrays, eps, precision):
+    backward = _NARROW_BACKWARD if kernels.pays(rows(x), w) else _BACKWARDS["pallas"]
+    return backward(dy, x, scale, bias, w, *arrays, eps=eps, precision=precision)
 
 
 def _backward_autodiff(dy, x, scale, bias, w, b, *, eps, precision):
     return jax.vjp(functools.partial(_forward, eps=eps, precision=precision), x, scale, bias, w, b)[1](dy)
 
 
-_BACKWARDS = {implementation: _backward(gradients) for implementation, gradients in GRADIENTS.items()}
+_OURS = {"xla": _BACKWARDS["xla"], "pallas": _backward_kernel}
 _LAYER_NORM_LINEAR_BACKWARD = Op(
     "layer_norm_linear_backward",
-    _BACKWARDS | {"autodiff": _backward_autodiff},
+    _OURS | {"autodiff": _backward_autodiff},
     unsupported=unsupported,
     fastest=fastest_backward,
 )
 _LAYER_NORM_LINEAR = Pair(
     _forward,
-    Op("layer_norm_linear_backward", _BACKWARDS),
-    save={implementation: _save(normalise) for implementation, normalise in NORMALISE.items()},
+    Op("layer_norm_linear_backward", _OURS),
+    save={"xla": _SAVES["xla"], "pallas": _save_kernel},
     name="layer_norm_linear",
     unsupported=unsupported,
     fastest=fastest,
@@ -85,7 +157,8 @@ def layer_norm_linear(
       scale, bias, eps: as in `layer_norm`.
       w: weights, a row an output.
       b: bias of the outputs, or None for none.
-      precision: of the matrix products, as in `jax.lax.dot`. They are the library's in every implementation.
+      precision: of the matrix products, as in `jax.lax.dot`. They are the library's but in half precisions, where those
+        of the forward and of w's gradient are kernels under "pallas" if they pay.
       implementation: "pallas", "xla", "autodiff", or None for the fastest here.
 
     Returns:

@@ -29,6 +29,9 @@ from jaxbp import (
     rms_norm,
 )
 from jaxbp import rms_norm_backward as rms_backward
+from jaxbp.ops import _checks
+from pallas_kernels import layer_norm_linear as narrow_kernels
+from pallas_kernels import linear_tensor_cores as linear_kernels
 
 pytestmark = pytest.mark.once
 
@@ -203,3 +206,61 @@ def test_on_a_gpu_none_takes_the_kernels_where_they_stream_the_rows(hidden, kern
     assert ("mosaic_gpu" in cuda_program(layer_norm_backward, x, x, scale)) == kernel
     assert ("mosaic_gpu" in cuda_program(lambda x, scale: jax.vjp(rms_norm, x, scale)[0], x, scale)) == kernel
     assert ("mosaic_gpu" in cuda_program(layer_norm_linear_backward, dy, x, scale, scale, w)) == kernel
+
+
+# Narrow and wide layers whose products are kernels.
+FUSED = pytest.mark.parametrize(("hidden", "out"), [(128, 128), (512, 128)], ids=["narrow", "wide"])
+
+
+def of_kernels(monkeypatch):
+    for module in (narrow_kernels, linear_kernels):
+        monkeypatch.setattr(module, "_LEAST_ROWS", 64)
+
+
+@pytest.mark.parametrize("bias_of_outputs", [True, False])
+@FUSED
+def test_products_that_are_kernels_agree_with_the_formula_and_so_do_their_derivatives(
+    hidden, out, bias_of_outputs, monkeypatch
+):
+    of_kernels(monkeypatch)
+    shapes = (2, 64, hidden), (hidden,), (hidden,), (out, hidden), (out,)
+    arrays = [(a / 4).astype("bfloat16") for a in normal(*shapes)]
+    arrays = arrays if bias_of_outputs else arrays[:-1]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, *arrays):
+        op = functools.partial(layer_norm_linear, implementation=implementation)
+        loss = lambda *arrays: jnp.sum(jnp.sin(_checks.widen(op(*arrays))))  # noqa: E731
+        gradients = jax.grad(loss, range(len(arrays)))
+        return op(*arrays), *jax.jvp(gradients, arrays, arrays)
+
+    assert_close(run("pallas", *arrays), in_float64(functools.partial(run, "autodiff"), *arrays), 2e-2)
+
+
+@FUSED
+def test_products_that_are_kernels_lower_for_cuda_with_and_without_statistics(hidden, out, monkeypatch):
+    of_kernels(monkeypatch)
+    shapes = (64, out), (64, hidden), (hidden,), (hidden,), (out, hidden), (out,)
+    dy, *arrays, b = (jax.ShapeDtypeStruct(shape, jnp.float16) for shape in shapes)
+
+    def both(dy, *arrays):
+        z, vjp = jax.vjp(functools.partial(layer_norm_linear, implementation="pallas"), *arrays)
+        return z, vjp(dy), layer_norm_linear_backward(dy, *arrays[:-1], implementation="pallas")
+
+    program = cuda_program(both, dy, *arrays, b)
+    assert "linear_backward_weights" in program
+    assert ("layer_norm_linear_backward_input" in program) == (hidden == 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("rows", "hidden", "out"), [(65536, 256, 256), (65536, 128, 256), (8192, 1024, 4096), (8192, 1024, 1024)]
+)
+def test_gpu_layer_norm_linear_of_kernels_matches_float32(rows, hidden, out, dtype):
+    x, scale, bias, w, b = normal((rows, hidden), (hidden,), (hidden,), (out, hidden), (out,))
+    arrays = [a.astype(dtype) for a in (x, scale, bias, w / hidden**0.5, b)]
+    dy = [a.astype(dtype) for a in normal((rows, out), seed=1)]
+    actual = results_and_gradients(layer_norm_linear, arrays, dy, implementation="pallas")
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (arrays, dy))
+    assert_close(actual, results_and_gradients(layer_norm_linear, *wide, implementation="autodiff"), dtype)
