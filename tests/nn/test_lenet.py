@@ -232,6 +232,7 @@ def test_the_table_has_44426_values_of_parameter_gradients(fused):
     assert sum(row.bytes for row in table.values()) == 4 * 44_426
 
 
+@pytest.mark.once
 @fused_or_not
 def test_saved_tensors_are_those_of_the_table(fused):
     _, saved = lenet_saved_tensors(build(fused=fused), *draw(32))
@@ -257,6 +258,7 @@ def test_the_backward_keeps_the_tables_tensors_and_nothing_else(implementation, 
     assert kept == collections.Counter((row.shape, row.dtype) for row in rows("saved", 3, fused).values())
 
 
+@pytest.mark.once
 @fused_or_not
 def test_activation_gradients_are_those_of_the_table(fused):
     options = dict(implementation="xla")

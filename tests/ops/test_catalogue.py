@@ -275,6 +275,7 @@ def test_kernels_stay_in_bounds_and_write_every_output_in_the_simulator(name):
     assert_close(result, reference(name), "float32")
 
 
+@pytest.mark.once
 @every_pair
 def test_kernels_give_the_same_bits_whichever_program_runs_first(name):
     # The simulator runs programs one by one and takes their order for granted: this finds what depends on it.
