@@ -20,12 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.conv2d_relu_max_pool2d import input_gradient as exact_input_gradient
-from pallas_kernels.launch import launch, load, on_gpu, rounded_to_tf32, store
+from pallas_kernels.launch import launch, load, on_gpu, operand, rounded_to_tf32, store
 
 _EXAMPLES = 64
 _MOST_WARPGROUPS = 4
 _SHARED_BYTES = 226 * 1024
-_ROW_BYTES = 128
 _SUMS, _SUMS_TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
 # A thread keeps the sums of the cells that a row of windows reaches: with more it spills them.
 _MOST_SUMS = 96
@@ -154,7 +153,6 @@ def _input_gradient(dy, place, w, *, window, input_size):
     def by_groups(a):
         return a.reshape(K, P, groups, windows, N).transpose(1, 2, 0, 3, 4).reshape(-1, N)
 
-    tiled = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(_ROW_BYTES)
     dx = launch(
         body,
         by_groups(dy),
@@ -164,9 +162,9 @@ def _input_gradient(dy, place, w, *, window, input_size):
         grid={"block": N // _EXAMPLES},
         warpgroups=warpgroups,
         scratch=[
-            plgpu.SMEM((reach, 2, R * row, inner), jnp.float32, transforms=tiled),
+            operand((reach, 2, R * row, inner), jnp.float32),
             plgpu.Barrier(num_arrivals=2 * reach),
-            plgpu.SMEM((groups, _EXAMPLES, inner), jnp.float32, transforms=tiled),
+            operand((groups, _EXAMPLES, inner), jnp.float32),
             plgpu.Barrier(num_arrivals=warpgroups),
             plgpu.SMEM((warpgroups, row, _EXAMPLES), jnp.float32),
         ],

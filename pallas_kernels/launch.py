@@ -38,6 +38,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 LANES = 128
 """Threads of a warpgroup, the unit that runs a program: vectors are a multiple of it."""
 
+OPERAND_BYTES = 128
+"""Of a row of shared memory, in which the tensor cores look for their operands."""
+
 # The default semantics differ between JAX versions. Lane lowers unrolled bodies 10 to 40 times faster.
 _LANE = plgpu.LoweringSemantics.Lane
 
@@ -187,6 +190,13 @@ def store(ref: Any, value: Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def operand(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory as the tensor cores read it: in tiles of eight rows of `OPERAND_BYTES`."""
+    columns = OPERAND_BYTES // jnp.dtype(dtype).itemsize
+    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(OPERAND_BYTES)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def rounded_to_tf32(x: Array) -> Array:

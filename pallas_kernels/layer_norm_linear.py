@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import layer_norm, linear_tensor_cores
-from pallas_kernels.launch import launch, load, on_gpu, store
+from pallas_kernels.launch import launch, load, on_gpu, operand, store
 
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 226 * 1024
@@ -25,7 +25,6 @@ _ROWS = 64
 _LEAST_ROWS = 65536
 # Columns of a half precision that fill the tensor cores' rows in shared memory; as many are computed at once.
 _COLUMNS = 64
-_ROW_BYTES = 128
 _MOST_WARPGROUPS = 3
 _SUMS = plgpu.Layout.WGMMA
 _A_ROW, _A_COLUMN = _SUMS.reduce(1), _SUMS.reduce(0)
@@ -144,7 +143,6 @@ def _forward(x, scale, bias, w, b, *, eps):
         lax.fori_loop(0, steps, one, None)
         plgpu.wait_smem_to_gmem(0)
 
-    operand = functools.partial(_operand, x.dtype)
     per_row = jax.ShapeDtypeStruct((rows,), jnp.float32)
     return launch(
         body,
@@ -156,8 +154,8 @@ def _forward(x, scale, bias, w, b, *, eps):
         warpgroups=together,
         scratch=[
             # One for both where they are alike.
-            *(operand((together, _ROWS, width)) for width in dict.fromkeys((hidden, out))),
-            operand((out, hidden)),
+            *(operand((together, _ROWS, width), x.dtype) for width in dict.fromkeys((hidden, out))),
+            operand((out, hidden), x.dtype),
             plgpu.Barrier(num_barriers=together),
             plgpu.Barrier(),
         ],
@@ -259,7 +257,6 @@ def _input_gradient(dz, x, scale, w, offset, inv_std):
         lax.fori_loop(0, steps, one, None)
         plgpu.wait_smem_to_gmem(0)
 
-    operand = functools.partial(_operand, x.dtype)
     return launch(
         body,
         dz,
@@ -272,10 +269,10 @@ def _input_gradient(dz, x, scale, w, offset, inv_std):
         grid={"program": programs},
         warpgroups=2,
         scratch=[
-            operand((2, 2, _ROWS, half)),
-            operand((2, _ROWS, mine)),
-            *([] if shared else [operand((2, _ROWS, mine))]),
-            operand((out, hidden)),
+            operand((2, 2, _ROWS, half), x.dtype),
+            operand((2, _ROWS, mine), x.dtype),
+            *([] if shared else [operand((2, _ROWS, mine), x.dtype)]),
+            operand((out, hidden), x.dtype),
             plgpu.SMEM((2, 2, 2, _ROWS), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=2),
             plgpu.Barrier(num_barriers=2),
@@ -285,12 +282,6 @@ def _input_gradient(dz, x, scale, w, offset, inv_std):
         sums_across_warps=False,
         name="layer_norm_linear_backward_input",
     )
-
-
-def _operand(dtype, shape):
-    """Shared memory as the tensor cores read it."""
-    transforms = plgpu.TilingTransform((8, _COLUMNS)), plgpu.SwizzleTransform(_ROW_BYTES)
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def _pieces(width):

@@ -24,12 +24,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.launch import launch, load, on_gpu, store
+from pallas_kernels.launch import launch, load, on_gpu, operand, store
 
 _MULTIPROCESSORS = 132
 # Summed in a step. As many values of a half precision fill the tensor cores' rows in shared memory.
 _STEP = 64
-_ROW_BYTES = 128
 _LEAST_ROWS = 8192
 _LEAST_INPUTS = 512
 _MULTIPLIERS = 2
@@ -130,7 +129,6 @@ def _forward(x, w, b, *, tile):
         division.run(copy, multiply, finish, sums, barriers, warpgroup=warpgroup, **ids)
         pl.when(warpgroup < _COPIER)(lambda: plgpu.wait_smem_to_gmem(0))
 
-    operand = functools.partial(_operand, x.dtype)
     return launch(
         body,
         x,
@@ -138,9 +136,9 @@ def _forward(x, w, b, *, tile):
         b.astype(jnp.float32),
         out=jax.ShapeDtypeStruct((rows, outputs), x.dtype),
         scratch=[
-            operand((tile.slots, tile.rows, _STEP)),
-            operand((tile.slots, tile.columns, _STEP)),
-            operand((_MULTIPLIERS, 2, high, _STEP)),
+            operand((tile.slots, tile.rows, _STEP), x.dtype),
+            operand((tile.slots, tile.columns, _STEP), x.dtype),
+            operand((_MULTIPLIERS, 2, high, _STEP), x.dtype),
             *division.barriers,
         ],
         name="linear",
@@ -223,7 +221,6 @@ def _weights_gradient(dy, x, *, tile, dtype):
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((8, _STEP), (2, _STEP), (_STEP // 16,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
     )
-    operand = functools.partial(_operand, x.dtype)
     dw, db = launch(
         body,
         dy,
@@ -233,9 +230,9 @@ def _weights_gradient(dy, x, *, tile, dtype):
             jax.ShapeDtypeStruct((parts, division.across, outputs, 8), jnp.float32),
         ),
         scratch=[
-            operand((tile.slots, _STEP, tile.rows)),
-            operand((tile.slots, _STEP, tile.columns)),
-            operand((_MULTIPLIERS, 8, _STEP)),
+            operand((tile.slots, _STEP, tile.rows), x.dtype),
+            operand((tile.slots, _STEP, tile.columns), x.dtype),
+            operand((_MULTIPLIERS, 8, _STEP), x.dtype),
             *division.barriers,
         ],
         name="linear_backward_weights",
@@ -246,12 +243,6 @@ def _weights_gradient(dy, x, *, tile, dtype):
 
 
 # ------------------------------------------------------------------------------------------------------ what they share
-
-
-def _operand(dtype, shape):
-    """Shared memory as the tensor cores read it."""
-    transforms = plgpu.TilingTransform((8, _ROW_BYTES // 2)), plgpu.SwizzleTransform(_ROW_BYTES)
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,14 +18,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.launch import launch, load, rounded_to_tf32, store
+from pallas_kernels.launch import OPERAND_BYTES, launch, load, operand, rounded_to_tf32, store
 
 EXAMPLES = 64
 """Examples a program; the batch is a multiple of it."""
 
 # Inputs of a layer in a slice of its weights: a row of it is as long as the tensor cores' rows in shared memory.
 _SLICE = 32
-_ROW_BYTES = 128
 _SHARED_BYTES = 216 * 1024
 _MOST_SLOTS = 8
 _MOST_COLUMNS = 256
@@ -48,7 +47,7 @@ def fits(sizes: tuple[int, ...]) -> bool:
 def _slots(operands, columns):
     """Slices of the weights in flight, beside the operands."""
     free = _SHARED_BYTES - EXAMPLES * 4 * sum(operands)
-    return min(_MOST_SLOTS, free // (_ROW_BYTES * max(columns)))
+    return min(_MOST_SLOTS, free // (OPERAND_BYTES * max(columns)))
 
 
 def forward(
@@ -113,9 +112,9 @@ def forward(
         out=(struct((N,)), struct((N, rows[-1])), *(struct((N, n)) for n in rows[1:-1])),
         grid={"block": N // EXAMPLES},
         scratch=[
-            _operand((slots, max(rows[1:]), _SLICE)),
+            operand((slots, max(rows[1:]), _SLICE), jnp.float32),
             plgpu.Barrier(num_barriers=slots),
-            *(_operand((EXAMPLES, n)) for n in rows[:-1]),
+            *(operand((EXAMPLES, n), jnp.float32) for n in rows[:-1]),
         ],
         name="mlp_softmax_cross_entropy",
     )
@@ -180,18 +179,12 @@ def backward(
         out=(*(struct((N, n)) for n in reversed(rows[1:])), struct((rows[0], N))),
         grid={"block": N // EXAMPLES},
         scratch=[
-            _operand((slots, max(rows[:-1]), _SLICE)),
+            operand((slots, max(rows[:-1]), _SLICE), jnp.float32),
             plgpu.Barrier(num_barriers=slots),
-            *(_operand((EXAMPLES, n)) for n in rows[1:]),
+            *(operand((EXAMPLES, n), jnp.float32) for n in rows[1:]),
         ],
         name="mlp_softmax_cross_entropy_backward",
     )
-
-
-def _operand(shape):
-    """Shared memory as the tensor cores read it."""
-    transforms = plgpu.TilingTransform((8, _SLICE)), plgpu.SwizzleTransform(_ROW_BYTES)
-    return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
 
 
 def _slices(w, outputs, inputs):

@@ -23,12 +23,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import conv2d
 from pallas_kernels.conv2d_relu_max_pool2d import weights_gradient as exact_weights_gradient
-from pallas_kernels.launch import launch, load, on_gpu, rounded_to_tf32, store
+from pallas_kernels.launch import OPERAND_BYTES, launch, load, on_gpu, operand, rounded_to_tf32, store
 
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 200 * 1024
-# A row of shared memory, in which the tensor cores look for their operands, and the rows of their tiles.
-_ROW_BYTES = 128
+# Rows of the tensor cores' tiles.
 _TILE = 64
 # A thread keeps half as many sums in its registers: with 144 it spills them.
 _MAX_COLUMNS = 160
@@ -103,16 +102,16 @@ def plan(
                 if (not images_on_left and routed % _TILE) or (K * Q if pooled else routed) % (8 * warpgroups):
                     continue
                 if pooled:
-                    stage, beside = _ROW_BYTES * (x_rows + K * Q) + K * Q * _ROW_BYTES // itemsize, 2 * routed
+                    stage, beside = OPERAND_BYTES * (x_rows + K * Q) + K * Q * OPERAND_BYTES // itemsize, 2 * routed
                 else:
-                    stage, beside = _ROW_BYTES * (x_rows + routed), 0
+                    stage, beside = OPERAND_BYTES * (x_rows + routed), 0
                 this = Plan(
-                    channels, places, images_on_left, warpgroups, columns, ones, x_rows, (stage, _ROW_BYTES * beside)
+                    channels, places, images_on_left, warpgroups, columns, ones, x_rows, (stage, OPERAND_BYTES * beside)
                 )
                 if this.slots < 2:
                     continue
                 # Clocks: half a column a tensor-core instruction of 8 values, and 24 bytes from the cache.
-                clocks = warpgroups * columns * _ROW_BYTES // 64 + stage // 24
+                clocks = warpgroups * columns * OPERAND_BYTES // 64 + stage // 24
                 programs = (C // channels) * (R * S // places)
                 if least is None or clocks * programs < least:
                     best, least = this, clocks * programs
@@ -174,7 +173,7 @@ def _weights_gradient(dy, place, x, *, window):
     routed_rows = tile.places * KQ
     # Of the gradient, to be routed by each warpgroup.
     mine = (KQ if pooled else routed_rows) // tile.warpgroups
-    examples = _ROW_BYTES // dy.dtype.itemsize
+    examples = OPERAND_BYTES // dy.dtype.itemsize
     units = P * (N // examples)
     splits, turns = C // tile.channels, R * S // tile.places
     parts = min(units, -(-_MULTIPROCESSORS // (splits * turns)))
@@ -186,9 +185,6 @@ def _weights_gradient(dy, place, x, *, window):
         warp_dims=(-5,),
         lane_dims=(-3, -2),
         vector_dim=-1,
-    )
-    operand = functools.partial(
-        plgpu.SMEM, transforms=(plgpu.TilingTransform((8, examples)), plgpu.SwizzleTransform(_ROW_BYTES))
     )
 
     def body(*refs, **ids):
