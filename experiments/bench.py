@@ -78,8 +78,8 @@ class BenchConfig:
     implementations: tuple[Literal["pallas", "xla", "autodiff", "None"], ...] = ("pallas", "xla", "autodiff", "None")
     """Implementations to time."""
     batch_last: bool = False
-    """Time ops on arrays whose batch is the last axis, which is how kernels hand them to each other in a network: the
-    transposes that examples first cost are then left to the compiler, which finds none to make."""
+    """Time ops, no steps of training, on arrays whose batch is the last axis, which is how kernels hand them to each
+    other in a network: the transposes that examples first cost are then left to the compiler, which finds none."""
     peers: bool = False
     """Time other libraries too, where they are installed: PyTorch; for norms Liger-Kernel, QuACK and tokamax; and for
     logic networks torchlogix."""
@@ -167,7 +167,11 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Work]:
         for work in works
         if any(case in ("all", work.op) or work.op.startswith(f"{case}_backward") for case in cases)
     ]
-    return [with_batch_last(work) for work in works if work.steps is None] if batch_last else works
+    if not batch_last:
+        return works
+    if not (of_ops := [work for work in works if work.steps is None]):
+        raise UserError(f"batch_last is for ops: wanted some beside {', '.join(cases)}, which are steps of training")
+    return [with_batch_last(work) for work in of_ops]
 
 
 def run(works: Sequence[Work], config: BenchConfig, command: str) -> dict[str, Any]:

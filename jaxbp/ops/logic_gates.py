@@ -126,7 +126,7 @@ def _read_once(wires, rows):
     """The same, of copies of the rows, each of which is read at most once.
 
     Its transpose, which JAX makes, adds up the copies instead of scattering into one row, in whichever order a GPU does
-    that.
+    that. Where a few inputs have most of the consumers there would be too many copies, and it does scatter.
     """
     if _few_have_most(wires):
         return _read(wires, rows)
@@ -186,7 +186,7 @@ def _few_have_most(wires):
 
 
 def _gradients_by_autodiff(dy, coefficients, wires, x):
-    """The same once more, for derivatives: sums that are the same on every run, whatever is differentiated."""
+    """The same once more, for derivatives: with `_read_once`, so that their sums are the same on every run."""
     forward = functools.partial(_forward_formula, read=_read_once)
     dc, dx = jax.vjp(lambda coefficients, x: forward(coefficients, wires, x), coefficients, x)[1](dy)
     return dc, None, dx

@@ -177,6 +177,7 @@ def test_a_result_that_is_not_finite_is_a_failure():
         (["alexnet"], "unknown case alexnet: wanted all or some of lenet, conv2d,"),
         (["relu", "--batch", "0"], "batch is 0: wanted at least 1"),
         (["relu", "--batch-last", "--peers"], "batch_last is not for peers"),
+        (["lenet", "logic", "--batch-last"], "batch_last is for ops: wanted some beside lenet, logic"),
         (["relu", "--json", "nowhere/results.json"], "there is no folder nowhere"),
     ],
 )
@@ -203,7 +204,7 @@ def test_with_the_batch_last_it_is_the_same_work():
         back = [a if a.shape == b.shape else jnp.moveaxis(b, -1, 0) for a, b in zip(results, turned, strict=True)]
         assert_close(back, results, "float32")
     assert [a.shape for a in turned] != [a.shape for a in results]
-    assert not bench.selected(["lenet"], batch_last=True)
+    assert {work.op for work in bench.selected(["lenet", "relu_backward"], batch_last=True)} == {"relu_backward"}
 
 
 # ------------------------------------------------------------------------------------------------------------ the floor
@@ -283,7 +284,7 @@ def test_memory_is_that_of_one_call_and_not_of_the_chain():
 
 def test_without_their_libraries_there_are_no_peers_and_the_bench_says_so(monkeypatch, capsys):
     libraries = {"PyTorch": "torch", "Liger-Kernel": "liger_kernel", "QuACK": "quack", "tokamax": "tokamax"}
-    libraries["torchlogix"] = "torch"
+    libraries |= {"torchlogix": "torch"}  # which it imports first
     for library, module in zip(libraries.values(), bench.PEERS.values(), strict=True):
         monkeypatch.setitem(sys.modules, library, None)
         monkeypatch.delitem(sys.modules, module, raising=False)
