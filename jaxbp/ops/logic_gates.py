@@ -130,12 +130,16 @@ def _read_once(wires, rows):
     """
     if _few_have_most(wires):
         return _read(wires, rows)
-    copies = jnp.repeat(rows, wires.most_consumers, axis=0)
+    copies, place = jnp.repeat(rows, wires.most_consumers, axis=0), _copies_read(wires)
+    return (copies.at[place[role::2]].get(unique_indices=True, mode="promise_in_bounds") for role in (0, 1))
+
+
+def _copies_read(wires):
+    """Which of the rows' copies, `most_consumers` of each, gate g reads as its a, at 2 g, and as its b, at 2 g + 1."""
     at = np.arange(2 * wires.gates, dtype=np.int32)
     own = jnp.searchsorted(wires.offsets[2::2], at, side="right").astype(jnp.int32)
     turn = at - wires.offsets[2 * own]
-    place = jnp.zeros_like(own).at[wires.consumers].set(own * wires.most_consumers + turn, unique_indices=True)
-    return (copies.at[place[role::2]].get(unique_indices=True, mode="promise_in_bounds") for role in (0, 1))
+    return jnp.zeros_like(own).at[wires.consumers].set(own * wires.most_consumers + turn, unique_indices=True)
 
 
 def _forward_formula(coefficients, wires, x, read=_read):

@@ -250,6 +250,14 @@ def test_no_gradient_of_a_gradient_scatters_into_one_place_twice(implementation)
 
 
 @pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
+def test_no_two_gates_read_one_copy_of_a_row(wires):
+    # A GPU, told so, does not add up what is written to one place twice.
+    copies = np.asarray(logic_gates._copies_read(wires))
+    assert len(set(copies)) == 2 * wires.gates
+    assert np.array_equal(copies // wires.most_consumers, np.stack([wires.a, wires.b], axis=1).ravel())
+
+
+@pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
 def test_gradients_of_gradients_match_float64(wires):
     def second(implementation):
         layer = functools.partial(jaxbp.gate_layer_backward, implementation=implementation)
