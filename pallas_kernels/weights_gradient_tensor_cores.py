@@ -146,9 +146,9 @@ def correlate_batch_plan(dy_shape: tuple[int, ...], x_shape: tuple[int, ...], it
 
 
 def correlate_batch(dy: Array, x: Array) -> tuple[Array, Array]:
-    """`conv2d.correlate_batch` with stride 1, and dy's sums, for shapes that have a plan, float32 rounded to TF32.
+    """`conv2d.correlate_batch` with stride 1, and dy's sums, for shapes that have a plan.
 
-    Where there is no GPU the exact kernels take this one's place.
+    Of float32, dy is rounded to TF32 and x cut off. Where there is no GPU the exact kernels take this one's place.
     """
 
     def here(dy, x):
