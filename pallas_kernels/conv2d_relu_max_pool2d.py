@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.lax import PrecisionLike
 
-from pallas_kernels.launch import LANES, largest_divisor, launch, load, on_gpu, store, zeros_like
+from pallas_kernels.launch import LANES, SUMMED_ROWS, largest_divisor, launch, on_gpu, sums_over_lanes, zeros_like
 from pallas_kernels.tiles import check_divides, tunable
 
 # Of an H200, for which the tiles below were chosen; right anywhere, and close on its neighbours.
@@ -178,13 +178,6 @@ def weights_gradient(
     return on_gpu(here, elsewhere, dy, place, x)
 
 
-# Sums over the lanes, 32 at a time: a warp reads four rows, eight threads side by side, and no bank twice.
-_ROWS = 32
-_LANE_SUMS = plgpu.Layout.TILED(
-    plgpu.Tiling(((16, 32), (4, 32), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-)
-
-
 def _weights_gradient(dy, place, x, *, window, ks, per_part, through_shared_memory):
     K, P, Q, N = dy.shape
     C, H, W, _ = x.shape
@@ -193,7 +186,7 @@ def _weights_gradient(dy, place, x, *, window, ks, per_part, through_shared_memo
     units = (N // LANES) * P * Q
     parts = -(-units // per_part)
     taps = ks * F * G
-    rows = -(-(taps + ks) // _ROWS) * _ROWS
+    rows = -(-(taps + ks) // SUMMED_ROWS) * SUMMED_ROWS
 
     def body(dy_ref, place_ref, x_ref, sums_ref, *scratch, part, k, c):
         def add_position(n, sums):
@@ -223,14 +216,10 @@ def _weights_gradient(dy, place, x, *, window, ks, per_part, through_shared_memo
             for n, total in enumerate(totals):
                 sums_ref[part, k, c, n] = jnp.sum(total)
             return
-        # One by one, each of these sums would meet at barriers of its own; here at one, before any thread reads.
         (lanes_ref,) = scratch
         for n, total in enumerate(totals):
             lanes_ref[n] = total
-        plgpu.commit_smem()
-        for n in range(0, rows, _ROWS):
-            here = pl.ds(n, _ROWS)
-            store(sums_ref.at[part, k, c, here], jnp.sum(load(lanes_ref.at[here], _LANE_SUMS), axis=1))
+        sums_over_lanes(lanes_ref, sums_ref.at[part, k, c])
 
     sums = launch(
         body,

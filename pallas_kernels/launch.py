@@ -192,6 +192,26 @@ def store(ref: Any, value: Array) -> None:
         ref[...] = value
 
 
+# A warp reads four rows, eight threads side by side, and no bank twice.
+SUMMED_ROWS = 32
+"""Rows that `sums_over_lanes` takes at a time."""
+_SUMS_OVER_LANES = plgpu.Layout.TILED(
+    plgpu.Tiling(((16, 32), (4, 32), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+
+
+def sums_over_lanes(rows: Any, totals: Any) -> None:
+    """Writes the sum of each of `rows (n, LANES)` in shared memory to `totals (n,)` in device memory.
+
+    One by one, sums of vectors would meet at barriers of their own; here at one, before any thread reads a row. n is a
+    multiple of `SUMMED_ROWS`.
+    """
+    plgpu.commit_smem()
+    for n in range(0, rows.shape[0], SUMMED_ROWS):
+        here = pl.ds(n, SUMMED_ROWS)
+        store(totals.at[here], jnp.sum(load(rows.at[here], _SUMS_OVER_LANES), axis=1))
+
+
 def operand(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory as the tensor cores read it: in tiles of eight rows of `OPERAND_BYTES`."""
     columns = OPERAND_BYTES // jnp.dtype(dtype).itemsize

@@ -8,18 +8,33 @@ that cache: see docs/logic_gates.md.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.launch import LANES, largest_divisor, launch, zeros_like
+from pallas_kernels.launch import (
+    LANES,
+    SUMMED_ROWS,
+    largest_divisor,
+    launch,
+    on_gpu,
+    sums_over_lanes,
+    zeros_like,
+)
 
 # Of a thread in one load.
 _BYTES = 16
 # Examples of all gates in a program: shorter stretches of the batch leave it several gates or inputs.
 _EXAMPLES = 1024
+# Up to this batch the gradients are made apart: inputs in a program and their consumers at a time, at most; gates in a
+# program, whose sums fill whole tiles, and vectors of the batch.
+_SMALL_BATCH = 512
+_INPUTS, _CONSUMERS = 4, 4
+_GATES, _PIECES = SUMMED_ROWS // 4, 4
 
 
 def forward(coefficients: Array, trail: Array, x: Array) -> Array:
@@ -60,85 +75,170 @@ def forward(coefficients: Array, trail: Array, x: Array) -> Array:
     )
 
 
-def gradients(
-    dy: Array, coefficients: Array, consumers: Array, partners: Array, offsets: Array, order: Array, x: Array
-) -> tuple[Array, Array]:
-    """The gradients of `forward` in x and in the coefficients, in one pass.
+def gradients(dy: Array, coefficients: Array, wires: Any, x: Array) -> tuple[Array, Array]:
+    """The gradients of `forward` in x and in the coefficients.
 
         dx[i, n] = sum over the gates g that read i as their a of dy[g, n] * (c[g, 1] + c[g, 3] * x[b[g], n])
                  + sum over those that read it as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
         dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-    A program owns an input and a stretch of the batch, and goes over the input's consumers. Where the input is a gate's
-    a, it has all that the gate's sums need in its registers.
+    Both are made in one pass over a large batch, and in a kernel each of a small one.
 
     Args:
       dy: `(gates, N)`, the batch N a multiple of `LANES`.
       coefficients: `(gates, 4)`.
-      consumers: `(2 * gates,)`, for each input 2 g for all gates g whose a it is, then 2 g + 1 for those whose b it is.
-      partners: `(2 * gates,)`, the other input of each of these gates.
-      offsets: `(2 * inputs + 1,)`, where an input's consumers in either role begin and end.
-      order: `(inputs,)`, in which programs of several inputs take them: neighbours best share a gate.
+      wires: a `jaxbp.Wires`.
       x: `(inputs, N)`, of dy's dtype.
 
     Returns:
       dx `(inputs, N)` in x's dtype and dc `(gates, 4)` in float32, both summed in float32.
     """
-    gates, N = dy.shape
-    inputs = x.shape[0]
+    coefficients = coefficients.astype(jnp.float32)
+    if x.shape[1] > _SMALL_BATCH:
+        return _gradients_in_one(dy, coefficients, wires, x)
+    return on_gpu(_gradients_apart, _gradients_in_one, dy, coefficients, wires, x)
+
+
+def _gradients_in_one(dy, coefficients, wires, x):
+    """A program owns an input and a stretch of the batch, and goes over the input's consumers. Where the input is a
+    gate's a, it has all that the gate's sums need in its registers."""
+    (gates, N), inputs = dy.shape, x.shape[0]
     length = _vector_length(x)
     # Pieces of the batch in a program: the more, the fewer sums over lanes, and the fewer loads of indices.
     pieces = largest_divisor(N // length, max(1, _EXAMPLES // length))
-    several = largest_divisor(inputs, 4) if length * pieces == LANES else 1
 
-    def body(
-        dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, order_ref, x_ref, dx_ref, dc_ref, *, block, group
-    ):
+    def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, dc_ref, *, block, i):
         lanes = [pl.ds((block * pieces + k) * length, length) for k in range(pieces)]
 
         def rows(ref, i):
             return [ref[i, here].astype(jnp.float32) for here in lanes]
 
-        def gather(i):
-            own = rows(x_ref, i)
+        own = rows(x_ref, i)
 
-            def add_consumer(e, dx, role):
-                g = consumers_ref[e] >> 1
-                dy, other = rows(dy_ref, g), rows(x_ref, partners_ref[e])
-                if role == 0:
-                    terms = [(d, d * a, d * b, d * a * b) for d, a, b in zip(dy, own, other, strict=True)]
-                    for k, pieces_of_sum in enumerate(zip(*terms, strict=True)):
-                        dc_ref[block, g, k] = jnp.sum(functools.reduce(jnp.add, pieces_of_sum))
-                slope, curve = c_ref[g, 1 + role], c_ref[g, 3]
-                return tuple(s + d * (slope + curve * o) for s, d, o in zip(dx, dy, other, strict=True))
+        def add_consumer(e, dx, role):
+            g = consumers_ref[e] >> 1
+            dy, other = rows(dy_ref, g), rows(x_ref, partners_ref[e])
+            if role == 0:
+                terms = [_terms(*values) for values in zip(dy, own, other, strict=True)]
+                for k, pieces_of_sum in enumerate(zip(*terms, strict=True)):
+                    dc_ref[block, g, k] = jnp.sum(functools.reduce(jnp.add, pieces_of_sum))
+            slope, curve = c_ref[g, 1 + role], c_ref[g, 3]
+            return tuple(s + d * (slope + curve * o) for s, d, o in zip(dx, dy, other, strict=True))
 
-            dx = tuple(zeros_like(a) for a in own)
-            for role in (0, 1):
-                first, end = offsets_ref[2 * i + role], offsets_ref[2 * i + role + 1]
-                dx = lax.fori_loop(first, end, functools.partial(add_consumer, role=role), dx)
-            for here, sums in zip(lanes, dx, strict=True):
-                dx_ref[i, here] = sums.astype(dx_ref.dtype)
-
-        if several == 1:
-            gather(group)
-        else:
-            lax.fori_loop(0, several, lambda k, _: gather(order_ref[group * several + k]), None)
+        dx = tuple(zeros_like(a) for a in own)
+        for role in (0, 1):
+            first, end = offsets_ref[2 * i + role], offsets_ref[2 * i + role + 1]
+            dx = lax.fori_loop(first, end, functools.partial(add_consumer, role=role), dx)
+        for here, sums in zip(lanes, dx, strict=True):
+            dx_ref[i, here] = sums.astype(dx_ref.dtype)
 
     blocks = N // (length * pieces)
     dx, dc = launch(
         body,
         dy,
-        coefficients.astype(jnp.float32),
-        consumers,
-        partners,
-        offsets,
-        order,
+        coefficients,
+        wires.consumers,
+        wires.partners,
+        wires.offsets,
         x,
-        out=(jax.ShapeDtypeStruct((inputs, N), x.dtype), jax.ShapeDtypeStruct((blocks, gates, 4), jnp.float32)),
-        grid={"block": blocks, "group": inputs // several},
+        out=(x, jax.ShapeDtypeStruct((blocks, gates, 4), jnp.float32)),
+        grid={"block": blocks, "i": inputs},
         name="gate_layer_backward",
     )
     return dx, jnp.sum(dc, axis=0)
+
+
+def _gradients_apart(dy, coefficients, wires, x):
+    """Where a row is short, time goes by in waiting: a program has several inputs, or gates, and all that it reads of
+    them under way together."""
+    return _input_gradient(dy, coefficients, wires, x), _coefficients_gradient(dy, wires, x)
+
+
+def _input_gradient(dy, coefficients, wires, x):
+    (gates, N), inputs = dy.shape, x.shape[0]
+    length = _vector_length(x)
+    several = largest_divisor(inputs, _INPUTS)
+    # Consumers of each at a time.
+    most = wires.most_consumers
+    together = most if most <= _CONSUMERS else 2
+
+    def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, order_ref, x_ref, dx_ref, *, block, group):
+        lanes = pl.ds(block * length, length)
+        these = [order_ref[group * several + k] for k in range(several)]
+        ends = [(offsets_ref[2 * i], offsets_ref[2 * i + 2]) for i in these]
+
+        def add_consumers(turn, sums):
+            at = [first + turn * together + k for first, _ in ends for k in range(together)]
+            # Past an input's own consumers, whatever is there.
+            there = [jnp.minimum(e, 2 * gates - 1) for e in at]
+            slots, partners = ([ref[e] for e in there] for ref in (consumers_ref, partners_ref))
+            gradients = [dy_ref[slot >> 1, lanes].astype(jnp.float32) for slot in slots]
+            others = [x_ref[partner, lanes].astype(jnp.float32) for partner in partners]
+            slopes = [(c_ref[slot >> 1, 1 + (slot & 1)], c_ref[slot >> 1, 3]) for slot in slots]
+            sums = list(sums)
+            for n, (e, d, other, (slope, curve)) in enumerate(zip(at, gradients, others, slopes, strict=True)):
+                own = e < ends[n // together][1]
+                sums[n // together] += jnp.where(own, d * (slope + curve * other), jnp.zeros_like(d))
+            return tuple(sums)
+
+        sums = (zeros_like(x_ref[0, lanes].astype(jnp.float32)),) * several
+        if together == most:
+            sums = add_consumers(0, sums)
+        else:
+            longest = functools.reduce(jnp.maximum, (end - first for first, end in ends))
+            sums = lax.fori_loop(0, (longest + together - 1) // together, add_consumers, sums)
+        for i, total in zip(these, sums, strict=True):
+            dx_ref[i, lanes] = total.astype(dx_ref.dtype)
+
+    return launch(
+        body,
+        dy,
+        coefficients,
+        wires.consumers,
+        wires.partners,
+        wires.offsets,
+        wires.trail_inputs,
+        x,
+        out=x,
+        grid={"block": N // length, "group": inputs // several},
+        barriers=False,
+        name="gate_layer_backward_input",
+    )
+
+
+def _coefficients_gradient(dy, wires, x):
+    gates, N = dy.shape
+    pieces = largest_divisor(N // LANES, _PIECES)
+    blocks, groups = N // (LANES * pieces), -(-gates // _GATES)
+
+    def body(dy_ref, a_ref, b_ref, x_ref, dc_ref, rows_ref, *, block, group):
+        these = [jnp.minimum(group * _GATES + k, gates - 1) for k in range(_GATES)]
+        lanes = [pl.ds((block * pieces + k) * LANES, LANES) for k in range(pieces)]
+        reads = [((dy_ref, g), (x_ref, a_ref[g]), (x_ref, b_ref[g])) for g in these]
+        loaded = [[[ref[i, here].astype(jnp.float32) for ref, i in read] for here in lanes] for read in reads]
+        for n, values in enumerate(loaded):
+            terms = [_terms(*of_piece) for of_piece in values]
+            for k, pieces_of_sum in enumerate(zip(*terms, strict=True)):
+                rows_ref[4 * n + k] = functools.reduce(jnp.add, pieces_of_sum)
+        sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * 4 * _GATES, 4 * _GATES)])
+
+    dc = launch(
+        body,
+        dy,
+        wires.a,
+        wires.b,
+        x,
+        out=jax.ShapeDtypeStruct((blocks, groups * 4 * _GATES), jnp.float32),
+        grid={"block": blocks, "group": groups},
+        scratch=[plgpu.SMEM((4 * _GATES, LANES), jnp.float32)],
+        barriers=False,
+        name="gate_layer_backward_coefficients",
+    )
+    return jnp.sum(dc, axis=0)[: 4 * gates].reshape(gates, 4)
+
+
+def _terms(dy, a, b):
+    return dy, dy * a, dy * b, dy * a * b
 
 
 def _vector_length(x: Array) -> int:

@@ -197,8 +197,7 @@ def _gradients_by_autodiff(dy, coefficients, wires, x):
 
 
 def _gradients_kernel(dy, coefficients, wires, x):
-    lists = wires.consumers, wires.partners, wires.offsets, wires.trail_inputs
-    dx, dc = kernels.gradients(_examples_last(dy), coefficients, *lists, _examples_last(x))
+    dx, dc = kernels.gradients(_examples_last(dy), coefficients, wires, _examples_last(x))
     dx = batch_first(dx, math.prod(x.shape[:-1])).reshape(x.shape)
     return dc.astype(coefficients.dtype), None, dx
 
