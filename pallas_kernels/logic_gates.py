@@ -32,7 +32,7 @@ _BYTES = 16
 _EXAMPLES = 1024
 # Up to this batch the gradients are made apart: inputs in a program and their consumers at a time, at most; gates in a
 # program, whose sums fill whole tiles, and vectors of the batch.
-_SMALL_BATCH = 512
+_SMALL_BATCH = 1024
 _INPUTS, _CONSUMERS = 4, 4
 _GATES, _PIECES = SUMMED_ROWS // 4, 4
 
