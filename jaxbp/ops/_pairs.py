@@ -21,6 +21,10 @@ FUSED = Fastest(gpu="xla")
 """XLA fuses these formulas into their neighbours, which a kernel keeps it from."""
 KEPT = Fastest(gpu="xla", elsewhere="autodiff")
 """On a CPU it is faster to keep an exponential from the forward, as JAX does, than to compute it again."""
+ONE_PASS = Fastest(gpu="autodiff", older_gpu="autodiff")
+"""Of forward and gradient together: from what JAX keeps, XLA for GPUs makes both in one pass over memory."""
+NATIVE = Fastest(gpu="autodiff", older_gpu="autodiff", elsewhere="autodiff")
+"""Of both together, for both reasons."""
 
 
 class Formula(Pair):
@@ -32,6 +36,8 @@ class Formula(Pair):
       kernel: the same function, through kernels; without one, "pallas" leaves it to XLA.
       save: `save(*arrays, **options) -> (y, saved)`; by default the arrays are saved.
       linear: the forward is linear in its one array, so that nothing is saved. Its shape is the option `shape`.
+      fastest: what `None` stands for in the public backward.
+      fastest_pair: in forward and backward together; by default the same.
 
     `public_backward` is an `Op` of `(dy, *arrays)`; of a linear forward, of `(dy,)`.
     """
@@ -46,6 +52,7 @@ class Formula(Pair):
         save: Callable | None = None,
         linear: bool = False,
         fastest: Fastest = FUSED,
+        fastest_pair: Fastest | None = None,
     ):
         if linear:
             save = lambda x, **options: (forward(x, **options), ())  # noqa: E731
@@ -56,6 +63,7 @@ class Formula(Pair):
             save=save,
             name=name,
             unsupported=unsupported,
+            fastest=fastest_pair,
         )
         public = in_jnp if save is None or linear else {k: _from_arrays(save, rule) for k, rule in in_jnp.items()}
         autodiff = functools.partial(_transposed if linear else _differentiated, forward)
@@ -71,6 +79,7 @@ class Elementwise(Formula):
       forward: `forward(*arrays, **options)`, in jnp.
       gradient: `gradient(dy, *arrays, **options)`, a gradient for each array.
       in_kernels: the same formula in what kernels can compute, if that is another.
+      fastest: as in `Formula`, and fastest_pair.
     """
 
     def __init__(
@@ -80,7 +89,7 @@ class Elementwise(Formula):
         gradient: Callable,
         *,
         in_kernels: Callable | None = None,
-        fastest: Fastest = FUSED,
+        **fastest: Fastest | None,
     ):
         def in_dtype(*arrays, **options):
             return forward(*map(_checks.widen, arrays), **options).astype(arrays[0].dtype)
@@ -93,7 +102,7 @@ class Elementwise(Formula):
             in_kernel = functools.partial(in_kernels or gradient, **options)
             return _like(_gradient_kernels(in_kernel, dy, arrays), arrays)
 
-        super().__init__(name, in_dtype, formula, kernel, fastest=fastest)
+        super().__init__(name, in_dtype, formula, kernel, **fastest)
 
     def of(self, implementation: Implementation, arrays: dict[str, Any], **options: Any) -> Array:
         """The op of named arrays, checked."""

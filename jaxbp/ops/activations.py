@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
-from jaxbp.ops._pairs import KEPT, Elementwise, Formula
+from jaxbp.ops._pairs import KEPT, NATIVE, ONE_PASS, Elementwise, Formula
 from pallas_kernels.elementwise import elementwise
 from pallas_kernels.reductions import sum_over
 
@@ -97,13 +97,15 @@ def _mish_backward(dy, x):
     return dy * (n / d + x * jax.nn.sigmoid(x) * ((d - n) / d) * ((d + n) / d))
 
 
-_GELU = Elementwise("gelu", lambda x, *, approximate: jax.nn.gelu(x, approximate), _gelu_backward)
+_GELU = Elementwise(
+    "gelu", lambda x, *, approximate: jax.nn.gelu(x, approximate), _gelu_backward, fastest_pair=ONE_PASS
+)
 _SILU = Elementwise("silu", jax.nn.silu, _silu_backward)
-_MISH = Elementwise("mish", jax.nn.mish, _mish_backward)
+_MISH = Elementwise("mish", jax.nn.mish, _mish_backward, fastest_pair=ONE_PASS)
 _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.sigmoid(x))
 
 
-def _normalised(name, function, factor, combine):
+def _normalised(name, function, factor, combine, **fastest_pair):
     """A function of all of an axis, whose backward needs what it gave, y, and one sum, `s = Σ factor(dy, y)`."""
 
     def forward(x, *, axis):
@@ -121,11 +123,17 @@ def _normalised(name, function, factor, combine):
     def kernel(dy, y, *, axis):
         return elementwise(combine, dy, y, sum_over(factor, dy, y, axes=axis))
 
-    return Formula(name, forward, formula, kernel, save=save, fastest=KEPT)
+    return Formula(name, forward, formula, kernel, save=save, fastest=KEPT, **fastest_pair)
 
 
 _SOFTMAX = _normalised("softmax", jax.nn.softmax, lambda dy, y: dy * y, lambda dy, y, s: y * (dy - s))
-_LOG_SOFTMAX = _normalised("log_softmax", jax.nn.log_softmax, lambda dy, y: dy, lambda dy, y, s: dy - jnp.exp(y) * s)
+_LOG_SOFTMAX = _normalised(
+    "log_softmax",
+    jax.nn.log_softmax,
+    lambda dy, y: dy,
+    lambda dy, y, s: dy - jnp.exp(y) * s,
+    fastest_pair=NATIVE,
+)
 
 
 def sigmoid(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:

@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
-from jaxbp.ops._pairs import KEPT, Elementwise, Formula
+from jaxbp.ops._pairs import KEPT, NATIVE, Elementwise, Formula
 from pallas_kernels.elementwise import elementwise
 
 
@@ -67,7 +67,12 @@ _SUBTRACT = Elementwise("subtract", jnp.subtract, lambda dy, x1, x2: (dy, -dy))
 _MULTIPLY = Elementwise("multiply", jnp.multiply, lambda dy, x1, x2: (dy * x2, dy * x1))
 _DIVIDE = Elementwise("divide", jnp.divide, lambda dy, x1, x2: (dy / x2, -(dy / x2) * (x1 / x2)))
 _POWER = Elementwise(
-    "power", _power, _power_gradient(jnp.power), in_kernels=_power_gradient(_power_in_kernels), fastest=KEPT
+    "power",
+    _power,
+    _power_gradient(jnp.power),
+    in_kernels=_power_gradient(_power_in_kernels),
+    fastest=KEPT,
+    fastest_pair=NATIVE,
 )
 _MAXIMUM = Elementwise("maximum", jnp.maximum, lambda dy, x1, x2: (_larger(dy, x1, x2), _larger(dy, x2, x1)))
 _MINIMUM = Elementwise("minimum", jnp.minimum, lambda dy, x1, x2: (_larger(dy, x2, x1), _larger(dy, x1, x2)))
