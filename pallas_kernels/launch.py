@@ -219,6 +219,21 @@ def operand(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def multiply_registers(sums: Any, left: Array, right: Any, spare: Any) -> None:
+    """`plgpu.wgmma` of registers and shared memory.
+
+    The simulator multiplies shared memory alone: there, `left` goes through `spare`, from where copies may be leaving.
+    """
+    if _simulation.value is not None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        spare[...] = left
+        plgpu.commit_smem()
+        left = spare
+    plgpu.wgmma(sums, left, right)
+    if _simulation.value is not None:
+        plgpu.wgmma_wait(0)
+
+
 def rounded_to_tf32(x: Array) -> Array:
     """float32 rounded to TF32, where the tensor cores would cut it off; other dtypes as they are."""
     if x.dtype != jnp.float32:

@@ -2,9 +2,9 @@
 
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
-The weights stay in shared memory, so both widths are small. Each warpgroup takes every so many-th block of 64 rows by
-itself: a bulk copy brings it, its rows are normalised and multiplied in place, and a bulk copy takes z away, while the
-other warpgroups are elsewhere in the same.
+The weights stay in shared memory, so both widths are small. Each of two warpgroups takes every so many-th block of 64
+rows by itself: a bulk copy brings it, its rows are normalised in registers, from where the tensor cores take them, and
+bulk copies take z away. The next block is on its way as soon as the registers hold this one.
 """
 
 import functools
@@ -17,15 +17,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import layer_norm, linear_tensor_cores
-from pallas_kernels.launch import launch, load, on_gpu, operand, store
+from pallas_kernels.launch import launch, load, multiply_registers, on_gpu, operand, store
 
 _MULTIPROCESSORS = 132
-_SHARED_BYTES = 226 * 1024
 _ROWS = 64
 _LEAST_ROWS = 65536
 # Columns of a half precision that fill the tensor cores' rows in shared memory; as many are computed at once.
 _COLUMNS = 64
-_MOST_WARPGROUPS = 3
+# Of z, in shared memory until a bulk copy has read them.
+_LEAVING = 128
+_WARPGROUPS = 2
 _SUMS = plgpu.Layout.WGMMA
 _A_ROW, _A_COLUMN = _SUMS.reduce(1), _SUMS.reduce(0)
 
@@ -41,7 +42,7 @@ def forward(x: Array, scale: Array, bias: Array, w: Array, b: Array, *, eps: flo
     """z in x's dtype, and the statistics of each row as `layer_norm.normalise` gives them.
 
     Args:
-      x: `(rows, hidden)`, rows a multiple of 64.
+      x: `(rows, hidden)`, rows a multiple of 64. All arguments are of its dtype.
       scale, bias: `(hidden,)`.
       w, b: `(out, hidden)` and `(out,)`, both widths 128 or 256.
     """
@@ -86,59 +87,65 @@ def backward(
     return on_gpu(here, separate, dz, x, scale, bias, w, offset, inv_std)
 
 
-def _warpgroups(hidden, out):
-    """Warpgroups, and with them blocks, on a multiprocessor."""
-    free = _SHARED_BYTES - 2 * hidden * out
-    return min(_MOST_WARPGROUPS, free // (2 * _ROWS * sum({hidden, out})))
-
-
 def _forward(x, scale, bias, w, b, *, eps):
     (rows, hidden), out = x.shape, w.shape[0]
-    together = _warpgroups(hidden, out)
     blocks = rows // _ROWS
-    programs = min(-(-blocks // together), _MULTIPROCESSORS)
+    programs = min(-(-blocks // _WARPGROUPS), _MULTIPROCESSORS)
+    apart = programs * _WARPGROUPS
+    places = pl.ds(0, hidden), pl.ds(hidden, hidden), pl.ds(2 * hidden, out)
 
-    def body(x_ref, w_ref, scale_ref, bias_ref, b_ref, z_ref, offset_ref, inv_std_ref, *refs, program, warpgroup):
-        *slots, weights, loaded, weights_loaded = refs
-        held, left = slots[0].at[warpgroup], slots[-1].at[warpgroup]
-        mine = program * together + warpgroup
-        steps = (blocks - mine + programs * together - 1) // (programs * together)
+    def body(x_ref, w_ref, *refs, program, warpgroup):
+        *vector_refs, z_ref, offset_ref, inv_std_ref, xs, zs, weights, vectors, loaded, parameters_loaded = refs
+        held, leaving = xs.at[warpgroup], zs.at[warpgroup]
+        scales, biases, bs = (vectors.at[place] for place in places)
+        mine = program * _WARPGROUPS + warpgroup
+        steps = (blocks - mine + apart - 1) // apart
 
         def rows_of(step):
-            return pl.ds((mine + step * programs * together) * _ROWS, _ROWS)
+            return pl.ds((mine + step * apart) * _ROWS, _ROWS)
 
         def fetch(step):
             plgpu.copy_gmem_to_smem(x_ref.at[rows_of(step)], held, loaded.at[warpgroup])
 
-        pl.when(warpgroup == 0)(lambda: plgpu.copy_gmem_to_smem(w_ref, weights, weights_loaded))
+        @pl.when(warpgroup == 0)
+        def _():
+            plgpu.copy_gmem_to_smem(w_ref, weights, parameters_loaded)
+            for ref, place in zip(vector_refs, places, strict=True):
+                plgpu.copy_gmem_to_smem(ref, vectors.at[place], parameters_loaded)
+
         pl.when(steps > 0)(lambda: fetch(0))
-        plgpu.barrier_wait(weights_loaded)
+        plgpu.barrier_wait(parameters_loaded)
 
         def one(step, _):
-            first = _widened(x_ref.at[rows_of(step), 0], _A_ROW)
             plgpu.barrier_wait(loaded.at[warpgroup])
-            normalised, offset, inv_std = _normalise(load(held, _SUMS), first, eps)
-            for columns in _pieces(hidden):
-                scale, bias = (_of_columns(ref, columns) for ref in (scale_ref, bias_ref))
-                held[:, columns] = (normalised(columns) * scale + bias).astype(x.dtype)
+            block = load(held, _SUMS)
+            # All warps have read it.
             plgpu.commit_smem()
+            pl.when(step + 1 < steps)(lambda: fetch(step + 1))
+            normalised, offset, inv_std = _normalise(block, _first(block), eps)
             store(offset_ref.at[rows_of(step)], offset)
             store(inv_std_ref.at[rows_of(step)], inv_std)
 
+            def y(columns):
+                scale, bias = (_of_columns(ref, columns) for ref in (scales, biases))
+                return (normalised(columns) * scale + bias).astype(x.dtype)
+
+            ys = [(y(columns), columns) for columns in _pieces(hidden)]
+
             def multiply(sums):
-                plgpu.wgmma(sums, held, weights.transpose((1, 0)))
+                spare = leaving.at[:, pl.ds(0, _COLUMNS)]
+                for y, columns in ys:
+                    multiply_registers(sums, y, weights.at[:, columns].transpose((1, 0)), spare)
                 return sums[...]
 
             z = pl.run_scoped(multiply, plgpu.ACC((_ROWS, out)))
-            for columns in _pieces(out):
-                left[:, columns] = (_piece(z, columns) + _of_columns(b_ref, columns)).astype(x.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(left, z_ref.at[rows_of(step)])
-
-            @pl.when(step + 1 < steps)
-            def _():
+            for start in range(0, out, _LEAVING):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                fetch(step + 1)
+                for inside in _pieces(_LEAVING):
+                    columns = pl.ds(start + inside.start, inside.size)
+                    leaving[:, inside] = (_piece(z, columns) + _of_columns(bs, columns)).astype(x.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(leaving, z_ref.at[rows_of(step), pl.ds(start, _LEAVING)])
 
         lax.fori_loop(0, steps, one, None)
         plgpu.wait_smem_to_gmem(0)
@@ -148,17 +155,22 @@ def _forward(x, scale, bias, w, b, *, eps):
         body,
         x,
         w,
-        *(a.astype(jnp.float32) for a in (scale, bias, b)),
+        scale,
+        bias,
+        b,
         out=(jax.ShapeDtypeStruct((rows, out), x.dtype), per_row, per_row),
         grid={"program": programs},
-        warpgroups=together,
+        warpgroups=_WARPGROUPS,
         scratch=[
-            # One for both where they are alike.
-            *(operand((together, _ROWS, width), x.dtype) for width in dict.fromkeys((hidden, out))),
+            operand((_WARPGROUPS, _ROWS, hidden), x.dtype),
+            operand((_WARPGROUPS, _ROWS, _LEAVING), x.dtype),
             operand((out, hidden), x.dtype),
-            plgpu.Barrier(num_barriers=together),
-            plgpu.Barrier(),
+            # Scale, bias and b in one: each alone takes whole KiB.
+            plgpu.SMEM((2 * hidden + out,), x.dtype),
+            plgpu.Barrier(num_barriers=_WARPGROUPS),
+            plgpu.Barrier(num_arrivals=4),
         ],
+        barriers=False,
         sums_across_warps=False,
         name="layer_norm_linear",
     )
@@ -193,11 +205,12 @@ def _input_gradient(dz, x, scale, w, offset, inv_std):
         fetch_x(0)
         fetch_dz(0)
         pl.when(steps > 1)(lambda: fetch_dz(1))
+        scales = load(scale_ref.at[columns_of_x], _A_COLUMN, optimized=False)
         plgpu.barrier_wait(weights_loaded)
 
         def one(step, _):
             slot = step % 2
-            first = _widened(x_ref.at[rows_of(step), 0], _A_ROW)
+            first = load(x_ref.at[rows_of(step), 0], _A_ROW, optimized=False).astype(jnp.float32)
             offset, inv_std = (
                 load(ref.at[rows_of(step)], _A_ROW, optimized=False) for ref in (offset_ref, inv_std_ref)
             )
@@ -218,9 +231,7 @@ def _input_gradient(dz, x, scale, w, offset, inv_std):
                 return centred * _along_rows(inv_std)
 
             def t(columns):
-                return _piece(dn, columns) * _of_columns(
-                    scale_ref, pl.ds(warpgroup * mine + columns.start, columns.size)
-                )
+                return _piece(dn, columns) * _along_columns(scales[columns.start : columns.start + columns.size])
 
             pieces = _pieces(mine)
             sums = [_sum(t, pieces), _sum(lambda columns: t(columns) * normalised(columns), pieces)]
@@ -262,7 +273,7 @@ def _input_gradient(dz, x, scale, w, offset, inv_std):
         dz,
         x,
         w,
-        scale.astype(jnp.float32),
+        scale,
         offset,
         inv_std,
         out=(x, x),
@@ -279,6 +290,8 @@ def _input_gradient(dz, x, scale, w, offset, inv_std):
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=2),
         ],
+        # Of what another warpgroup, or warp, stored it reads nothing but behind `both` and `commit_smem`.
+        barriers=False,
         sums_across_warps=False,
         name="layer_norm_linear_backward_input",
     )
@@ -292,16 +305,23 @@ def _piece(a, columns):
     return a[:, columns.start : columns.start + columns.size]
 
 
-def _widened(ref, layout):
-    return load(ref, layout, optimized=False).astype(jnp.float32)
-
-
 def _along_rows(a):
     return lax.broadcast_in_dim(a, (_ROWS, _COLUMNS), (0,))
 
 
+def _along_columns(a):
+    return lax.broadcast_in_dim(a.astype(jnp.float32), (_ROWS, _COLUMNS), (1,))
+
+
 def _of_columns(ref, columns):
-    return lax.broadcast_in_dim(_widened(ref.at[columns], _A_COLUMN), (_ROWS, _COLUMNS), (1,))
+    return _along_columns(load(ref.at[columns], _A_COLUMN, optimized=False))
+
+
+def _first(x):
+    """The first value of each row, whose other values other threads have: they sum it and zeros."""
+    some = _piece(x, pl.ds(0, 8)).astype(jnp.float32)
+    column = plgpu.broadcasted_iota(jnp.int32, some.shape, 1, layout=_SUMS)
+    return jnp.sum(jnp.where(column == 0, some, 0.0), axis=1)
 
 
 def _sum(of_piece, pieces):
