@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import jaxbp
-from experiments import datasets, logic
+from experiments import augmentation, datasets, logic
 from experiments.datasets import Dataset, DatasetName
 from experiments.errors import UserError
 from jaxbp.nn import LeNet, LogicNetwork, Mixer, thermometer
@@ -26,6 +26,9 @@ from jaxbp.ops.logic_gates import Parametrization
 
 Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
 """`loss(model, inputs, targets) -> (loss of each example, predictions)`; the predictions compare with the targets."""
+
+Augment = Callable[[PRNGKeyArray, Array], Array]
+"""`augment(key, inputs) -> inputs`, changed at random by `key` alone."""
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 ImplementationName = Literal["pallas", "xla", "autodiff"]
@@ -68,7 +71,7 @@ class TrainingConfig:
     """Bound on the absolute value of every element of the gradients."""
 
     seed: int = 0
-    """Seed of the initial parameters and of the order of the examples."""
+    """Seed of the initial parameters, of the order of the examples and of their random changes."""
     batch_size: int | None = None
     """Examples a step; what an epoch's shuffle leaves over for an incomplete batch is dropped. None: the recipe's."""
     epochs: int | None = None
@@ -118,6 +121,10 @@ class TrainingConfig:
         """What is computed on the test set, given the training's loss."""
         return loss
 
+    def augmentation(self) -> Augment | None:
+        """What changes a batch's inputs in training, and not in the evaluation; None: nothing."""
+        return None
+
     def report(self, model: nnx.Module, dataset: Dataset) -> str:
         """What else there is to say of the trained model; it may add files to `run_dir`."""
         return ""
@@ -142,11 +149,15 @@ class ImageConfig(TrainingConfig):
     """Which backward passes run; None: the fastest that the platform supports."""
     dtype: DTypeName = "float32"
     """What the model computes in; parameters and optimiser stay float32."""
+    shift: int = 0
+    """Pixels, down or up and right or left, that a training image is moved by at most each time it is drawn."""
 
     def __post_init__(self):
         self._check_choice("dataset", get_args(DatasetName))
         self._check_choice("implementation", (None, *jaxbp.IMPLEMENTATIONS))
         self._check_choice("dtype", get_args(DTypeName))
+        side = min(datasets.IMAGE_SHAPE)
+        self._check("shift", _is_int(self.shift) and 0 <= self.shift < side, f"a whole number from 0 to {side - 1}")
         super().__post_init__()
 
     def recipe(self) -> Recipe:
@@ -154,6 +165,9 @@ class ImageConfig(TrainingConfig):
 
     def load(self) -> Dataset:
         return datasets.load(self.dataset, self.data_dir)
+
+    def augmentation(self) -> Augment | None:
+        return functools.partial(augmentation.shift, pixels=self.shift) if self.shift else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

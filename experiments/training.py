@@ -1,7 +1,8 @@
 """The training loop: a whole epoch is one compiled scan over batches of data that stay on the device.
 
-The loop knows of a model and its loss only what a config's `build` returns. From there on everything is a pure function
-of pytrees: the module is split once, and `TrainState` is the scan's carry, the donated buffers and the checkpoint.
+The loop knows of a model and its loss only what a config's `build` returns, and of random changes of the examples what
+its `augmentation` does. From there on everything is a pure function of pytrees: the module is split once, and
+`TrainState` is the scan's carry, the donated buffers and the checkpoint.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree
 
-from experiments.configs import TrainingConfig
+from experiments.configs import Augment, TrainingConfig
 from experiments.datasets import Dataset
 from experiments.errors import UserError
 
@@ -96,7 +97,13 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     test_data = jnp.asarray(dataset.test_images), jnp.asarray(dataset.test_labels)
     started = time.perf_counter()
     compiled_epoch = _compile(
-        functools.partial(train_epoch, loss=pure_loss, optimizer=optimizer, batch_size=config.batch_size),
+        functools.partial(
+            train_epoch,
+            loss=pure_loss,
+            optimizer=optimizer,
+            batch_size=config.batch_size,
+            augment=config.augmentation(),
+        ),
         (state, *train_data, shuffle_key, jnp.int32(0)),
         donate_argnums=0,
     )
@@ -144,10 +151,12 @@ def train_epoch(
     loss: PureLoss,
     optimizer: optax.GradientTransformation,
     batch_size: int,
+    augment: Augment | None = None,
 ) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"]]:
     """One pass over `inputs (N, ...)` and `targets (N, ...)` in an order that `key` and `epoch` alone decide.
 
-    The `N % batch_size` examples that the shuffle puts last are left out of this epoch.
+    The `N % batch_size` examples that the shuffle puts last are left out of this epoch. With `augment`, every step's
+    inputs are first changed by it, as `key`, `epoch` and the step alone decide.
 
     Returns:
       The state, and every step's mean loss and share of right predictions.
@@ -155,13 +164,18 @@ def train_epoch(
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))
     batches = order[: steps * batch_size].reshape(steps, batch_size)
+    # Epochs count up from 1 and their complements down, so that no key of a step is one of an order.
+    keys = jax.random.split(jax.random.fold_in(key, ~jnp.uint32(epoch)), steps) if augment else None
 
     def mean_loss(params: PyTree, inputs: Array, targets: Array) -> tuple[Float[Array, ""], Array]:
         losses, predictions = loss(params, inputs, targets)
         return jnp.mean(losses), predictions
 
-    def step(state: TrainState, batch: Int[Array, " batch"]):
+    def step(state: TrainState, drawn: tuple[Int[Array, " batch"], PRNGKeyArray | None]):
+        batch, key = drawn
         batch_inputs, batch_targets = inputs[batch], targets[batch]
+        if augment:
+            batch_inputs = augment(key, batch_inputs)
         (value, predictions), grads = jax.value_and_grad(mean_loss, has_aux=True)(
             state.params, batch_inputs, batch_targets
         )
@@ -169,7 +183,7 @@ def train_epoch(
         state = TrainState(optax.apply_updates(state.params, updates), opt_state)
         return state, (value, jnp.mean(predictions == batch_targets))
 
-    state, (losses, accuracies) = jax.lax.scan(step, state, batches)
+    state, (losses, accuracies) = jax.lax.scan(step, state, (batches, keys))
     return state, losses, accuracies
 
 

@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 
@@ -17,6 +18,10 @@ from jaxbp.implementations import kernels_run_here
 from jaxbp.ops.catalogue import CATALOGUE
 
 HAS_GPU = kernels_run_here()
+
+# Looking for cycles as often as by default takes 5 to 10% of the time: tracing makes many objects, and few are in one.
+gc.freeze()
+gc.set_threshold(100_000)
 
 pytest.register_assert_rewrite("helpers")
 

@@ -124,6 +124,7 @@ def test_every_option_reaches_the_config(tmp_path):
         "data_dir": "data",
         "implementation": "xla",
         "dtype": "bfloat16",
+        "shift": 2,
     }
     args = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     config = train.parse(["lenet", *args, "--resume", "--no-fused"])

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import training
+from experiments import augmentation, training
 from experiments.training import TIMINGS, TrainState
 
 pytestmark = pytest.mark.once
@@ -42,7 +43,9 @@ def test_another_seed_gives_other_bits(toy_config):
     assert not same_bits(state, other_state)
 
 
-def test_going_on_from_an_epoch_gives_the_same_bits_as_never_stopping(toy_config):
+@pytest.mark.parametrize("augment", [None, functools.partial(augmentation.shift, pixels=1)], ids=["plain", "shifted"])
+def test_going_on_from_an_epoch_gives_the_same_bits_as_never_stopping(toy_config, monkeypatch, augment):
+    monkeypatch.setattr(toy_config, "augmentation", lambda config: augment)
     *_, second, third, fourth = run(toy_config())
     resumed = run(toy_config(), state=second[1], epochs_done=2)
     for (metrics, state), (wanted_metrics, wanted_state) in zip(resumed, (third, fourth), strict=True):
@@ -80,6 +83,39 @@ def test_an_epoch_sees_every_example_once_but_for_an_incomplete_batch():
 
 def test_epochs_leave_out_different_examples():
     assert len({tuple(count_visits(epoch)) for epoch in range(1, 6)}) == 5
+
+
+def losses_of_noise(epoch, seed=0):
+    """An epoch's losses on inputs that an augmentation replaces by noise: a number a step."""
+    _, losses, _ = training.train_epoch(
+        TrainState(jnp.zeros(()), optax.sgd(1.0).init(jnp.zeros(()))),
+        jnp.zeros(23),
+        jnp.zeros(23),
+        jax.random.key(seed),
+        epoch,
+        loss=lambda _, noise, target: (noise, target),
+        optimizer=optax.sgd(1.0),
+        batch_size=5,
+        augment=lambda key, inputs: jax.random.uniform(key, inputs.shape),
+    )
+    return losses.tolist()
+
+
+def test_every_step_of_every_epoch_and_seed_is_augmented_differently():
+    losses = [loss for seed in (0, 1) for epoch in range(1, 4) for loss in losses_of_noise(epoch, seed)]
+    assert len(set(losses)) == len(losses) == 2 * 3 * 4
+
+
+def test_an_augmentation_is_for_training_and_not_for_the_evaluation(toy_config, monkeypatch):
+    monkeypatch.setattr(toy_config, "augmentation", lambda config: lambda key, images: jnp.zeros_like(images))
+    config, dataset = toy_config(epochs=1), toy_config().load()
+    ((metrics, state),) = run(config, dataset)
+    initial, loss = training.split(*config.build(jax.random.split(jax.random.key(config.seed))[0]))
+    before, after = initial["linear"], state.params["linear"]
+    np.testing.assert_array_equal(after["kernel"][...], before["kernel"][...])  # blank images have no gradient in it
+    assert np.all(after["bias"][...] != before["bias"][...])
+    losses, _ = loss(state.params, dataset.test_images, dataset.test_labels)
+    assert metrics.test_loss == pytest.approx(float(losses.mean()), rel=1e-5)
 
 
 def test_an_epoch_is_the_plain_loop_of_optimizer_steps(toy_config):

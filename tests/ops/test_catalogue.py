@@ -104,6 +104,7 @@ def _hessian_products(name, implementation):
     return run
 
 
+@pytest.mark.once
 @every_implementation
 @every_op
 def test_gradients_match_finite_differences(name, implementation):

@@ -1,0 +1,18 @@
+"""Random changes of a batch's examples, made on the device each time they are drawn in training."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+
+def shift(
+    key: PRNGKeyArray, images: Float[Array, "batch channels height width"], pixels: int
+) -> Float[Array, "batch channels height width"]:
+    """Moves each image by as many rows and columns as `key` says: from -pixels to pixels, all as likely.
+
+    Zeros come in at the edges.
+    """
+    sides = (pixels, pixels)
+    padded = jnp.pad(images, ((0, 0), (0, 0), sides, sides))
+    corners = jax.random.randint(key, (len(images), 2), 0, 2 * pixels + 1)
+    return jax.vmap(lambda image, at: jax.lax.dynamic_slice(image, (0, *at), images.shape[1:]))(padded, corners)
