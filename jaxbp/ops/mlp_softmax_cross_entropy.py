@@ -1,5 +1,6 @@
 """A multi-layer perceptron and its loss as one op: dense layers with ReLU between them, softmax and cross-entropy."""
 
+import functools
 import math
 
 import jax
@@ -110,8 +111,44 @@ def _wide_row_gradients_kernel(dy, labels, logits, *hidden_and_weights):
     return on_gpu(kernel, _wide_row_gradients, dy, labels, logits, *hidden_and_weights)
 
 
+# In small batches one kernel makes rows and the gradients of each loss by itself, another weighs them and sums them up.
+
+
+def _wide_rows_and_gradients(x_last, labels, *layers):
+    loss, logits, *hidden = _wide_rows(x_last, labels, *layers)
+    gradients = _wide_row_gradients(jnp.ones_like(loss), labels, logits, *hidden, *layers[::2])
+    return loss, logits, *hidden, *gradients
+
+
+def _wide_rows_and_gradients_kernel(x_last, labels, *layers):
+    def kernel(x_last, labels, *layers):
+        loss, logits, hidden, gradients = kernels.forward_and_gradients(x_last, labels, layers[::2], layers[1::2])
+        return loss, logits, *hidden, *gradients
+
+    return on_gpu(kernel, _wide_rows_and_gradients, x_last, labels, *layers)
+
+
+def _weighed_gradients(dy, x_last, *hidden_and_gradients, sizes):
+    hidden, gradients = hidden_and_gradients[: len(sizes) - 2], hidden_and_gradients[len(sizes) - 2 :]
+    *gradients, dx = (g * w for g, w in zip(gradients, (*[dy[:, None]] * (len(sizes) - 1), dy), strict=True))
+    narrow = lambda arrays, sizes: [a[:, :n] for a, n in zip(arrays, sizes, strict=True)]  # noqa: E731
+    gradients, inputs = narrow(reversed(gradients), sizes[1:]), narrow((x_last.T, *hidden), sizes[:-1])
+    return dx, *_layer_gradients(gradients, inputs, None)
+
+
+def _weighed_gradients_kernel(dy, x_last, *hidden_and_gradients, sizes):
+    def kernel(dy, x_last, *hidden_and_gradients):
+        hidden, gradients = hidden_and_gradients[: len(sizes) - 2], hidden_and_gradients[len(sizes) - 2 :]
+        return kernels.weighed_gradients(dy, x_last, hidden, gradients, sizes)
+
+    formula = functools.partial(_weighed_gradients, sizes=sizes)
+    return on_gpu(kernel, formula, dy, x_last, *hidden_and_gradients)
+
+
 _wide_rows_kernel = differentiable(_wide_rows_kernel, _wide_rows)
 _wide_row_gradients_kernel = differentiable(_wide_row_gradients_kernel, _wide_row_gradients)
+_wide_rows_and_gradients_kernel = differentiable(_wide_rows_and_gradients_kernel, _wide_rows_and_gradients)
+_weighed_gradients_kernel = differentiable(_weighed_gradients_kernel, _weighed_gradients)
 
 
 def _save_kernel(x, labels, *layers, precision):
@@ -119,12 +156,20 @@ def _save_kernel(x, labels, *layers, precision):
         return _save(x, labels, *layers, precision=precision)
     batch = len(x)
     x_last, labels = batch_last(_fill(x, kernels.widths(_sizes(layers[::2]))[0])), batch_last(labels)
-    loss, logits, *hidden = _wide_rows_kernel(x_last, labels, *layers)
+    together = kernels.together(len(labels), _sizes(layers[::2]))
+    forward = _wide_rows_and_gradients_kernel if together else _wide_rows_kernel
+    loss, logits, *rest = forward(x_last, labels, *layers)
     results = _results(loss[:batch], logits[:batch, : len(layers[-1])])
-    return results, (x_last, labels, logits, *hidden, *layers[::2])
+    return results, (x_last, *((None, None) if together else (labels, logits)), *rest, *layers[::2])
 
 
 def _gradients_kernel(dy, x, labels, logits, *hidden_and_weights, precision):
+    if labels is None:
+        layers = len(hidden_and_weights) // 3
+        weights = hidden_and_weights[-layers:]
+        rest, sizes = hidden_and_weights[:-layers], _sizes(weights)
+        dx_last, *dlayers = _weighed_gradients_kernel(batch_last(dy), x, *rest, sizes=sizes)
+        return batch_first(dx_last[: sizes[0]], len(dy)), None, *dlayers
     hidden, weights = _halves(hidden_and_weights)
     if not _kernels_take(x, weights, precision):
         return _gradients(dy, x, labels, logits, *hidden_and_weights, precision=precision)

@@ -55,6 +55,40 @@ def check(results, x, labels, weights, biases, dy):
     assert relative_error(gradients[-1][: weights[0].shape[1]], gradient.T) < 1e-3
 
 
+@jax.jit
+def at_once(x, labels, weights, biases, dy):
+    loss, logits, hidden, gradients = kernels.forward_and_gradients(x, labels, weights, biases)
+    sizes = (weights[0].shape[1], *(len(w) for w in weights))
+    return (loss, logits, hidden, gradients), kernels.weighed_gradients(dy, x, hidden, gradients, sizes)
+
+
+def check_at_once(results, x, labels, weights, biases, dy):
+    """Holds rows and gradients to float64, and what is made of them to sums of them in float64."""
+    check(results[0], x, labels, weights, biases, jnp.ones_like(dy))
+    x, dy, (_, _, hidden, gradients), (dx, *layers) = jax.tree.map(
+        lambda a: np.asarray(a, np.float64), (x, dy, *results)
+    )
+    assert relative_error(dx, gradients[-1] * dy) < 1e-6
+    for i, (w, dz, h) in enumerate(zip(weights, reversed(gradients[:-1]), (x.T, *hidden), strict=True)):
+        dz = dz[:, : len(w)] * dy[:, None]
+        assert relative_error(layers[2 * i], dz.T @ h[:, : w.shape[1]]) < 1e-3
+        assert relative_error(layers[2 * i + 1], dz.sum(axis=0)) < 1e-3
+
+
+@can_simulate
+@pytest.mark.parametrize(("sizes", "N"), [(SMALL, 128), ((32, 7), 256)], ids=["three layers", "one layer"])
+def test_the_simulator_finds_rows_and_gradients_at_once_right(sizes, N):
+    arrays = draw(sizes, N)
+    with on_the_cpu(), simulated():
+        results = jax.block_until_ready(at_once(*arrays))
+    check_at_once(results, *arrays)
+
+
+def test_rows_and_gradients_are_made_at_once_in_small_batches_where_they_fit():
+    assert kernels.together(128, LENET) and kernels.together(1024, LENET)
+    assert not kernels.together(8192, LENET) and not kernels.together(128, (256, 200, 200, 10))
+
+
 @can_simulate
 @pytest.mark.parametrize("sizes", [SMALL, (32, 7)], ids=["three layers", "one layer"])
 def test_the_simulator_finds_them_right(sizes):
@@ -84,6 +118,21 @@ def test_sizes_that_fit():
 def test_they_lower_for_cuda(sizes):
     program = both.trace(*draw(sizes, 128)).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in program
+
+
+@pytest.mark.parametrize("sizes", [LENET, SMALL, (64, 3)])
+def test_rows_and_gradients_at_once_lower_for_cuda(sizes):
+    program = at_once.trace(*draw(sizes, 256)).lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("custom_call @mosaic_gpu") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [128, 256, 1024])
+def test_gpu_rows_and_gradients_at_once_match_float64_and_repeat_their_bits(N):
+    arrays = draw(LENET, N)
+    once, again = at_once(*arrays), at_once(*arrays)
+    jax.tree.map(np.testing.assert_array_equal, once, again)
+    check_at_once(once, *arrays)
 
 
 @pytest.mark.gpu
