@@ -21,10 +21,10 @@ FUSED = Fastest(gpu="xla")
 """XLA fuses these formulas into their neighbours, which a kernel keeps it from."""
 KEPT = Fastest(gpu="xla", elsewhere="autodiff")
 """On a CPU it is faster to keep an exponential from the forward, as JAX does, than to compute it again."""
-ONE_PASS = Fastest(gpu="autodiff", older_gpu="autodiff")
-"""Of forward and gradient together: from what JAX keeps, XLA for GPUs makes both in one pass over memory."""
-NATIVE = Fastest(gpu="autodiff", older_gpu="autodiff", elsewhere="autodiff")
-"""Of both together, for both reasons."""
+KEPT_ON_GPU = Fastest(gpu="autodiff", older_gpu="autodiff")
+"""On a GPU too, where both are in one program: from what the forward keeps, XLA makes its result and the gradient."""
+KEPT_EVERYWHERE = Fastest(gpu="autodiff", older_gpu="autodiff", elsewhere="autodiff")
+"""Both."""
 
 
 class Formula(Pair):

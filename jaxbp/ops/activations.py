@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
-from jaxbp.ops._pairs import KEPT, NATIVE, ONE_PASS, Elementwise, Formula
+from jaxbp.ops._pairs import KEPT, KEPT_EVERYWHERE, KEPT_ON_GPU, Elementwise, Formula
 from pallas_kernels.elementwise import elementwise
 from pallas_kernels.reductions import sum_over
 
@@ -98,10 +98,10 @@ def _mish_backward(dy, x):
 
 
 _GELU = Elementwise(
-    "gelu", lambda x, *, approximate: jax.nn.gelu(x, approximate), _gelu_backward, fastest_pair=ONE_PASS
+    "gelu", lambda x, *, approximate: jax.nn.gelu(x, approximate), _gelu_backward, fastest_pair=KEPT_ON_GPU
 )
 _SILU = Elementwise("silu", jax.nn.silu, _silu_backward)
-_MISH = Elementwise("mish", jax.nn.mish, _mish_backward, fastest_pair=ONE_PASS)
+_MISH = Elementwise("mish", jax.nn.mish, _mish_backward, fastest_pair=KEPT_ON_GPU)
 _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.sigmoid(x))
 
 
@@ -132,7 +132,7 @@ _LOG_SOFTMAX = _normalised(
     jax.nn.log_softmax,
     lambda dy, y: dy,
     lambda dy, y, s: dy - jnp.exp(y) * s,
-    fastest_pair=NATIVE,
+    fastest_pair=KEPT_EVERYWHERE,
 )
 
 

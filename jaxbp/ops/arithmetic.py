@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
-from jaxbp.ops._pairs import KEPT, NATIVE, Elementwise, Formula
+from jaxbp.ops._pairs import KEPT, KEPT_EVERYWHERE, Elementwise, Formula
 from pallas_kernels.elementwise import elementwise
 
 
@@ -72,7 +72,7 @@ _POWER = Elementwise(
     _power_gradient(jnp.power),
     in_kernels=_power_gradient(_power_in_kernels),
     fastest=KEPT,
-    fastest_pair=NATIVE,
+    fastest_pair=KEPT_EVERYWHERE,
 )
 _MAXIMUM = Elementwise("maximum", jnp.maximum, lambda dy, x1, x2: (_larger(dy, x1, x2), _larger(dy, x2, x1)))
 _MINIMUM = Elementwise("minimum", jnp.minimum, lambda dy, x1, x2: (_larger(dy, x2, x1), _larger(dy, x1, x2)))
