@@ -114,31 +114,20 @@ def test_sizes_that_fit():
     assert not kernels.fits((256, 256, 10)) and not kernels.fits((288, 10)) and not kernels.fits((256,) + (224,) * 4)
 
 
+@pytest.mark.parametrize("run", [both, at_once], ids=["apart", "at once"])
 @pytest.mark.parametrize("sizes", [LENET, SMALL, (64, 3)])
-def test_they_lower_for_cuda(sizes):
-    program = both.trace(*draw(sizes, 128)).lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in program
-
-
-@pytest.mark.parametrize("sizes", [LENET, SMALL, (64, 3)])
-def test_rows_and_gradients_at_once_lower_for_cuda(sizes):
-    program = at_once.trace(*draw(sizes, 256)).lower(lowering_platforms=("cuda",)).as_text()
+def test_they_lower_for_cuda(sizes, run):
+    program = run.trace(*draw(sizes, 256)).lower(lowering_platforms=("cuda",)).as_text()
     assert program.count("custom_call @mosaic_gpu") == 2
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("N", [128, 256, 1024])
-def test_gpu_rows_and_gradients_at_once_match_float64_and_repeat_their_bits(N):
+@pytest.mark.parametrize(
+    ("run", "check", "N"),
+    [*((both, check, N) for N in (64, 1024, 8192)), *((at_once, check_at_once, N) for N in (128, 256, 1024))],
+)
+def test_gpu_results_match_float64_and_repeat_their_bits(run, check, N):
     arrays = draw(LENET, N)
-    once, again = at_once(*arrays), at_once(*arrays)
-    jax.tree.map(np.testing.assert_array_equal, once, again)
-    check_at_once(once, *arrays)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("N", [64, 1024, 8192])
-def test_gpu_results_match_float64_and_repeat_their_bits(N):
-    arrays = draw(LENET, N)
-    once, again = both(*arrays), both(*arrays)
+    once, again = run(*arrays), run(*arrays)
     jax.tree.map(np.testing.assert_array_equal, once, again)
     check(once, *arrays)
