@@ -30,9 +30,9 @@ from pallas_kernels.launch import (
 _BYTES = 16
 # Examples of all gates in a program: shorter stretches of the batch leave it several gates or inputs.
 _EXAMPLES = 1024
-# Up to this batch the gradients are made apart: inputs in a program and their consumers at a time, at most; gates in a
-# program, whose sums fill whole tiles, and vectors of the batch.
-_SMALL_BATCH = 1024
+# Up to this batch, and of arrays that the L2 cache holds, the gradients are made apart: inputs in a program and their
+# consumers at a time, at most; gates in a program, whose sums fill whole tiles, and vectors of the batch.
+_SMALL_BATCH, _SMALL_BYTES = 1024, 48 * 2**20
 _INPUTS, _CONSUMERS = 4, 4
 _GATES, _PIECES = SUMMED_ROWS // 4, 4
 
@@ -82,7 +82,7 @@ def gradients(dy: Array, coefficients: Array, wires: Any, x: Array) -> tuple[Arr
                  + sum over those that read it as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
         dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-    Both are made in one pass over a large batch, and in a kernel each of a small one.
+    Both are made in one pass over large arrays, and in a kernel each of small ones.
 
     Args:
       dy: `(gates, N)`, the batch N a multiple of `LANES`.
@@ -94,7 +94,7 @@ def gradients(dy: Array, coefficients: Array, wires: Any, x: Array) -> tuple[Arr
       dx `(inputs, N)` in x's dtype and dc `(gates, 4)` in float32, both summed in float32.
     """
     coefficients = coefficients.astype(jnp.float32)
-    if x.shape[1] > _SMALL_BATCH:
+    if x.shape[1] > _SMALL_BATCH or max(dy.size, x.size) * x.dtype.itemsize > _SMALL_BYTES:
         return _gradients_in_one(dy, coefficients, wires, x)
     return on_gpu(_gradients_apart, _gradients_in_one, dy, coefficients, wires, x)
 

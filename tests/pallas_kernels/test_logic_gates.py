@@ -46,6 +46,14 @@ def test_they_lower_for_cuda(N, dtype):
     assert text.count("mosaic_gpu") >= (1 if N > kernels._SMALL_BATCH else 2)
 
 
+@pytest.mark.parametrize(("gates", "N", "apart"), [(8000, 1024, True), (8000, 1152, False), (64000, 256, False)])
+def test_small_arrays_go_apart(gates, N, apart):
+    wires = jax.eval_shape(lambda: Wires.random(gates, gates, seed=0))
+    rows = jax.ShapeDtypeStruct((gates, N), jnp.float32)
+    program = jax.make_jaxpr(kernels.gradients)(rows, jax.ShapeDtypeStruct((gates, 4), jnp.float32), wires, rows)
+    assert ("gate_layer_backward_input" in str(program)) == apart
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("N", [128, 384, 1024, 1152])
