@@ -70,6 +70,19 @@ def test_the_librarys_products_are_taken_where_the_tensor_cores_are_allowed(dtyp
     assert [name for name in ("mosaic_gpu", "dot_general") if name in program] == [found]
 
 
+@pytest.mark.parametrize("implementation", ["pallas", "xla", None])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_a_gpu_half_precisions_are_summed_in_float32(dtype, implementation):
+    x, w, b, dy = [a.astype(dtype) for a in normal((3, 5), (2, 5), (2,), (3, 2))]
+    forward = functools.partial(linear, implementation=implementation)
+    for gradients in (
+        lambda: linear_backward(dy, x, w, implementation=implementation),
+        lambda: jax.vjp(forward, x, w, b)[1](dy),
+    ):
+        sums = [line for line in cuda_program(gradients).splitlines() if "stablehlo.reduce(" in line]
+        assert sums and all("xf32>, tensor<f32>)" in line for line in sums)
+
+
 @every_implementation
 def test_products_on_the_tensor_cores_compute_the_same(implementation):
     x, w, dy = normal((3, 5), (2, 5), (3, 2))
