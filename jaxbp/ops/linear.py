@@ -105,7 +105,8 @@ def linear_backward(
       x, w: the forward's inputs.
 
     Returns:
-      (dx, dw, db), each in the shape and dtype of what it is the gradient of; half precisions are summed in float32.
+      (dx, dw, db), each in the shape and dtype of what it is the gradient of; half precisions are summed in float32,
+      but for db by "autodiff", which JAX sums as it is.
 
     Raises:
       TypeError, ValueError: as in `linear`.

@@ -208,6 +208,15 @@ def test_on_a_gpu_none_takes_the_kernels_where_they_stream_the_rows(hidden, kern
     assert ("mosaic_gpu" in cuda_program(layer_norm_linear_backward, dy, x, scale, scale, w)) == kernel
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_a_gpu_the_bias_of_half_precisions_is_summed_in_float32(dtype):
+    arrays = [a.astype(dtype) for a in normal((3, 2), (3, 5), (5,), (5,), (2, 5))]
+    for implementation in ("xla", None):
+        program = cuda_program(functools.partial(layer_norm_linear_backward, implementation=implementation), *arrays)
+        sums = [line for line in program.splitlines() if "stablehlo.reduce(" in line]
+        assert sums and all("xf32>, tensor<f32>)" in line for line in sums)
+
+
 # Narrow and wide layers whose products are kernels.
 FUSED = pytest.mark.parametrize(("hidden", "out"), [(128, 128), (512, 128)], ids=["narrow", "wide"])
 
