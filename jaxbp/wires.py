@@ -14,7 +14,18 @@ from jaxtyping import Int
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["a", "b", "consumers", "partners", "offsets", "trail", "trail_inputs"],
+    data_fields=[
+        "a",
+        "b",
+        "consumers",
+        "partners",
+        "offsets",
+        "trail",
+        "trail_inputs",
+        "trail_consumers",
+        "trail_partners",
+        "trail_places",
+    ],
     meta_fields=["inputs", "most_consumers"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,6 +48,9 @@ class Wires:
       trail: the gates in an order in which neighbours mostly share an input, and their a and b in that order. Kernels
         follow it: what they read is then still in the cache.
       trail_inputs: the inputs as the trail comes to them, so that neighbours mostly share a gate.
+      trail_consumers, trail_partners: once more the consumers and their gates' other inputs, with the inputs in that
+        order; of an input's own, first those by which the trail leaves it.
+      trail_places: where among them the trail takes a gate.
       inputs: how many inputs there are, whether or not a gate reads them.
       most_consumers: of any input.
     """
@@ -48,12 +62,20 @@ class Wires:
     offsets: Int[Array, " 2*inputs+1"]
     trail: Int[Array, "3 gates"]
     trail_inputs: Int[Array, " inputs"]
+    trail_consumers: Int[Array, " 2*gates"]
+    trail_partners: Int[Array, " 2*gates"]
+    trail_places: Int[Array, " gates"]
     inputs: int
     most_consumers: int
 
     @property
     def gates(self) -> int:
         return self.a.shape[-1]
+
+    @property
+    def regular(self) -> bool:
+        """Whether all inputs have as many consumers. If that is even, the trail leaves each by half of them."""
+        return self.inputs * self.most_consumers == 2 * self.gates
 
     @property
     def dtype(self) -> np.dtype:
@@ -79,7 +101,13 @@ class Wires:
         consumers = np.lexsort([np.arange(reads.size) // 2, np.arange(reads.size) % 2, reads])
         counts = np.bincount(2 * reads + np.arange(reads.size) % 2, minlength=2 * inputs)
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        trail, visits = _trails(reads, consumers, offsets[::2])
+        left_by, visits = _trails(reads, consumers, offsets[::2])
+        trail = left_by // 2
+        leaves, visited = np.zeros(reads.size, bool), np.empty(inputs, np.int64)
+        leaves[left_by], visited[visits] = True, np.arange(inputs)
+        along = consumers[np.lexsort([~leaves[consumers], visited[reads[consumers]]])]
+        places = np.empty(reads.size, np.int64)
+        places[along] = np.arange(reads.size)
         arrays = dict(
             a=a,
             b=b,
@@ -88,6 +116,9 @@ class Wires:
             offsets=offsets,
             trail=np.stack([trail, a[trail], b[trail]]),
             trail_inputs=visits,
+            trail_consumers=along,
+            trail_partners=reads[along ^ 1],
+            trail_places=places[left_by[np.argsort(trail)]],
         )
         with jax.ensure_compile_time_eval():  # made within jit, they are still the same arrays outside
             arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
@@ -108,7 +139,8 @@ class Wires:
 
     @classmethod
     def unique(cls, inputs: int, gates: int, seed: int) -> "Wires":
-        """Random wires of which no two gates have the same pair, in either order. Every input is read.
+        """Random wires of which no two gates have the same pair, in either order. Every input is read; unless the gates
+        are more than a quarter of all pairs, as often as any other, give or take one.
 
         Raises:
           ValueError: too few gates to read every input, or more than there are pairs.
@@ -127,16 +159,15 @@ class Wires:
                 f"Wires.unique: {inputs} inputs have {pairs} pairs; wants at most so many gates, not {gates}"
             )
         random = np.random.default_rng(seed)
-        a, b = _every_input_once(inputs, random)
-        # Where many pairs are taken, drawing them blindly would seldom find a new one.
-        draw = _every_pair_once if 4 * gates > pairs else _every_input_once
-        while a.size < gates:
-            rounds = 1 + 2 * (gates - a.size) // inputs
-            a, b = np.concatenate([(a, b), *(draw(inputs, random) for _ in range(rounds))], axis=1)
-            _, first = np.unique(np.minimum(a, b) * inputs + np.maximum(a, b), return_index=True)
-            a, b = a[np.sort(first)], b[np.sort(first)]
+        if 4 * gates > pairs:  # where drawing them blindly would seldom find a new one
+            a, b = np.concatenate([_every_input_once(inputs, random), _every_pair_once(inputs, random)], axis=1)
+            kept = np.sort(_first_of_each_pair(a, b))[:gates]
+            a, b = a[kept], b[kept]
+        else:
+            rounds = [random.permutation(inputs) for _ in range(1 + 2 * gates // inputs)]
+            a, b = _without_repeats(*np.concatenate(rounds)[: 2 * gates].reshape(gates, 2).T, random)
         order = random.permutation(gates)
-        return cls.from_pairs(a[:gates][order], b[:gates][order], inputs)
+        return cls.from_pairs(a[order], b[order], inputs)
 
     @classmethod
     def moore(cls, seed: int | None = None) -> "Wires":
@@ -158,29 +189,33 @@ def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tu
     """The gates in an order in which neighbours mostly share an input, and the inputs, which mostly share a gate.
 
     Gates are the edges of a graph of inputs. A walk goes on by any gate not yet taken; where there is none, the next
-    one begins at its start again, or at the next input that still has one.
+    one begins at its start again, or at the next input that still has one. Where all inputs have an even number of
+    consumers, every walk ends where it began, and so leaves each input as often as it comes to it.
+
+    Returns:
+      Of each gate, in this order, 2 g where the walk goes from its a to its b, else 2 g + 1; and the inputs.
     """
     reads, consumers, at, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
-    taken, gates, inputs = set(), [], {}
+    taken, slots, inputs = set(), [], {}
 
     def walk(here):
         """Takes gates from here on, as far as it goes. Returns whether there was one."""
-        begun = len(gates)
+        begun = len(slots)
         while True:
             inputs.setdefault(here)
             while at[here] < end[here] and consumers[at[here]] // 2 in taken:
                 at[here] += 1
             if at[here] == end[here]:
-                return len(gates) > begun
+                return len(slots) > begun
             slot = consumers[at[here]]
             taken.add(slot // 2)
-            gates.append(slot // 2)
+            slots.append(slot)
             here = reads[slot ^ 1]
 
     for start in range(len(at)):
         while walk(start):
             pass
-    return np.array(gates, np.int64), np.array(list(inputs), np.int64)
+    return np.array(slots, np.int64), np.array(list(inputs), np.int64)
 
 
 def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
@@ -189,6 +224,24 @@ def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
     if inputs % 2:
         order = np.append(order, order[0])
     return order.reshape(-1, 2).T
+
+
+def _first_of_each_pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Where each pair is, in either order, for the first time."""
+    pairs = np.minimum(a, b) * (1 + max(a.max(), b.max())) + np.maximum(a, b)
+    return np.unique(pairs, return_index=True)[1]
+
+
+def _without_repeats(a: np.ndarray, b: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """The same a's and b's, with no pair twice and none of equals: wherever one is, it exchanges its b with another."""
+    while True:
+        wrong = a == b
+        wrong[np.setdiff1d(np.arange(a.size), _first_of_each_pair(a, b))] = True
+        if not wrong.any():
+            return a, b
+        for one in np.flatnonzero(wrong):
+            other = random.integers(a.size)
+            b[one], b[other] = b[other], b[one]
 
 
 def _every_pair_once(inputs: int, random: np.random.Generator) -> np.ndarray:

@@ -194,7 +194,7 @@ def store(ref: Any, value: Array) -> None:
 
 # A warp reads four rows, eight threads side by side, and no bank twice.
 SUMMED_ROWS = 32
-"""Rows that `sums_over_lanes` takes at a time."""
+"""Rows that `sums_over_lanes` takes at a time, or half of them."""
 _SUMS_OVER_LANES = plgpu.Layout.TILED(
     plgpu.Tiling(((16, 32), (4, 32), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
@@ -203,12 +203,13 @@ _SUMS_OVER_LANES = plgpu.Layout.TILED(
 def sums_over_lanes(rows: Any, totals: Any) -> None:
     """Writes the sum of each of `rows (n, LANES)` in shared memory to `totals (n,)` in device memory.
 
-    One by one, sums of vectors would meet at barriers of their own; here at one, before any thread reads a row. n is a
-    multiple of `SUMMED_ROWS`.
+    One by one, sums of vectors would meet at barriers of their own; here at one, before any thread reads a row. n is
+    half of `SUMMED_ROWS` or a multiple of it.
     """
     plgpu.commit_smem()
-    for n in range(0, rows.shape[0], SUMMED_ROWS):
-        here = pl.ds(n, SUMMED_ROWS)
+    together = min(rows.shape[0], SUMMED_ROWS)
+    for n in range(0, rows.shape[0], together):
+        here = pl.ds(n, together)
         store(totals.at[here], jnp.sum(load(rows.at[here], _SUMS_OVER_LANES), axis=1))
 
 

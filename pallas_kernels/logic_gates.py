@@ -30,7 +30,10 @@ from pallas_kernels.launch import (
 _BYTES = 16
 # Examples of all gates in a program: shorter stretches of the batch leave it several gates or inputs.
 _EXAMPLES = 1024
-# Up to this batch, and of arrays that the L2 cache holds, the gradients are made apart: inputs in a program and their
+# Where the wires are regular with so many consumers, the gradients are made along the trail. Vectors of the batch in a
+# program, at most, times the consumers.
+_TRAIL_CONSUMERS, _TRAIL_VECTORS = (2, 4), 16
+# Otherwise, up to this batch and of an x that the L2 cache holds, they are made apart: inputs in a program and their
 # consumers at a time, at most; gates in a program, whose sums fill whole tiles, and vectors of the batch.
 _SMALL_BATCH, _SMALL_BYTES = 1024, 48 * 2**20
 _INPUTS, _CONSUMERS = 4, 4
@@ -82,7 +85,8 @@ def gradients(dy: Array, coefficients: Array, wires: Any, x: Array) -> tuple[Arr
                  + sum over those that read it as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
         dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-    Both are made in one pass over large arrays, and in a kernel each of small ones.
+    Both are made in one pass: along the trail where all inputs have two consumers, or all four, else input by input. Of
+    small arrays the latter takes longer than a kernel for each.
 
     Args:
       dy: `(gates, N)`, the batch N a multiple of `LANES`.
@@ -94,7 +98,9 @@ def gradients(dy: Array, coefficients: Array, wires: Any, x: Array) -> tuple[Arr
       dx `(inputs, N)` in x's dtype and dc `(gates, 4)` in float32, both summed in float32.
     """
     coefficients = coefficients.astype(jnp.float32)
-    if x.shape[1] > _SMALL_BATCH or max(dy.size, x.size) * x.dtype.itemsize > _SMALL_BYTES:
+    if wires.regular and wires.most_consumers in _TRAIL_CONSUMERS:
+        return on_gpu(_gradients_along_trail, _gradients_in_one, dy, coefficients, wires, x)
+    if x.shape[1] > _SMALL_BATCH or x.size * x.dtype.itemsize > _SMALL_BYTES:
         return _gradients_in_one(dy, coefficients, wires, x)
     return on_gpu(_gradients_apart, _gradients_in_one, dy, coefficients, wires, x)
 
@@ -146,6 +152,63 @@ def _gradients_in_one(dy, coefficients, wires, x):
         name="gate_layer_backward",
     )
     return dx, jnp.sum(dc, axis=0)
+
+
+def _gradients_along_trail(dy, coefficients, wires, x):
+    """A program has inputs that follow each other on the trail, and makes the sums of the gates by which that leaves
+    them. All that it reads is under way together."""
+    N, (inputs, most) = x.shape[1], (x.shape[0], wires.most_consumers)
+    pieces = largest_divisor(N // LANES, _TRAIL_VECTORS // most)
+    several = largest_divisor(inputs, (8 if pieces <= 2 else 4) // most)
+    blocks, groups, leaving = N // (LANES * pieces), inputs // several, most // 2
+    # Four a gate, of at most four gates.
+    summed = SUMMED_ROWS // 2
+
+    def body(dy_ref, c_ref, consumers_ref, partners_ref, order_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
+        lanes = [pl.ds((block * pieces + k) * LANES, LANES) for k in range(pieces)]
+
+        def rows(ref, i):
+            return [ref[i, here].astype(jnp.float32) for here in lanes]
+
+        these = [order_ref[group * several + k] for k in range(several)]
+        at = [group * several * most + k for k in range(several * most)]
+        slots, partners = ([ref[e] for e in at] for ref in (consumers_ref, partners_ref))
+        slopes = [(c_ref[slot >> 1, 1 + (slot & 1)], c_ref[slot >> 1, 3]) for slot in slots]
+        inputs, gradients = [rows(x_ref, i) for i in these], [rows(dy_ref, slot >> 1) for slot in slots]
+        others = [rows(x_ref, partner) for partner in partners]
+        for k, i in enumerate(these):
+            mine = range(k * most, (k + 1) * most)
+            for p, here in enumerate(lanes):
+                parts = [gradients[n][p] * (slopes[n][0] + slopes[n][1] * others[n][p]) for n in mine]
+                dx_ref[i, here] = functools.reduce(jnp.add, parts).astype(dx_ref.dtype)
+            for row, n in enumerate(mine[:leaving], k * leaving):
+                terms = [_terms(*values) for values in zip(gradients[n], inputs[k], others[n], strict=True)]
+                for t, pieces_of_sum in enumerate(zip(*terms, strict=True)):
+                    rows_ref[4 * row + t] = functools.reduce(jnp.add, pieces_of_sum)
+        sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * summed, summed)])
+
+    dx, sums = launch(
+        body,
+        dy,
+        coefficients,
+        wires.trail_consumers,
+        wires.trail_partners,
+        wires.trail_inputs,
+        x,
+        out=(x, jax.ShapeDtypeStruct((blocks, groups * summed), jnp.float32)),
+        grid={"block": blocks, "group": groups},
+        scratch=[plgpu.SMEM((summed, LANES), jnp.float32)],
+        barriers=False,
+        name="gate_layer_backward_along_trail",
+    )
+    sums = jnp.sum(sums, axis=0).reshape(groups, summed // 4, 4)
+    # Of the gates, in their own order.
+    place = wires.trail_places
+    row = place // most * leaving + place % most
+    dc = sums[row // (several * leaving), row % (several * leaving)]
+    # Left from its b: that comes before its a.
+    swapped = wires.trail_consumers[place] & 1 == 1
+    return dx, jnp.where(swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)
 
 
 def _gradients_apart(dy, coefficients, wires, x):

@@ -1,4 +1,4 @@
-"""The gates' backward, in one kernel and apart: in the simulator, lowered for CUDA, and on a GPU."""
+"""The gates' backward, along the trail, input by input and apart: in the simulator, lowered for CUDA, and on a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,11 @@ WIRES = {
     "many consumers": lambda: Wires.random(3, 10, seed=0),
     "no consumers": lambda: Wires.from_pairs([0, 0, 7], [7, 0, 1], 8),
 }
-every_wiring = pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
+REGULAR = {
+    "two consumers": lambda: Wires.random(6, 6, seed=0),
+    "four consumers": lambda: Wires.random(5, 10, seed=0),
+    "one input twice": lambda: Wires.from_pairs([2, 0, 1], [2, 1, 0], 3),
+}
 
 
 def operands(wires, N, dtype="float32"):
@@ -28,12 +32,15 @@ def reference(dy, coefficients, wires, x):
     return dx.T, dc
 
 
-@every_wiring
-@pytest.mark.parametrize("name", ["_gradients_in_one", "_gradients_apart"])
+@pytest.mark.parametrize(
+    ("name", "wires"),
+    [(name, wires) for name in ("_gradients_in_one", "_gradients_apart") for wires in WIRES]
+    + [("_gradients_along_trail", wires) for wires in REGULAR],
+)
 def test_the_simulator_finds_them_right(name, wires):
-    if name == "_gradients_apart" and jax.__version_info__ < (0, 12):
+    if name != "_gradients_in_one" and jax.__version_info__ < (0, 12):
         pytest.skip("older simulators lack layouts of shared memory")
-    arrays = operands(wires(), LANES)
+    arrays = operands((WIRES | REGULAR)[wires](), LANES)
     with on_the_cpu(), simulated():
         results = getattr(kernels, name)(*arrays)
     assert_close(results, reference(*arrays), "float32")
@@ -42,22 +49,36 @@ def test_the_simulator_finds_them_right(name, wires):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("N", [128, 384, 4096])
 def test_they_lower_for_cuda(N, dtype):
-    text = cuda_program(kernels.gradients, *operands(WIRES["many consumers"](), N, dtype))
-    assert text.count("mosaic_gpu") >= (1 if N > kernels._SMALL_BATCH else 2)
+    for wires in (WIRES["many consumers"], *REGULAR.values()):
+        text = cuda_program(kernels.gradients, *operands(wires(), N, dtype))
+        assert text.count("mosaic_gpu") >= (2 if wires in WIRES.values() and N <= kernels._SMALL_BATCH else 1)
 
 
-@pytest.mark.parametrize(("gates", "N", "apart"), [(8000, 1024, True), (8000, 1152, False), (64000, 256, False)])
-def test_small_arrays_go_apart(gates, N, apart):
-    wires = jax.eval_shape(lambda: Wires.random(gates, gates, seed=0))
-    rows = jax.ShapeDtypeStruct((gates, N), jnp.float32)
-    program = jax.make_jaxpr(kernels.gradients)(rows, jax.ShapeDtypeStruct((gates, 4), jnp.float32), wires, rows)
-    assert ("gate_layer_backward_input" in str(program)) == apart
+@pytest.mark.parametrize(
+    ("inputs", "gates", "N", "kernel"),
+    [
+        (8000, 8000, 128, "along_trail"),
+        (4000, 8000, 8192, "along_trail"),
+        (7999, 8000, 1024, "input"),
+        (784, 64000, 1024, "input"),
+        (7999, 8000, 1152, ""),
+        (63999, 64000, 256, ""),
+        (1000, 8000, 2048, ""),
+    ],
+)
+def test_which_kernel_makes_them(inputs, gates, N, kernel):
+    arrays = [((gates, N), jnp.float32), ((gates, 4), jnp.float32), ((inputs, N), jnp.float32)]
+    dy, coefficients, x = (jax.ShapeDtypeStruct(*array) for array in arrays)
+    wires = jax.eval_shape(lambda: Wires.random(inputs, gates, seed=0))
+    program = str(jax.make_jaxpr(kernels.gradients)(dy, coefficients, wires, x))
+    names = {name: f"gate_layer_backward_{name}" in program for name in ("along_trail", "input")}
+    assert names == {name: name == kernel for name in names}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("N", [128, 384, 1024, 1152])
-@pytest.mark.parametrize("inputs", [784, 8000])
+@pytest.mark.parametrize("inputs", [784, 4000, 7999, 8000])
 def test_gpu_results_match_float64_and_repeat_their_bits(inputs, N, dtype):
     arrays = operands(Wires.unique(inputs, 8000, seed=0), N, dtype)
     run = jax.jit(kernels.gradients)
