@@ -75,15 +75,16 @@ def compiled(circuit: Circuit, compiler: str, folder: Path):
     """`circuit.evaluate` as its C code, compiled into `folder`."""
     source, library = folder / "circuit.c", folder / "circuit.so"
     source.write_text(circuit.to_c())
-    flags = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC"]
+    flags = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-O3", "-shared", "-fPIC"]
     subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
     function = ctypes.CDLL(str(library)).circuit
-    function.restype = None
 
     def evaluate(x):
         y = np.empty((circuit.outputs, x.shape[1]), np.uint32)
         x = np.ascontiguousarray(x, np.uint32)
-        function(ctypes.c_size_t(x.shape[1]), x.ctypes.data_as(ctypes.c_void_p), y.ctypes.data_as(ctypes.c_void_p))
+        words, *arrays = ctypes.c_size_t(x.shape[1]), *(a.ctypes.data_as(ctypes.c_void_p) for a in (x, y))
+        if function(words, *arrays):
+            raise MemoryError("the compiled circuit found no memory")
         return y
 
     return evaluate

@@ -6,6 +6,7 @@ product.
 
 import dataclasses
 import re
+import string
 from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
@@ -37,8 +38,46 @@ EXPRESSIONS = (
     "{one}",
 )
 """The 16 functions in operators that C and Verilog share."""
-# C compilers take more than twice as long for twice as long a function.
-_LINES_A_FUNCTION = 50
+# The block is of words that a gate takes at a time: its numbers are read once for all of them.
+_C_SOURCE = string.Template(r"""#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+enum { ${name}_block = 16 };
+typedef struct { $wire y, a, b; } ${name}_gate;
+
+/* Gates of one function: y = expression(a, b). */
+#define ${name}_FUNCTION(function, expression) \
+  static void function(const ${name}_gate *gates, size_t n, const uint32_t *restrict x, uint32_t *restrict y) { \
+    for (size_t i = 0; i < n; i++) { \
+      const uint32_t *a = x + ${name}_block * (size_t)gates[i].a; \
+      const uint32_t *b = x + ${name}_block * (size_t)gates[i].b; \
+      uint32_t *to = y + ${name}_block * (size_t)gates[i].y; \
+      for (size_t k = 0; k < ${name}_block; k++) to[k] = expression; \
+      (void)a, (void)b; \
+    } \
+  }
+$functions
+
+$tables
+
+/* x[$inputs][words] to y[$outputs][words]: each bit of a word is a sample. */
+int $name(size_t words, const uint32_t *x, uint32_t *y) {
+  const size_t block = ${name}_block;
+  uint32_t *u = malloc(2 * block * $widest * sizeof *u), *v = u + block * $widest;
+  if (!u) return 1;
+  for (size_t w = 0; w < words; w += block) {
+    const size_t n = words - w < block ? words - w : block;
+    for (size_t i = 0; i < $inputs; i++)
+      for (size_t k = 0; k < block; k++) u[i * block + k] = k < n ? x[i * words + w + k] : 0;
+$calls
+    for (size_t i = 0; i < $outputs; i++)
+      for (size_t k = 0; k < n; k++) y[i * words + w + k] = $last[i * block + k];
+  }
+  free(u);
+  return 0;
+}
+""")
 
 
 def pack_bits(bits: Bool[np.ndarray, "samples features"]) -> UInt32[np.ndarray, "features words"]:
@@ -132,39 +171,35 @@ class Circuit:
         return np.stack([np.bincount(gates, minlength=GATES) for gates, _ in self.layers])
 
     def to_c(self, name: str = "circuit") -> str:
-        """C99 source of `void name(size_t words, const word *x, word *y)`, which computes what `evaluate` does.
+        """C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes what `evaluate` does.
 
-        A word is a `uint32_t`, or whatever the macro WORD names when it is compiled: any type with bitwise operators.
+        It returns 0, or 1 if there is no memory to work in. A layer is a table of gates for each of the 16 functions,
+        and a loop over it: compilers take long over as many lines as a large circuit has gates.
         """
         _check_name(name)
-        widths = [self.inputs, *(wires.gates for _, wires in self.layers)]
-        functions, calls = [], []
+        functions, tables, calls = {}, [], []
+        source, target = "u", "v"
         for i, (gates, wires) in enumerate(self.layers):
-            lines = _assignments(gates, wires, "  y[{}] = {};", "x[{}]", zero="zero", one="~zero")
-            source, target = ("u", "v") if i % 2 == 0 else ("v", "u")
-            for start in range(0, len(lines), _LINES_A_FUNCTION):
-                function = f"layer{i}_{start}"
-                body = "\n".join(lines[start : start + _LINES_A_FUNCTION])
-                functions.append(
-                    f"static void {function}(const word *restrict x, word *restrict y) {{\n"
-                    f"  const word zero = {{0}};\n  (void)zero;\n{body}\n}}\n"
-                )
-                calls.append(f"    {function}({source}, {target});")
-        last = "v" if len(self.layers) % 2 else "u"
-        return "\n".join(
-            [
-                "#include <stddef.h>\n#include <stdint.h>\n",
-                "#ifndef WORD\n#define WORD uint32_t\n#endif\ntypedef WORD word;\n",
-                *functions,
-                f"/* x[{self.inputs}][words] to y[{self.outputs}][words]: each bit of a word is a sample. */",
-                f"void {name}(size_t words, const word *x, word *y) {{",
-                f"  word u[{max(widths)}], v[{max(widths)}];",
-                "  for (size_t w = 0; w < words; w++) {",
-                f"    for (size_t i = 0; i < {self.inputs}; i++) u[i] = x[i * words + w];",
-                *calls,
-                f"    for (size_t i = 0; i < {self.outputs}; i++) y[i * words + w] = {last}[i];",
-                "  }\n}\n",
-            ]
+            numbers = np.stack([np.arange(wires.gates), wires.a, wires.b], axis=1)
+            for gate in np.unique(gates).tolist():
+                function, table = f"{name}_function{gate}", f"{name}_layer{i}_{gate}"
+                expression = EXPRESSIONS[gate].format(a="a[k]", b="b[k]", zero="0", one="~(uint32_t)0")
+                functions[gate] = f"{name}_FUNCTION({function}, {expression})"
+                rows = [f"  {{{y}, {a}, {b}}},\n" for y, a, b in numbers[gates == gate].tolist()]
+                tables.append(f"static const {name}_gate {table}[] = {{\n{''.join(rows)}}};")
+                calls.append(f"    {function}({table}, {len(rows)}, {source}, {target});")
+            source, target = target, source
+        widest = max(self.inputs, *(wires.gates for _, wires in self.layers))
+        return _C_SOURCE.substitute(
+            name=name,
+            wire="uint16_t" if widest <= 2**16 else "uint32_t",
+            functions="\n".join(functions[gate] for gate in sorted(functions)),
+            tables="\n".join(tables),
+            calls="\n".join(calls),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            widest=widest,
+            last=source,
         )
 
     def to_verilog(self, name: str = "circuit") -> str:
@@ -180,17 +215,11 @@ class Circuit:
         for i, (gates, wires) in enumerate(self.layers):
             target = f"layer{i}"
             lines.append(f"  wire [{wires.gates - 1}:0] {target};")
-            lines += _assignments(gates, wires, f"  assign {target}[{{}}] = {{}};", f"{source}[{{}}]", "1'b0", "1'b1")
+            for g, (gate, a, b) in enumerate(zip(gates, wires.a.tolist(), wires.b.tolist(), strict=True)):
+                operands = dict(a=f"{source}[{a}]", b=f"{source}[{b}]", zero="1'b0", one="1'b1")
+                lines.append(f"  assign {target}[{g}] = {EXPRESSIONS[gate].format(**operands)};")
             source = target
         return "\n".join([*lines, f"  assign y = {source};", "endmodule", ""])
-
-
-def _assignments(gates, wires, line, operand, zero, one):
-    """A line of source a gate."""
-    return [
-        line.format(g, EXPRESSIONS[gate].format(a=operand.format(a), b=operand.format(b), zero=zero, one=one))
-        for g, (gate, a, b) in enumerate(zip(gates, np.asarray(wires.a), np.asarray(wires.b), strict=True))
-    ]
 
 
 def _check_name(name: str) -> None:

@@ -18,7 +18,7 @@ from jaxbp.ops.logic_gates import TRUTH_TABLES
 pytestmark = pytest.mark.once
 
 random = np.random.default_rng(0)
-# Every gate, with both inputs from anywhere; layers of different widths; one of more gates than a function of C holds.
+# Every gate, with both inputs from anywhere; layers of different widths.
 LAYERS = [
     (np.arange(16, dtype=np.uint8), Wires.random(9, 16, seed=0)),
     (random.integers(0, 16, 1030), Wires.random(16, 1030, seed=1)),
@@ -73,9 +73,22 @@ def test_the_histogram_counts_each_layers_gates():
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_compiled_c_gives_the_same_words(tmp_path):
-    words = jaxbp.pack_bits(BITS)
-    assert np.array_equal(compiled(CIRCUIT, shutil.which("cc"), tmp_path)(words), CIRCUIT.evaluate(words))
+@pytest.mark.parametrize("words", [0, 1, 16, 35])
+def test_compiled_c_gives_the_same_words(tmp_path, words):
+    x = random.integers(0, 2**32, (CIRCUIT.inputs, words), np.uint32)
+    assert np.array_equal(compiled(CIRCUIT, shutil.which("cc"), tmp_path)(x), CIRCUIT.evaluate(x))
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_compiled_c_counts_beyond_16_bits_and_may_stand_beside_another(tmp_path):
+    wide = Circuit.of([(random.integers(0, 16, 70_000), Wires.random(2, 70_000, seed=0))])
+    x = random.integers(0, 2**32, (2, 1), np.uint32)
+    assert np.array_equal(compiled(wide, shutil.which("cc"), tmp_path)(x), wide.evaluate(x))
+    both = tmp_path / "both.c"
+    both.write_text(CIRCUIT.to_c("one") + CIRCUIT.to_c("other"))
+    subprocess.run(
+        ["cc", "-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-c", both, "-o", "/dev/null"], check=True
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- Verilog
