@@ -28,11 +28,11 @@ from pallas_kernels.launch import (
 
 # Of a thread in one load.
 _BYTES = 16
-# Examples of all gates in a program: shorter stretches of the batch leave it several gates or inputs.
-_EXAMPLES = 1024
-# Where the wires are regular with so many consumers, the gradients are made along the trail. Vectors of the batch in a
-# program, at most, times the consumers.
-_TRAIL_CONSUMERS, _TRAIL_VECTORS = (2, 4), 16
+# Examples of all gates, or of an input, in a program: shorter stretches of the batch leave it several gates.
+_GATE_EXAMPLES, _INPUT_EXAMPLES = 512, 1024
+# Where the wires are regular with so many consumers, the gradients are made along the trail: vectors of the batch in a
+# program, at most, and bytes that a thread reads of the gradients for one input.
+_TRAIL_CONSUMERS, _TRAIL_PIECES, _TRAIL_BYTES = (2, 4), 8, 64
 # Otherwise, up to this batch and of an x that the L2 cache holds, they are made apart: inputs in a program and their
 # consumers at a time, at most; gates in a program, whose sums fill whole tiles, and vectors of the batch.
 _SMALL_BATCH, _SMALL_BYTES = 1024, 48 * 2**20
@@ -55,7 +55,7 @@ def forward(coefficients: Array, trail: Array, x: Array) -> Array:
     gates, N = trail.shape[1], x.shape[1]
     length = _vector_length(x)
     # At least two, so that the loads of both are under way together.
-    several = largest_divisor(gates, max(2, _EXAMPLES // length))
+    several = largest_divisor(gates, max(2, _GATE_EXAMPLES // length))
 
     def body(c_ref, trail_ref, x_ref, y_ref, *, block, group):
         lanes = pl.ds(block * length, length)
@@ -111,7 +111,7 @@ def _gradients_in_one(dy, coefficients, wires, x):
     (gates, N), inputs = dy.shape, x.shape[0]
     length = _vector_length(x)
     # Pieces of the batch in a program: the more, the fewer sums over lanes, and the fewer loads of indices.
-    pieces = largest_divisor(N // length, max(1, _EXAMPLES // length))
+    pieces = largest_divisor(N // length, max(1, _INPUT_EXAMPLES // length))
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, dc_ref, *, block, i):
         lanes = [pl.ds((block * pieces + k) * length, length) for k in range(pieces)]
@@ -158,7 +158,7 @@ def _gradients_along_trail(dy, coefficients, wires, x):
     """A program has inputs that follow each other on the trail, and makes the sums of the gates by which that leaves
     them. All that it reads is under way together."""
     N, (inputs, most) = x.shape[1], (x.shape[0], wires.most_consumers)
-    pieces = largest_divisor(N // LANES, _TRAIL_VECTORS // most)
+    pieces = largest_divisor(N // LANES, min(_TRAIL_PIECES, _TRAIL_BYTES // (most * x.dtype.itemsize)))
     several = largest_divisor(inputs, (8 if pieces <= 2 else 4) // most)
     blocks, groups, leaving = N // (LANES * pieces), inputs // several, most // 2
     # Four a gate, of at most four gates.
