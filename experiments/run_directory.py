@@ -1,9 +1,10 @@
 """A run's directory: its config, metrics, curves and checkpoints, and going on with it after any interruption.
 
-    config.json     the settings, written once
-    metrics.jsonl   a line an epoch
-    curves.png      drawn after the last epoch, before its checkpoint
-    checkpoints/    the state after each of the last epochs
+    config.json         the settings, written once
+    constants.sha256    the checksum of what the model has beside its parameters, if anything; written once
+    metrics.jsonl       a line an epoch
+    curves.png          drawn after the last epoch, before its checkpoint
+    checkpoints/        the state after each of the last epochs
 
 The last checkpoint is the truth. An epoch's metrics are written before its checkpoint, so the checkpoint of epoch e
 vouches for lines 1 to e; any later line, whole or torn, is of an epoch that was not kept, and is cut when going on.
@@ -102,10 +103,23 @@ class RunDirectory:
     def __exit__(self, *exception) -> None:
         self._checkpoints.close()
 
-    def restore(self, initial: TrainState) -> TrainState:
-        """The state of the last checkpoint, or `initial` where there is none; shapes and dtypes are the same."""
+    def restore(self, initial: TrainState, constants: str | None) -> TrainState:
+        """The state of the last checkpoint, or `initial` where there is none; shapes and dtypes are the same.
+
+        Raises:
+          UserError: if the checkpoint's parameters belong to a model with other `constants`, or with unknown ones.
+        """
+        file = self._path / "constants.sha256"
         if not self.metrics:
+            if constants:
+                write_atomically(file, constants.encode())
             return initial
+        saved = file.read_text() if file.exists() else None
+        if saved != constants:
+            raise UserError(
+                f"cannot resume {self._path}: the model's fixed variables, such as a network's wires, are not those of its "
+                f"training (SHA-256 saved {saved}, now {constants}): wanted the version of jaxbp that began it"
+            )
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, initial)
         return self._checkpoints.restore(len(self.metrics), args=ocp.args.StandardRestore(like))
 

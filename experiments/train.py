@@ -65,7 +65,7 @@ def train(config: TrainingConfig) -> Metrics:
     dataset = config.load()
     prepared = training.prepare(config, dataset)
     with RunDirectory(config) as directory, _progress(config, len(directory.metrics)) as show:
-        start = directory.restore(prepared.state)
+        start = directory.restore(prepared.state, prepared.constants)
         for metrics, state, predictions in training.run(prepared, start, len(directory.metrics)):
             directory.append(metrics)
             last = config.is_last(metrics.epoch, metrics.test_accuracy)

@@ -7,6 +7,7 @@ its `augmentation` does. From there on everything is a pure function of pytrees:
 
 import dataclasses
 import functools
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -66,6 +67,8 @@ class Training:
     state: TrainState
     model: nnx.Module
     """What the state's parameters belong to."""
+    constants: str | None
+    """The checksum of what else the model has: see the function of that name."""
     train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array]]
     """`(state, epoch) -> (state, losses, accuracies)` in the buffers of `state`: see the function of that name."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
@@ -113,6 +116,7 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     return Training(
         state=state,
         model=model,
+        constants=constants(model),
         train_epoch=lambda state, epoch: compiled_epoch(state, *train_data, shuffle_key, jnp.int32(epoch)),
         evaluate=lambda params: compiled_evaluation(params, *test_data),
         compile_seconds=time.perf_counter() - started,
@@ -129,6 +133,16 @@ def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
     """
     graphdef, params, constants = nnx.split(model, nnx.Param, ...)
     return params, lambda params, inputs, targets: loss(nnx.merge(graphdef, params, constants), inputs, targets)
+
+
+def constants(model: nnx.Module) -> str | None:
+    """The SHA-256 of a module's variables other than `nnx.Param`, which every process makes anew; None if none."""
+    variables, _ = jax.tree.flatten_with_path(nnx.state(model, nnx.Not(nnx.Param)))
+    checksum = hashlib.sha256()
+    for path, array in variables:
+        array = np.asarray(array)
+        checksum.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape} ".encode() + array.tobytes())
+    return checksum.hexdigest() if variables else None
 
 
 def make_optimizer(peak: float, steps: int, clip: float | None = None) -> optax.GradientTransformation:

@@ -64,8 +64,9 @@ $tables
 /* x[$inputs][words] to y[$outputs][words]: each bit of a word is a sample. */
 int $name(size_t words, const uint32_t *x, uint32_t *y) {
   const size_t block = ${name}_block;
-  uint32_t *u = malloc(2 * block * $widest * sizeof *u), *v = u + block * $widest;
+  uint32_t *u = malloc(2 * block * $widest * sizeof *u);
   if (!u) return 1;
+  uint32_t *v = u + block * $widest;
   for (size_t w = 0; w < words; w += block) {
     const size_t n = words - w < block ? words - w : block;
     for (size_t i = 0; i < $inputs; i++)
@@ -173,8 +174,9 @@ class Circuit:
     def to_c(self, name: str = "circuit") -> str:
         """C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes what `evaluate` does.
 
-        It returns 0, or 1 if there is no memory to work in. A layer is a table of gates for each of the 16 functions,
-        and a loop over it: compilers take long over as many lines as a large circuit has gates.
+        It returns 0, or 1 if there is no memory to work in. Words are taken 16 at a time: fewer take as long. A layer is
+        a table of gates for each of the 16 functions, and a loop over it: compilers take long over as many lines as a
+        large circuit has gates.
         """
         _check_name(name)
         functions, tables, calls = {}, [], []
@@ -223,5 +225,5 @@ class Circuit:
 
 
 def _check_name(name: str) -> None:
-    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise ValueError(f"Circuit: name is {name!r}; wants an identifier")

@@ -90,7 +90,7 @@ class Wires:
           TypeError: a or b is not of integers.
           ValueError: a and b are empty or not vectors of one length, or not all in [0, inputs).
         """
-        _check_count("from_pairs", "inputs", inputs)
+        inputs = _check_count("from_pairs", "inputs", inputs)
         a, b = (_check_indices(name, wires, inputs) for name, wires in (("a", a), ("b", b)))
         if a.shape != b.shape:
             raise ValueError(f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one of each a gate")
@@ -131,8 +131,7 @@ class Wires:
         Raises:
           ValueError: no inputs or no gates.
         """
-        _check_count("random", "inputs", inputs)
-        _check_count("random", "gates", gates)
+        inputs, gates = _check_count("random", "inputs", inputs), _check_count("random", "gates", gates)
         random = np.random.default_rng(seed)
         a, b = random.permutation(inputs)[random.permutation(2 * gates) % inputs].reshape(2, gates)
         return cls.from_pairs(a, b, inputs)
@@ -147,8 +146,7 @@ class Wires:
 
         Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022.
         """
-        _check_count("unique", "inputs", inputs, at_least=2)
-        _check_count("unique", "gates", gates)
+        inputs, gates = _check_count("unique", "inputs", inputs, at_least=2), _check_count("unique", "gates", gates)
         if 2 * gates < inputs:
             raise ValueError(
                 f"Wires.unique: {gates} gates read at most {2 * gates} inputs; wants at least {-(-inputs // 2)} gates "
@@ -235,12 +233,12 @@ def _first_of_each_pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _without_repeats(a: np.ndarray, b: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """The same a's and b's, with no pair twice and none of equals: wherever one is, it exchanges its b with another."""
     while True:
-        wrong = a == b
-        wrong[np.setdiff1d(np.arange(a.size), _first_of_each_pair(a, b))] = True
-        if not wrong.any():
+        wrong = np.ones(a.size, bool)
+        wrong[_first_of_each_pair(a, b)] = False
+        (wrong,) = np.nonzero(wrong | (a == b))
+        if not wrong.size:
             return a, b
-        for one in np.flatnonzero(wrong):
-            other = random.integers(a.size)
+        for one, other in zip(wrong, random.integers(a.size, size=wrong.size), strict=True):
             b[one], b[other] = b[other], b[one]
 
 
@@ -250,9 +248,10 @@ def _every_pair_once(inputs: int, random: np.random.Generator) -> np.ndarray:
     return random.permuted(pairs[:, random.permutation(pairs.shape[1])], axis=0)
 
 
-def _check_count(constructor: str, name: str, value: Any, at_least: int = 1) -> None:
+def _check_count(constructor: str, name: str, value: Any, at_least: int = 1) -> int:
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < at_least:
         raise ValueError(f"Wires.{constructor}: {name} is {value!r}; wants an int of at least {at_least}")
+    return int(value)  # NumPy's may overflow
 
 
 def _check_indices(name: str, wires: Any, inputs: int) -> np.ndarray:

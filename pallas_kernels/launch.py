@@ -204,7 +204,7 @@ def sums_over_lanes(rows: Any, totals: Any) -> None:
     """Writes the sum of each of `rows (n, LANES)` in shared memory to `totals (n,)` in device memory.
 
     One by one, sums of vectors would meet at barriers of their own; here at one, before any thread reads a row. n is
-    half of `SUMMED_ROWS` or a multiple of it.
+    half of `SUMMED_ROWS`, or a multiple of `SUMMED_ROWS`.
     """
     plgpu.commit_smem()
     together = min(rows.shape[0], SUMMED_ROWS)

@@ -85,8 +85,8 @@ def gradients(dy: Array, coefficients: Array, wires: Any, x: Array) -> tuple[Arr
                  + sum over those that read it as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
         dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-    Both are made in one pass: along the trail where all inputs have two consumers, or all four, else input by input. Of
-    small arrays the latter takes longer than a kernel for each.
+    Both are made in one pass along the trail where all inputs have two consumers, or all four. Of other wires they are
+    made in one pass, input by input, or of a small x in a kernel each.
 
     Args:
       dy: `(gates, N)`, the batch N a multiple of `LANES`.

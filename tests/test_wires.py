@@ -90,6 +90,13 @@ def test_the_same_seed_gives_the_same_wires_and_another_gives_others(make):
     assert pairs(make(20, 30, seed=0)) == pairs(make(20, 30, seed=0)) != pairs(make(20, 30, seed=1))
 
 
+def test_sizes_may_be_numpys_and_do_not_overflow():
+    for make in (Wires.random, Wires.unique):
+        wires = make(np.uint8(200), np.uint8(200), seed=0)
+        assert wires.regular and (wires.inputs, wires.gates) == (200, 200)
+        assert pairs(wires) == pairs(make(200, 200, seed=0))
+
+
 def test_moore_wires_join_each_neighbour_to_the_centre():
     assert pairs(Wires.moore()) == [(neighbour, 4) for neighbour in (0, 1, 2, 3, 5, 6, 7, 8)]
     assert sorted(pairs(Wires.moore(seed=0))) == pairs(Wires.moore()) != pairs(Wires.moore(seed=0))

@@ -542,7 +542,7 @@ CATALOGUE: tuple[Entry, ...] = (
     ),
     Entry(
         logic_gates.gate_layer_backward,
-        _case((2, 3, 6), (6, 16), WiresArgument(5, 6), (2, 3, 5)),
+        _case((2, 3, 6), (6, 16), WiresArgument(6, 6), (2, 3, 6)),  # regular, which the layer's are not
         {"4096->8192": _gates(4096, 8192, (BATCH, 8192))},
     ),
 )

@@ -87,6 +87,7 @@ def test_a_run_leaves_its_config_metrics_curves_and_two_checkpoints(toy_config, 
     assert sorted(path.name for path in whole_run.iterdir()) == [
         "checkpoints",
         "config.json",
+        "constants.sha256",
         "curves.png",
         "metrics.jsonl",
     ]
@@ -173,6 +174,27 @@ def test_a_new_run_does_not_touch_an_old_ones_directory(toy_config, whole_run):
 def test_resuming_with_other_settings_is_refused_with_both_values(toy_config, whole_run):
     with pytest.raises(ValueError, match=r"\(seed: saved 0, now 7; epochs: saved 4, now 9\)"):
         train.train(toy_config(run_dir=whole_run, resume=True, seed=7, epochs=9))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_resuming_with_other_constants_is_refused_and_changes_nothing(toy_config, tmp_path, monkeypatch, lost):
+    run_dir = interrupted_run(toy_config(run_dir=tmp_path / "run"), monkeypatch)
+    saved = (run_dir / "constants.sha256").read_text()
+    if lost:
+        (run_dir / "constants.sha256").unlink()
+    before = last_checkpoint(run_dir)
+    build = toy_config.build
+
+    def other(config, key):
+        model, loss = build(config, key)
+        model.mask[...] = 1 - model.mask[...]
+        return model, loss
+
+    with monkeypatch.context() as patch:
+        patch.setattr(toy_config, "build", other)
+        with pytest.raises(ValueError, match=f"fixed variables.*saved {None if lost else saved}, now"):
+            train.train(toy_config(run_dir=run_dir, resume=True))
+    assert last_checkpoint(run_dir) == before
 
 
 def test_a_run_can_be_moved_and_then_resumed(toy_config, whole_run, tmp_path, monkeypatch):

@@ -33,14 +33,15 @@ def reference(dy, coefficients, wires, x):
 
 
 @pytest.mark.parametrize(
-    ("name", "wires"),
-    [(name, wires) for name in ("_gradients_in_one", "_gradients_apart") for wires in WIRES]
-    + [("_gradients_along_trail", wires) for wires in REGULAR],
+    ("name", "wires", "N"),
+    [(name, wires, LANES) for name in ("_gradients_in_one", "_gradients_apart") for wires in WIRES]
+    + [("_gradients_along_trail", wires, LANES) for wires in REGULAR]
+    + [("_gradients_along_trail", "one input twice", 15 * LANES)],  # three programs of five vectors
 )
-def test_the_simulator_finds_them_right(name, wires):
+def test_the_simulator_finds_them_right(name, wires, N):
     if name != "_gradients_in_one" and jax.__version_info__ < (0, 12):
         pytest.skip("older simulators lack layouts of shared memory")
-    arrays = operands((WIRES | REGULAR)[wires](), LANES)
+    arrays = operands((WIRES | REGULAR)[wires](), N)
     with on_the_cpu(), simulated():
         results = getattr(kernels, name)(*arrays)
     assert_close(results, reference(*arrays), "float32")
@@ -60,6 +61,7 @@ def test_they_lower_for_cuda(N, dtype):
         (8000, 8000, 128, "along_trail"),
         (4000, 8000, 8192, "along_trail"),
         (7999, 8000, 1024, "input"),
+        (2000, 3000, 1024, "input"),
         (784, 64000, 1024, "input"),
         (7999, 8000, 1152, ""),
         (63999, 64000, 256, ""),
