@@ -117,7 +117,7 @@ class RunDirectory:
         saved = file.read_text() if file.exists() else None
         if saved != constants:
             raise UserError(
-                f"cannot resume {self._path}: the model's fixed variables, such as a network's wires, are not those of its "
+                f"cannot resume {self._path}: the model's fixed variables, as a network's wires, are not those of its "
                 f"training (SHA-256 saved {saved}, now {constants}): wanted the version of jaxbp that began it"
             )
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, initial)

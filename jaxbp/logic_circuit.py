@@ -174,9 +174,9 @@ class Circuit:
     def to_c(self, name: str = "circuit") -> str:
         """C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes what `evaluate` does.
 
-        It returns 0, or 1 if there is no memory to work in. Words are taken 16 at a time: fewer take as long. A layer is
-        a table of gates for each of the 16 functions, and a loop over it: compilers take long over as many lines as a
-        large circuit has gates.
+        It returns 0, or 1 if there is no memory to work in. Words are taken 16 at a time: fewer take as long. A layer
+        is a table of gates for each of the 16 functions, and a loop over it: compilers take long over as many lines as
+        a large circuit has gates.
         """
         _check_name(name)
         functions, tables, calls = {}, [], []
