@@ -18,7 +18,7 @@ from experiments.configs import LeNetConfig
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=["lenet", pytest.param("mixer", marks=pytest.mark.once)])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.once) for name in ("lenet", "mixer")])
 def default_run(request, tmp_path_factory):
     """`python -m experiments.train lenet`, or mixer, with nothing else said: its output, and the folder it ran in."""
     folder = tmp_path_factory.mktemp("default")

@@ -266,6 +266,7 @@ def test_float32_kernels_lower_for_cuda_under_x64(name):
         assert "mosaic_gpu" in _cuda_program(name, None, "float32", batch=2)
 
 
+@pytest.mark.once
 @every_pair
 def test_kernels_stay_in_bounds_and_write_every_output_in_the_simulator(name):
     if name in ("conv2d_relu_max_pool2d", "gate_layer") and jax.__version_info__ < (0, 12):

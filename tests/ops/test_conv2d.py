@@ -22,6 +22,8 @@ from helpers import (
 
 from jaxbp import conv2d, conv2d_backward_input, conv2d_backward_weights, implementations
 
+pytestmark = pytest.mark.once
+
 without_kernels = pytest.mark.parametrize("implementation", ["xla", "autodiff"])
 LAX = dict(dimension_numbers=("NCHW", "OIHW", "NCHW"))
 

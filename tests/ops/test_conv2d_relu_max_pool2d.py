@@ -24,6 +24,8 @@ from jaxbp import (
     relu,
 )
 
+pytestmark = pytest.mark.once
+
 
 def three_ops(x, w, b, *, window, **options):
     x = conv2d(x, w, b, **options, implementation="autodiff")

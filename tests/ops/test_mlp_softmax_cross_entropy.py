@@ -11,6 +11,8 @@ from helpers import assert_close, cuda_program, every_implementation, normal
 
 import jaxbp
 
+pytestmark = pytest.mark.once
+
 SIZES = (12, 9, 7, 5)
 
 
