@@ -78,12 +78,12 @@ def compiled(circuit: Circuit, compiler: str, folder: Path):
     flags = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-O3", "-shared", "-fPIC"]
     subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
     function = ctypes.CDLL(str(library)).circuit
+    function.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
 
     def evaluate(x):
         y = np.empty((circuit.outputs, x.shape[1]), np.uint32)
         x = np.ascontiguousarray(x, np.uint32)
-        words, *arrays = ctypes.c_size_t(x.shape[1]), *(a.ctypes.data_as(ctypes.c_void_p) for a in (x, y))
-        if function(words, *arrays):
+        if function(x.shape[1], x.ctypes.data, y.ctypes.data):
             raise MemoryError("the compiled circuit found no memory")
         return y
 

@@ -84,8 +84,12 @@ class RunDirectory:
       metrics: those of every epoch done.
     """
 
-    def __init__(self, config: TrainingConfig):
-        """Creates the directory, or with `config.resume` takes up the one there is: see `check`, which comes first."""
+    def __init__(self, config: TrainingConfig, constants_checksum: str | None):
+        """Creates the directory, or with `config.resume` takes up the one there is: see `check`, which comes first.
+
+        Raises:
+          UserError: also if the last checkpoint's parameters belong to a model with other constants, or unknown ones.
+        """
         check(config)
         self._path = config.run_dir
         self._path.mkdir(parents=True, exist_ok=True)
@@ -95,6 +99,7 @@ class RunDirectory:
             write_atomically(_config_path(self._path), configs.to_json(config).encode())
         self._checkpoints = _checkpoints(self._path)
         self.metrics = read_metrics(self._path, self._checkpoints.latest_step() or 0)
+        self._check_constants(constants_checksum)
         write_atomically(_metrics_path(self._path), "".join(map(_line, self.metrics)).encode())
 
     def __enter__(self) -> "RunDirectory":
@@ -103,25 +108,24 @@ class RunDirectory:
     def __exit__(self, *exception) -> None:
         self._checkpoints.close()
 
-    def restore(self, initial: TrainState, constants: str | None) -> TrainState:
-        """The state of the last checkpoint, or `initial` where there is none; shapes and dtypes are the same.
-
-        Raises:
-          UserError: if the checkpoint's parameters belong to a model with other `constants`, or with unknown ones.
-        """
-        file = self._path / "constants.sha256"
+    def restore(self, initial: TrainState) -> TrainState:
+        """The state of the last checkpoint, or `initial` where there is none; shapes and dtypes are the same."""
         if not self.metrics:
-            if constants:
-                write_atomically(file, constants.encode())
             return initial
-        saved = file.read_text() if file.exists() else None
-        if saved != constants:
-            raise UserError(
-                f"cannot resume {self._path}: the model's fixed variables, as a network's wires, are not those of its "
-                f"training (SHA-256 saved {saved}, now {constants}): wanted the version of jaxbp that began it"
-            )
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, initial)
         return self._checkpoints.restore(len(self.metrics), args=ocp.args.StandardRestore(like))
+
+    def _check_constants(self, checksum: str | None) -> None:
+        """Writes the checksum before the first epoch, and compares it afterwards."""
+        file = self._path / "constants.sha256"
+        if not self.metrics and checksum:
+            write_atomically(file, checksum.encode())
+        saved = file.read_text() if file.exists() else None
+        if saved != checksum:
+            raise UserError(
+                f"cannot resume {self._path}: the model's fixed variables, as a network's wires, are not those of its "
+                f"training (SHA-256 saved {saved}, now {checksum}): wanted the version of jaxbp that began it"
+            )
 
     def append(self, metrics: Metrics) -> None:
         """Adds an epoch's line."""

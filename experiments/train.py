@@ -64,8 +64,11 @@ def train(config: TrainingConfig) -> Metrics:
         return metrics
     dataset = config.load()
     prepared = training.prepare(config, dataset)
-    with RunDirectory(config) as directory, _progress(config, len(directory.metrics)) as show:
-        start = directory.restore(prepared.state, prepared.constants)
+    with (
+        RunDirectory(config, prepared.constants_checksum) as directory,
+        _progress(config, len(directory.metrics)) as show,
+    ):
+        start = directory.restore(prepared.state)
         for metrics, state, predictions in training.run(prepared, start, len(directory.metrics)):
             directory.append(metrics)
             last = config.is_last(metrics.epoch, metrics.test_accuracy)

@@ -67,8 +67,8 @@ class Training:
     state: TrainState
     model: nnx.Module
     """What the state's parameters belong to."""
-    constants: str | None
-    """The checksum of what else the model has: see the function of that name."""
+    constants_checksum: str | None
+    """Of what else the model has: see the function of that name."""
     train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array]]
     """`(state, epoch) -> (state, losses, accuracies)` in the buffers of `state`: see the function of that name."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
@@ -116,7 +116,7 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     return Training(
         state=state,
         model=model,
-        constants=constants(model),
+        constants_checksum=constants_checksum(model),
         train_epoch=lambda state, epoch: compiled_epoch(state, *train_data, shuffle_key, jnp.int32(epoch)),
         evaluate=lambda params: compiled_evaluation(params, *test_data),
         compile_seconds=time.perf_counter() - started,
@@ -135,7 +135,7 @@ def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
     return params, lambda params, inputs, targets: loss(nnx.merge(graphdef, params, constants), inputs, targets)
 
 
-def constants(model: nnx.Module) -> str | None:
+def constants_checksum(model: nnx.Module) -> str | None:
     """The SHA-256 of a module's variables other than `nnx.Param`, which every process makes anew; None if none."""
     variables, _ = jax.tree.flatten_with_path(nnx.state(model, nnx.Not(nnx.Param)))
     checksum = hashlib.sha256()

@@ -2,9 +2,9 @@
 
 Gate g computes `y = c0 + c1 a + c2 b + c3 a b` of its inputs a and b, with four coefficients of its own.
 
-The batch is the slow axis of both grids: a stretch of it is done for all gates before the next begins, so that its part
-of x, which gates read in random places, comes from memory once and then from the L2 cache. What bounds the kernels is
-that cache: see docs/logic_gates.md.
+The batch is the slow axis of every grid: a stretch of it is done for all gates before the next begins, so that its part
+of x, which gates read in random places, comes from memory once and then from the L2 cache. What bounds the kernels, and
+what was tried: docs/logic_gates.md.
 """
 
 import functools
@@ -159,6 +159,7 @@ def _gradients_along_trail(dy, coefficients, wires, x):
     them. All that it reads is under way together."""
     N, (inputs, most) = x.shape[1], (x.shape[0], wires.most_consumers)
     pieces = largest_divisor(N // LANES, min(_TRAIL_PIECES, _TRAIL_BYTES // (most * x.dtype.itemsize)))
+    # Consumers in a program: more of them where of each there is little to read.
     several = largest_divisor(inputs, (8 if pieces <= 2 else 4) // most)
     blocks, groups, leaving = N // (LANES * pieces), inputs // several, most // 2
     # Four a gate, of at most four gates.
@@ -174,7 +175,7 @@ def _gradients_along_trail(dy, coefficients, wires, x):
         at = [group * several * most + k for k in range(several * most)]
         slots, partners = ([ref[e] for e in at] for ref in (consumers_ref, partners_ref))
         slopes = [(c_ref[slot >> 1, 1 + (slot & 1)], c_ref[slot >> 1, 3]) for slot in slots]
-        inputs, gradients = [rows(x_ref, i) for i in these], [rows(dy_ref, slot >> 1) for slot in slots]
+        own, gradients = [rows(x_ref, i) for i in these], [rows(dy_ref, slot >> 1) for slot in slots]
         others = [rows(x_ref, partner) for partner in partners]
         for k, i in enumerate(these):
             mine = range(k * most, (k + 1) * most)
@@ -182,7 +183,7 @@ def _gradients_along_trail(dy, coefficients, wires, x):
                 parts = [gradients[n][p] * (slopes[n][0] + slopes[n][1] * others[n][p]) for n in mine]
                 dx_ref[i, here] = functools.reduce(jnp.add, parts).astype(dx_ref.dtype)
             for row, n in enumerate(mine[:leaving], k * leaving):
-                terms = [_terms(*values) for values in zip(gradients[n], inputs[k], others[n], strict=True)]
+                terms = [_terms(*values) for values in zip(gradients[n], own[k], others[n], strict=True)]
                 for t, pieces_of_sum in enumerate(zip(*terms, strict=True)):
                     rows_ref[4 * row + t] = functools.reduce(jnp.add, pieces_of_sum)
         sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * summed, summed)])

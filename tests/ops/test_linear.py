@@ -17,8 +17,6 @@ from helpers import (
 
 from jaxbp import linear, linear_backward
 
-pytestmark = pytest.mark.once
-
 
 @every_implementation
 def test_numerical_gradients_agree_to_a_thousandth(implementation):
