@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxbp.ops.catalogue import CATALOGUE, Entry
+from jaxbp.catalogue import CATALOGUE, Entry
 
 HEADINGS = ("Args:", "Returns:", "Raises:", "Example:")
 """They begin the parts of a docstring that are no formula."""

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from experiments.atomic import write_atomically
 from experiments.errors import UserError
-from jaxbp.ops.catalogue import CATALOGUE, Entry
+from jaxbp.catalogue import CATALOGUE, Entry
 from jaxbp.verify import CheckResult, check
 
 

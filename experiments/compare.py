@@ -28,13 +28,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from experiments import configs, training
+from experiments import configs
 from experiments.atomic import write_atomically
-from experiments.bench import versions
+from experiments.bench.cli import versions
 from experiments.compare_report import page
 from experiments.configs import EXPERIMENTS, TrainingConfig
-from experiments.datasets import Dataset
+from experiments.data.datasets import Dataset
 from experiments.errors import UserError
+from experiments.training import loop as training
 from jaxbp.verify import Comparison, compare
 
 REFERENCE = "autodiff"

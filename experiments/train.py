@@ -17,11 +17,13 @@ from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from experiments import configs, curves, run_directory, training
+from experiments import configs
 from experiments.configs import EXPERIMENTS, TrainingConfig
 from experiments.errors import UserError
-from experiments.run_directory import RunDirectory
-from experiments.training import Metrics
+from experiments.training import curves, run_directory
+from experiments.training import loop as training
+from experiments.training.loop import Metrics
+from experiments.training.run_directory import RunDirectory
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -25,12 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-import pallas_kernels.conv2d_relu_max_pool2d  # noqa: F401  registers its kernels
-from experiments import bench
+import pallas_kernels.conv.conv2d_relu_max_pool2d  # noqa: F401  registers its kernels
 from experiments.atomic import write_atomically
+from experiments.bench import cli as bench
 from experiments.errors import UserError
 from jaxbp.implementations import kernels_run_here
-from pallas_kernels import tiles
+from pallas_kernels.core import tiles
 
 GAIN = 1.03
 """How much faster than the kernel's own rule a tile has to be: less is noise."""

@@ -2,7 +2,8 @@
 
 from jaxbp import verify
 from jaxbp.implementations import IMPLEMENTATIONS, Fastest, Implementation, Op
-from jaxbp.logic_circuit import Circuit, bitwise_gate_layer, pack_bits, unpack_bits
+from jaxbp.logic.circuit import Circuit, bitwise_gate_layer, pack_bits, unpack_bits
+from jaxbp.logic.wires import Wires
 from jaxbp.ops.activations import (
     elu,
     elu_backward,
@@ -83,6 +84,14 @@ from jaxbp.ops.elementwise import (
     sqrt,
     sqrt_backward,
 )
+from jaxbp.ops.gate_layer import (
+    gate_layer,
+    gate_layer_backward,
+    group_sum,
+    hard_logits,
+    harden,
+    initial_logits,
+)
 from jaxbp.ops.layer_norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from jaxbp.ops.layer_norm_linear import layer_norm_linear, layer_norm_linear_backward
 from jaxbp.ops.linear import linear, linear_backward
@@ -95,14 +104,6 @@ from jaxbp.ops.linear_algebra import (
     outer_backward,
     transpose,
     transpose_backward,
-)
-from jaxbp.ops.logic_gates import (
-    gate_layer,
-    gate_layer_backward,
-    group_sum,
-    hard_logits,
-    harden,
-    initial_logits,
 )
 from jaxbp.ops.losses import (
     binary_cross_entropy,
@@ -142,7 +143,6 @@ from jaxbp.ops.reductions import (
 )
 from jaxbp.ops.shapes import flatten
 from jaxbp.pairing import Pair, differentiable
-from jaxbp.wires import Wires
 
 __version__ = "0.1.0"
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
-from pallas_kernels.launch import vary_alike
+from pallas_kernels.core.launch import vary_alike
 
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
 """What `implementation=` takes, next to `None` for the fastest that the platform supports."""

@@ -14,8 +14,8 @@ if shutil.which("nvidia-smi") is None:
 import jax
 import pytest
 
+from jaxbp.catalogue import CATALOGUE
 from jaxbp.implementations import kernels_run_here
-from jaxbp.ops.catalogue import CATALOGUE
 
 HAS_GPU = kernels_run_here()
 

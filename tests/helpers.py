@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
+from jaxbp.catalogue import CATALOGUE
 from jaxbp.implementations import IMPLEMENTATIONS
-from jaxbp.ops.catalogue import CATALOGUE
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 ours = pytest.mark.parametrize("implementation", ["pallas", "xla"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxbp.ops.catalogue import CATALOGUE
+from jaxbp.catalogue import CATALOGUE
 from jaxbp.verify import TOLERANCES
 
 pytestmark = pytest.mark.once

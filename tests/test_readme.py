@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxbp.catalogue import CATALOGUE
 from jaxbp.nn import lenet_memory_table
-from jaxbp.ops.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -10,8 +10,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float
 
 from jaxbp.implementations import Implementation
-from jaxbp.logic_circuit import Circuit
-from jaxbp.ops.logic_gates import (
+from jaxbp.logic.circuit import Circuit
+from jaxbp.logic.wires import Wires
+from jaxbp.ops.gate_layer import (
     Parametrization,
     gate_layer,
     group_sum,
@@ -19,7 +20,6 @@ from jaxbp.ops.logic_gates import (
     harden,
     initial_logits,
 )
-from jaxbp.wires import Wires
 
 Wiring = Callable[[int, int, int], Wires]
 """`wiring(inputs, gates, seed)`, as `Wires.unique` and `Wires.random`."""

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
-from pallas_kernels.launch import vary_alike
+from pallas_kernels.core.launch import vary_alike
 
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 

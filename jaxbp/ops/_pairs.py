@@ -14,8 +14,8 @@ from jax import Array
 from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
 from jaxbp.pairing import Pair, differentiable
-from pallas_kernels.elementwise import elementwise
-from pallas_kernels.reductions import sum_over
+from pallas_kernels.pointwise.elementwise import elementwise
+from pallas_kernels.pointwise.reductions import sum_over
 
 FUSED = Fastest(gpu="xla")
 """XLA fuses these formulas into their neighbours, which a kernel keeps it from."""

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
 from jaxbp.ops._pairs import KEPT, KEPT_EVERYWHERE, KEPT_ON_GPU, Elementwise, Formula
-from pallas_kernels.elementwise import elementwise
-from pallas_kernels.reductions import sum_over
+from pallas_kernels.pointwise.elementwise import elementwise
+from pallas_kernels.pointwise.reductions import sum_over
 
 _RELU = Elementwise("relu", jax.nn.relu, lambda dy, x: jnp.where(x > 0, dy, 0.0))
 

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
 from jaxbp.ops._pairs import KEPT, KEPT_EVERYWHERE, Elementwise, Formula
-from pallas_kernels.elementwise import elementwise
+from pallas_kernels.pointwise.elementwise import elementwise
 
 
 def _power(x1, x2):

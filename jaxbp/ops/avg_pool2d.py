@@ -9,9 +9,9 @@ from jaxbp.ops import _checks
 from jaxbp.ops._pairs import Formula
 from jaxbp.ops.conv2d import Padding, Size
 from jaxbp.ops.max_pool2d import check_options, output_size
-from pallas_kernels.conv2d import correlate
-from pallas_kernels.elementwise import elementwise
-from pallas_kernels.launch import batch_first, batch_last
+from pallas_kernels.conv.conv2d import correlate
+from pallas_kernels.core.launch import batch_first, batch_last
+from pallas_kernels.pointwise.elementwise import elementwise
 
 
 def _forward(x, *, window, stride, padding, shape):

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
 from jaxbp.ops._pairs import Formula
-from pallas_kernels.elementwise import elementwise
-from pallas_kernels.reductions import sum_over
+from pallas_kernels.pointwise.elementwise import elementwise
+from pallas_kernels.pointwise.reductions import sum_over
 
 
 def _over(x):

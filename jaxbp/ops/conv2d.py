@@ -17,9 +17,10 @@ from jaxtyping import Float
 from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
 from jaxbp.pairing import Pair, differentiable
-from pallas_kernels import conv2d as kernels
-from pallas_kernels import weights_gradient_tensor_cores as tensor_cores
-from pallas_kernels.launch import LANES, batch_first, batch_last
+from pallas_kernels.conv import conv2d as kernels
+from pallas_kernels.conv import weights_gradient_sm90 as tensor_cores
+from pallas_kernels.core.launch import batch_first, batch_last
+from pallas_kernels.core.layouts import LANES
 
 Size = int | tuple[int, int]
 Padding = int | tuple[int, int] | str

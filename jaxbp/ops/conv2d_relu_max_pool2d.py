@@ -10,10 +10,10 @@ from jaxbp.implementations import Implementation, Op
 from jaxbp.ops import _checks, conv2d, max_pool2d
 from jaxbp.ops.conv2d import Padding, Size
 from jaxbp.pairing import Pair, differentiable
-from pallas_kernels import conv2d_relu_max_pool2d as kernels
-from pallas_kernels import input_gradient_tensor_cores as input_tensor_cores
-from pallas_kernels import weights_gradient_tensor_cores as tensor_cores
-from pallas_kernels.launch import batch_first, batch_last
+from pallas_kernels.conv import conv2d_relu_max_pool2d as kernels
+from pallas_kernels.conv import input_gradient_sm90 as input_tensor_cores
+from pallas_kernels.conv import weights_gradient_sm90 as tensor_cores
+from pallas_kernels.core.launch import batch_first, batch_last
 
 
 def _split(x_size, w_size, *, window, stride, padding, precision):

@@ -8,7 +8,7 @@ from jaxtyping import Float, Key, UInt32
 from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
 from jaxbp.ops._pairs import Formula
-from pallas_kernels.elementwise import elementwise
+from pallas_kernels.pointwise.elementwise import elementwise
 
 
 def _keep(key, shape, rate):

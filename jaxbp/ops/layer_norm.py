@@ -18,7 +18,7 @@ from jaxtyping import Float
 from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
 from jaxbp.pairing import Pair, differentiable
-from pallas_kernels import layer_norm as kernels
+from pallas_kernels.norm import layer_norm as kernels
 
 
 def rows(a):

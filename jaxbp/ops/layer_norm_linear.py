@@ -21,8 +21,8 @@ from jaxbp.ops.layer_norm import (
 )
 from jaxbp.ops.linear import linear
 from jaxbp.pairing import Pair, differentiable
-from pallas_kernels import layer_norm_linear as kernels
-from pallas_kernels import linear_tensor_cores as linear_kernels
+from pallas_kernels.dense import linear_sm90 as linear_kernels
+from pallas_kernels.norm import layer_norm_linear_sm90 as kernels
 
 
 def _forward(x, scale, bias, w, b, *, eps, precision):

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
 from jaxbp.pairing import Pair, differentiable
-from pallas_kernels import linear as kernels
-from pallas_kernels.launch import batch_first, batch_last
+from pallas_kernels.core.launch import batch_first, batch_last
+from pallas_kernels.dense import linear as kernels
 
 
 def _forward(x, w, b, *, precision):

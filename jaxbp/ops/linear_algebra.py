@@ -18,9 +18,9 @@ from jaxtyping import Float
 from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
 from jaxbp.ops._pairs import Formula
-from pallas_kernels import linear as kernels
-from pallas_kernels.launch import batch_first, batch_last
-from pallas_kernels.reductions import sum_over
+from pallas_kernels.core.launch import batch_first, batch_last
+from pallas_kernels.dense import linear as kernels
+from pallas_kernels.pointwise.reductions import sum_over
 
 # ------------------------------------------------------------------------------------------------------ matrix products
 

@@ -9,9 +9,9 @@ from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
 from jaxbp.ops._pairs import Elementwise, Formula
 from jaxbp.pairing import Pair, differentiable
-from pallas_kernels import softmax_cross_entropy as kernels
-from pallas_kernels.elementwise import elementwise
-from pallas_kernels.launch import batch_first, batch_last
+from pallas_kernels.core.launch import batch_first, batch_last
+from pallas_kernels.dense import softmax_cross_entropy as kernels
+from pallas_kernels.pointwise.elementwise import elementwise
 
 
 def _is_class(labels):

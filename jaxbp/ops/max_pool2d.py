@@ -9,8 +9,8 @@ from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
 from jaxbp.ops.conv2d import Padding, Size, window_padding
 from jaxbp.pairing import Pair, differentiable
-from pallas_kernels import max_pool2d as kernels
-from pallas_kernels.launch import batch_first, batch_last
+from pallas_kernels.conv import max_pool2d as kernels
+from pallas_kernels.core.launch import batch_first, batch_last
 
 
 def _places(window):

@@ -13,8 +13,8 @@ from jaxbp.implementations import Implementation, Op
 from jaxbp.ops import _checks
 from jaxbp.ops.losses import logits_gradient, loss_and_probabilities
 from jaxbp.pairing import Pair, differentiable
-from pallas_kernels import mlp_softmax_cross_entropy as kernels
-from pallas_kernels.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
 
 
 def rows(x, labels, *layers, precision):

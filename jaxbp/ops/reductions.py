@@ -17,7 +17,7 @@ from jaxtyping import Float
 from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
 from jaxbp.ops._pairs import KEPT, Formula
-from pallas_kernels.elementwise import elementwise
+from pallas_kernels.pointwise.elementwise import elementwise
 
 Axis = int | Sequence[int] | None
 

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from experiments.configs import Recipe, TrainingConfig
-from experiments.datasets import Dataset
+from experiments.data.datasets import Dataset
 
 
 class Classifier(nnx.Module):

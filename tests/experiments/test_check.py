@@ -5,7 +5,7 @@ import pytest
 
 import jaxbp
 from experiments import check
-from jaxbp.ops.catalogue import Argument, Case, Entry
+from jaxbp.catalogue import Argument, Case, Entry
 
 PAIR = jaxbp.Pair(jnp.sin, {"xla": lambda dy, x: dy * jnp.cos(x).at[2].add(jnp.nan)}, name="wrong")
 

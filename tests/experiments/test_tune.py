@@ -6,8 +6,9 @@ import pytest
 from helpers import on_the_cpu
 
 import jaxbp
-from experiments import bench, tune
-from pallas_kernels import tiles
+from experiments import tune
+from experiments.bench import cli as bench
+from pallas_kernels.core import tiles
 
 BATCH = 128
 

@@ -1,0 +1,5 @@
+import sys
+
+from experiments.bench.cli import main
+
+sys.exit(main())

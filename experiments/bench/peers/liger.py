@@ -1,0 +1,26 @@
+"""Liger-Kernel's norms, in Triton, as the bench's peer."""
+
+from importlib import metadata
+
+from liger_kernel.ops.layer_norm import LigerLayerNormFunction, layer_norm_backward
+from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+from experiments.bench.peers.torch import EPS, ops, variants_of
+
+VERSION = metadata.version("liger-kernel")
+
+
+def _layer_norm_backward(dy, x, scale, mean, inv_std):
+    return layer_norm_backward(dy, x, scale, scale, mean, inv_std)  # of the bias it takes the dtype
+
+
+FORWARDS = {
+    "layer_norm": lambda x, scale, bias: LigerLayerNormFunction.apply(x, scale, bias, EPS),
+    "rms_norm": lambda x, scale: LigerRMSNormFunction.apply(x, scale, EPS, 0.0, "gemma", False),
+}
+BACKWARDS = {"layer_norm_backward": _layer_norm_backward}
+
+
+def variants(task):
+    """The ways in which it does the task: eager, and in a CUDA graph; none where it has no counterpart."""
+    return variants_of(task, ops(FORWARDS, BACKWARDS), []) if task.op in FORWARDS | BACKWARDS else ()

@@ -1,0 +1,30 @@
+"""tokamax's norms, in JAX on Triton, as the bench's peer: timed as the implementations here are."""
+
+import functools
+from importlib import metadata
+
+import jax
+import tokamax
+
+from experiments.bench import cli as bench
+
+VERSION = metadata.version("tokamax")
+EPS = 1e-5  # of the norms here, by default
+
+FORWARDS = {
+    "layer_norm": functools.partial(tokamax.layer_norm, epsilon=EPS),
+    "rms_norm": lambda x, scale: tokamax.layer_norm(x, scale, None, epsilon=EPS, subtract_mean=False),
+}
+
+
+def variants(task):
+    """tokamax's own choice of a kernel; none where it has no counterpart, such as for a backward by itself."""
+    if task.op in FORWARDS:
+        yield "default", None, functools.partial(measure, task)
+
+
+def measure(task):
+    """Times the task, and computes its results."""
+    function = bench.forward_and_backward(FORWARDS[task.op])
+    timed = bench.time_chain(bench.one_after_another(function, task.calls), tuple(task.sets), task.calls, task.seconds)
+    return timed | {"results": bench.floats(jax.jit(function)(*task.small))}

@@ -1,0 +1,107 @@
+"""What is reported of a trained logic network: both accuracies, the gates it learned, and how fast it is hardened."""
+
+import ctypes
+import io
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+# As in curves.py: no pyplot, which keeps global state.
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from experiments.atomic import write_atomically
+from experiments.data.datasets import Dataset
+from jaxbp import Circuit, pack_bits
+from jaxbp.nn import LogicNetwork
+
+if TYPE_CHECKING:
+    from experiments.configs import LogicConfig
+
+NAMES = ["False", "a∧b", "a∧¬b", "a", "¬a∧b", "b", "a⊕b", "a∨b"]
+NAMES += ["¬(a∨b)", "¬(a⊕b)", "¬b", "a∨¬b", "¬a", "¬a∨b", "¬(a∧b)", "True"]
+TIMED_SAMPLES, TIMED_SECONDS = 8192, 1.0
+
+
+def report(config: "LogicConfig", model: LogicNetwork, dataset: Dataset) -> str:
+    """Lines about the model, and `gates.png` in the run's folder."""
+    circuit = model.harden()
+    images, labels = dataset.test_images, dataset.test_labels
+    bits = np.asarray(config.bits(jnp.asarray(images))) > 0
+    hardened = np.argmax(circuit(bits).reshape(len(bits), model.classes, -1).sum(axis=-1), axis=-1)
+    relaxed = relaxed_predictions(model, bits, config.batch_size)
+    write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
+    lines = [
+        f"relaxed test accuracy {np.mean(relaxed == labels):.4f}, hardened {np.mean(hardened == labels):.4f}",
+        f"{circuit.histogram().sum():,} gates, {config.run_dir / 'gates.png'} shows which",
+        f"hardened, on one CPU core: {samples_per_second(circuit.evaluate, bits):,.0f} samples/s in NumPy",
+    ]
+    if compiler := shutil.which("cc"):
+        with tempfile.TemporaryDirectory() as folder:
+            function = compiled(circuit, compiler, Path(folder))
+            lines[-1] += f", {samples_per_second(function, bits):,.0f} as compiled C"
+    return "\n".join(lines)
+
+
+def relaxed_predictions(model: LogicNetwork, bits: np.ndarray, batch_size: int) -> np.ndarray:
+    """The classes of the network as it was trained."""
+    graph, state = nnx.split(model)
+    predict = jax.jit(lambda state, x: jnp.argmax(nnx.merge(graph, state)(x), axis=-1))
+    batches = [bits[i : i + batch_size] for i in range(0, len(bits), batch_size)]
+    return np.concatenate([predict(state, jnp.asarray(batch, jnp.float32)) for batch in batches])
+
+
+def samples_per_second(evaluate, bits: np.ndarray) -> float:
+    """How many samples a function of packed ones takes in a second."""
+    words = pack_bits(np.resize(bits, (TIMED_SAMPLES, bits.shape[1])))
+    evaluate(words)
+    times = []
+    while sum(times) < TIMED_SECONDS:
+        start = time.perf_counter()
+        evaluate(words)
+        times.append(time.perf_counter() - start)
+    return TIMED_SAMPLES / float(np.median(times))
+
+
+def compiled(circuit: Circuit, compiler: str, folder: Path):
+    """`circuit.evaluate` as its C code, compiled into `folder`."""
+    source, library = folder / "circuit.c", folder / "circuit.so"
+    source.write_text(circuit.to_c())
+    flags = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-O3", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
+    function = ctypes.CDLL(str(library)).circuit
+    function.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
+
+    def evaluate(x):
+        y = np.empty((circuit.outputs, x.shape[1]), np.uint32)
+        x = np.ascontiguousarray(x, np.uint32)
+        if function(x.shape[1], x.ctypes.data, y.ctypes.data):
+            raise MemoryError("the compiled circuit found no memory")
+        return y
+
+    return evaluate
+
+
+def histogram(circuit: Circuit, title: str) -> bytes:
+    """A PNG of how many gates of each function every layer has."""
+    counts = circuit.histogram()
+    figure = Figure(figsize=(10, 1.5 + 1.4 * len(counts)), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{title}: the gates of each layer")
+    rows = figure.subplots(len(counts), sharex=True, squeeze=False)[:, 0]
+    for i, (axes, layer) in enumerate(zip(rows, counts, strict=True), start=1):
+        axes.bar(np.arange(len(layer)), layer)
+        axes.set_ylabel(f"layer {i}")
+        axes.grid(axis="y", alpha=0.3)
+    rows[-1].set_xticks(np.arange(len(NAMES)), NAMES, rotation=45)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=100)
+    return png.getvalue()

@@ -1,0 +1,268 @@
+"""The training loop: a whole epoch is one compiled scan over batches of data that stay on the device.
+
+The loop knows of a model and its loss only what a config's `build` returns, and of random changes of the examples what
+its `augmentation` does. From there on everything is a pure function of pytrees: the module is split once, and
+`TrainState` is the scan's carry, the donated buffers and the checkpoint.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree
+
+from experiments.configs import Augment, TrainingConfig
+from experiments.data.datasets import Dataset
+from experiments.errors import UserError
+
+PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]]
+"""`loss(params, inputs, targets) -> (loss of each example, predictions)`."""
+
+# cuDNN's fastest convolution gradients add up in no fixed order, and its autotuner may choose another one in every
+# process: without this, neither a second run nor a resumed one would give the same bits on a GPU.
+COMPILER_OPTIONS = {"xla_gpu_deterministic_ops": True}
+
+
+class TrainState(NamedTuple):
+    """What training changes."""
+
+    params: PyTree
+    opt_state: optax.OptState
+
+
+class Metrics(NamedTuple):
+    """What is known of an epoch. Training's loss and accuracy are means over its steps, while parameters moved."""
+
+    epoch: int
+    step: int
+    train_loss: float
+    train_accuracy: float
+    test_loss: float
+    test_accuracy: float
+    images_per_second: float
+    seconds: float
+    """Of training alone: neither compilation nor evaluation."""
+    evaluation_seconds: float
+    """Of the evaluation on the test set."""
+    compile_seconds: float
+    """Spent before this epoch; 0 in all but the first epoch of a process."""
+
+
+TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
+"""The metrics that differ from run to run; all others are the same bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A run ready to go: its initial state, and its two compiled functions bound to the data on the device."""
+
+    state: TrainState
+    model: nnx.Module
+    """What the state's parameters belong to."""
+    constants_checksum: str | None
+    """Of what else the model has: see the function of that name."""
+    train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array]]
+    """`(state, epoch) -> (state, losses, accuracies)` in the buffers of `state`: see the function of that name."""
+    evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
+    """`params -> (loss, correct, predictions)` on the test set."""
+    compile_seconds: float
+    epochs: int
+    steps_per_epoch: int
+    batch_size: int
+
+
+def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
+    """Builds the config's model, loss and optimiser, and compiles their epoch and their evaluation.
+
+    Raises:
+      UserError: (a ValueError) if the training set does not fill a single batch.
+    """
+    examples = len(dataset.train_images)
+    if config.batch_size > examples:
+        raise UserError(f"batch_size = {config.batch_size}: wanted at most {examples}, the size of the training set")
+    steps_per_epoch = examples // config.batch_size
+    init_key, shuffle_key = jax.random.split(jax.random.key(config.seed))
+    model, loss = config.build(init_key)
+    params, pure_loss = split(model, loss)
+    _, evaluation = split(model, config.evaluation(loss))
+    optimizer = make_optimizer(config.learning_rate, config.epochs * steps_per_epoch, config.gradient_clip)
+    state = TrainState(params, optimizer.init(params))
+
+    train_data = jnp.asarray(dataset.train_images), jnp.asarray(dataset.train_labels)
+    test_data = jnp.asarray(dataset.test_images), jnp.asarray(dataset.test_labels)
+    started = time.perf_counter()
+    compiled_epoch = _compile(
+        functools.partial(
+            train_epoch,
+            loss=pure_loss,
+            optimizer=optimizer,
+            batch_size=config.batch_size,
+            augment=config.augmentation(),
+        ),
+        (state, *train_data, shuffle_key, jnp.int32(0)),
+        donate_argnums=0,
+    )
+    compiled_evaluation = _compile(
+        functools.partial(evaluate, loss=evaluation, batch_size=config.batch_size), (params, *test_data)
+    )
+    return Training(
+        state=state,
+        model=model,
+        constants_checksum=constants_checksum(model),
+        train_epoch=lambda state, epoch: compiled_epoch(state, *train_data, shuffle_key, jnp.int32(epoch)),
+        evaluate=lambda params: compiled_evaluation(params, *test_data),
+        compile_seconds=time.perf_counter() - started,
+        epochs=config.epochs,
+        steps_per_epoch=steps_per_epoch,
+        batch_size=config.batch_size,
+    )
+
+
+def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
+    """Separates the model's parameters, and turns `loss(model, ...)` into a pure function of them.
+
+    Variables other than `nnx.Param` (a network's fixed wiring, say) keep their initial value.
+    """
+    graphdef, params, constants = nnx.split(model, nnx.Param, ...)
+    return params, lambda params, inputs, targets: loss(nnx.merge(graphdef, params, constants), inputs, targets)
+
+
+def constants_checksum(model: nnx.Module) -> str | None:
+    """The SHA-256 of a module's variables other than `nnx.Param`, which every process makes anew; None if none."""
+    variables, _ = jax.tree.flatten_with_path(nnx.state(model, nnx.Not(nnx.Param)))
+    checksum = hashlib.sha256()
+    for path, array in variables:
+        array = np.asarray(array)
+        checksum.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape} ".encode() + array.tobytes())
+    return checksum.hexdigest() if variables else None
+
+
+def make_optimizer(peak: float, steps: int, clip: float | None = None) -> optax.GradientTransformation:
+    """Adam, its learning rate rising linearly to `peak` over the first 5% of `steps`, then a cosine's half to 0.
+
+    With `clip`, no element of the gradients that it gets is beyond ±clip.
+    """
+    warmup_steps = steps // 20
+    adam = optax.adam(optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, steps))
+    return adam if clip is None else optax.chain(optax.clip(clip), adam)
+
+
+def train_epoch(
+    state: TrainState,
+    inputs: Array,
+    targets: Array,
+    key: PRNGKeyArray,
+    epoch: ArrayLike,
+    *,
+    loss: PureLoss,
+    optimizer: optax.GradientTransformation,
+    batch_size: int,
+    augment: Augment | None = None,
+) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"]]:
+    """One pass over `inputs (N, ...)` and `targets (N, ...)` in an order that `key` and `epoch` alone decide.
+
+    The `N % batch_size` examples that the shuffle puts last are left out of this epoch. With `augment`, every step's
+    inputs are first changed by it, as `key`, `epoch` and the step alone decide.
+
+    Returns:
+      The state, and every step's mean loss and share of right predictions.
+    """
+    steps = len(inputs) // batch_size
+    order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))
+    batches = order[: steps * batch_size].reshape(steps, batch_size)
+    # Epochs count up from 1 and their complements down, so that no key of a step is one of an order.
+    keys = jax.random.split(jax.random.fold_in(key, ~jnp.uint32(epoch)), steps) if augment else None
+
+    def mean_loss(params: PyTree, inputs: Array, targets: Array) -> tuple[Float[Array, ""], Array]:
+        losses, predictions = loss(params, inputs, targets)
+        return jnp.mean(losses), predictions
+
+    def step(state: TrainState, drawn: tuple[Int[Array, " batch"], PRNGKeyArray | None]):
+        batch, key = drawn
+        batch_inputs, batch_targets = inputs[batch], targets[batch]
+        if augment:
+            batch_inputs = augment(key, batch_inputs)
+        (value, predictions), grads = jax.value_and_grad(mean_loss, has_aux=True)(
+            state.params, batch_inputs, batch_targets
+        )
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        state = TrainState(optax.apply_updates(state.params, updates), opt_state)
+        return state, (value, jnp.mean(predictions == batch_targets))
+
+    state, (losses, accuracies) = jax.lax.scan(step, state, (batches, keys))
+    return state, losses, accuracies
+
+
+def evaluate(
+    params: PyTree, inputs: Array, targets: Array, *, loss: PureLoss, batch_size: int
+) -> tuple[Float[Array, ""], Int[Array, ""], Array]:
+    """The mean loss over `inputs (N, ...)`, the number of right predictions, and the predictions `(N, ...)`."""
+    batches = -(-len(inputs) // batch_size)
+    # The last batch is filled up with the last example; what comes of these repetitions is cut off below.
+    indices = jnp.minimum(jnp.arange(batches * batch_size), len(inputs) - 1).reshape(batches, batch_size)
+    losses, predictions = jax.lax.map(lambda batch: loss(params, inputs[batch], targets[batch]), indices)
+    losses, predictions = (x.reshape(-1, *x.shape[2:])[: len(inputs)] for x in (losses, predictions))
+    return jnp.mean(losses), jnp.sum(predictions == targets), predictions
+
+
+def run(
+    training: Training, state: TrainState, epochs_done: int = 0
+) -> Iterator[tuple[Metrics, TrainState, np.ndarray]]:
+    """Trains from `state`, as it was after `epochs_done` epochs, to the last epoch.
+
+    Yields after each epoch its metrics, the state, and the test set's predictions. The next epoch is computed in the
+    state's own buffers, and the first one in those of `state`: take what is to be kept before going on.
+
+    Raises:
+      FloatingPointError: at the first epoch with a loss that is not finite, naming the epoch and the step.
+    """
+    compile_seconds = training.compile_seconds
+    for epoch in range(epochs_done + 1, training.epochs + 1):
+        started = time.perf_counter()
+        state, losses, accuracies = training.train_epoch(state, epoch)
+        losses, accuracies = np.asarray(losses), np.asarray(accuracies)
+        seconds = time.perf_counter() - started
+        started = time.perf_counter()
+        test_loss, test_correct, predictions = map(np.asarray, training.evaluate(state.params))
+        evaluation_seconds = time.perf_counter() - started
+        _refuse_non_finite(epoch, losses, float(test_loss))
+        metrics = Metrics(
+            epoch=epoch,
+            step=epoch * training.steps_per_epoch,
+            train_loss=float(losses.mean(dtype=np.float64)),
+            train_accuracy=float(accuracies.mean(dtype=np.float64)),
+            test_loss=float(test_loss),
+            test_accuracy=int(test_correct) / predictions.size,
+            images_per_second=training.steps_per_epoch * training.batch_size / seconds,
+            seconds=seconds,
+            evaluation_seconds=evaluation_seconds,
+            compile_seconds=compile_seconds,
+        )
+        yield metrics, state, predictions
+        compile_seconds = 0.0
+
+
+def _compile(function: Callable, args: tuple, **options) -> Callable:
+    return jax.jit(function, compiler_options=COMPILER_OPTIONS, **options).lower(*args).compile()
+
+
+def _refuse_non_finite(epoch: int, losses: Float[np.ndarray, " steps"], test_loss: float) -> None:
+    broken = np.flatnonzero(~np.isfinite(losses))
+    if broken.size:
+        raise FloatingPointError(
+            f"the training loss became {losses[broken[0]]} in epoch {epoch}, at its step {broken[0] + 1} of "
+            f"{losses.size}: the last good state is that of epoch {epoch - 1}"
+        )
+    # The last update of an epoch can break the parameters with no training loss to show it.
+    if not np.isfinite(test_loss):
+        raise FloatingPointError(
+            f"the test loss became {test_loss} in epoch {epoch}: the last good state is that of epoch {epoch - 1}"
+        )

@@ -1,0 +1,452 @@
+"""The table of ops: what each takes, small for checking and at real sizes for lowering and timing.
+
+An op listed here is checked against finite differences in every implementation, simulated, lowered for CUDA in every
+dtype its kernels take, and timed. Nothing is listed anywhere else.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxbp.catalogue.schema import BATCH, Argument, Case, Entry, WiresArgument
+from jaxbp.ops import (
+    activations,
+    arithmetic,
+    avg_pool2d,
+    batch_norm,
+    conv2d,
+    conv2d_relu_max_pool2d,
+    dropout,
+    elementwise,
+    gate_layer,
+    layer_norm,
+    layer_norm_linear,
+    linear,
+    linear_algebra,
+    losses,
+    max_pool2d,
+    reductions,
+)
+from jaxbp.ops import mlp_softmax_cross_entropy as mlp
+
+
+def _case(*arguments: Argument | WiresArgument | tuple, **options: Any) -> Case:
+    return Case(tuple(Argument(a) if isinstance(a, tuple) else a for a in arguments), options)
+
+
+_ANY = dict(stride=(2, 1), padding=(1, 0))
+_POOL_ANY = dict(window=(3, 2), stride=(2, 1), padding=(1, 0))
+# Values apart from each other, so that a finite difference does not move the maximum.
+_APART = Argument((1, 2, 5, 6), apart=True)
+_CLASS = Argument((BATCH,), below=10)
+_INDICES = Argument((2, 2, 3, 5), below=6, dtype=jnp.uint8)
+
+_LABELS = Argument((2, 3), below=4)
+_LAYERS = ((6, 5), (6,), (4, 6), (4,))
+# Layers that neither blow up nor shrink what goes through them: otherwise the softmax knows one class only.
+_LENET_TAIL = (
+    (BATCH, 256),
+    _CLASS,
+    *(a for n, m in ((256, 120), (120, 84), (84, 10)) for a in (Argument((m, n), scale=n**-0.5), (m,))),
+)
+
+_FUSED_ANY = dict(window=(2, 3), padding=(1, 0))
+_PLACES = Argument((1, 3, 2, 2), below=7, dtype=jnp.uint8)
+
+
+def _pool_places(*shape: int | str) -> Argument:
+    return Argument(shape, below=5, dtype=jnp.uint8)
+
+
+def _pool_indices(*shape: int | str) -> Argument:
+    return Argument(shape, below=4, dtype=jnp.uint8)
+
+
+def _with_backward(
+    function: Callable,
+    small: tuple[Case, tuple],
+    place: str,
+    real: tuple[Case, tuple],
+    like: str,
+    takes: Any = slice(None),
+) -> tuple[Entry, Entry]:
+    """The entries of a function and of its public backward, which takes `dy`, of the shapes given beside the cases, and
+    of the function's arguments those that `takes` selects."""
+    backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
+
+    def behind_dy(case, dy):
+        return Case((Argument(dy), *case.arguments[takes]), case.options)
+
+    return (
+        Entry(function, small[0], {place: real[0]}, like=like),
+        Entry(backward, behind_dy(*small), {place: behind_dy(*real)}, like=like or function.__name__),
+    )
+
+
+_SMALL_APART = Argument((2, 3, 4), apart=True)
+
+
+def _unary(function: Callable, small: Argument = _SMALL_APART, **options: Any) -> tuple[Entry, ...]:
+    real = dataclasses.replace(small, shape=(BATCH, 1024))
+    cases = (_case(small, **options), small.shape), (_case(real, **options), real.shape)
+    return _with_backward(function, cases[0], "hidden", cases[1], "relu")
+
+
+def _binary(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
+    """x2 is broadcast along rows, and in most small cases x1 as well."""
+    x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
+    like = "" if function is arithmetic.divide else "divide"
+    small = _case(x1((3, 1 if like else 2, 4)), x2((2, 1)))
+    real = _case(x1((BATCH, 1024)), x2((1024,)))
+    return _with_backward(function, (small, (3, 2, 4)), "bias", (real, (BATCH, 1024)), like)
+
+
+def _loss(function: Callable, *of: Mapping[str, Any], dy: Callable = lambda *shape: shape, **options: Any):
+    small, real = (_case(*(Argument(shape, **a) for a in of), **options) for shape in ((2, 3, 4), (BATCH, 1024)))
+    return _with_backward(function, (small, dy(2, 3, 4)), "hidden", (real, dy(BATCH, 1024)), "divide")
+
+
+def _reduction(function: Callable, axis: Any, keepdims: bool, dy: tuple, of: Mapping[str, Any] = {}, **options: Any):
+    small = _case(Argument((2, 3, 4), **of), axis=axis, keepdims=keepdims, **options)
+    real = _case(Argument((BATCH, 1024), **of), axis=-1, **options)
+    return _with_backward(function, (small, dy), "rows", (real, (BATCH,)), "divide")
+
+
+def _op(function: Callable, small: tuple, place: str, real: tuple, like: str, takes: Any = slice(None), **options: Any):
+    """From the shape of dy and the arguments, small and real."""
+    (dy, *arguments), (real_dy, *real_arguments) = small, real
+    cases = (_case(*arguments, **options), dy), (_case(*real_arguments, **options), real_dy)
+    return _with_backward(function, cases[0], place, cases[1], like, takes)
+
+
+_SMOOTH = Argument((2, 3, 4))
+_KEY = Argument((2,), below=2**31 - 1, dtype=jnp.uint32)
+
+
+def _rows(*sizes: tuple[int, ...], of: Callable[..., Case]) -> dict[str, Case]:
+    """`of(*size)` for each `(rows, *size)`."""
+    return {f"{rows}x{'x'.join(map(str, size))}": dataclasses.replace(of(*size), batch=rows) for rows, *size in sizes}
+
+
+_NORMALISED_ROWS = (65536, 1024), (32768, 4096), (262144, 256)
+_PROJECTED_ROWS = (65536, 1024, 4096), (65536, 1024, 1024), (32768, 4096, 4096), (262144, 256, 256)
+
+
+def _gates(inputs: int, gates: int, *dy: tuple) -> Case:
+    case = _case(*dy, (gates, 16), WiresArgument(inputs, gates), (BATCH, inputs))
+    return dataclasses.replace(case, batch=8192)
+
+
+CATALOGUE: tuple[Entry, ...] = (
+    Entry(
+        conv2d.conv2d,
+        _case((2, 2, 5, 6), (3, 2, 3, 2), (3,), **_ANY),
+        {
+            "conv1": _case((BATCH, 1, 28, 28), (6, 1, 5, 5), (6,)),
+            "conv2": _case((BATCH, 6, 12, 12), (16, 6, 5, 5), (16,)),
+        },
+    ),
+    Entry(
+        conv2d.conv2d_backward_input,
+        _case((2, 3, 3, 5), (3, 2, 3, 2), input_size=(5, 6), **_ANY),
+        {
+            "conv1": _case((BATCH, 6, 24, 24), (6, 1, 5, 5), input_size=(28, 28)),
+            "conv2": _case((BATCH, 16, 8, 8), (16, 6, 5, 5), input_size=(12, 12)),
+        },
+    ),
+    Entry(
+        conv2d.conv2d_backward_weights,
+        _case((2, 3, 3, 5), (2, 2, 5, 6), filter_size=(3, 2), **_ANY),
+        {
+            "conv1": _case((BATCH, 6, 24, 24), (BATCH, 1, 28, 28), filter_size=(5, 5)),
+            "conv2": _case((BATCH, 16, 8, 8), (BATCH, 6, 12, 12), filter_size=(5, 5)),
+        },
+    ),
+    Entry(
+        conv2d.conv2d_backward_bias,
+        _case((2, 3, 3, 5)),
+        {"conv1": _case((BATCH, 6, 24, 24)), "conv2": _case((BATCH, 16, 8, 8))},
+    ),
+    Entry(
+        activations.relu,
+        _case((3, 7)),
+        {
+            "relu1": _case((BATCH, 6, 24, 24)),
+            "relu2": _case((BATCH, 16, 8, 8)),
+            "relu3": _case((BATCH, 120)),
+            "relu4": _case((BATCH, 84)),
+        },
+    ),
+    Entry(
+        activations.relu_backward,
+        _case((3, 7), (3, 7)),
+        {
+            "relu1": _case((BATCH, 6, 24, 24), (BATCH, 6, 24, 24)),
+            "relu2": _case((BATCH, 16, 8, 8), (BATCH, 16, 8, 8)),
+            "relu3": _case((BATCH, 120), (BATCH, 120)),
+            "relu4": _case((BATCH, 84), (BATCH, 84)),
+        },
+    ),
+    Entry(
+        max_pool2d.max_pool2d,
+        _case(_APART, **_POOL_ANY),
+        {"pool1": _case((BATCH, 6, 24, 24), window=2), "pool2": _case((BATCH, 16, 8, 8), window=2)},
+    ),
+    Entry(
+        max_pool2d.max_pool2d_with_indices,
+        _case(_APART, **_POOL_ANY),
+        {"pool1": _case((BATCH, 6, 24, 24), window=2), "pool2": _case((BATCH, 16, 8, 8), window=2)},
+    ),
+    Entry(
+        max_pool2d.max_pool2d_backward,
+        _case((2, 2, 3, 5), _INDICES, input_size=(5, 6), **_POOL_ANY),
+        {
+            "pool1": _case((BATCH, 6, 12, 12), _pool_indices(BATCH, 6, 12, 12), input_size=(24, 24), window=2),
+            "pool2": _case((BATCH, 16, 4, 4), _pool_indices(BATCH, 16, 4, 4), input_size=(8, 8), window=2),
+            "overlapping": _case(
+                (BATCH, 16, 4, 4),
+                Argument((BATCH, 16, 4, 4), below=9, dtype=jnp.uint8),
+                input_size=(8, 8),
+                window=3,
+                stride=2,
+                padding=1,
+            ),
+        },
+    ),
+    Entry(
+        conv2d_relu_max_pool2d.conv2d_relu_max_pool2d,
+        _case((1, 2, 5, 7), (3, 2, 3, 2), (3,), **_FUSED_ANY),
+        {
+            "block1": _case((BATCH, 1, 28, 28), (6, 1, 5, 5), (6,), window=2),
+            "block2": _case((BATCH, 6, 12, 12), (16, 6, 5, 5), (16,), window=2),
+        },
+    ),
+    Entry(
+        conv2d_relu_max_pool2d.conv2d_relu_max_pool2d_with_places,
+        _case((1, 2, 5, 7), (3, 2, 3, 2), (3,), **_FUSED_ANY),
+        {"block1": _case((BATCH, 1, 28, 28), (6, 1, 5, 5), (6,), window=2)},
+    ),
+    Entry(
+        conv2d_relu_max_pool2d.conv2d_relu_max_pool2d_backward,
+        _case((1, 3, 2, 2), _PLACES, (1, 2, 5, 7), (3, 2, 3, 2), **_FUSED_ANY),
+        {
+            "block1": _case(
+                (BATCH, 6, 12, 12), _pool_places(BATCH, 6, 12, 12), (BATCH, 1, 28, 28), (6, 1, 5, 5), window=2
+            ),
+            "block2": _case(
+                (BATCH, 16, 4, 4), _pool_places(BATCH, 16, 4, 4), (BATCH, 6, 12, 12), (16, 6, 5, 5), window=2
+            ),
+        },
+    ),
+    Entry(
+        linear.linear,
+        _case((2, 3, 5), (4, 5), (4,)),
+        {
+            "fc1": _case((BATCH, 256), (120, 256), (120,)),
+            "fc2": _case((BATCH, 120), (84, 120), (84,)),
+            "fc3": _case((BATCH, 84), (10, 84), (10,)),
+        },
+    ),
+    Entry(
+        linear.linear_backward,
+        _case((2, 3, 4), (2, 3, 5), (4, 5)),
+        {
+            "fc1": _case((BATCH, 120), (BATCH, 256), (120, 256)),
+            "fc2": _case((BATCH, 84), (BATCH, 120), (84, 120)),
+            "fc3": _case((BATCH, 10), (BATCH, 84), (10, 84)),
+        },
+    ),
+    Entry(
+        layer_norm.layer_norm,
+        _case((2, 3, 5), (5,), (5,)),
+        _rows(*_NORMALISED_ROWS, of=lambda hidden: _case((BATCH, hidden), (hidden,), (hidden,))),
+    ),
+    Entry(
+        layer_norm.layer_norm_backward,
+        _case((2, 3, 5), (2, 3, 5), (5,)),
+        _rows(*_NORMALISED_ROWS, of=lambda hidden: _case((BATCH, hidden), (BATCH, hidden), (hidden,))),
+    ),
+    Entry(
+        layer_norm.rms_norm,
+        _case((2, 3, 5), (5,)),
+        _rows(*_NORMALISED_ROWS, of=lambda hidden: _case((BATCH, hidden), (hidden,))),
+    ),
+    Entry(
+        layer_norm.rms_norm_backward,
+        _case((2, 3, 5), (2, 3, 5), (5,)),
+        _rows(*_NORMALISED_ROWS, of=lambda hidden: _case((BATCH, hidden), (BATCH, hidden), (hidden,))),
+    ),
+    Entry(
+        layer_norm_linear.layer_norm_linear,
+        _case((2, 3, 5), (5,), (5,), (4, 5), (4,)),
+        _rows(
+            *_PROJECTED_ROWS, of=lambda hidden, out: _case((BATCH, hidden), (hidden,), (hidden,), (out, hidden), (out,))
+        ),
+    ),
+    Entry(
+        layer_norm_linear.layer_norm_linear_backward,
+        _case((2, 3, 4), (2, 3, 5), (5,), (5,), (4, 5)),
+        _rows(
+            *_PROJECTED_ROWS,
+            of=lambda hidden, out: _case((BATCH, out), (BATCH, hidden), (hidden,), (hidden,), (out, hidden)),
+        ),
+    ),
+    Entry(
+        losses.softmax_cross_entropy,
+        _case((2, 3, 5), Argument((2, 3, 5), weights=True)),
+        {
+            "classes": _case((BATCH, 10), _CLASS),
+            "weights": _case((BATCH, 10), Argument((BATCH, 10), weights=True)),
+        },
+    ),
+    Entry(
+        losses.softmax_cross_entropy_backward,
+        _case((2, 3), (2, 3, 5), Argument((2, 3), below=5)),
+        {
+            "classes": _case((BATCH,), (BATCH, 10), _CLASS),
+            "weights": _case((BATCH,), (BATCH, 10), Argument((BATCH, 10), weights=True)),
+        },
+    ),
+    Entry(
+        mlp.mlp_softmax_cross_entropy,
+        _case((2, 3, 5), _LABELS, *_LAYERS),
+        {"fc1 to fc3": _case(*_LENET_TAIL)},
+    ),
+    Entry(
+        mlp.mlp_softmax_cross_entropy_with_classes,
+        _case((2, 3, 5), _LABELS, *_LAYERS),
+        {"fc1 to fc3": _case(*_LENET_TAIL)},
+    ),
+    Entry(
+        mlp.mlp_softmax_cross_entropy_backward,
+        _case((2, 3), (2, 3, 5), _LABELS, *_LAYERS),
+        {"fc1 to fc3": _case((BATCH,), *_LENET_TAIL)},
+    ),
+    *_unary(activations.leaky_relu, negative_slope=0.1),
+    *_op(
+        activations.prelu,
+        ((2, 3, 4), (2, 3, 4), (3, 1)),
+        "images",
+        ((BATCH, 16, 8, 8), (BATCH, 16, 8, 8), (16, 1, 1)),
+        like="divide",
+    ),
+    *_unary(activations.elu, alpha=0.7),
+    *_unary(activations.sigmoid, _SMOOTH),
+    *_unary(activations.tanh, _SMOOTH),
+    *_unary(activations.gelu, _SMOOTH, approximate=False),
+    *_unary(activations.silu, _SMOOTH),
+    *_unary(activations.mish, _SMOOTH),
+    *_unary(activations.softplus, _SMOOTH),
+    *_op(activations.softmax, ((2, 3, 4),) * 2, "rows", ((BATCH, 1024),) * 2, like="divide"),
+    *_op(activations.log_softmax, ((2, 3, 4),) * 2, "rows", ((BATCH, 1024),) * 2, like="divide"),
+    *_binary(arithmetic.add),
+    *_binary(arithmetic.subtract),
+    *_binary(arithmetic.multiply),
+    *_binary(arithmetic.divide, x2=dict(positive=True)),
+    *_binary(arithmetic.power, x1=dict(positive=True)),
+    *_binary(arithmetic.maximum),
+    *_binary(arithmetic.minimum),
+    *_op(arithmetic.negative, ((2, 3, 4),) * 2, "hidden", ((BATCH, 1024),) * 2, like="relu", takes=slice(0)),
+    *_unary(elementwise.exp, _SMOOTH),
+    *_unary(elementwise.log, Argument((2, 3, 4), positive=True)),
+    *_unary(elementwise.sqrt, Argument((2, 3, 4), positive=True)),
+    *_unary(elementwise.abs),
+    *_unary(elementwise.sin, _SMOOTH),
+    *_unary(elementwise.cos, _SMOOTH),
+    *_unary(elementwise.clip, min=-1.1, max=0.5),
+    *_op(
+        linear_algebra.matmul,
+        ((2, 2, 3, 5), (2, 1, 3, 4), (2, 4, 5)),
+        "fc1",
+        ((BATCH, 120), (BATCH, 256), (256, 120)),
+        like="linear",
+    ),
+    *_op(
+        linear_algebra.dot,
+        ((2, 3, 2, 5), (2, 3, 4), (2, 4, 5)),
+        "fc1",
+        ((BATCH, 120), (BATCH, 256), (256, 120)),
+        like="linear",
+    ),
+    *_op(linear_algebra.outer, ((6, 4), (2, 3), (4,)), "columns", ((BATCH, 256), (BATCH,), (256,)), like="divide"),
+    *_op(
+        linear_algebra.transpose,
+        ((4, 2, 3), (2, 3, 4)),
+        "images",
+        ((64, BATCH, 16), (BATCH, 16, 64)),
+        like="relu",
+        takes=slice(0),
+        axes=(2, 0, 1),
+    ),
+    *_reduction(reductions.sum, axis=(0, 2), keepdims=True, dy=(1, 3, 1)),
+    *_reduction(reductions.mean, axis=1, keepdims=False, dy=(2, 4)),
+    *_reduction(reductions.var, axis=(-1, 0), keepdims=False, dy=(3,), ddof=1),
+    *_reduction(reductions.max, axis=(0, 2), keepdims=False, dy=(3,), of=dict(apart=True)),
+    *_reduction(reductions.min, axis=None, keepdims=False, dy=(), of=dict(apart=True)),
+    *_reduction(reductions.logsumexp, axis=(0, 1), keepdims=True, dy=(1, 1, 4)),
+    *_loss(losses.mean_squared_error, {}, {}, dy=lambda *shape: ()),
+    *_loss(losses.mean_absolute_error, {}, {}, dy=lambda *shape: ()),
+    *_loss(losses.huber, {}, {}, delta=0.8),
+    *_loss(losses.binary_cross_entropy, dict(weights=True), dict(weights=True)),
+    *_loss(losses.sigmoid_binary_cross_entropy, {}, dict(weights=True)),
+    *_loss(losses.kl_divergence, {}, dict(weights=True), dy=lambda *shape: shape[:-1]),
+    Entry(
+        avg_pool2d.avg_pool2d,
+        _case((1, 2, 5, 6), **_POOL_ANY),
+        {"pool1": _case((BATCH, 6, 24, 24), window=2)},
+        like="max_pool2d",
+    ),
+    Entry(
+        avg_pool2d.avg_pool2d_backward,
+        _case((1, 2, 3, 5), input_size=(5, 6), **_POOL_ANY),
+        {"pool1": _case((BATCH, 6, 12, 12), input_size=(24, 24), window=2)},
+        like="max_pool2d",
+    ),
+    Entry(
+        avg_pool2d.global_avg_pool2d,
+        _case((2, 3, 2, 4)),
+        {"images": _case((BATCH, 16, 8, 8))},
+        like="divide",
+    ),
+    Entry(
+        avg_pool2d.global_avg_pool2d_backward,
+        _case((2, 3), input_size=(2, 4)),
+        {"images": _case((BATCH, 16), input_size=(8, 8))},
+        like="divide",
+    ),
+    *_op(
+        batch_norm.batch_norm,
+        ((4, 3, 2), (4, 3, 2), (3,), (3,)),
+        "images",
+        ((BATCH, 16, 8, 8), (BATCH, 16, 8, 8), (16,), (16,)),
+        like="divide",
+        takes=slice(2),
+    ),
+    *_op(
+        dropout.dropout,
+        ((2, 3, 4), (2, 3, 4), _KEY),
+        "hidden",
+        ((BATCH, 1024), (BATCH, 1024), _KEY),
+        like="relu",
+        takes=slice(1, None),
+        rate=0.3,
+    ),
+    Entry(
+        gate_layer.gate_layer,
+        _case((6, 16), WiresArgument(5, 6), (2, 3, 5)),
+        {
+            "4096->8192": _gates(4096, 8192),
+            "8000->8000": _gates(8000, 8000),
+        },
+    ),
+    Entry(
+        gate_layer.gate_layer_backward,
+        _case((2, 3, 6), (6, 16), WiresArgument(6, 6), (2, 3, 6)),  # regular, which the layer's are not
+        {"4096->8192": _gates(4096, 8192, (BATCH, 8192))},
+    ),
+)
+"""Every op, once."""

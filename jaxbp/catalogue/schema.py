@@ -1,0 +1,110 @@
+"""What the table of ops is made of: arguments to draw, cases of them, and entries."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxbp.logic.wires import Wires
+from jaxbp.ops import _checks
+
+BATCH = "batch"
+"""Stands for the batch size in an argument's shape."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """An array to draw: its shape, and for integers the bound they stay below.
+
+    Floats are standard normal times `scale`, or with `weights` the softmax of that over the last axis, or with `apart`
+    evenly spaced in random order, or with `positive` at least a half.
+    """
+
+    shape: tuple[int | str, ...]
+    below: int | None = None
+    weights: bool = False
+    apart: bool = False
+    dtype: DTypeLike = jnp.int32
+    scale: float = 1.0
+    positive: bool = False
+
+    def struct(self, batch: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        shape = tuple(batch if size == BATCH else size for size in self.shape)
+        return jax.ShapeDtypeStruct(shape, dtype if self.below is None else self.dtype)
+
+    def draw(self, key: Array, batch: int, dtype: DTypeLike) -> Array:
+        struct = self.struct(batch, dtype)
+        if self.below is not None:
+            return jax.random.randint(key, struct.shape, 0, self.below).astype(struct.dtype)
+        if self.apart:
+            return jax.random.permutation(key, jnp.linspace(-2, 2, struct.size, dtype=dtype)).reshape(struct.shape)
+        x = jax.random.normal(key, struct.shape, struct.dtype) * jnp.asarray(self.scale, struct.dtype)
+        return jax.nn.softmax(x) if self.weights else jnp.abs(x) + 0.5 if self.positive else x
+
+
+@dataclasses.dataclass(frozen=True)
+class WiresArgument:
+    """Random wires, the same for every key."""
+
+    inputs: int
+    gates: int
+    shape: ClassVar[tuple[()]] = ()
+    """They have no batch."""
+
+    def struct(self, batch: int, dtype: DTypeLike) -> Wires:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), _wires(self.inputs, self.gates))
+
+    def draw(self, key: Array, batch: int, dtype: DTypeLike) -> Wires:
+        return _wires(self.inputs, self.gates)
+
+
+@functools.cache
+def _wires(inputs: int, gates: int) -> Wires:
+    return Wires.random(inputs, gates, seed=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An op's arguments and options at one place, and how many examples to time it with, if not the bench's default."""
+
+    arguments: tuple[Argument | WiresArgument, ...]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    batch: int | None = None
+
+    def structs(self, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[jax.ShapeDtypeStruct | Wires, ...]:
+        """The arguments' shapes and dtypes."""
+        return tuple(argument.struct(batch, dtype) for argument in self.arguments)
+
+    def draw(self, seed: int, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[Array | Wires, ...]:
+        """Fresh random arguments."""
+        keys = jax.random.split(jax.random.key(seed), len(self.arguments))
+        return tuple(argument.draw(key, batch, dtype) for argument, key in zip(self.arguments, keys, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A public function of the library, with the cases it is checked and timed on.
+
+    Attributes:
+      function: takes the arguments, the options and `implementation=`.
+      small: for finite differences and the interpreter.
+      real: place -> case, the sizes that count.
+      kernel_dtypes: what its kernels take.
+      like: an entry that is paired in the same way and runs the same kernels, with another formula in them. What does
+        not depend on the formula is tested with that entry alone.
+    """
+
+    function: Callable
+    small: Case
+    real: Mapping[str, Case]
+    kernel_dtypes: tuple[str, ...] = _checks.KERNEL_DTYPES
+    like: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__

@@ -1,0 +1,229 @@
+"""Hardened logic networks: evaluated 32 samples a word with bitwise operations, and written out as C and as Verilog.
+
+Of bits, a gate's `c0 + c1 a + c2 b + c3 ab` is the same formula modulo 2: with exclusive or for the sum, and for the
+product.
+"""
+
+import dataclasses
+import re
+import string
+from collections.abc import Iterable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, UInt8, UInt32
+
+from jaxbp.logic.wires import Wires
+from jaxbp.ops.gate_layer import COEFFICIENTS, GATES
+
+WORD_BITS = 32
+EXPRESSIONS = (
+    "{zero}",
+    "{a} & {b}",
+    "{a} & ~{b}",
+    "{a}",
+    "~{a} & {b}",
+    "{b}",
+    "{a} ^ {b}",
+    "{a} | {b}",
+    "~({a} | {b})",
+    "~({a} ^ {b})",
+    "~{b}",
+    "{a} | ~{b}",
+    "~{a}",
+    "~{a} | {b}",
+    "~({a} & {b})",
+    "{one}",
+)
+"""The 16 functions in operators that C and Verilog share."""
+# The block is of words that a gate takes at a time: its numbers are read once for all of them.
+_C_SOURCE = string.Template(r"""#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+enum { ${name}_block = 16 };
+typedef struct { $wire y, a, b; } ${name}_gate;
+
+/* Gates of one function: y = expression(a, b). */
+#define ${name}_FUNCTION(function, expression) \
+  static void function(const ${name}_gate *gates, size_t n, const uint32_t *restrict x, uint32_t *restrict y) { \
+    for (size_t i = 0; i < n; i++) { \
+      const uint32_t *a = x + ${name}_block * (size_t)gates[i].a; \
+      const uint32_t *b = x + ${name}_block * (size_t)gates[i].b; \
+      uint32_t *to = y + ${name}_block * (size_t)gates[i].y; \
+      for (size_t k = 0; k < ${name}_block; k++) to[k] = expression; \
+      (void)a, (void)b; \
+    } \
+  }
+$functions
+
+$tables
+
+/* x[$inputs][words] to y[$outputs][words]: each bit of a word is a sample. */
+int $name(size_t words, const uint32_t *x, uint32_t *y) {
+  const size_t block = ${name}_block;
+  uint32_t *u = malloc(2 * block * $widest * sizeof *u);
+  if (!u) return 1;
+  uint32_t *v = u + block * $widest;
+  for (size_t w = 0; w < words; w += block) {
+    const size_t n = words - w < block ? words - w : block;
+    for (size_t i = 0; i < $inputs; i++)
+      for (size_t k = 0; k < block; k++) u[i * block + k] = k < n ? x[i * words + w + k] : 0;
+$calls
+    for (size_t i = 0; i < $outputs; i++)
+      for (size_t k = 0; k < n; k++) y[i * words + w + k] = $last[i * block + k];
+  }
+  free(u);
+  return 0;
+}
+""")
+
+
+def pack_bits(bits: Bool[np.ndarray, "samples features"]) -> UInt32[np.ndarray, "features words"]:
+    """Samples as words: bit k of word w is sample 32 w + k. The last word is filled up with zeros."""
+    bits = np.asarray(bits, bool)
+    words = -(-len(bits) // WORD_BITS)
+    filled = np.zeros((bits.shape[1], words * WORD_BITS), bool)
+    filled[:, : len(bits)] = bits.T
+    packed = np.packbits(filled, axis=1, bitorder="little")
+    return packed.view("<u4").astype(np.uint32)
+
+
+def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bool[np.ndarray, "samples features"]:
+    """The inverse of `pack_bits`."""
+    packed = np.ascontiguousarray(words, dtype="<u4").view(np.uint8)
+    return np.unpackbits(packed, axis=1, count=samples, bitorder="little").T.astype(bool)
+
+
+def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Array, "inputs words"]) -> Array:
+    """A layer of hardened gates on words, `(inputs, words) -> (gates, words)`: JAX's, or NumPy's if x is.
+
+    Args:
+      gates: their numbers, as `jaxbp.harden` gives them.
+    """
+    a, b = x[wires.a], x[wires.b]
+    masks = _MASKS if isinstance(x, np.ndarray) else jnp.asarray(_MASKS)
+    c0, c1, c2, c3 = masks[gates].T[..., None]
+    return c0 ^ (c1 & a) ^ ((c2 ^ (c3 & a)) & b)
+
+
+# All ones where a coefficient is odd.
+_MASKS = np.where(COEFFICIENTS % 2, np.uint32(2**32 - 1), np.uint32(0)).astype(np.uint32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Circuit:
+    """Layers of hardened gates.
+
+    Attributes:
+      layers: of each, the numbers of its gates and its wires, on the host.
+    """
+
+    layers: Sequence[tuple[UInt8[np.ndarray, "gates"], Wires]]
+
+    @classmethod
+    def of(cls, layers: Iterable[tuple[ArrayLike, Wires]]) -> "Circuit":
+        """A circuit of `(gates, wires)`, as from `jaxbp.harden`.
+
+        Raises:
+          ValueError: no layers; gates that are not from 0 to 15, or not as many as the wires'; or a layer that reads
+            more or fewer inputs than the one before has gates.
+        """
+        host = []
+        for i, (gates, wires) in enumerate(layers):
+            gates = np.asarray(gates)
+            if gates.shape != (wires.gates,) or (gates.size and not 0 <= gates.min() <= gates.max() < GATES):
+                came = f" from {gates.min()} to {gates.max()}" if gates.size else ""
+                raise ValueError(
+                    f"Circuit: layer {i} has gates of shape {gates.shape}{came}; wants {wires.gates} from 0 to 15"
+                )
+            if host and wires.inputs != host[-1][1].gates:
+                before = host[-1][1].gates
+                raise ValueError(f"Circuit: layer {i} reads {wires.inputs} inputs; wants {before}, the gates before")
+            host.append((gates.astype(np.uint8), wires))
+        if not host:
+            raise ValueError("Circuit: there are no layers; wants at least one")
+        return cls(tuple(host))
+
+    @property
+    def inputs(self) -> int:
+        return self.layers[0][1].inputs
+
+    @property
+    def outputs(self) -> int:
+        return self.layers[-1][1].gates
+
+    def __call__(self, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
+        """The outputs of each sample."""
+        return unpack_bits(self.evaluate(pack_bits(bits)), len(bits))
+
+    def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
+        """The outputs of packed samples. Also within `jax.jit`, of JAX's arrays."""
+        if x.shape[0] != self.inputs:
+            raise ValueError(f"Circuit: x has shape {x.shape}; wants ({self.inputs}, words)")
+        for gates, wires in self.layers:
+            x = bitwise_gate_layer(gates, wires, x)
+        return x
+
+    def histogram(self) -> np.ndarray:
+        """How many gates of each number every layer has: `(layers, 16)`."""
+        return np.stack([np.bincount(gates, minlength=GATES) for gates, _ in self.layers])
+
+    def to_c(self, name: str = "circuit") -> str:
+        """C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes what `evaluate` does.
+
+        It returns 0, or 1 if there is no memory to work in. Words are taken 16 at a time: fewer take as long. A layer
+        is a table of gates for each of the 16 functions, and a loop over it: compilers take long over as many lines as
+        a large circuit has gates.
+        """
+        _check_name(name)
+        functions, tables, calls = {}, [], []
+        source, target = "u", "v"
+        for i, (gates, wires) in enumerate(self.layers):
+            numbers = np.stack([np.arange(wires.gates), wires.a, wires.b], axis=1)
+            for gate in np.unique(gates).tolist():
+                function, table = f"{name}_function{gate}", f"{name}_layer{i}_{gate}"
+                expression = EXPRESSIONS[gate].format(a="a[k]", b="b[k]", zero="0", one="~(uint32_t)0")
+                functions[gate] = f"{name}_FUNCTION({function}, {expression})"
+                rows = [f"  {{{y}, {a}, {b}}},\n" for y, a, b in numbers[gates == gate].tolist()]
+                tables.append(f"static const {name}_gate {table}[] = {{\n{''.join(rows)}}};")
+                calls.append(f"    {function}({table}, {len(rows)}, {source}, {target});")
+            source, target = target, source
+        widest = max(self.inputs, *(wires.gates for _, wires in self.layers))
+        return _C_SOURCE.substitute(
+            name=name,
+            wire="uint16_t" if widest <= 2**16 else "uint32_t",
+            functions="\n".join(functions[gate] for gate in sorted(functions)),
+            tables="\n".join(tables),
+            calls="\n".join(calls),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            widest=widest,
+            last=source,
+        )
+
+    def to_verilog(self, name: str = "circuit") -> str:
+        """A combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
+        _check_name(name)
+        lines = [
+            f"module {name} (",
+            f"  input wire [{self.inputs - 1}:0] x,",
+            f"  output wire [{self.outputs - 1}:0] y",
+            ");",
+        ]
+        source = "x"
+        for i, (gates, wires) in enumerate(self.layers):
+            target = f"layer{i}"
+            lines.append(f"  wire [{wires.gates - 1}:0] {target};")
+            for g, (gate, a, b) in enumerate(zip(gates, wires.a.tolist(), wires.b.tolist(), strict=True)):
+                operands = dict(a=f"{source}[{a}]", b=f"{source}[{b}]", zero="1'b0", one="1'b1")
+                lines.append(f"  assign {target}[{g}] = {EXPRESSIONS[gate].format(**operands)};")
+            source = target
+        return "\n".join([*lines, f"  assign y = {source};", "endmodule", ""])
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+        raise ValueError(f"Circuit: name is {name!r}; wants an identifier")

@@ -1,0 +1,215 @@
+"""Launching a kernel: the one file that knows JAX versions, the interpreter and Mosaic's lowering semantics.
+
+A kernel body is an ordinary function of references into GPU memory. Its program ids arrive as keyword arguments named
+after the grid's axes:
+
+    def body(x_ref, y_ref, *, row):
+        y_ref[row] = 2.0 * x_ref[row]
+
+    launch(body, x, out=jax.ShapeDtypeStruct(x.shape, x.dtype), grid={"row": x.shape[0]}, name="double")
+
+Lowered for CUDA it is a Mosaic GPU kernel. Lowered for anything else the same body runs in Pallas' own interpreter,
+which is plain XLA code without side effects: slow, but at home in every JAX transformation. `simulated` runs it in
+the Mosaic simulator instead, which is slower still and raises on what a GPU would leave undefined.
+
+A launch is one primitive of its own, whose body is traced when it is lowered, and for that platform alone. Tracing a
+program therefore takes no time for its kernels, and a CPU never traces what only a GPU runs.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+# The interpreter would import it at its first use, which changes jit's cache key: everything would compile twice.
+import jax.experimental.pallas.tpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+# What has no public name in JAX 0.10.2: evaluating a primitive outside of jit, and turning off, within a kernel, the
+# types by which shard_map tells along which mesh axes a value differs.
+from jax._src.config import _check_vma
+from jax._src.dispatch import apply_primitive
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from pallas_kernels.core.layouts import LANES
+from pallas_kernels.core.simulator import simulating
+
+# The default semantics differ between JAX versions. Lane lowers unrolled bodies 10 to 40 times faster.
+_LANE = plgpu.LoweringSemantics.Lane
+
+
+def launch(
+    body: Callable[..., None],
+    *arrays: Array,
+    out: Any,
+    grid: dict[str, int],
+    name: str,
+    warpgroups: int | None = None,
+    cluster: dict[str, int] | None = None,
+    scratch: Sequence[Any] = (),
+    barriers: bool = True,
+    sums_across_warps: bool = True,
+) -> Any:
+    """Runs `body(*array_refs, *out_refs, *scratch_refs, **program_ids)` once for every point of `grid`.
+
+    Args:
+      body: the kernel. It writes every element of every output.
+      arrays: the inputs, whole.
+      out: a `jax.ShapeDtypeStruct`, or a tuple of them.
+      grid: axis name -> number of programs. The last axis runs fastest.
+      name: the kernel's name in programs and profiles.
+      warpgroups: that many run each program together, told apart by the further program id `warpgroup`.
+      cluster: axis name -> number of programs that run side by side for every point of `grid`, and reach each other's
+        shared memory.
+      scratch: shared memory and barriers, for programs that copy asynchronously or use the tensor cores. With it a
+        kernel runs on GPUs and in the simulator only: see `on_gpu`.
+      barriers: whether a warpgroup meets before and after each store. Not needed where no thread reads what another
+        wrote, or only behind a barrier of the body's own, as `plgpu.commit_smem`.
+      sums_across_warps: whether the body sums along an axis that several warps share. Without, the 2 KiB of shared
+        memory for them are free.
+
+    Returns:
+      An array for each entry of `out`, in its structure.
+    """
+    cluster = cluster or {}
+    options = {"lowering_semantics": _LANE, "unsafe_no_auto_barriers": not barriers}
+    if not sums_across_warps:
+        options["reduction_scratch_bytes"] = 0
+
+    def mosaic(*arrays, interpret=None):
+        def numbered(*refs):
+            axes = [*grid, *cluster, "warpgroup"] if warpgroups else [*grid, *cluster]
+            body(*refs, **{axis: lax.axis_index(axis) for axis in axes})
+
+        numbered.__name__ = name
+        return plgpu.kernel(
+            numbered,
+            out_type=out,
+            grid=tuple(grid.values()),
+            grid_names=tuple(grid),
+            cluster=tuple(cluster.values()),
+            cluster_names=tuple(cluster),
+            num_threads=warpgroups,
+            thread_name="warpgroup" if warpgroups else None,
+            scratch_types=scratch,
+            compiler_params=plgpu.CompilerParams(**options),
+            interpret=interpret,
+        )(*arrays)
+
+    def interpreted(*arrays):
+        if scratch:
+            raise NotImplementedError(f"{name}: uses a GPU's shared memory, which only GPUs and `simulated` have")
+
+        def numbered(*refs):
+            body(*refs, **{axis: pl.program_id(i) for i, axis in enumerate(grid)})
+
+        return pl.pallas_call(numbered, out_shape=out, grid=tuple(grid.values()), interpret=True, name=name)(*arrays)
+
+    arrays = vary_alike(arrays)
+    if (params := simulating()) is not None:
+        with _check_vma(False):
+            results = mosaic(*arrays, interpret=params)
+    else:
+        if not scratch and jax.default_backend() == "cpu":
+            _warn_interpreted()
+        results = _bind(mosaic, interpreted, arrays, out)
+    return vary_alike((arrays, results))[1]
+
+
+# ------------------------------------------------------------------------------------------------------ the primitive
+
+_launch_p = Primitive("launch")
+_launch_p.multiple_results = True
+_launch_p.def_impl(functools.partial(apply_primitive, _launch_p))
+
+
+@_launch_p.def_abstract_eval
+def _(*_, shapes, **__):
+    return [jax.core.ShapedArray(a.shape, a.dtype) for a in shapes]
+
+
+def _bind(mosaic, interpreted, arrays, out):
+    leaves, structure = jax.tree.flatten(out)
+    shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
+    # A body is traced when it is lowered, in the contexts of that moment: those that matter to it come along.
+    cuda, default = (_traced_later(function, jax.config.jax_enable_x64) for function in (mosaic, interpreted))
+    return structure.unflatten(_launch_p.bind(*arrays, cuda=cuda, default=default, shapes=shapes))
+
+
+def _traced_later(function, x64):
+    def flat(*arrays):
+        with jax.enable_x64(x64), _check_vma(False):
+            return jax.tree.leaves(function(*arrays))
+
+    return flat
+
+
+mlir.register_lowering(
+    _launch_p, mlir.lower_fun(lambda *a, default, **_: default(*a), multiple_results=True), cacheable=False
+)
+mlir.register_lowering(
+    _launch_p, mlir.lower_fun(lambda *a, cuda, **_: cuda(*a), multiple_results=True), platform="cuda", cacheable=False
+)
+
+
+def _batch(arrays, axes, *, cuda, default, shapes):
+    size = next(a.shape[axis] for a, axis in zip(arrays, axes, strict=True) if axis is not batching.not_mapped)
+    cuda, default = (jax.vmap(function, tuple(axes)) for function in (cuda, default))
+    shapes = tuple(jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a in shapes)
+    return _launch_p.bind(*arrays, cuda=cuda, default=default, shapes=shapes), (0,) * len(shapes)
+
+
+batching.primitive_batchers[_launch_p] = _batch
+
+
+def on_gpu(kernel: Callable, otherwise: Callable, *arrays: Array) -> Any:
+    """`kernel(*arrays)` lowered for a GPU or simulated, `otherwise(*arrays)`, the same but for rounding, elsewhere."""
+    if simulating() is not None:
+        return kernel(*arrays)
+    arrays = vary_alike(arrays)
+    return vary_alike((arrays, lax.platform_dependent(*arrays, cuda=kernel, default=otherwise)))[1]
+
+
+def vary_alike(arrays: Any) -> Any:
+    """Within shard_map, the same arrays typed as differing along every mesh axis along which one of them differs.
+
+    The gradient of an array that was the same on all devices is thereby summed over the devices.
+    """
+    axes = [jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)]
+    union = frozenset().union(*axes)
+
+    def cast(a):
+        missing = union - jax.typeof(a).manual_axis_type.varying
+        return lax.pcast(a, tuple(missing), to="varying") if missing else a
+
+    return jax.tree.map(cast, arrays)
+
+
+@functools.cache
+def _warn_interpreted() -> None:
+    warnings.warn(
+        "jaxbp: no GPU found, so Pallas kernels run in an interpreter: right, but slow. "
+        "implementation='xla' is the fast one here.",
+        stacklevel=2,
+    )
+
+
+# ------------------------------------------------------------------------------------- arrays as kernels want them
+
+
+def batch_last(x: Array) -> Array:
+    """`(batch, ...) -> (..., lanes)`: an example a lane, the batch filled up with zeros to whole warpgroups."""
+    missing = -x.shape[0] % LANES or (LANES if x.shape[0] == 0 else 0)
+    x = jnp.moveaxis(x, 0, -1)
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+
+
+def batch_first(x: Array, batch: int) -> Array:
+    """The inverse of `batch_last`."""
+    return jnp.moveaxis(x[..., :batch], -1, 0)

@@ -1,0 +1,106 @@
+"""Vectors and tiles in registers and shared memory: their shapes and layouts, and how they are moved and summed."""
+
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core.simulator import simulating
+
+LANES = 128
+"""Threads of a warpgroup, the unit that runs a program: vectors are a multiple of it."""
+
+OPERAND_BYTES = 128
+"""Of a row of shared memory, in which the tensor cores look for their operands."""
+
+
+def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
+    """What `ref` holds, in registers of `layout`; `optimized=False` allows slower accesses."""
+    # Older versions want an index beside the reference.
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    wanted = index is not None and index.default is index.empty
+    return plgpu.load(ref, *([()] if wanted else []), layout=layout, optimized=optimized)
+
+
+def store(ref: Any, value: Array) -> None:
+    """Writes `value` to device memory, whichever way it lies in the registers."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+# A warp reads four rows, eight threads side by side, and no bank twice.
+SUMMED_ROWS = 32
+"""Rows that `sums_over_lanes` takes at a time, or half of them."""
+_SUMS_OVER_LANES = plgpu.Layout.TILED(
+    plgpu.Tiling(((16, 32), (4, 32), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+
+
+def sums_over_lanes(rows: Any, totals: Any) -> None:
+    """Writes the sum of each of `rows (n, LANES)` in shared memory to `totals (n,)` in device memory.
+
+    One by one, sums of vectors would meet at barriers of their own; here at one, before any thread reads a row. n is
+    half of `SUMMED_ROWS`, or a multiple of `SUMMED_ROWS`.
+    """
+    plgpu.commit_smem()
+    together = min(rows.shape[0], SUMMED_ROWS)
+    for n in range(0, rows.shape[0], together):
+        here = pl.ds(n, together)
+        store(totals.at[here], jnp.sum(load(rows.at[here], _SUMS_OVER_LANES), axis=1))
+
+
+def operand(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory as the tensor cores read it: in tiles of eight rows of `OPERAND_BYTES`."""
+    columns = OPERAND_BYTES // jnp.dtype(dtype).itemsize
+    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(OPERAND_BYTES)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def multiply_registers(sums: Any, left: Array, right: Any, spare: Any) -> None:
+    """`plgpu.wgmma` of registers and shared memory.
+
+    The simulator multiplies shared memory alone: there, `left` goes through `spare`, from where copies may be leaving.
+    """
+    if simulating() is not None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        spare[...] = left
+        plgpu.commit_smem()
+        left = spare
+    plgpu.wgmma(sums, left, right)
+    if simulating() is not None:
+        plgpu.wgmma_wait(0)
+
+
+def rounded_to_tf32(x: Array) -> Array:
+    """float32 rounded to TF32, where the tensor cores would cut it off; other dtypes as they are."""
+    if x.dtype != jnp.float32:
+        return x
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    # A NaN of all ones, which GPUs make, would run over.
+    return jnp.where(x != x, x, lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32))
+
+
+def zeros_like(vector: Array) -> Array:
+    """Float32 zeros in the register layout of `vector`, which a loop's carry must have from its first turn."""
+    return jnp.where(vector != vector, jnp.float32(0), jnp.float32(0))
+
+
+def vector_length(*arrays: Array) -> int:
+    """The longest vector, of at most 4 elements a thread, that divides the last axis of `batch_last` arrays.
+
+    At most 2 where dtypes are mixed: a thread loads up to 8 bytes at once, and only vectors that are spread over the
+    threads alike can be combined.
+    """
+    lanes = arrays[0].shape[-1]
+    longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
+    return max(LANES * each for each in (1, 2, 4) if each <= longest and lanes % (LANES * each) == 0)
+
+
+def largest_divisor(n: int, at_most: int) -> int:
+    """The largest divisor of `n` not above `at_most`."""
+    return max(d for d in range(1, max(1, min(n, at_most)) + 1) if n % d == 0)

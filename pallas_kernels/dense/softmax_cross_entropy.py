@@ -1,0 +1,111 @@
+"""Softmax and cross-entropy, an example a lane: forward with probabilities in one kernel, backward in another.
+
+Labels are integers `(N,)`, a class an example, or floats `(classes, N)`, a weight a class. The batch N is last and a
+multiple of `LANES`. An integer that is no class makes its example NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import largest_divisor, vector_length, zeros_like
+
+
+def loss_and_probabilities(logits: Array, labels: Array) -> tuple[Array, Array]:
+    """`loss[n] = sum over k of y[k, n] * (lse[n] - logits[k, n])` and `p[k, n] = exp(logits[k, n] - lse[n])`,
+    where `lse[n] = log(sum over k of exp(logits[k, n]))`, computed from the largest logit down.
+
+    Args:
+      logits: `(classes, N)`.
+
+    Returns:
+      loss `(N,)` and probabilities `(classes, N)` in the dtype of the logits.
+    """
+    classes, N = logits.shape
+    length = vector_length(logits, labels)
+
+    def body(logits_ref, labels_ref, loss_ref, probabilities_ref, *, block):
+        lanes = pl.ds(block * length, length)
+
+        def logit(k):
+            return logits_ref[k, lanes].astype(jnp.float32)
+
+        weigh, valid = _weigher(labels_ref, lanes, classes)
+        zero = zeros_like(logit(0))
+        largest = _over_classes(classes, lambda k, m: jnp.maximum(m, logit(k)), zero - jnp.inf)
+        total = _over_classes(classes, lambda k, s: s + jnp.exp(logit(k) - largest), zero)
+        log_total = jnp.log(total)
+
+        def finish(k, loss):
+            log_probability = logit(k) - largest - log_total
+            probabilities_ref[k, lanes] = jnp.exp(log_probability).astype(probabilities_ref.dtype)
+            return loss - weigh(k, log_probability)
+
+        loss = _over_classes(classes, finish, zero)
+        loss_ref[lanes] = jnp.where(valid, loss, jnp.nan).astype(loss_ref.dtype)
+
+    return launch(
+        body,
+        logits,
+        labels,
+        out=(jax.ShapeDtypeStruct((N,), logits.dtype), jax.ShapeDtypeStruct((classes, N), logits.dtype)),
+        grid={"block": N // length},
+        name="softmax_cross_entropy",
+    )
+
+
+def logits_gradient(dy: Array, probabilities: Array, labels: Array) -> Array:
+    """`dlogits[k, n] = dy[n] * (p[k, n] * sum over j of y[j, n] - y[k, n])`.
+
+    Args:
+      dy: `(N,)`.
+      probabilities: `(classes, N)`.
+
+    Returns:
+      `(classes, N)` in the dtype of the probabilities.
+    """
+    classes, N = probabilities.shape
+    length = vector_length(probabilities, labels)
+    integer = jnp.issubdtype(labels.dtype, jnp.integer)
+
+    def body(dy_ref, probabilities_ref, labels_ref, dlogits_ref, *, block):
+        lanes = pl.ds(block * length, length)
+        weigh, valid = _weigher(labels_ref, lanes, classes)
+        gradient = jnp.where(valid, dy_ref[lanes].astype(jnp.float32), jnp.nan)
+        zero = zeros_like(gradient)
+        # Integer labels weigh one class, with one.
+        weight = zero + 1.0 if integer else _over_classes(classes, lambda k, s: s + weigh(k, 1.0), zero)
+
+        def write(k, _):
+            p = probabilities_ref[k, lanes].astype(jnp.float32)
+            dlogits_ref[k, lanes] = (gradient * (p * weight - weigh(k, 1.0))).astype(dlogits_ref.dtype)
+
+        _over_classes(classes, write, None)
+
+    return launch(
+        body,
+        dy,
+        probabilities,
+        labels,
+        out=jax.ShapeDtypeStruct((classes, N), probabilities.dtype),
+        grid={"block": N // length},
+        name="softmax_cross_entropy_backward",
+    )
+
+
+def _over_classes(classes, step, start):
+    """A loop that has the loads of several classes under way at once."""
+    return lax.fori_loop(0, classes, step, start, unroll=largest_divisor(classes, 16))
+
+
+def _weigher(labels_ref, lanes, classes):
+    """A function of a class and a value, the value times the class's label; and which examples' labels are valid."""
+    if jnp.issubdtype(labels_ref.dtype, jnp.integer):
+        chosen = labels_ref[lanes]
+        # A choice, not a product: a class ruled out by a logit of -inf has a value of -inf.
+        return lambda k, value: jnp.where(chosen == k, value, 0.0), (chosen >= 0) & (chosen < classes)
+    first = labels_ref[0, lanes]
+    always = (first == first) | (first != first)
+    return lambda k, value: labels_ref[k, lanes].astype(jnp.float32) * value, always

@@ -1,0 +1,191 @@
+import functools
+import gzip
+import hashlib
+import http.server
+import threading
+
+import numpy as np
+import pytest
+
+from experiments.data import datasets
+from experiments.data.datasets import FILES, load
+
+TRAIN_IMAGES, TRAIN_LABELS = FILES["train"]
+TEST_IMAGES, TEST_LABELS = FILES["test"]
+ALL_FILES = (TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS)
+
+
+def idx(array, magic=None):
+    array = np.asarray(array, np.uint8)
+    header = np.array([0x0800 + array.ndim if magic is None else magic, *array.shape], ">u4")
+    return header.tobytes() + array.tobytes()
+
+
+@pytest.fixture
+def contents():
+    """The bytes of four valid files: 20 images for training and 10 for testing."""
+    random = np.random.default_rng(0)
+    return {
+        TRAIN_IMAGES: idx(random.integers(0, 256, (20, 28, 28))),
+        TRAIN_LABELS: idx(random.integers(0, 10, 20)),
+        TEST_IMAGES: idx(random.integers(0, 256, (10, 28, 28))),
+        TEST_LABELS: idx(np.arange(10)),
+    }
+
+
+def write(folder, contents, zipped=False):
+    folder.mkdir(exist_ok=True)
+    for name, data in contents.items():
+        (folder / (f"{name}.gz" if zipped else name)).write_bytes(gzip.compress(data) if zipped else data)
+    return folder
+
+
+@pytest.fixture
+def serve():
+    """Serves a folder over HTTP on this machine; returns its address."""
+    servers = []
+
+    def start(folder):
+        class Handler(http.server.SimpleHTTPRequestHandler):
+            def log_message(self, *args):
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}/"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def md5_of(folder):
+    return {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def assert_same(one, other):
+    for a, b in zip(one[:4], other[:4], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_digits_are_images_in_the_unit_range_with_labels():
+    digits = load("digits")
+    assert digits.name == "digits"
+    assert (len(digits.train_images), len(digits.test_images)) == (1437, 360)
+    for images, labels in (digits[:2], digits[2:4]):
+        assert images.shape == (len(labels), 1, 28, 28)
+        assert (images.dtype, labels.dtype) == (np.float32, np.int32)
+        assert images.min() == 0 and images.max() == 1
+
+
+def test_digits_split_holds_out_a_fifth_of_every_class():
+    digits = load("digits")
+    train, test = np.bincount(digits.train_labels), np.bincount(digits.test_labels)
+    np.testing.assert_allclose(test / (train + test), 0.2, atol=0.01)
+
+
+def test_digits_are_the_same_every_time():
+    assert_same(load("digits"), load("digits"))
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match=r"'cifar'.*digits"):
+        load("cifar")
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
+def test_idx_files_become_scaled_images_and_labels(name, tmp_path, contents):
+    dataset = load(name, write(tmp_path, contents))
+    assert dataset.name == name
+    assert dataset.train_images.shape == (20, 1, 28, 28) and dataset.train_images.dtype == np.float32
+    pixels = np.frombuffer(contents[TRAIN_IMAGES], np.uint8, offset=16).reshape(20, 1, 28, 28)
+    np.testing.assert_array_equal(np.round(dataset.train_images * 255), pixels)
+    np.testing.assert_array_equal(dataset.test_labels, np.arange(10))
+    assert dataset.test_labels.dtype == np.int32
+
+
+def test_gzipped_files_read_the_same_as_plain_ones(tmp_path, contents):
+    plain, zipped = write(tmp_path / "plain", contents), write(tmp_path / "zipped", contents, zipped=True)
+    assert_same(load("mnist", plain), load("mnist", zipped))
+
+
+BROKEN_FILES = {
+    "cut short": (TRAIN_IMAGES, lambda data: data[:-1], "15679 bytes after the header: wanted the 15680"),
+    "too long": (TEST_LABELS, lambda data: data + b"\0", "11 bytes after the header: wanted the 10"),
+    "empty": (TEST_IMAGES, lambda data: b"", "0 bytes: wanted at least the 16"),
+    "wrong magic": (TEST_LABELS, lambda data: idx(np.arange(10), 0x0B01), "0x00000b01: wanted 0x00000801"),
+    "labels for images": (TEST_IMAGES, lambda data: idx(np.arange(20)), "0x00000801: wanted 0x00000803"),
+    "wrong image size": (TEST_IMAGES, lambda data: idx(np.zeros((10, 32, 32))), r"\(32, 32\): wanted \(28, 28\)"),
+    "no images": (TRAIN_IMAGES, lambda data: idx(np.zeros((0, 28, 28))), "0 items: wanted at least 1"),
+    "too few labels": (TRAIN_LABELS, lambda data: idx(np.zeros(19)), "19 labels: wanted 20"),
+    "label out of range": (TRAIN_LABELS, lambda data: idx([*range(19), 3]), "label 18: wanted labels from 0 to 9"),
+}
+
+
+@pytest.mark.parametrize(("file", "damage", "message"), BROKEN_FILES.values(), ids=BROKEN_FILES)
+def test_a_broken_file_is_refused_by_name(file, damage, message, tmp_path, contents):
+    contents[file] = damage(contents[file])
+    with pytest.raises(ValueError, match=f"{file}: .*{message}"):
+        load("mnist", write(tmp_path, contents))
+
+
+GZIP_DAMAGE = {
+    "cut short": lambda data: data[:-20],
+    "flipped bytes": lambda data: data[:60] + bytes(byte ^ 0xFF for byte in data[60:80]) + data[80:],
+    "not gzip": lambda data: b"<html>no such file</html>",
+}
+
+
+@pytest.mark.parametrize("damage", GZIP_DAMAGE.values(), ids=GZIP_DAMAGE)
+def test_a_damaged_gzip_file_is_refused_by_name(damage, tmp_path, contents):
+    path = write(tmp_path, contents, zipped=True) / f"{TRAIN_IMAGES}.gz"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=f"{path.name}: .*wanted a whole gzip file"):
+        load("mnist", tmp_path)
+
+
+def test_files_of_the_other_dataset_are_refused(tmp_path, contents, monkeypatch):
+    folder = write(tmp_path, contents, zipped=True)
+    monkeypatch.setattr(datasets, "MD5", {"mnist": {}, "fashion_mnist": md5_of(folder)})
+    with pytest.raises(ValueError, match="is a file of fashion_mnist: wanted one of mnist"):
+        load("mnist", folder)
+
+
+def test_missing_files_are_downloaded_once(tmp_path, contents, serve):
+    source = write(tmp_path / "source", contents, zipped=True)
+    folder = tmp_path / "cache" / "mnist"
+    downloaded = load("mnist", folder, mirrors=[serve(source)], md5=md5_of(source))
+    assert sorted(path.name for path in folder.iterdir()) == sorted(f"{file}.gz" for file in ALL_FILES)
+    assert_same(downloaded, load("mnist", source))
+    assert_same(downloaded, load("mnist", folder, mirrors=[]))
+
+
+def test_a_mirror_with_a_wrong_checksum_is_passed_over(tmp_path, contents, serve):
+    good = write(tmp_path / "good", contents, zipped=True)
+    bad = write(tmp_path / "bad", {**contents, TRAIN_LABELS: idx(np.zeros(20))}, zipped=True)
+    downloaded = load("mnist", tmp_path / "cache", mirrors=[serve(bad), serve(good)], md5=md5_of(good))
+    assert_same(downloaded, load("mnist", good))
+
+
+def test_a_mirror_that_does_not_answer_is_passed_over(tmp_path, contents, serve):
+    source = write(tmp_path / "source", contents, zipped=True)
+    (tmp_path / "empty").mkdir()
+    mirrors = ["http://127.0.0.1:1/", serve(tmp_path / "empty"), serve(source)]
+    downloaded = load("mnist", tmp_path / "cache", mirrors=mirrors, md5=md5_of(source))
+    assert_same(downloaded, load("mnist", source))
+
+
+def test_a_download_with_a_wrong_checksum_leaves_nothing_behind(tmp_path, contents, serve):
+    source, folder = write(tmp_path / "source", contents, zipped=True), tmp_path / "cache"
+    wrong = dict.fromkeys(md5_of(source), "0" * 32)
+    with pytest.raises(FileNotFoundError, match=f"MD5 .*: wanted {'0' * 32}"):
+        load("mnist", folder, mirrors=[serve(source)], md5=wrong)
+    assert not folder.exists()
+
+
+def test_without_files_and_network_the_error_says_what_is_wanted_where(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        load("fashion_mnist", tmp_path, mirrors=["http://127.0.0.1:1/"])
+    assert all(name in str(error.value) for name in (str(tmp_path), *ALL_FILES))

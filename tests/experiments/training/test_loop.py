@@ -1,0 +1,248 @@
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments.data import augmentation
+from experiments.training import loop as training
+from experiments.training.loop import TIMINGS, TrainState
+
+pytestmark = pytest.mark.once
+
+
+def run(config, dataset=None, state=None, epochs_done=0):
+    """Every epoch's metrics and a copy of its state, from the start or from `state`."""
+    prepared = training.prepare(config, config.load() if dataset is None else dataset)
+    start = prepared.state if state is None else jax.tree.map(jnp.array, state)
+    for metrics, state, _ in training.run(prepared, start, epochs_done):
+        yield metrics, jax.tree.map(np.array, state)
+
+
+def deterministic(metrics):
+    return {name: value for name, value in metrics._asdict().items() if name not in TIMINGS}
+
+
+def same_bits(one, other):
+    return all(a.tobytes() == b.tobytes() for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+def test_the_same_seed_gives_the_same_bits(toy_config):
+    for (metrics, state), (metrics_again, state_again) in zip(run(toy_config()), run(toy_config()), strict=True):
+        assert deterministic(metrics) == deterministic(metrics_again)
+        assert same_bits(state, state_again)
+
+
+def test_another_seed_gives_other_bits(toy_config):
+    (metrics, state), *_ = run(toy_config(seed=0))
+    (other_metrics, other_state), *_ = run(toy_config(seed=1))
+    assert deterministic(metrics) != deterministic(other_metrics)
+    assert not same_bits(state, other_state)
+
+
+@pytest.mark.parametrize("augment", [None, functools.partial(augmentation.shift, pixels=1)], ids=["plain", "shifted"])
+def test_going_on_from_an_epoch_gives_the_same_bits_as_never_stopping(toy_config, monkeypatch, augment):
+    monkeypatch.setattr(toy_config, "augmentation", lambda config: augment)
+    *_, second, third, fourth = run(toy_config())
+    resumed = run(toy_config(), state=second[1], epochs_done=2)
+    for (metrics, state), (wanted_metrics, wanted_state) in zip(resumed, (third, fourth), strict=True):
+        assert deterministic(metrics) == deterministic(wanted_metrics)
+        assert same_bits(state, wanted_state)
+
+
+def test_training_learns(toy_config):
+    *_, (metrics, _) = run(toy_config(epochs=20))
+    assert metrics.test_accuracy > 0.9
+    assert metrics.train_loss < 0.5
+
+
+def count_visits(epoch, examples=23, batch_size=5, seed=0):
+    """Trains for an epoch on a loss whose gradient counts how often each example is seen."""
+    state = TrainState(jnp.zeros(examples), optax.sgd(batch_size).init(jnp.zeros(examples)))
+    state, losses, _ = training.train_epoch(
+        state,
+        jnp.arange(examples),
+        jnp.zeros(examples),
+        jax.random.key(seed),
+        epoch,
+        loss=lambda visits, example, target: (-visits[example], target),
+        optimizer=optax.sgd(batch_size),
+        batch_size=batch_size,
+    )
+    assert losses.shape == (examples // batch_size,)
+    return np.asarray(state.params)
+
+
+def test_an_epoch_sees_every_example_once_but_for_an_incomplete_batch():
+    visits = count_visits(epoch=1)
+    assert sorted(visits) == [0.0] * 3 + [1.0] * 20
+
+
+def test_epochs_leave_out_different_examples():
+    assert len({tuple(count_visits(epoch)) for epoch in range(1, 6)}) == 5
+
+
+def losses_of_noise(epoch, seed=0):
+    """An epoch's losses on inputs that an augmentation replaces by noise: a number a step."""
+    _, losses, _ = training.train_epoch(
+        TrainState(jnp.zeros(()), optax.sgd(1.0).init(jnp.zeros(()))),
+        jnp.zeros(23),
+        jnp.zeros(23),
+        jax.random.key(seed),
+        epoch,
+        loss=lambda _, noise, target: (noise, target),
+        optimizer=optax.sgd(1.0),
+        batch_size=5,
+        augment=lambda key, inputs: jax.random.uniform(key, inputs.shape),
+    )
+    return losses.tolist()
+
+
+def test_every_step_of_every_epoch_and_seed_is_augmented_differently():
+    losses = [loss for seed in (0, 1) for epoch in range(1, 4) for loss in losses_of_noise(epoch, seed)]
+    assert len(set(losses)) == len(losses) == 2 * 3 * 4
+
+
+def test_an_augmentation_is_for_training_and_not_for_the_evaluation(toy_config, monkeypatch):
+    monkeypatch.setattr(toy_config, "augmentation", lambda config: lambda key, images: jnp.zeros_like(images))
+    config, dataset = toy_config(epochs=1), toy_config().load()
+    ((metrics, state),) = run(config, dataset)
+    initial, loss = training.split(*config.build(jax.random.split(jax.random.key(config.seed))[0]))
+    before, after = initial["linear"], state.params["linear"]
+    np.testing.assert_array_equal(after["kernel"][...], before["kernel"][...])  # blank images have no gradient in it
+    assert np.all(after["bias"][...] != before["bias"][...])
+    losses, _ = loss(state.params, dataset.test_images, dataset.test_labels)
+    assert metrics.test_loss == pytest.approx(float(losses.mean()), rel=1e-5)
+
+
+def test_an_epoch_is_the_plain_loop_of_optimizer_steps(toy_config):
+    config, dataset = toy_config(epochs=1), toy_config().load()
+    (metrics, trained), *_ = run(config, dataset)
+
+    init_key, shuffle_key = jax.random.split(jax.random.key(config.seed))
+    params, loss = training.split(*config.build(init_key))
+    optimizer = training.make_optimizer(config.learning_rate, 6)
+    opt_state = optimizer.init(params)
+    order = np.asarray(jax.random.permutation(jax.random.fold_in(shuffle_key, 1), 100))
+    losses = []
+    for batch in order[:96].reshape(6, 16):
+        images, labels = dataset.train_images[batch], jnp.asarray(dataset.train_labels[batch])
+        value, grads = jax.value_and_grad(lambda p, x, y: loss(p, x, y)[0].mean())(params, images, labels)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    assert metrics.train_loss == pytest.approx(np.mean(losses), rel=1e-5)
+    for got, wanted in zip(jax.tree.leaves(trained.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 5, 37, 50])
+def test_evaluation_counts_every_example_exactly_once(batch_size):
+    inputs, targets = jnp.arange(37.0), jnp.arange(37) % 3
+    loss, correct, predictions = training.evaluate(
+        None,
+        inputs,
+        targets,
+        loss=lambda _, x, y: (x, jnp.zeros_like(y)),
+        batch_size=batch_size,
+    )
+    assert (float(loss), int(correct)) == (18.0, 13)
+    np.testing.assert_array_equal(predictions, np.zeros(37))
+
+
+def test_nothing_is_compiled_after_the_preparation(toy_config, caplog):
+    config = toy_config()
+    prepared = training.prepare(config, config.load())
+    with jax.log_compiles():
+        for _ in training.run(prepared, prepared.state):
+            pass
+        assert not [message for message in caplog.messages if "ompil" in message]
+        jax.jit(lambda x: x + 1)(1.0)
+    assert [message for message in caplog.messages if "ompil" in message]
+
+
+def test_metrics_describe_the_epoch(toy_config):
+    for number, (metrics, _) in enumerate(run(toy_config()), start=1):
+        assert (metrics.epoch, metrics.step) == (number, 6 * number)
+        assert metrics.images_per_second == pytest.approx(96 / metrics.seconds)
+        assert metrics.evaluation_seconds > 0
+        assert (metrics.compile_seconds > 0) == (number == 1)
+        assert (metrics.test_accuracy * 37).is_integer()
+
+
+def test_the_learning_rate_warms_up_to_its_peak_and_decays_to_nothing():
+    optimizer, rates = training.make_optimizer(0.1, 100), []
+    params = jnp.zeros(())
+    state = optimizer.init(params)
+    for _ in range(100):
+        # Adam's step under a constant gradient of 1 is the learning rate.
+        update, state = optimizer.update(jnp.ones(()), state, params)
+        rates.append(-float(update))
+    assert rates[0] < 0.01
+    assert max(rates) == pytest.approx(0.1, rel=1e-3)
+    assert np.argmax(rates) == 5
+    assert rates[-1] < 1e-3
+    assert all(a > b for a, b in itertools.pairwise(rates[5:]))
+
+
+def test_a_run_of_a_single_step_trains(toy_config):
+    config = toy_config(epochs=1, batch_size=100)
+    before = jax.tree.map(np.array, training.prepare(config, config.load()).state)
+    ((_, after),) = run(config)
+    assert not same_bits(before.params, after.params)
+
+
+def test_a_batch_larger_than_the_training_set_is_refused(toy_config):
+    with pytest.raises(ValueError, match="batch_size = 101: wanted at most 100"):
+        training.prepare(toy_config(batch_size=101), toy_config().load())
+
+
+def test_a_training_loss_that_is_not_finite_stops_the_run(toy_config):
+    dataset = toy_config().load()
+    dataset.train_images[:] = np.nan
+    with pytest.raises(FloatingPointError, match="training loss became nan in epoch 1, at its step 1 of 6"):
+        next(run(toy_config(), dataset))
+
+
+def test_parameters_that_break_in_an_epochs_last_update_stop_the_run(toy_config):
+    dataset = toy_config().load()
+    dataset.test_images[:] = np.nan
+    with pytest.raises(FloatingPointError, match="test loss became nan in epoch 1"):
+        next(run(toy_config(), dataset))
+
+
+def test_variables_that_are_no_parameters_stay_as_they_are(toy_config):
+    model, loss = toy_config().build(jax.random.key(0))
+    mask = np.array(model.mask[...])
+    params, pure_loss = training.split(model, loss)
+    assert len(jax.tree.leaves(params)) == 2
+    images, labels = jnp.ones((1, 1, 28, 28)), jnp.zeros(1, jnp.int32)
+    grads = jax.grad(lambda params: pure_loss(params, images, labels)[0].sum())(params)
+    np.testing.assert_array_equal(np.any(np.asarray(grads["linear"]["kernel"][...]) != 0, axis=1), mask == 1)
+
+
+INVALID = [
+    ("seed", -1),
+    ("batch_size", 0),
+    ("batch_size", 2.5),
+    ("epochs", -3),
+    ("learning_rate", -0.1),
+    ("learning_rate", float("nan")),
+    ("target_accuracy", 1.1),
+    ("resume", True),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), INVALID)
+def test_an_invalid_setting_is_refused_at_once(toy_config, field, value):
+    with pytest.raises(ValueError, match=f"{field} = {value}: wanted "):
+        toy_config(**{field: value})
+
+
+def test_settings_left_open_come_from_the_recipe(toy_config):
+    assert toy_config().epochs == 4
+    assert dataclasses.replace(toy_config(), epochs=7).epochs == 7

@@ -1,0 +1,375 @@
+"""What every op must do, in every implementation, driven by the table of ops."""
+
+import contextlib
+import functools
+import inspect
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    TOLERANCE,
+    assert_close,
+    case_of,
+    compiled,
+    cuda_program,
+    dot,
+    drawn,
+    every_implementation,
+    floats,
+    is_float,
+    last_program_first,
+    of_floats,
+    on_the_cpu,
+    op_of,
+    ours,
+    reference,
+    relative_error,
+    results_of,
+    value_and_gradients,
+)
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxbp
+from jaxbp.catalogue import BATCH, CATALOGUE
+from pallas_kernels.core.simulator import simulated
+
+# What is like another entry is tested with it where the formula makes no difference, and in test_formulas.py.
+DISTINCT = [entry for entry in CATALOGUE if not entry.like]
+NAMES = [entry.name for entry in DISTINCT]
+PLACES = [(entry.name, place) for entry in DISTINCT for place in entry.real]
+
+PAIRS = [name for name in NAMES if not re.search("_backward|_with_", name)]
+"""The ops that are differentiated by hand. With their gradients they call the kernels of all others, and in the same
+way, so that what is slow in an interpreter is done with these alone."""
+
+every_op = pytest.mark.parametrize("name", NAMES)
+every_pair = pytest.mark.parametrize("name", PAIRS)
+every_place = pytest.mark.parametrize(("name", "place"), PLACES)
+
+
+def test_every_public_op_is_in_the_table():
+    takes_implementation = {
+        name
+        for name in jaxbp.__all__
+        if inspect.isfunction(function := getattr(jaxbp, name))
+        and "implementation" in inspect.signature(function).parameters
+    }
+    assert takes_implementation == {entry.name for entry in CATALOGUE}
+
+
+# -------------------------------------------------------------------------------------------------- against differences
+
+
+def _differences(implementation):
+    """Where an implementation is held against differences: (context, dtype, step, tolerance)."""
+    if implementation == "pallas":
+        return contextlib.nullcontext(), "float32", 5e-3, 2e-2
+    return jax.enable_x64(True), "float64", 1e-5, 1e-7
+
+
+def _directions(arrays, count):
+    """Random directions in which to move the floating arrays."""
+    random = np.random.default_rng(0)
+    return [[random.standard_normal(a.shape).astype(a.dtype) for a in floats(arrays)] for _ in range(count)]
+
+
+def _move(arrays, direction, by):
+    direction = iter(direction)
+    return [np.asarray(a) + by * next(direction) if is_float(a) else a for a in arrays]
+
+
+def _gradient_of_sines(name, implementation, arrays):
+    """The gradient of the sum of the results' sines."""
+    run = compiled(name, None, implementation)
+    y, _ = run(arrays, drawn(name, dtype=arrays[0].dtype.name)[1])
+    return [np.asarray(g) for g in run(arrays, [np.cos(a) for a in y])[1]]
+
+
+@functools.cache
+def _hessian_products(name, implementation):
+    """The Hessian of the sum of the results' sines times a direction, by (reverse, forward) mode over reverse."""
+
+    @jax.jit
+    def run(arrays, direction):
+        function, values = of_floats(op_of(name, None, implementation), arrays), floats(arrays)
+        gradient = lambda *values: jax.grad(lambda v: sum(jnp.sum(jnp.sin(y)) for y in function(*v)))(values)  # noqa: E731
+        reverse = jax.vjp(gradient, *values)[1](tuple(direction))
+        return list(reverse), list(jax.jvp(gradient, values, direction)[1])
+
+    return run
+
+
+@pytest.mark.once
+@every_implementation
+@every_op
+def test_gradients_match_finite_differences(name, implementation):
+    context, dtype, step, tolerance = _differences(implementation)
+    with context:
+        arrays, cotangents = drawn(name, dtype=dtype)
+        run = compiled(name, None, implementation)
+        _, gradients = run(arrays, cotangents)
+        for direction in _directions(arrays, 4):
+            ahead, behind = (run(_move(arrays, direction, by), cotangents)[0] for by in (step, -step))
+            difference = (dot(cotangents, ahead) - dot(cotangents, behind)) / (2 * step)
+            np.testing.assert_allclose(dot(gradients, direction), difference, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.once
+@ours
+@every_pair
+def test_second_derivatives_match_finite_differences_of_the_gradient(name, implementation):
+    context, dtype, step, tolerance = _differences(implementation)
+    with context:
+        arrays, _ = drawn(name, dtype=dtype)
+        (direction,) = _directions(arrays, 1)
+        ahead, behind = (_gradient_of_sines(name, implementation, _move(arrays, direction, by)) for by in (step, -step))
+        products, _ = _hessian_products(name, implementation)(arrays, direction)
+        for product, a, b in zip(products, ahead, behind, strict=True):
+            np.testing.assert_allclose(product, (a - b) / (2 * step), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.once
+@ours
+@every_pair
+def test_forward_over_reverse_equals_reverse_over_reverse(name, implementation):
+    context, dtype, *_ = _differences(implementation)
+    with context:
+        arrays, _ = drawn(name, dtype=dtype)
+        (direction,) = _directions(arrays, 1)
+        reverse_over_reverse, forward_over_reverse = _hessian_products(name, implementation)(arrays, direction)
+        assert_close(forward_over_reverse, reverse_over_reverse, dtype)
+
+
+# ------------------------------------------------------------------------------------------------------ against float64
+
+
+@ours
+@every_op
+def test_value_and_gradients_match_float64(name, implementation):
+    _check_at_place(name, None, implementation, "float32", batch=2)
+
+
+@pytest.mark.once
+@ours
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@every_pair
+def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
+    y, gradients = compiled(name, None, implementation)(*drawn(name, dtype=dtype))
+    assert all(a.dtype == dtype for a in (*y, *gradients))
+    assert_close((y, gradients), reference(name, dtype=dtype), dtype)
+
+
+def _fits_the_interpreter(name, place):
+    return sum(a.size for a in jax.tree.leaves(case_of(name, place).structs(batch=1))) < 2**22
+
+
+@pytest.mark.once
+@every_implementation
+@pytest.mark.parametrize(
+    ("name", "place"), [(name, place) for name, place in PLACES if name in PAIRS and _fits_the_interpreter(name, place)]
+)
+def test_value_and_gradients_of_one_example_at_real_shapes_match_float64(name, place, implementation):
+    _check_at_place(name, place, implementation, "float32", batch=1)
+
+
+@every_implementation
+@every_op
+def test_an_empty_batch_has_gradients_of_every_shape(name, implementation):
+    place = _smallest_place(name)
+    op, arrays = op_of(name, place, implementation), case_of(name, place).structs(batch=0)
+    _, gradients = jax.eval_shape(value_and_gradients(op), arrays, results_of(op, arrays))
+    assert [gradient.shape for gradient in gradients] == [a.shape for a in floats(arrays)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "batch"), [("float32", 1), ("float32", 1000), ("bfloat16", 129), ("float16", 129)])
+@every_place
+def test_gpu_kernels_at_real_shapes_match_float64(name, place, dtype, batch):
+    _poison_memory()
+    _check_at_place(name, place, "pallas", dtype, batch)
+
+
+@pytest.mark.gpu
+@every_place
+def test_gpu_kernels_give_the_same_bits_twice(name, place):
+    once = compiled(name, place, "pallas")(*drawn(name, place, batch=1000))
+    _poison_memory()
+    again = compiled(name, place, "pallas")(*drawn(name, place, batch=1000))
+    assert _equal(once, again)
+
+
+def _equal(one, other):
+    """Whether all numbers are the same, and none is NaN."""
+    return jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, other))
+
+
+def _check_at_place(name, place, implementation, dtype, batch):
+    arrays, exact = drawn(name, place, dtype, batch), reference(name, place, dtype, batch)
+    actual = compiled(name, place, implementation)(*arrays)
+    if name.startswith("mlp") and dtype != "float32":
+        # What a hidden layer's ReLU sees is rounded: a few in a thousand are on its other side than in float64, and
+        # gradients jump there, whoever computes them.
+        actual, exact, native = map(jax.tree.leaves, (actual, exact, compiled(name, place, "autodiff")(*arrays)))
+        for a, n, e in zip(actual, native, exact, strict=True):
+            assert_close(a, e, max(TOLERANCE[dtype], 1.2 * relative_error(n, e)))
+    else:
+        assert_close(actual, exact, dtype)
+
+
+def _poison_memory():
+    """Leaves NaN in the memory that the next outputs get, so that one not written shows."""
+    jax.block_until_ready([jnp.full(1 << 28, jnp.nan) for _ in range(4)])
+
+
+# ---------------------------------------------------------------------------------------------- what a GPU would refuse
+
+
+def _places_and_dtypes():
+    """Every place of an entry and every dtype of its kernels, in as few pairs as show them all."""
+    for entry in DISTINCT:
+        pairs = zip(itertools.cycle(entry.real), itertools.cycle(entry.kernel_dtypes), strict=False)
+        for place, dtype in itertools.islice(pairs, max(len(entry.real), len(entry.kernel_dtypes))):
+            yield entry.name, place, dtype
+
+
+def _cuda_program(name, place, dtype, batch):
+    op, arrays = op_of(name, place, "pallas"), case_of(name, place).structs(batch=batch, dtype=jnp.dtype(dtype))
+    if "_backward" in name:  # a kernel, and its derivative is none
+        return cuda_program(op, *arrays)
+    return cuda_program(value_and_gradients(op), arrays, results_of(op, arrays))
+
+
+@pytest.mark.parametrize(("name", "place", "dtype"), list(_places_and_dtypes()))
+def test_kernels_lower_for_cuda_without_a_gpu(name, place, dtype):
+    program = _cuda_program(name, place, dtype, batch=16384)
+    assert ("mosaic_gpu" in program) != _left_to_xla(name, place, dtype)
+
+
+def _left_to_xla(name, place, dtype):
+    """Whether no kernel is faster there: pools of windows side by side, and products for the tensor cores alone, which
+    these tests of exact products do without."""
+    if name.startswith("mlp_"):
+        return True
+    if "max_pool2d" in name and "conv2d" not in name:
+        return place != "overlapping"
+    return dtype != "float32" and name in ("conv2d_backward_input", "linear", "linear_backward")
+
+
+@every_pair
+def test_float32_kernels_lower_for_cuda_under_x64(name):
+    with jax.enable_x64(True), jax.default_matmul_precision("default" if name.startswith("mlp_") else "highest"):
+        assert "mosaic_gpu" in _cuda_program(name, None, "float32", batch=2)
+
+
+@pytest.mark.once
+@every_pair
+def test_kernels_stay_in_bounds_and_write_every_output_in_the_simulator(name):
+    if name in ("conv2d_relu_max_pool2d", "gate_layer") and jax.__version_info__ < (0, 12):
+        pytest.skip("older simulators lack layouts of shared memory")
+    # The simulator raises on an access out of bounds, and starts outputs as NaN.
+    with on_the_cpu(), simulated():
+        result = jax.block_until_ready(compiled(name, None, "pallas")(*drawn(name)))
+    assert_close(result, reference(name), "float32")
+
+
+@pytest.mark.once
+@every_pair
+def test_kernels_give_the_same_bits_whichever_program_runs_first(name):
+    # The simulator runs programs one by one and takes their order for granted: this finds what depends on it.
+    run = compiled(name, None, "pallas")
+    with on_the_cpu():
+        in_order = run(*drawn(name))
+        with last_program_first():
+            last_first = run(*drawn(name))
+    assert _equal(last_first, in_order)
+
+
+# ------------------------------------------------------------------------------------------- choosing an implementation
+
+
+@every_op
+def test_float64_kernels_are_refused(name):
+    refused = pytest.raises(NotImplementedError, match=f"^{name}: .*does not take dtype float64, only")
+    with jax.enable_x64(True), refused:
+        op_of(name, None, "pallas")(*drawn(name, dtype="float64")[0])
+
+
+@every_op
+def test_none_falls_back_for_float64(name):
+    with jax.enable_x64(True):
+        results = results_of(op_of(name, None, None), drawn(name, dtype="float64")[0])
+        assert all(y.dtype == jnp.float64 for y in results)
+
+
+@every_op
+def test_unknown_implementation_is_refused(name):
+    wanted = f"^{name}: implementation is 'cuda'; wants 'pallas', 'xla', 'autodiff' or None"
+    with pytest.raises(ValueError, match=wanted):
+        op_of(name, None, "cuda")(*drawn(name)[0])
+
+
+# ------------------------------------------------------------------------------------------ under JAX's transformations
+
+
+@pytest.mark.once
+@ours
+@every_pair
+def test_without_jit_the_gradients_are_the_same(name, implementation):
+    arrays, cotangents = drawn(name)
+    _, vjp = jax.vjp(of_floats(op_of(name, None, implementation), arrays), *floats(arrays))
+    assert_close(vjp(cotangents), compiled(name, None, implementation)(arrays, cotangents)[1], "float32")
+
+
+@pytest.mark.once
+@ours
+@every_pair
+def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, implementation):
+    # All at once: each alone would compile the kernels again.
+    run = compiled(name, None, implementation)
+    remade = value_and_gradients(jax.checkpoint(op_of(name, None, implementation)))
+    each = [[drawn(name, seed=2 * i + j) for j in range(2)] for i in range(2)]
+    stack = lambda trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)  # noqa: E731
+    expected = stack([stack([run(*one) for one in row]) for row in each])
+    scan = jax.jit(lambda stacked: jax.lax.scan(lambda _, row: (None, jax.vmap(remade)(*row)), None, stacked)[1])
+    assert_close(scan(stack([stack(row) for row in each])), expected, "float32")
+
+
+@pytest.mark.once
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices to shard over")
+@every_implementation
+@every_pair
+def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, implementation):
+    # Arguments without a batch are the same on every device: their gradients must be summed over the devices.
+    place = _smallest_place(name)
+    op, (arrays, cotangents) = op_of(name, place, implementation), drawn(name, place, batch=4)
+    has_batch = [BATCH in argument.shape for argument in case_of(name, place).arguments]
+    results_have_batch = [c.shape != d.shape for c, d in zip(cotangents, drawn(name, place, batch=2)[1], strict=True)]
+
+    def loss(arrays, cotangents):
+        # Linear, so that it is the sum of the devices' shares also for a result that is itself a sum over the batch.
+        y = floats(jax.tree.leaves(op(*arrays)))
+        return jax.lax.psum(sum(jnp.sum(a * c) for a, c in zip(y, cotangents, strict=True)), "shard")
+
+    sharded_loss = jax.shard_map(
+        loss,
+        mesh=Mesh(jax.devices()[:2], ("shard",)),
+        in_specs=tuple([P("shard") if batch else P() for batch in each] for each in (has_batch, results_have_batch)),
+        out_specs=P(),
+        # Pallas' interpreter does not know the types by which shard_map tells what differs between devices.
+        check_vma=implementation != "pallas" or jax.default_backend() == "gpu",
+    )
+    function = of_floats(lambda *arrays: sharded_loss(list(arrays), cotangents), arrays)
+    gradients = jax.jit(jax.grad(lambda values: function(*values)[0]))(floats(arrays))
+    assert_close(gradients, reference(name, place, batch=4)[1], "float32")
+
+
+def _smallest_place(name):
+    sizes = {
+        place: sum(a.size for a in jax.tree.leaves(case_of(name, place).structs())) for n, place in PLACES if n == name
+    }
+    return min(sizes, key=sizes.get)

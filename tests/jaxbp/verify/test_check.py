@@ -1,0 +1,298 @@
+"""A check passes what is right, and catches every classic mistake in a backward."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbp
+from jaxbp import Pair
+from jaxbp.verify import check
+from pallas_kernels.pointwise.elementwise import elementwise
+
+pytestmark = pytest.mark.once
+
+quickly = functools.partial(check, order=1)
+
+
+def drawn(*shapes, dtype="float32", seed=0):
+    random = np.random.default_rng(seed)
+    return [random.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+# ----------------------------------------------------------------------------------------- a right op, and copies of it
+
+
+def dense(x, w, b):
+    return x @ w.T + b
+
+
+def dense_backward(dy, x, w, b):
+    return dy @ w, dy.T @ x, dy.sum(axis=0)
+
+
+DENSE = Pair(dense, {"xla": dense_backward})
+DENSE_ARGS = drawn((3, 4), (2, 4), (2,))
+
+
+def add(x, y):
+    return x + y
+
+
+def subtract(x, y):
+    return x - y
+
+
+def mean_squared_error(x, y):
+    return jnp.mean((x - y) ** 2)
+
+
+def convolve(x, w):
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "VALID")
+
+
+def convolve_backward(dy, x, w, *, flip):
+    wt = jnp.swapaxes(w, 0, 1)
+    full = [(f - 1, f - 1) for f in w.shape[2:]]
+    dx = jax.lax.conv_general_dilated(dy, wt[:, :, ::-1, ::-1] if flip else wt, (1, 1), full)
+    swap = functools.partial(jnp.swapaxes, axis1=0, axis2=1)
+    return dx, swap(jax.lax.conv_general_dilated(swap(x), swap(dy), (1, 1), "VALID"))
+
+
+def mean_squared_error_backward(dy, x, y, *, share):
+    dx = dy * 2 * (x - y) * (1 / x.size if share else 1)
+    return dx, -dx
+
+
+def relu_backward(dy, x):
+    return jnp.where(x > 0, dy, 0)
+
+
+# name -> (forward, right backward, wrong backward, arguments, argument that is wrong)
+PLANTED = {
+    "a missing broadcast sum": (
+        add,
+        lambda dy, x, y: (dy, dy.sum(axis=0, keepdims=True)),
+        lambda dy, x, y: (dy, dy[:1]),
+        drawn((3, 4), (1, 4)),
+        "y",
+    ),
+    "a missing 1/N": (
+        mean_squared_error,
+        functools.partial(mean_squared_error_backward, share=True),
+        functools.partial(mean_squared_error_backward, share=False),
+        drawn((3, 4), (3, 4)),
+        "x",
+    ),
+    "a filter that is not flipped": (
+        convolve,
+        functools.partial(convolve_backward, flip=True),
+        functools.partial(convolve_backward, flip=False),
+        drawn((1, 2, 4, 5), (3, 2, 2, 3)),
+        "x",
+    ),
+    "a wrong sign": (
+        subtract,
+        lambda dy, x, y: (dy, -dy),
+        lambda dy, x, y: (dy, dy),
+        drawn((3,), (3,)),
+        "y",
+    ),
+    "a dropped batch sum": (
+        dense,
+        dense_backward,
+        lambda dy, x, w, b: (dy @ w, dy.T @ x, dy[0]),
+        DENSE_ARGS,
+        "b",
+    ),
+    "a wrong mask at 0": (
+        jax.nn.relu,
+        relu_backward,
+        lambda dy, x: jnp.where(x >= 0, dy, 0),
+        drawn((3, 4)),
+        "x",
+    ),
+    "a wrong mask at 0, all of them 0": (
+        jax.nn.relu,
+        relu_backward,
+        lambda dy, x: jnp.where(x >= 0, dy, 0),
+        [np.zeros((2, 3), np.float32)],
+        "x",
+    ),
+    "a forgotten gradient": (
+        dense,
+        dense_backward,
+        lambda dy, x, w, b: (dy @ w, dy.T @ x, None),
+        DENSE_ARGS,
+        "b",
+    ),
+}
+
+
+def assert_caught(mistake, dtype):
+    forward, right, wrong, args, argument = PLANTED[mistake]
+    args = [a.astype(dtype) for a in args]
+    quickly(Pair(forward, {"xla": right}), *args, implementations=["xla"]).raise_if_failed()
+    result = quickly(Pair(forward, {"xla": wrong}), *args)
+    assert not result
+    assert ("xla", dtype, argument) in {(row.implementation, row.dtype, row.argument) for row in result.failures}
+    assert {row.implementation for row in result.failures} == {"xla"}  # JAX's own is right
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_planted_mistake_is_caught_and_named(mistake):
+    assert_caught(mistake, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("mistake", ["a missing 1/N", "a wrong mask at 0", "a dropped batch sum"])
+def test_a_planted_mistake_is_caught_in_every_dtype(mistake, dtype):
+    assert_caught(mistake, dtype)
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_a_gradient_of_the_wrong_shape_is_caught(implementation):
+    result = quickly(Pair(add, {implementation: lambda dy, x, y: (dy, dy)}), *drawn((3, 4), (4,)))
+    assert not result and result.failures[0].implementation == implementation
+
+
+def test_a_kernel_with_a_mistake_is_caught_and_its_formula_is_not():
+    wrong = functools.partial(elementwise, lambda dy, x: 2.01 * x * dy)
+    pair = Pair(lambda x: x * x, {"xla": lambda dy, x: 2 * x * dy, "pallas": wrong}, name="square")
+    result = check(pair, *drawn((5,)))
+    assert {row.implementation for row in result.failures} == {"pallas"}
+
+
+def test_a_backward_that_cannot_be_differentiated_rightly_fails_at_order_2_alone():
+    def backward(dy, x):
+        return jax.lax.stop_gradient(2 * x) * dy
+
+    pair = Pair(lambda x: x * x, {"xla": backward})
+    assert quickly(pair, *drawn((3,)))
+    assert {(row.implementation, row.order) for row in check(pair, *drawn((3,))).failures} == {("xla", 2)}
+
+
+def test_a_saved_value_that_is_not_the_forwards_is_caught():
+    pair = Pair(jnp.sin, {"xla": lambda dy, x: jnp.cos(x) * dy}, save=lambda x: (1.01 * jnp.sin(x), (x,)), name="sine")
+    (failure,) = quickly(pair, *drawn((3,))).failures
+    assert (failure.argument, failure.order) == ("value", 0)
+
+
+def test_a_failure_names_the_worst_element_and_both_values():
+    pair = Pair(lambda x: x * x, {"xla": lambda dy, x: dy * (2 * x).at[1, 2].add(1.0)}, name="square")
+    x = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+    result = quickly(pair, x, kinks=())
+    (row,) = result.failures
+    assert (row.argument, row.index) == ("x", (1, 2))
+    assert row.analytic / row.numeric == pytest.approx(13 / 12, rel=1e-5)
+    assert row.absolute == pytest.approx(abs(row.analytic - row.numeric))
+    with pytest.raises(
+        AssertionError, match=r"square, xla, float32, order 1: x\[1, 2\] is .*; wants .*\(differences\)"
+    ):
+        result.raise_if_failed()
+    assert "failed" in str(result)
+
+
+# ------------------------------------------------------------------------------------------------------- what is right
+
+
+def test_an_op_of_the_library_passes_in_every_implementation_and_order():
+    result = check(jaxbp.relu, *drawn((2, 3))).raise_if_failed()
+    assert {row.implementation for row in result.rows if row.verdict == "ok"} == set(jaxbp.IMPLEMENTATIONS)
+    assert {row.order for row in result.rows} == {0, 1, 2}
+    assert any("check_grads" in row.against for row in result.rows)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e4])
+def test_float32_is_held_to_its_own_tolerance_also_where_the_numbers_are_large_or_small(scale):
+    check(DENSE, *(np.float32(scale) * a for a in DENSE_ARGS), implementations=["xla"]).raise_if_failed()
+
+
+def test_what_runs_in_float64_is_held_to_1e_7():
+    x = drawn((4,), dtype="float64")
+    almost = Pair(jnp.sin, {"xla": lambda dy, x: (1 + 1e-6) * jnp.cos(x) * dy}, name="sine")
+    assert quickly(Pair(jnp.sin, {"xla": lambda dy, x: jnp.cos(x) * dy}, name="sine"), *x)
+    assert not quickly(almost, *x)
+    assert quickly(almost, *(a.astype(np.float32) for a in x))
+
+
+def test_an_implementation_that_does_not_take_the_arguments_is_skipped_and_says_why():
+    result = quickly(jaxbp.relu, *drawn((3,), dtype="float64"))
+    (row,) = [row for row in result.rows if row.implementation == "pallas"]
+    assert row.verdict == "skipped" and "does not take dtype float64" in row.reason
+    assert result
+
+
+def test_integers_are_skipped_and_said_so():
+    result = quickly(jaxbp.softmax_cross_entropy, *drawn((2, 3)), np.array([0, 2]), implementations=["xla"])
+    (row,) = [row for row in result.rows if row.argument == "labels"]
+    assert (row.verdict, row.reason) == ("skipped", "not floating, so without a gradient")
+
+
+def test_a_function_without_implementations_is_checked_as_it_is_and_in_forward_mode():
+    result = check(lambda x: jnp.sin(x) * x, *drawn((3,))).raise_if_failed()
+    assert {row.implementation for row in result.rows} == {None}
+    assert any(row.against == "check_grads, fwd and rev" for row in result.rows)
+
+
+def test_the_arrays_of_a_pytree_have_names():
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(x @ params["layers"][0]["w"]) * params["scale"])
+
+    w, scale, x = drawn((3, 2), (), (4, 3))
+    result = quickly(loss, {"layers": [{"w": w}], "scale": scale}, x).raise_if_failed()
+    assert {"params.layers.0.w", "params.scale", "x"} <= {row.argument for row in result.rows}
+
+
+def test_at_a_singular_point_the_gradient_is_held_against_autodiff():
+    right, wrong = (
+        Pair(jnp.log, {"xla": backward}, name="log")
+        for backward in (lambda dy, x: dy / x, lambda dy, x: dy / jnp.maximum(x, 1e-6))
+    )
+    x = np.array([0.5, 0.0, 2.0], np.float32)
+    assert quickly(right, x)
+    assert [row.index for row in quickly(wrong, x, kinks=()).failures] == [(1,)]
+    assert quickly(lambda x: 1 / x, x)  # infinite itself
+
+
+def test_without_a_convention_any_slope_will_do_at_a_kink_and_only_there():
+    pair = Pair(jax.nn.relu, {"xla": lambda dy, x: jnp.where(x >= 0, dy, 0)}, name="relu")
+    x = np.array([-1.0, 0.0, 2.0], np.float32)
+    assert not quickly(pair, x)
+    assert quickly(pair, x, kink_convention=False)
+    wrong = Pair(jax.nn.relu, {"xla": lambda dy, x: jnp.where(x >= 0, 2 * dy, 0)}, name="wrong")
+    assert [row.index for row in quickly(wrong, x, kink_convention=False).failures] == [(2,), (2,)]
+
+
+@pytest.mark.parametrize("function", [jnp.square, jax.nn.softplus, lambda x: x**3])
+def test_a_smooth_function_has_no_kink_where_its_slope_or_its_curvature_is_0(function):
+    result = quickly(function, np.array([0.5, 0.0, -2.0]))
+    assert result.raise_if_failed()
+    assert {row.against for row in result.rows if row.order == 1} == {"differences", "one element 0: difference"}
+
+
+def test_elements_beyond_the_most_are_held_against_autodiff():
+    pair = Pair(lambda x: x * x, {"xla": lambda dy, x: dy * (2 * x).at[7].add(1.0)}, name="square")
+    (row,) = quickly(pair, *drawn((20,)), most_elements=2, kinks=()).failures
+    assert row.index == (7,)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: check(jaxbp.relu, np.ones(2), order=3), ValueError, "check: order is 3; wants 1 or 2"),
+        (lambda: check(lambda i: i, np.arange(3)), ValueError, "check: <lambda> has no floating argument"),
+        (lambda: check(lambda x: jnp.argmax(x), np.ones(3)), ValueError, "check: <lambda> has no floating result"),
+        (
+            lambda: check(lambda x: jnp.float32(x), np.ones(3)),
+            TypeError,
+            "check: <lambda> gives float32 for float64 arguments; wants float64",
+        ),
+        (lambda: check(jaxbp.relu, np.ones(3), window=2), TypeError, "window"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,138 @@
+"""The weights' gradients on the tensor cores: in the simulator, lowered for CUDA, and on a GPU at LeNet's shapes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import normal, on_the_cpu
+
+from pallas_kernels.conv import conv2d, conv2d_relu_max_pool2d
+from pallas_kernels.conv import weights_gradient_sm90 as tensor_cores
+from pallas_kernels.core.layouts import LANES
+from pallas_kernels.core.simulator import simulated
+
+WINDOW = (2, 2)
+can_simulate = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="older simulators lack the tensor cores' instructions"
+)
+
+
+def operands(draw, K, P, Q, C, F, *, N=LANES, dtype="float32"):
+    """dy, places and x of a block whose windows fill its input."""
+    dy, x = draw((K, P, Q, N), (C, 2 * P + F - 1, 2 * Q + F - 1, N))
+    place = np.random.default_rng(2).integers(0, 5, (K, P, Q, N), np.uint8)
+    return dy.astype(dtype), jnp.asarray(place), x.astype(dtype)
+
+
+def integers(*shapes):
+    """Small whole numbers, whose products and sums are exact on the tensor cores too."""
+    random = np.random.default_rng(0)
+    return [jnp.asarray(random.integers(-3, 4, shape), jnp.float32) for shape in shapes]
+
+
+gradient = functools.partial(tensor_cores.weights_gradient, window=WINDOW)
+exact_gradient = functools.partial(conv2d_relu_max_pool2d.weights_gradient, window=WINDOW)
+
+# Whose rows are the tiles: the image's with one, and with two programs for the places; or the routed gradient's.
+BLOCKS = {
+    "image": (8, 2, 3, 2, 3),
+    "gradient": (16, 2, 2, 4, 5),
+    "lenet1": (6, 12, 12, 1, 5),
+    "lenet2": (16, 4, 4, 6, 5),
+}
+
+
+@pytest.mark.parametrize(
+    ("block", "images_on_left", "channels", "places"),
+    [("image", True, 1, 4), ("gradient", False, 2, 4), ("lenet1", True, 1, 2), ("lenet2", False, 2, 4)],
+)
+def test_plans(block, images_on_left, channels, places):
+    dy, _, x = jax.eval_shape(lambda: operands(normal, *BLOCKS[block]))
+    plan = tensor_cores.plan(dy.shape, x.shape, WINDOW, 4)
+    assert (plan.images_on_left, plan.channels, plan.places) == (images_on_left, channels, places)
+    assert plan.slots >= 2 and plan.warpgroups <= 4 and plan.slots * plan.bytes[0] + plan.bytes[1] <= 227 * 1024
+
+
+def test_they_pay_for_large_batches():
+    dy, _, x = jax.eval_shape(lambda: operands(normal, *BLOCKS["lenet2"], N=1024))
+    assert not tensor_cores.pays(dy.shape, x.shape, WINDOW, 4)
+    assert tensor_cores.pays((*dy.shape[:3], 2048), (*x.shape[:3], 2048), WINDOW, 4)
+
+
+def test_rows_that_do_not_come_in_eights_have_no_plan():
+    assert tensor_cores.plan((3, 2, 3, LANES), (1, 6, 8, LANES), WINDOW, 4) is None
+    assert tensor_cores.correlate_batch_plan((4, 5, 5, LANES), (1, 7, 7, LANES), 4) is None
+
+
+@can_simulate
+@pytest.mark.parametrize("block", ["image", "gradient"])
+def test_the_simulator_finds_the_pooled_gradient_right(block):
+    arrays = operands(integers, *BLOCKS[block])
+    with on_the_cpu():
+        expected = exact_gradient(*arrays)
+        with simulated():
+            actual = jax.jit(gradient)(*arrays)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@can_simulate
+@pytest.mark.parametrize(("K", "I", "J", "C", "F"), [(4, 4, 4, 2, 5), (8, 4, 4, 4, 5)])
+def test_the_simulator_finds_the_convolutions_gradient_right(K, I, J, C, F):  # noqa: E741
+    dy, x = integers((K, I, J, LANES), (C, I + F - 1, J + F - 1, LANES))
+    with on_the_cpu():
+        expected = conv2d.correlate_batch(dy, x), dy.sum((1, 2, 3))
+        with simulated():
+            actual = jax.jit(tensor_cores.correlate_batch)(dy, x)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@can_simulate
+def test_rounding_keeps_a_nan_of_all_ones():
+    dy, place, x = operands(integers, *BLOCKS["image"])
+    nan = np.array([0x7FFFFFFF], np.uint32).view(np.float32)[0]
+    with on_the_cpu(), simulated():
+        dw, db = jax.jit(gradient)(dy.at[3, 0, 0, 0].set(nan), place.at[3, 0, 0, 0].set(0), x)
+    assert np.isnan(db[3]) and np.isnan(dw[3]).all() and np.isfinite(np.delete(db, 3)).all()
+
+
+def test_without_a_gpu_the_exact_kernels_take_their_place():
+    arrays = operands(normal, *BLOCKS["image"])
+    with on_the_cpu():
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(gradient)(*arrays), jax.jit(exact_gradient)(*arrays))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("block", ["lenet1", "lenet2"])
+def test_they_lower_for_cuda(block, dtype):
+    dy, place, x = jax.eval_shape(lambda: operands(normal, *BLOCKS[block], N=1024, dtype=dtype))
+    program = jax.jit(gradient).trace(dy, place, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in program
+    K, P, Q, N = dy.shape
+    dz = jax.ShapeDtypeStruct((K, 2 * P, 2 * Q, N), dtype)
+    program = jax.jit(tensor_cores.correlate_batch).trace(dz, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in program
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("N", [LANES, 5 * LANES, 4096])
+@pytest.mark.parametrize("block", ["lenet1", "lenet2"])
+def test_gpu_gradients_match_float64_and_repeat_their_bits(block, N, dtype):
+    arrays = operands(normal, *BLOCKS[block], N=N, dtype=dtype)
+    dy, place, x = (np.asarray(a, np.float64) for a in arrays)
+    # The gradient at the convolution's resolution, as the pool's backward makes it.
+    K, P, Q, _ = dy.shape
+    dz = np.where(place[..., None] == np.arange(4), dy[..., None], 0).reshape(K, P, Q, N, 2, 2)
+    dz = dz.transpose(0, 1, 4, 2, 5, 3).reshape(K, 2 * P, 2 * Q, N)
+    patches = np.lib.stride_tricks.sliding_window_view(x, dz.shape[1:3], axis=(1, 2))
+    expected = np.einsum("kijn,cuvnij->kcuv", dz, patches, optimize=True), dz.sum((1, 2, 3))
+
+    def both(dy, place, x, dz):
+        return *gradient(dy, place, x), *tensor_cores.correlate_batch(dz, x)
+
+    once, again = (jax.jit(both)(*arrays, jnp.asarray(dz, dtype)) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, once, again)
+    for actual, wanted in zip(once, (*expected, *expected), strict=True):
+        assert np.linalg.norm(actual - wanted) <= 1e-3 * np.linalg.norm(wanted)

@@ -1,0 +1,133 @@
+"""Dense layers, softmax and cross-entropy on the tensor cores: in the simulator, lowered for CUDA, and on a GPU."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import on_the_cpu, relative_error
+
+from pallas_kernels.core.simulator import simulated
+from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
+
+can_simulate = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="older simulators lack the tensor cores' instructions"
+)
+SMALL, LENET = (40, 33, 31, 5), (256, 120, 84, 10)
+
+
+def draw(sizes, N, seed=0):
+    """x with the batch last and as many rows as the kernels want, labels, weights, biases and dy."""
+    random = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
+    x = jnp.zeros((kernels.widths(sizes)[0], N)).at[: sizes[0]].set(normal(sizes[0], N))
+    weights = tuple(normal(n, m) / np.sqrt(m) for m, n in itertools.pairwise(sizes))
+    labels = jnp.asarray(random.integers(0, sizes[-1], N), jnp.int32)
+    return x, labels, weights, tuple(normal(n) for n in sizes[1:]), normal(N)
+
+
+@jax.jit
+def both(x, labels, weights, biases, dy):
+    loss, logits, hidden = kernels.forward(x, labels, weights, biases)
+    return loss, logits, hidden, kernels.backward(dy, labels, logits, hidden, weights)
+
+
+def check(results, x, labels, weights, biases, dy):
+    """Holds both kernels to float64: the backward where the forward's rounded sums have the ReLUs."""
+    loss, logits, hidden, gradients = jax.tree.map(lambda a: np.asarray(a, np.float64), results)
+    weights, biases = ([np.asarray(a, np.float64) for a in arrays] for arrays in (weights, biases))
+    labels, h = np.asarray(labels), np.asarray(x, np.float64)[: weights[0].shape[1]].T
+    for w, b, actual in zip(weights, biases, (*hidden, logits), strict=True):
+        z = h @ w.T + b
+        h = np.maximum(z, 0) if actual is not logits else z
+        assert relative_error(actual[:, : len(w)], h) < 1e-3
+        behind = actual[:, len(w) :]
+        assert actual is logits or (behind == np.eye(1, behind.shape[1])).all()
+    expected = np.logaddexp.reduce(z, axis=1) - z[np.arange(len(z)), labels]
+    assert relative_error(loss, expected) < 1e-3
+
+    gradient = np.exp(z - np.logaddexp.reduce(z, axis=1)[:, None]) - np.eye(z.shape[1])[labels]
+    gradient *= np.asarray(dy, np.float64)[:, None]
+    for w, actual, h in zip(reversed(weights), gradients, (*reversed(hidden), None), strict=False):
+        assert relative_error(actual[:, : len(w)], gradient) < 1e-3 and not actual[:, len(w) :].any()
+        gradient = gradient @ w * (1 if h is None else h[:, : w.shape[1]] > 0)
+    assert relative_error(gradients[-1][: weights[0].shape[1]], gradient.T) < 1e-3
+
+
+@jax.jit
+def at_once(x, labels, weights, biases, dy):
+    loss, logits, hidden, gradients = kernels.forward_and_gradients(x, labels, weights, biases)
+    sizes = (weights[0].shape[1], *(len(w) for w in weights))
+    return (loss, logits, hidden, gradients), kernels.weighed_gradients(dy, x, hidden, gradients, sizes)
+
+
+def check_at_once(results, x, labels, weights, biases, dy):
+    """Holds rows and gradients to float64, and what is made of them to sums of them in float64."""
+    check(results[0], x, labels, weights, biases, jnp.ones_like(dy))
+    x, dy, (_, _, hidden, gradients), (dx, *layers) = jax.tree.map(
+        lambda a: np.asarray(a, np.float64), (x, dy, *results)
+    )
+    assert relative_error(dx, gradients[-1] * dy) < 1e-6
+    for i, (w, dz, h) in enumerate(zip(weights, reversed(gradients[:-1]), (x.T, *hidden), strict=True)):
+        dz = dz[:, : len(w)] * dy[:, None]
+        assert relative_error(layers[2 * i], dz.T @ h[:, : w.shape[1]]) < 1e-3
+        assert relative_error(layers[2 * i + 1], dz.sum(axis=0)) < 1e-3
+
+
+@can_simulate
+@pytest.mark.parametrize(("sizes", "N"), [(SMALL, 128), ((32, 7), 256)], ids=["three layers", "one layer"])
+def test_the_simulator_finds_rows_and_gradients_at_once_right(sizes, N):
+    arrays = draw(sizes, N)
+    with on_the_cpu(), simulated():
+        results = jax.block_until_ready(at_once(*arrays))
+    check_at_once(results, *arrays)
+
+
+def test_rows_and_gradients_are_made_at_once_in_small_batches_where_they_fit():
+    assert kernels.together(128, LENET) and kernels.together(1024, LENET)
+    assert not kernels.together(8192, LENET) and not kernels.together(128, (256, 200, 200, 10))
+
+
+@can_simulate
+@pytest.mark.parametrize("sizes", [SMALL, (32, 7)], ids=["three layers", "one layer"])
+def test_the_simulator_finds_them_right(sizes):
+    arrays = draw(sizes, kernels.EXAMPLES)
+    with on_the_cpu(), simulated():
+        results = jax.block_until_ready(both(*arrays))
+    check(results, *arrays)
+
+
+@can_simulate
+def test_a_label_that_is_no_class_gives_nan_to_its_example_alone():
+    x, labels, *others = draw((32, 9, 4), kernels.EXAMPLES)
+    with on_the_cpu(), simulated():
+        loss, *_, gradients = jax.block_until_ready(both(x, labels.at[3].set(4).at[5].set(-1), *others))
+    for rows in (loss[:, None], gradients[-1].T, gradients[1][:, :9]):
+        assert (np.isnan(rows).any(axis=1) == np.isin(np.arange(kernels.EXAMPLES), (3, 5))).all()
+
+
+def test_sizes_that_fit():
+    assert kernels.widths(LENET) == (256, 128, 96, 32)
+    assert kernels.widths((31, 32, 32)) == (32, 64, 32)  # a one behind the hidden layer's 32
+    assert kernels.fits(LENET)
+    assert not kernels.fits((256, 256, 10)) and not kernels.fits((288, 10)) and not kernels.fits((256,) + (224,) * 4)
+
+
+@pytest.mark.parametrize("run", [both, at_once], ids=["apart", "at once"])
+@pytest.mark.parametrize("sizes", [LENET, SMALL, (64, 3)])
+def test_they_lower_for_cuda(sizes, run):
+    program = run.trace(*draw(sizes, 256)).lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("custom_call @mosaic_gpu") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("run", "check", "N"),
+    [*((both, check, N) for N in (64, 1024, 8192)), *((at_once, check_at_once, N) for N in (128, 256, 1024))],
+)
+def test_gpu_results_match_float64_and_repeat_their_bits(run, check, N):
+    arrays = draw(LENET, N)
+    once, again = run(*arrays), run(*arrays)
+    jax.tree.map(np.testing.assert_array_equal, once, again)
+    check(once, *arrays)
