@@ -118,7 +118,7 @@ def launch(
     else:
         if not scratch and jax.default_backend() == "cpu":
             _warn_interpreted()
-        results = _bind(mosaic, interpreted, arrays, out)
+        results = _bind(name, mosaic, interpreted, arrays, out)
     return vary_alike((arrays, results))[1]
 
 
@@ -130,16 +130,16 @@ _launch_p.def_impl(functools.partial(apply_primitive, _launch_p))
 
 
 @_launch_p.def_abstract_eval
-def _(*_, shapes, **__):
+def _(*_, shapes, **options):
     return [jax.core.ShapedArray(a.shape, a.dtype) for a in shapes]
 
 
-def _bind(mosaic, interpreted, arrays, out):
+def _bind(name, mosaic, interpreted, arrays, out):
     leaves, structure = jax.tree.flatten(out)
     shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
     # A body is traced when it is lowered, in the contexts of that moment: those that matter to it come along.
     cuda, default = (_traced_later(function, jax.config.jax_enable_x64) for function in (mosaic, interpreted))
-    return structure.unflatten(_launch_p.bind(*arrays, cuda=cuda, default=default, shapes=shapes))
+    return structure.unflatten(_launch_p.bind(*arrays, name=name, cuda=cuda, default=default, shapes=shapes))
 
 
 def _traced_later(function, x64):
@@ -158,11 +158,11 @@ mlir.register_lowering(
 )
 
 
-def _batch(arrays, axes, *, cuda, default, shapes):
+def _batch(arrays, axes, *, name, cuda, default, shapes):
     size = next(a.shape[axis] for a, axis in zip(arrays, axes, strict=True) if axis is not batching.not_mapped)
     cuda, default = (jax.vmap(function, tuple(axes)) for function in (cuda, default))
     shapes = tuple(jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a in shapes)
-    return _launch_p.bind(*arrays, cuda=cuda, default=default, shapes=shapes), (0,) * len(shapes)
+    return _launch_p.bind(*arrays, name=name, cuda=cuda, default=default, shapes=shapes), (0,) * len(shapes)
 
 
 batching.primitive_batchers[_launch_p] = _batch
