@@ -159,7 +159,7 @@ mlir.register_lowering(
 
 
 def _batch(arrays, axes, *, name, cuda, default, shapes):
-    size = next(a.shape[axis] for a, axis in zip(arrays, axes, strict=True) if axis is not batching.not_mapped)
+    size = next(a.shape[axis] for a, axis in zip(arrays, axes, strict=True) if axis is not None)
     cuda, default = (jax.vmap(function, tuple(axes)) for function in (cuda, default))
     shapes = tuple(jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a in shapes)
     return _launch_p.bind(*arrays, name=name, cuda=cuda, default=default, shapes=shapes), (0,) * len(shapes)

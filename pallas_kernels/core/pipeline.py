@@ -62,7 +62,7 @@ class Ring:
         plgpu.barrier_wait(self.loaded.at[self.stage(step)])
 
     def release(self, step: Any) -> None:
-        """Tells the producer that a consumer has read a step's stage."""
+        """Tells the producer that a consumer has read a stage; after reads into registers, `commit_smem` first."""
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
 
     def produce(self, step: Any) -> None:

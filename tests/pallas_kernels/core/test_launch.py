@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import last_program_first, on_the_cpu
+from helpers import cuda_program, last_program_first, on_the_cpu
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.launch import batch_first, batch_last, launch
-from pallas_kernels.core.layouts import LANES, largest_divisor, vector_length
-from pallas_kernels.core.simulator import simulated
+from pallas_kernels.core.layouts import LANES
 
 ROOT = Path(__file__).parents[3]
 FIRST, SECOND = pl.ds(0, LANES), pl.ds(LANES, LANES)
@@ -62,49 +62,70 @@ def test_the_interpreter_warns_once_per_process_and_only_when_it_runs():
     assert after.count("jaxbp: no GPU found, so Pallas kernels run in an interpreter: right, but slow.") == 1
 
 
-# ------------------------------------------------------------------------------------------------ what mistakes show as
+# ------------------------------------------------------------------------------------------------------- one primitive
 
 
-def test_a_right_kernel_passes_the_simulator():
-    with simulated():
-        y = run(double, rows())
-    np.testing.assert_array_equal(y, 2 * rows())
+def counted(traced):
+    def body(x_ref, y_ref, *, i):
+        traced.append(i)
+        y_ref[i, FIRST] = 2 * x_ref[i, FIRST]
+
+    return jax.jit(lambda x: run(body, x))
 
 
-def reads_behind_the_end(x_ref, y_ref, *, i):
-    y_ref[i, FIRST] = x_ref[i + 1, FIRST]
+def test_a_body_is_traced_when_it_is_lowered_and_for_that_platform_alone():
+    traced = []
+    program = counted(traced).trace(rows())
+    assert not traced
+    assert "planted" in str(program.jaxpr)
+    assert "mosaic_gpu" in program.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(traced) == 1
+    np.testing.assert_array_equal(program.lower(lowering_platforms=("cpu",)).compile()(rows()), 2 * rows())
+    assert len(traced) == 2
 
 
-def reads_a_vector_half_outside(x_ref, y_ref, *, i):
-    y_ref[i, FIRST] = x_ref[i, pl.ds(i, LANES)]
+def test_a_body_traced_under_x64_has_its_types_where_it_is_lowered_outside():
+    types = []
+
+    def body(x_ref, y_ref, *, i):
+        types.append(jnp.zeros(()).dtype)
+        y_ref[i, FIRST] = x_ref[i, FIRST]
+
+    x = rows()
+    with jax.enable_x64(True):
+        program = jax.jit(lambda x: run(body, x)).trace(x)
+    program.lower(lowering_platforms=("cuda",))
+    assert types == [jnp.float64]
 
 
-def writes_behind_the_end(x_ref, y_ref, *, i):
-    y_ref[i + 1, FIRST] = x_ref[i, FIRST]
+@pytest.mark.parametrize("axis", [0, 1])
+def test_vmap_runs_the_kernel_on_every_example(axis):
+    x = jnp.stack([rows(), 1 + rows(), 2 - rows()], axis)
+    y = jax.vmap(lambda x: run(double, x), axis)(x)
+    np.testing.assert_array_equal(y, 2 * jnp.moveaxis(x, axis, 0))
+    assert "mosaic_gpu" in cuda_program(jax.vmap(lambda x: run(double, x), axis), x)
 
 
-@pytest.mark.parametrize("body", [reads_behind_the_end, reads_a_vector_half_outside, writes_behind_the_end])
-def test_the_simulator_raises_on_an_access_out_of_bounds(body):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"Out-of-bounds|AssertionError"), simulated():
-        jax.block_until_ready(run(body, rows()))
+def test_an_example_that_is_the_same_for_all_is_not_copied_by_vmap():
+    def add(x_ref, z_ref, y_ref, *, i):
+        y_ref[i, FIRST] = x_ref[i, FIRST] + z_ref[i, FIRST]
+
+    x = jnp.stack([rows(), 1 + rows()])
+    y = jax.vmap(lambda x, z: run(add, x, z), (0, None))(x, rows())
+    np.testing.assert_array_equal(y, x + rows())
 
 
-def test_the_simulator_works_again_after_it_raised():
-    with pytest.raises(jax.errors.JaxRuntimeError), simulated():
-        jax.block_until_ready(run(reads_behind_the_end, rows()))
-    with simulated():
-        np.testing.assert_array_equal(run(double, rows()), 2 * rows())
+def test_shared_memory_wants_a_gpu_or_the_simulator():
+    def body(x_ref, y_ref, scratch, *, i):
+        y_ref[i, FIRST] = x_ref[i, FIRST]
+
+    scratch = [plgpu.SMEM((LANES,), jnp.float32)]
+    out = jax.ShapeDtypeStruct((2, LANES), jnp.float32)
+    with pytest.raises(NotImplementedError, match=r"^planted: uses a GPU's shared memory"):
+        launch(body, rows(), out=out, grid={"i": 2}, name="planted", scratch=scratch)
 
 
-def writes_the_first_row(x_ref, y_ref, *, i):
-    y_ref[0, FIRST] = x_ref[0, FIRST]
-
-
-@pytest.mark.parametrize(("dtype", "unwritten"), [("float32", np.nan), ("bfloat16", np.nan), ("uint8", 255)])
-def test_an_unwritten_output_shows_in_the_simulator(dtype, unwritten):
-    with simulated():
-        y = run(writes_the_first_row, rows().astype(dtype), dtype=dtype, programs=1)
-    np.testing.assert_array_equal(y[1].astype(jnp.float32), np.full(LANES, unwritten))
+# ------------------------------------------------------------------------------------------------ the order of programs
 
 
 def all_write_the_same_place(x_ref, y_ref, *, i):
@@ -119,12 +140,6 @@ def write_over_each_other_in_turn(x_ref, y_ref, *, i):
 
 def reads_what_another_wrote(x_ref, y_ref, *, i):
     y_ref[i, FIRST] = jnp.where(i == 0, x_ref[0, FIRST], y_ref[0, FIRST])
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="its simulator puts the programs of a grid in an order")
-def test_the_simulator_raises_on_a_race():
-    with pytest.raises((jax.errors.JaxRuntimeError, RuntimeError), match=r"(?i)race"), simulated():
-        jax.block_until_ready(run(all_write_the_same_place, rows()))
 
 
 @pytest.mark.parametrize("body", [all_write_the_same_place, write_over_each_other_in_turn, reads_what_another_wrote])
@@ -151,26 +166,3 @@ def test_batch_last_fills_up_with_zeros_and_batch_first_gives_it_back(batch, lan
     assert last.shape == (*shape, lanes)
     assert jnp.all(last[..., batch:] == 0)
     np.testing.assert_array_equal(batch_first(last, batch), x)
-
-
-@pytest.mark.parametrize(
-    ("lanes", "dtypes", "length"),
-    [
-        (128, ["float32"], 128),
-        (256, ["float32"], 256),
-        (384, ["float32"], 128),
-        (512, ["float32"], 512),
-        (1024, ["float32", "float32"], 512),
-        (1024, ["float32", "uint8"], 256),
-        (1024, ["bfloat16", "int32"], 256),
-    ],
-)
-def test_vectors_are_the_longest_that_divide_the_lanes_and_load_at_once(lanes, dtypes, length):
-    assert vector_length(*(jax.ShapeDtypeStruct((3, lanes), dtype) for dtype in dtypes)) == length
-
-
-@pytest.mark.parametrize(
-    ("n", "at_most", "divisor"), [(12, 8, 6), (7, 8, 7), (13, 8, 1), (1, 8, 1), (8, 0, 1), (0, 8, 1)]
-)
-def test_largest_divisor(n, at_most, divisor):
-    assert largest_divisor(n, at_most) == divisor
