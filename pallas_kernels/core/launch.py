@@ -77,40 +77,12 @@ def launch(
     Returns:
       An array for each entry of `out`, in its structure.
     """
-    cluster = cluster or {}
     options = {"lowering_semantics": _LANE, "unsafe_no_auto_barriers": not barriers}
     if not sums_across_warps:
         options["reduction_scratch_bytes"] = 0
-
-    def mosaic(*arrays, interpret=None):
-        def numbered(*refs):
-            axes = [*grid, *cluster, "warpgroup"] if warpgroups else [*grid, *cluster]
-            body(*refs, **{axis: lax.axis_index(axis) for axis in axes})
-
-        numbered.__name__ = name
-        return plgpu.kernel(
-            numbered,
-            out_type=out,
-            grid=tuple(grid.values()),
-            grid_names=tuple(grid),
-            cluster=tuple(cluster.values()),
-            cluster_names=tuple(cluster),
-            num_threads=warpgroups,
-            thread_name="warpgroup" if warpgroups else None,
-            scratch_types=scratch,
-            compiler_params=plgpu.CompilerParams(**options),
-            interpret=interpret,
-        )(*arrays)
-
-    def interpreted(*arrays):
-        if scratch:
-            raise NotImplementedError(f"{name}: uses a GPU's shared memory, which only GPUs and `simulated` have")
-
-        def numbered(*refs):
-            body(*refs, **{axis: pl.program_id(i) for i, axis in enumerate(grid)})
-
-        return pl.pallas_call(numbered, out_shape=out, grid=tuple(grid.values()), interpret=True, name=name)(*arrays)
-
+    place = dict(out=out, grid=grid, name=name, scratch=scratch)
+    mosaic = functools.partial(_mosaic, body, **place, cluster=cluster or {}, warpgroups=warpgroups, options=options)
+    interpreted = functools.partial(_interpreted, body, **place)
     arrays = vary_alike(arrays)
     if (params := simulating()) is not None:
         with _check_vma(False):
@@ -120,6 +92,37 @@ def launch(
             _warn_interpreted()
         results = _bind(name, mosaic, interpreted, arrays, out)
     return vary_alike((arrays, results))[1]
+
+
+def _mosaic(body, *arrays, out, grid, name, scratch, cluster, warpgroups, options, interpret=None):
+    def numbered(*refs):
+        axes = [*grid, *cluster, "warpgroup"] if warpgroups else [*grid, *cluster]
+        body(*refs, **{axis: lax.axis_index(axis) for axis in axes})
+
+    numbered.__name__ = name
+    return plgpu.kernel(
+        numbered,
+        out_type=out,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        cluster=tuple(cluster.values()),
+        cluster_names=tuple(cluster),
+        num_threads=warpgroups,
+        thread_name="warpgroup" if warpgroups else None,
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(**options),
+        interpret=interpret,
+    )(*arrays)
+
+
+def _interpreted(body, *arrays, out, grid, name, scratch):
+    if scratch:
+        raise NotImplementedError(f"{name}: uses a GPU's shared memory, which only GPUs and `simulated` have")
+
+    def numbered(*refs):
+        body(*refs, **{axis: pl.program_id(i) for i, axis in enumerate(grid)})
+
+    return pl.pallas_call(numbered, out_shape=out, grid=tuple(grid.values()), interpret=True, name=name)(*arrays)
 
 
 # ------------------------------------------------------------------------------------------------------ the primitive
