@@ -92,6 +92,10 @@ def load(name: str) -> Report | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
+def nothing(name: str) -> str:
+    return f"*Not measured yet: `docs/results/{name}.json` has no such rows.*"
+
+
 def missing(name: str) -> str:
     return f"*Not measured yet: there is no `docs/results/{name}.json`.*"
 
@@ -226,7 +230,8 @@ def works(page: Path, name: str, columns: str = "speedup,peer,floor", **where: s
     """A line for each work and batch, with a column of microseconds for each implementation of ours."""
     if (report := load(name)) is None:
         return missing(name)
-    rows = rows_of(report, where)
+    if not (rows := rows_of(report, where)):
+        return nothing(name)
     implementations = list(dict.fromkeys(row["implementation"] for row in rows if not row.get("peer")))
     shown = [COLUMNS[column] for column in columns.split(",")]
     head = ["work, µs", *(f"`{name}`" for name in implementations), *(heading for heading, _ in shown)]
@@ -241,7 +246,8 @@ def variants(page: Path, name: str, **where: str) -> str:
     """A line for each implementation and each variant of a peer, with a column of microseconds for each work."""
     if (report := load(name)) is None:
         return missing(name)
-    rows = rows_of(report, where)
+    if not (rows := rows_of(report, where)):
+        return nothing(name)
     found = list(works_of(rows))
     implementations = dict.fromkeys(row["implementation"] for row in rows)
     peers = {row["implementation"] for row in rows if row.get("peer")}
@@ -270,14 +276,15 @@ def ratios(page: Path, name: str, of: str = "None", over: str = "autodiff", low:
     return text + "\n" + provenance(page, name, report, report["rows"])
 
 
-def training(page: Path, pattern: str) -> str:
-    """A line for each run of `experiments.train` whose file's name matches."""
+def training(page: Path, pattern: str, experiment: str) -> str:
+    """A line for each run of this experiment by `experiments.train` among the files whose names match."""
     paths = sorted((DOCS / "results").glob(f"{pattern}.json"))
-    if not paths:
+    reports = {path: load(path.stem) for path in paths}
+    reports = {path: run for path, run in reports.items() if f"experiments.train {experiment}" in run["command"]}
+    if not reports:
         return missing(pattern)
     lines = []
-    for path in paths:
-        report = load(path.stem)
+    for path, report in reports.items():
         link = os.path.relpath(path, page.parent)
         command = re.sub(r"^.*experiments\.train ", "", report["command"])
         command = re.sub(r" ?--(?:json|data-dir|run-dir)[ =]\S+", "", command)
@@ -290,7 +297,7 @@ def training(page: Path, pattern: str) -> str:
         "evaluation, s",
         "compilation, s",
     ]
-    devices = dict.fromkeys(f"{r['device']}, jax {r['versions']['jax']}" for r in map(load, (p.stem for p in paths)))
+    devices = dict.fromkeys(f"{r['device']}, jax {r['versions']['jax']}" for r in reports.values())
     return (
         f"{markdown(head, lines)}\n\nA run each: {'; '.join(devices)}. Training is without evaluation and compilation."
     )
