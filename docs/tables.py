@@ -290,12 +290,13 @@ def training(page: Path, pattern: str, experiment: str) -> str:
         command = re.sub(r" ?--(?:json|data-dir|run-dir)[ =]\S+", "", command)
         lines.append([f"[`{command}`]({link})", *_training_cells(report)])
     head = [
-        "`python -m experiments.train`",
+        "`experiments.train`",
         "test accuracy",
         "epochs",
         "training, s",
         "evaluation, s",
         "compilation, s",
+        "images/s",
     ]
     devices = dict.fromkeys(f"{r['device']}, jax {r['versions']['jax']}" for r in reports.values())
     return (
@@ -304,17 +305,12 @@ def training(page: Path, pattern: str, experiment: str) -> str:
 
 
 def _training_cells(report: Report) -> list[str]:
-    spent = report.get("seconds")
-    spent = spent if isinstance(spent, Mapping) else {"training": spent}
-    accuracy = report.get("test_accuracy")
-    epochs = report.get("epochs")
+    rate = report.get("images_per_second")
     return [
-        "" if accuracy is None else f"{accuracy:.4f}",
-        "" if not isinstance(epochs, int) else str(epochs),
-        *(
-            "" if spent.get(part) is None else f"{spent[part]:.2f}"
-            for part in ("training", "evaluation", "compilation")
-        ),
+        f"{report['test_accuracy']:.4f}",
+        str(report["epochs"]),
+        *(number(report.get(f"{part}_seconds")) for part in ("train", "evaluation", "compile")),
+        "" if rate is None else f"{rate:,.0f}",
     ]
 
 

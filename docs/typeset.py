@@ -55,7 +55,7 @@ def latex(formula: str) -> str | None:
         result, rest = _expression(tokens)
     except ValueError:
         return None
-    return None if rest else result.strip()
+    return None if rest else " ".join(result.split())
 
 
 def _expression(tokens: list[tuple[str, str]], until: str = "") -> tuple[str, list]:
