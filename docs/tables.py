@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-OURS = ("pallas", "None", "xla")
-"""In this order, the implementation that a summary calls ours: the first that the run has."""
+PREFERRED = ("pallas", "None", "xla")
+"""In this order, the implementation that stands for the library in a summary: the first that the run has."""
 HOST_BOUND = 0.05
 """Below this share of waiting for the device a time is the host's, as in the bench's own report."""
 WHY = "why not more"
@@ -92,11 +92,11 @@ def load(name: str) -> Report | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def nothing(name: str) -> str:
+def no_rows(name: str) -> str:
     return f"*Not measured yet: `docs/results/{name}.json` has no such rows.*"
 
 
-def missing(name: str) -> str:
+def no_file(name: str) -> str:
     return f"*Not measured yet: there is no `docs/results/{name}.json`.*"
 
 
@@ -119,8 +119,9 @@ def time(row: Row | None) -> float | None:
     return row.get("microseconds") if row else None
 
 
-def ours(rows: Mapping[str, Row]) -> Row | None:
-    return next((rows[name] for name in OURS if time(rows.get(name)) is not None), None)
+def library(rows: Mapping[str, Row]) -> Row | None:
+    """The library's row: that of the preferred implementation."""
+    return next((rows[name] for name in PREFERRED if time(rows.get(name)) is not None), None)
 
 
 def best_peer(rows: Mapping[str, Row]) -> Row | None:
@@ -216,12 +217,12 @@ def errors(rows: Sequence[Row]) -> str:
 # --------------------------------------------------------------------------------------------------------------- tables
 
 COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
-    "speedup": ("ours over autodiff", lambda rows: ratio(ours(rows), rows.get("autodiff"))),
-    "peer": ("ours over the best peer", lambda rows: ratio(ours(rows), best_peer(rows))),
-    "floor": ("ours, % of the floor", lambda rows: floor(ours(rows))),
-    "memory": ("temporaries, MiB", lambda rows: mebibytes(ours(rows))),
+    "speedup": ("ours over autodiff", lambda rows: ratio(library(rows), rows.get("autodiff"))),
+    "peer": ("ours over the best peer", lambda rows: ratio(library(rows), best_peer(rows))),
+    "floor": ("ours, % of the floor", lambda rows: floor(library(rows))),
+    "memory": ("temporaries, MiB", lambda rows: mebibytes(library(rows))),
     "autodiff_memory": ("autodiff's, MiB", lambda rows: mebibytes(rows.get("autodiff"))),
-    "compilation": ("compilation, s", lambda rows: seconds(ours(rows))),
+    "compilation": ("compilation, s", lambda rows: seconds(library(rows))),
 }
 """What `works` can show beside the times: a heading, and the cell of a work's rows."""
 
@@ -229,15 +230,15 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
 def works(page: Path, name: str, columns: str = "speedup,peer,floor", **where: str) -> str:
     """A line for each work and batch, with a column of microseconds for each implementation of ours."""
     if (report := load(name)) is None:
-        return missing(name)
+        return no_file(name)
     if not (rows := rows_of(report, where)):
-        return nothing(name)
+        return no_rows(name)
     implementations = list(dict.fromkeys(row["implementation"] for row in rows if not row.get("peer")))
     shown = [COLUMNS[column] for column in columns.split(",")]
     head = ["work, µs", *(f"`{name}`" for name in implementations), *(heading for heading, _ in shown)]
     lines = [
-        [title, *(microseconds(of.get(name)) for name in implementations), *(cell(of) for _, cell in shown)]
-        for title, of in works_of(rows)
+        [title, *(microseconds(group.get(name)) for name in implementations), *(cell(group) for _, cell in shown)]
+        for title, group in works_of(rows)
     ]
     return markdown(head, lines) + "\n" + provenance(page, name, report, rows)
 
@@ -245,18 +246,21 @@ def works(page: Path, name: str, columns: str = "speedup,peer,floor", **where: s
 def variants(page: Path, name: str, **where: str) -> str:
     """A line for each implementation and each variant of a peer, with a column of microseconds for each work."""
     if (report := load(name)) is None:
-        return missing(name)
+        return no_file(name)
     if not (rows := rows_of(report, where)):
-        return nothing(name)
+        return no_rows(name)
     found = list(works_of(rows))
     implementations = dict.fromkeys(row["implementation"] for row in rows)
     peers = {row["implementation"] for row in rows if row.get("peer")}
-    fastest = [min((time(row) for row in of.values() if time(row) is not None), default=None) for _, of in found]
+    fastest = [min((time(row) for row in group.values() if time(row) is not None), default=None) for _, group in found]
     lines = []
     for implementation in implementations:
-        cells = [microseconds(of.get(implementation)) for _, of in found]
-        bold = [time(of.get(implementation)) == best is not None for (_, of), best in zip(found, fastest, strict=True)]
-        cells = [f"**{cell}**" if it else cell for cell, it in zip(cells, bold, strict=True)]
+        cells = [microseconds(group.get(implementation)) for _, group in found]
+        best = [
+            time(group.get(implementation)) == least is not None
+            for (_, group), least in zip(found, fastest, strict=True)
+        ]
+        cells = [f"**{cell}**" if is_best else cell for cell, is_best in zip(cells, best, strict=True)]
         lines.append([implementation if implementation in peers else f"`{implementation}`", *cells])
     return markdown(["µs", *(title for title, _ in found)], lines) + "\n" + provenance(page, name, report, rows)
 
@@ -264,7 +268,7 @@ def variants(page: Path, name: str, **where: str) -> str:
 def ratios(page: Path, name: str, of: str = "None", over: str = "autodiff", low: str = "0", high: str = "inf") -> str:
     """The works whose ratio of times, `of` by `over`, is outside of a band, and how many are inside."""
     if (report := load(name)) is None:
-        return missing(name)
+        return no_file(name)
     found = [(title, rows.get(of), rows.get(over)) for title, rows in works_of(report["rows"])]
     timed = [(time(a) / time(b), title, a, b) for title, a, b in found if time(a) and time(b)]
     outside = sorted((line for line in timed if not float(low) <= line[0] <= float(high)), key=lambda line: -line[0])
@@ -282,7 +286,7 @@ def training(page: Path, pattern: str, experiment: str) -> str:
     reports = {path: load(path.stem) for path in paths}
     reports = {path: run for path, run in reports.items() if f"experiments.train {experiment}" in run["command"]}
     if not reports:
-        return missing(pattern)
+        return no_file(pattern)
     lines = []
     for path, report in reports.items():
         link = os.path.relpath(path, page.parent)
@@ -338,13 +342,13 @@ class Family:
     def runs(self) -> list[dict[str, Row]]:
         """The rows of each run that has them, by implementation."""
         found = ({row["implementation"]: row for row in rows_of(load(name), self.where)} for name in self.files)
-        return [rows for rows in found if ours(rows)]
+        return [rows for rows in found if library(rows)]
 
     def speedups(self) -> tuple[float | None, float | None]:
         """How many times as fast as autodiff, and as the best peer: each in the first run that has both."""
 
-        def first(other):
-            pairs = ((time(other(rows)), time(ours(rows))) for rows in self.runs())
+        def first(rival):
+            pairs = ((time(rival(rows)), time(library(rows))) for rows in self.runs())
             return next((slow / fast for slow, fast in pairs if slow), None)
 
         return first(lambda rows: rows.get("autodiff")), first(best_peer)
@@ -437,7 +441,7 @@ def summary(page: Path, *_: str) -> str:
     """A line a family: ours, autodiff, the best peer, ratios, per cent of the floor, and why not more."""
     measured = sorted({name for family in FAMILIES for name in family.files if load(name)})
     if not measured:
-        return missing("lenet")
+        return no_file("lenet")
     head = ["work, µs", "ours", "autodiff", "over autodiff", "best peer", "over it", "% of the floor", WHY]
     lines = []
     for family in FAMILIES:
@@ -446,7 +450,7 @@ def summary(page: Path, *_: str) -> str:
         if not runs:
             lines.append([f"[{family.name}]({link})", "not measured yet", *[""] * 5, family.why])
             continue
-        best = ours(runs[0])
+        best = library(runs[0])
         autodiff = next((rows["autodiff"] for rows in runs if time(rows.get("autodiff"))), None)
         peer = next(filter(None, map(best_peer, runs)), None)
         over_autodiff, over_peer = map(times, family.speedups())

@@ -58,13 +58,13 @@ def latex(formula: str) -> str | None:
     return None if rest else " ".join(result.split())
 
 
-def _expression(tokens: list[tuple[str, str]], until: str = "") -> tuple[str, list]:
-    """Translates up to the closing bracket `until`, or to the end."""
+def _expression(tokens: list[tuple[str, str]], closing: str = "") -> tuple[str, list]:
+    """Translates up to the closing bracket `closing`, or to the end."""
     parts: list[str] = []
     while tokens:
         (kind, text), tokens = tokens[0], tokens[1:]
         if kind == "close":
-            if text != until:
+            if text != closing:
                 raise ValueError(text)
             return "".join(parts), tokens
         if kind == "space":
@@ -80,8 +80,8 @@ def _expression(tokens: list[tuple[str, str]], until: str = "") -> tuple[str, li
             parts.append(f"^{{{inside}}}" if kind == "power" else rf"\sqrt{{{inside}}}")
         else:
             parts.append(_symbol(kind, text))
-    if until:
-        raise ValueError(until)
+    if closing:
+        raise ValueError(closing)
     return "".join(parts), tokens
 
 

@@ -39,8 +39,13 @@ def test_code_is_in_the_pages_that_teach():
 def test_the_table_of_tolerances_is_the_librarys():
     rows = re.findall(r"^\| (\w*float\d+) \| (\S+) \| (\S+) \| ([^|]+) \|$", (DOCS / "numerics.md").read_text(), re.M)
     assert rows == [
-        (dtype, f"{each.rtol:.0e}", f"{each.atol:.0e}", f"{each.step:.0e}" if each.step else "by scale")
-        for dtype, each in TOLERANCES.items()
+        (
+            dtype,
+            f"{tolerance.rtol:.0e}",
+            f"{tolerance.atol:.0e}",
+            f"{tolerance.step:.0e}" if tolerance.step else "by scale",
+        )
+        for dtype, tolerance in TOLERANCES.items()
     ]
 
 
@@ -292,9 +297,9 @@ def test_the_summary_takes_the_best_variant_of_any_peer(book, tables):
     fast = row(implementation="B compiled", microseconds=30.0, peer="B", **lenet)
     peers = report(row(**lenet), slow, fast)
     text = book("summary", lenet=run, **{"lenet-peers": peers})
-    first, *others = cells(text)[1:]
+    first, *unmeasured = cells(text)[1:]
     assert first[1:7] == ["10", "20", "2.00x", "30 (B compiled)", "3.00x", "50%"]
-    assert len(others) == len(tables.FAMILIES) - 1 and all(line[1] == "not measured yet" for line in others)
+    assert len(unmeasured) == len(tables.FAMILIES) - 1 and all(line[1] == "not measured yet" for line in unmeasured)
     assert "3.00x" in tables.speed() and "2.00x" in tables.speed()
 
 
