@@ -25,7 +25,8 @@ myst_enable_extensions = ["deflist", "dollarmath"]
 default_role = "code"
 add_module_names = False
 toc_object_entries = False
-autodoc_typehints = "none"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 
 

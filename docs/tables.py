@@ -158,6 +158,10 @@ def times(value: float | None) -> str:
     )
 
 
+def rate(value: float, unit: str) -> str:
+    return f"{value / 1e12:.3g} T{unit}" if value >= 1e11 else f"{value / 1e9:.3g} G{unit}"
+
+
 def floor(row: Row | None) -> str:
     fraction = row.get("floor_fraction") if row else None
     return "" if fraction is None else f"{fraction:.0%}"
@@ -188,11 +192,11 @@ def provenance(page: Path, name: str, report: Report, rows: Sequence[Row] = ()) 
     commit = f", commit {report['commit'][:10]}" if report.get("commit") else ""
     where = f"{report['device']}, {libraries}, {str(report['date'])[:10]}{commit}"
     if "dtype" in report:
-        where += f"; {report['dtype']}, {report['precision']} precision"
+        where += f"; {report['dtype']}, {report.get('precision', 'default')} precision"
     if "copy_bytes_per_second" in report:
-        operations = report["operations_per_second"].get(report["precision"])
-        where += f"; in this run a copy moved {report['copy_bytes_per_second'] / 1e12:.3g} TB/s"
-        where += f" and a matrix product did {operations / 1e12:.3g} TFLOP/s" if operations else ""
+        operations = report["operations_per_second"][report["precision"]]
+        where += f"; in this run a copy moved {rate(report['copy_bytes_per_second'], 'B/s')}"
+        where += f" and a matrix product did {rate(operations, 'FLOP/s')}"
     link = os.path.relpath(DOCS / "results" / f"{name}.json", page.parent)
     starred = any(microseconds(row).endswith("*") for row in rows)
     parts = [
@@ -273,7 +277,8 @@ def ratios(page: Path, name: str, of: str = "None", over: str = "autodiff", low:
     timed = [(time(a) / time(b), title, a, b) for title, a, b in found if time(a) and time(b)]
     outside = sorted((line for line in timed if not float(low) <= line[0] <= float(high)), key=lambda line: -line[0])
     band = " and ".join([f"at least {low}x"] * (float(low) > 0) + [f"at most {high}x"] * math.isfinite(float(high)))
-    count = f"Of {len(timed)} works, {len(timed) - len(outside)} take {band} as long under `{of}` as under `{over}`"
+    inside = f"{len(timed) - len(outside)} of {len(timed)} works"
+    count = f"`{of}` takes {band} as long as `{over}` in {inside}"
     lines = [[title, microseconds(a), microseconds(b), times(value)] for value, title, a, b in outside]
     table = markdown(["work, µs", f"`{of}`", f"`{over}`", f"`{of}` over `{over}`"], lines)
     text = f"{count}; the others:\n\n{table}" if outside else f"{count}."
@@ -309,12 +314,12 @@ def training(page: Path, pattern: str, experiment: str) -> str:
 
 
 def _training_cells(report: Report) -> list[str]:
-    rate = report.get("images_per_second")
+    images = report.get("images_per_second")
     return [
         f"{report['test_accuracy']:.4f}",
         str(report["epochs"]),
         *(number(report.get(f"{part}_seconds")) for part in ("train", "evaluation", "compile")),
-        "" if rate is None else f"{rate:,.0f}",
+        "" if images is None else f"{images:,.0f}",
     ]
 
 

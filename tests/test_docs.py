@@ -1,5 +1,6 @@
 """The book is true: its code runs, its tables are made of the results, and its site builds without a warning."""
 
+import fnmatch
 import importlib
 import json
 import re
@@ -229,6 +230,14 @@ def test_every_table_of_the_book_is_one_that_can_be_made(tables):
     assert len(marks) == ends > 20 and set(marks) == tables.TABLES.keys()
 
 
+def test_every_result_says_where_it_comes_from_and_is_in_a_table(tables):
+    marks = [mark for page in tables.pages() for mark in re.findall(r"<!-- table: \w+ ([^ >]+)", page.read_text())]
+    marks += [name for family in tables.FAMILIES for name in family.files]
+    for path in (DOCS / "results").glob("*.json"):
+        assert json.loads(path.read_text()).keys() >= {"date", "commit", "command", "device", "versions"}, path.name
+        assert any(fnmatch.fnmatchcase(path.stem, mark) for mark in marks), f"{path.name} is in no table"
+
+
 def test_works_have_a_line_each_with_speedup_and_floor(book):
     run = report(row(), row(implementation="autodiff", microseconds=25.0, floor_fraction=0.2), row("b work"))
     head, first, second = cells(book("works run", run=run))
@@ -271,7 +280,7 @@ def test_ratios_list_what_is_outside_of_the_band(book):
     pairs = [("a work", 10.0), ("b work", 20.0)]
     rows = [row(work, name, time) for work, time in pairs for name, time in (("None", time), ("autodiff", 10.0))]
     text = book("ratios run high=1.05", run=report(*rows))
-    assert "Of 2 works, 1 take at most 1.05x" in text
+    assert "`None` takes at most 1.05x as long as `autodiff` in 1 of 2 works" in text
     assert cells(text)[1:] == [["b work, batch 128", "20", "10", "2.00x"]]
 
 
