@@ -7,6 +7,8 @@ import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import typeset
+
 from jaxbp.catalogue import CATALOGUE, Entry
 
 HEADINGS = ("Args:", "Returns:", "Raises:", "Example:")
@@ -41,13 +43,17 @@ def _page(module: typing.Any, entries: list[Entry]) -> str:
     title = re.split(r":|, (?:each|which)\b", sentence)[0].rstrip(".")
     text = text if sentence.rstrip(".") == title else [sentence, *text]
     source = module.__name__.replace(".", "/") + ".py"
-    parts = [f"# {title}", *text, f"From the docstrings in `{source}`."]
+    parts = [f"# {title}", *map(with_math, text), f"From the docstrings in `{source}`."]
     return "\n\n".join([*parts, *(part for entry in entries for part in _entry(entry))]) + "\n"
 
 
 def _entry(entry: Entry) -> Iterator[str]:
-    """What a docstring says of an op's formula, below its name and the shapes of its arrays."""
+    """An op's name, its signature with a link to its source, and what its docstring says of the formula."""
     yield f"## {entry.name}"
+    signature = inspect.signature(entry.function)
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    arguments = signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
+    yield f"```{{py:function}} {entry.name}{arguments}\n:module: {entry.function.__module__}\n```"
     shapes = [
         f"- {name}: {shape}" if name == "returns" else f"- `{name}`: {shape}" for name, shape in _shapes(entry.function)
     ]
@@ -60,11 +66,27 @@ def _entry(entry: Entry) -> Iterator[str]:
         in_formula = in_formula and not paragraph.startswith((*HEADINGS, "Source"))
         if in_formula:
             text.append(paragraph)
-    yield from text
+    yield from map(with_math, text)
     yield "\n".join(shapes)
     if entry.kernel_dtypes:
         yield f"Kernels take {', '.join(entry.kernel_dtypes)}."
     yield from sources
+
+
+def with_math(paragraph: str) -> str:
+    """The paragraph with its formulas as LaTeX, inline ones and those that are a block; what is not one stays code."""
+    if paragraph.startswith("    "):
+        parts = [part.strip() for part in re.split(r"\n|(?<=,)\s{2,}", paragraph)]
+        formulas = [(typeset.latex(part.rstrip(",.")), part) for part in parts]
+        if not all(formula for formula, _ in formulas):
+            return paragraph
+        return "\n\n".join(f"$$\n{formula}{part[len(part.rstrip(',.')) :]}\n$$" for formula, part in formulas)
+
+    def inline(match):
+        formula = typeset.latex(" ".join(match[1].split()))
+        return match[0] if formula is None else f"${formula}$"
+
+    return re.sub(r"`([^`]+)`", inline, paragraph)
 
 
 def _shapes(function: Callable) -> Iterator[tuple[str, str]]:

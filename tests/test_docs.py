@@ -1,10 +1,13 @@
-"""The book is true: its code runs, its tables are the library's, and its site builds without a warning."""
+"""The book is true: its code runs, its tables are made of the results, and its site builds without a warning."""
 
+import fnmatch
 import importlib
+import json
 import re
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -15,11 +18,15 @@ from jaxbp.verify import TOLERANCES
 pytestmark = pytest.mark.once
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if not page.is_relative_to(DOCS / "formulas")]
 CODE = {page: re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL) for page in PAGES}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if CODE[page]], ids=lambda page: page.stem)
+def name_of(page):
+    return str(page.relative_to(DOCS.parent))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if CODE[page]], ids=name_of)
 def test_its_code_runs(page):
     namespace = {"__name__": page.stem}
     for code in CODE[page]:
@@ -27,15 +34,23 @@ def test_its_code_runs(page):
 
 
 def test_code_is_in_the_pages_that_teach():
-    assert {page.stem for page in PAGES if CODE[page]} >= {"tutorial", "reading_a_backward", "numerics"}
+    assert {page.stem for page in PAGES if CODE[page]} >= {"install", "tutorial", "reading_a_backward", "numerics"}
 
 
 def test_the_table_of_tolerances_is_the_librarys():
     rows = re.findall(r"^\| (\w*float\d+) \| (\S+) \| (\S+) \| ([^|]+) \|$", (DOCS / "numerics.md").read_text(), re.M)
     assert rows == [
-        (dtype, f"{each.rtol:.0e}", f"{each.atol:.0e}", f"{each.step:.0e}" if each.step else "by scale")
-        for dtype, each in TOLERANCES.items()
+        (
+            dtype,
+            f"{tolerance.rtol:.0e}",
+            f"{tolerance.atol:.0e}",
+            f"{tolerance.step:.0e}" if tolerance.step else "by scale",
+        )
+        for dtype, tolerance in TOLERANCES.items()
     ]
+
+
+# ------------------------------------------------------------------------------------------------------------ the site
 
 
 def test_the_site_builds_without_a_warning_and_asks_for_nothing_from_elsewhere(tmp_path):
@@ -49,12 +64,26 @@ def test_the_site_builds_without_a_warning_and_asks_for_nothing_from_elsewhere(t
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", source, html]
     built = subprocess.run(command, capture_output=True, text=True, cwd=DOCS.parent, check=False)
     assert built.returncode == 0, built.stderr
-    assert {page.stem for page in PAGES} <= {page.stem for page in html.glob("*.html")}
+    assert [page for page in PAGES if not (html / page.relative_to(DOCS)).with_suffix(".html").exists()] == []
     families = {entry.function.__module__.rpartition(".")[2] for entry in CATALOGUE}
     assert families == {page.stem for page in (html / "formulas").glob("*.html")}
     for page in html.rglob("*.html"):
         tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text())
         assert [tag for tag in tags if re.search(r'(?:src|href)="(?:https?:)?//', tag)] == []
+    sheet, api = (html / "formulas" / "conv2d.html").read_text(), (html / "api.html").read_text()
+    assert "<math" in sheet and 'href="../_modules/jaxbp/ops/conv2d.html#conv2d_backward_input"' in sheet
+    for name in ("Pair", "Op", "Fastest", "differentiable", "verify.check", "verify.compare", "Circuit", "Wires"):
+        assert re.search(rf'id="jaxbp\.{name}"', api), name
+
+
+@pytest.mark.parametrize("picture", sorted((DOCS / "images").glob("*.svg")), ids=lambda path: path.stem)
+def test_its_drawings_are_readable_in_light_and_dark(picture):
+    ElementTree.parse(picture)
+    light, _, dark = picture.read_text().partition("prefers-color-scheme: dark")
+    assert ".paper" in light and ".paper" in dark
+
+
+# --------------------------------------------------------------------------------------------------- the formula sheet
 
 
 @pytest.fixture
@@ -63,17 +92,277 @@ def formula_sheet(monkeypatch):
     return importlib.import_module("formula_sheet")
 
 
+@pytest.fixture
+def typeset(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    return importlib.import_module("typeset")
+
+
+def words(text):
+    """Without what is typeset: `...` or $...$."""
+    return " ".join(re.sub(r"`[^`]*`|\$[^$]*\$", "@", text).split())
+
+
 def test_the_formula_sheet_has_every_op_with_its_formula(formula_sheet):
     text = "".join(formula_sheet.pages().values())
     for entry in CATALOGUE:
         _, found, section = text.partition(f"\n## {entry.name}\n")
         assert found
-        formula = " ".join(entry.function.__doc__.split("\n\n")[0].split())
-        assert formula in " ".join(section.partition("\n## ")[0].split())
+        section = " ".join(section.partition("\n## ")[0].split())
+        paragraph = entry.function.__doc__.split("\n\n")[0]
+        assert words(paragraph) in words(section)
+        for formula in re.findall(r"`([^`]* = [^`]*)`", paragraph):
+            formula = " ".join(formula.split())
+            assert f"${formula_sheet.typeset.latex(formula)}$" in section or f"`{formula}`" in section
 
 
 def test_the_formula_sheet_follows_the_docstrings(formula_sheet, monkeypatch):
     relu = next(entry.function for entry in CATALOGUE if entry.name == "relu")
     monkeypatch.setattr(relu, "__doc__", "Another formula, `y = x`.\n\nArgs:\n  x: numbers.\n\nSource: nowhere, 1999.")
     page = formula_sheet.pages()["activations"]
-    assert "Another formula, `y = x`." in page and "Source: nowhere, 1999." in page and "numbers" not in page
+    assert "Another formula, $y = x$." in page and "Source: nowhere, 1999." in page and "numbers" not in page
+
+
+def test_nearly_every_formula_of_the_sheet_is_typeset(formula_sheet):
+    text = "".join(formula_sheet.pages().values())
+    typed = [code for code in re.findall(r"`([^`]*)`", text) if re.search(r" = |Σ", code)]
+    assert text.count("$") > 200
+    # Calls of functions by their names, and indices that NumPy alone has.
+    assert all("(" in code or "[" in code for code in typed) and len(typed) <= 5, typed
+
+
+@pytest.mark.parametrize(
+    ("formula", "latex"),
+    [
+        ("y = x wᵀ + b", r"y = x\,w^{\top } + b"),
+        ("db[k] = Σ_{n, i} dy[n, k, i]", r"\mathit{db}_{k} = \sum _{n, i}\,\mathit{dy}_{n, k, i}"),
+        ("dx = dy where x > 0, else 0", r"\mathit{dx} = \mathit{dy} \text{ where } x > 0, \text{ else } 0"),
+        ("x̂ = x / sqrt(mean(x²) + eps)", r"\hat{x} = x / \sqrt{\operatorname{mean}(x^{2}) + \mathit{eps}}"),
+        ("yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)", r"y_{i} = \operatorname{exp}(x_{i}) / \sum _{j}\,\operatorname{exp}(x_{j})"),
+        ("y = x1 ** (x2 - 1)", r"y = x_{1} ^{x_{2} - 1}"),
+        ("max_pool2d(relu(x), window)", None),
+        ("y = conv2d(x, w)", None),
+        ("y.shape[i] = a.shape[axes[i]]", None),
+        ("y = (x", None),
+        ("y = x)", None),
+        ("NAME_backward", None),
+    ],
+)
+def test_a_formula_in_plain_text_becomes_latex_and_other_code_does_not(typeset, formula, latex):
+    assert typeset.latex(formula) == latex
+
+
+# ----------------------------------------------------------------------------------------------------- results as data
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    return importlib.import_module("tables")
+
+
+@pytest.fixture
+def book(tables, tmp_path, monkeypatch):
+    """A book of one page and no results, for the tests to fill: `book(text, **reports)` writes it and renders it."""
+    docs = tmp_path / "docs"
+    monkeypatch.setattr(tables, "DOCS", docs)
+    (docs / "results").mkdir(parents=True)
+    (docs / "images").mkdir()
+    (tmp_path / "README.md").write_text("# A library\n")
+
+    def write(text, **reports):
+        for name, report in reports.items():
+            (docs / "results" / f"{name}.json").write_text(json.dumps(report))
+        (docs / "page.md").write_text(f"<!-- table: {text} -->\n<!-- end -->\n")
+        assert tables.main([]) == 0
+        return (docs / "page.md").read_text()
+
+    return write
+
+
+def row(work="a work", implementation="pallas", microseconds=10.0, peer=None, **fields):
+    return {
+        "work": work,
+        "op": work.split()[0],
+        "place": "",
+        "batch": 128,
+        "implementation": implementation,
+        "peer": peer,
+        "microseconds": microseconds,
+        "host_waited": 0.9,
+        "temporary_bytes": 3 * 2**20,
+        "compile_seconds": 1.5,
+        "error": 1e-7,
+        "failed": None,
+        "floor_fraction": 0.5,
+    } | fields
+
+
+def report(*rows):
+    return {
+        "command": "python -m experiments.bench --json docs/results/run.json",
+        "date": "2026-11-22T10:00:00+00:00",
+        "commit": "0123456789abcdef",
+        "device": "a device",
+        "platform": "gpu",
+        "versions": {"python": "3.13", "jax": "0.12.0"},
+        "dtype": "float32",
+        "precision": "default",
+        "copy_bytes_per_second": 4e12,
+        "operations_per_second": {"default": 3e14, "highest": 5e13},
+        "rows": list(rows),
+    }
+
+
+def cells(text):
+    """The lines of a page's tables, cell by cell, without the rules."""
+    lines = re.findall(r"^\| (.*) \|$", text, re.MULTILINE)
+    return [line.split(" | ") for line in lines if not line.startswith("---")]
+
+
+def test_tables_and_charts_are_those_of_the_results(tables):
+    assert [name_of(path) for path in tables.stale()] == [], "run `python docs/tables.py`"
+
+
+def test_every_table_of_the_book_is_one_that_can_be_made(tables):
+    marks = [mark for page in tables.pages() for mark in re.findall(r"<!-- table: (\w+)", page.read_text())]
+    ends = sum(page.read_text().count("<!-- end -->") for page in tables.pages())
+    assert len(marks) == ends > 20 and set(marks) == tables.TABLES.keys()
+
+
+def test_every_result_says_where_it_comes_from_and_is_in_a_table(tables):
+    marks = [mark for page in tables.pages() for mark in re.findall(r"<!-- table: \w+ ([^ >]+)", page.read_text())]
+    marks += [name for family in tables.FAMILIES for name in family.files]
+    for path in (DOCS / "results").glob("*.json"):
+        assert json.loads(path.read_text()).keys() >= {"date", "commit", "command", "device", "versions"}, path.name
+        assert any(fnmatch.fnmatchcase(path.stem, mark) for mark in marks), f"{path.name} is in no table"
+
+
+def test_works_have_a_line_each_with_speedup_and_floor(book):
+    run = report(row(), row(implementation="autodiff", microseconds=25.0, floor_fraction=0.2), row("b work"))
+    head, first, second = cells(book("works run", run=run))
+    assert head == ["work, µs", "`pallas`", "`autodiff`", "ours over autodiff", "ours, % of the floor"]
+    assert first == ["a work, batch 128", "10", "25", "2.50x", "50%"]
+    assert second == ["b work, batch 128", "10", "", "", "50%"]
+
+
+def test_a_table_says_where_and_how_it_was_measured(book):
+    text = book("works run", run=report(row(error=0.25)))
+    for fact in ("results/run.json", "a device", "jax 0.12.0", "2026-11-22", "commit 0123456789", "4 TB/s", "2.5e-01"):
+        assert fact in text
+    assert "    python -m experiments.bench --json docs/results/run.json" in text
+
+
+def test_works_are_chosen_by_patterns(book):
+    run = report(row("conv2d_x", microseconds=1.0), row("relu_x", microseconds=2.0))
+    assert [line[0] for line in cells(book("works run op=conv*", run=run))[1:]] == ["`conv2d_x`, batch 128"]
+    assert "no such rows" in book("works run op=nothing")
+
+
+def test_what_failed_and_what_the_host_bounds_is_marked(book):
+    failed = row(implementation="xla", microseconds=None, failed="NotImplementedError: no")
+    broken = row(implementation="None", microseconds=None, failed="ValueError: broken")
+    text = book("works run", run=report(row(host_waited=0.01), failed, broken))
+    assert cells(text)[1][1:4] == ["10*", "does not take it", "failed"]
+    assert "the device waited for the host" in text
+
+
+def test_variants_have_a_line_each_and_the_fastest_is_bold(book):
+    run = report(row(), row(implementation="Torch eager", microseconds=8.0, peer="Torch"))
+    assert cells(book("variants run", run=run)) == [
+        ["µs", "a work, batch 128"],
+        ["`pallas`", "10"],
+        ["Torch eager", "**8**"],
+    ]
+
+
+def test_ratios_list_what_is_outside_of_the_band(book):
+    pairs = [("a work", 10.0), ("b work", 20.0)]
+    rows = [row(work, name, time) for work, time in pairs for name, time in (("None", time), ("autodiff", 10.0))]
+    text = book("ratios run high=1.05", run=report(*rows))
+    assert "`None` takes at most 1.05x as long as `autodiff` in 1 of 2 works" in text
+    assert cells(text)[1:] == [["b work, batch 128", "20", "10", "2.00x"]]
+
+
+def test_trainings_have_a_line_each(book):
+    run = report() | {
+        "command": "python -m experiments.train lenet --epochs 3 --json docs/results/mnist-a.json",
+        "test_accuracy": 0.99,
+        "epochs": 3,
+        "train_seconds": 1.25,
+        "evaluation_seconds": 0.5,
+        "compile_seconds": 8.0,
+        "images_per_second": 424_000.0,
+    }
+    text = book("training mnist-* experiment=lenet", **{"mnist-a": run})
+    assert cells(text)[1][1:] == ["0.9900", "3", "1.2", "0.5", "8", "424,000"]
+    assert "`lenet --epochs 3`" in text and "Not measured" in book("training mnist-* experiment=logic")
+
+
+def test_the_summary_takes_the_best_variant_of_any_peer(book, tables):
+    lenet = {"work": "lenet", "op": "lenet"}
+    run = report(row(**lenet), row(implementation="autodiff", microseconds=20.0, **lenet))
+    slow = row(implementation="A eager", microseconds=90.0, peer="A", **lenet)
+    fast = row(implementation="B compiled", microseconds=30.0, peer="B", **lenet)
+    peers = report(row(**lenet), slow, fast)
+    text = book("summary", lenet=run, **{"lenet-peers": peers})
+    first, *unmeasured = cells(text)[1:]
+    assert first[1:7] == ["10", "20", "2.00x", "30 (B compiled)", "3.00x", "50%"]
+    assert len(unmeasured) == len(tables.FAMILIES) - 1 and all(line[1] == "not measured yet" for line in unmeasured)
+    assert "3.00x" in tables.speed() and "2.00x" in tables.speed()
+
+
+def test_a_table_without_its_file_says_so_until_there_is_one(book, tables):
+    assert "*Not measured yet: there is no `docs/results/run.json`.*" in book("works run")
+    assert tables.stale() == {}
+    (tables.DOCS / "results" / "run.json").write_text(json.dumps(report(row())))
+    assert list(tables.stale()) == [tables.DOCS / "page.md"]
+
+
+def test_a_table_is_stale_when_its_result_changes(book, tables):
+    book("works run", run=report(row()))
+    assert tables.stale() == {} and tables.main(["--check"]) == 0
+    (tables.DOCS / "results" / "run.json").write_text(json.dumps(report(row(microseconds=11.0))))
+    assert tables.main(["--check"]) == 1
+    assert list(tables.stale()) == [tables.DOCS / "page.md"]
+
+
+def test_every_family_of_the_summary_has_its_page(tables):
+    assert [family.page for family in tables.FAMILIES if not (DOCS / "benchmarks" / f"{family.page}.md").exists()] == []
+
+
+# -------------------------------------------------------------------------------------------------- no figure is typed
+
+FIGURE = re.compile(
+    r"(?<![\w.])\d[\d,.]*(?:x(?!\w)|\s?(?:%|per cent\b|µs|us\b|ms\b|s\b|TB/s|[TG]FLOP|MiB|images/s|samples/s)"
+    r"|\s(?:micro|milli)?seconds?\b|\stimes (?:as|faster|slower))"
+)
+
+
+def prose(text):
+    """A page without its generated tables, its code and its mathematics."""
+    text = re.sub(r"<!-- table:.*?<!-- end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^```.*?^```$|^    [^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`]*`|\$\$.*?\$\$|\$[^$]*\$", "", text, flags=re.DOTALL)
+
+
+def test_no_page_types_a_figure_that_a_run_measures(tables):
+    typed = {name_of(page): FIGURE.findall(prose(page.read_text())) for page in tables.pages()}
+    assert len(typed) > 20
+    assert {page: figures for page, figures in typed.items() if figures} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "typed"),
+    [
+        ("it takes 61.1 us", ["61.1 us"]),
+        ("2.92x as fast, at 83% of the floor", ["2.92x", "83%"]),
+        ("copy 4.1 TB/s", ["4.1 TB/s"]),
+        ("after 8.4 seconds", ["8.4 seconds"]),
+        ("<!-- table: works a -->\n61 us\n<!-- end -->", []),
+        ("a 5x5 filter of `12 us`, 65536x1024, 2 KiB, $3 s$", []),
+        ("\n    python -m x  # 10 s\n", []),
+    ],
+)
+def test_a_typed_figure_is_seen(text, typed):
+    assert FIGURE.findall(prose(text)) == typed

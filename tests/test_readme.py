@@ -11,7 +11,11 @@ from jaxbp.catalogue import CATALOGUE
 from jaxbp.nn import lenet_memory_table
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+DOCUMENTS = [
+    ROOT / "README.md",
+    *(page for page in sorted(DOCS.rglob("*.md")) if not page.is_relative_to(DOCS / "formulas")),
+]
 README = DOCUMENTS[0].read_text()
 PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 SHELL = re.findall(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
@@ -22,13 +26,26 @@ def test_its_code_runs(code):
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
 
 
-def test_its_example_prints_the_same_gradients_under_every_implementation(capsys):
-    exec(PYTHON[0], {"__name__": "readme"})
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [(PYTHON[0], ("pallas", "xla", "autodiff")), (PYTHON[1], ("pallas", "xla", "autodiff", "None"))],
+    ids=["first", "pair"],
+)
+def test_its_examples_print_the_same_gradients_under_every_implementation(code, wanted, capsys):
+    exec(code, {"__name__": "readme"})
     printed = re.findall(r"^(\w+) \[([^]]*)\]$", capsys.readouterr().out, re.MULTILINE)
     names, gradients = zip(*printed, strict=True)
-    assert names == ("pallas", "xla", "autodiff", "None")
+    assert names == wanted
     numbers = [[float(number) for number in line.split()] for line in gradients]
     assert all(line == pytest.approx(numbers[0], rel=1e-5) for line in numbers)
+
+
+def test_its_first_screen_has_six_lines_to_run_a_chart_and_pictures():
+    assert len([line for line in PYTHON[0].splitlines() if line]) == 6
+    first_screen = README.partition("\n## ")[0]
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", first_screen)
+    assert [Path(picture).name for picture in pictures] == ["speed.svg", "gates.png", "lenet.png"]
+    assert len(first_screen.splitlines()) < 40
 
 
 def test_its_commands_are_one_to_train_and_one_to_test():
@@ -45,11 +62,14 @@ def test_its_commands_are_those_that_ci_runs():
     assert subprocess.run([script, "commands"], capture_output=True, text=True, check=True).stdout == "".join(SHELL)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_that_it_links_to_or_names_are_there(document):
-    text = document.read_text()
+    # A table whose run is yet to come names the file that it waits for.
+    text = re.sub(r"^\*Not measured yet.*$", "", document.read_text(), flags=re.MULTILINE)
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     named = re.findall(r"`((?:docs|experiments|jaxbp|pallas_kernels|tests)/[\w/.]*)`", text)
+    # The lab's diary names files as they were on its day.
+    named = [] if document.is_relative_to(DOCS / "lab") else named
     paths = [document.parent / link for link in links] + [ROOT / name for name in named]
     assert paths
     assert [path for path in paths if not path.exists()] == []

@@ -1,0 +1,547 @@
+"""Tables and charts of the measured runs in docs/results/, for the book and the README.
+
+    python docs/tables.py            # writes them again
+    python docs/tables.py --check    # names what is stale, and returns 1 if something is
+
+A table stands in a page between two marks, of which the first says how it is made:
+
+    <!-- table: works backwards op=conv2d_* -->
+    ...
+    <!-- end -->
+
+Here `works` is a function of `TABLES`, `backwards` the file docs/results/backwards.json, and the rest the function's
+options: for most of them fields of a row with patterns, as of file names. A table whose file is absent is one line that
+says so. `CHARTS` are pictures, made from the same files.
+"""
+
+import argparse
+import dataclasses
+import fnmatch
+import html
+import itertools
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+PREFERRED = ("pallas", "None", "xla")
+"""In this order, the implementation that stands for the library in a summary: the first that the run has."""
+HOST_BOUND = 0.05
+"""Below this share of waiting for the device a time is the host's, as in the bench's own report."""
+WHY = "why not more"
+"""The heading of the summary's column of prose."""
+REGION = re.compile(r"(<!-- table: ([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Row = Mapping[str, Any]
+Report = Mapping[str, Any]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python docs/tables.py", description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only name what is stale")
+    check = parser.parse_args(args).check
+    found = stale()
+    for path, text in found.items():
+        print(path.relative_to(DOCS.parent))
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    return 1 if check and found else 0
+
+
+def stale() -> dict[Path, str]:
+    """File -> what it ought to contain, for the pages and charts that do not."""
+    wanted = {page: render(page.read_text(encoding="utf-8"), page) for page in pages()}
+    wanted |= {DOCS / "images" / f"{name}.svg": chart() for name, chart in CHARTS.items()}
+    return {
+        path: text for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    }
+
+
+def pages() -> list[Path]:
+    """What may have tables: README and CHANGELOG do not change, and neither does the lab's diary."""
+    return [DOCS.parent / "README.md", *(path for path in sorted(DOCS.rglob("*.md")) if not is_diary(path))]
+
+
+def is_diary(page: Path) -> bool:
+    return page.is_relative_to(DOCS / "lab") or page.is_relative_to(DOCS / "formulas")
+
+
+def render(text: str, page: Path) -> str:
+    """The page with its tables made again."""
+
+    def table(match):
+        kind, *options = match[2].split()
+        files = [option for option in options if "=" not in option]
+        named = dict(option.split("=", 1) for option in options if "=" in option)
+        return f"{match[1]}\n{TABLES[kind](page, *files, **named)}\n\n{match[3]}"
+
+    return REGION.sub(table, text)
+
+
+# -------------------------------------------------------------------------------------------------------------- results
+
+
+def load(name: str) -> Report | None:
+    """The run of this name, or None where nobody has measured it."""
+    path = DOCS / "results" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def no_rows(name: str) -> str:
+    return f"*Not measured yet: `docs/results/{name}.json` has no such rows.*"
+
+
+def no_file(name: str) -> str:
+    return f"*Not measured yet: there is no `docs/results/{name}.json`.*"
+
+
+def rows_of(report: Report | None, where: Mapping[str, str]) -> list[Row]:
+    """The rows whose fields match the patterns."""
+    rows = report["rows"] if report else []
+    return [row for row in rows if all(fnmatch.fnmatchcase(str(row.get(key)), where[key]) for key in where)]
+
+
+def works_of(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Row]]]:
+    """Work and its batch -> its rows by implementation."""
+    for (work, batch), group in itertools.groupby(rows, lambda row: (row["work"], row.get("batch"))):
+        title = re.sub(r"^(\w+)", r"`\1`", work) if "_" in work.split()[0] else work
+        named = {row["implementation"]: row for row in group}
+        # The place of a norm, say 65536x1024, begins with its batch.
+        yield title if batch is None or f"{batch}x" in work else f"{title}, batch {batch:,}", named
+
+
+def time(row: Row | None) -> float | None:
+    return row.get("microseconds") if row else None
+
+
+def library(rows: Mapping[str, Row]) -> Row | None:
+    """The library's row: that of the preferred implementation."""
+    return next((rows[name] for name in PREFERRED if time(rows.get(name)) is not None), None)
+
+
+def best_peer(rows: Mapping[str, Row]) -> Row | None:
+    return min((row for row in rows.values() if row.get("peer") and time(row) is not None), key=time, default=None)
+
+
+# ---------------------------------------------------------------------------------------------------------------- cells
+
+
+def number(value: float | None) -> str:
+    """Three digits at least, and no more than are whole."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 10 else f"{value:.2g}"
+
+
+def microseconds(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row.get("failed"):
+        return "does not take it" if row["failed"].startswith("NotImplementedError") else "failed"
+    waited = row.get("host_waited")
+    return number(time(row)) + ("*" if waited is not None and waited < HOST_BOUND else "")
+
+
+def ratio(row: Row | None, over: Row | None) -> str:
+    """How many times as fast `row` is as `over`."""
+    return times(time(over) / time(row)) if time(row) and time(over) else ""
+
+
+def times(value: float | None) -> str:
+    return (
+        "" if value is None else f"{value:.2f}x" if value < 10 else f"{value:.1f}x" if value < 100 else f"{value:.0f}x"
+    )
+
+
+def rate(value: float, unit: str) -> str:
+    return f"{value / 1e12:.3g} T{unit}" if value >= 1e11 else f"{value / 1e9:.3g} G{unit}"
+
+
+def floor(row: Row | None) -> str:
+    fraction = row.get("floor_fraction") if row else None
+    return "" if fraction is None else f"{fraction:.0%}"
+
+
+def mebibytes(row: Row | None) -> str:
+    """What a call needs beyond its arguments and results."""
+    size = row.get("temporary_bytes") if row else None
+    return "" if size is None else number(size / 2**20)
+
+
+def seconds(row: Row | None) -> str:
+    return number(row.get("compile_seconds")) if row else ""
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table, without the columns that have nothing in any line."""
+    kept = [i for i in range(len(head)) if i == 0 or any(line[i] for line in lines)]
+    rule = ["---" if heading in (head[0], WHY) else "---:" for heading in head]
+    return "\n".join("| " + " | ".join(line[i] for i in kept) + " |" for line in (head, rule, *lines))
+
+
+def provenance(page: Path, name: str, report: Report, rows: Sequence[Row] = ()) -> str:
+    """Below a table: where, when and by which command it was measured, and how far the results are from float64."""
+    versions = report.get("versions", {})
+    shown = ["jax", *(name for name in versions if name not in ("python", "jax", "jaxlib", "jaxbp", "numpy"))]
+    libraries = ", ".join(f"{library} {versions[library]}" for library in shown if library in versions)
+    commit = f", commit {report['commit'][:10]}" if report.get("commit") else ""
+    where = f"{report['device']}, {libraries}, {str(report['date'])[:10]}{commit}"
+    if "dtype" in report:
+        where += f"; {report['dtype']}, {report.get('precision', 'default')} precision"
+    if "copy_bytes_per_second" in report:
+        operations = report["operations_per_second"][report["precision"]]
+        where += f"; in this run a copy moved {rate(report['copy_bytes_per_second'], 'B/s')}"
+        where += f" and a matrix product did {rate(operations, 'FLOP/s')}"
+    link = os.path.relpath(DOCS / "results" / f"{name}.json", page.parent)
+    starred = any(microseconds(row).endswith("*") for row in rows)
+    parts = [
+        f"[{name}.json]({link}): {where}.",
+        errors(rows),
+        "\\*: the device waited for the host, so its own time is less." if starred else "",
+    ]
+    return "\n".join(["", " ".join(part for part in parts if part), "", f"    {report['command']}"])
+
+
+def errors(rows: Sequence[Row]) -> str:
+    """The largest of each implementation's and each peer's."""
+    largest: dict[str, float] = {}
+    for row in rows:
+        if row.get("error") is not None:
+            name = row.get("peer") or row["implementation"]
+            largest[name] = max(largest.get(name, 0), row["error"])
+    listed = ", ".join(f"{name} {error:.1e}" for name, error in largest.items())
+    return f"Largest error of a result against float64: {listed}." if listed else ""
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
+    "speedup": ("ours over autodiff", lambda rows: ratio(library(rows), rows.get("autodiff"))),
+    "peer": ("ours over the best peer", lambda rows: ratio(library(rows), best_peer(rows))),
+    "floor": ("ours, % of the floor", lambda rows: floor(library(rows))),
+    "memory": ("temporaries, MiB", lambda rows: mebibytes(library(rows))),
+    "autodiff_memory": ("autodiff's, MiB", lambda rows: mebibytes(rows.get("autodiff"))),
+    "compilation": ("compilation, s", lambda rows: seconds(library(rows))),
+}
+"""What `works` can show beside the times: a heading, and the cell of a work's rows."""
+
+
+def works(page: Path, name: str, columns: str = "speedup,peer,floor", **where: str) -> str:
+    """A line for each work and batch, with a column of microseconds for each implementation of ours."""
+    if (report := load(name)) is None:
+        return no_file(name)
+    if not (rows := rows_of(report, where)):
+        return no_rows(name)
+    implementations = list(dict.fromkeys(row["implementation"] for row in rows if not row.get("peer")))
+    shown = [COLUMNS[column] for column in columns.split(",")]
+    head = ["work, µs", *(f"`{name}`" for name in implementations), *(heading for heading, _ in shown)]
+    lines = [
+        [title, *(microseconds(group.get(name)) for name in implementations), *(cell(group) for _, cell in shown)]
+        for title, group in works_of(rows)
+    ]
+    return markdown(head, lines) + "\n" + provenance(page, name, report, rows)
+
+
+def variants(page: Path, name: str, **where: str) -> str:
+    """A line for each implementation and each variant of a peer, with a column of microseconds for each work."""
+    if (report := load(name)) is None:
+        return no_file(name)
+    if not (rows := rows_of(report, where)):
+        return no_rows(name)
+    found = list(works_of(rows))
+    implementations = dict.fromkeys(row["implementation"] for row in rows)
+    peers = {row["implementation"] for row in rows if row.get("peer")}
+    fastest = [min((time(row) for row in group.values() if time(row) is not None), default=None) for _, group in found]
+    lines = []
+    for implementation in implementations:
+        cells = [microseconds(group.get(implementation)) for _, group in found]
+        best = [
+            time(group.get(implementation)) == least is not None
+            for (_, group), least in zip(found, fastest, strict=True)
+        ]
+        cells = [f"**{cell}**" if is_best else cell for cell, is_best in zip(cells, best, strict=True)]
+        lines.append([implementation if implementation in peers else f"`{implementation}`", *cells])
+    return markdown(["µs", *(title for title, _ in found)], lines) + "\n" + provenance(page, name, report, rows)
+
+
+def ratios(page: Path, name: str, of: str = "None", over: str = "autodiff", low: str = "0", high: str = "inf") -> str:
+    """The works whose ratio of times, `of` by `over`, is outside of a band, and how many are inside."""
+    if (report := load(name)) is None:
+        return no_file(name)
+    found = [(title, rows.get(of), rows.get(over)) for title, rows in works_of(report["rows"])]
+    timed = [(time(a) / time(b), title, a, b) for title, a, b in found if time(a) and time(b)]
+    outside = sorted((line for line in timed if not float(low) <= line[0] <= float(high)), key=lambda line: -line[0])
+    band = " and ".join([f"at least {low}x"] * (float(low) > 0) + [f"at most {high}x"] * math.isfinite(float(high)))
+    inside = f"{len(timed) - len(outside)} of {len(timed)} works"
+    count = f"`{of}` takes {band} as long as `{over}` in {inside}"
+    lines = [[title, microseconds(a), microseconds(b), times(value)] for value, title, a, b in outside]
+    table = markdown(["work, µs", f"`{of}`", f"`{over}`", f"`{of}` over `{over}`"], lines)
+    text = f"{count}; the others:\n\n{table}" if outside else f"{count}."
+    return text + "\n" + provenance(page, name, report, report["rows"])
+
+
+def training(page: Path, pattern: str, experiment: str) -> str:
+    """A line for each run of this experiment by `experiments.train` among the files whose names match."""
+    paths = sorted((DOCS / "results").glob(f"{pattern}.json"))
+    reports = {path: load(path.stem) for path in paths}
+    reports = {path: run for path, run in reports.items() if f"experiments.train {experiment}" in run["command"]}
+    if not reports:
+        return no_file(pattern)
+    lines = []
+    for path, report in reports.items():
+        link = os.path.relpath(path, page.parent)
+        command = re.sub(r"^.*experiments\.train ", "", report["command"])
+        command = re.sub(r" ?--(?:json|data-dir|run-dir)[ =]\S+", "", command)
+        lines.append([f"[`{command}`]({link})", *_training_cells(report)])
+    head = [
+        "`experiments.train`",
+        "test accuracy",
+        "epochs",
+        "training, s",
+        "evaluation, s",
+        "compilation, s",
+        "images/s",
+    ]
+    devices = dict.fromkeys(f"{r['device']}, jax {r['versions']['jax']}" for r in reports.values())
+    return (
+        f"{markdown(head, lines)}\n\nA run each: {'; '.join(devices)}. Training is without evaluation and compilation."
+    )
+
+
+def _training_cells(report: Report) -> list[str]:
+    images = report.get("images_per_second")
+    return [
+        f"{report['test_accuracy']:.4f}",
+        str(report["epochs"]),
+        *(number(report.get(f"{part}_seconds")) for part in ("train", "evaluation", "compile")),
+        "" if images is None else f"{images:,.0f}",
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------------- summary
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A line of the table that answers "is it fast?".
+
+    Attributes:
+      name: of what was timed.
+      page: below docs/benchmarks/, with the family's own tables.
+      files: runs, in which a figure is looked for in this order.
+      where: the rows, as in the tables.
+      why: what keeps it from its floor, without figures.
+    """
+
+    name: str
+    page: str
+    files: tuple[str, ...]
+    where: Mapping[str, str]
+    why: str
+
+    def runs(self) -> list[dict[str, Row]]:
+        """The rows of each run that has them, by implementation."""
+        found = ({row["implementation"]: row for row in rows_of(load(name), self.where)} for name in self.files)
+        return [rows for rows in found if library(rows)]
+
+    def speedups(self) -> tuple[float | None, float | None]:
+        """How many times as fast as autodiff, and as the best peer: each in the first run that has both."""
+
+        def first(rival):
+            pairs = ((time(rival(rows)), time(library(rows))) for rows in self.runs())
+            return next((slow / fast for slow, fast in pairs if slow), None)
+
+        return first(lambda rows: rows.get("autodiff")), first(best_peer)
+
+
+FAMILIES = (
+    Family(
+        "LeNet training step, batch 128", "lenet", ("lenet", "lenet-peers"), {"op": "lenet", "batch": "128"},
+        "many short launches: each takes about a microsecond whatever it computes",
+    ),
+    Family(
+        "LeNet training step, batch 8192", "lenet", ("lenet", "lenet-peers"), {"op": "lenet", "batch": "8192"},
+        "exact float32 in the blocks' forwards, which run on the CUDA cores and not on the tensor cores",
+    ),
+    Family(
+        "LayerNorm backward, 65536x1024, bfloat16", "norm", ("layer_norm",),
+        {"op": "layer_norm_backward", "place": "65536x1024"},
+        "warps wait at the sums of a row; few programs fit a multiprocessor's registers",
+    ),
+    Family(
+        "LayerNorm + Linear, 65536x(1024->1024), bfloat16", "norm", ("layer_norm_linear",),
+        {"op": "layer_norm_linear", "place": "65536x1024x1024"},
+        "three matrix products bound it, and ours run at the library's rate",
+    ),
+    Family(
+        "LayerNorm + Linear, 262144x(256->256), bfloat16", "norm", ("layer_norm_linear",),
+        {"op": "layer_norm_linear", "place": "262144x256x256"},
+        "instructions of the normalisation, which two warps a scheduler do not hide",
+    ),
+    Family(
+        "gates, forward and backward, 4096->8192", "logic", ("gates",),
+        {"op": "gate_layer", "place": "4096->8192"},
+        "rows are read in random order: the L2 cache's throughput, not memory's, bounds it",
+    ),
+    Family(
+        "logic network step, 6x8000, batch 128", "logic", ("logic",), {"op": "logic", "batch": "128"},
+        "short launches, and Adam's pass over the logits",
+    ),
+    Family(
+        "logic network step, 6x64000, batch 1024", "logic", ("logic",), {"op": "logic-large", "batch": "1024"},
+        "the L2 cache, as for one layer; activations of all layers are written and read",
+    ),
+    Family(
+        "convolution, gradient of the weights, conv2", "conv", ("backwards",),
+        {"op": "conv2d_backward_weights", "place": "conv2"},
+        "transposes to the batch-last layout that the kernel reads",
+    ),
+    Family(
+        "convolution, gradient of the input, conv2", "conv", ("backwards",),
+        {"op": "conv2d_backward_input", "place": "conv2"},
+        "a product with a banded matrix, most of whose elements are zeros",
+    ),
+    Family(
+        "convolution, gradient of the bias, conv1", "conv", ("backwards",),
+        {"op": "conv2d_backward_bias", "place": "conv1"},
+        "a transpose that the library's sum does not need; `None` takes the library's",
+    ),
+    Family(
+        "convolution, ReLU, pool backward, block 1", "conv", ("backwards",),
+        {"op": "conv2d_relu_max_pool2d_backward", "place": "block1"},
+        "shared memory: every image is read once for each place of a maximum",
+    ),
+    Family(
+        "max-pool backward, windows side by side", "conv", ("backwards",),
+        {"op": "max_pool2d_backward", "place": "pool1"},
+        "nothing to win: it moves bytes at nearly the rate of a copy",
+    ),
+    Family(
+        "max-pool backward, overlapping windows", "conv", ("backwards",),
+        {"op": "max_pool2d_backward", "place": "overlapping"},
+        "transposes around the kernel; `None` takes the formula, which needs none",
+    ),
+    Family(
+        "Linear backward, fc1", "dense", ("backwards",), {"op": "linear_backward", "place": "fc1"},
+        "the products are the library's, on both sides",
+    ),
+    Family(
+        "softmax and cross-entropy backward", "dense", ("backwards",),
+        {"op": "softmax_cross_entropy_backward", "place": "classes"},
+        "a launch takes longer than the work; `None` takes the formula, which XLA fuses",
+    ),
+    Family(
+        "ReLU backward, images", "pointwise", ("backwards",), {"op": "relu_backward", "place": "relu1"},
+        "nothing to win: it moves bytes at the rate of a copy",
+    ),
+)  # fmt: skip
+
+
+def summary(page: Path, *_: str) -> str:
+    """A line a family: ours, autodiff, the best peer, ratios, per cent of the floor, and why not more."""
+    measured = sorted({name for family in FAMILIES for name in family.files if load(name)})
+    if not measured:
+        return no_file("lenet")
+    head = ["work, µs", "ours", "autodiff", "over autodiff", "best peer", "over it", "% of the floor", WHY]
+    lines = []
+    for family in FAMILIES:
+        runs = family.runs()
+        link = os.path.relpath(DOCS / "benchmarks" / f"{family.page}.md", page.parent)
+        if not runs:
+            lines.append([f"[{family.name}]({link})", "not measured yet", *[""] * 5, family.why])
+            continue
+        best = library(runs[0])
+        autodiff = next((rows["autodiff"] for rows in runs if time(rows.get("autodiff"))), None)
+        peer = next(filter(None, map(best_peer, runs)), None)
+        over_autodiff, over_peer = map(times, family.speedups())
+        named = f"{microseconds(peer)} ({peer['implementation']})" if peer else ""
+        cells = [microseconds(best), microseconds(autodiff), over_autodiff, named, over_peer, floor(best), family.why]
+        lines.append([f"[{family.name}]({link})", *cells])
+    runs = [load(name) for name in measured]
+    devices = ", ".join(dict.fromkeys(f"{run['device']} with jax {run['versions']['jax']}" for run in runs))
+    days = sorted({str(run["date"])[:10] for run in runs})
+    files = ", ".join(f"[{name}]({os.path.relpath(DOCS / 'results' / name, page.parent)}.json)" for name in measured)
+    dates = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"{markdown(head, lines)}\n\nMeasured on one {devices}, {dates}: {files}."
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    "works": works,
+    "variants": variants,
+    "ratios": ratios,
+    "training": training,
+    "summary": summary,
+}
+
+
+# --------------------------------------------------------------------------------------------------------------- charts
+
+STYLE = """
+  .paper { fill: #ffffff; stroke: #d0d7de } .ink { fill: #1f2328 } .soft { fill: #59636e } .rule { stroke: #d0d7de }
+  .even { stroke: #59636e } .first { fill: #2a78d6 } .second { fill: #e07b39 }
+  @media (prefers-color-scheme: dark) {
+    .paper { fill: #0d1117; stroke: #3d444d } .ink { fill: #f0f6fc } .soft { fill: #9198a1 } .rule { stroke: #3d444d }
+    .even { stroke: #9198a1 } .first { fill: #58a6ff } .second { fill: #f0986a }
+  }
+  text { font: 13px system-ui, sans-serif }
+"""
+"""A paper of its own keeps a picture readable where a page's scheme is not the browser's."""
+
+WIDTH, LEFT, RIGHT, BAR = 860, 355, 60, 15
+"""Pixels: of the picture, of its names and of what is right of the longest bar, and the height of a bar."""
+
+
+def speed() -> str:
+    """The chart of the README: times as fast as autodiff and as the best peer, for each family."""
+    bars = [(family.name, family.speedups()) for family in FAMILIES]
+    bars = [(name, values) for name, values in bars if any(values)]
+    legend = ("JAX's autodiff", "the best peer: PyTorch, Liger-Kernel, tokamax, torchlogix")
+    if not bars:
+        return svg(60, text(20, 36, "not measured yet: docs/results/ has none of these runs", "soft"))
+    values = [value for _, both in bars for value in both if value]
+    low, high = min(0.5, *values), max(2.0, *values)
+
+    def x(value):
+        return LEFT + (WIDTH - LEFT - RIGHT) * math.log(value / low) / math.log(high / low)
+
+    y, parts = 88, []
+    for name, both in bars:
+        height = BAR * sum(value is not None for value in both)
+        parts.append(text(LEFT - 12, y + height / 2 + 4.5, name, "ink", "end"))
+        for value, kind in zip(both, ("first", "second"), strict=True):
+            if value is not None:
+                start, end = sorted((x(1), x(value)))
+                parts.append(
+                    f'<rect class="{kind}" x="{start:.1f}" y="{y}" width="{end - start:.1f}" height="{BAR - 2}"/>'
+                )
+                parts.append(text(end + 5, y + 11, times(value), "soft"))
+                y += BAR
+        y += 9
+    head = [text(20, 26, "How many times as fast as ... (logarithmic; 1x is as fast)", "ink")]
+    for left, kind, name in ((20, "first", legend[0]), (170, "second", legend[1])):
+        head += [f'<rect class="{kind}" x="{left}" y="39" width="12" height="12"/>', text(left + 18, 50, name, "soft")]
+    head.append(f'<line class="even" x1="{x(1):.1f}" x2="{x(1):.1f}" y1="76" y2="{y}" stroke-dasharray="3 3"/>')
+    head.append(text(x(1), 72, "1x", "soft", "middle"))
+    return svg(y + 10, *head, *parts)
+
+
+def text(x: float, y: float, words: str, kind: str, anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(words)}</text>'
+
+
+def svg(height: float, *parts: str) -> str:
+    box = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" role="img">'
+    paper = f'<rect class="paper" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1:.0f}" rx="8"/>'
+    return "\n".join([box, f"<style>{STYLE}</style>", paper, *parts, "</svg>", ""])
+
+
+CHARTS: dict[str, Callable[[], str]] = {"speed": speed}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
