@@ -1,16 +1,19 @@
 """Trains a model from the command line.
 
     python -m experiments.train lenet --dataset mnist --data-dir data --implementation xla
+    python -m experiments.train logic --json logic.json          # and the result as a file
 
-The last line printed is the test accuracy. `--help` lists the settings, here and after an experiment's name.
+The last line printed is the test accuracy. `--help` lists the experiments, and after an experiment's name its settings.
 """
 
 import contextlib
 import dataclasses
+import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import tyro
 from flax import nnx
@@ -19,19 +22,47 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from experiments import configs
 from experiments.configs import EXPERIMENTS, TrainingConfig
-from experiments.errors import UserError
-from experiments.training import curves, run_directory
+from experiments.configs.base import FIELDS_WITHOUT_EFFECT
+from experiments.data.datasets import Dataset
+from experiments.output.errors import UserError
+from experiments.output.files import write_atomically
+from experiments.output.results import provenance, to_json
+from experiments.training import curves, logic, run_directory
 from experiments.training import loop as training
 from experiments.training.loop import Metrics
 from experiments.training.run_directory import RunDirectory
 
+Config = TypeVar("Config", bound=TrainingConfig)
+
+REPORTS: Mapping[str, Callable[[Any, nnx.Module, Dataset], str]] = {"logic": logic.report}
+"""Experiment -> `(config, trained model, dataset) -> lines`, printed after the training; it may add files to run_dir."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(Generic[Config]):
+    """What to train, and where to put the result."""
+
+    experiment: tyro.conf.OmitArgPrefixes[Config]
+    json: Path | None = None
+    """File to write the result to: accuracy, times, settings, device and versions."""
+
+    def __post_init__(self):
+        if self.json is not None and not self.json.parent.is_dir():
+            raise UserError(f"{self.json} cannot be written: there is no folder {self.json.parent}")
+
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 2, after one line on stderr, for what the user can mend."""
+    """Runs the command line. Returns the exit code: 2, after one line on stderr, for a mistake of the user."""
+    args = sys.argv[1:] if args is None else list(args)
     try:
-        config = parse(sys.argv[1:] if args is None else args)
+        command = parse(args)
+        config = command.experiment
         print(configs.to_json(config), end="", flush=True)
         metrics = train(config)
+        if command.json is not None:
+            history = run_directory.read_metrics(config.run_dir, metrics.epoch)
+            report = result(shlex.join(["python", "-m", "experiments.train", *args]), config, history)
+            write_atomically(command.json, to_json(report))
     except (UserError, OSError, NotImplementedError, FloatingPointError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
@@ -39,23 +70,27 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parse(args: Sequence[str]) -> TrainingConfig:
-    """The config that the command line asks for, with a run directory of its own if none is named.
+def parse(args: Sequence[str]) -> TrainConfig:
+    """The config that the command line asks for, with a new run directory if none is named.
 
     Raises:
       SystemExit: after `--help`, or a message about arguments that no run can have (2).
     """
-    config = tyro.extras.subcommand_cli_from_dict(
-        EXPERIMENTS, args=args, prog="python -m experiments.train", config=(tyro.conf.FlagCreatePairsOff,)
+    command = tyro.extras.subcommand_cli_from_dict(
+        {name: TrainConfig[config] for name, config in EXPERIMENTS.items()},
+        args=args,
+        prog="python -m experiments.train",
+        config=(tyro.conf.FlagCreatePairsOff,),
     )
+    config = command.experiment
     if config.run_dir is None:
         run_dir = Path("runs") / f"{config.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-        config = dataclasses.replace(config, run_dir=run_dir)
-    return config
+        command = dataclasses.replace(command, experiment=dataclasses.replace(config, run_dir=run_dir))
+    return command
 
 
 def train(config: TrainingConfig) -> Metrics:
-    """Trains in `config.run_dir`, from the start or from where the run there was left; returns the last metrics.
+    """Trains in `config.run_dir`, from the start or from its last checkpoint; returns the last metrics.
 
     Raises:
       UserError: (a ValueError) for data, settings or a run directory that do not fit.
@@ -83,9 +118,29 @@ def train(config: TrainingConfig) -> Metrics:
                 break
     print(_total(directory.metrics))
     nnx.update(prepared.model, state.params)
-    if report := config.report(prepared.model, dataset):
-        print(report)
+    if config.name in REPORTS:
+        print(REPORTS[config.name](config, prepared.model, dataset))
     return directory.metrics[-1]
+
+
+def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
+    """The result file of a run, of the metrics of all its epochs.
+
+    Next to what all result files have (`experiments/output/results.py`): `dataset`, `settings`, `epochs` (run),
+    `train_seconds`, `evaluation_seconds` and `compile_seconds` (sums over the epochs), `test_accuracy` (of the last
+    epoch), `images_per_second` (of training, over all epochs).
+    """
+    seconds = _seconds(metrics)
+    images = metrics[-1].step * config.batch_size
+    return {
+        **provenance(command),
+        "dataset": getattr(config, "dataset", config.name),
+        "settings": {k: v for k, v in configs.to_dict(config).items() if k not in FIELDS_WITHOUT_EFFECT},
+        "epochs": len(metrics),
+        **seconds,
+        "test_accuracy": metrics[-1].test_accuracy,
+        "images_per_second": images / seconds["train_seconds"],
+    }
 
 
 @contextlib.contextmanager
@@ -116,13 +171,20 @@ def _summary(metrics: Metrics) -> str:
 
 
 def _total(metrics: Sequence[Metrics]) -> str:
-    training, evaluation, compilation = (
-        sum(getattr(epoch, name) for epoch in metrics) for name in ("seconds", "evaluation_seconds", "compile_seconds")
-    )
+    training, evaluation, compilation = _seconds(metrics).values()
     return (
         f"{len(metrics)} epochs in {training + evaluation:.2f} s: training {training:.2f} s, "
         f"evaluation {evaluation:.2f} s; compilation before that {compilation:.1f} s"
     )
+
+
+def _seconds(metrics: Sequence[Metrics]) -> dict[str, float]:
+    fields = {
+        "train_seconds": "seconds",
+        "evaluation_seconds": "evaluation_seconds",
+        "compile_seconds": "compile_seconds",
+    }
+    return {name: sum(getattr(epoch, field) for epoch in metrics) for name, field in fields.items()}
 
 
 if __name__ == "__main__":

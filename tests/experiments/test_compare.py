@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 import jaxbp
-from experiments import compare, compare_report
+from experiments import compare
+from experiments.output import comparison_page
 from jaxbp.nn import Linear
 
 pytestmark = pytest.mark.once
@@ -126,7 +127,7 @@ def test_the_page_asks_for_nothing_from_elsewhere(finished):
 def test_the_page_is_for_day_and_night_and_for_phones(finished):
     text = finished[2]
     assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
-    assert "currentColor" in text and compare_report._TEXT not in text
+    assert "currentColor" in text and comparison_page._TEXT not in text
 
 
 def test_a_failing_implementation_is_on_the_page_and_exits_with_1(run, tmp_path, capsys):

@@ -128,7 +128,7 @@ def test_every_option_reaches_the_config(tmp_path):
         "shift": 2,
     }
     args = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    config = train.parse(["lenet", *args, "--resume", "--no-fused"])
+    config = train.parse(["lenet", *args, "--resume", "--no-fused"]).experiment
     assert json.loads(configs.to_json(config)) == {"experiment": "lenet", "resume": True, "fused": False, **options}
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from experiments import configs, train
+from experiments import train
 from experiments.configs import LogicConfig
+from experiments.output.errors import UserError
 from experiments.training import logic
 from experiments.training import loop as training
 
@@ -81,5 +82,5 @@ def test_sizes_and_tau_are_the_published_ones_for_mnist():
     ],
 )
 def test_settings_that_no_run_can_have_are_refused(field, value, wanted):
-    with pytest.raises(configs.UserError, match=f"^{field} = {value!r}: wanted {wanted}"):
+    with pytest.raises(UserError, match=f"^{field} = {value!r}: wanted {wanted}"):
         LogicConfig(**{field: value})
