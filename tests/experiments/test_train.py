@@ -6,10 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
-from flax import nnx
 from rich.console import Console
 
 from experiments import configs, train
@@ -130,13 +127,3 @@ def test_every_option_reaches_the_config(tmp_path):
     args = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     config = train.parse(["lenet", *args, "--resume", "--no-fused"]).experiment
     assert json.loads(configs.to_json(config)) == {"experiment": "lenet", "resume": True, "fused": False, **options}
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_dtype_is_that_of_the_computation_alone(dtype):
-    config = LeNetConfig(dtype=dtype)
-    model, loss = config.build(jax.random.key(0))
-    images, labels = jnp.zeros((1, 1, 28, 28)), jnp.zeros(1, jnp.int32)
-    assert model(images).dtype == dtype
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
-    assert loss(model, images, labels)[0].dtype == jnp.float32
