@@ -5,8 +5,8 @@
     python -m experiments.compare lenet --dtype bfloat16 --implementations xla autodiff
 
 Loss, every parameter's gradient and the Hessian's product with a random direction are compared on one batch, by
-`jaxbp.verify.compare`; then every implementation trains `--steps` steps from the same seed. The page that `--html` writes
-is one file, with its pictures in it.
+`jaxbp.verify.compare`; then every implementation trains `--steps` steps from the same seed. The page that `--html`
+writes is one file, with its pictures in it.
 """
 
 import dataclasses

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 from flax import nnx
@@ -32,37 +32,30 @@ from experiments.training import loop as training
 from experiments.training.loop import Metrics
 from experiments.training.run_directory import RunDirectory
 
-Config = TypeVar("Config", bound=TrainingConfig)
-
 REPORTS: Mapping[str, Callable[[Any, nnx.Module, Dataset], str]] = {"logic": logic.report}
-"""Experiment -> `(config, trained model, dataset) -> lines`, printed after the training; it may add files to run_dir."""
+"""Experiment -> `(config, trained model, dataset) -> lines` to print after training. It may add files to run_dir."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainConfig(Generic[Config]):
+class Command(NamedTuple):
     """What to train, and where to put the result."""
 
-    experiment: tyro.conf.OmitArgPrefixes[Config]
-    json: Path | None = None
-    """File to write the result to: accuracy, times, settings, device and versions."""
-
-    def __post_init__(self):
-        if self.json is not None and not self.json.parent.is_dir():
-            raise UserError(f"{self.json} cannot be written: there is no folder {self.json.parent}")
+    experiment: TrainingConfig
+    json: Path | None
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code: 2, after one line on stderr, for a mistake of the user."""
     args = sys.argv[1:] if args is None else list(args)
     try:
-        command = parse(args)
-        config = command.experiment
+        config, path = parse(args)
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
         print(configs.to_json(config), end="", flush=True)
         metrics = train(config)
-        if command.json is not None:
+        if path is not None:
             history = run_directory.read_metrics(config.run_dir, metrics.epoch)
             report = result(shlex.join(["python", "-m", "experiments.train", *args]), config, history)
-            write_atomically(command.json, to_json(report))
+            write_atomically(path, to_json(report))
     except (UserError, OSError, NotImplementedError, FloatingPointError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
@@ -70,23 +63,31 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parse(args: Sequence[str]) -> TrainConfig:
+def parse(args: Sequence[str]) -> Command:
     """The config that the command line asks for, with a new run directory if none is named.
 
     Raises:
       SystemExit: after `--help`, or a message about arguments that no run can have (2).
     """
-    command = tyro.extras.subcommand_cli_from_dict(
-        {name: TrainConfig[config] for name, config in EXPERIMENTS.items()},
+    parsed = tyro.extras.subcommand_cli_from_dict(
+        {name: _with_json(config) for name, config in EXPERIMENTS.items()},
         args=args,
         prog="python -m experiments.train",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    config = command.experiment
-    if config.run_dir is None:
-        run_dir = Path("runs") / f"{config.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-        command = dataclasses.replace(command, experiment=dataclasses.replace(config, run_dir=run_dir))
-    return command
+    settings = dict(vars(parsed))
+    path = settings.pop("json")
+    if settings["run_dir"] is None:
+        settings["run_dir"] = Path("runs") / f"{parsed.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    return Command(EXPERIMENTS[parsed.name](**settings), path)
+
+
+def _with_json(config: type[TrainingConfig]) -> type[TrainingConfig]:
+    """The config with the option `--json`, which is no setting of a run."""
+    help = "File to write the result to: accuracy, times, settings, device and versions."
+    field = ("json", Annotated[Path | None, tyro.conf.arg(help=help)], None)
+    options = dict(bases=(config,), frozen=True, kw_only=True, namespace={"__doc__": config.__doc__})
+    return dataclasses.make_dataclass(config.__name__, [field], **options)
 
 
 def train(config: TrainingConfig) -> Metrics:

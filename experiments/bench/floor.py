@@ -3,10 +3,10 @@
 A call has to read every argument that its results depend on, to write every result, and to do the multiplications and
 additions of its matrix products and convolutions. The floor is the longer of two times:
 
-- the bytes at the device's best rate: bytes that are read and written in equal parts at the rate of a copy, the rest at
-  the rate of reading, or of writing, alone. A cache is faster than memory, so a rate depends on the bytes that a program
-  touches, its working set. It is the best one measured for a working set of that size or a larger one: an upper bound on
-  what the cache that holds these bytes can do.
+- the bytes at the device's best rate: as many as are both read and written at a copy's rate, the rest at the rate of
+  reading, or of writing, alone. A cache is faster than memory, so a rate depends on the bytes that a program touches,
+  its working set. The rate is the best one measured with a working set of that size or a larger one, which is what the
+  cache that holds these bytes can do at most.
 - the operations at the best rate of a few large matrix products of the same dtype and precision.
 
 Launching a kernel, arithmetic outside of products and intermediate results take no time in it, so it bounds every
@@ -33,10 +33,10 @@ MIB = 2**20
 GPU_WORKING_SETS = (8 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 512 * MIB)
 """Bytes that a program touches: within the L2 cache of an H200 (50 MiB), around it, and so far beyond that it is
 memory's rate."""
-CPU_WORKING_SETS = tuple(4**k for k in range(7, 14)) + (128 * MIB,)
+CPU_WORKING_SETS = (*(4**k for k in range(7, 14)), 128 * MIB)
 """From a first-level cache to memory, 16 KiB to 128 MiB."""
 GPU_CALLS = 8
-"""Kernels in a program whose working set may lie in the cache: dispatching the program takes longer than one of them."""
+"""Kernels in a program whose working set may fit into the cache: dispatch would take longer than a single one."""
 GPU_PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 4096, 4096))
 CPU_PRODUCTS = ((512, 512, 512), (1024, 1024, 1024))
 
@@ -95,7 +95,7 @@ def measured_rates(dtype: str, on_gpu: bool, seconds: float) -> dict[str, Any]:
         (precision, shape): _product(shape, precision, dtype) for precision in PRECISIONS for shape in products
     }
     least = dict.fromkeys(programs, math.inf)
-    for _ in range(measure.ROUNDS):  # the rounds apart, so that a disturbance does not meet all of a program's
+    for _ in range(measure.ROUNDS):  # a disturbance must not meet all rounds of one program
         for key, (_, run) in programs.items():
             least[key] = min(least[key], run(seconds))
     rates = {key: amount / least[key] for key, (amount, _) in programs.items()}
@@ -151,7 +151,7 @@ def _traffic_on_cpu() -> dict[tuple[str, int], Timed]:
 
 
 CPU_ARRAYS = 2
-"""Arrays copied at a time: a small copy runs on one core, and calls of a row overlap as well."""
+"""Arrays copied at a time: a small copy runs on one core, and the calls of a row overlap too."""
 
 
 def _copies_in_place(elements: int) -> Callable[[float], float]:
@@ -181,7 +181,7 @@ def cost(work: Work, batch: int, dtype: str) -> Cost:
     jaxpr = jax.make_jaxpr(work.function("autodiff", dtype))(*arguments).jaxpr
     needed, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     given = set(jaxpr.invars)
-    # A variable that is a result twice is written once; an argument or a number is written by nobody.
+    # A variable that is a result twice is written once. An argument, or a constant, is not written.
     results = dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in given)
     return Cost(
         argument_bytes=_bytes(v.aval for v in jaxpr.invars),

@@ -96,7 +96,7 @@ class Case:
             try:
                 self._compiled[name] = compile_program(self._function(name), self._structs)
             except Exception:
-                continue  # the row will say why
+                continue  # the row will say why, as its program fails in the same way
 
     def submit(self, compiler: Compiler, accuracy: Accuracy) -> None:
         """Starts to compile the programs, but for those of rows without a kernel of ours."""
@@ -108,6 +108,7 @@ class Case:
             if name == "pallas" and not self._launches(function):
                 print(f"{self.title}, pallas: left out, as no kernel of ours runs", file=sys.stderr, flush=True)
                 self._left_out.add(name)
+                self._compiled.pop(name, None)
                 continue
             if name not in self._compiled:
                 self._programs[name, "call"] = compiler.submit(function, *self._structs)

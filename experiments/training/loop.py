@@ -39,7 +39,7 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """The figures of an epoch. Training's loss and accuracy are means over its steps, during which parameters change."""
+    """The figures of an epoch. Training's loss and accuracy are means over its steps, while parameters change."""
 
     epoch: int
     step: int

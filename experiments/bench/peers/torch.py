@@ -43,7 +43,7 @@ Build = Callable[[Task, str], tuple[Callable, Callable]]
 
 
 def variants_of(task: Task, build: Build, modes: Sequence[str]) -> Iterator[Variant]:
-    """The ways in which PyTorch's tensors do the task: eager, on a GPU in a CUDA graph, and `modes`, the fastest last."""
+    """The variants of a task on PyTorch's tensors: eager, on a GPU in a CUDA graph, and `modes`, the fastest last."""
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
         precisions = {", float32": "highest", ", TF32": "default"}
