@@ -1,1 +1,1 @@
-"""What people run: configurations, datasets, the training loop and its command line."""
+"""What people run: `python -m experiments.{train,check,compare,tune,bench}`."""

@@ -4,8 +4,8 @@
     python -m experiments.check relu linear --dtype float64      # some ops, each with its backwards
     python -m experiments.check conv2d --implementations xla --json conv2d.json
 
-Exits with 1 if an implementation failed, after a line for each failure with the worst element. The docstring of
-`jaxbp.verify.check`, which checks ops of your own as well, says what is held against what.
+Exits with 1 if an implementation failed, after a line for each failure with the worst element. See
+`jaxbp.verify.check`, which checks your own ops as well, for what is compared.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from experiments.atomic import write_atomically
-from experiments.errors import UserError
+from experiments.output.errors import UserError
+from experiments.output.files import write_atomically
 from jaxbp.catalogue import CATALOGUE, Entry
 from jaxbp.verify import CheckResult, check
 
@@ -36,19 +36,19 @@ class CheckConfig:
     ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
     """Names of ops, or `all`. A forward's name stands for its backwards as well."""
     dtype: tuple[Literal["float16", "bfloat16", "float32", "float64"], ...] = ("float32",)
-    """Of the arguments. Kernels take no float64."""
+    """Dtype of the arguments. Kernels take no float64."""
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ("pallas", "xla", "autodiff")
     """Implementations to check."""
     order: Literal[1, 2] = 2
     """1 for values and gradients alone, 2 for second derivatives as well."""
     seed: int = 0
-    """Of the arguments."""
+    """Seed of the arguments."""
     json: Path | None = None
     """File to write the rows to."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 1 if a check failed, 2 for what the user can mend."""
+    """Runs the command line. Returns the exit code: 1 if a check failed, 2 for a mistake of the user."""
     args = sys.argv[1:] if args is None else list(args)
     config = tyro.cli(
         CheckConfig, args=args, prog="python -m experiments.check", config=(tyro.conf.FlagCreatePairsOff,)
@@ -101,7 +101,7 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
         *args,
         implementations=config.implementations,
         order=config.order,
-        kink_convention="_backward" not in entry.name,  # of gradients there is one, of their derivatives none
+        kink_convention="_backward" not in entry.name,  # a backward's own derivative has no convention at a kink
         seed=config.seed,
         **entry.small.options,
     )

@@ -1,21 +1,19 @@
-"""Compares the implementations on an experiment: what they compute, what that costs, and how they train.
+"""Compares the implementations on an experiment: their gradients, their cost and their training curves.
 
     python -m experiments.compare lenet                          # a table
     python -m experiments.compare lenet --steps 200 --html lenet.html --json lenet.json
     python -m experiments.compare lenet --dtype bfloat16 --implementations xla autodiff
 
 Loss, every parameter's gradient and the Hessian's product with a random direction are compared on one batch, by
-`jaxbp.verify.compare`; then every implementation trains so many steps from the same seed. The page that `--html` writes
-is one file, with its pictures in it.
+`jaxbp.verify.compare`; then every implementation trains `--steps` steps from the same seed. The page that `--html`
+writes is one file, with its pictures in it.
 """
 
 import dataclasses
-import json
 import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -29,12 +27,12 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments import configs
-from experiments.atomic import write_atomically
-from experiments.bench.cli import versions
-from experiments.compare_report import page
 from experiments.configs import EXPERIMENTS, TrainingConfig
 from experiments.data.datasets import Dataset
-from experiments.errors import UserError
+from experiments.output.comparison_page import page
+from experiments.output.errors import UserError
+from experiments.output.files import write_atomically
+from experiments.output.results import provenance, to_json
 from experiments.training import loop as training
 from jaxbp.verify import Comparison, compare
 
@@ -54,7 +52,7 @@ class CompareConfig(Generic[Config]):
     precision: Literal["default", "highest"] = "default"
     """Of products of float32: as the library likes it (TF32 on a GPU), or true float32."""
     second_order: bool = True
-    """Whether the Hessian's product is compared as well."""
+    """Whether to compare the Hessian's product with a random direction."""
     seconds: float = 0.05
     """Least time of a round of timing."""
     json: Path | None = None
@@ -71,7 +69,7 @@ class CompareConfig(Generic[Config]):
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 1 if an implementation failed, 2 for what the user can mend."""
+    """Runs the command line. Returns the exit code: 1 if an implementation failed, 2 for a mistake of the user."""
     args = sys.argv[1:] if args is None else list(args)
     try:
         config = parse(args)
@@ -81,10 +79,10 @@ def main(args: Sequence[str] | None = None) -> int:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     if config.json is not None:
-        write_atomically(config.json, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
+        write_atomically(config.json, to_json(report))
     if config.html is not None:
         write_atomically(config.html, page(report).encode())
-    return 1 if any(one["failed"] for one in report["measured"]) else 0
+    return 1 if any(measured["failed"] for measured in report["measured"]) else 0
 
 
 def parse(args: Sequence[str]) -> CompareConfig:
@@ -102,7 +100,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
     experiment = config.experiment
     if not any(field.name == "implementation" for field in dataclasses.fields(experiment)):
         raise UserError(f"{experiment.name} has no setting `implementation`: there is nothing to compare")
-    names = dict.fromkeys((REFERENCE, *(config.implementations or _implementations_here())))
+    names = dict.fromkeys((REFERENCE, *(config.implementations or _default_implementations())))
     dataset = experiment.load()
     if experiment.batch_size > len(dataset.train_images):
         raise UserError(f"batch_size = {experiment.batch_size}: wanted at most {len(dataset.train_images)}")
@@ -113,7 +111,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
 
     comparison = _compare_on_a_batch(config, params, losses, dataset)
     comparison.show(console)
-    curves, failed = {}, {one.implementation: one.failed for one in comparison.measured}
+    curves, failed = {}, {measured.implementation: measured.failed for measured in comparison.measured}
     for name in names:
         if config.steps and not failed[name]:
             print(f"{config.steps} steps, {name}", file=sys.stderr, flush=True)
@@ -122,9 +120,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
         console.print(curves_table(curves))
     return _plain(
         {
-            "command": command,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": versions(),
+            **provenance(command),
             "config": configs.to_dict(experiment),
             "precision": config.precision,
             "reference": REFERENCE,
@@ -134,7 +130,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
     )
 
 
-def _implementations_here() -> tuple[str, ...]:
+def _default_implementations() -> tuple[str, ...]:
     if jax.default_backend() == "gpu":
         return ("pallas", "xla")
     print("no GPU: kernels would run in an interpreter, so pallas is left out; times are those of the CPU")
@@ -160,14 +156,14 @@ def train(config: TrainingConfig, steps: int, dataset: Dataset) -> list[float]:
     """The mean loss of each of the first `steps` steps of a training on the first examples, as many as they need."""
     in_an_epoch = min(steps, len(dataset.train_images) // config.batch_size)
     size = in_an_epoch * config.batch_size
-    few = dataset._replace(
+    subset = dataset._replace(
         train_images=dataset.train_images[:size],
         train_labels=dataset.train_labels[:size],
         test_images=dataset.test_images[:1],
         test_labels=dataset.test_labels[:1],
     )
     epochs = -(-steps // in_an_epoch)
-    prepared = training.prepare(dataclasses.replace(config, epochs=epochs), few)
+    prepared = training.prepare(dataclasses.replace(config, epochs=epochs), subset)
     state, curve = prepared.state, []
     for epoch in range(epochs):
         state, losses, _ = prepared.train_epoch(state, epoch + 1)
@@ -176,7 +172,7 @@ def train(config: TrainingConfig, steps: int, dataset: Dataset) -> list[float]:
 
 
 def curves_table(curves: Mapping[str, Sequence[float]]) -> Table:
-    """The losses at some steps side by side, and how far each curve is from the reference's at most."""
+    """The losses at some steps, a column an implementation, and each curve's largest distance from the reference."""
     table = Table("step", *curves, title="training loss")
     steps = len(curves[REFERENCE])
     for step in sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1}):

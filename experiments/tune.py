@@ -26,9 +26,10 @@ import numpy as np
 import tyro
 
 import pallas_kernels.conv.conv2d_relu_max_pool2d  # noqa: F401  registers its kernels
-from experiments.atomic import write_atomically
-from experiments.bench import cli as bench
-from experiments.errors import UserError
+from experiments.bench import measure
+from experiments.bench.works import CACHE_BYTES, MOST_CALLS, one_after_another
+from experiments.output.errors import UserError
+from experiments.output.files import write_atomically
 from pallas_kernels.core import device, tiles
 
 GAIN = 1.03
@@ -57,7 +58,7 @@ class TuneConfig:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 2 for what the user can mend."""
+    """Runs the command line. Returns the exit code: 2 for a mistake of the user."""
     config = tyro.cli(TuneConfig, args=args, prog="python -m experiments.tune", config=(tyro.conf.FlagCreatePairsOff,))
     try:
         tune(config)
@@ -106,7 +107,7 @@ def arguments(kernel: Callable, channels: int, size: int, out_channels: int, bat
 def sweep(kernel: Callable, shapes: Sequence[Any], options: Mapping[str, Any], seconds: float) -> dict[str, int]:
     """Times the candidates of a kernel. Returns the fastest, or nothing where its own rule is as fast."""
     bytes_a_call = sum(math.prod(a.shape) * a.dtype.itemsize for a in shapes)
-    calls = min(bench.MOST_CALLS, math.ceil(bench.CACHE_BYTES / bytes_a_call))
+    calls = min(MOST_CALLS, math.ceil(CACHE_BYTES / bytes_a_call))
     sets = jax.block_until_ready(tuple(jax.jit(draw, static_argnums=1)(seed, tuple(shapes)) for seed in range(calls)))
     programs, reference, times = set(), [], {}
     for tile in ({}, *candidates(kernel)):
@@ -119,9 +120,9 @@ def sweep(kernel: Callable, shapes: Sequence[Any], options: Mapping[str, Any], s
             programs.add(text)
             results = [np.asarray(a, np.float64) for a in jax.tree.leaves(lowered.compile()(*sets[0]))]
             reference = reference or results
-            if (error := bench.relative_error(results, reference)) > TOLERANCE:
+            if (error := measure.relative_error(results, reference)) > TOLERANCE:
                 raise ArithmeticError(f"its results differ from the rule's by {error:.1e}")
-            timed = bench.time_chain(bench.one_after_another(function, calls), sets, calls, seconds)
+            timed = measure.time_chain(one_after_another(function, calls), sets, calls, seconds)
         except Exception as error:  # a tile may not fit in many ways; the rule has to
             if not tile:
                 raise

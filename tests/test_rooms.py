@@ -23,6 +23,42 @@ def imports(source):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def module_of(path):
+    """The module's dotted name; a package's is that of its folder."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def circle(graph):
+    """Modules that import each other in a circle, the first one twice; empty if there is none."""
+    finished, trail = set(), []
+
+    def visit(module):
+        if module in trail:
+            return [*trail[trail.index(module) :], module]
+        if module in finished:
+            return []
+        trail.append(module)
+        found = next(filter(None, map(visit, sorted(graph[module]))), [])
+        trail.pop()
+        finished.add(module)
+        return found
+
+    return next(filter(None, map(visit, sorted(graph))), [])
+
+
+def import_graph(sources):
+    """Module -> those of the modules that it imports, wherever in its file. `from a import b` is a.b if that is one."""
+    return {
+        module: {
+            target
+            for name in imports(source)
+            if (target := name if name in sources else name.rpartition(".")[0]) in sources and target != module
+        }
+        for module, source in sources.items()
+    }
+
+
 def importing(forbidden, *rooms):
     """The files of some rooms that import one of the forbidden modules or something in it."""
     return [
@@ -85,3 +121,22 @@ def test_nothing_imports_the_deprecated_triton_backend():
 )
 def test_an_import_is_seen_in_whichever_way_it_is_written(source, module):
     assert any(f"{found}.".startswith(f"{module}.") for found in imports(source))
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    sources = {module_of(path): path.read_text() for room in ROOMS for path in files(room)}
+    graph = import_graph(sources)
+    assert sum(map(len, graph.values())) > len(graph)
+    assert circle(graph) == []
+
+
+def test_a_circle_is_found():
+    sources = {
+        "a": "from a import b",
+        "a.b": "def f():\n    import a.c.d",
+        "a.c.d": "from e import x",
+        "e": "from a.b import f",
+        "g": "import a",
+    }
+    assert circle(import_graph(sources)) == ["a.b", "a.c.d", "e", "a.b"]
+    assert circle(import_graph(sources | {"e": "import jax"})) == []

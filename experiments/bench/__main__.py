@@ -1,5 +1,186 @@
+"""Times every op of the library, and training steps of LeNet and of logic networks, side by side in one run.
+
+    python -m experiments.bench                                        # everything
+    python -m experiments.bench conv2d max_pool2d --json results.json  # some ops, each with its backwards
+    python -m experiments.bench lenet --batch 128 8192 --precision highest
+    python -m experiments.bench all --peers --json results.json        # and PyTorch on the same arrays
+
+A backward is timed by itself, a forward together with its gradient (`fwd+bwd`), LeNet as forward, backward and SGD,
+logic networks, on the bits of an image, as forward, backward and Adam.
+
+- Time is device time: calls follow each other inside one compiled program, each with its own arrays. Together these do
+  not fit into the GPU's cache, except at small batches, as there are at most 32 calls. Further programs are queued
+  behind it. The time is the median of several rounds.
+- The floor is the least time in which this device could do the work: see `experiments/bench/floor.py`.
+- Memory is XLA's account of the compiled program: arguments, results and temporaries of one call.
+- The error is the largest relative norm of a result's difference from float64, at a smaller batch. A peer's is that of
+  its eager functions.
+- Compile seconds are those of one call, from Python to the executable, with nothing else running. They are measured for
+  LeNet, and with `--compile-seconds` for every row.
+- `"pallas"` has no row where no kernel of this library runs. Without a GPU it has none at all.
+
+The JSON file is written after every case. Next to what all result files have (`experiments/output/results.py`):
+
+    dtype, precision       of the arrays, and of products of float32
+    copy_bytes_per_second, bytes_per_second, operations_per_second
+                           the rates of this device: see `floor.measured_rates`
+    rows                   an object a row: see `rows.Case`
+    complete               whether every row was measured
+    missing                the names of those that were not: "WORK, batch BATCH, IMPLEMENTATION"
+"""
+
+import dataclasses
+import os
+import shlex
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from experiments.bench.cli import main
+import jax
+import tyro
 
-sys.exit(main())
+from experiments.bench import peers
+from experiments.bench.floor import measured_rates
+from experiments.bench.peers import VariantChoice
+from experiments.bench.report import picture, print_table
+from experiments.bench.rows import Case, Settings, measured_rows
+from experiments.bench.works import Work, selected
+from experiments.output.errors import UserError
+from experiments.output.files import write_atomically
+from experiments.output.results import provenance, to_json
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchConfig:
+    """What to time."""
+
+    cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
+    """`lenet`, `logic` (6 x 8000 gates), `logic-large` (6 x 64000), names of ops, or `all`. A forward's name stands for
+    its backwards as well."""
+    batch: tuple[int, ...] = ()
+    """Batch sizes. By default 16384 for ops, or what their catalogue entry says, 128, 1024, 8192, 65536 for LeNet and
+    128, 1024 for logic networks; without a GPU 256 for ops, else 128."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the arrays; LeNet's parameters are float32."""
+    precision: Literal["default", "highest"] = "default"
+    """Of products of float32: as the library likes it (TF32 on a GPU), or true float32."""
+    implementations: tuple[Literal["pallas", "xla", "autodiff", "None"], ...] = ("pallas", "xla", "autodiff", "None")
+    """Implementations to time."""
+    batch_last: bool = False
+    """Time ops alone, on arrays whose batch is the last axis. Kernels pass such arrays to each other in a network, so
+    the compiler can drop the transposes that arrays with the batch first need."""
+    peers: bool = False
+    """Time other libraries too, where they are installed: PyTorch; for norms Liger-Kernel, QuACK and tokamax; and for
+    logic networks torchlogix."""
+    peer_variants: VariantChoice = "best"
+    """best: the fastest variant of each library (compiled, or in a CUDA graph); all: eager ones too, and for products
+    of float32 both precisions."""
+    compile_seconds: bool = False
+    """Time the compilation of every row, one after the other. By default only LeNet's is timed; the rest compile
+    concurrently and have none."""
+    time_limit: float | None = None
+    """Seconds after which no further row is started."""
+    seconds: float = 0.03
+    """Least time of a round."""
+    json: Path | None = None
+    """File to write the rows to, after every case."""
+    png: Path | None = None
+    """File to draw the rows to; by default beside the JSON file."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit code: 1 if an implementation failed, 2 for a mistake of the user."""
+    started = time.monotonic()
+    args = sys.argv[1:] if args is None else list(args)
+    config = tyro.cli(
+        BenchConfig, args=args, prog="python -m experiments.bench", config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    try:
+        check(config)
+        works = selected(config.cases, config.batch_last)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if config.peers:
+        # JAX has not started yet: leave the peers room on the GPU.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    report = run(works, config, shlex.join(["python", "-m", "experiments.bench", *args]), started)
+    print_table(report)
+    if (png := config.png or (config.json and config.json.with_suffix(".png"))) is not None:
+        write_atomically(png, picture(report))
+    return 1 if any(map(is_failure_of_ours, report["rows"])) else 0
+
+
+def is_failure_of_ours(row: Mapping[str, Any]) -> bool:
+    """Whether an implementation failed, other than by saying that it does not take the case."""
+    return row["peer"] is None and row["failed"] is not None and not row["failed"].startswith("NotImplementedError")
+
+
+def check(config: BenchConfig) -> None:
+    """Raises UserError for a config that no run can have."""
+    if min(config.batch, default=1) < 1:
+        raise UserError(f"batch is {min(config.batch)}: wanted at least 1")
+    if config.batch_last and config.peers:
+        raise UserError("batch_last is not for peers: they take their arrays examples first")
+    if config.time_limit is not None and not config.time_limit >= 0:
+        raise UserError(f"time_limit is {config.time_limit}: wanted at least 0")
+    for path in (config.json, config.png):
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
+
+
+def run(works: Sequence[Work], config: BenchConfig, command: str, started: float) -> dict[str, Any]:
+    """Times the work and returns the report. Writes it after every case.
+
+    Args:
+      started: the moment from which the time limit counts, of `time.monotonic`.
+    """
+    on_gpu = jax.default_backend() == "gpu"
+    implementations = [name for name in config.implementations if on_gpu or name != "pallas"]
+    if not on_gpu:
+        print("no GPU: kernels would run in an interpreter, so pallas is left out; times are those of the CPU")
+    modules = peers.installed() if config.peers else {}
+    report = provenance(command)
+    report["versions"] |= {name: module.VERSION for name, module in modules.items()}
+    report |= {"dtype": config.dtype, "precision": config.precision}
+    keep_going = lambda: config.time_limit is None or time.monotonic() - started < config.time_limit  # noqa: E731
+    with jax.default_matmul_precision(config.precision):
+        report |= measured_rates(config.dtype, on_gpu, config.seconds) | {"rows": []}
+        settings = Settings(
+            implementations,
+            modules,
+            config.peer_variants,
+            config.dtype,
+            config.precision,
+            config.seconds,
+            config.compile_seconds,
+            rates=report,
+        )
+        cases = [Case(work, n, settings) for work in works for n in config.batch or work.batches[0 if on_gpu else 1]]
+        note_progress(report, cases)
+        for rows in measured_rows(cases, keep_going):
+            report["rows"] += rows
+            note_progress(report, cases)
+            if config.json is not None:
+                write_atomically(config.json, to_json(report))
+    if config.json is not None:
+        write_atomically(config.json, to_json(report))
+    return report
+
+
+def note_progress(report: dict[str, Any], cases: Sequence[Case]) -> None:
+    """Writes into the report which rows of the cases it lacks."""
+    measured = {(row["work"], row["batch"], row["implementation"]) for row in report["rows"]}
+    report["missing"] = [
+        f"{case.title}, {name}"
+        for case in cases
+        for name in case.row_names()
+        if (case.work.title, case.batch, name) not in measured
+    ]
+    report["complete"] = not report["missing"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
-"""The bench's report as a table and as a picture. Both need nothing but the report, as it stands in its JSON file:
+"""The bench's report as a table and as a picture. Both are made from the JSON file alone:
 
-python -m experiments.bench_report results.json     # prints the table, and draws results.png
+python -m experiments.bench.report results.json     # prints the table, and draws results.png
 """
 
 import io
@@ -23,7 +23,7 @@ from rich.text import Text
 Row = Mapping[str, Any]
 
 HOST_BOUND = 0.05
-"""Below this share of waiting for the device, a time is the host's."""
+"""A host that waits for the device for less than this share of the time limits it: the time is the host's."""
 
 
 def title(report: Mapping[str, Any]) -> str:
@@ -63,14 +63,16 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
         for row in rows:
             table.add_row(Text(f"  {row['implementation']}"), *_cells(row), end_section=row is rows[-1])
     console.print(table)
-    console.print("× autodiff: autodiff's time over this one's. Error: against float64.")
+    console.print("× autodiff: autodiff's time over the row's. Error: against float64.")
+    if not report["complete"]:
+        console.print(Text(f"not measured: {'; '.join(report['missing'])}"), soft_wrap=True)
     for row in report["rows"]:
         if row["failed"]:
             console.print(
                 Text(f"failed: {row['work']}, batch {row['batch']}, {row['implementation']}: {row['failed']}")
             )
     if any(map(is_host_bound, report["rows"])):
-        console.print("*: the device waited for the host, so its own time is less.")
+        console.print("*: the device waited for the host, so the device's time is less.")
 
 
 def _cells(row: Row) -> list[str]:
@@ -124,7 +126,8 @@ def _draw_bars(axes: Axes, bars: Sequence[tuple[int, Row]]) -> None:
         if row["failed"]:
             axes.text(row["floor_microseconds"], y, f" {row['implementation']} failed", va="center", fontsize=7)
     axes.set_xscale("log")
-    axes.set_xlim(left=min(floors) / 2)
+    if floors:
+        axes.set_xlim(left=min(floors) / 2)
     axes.set_xlabel("µs")
     axes.grid(axis="x", alpha=0.3)
 

@@ -1,4 +1,4 @@
-"""Random changes of a batch's examples, made on the device each time they are drawn in training."""
+"""Random changes of a training batch, made on the device each time that the batch is drawn."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 def shift(
     key: PRNGKeyArray, images: Float[Array, "batch channels height width"], pixels: int
 ) -> Float[Array, "batch channels height width"]:
-    """Moves each image by as many rows and columns as `key` says: from -pixels to pixels, all as likely.
-
-    Zeros come in at the edges.
-    """
+    """Moves each image by a random number of rows and of columns, uniform from -pixels to pixels. Edges become 0."""
     sides = (pixels, pixels)
     padded = jnp.pad(images, ((0, 0), (0, 0), sides, sides))
     corners = jax.random.randint(key, (len(images), 2), 0, 2 * pixels + 1)

@@ -2,27 +2,24 @@
 
 import gzip
 import hashlib
-import http.client
 import os
-import sys
-import urllib.request
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import pooch
 from jaxtyping import Float32, Int32, UInt8
 
-from experiments.atomic import write_atomically
-from experiments.errors import UserError
+from experiments.output.errors import UserError
 
 DatasetName = Literal["digits", "mnist", "fashion_mnist"]
 
 IMAGE_SHAPE = (28, 28)
 CLASSES = 10
 
-# The files of MNIST, and of Fashion-MNIST, which took over its names: images and labels, for training and for testing.
+# Images and labels for training and for testing. Fashion-MNIST's files have the same names as MNIST's.
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -33,7 +30,10 @@ MIRRORS: Mapping[str, Sequence[str]] = {
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
         "https://storage.googleapis.com/cvdf-datasets/mnist/",
     ),
-    "fashion_mnist": ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+    "fashion_mnist": (
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+        "https://storage.googleapis.com/tensorflow/tf-keras-datasets/",
+    ),
 }
 
 MD5: Mapping[str, Mapping[str, str]] = {
@@ -73,15 +73,14 @@ def load(
 
     Args:
       name: `"digits"`, `"mnist"` or `"fashion_mnist"`.
-      data_dir: the folder of the IDX files, as they are or gzipped, which a missing file is downloaded into;
+      data_dir: the folder of the IDX files, plain or gzipped; a missing file is downloaded into it.
         None: `jaxbp/<name>` in the user's cache folder. Digits needs none.
       mirrors: base addresses to download from, tried in turn; None: the official ones.
       md5: the checksum of every file that may be downloaded, by name; None: those of the official files.
 
     Raises:
-      UserError: (a ValueError) for an unknown name, or a file with damaged or unfitting content: says which, what came,
-        what is wanted.
-      FileNotFoundError: for files that are neither there nor to be had: says which names are wanted where.
+      UserError: (a ValueError) for an unknown name, or a file with damaged or wrong content, with what is wanted.
+      FileNotFoundError: for a file that is neither in the folder nor can be downloaded.
     """
     if name == "digits":
         return _digits()
@@ -97,7 +96,7 @@ def load(
 
 
 def default_data_dir(name: str) -> Path:
-    """The folder that a dataset is kept in when no other is named."""
+    """The folder of a dataset unless the user names one."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "jaxbp" / name
 
@@ -135,7 +134,7 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
 
 
 def _digits() -> Dataset:
-    # Imported here because the other datasets and everything else do without scikit-learn and its second of importing.
+    # scikit-learn takes a second to import, and only this dataset needs it.
     import jax
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -163,10 +162,10 @@ def _read_split(images_path: Path, labels_path: Path) -> tuple[np.ndarray, np.nd
 
 def _refuse_files_of_another_dataset(path: Path, name: str) -> None:
     """MNIST and Fashion-MNIST have files of the same names and shapes: one would pass for the other unnoticed."""
-    digest = _md5(path.read_bytes())
-    for other, known in MD5.items():
-        if other != name and digest in known.values():
-            raise UserError(f"{path}: is a file of {other}: wanted one of {name}")
+    digest = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    for dataset, known in MD5.items():
+        if dataset != name and digest in known.values():
+            raise UserError(f"{path}: is a file of {dataset}: wanted one of {name}")
 
 
 def _find_or_download(folder: Path, file: str, mirrors: Sequence[str], md5: Mapping[str, str]) -> Path:
@@ -174,32 +173,17 @@ def _find_or_download(folder: Path, file: str, mirrors: Sequence[str], md5: Mapp
     for path in (plain, zipped):
         if path.is_file():
             return path
-    failures = []
+    is_new, failures = not folder.exists(), []
     for mirror in mirrors:
         url = mirror.rstrip("/") + "/" + zipped.name
-        print(f"downloading {url}", file=sys.stderr)
         try:
-            data = _download(url, md5[zipped.name])
-        except (OSError, http.client.HTTPException, ValueError) as error:
+            return Path(pooch.retrieve(url, f"md5:{md5[zipped.name]}", fname=zipped.name, path=folder))
+        except (OSError, ValueError) as error:
             failures.append(f"{url}: {error}")
-            continue
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(zipped, data)
-        return zipped
+    if is_new and folder.exists():
+        folder.rmdir()  # pooch creates it before the download
     wanted = ", ".join(f"{name}[.gz]" for files in FILES.values() for name in files)
     raise FileNotFoundError(
         f"{plain.name} is neither in {folder} nor could it be downloaded ({'; '.join(failures) or 'no mirror given'}): "
         f"wanted in {folder}: {wanted}"
     )
-
-
-def _download(url: str, md5: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=30) as response:
-        data = response.read()
-    if _md5(data) != md5:
-        raise UserError(f"MD5 {_md5(data)}: wanted {md5}")
-    return data
-
-
-def _md5(data: bytes) -> str:
-    return hashlib.md5(data, usedforsecurity=False).hexdigest()

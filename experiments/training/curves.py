@@ -1,4 +1,4 @@
-"""The picture of a run: its curves, and test images that it gets wrong."""
+"""The picture of a run: loss and accuracy by epoch, and misclassified test images."""
 
 import io
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is reported of a trained logic network: both accuracies, the gates it learned, and how fast it is hardened."""
+"""The report on a trained logic network: its relaxed and hardened accuracy, its gates, and the hardened one's speed."""
 
 import ctypes
 import io
@@ -7,32 +7,29 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-# As in curves.py: no pyplot, which keeps global state.
+# Figure and canvas by hand: pyplot keeps figures in global state and picks a backend by the machine's display.
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from experiments.atomic import write_atomically
+from experiments.configs import LogicConfig
 from experiments.data.datasets import Dataset
+from experiments.output.files import write_atomically
 from jaxbp import Circuit, pack_bits
 from jaxbp.nn import LogicNetwork
-
-if TYPE_CHECKING:
-    from experiments.configs import LogicConfig
 
 NAMES = ["False", "a∧b", "a∧¬b", "a", "¬a∧b", "b", "a⊕b", "a∨b"]
 NAMES += ["¬(a∨b)", "¬(a⊕b)", "¬b", "a∨¬b", "¬a", "¬a∨b", "¬(a∧b)", "True"]
 TIMED_SAMPLES, TIMED_SECONDS = 8192, 1.0
 
 
-def report(config: "LogicConfig", model: LogicNetwork, dataset: Dataset) -> str:
-    """Lines about the model, and `gates.png` in the run's folder."""
+def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:
+    """Lines about the model. Writes `gates.png` into the run's folder."""
     circuit = model.harden()
     images, labels = dataset.test_images, dataset.test_labels
     bits = np.asarray(config.bits(jnp.asarray(images))) > 0
@@ -52,7 +49,7 @@ def report(config: "LogicConfig", model: LogicNetwork, dataset: Dataset) -> str:
 
 
 def relaxed_predictions(model: LogicNetwork, bits: np.ndarray, batch_size: int) -> np.ndarray:
-    """The classes of the network as it was trained."""
+    """The classes that the relaxed network predicts."""
     graph, state = nnx.split(model)
     predict = jax.jit(lambda state, x: jnp.argmax(nnx.merge(graph, state)(x), axis=-1))
     batches = [bits[i : i + batch_size] for i in range(0, len(bits), batch_size)]
@@ -60,7 +57,7 @@ def relaxed_predictions(model: LogicNetwork, bits: np.ndarray, batch_size: int) 
 
 
 def samples_per_second(evaluate, bits: np.ndarray) -> float:
-    """How many samples a function of packed ones takes in a second."""
+    """Samples a second of a function of packed samples."""
     words = pack_bits(np.resize(bits, (TIMED_SAMPLES, bits.shape[1])))
     evaluate(words)
     times = []
@@ -91,7 +88,7 @@ def compiled(circuit: Circuit, compiler: str, folder: Path):
 
 
 def histogram(circuit: Circuit, title: str) -> bytes:
-    """A PNG of how many gates of each function every layer has."""
+    """A PNG with a bar chart a layer: how many gates have which function."""
     counts = circuit.histogram()
     figure = Figure(figsize=(10, 1.5 + 1.4 * len(counts)), layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,8 +1,8 @@
 """The training loop: a whole epoch is one compiled scan over batches of data that stay on the device.
 
-The loop knows of a model and its loss only what a config's `build` returns, and of random changes of the examples what
-its `augmentation` does. From there on everything is a pure function of pytrees: the module is split once, and
-`TrainState` is the scan's carry, the donated buffers and the checkpoint.
+The loop gets the model and its loss from a config's `build`, and random changes of the examples from its
+`augmentation`. The module is split once; after that everything is a pure function of pytrees, and `TrainState` is the
+scan's carry, the donated buffers and the checkpoint.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree
 
 from experiments.configs import Augment, TrainingConfig
 from experiments.data.datasets import Dataset
-from experiments.errors import UserError
+from experiments.output.errors import UserError
 
 PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]]
 """`loss(params, inputs, targets) -> (loss of each example, predictions)`."""
@@ -32,14 +32,14 @@ COMPILER_OPTIONS = {"xla_gpu_deterministic_ops": True}
 
 
 class TrainState(NamedTuple):
-    """What training changes."""
+    """The arrays that training changes."""
 
     params: PyTree
     opt_state: optax.OptState
 
 
 class Metrics(NamedTuple):
-    """What is known of an epoch. Training's loss and accuracy are means over its steps, while parameters moved."""
+    """The figures of an epoch. Training's loss and accuracy are means over its steps, while parameters change."""
 
     epoch: int
     step: int
@@ -49,7 +49,7 @@ class Metrics(NamedTuple):
     test_accuracy: float
     images_per_second: float
     seconds: float
-    """Of training alone: neither compilation nor evaluation."""
+    """Of training, without compilation and evaluation."""
     evaluation_seconds: float
     """Of the evaluation on the test set."""
     compile_seconds: float
@@ -66,9 +66,9 @@ class Training:
 
     state: TrainState
     model: nnx.Module
-    """What the state's parameters belong to."""
+    """The module whose parameters the state holds."""
     constants_checksum: str | None
-    """Of what else the model has: see the function of that name."""
+    """Of the model's other variables: see the function of that name."""
     train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array]]
     """`(state, epoch) -> (state, losses, accuracies)` in the buffers of `state`: see the function of that name."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
@@ -206,7 +206,7 @@ def evaluate(
 ) -> tuple[Float[Array, ""], Int[Array, ""], Array]:
     """The mean loss over `inputs (N, ...)`, the number of right predictions, and the predictions `(N, ...)`."""
     batches = -(-len(inputs) // batch_size)
-    # The last batch is filled up with the last example; what comes of these repetitions is cut off below.
+    # The last batch is filled up with the last example, whose repetitions are cut off below.
     indices = jnp.minimum(jnp.arange(batches * batch_size), len(inputs) - 1).reshape(batches, batch_size)
     losses, predictions = jax.lax.map(lambda batch: loss(params, inputs[batch], targets[batch]), indices)
     losses, predictions = (x.reshape(-1, *x.shape[2:])[: len(inputs)] for x in (losses, predictions))
@@ -219,7 +219,7 @@ def run(
     """Trains from `state`, as it was after `epochs_done` epochs, to the last epoch.
 
     Yields after each epoch its metrics, the state, and the test set's predictions. The next epoch is computed in the
-    state's own buffers, and the first one in those of `state`: take what is to be kept before going on.
+    state's own buffers, and the first one in those of `state`: copy what you want to keep before the next epoch.
 
     Raises:
       FloatingPointError: at the first epoch with a loss that is not finite, naming the epoch and the step.

@@ -1,13 +1,13 @@
-"""A run's directory: its config, metrics, curves and checkpoints, and going on with it after any interruption.
+"""A run's directory: its config, metrics, curves and checkpoints, and how a run resumes after an interruption.
 
     config.json         the settings, written once
-    constants.sha256    the checksum of what the model has beside its parameters, if anything; written once
+    constants.sha256    the checksum of the model's variables that are no parameters, if it has any; written once
     metrics.jsonl       a line an epoch
     curves.png          drawn after the last epoch, before its checkpoint
     checkpoints/        the state after each of the last epochs
 
-The last checkpoint is the truth. An epoch's metrics are written before its checkpoint, so the checkpoint of epoch e
-vouches for lines 1 to e; any later line, whole or torn, is of an epoch that was not kept, and is cut when going on.
+The last checkpoint is the truth. An epoch's metrics are written before its checkpoint, so lines 1 to e are valid if the
+checkpoint of epoch e exists. Later lines belong to an epoch without a checkpoint, and are cut when the run resumes.
 """
 
 import json
@@ -18,9 +18,9 @@ import jax
 import orbax.checkpoint as ocp
 
 from experiments import configs
-from experiments.atomic import is_leftover, write_atomically
 from experiments.configs import TrainingConfig
-from experiments.errors import UserError
+from experiments.output.errors import UserError
+from experiments.output.files import is_leftover, write_atomically
 from experiments.training.loop import Metrics, TrainState
 
 KEPT_CHECKPOINTS = 2
@@ -133,7 +133,7 @@ class RunDirectory:
         with _metrics_path(self._path).open("a") as file:
             file.write(_line(metrics))
             file.flush()
-            os.fsync(file.fileno())  # Before the checkpoint that vouches for it, should the machine go down as well.
+            os.fsync(file.fileno())  # On disk before the checkpoint, even if the machine fails.
 
     def save_curves(self, png: bytes) -> None:
         """Writes `curves.png`."""

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -7,8 +8,11 @@ import optax
 import pytest
 from flax import nnx
 
+import jaxbp
+from experiments import compare
 from experiments.configs import Recipe, TrainingConfig
 from experiments.data.datasets import Dataset
+from jaxbp.nn import Linear
 
 
 class Classifier(nnx.Module):
@@ -53,3 +57,71 @@ class ToyConfig(TrainingConfig):
 @pytest.fixture(scope="session")
 def toy_config():
     return ToyConfig
+
+
+# ---------------------------------------------------------------------------------------------------------- comparison
+
+WRONG = jaxbp.Pair(jnp.tanh, {"xla": lambda dy, x: dy * (1.1 - jnp.tanh(x) ** 2)}, name="wrong")
+
+
+class Switched(nnx.Module):
+    def __init__(self, pair, implementation, rngs):
+        self.linear = Linear(784, 10, implementation=implementation, rngs=rngs)
+        self.pair, self.implementation = pair, implementation
+
+    def __call__(self, images):
+        logits = self.linear(images.reshape(len(images), -1))
+        return self.pair(logits, implementation=self.implementation) if self.pair else logits
+
+
+def classifier_loss(model, images, labels):
+    logits = model(images)
+    losses = jaxbp.softmax_cross_entropy(logits, labels, implementation=model.implementation)
+    return losses, jnp.argmax(logits, axis=-1)
+
+
+@pytest.fixture(scope="session")
+def compare_toy(toy_config):
+    """Runs the command line on a small experiment, with a right or a wrong backward."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Config(toy_config):
+        implementation: str | None = None
+        pair = None
+
+        def build(self, key):
+            return Switched(self.pair, self.implementation, nnx.Rngs(key)), classifier_loss
+
+    def run(*args, experiment="toy", pair=None):
+        Config.pair = pair
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compare, "EXPERIMENTS", {"toy": Config, "fixed": toy_config})
+            return compare.main([experiment, "--seconds", "0.001", "--epochs", "1", *args])
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def wrong_pair():
+    """A pair with a wrong backward."""
+    return WRONG
+
+
+@pytest.fixture(scope="session")
+def comparison(compare_toy, tmp_path_factory):
+    """A run's exit code, numbers and page."""
+    path = tmp_path_factory.mktemp("compare") / "toy"
+    json_path, html_path = path.with_suffix(".json"), path.with_suffix(".html")
+    code = compare_toy(
+        "--steps",
+        "8",
+        "--no-second-order",
+        "--precision",
+        "highest",
+        "--json",
+        str(json_path),
+        "--html",
+        str(html_path),
+        pair=WRONG,
+    )
+    return code, json.loads(json_path.read_text()), html_path.read_text()

@@ -6,10 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
-from flax import nnx
 from rich.console import Console
 
 from experiments import configs, train
@@ -128,15 +125,31 @@ def test_every_option_reaches_the_config(tmp_path):
         "shift": 2,
     }
     args = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    config = train.parse(["lenet", *args, "--resume", "--no-fused"])
+    config = train.parse(["lenet", *args, "--resume", "--no-fused"]).experiment
     assert json.loads(configs.to_json(config)) == {"experiment": "lenet", "resume": True, "fused": False, **options}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_dtype_is_that_of_the_computation_alone(dtype):
-    config = LeNetConfig(dtype=dtype)
-    model, loss = config.build(jax.random.key(0))
-    images, labels = jnp.zeros((1, 1, 28, 28)), jnp.zeros(1, jnp.int32)
-    assert model(images).dtype == dtype
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
-    assert loss(model, images, labels)[0].dtype == jnp.float32
+def test_the_result_is_a_file_with_what_was_measured_where(toy_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "EXPERIMENTS", {"toy": toy_config})
+    path, run_dir = tmp_path / "toy.json", tmp_path / "run"
+    args = ["toy", "--epochs", "3", "--run-dir", str(run_dir), "--json", str(path)]
+    for options in ([], ["--resume"]):  # finished runs are not trained once more
+        path.unlink(missing_ok=True)
+        assert train.main([*args, *options]) == 0
+        result = json.loads(path.read_text())
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        assert result["schema"] == 1 and result["command"].startswith("python -m experiments.train toy --epochs 3")
+        assert {"date", "commit", "device", "platform", "versions"} < set(result)
+        assert (result["dataset"], result["epochs"], len(lines)) == ("toy", 3, 3)
+        assert result["settings"]["experiment"] == "toy" and result["settings"]["batch_size"] == 16
+        assert not set(result["settings"]) & {"run_dir", "resume", "data_dir"}
+        assert result["test_accuracy"] == lines[-1]["test_accuracy"]
+        assert result["train_seconds"] == pytest.approx(sum(line["seconds"] for line in lines))
+        assert result["evaluation_seconds"] == pytest.approx(sum(line["evaluation_seconds"] for line in lines))
+        assert result["compile_seconds"] == pytest.approx(sum(line["compile_seconds"] for line in lines))
+        assert result["images_per_second"] == pytest.approx(3 * 96 / result["train_seconds"])
+
+
+def test_a_result_needs_a_folder(capsys):
+    assert train.main(["lenet", "--json", "nowhere/result.json"]) == 2
+    assert capsys.readouterr().err == "error: nowhere/result.json cannot be written: there is no folder nowhere\n"

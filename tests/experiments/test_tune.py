@@ -7,7 +7,7 @@ from helpers import on_the_cpu
 
 import jaxbp
 from experiments import tune
-from experiments.bench import cli as bench
+from experiments.bench import measure
 from pallas_kernels.core import tiles
 
 BATCH = 128
@@ -17,7 +17,7 @@ BATCH = 128
 def kernel(monkeypatch):
     """A tunable function in place of the kernels, wrong with one of its tiles and failing with another."""
     monkeypatch.setattr(tiles, "KERNELS", {})
-    monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setattr(measure, "ROUNDS", 1)
 
     @tiles.tunable(rows=(1, 2, 3, 4))
     def kernel(x, place, *, window, rows=None):

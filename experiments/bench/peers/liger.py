@@ -22,5 +22,5 @@ BACKWARDS = {"layer_norm_backward": _layer_norm_backward}
 
 
 def variants(task):
-    """The ways in which it does the task: eager, and in a CUDA graph; none where it has no counterpart."""
+    """Eager and in a CUDA graph; none where the library has no counterpart."""
     return variants_of(task, ops(FORWARDS, BACKWARDS), []) if task.op in FORWARDS | BACKWARDS else ()

@@ -18,5 +18,5 @@ BACKWARDS = {"rms_norm_backward": _rms_norm_backward}
 
 
 def variants(task):
-    """The ways in which it does the task: eager, and in a CUDA graph; none where it has no counterpart."""
+    """Eager and in a CUDA graph; none where the library has no counterpart."""
     return variants_of(task, ops(FORWARDS, BACKWARDS), []) if task.op in FORWARDS | BACKWARDS else ()

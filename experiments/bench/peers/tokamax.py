@@ -1,4 +1,4 @@
-"""tokamax's norms, in JAX on Triton, as the bench's peer: timed as the implementations here are."""
+"""tokamax's norms, in JAX on Triton, as the bench's peer: timed as our implementations are."""
 
 import functools
 from importlib import metadata
@@ -6,10 +6,11 @@ from importlib import metadata
 import jax
 import tokamax
 
-from experiments.bench import cli as bench
+from experiments.bench.measure import floats, time_chain
+from experiments.bench.works import forward_and_backward, one_after_another
 
 VERSION = metadata.version("tokamax")
-EPS = 1e-5  # of the norms here, by default
+EPS = 1e-5  # the default of our norms
 
 FORWARDS = {
     "layer_norm": functools.partial(tokamax.layer_norm, epsilon=EPS),
@@ -18,13 +19,13 @@ FORWARDS = {
 
 
 def variants(task):
-    """tokamax's own choice of a kernel; none where it has no counterpart, such as for a backward by itself."""
+    """tokamax's default kernel; none where it has no counterpart, such as for a backward by itself."""
     if task.op in FORWARDS:
         yield "default", None, functools.partial(measure, task)
 
 
 def measure(task):
     """Times the task, and computes its results."""
-    function = bench.forward_and_backward(FORWARDS[task.op])
-    timed = bench.time_chain(bench.one_after_another(function, task.calls), tuple(task.sets), task.calls, task.seconds)
-    return timed | {"results": bench.floats(jax.jit(function)(*task.small))}
+    function = forward_and_backward(FORWARDS[task.op])
+    timed = time_chain(one_after_another(function, task.calls), tuple(task.sets), task.calls, task.seconds)
+    return timed | {"results": floats(jax.jit(function)(*task.small))}

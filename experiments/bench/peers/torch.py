@@ -1,8 +1,9 @@
 """PyTorch as the bench's peer: the same work on the same arrays, timed in the same run.
 
-Variants: eager; the same calls captured in a CUDA graph; and compiled, ops captured in a CUDA graph too, LeNet with
-`mode="reduce-overhead"`. Where there are products of float32, each in float32 and in TF32. Eager times are the host's
-where that is slower than the device; the graphs' are device times.
+Variants: eager; the same calls captured in a CUDA graph; and compiled: ops captured in a CUDA graph too, training steps
+with `mode="reduce-overhead"`. Products of float32 run in float32 and in TF32. The best variant is the last of these, in
+the precision of our rows. Eager times are the host's where the host is slower than the device; those of graphs are
+device times. Errors are always those of the eager functions.
 """
 
 import collections
@@ -10,7 +11,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,8 +19,7 @@ import torch
 from flax import nnx
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from experiments.bench import Task, Variant
+from experiments.bench.peers import Task, Variant
 
 VERSION = torch.__version__
 ROUNDS = 5
@@ -28,7 +28,7 @@ Functions = Mapping[str, Callable]
 aten = torch.ops.aten
 
 
-def variants(task: "Task") -> Iterator["Variant"]:
+def variants(task: Task) -> Iterator[Variant]:
     """The ways in which PyTorch does the task; none where it has no counterpart."""
     if task.op == "lenet":
         sgd = functools.partial(torch.optim.SGD, lr=0.01, fused=True)
@@ -38,30 +38,36 @@ def variants(task: "Task") -> Iterator["Variant"]:
 
 
 COMPILED_STEP = "compile, reduce-overhead"
-Build = Callable[["Task", str], tuple[Callable, Callable]]
+Build = Callable[[Task, str], tuple[Callable, Callable]]
 """`build(task, mode) -> (the i-th call of the task, its results from the small arguments)`."""
 
 
-def variants_of(task: "Task", build: Build, modes: Sequence[str]) -> Iterator["Variant"]:
-    """The ways in which PyTorch's tensors do the task: eager, on a GPU in a CUDA graph, and `modes`."""
+def variants_of(task: Task, build: Build, modes: Sequence[str]) -> Iterator[Variant]:
+    """The variants of a task on PyTorch's tensors: eager, on a GPU in a CUDA graph, and `modes`, the fastest last."""
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
         precisions = {", float32": "highest", ", TF32": "default"}
+    if task.choice == "best":
+        modes = modes[-1:]
+        precisions = {suffix: name for suffix, name in precisions.items() if name in (None, task.precision)}
     for suffix, precision in precisions.items():
         for mode in modes:
             yield f"{mode}{suffix}", precision, functools.partial(measure, task, build, mode, precision == "default")
 
 
-def measure(task: "Task", build: Build, mode: str, tf32: bool) -> dict[str, Any]:
-    """Times the task, and in eager mode computes its results and what it takes of memory."""
+def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
+    """Times the task, computes its results eagerly, and measures its temporary memory.
+
+    PyTorch does not count the memory of a CUDA graph that its compiler captured.
+    """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = True  # look for the fastest algorithm, as XLA does
     torch.compiler.reset()
     try:
         call, results = build(task, mode)
-        measured = {"results": None}
-        if mode == "eager":
-            measured = {"results": results(), "temporary_bytes": _temporary_bytes(call)}
+        measured = {"results": results()}
+        if mode != COMPILED_STEP:
+            measured["temporary_bytes"] = _temporary_bytes(call)
         program = functools.partial(_call_in_turn, call, task.calls)
         if mode.endswith("CUDA graph"):
             program = _captured(program)
@@ -77,27 +83,26 @@ def measure(task: "Task", build: Build, mode: str, tf32: bool) -> dict[str, Any]
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:
-    """Ops on their own: forwards together with their gradients, and backwards."""
+    """Single ops: forwards with their gradients, and backwards."""
     return functools.partial(_op, forwards, backwards)
 
 
 def _op(forwards, backwards, task, mode):
-    function = functools.partial((forwards | backwards)[task.op], **task.options)
+    eager = function = functools.partial((forwards | backwards)[task.op], **task.options)
     if mode.startswith("compile"):
-        whole = function
-        function = torch.compile(lambda *arrays: whole(*arrays), dynamic=False)
+        function = torch.compile(lambda *arrays: eager(*arrays), dynamic=False)
     if task.op in forwards:
-        function = functools.partial(_forward_and_backward, function)
+        eager, function = (functools.partial(_forward_and_backward, f) for f in (eager, function))
     sets = [_tensors(task, arguments) for arguments in task.sets]
 
     def results():
-        return _numpy(function(*_tensors(task, task.small)))
+        return _numpy(eager(*_tensors(task, task.small)))
 
     return lambda i: function(*sets[i % len(sets)]), results
 
 
 def _tensors(task, arguments):
-    """The arguments in PyTorch's conventions, without a copy where these are JAX's."""
+    """The arguments in PyTorch's conventions, sharing JAX's memory where they agree."""
     arguments = jax.tree.map(tensor, arguments)
     if task.op == "max_pool2d_backward":
         dy, indices = arguments
@@ -119,8 +124,9 @@ def _statistics(x, *, centred):
 
 
 def tensor(a):
-    tensor = torch.from_dlpack(a)
-    return tensor if tensor.is_floating_point() else tensor.long()
+    """The array as a tensor in the same memory; integers as int64."""
+    shared = torch.from_dlpack(a)
+    return shared if shared.is_floating_point() else shared.long()
 
 
 def _flat_indices(indices, *, input_size, window, stride=None, padding=0):
@@ -154,7 +160,7 @@ def _linear_backward(dy, x, w):
 
 
 def _conv2d_backward(dy, x, w, wanted, stride=1, padding=0):
-    # What is not asked for needs tensors of the right shape only.
+    # Of the gradients that are not wanted, only shapes are read.
     none = [False, False, False]
     none[wanted] = True
     stride, padding = _pair(stride), _pair(padding)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.configs import EXPERIMENTS, UserError
+from experiments.configs import EXPERIMENTS
 from experiments.data import augmentation
+from experiments.output.errors import UserError
 
 pytestmark = pytest.mark.once
 

@@ -1,8 +1,8 @@
-"""The page of a comparison: one file of HTML with its pictures in it, readable by day and night and on a phone.
+"""The page of a comparison: one HTML file that contains its pictures, in a light and a dark scheme.
 
-It needs nothing but the report, as it stands in its JSON file:
+It is made from the report's JSON file alone:
 
-    python -m experiments.compare_report lenet.json     # writes lenet.html
+    python -m experiments.output.comparison_page lenet.json     # writes lenet.html
 """
 
 import io
@@ -22,13 +22,13 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from experiments.atomic import write_atomically
+from experiments.output.files import write_atomically
 
 Report = Mapping[str, Any]
 
 # Readable on white and on black alike.
 COLOURS = {"autodiff": "#8a8f98", "xla": "#3b82f6", "pallas": "#f0883e"}
-# Stands in a picture for the colour of the text around it, which the page decides.
+# Replaced in the finished picture by the page's text colour.
 _TEXT = "#010203"
 
 _STYLE = """
@@ -53,7 +53,7 @@ th:first-child, td:first-child { text-align: left;
 def page(report: Report) -> str:
     """The page."""
     config = report["config"]
-    names = ", ".join(one["implementation"] for one in report["measured"])
+    names = ", ".join(measured["implementation"] for measured in report["measured"])
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     settings = json.dumps({"command": report["command"], **config}, indent=1)
     sections = [
@@ -96,12 +96,12 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _costs(report: Report) -> str:
     rows = []
-    for one in report["measured"]:
+    for measured in report["measured"]:
         for what in ("gradients", "hessian_product"):
-            if (program := one[what]) is not None:
+            if (program := measured[what]) is not None:
                 rows.append(
                     (
-                        one["implementation"],
+                        measured["implementation"],
                         what.replace("_", " "),
                         f"{program['microseconds']:,.1f}",
                         f"{program['peak_bytes'] / 2**20:,.2f}",
@@ -111,9 +111,9 @@ def _costs(report: Report) -> str:
                     )
                 )
     failed = "".join(
-        f'<p class="failed">{escape(one["implementation"])}: {escape(one["failed"])}</p>\n'
-        for one in report["measured"]
-        if one["failed"]
+        f'<p class="failed">{escape(measured["implementation"])}: {escape(measured["failed"])}</p>\n'
+        for measured in report["measured"]
+        if measured["failed"]
     )
     head = ("implementation", "program", "µs", "memory, MiB", "of it temporary", "compile, s", "host waited")
     note = "<p>Where the host hardly waited for the device, the time is the host's.</p>\n"
@@ -121,16 +121,24 @@ def _costs(report: Report) -> str:
 
 
 def _differences(report: Report) -> str:
-    first, *others = report["measured"]
-    head = ("of", "shape", *(f"{one['implementation']}: {what}" for one in others for what in ("max abs", "relative")))
-    found = {(one["implementation"], each["kind"], each["name"]): each for one in others for each in one["differences"]}
+    reference, *candidates = report["measured"]
+    head = (
+        "of",
+        "shape",
+        *(f"{measured['implementation']}: {what}" for measured in candidates for what in ("max abs", "relative")),
+    )
+    found = {
+        (measured["implementation"], difference["kind"], difference["name"]): difference
+        for measured in candidates
+        for difference in measured["differences"]
+    }
     rows = []
-    for each in first["differences"]:
-        name = each["name"] if each["kind"] == "value" else f"{each['kind']}: {each['name']}"
-        cells = [name, "×".join(map(str, each["shape"]))]
-        for one in others:
-            here = found.get((one["implementation"], each["kind"], each["name"]), {})
-            cells += [_number(here[field]) if here else "" for field in ("absolute", "relative")]
+    for difference in reference["differences"]:
+        name = difference["name"] if difference["kind"] == "value" else f"{difference['kind']}: {difference['name']}"
+        cells = [name, "×".join(map(str, difference["shape"]))]
+        for measured in candidates:
+            entry = found.get((measured["implementation"], difference["kind"], difference["name"]), {})
+            cells += [_number(entry[field]) if entry else "" for field in ("absolute", "relative")]
         rows.append(cells)
     note = f"<p>Held against {escape(report['reference'])}; relative: the norm of the difference over the norm.</p>\n"
     return note + _table(head, rows)
@@ -151,7 +159,7 @@ def _number(value: float | None, pattern: str = "{:.1e}") -> str:
 
 
 def _figures(report: Report, *draw: Callable[[Axes, Report], None]) -> str:
-    return f'<div class="figures">{"".join(_svg(each, report) for each in draw)}</div>\n'
+    return f'<div class="figures">{"".join(_svg(picture, report) for picture in draw)}</div>\n'
 
 
 def _svg(draw: Callable[[Axes, Report], None], report: Report) -> str:
@@ -186,10 +194,14 @@ def _colour(implementation: str) -> str:
 
 
 def _draw_bars(axes: Axes, report: Report, title: str, unit: float, field: str) -> None:
-    names = [one["implementation"] for one in report["measured"]]
+    names = [measured["implementation"] for measured in report["measured"]]
     axes.set_title(title)
     for offset, what, alpha in ((-0.2, "gradients", 1.0), (0.2, "hessian_product", 0.5)):
-        bars = [(i, one[what][field] / unit) for i, one in enumerate(report["measured"]) if one[what] is not None]
+        bars = [
+            (i, measured[what][field] / unit)
+            for i, measured in enumerate(report["measured"])
+            if measured[what] is not None
+        ]
         for i, value in bars:
             axes.bar(i + offset, value, width=0.38, color=_colour(names[i]), alpha=alpha)
             axes.annotate(
@@ -216,15 +228,19 @@ def _draw_compilation(axes: Axes, report: Report) -> None:
 
 
 def _draw_differences(axes: Axes, report: Report) -> None:
-    first, *others = report["measured"]
-    names = [each["name"] for each in first["differences"] if each["kind"] == "gradient"]
-    for one in others:
+    reference, *candidates = report["measured"]
+    names = [difference["name"] for difference in reference["differences"] if difference["kind"] == "gradient"]
+    for measured in candidates:
         for kind, filled in (("gradient", True), ("hessian product", False)):
-            relative = {each["name"]: each["relative"] for each in one["differences"] if each["kind"] == kind}
+            relative = {
+                difference["name"]: difference["relative"]
+                for difference in measured["differences"]
+                if difference["kind"] == kind
+            }
             points = [(relative[name], i) for i, name in enumerate(names) if relative.get(name)]
-            if points:  # an axis of logarithms has no place for what does not differ at all
-                colour = _colour(one["implementation"])
-                label = f"{one['implementation']}: {kind}"
+            if points:  # a logarithmic axis has no zero
+                colour = _colour(measured["implementation"])
+                label = f"{measured['implementation']}: {kind}"
                 style = dict(facecolors=colour if filled else "none", edgecolors=colour, label=label)
                 axes.scatter(*zip(*points, strict=True), s=18, **style)
                 axes.set_xscale("log")
@@ -237,7 +253,7 @@ def _draw_differences(axes: Axes, report: Report) -> None:
 
 def _draw_curves(axes: Axes, report: Report) -> None:
     for name, curve in report["curves"].items():
-        # Those that agree lie on each other, so the reference is a broad line below thin ones.
+        # Curves that agree overlap: the reference is a broad line under the thin ones.
         is_reference = name == report["reference"]
         style = dict(linewidth=5, alpha=0.5) if is_reference else dict(linewidth=1.2)
         axes.plot(_steps(curve), _line(curve), color=_colour(name), label=name, **style)

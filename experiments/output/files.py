@@ -1,13 +1,13 @@
-"""Writing a file so that no moment shows half of it."""
+"""Writing files atomically."""
 
 import os
 from pathlib import Path
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Puts `data` at `path`: whoever reads, even after a kill at any moment, sees the old file or the new one.
+    """Puts `data` at `path`. A reader sees the old file or the whole new one, even after a kill at any moment.
 
-    A kill can leave a temporary file beside it; `is_leftover` knows these by name.
+    A kill can leave a temporary file in the folder; `is_leftover` knows these by name.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -21,5 +21,5 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether `path` is a temporary file of `write_atomically`, so of no value once its writer is gone."""
+    """Whether `path` is a temporary file of `write_atomically`, which a killed process left."""
     return path.name.startswith(".") and path.name.endswith(".tmp")

@@ -1,0 +1,233 @@
+"""The floor: the least time in which this device could do a piece of work, from rates measured in the same run.
+
+A call has to read every argument that its results depend on, to write every result, and to do the multiplications and
+additions of its matrix products and convolutions. The floor is the longer of two times:
+
+- the bytes at the device's best rate: as many as are both read and written at a copy's rate, the rest at the rate of
+  reading, or of writing, alone. A cache is faster than memory, so a rate depends on the bytes that a program touches,
+  its working set. The rate is the best one measured with a working set of that size or a larger one, which is what the
+  cache that holds these bytes can do at most.
+- the operations at the best rate of a few large matrix products of the same dtype and precision.
+
+Launching a kernel, arithmetic outside of products and intermediate results take no time in it, so it bounds every
+implementation from below. Small arrays stay far above it: launching alone takes longer.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal, jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from experiments.bench import measure
+from experiments.bench.works import Work, one_after_another
+from jaxbp.verify.timing import device_seconds
+
+MIB = 2**20
+GPU_WORKING_SETS = (8 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 512 * MIB)
+"""Bytes that a program touches: within the L2 cache of an H200 (50 MiB), around it, and so far beyond that it is
+memory's rate."""
+CPU_WORKING_SETS = (*(4**k for k in range(7, 14)), 128 * MIB)
+"""From a first-level cache to memory, 16 KiB to 128 MiB."""
+GPU_CALLS = 8
+"""Kernels in a program whose working set may fit into the cache: dispatch would take longer than a single one."""
+GPU_PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 4096, 4096))
+CPU_PRODUCTS = ((512, 512, 512), (1024, 1024, 1024))
+
+
+class Cost(NamedTuple):
+    """What one call takes at least.
+
+    Attributes:
+      argument_bytes, result_bytes: of all arguments and results.
+      operations: multiplications and additions in products and convolutions.
+      read_bytes: of the arguments on which the results depend.
+      written_bytes: of the results that are no arguments, each array once.
+    """
+
+    argument_bytes: int
+    result_bytes: int
+    operations: int
+    read_bytes: int
+    written_bytes: int
+
+
+def floor_seconds(cost: Cost, working_set: int, precision: str, rates: Mapping[str, Any]) -> float:
+    """The least time of a call in a program that touches `working_set` bytes: see the head of this file.
+
+    Args:
+      rates: as `measured_rates` returns them.
+    """
+    copy, read, write = (rate_of(kind, working_set, rates) for kind in ("copy", "read", "write"))
+    copied = min(cost.read_bytes, cost.written_bytes)
+    # A copy is reading and writing: neither alone is slower.
+    reading, writing = (cost.read_bytes - copied) / max(copy, read), (cost.written_bytes - copied) / max(copy, write)
+    return max(2 * copied / copy + reading + writing, cost.operations / rates["operations_per_second"][precision])
+
+
+def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
+    """The best rate measured from the largest working set on that is no larger than `working_set`; 0 if none was."""
+    curve = rates["bytes_per_second"].get(kind, [])
+    start = max((size for size, _ in curve if size <= working_set), default=0)
+    return max((rate for size, rate in curve if size >= start), default=0.0)
+
+
+# ------------------------------------------------------------------------------------------------------ this device's
+
+
+def measured_rates(dtype: str, on_gpu: bool, seconds: float) -> dict[str, Any]:
+    """The rates of this device.
+
+    Returns:
+      bytes_per_second: "copy", "read" and "write" -> pairs of a working set in bytes and the rate.
+      copy_bytes_per_second: the copy's rate for the largest working set: memory's.
+      operations_per_second: precision -> the rate of the fastest matrix product.
+    """
+    programs = _traffic_on_gpu() if on_gpu else _traffic_on_cpu()
+    products = GPU_PRODUCTS if on_gpu else CPU_PRODUCTS
+    programs |= {
+        (precision, shape): _product(shape, precision, dtype) for precision in PRECISIONS for shape in products
+    }
+    least = dict.fromkeys(programs, math.inf)
+    for _ in range(measure.ROUNDS):  # a disturbance must not meet all rounds of one program
+        for key, (_, run) in programs.items():
+            least[key] = min(least[key], run(seconds))
+    rates = {key: amount / least[key] for key, (amount, _) in programs.items()}
+    curves = {}
+    for (kind, size), rate in rates.items():
+        if kind not in PRECISIONS:
+            curves.setdefault(kind, []).append([size, rate])
+    return {
+        "copy_bytes_per_second": curves["copy"][-1][1],
+        "bytes_per_second": curves,
+        "operations_per_second": {p: max(rates[p, shape] for shape in products) for p in PRECISIONS},
+    }
+
+
+PRECISIONS = ("default", "highest")
+Timed = tuple[float, Callable[[float], float]]
+"""An amount, of bytes or operations, and a function that takes the seconds of a round and returns the time it took."""
+
+
+def _product(shape: tuple[int, int, int], precision: str, dtype: str) -> Timed:
+    m, k, n = shape
+    a, b = (jax.random.normal(jax.random.key(i), size, dtype) for i, size in enumerate([(m, k), (k, n)]))
+    program = jax.jit(functools.partial(jnp.matmul, precision=precision)).lower(a, b).compile()
+    return 2 * m * k * n, lambda seconds: device_seconds(program, (a, b), seconds, 1)[0]
+
+
+def _traffic_on_gpu() -> dict[tuple[str, int], Timed]:
+    programs = {}
+    for size in GPU_WORKING_SETS:
+        calls = 1 if size > 256 * MIB else GPU_CALLS
+        half, whole = (size // part // calls // 4 for part in (2, 1))  # float32
+        programs["copy", size] = _chain(jnp.negative, calls, size, (half,))
+        programs["read", size] = _chain(lambda x: x.reshape(-1, 1024).sum(1), calls, size, (whole,))
+        programs["write", size] = _chain(functools.partial(jnp.full, whole), calls, size, ())
+    return programs
+
+
+def _chain(function: Callable, calls: int, size: int, shape: tuple[int, ...]) -> Timed:
+    sets = tuple((jax.random.normal(jax.random.key(i), shape),) for i in range(calls))
+    program = jax.jit(one_after_another(function, calls)).lower(sets).compile()
+    return size, lambda seconds: device_seconds(program, (sets,), seconds, 1)[0]
+
+
+def _traffic_on_cpu() -> dict[tuple[str, int], Timed]:
+    """Copies in place: a new array's pages take several times longer to map than to fill."""
+    programs = {}
+    for size in CPU_WORKING_SETS:
+        programs["copy", size] = 2 * size / CPU_ARRAYS, _copies_in_place(size // CPU_ARRAYS // 4)
+        x = jnp.ones(size // 4)
+        total = jax.jit(jnp.sum).lower(x).compile()
+        programs["read", size] = size, lambda seconds, f=total, x=x: device_seconds(f, (x,), seconds, 1)[0]
+    return programs
+
+
+CPU_ARRAYS = 2
+"""Arrays copied at a time: a small copy runs on one core, and the calls of a row overlap too."""
+
+
+def _copies_in_place(elements: int) -> Callable[[float], float]:
+    arrays = [jnp.ones(elements) for _ in range(CPU_ARRAYS)]
+    negate = jax.jit(jnp.negative, donate_argnums=0).lower(arrays[0]).compile()
+
+    def run(calls):
+        start = time.perf_counter()
+        for i in range(calls):
+            arrays[i % CPU_ARRAYS] = negate(arrays[i % CPU_ARRAYS])
+        jax.block_until_ready(arrays)
+        return (time.perf_counter() - start) / calls
+
+    def seconds_a_copy(seconds):
+        once = min(run(CPU_ARRAYS) for _ in range(3))
+        return run(max(CPU_ARRAYS, min(2000, int(seconds / once))))
+
+    return seconds_a_copy
+
+
+# ------------------------------------------------------------------------------------------------------- a call's cost
+
+
+def cost(work: Work, batch: int, dtype: str) -> Cost:
+    """What one call takes at least, by the jaxpr of JAX's own differentiation."""
+    arguments = jax.eval_shape(lambda: work.draw(0, batch, dtype))
+    jaxpr = jax.make_jaxpr(work.function("autodiff", dtype))(*arguments).jaxpr
+    needed, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    given = set(jaxpr.invars)
+    # A variable that is a result twice is written once. An argument, or a constant, is not written.
+    results = dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in given)
+    return Cost(
+        argument_bytes=_bytes(v.aval for v in jaxpr.invars),
+        result_bytes=_bytes(v.aval for v in jaxpr.outvars),
+        operations=_operations(needed),
+        read_bytes=_bytes(v.aval for v, read in zip(jaxpr.invars, is_read, strict=True) if read),
+        written_bytes=_bytes(v.aval for v in results),
+    )
+
+
+def _bytes(avals: Any) -> int:
+    return sum(a.size * a.dtype.itemsize for a in avals)
+
+
+def _operations(jaxpr: Any) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            x = equation.invars[0].aval.shape
+            total += 2 * equation.outvars[0].aval.size * math.prod(x[axis] for axis in contracted)
+        elif equation.primitive.name == "conv_general_dilated":
+            total += 2 * _products_of_convolution(equation)
+        else:
+            times = equation.params.get("length", 1)  # of a scan
+            total += times * sum(map(_operations, jaxprs_in_params(equation.params)))
+    return total
+
+
+def _products_of_convolution(equation: Any) -> int:
+    """How many elements of the input meet one of a filter, without padding and holes."""
+    (x, w), y, p = (v.aval.shape for v in equation.invars), equation.outvars[0].aval.shape, equation.params
+    (n, _, *in_axes), (k, c, *w_axes), (_, _, *out_axes) = p["dimension_numbers"]
+    products = x[n] // p["batch_group_count"] * w[k] * w[c]
+    axes = zip(in_axes, w_axes, out_axes, strict=True)
+    options = (p["window_strides"], p["padding"], p["lhs_dilation"], p["rhs_dilation"])
+    for (i, f, o), stride, (before, _), spread, dilation in zip(axes, *options, strict=True):
+        position = np.arange(y[o])[:, None] * stride + np.arange(w[f]) * dilation - before
+        inside = (position >= 0) & (position <= (x[i] - 1) * spread) & (position % spread == 0)
+        products *= int(inside.sum())
+    return products
+
+
+def has_launch(jaxpr: Any) -> bool:
+    """Whether a kernel of `pallas_kernels` is launched in a jaxpr, or in one within it."""
+    return any(
+        equation.primitive.name == "launch" or any(map(has_launch, jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )

@@ -1,0 +1,236 @@
+"""The rows of the report: every piece of work at every batch, by every implementation and peer.
+
+Programs of a few pieces of work are compiled at once, on all cores, and then timed one after the other. No program is
+compiled while another is timed: compilers use the host's cores, and XLA tries algorithms on the GPU.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from experiments.bench import measure
+from experiments.bench.floor import Cost, cost, floor_seconds, has_launch
+from experiments.bench.measure import Accuracy, Compiler, attempt, implementation, relative_error, time_compiled
+from experiments.bench.peers import Task, VariantChoice
+from experiments.bench.works import CACHE_BYTES, MOST_CALLS, PROGRAM_SECONDS, Work
+from jaxbp.verify.timing import compile_program
+
+Row = dict[str, Any]
+
+CASES_AT_ONCE = 6
+"""Cases whose programs are compiled before the first of them is timed: a bound on the memory of executables."""
+
+
+class Settings(NamedTuple):
+    """What the rows of a run have in common.
+
+    Attributes:
+      implementations: names of ours.
+      peers: name -> module.
+      variants: of the peers.
+      dtype, precision: of the arrays, and of products of float32.
+      seconds: least time of a round of timing.
+      compile_seconds: whether to time every row's compilation; otherwise LeNet's alone.
+      rates: of this device, and its `platform`.
+    """
+
+    implementations: Sequence[str]
+    peers: Mapping[str, Any]
+    variants: VariantChoice
+    dtype: str
+    precision: str
+    seconds: float
+    compile_seconds: bool
+    rates: Mapping[str, Any]
+
+
+class Case:
+    """A piece of work at a batch size: its programs and its rows."""
+
+    def __init__(self, work: Work, batch: int, settings: Settings):
+        self.work, self.batch, self.settings = work, batch, settings
+        self._programs, self._compiled = {}, {}
+        self._left_out = set()
+
+    @property
+    def title(self) -> str:
+        """The work and the batch."""
+        return f"{self.work.title}, batch {self.batch}"
+
+    def row_names(self) -> list[str]:
+        """The rows' names in the report's `implementation`, without those that are left out."""
+        names = [name for name in self.settings.implementations if name not in self._left_out]
+        return names + [name for name, *_ in self._variants(self._task((), ()))]
+
+    # ------------------------------------------------------------------------------------------------------- numbers
+
+    @functools.cached_property
+    def cost(self) -> Cost:
+        return cost(self.work, self.batch, self.settings.dtype)
+
+    @functools.cached_property
+    def calls(self) -> int:
+        """Calls in a program."""
+        if self.work.steps is not None:
+            return self.work.steps
+        if self.settings.rates["platform"] == "cpu":
+            return 1
+        slowest = self._floor_seconds(self.settings.precision, CACHE_BYTES)
+        return min(MOST_CALLS, math.ceil(max(PROGRAM_SECONDS / slowest, CACHE_BYTES / self.cost.argument_bytes)))
+
+    def _floor_seconds(self, precision: str, working_set: int | None = None) -> float:
+        if working_set is None:
+            sets = 1 if self.work.steps else self.calls
+            working_set = sets * (self.cost.argument_bytes + self.cost.result_bytes)
+        return floor_seconds(self.cost, working_set, precision, self.settings.rates)
+
+    # ----------------------------------------------------------------------------------------------------- compiling
+
+    def time_compilation(self) -> None:
+        """Compiles one call of each of our implementations, and keeps the seconds. Nothing else may compile then."""
+        for name in self.settings.implementations:
+            try:
+                self._compiled[name] = compile_program(self._function(name), self._structs)
+            except Exception:
+                continue  # the row will say why, as its program fails in the same way
+
+    def submit(self, compiler: Compiler, accuracy: Accuracy) -> None:
+        """Starts to compile the programs, but for those of rows without a kernel of ours."""
+        self.accuracy = accuracy
+        self._programs["draw"] = compiler.submit(self._draw, 0)
+        sets = (self._structs,) * (1 if self.work.steps else self.calls)
+        for name in self.settings.implementations:
+            function = self._function(name)
+            if name == "pallas" and not self._launches(function):
+                print(f"{self.title}, pallas: left out, as no kernel of ours runs", file=sys.stderr, flush=True)
+                self._left_out.add(name)
+                self._compiled.pop(name, None)
+                continue
+            if name not in self._compiled:
+                self._programs[name, "call"] = compiler.submit(function, *self._structs)
+            self._programs[name, "chain"] = compiler.submit(self.work.chain(function, self.calls), sets)
+            accuracy.submit(name)
+
+    def _function(self, name):
+        return self.work.function(implementation(name), self.settings.dtype)
+
+    def _launches(self, function):
+        try:
+            return has_launch(jax.jit(function).trace(*self._structs).jaxpr.jaxpr)
+        except Exception:
+            return True  # the row will say why
+
+    @functools.cached_property
+    def _structs(self):
+        return jax.eval_shape(self._draw, 0)
+
+    def _draw(self, seed):
+        return self.work.draw(seed, self.batch, self.settings.dtype)
+
+    # -------------------------------------------------------------------------------------------------------- timing
+
+    def rows(self, keep_going: Callable[[], bool]) -> Iterator[Row]:
+        """The rows, each measured when it is asked for, until `keep_going()` is false."""
+        draw = self._programs.pop("draw").result()
+        arguments = jax.block_until_ready(tuple(draw(seed) for seed in range(1 if self.work.steps else self.calls)))
+        names = [name for name in self.settings.implementations if name not in self._left_out]
+        runs = [(name, None, self.settings.precision, functools.partial(self._ours, name, arguments)) for name in names]
+        if self.settings.peers:
+            task = self._task(arguments, self.accuracy.arguments)
+            for name, peer, precision, run in self._variants(task):
+                runs.append((name, peer, precision, functools.partial(self._theirs, run)))
+        for name, peer, precision, run in runs:
+            if not keep_going():
+                return
+            print(f"{self.title}, {name}", file=sys.stderr, flush=True)
+            yield self._row(name, peer, precision, attempt(run))
+
+    def _row(self, name, peer, precision, measured) -> Row:
+        microseconds, floor = measured["microseconds"], self._floor_seconds(precision) * 1e6
+        return {
+            "work": self.work.title,
+            "op": self.work.op,
+            "place": self.work.place,
+            "batch": self.batch,
+            "dtype": self.settings.dtype,
+            "implementation": name,
+            "peer": peer,
+            "precision": precision,
+            "calls": self.calls,
+            **self.cost._asdict(),
+            "floor_microseconds": floor,
+            "error_batch": self.accuracy.batch,
+            **measured,
+            "floor_fraction": ratio(floor, microseconds),
+        }
+
+    def _ours(self, name, arguments):
+        if name in self._compiled:
+            compiled, compile_seconds = self._compiled.pop(name)
+        else:
+            compiled, compile_seconds = self._programs.pop((name, "call")).result(), None
+        memory = {"temporary_bytes": compiled.memory_analysis().temp_size_in_bytes, "compile_seconds": compile_seconds}
+        chain = self._programs.pop((name, "chain")).result()
+        timed = time_compiled(chain, arguments, self.calls, self.settings.seconds)
+        return timed | memory | {"error": self.accuracy.error(name)}
+
+    # --------------------------------------------------------------------------------------------------------- peers
+
+    def _task(self, sets, small) -> Task:
+        config, products = self.settings, bool(self.settings.peers) and self.cost.operations > 0
+        names = (config.dtype, config.precision, products, config.seconds, config.variants)
+        return Task(self.work.op, self.work.options, sets, small, self.calls if sets else 0, *names)
+
+    def _variants(self, task):
+        for peer, adapter in self.settings.peers.items():
+            for name, precision, run in adapter.variants(task):
+                yield f"{peer} {name}", peer, precision or self.settings.precision, run
+
+    def _theirs(self, run):
+        measured = run()
+        results, reference = measured.pop("results", None), measured.pop("reference", None)
+        if results is None:
+            return measured
+        return measured | {
+            "error": relative_error(results, self.accuracy.reference if reference is None else reference)
+        }
+
+
+def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iterator[list[Row]]:
+    """The rows of each case, as far as they are measured before `keep_going()` is false."""
+    accuracies = {}
+    with Compiler() as compiler:
+        for group in _groups(cases, CASES_AT_ONCE):
+            if not keep_going():
+                return
+            for case in group:
+                if case.settings.compile_seconds or case.work.op == "lenet":
+                    case.time_compilation()
+            for case in group:
+                batch = min(case.batch, measure.ERROR_BATCH)
+                if (case.work, batch) not in accuracies:
+                    accuracies[case.work, batch] = Accuracy(case.work, batch, case.settings.dtype, compiler)
+                case.submit(compiler, accuracies[case.work, batch])
+            compiler.wait()
+            for case in group:
+                yield with_speedups(case.rows(keep_going))
+
+
+def with_speedups(rows: Iterable[Row]) -> list[Row]:
+    """The rows with `speedup_over_autodiff`."""
+    rows = list(rows)
+    autodiff = next((row["microseconds"] for row in rows if row["implementation"] == "autodiff"), None)
+    return [row | {"speedup_over_autodiff": ratio(autodiff, row["microseconds"])} for row in rows]
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    """a / b, or None without one of them."""
+    return None if a is None or b is None else a / b
+
+
+def _groups(cases, size):
+    return [cases[i : i + size] for i in range(0, len(cases), size)]

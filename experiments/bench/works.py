@@ -1,0 +1,249 @@
+"""What the bench times: ops of the catalogue, and training steps of LeNet and of logic networks."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+
+import jaxbp
+from experiments.output.errors import UserError
+from jaxbp.catalogue import CATALOGUE, Entry
+from jaxbp.nn import LeNet, LogicNetwork
+from jaxbp.ops.gate_layer import Parametrization
+
+PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
+"""A program has so many calls that the device needs at least this long, ten times what dispatching it takes."""
+CACHE_BYTES = 128 * 2**20
+"""The arguments of a program's calls together exceed this, twice the L2 cache of an H200."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Work:
+    """Something to time.
+
+    Attributes:
+      op, place: its entry and case in the catalogue; of a training step, its name and size.
+      title: for people.
+      options: the op's options.
+      batches: the default batch sizes, on a GPU and elsewhere.
+      function: (implementation, dtype) -> the function of its arguments.
+      draw: (seed, batch, dtype) -> arguments.
+      chain: (function, calls) -> a program that takes sets of arguments and calls the function `calls` times.
+      steps: the calls in a program, if each takes the previous one's results and there is one set of arguments.
+    """
+
+    op: str
+    place: str
+    title: str
+    options: Mapping[str, Any]
+    batches: tuple[tuple[int, ...], tuple[int, ...]]
+    function: Callable[[str | None, str], Callable]
+    draw: Callable[[int, int, str], tuple]
+    chain: Callable[[Callable, int], Callable]
+    steps: int | None = None
+
+
+def selected(cases: Sequence[str], batch_last: bool = False) -> list[Work]:
+    """The work that the cases name, in the catalogue's order; with `batch_last`, its ops alone."""
+    works = [lenet_work(), *(op_work(entry, place) for entry in CATALOGUE for place in entry.real)]
+    works += [logic_work("logic", 8000, (128,)), logic_work("logic-large", 64000, ())]
+    names = dict.fromkeys(work.op for work in works)
+    if unknown := [case for case in cases if case not in names and case != "all"]:
+        raise UserError(f"unknown case {', '.join(unknown)}: wanted all or some of {', '.join(names)}")
+    works = [
+        work
+        for work in works
+        if any(case in ("all", work.op) or work.op.startswith(f"{case}_backward") for case in cases)
+    ]
+    if not batch_last:
+        return works
+    ops = [work for work in works if work.steps is None]
+    if not ops:
+        raise UserError(f"batch_last is for ops: wanted some beside {', '.join(cases)}, which are steps of training")
+    return [with_batch_last(work) for work in ops]
+
+
+def op_work(entry: Entry, place: str) -> Work:
+    """An op at one of its catalogued places: a backward by itself, a forward with its gradient."""
+    case, backward = entry.real[place], "_backward" in entry.name
+
+    def function(implementation, dtype):
+        op = functools.partial(entry.function, **case.options, implementation=implementation)
+        return op if backward else forward_and_backward(op)
+
+    def draw(seed, batch, dtype):
+        arrays = case.draw(seed, batch, dtype)
+        if backward:
+            return arrays
+        results = jax.eval_shape(functools.partial(entry.function, **case.options, implementation="autodiff"), *arrays)
+        floats = [a for a in jax.tree.leaves(results) if is_float(a)]
+        keys = jax.random.split(jax.random.key(seed + 1000), len(floats))
+        return arrays, [jax.random.normal(key, a.shape, a.dtype) for key, a in zip(keys, floats, strict=True)]
+
+    title = f"{entry.name} {place}" if backward else f"{entry.name} fwd+bwd {place}"
+    batches = (case.batch or 16384,), (256,)
+    return Work(entry.name, place, title, case.options, batches, function, draw, one_after_another)
+
+
+def forward_and_backward(op: Callable) -> Callable:
+    """`(arrays, cotangents) -> (floating results, other results, gradients in the floating arrays)`."""
+
+    def function(arrays, cotangents):
+        floating = [i for i, a in enumerate(arrays) if is_float(a)]
+
+        def of_floats(*values):
+            values = dict(zip(floating, values, strict=True))
+            results = jax.tree.leaves(op(*(values.get(i, a) for i, a in enumerate(arrays))))
+            return [a for a in results if is_float(a)], [a for a in results if not is_float(a)]
+
+        results, vjp, integers = jax.vjp(of_floats, *(arrays[i] for i in floating), has_aux=True)
+        return results, integers, vjp(cotangents)
+
+    return function
+
+
+def with_batch_last(work: Work) -> Work:
+    """The same work on arrays with the batch as the last axis instead of the first."""
+
+    def structs(batch):
+        arguments = jax.eval_shape(lambda: work.draw(0, batch, "float32"))
+        return arguments, jax.eval_shape(work.function("autodiff", "float32"), *arguments)
+
+    batched = jax.tree.map(lambda a, b: a.shape != b.shape, structs(2), structs(3))
+
+    def moved(tree, batched, source, destination):
+        return jax.tree.map(lambda a, move: jnp.moveaxis(a, source, destination) if move else a, tree, batched)
+
+    def function(implementation, dtype):
+        batch_first = work.function(implementation, dtype)
+        return lambda *arguments: moved(batch_first(*moved(arguments, batched[0], -1, 0)), batched[1], 0, -1)
+
+    def draw(seed, batch, dtype):
+        return moved(work.draw(seed, batch, dtype), batched[0], 0, -1)
+
+    return dataclasses.replace(work, title=f"{work.title}, batch last", function=function, draw=draw)
+
+
+def one_after_another(function: Callable, calls: int) -> Callable:
+    """A program of calls, each with its own set of arguments, that neither overlap nor merge.
+
+    Barriers order the calls on a GPU. XLA's CPU compiler drops barriers early.
+    """
+    function = jax.jit(function)  # traced and lowered once
+
+    def program(sets):
+        results, token = [], jnp.zeros(())
+        for arguments in sets[:calls]:
+            arguments, token = lax.optimization_barrier((arguments, token))
+            result, token = lax.optimization_barrier((function(*arguments), token))
+            results.append(result)
+        return results  # all of them: XLA does not compute what is not returned
+
+    return program
+
+
+def lenet_work() -> Work:
+    """LeNet's loss and gradients; in a program each call is a step of training."""
+
+    def function(implementation, dtype):
+        graph = nnx.graphdef(nnx.eval_shape(lambda: _lenet(implementation, dtype)))
+
+        def loss(state, images, labels):
+            return nnx.merge(graph, state).loss(images, labels)[0].mean()
+
+        return jax.value_and_grad(loss)
+
+    def draw(seed, batch, dtype):
+        image_key, label_key = jax.random.split(jax.random.key(seed))
+        images = jax.random.uniform(image_key, (batch, 1, 28, 28), dtype)
+        return nnx.state(_lenet(None, dtype)), images, jax.random.randint(label_key, (batch,), 0, 10)
+
+    batches = (128, 1024, 8192, 65536), (128,)
+    title = "lenet training step"
+    return Work("lenet", "", title, {}, batches, function, draw, training, steps=10)
+
+
+def _lenet(implementation: str | None, dtype: str) -> LeNet:
+    return LeNet(implementation=implementation, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+
+
+def logic_work(
+    name: str, gates: int, cpu_batches: tuple[int, ...], parametrization: Parametrization = "softmax"
+) -> Work:
+    """Loss and gradients of a logic network of six layers, as published for MNIST; each call is a step of training."""
+
+    @functools.cache
+    def parts(implementation, dtype):
+        with jax.ensure_compile_time_eval():
+            return nnx.split(logic_network(gates, parametrization, implementation, dtype), nnx.Param, ...)
+
+    def function(implementation, dtype):
+        graph, _, wires = parts(implementation, dtype)
+
+        def loss(logits, bits, labels):
+            scores = nnx.merge(graph, logits, wires)(bits).astype(jnp.promote_types(bits.dtype, jnp.float32))
+            return jaxbp.softmax_cross_entropy(scores, labels, implementation=implementation).mean()
+
+        return jax.value_and_grad(loss)
+
+    def draw(seed, batch, dtype):
+        bits_key, label_key = jax.random.split(jax.random.key(seed))
+        bits = jax.random.bernoulli(bits_key, 0.5, (batch, 784)).astype(dtype)
+        return parts(None, dtype)[1], bits, jax.random.randint(label_key, (batch,), 0, 10)
+
+    place = f"6x{gates}"
+    chain = functools.partial(training, optimiser=optax.adam(0.01))
+    title = f"logic training step {place}"
+    options = {"gates": gates}
+    return Work(name, place, title, options, ((128, 1024), cpu_batches), function, draw, chain, steps=10)
+
+
+def logic_network(
+    gates: int,
+    parametrization: Parametrization = "softmax",
+    implementation: str | None = None,
+    dtype: str = "float32",
+) -> LogicNetwork:
+    """The network of `logic_work`."""
+    return LogicNetwork(
+        784,
+        [gates] * 6,
+        10,
+        tau=math.sqrt(gates / 80),
+        initialization="normal",
+        parametrization=parametrization,
+        implementation=implementation,
+        dtype=jnp.dtype(dtype),
+        rngs=nnx.Rngs(0),
+    )
+
+
+def training(function: Callable, calls: int, optimiser: optax.GradientTransformation | None = None) -> Callable:
+    """A program of training steps (forward, backward, update), by default with SGD."""
+    optimiser = optimiser or optax.sgd(0.01)
+
+    def program(sets):
+        ((state, images, labels),) = sets
+
+        def step(carry, _):
+            # Without it, XLA would compute what depends on the images alone, say their transpose, once for all steps.
+            x, y, (state, optimiser_state) = lax.optimization_barrier((images, labels, carry))
+            loss, gradients = function(state, x, y)
+            updates, optimiser_state = optimiser.update(gradients, optimiser_state)
+            return (optax.apply_updates(state, updates), optimiser_state), loss
+
+        return lax.scan(step, (state, optimiser.init(state)), length=calls)
+
+    return program
+
+
+def is_float(a: Any) -> bool:
+    """Whether an array, or its shape, has a floating dtype."""
+    return jnp.issubdtype(a.dtype, jnp.floating)

@@ -1,0 +1,134 @@
+"""The settings that every experiment shares, and a config as JSON.
+
+A config also builds its model and loss, which is all that the training loop knows of either.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from experiments.data.datasets import Dataset
+from experiments.output.errors import UserError
+
+Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
+"""`loss(model, inputs, targets) -> (loss of each example, predictions)`; the predictions compare with the targets."""
+
+Augment = Callable[[PRNGKeyArray, Array], Array]
+"""`augment(key, inputs) -> inputs`, changed at random by `key` alone."""
+
+
+class Recipe(NamedTuple):
+    """The defaults of the settings that depend on the dataset."""
+
+    batch_size: int
+    epochs: int
+    learning_rate: float
+
+
+FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data_dir"})
+"""Where the run and the data lie does not change what the run computes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The settings that every experiment shares.
+
+    Raises:
+      UserError: (a ValueError) for a value no run can have, naming the field, the value and what is wanted.
+    """
+
+    name: ClassVar[str]
+    gradient_clip: ClassVar[float | None] = None
+    """Bound on the absolute value of every element of the gradients."""
+
+    seed: int = 0
+    """Seed of the initial parameters, of the order of the examples and of their random changes."""
+    batch_size: int | None = None
+    """Examples a step; what an epoch's shuffle leaves over for an incomplete batch is dropped. None: the recipe's."""
+    epochs: int | None = None
+    """Passes over the training set; the learning rate's schedule spans them. None: the recipe's."""
+    learning_rate: float | None = None
+    """Adam's peak learning rate, after a short warm-up and before a cosine decay to zero. None: the recipe's."""
+    target_accuracy: float | None = None
+    """Stop after the first epoch with this test accuracy, a share from 0 to 1. None: train all epochs."""
+    run_dir: Path | None = None
+    """Where the run is kept; None: a new folder under runs/, named after the experiment and the time."""
+    resume: bool = False
+    """Continue the run in run_dir from its last checkpoint."""
+
+    def __post_init__(self):
+        unset = [field for field in Recipe._fields if getattr(self, field) is None]
+        for field in unset:
+            # So that the config that is printed, saved and compared says what the run does.
+            object.__setattr__(self, field, getattr(self.recipe(), field))
+        self._check("seed", is_whole(self.seed) and 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1")
+        self._check("batch_size", is_whole(self.batch_size) and self.batch_size >= 1, "a whole number of at least 1")
+        self._check("epochs", is_whole(self.epochs) and self.epochs >= 1, "a whole number of at least 1")
+        rate = self.learning_rate
+        is_rate = isinstance(rate, int | float) and math.isfinite(rate) and rate > 0
+        self._check("learning_rate", is_rate, "a finite number above 0")
+        target = self.target_accuracy
+        is_share = target is None or (isinstance(target, int | float) and 0 <= target <= 1)
+        self._check("target_accuracy", is_share, "a number from 0 to 1")
+        self._check("resume", not self.resume or self.run_dir is not None, "run_dir as well, to know which run")
+
+    def is_last(self, epoch: int, test_accuracy: float) -> bool:
+        """Whether training ends with this epoch."""
+        return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
+
+    def recipe(self) -> Recipe:
+        """The settings that the user left open."""
+        raise NotImplementedError
+
+    def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
+        """The model, its parameters drawn from `key`, and its loss."""
+        raise NotImplementedError
+
+    def load(self) -> Dataset:
+        """The data to train and test on."""
+        raise NotImplementedError
+
+    def evaluation(self, loss: Loss) -> Loss:
+        """The loss and predictions on the test set, given the training's loss."""
+        return loss
+
+    def augmentation(self) -> Augment | None:
+        """A random change of a batch's inputs in training, not in the evaluation; None: no change."""
+        return None
+
+    def _check(self, field: str, is_valid: bool, wanted: str) -> None:
+        if not is_valid:
+            raise UserError(f"{field} = {getattr(self, field)!r}: wanted {wanted}")
+
+    def _check_choice(self, field: str, choices: Sequence[str | None]) -> None:
+        self._check(field, getattr(self, field) in choices, f"one of {', '.join(map(str, choices))}")
+
+
+def to_dict(config: TrainingConfig) -> dict[str, Any]:
+    """The config as plain values that JSON can hold, the experiment's name first."""
+    fields = {field: str(value) if isinstance(value, Path) else value for field, value in vars(config).items()}
+    return {"experiment": config.name} | fields
+
+
+def to_json(config: TrainingConfig) -> str:
+    """The config as the indented JSON that is printed and saved."""
+    return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def differences(saved: dict[str, Any], config: TrainingConfig) -> dict[str, tuple[Any, Any]]:
+    """The fields that change a run's result and differ: field -> (saved value, present value)."""
+    present = to_dict(config)
+    fields = [field for field in (*present, *(saved.keys() - present.keys())) if field not in FIELDS_WITHOUT_EFFECT]
+    pairs = {field: (saved.get(field), present.get(field)) for field in fields}
+    return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def is_whole(value: Any) -> bool:
+    """Whether the value is an int, which a bool is not."""
+    return isinstance(value, int) and not isinstance(value, bool)

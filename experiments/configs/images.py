@@ -1,0 +1,69 @@
+"""What the experiments on images share: the dataset, the implementation, the dtype and the loss."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+import jaxbp
+from experiments.configs.base import Augment, Recipe, TrainingConfig, is_whole
+from experiments.data import augmentation, datasets
+from experiments.data.datasets import Dataset, DatasetName
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+ImplementationName = Literal["pallas", "xla", "autodiff"]
+
+RECIPES: dict[DatasetName, Recipe] = {
+    "digits": Recipe(batch_size=16, epochs=20, learning_rate=5e-3),
+    "mnist": Recipe(batch_size=64, epochs=12, learning_rate=3e-3),
+    "fashion_mnist": Recipe(batch_size=64, epochs=12, learning_rate=3e-3),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageConfig(TrainingConfig):
+    """The settings of the experiments that classify images."""
+
+    dataset: DatasetName = "digits"
+    """digits comes with scikit-learn; mnist and fashion_mnist are read from data_dir, or downloaded into it."""
+    data_dir: Path | None = None
+    """Folder of the dataset's IDX files; None: a cache folder. digits needs none."""
+    implementation: ImplementationName | None = None
+    """Which backward passes run; None: the fastest that the platform supports."""
+    dtype: DTypeName = "float32"
+    """What the model computes in; parameters and optimiser stay float32."""
+    shift: int = 0
+    """Pixels, down or up and right or left, that a training image is moved by at most each time it is drawn."""
+
+    def __post_init__(self):
+        self._check_choice("dataset", get_args(DatasetName))
+        self._check_choice("implementation", (None, *jaxbp.IMPLEMENTATIONS))
+        self._check_choice("dtype", get_args(DTypeName))
+        side = min(datasets.IMAGE_SHAPE)
+        self._check("shift", is_whole(self.shift) and 0 <= self.shift < side, f"a whole number from 0 to {side - 1}")
+        super().__post_init__()
+
+    def recipe(self) -> Recipe:
+        return RECIPES[self.dataset]
+
+    def load(self) -> Dataset:
+        return datasets.load(self.dataset, self.data_dir)
+
+    def augmentation(self) -> Augment | None:
+        return functools.partial(augmentation.shift, pixels=self.shift) if self.shift else None
+
+
+def classification_loss(
+    model: Callable[[Array], Array],
+    images: Float[Array, "batch channels height width"],
+    labels: Int[Array, " batch"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, " batch"], Int[Array, " batch"]]:
+    """Softmax cross entropy of each image in float32, whatever the model computes in, and the likeliest class."""
+    logits = model(images).astype(jnp.float32)
+    return jaxbp.softmax_cross_entropy(logits, labels, implementation=implementation), jnp.argmax(logits, axis=-1)

@@ -1,0 +1,28 @@
+"""The experiment `lenet`."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import PRNGKeyArray
+
+from experiments.configs.base import Loss
+from experiments.configs.images import ImageConfig
+from jaxbp.nn import LeNet
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeNetConfig(ImageConfig):
+    """LeNet-5 on images of 28 x 28 pixels."""
+
+    name: ClassVar[str] = "lenet"
+
+    fused: bool = True
+    """Whether convolution, ReLU and pool are one op; --no-fused trains through the chain of single ops."""
+
+    def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
+        model = LeNet(
+            fused=self.fused, implementation=self.implementation, dtype=jnp.dtype(self.dtype), rngs=nnx.Rngs(key)
+        )
+        return model, LeNet.loss

@@ -1,0 +1,106 @@
+"""The experiment `logic`."""
+
+import dataclasses
+import functools
+import math
+from typing import ClassVar, Literal, get_args
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+import jaxbp
+from experiments.configs.base import Loss, Recipe, is_whole
+from experiments.configs.images import ImageConfig, classification_loss
+from experiments.data import datasets
+from experiments.data.datasets import DatasetName
+from jaxbp.nn import LogicNetwork, thermometer
+from jaxbp.ops.gate_layer import Parametrization
+
+RECIPES: dict[DatasetName, Recipe] = {
+    "digits": Recipe(batch_size=64, epochs=150, learning_rate=1e-1),
+    "mnist": Recipe(batch_size=128, epochs=60, learning_rate=5e-2),
+    "fashion_mnist": Recipe(batch_size=128, epochs=60, learning_rate=5e-2),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogicConfig(ImageConfig):
+    """A network of differentiable logic gates on the bits of thresholded images.
+
+    The test accuracy is that of the hardened network. The published networks for MNIST have 6 layers of 8000 gates,
+    and of 64000.
+    """
+
+    name: ClassVar[str] = "logic"
+    gradient_clip: ClassVar[float | None] = 100.0
+
+    layers: int | None = None
+    """Of gates. None: 4 for digits, else 6."""
+    gates: int | None = None
+    """Of a layer, a multiple of 10. None: 2000 for digits, else 8000."""
+    tau: float | None = None
+    """What the sums of a class's outputs are divided by. None: sqrt(gates / 80), which is 10 for 8000."""
+    levels: int = 3
+    """Bits of a pixel: whether it is above 1 / (levels + 1), 2 / (levels + 1), ..."""
+    wiring: Literal["unique", "random"] = "unique"
+    """Which inputs the gates read: no pair twice, or any."""
+    initialization: Literal["residual", "normal"] = "residual"
+    """Whether gates pass on an input at first, or are random mixtures."""
+    parametrization: Parametrization = "softmax"
+    """What a gate's parameters are: see jaxbp.gate_layer."""
+
+    def __post_init__(self):
+        digits = self.dataset == "digits"
+        defaults = {"layers": 4 if digits else 6, "gates": 2000 if digits else 8000}
+        for field, value in defaults.items():
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, value)
+        self._check("layers", is_whole(self.layers) and self.layers >= 1, "a whole number of at least 1")
+        is_multiple = is_whole(self.gates) and self.gates >= 10 and self.gates % datasets.CLASSES == 0
+        self._check("gates", is_multiple, "a positive multiple of 10")
+        if self.tau is None:
+            object.__setattr__(self, "tau", math.sqrt(self.gates / 80))
+        is_number = isinstance(self.tau, int | float) and math.isfinite(self.tau) and self.tau > 0
+        self._check("tau", is_number, "a finite number above 0")
+        self._check("levels", is_whole(self.levels) and self.levels >= 1, "a whole number of at least 1")
+        self._check_choice("wiring", ("unique", "random"))
+        self._check_choice("initialization", ("residual", "normal"))
+        self._check_choice("parametrization", get_args(Parametrization))
+        super().__post_init__()
+        inputs = self.levels * math.prod(datasets.IMAGE_SHAPE)
+        fits = self.wiring == "random" or inputs <= 2 * self.gates
+        self._check("gates", fits, f"at least half of the {inputs} bits of an image, or wiring random")
+
+    def recipe(self) -> Recipe:
+        return RECIPES[self.dataset]
+
+    def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
+        model = LogicNetwork(
+            self.levels * math.prod(datasets.IMAGE_SHAPE),
+            [self.gates] * self.layers,
+            datasets.CLASSES,
+            tau=self.tau,
+            wiring=getattr(jaxbp.Wires, self.wiring),
+            seed=self.seed,
+            initialization=self.initialization,
+            parametrization=self.parametrization,
+            implementation=self.implementation,
+            dtype=jnp.dtype(self.dtype),
+            rngs=nnx.Rngs(key),
+        )
+        return model, functools.partial(self._loss, hard=False)
+
+    def evaluation(self, loss: Loss) -> Loss:
+        return functools.partial(self._loss, hard=True)
+
+    def bits(self, images: Float[Array, "batch 1 height width"]) -> Float[Array, "batch bits"]:
+        """What the network reads of images."""
+        thresholds = jnp.arange(1, self.levels + 1) / (self.levels + 1)
+        return thermometer(jaxbp.flatten(images), thresholds)
+
+    def _loss(self, model, images, labels, *, hard):
+        scores = functools.partial(model, hard=hard)
+        return classification_loss(
+            lambda images: scores(self.bits(images)), images, labels, implementation=self.implementation
+        )

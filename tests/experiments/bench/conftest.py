@@ -1,0 +1,49 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from experiments.bench import __main__ as bench
+from experiments.bench import measure
+from experiments.bench.works import selected
+
+CASES = ["lenet", "conv2d_backward_weights", "max_pool2d_with_indices"]
+QUICK = ["--batch", "2", "--seconds", "0.001", "--implementations"]
+
+
+@pytest.fixture(scope="session")
+def work_at():
+    """`(op, place) -> work`."""
+    return lambda op, place="": next(work for work in selected(["all"]) if (work.op, work.place) == (op, place))
+
+
+@pytest.fixture(scope="package")
+def finished(tmp_path_factory):
+    """A run of the command line: its exit code, report and picture."""
+    path = tmp_path_factory.mktemp("bench") / "results.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "ROUNDS", 1)
+        code = bench.main([*CASES, *QUICK, "autodiff", "None", "--compile-seconds", "--json", str(path)])
+    return SimpleNamespace(code=code, report=json.loads(path.read_text()), picture=path.with_suffix(".png"))
+
+
+@pytest.fixture
+def quickly(monkeypatch, work_at):
+    """Runs one small op at one place from the command line, without measuring the device: exit code and report."""
+    work = work_at("softmax_cross_entropy_backward", "classes")
+    monkeypatch.setattr(bench, "selected", lambda *_: [work])
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    rates = {
+        "copy_bytes_per_second": 1e12,
+        "bytes_per_second": {"copy": [[1, 1e12]]},
+        "operations_per_second": {"default": 1e12, "highest": 1e12},
+    }
+    monkeypatch.setattr(bench, "measured_rates", lambda *_: rates)
+    reports = []
+    monkeypatch.setattr(bench, "print_table", reports.append)
+
+    def run(*args, implementations=("xla", "autodiff")):
+        code = bench.main([work.op, *QUICK, *implementations, *args])
+        return code, reports[-1] if reports else None
+
+    return run

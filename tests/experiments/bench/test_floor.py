@@ -1,0 +1,92 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments.bench import __main__ as bench
+from experiments.bench.floor import Cost, cost, floor_seconds, has_launch, rate_of
+
+pytestmark = pytest.mark.once
+
+BATCH = 3
+DY1, X1, W1 = BATCH * 6 * 24 * 24, BATCH * 28 * 28, 6 * 5 * 5
+
+
+@pytest.mark.parametrize(
+    ("op", "place", "arguments", "results", "operations"),
+    [
+        ("conv2d_backward_weights", "conv1", 4 * (DY1 + X1), 4 * W1, 2 * 25 * DY1),
+        ("conv2d_backward_input", "conv1", 4 * (DY1 + W1), 4 * X1, 2 * 25 * DY1),
+        ("conv2d_backward_bias", "conv1", 4 * DY1, 4 * 6, 0),
+        ("conv2d", "conv1", 4 * (X1 + W1 + 6 + DY1), 4 * (DY1 + X1 + W1 + 6), 3 * 2 * 25 * DY1),
+        ("max_pool2d_backward", "pool1", 5 * DY1 // 4, 4 * DY1, 0),
+        (
+            "linear_backward",
+            "fc1",
+            4 * (BATCH * 120 + BATCH * 256 + 120 * 256),
+            4 * (BATCH * 256 + 120 * 256 + 120),
+            2 * 2 * BATCH * 120 * 256,
+        ),
+    ],
+)
+def test_bytes_and_operations_are_those_counted_by_hand(work_at, op, place, arguments, results, operations):
+    assert cost(work_at(op, place), BATCH, "float32") == (arguments, results, operations, arguments, results)
+
+
+def test_lenets_operations_are_those_of_its_layers(work_at):
+    layers = [24 * 24 * 6 * 25, 8 * 8 * 16 * 6 * 25, 256 * 120, 120 * 84, 84 * 10]
+    # Forward, weights and input; but the images need no gradient.
+    assert cost(work_at("lenet"), BATCH, "float32").operations == BATCH * 2 * (3 * sum(layers) - layers[0])
+
+
+def test_what_need_not_move_is_not_counted(work_at):
+    """Of x + y's gradients, one is the cotangent, which is there, and none reads x."""
+    counted = cost(work_at("add_backward", "bias"), BATCH, "float32")
+    assert counted.result_bytes > counted.written_bytes > 0
+    assert counted.argument_bytes > counted.read_bytes > 0
+
+
+RATES = {
+    "bytes_per_second": {"copy": [[100, 50.0], [1000, 100.0], [10000, 20.0]], "read": [[1000, 200.0], [10000, 10.0]]},
+    "operations_per_second": {"default": 1000.0, "highest": 10.0},
+}
+
+
+def test_the_floor_is_the_longer_of_moving_and_computing():
+    small = Cost(100, 100, 500, read_bytes=100, written_bytes=100)
+    assert floor_seconds(small, 100, "default", RATES) == 2.0
+    assert floor_seconds(small, 100, "highest", RATES) == 50.0
+
+
+def test_a_rate_is_the_best_of_a_working_set_as_large_or_larger():
+    assert [rate_of("copy", size, RATES) for size in (1, 100, 999, 1000, 9999, 10000, 10**6)] == [100] * 5 + [20] * 2
+
+
+def test_bytes_that_are_only_read_or_written_move_at_that_rate_and_no_slower_than_a_copys():
+    reading = Cost(500, 100, 0, read_bytes=500, written_bytes=100)
+    assert floor_seconds(reading, 1000, "default", RATES) == 2 * 100 / 100 + 400 / 200
+    assert floor_seconds(reading, 10000, "default", RATES) == 2 * 100 / 20 + 400 / 20
+    writing = Cost(100, 500, 0, read_bytes=100, written_bytes=500)
+    assert floor_seconds(writing, 1000, "default", RATES) == 2 * 100 / 100 + 400 / 100
+
+
+def test_no_row_of_a_cheap_op_is_faster_than_its_floor(monkeypatch):
+    """Its arrays fit into the caches, 0.2 MiB, and do not, 14 MiB."""
+    reports = []
+    monkeypatch.setattr(bench, "print_table", reports.append)
+    assert bench.main(["relu", "--implementations", "xla", "autodiff", "--seconds", "0.01"]) == 0
+    fractions = {(row["work"], row["implementation"]): row["floor_fraction"] for row in reports[0]["rows"]}
+    assert len(fractions) == 2 * 2 * 4
+    assert max(fractions.values()) <= 1.05, fractions  # run-to-run noise is about 5%
+    assert min(fractions.values()) > 0
+
+
+def test_a_launch_is_found_wherever_it_is(work_at):
+    def jaxpr(op, place, implementation):
+        work = work_at(op, place)
+        return jax.make_jaxpr(work.function(implementation, "float32"))(*work.draw(0, 2, "float32")).jaxpr
+
+    assert has_launch(jaxpr("relu_backward", "relu4", "pallas"))
+    assert has_launch(jaxpr("relu", "relu4", "pallas"))
+    assert not has_launch(jaxpr("relu", "relu4", "xla"))
+    assert not has_launch(jaxpr("transpose_backward", "images", "pallas"))  # the library moves it
+    assert not has_launch(jax.make_jaxpr(lambda x: jnp.sin(x))(1.0).jaxpr)

@@ -1,0 +1,87 @@
+import json
+import re
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from experiments.bench import __main__ as bench
+from experiments.bench.measure import Accuracy
+from experiments.output.results import to_json
+
+pytestmark = pytest.mark.once
+
+
+def test_the_report_says_where_and_how_it_was_measured(finished):
+    report = finished.report
+    assert report["command"].startswith("python -m experiments.bench lenet conv2d_backward_weights")
+    assert report["device"] == jax.devices()[0].device_kind
+    assert report["versions"]["jax"] == jax.__version__
+    assert report["schema"] == 1 and re.fullmatch(r"[0-9a-f]{7,}\+?", report["commit"] or "0000000")
+    assert report["copy_bytes_per_second"] > 0
+    assert report["complete"] and report["missing"] == []
+    assert set(report["operations_per_second"]) == {"default", "highest"}
+
+
+def test_the_file_is_the_json_of_its_report(finished):
+    assert json.loads(to_json(finished.report)) == finished.report
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what is missing without a GPU")
+def test_without_a_gpu_pallas_is_left_out_and_said_so(quickly, capsys):
+    code, report = quickly(implementations=("pallas", "xla"))
+    assert code == 0
+    assert {row["implementation"] for row in report["rows"]} == {"xla"}
+    assert "no GPU" in capsys.readouterr().out
+
+
+def test_an_implementation_that_fails_leaves_its_reason_and_exit_code_1(quickly, monkeypatch):
+    error = Accuracy.error
+    monkeypatch.setattr(Accuracy, "error", lambda self, name: error(self, name) if name == "autodiff" else 1 / 0)
+    code, report = quickly()
+    assert code == 1
+    failed = {row["implementation"]: row["failed"] for row in report["rows"]}
+    assert failed == {"xla": "ZeroDivisionError: division by zero", "autodiff": None}
+
+
+def test_after_the_time_limit_no_row_is_started_and_the_report_names_what_is_missing(quickly, tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+    code, _ = quickly("--time-limit", "0", "--json", str(path))
+    report = json.loads(path.read_text())
+    title = "softmax_cross_entropy_backward classes, batch 2"
+    assert code == 0 and report["rows"] == []
+    assert not report["complete"] and report["missing"] == [f"{title}, xla", f"{title}, autodiff"]
+
+    moments = iter([0.0, 1.0, 1.0])  # start, case, first row; the second row comes too late
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: next(moments, 9.0)))
+    quickly("--time-limit", "5", "--json", str(path))
+    report = json.loads(path.read_text())
+    assert [row["implementation"] for row in report["rows"]] == ["xla"]
+    assert not report["complete"] and report["missing"] == [f"{title}, autodiff"]
+
+
+def test_compilation_is_timed_where_it_is_asked_for(quickly):
+    seconds = [[row["compile_seconds"] for row in quickly(*args)[1]["rows"]] for args in ((), ("--compile-seconds",))]
+    assert seconds[0] == [None, None]
+    assert all(s > 0 for s in seconds[1])
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["alexnet"], "unknown case alexnet: wanted all or some of lenet, conv2d,"),
+        (["relu", "--batch", "0"], "batch is 0: wanted at least 1"),
+        (["relu", "--batch-last", "--peers"], "batch_last is not for peers"),
+        (["lenet", "logic", "--batch-last"], "batch_last is for ops: wanted some beside lenet, logic"),
+        (["relu", "--time-limit", "-1"], "time_limit is -1.0: wanted at least 0"),
+        (["relu", "--json", "nowhere/results.json"], "there is no folder nowhere"),
+    ],
+)
+def test_a_users_mistake_ends_in_one_line_and_exit_code_2(args, message, capsys):
+    assert bench.main(args) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert message in error

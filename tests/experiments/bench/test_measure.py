@@ -1,0 +1,58 @@
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.bench import measure
+from experiments.bench.measure import Accuracy, Compiler
+from experiments.bench.rows import Case, Settings
+
+pytestmark = pytest.mark.once
+
+
+def test_time_includes_the_whole_program():
+    def program(arguments):
+        time.sleep(0.005)
+        return jnp.zeros(())
+
+    timed = measure.time_compiled(program, (), calls=1, seconds=0.02)
+    assert 5000 <= timed["microseconds"] < 50000
+    assert timed["host_waited"] < 0.2  # all of it is the host's
+
+
+def test_memory_is_that_of_one_call_and_not_of_the_chain(work_at, monkeypatch):
+    work = work_at("conv2d_backward_weights", "conv2")
+    rates = {"platform": "cpu", "bytes_per_second": {"copy": [[1, 1e12]]}, "operations_per_second": {"default": 1e12}}
+    case = Case(work, 2, Settings(["autodiff"], {}, "best", "float32", "default", 1e-3, False, rates))
+    case.calls = 4
+    one = jax.jit(work.function("autodiff", "float32")).lower(*work.draw(0, 2, "float32")).compile()
+    with Compiler() as compiler:
+        case.submit(compiler, Accuracy(work, 2, "float32", compiler))
+        (row,) = case.rows(lambda: True)
+    assert row["calls"] == 4 and row["temporary_bytes"] == one.memory_analysis().temp_size_in_bytes > 0
+
+
+def test_a_result_that_is_not_finite_is_a_failure():
+    results, reference = [np.array([1.0, np.nan])], [np.ones(2)]
+    row = measure.attempt(lambda: {"microseconds": 1.0, "error": measure.relative_error(results, reference)})
+    assert row["microseconds"] is None and "not finite" in row["failed"]
+
+
+def test_a_program_that_cannot_be_compiled_fails_when_it_is_needed():
+    with Compiler() as compiler:
+        broken, sound = compiler.submit(lambda x: 1 / 0, 1.0), compiler.submit(lambda x: x + 1, 1.0)
+        compiler.wait()
+        assert sound.result()(2.0) == 3.0
+        with pytest.raises(ZeroDivisionError):
+            broken.result()
+
+
+def test_errors_are_held_against_float64(work_at):
+    with Compiler() as compiler:
+        accuracy = Accuracy(work_at("softmax_cross_entropy_backward", "classes"), 4, "bfloat16", compiler)
+        for name in ("xla", "autodiff"):
+            accuracy.submit(name)
+        assert all(a.dtype == np.float64 for a in accuracy.reference)
+        assert 1e-5 < accuracy.error("xla") < 1e-2

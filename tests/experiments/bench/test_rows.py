@@ -1,0 +1,127 @@
+import math
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from helpers import TOLERANCE
+
+from experiments.bench import measure, peers
+from experiments.bench.rows import Case, Settings, measured_rows
+
+pytestmark = pytest.mark.once
+
+FIELDS = {
+    "work",
+    "op",
+    "place",
+    "batch",
+    "dtype",
+    "implementation",
+    "peer",
+    "precision",
+    "calls",
+    "argument_bytes",
+    "result_bytes",
+    "operations",
+    "read_bytes",
+    "written_bytes",
+    "floor_microseconds",
+    "floor_fraction",
+    "speedup_over_autodiff",
+    "error_batch",
+    *measure.MEASURED,
+}
+
+
+def test_every_place_of_a_case_has_a_row_an_implementation(finished):
+    report = finished.report
+    assert finished.code == 0
+    works = dict.fromkeys(row["work"] for row in report["rows"])
+    assert list(works) == [
+        "lenet training step",
+        "conv2d_backward_weights conv1",
+        "conv2d_backward_weights conv2",
+        "max_pool2d_with_indices fwd+bwd pool1",
+        "max_pool2d_with_indices fwd+bwd pool2",
+    ]
+    for work in works:
+        names = [row["implementation"] for row in report["rows"] if row["work"] == work]
+        assert names == ["autodiff", "None"]
+
+
+def test_every_row_has_every_field(finished):
+    for row in finished.report["rows"]:
+        assert set(row) == FIELDS
+        assert row["failed"] is None and row["peer"] is None
+        assert all(row[name] is not None for name in FIELDS - {"failed", "peer", "error_reason"})
+        assert row["microseconds"] > 0 and row["compile_seconds"] > 0
+
+
+def test_errors_are_those_of_the_dtype(finished):
+    assert all(row["error"] < TOLERANCE["float32"] for row in finished.report["rows"])
+
+
+def test_ratios_follow_from_the_times(finished):
+    for row in finished.report["rows"]:
+        (autodiff,) = (
+            other["microseconds"]
+            for other in finished.report["rows"]
+            if other["work"] == row["work"] and other["implementation"] == "autodiff"
+        )
+        assert math.isclose(row["speedup_over_autodiff"], autodiff / row["microseconds"])
+        assert math.isclose(row["floor_fraction"], row["floor_microseconds"] / row["microseconds"])
+
+
+def rates_of(platform):
+    curve = {"copy": [[1, 1e12]]}
+    return {"platform": platform, "bytes_per_second": curve, "operations_per_second": {"default": 1e12}}
+
+
+def test_a_pallas_without_a_kernel_of_ours_is_no_row(work_at, monkeypatch, capsys):
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    settings = Settings(["pallas", "xla"], {}, "best", "float32", "default", 1e-3, False, rates_of("cpu"))
+    works = work_at("transpose_backward", "images"), work_at("relu_backward", "relu4")
+    cases = [Case(work, 2, settings) for work in works]
+    found = [row["implementation"] for rows in measured_rows(cases, lambda: True) for row in rows]
+    assert found == ["xla", "pallas", "xla"]
+    assert cases[0].row_names() == ["xla"]
+    message = "transpose_backward images, batch 2, pallas: left out, as no kernel of ours runs\n"
+    assert message in capsys.readouterr().err
+
+
+def test_lenets_compilation_is_timed_without_being_asked_for(work_at, monkeypatch):
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    settings = Settings(["autodiff"], {}, "best", "float32", "default", 1e-3, False, rates_of("cpu"))
+    ((row,),) = measured_rows([Case(work_at("lenet"), 2, settings)], lambda: True)
+    assert row["compile_seconds"] > 0
+
+
+# --------------------------------------------------------------------------------------------------------------- peers
+
+
+def test_a_peer_has_rows_and_its_failure_does_not_end_the_run(quickly, monkeypatch):
+    def right(task):
+        dy, logits, labels = task.small
+        return dy[:, None] * (jax.nn.softmax(logits) - jax.nn.one_hot(labels, 10))
+
+    def variants(task):
+        assert task.op == "softmax_cross_entropy_backward" and not task.products
+        yield "right", "highest", lambda: {"microseconds": 2.0, "results": [np.asarray(right(task), np.float64)]}
+        yield "wrong", None, lambda: {"microseconds": 1.0, "results": [np.zeros(task.small[1].shape)]}
+        yield "broken", None, lambda: 1 / 0
+        yield "other", None, lambda: {"microseconds": 1.0, "results": None, "error_reason": "another function"}
+        yield "referred", None, lambda: {"microseconds": 1.0, "results": [np.ones(2)], "reference": [np.ones(2)]}
+
+    monkeypatch.setitem(sys.modules, "a_peer", SimpleNamespace(VERSION="1.0", variants=variants))
+    monkeypatch.setattr(peers, "PEERS", {"Peer": "a_peer"})
+    code, report = quickly("--peers")
+    assert code == 0
+    of_peer = {row["implementation"]: row for row in report["rows"] if row["peer"] == "Peer"}
+    assert of_peer["Peer right"]["error"] < 1e-6 and of_peer["Peer right"]["precision"] == "highest"
+    assert of_peer["Peer wrong"]["error"] == 1.0 and of_peer["Peer wrong"]["precision"] == "default"
+    assert of_peer["Peer broken"]["failed"] == "ZeroDivisionError: division by zero"
+    assert of_peer["Peer other"]["error"] is None and of_peer["Peer other"]["error_reason"] == "another function"
+    assert of_peer["Peer referred"]["error"] == 0.0
+    assert all(set(row) == FIELDS for row in of_peer.values())

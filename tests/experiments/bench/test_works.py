@@ -1,0 +1,51 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import assert_close
+
+from experiments.bench.works import logic_work, selected
+
+pytestmark = pytest.mark.once
+
+
+def test_a_forward_stands_for_its_backwards_and_for_no_other_op():
+    ops = {work.op for work in selected(["conv2d", "relu_backward"])}
+    backwards = {f"conv2d_backward_{of}" for of in ("input", "weights", "bias")}
+    assert ops == {"conv2d", "relu_backward"} | backwards
+
+
+def test_with_the_batch_last_it_is_the_same_work():
+    for op in ("conv2d_backward_weights", "relu"):
+        first, last = (selected([op], batch_last)[0] for batch_last in (False, True))
+        assert [a.shape[-1] for a in jax.tree.leaves(last.draw(0, 3, "float32"))] == [3, 3]
+        results, turned = (
+            jax.tree.leaves(work.function("xla", "float32")(*work.draw(0, 3, "float32"))) for work in (first, last)
+        )
+        back = [a if a.shape == b.shape else jnp.moveaxis(b, -1, 0) for a, b in zip(results, turned, strict=True)]
+        assert_close(back, results, "float32")
+    assert [a.shape for a in turned] != [a.shape for a in results]
+    assert {work.op for work in selected(["lenet", "relu_backward"], batch_last=True)} == {"relu_backward"}
+
+
+def test_every_call_of_a_chain_is_computed(work_at):
+    work = work_at("conv2d_backward_weights", "conv2")
+    function = work.function("autodiff", "float32")
+    sets = tuple(work.draw(seed, 2, "float32") for seed in range(3))
+    count = lambda calls: len(_convolutions(work.chain(function, calls), sets))  # noqa: E731
+    assert count(3) == 3 * count(1) > 0
+
+
+def _convolutions(program, sets):
+    return re.findall(r"convolution\(|__cudnn\$conv", jax.jit(program).lower(sets).compile().as_text())
+
+
+@pytest.mark.parametrize(("parametrization", "parameters"), [("softmax", 16), ("input_wise", 4), ("walsh", 4)])
+def test_a_logic_network_has_the_parameters_of_its_parametrization(parametrization, parameters):
+    work = logic_work("logic", 1000, (), parametrization)
+    logits, bits, _ = work.draw(0, 2, "float32")
+    assert {a.shape for a in jax.tree.leaves(logits)} == {(1000, parameters)}
+    assert (bits == logic_work("logic", 1000, ()).draw(0, 2, "float32")[1]).all()
+    loss, gradients = work.function("autodiff", "float32")(*work.draw(0, 2, "float32"))
+    assert jnp.isfinite(loss) and {a.shape for a in jax.tree.leaves(gradients)} == {(1000, parameters)}

@@ -1,0 +1,16 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from experiments.configs.lenet import LeNetConfig
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_dtype_is_that_of_the_computation_alone(dtype):
+    config = LeNetConfig(dtype=dtype)
+    model, loss = config.build(jax.random.key(0))
+    images, labels = jnp.zeros((1, 1, 28, 28)), jnp.zeros(1, jnp.int32)
+    assert model(images).dtype == dtype
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
+    assert loss(model, images, labels)[0].dtype == jnp.float32

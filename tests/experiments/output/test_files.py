@@ -1,0 +1,36 @@
+import os
+
+import pytest
+
+from experiments.output.files import is_leftover, write_atomically
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    path = tmp_path / "file"
+    for data in (b"longer text", b"text"):
+        write_atomically(path, data)
+        assert path.read_bytes() == data
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def failing(descriptor):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match="the disk is full"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_kill_leaves_is_known_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "replace", lambda *_: None)  # as if it had been killed before
+    monkeypatch.setattr("pathlib.Path.unlink", lambda *_, **__: None)
+    write_atomically(tmp_path / "file", b"text")
+    (leftover,) = tmp_path.iterdir()
+    assert is_leftover(leftover)
+    assert not is_leftover(tmp_path / "file") and not is_leftover(tmp_path / ".hidden")
