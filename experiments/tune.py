@@ -29,8 +29,7 @@ import pallas_kernels.conv.conv2d_relu_max_pool2d  # noqa: F401  registers its k
 from experiments.atomic import write_atomically
 from experiments.bench import cli as bench
 from experiments.errors import UserError
-from jaxbp.implementations import kernels_run_here
-from pallas_kernels.core import tiles
+from pallas_kernels.core import device, tiles
 
 GAIN = 1.03
 """How much faster than the kernel's own rule a tile has to be: less is noise."""
@@ -76,7 +75,7 @@ def tune(config: TuneConfig) -> None:
     """
     if unknown := [name for name in config.kernels if name not in tiles.KERNELS]:
         raise UserError(f"unknown kernel {', '.join(unknown)}: wanted some of {', '.join(tiles.KERNELS)}")
-    if not kernels_run_here():
+    if not device.kernels_run():
         raise UserError("tiles are for the GPU that they are timed on: wanted one of compute capability 9.0 or higher")
     for name, block, batch in itertools.product(config.kernels or tiles.KERNELS, BLOCKS, config.batch):
         kernel = tiles.KERNELS[name]
@@ -136,8 +135,8 @@ def sweep(kernel: Callable, shapes: Sequence[Any], options: Mapping[str, Any], s
 
 def candidates(kernel: Callable) -> Iterator[dict[str, int]]:
     """Every combination of a kernel's sizes."""
-    for values in itertools.product(*kernel.sizes.values()):
-        yield dict(zip(kernel.sizes, values, strict=True))
+    for values in itertools.product(*kernel.sweep.values()):
+        yield dict(zip(kernel.sweep, values, strict=True))
 
 
 def draw(seed: int, shapes: Sequence[Any]) -> list[jax.Array]:
@@ -154,7 +153,7 @@ def draw(seed: int, shapes: Sequence[Any]) -> list[jax.Array]:
 def record(file: Path, kernel: str, shapes: str, tile: dict[str, int]) -> None:
     """Writes a tile into the file, or takes out the one that was there if the kernel's own rule is to decide."""
     recorded = json.loads(file.read_text())
-    of_kernel = recorded.setdefault(tiles.device_kind(), {}).setdefault(kernel, {})
+    of_kernel = recorded.setdefault(device.kind(), {}).setdefault(kernel, {})
     of_kernel.pop(shapes, None)
     if tile:
         of_kernel[shapes] = tile

@@ -3,7 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from jaxbp.implementations import IMPLEMENTATIONS, Fastest, Implementation, Op
 from jaxbp.logic.circuit import Circuit, bitwise_gate_layer, pack_bits, unpack_bits
 from jaxbp.logic.wires import Wires
 from jaxbp.ops.activations import (
@@ -144,7 +143,7 @@ from jaxbp.ops.reductions import (
     var_backward,
 )
 from jaxbp.ops.shapes import flatten
-from jaxbp.pairing import Pair, differentiable
+from jaxbp.pairing import IMPLEMENTATIONS, Fastest, Implementation, Op, Pair, differentiable
 
 __version__ = "0.1.0"
 

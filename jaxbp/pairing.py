@@ -1,6 +1,7 @@
-"""Pairing a function with a hand-written backward.
+"""Pairing a function with a hand-written backward, and choosing among its implementations.
 
-A `Pair` is a forward, what it saves, and a backward in one or more implementations. Calling it with `implementation=`
+An `Op` is a pure function in up to three implementations. A `Pair` is an `Op` made of a forward, what it saves, and a
+backward. Calling either with `implementation=`
 
     "autodiff"  runs the forward as it is, for JAX to differentiate,
     "xla"       joins the forward to the backward written as a formula in jnp, by `jax.custom_vjp`,
@@ -8,13 +9,68 @@ A `Pair` is a forward, what it saves, and a backward in one or more implementati
     None        takes the fastest of these that the platform supports.
 """
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+from jax import Array, lax
 
-from jaxbp.implementations import Fastest, Op
+from pallas_kernels.core import device
+from pallas_kernels.core.launch import vary_alike
+
+IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
+"""What `implementation=` takes, next to `None` for the fastest that the platform supports."""
+
+Implementation = Literal["pallas", "xla", "autodiff"] | None
+
+REMEMBERED = 128
+"""Combinations of options for which an op keeps its bound function, those used last."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fastest:
+    """What `implementation=None` means, from measurement: on GPUs with kernels, on other GPUs, and elsewhere."""
+
+    gpu: str = "pallas"
+    older_gpu: str = "xla"
+    elsewhere: str = "xla"
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Options:
+    """Options as a key, equal only to options of the same types: True is not 1, and 2 is not 2.0."""
+
+    values: Mapping[str, Any]
+
+    @functools.cached_property
+    def key(self) -> tuple:
+        return tuple((name, _typed(value)) for name, value in sorted(self.values.items()))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Options) and self.key == other.key
+
+
+def _typed(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return type(value), tuple(map(_typed, value))
+    # As text, 0.0 is not -0.0, and NaN is NaN.
+    return type(value), value.hex() if type(value) is float else value
+
+
+def _remembered(build: Callable[..., Callable]) -> Callable[[Mapping[str, Any]], Callable]:
+    """`build(**options)`, the same object for the same options: JAX finds the traces of a function by its identity."""
+    cached = functools.lru_cache(REMEMBERED)(lambda options: build(**options.values))
+    return lambda options: cached(_Options(options))
 
 
 def differentiable(kernel: Callable, formula: Callable) -> Callable:
@@ -24,11 +80,11 @@ def differentiable(kernel: Callable, formula: Callable) -> Callable:
     this once, so gradients of gradients, Hessian-vector products and forward-over-reverse go through kernels.
     """
 
-    @functools.cache
-    def bind(options):
-        formula_ = functools.partial(formula, **dict(options))
+    @_remembered
+    def bind(**options):
+        formula_ = functools.partial(formula, **options)
         # Without jit around it, JAX would trace and compile the kernel at every call.
-        call = jax.custom_jvp(jax.jit(functools.partial(kernel, **dict(options)), inline=True))
+        call = jax.custom_jvp(jax.jit(functools.partial(kernel, **options), inline=True))
 
         @call.defjvp
         def _(primals, tangents):
@@ -38,9 +94,115 @@ def differentiable(kernel: Callable, formula: Callable) -> Callable:
 
     @functools.wraps(kernel)
     def wrapped(*arrays, **options):
-        return bind(tuple(sorted(options.items())))(*arrays)
+        return bind(options)(*arrays)
 
     return wrapped
+
+
+# ------------------------------------------------------------------------------------------------------------------ Op
+
+
+class Op:
+    """A pure function in up to three implementations, chosen by one argument.
+
+    Args:
+      name: its public name, for error messages and for scopes in compiled programs.
+      implementations: name -> `function(*arrays, **options)`. Options are static and hashable. A function under the
+        key None is what `None` calls; without one, `fastest` chooses.
+      unsupported: `(*arrays, **options) -> str | None`, what of these arguments the kernel does not take.
+      fastest: what `None` stands for; or a function of the arguments, `(*arrays, **options) -> Fastest`, where that
+        depends on them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        implementations: Mapping[str | None, Callable],
+        *,
+        unsupported: Callable[..., str | None] | None = None,
+        fastest: Fastest | Callable[..., Fastest] | None = None,
+    ):
+        if unknown := set(implementations) - {*IMPLEMENTATIONS, None}:
+            raise ValueError(f"{name}: implementations has {sorted(unknown)}; wants names among {IMPLEMENTATIONS}")
+        self.name = name
+        self.implementations = {key: jax.named_scope(name)(value) for key, value in implementations.items()}
+        self.unsupported = unsupported or (lambda *arrays, **options: None)
+        self.fastest = fastest or Fastest()
+        self._bound = {
+            key: _remembered(functools.partial(functools.partial, f)) for key, f in self.implementations.items()
+        }
+
+    def __call__(self, *arrays: Any, implementation: Implementation = None, **options: Any) -> Any:
+        """The function of `arrays`, by the implementation asked for.
+
+        Raises:
+          TypeError: an option that is not hashable.
+          ValueError: an unknown implementation.
+          NotImplementedError: an implementation this op lacks, or arguments its kernel does not take.
+        """
+        arrays = vary_alike(arrays)
+        if implementation is None and None not in self.implementations:
+            return self._by_platform(arrays, options)
+        if implementation not in (*IMPLEMENTATIONS, None):
+            wanted = ", ".join(map(repr, IMPLEMENTATIONS))
+            raise ValueError(f"{self.name}: implementation is {implementation!r}; wants {wanted} or None")
+        if implementation not in self.implementations:
+            has = ", ".join(map(repr, self.implementations))
+            raise NotImplementedError(f"{self.name}: has no implementation {implementation!r}; it has {has}")
+        if implementation == "pallas" and (reason := self.unsupported(*arrays, **options)):
+            raise NotImplementedError(
+                f"{self.name}: implementation='pallas' does not take {reason}; 'xla', 'autodiff' and None do"
+            )
+        return self._bind(implementation, options)(*arrays)
+
+    def _by_platform(self, arrays: tuple, options: Mapping[str, Any]) -> Any:
+        """The fastest: for the GPU by its architecture, for everything else by measurement, told apart when lowered."""
+        fastest = self.fastest(*arrays, **options) if callable(self.fastest) else self.fastest
+        gpu, older_gpu, elsewhere = map(self._available, (fastest.gpu, fastest.older_gpu, fastest.elsewhere))
+        if gpu == "pallas" and (not device.kernels_run() or self.unsupported(*arrays, **options)):
+            gpu = older_gpu
+        if gpu == elsewhere:
+            return self._bind(gpu, options)(*arrays)
+        # A function lowered for the CPU on a machine with a GPU is right, too.
+        return lax.platform_dependent(*arrays, cuda=self._bind(gpu, options), default=self._bind(elsewhere, options))
+
+    def _bind(self, implementation: str | None, options: Mapping[str, Any]) -> Callable:
+        """The function with its options, one object for the same options."""
+        try:
+            return self._bound[implementation](options)
+        except TypeError:
+            for name, value in options.items():
+                try:
+                    hash(value)
+                except TypeError:
+                    raise TypeError(
+                        f"{self.name}: {name} is a {type(value).__name__}; wants something hashable: options are static"
+                    ) from None
+            raise
+
+    def _available(self, implementation: str) -> str:
+        """`implementation`, or the next best where this op has none of that name."""
+        return next(name for name in (implementation, "xla", "autodiff", "pallas") if name in self.implementations)
+
+    def named(self, name: str) -> "Op":
+        """The same op under another name, for error messages."""
+        renamed = copy.copy(self)
+        renamed.name = name
+        return renamed
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name}: {', '.join(map(str, self.implementations))})"
+
+
+def composed(function: Callable, implementations: tuple[Implementation, ...] = ("pallas", "xla")) -> dict:
+    """Implementation -> `function` with that `implementation=`: for a function made of ops, to which it hands it on.
+
+    With None among them, each op in the function takes the fastest of its own.
+    """
+    return {name: functools.partial(function, implementation=name) for name in implementations}
+
+
+# ---------------------------------------------------------------------------------------------------------------- Pair
 
 
 class Pair(Op):
@@ -53,9 +215,18 @@ class Pair(Op):
         the formula in jnp; "pallas" a kernel of the same function. Or an `Op` that has these.
       save: `save(*arrays, **options) -> (y, saved)`, what the forward keeps for the backward, by implementation or
         one for all. By default it keeps its arguments. A kernel in it is to be `differentiable`.
+      residuals: `residuals(*arrays, **options) -> saved`, for a backward by itself, which wants no y; by default what
+        `save` keeps.
+      has_aux: the forward gives `(y, *aux)`, of which y alone has a gradient: dy is y's.
+      linear: the forward is linear in its one array, whose shape is the option `shape`; nothing is saved.
       name, unsupported, fastest: as in `Op`.
+      fastest_vjp: what `None` stands for in `vjp`, of `(dy, *arrays)`; by default the same.
 
-    `pair.forward` is the forward, `pair.backward` an `Op` of `(dy, *saved)`.
+    Attributes:
+      forward: the forward.
+      backward: an `Op` of `(dy, *saved)`.
+      vjp: an `Op` of `(dy, *arrays)`, or `(dy,)` if linear: the gradients in the floating arrays, with the forward's
+        work that the backward needs. Its "autodiff" is `jax.vjp` of the forward.
 
     Example:
       >>> square = Pair(lambda x: x * x, {"xla": lambda dy, x: 2 * x * dy}, name="square")
@@ -69,52 +240,123 @@ class Pair(Op):
         backward: Mapping[str, Callable] | Op,
         *,
         save: Callable | Mapping[str, Callable] | None = None,
+        residuals: Callable | None = None,
+        has_aux: bool = False,
+        linear: bool = False,
         name: str | None = None,
         unsupported: Callable[..., str | None] | None = None,
         fastest: Fastest | Callable[..., Fastest] | None = None,
+        fastest_vjp: Fastest | Callable[..., Fastest] | None = None,
     ):
         name = name or forward.__name__
         if not isinstance(backward, Op):
             backward = Op(f"{name}_backward", _kernels_differentiable(backward))
-        if save is None:
-            save = lambda *arrays, **options: (forward(*arrays, **options), arrays)  # noqa: E731
-        save = save if isinstance(save, Mapping) else {"pallas": save, "xla": save}
-
+        if linear:
+            save = functools.partial(_saving_nothing, forward)
+        elif save is None:
+            save = functools.partial(_saving_arguments, forward)
+        rules = {
+            implementation: (save[implementation] if isinstance(save, Mapping) else save, rule)
+            for implementation, rule in backward.implementations.items()
+            if not isinstance(save, Mapping) or implementation in save
+        }
+        rules.pop("autodiff", None)
+        paired = {key: _paired(forward, save_, rule, has_aux) for key, (save_, rule) in rules.items()}
+        vjps = {key: _vjp(save_, residuals, rule, linear) for key, (save_, rule) in rules.items()}
+        native = functools.partial(_transposed if linear else _differentiated, forward, has_aux)
+        super().__init__(name, paired | {"autodiff": forward}, unsupported=unsupported, fastest=fastest)
         self.forward = forward
         self.backward = backward
-        with_backward = {
-            implementation: functools.partial(_paired, forward, save[implementation], function)
-            for implementation, function in backward.implementations.items()
-            if implementation in save
-        }
-        super().__init__(
-            name,
-            with_backward | {"autodiff": forward},
-            unsupported=unsupported or (lambda *arrays, **options: None),
-            fastest=fastest or backward.fastest,
+        self.vjp = Op(
+            f"{name}_backward",
+            vjps | {"autodiff": native},
+            unsupported=self.unsupported if linear else functools.partial(_behind_dy, self.unsupported),
+            fastest=fastest_vjp or (functools.partial(_behind_dy, fastest) if callable(fastest) else fastest),
         )
+
+
+def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Array) -> Array:
+    """JAX's own gradient of a linear function of an array of `shape`: the same wherever it is taken, so at zero."""
+    _, zero = vary_alike((dy, jnp.zeros(shape, dy.dtype)))
+    return jax.vjp(linear, zero)[1](dy)[0]
 
 
 def _kernels_differentiable(implementations: Mapping[str, Callable]) -> dict[str, Callable]:
     implementations = dict(implementations)
-    if "pallas" in implementations and "xla" in implementations:
-        implementations["pallas"] = differentiable(implementations["pallas"], implementations["xla"])
+    kernel, formula = implementations.get("pallas"), implementations.get("xla")
+    if kernel is not None and formula is not None and kernel is not formula:
+        implementations["pallas"] = differentiable(kernel, formula)
     return implementations
 
 
-def _paired(forward: Callable, save: Callable, backward: Callable, *arrays: Any, **options: Any) -> Any:
-    """`forward(*arrays)` with `backward` for its gradient."""
-    return _custom_vjp(forward, save, backward, tuple(sorted(options.items())))(*arrays)
+def _behind_dy(function, dy, *arrays, **options):
+    return function(*arrays, **options)
 
 
-@functools.cache
-def _custom_vjp(forward: Callable, save: Callable, backward: Callable, options: tuple) -> Callable:
-    options = dict(options)
-    call = jax.custom_vjp(functools.partial(forward, **options))
+def _saving_arguments(forward, *arrays, **options):
+    return forward(*arrays, **options), arrays
 
-    def gradients(saved, dy):
-        result = backward(dy, *saved, **options)
-        return result if isinstance(result, tuple) else (result,)
 
-    call.defvjp(functools.partial(save, **options), gradients)
-    return call
+def _saving_nothing(forward, *arrays, **options):
+    return forward(*arrays, **options), ()
+
+
+def _paired(forward: Callable, save: Callable, backward: Callable, has_aux: bool) -> Callable:
+    """`forward` with `backward` for its gradient."""
+
+    @_remembered
+    def bind(**options):
+        call = jax.custom_vjp(functools.partial(forward, **options))
+
+        def gradients(saved, dy):
+            return _tuple(backward(dy[0] if has_aux else dy, *saved, **options))
+
+        call.defvjp(functools.partial(save, **options), gradients)
+        return call
+
+    return lambda *arrays, **options: bind(options)(*arrays)
+
+
+def _vjp(save: Callable, residuals: Callable | None, backward: Callable, linear: bool) -> Callable:
+    """`backward` of the forward's own arguments."""
+
+    def vjp(dy, *arrays, **options):
+        saved = () if linear else residuals(*arrays, **options) if residuals else save(*arrays, **options)[1]
+        gradients = backward(dy, *saved, **options)
+        return gradients if linear else _of_floating(gradients, arrays)
+
+    return vjp
+
+
+def _differentiated(forward, has_aux, dy, *arrays, **options):
+    """JAX's own gradients in the floating arrays."""
+    floating = [i for i, a in enumerate(arrays) if _is_floating(a)]
+
+    def of_floating(*values):
+        given = dict(zip(floating, values, strict=True))
+        y = forward(*(given.get(i, a) for i, a in enumerate(arrays)), **options)
+        return y[0] if has_aux else y
+
+    _, vjp = jax.vjp(of_floating, *(arrays[i] for i in floating))
+    return _one_or_tuple(vjp(dy))
+
+
+def _transposed(forward, has_aux, dy, **options):
+    return transpose(functools.partial(forward, **options), options["shape"], dy)
+
+
+def _of_floating(gradients, arrays):
+    pairs = zip(_tuple(gradients), arrays, strict=True)
+    return _one_or_tuple(tuple(gradient for gradient, a in pairs if _is_floating(a)))
+
+
+def _is_floating(a: Any) -> bool:
+    return hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.floating)
+
+
+def _tuple(gradients: Any) -> tuple:
+    return gradients if isinstance(gradients, tuple) else (gradients,)
+
+
+def _one_or_tuple(gradients: tuple) -> Any:
+    return gradients if len(gradients) > 1 else gradients[0]

@@ -15,9 +15,9 @@ import jax
 import pytest
 
 from jaxbp.catalogue import CATALOGUE
-from jaxbp.implementations import kernels_run_here
+from pallas_kernels.core.device import HOPPER, kernels_run, targeting
 
-HAS_GPU = kernels_run_here()
+HAS_GPU = kernels_run()
 
 # Looking for cycles as often as by default takes 5 to 10% of the time: tracing makes many objects, and few are in one.
 gc.freeze()
@@ -45,4 +45,11 @@ def pytest_collection_modifyitems(items):
 def _exact_products():
     """Float32 means float32 on every platform, so that one set of tolerances holds."""
     with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
+def on_hopper():
+    """`None` chooses, and kernels are traced, for an H200, also where there is no GPU."""
+    with targeting(HOPPER):
         yield

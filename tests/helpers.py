@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from jaxbp.catalogue import CATALOGUE
-from jaxbp.implementations import IMPLEMENTATIONS
+from jaxbp.pairing import IMPLEMENTATIONS
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 ours = pytest.mark.parametrize("implementation", ["pallas", "xla"])

@@ -16,7 +16,6 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jaxbp.implementations import Implementation
 from jaxbp.nn.layers import Conv2d, Linear
 from jaxbp.ops import mlp_softmax_cross_entropy as mlp
 from jaxbp.ops.activations import relu
@@ -24,6 +23,7 @@ from jaxbp.ops.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_places
 from jaxbp.ops.losses import softmax_cross_entropy
 from jaxbp.ops.max_pool2d import max_pool2d_with_indices
 from jaxbp.ops.shapes import flatten
+from jaxbp.pairing import Implementation
 
 
 class LeNet(nnx.Module):

@@ -9,7 +9,6 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float
 
-from jaxbp.implementations import Implementation
 from jaxbp.logic.circuit import Circuit
 from jaxbp.logic.wires import Wires
 from jaxbp.ops.gate_layer import (
@@ -20,6 +19,7 @@ from jaxbp.ops.gate_layer import (
     harden,
     initial_logits,
 )
+from jaxbp.pairing import Implementation
 
 Wiring = Callable[[int, int, int], Wires]
 """`wiring(inputs, gates, seed)`, as `Wires.unique` and `Wires.random`."""

@@ -6,9 +6,9 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from jaxbp.implementations import Implementation
 from jaxbp.nn.layers import LayerNorm, LayerNormLinear, Linear
 from jaxbp.ops.activations import relu
+from jaxbp.pairing import Implementation
 
 IMAGE_SIZE = 28
 

@@ -1,16 +1,12 @@
 """Checks of arguments when an op is traced. Every message names the op, the argument, what came and what is wanted."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jax.lax import PrecisionLike
-from jax.typing import DTypeLike
-
-from pallas_kernels.core.launch import vary_alike
+from jax import Array
 
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -49,14 +45,16 @@ def pair(op: str, name: str, value: Any, *, at_least: int) -> tuple[int, int]:
     return tuple(both)
 
 
-def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Array) -> Array:
-    """JAX's own gradient of a linear function of an array of `shape`: the same wherever it is taken, so at zero."""
-    _, zero = vary_alike((dy, jnp.zeros(shape, dy.dtype)))
-    return jax.vjp(linear, zero)[1](dy)[0]
-
-
 def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def unsupported(*arrays: Any, **options: Any) -> str | None:
+    """What the element-wise kernels, and those of sums, do not take of the arrays."""
+    arrays = jax.tree.leaves(arrays)
+    if any(a.size >= 2**31 for a in arrays):
+        return "2^31 or more elements"
+    return unsupported_dtype(*arrays)
 
 
 def unsupported_dtype(*arrays: Array | None) -> str | None:
@@ -67,27 +65,10 @@ def unsupported_dtype(*arrays: Array | None) -> str | None:
     return None
 
 
-def on_tensor_cores(dtype: DTypeLike, precision: PrecisionLike) -> bool:
-    """Whether products may run there: half precisions as they are, float32 rounded to TF32 unless asked to be exact."""
-    precision = jax.config.jax_default_matmul_precision if precision is None else precision
-    asked = precision if isinstance(precision, tuple | list) else (precision,)
-    return dtype != jnp.float32 or not any(p in ("highest", "float32", lax.Precision.HIGHEST) for p in asked)
-
-
 def array(op: str, name: str, a: Any) -> Array:
     if not hasattr(a, "shape") or not hasattr(a, "dtype"):
         raise TypeError(f"{op}: {name} is a {type(a).__name__}; wants an array")
     return jnp.asarray(a)
-
-
-def widen(a: Array) -> Array:
-    """Half precisions as float32, in which everything is computed; integers as they are."""
-    return a.astype(wide(a.dtype)) if jnp.issubdtype(a.dtype, jnp.floating) else a
-
-
-def wide(dtype: DTypeLike) -> DTypeLike:
-    """What numbers of a floating dtype are added up in."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def broadcast(op: str, **arrays: Array) -> tuple[int, ...]:

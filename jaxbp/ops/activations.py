@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
-from jaxbp.ops._pairs import KEPT, KEPT_EVERYWHERE, KEPT_ON_GPU, Elementwise, Formula
+from jaxbp.ops._elementwise import Elementwise
+from jaxbp.ops._fastest import KEPT, KEPT_EVERYWHERE, KEPT_ON_GPU
+from jaxbp.ops._numerics import widen
+from jaxbp.pairing import Implementation, Pair
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
 
@@ -97,33 +99,39 @@ def _mish_backward(dy, x):
     return dy * (n / d + x * jax.nn.sigmoid(x) * ((d - n) / d) * ((d + n) / d))
 
 
-_GELU = Elementwise(
-    "gelu", lambda x, *, approximate: jax.nn.gelu(x, approximate), _gelu_backward, fastest_pair=KEPT_ON_GPU
-)
+_GELU = Elementwise("gelu", lambda x, *, approximate: jax.nn.gelu(x, approximate), _gelu_backward, fastest=KEPT_ON_GPU)
 _SILU = Elementwise("silu", jax.nn.silu, _silu_backward)
-_MISH = Elementwise("mish", jax.nn.mish, _mish_backward, fastest_pair=KEPT_ON_GPU)
+_MISH = Elementwise("mish", jax.nn.mish, _mish_backward, fastest=KEPT_ON_GPU)
 _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.sigmoid(x))
 
 
-def _normalised(name, function, factor, combine, **fastest_pair):
+def _normalised(name, function, factor, combine, fastest=KEPT):
     """A function of all of an axis, whose backward needs what it gave, y, and one sum, `s = Σ factor(dy, y)`."""
 
     def forward(x, *, axis):
-        return function(_checks.widen(x), axis=axis).astype(x.dtype)
+        return function(widen(x), axis=axis).astype(x.dtype)
 
     def save(x, *, axis):
         y = forward(x, axis=axis)
         return y, (y,)
 
     def formula(dy, y, *, axis):
-        wide_dy, wide_y = _checks.widen(dy), _checks.widen(y)
+        wide_dy, wide_y = widen(dy), widen(y)
         total = jnp.sum(factor(wide_dy, wide_y), axis=axis, keepdims=True)
         return combine(wide_dy, wide_y, total).astype(y.dtype)
 
     def kernel(dy, y, *, axis):
         return elementwise(combine, dy, y, sum_over(factor, dy, y, axes=axis))
 
-    return Formula(name, forward, formula, kernel, save=save, fastest=KEPT, **fastest_pair)
+    return Pair(
+        forward,
+        {"xla": formula, "pallas": kernel},
+        save=save,
+        name=name,
+        unsupported=_checks.unsupported,
+        fastest=fastest,
+        fastest_vjp=KEPT,
+    )
 
 
 _SOFTMAX = _normalised("softmax", jax.nn.softmax, lambda dy, y: dy * y, lambda dy, y, s: y * (dy - s))
@@ -132,7 +140,7 @@ _LOG_SOFTMAX = _normalised(
     jax.nn.log_softmax,
     lambda dy, y: dy,
     lambda dy, y, s: dy - jnp.exp(y) * s,
-    fastest_pair=KEPT_EVERYWHERE,
+    fastest=KEPT_EVERYWHERE,
 )
 
 
@@ -329,7 +337,7 @@ def softmax_backward(
     op = "softmax_backward"
     dy, x = _checks.floating(op, dy=dy, x=x)
     _checks.shape(op, "dy", dy, *x.shape)
-    return _SOFTMAX.public_backward(dy, x, implementation=implementation, axis=_checks.axes(op, axis, x.ndim))
+    return _SOFTMAX.vjp(dy, x, implementation=implementation, axis=_checks.axes(op, axis, x.ndim))
 
 
 def log_softmax(
@@ -351,4 +359,4 @@ def log_softmax_backward(
     op = "log_softmax_backward"
     dy, x = _checks.floating(op, dy=dy, x=x)
     _checks.shape(op, "dy", dy, *x.shape)
-    return _LOG_SOFTMAX.public_backward(dy, x, implementation=implementation, axis=_checks.axes(op, axis, x.ndim))
+    return _LOG_SOFTMAX.vjp(dy, x, implementation=implementation, axis=_checks.axes(op, axis, x.ndim))

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
-from jaxbp.ops._pairs import KEPT, KEPT_EVERYWHERE, Elementwise, Formula
+from jaxbp.ops._elementwise import Elementwise
+from jaxbp.ops._fastest import FUSED, KEPT, KEPT_EVERYWHERE
+from jaxbp.pairing import Implementation, Pair
 from pallas_kernels.pointwise.elementwise import elementwise
 
 
@@ -55,12 +56,21 @@ def _larger(dy, x1, x2):
     return jnp.where(x1 > x2, dy, jnp.where(x1 == x2, 0.5 * dy, 0.0))
 
 
-_NEGATIVE = Formula(
-    "negative",
-    lambda x, *, shape: -x,
-    lambda dy, *, shape: -dy,
-    lambda dy, *, shape: elementwise(lambda dy: -dy, dy),
+def _negative(x, *, shape):
+    return -x
+
+
+def _negative_kernel(dy, *, shape):
+    return elementwise(jnp.negative, dy)
+
+
+_NEGATIVE = Pair(
+    _negative,
+    {"xla": _negative, "pallas": _negative_kernel},
     linear=True,
+    name="negative",
+    unsupported=_checks.unsupported,
+    fastest=FUSED,
 )
 _ADD = Elementwise("add", jnp.add, lambda dy, x1, x2: (dy, dy))
 _SUBTRACT = Elementwise("subtract", jnp.subtract, lambda dy, x1, x2: (dy, -dy))
@@ -71,8 +81,8 @@ _POWER = Elementwise(
     _power,
     _power_gradient(jnp.power),
     in_kernels=_power_gradient(_power_in_kernels),
-    fastest=KEPT,
-    fastest_pair=KEPT_EVERYWHERE,
+    fastest=KEPT_EVERYWHERE,
+    fastest_vjp=KEPT,
 )
 _MAXIMUM = Elementwise("maximum", jnp.maximum, lambda dy, x1, x2: (_larger(dy, x1, x2), _larger(dy, x2, x1)))
 _MINIMUM = Elementwise("minimum", jnp.minimum, lambda dy, x1, x2: (_larger(dy, x2, x1), _larger(dy, x1, x2)))
@@ -224,4 +234,4 @@ def negative(x: Float[Array, "*shape"], *, implementation: Implementation = None
 def negative_backward(dy: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
     """Gradient of `negative`: `dx = -dy`."""
     (dy,) = _checks.floating("negative_backward", dy=dy)
-    return _NEGATIVE.public_backward(dy, implementation=implementation, shape=dy.shape)
+    return _NEGATIVE.vjp(dy, implementation=implementation, shape=dy.shape)

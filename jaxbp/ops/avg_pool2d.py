@@ -4,11 +4,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
-from jaxbp.ops._pairs import Formula
+from jaxbp.ops._fastest import FUSED
+from jaxbp.ops._numerics import widen
 from jaxbp.ops.conv2d import Padding, Size
 from jaxbp.ops.max_pool2d import check_options, output_size
+from jaxbp.pairing import Implementation, Pair
 from pallas_kernels.conv.conv2d import correlate
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.pointwise.elementwise import elementwise
@@ -16,7 +17,7 @@ from pallas_kernels.pointwise.elementwise import elementwise
 
 def _forward(x, *, window, stride, padding, shape):
     dimensions = (1, 1, *window), (1, 1, *stride), ((0, 0), (0, 0), *padding)
-    total = lax.reduce_window(_checks.widen(x), 0.0, lax.add, *dimensions)
+    total = lax.reduce_window(widen(x), 0.0, lax.add, *dimensions)
     return (total / (window[0] * window[1])).astype(x.dtype)
 
 
@@ -31,7 +32,7 @@ def _spread(dy, window, stride, padding, shape):
 
 
 def _gradient(dy, *, window, stride, padding, shape):
-    share = _checks.widen(dy) / (window[0] * window[1])
+    share = widen(dy) / (window[0] * window[1])
     spread = _spread(share, window, stride, padding, shape)
     dx = lax.reduce_window(spread, 0.0, lax.add, (1, 1, *window), (1, 1, 1, 1), "VALID")
     return dx.astype(dy.dtype)
@@ -45,15 +46,34 @@ def _gradient_kernel(dy, *, window, stride, padding, shape):
     return batch_first(correlate(images, weights), N * C).reshape(shape)
 
 
-_AVG_POOL2D = Formula("avg_pool2d", _forward, _gradient, _gradient_kernel, linear=True)
-_GLOBAL_AVG_POOL2D = Formula(
-    "global_avg_pool2d",
-    lambda x, *, shape: jnp.mean(_checks.widen(x), axis=(2, 3)).astype(x.dtype),
-    lambda dy, *, shape: jnp.broadcast_to((_checks.widen(dy) / (shape[2] * shape[3]))[:, :, None, None], shape).astype(
-        dy.dtype
-    ),
-    lambda dy, *, shape: elementwise(lambda dy: dy / (shape[2] * shape[3]), dy[:, :, None, None], shape=shape),
+def _global_forward(x, *, shape):
+    return jnp.mean(widen(x), axis=(2, 3)).astype(x.dtype)
+
+
+def _global_gradient(dy, *, shape):
+    share = widen(dy) / (shape[2] * shape[3])
+    return jnp.broadcast_to(share[:, :, None, None], shape).astype(dy.dtype)
+
+
+def _global_gradient_kernel(dy, *, shape):
+    return elementwise(lambda dy: dy / (shape[2] * shape[3]), dy[:, :, None, None], shape=shape)
+
+
+_AVG_POOL2D = Pair(
+    _forward,
+    {"xla": _gradient, "pallas": _gradient_kernel},
     linear=True,
+    name="avg_pool2d",
+    unsupported=_checks.unsupported,
+    fastest=FUSED,
+)
+_GLOBAL_AVG_POOL2D = Pair(
+    _global_forward,
+    {"xla": _global_gradient, "pallas": _global_gradient_kernel},
+    linear=True,
+    name="global_avg_pool2d",
+    unsupported=_checks.unsupported,
+    fastest=FUSED,
 )
 
 
@@ -115,7 +135,7 @@ def avg_pool2d_backward(
     size = output_size(input_size=input_size, **options)
     _checks.shape(op, "dy", dy, "batch", "channels", *size)
     shape = (*dy.shape[:2], *input_size)
-    return _AVG_POOL2D.public_backward(dy, implementation=implementation, shape=shape, **options)
+    return _AVG_POOL2D.vjp(dy, implementation=implementation, shape=shape, **options)
 
 
 def global_avg_pool2d(
@@ -141,7 +161,7 @@ def global_avg_pool2d_backward(
     (dy,) = _checks.floating(op, dy=dy)
     _checks.shape(op, "dy", dy, "batch", "channels")
     shape = (*dy.shape, *_checks.pair(op, "input_size", input_size, at_least=1))
-    return _GLOBAL_AVG_POOL2D.public_backward(dy, implementation=implementation, shape=shape)
+    return _GLOBAL_AVG_POOL2D.vjp(dy, implementation=implementation, shape=shape)
 
 
 def _options(op, input_size, window, stride, padding):

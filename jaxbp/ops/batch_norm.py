@@ -6,9 +6,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
-from jaxbp.ops._pairs import Formula
+from jaxbp.ops._fastest import FUSED
+from jaxbp.ops._numerics import widen
+from jaxbp.pairing import Implementation, Pair
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
 
@@ -24,10 +25,10 @@ def _along(a, x):
 
 
 def _normalise(x, scale, bias, *, epsilon):
-    wide = _checks.widen(x)
+    wide = widen(x)
     mean, var = jnp.mean(wide, axis=_over(x)), jnp.var(wide, axis=_over(x))
-    factor = _checks.widen(scale) * lax.rsqrt(var + epsilon)
-    y = (wide - _along(mean, x)) * _along(factor, x) + _along(_checks.widen(bias), x)
+    factor = widen(scale) * lax.rsqrt(var + epsilon)
+    y = (wide - _along(mean, x)) * _along(factor, x) + _along(widen(bias), x)
     return (y.astype(x.dtype), mean.astype(x.dtype), var.astype(x.dtype)), (x, scale, mean, var)
 
 
@@ -48,9 +49,9 @@ def _gradients(add_up, combine):
         s = lax.rsqrt(var + epsilon)
         dbias, dscale = add_up(dy, x, _along(mean, x))
         dscale *= s
-        a = _checks.widen(scale) * s
-        b = (2 * _checks.widen(dvar) - a * s * dscale) / count
-        c = (_checks.widen(dmean) - a * dbias) / count
+        a = widen(scale) * s
+        b = (2 * widen(dvar) - a * s * dscale) / count
+        c = (widen(dmean) - a * dbias) / count
         dx = combine(dy, x, *(_along(v, x) for v in (mean, a, b, c)))
         return dx.astype(x.dtype), dscale.astype(scale.dtype), dbias.astype(scale.dtype)
 
@@ -62,7 +63,7 @@ def _combine(dy, x, mean, a, b, c):
 
 
 def _add_up(dy, x, mean):
-    return tuple(jnp.sum(v, axis=_over(x)) for v in _sums(_checks.widen(dy), _checks.widen(x), mean))
+    return tuple(jnp.sum(v, axis=_over(x)) for v in _sums(widen(dy), widen(x), mean))
 
 
 def _add_up_kernel(dy, x, mean):
@@ -70,15 +71,24 @@ def _add_up_kernel(dy, x, mean):
 
 
 def _combine_in_jnp(dy, x, *vectors):
-    return _combine(_checks.widen(dy), _checks.widen(x), *vectors)
+    return _combine(widen(dy), widen(x), *vectors)
 
 
-_BATCH_NORM = Formula(
-    "batch_norm",
-    lambda x, scale, bias, *, epsilon: _normalise(x, scale, bias, epsilon=epsilon)[0],
-    _gradients(_add_up, _combine_in_jnp),
-    _gradients(_add_up_kernel, lambda *arrays: elementwise(_combine, *arrays)),
+def _forward(x, scale, bias, *, epsilon):
+    return _normalise(x, scale, bias, epsilon=epsilon)[0]
+
+
+def _combine_kernel(*arrays):
+    return elementwise(_combine, *arrays)
+
+
+_BATCH_NORM = Pair(
+    _forward,
+    {"xla": _gradients(_add_up, _combine_in_jnp), "pallas": _gradients(_add_up_kernel, _combine_kernel)},
     save=_normalise,
+    name="batch_norm",
+    unsupported=_checks.unsupported,
+    fastest=FUSED,
 )
 
 
@@ -139,7 +149,7 @@ def batch_norm_backward(
     epsilon = _check(op, x, scale, epsilon)
     _checks.shape(op, "dy", dy, *x.shape)
     none = jnp.zeros_like(scale)
-    return _BATCH_NORM.public_backward((dy, none, none), x, scale, none, epsilon=epsilon, implementation=implementation)
+    return _BATCH_NORM.vjp((dy, none, none), x, scale, none, epsilon=epsilon, implementation=implementation)
 
 
 def _check(op, x, scale, epsilon):

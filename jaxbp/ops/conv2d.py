@@ -14,9 +14,9 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Float
 
-from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
-from jaxbp.pairing import Pair, differentiable
+from jaxbp.ops._numerics import on_tensor_cores
+from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable, transpose
 from pallas_kernels.conv import conv2d as kernels
 from pallas_kernels.conv import weights_gradient_sm90 as tensor_cores
 from pallas_kernels.core.launch import batch_first, batch_last
@@ -106,7 +106,7 @@ def _filter_matrix(w, input_size, output_size, *, stride, padding, dilation, **o
 
 def _product_pays(w, input_size, output_size, precision):
     """Whether the convolution and its gradient in the input are faster as a product on the tensor cores."""
-    return _checks.on_tensor_cores(w.dtype, precision) and kernels.matrix_pays(w.shape, input_size, output_size)
+    return on_tensor_cores(w.dtype, precision) and kernels.matrix_pays(w.shape, input_size, output_size)
 
 
 # ----------------------------------------------------------------------------------------------- gradient in the input
@@ -114,7 +114,7 @@ def _product_pays(w, input_size, output_size, precision):
 
 def _input_gradient_autodiff(dy, w, *, input_size, groups, **options):
     shape = (dy.shape[0], w.shape[1] * groups, *input_size)
-    return _checks.transpose(lambda x: forward(x, w, None, groups=groups, **options), shape, dy)
+    return transpose(lambda x: forward(x, w, None, groups=groups, **options), shape, dy)
 
 
 def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, groups, precision):
@@ -136,7 +136,7 @@ def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, grou
     def sum_columns(dy, w):
         wide = jnp.promote_types(dy.dtype, jnp.float32)
         multiply = functools.partial(_multiply_columns, w=w.astype(wide), groups=groups, precision=precision, **options)
-        return _checks.transpose(multiply, (dy.shape[0], groups, *input_size), dy.astype(wide)).astype(dy.dtype)
+        return transpose(multiply, (dy.shape[0], groups, *input_size), dy.astype(wide)).astype(dy.dtype)
 
     return convolve(dy, w) if w.shape[1] > 1 else lax.platform_dependent(dy, w, cpu=sum_columns, default=convolve)
 
@@ -178,7 +178,7 @@ def _full_padding(output_size, filter_size, input_size, stride, padding, dilatio
 
 def _weights_gradient_autodiff(dy, x, *, filter_size, groups, **options):
     shape = (dy.shape[1], x.shape[1] // groups, *filter_size)
-    return _checks.transpose(lambda w: forward(x, w, None, groups=groups, **options), shape, dy)
+    return transpose(lambda w: forward(x, w, None, groups=groups, **options), shape, dy)
 
 
 def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, groups, precision):
@@ -216,7 +216,7 @@ def _sums_with_biases(dy, x, *, filter_size, stride, precision, **options):
     reached = [out + f - 1 for out, f in zip(dy.shape[2:], filter_size, strict=True)]
     shapes = (*dy.shape[1:], LANES), (x.shape[1], *reached, LANES)
     planned = stride == (1, 1) and tensor_cores.correlate_batch_plan(*shapes, dy.dtype.itemsize) is not None
-    return planned and _checks.on_tensor_cores(dy.dtype, precision)
+    return planned and on_tensor_cores(dy.dtype, precision)
 
 
 def _reached(dy, x, *, filter_size, stride, padding, dilation, **options):
@@ -239,7 +239,7 @@ def _reached_padding(output_size, input_size, filter_size, stride, padding, dila
 
 
 def _bias_gradient_autodiff(dy):
-    return _checks.transpose(lambda b: jnp.broadcast_to(b[:, None, None], dy.shape), dy.shape[1:2], dy)
+    return transpose(lambda b: jnp.broadcast_to(b[:, None, None], dy.shape), dy.shape[1:2], dy)
 
 
 def bias_gradient_formula(dy):

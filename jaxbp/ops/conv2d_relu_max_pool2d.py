@@ -6,10 +6,10 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Float, Integer
 
-from jaxbp.implementations import Implementation, Op
 from jaxbp.ops import _checks, conv2d, max_pool2d
+from jaxbp.ops._numerics import on_tensor_cores
 from jaxbp.ops.conv2d import Padding, Size
-from jaxbp.pairing import Pair, differentiable
+from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from pallas_kernels.conv import conv2d_relu_max_pool2d as kernels
 from pallas_kernels.conv import input_gradient_sm90 as input_tensor_cores
 from pallas_kernels.conv import weights_gradient_sm90 as tensor_cores
@@ -70,7 +70,7 @@ def _gradients_kernel(dy, places, x, w, b, *, window, stride, padding, precision
     used = [n * size + f - 1 for n, size, f in zip(dy.shape[2:], window, w.shape[2:], strict=True)]
     reached = [(p, u - size - p, 0) for (p, _), u, size in zip(padding, used, x.shape[2:], strict=True)]
     x_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *reached, (0, 0, 0)])
-    exact = not _checks.on_tensor_cores(x.dtype, precision)
+    exact = not on_tensor_cores(x.dtype, precision)
     pays = not exact and tensor_cores.pays(dy_last.shape, x_last.shape, window, x.dtype.itemsize)
     weights_gradient = (tensor_cores if pays else kernels).weights_gradient
     dw, db = weights_gradient(dy_last, places_last, x_last, window=window)

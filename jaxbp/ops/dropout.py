@@ -5,9 +5,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Key, UInt32
 
-from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
-from jaxbp.ops._pairs import Formula
+from jaxbp.ops._fastest import FUSED
+from jaxbp.ops._numerics import widen
+from jaxbp.pairing import Implementation, Pair
 from pallas_kernels.pointwise.elementwise import elementwise
 
 
@@ -19,7 +20,7 @@ def _keep(key, shape, rate):
 def _forward(x, key, *, rate):
     # At a rate of 1 all is dropped, and there is no division by 0.
     scale = 1 / (1 - rate) if rate < 1 else 0.0
-    return jnp.where(_keep(key, x.shape, rate), (_checks.widen(x) * scale).astype(x.dtype), jnp.zeros((), x.dtype))
+    return jnp.where(_keep(key, x.shape, rate), (widen(x) * scale).astype(x.dtype), jnp.zeros((), x.dtype))
 
 
 def _gradient(dy, key, *, rate):
@@ -32,8 +33,17 @@ def _gradient_kernel(dy, key, *, rate):
     return elementwise(lambda dy, keep: jnp.where(keep != 0, dy * scale, 0.0), dy, keep), None
 
 
-_DROPOUT = Formula(
-    "dropout", _forward, _gradient, _gradient_kernel, save=lambda x, key, *, rate: (_forward(x, key, rate=rate), (key,))
+def _save(x, key, *, rate):
+    return _forward(x, key, rate=rate), (key,)
+
+
+_DROPOUT = Pair(
+    _forward,
+    {"xla": _gradient, "pallas": _gradient_kernel},
+    save=_save,
+    name="dropout",
+    unsupported=_checks.unsupported,
+    fastest=FUSED,
 )
 
 
@@ -72,8 +82,7 @@ def dropout_backward(
     """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0: `dropout` of dy with the same key."""
     dy, key, rate = _check("dropout_backward", "dy", dy, key, rate)
     # The forward is linear: any x has this gradient, dy as well.
-    (dx,) = jax.tree.leaves(_DROPOUT.public_backward(dy, dy, key, rate=rate, implementation=implementation))
-    return dx
+    return _DROPOUT.vjp(dy, dy, key, rate=rate, implementation=implementation)
 
 
 def _check(op, name, x, key, rate):

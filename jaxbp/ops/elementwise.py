@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
-from jaxbp.ops._pairs import Elementwise
+from jaxbp.ops._elementwise import Elementwise
+from jaxbp.pairing import Implementation
 
 _EXP = Elementwise("exp", jnp.exp, lambda dy, x: dy * jnp.exp(x))
 _LOG = Elementwise("log", jnp.log, lambda dy, x: dy / x)

@@ -27,10 +27,10 @@ from jax.lax import Precision
 from jax.typing import DTypeLike
 from jaxtyping import Float, PRNGKeyArray, UInt8
 
-from jaxbp.implementations import Implementation, Op
 from jaxbp.logic.wires import Wires
 from jaxbp.ops import _checks
-from jaxbp.pairing import Pair, differentiable
+from jaxbp.ops._numerics import widen
+from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.logic import gate_layer as kernels
 
@@ -59,11 +59,11 @@ def _times(a, constant):
 
 
 def _softmax(logits):
-    return _times(jax.nn.softmax(_checks.widen(logits)), COEFFICIENTS)
+    return _times(jax.nn.softmax(widen(logits)), COEFFICIENTS)
 
 
 def _softmax_backward(dc, logits):
-    p, du = jax.nn.softmax(_checks.widen(logits)), _times(dc, COEFFICIENTS.T)
+    p, du = jax.nn.softmax(widen(logits)), _times(dc, COEFFICIENTS.T)
     return (p * (du - jnp.sum(p * du, axis=-1, keepdims=True))).astype(logits.dtype)
 
 
@@ -71,10 +71,10 @@ def _rows(basis):
     """A pair: the rows of the truth table are the sigmoids of `basis` times the parameters."""
 
     def forward(parameters):
-        return _times(jax.nn.sigmoid(_times(_checks.widen(parameters), basis.T)), INTERPOLATION)
+        return _times(jax.nn.sigmoid(_times(widen(parameters), basis.T)), INTERPOLATION)
 
     def backward(dc, parameters):
-        row = jax.nn.sigmoid(_times(_checks.widen(parameters), basis.T))
+        row = jax.nn.sigmoid(_times(widen(parameters), basis.T))
         return _times(_times(dc, INTERPOLATION.T) * row * (1 - row), basis).astype(parameters.dtype)
 
     return forward, backward
@@ -143,7 +143,7 @@ def _copies_read(wires):
 
 
 def _forward_formula(coefficients, wires, x, read=_read):
-    a, b = read(wires, _checks.widen(_features_first(x)))
+    a, b = read(wires, widen(_features_first(x)))
     c0, c1, c2, c3 = _by_gate(coefficients)
     y = c0 + c1 * a + (c2 + c3 * a) * b
     return _features_last(y.astype(x.dtype), x.shape[:-1])
@@ -155,7 +155,7 @@ def _forward_kernel(coefficients, wires, x):
 
 
 def _gradients_formula(dy, coefficients, wires, x):
-    rows, dy = _checks.widen(_features_first(x)), _checks.widen(_features_first(dy))
+    rows, dy = widen(_features_first(x)), widen(_features_first(dy))
     a, b = rows[wires.a], rows[wires.b]
     da = dy * a
     dc = jnp.stack([jnp.sum(terms, axis=1) for terms in (dy, da, dy * b, da * b)], axis=1)
@@ -226,9 +226,9 @@ def _relaxed(parameters, wires, x, *, parametrization):
     """The definition, for JAX to differentiate: of logits, the 16 functions weighted with their probabilities."""
     if parametrization != "softmax":
         return _forward_formula(_PARAMETRIZATIONS[parametrization].forward(parameters), wires, x)
-    wide = _checks.widen(x)
+    wide = widen(x)
     functions = jnp.stack(relaxed_gates(wide[..., wires.a], wide[..., wires.b]), axis=-1)
-    return jnp.sum(jax.nn.softmax(_checks.widen(parameters)) * functions, axis=-1).astype(x.dtype)
+    return jnp.sum(jax.nn.softmax(widen(parameters)) * functions, axis=-1).astype(x.dtype)
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:
@@ -366,7 +366,7 @@ def harden(
     _check_parameters("harden", logits, "gates", parametrization)
     if parametrization == "softmax":
         return jnp.argmax(logits, axis=-1).astype(jnp.uint8)
-    row = logits if parametrization == "input_wise" else _times(_checks.widen(logits), WALSH.T)
+    row = logits if parametrization == "input_wise" else _times(widen(logits), WALSH.T)
     return jnp.sum((row > 0) * np.array([8, 4, 2, 1]), axis=-1).astype(jnp.uint8)
 
 
@@ -426,7 +426,7 @@ def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -
         raise ValueError(f"group_sum: x has shape {x.shape} and groups is {groups!r}; wants a divisor of its last axis")
     if not tau > 0:
         raise ValueError(f"group_sum: tau is {tau!r}; wants a number above 0")
-    sums = jnp.sum(_checks.widen(x).reshape(*x.shape[:-1], groups, x.shape[-1] // groups), axis=-1)
+    sums = jnp.sum(widen(x).reshape(*x.shape[:-1], groups, x.shape[-1] // groups), axis=-1)
     return (sums / tau).astype(x.dtype)
 
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
-from jaxbp.pairing import Pair, differentiable
+from jaxbp.ops._numerics import widen
+from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable
 from pallas_kernels.norm import layer_norm as kernels
 
 
@@ -28,7 +28,7 @@ def rows(a):
 
 def _first(x):
     # What is taken off first changes no result, so it needs no gradient.
-    return lax.stop_gradient(_checks.widen(x[..., :1]))
+    return lax.stop_gradient(widen(x[..., :1]))
 
 
 def row_statistics(x, *, eps, center):
@@ -37,10 +37,10 @@ def row_statistics(x, *, eps, center):
     Their sum would be rounded, and with it the digits of a row far from zero.
     """
     if center:
-        x = _checks.widen(x) - _first(x)
+        x = widen(x) - _first(x)
         offset = jnp.mean(x, axis=-1)
         return offset, _inv_std(x - offset[..., None], eps)
-    return (_inv_std(_checks.widen(x), eps),)
+    return (_inv_std(widen(x), eps),)
 
 
 def _inv_std(centred, eps):
@@ -50,13 +50,13 @@ def _inv_std(centred, eps):
 def _normalised(x, *statistics):
     """x̂."""
     *offset, inv_std = (a[..., None] for a in statistics)
-    centred = _checks.widen(x) - _first(x) - offset[0] if offset else _checks.widen(x)
+    centred = widen(x) - _first(x) - offset[0] if offset else widen(x)
     return centred * inv_std
 
 
 def _scaled(normalised, scale, bias, dtype):
-    y = normalised * _checks.widen(scale)
-    return (y if bias is None else y + _checks.widen(bias)).astype(dtype)
+    y = normalised * widen(scale)
+    return (y if bias is None else y + widen(bias)).astype(dtype)
 
 
 def _normalise(x, scale, bias, *, eps, center):
@@ -73,8 +73,8 @@ def _normalise_kernel(x, scale, bias, *, eps, center):
 
 def _gradients(dy, x, scale, bias, *statistics, eps, center, again):
     statistics = statistics or row_statistics(x, eps=eps, center=center)
-    normalised, dy = _normalised(x, *statistics), _checks.widen(dy)
-    t = dy * _checks.widen(scale)
+    normalised, dy = _normalised(x, *statistics), widen(dy)
+    t = dy * widen(scale)
     dx = t - normalised * jnp.mean(t * normalised, axis=-1, keepdims=True)
     sums = [jnp.sum(rows(dy * normalised), axis=0)]
     if center:

@@ -8,7 +8,6 @@ from jax import Array
 from jax.lax import PrecisionLike
 from jaxtyping import Float
 
-from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
 from jaxbp.ops.layer_norm import (
     GRADIENTS,
@@ -20,7 +19,7 @@ from jaxbp.ops.layer_norm import (
     unsupported,
 )
 from jaxbp.ops.linear import linear
-from jaxbp.pairing import Pair, differentiable
+from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable
 from pallas_kernels.dense import linear_sm90 as linear_kernels
 from pallas_kernels.norm import layer_norm_linear_sm90 as kernels
 

@@ -8,9 +8,9 @@ from jax import Array
 from jax.lax import PrecisionLike
 from jaxtyping import Float
 
-from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
-from jaxbp.pairing import Pair, differentiable
+from jaxbp.ops._numerics import on_tensor_cores
+from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import linear as kernels
 
@@ -33,7 +33,7 @@ def _gradients_formula(dy, x, w, b, *, precision):
 
 
 def _gradients_kernel(dy, x, w, b, *, precision):
-    if _checks.on_tensor_cores(x.dtype, precision):  # the library's products run there
+    if on_tensor_cores(x.dtype, precision):  # the library's products run there
         return _gradients_formula(dy, x, w, b, precision=precision)
     rows = math.prod(x.shape[:-1])
     dy_last, x_last = batch_last(dy.reshape(rows, dy.shape[-1])), batch_last(x.reshape(rows, x.shape[-1]))

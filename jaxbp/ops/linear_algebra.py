@@ -15,9 +15,10 @@ from jax import Array
 from jax.lax import PrecisionLike
 from jaxtyping import Float
 
-from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
-from jaxbp.ops._pairs import Formula
+from jaxbp.ops._fastest import FUSED
+from jaxbp.ops._numerics import on_tensor_cores, wide, widen
+from jaxbp.pairing import Implementation, Pair
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import linear as kernels
 from pallas_kernels.pointwise.reductions import sum_over
@@ -27,11 +28,11 @@ from pallas_kernels.pointwise.reductions import sum_over
 
 def _product(a, b, *, precision):
     """`(..., m, k), (..., k, n) -> (..., m, n)`, added up in float32, in a's dtype."""
-    return jnp.matmul(a, b, precision=precision, preferred_element_type=_checks.wide(a.dtype)).astype(a.dtype)
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=wide(a.dtype)).astype(a.dtype)
 
 
 def _product_kernel(a, b, *, precision):
-    if _checks.on_tensor_cores(a.dtype, precision):  # the library's products run there
+    if on_tensor_cores(a.dtype, precision):  # the library's products run there
         return _product(a, b, precision=precision)
     if a.ndim > 2:
         batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -67,7 +68,7 @@ def _matmul_gradients(product):
 def _over_batch(gradient, matrices):
     """The sum over the batch axes along which the matrices are broadcast."""
     axes = tuple(i for i in range(gradient.ndim - 2) if matrices.shape[i] != gradient.shape[i])
-    return jnp.sum(_checks.widen(gradient), axis=axes, keepdims=True).astype(gradient.dtype) if axes else gradient
+    return jnp.sum(widen(gradient), axis=axes, keepdims=True).astype(gradient.dtype) if axes else gradient
 
 
 def _as_matrices(a, b):
@@ -91,21 +92,33 @@ def _in_float32(function):
     """The function of jnp, its sums in float32 or wider."""
 
     def forward(a, b, *, precision):
-        y = function(a, b, precision=precision, preferred_element_type=_checks.wide(a.dtype))
+        y = function(a, b, precision=precision, preferred_element_type=wide(a.dtype))
         return y.astype(a.dtype)
 
     return forward
 
 
-_MATMUL = Formula("matmul", _in_float32(jnp.matmul), _matmul_gradients(_product), _matmul_gradients(_product_kernel))
-_DOT = Formula("dot", _in_float32(jnp.dot), _dot_gradients(_product), _dot_gradients(_product_kernel))
+_MATMUL = Pair(
+    _in_float32(jnp.matmul),
+    {"xla": _matmul_gradients(_product), "pallas": _matmul_gradients(_product_kernel)},
+    name="matmul",
+    unsupported=_checks.unsupported,
+    fastest=FUSED,
+)
+_DOT = Pair(
+    _in_float32(jnp.dot),
+    {"xla": _dot_gradients(_product), "pallas": _dot_gradients(_product_kernel)},
+    name="dot",
+    unsupported=_checks.unsupported,
+    fastest=FUSED,
+)
 
 
 # ------------------------------------------------------------------------------------------------- outer and transpose
 
 
 def _outer_gradients(dy, a, b):
-    dy, wide_a, wide_b = map(_checks.widen, (dy, a.ravel(), b.ravel()))
+    dy, wide_a, wide_b = map(widen, (dy, a.ravel(), b.ravel()))
     da, db = jnp.sum(dy * wide_b, axis=1), jnp.sum(dy * wide_a[:, None], axis=0)
     return da.reshape(a.shape).astype(a.dtype), db.reshape(b.shape).astype(b.dtype)
 
@@ -119,12 +132,29 @@ def _outer_gradients_kernel(dy, a, b):
     return da.reshape(a.shape).astype(a.dtype), db.reshape(b.shape).astype(b.dtype)
 
 
-_OUTER = Formula("outer", jnp.outer, _outer_gradients, _outer_gradients_kernel)
-_TRANSPOSE = Formula(
-    "transpose",
-    lambda a, *, axes, shape: a.transpose(axes),
-    lambda dy, *, axes, shape: dy.transpose(sorted(range(len(axes)), key=axes.__getitem__)),
+def _transpose(a, *, axes, shape):
+    return a.transpose(axes)
+
+
+def _transpose_back(dy, *, axes, shape):
+    return dy.transpose(sorted(range(len(axes)), key=axes.__getitem__))
+
+
+_OUTER = Pair(
+    jnp.outer,
+    {"xla": _outer_gradients, "pallas": _outer_gradients_kernel},
+    name="outer",
+    unsupported=_checks.unsupported,
+    fastest=FUSED,
+)
+# "pallas" is XLA's transpose as well: no kernel was faster.
+_TRANSPOSE = Pair(
+    _transpose,
+    {"xla": _transpose_back, "pallas": _transpose_back},
     linear=True,
+    name="transpose",
+    unsupported=_checks.unsupported,
+    fastest=FUSED,
 )
 
 
@@ -202,7 +232,7 @@ def outer_backward(
     """Gradients of `outer`: `daᵢ = Σⱼ dyᵢⱼ bⱼ`, `dbⱼ = Σᵢ dyᵢⱼ aᵢ`."""
     dy, a, b = _checks.floating("outer_backward", dy=dy, a=a, b=b)
     _checks.shape("outer_backward", "dy", dy, a.size, b.size)
-    return _OUTER.public_backward(dy, a, b, implementation=implementation)
+    return _OUTER.vjp(dy, a, b, implementation=implementation)
 
 
 def transpose(
@@ -223,7 +253,7 @@ def transpose_backward(
     (dy,) = _checks.floating("transpose_backward", dy=dy)
     axes = _order("transpose_backward", axes, dy.ndim)
     shape = tuple(size for _, size in sorted(zip(axes, dy.shape, strict=True)))
-    return _TRANSPOSE.public_backward(dy, axes=axes, shape=shape, implementation=implementation)
+    return _TRANSPOSE.vjp(dy, axes=axes, shape=shape, implementation=implementation)
 
 
 def _order(op, axes, ndim):
@@ -251,8 +281,8 @@ def _checked(op, a, b):
 
 
 def _products_backward(pair, function, dy, a, b, precision, implementation):
-    op = pair.public_backward.name
+    op = pair.vjp.name
     dy, a, b = _checks.floating(op, dy=dy, a=a, b=b)
     a, b = _checked(op, a, b)
     _checks.shape(op, "dy", dy, *jax.eval_shape(function, a, b).shape)
-    return pair.public_backward(dy, a, b, precision=precision, implementation=implementation)
+    return pair.vjp(dy, a, b, precision=precision, implementation=implementation)

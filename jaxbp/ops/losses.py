@@ -5,10 +5,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
-from jaxbp.ops._pairs import Elementwise, Formula
-from jaxbp.pairing import Pair, differentiable
+from jaxbp.ops._elementwise import Elementwise
+from jaxbp.ops._fastest import FUSED
+from jaxbp.ops._numerics import widen
+from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import softmax_cross_entropy as kernels
 from pallas_kernels.pointwise.elementwise import elementwise
@@ -19,7 +20,7 @@ def _is_class(labels):
 
 
 def loss_and_probabilities(logits, labels):
-    log_probabilities = jax.nn.log_softmax(_checks.widen(logits))
+    log_probabilities = jax.nn.log_softmax(widen(logits))
     if _is_class(labels):
         valid = (labels >= 0) & (labels < logits.shape[-1])
         chosen = jnp.where(valid, labels, 0)[..., None]
@@ -27,7 +28,7 @@ def loss_and_probabilities(logits, labels):
         # A factor, not a choice: the gradient of an example with an invalid label is NaN as well.
         loss *= jnp.where(valid, 1.0, jnp.nan).astype(loss.dtype)
     else:
-        loss = -jnp.sum(_checks.widen(labels) * log_probabilities, axis=-1)
+        loss = -jnp.sum(widen(labels) * log_probabilities, axis=-1)
     return loss.astype(logits.dtype), jnp.exp(log_probabilities).astype(logits.dtype)
 
 
@@ -40,15 +41,15 @@ def _loss_and_probabilities_kernel(logits, labels):
 
 
 def logits_gradient(dy, probabilities, labels):
-    p = _checks.widen(probabilities)
+    p = widen(probabilities)
     if _is_class(labels):
         valid = (labels >= 0) & (labels < p.shape[-1])
         gradient = p - jax.nn.one_hot(labels, p.shape[-1], dtype=p.dtype)
         gradient *= jnp.where(valid, 1.0, jnp.nan).astype(p.dtype)[..., None]
     else:
-        y = _checks.widen(labels)
+        y = widen(labels)
         gradient = p * jnp.sum(y, axis=-1, keepdims=True) - y
-    return (_checks.widen(dy)[..., None] * gradient).astype(probabilities.dtype)
+    return (widen(dy)[..., None] * gradient).astype(probabilities.dtype)
 
 
 def _logits_gradient_kernel(dy, probabilities, labels):
@@ -83,7 +84,7 @@ def _pair_backward(implementation):
         dlogits = _LOGITS_GRADIENT[implementation](dy, probabilities, labels)
         if _is_class(labels):
             return dlogits, None
-        return dlogits, (-_checks.widen(dy)[..., None] * jax.nn.log_softmax(_checks.widen(logits))).astype(labels.dtype)
+        return dlogits, (-widen(dy)[..., None] * jax.nn.log_softmax(widen(logits))).astype(labels.dtype)
 
     return backward
 
@@ -207,7 +208,7 @@ def _mean_loss(name, loss, slope):
     """The mean of `loss(error)` over all elements, whose gradient is `slope(error) / n`."""
 
     def forward(predictions, targets):
-        error = _checks.widen(predictions) - _checks.widen(targets)
+        error = widen(predictions) - widen(targets)
         return jnp.mean(loss(error)).astype(predictions.dtype)
 
     def gradients(dy, predictions, targets):
@@ -215,7 +216,7 @@ def _mean_loss(name, loss, slope):
         return dpredictions, -dpredictions
 
     def formula(dy, predictions, targets):
-        wide = map(_checks.widen, (dy, predictions, targets))
+        wide = map(widen, (dy, predictions, targets))
         return tuple(g.astype(dy.dtype) for g in gradients(*wide))
 
     def kernel(dy, predictions, targets):
@@ -227,7 +228,7 @@ def _mean_loss(name, loss, slope):
 
         return elementwise(both, dy, predictions, targets)
 
-    return Formula(name, forward, formula, kernel)
+    return Pair(forward, {"xla": formula, "pallas": kernel}, name=name, unsupported=_checks.unsupported, fastest=FUSED)
 
 
 def _x_log_y(x, y):
@@ -276,7 +277,7 @@ _SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
 
 
 def _kl_divergence(log_predictions, targets):
-    q, p = _checks.widen(log_predictions), _checks.widen(targets)
+    q, p = widen(log_predictions), widen(targets)
     possible = jnp.where(p == 0, 0.0, q)
     return jnp.sum(_x_log_y(p, p) - p * possible, axis=-1).astype(log_predictions.dtype)
 
@@ -287,15 +288,20 @@ def _kl_gradients(dy, log_predictions, targets):
 
 
 def _kl_formula(dy, log_predictions, targets):
-    wide = map(_checks.widen, (dy[..., None], log_predictions, targets))
+    wide = map(widen, (dy[..., None], log_predictions, targets))
     return tuple(g.astype(dy.dtype) for g in _kl_gradients(*wide))
 
 
-_KL_DIVERGENCE = Formula(
-    "kl_divergence",
+def _kl_kernel(dy, log_predictions, targets):
+    return elementwise(_kl_gradients, dy[..., None], log_predictions, targets)
+
+
+_KL_DIVERGENCE = Pair(
     _kl_divergence,
-    _kl_formula,
-    lambda dy, log_predictions, targets: elementwise(_kl_gradients, dy[..., None], log_predictions, targets),
+    {"xla": _kl_formula, "pallas": _kl_kernel},
+    name="kl_divergence",
+    unsupported=_checks.unsupported,
+    fastest=FUSED,
 )
 
 
@@ -341,7 +347,7 @@ def mean_squared_error_backward(
     """Gradients of `mean_squared_error`: `dpredictionsᵢ = 2/n dy (predictionsᵢ - targetsᵢ)`, `dtargets` its
     negative."""
     arrays = _checked("mean_squared_error_backward", lambda shape: (), dy=dy, predictions=predictions, targets=targets)
-    return _MEAN_SQUARED_ERROR.public_backward(*arrays, implementation=implementation)
+    return _MEAN_SQUARED_ERROR.vjp(*arrays, implementation=implementation)
 
 
 def mean_absolute_error(
@@ -369,7 +375,7 @@ def mean_absolute_error_backward(
     """Gradients of `mean_absolute_error`: `dpredictionsᵢ = dy/n sign(predictionsᵢ - targetsᵢ)`, 0 where they are equal;
     `dtargets` its negative."""
     arrays = _checked("mean_absolute_error_backward", lambda shape: (), dy=dy, predictions=predictions, targets=targets)
-    return _MEAN_ABSOLUTE_ERROR.public_backward(*arrays, implementation=implementation)
+    return _MEAN_ABSOLUTE_ERROR.vjp(*arrays, implementation=implementation)
 
 
 def huber(
@@ -401,7 +407,7 @@ def huber_backward(
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
     """Gradients of `huber`: `dpredictions = dy min(max(e, -delta), delta)`, `dtargets` its negative."""
     arrays = _checked("huber_backward", dy=dy, predictions=predictions, targets=targets)
-    return _HUBER.public_backward(
+    return _HUBER.vjp(
         *arrays, implementation=implementation, delta=_checks.number("huber_backward", "delta", delta, 0.0)
     )
 
@@ -441,7 +447,7 @@ def binary_cross_entropy_backward(
     For y = 0 the first is `1 / (1 - p)` and for y = 1 `-1 / p`, at any p. At p = 0 and p = 1 the second is infinite.
     """
     arrays = _checked("binary_cross_entropy_backward", dy=dy, probabilities=probabilities, labels=labels)
-    return _BINARY_CROSS_ENTROPY.public_backward(*arrays, implementation=implementation)
+    return _BINARY_CROSS_ENTROPY.vjp(*arrays, implementation=implementation)
 
 
 def sigmoid_binary_cross_entropy(
@@ -473,7 +479,7 @@ def sigmoid_binary_cross_entropy_backward(
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
     """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy (σ(x) - y)`, `dlabels = -dy x`."""
     arrays = _checked("sigmoid_binary_cross_entropy_backward", dy=dy, logits=logits, labels=labels)
-    return _SIGMOID_BINARY_CROSS_ENTROPY.public_backward(*arrays, implementation=implementation)
+    return _SIGMOID_BINARY_CROSS_ENTROPY.vjp(*arrays, implementation=implementation)
 
 
 def kl_divergence(
@@ -511,4 +517,4 @@ def kl_divergence_backward(
     arrays = _checked(
         "kl_divergence_backward", lambda shape: shape[:-1], dy=dy, log_predictions=log_predictions, targets=targets
     )
-    return _KL_DIVERGENCE.public_backward(*arrays, implementation=implementation)
+    return _KL_DIVERGENCE.vjp(*arrays, implementation=implementation)

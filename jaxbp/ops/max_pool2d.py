@@ -5,10 +5,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Integer
 
-from jaxbp.implementations import Fastest, Implementation, Op
 from jaxbp.ops import _checks
 from jaxbp.ops.conv2d import Padding, Size, window_padding
-from jaxbp.pairing import Pair, differentiable
+from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable, transpose
 from pallas_kernels.conv import max_pool2d as kernels
 from pallas_kernels.core.launch import batch_first, batch_last
 
@@ -73,7 +72,7 @@ def select(x, indices, **options):
 
 
 def _route_autodiff(dy, indices, **options):
-    return _checks.transpose(lambda x: select(x, indices, **options), (*dy.shape[:2], *options["input_size"]), dy)
+    return transpose(lambda x: select(x, indices, **options), (*dy.shape[:2], *options["input_size"]), dy)
 
 
 def route_formula(dy, indices, **options):

@@ -9,10 +9,10 @@ from jax import Array
 from jax.lax import PrecisionLike
 from jaxtyping import Float, Int
 
-from jaxbp.implementations import Implementation, Op
 from jaxbp.ops import _checks
+from jaxbp.ops._numerics import on_tensor_cores
 from jaxbp.ops.losses import logits_gradient, loss_and_probabilities
-from jaxbp.pairing import Pair, differentiable
+from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
 
@@ -184,8 +184,8 @@ def _gradients_kernel(dy, x, labels, logits, *hidden_and_weights, precision):
 
 
 def _kernels_take(x, weights, precision):
-    on_tensor_cores = x.dtype == jnp.float32 and _checks.on_tensor_cores(x.dtype, precision)
-    return on_tensor_cores and len(x) > 0 and kernels.fits(_sizes(weights))
+    in_tf32 = x.dtype == jnp.float32 and on_tensor_cores(x.dtype, precision)
+    return in_tf32 and len(x) > 0 and kernels.fits(_sizes(weights))
 
 
 def _sizes(weights):

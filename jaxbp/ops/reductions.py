@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from jaxbp.implementations import Implementation
 from jaxbp.ops import _checks
-from jaxbp.ops._pairs import KEPT, Formula
+from jaxbp.ops._fastest import FUSED, KEPT
+from jaxbp.ops._numerics import widen
+from jaxbp.pairing import Implementation, Pair
 from pallas_kernels.pointwise.elementwise import elementwise
 
 Axis = int | Sequence[int] | None
@@ -35,7 +36,7 @@ def _reduced(function):
     """A reduction in float32 or wider, to a's dtype."""
 
     def forward(a, *, axis, keepdims, shape, **options):
-        return function(_checks.widen(a), axis=axis, keepdims=keepdims, **options).astype(a.dtype)
+        return function(widen(a), axis=axis, keepdims=keepdims, **options).astype(a.dtype)
 
     return forward
 
@@ -44,24 +45,24 @@ def _spread(scale):
     """The gradient of a sum: `dy`, times a factor of how many are added up, in every place."""
 
     def formula(dy, *, axis, keepdims, shape):
-        spread = _checks.widen(_kept(dy, shape, axis)) * scale(_count(shape, axis))
+        spread = widen(_kept(dy, shape, axis)) * scale(_count(shape, axis))
         return jnp.broadcast_to(spread, shape).astype(dy.dtype)
 
     def kernel(dy, *, axis, keepdims, shape):
         factor = scale(_count(shape, axis))
         return elementwise(lambda dy: dy * factor, _kept(dy, shape, axis), shape=shape)
 
-    return formula, kernel
+    return {"xla": formula, "pallas": kernel}
 
 
 def _elementwise_gradient(formula):
-    """(in jnp, in a kernel): `formula(dy, *saved, **options)` of arrays that broadcast, all with the reduced axes."""
+    """A backward: `formula(dy, *saved, **options)` of arrays that broadcast, all with the reduced axes."""
 
     def arrays(dy, a, *kept, axis, shape):
         return (_kept(dy, shape, axis), a, *(_kept(b, shape, axis) for b in kept))
 
     def in_jnp(dy, a, *kept, axis, keepdims, shape, **options):
-        wide = map(_checks.widen, arrays(dy, a, *kept, axis=axis, shape=shape))
+        wide = map(widen, arrays(dy, a, *kept, axis=axis, shape=shape))
         return formula(*wide, count=_count(shape, axis), **options).astype(dy.dtype)
 
     def kernel(dy, a, *kept, axis, keepdims, shape, **options):
@@ -70,11 +71,12 @@ def _elementwise_gradient(formula):
 
         return elementwise(bound, *arrays(dy, a, *kept, axis=axis, shape=shape), shape=shape)
 
-    return in_jnp, kernel
+    return {"xla": in_jnp, "pallas": kernel}
 
 
-_SUM = Formula("sum", _reduced(jnp.sum), *_spread(lambda count: 1.0), linear=True)
-_MEAN = Formula("mean", _reduced(jnp.mean), *_spread(lambda count: 1.0 / (count or 1)), linear=True)
+_KERNELS = dict(unsupported=_checks.unsupported, fastest=FUSED)
+_SUM = Pair(_reduced(jnp.sum), _spread(lambda count: 1.0), linear=True, name="sum", **_KERNELS)
+_MEAN = Pair(_reduced(jnp.mean), _spread(lambda count: 1.0 / (count or 1)), linear=True, name="mean", **_KERNELS)
 
 
 # ------------------------------------------------------------------------------------------- variance, and log-sum-exp
@@ -82,7 +84,7 @@ _MEAN = Formula("mean", _reduced(jnp.mean), *_spread(lambda count: 1.0 / (count 
 
 def _save_var(a, **options):
     axis, shape = options["axis"], options["shape"]
-    return _var(a, **options), (a, _kept(jnp.mean(_checks.widen(a), axis=axis), shape, axis))
+    return _var(a, **options), (a, _kept(jnp.mean(widen(a), axis=axis), shape, axis))
 
 
 def _save_logsumexp(a, **options):
@@ -95,12 +97,13 @@ def _var_gradient(dy, a, mean, *, count, ddof):
 
 
 _var, _logsumexp = _reduced(jnp.var), _reduced(jax.nn.logsumexp)
-_VAR = Formula("var", _var, *_elementwise_gradient(_var_gradient), save=_save_var)
-_LOGSUMEXP = Formula(
-    "logsumexp",
+_VAR = Pair(_var, _elementwise_gradient(_var_gradient), save=_save_var, name="var", **_KERNELS)
+_LOGSUMEXP = Pair(
     _logsumexp,
-    *_elementwise_gradient(lambda dy, a, y, *, count: dy * jnp.exp(a - y)),
+    _elementwise_gradient(lambda dy, a, y, *, count: dy * jnp.exp(a - y)),
     save=_save_logsumexp,
+    name="logsumexp",
+    unsupported=_checks.unsupported,
     fastest=KEPT,
 )
 
@@ -140,8 +143,9 @@ def _to_place_kernel(dy, index, *, axis, keepdims, shape):
 
 
 _max, _min = _reduced(jnp.max), _reduced(jnp.min)
-_MAX = Formula("max", _max, _to_place, _to_place_kernel, save=_save_first(_max))
-_MIN = Formula("min", _min, _to_place, _to_place_kernel, save=_save_first(_min))
+_TO_PLACE = {"xla": _to_place, "pallas": _to_place_kernel}
+_MAX = Pair(_max, _TO_PLACE, save=_save_first(_max), name="max", **_KERNELS)
+_MIN = Pair(_min, _TO_PLACE, save=_save_first(_min), name="min", **_KERNELS)
 
 
 # ----------------------------------------------------------------------------------------------------------- the public
@@ -194,7 +198,7 @@ def sum_backward(
     implementation: Implementation = None,
 ) -> Float[Array, "*shape"]:
     """Gradient of `sum`: `daᵢ = dy`. Of a only the shape counts."""
-    return _backward_of_shape(_SUM.public_backward, implementation, dy, a, axis, keepdims)
+    return _backward_of_shape(_SUM.vjp, implementation, dy, a, axis, keepdims)
 
 
 def mean(
@@ -217,7 +221,7 @@ def mean_backward(
     implementation: Implementation = None,
 ) -> Float[Array, "*shape"]:
     """Gradient of `mean`: `daᵢ = dy / n`. Of a only the shape counts."""
-    return _backward_of_shape(_MEAN.public_backward, implementation, dy, a, axis, keepdims)
+    return _backward_of_shape(_MEAN.vjp, implementation, dy, a, axis, keepdims)
 
 
 def var(
@@ -245,9 +249,7 @@ def var_backward(
     implementation: Implementation = None,
 ) -> Float[Array, "*shape"]:
     """Gradient of `var`: `daᵢ = 2 dy (aᵢ - mean) / (n - ddof)`."""
-    return _backward_of_array(
-        _VAR.public_backward, implementation, dy, a, axis, keepdims, ddof=_ddof("var_backward", ddof)
-    )
+    return _backward_of_array(_VAR.vjp, implementation, dy, a, axis, keepdims, ddof=_ddof("var_backward", ddof))
 
 
 def max(
@@ -273,7 +275,7 @@ def max_backward(
 
     Native autodiff divides dy among equals.
     """
-    return _backward_of_array(_MAX.public_backward, implementation, dy, a, axis, keepdims)
+    return _backward_of_array(_MAX.vjp, implementation, dy, a, axis, keepdims)
 
 
 def min(
@@ -299,7 +301,7 @@ def min_backward(
 
     Native autodiff divides dy among equals.
     """
-    return _backward_of_array(_MIN.public_backward, implementation, dy, a, axis, keepdims)
+    return _backward_of_array(_MIN.vjp, implementation, dy, a, axis, keepdims)
 
 
 def logsumexp(
@@ -322,7 +324,7 @@ def logsumexp_backward(
     implementation: Implementation = None,
 ) -> Float[Array, "*shape"]:
     """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, the softmax."""
-    return _backward_of_array(_LOGSUMEXP.public_backward, implementation, dy, a, axis, keepdims)
+    return _backward_of_array(_LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims)
 
 
 def _ddof(op, ddof):

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxbp.implementations import IMPLEMENTATIONS, Implementation
+from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 from jaxbp.verify.arguments import bind, is_float, name_of, take_apart, takes_implementation
 from jaxbp.verify.reference import STEP, Expected, Reference, hessian_product, value_and_gradients
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxbp.implementations import IMPLEMENTATIONS, Implementation
+from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 from jaxbp.verify.arguments import Arguments, bind, name_of, take_apart
 from jaxbp.verify.timing import compile_program, device_seconds
 

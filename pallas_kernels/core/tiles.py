@@ -1,42 +1,114 @@
-"""Tile sizes that a sweep on a GPU found, kept as data in `tiles.json`.
+"""A kernel and its two questions: what it supports, and which tiles suit its arguments.
 
-    @tunable(ks=(1, 2, 4), parts=(256, 512))
-    def kernel(x, w, *, window, ks=None, parts=None): ...
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        rows: int
 
-A call that leaves these open gets what is recorded for the default device's kind and the arguments' shapes; where
-nothing is, the kernel's own rule decides, which is right on any device. `python -m experiments.tune` writes the file.
+    def _supports(x, *, window): return "windows that overlap" if ... else None
+    def _heuristic(x, *, window): return Config(rows=...)
+
+    @kernel(supports=_supports, heuristic=_heuristic, sweep={"rows": (1, 2, 4)})
+    def pool(x, *, window, config): ...
+
+    pool.supports(x, window=2)      # None, or what of these arguments it does not take
+    pool.heuristic(x, window=2)     # Config(rows=2), or None where another kernel or the library is faster
+    pool(x, window=2)               # runs with the tiles recorded for this device and shapes, else the heuristic's
+    pool(x, window=2, config=Config(rows=4))
+
+Arguments may be arrays or anything with their shape and dtype. Recorded tiles are the data in `tiles.json`, which
+`python -m experiments.tune` writes from a sweep on a GPU.
 """
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
+from pallas_kernels.core import device
 
 FILE = Path(__file__).with_name("tiles.json")
 """Device kind -> kernel -> shapes -> tile."""
 
-KERNELS: dict[str, Callable] = {}
-"""Every tunable kernel, by its name. Its `sizes` are what a sweep tries."""
+KERNELS: dict[str, "Kernel"] = {}
+"""Every kernel, by its name."""
 
 
-def tunable(**sizes: Sequence[int]) -> Callable[[Callable], Callable]:
-    """Makes a kernel, a function of arrays and static options, look up those of its options that `sizes` names."""
+class Kernel:
+    """A function of arrays and static options that launches a kernel, and what it says of its arguments.
 
-    def decorate(kernel: Callable) -> Callable:
-        name = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
+    Attributes:
+      name: file and function, `conv2d.correlate`.
+      capability: the compute capability that it is written for, or None for all from 9.0 on.
+      sweep: field of its config -> values that a sweep tries.
+    """
 
-        @functools.wraps(kernel)
-        def tuned(*arrays, **options):
-            if not sizes.keys() & options.keys():
-                options |= recorded(name, key(*arrays, **options), tuple(sizes))
-            return kernel(*arrays, **options)
+    def __init__(
+        self,
+        function: Callable,
+        supports: Callable[..., str | None] | None,
+        heuristic: Callable[..., Any | None],
+        capability: tuple[int, int] | None,
+        sweep: Mapping[str, Sequence[int]],
+    ):
+        functools.update_wrapper(self, function)
+        self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+        self.capability, self.sweep = capability, dict(sweep)
+        self._function, self._supports, self._heuristic = function, supports, heuristic
 
-        tuned.sizes = sizes
-        KERNELS[name] = tuned
-        return tuned
+    def supports(self, *arrays: Any, **options: Any) -> str | None:
+        """What of the device or the arguments the kernel does not take, or None."""
+        found = device.target().capability
+        if found < (9, 0) or (self.capability is not None and found != self.capability):
+            wanted = "at least 9.0" if self.capability is None else f"only {_dotted(self.capability)}"
+            return f"compute capability {_dotted(found)}, {wanted}"
+        return self._supports(*arrays, **options) if self._supports else None
+
+    def heuristic(self, *arrays: Any, **options: Any) -> Any | None:
+        """The config for these arguments; None where the kernel does not pay. To be asked of what it supports."""
+        return self._heuristic(*arrays, **options)
+
+    def pays(self, *arrays: Any, **options: Any) -> bool:
+        """Whether the kernel takes these arguments and its heuristic has a config for them."""
+        return self.supports(*arrays, **options) is None and self.heuristic(*arrays, **options) is not None
+
+    def config(self, *arrays: Any, **options: Any) -> Any | None:
+        """The heuristic's config, with the fields that are recorded for this device and these shapes."""
+        config = self.heuristic(*arrays, **options)
+        return config and dataclasses.replace(config, **recorded(self.name, key(*arrays, **options), tuple(self.sweep)))
+
+    def __call__(self, *arrays: Any, config: Any | None = None, **options: Any) -> Any:
+        if reason := self.supports(*arrays, **options):
+            raise NotImplementedError(f"{self.name}: does not take {reason}")
+        config = config or self.config(*arrays, **options)
+        if config is None:
+            raise NotImplementedError(f"{self.name}: has no config for {key(*arrays, **options)}; wants one as config=")
+        return self._function(*arrays, config=config, **options)
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name})"
+
+
+def kernel(
+    *,
+    heuristic: Callable[..., Any | None],
+    supports: Callable[..., str | None] | None = None,
+    capability: tuple[int, int] | None = None,
+    sweep: Mapping[str, Sequence[int]] = {},
+) -> Callable[[Callable], Kernel]:
+    """Makes a `Kernel` of `function(*arrays, config, **options)`, and lists it in `KERNELS`.
+
+    Args:
+      heuristic: `(*arrays, **options)` -> a frozen dataclass, its tiles, or None where it does not pay.
+      supports: `(*arrays, **options)` -> what of these it does not take, or None; by default it takes all.
+      capability, sweep: as `Kernel` has them.
+    """
+
+    def decorate(function: Callable) -> Kernel:
+        result = Kernel(function, supports, heuristic, capability, sweep)
+        KERNELS[result.name] = result
+        return result
 
     return decorate
 
@@ -45,6 +117,8 @@ def key(*arrays: Any, **options: Any) -> str:
     """The arguments' shapes, dtypes and options, for people to read: `float32 1x28x28x128 6x1x5x5, window=2x2`."""
     words, dtype = [], None
     for array in arrays:
+        if not hasattr(array, "shape"):
+            continue
         words += [f"{array.dtype}"] * (array.dtype != dtype) + ["x".join(map(str, array.shape))]
         dtype = array.dtype
     sizes = {name: "x".join(map(str, v)) if isinstance(v, tuple) else v for name, v in sorted(options.items())}
@@ -57,7 +131,7 @@ def recorded(kernel: str, shapes: str, names: Sequence[str]) -> dict[str, int]:
     Raises:
       ValueError: the file is no JSON, or the tile is not a positive int for each of `names`.
     """
-    tile = tiles(FILE).get(device_kind(), {}).get(kernel, {}).get(shapes, {})
+    tile = tiles(FILE).get(device.kind(), {}).get(kernel, {}).get(shapes, {}) if names else {}
     if tile and (tile.keys() != set(names) or any(type(size) is not int or size < 1 for size in tile.values())):
         raise ValueError(f"{FILE}: {kernel} has the tile {tile} at {shapes}; wants a positive int for each of {names}")
     return dict(tile)
@@ -71,13 +145,27 @@ def tiles(file: Path) -> Mapping[str, Any]:
         raise ValueError(f"{file} is not the JSON that experiments.tune writes: {error}") from error
 
 
-def device_kind() -> str:
-    """Of the device that a function is traced for: "NVIDIA H200", say, or "cpu"."""
-    device = jax.config.jax_default_device or jax.local_devices()[0]
-    return getattr(device, "device_kind", str(device))
-
-
 def check_divides(kernel: str, size_name: str, size: int, length: int) -> None:
     """Requires a tile's size to divide what it cuts up."""
     if length % size:
         raise ValueError(f"{kernel}: {size_name} is {size}; wants a divisor of {length}")
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def tunable(**sizes):  # until every kernel is a `Kernel`
+    def decorate(function):
+        @functools.wraps(function)
+        def tuned(*arrays, **options):
+            if not sizes.keys() & options.keys():
+                options |= recorded(tuned.name, key(*arrays, **options), tuple(sizes))
+            return function(*arrays, **options)
+
+        tuned.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+        tuned.sweep = sizes
+        KERNELS[tuned.name] = tuned
+        return tuned
+
+    return decorate

@@ -20,7 +20,7 @@ from experiments.training.run_directory import RunDirectory
 
 pytestmark = pytest.mark.once
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def epochs_of(run_dir):

@@ -23,7 +23,7 @@ def bits(shape, seed=0):
 
 
 def test_the_example_of_the_page_on_logic_gates_runs():
-    page = (Path(__file__).parents[2] / "docs" / "logic_gates.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "logic_gates.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     names = {}
     exec(compile(code, "logic_gates.md", "exec"), names)

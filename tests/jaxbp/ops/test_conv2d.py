@@ -20,7 +20,7 @@ from helpers import (
     value_and_gradients,
 )
 
-from jaxbp import conv2d, conv2d_backward_input, conv2d_backward_weights, implementations
+from jaxbp import conv2d, conv2d_backward_input, conv2d_backward_weights
 
 pytestmark = pytest.mark.once
 
@@ -121,8 +121,7 @@ def test_pallas_refuses_dilation_and_groups_by_name(named, options):
 
 
 @every_unsupported
-def test_none_falls_back_quietly_for_dilation_and_groups_on_a_gpu(named, options, monkeypatch):
-    monkeypatch.setattr(implementations, "kernels_run_here", lambda: True)
+def test_none_falls_back_quietly_for_dilation_and_groups_on_a_gpu(named, options, on_hopper):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for call in _calls(options).values():
@@ -162,13 +161,11 @@ def test_small_images_are_a_product_where_the_tensor_cores_are_allowed(dtype, pr
 
 
 @pytest.mark.parametrize(("precision", "found"), [("default", "dot_general"), ("highest", "stablehlo.convolution")])
-def test_none_takes_the_product_or_the_library_for_a_gradient_in_the_input(precision, found, monkeypatch):
-    monkeypatch.setattr(implementations, "kernels_run_here", lambda: True)
+def test_none_takes_the_product_or_the_library_for_a_gradient_in_the_input(precision, found, on_hopper):
     assert _small_input_gradient(precision=precision) == found
 
 
-def test_none_takes_for_each_part_of_the_gradient_what_is_fastest_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(implementations, "kernels_run_here", lambda: True)
+def test_none_takes_for_each_part_of_the_gradient_what_is_fastest_on_a_gpu(on_hopper):
     run = value_and_gradients(functools.partial(conv2d, precision="default"))
     program = cuda_program(run, normal((2, 2, 5, 6), (3, 2, 2, 2), (3,)), normal((2, 3, 4, 5)))
     assert program.count("dot_general") == 2  # forward, input

@@ -21,7 +21,6 @@ from jax.test_util import check_grads
 
 import jaxbp
 from jaxbp import (
-    implementations,
     layer_norm,
     layer_norm_backward,
     layer_norm_linear,
@@ -29,7 +28,7 @@ from jaxbp import (
     rms_norm,
 )
 from jaxbp import rms_norm_backward as rms_backward
-from jaxbp.ops import _checks
+from jaxbp.ops._numerics import widen
 from pallas_kernels.dense import linear_sm90 as linear_kernels
 from pallas_kernels.norm import layer_norm_linear_sm90 as narrow_kernels
 
@@ -199,8 +198,7 @@ def test_kernels_lower_for_cuda_at_any_size(hidden, rows):
 
 
 @pytest.mark.parametrize(("hidden", "kernel"), [(256, True), (4096, True), (100, False), (1152, False), (16384, False)])
-def test_on_a_gpu_none_takes_the_kernels_where_they_stream_the_rows(hidden, kernel, monkeypatch):
-    monkeypatch.setattr(implementations, "kernels_run_here", lambda: True)
+def test_on_a_gpu_none_takes_the_kernels_where_they_stream_the_rows(hidden, kernel, on_hopper):
     x, scale, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((7, hidden), (hidden,), (3, hidden)))
     dy = jax.ShapeDtypeStruct((7, 3), jnp.bfloat16)
     assert ("mosaic_gpu" in cuda_program(layer_norm_backward, x, x, scale)) == kernel
@@ -239,7 +237,7 @@ def test_products_that_are_kernels_agree_with_the_formula_and_so_do_their_deriva
     @functools.partial(jax.jit, static_argnums=0)
     def run(implementation, *arrays):
         op = functools.partial(layer_norm_linear, implementation=implementation)
-        loss = lambda *arrays: jnp.sum(jnp.sin(_checks.widen(op(*arrays))))  # noqa: E731
+        loss = lambda *arrays: jnp.sum(jnp.sin(widen(op(*arrays))))  # noqa: E731
         gradients = jax.grad(loss, range(len(arrays)))
         return op(*arrays), *jax.jvp(gradients, arrays, arrays)
 

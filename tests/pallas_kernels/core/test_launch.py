@@ -16,7 +16,7 @@ from pallas_kernels.core.launch import batch_first, batch_last, launch
 from pallas_kernels.core.layouts import LANES, largest_divisor, vector_length
 from pallas_kernels.core.simulator import simulated
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FIRST, SECOND = pl.ds(0, LANES), pl.ds(LANES, LANES)
 
 

@@ -5,7 +5,7 @@ import pytest
 from helpers import normal
 
 from pallas_kernels.conv import conv2d_relu_max_pool2d as kernels
-from pallas_kernels.core import tiles
+from pallas_kernels.core import device, tiles
 
 KERNEL = "conv2d_relu_max_pool2d.weights_gradient"
 
@@ -37,7 +37,7 @@ def kernel(monkeypatch):
 
 
 def recording(tile, kernel="test_tiles.kernel", shapes="float32 4x128, window=2x2"):
-    return {tiles.device_kind(): {kernel: {shapes: tile}}}
+    return {device.kind(): {kernel: {shapes: tile}}}
 
 
 X = jnp.zeros((4, 128))
@@ -57,7 +57,7 @@ def test_other_shapes_are_left_to_the_kernels_own_rule(kernel, file, shape):
 
 def test_an_unknown_device_is_left_to_the_kernels_own_rule(kernel, file, monkeypatch):
     file(recording({"rows": 2, "columns": 3}))
-    monkeypatch.setattr(tiles, "device_kind", lambda: "NVIDIA H900")
+    monkeypatch.setattr(device, "kind", lambda: "NVIDIA H900")
     assert kernel(X, window=(2, 2)) == (None, None)
 
 
@@ -90,7 +90,7 @@ def test_a_recorded_tile_that_does_not_divide_is_refused(file):
 def test_the_packages_file_is_read_and_every_tile_in_it_names_a_kernel_and_its_sizes():
     for kernels_of in tiles.tiles(tiles.FILE).values():
         for name, recorded in kernels_of.items():
-            assert all(tile.keys() == tiles.KERNELS[name].sizes.keys() for tile in recorded.values())
+            assert all(tile.keys() == tiles.KERNELS[name].sweep.keys() for tile in recorded.values())
 
 
 def test_the_key_says_a_dtype_where_it_changes():

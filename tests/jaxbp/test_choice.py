@@ -1,7 +1,7 @@
 """How an op picks its implementation."""
 
+import dataclasses
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,8 @@ import pytest
 from helpers import assert_close, cuda_program, on_the_cpu
 
 import jaxbp
-from jaxbp import Fastest, Op, Pair, implementations
+from jaxbp import Fastest, Op, Pair
+from pallas_kernels.core.device import HOPPER, targeting
 from pallas_kernels.pointwise.elementwise import elementwise
 
 X = jnp.linspace(-1, 1, 5)
@@ -28,15 +29,13 @@ def marked(names=jaxbp.IMPLEMENTATIONS, **settings):
     return Op("marked", {name: MARKS[name] for name in names}, **settings)
 
 
-@pytest.fixture(params=[True, False], ids=["kernels run here", "kernels do not run here"])
-def kernels_run(request, monkeypatch):
-    monkeypatch.setattr(implementations, "kernels_run_here", lambda: request.param)
-    return request.param
+OLDER = dataclasses.replace(HOPPER, kind="NVIDIA A100", capability=(8, 0))
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(implementations, "kernels_run_here", lambda: True)
+@pytest.fixture(params=[True, False], ids=["kernels run", "kernels do not run"])
+def kernels_run(request):
+    with targeting(HOPPER if request.param else OLDER):
+        yield request.param
 
 
 @pytest.fixture
@@ -95,13 +94,13 @@ def test_none_without_jit_takes_the_fastest_for_the_platform_that_it_runs_on(ker
 
 @pytest.mark.parametrize("gpu", jaxbp.IMPLEMENTATIONS)
 @pytest.mark.parametrize("elsewhere", jaxbp.IMPLEMENTATIONS)
-def test_what_is_said_to_be_fastest_is_taken(gpu, elsewhere, on_a_gpu, run_on_the_cpu):
+def test_what_is_said_to_be_fastest_is_taken(gpu, elsewhere, on_hopper, run_on_the_cpu):
     op = marked(fastest=Fastest(gpu=gpu, elsewhere=elsewhere))
     assert taken_in(cuda_program(op, X)) == gpu
     np.testing.assert_array_equal(op(X), MARKS[elsewhere](X))
 
 
-def test_none_takes_what_is_fastest_on_older_gpus_for_what_a_kernel_does_not_take(on_a_gpu):
+def test_none_takes_what_is_fastest_on_older_gpus_for_what_a_kernel_does_not_take(on_hopper):
     op = marked(fastest=FASTEST, unsupported=lambda x: "anything")
     assert taken_in(cuda_program(op, X)) == "autodiff"
 
@@ -129,48 +128,25 @@ SQUARE = Pair(
 )
 
 
-def fresh_gradient():
-    """Not traced before, under another answer of `kernels_run_here`."""
-    return jax.grad(lambda x: jnp.sum(SQUARE(x)))
+gradient_of_square = jax.grad(lambda x: jnp.sum(SQUARE(x)))
 
 
 def test_a_kernel_is_lowered_for_cuda_where_kernels_run(kernels_run):
-    assert ("mosaic_gpu" in cuda_program(fresh_gradient(), X)) == kernels_run
+    assert ("mosaic_gpu" in cuda_program(gradient_of_square, X)) == kernels_run
 
 
-def test_the_same_function_lowered_for_the_cpu_is_right_and_has_nothing_of_the_kernel(on_a_gpu, run_on_the_cpu):
-    compiled = jax.jit(fresh_gradient()).lower(X).compile()
+def test_the_same_function_lowered_for_the_cpu_is_right_and_has_nothing_of_the_kernel(on_hopper, run_on_the_cpu):
+    compiled = jax.jit(gradient_of_square).lower(X).compile()
     assert_close(compiled(X), 2 * X, "float32")
     program = compiled.as_text()
     assert "conditional" not in program
     assert "custom-call" not in program
 
 
-def test_second_derivatives_lower_for_both_platforms(on_a_gpu, run_on_the_cpu):
-    gradient = fresh_gradient()
-    second = jax.grad(lambda x: jnp.sum(gradient(x)))
+def test_second_derivatives_lower_for_both_platforms(on_hopper, run_on_the_cpu):
+    second = jax.grad(lambda x: jnp.sum(gradient_of_square(x)))
     assert_close(jax.jit(second)(X), 2 + 0 * X, "float32")
     assert cuda_program(second, X)
-
-
-# ----------------------------------------------------------------------------------------------------------- the device
-
-
-@pytest.mark.parametrize(
-    ("capability", "run"),
-    [("9.0", True), ("10.0", True), ("12.1", True), ("8.9", False), ("7.5", False), ("gfx942", False), (None, False)],
-)
-def test_kernels_run_on_compute_capability_9_and_up(capability, run, monkeypatch):
-    device = types.SimpleNamespace() if capability is None else types.SimpleNamespace(compute_capability=capability)
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert implementations.kernels_run_here() == run
-
-
-def test_kernels_run_where_the_default_device_says(monkeypatch):
-    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability="9.0")])
-    assert implementations.kernels_run_here()
-    with jax.default_device(jax.devices("cpu")[0]):
-        assert not implementations.kernels_run_here()
 
 
 def test_what_is_fastest_may_depend_on_the_arguments():

@@ -1,0 +1,113 @@
+"""Element-wise ops: paired from their forward and the formula of their gradient, in one kernel for all of them.
+
+Half precisions are computed in float32. Gradients are summed over the axes along which an argument was broadcast.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxbp.ops import _checks
+from jaxbp.ops._fastest import FUSED
+from jaxbp.ops._numerics import widen
+from jaxbp.pairing import Fastest, Implementation, Pair
+from pallas_kernels.pointwise.elementwise import elementwise
+from pallas_kernels.pointwise.reductions import sum_over
+
+
+class Elementwise(Pair):
+    """A pair of element-wise formulas, with NumPy's broadcasting: gradients are summed over what was broadcast.
+
+    Args:
+      forward: `forward(*arrays, **options)`, in jnp.
+      gradient: `gradient(dy, *arrays, **options)`, a gradient for each array.
+      in_kernels: the same formula in what kernels can compute, if that is another.
+      fastest, fastest_vjp: as in `Pair`; by default `FUSED`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable,
+        gradient: Callable,
+        *,
+        in_kernels: Callable | None = None,
+        fastest: Fastest = FUSED,
+        fastest_vjp: Fastest = FUSED,
+    ):
+        def in_dtype(*arrays, **options):
+            return forward(*map(widen, arrays), **options).astype(arrays[0].dtype)
+
+        def formula(dy, *arrays, **options):
+            gradients = gradient(*map(widen, (dy, *arrays)), **options)
+            return _like(_summed(dy.shape, gradients, arrays), arrays)
+
+        def kernel(dy, *arrays, **options):
+            in_kernel = functools.partial(in_kernels or gradient, **options)
+            return _like(_gradient_kernels(in_kernel, dy, arrays), arrays)
+
+        super().__init__(
+            in_dtype,
+            {"xla": formula, "pallas": kernel},
+            name=name,
+            unsupported=_checks.unsupported,
+            fastest=fastest,
+            fastest_vjp=fastest_vjp,
+        )
+
+    def of(self, implementation: Implementation, arrays: dict[str, Any], **options: Any) -> Array:
+        """The op of named arrays, checked."""
+        values = _checks.floating(self.name, **arrays)
+        _checks.broadcast(self.name, **dict(zip(arrays, values, strict=True)))
+        return self(*values, implementation=implementation, **options)
+
+    def backward_of(self, implementation: Implementation, dy: Any, arrays: dict[str, Any], **options: Any) -> Any:
+        """The backward of named arrays, checked."""
+        op = self.vjp.name
+        dy, *values = _checks.floating(op, dy=dy, **arrays)
+        _checks.shape(op, "dy", dy, *_checks.broadcast(op, **dict(zip(arrays, values, strict=True))))
+        return self.vjp(dy, *values, implementation=implementation, **options)
+
+
+def _like(gradients, arrays):
+    """Gradients in their arrays' shapes and dtypes: a tuple, or the array itself if there is one."""
+    results = tuple(g.reshape(a.shape).astype(a.dtype) for g, a in zip(gradients, arrays, strict=True))
+    return results if len(results) > 1 else results[0]
+
+
+def _broadcast_axes(shape, a):
+    """The axes of `shape` along which `a` is broadcast."""
+    own = (1,) * (len(shape) - a.ndim) + a.shape
+    return tuple(axis for axis, size in enumerate(shape) if own[axis] != size or axis < len(shape) - a.ndim)
+
+
+def _summed(shape, gradients, arrays):
+    gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+    return [
+        jnp.sum(jnp.broadcast_to(g, shape), axis=_broadcast_axes(shape, a)) if a.shape != shape else g
+        for g, a in zip(gradients, arrays, strict=True)
+    ]
+
+
+def _gradient_kernels(gradient, dy, arrays):
+    """Gradients that are not summed by one kernel, and each that is by one that adds up while it computes."""
+
+    def only(wanted):
+        def formula(*values):
+            gradients = gradient(*values)
+            gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+            return tuple(gradients[i] for i in wanted)
+
+        return formula
+
+    results = [None] * len(arrays)
+    if whole := [i for i, a in enumerate(arrays) if a.shape == dy.shape]:
+        for i, g in zip(whole, elementwise(only(whole), dy, *arrays), strict=True):
+            results[i] = g
+    for i, a in enumerate(arrays):
+        if results[i] is None:
+            (results[i],) = sum_over(only([i]), dy, *arrays, axes=_broadcast_axes(dy.shape, a))
+    return results

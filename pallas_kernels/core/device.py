@@ -1,0 +1,112 @@
+"""The GPU that kernels are traced for: its architecture, multiprocessors, shared memory and L2 cache.
+
+Kernels choose their tiles by it, and refuse architectures that lack their instructions. It is read from JAX's default
+device, never from a constant in a kernel. Where that is no GPU, kernels are traced for Hopper, so that they can be
+lowered for CUDA on any machine. `targeting` names another GPU, to compile ahead of time for one that is not there.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A GPU, as its driver describes it.
+
+    Attributes:
+      kind: its name.
+      capability: compute capability, (major, minor).
+      multiprocessors: how many it has.
+      shared_bytes: shared memory that one program may use.
+      l2_bytes: size of the L2 cache.
+      registers: 32-bit registers of a multiprocessor.
+    """
+
+    kind: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+    l2_bytes: int
+    registers: int = 65536
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether Mosaic GPU compiles for it: bulk copies and their barriers came with compute capability 9.0."""
+        return self.capability >= (9, 0)
+
+
+HOPPER = Device("NVIDIA H200", (9, 0), 132, 232_448, 52_428_800)
+BLACKWELL = Device("NVIDIA B200", (10, 0), 148, 232_448, 132_644_864)
+BLACKWELL_RTX = Device("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 101_376, 134_217_728)
+"""Devices to compile for where they are not: figures of their drivers, as XLA's target configurations list them."""
+
+# A JAX context, not a global: its value is part of jit's cache key.
+_targeted = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def targeting(device: Device) -> Iterator[None]:
+    """Within it, kernels are traced for `device`, and `implementation=None` chooses for it."""
+    with _targeted(device):
+        yield
+
+
+def target() -> Device:
+    """The GPU that kernels are traced for now: the targeted one, else the default device, else Hopper."""
+    return present() or HOPPER
+
+
+def present() -> Device | None:
+    """The targeted GPU, else the default device if it is an NVIDIA GPU."""
+    if _targeted.value is not None:
+        return _targeted.value
+    device = _default_device()
+    return _described(device) if device.platform == "gpu" else None
+
+
+def kernels_run() -> bool:
+    """Whether the targeted or the default device is a GPU that kernels can be compiled for."""
+    device = present()
+    return device is not None and device.runs_kernels
+
+
+def kind() -> str:
+    """Of the device that a function is traced for: "NVIDIA H200", say, or "cpu"."""
+    return _targeted.value.kind if _targeted.value is not None else _default_device().device_kind
+
+
+def _default_device() -> jax.Device:
+    device = jax.config.jax_default_device
+    return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
+
+
+@functools.cache
+def _described(device: jax.Device) -> Device | None:
+    try:
+        major, minor = map(int, device.compute_capability.split("."))
+    except (AttributeError, ValueError):  # not NVIDIA's
+        return None
+    return Device(
+        kind=device.device_kind,
+        capability=(major, minor),
+        multiprocessors=device.core_count,
+        shared_bytes=_attribute(device, 97, HOPPER.shared_bytes),
+        l2_bytes=_attribute(device, 38, HOPPER.l2_bytes),
+        registers=_attribute(device, 82, HOPPER.registers),
+    )
+
+
+def _attribute(device: jax.Device, attribute: int, otherwise: int) -> int:
+    """A `CUdevice_attribute` by its number in cuda.h, from the driver; JAX passes on only some of them."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return otherwise
+    value = ctypes.c_int()
+    failed = driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device.local_hardware_id)
+    return otherwise if failed else value.value

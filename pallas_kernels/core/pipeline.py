@@ -1,0 +1,83 @@
+"""The one pipeline of the kernels: stages of shared memory that bulk copies fill ahead of their use.
+
+A `Ring` has a few stages. The copies of a step go into stage `step % stages`, all of them arrive at the barrier of
+that stage, and whoever uses the stage waits for it there. Two ways to keep it full:
+
+- One warpgroup, or all of them, both fetch and compute: `prefetch` some steps, then for each step `wait`, compute,
+  and `fetch` a later step into the stage that has just been read. The caller sees to it that it has been read.
+- A producer warpgroup does nothing but fetch, and consumer warpgroups compute: with barriers `free`, `produce` waits
+  until the consumers have `release`d a stage before it fills it again.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Stages of shared memory.
+
+    Attributes:
+      stages: how many.
+      copy: `copy(step, stage, barrier)` starts the bulk copies of a step, which arrive at `barrier`.
+      loaded: a barrier a stage, at which a step's copies arrive.
+      steps: how many steps there are, or None if no step is ever fetched that does not exist.
+      free: a barrier a stage, at which consumers arrive when they have read it; None without a producer.
+    """
+
+    stages: int
+    copy: Callable[[Any, Any, Any], None]
+    loaded: Any
+    steps: Any = None
+    free: Any = None
+
+    def stage(self, step: Any) -> Any:
+        return step % self.stages
+
+    def fetch(self, step: Any, prepare: Callable[[], None] = lambda: None) -> None:
+        """Starts a step's copies, if there is such a step; before them, `prepare` waits until the stage is free."""
+
+        def start():
+            prepare()
+            self._copy(step)
+
+        if self.steps is None:
+            start()
+        else:
+            pl.when(step < self.steps)(start)
+
+    def prefetch(self, ahead: int) -> None:
+        """Starts the copies of the first steps."""
+        for step in range(ahead):
+            self.fetch(step)
+
+    def wait(self, step: Any) -> None:
+        """Waits for a step's copies."""
+        plgpu.barrier_wait(self.loaded.at[self.stage(step)])
+
+    def release(self, step: Any) -> None:
+        """Tells the producer that a consumer has read a step's stage."""
+        plgpu.barrier_arrive(self.free.at[self.stage(step)])
+
+    def produce(self, step: Any) -> None:
+        """Starts a step's copies as soon as all consumers have released its stage."""
+        pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[self.stage(step)]))
+        self._copy(step)
+
+    def drain(self, steps: Any) -> None:
+        """Waits until the last stages are released: a CTA may not end while another arrives at its barriers."""
+
+        def wait(step, _):
+            plgpu.barrier_wait(self.free.at[self.stage(step)])
+
+        lax.fori_loop(jnp.maximum(steps - self.stages, 0), steps, wait, None)
+
+    def _copy(self, step):
+        stage = self.stage(step)
+        self.copy(step, stage, self.loaded.at[stage])
