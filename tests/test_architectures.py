@@ -81,8 +81,10 @@ def _programs(architecture):
     """label -> a function that gives (function, arguments)."""
     chosen = {}
     for name, entry in ENTRIES.items():
-        # At every place, ops with their gradients call all kernels; what differs in its formula alone calls no others.
-        places = [*entry.real][: 1 if entry.like or re.search("_backward|_with_", name) else None]
+        # At all its places a pair calls all kernels of its own and of its backward. What differs in its formula alone
+        # calls no others, and Hopper's places all run on a GPU as well.
+        one = entry.like or architecture == "9.0" or re.search("_backward|_with_", name)
+        places = [*entry.real][: 1 if one else None]
         chosen.setdefault(entry.like or name, []).extend((name, place, None) for place in places)
     for name, cases in chosen.items():
         yield f"{name} and what is like it, None", functools.partial(_all_of, cases)
