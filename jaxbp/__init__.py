@@ -1,6 +1,8 @@
 """jaxbp: pure functions paired with hand-written backward passes, as Pallas kernels, as formulas, or as JAX's own."""
 
-from jaxbp import verify
+import importlib
+from typing import TYPE_CHECKING
+
 from jaxbp.logic.circuit import Circuit, bitwise_gate_layer, pack_bits, unpack_bits
 from jaxbp.logic.wires import Wires
 from jaxbp.ops.activations import (
@@ -144,6 +146,19 @@ from jaxbp.ops.shapes import flatten
 from jaxbp.pairing import IMPLEMENTATIONS, Fastest, Implementation, Op, Pair, differentiable
 
 __version__ = "0.1.0"
+
+# What needs more than jax and jaxtyping, or takes time to import, is imported when it is asked for.
+if TYPE_CHECKING:
+    from jaxbp import catalogue as catalogue
+    from jaxbp import nn as nn
+    from jaxbp import verify as verify
+else:
+
+    def __getattr__(name):
+        if name in ("catalogue", "nn", "verify"):
+            return importlib.import_module(f"jaxbp.{name}")
+        raise AttributeError(f"module 'jaxbp' has no attribute {name!r}")
+
 
 __all__ = [
     "IMPLEMENTATIONS",

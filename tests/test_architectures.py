@@ -1,0 +1,141 @@
+"""Every op, and every kernel that supports it, compiles for Hopper, Blackwell and Blackwell RTX: without such a GPU.
+
+Needs CUDA's compiler, of which `ahead_of_time.missing` says what is not installed.
+"""
+
+import functools
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from ahead_of_time import compile_for, missing
+from helpers import ENTRIES, case_of, op_of, results_of, value_and_gradients
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core import device
+
+DEVICES = {"9.0": device.HOPPER, "10.0": device.BLACKWELL, "12.0": device.BLACKWELL_RTX}
+BATCH = 8192
+KERNEL = 'custom_call_target="mosaic_gpu'
+WITHOUT_WGMMA = {
+    *("conv2d", "conv2d_relu_max_pool2d", "divide", "gate_layer", "layer_norm", "layer_norm_linear", "linear"),
+    *("max_pool2d", "relu", "rms_norm", "softmax_cross_entropy"),
+}
+"""What has kernels that need no tensor cores."""
+
+
+# ------------------------------------------------------------------------- what is compiled, in processes of their own
+
+
+def _wgmma():
+    """A product by the instruction that Hopper alone has."""
+
+    def body(a, b, y, a_shared, b_shared, arrived):
+        plgpu.copy_gmem_to_smem(a, a_shared, arrived)
+        plgpu.copy_gmem_to_smem(b, b_shared, arrived)
+        plgpu.barrier_wait(arrived)
+
+        def product(total):
+            plgpu.wgmma(total, a_shared, b_shared)
+            return total[...]
+
+        y[...] = pl.run_scoped(product, plgpu.ACC((64, 128), jnp.float32))
+
+    layout = dict(transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    shapes = [(64, 64), (64, 128)]
+    scratch = [*(plgpu.SMEM(shape, jnp.bfloat16, **layout) for shape in shapes), plgpu.Barrier(num_arrivals=2)]
+    out = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    return plgpu.kernel(body, out_type=out, scratch_types=scratch), [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes
+    ]
+
+
+def _case(name, place, implementation, dtype="float32"):
+    """An op with its gradients, or a public backward, and its arguments."""
+    op, arrays = op_of(name, place, implementation), case_of(name, place).structs(BATCH if place else 2, dtype)
+    if "_backward" in name:
+        return op, arrays
+    return value_and_gradients(op), (arrays, results_of(op, arrays))
+
+
+def _all_of(cases):
+    """One function for several cases: XLA takes longer for many programs than for one of the same size."""
+    functions, arguments = zip(*itertools.starmap(_case, cases), strict=True)
+    return lambda *of_each: [f(*a) for f, a in zip(functions, of_each, strict=True)], arguments
+
+
+def _with_kernels(name, place, dtype, precision):
+    function, arguments = _case(name, place, "pallas", dtype)
+    return jax.default_matmul_precision(precision)(function), arguments
+
+
+def _programs(architecture):
+    """label -> a function that gives (function, arguments)."""
+    chosen = {}
+    for name, entry in ENTRIES.items():
+        # At all its places a pair calls all kernels of its own and of its backward. What differs in its formula alone
+        # calls no others, and Hopper's places all run on a GPU as well.
+        one = entry.like or architecture == "9.0" or re.search("_backward|_with_", name)
+        places = [*entry.real][: 1 if one else None]
+        chosen.setdefault(entry.like or name, []).extend((name, place, None) for place in places)
+    for name, cases in chosen.items():
+        yield f"{name} and what is like it, None", functools.partial(_all_of, cases)
+    for name in chosen:
+        if not re.search("_backward|_with_", name):
+            cases = [(None, "bfloat16", "default"), (None, "float32", "default"), (None, "float32", "highest")]
+            # At a real size None takes Hopper's kernels. Elsewhere it leaves some to XLA, which are to compile as well.
+            if architecture != "9.0":
+                cases.append((next(iter(ENTRIES[name].real)), "float32", "highest"))
+            for case in cases:
+                yield ", ".join(map(str, (name, "pallas", *case))), functools.partial(_with_kernels, name, *case)
+    yield "wgmma", _wgmma
+
+
+def _compile_all(architecture):
+    """Prints a line of JSON before each program, and one after it: a compiler may end the process."""
+    for label, make in _programs(architecture):
+        print(json.dumps({"program": label}), flush=True)
+        try:
+            function, arguments = make()
+            outcome = {"kernels": compile_for(DEVICES[architecture], function, *arguments).as_text().count(KERNEL)}
+        except NotImplementedError as refused:
+            outcome = {"refused": str(refused)}
+        except Exception as failed:
+            outcome = {"failed": f"{type(failed).__name__}: {failed}"[:1000]}
+        print(json.dumps({"program": label} | outcome), flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- the tests
+
+
+@pytest.mark.once
+@pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
+@pytest.mark.parametrize("architecture", DEVICES)
+def test_every_op_compiles(architecture):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, __file__, architecture]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, f"ended while compiling {lines[-1:]}\n{done.stderr}"
+    outcomes = {line.pop("program"): line for line in lines}
+
+    # Were kernels compiled only when they are loaded, this one would compile for all.
+    wgmma = outcomes.pop("wgmma")
+    assert ("wgmma" in wgmma.get("failed", "")) == (architecture != "9.0"), wgmma
+
+    assert {label: outcome for label, outcome in outcomes.items() if "failed" in outcome} == {}
+    assert [label for label, outcome in outcomes.items() if label.endswith("None") and "refused" in outcome] == []
+    with_kernels = {label.split(",")[0] for label, outcome in outcomes.items() if outcome.get("kernels")}
+    assert with_kernels >= WITHOUT_WGMMA
+
+
+if __name__ == "__main__":
+    _compile_all(sys.argv[1])

