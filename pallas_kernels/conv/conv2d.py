@@ -192,9 +192,10 @@ def _sum_split(dy_ref, x_ref, dw_ref, *, split, k, c, u, v, config, stride, per_
         ]
         sums, loaded = list(sums), {}
         for s, (kt, ct, ut, vt) in enumerate(tile):
+            channel = c * config.in_channels + ct
             position = i * stride[0] + u * config.rows + ut, j * stride[1] + v * config.columns + vt
             if (ct, ut, vt) not in loaded:
-                loaded[ct, ut, vt] = x_ref[c * config.in_channels + ct, *position, lanes].astype(jnp.float32)
+                loaded[ct, ut, vt] = x_ref[channel, *position, lanes].astype(jnp.float32)
             sums[s] += gradients[kt] * loaded[ct, ut, vt]
         return tuple(sums)
 

@@ -106,7 +106,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
       y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the places `r * S + s`, uint8 of that shape,
       R * S where y = 0.
     """
-    (C, H, W, N), (K, _, F, G), (R, S) = x.shape, w.shape, window
+    (_, H, W, N), (K, _, F, G), (R, S) = x.shape, w.shape, window
     P, Q = (H - F + 1) // R, (W - G + 1) // S
     wanted = config.programs_per_multiprocessor * device.target().multiprocessors
     # Fewer windows and channels a program where the batch alone does not keep the GPU busy.
@@ -156,11 +156,11 @@ class _ForwardProgram:
             sums = [[zero] * places] * (self.channels * self.windows)
             sums = add_channel(0, sums) if C == 1 else lax.fori_loop(0, C, add_channel, sums)
             for (o, n), window in zip(self.windows_by_channel(), sums, strict=True):
-                channel = k * self.channels + o
                 largest, at = _first_maximum(window)
-                largest += b[channel]
-                y[channel, p, q + n, lanes] = jnp.maximum(largest, 0.0).astype(y.dtype)
-                place[p, channel, q + n, lanes] = jnp.where(largest > 0, at, places).astype(jnp.uint8)
+                largest += b[k * self.channels + o]
+                y[k * self.channels + o, p, q + n, lanes] = jnp.maximum(largest, 0.0).astype(y.dtype)
+                at = jnp.where(largest > 0, at, places)
+                place[p, k * self.channels + o, q + n, lanes] = at.astype(jnp.uint8)
 
         lax.fori_loop(0, self.turns, take_windows, None)
 

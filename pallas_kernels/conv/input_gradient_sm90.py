@@ -241,9 +241,7 @@ class _Program:
                 self.write(p + n, cell[...])
             return
         if len(sums) < sizes.reach:
-            pl.run_scoped(
-                functools.partial(self.rows_from, p, fetched, *sums), plgpu.ACC((_EXAMPLES, sizes.cell))
-            )
+            pl.run_scoped(functools.partial(self.rows_from, p, fetched, *sums), plgpu.ACC((_EXAMPLES, sizes.cell)))
             return
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.route, *fetched))
         plgpu.commit_smem()

@@ -440,9 +440,7 @@ class _Program:
         channels, rows = sizes.config.channels, sizes.band * sizes.W
         for channel in range(channels):
             under = pl.ds(((self.c * channels + channel) * sizes.H + p * sizes.R) * sizes.W, rows)
-            plgpu.copy_gmem_to_smem(
-                self.x.at[under, examples], self.xs.at[stage, pl.ds(channel * rows, rows)], barrier
-            )
+            plgpu.copy_gmem_to_smem(self.x.at[under, examples], self.xs.at[stage, pl.ds(channel * rows, rows)], barrier)
         self.copy_gradient(p, examples, stage, barrier)
 
     def copy_gradient(self, p, examples, stage, barrier):
