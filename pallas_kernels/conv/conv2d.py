@@ -203,8 +203,13 @@ def _sum_split(dy_ref, x_ref, dw_ref, *, split, k, c, u, v, config, stride, per_
     first, last = split * per_split, jnp.minimum((split + 1) * per_split, units)
     sums = lax.fori_loop(first * columns, last * columns, add_position, (zero,) * len(tile))
     for total, (kt, ct, ut, vt) in zip(sums, tile, strict=True):
-        channels = k * config.out_channels + kt, c * config.in_channels + ct
-        dw_ref[split, *channels, u * config.rows + ut, v * config.columns + vt] = jnp.sum(total)
+        dw_ref[
+            split,
+            k * config.out_channels + kt,
+            c * config.in_channels + ct,
+            u * config.rows + ut,
+            v * config.columns + vt,
+        ] = jnp.sum(total)
 
 
 # ----------------------------------------------------------------------------------------------------------- sum_batch

@@ -213,15 +213,15 @@ def _cheapest(sizes: Any) -> Config | None:
     of = sizes(Config(1, 1, True, 0))
     if any(rows % 8 for rows in (of.K * of.Q, of.band * of.W, of.R * of.W, of.H * of.W)):
         return None
-    candidates = [
+    candidates = (
         sizes(Config(channels, places, images_on_left, 0))
         for channels in range(1, of.C + 1)
         if of.C % channels == 0
         for places in range(1, of.R * of.S + 1)
         if of.R * of.S % places == 0
         for images_on_left in (False, True)
-    ]
-    best = min(filter(_Sizes.fit, candidates), key=_Sizes.clocks, default=None)
+    )
+    best = min((found for found in candidates if found.fit()), key=_Sizes.clocks, default=None)
     return best and dataclasses.replace(best.config, stages=best.stages)
 
 

@@ -66,8 +66,8 @@ BLOCKS = {
     [
         ("image", Config(channels=1, places=4, images_on_left=True, stages=4)),
         ("gradient", Config(channels=2, places=4, images_on_left=False, stages=4)),
-        ("lenet1", Config(channels=1, places=2, images_on_left=True, stages=3)),
-        ("lenet2", Config(channels=2, places=4, images_on_left=False, stages=2)),
+        ("lenet1", Config(channels=1, places=2, images_on_left=True, stages=4)),
+        ("lenet2", Config(channels=2, places=4, images_on_left=False, stages=4)),
     ],
 )
 def test_configs(block, config):
@@ -85,6 +85,14 @@ def test_rows_that_do_not_come_in_eights_are_refused():
     assert "do not come in eights" in tensor_cores.weights_gradient.supports(dy, place, x, window=WINDOW)
     dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 5, 5, LANES), (1, 7, 7, LANES)))
     assert "do not come in eights" in tensor_cores.correlate_batch.supports(dy, x)
+
+
+def test_a_convolution_takes_rows_of_a_channel_that_come_in_eights():
+    dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((32, 8, 6, LANES), (8, 8, 8, LANES)))
+    # Four rows of six columns: fewer places would be 6 or 12 rows a channel, which no swizzled copy begins with.
+    assert tensor_cores.correlate_batch.supports(dy, x) is not None
+    dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 8, 8, LANES), (6, 12, 12, LANES)))
+    assert tensor_cores.correlate_batch.heuristic(dy, x) == Config(3, 2, images_on_left=False, stages=4)
 
 
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])
