@@ -6,7 +6,7 @@
 
 A tile is timed as `experiments.bench` times: device time, a median of rounds, each call with arrays of its own. It has
 to give the result of the kernel's own rule, and is recorded if it beats that by more than 3%. What a sweep tries is
-listed where the kernel is: see `pallas_kernels.tiles.tunable`.
+listed where the kernel is: see `pallas_kernels.core.tiles.kernel`.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,11 +74,12 @@ def tune(config: TuneConfig) -> None:
     Raises:
       UserError: (a ValueError) for unknown kernels, and where no kernels run.
     """
-    if unknown := [name for name in config.kernels if name not in tiles.KERNELS]:
-        raise UserError(f"unknown kernel {', '.join(unknown)}: wanted some of {', '.join(tiles.KERNELS)}")
+    swept = [name for name, kernel in tiles.KERNELS.items() if kernel.sweep]
+    if unknown := [name for name in config.kernels if name not in swept]:
+        raise UserError(f"unknown kernel {', '.join(unknown)}: wanted some of {', '.join(swept)}")
     if not device.kernels_run():
         raise UserError("tiles are for the GPU that they are timed on: wanted one of compute capability 9.0 or higher")
-    for name, block, batch in itertools.product(config.kernels or tiles.KERNELS, BLOCKS, config.batch):
+    for name, block, batch in itertools.product(config.kernels or swept, BLOCKS, config.batch):
         kernel = tiles.KERNELS[name]
         shapes, options = arguments(kernel, *BLOCKS[block], batch)
         print(f"{name} {block}, batch {batch}", flush=True)
@@ -87,7 +88,9 @@ def tune(config: TuneConfig) -> None:
             record(config.file, name, tiles.key(*shapes, **options), tile)
 
 
-def arguments(kernel: Callable, channels: int, size: int, out_channels: int, batch: int) -> tuple[list, dict[str, Any]]:
+def arguments(
+    kernel: tiles.Kernel, channels: int, size: int, out_channels: int, batch: int
+) -> tuple[list, dict[str, Any]]:
     """A kernel's arrays, as shapes, and options in a block, by the names of its parameters."""
     (F, G), (R, S) = FILTER, WINDOW
     P, Q = (size - F + 1) // R, (size - G + 1) // S
@@ -104,15 +107,16 @@ def arguments(kernel: Callable, channels: int, size: int, out_channels: int, bat
     return structs, {name: value for name, value in options.items() if name in names}
 
 
-def sweep(kernel: Callable, shapes: Sequence[Any], options: Mapping[str, Any], seconds: float) -> dict[str, int]:
+def sweep(kernel: tiles.Kernel, shapes: Sequence[Any], options: Mapping[str, Any], seconds: float) -> dict[str, int]:
     """Times the candidates of a kernel. Returns the fastest, or nothing where its own rule is as fast."""
     bytes_a_call = sum(math.prod(a.shape) * a.dtype.itemsize for a in shapes)
     calls = min(MOST_CALLS, math.ceil(CACHE_BYTES / bytes_a_call))
     sets = jax.block_until_ready(tuple(jax.jit(draw, static_argnums=1)(seed, tuple(shapes)) for seed in range(calls)))
     programs, reference, times = set(), [], {}
+    rule = kernel.heuristic(*shapes, **options)
     for tile in ({}, *candidates(kernel)):
         name = ", ".join(f"{size}={value}" for size, value in tile.items()) or "the rule"
-        function = functools.partial(kernel.__wrapped__, **options, **tile)
+        function = functools.partial(kernel, **options, config=dataclasses.replace(rule, **tile))
         try:
             lowered = jax.jit(function).lower(*sets[0])
             if (text := lowered.as_text()) in programs:
@@ -130,11 +134,11 @@ def sweep(kernel: Callable, shapes: Sequence[Any], options: Mapping[str, Any], s
             continue
         times[timed["microseconds"]] = tile
         print(f"  {name}: {timed['microseconds']:.1f} µs", flush=True)
-    rule, fastest = next(iter(times)), min(times)
-    return times[fastest] if rule > GAIN * fastest else {}
+    fastest = min(times)
+    return times[fastest] if next(iter(times)) > GAIN * fastest else {}
 
 
-def candidates(kernel: Callable) -> Iterator[dict[str, int]]:
+def candidates(kernel: tiles.Kernel) -> Iterator[dict[str, int]]:
     """Every combination of a kernel's sizes."""
     for values in itertools.product(*kernel.sweep.values()):
         yield dict(zip(kernel.sweep, values, strict=True))

@@ -7,8 +7,7 @@ from jaxtyping import Float
 from jaxbp.ops import _checks
 from jaxbp.ops._fastest import FUSED
 from jaxbp.ops._numerics import widen
-from jaxbp.ops.conv2d import Padding, Size
-from jaxbp.ops.max_pool2d import check_options, output_size
+from jaxbp.ops._windows import Padding, Size, output_size, pool_options
 from jaxbp.pairing import Implementation, Pair
 from pallas_kernels.conv.conv2d import correlate
 from pallas_kernels.core.launch import batch_first, batch_last
@@ -165,5 +164,5 @@ def global_avg_pool2d_backward(
 
 
 def _options(op, input_size, window, stride, padding):
-    options = check_options(op, input_size, window, stride, padding)
+    options = pool_options(op, input_size, window, stride, padding)
     return {name: value for name, value in options.items() if name != "input_size"}

@@ -8,22 +8,21 @@ import functools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Float
 
-from jaxbp.ops import _checks
+from jaxbp.ops import _checks, _filter_matrix
 from jaxbp.ops._numerics import on_tensor_cores
-from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable, transpose
+from jaxbp.ops._windows import Padding, Size, output_size, window_padding
+from jaxbp.pairing import Fastest, Implementation, Op, Pair, composed, differentiable, transpose
 from pallas_kernels.conv import conv2d as kernels
-from pallas_kernels.conv import weights_gradient_sm90 as tensor_cores
-from pallas_kernels.core.launch import batch_first, batch_last
+from pallas_kernels.conv import weights_gradient_sm90
+from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.core.layouts import LANES
-
-Size = int | tuple[int, int]
-Padding = int | tuple[int, int] | str
 
 
 def forward(x, w, b, *, stride, padding, dilation, groups, precision):
@@ -61,7 +60,7 @@ def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
 
 def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
     """The convolution as one product of matrices: of the filters, and of what every place of a filter looks at."""
-    out = output_size(x.shape[2:], w.shape[2:], dict(stride=stride, padding=padding, dilation=dilation))
+    out = output_size(x.shape[2:], w.shape[2:], stride=stride, padding=padding, dilation=dilation)
     x = jnp.pad(x, ((0, 0), (0, 0), *padding)).swapaxes(0, 1)
     columns = []
     for place in np.ndindex(w.shape[2:]):
@@ -89,24 +88,24 @@ def _convolve(x, w, *, dimension_numbers, **options):
 
 
 def _forward_kernel(x, w, b, **options):
-    size = output_size(x.shape[2:], w.shape[2:], options)
+    size = output_size(x.shape[2:], w.shape[2:], **options)
     if not _product_pays(w, x.shape[2:], size, options["precision"]):
         return forward(x, w, b, **options)
-    y = kernels.times_matrix(x, _filter_matrix(w, x.shape[2:], size, **options), precision=options["precision"])
+    y = _filter_matrix.times_matrix(x, _matrix(w, x.shape[2:], size, **options), precision=options["precision"])
     y = y if b is None else y + jnp.repeat(b, math.prod(size))
     return y.reshape(x.shape[0], w.shape[0], *size)
 
 
-def _filter_matrix(w, input_size, output_size, *, stride, padding, dilation, **options):
+def _matrix(w, input_size, output_size, *, stride, padding, dilation, **options):
     before = tuple(p for p, _ in padding)
-    return kernels.filter_matrix(
+    return _filter_matrix.filter_matrix(
         w, input_size=input_size, output_size=output_size, stride=stride, before=before, dilation=dilation
     )
 
 
 def _product_pays(w, input_size, output_size, precision):
-    """Whether the convolution and its gradient in the input are faster as a product on the tensor cores."""
-    return on_tensor_cores(w.dtype, precision) and kernels.matrix_pays(w.shape, input_size, output_size)
+    """Whether the convolution and its gradient in the input are faster as the library's product on the tensor cores."""
+    return on_tensor_cores(w.dtype, precision) and _filter_matrix.pays(w.shape, input_size, output_size)
 
 
 # ----------------------------------------------------------------------------------------------- gradient in the input
@@ -144,8 +143,8 @@ def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, grou
 def _input_gradient_kernel(dy, w, *, input_size, **options):
     if not _product_pays(w, input_size, dy.shape[2:], options["precision"]):
         return _input_gradient_exact(dy, w, input_size=input_size, **options)
-    matrix = _filter_matrix(w, input_size, dy.shape[2:], **options)
-    dx = kernels.times_matrix(dy, matrix, transposed=True, precision=options["precision"])
+    matrix = _matrix(w, input_size, dy.shape[2:], **options)
+    dx = _filter_matrix.times_matrix(dy, matrix, transposed=True, precision=options["precision"])
     return dx.reshape(dy.shape[0], w.shape[1], *input_size)
 
 
@@ -196,7 +195,7 @@ def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, g
 
 
 def _weights_gradient_kernel(dy, x, **options):
-    if _sums_with_biases(dy, x, **options):
+    if _one_pass_pays(dy, x, **options):
         return _parameter_gradients_kernel(dy, x, **options)[0]
     dw = kernels.correlate_batch(batch_last(dy), _reached(dy, x, **options), stride=options["stride"])
     return dw.astype(dy.dtype)
@@ -207,16 +206,23 @@ def _parameter_gradients_formula(dy, x, **options):
 
 
 def _parameter_gradients_kernel(dy, x, **options):
-    dw, db = tensor_cores.correlate_batch(batch_last(dy), _reached(dy, x, **options))
+    arrays = batch_last(dy), _reached(dy, x, **options)
+    dw, db = on_gpu(weights_gradient_sm90.correlate_batch, _parameter_gradients_exact, *arrays)
     return dw.astype(dy.dtype), db.astype(dy.dtype)
 
 
-def _sums_with_biases(dy, x, *, filter_size, stride, precision, **options):
-    """Whether the tensor cores make the weights' gradient, and the bias's in the same pass."""
+def _parameter_gradients_exact(dy_last, x_last):
+    dw = kernels.correlate_batch(dy_last, x_last)
+    return dw, kernels.sum_batch(dy_last.reshape(dy_last.shape[0], -1, dy_last.shape[-1]))
+
+
+def _one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
+    """Whether a kernel makes the weights' gradient and the bias's in one pass on the tensor cores."""
     reached = [out + f - 1 for out, f in zip(dy.shape[2:], filter_size, strict=True)]
-    shapes = (*dy.shape[1:], LANES), (x.shape[1], *reached, LANES)
-    planned = stride == (1, 1) and tensor_cores.correlate_batch_plan(*shapes, dy.dtype.itemsize) is not None
-    return planned and on_tensor_cores(dy.dtype, precision)
+    dy_last = jax.ShapeDtypeStruct((*dy.shape[1:], LANES), dy.dtype)
+    x_last = jax.ShapeDtypeStruct((x.shape[1], *reached, LANES), x.dtype)
+    allowed = stride == (1, 1) and on_tensor_cores(dy.dtype, precision)
+    return allowed and weights_gradient_sm90.correlate_batch.pays(dy_last, x_last)
 
 
 def _reached(dy, x, *, filter_size, stride, padding, dilation, **options):
@@ -272,7 +278,7 @@ def _fastest(w, input_size, output_size, precision):
 
 
 def _fastest_forward(x, w, b, **options):
-    return _fastest(w, x.shape[2:], output_size(x.shape[2:], w.shape[2:], options), options["precision"])
+    return _fastest(w, x.shape[2:], output_size(x.shape[2:], w.shape[2:], **options), options["precision"])
 
 
 def _fastest_input_gradient(dy, w, *, input_size, precision, **options):
@@ -281,7 +287,7 @@ def _fastest_input_gradient(dy, w, *, input_size, precision, **options):
 
 _FORWARD = Op(
     "conv2d",
-    {"xla": forward_formula, "pallas": differentiable(_forward_kernel, forward)},
+    {"xla": forward_formula, "pallas": differentiable(_forward_kernel, forward_formula)},
     unsupported=_unsupported,
     fastest=_fastest_forward,
 )
@@ -325,34 +331,29 @@ _PARAMETER_GRADIENTS = Op(
 )
 
 
-def _backward(implementation):
-    def backward(dy, x, w, b, **options):
-        chosen = dict(implementation=implementation)
-        of_weights = dict(filter_size=w.shape[2:], **options)
-        if b is not None and _unsupported(dy, **options) is None and _sums_with_biases(dy, x, **of_weights):
-            dw, db = _PARAMETER_GRADIENTS(dy, x, **chosen, **of_weights)
-        else:
-            dw = _WEIGHTS_GRADIENT(dy, x, **chosen, **of_weights)
-            db = None if b is None else _BIAS_GRADIENT(dy, **chosen)
-        dx = _INPUT_GRADIENT(dy, w, input_size=x.shape[2:], **chosen, **options)
-        return dx, dw, db
-
-    return backward
+def _save(x, w, b, *, implementation, **options):
+    return _FORWARD(x, w, b, implementation=implementation, **options), (x, w, b)
 
 
-def _save(function):
-    return lambda x, w, b, **options: (function(x, w, b, **options), (x, w, b))
+def _gradients(dy, x, w, b, *, implementation, **options):
+    of_weights = dict(filter_size=w.shape[2:], implementation=implementation, **options)
+    if b is not None and _unsupported(dy, **options) is None and _one_pass_pays(dy, x, **of_weights):
+        dw, db = _PARAMETER_GRADIENTS(dy, x, **of_weights)
+    else:
+        dw = _WEIGHTS_GRADIENT(dy, x, **of_weights)
+        db = None if b is None else _BIAS_GRADIENT(dy, implementation=implementation)
+    return _INPUT_GRADIENT(dy, w, input_size=x.shape[2:], implementation=implementation, **options), dw, db
 
 
 _CONV2D = Pair(
     forward,
-    Op("conv2d_backward", {name: _backward(name) for name in ("pallas", "xla")}),
-    save={"xla": _save(forward_formula), "pallas": _save(differentiable(_forward_kernel, forward_formula))},
+    Op("conv2d_backward", composed(_gradients)),
+    save=composed(_save),
     name="conv2d",
     unsupported=_unsupported,
 )
-# What None stands for: the forward and each gradient by the fastest of its own.
-_CONV2D_FASTEST = Pair(_FORWARD, {"xla": _backward(None)}, name="conv2d")
+# Under None the forward takes the fastest of its own too, also where no gradient is wanted.
+_CONV2D_BY_PART = Pair(_FORWARD, Op("conv2d_backward", composed(_gradients, (None,))), name="conv2d")
 
 
 # ------------------------------------------------------------------------------------------------------------- public
@@ -384,7 +385,8 @@ def conv2d(
       precision: of the products, as in `jax.lax.conv_general_dilated`. The kernels compute in full float32, except that
         small images are multiplied with a matrix of the filters where the precision lets the tensor cores do so: a NaN
         or infinity then spreads over its image.
-      implementation: "pallas" (no dilation, no groups), "xla", "autodiff", or None for the fastest here.
+      implementation: "pallas" (no dilation, no groups), "xla", "autodiff", or None for the fastest of the platform.
+        Under "pallas" the convolution itself, and products with a matrix of the filters, are left to the library.
 
     Returns:
       y, in x's dtype, of height `(height + 2 p - d (filter_height - 1) - 1) // s + 1`, and width alike.
@@ -400,7 +402,7 @@ def conv2d(
     options = check(
         "conv2d", x, w, b, stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision
     )
-    pair = _CONV2D_FASTEST if implementation is None else _CONV2D
+    pair = _CONV2D_BY_PART if implementation is None else _CONV2D
     return pair(x, w, b, implementation=implementation, **options)
 
 
@@ -438,7 +440,7 @@ def conv2d_backward_input(
     _checks.shape(op, "w", w, "out_channels", "in_channels/groups", "filter_height", "filter_width")
     input_size = _checks.pair(op, "input_size", input_size, at_least=1)
     options = _options(op, input_size, w.shape[2:], stride, padding, dilation, groups, precision)
-    _checks.shape(op, "dy", dy, "batch", w.shape[0], *output_size(input_size, w.shape[2:], options))
+    _checks.shape(op, "dy", dy, "batch", w.shape[0], *output_size(input_size, w.shape[2:], **options))
     _check_channels(op, "x", (dy.shape[0], w.shape[1] * groups), w.shape, groups)
     return _INPUT_GRADIENT(dy, w, input_size=input_size, implementation=implementation, **options)
 
@@ -477,7 +479,7 @@ def conv2d_backward_weights(
     _checks.shape(op, "x", x, "batch", "in_channels", "height", "width")
     filter_size = _checks.pair(op, "filter_size", filter_size, at_least=1)
     options = _options(op, x.shape[2:], filter_size, stride, padding, dilation, groups, precision)
-    _checks.shape(op, "dy", dy, x.shape[0], "out_channels", *output_size(x.shape[2:], filter_size, options))
+    _checks.shape(op, "dy", dy, x.shape[0], "out_channels", *output_size(x.shape[2:], filter_size, **options))
     _check_channels(op, "x", x.shape, (dy.shape[1], x.shape[1] // groups), groups)
     return _WEIGHTS_GRADIENT(dy, x, filter_size=filter_size, implementation=implementation, **options)
 
@@ -527,25 +529,6 @@ def _options(op, input_size, filter_size, stride, padding, dilation, groups, pre
                 f"{input_size[0]} x {input_size[1]} with padding {padding}"
             )
     return dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
-
-
-def window_padding(op, padding, input_size, window, stride):
-    """`padding` as (before, behind) for rows and for columns, for an op that moves a window over an input."""
-    if isinstance(padding, str):
-        if padding.upper() not in ("SAME", "VALID"):
-            raise ValueError(f"{op}: padding is {padding!r}; wants an int, a pair of ints, 'SAME' or 'VALID'")
-        return tuple(tuple(map(int, p)) for p in lax.padtype_to_pads(input_size, window, stride, padding.upper()))
-    rows, columns = _checks.pair(op, "padding", padding, at_least=0)
-    return (rows, rows), (columns, columns)
-
-
-def output_size(input_size, filter_size, options):
-    return tuple(
-        (size + sum(p) - (f - 1) * d - 1) // s + 1
-        for size, f, p, s, d in zip(
-            input_size, filter_size, options["padding"], options["stride"], options["dilation"], strict=True
-        )
-    )
 
 
 def _check_channels(op, name, x_shape, w_shape, groups):

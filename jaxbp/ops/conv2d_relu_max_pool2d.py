@@ -1,25 +1,26 @@
 """Convolution, ReLU and max-pooling as one op, which keeps a byte a window where three ops keep three activations."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Float, Integer
 
-from jaxbp.ops import _checks, conv2d, max_pool2d
+from jaxbp.ops import _checks, _filter_matrix, conv2d, max_pool2d
 from jaxbp.ops._numerics import on_tensor_cores
-from jaxbp.ops.conv2d import Padding, Size
+from jaxbp.ops._windows import Padding, Size, output_size, pool_options
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from pallas_kernels.conv import conv2d_relu_max_pool2d as kernels
-from pallas_kernels.conv import input_gradient_sm90 as input_tensor_cores
-from pallas_kernels.conv import weights_gradient_sm90 as tensor_cores
-from pallas_kernels.core.launch import batch_first, batch_last
+from pallas_kernels.conv import input_gradient_sm90, weights_gradient_sm90
+from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 
 
 def _split(x_size, w_size, *, window, stride, padding, precision):
     """The options of the convolution and of the pool."""
     convolution = dict(stride=stride, padding=padding, dilation=(1, 1), groups=1, precision=precision)
-    size = conv2d.output_size(x_size, w_size, convolution)
+    size = output_size(x_size, w_size, **convolution)
     return convolution, dict(window=window, stride=window, padding=((0, 0), (0, 0)), input_size=size)
 
 
@@ -70,63 +71,59 @@ def _gradients_kernel(dy, places, x, w, b, *, window, stride, padding, precision
     used = [n * size + f - 1 for n, size, f in zip(dy.shape[2:], window, w.shape[2:], strict=True)]
     reached = [(p, u - size - p, 0) for (p, _), u, size in zip(padding, used, x.shape[2:], strict=True)]
     x_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *reached, (0, 0, 0)])
-    exact = not on_tensor_cores(x.dtype, precision)
-    pays = not exact and tensor_cores.pays(dy_last.shape, x_last.shape, window, x.dtype.itemsize)
-    weights_gradient = (tensor_cores if pays else kernels).weights_gradient
-    dw, db = weights_gradient(dy_last, places_last, x_last, window=window)
-    size = dict(input_size=tuple(used), window=window)
-    if not exact and x.dtype == jnp.float32 and input_tensor_cores.pays(dy_last.shape, w.shape, window):
-        dx_last = input_tensor_cores.input_gradient(dy_last, places_last, w, **size)
-    elif not exact and kernels.band_fits(w.shape, dy_last.shape, used[1], window):
-        dx_last = kernels.input_gradient_banded(dy_last, places_last, w, precision=precision, **size)
-    else:
-        dx_last = kernels.input_gradient(dy_last, places_last, w, **size)
+    arrays, tensor_cores = (dy_last, places_last), on_tensor_cores(x.dtype, precision)
+    dw, db = _weights_gradient_kernel(*arrays, x_last, tensor_cores, window=window)
+    dx_last = _input_gradient_kernel(*arrays, w, tensor_cores, precision, input_size=tuple(used), window=window)
     dx_last = lax.pad(dx_last, jnp.zeros((), dy.dtype), [(0, 0, 0), *((-p, -q, 0) for p, q, _ in reached), (0, 0, 0)])
     return batch_first(dx_last, x.shape[0]), dw.astype(w.dtype), None if b is None else db.astype(b.dtype)
 
 
-def _save(forward_and_places):
-    def save(x, w, b, **options):
-        y, places = forward_and_places(x, w, b, **options)
-        return (y, places), (places, x, w, b)
+def _weights_gradient_kernel(dy, places, x, tensor_cores, **options):
+    arrays, kernel = (dy, places, x), weights_gradient_sm90.weights_gradient
+    if not tensor_cores or not kernel.pays(*arrays, **options):
+        kernel = kernels.weights_gradient
+    interpreted = kernels.weights_gradient_interpreted
+    return on_gpu(functools.partial(kernel, **options), functools.partial(interpreted, **options), *arrays)
 
-    return save
+
+def _input_gradient_kernel(dy, places, w, tensor_cores, precision, *, input_size, window):
+    arrays, options = (dy, places, w), dict(input_size=input_size, window=window)
+    kernel, exact = input_gradient_sm90.input_gradient, functools.partial(kernels.input_gradient, **options)
+    if tensor_cores and kernel.pays(*arrays, **options):
+        return on_gpu(functools.partial(kernel, **options), exact, *arrays)
+    if tensor_cores and _filter_matrix.band_pays(w.shape, dy.shape, input_size[1], window):
+        return _filter_matrix.banded_input_gradient(*arrays, precision=precision, **options)
+    return exact(*arrays)
+
+
+def _save(forward_and_places, x, w, b, **options):
+    y, places = forward_and_places(x, w, b, **options)
+    return (y, places), (places, x, w, b)
 
 
 def _unsupported(*arrays, window, stride, **options):
+    *_, x, w, b = arrays
     if stride != (1, 1):
         return f"stride={stride}"
-    *_, w, _ = arrays
-    if w.shape[2] * w.shape[3] > kernels.MAX_TAPS:
-        return f"filters of {w.shape[2]} x {w.shape[3]}, more than {kernels.MAX_TAPS} places"
-    if window[0] * window[1] > kernels.MAX_PLACES:
-        return f"window={window}, more than {kernels.MAX_PLACES} places"
-    return _checks.unsupported_dtype(*arrays)
-
-
-_BACKWARD = Op(
-    "conv2d_relu_max_pool2d_backward",
-    {
-        "autodiff": _gradients_autodiff,
-        "xla": _gradients_formula,
-        "pallas": differentiable(_gradients_kernel, _gradients_formula),
-    },
-    unsupported=_unsupported,
-)
-
-
-def _pair_backward(implementation):
-    backward = _BACKWARD.implementations[implementation]
-    return lambda gradients, *saved, **options: backward(gradients[0], *saved, **options)
+    return kernels.forward.supports(x, w, b, window=window) or _checks.unsupported_dtype(*arrays)
 
 
 _CONV2D_RELU_MAX_POOL2D = Pair(
     _forward,
-    Op("conv2d_relu_max_pool2d_backward", {name: _pair_backward(name) for name in ("pallas", "xla")}),
+    Op(
+        "conv2d_relu_max_pool2d_backward",
+        {
+            "autodiff": _gradients_autodiff,
+            "xla": _gradients_formula,
+            "pallas": differentiable(_gradients_kernel, _gradients_formula),
+        },
+        unsupported=_unsupported,
+    ),
     save={
-        "xla": _save(_forward_and_places),
-        "pallas": _save(differentiable(_forward_and_places_kernel, _forward_and_places)),
+        "xla": functools.partial(_save, _forward_and_places),
+        "pallas": functools.partial(_save, differentiable(_forward_and_places_kernel, _forward_and_places)),
     },
+    has_aux=True,
     name="conv2d_relu_max_pool2d",
     unsupported=_unsupported,
 )
@@ -152,7 +149,8 @@ def conv2d_relu_max_pool2d(
       x, w, b, stride, padding, precision: as in `conv2d`.
       window: height and width of the pool's windows, which do not overlap.
       implementation: "pallas" (stride 1, filters of at most 64 places, windows of at most 16), "xla", "autodiff" or
-        None.
+        None. Under "pallas" the gradient in x of small images, in few or in half precision, is products of the library
+        with a matrix of the filters, where the precision lets the tensor cores do them.
 
     Returns:
       y, in x's dtype.
@@ -231,10 +229,11 @@ def conv2d_relu_max_pool2d_backward(
     dy, x, w = _checks.floating(op, dy=dy, x=x, w=w)
     options = _options(op, x, w, None, window, stride, padding, precision)
     _, pool = _split(x.shape[2:], w.shape[2:], **options)
-    _checks.shape(op, "dy", dy, x.shape[0], w.shape[0], *max_pool2d.output_size(**pool))
+    _checks.shape(op, "dy", dy, x.shape[0], w.shape[0], *output_size(**pool))
     places = max_pool2d.check_indices(op, "places", places, dy.shape)
     b = jnp.zeros(w.shape[:1], w.dtype)
-    return _BACKWARD(dy, places, x, w, b, implementation=implementation, **options)
+    backward = _CONV2D_RELU_MAX_POOL2D.backward
+    return backward(dy, places, x, w, b, implementation=implementation, **options)
 
 
 def _call(op, x, w, b, window, stride, padding, precision, implementation):
@@ -246,6 +245,6 @@ def _call(op, x, w, b, window, stride, padding, precision, implementation):
 def _options(op, x, w, b, window, stride, padding, precision):
     convolution = conv2d.check(op, x, w, b, stride=stride, padding=padding, precision=precision)
     options = {name: convolution[name] for name in ("stride", "padding", "precision")}
-    size = conv2d.output_size(x.shape[2:], w.shape[2:], convolution)
+    size = output_size(x.shape[2:], w.shape[2:], **convolution)
     # The pool has checks of its own, of its window against what the convolution leaves it.
-    return options | dict(window=max_pool2d.check_options(op, size, window, None, 0)["window"])
+    return options | dict(window=pool_options(op, size, window, None, 0)["window"])

@@ -6,7 +6,7 @@ from jax import Array, lax
 from jaxtyping import Float, Integer
 
 from jaxbp.ops import _checks
-from jaxbp.ops.conv2d import Padding, Size, window_padding
+from jaxbp.ops._windows import Padding, Size, output_size, pool_options, side_by_side
 from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable, transpose
 from pallas_kernels.conv import max_pool2d as kernels
 from pallas_kernels.core.launch import batch_first, batch_last
@@ -77,7 +77,7 @@ def _route_autodiff(dy, indices, **options):
 
 def route_formula(dy, indices, **options):
     """Gradients sent to their places; where every position is in one window, it fetches its own."""
-    if _side_by_side(**options):
+    if side_by_side(**options):
         return _fetch_from_windows(dy, indices, window=options["window"])
     return _send_to_places(dy, indices, **options)
 
@@ -104,14 +104,8 @@ def _fetch_from_windows(dy, indices, *, window):
     return dx.reshape(N, C, P * R, Q * S)
 
 
-def _side_by_side(window, stride, padding, input_size):
-    """Whether every position of the input is in exactly one window, and all of every window in the input."""
-    filled = all(size % f == 0 for size, f in zip(input_size, window, strict=True))
-    return filled and stride == window and padding == ((0, 0), (0, 0))
-
-
 def _route_kernel(dy, indices, **options):
-    if _side_by_side(**options):  # no kernel was faster than XLA
+    if side_by_side(**options):  # no kernel was faster than XLA
         return _fetch_from_windows(dy, indices, window=options["window"])
     before = tuple(before for before, _ in options["padding"])
     dx_last = kernels.route(batch_last(dy), batch_last(indices), **options | dict(padding=before))
@@ -135,15 +129,11 @@ _MAX_POOL2D_BACKWARD = Op(
 )
 
 
-def _pair_backward(implementation):
-    route = _MAX_POOL2D_BACKWARD.implementations[implementation]
-    return lambda gradients, indices, **options: route(gradients[0], indices, **options)
-
-
 _MAX_POOL2D = Pair(
     native,
-    Op("max_pool2d_backward", {name: _pair_backward(name) for name in ("pallas", "xla")}),
+    _MAX_POOL2D_BACKWARD,
     save=_save,
+    has_aux=True,
     name="max_pool2d",
     unsupported=_unsupported,
     fastest=_MAX_POOL2D_BACKWARD.fastest,
@@ -233,7 +223,7 @@ def max_pool2d_backward(
     op = "max_pool2d_backward"
     (dy,) = _checks.floating(op, dy=dy)
     input_size = _checks.pair(op, "input_size", input_size, at_least=1)
-    options = check_options(op, input_size, window, stride, padding)
+    options = pool_options(op, input_size, window, stride, padding)
     _checks.shape(op, "dy", dy, "batch", "channels", *output_size(**options))
     indices = check_indices(op, "indices", indices, dy.shape)
     return _MAX_POOL2D_BACKWARD(dy, indices, implementation=implementation, **options)
@@ -243,23 +233,8 @@ def _pool(op, x, window, stride, padding, implementation):
     (x,) = _checks.floating(op, x=x)
     _checks.shape(op, "x", x, "batch", "channels", "height", "width")
     return _MAX_POOL2D.named(op)(
-        x, implementation=implementation, **check_options(op, x.shape[2:], window, stride, padding)
+        x, implementation=implementation, **pool_options(op, x.shape[2:], window, stride, padding)
     )
-
-
-def check_options(op, input_size, window, stride, padding):
-    window = _checks.pair(op, "window", window, at_least=1)
-    stride = window if stride is None else _checks.pair(op, "stride", stride, at_least=1)
-    padding = window_padding(op, padding, input_size, window, stride)
-    for size, reach, (before, behind) in zip(input_size, window, padding, strict=True):
-        if max(before, behind) >= reach:
-            raise ValueError(f"{op}: padding is {padding}; wants less than the window, {window}")
-        if size + before + behind < reach:
-            raise ValueError(
-                f"{op}: the window, {window[0]} x {window[1]}, is larger than the input, "
-                f"{input_size[0]} x {input_size[1]} with padding {padding}"
-            )
-    return dict(window=window, stride=stride, padding=padding, input_size=tuple(input_size))
 
 
 def check_indices(op, name, indices, shape):
@@ -268,12 +243,6 @@ def check_indices(op, name, indices, shape):
         raise TypeError(f"{op}: {name} is {getattr(indices, 'dtype', type(indices).__name__)}; wants integers")
     _checks.shape(op, name, indices, *shape)
     return jnp.asarray(indices)
-
-
-def output_size(input_size, window, stride, padding):
-    return tuple(
-        (size + sum(p) - f) // s + 1 for size, f, s, p in zip(input_size, window, stride, padding, strict=True)
-    )
 
 
 def _shape(x, **options):

@@ -1,34 +1,52 @@
-"""The two products a convolution and its backward are made of, on arrays with the batch last.
+"""The products that a convolution's gradients are made of, and the bias's sums, on arrays with the batch last.
 
-Both are exact float32 arithmetic on the CUDA cores: an example a lane, weights broadcast to all lanes. Small images are
-here also as one matrix product for the tensor cores, with the filters laid out by `filter_matrix`.
+All are exact float32 arithmetic on the CUDA cores: an example a lane, weights broadcast to all lanes.
 """
 
+import dataclasses
+import functools
+import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.lax import PrecisionLike
 
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, largest_divisor, vector_length, zeros_like
+from pallas_kernels.core.tiles import kernel
 
-# A program keeps its sums in registers: a thread has 255, and needs some for operands and addresses.
 _MAX_ACCUMULATORS = 160
+"""Sums that a program keeps in registers: a thread has 255, and needs some for operands and addresses."""
 _MAX_UNROLLED_TAPS = 64
-# Enough programs to fill the multiprocessors of any current GPU several times over.
 _WANTED_PROGRAMS = 1024
-
-# Where `filter_matrix` pays: small enough to make anew in every call, and not too many zeros a tap. Measured up to 2.6
-# million elements and 31 positions a tap (28 x 28 images, 5 x 5 filters), which takes a quarter of the library's time.
-_MAX_MATRIX_ELEMENTS = 1 << 22
-_MAX_POSITIONS_PER_TAP = 32
+"""Enough to fill the multiprocessors of any current GPU several times over."""
 
 
-def correlate(x: Array, w: Array, *, stride: tuple[int, int] = (1, 1)) -> Array:
+# ----------------------------------------------------------------------------------------------------------- correlate
+
+
+@dataclasses.dataclass(frozen=True)
+class CorrelateConfig:
+    """Tiles of `correlate`.
+
+    Attributes:
+      channels: output channels a program.
+      lane_block: length of its vectors of the batch.
+    """
+
+    channels: int
+    lane_block: int
+
+
+def _correlate_heuristic(x: Any, w: Any, *, stride: tuple[int, int] = (1, 1)) -> CorrelateConfig:
+    return CorrelateConfig(channels=largest_divisor(w.shape[0], 8), lane_block=vector_length(x))
+
+
+@kernel(heuristic=_correlate_heuristic)
+def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """`y[k, i, j, n] = sum over c, u, v of x[c, i * stride + u, j * stride + v, n] * w[k, c, u, v]`.
 
     Args:
@@ -41,26 +59,24 @@ def correlate(x: Array, w: Array, *, stride: tuple[int, int] = (1, 1)) -> Array:
     C, H, W, N = x.shape
     K, _, F, G = w.shape
     rows, columns = (H - F) // stride[0] + 1, (W - G) // stride[1] + 1
-    length = vector_length(x)
-    ks = largest_divisor(K, 8)
-    taps = _tap_block(C, F, G)
+    channels, lane_block, taps = config.channels, config.lane_block, _TapBlocks(C, F, G)
 
     def body(x_ref, w_ref, y_ref, *, block, i, k):
-        lanes = pl.ds(block * length, length)
+        lanes = pl.ds(block * lane_block, lane_block)
 
         def position(j, _):
             def add_taps(t, sums):
                 sums = list(sums)
-                for c, u, v in taps(t):
+                for c, u, v in taps.block(t):
                     value = x_ref[c, i * stride[0] + u, j * stride[1] + v, lanes].astype(jnp.float32)
-                    for q in range(ks):
-                        sums[q] += value * w_ref[k * ks + q, c, u, v]
+                    for o in range(channels):
+                        sums[o] += value * w_ref[k * channels + o, c, u, v]
                 return tuple(sums)
 
             zero = zeros_like(x_ref[0, 0, 0, lanes])
-            sums = lax.fori_loop(0, taps.blocks, add_taps, (zero,) * ks)
-            for q in range(ks):
-                y_ref[k * ks + q, i, j, lanes] = sums[q].astype(y_ref.dtype)
+            sums = lax.fori_loop(0, taps.blocks, add_taps, (zero,) * channels)
+            for o in range(channels):
+                y_ref[k * channels + o, i, j, lanes] = sums[o].astype(y_ref.dtype)
 
         lax.fori_loop(0, columns, position, None)
 
@@ -69,12 +85,77 @@ def correlate(x: Array, w: Array, *, stride: tuple[int, int] = (1, 1)) -> Array:
         x,
         w.astype(jnp.float32),
         out=jax.ShapeDtypeStruct((K, rows, columns, N), x.dtype),
-        grid={"block": N // length, "i": rows, "k": K // ks},
+        grid={"block": N // lane_block, "i": rows, "k": K // channels},
         name="correlate",
     )
 
 
-def correlate_batch(dy: Array, x: Array, *, stride: tuple[int, int] = (1, 1)) -> Array:
+class _TapBlocks:
+    """The taps (c, u, v) of a filter in equal blocks: a loop over blocks, unrolled within one."""
+
+    def __init__(self, C: int, F: int, G: int):
+        self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
+        self.columns = G if self.rows * G <= _MAX_UNROLLED_TAPS else 1
+        self.channels = largest_divisor(C, 8) if F * G == 1 else 1
+        self.shape = (C // self.channels, F // self.rows, G // self.columns)
+        self.blocks = math.prod(self.shape)
+
+    def block(self, n: Any) -> list[tuple[Any, Any, Any]]:
+        _, rows, columns = self.shape
+        c, u, v = n // (rows * columns), n // columns % rows, n % columns
+        return [
+            (c * self.channels + ct, u * self.rows + ut, v * self.columns + vt)
+            for ct, ut, vt in itertools.product(range(self.channels), range(self.rows), range(self.columns))
+        ]
+
+
+# ----------------------------------------------------------------------------------------------------- correlate_batch
+
+
+@dataclasses.dataclass(frozen=True)
+class CorrelateBatchConfig:
+    """Tiles of `correlate_batch`.
+
+    Attributes:
+      out_channels, in_channels, rows, columns: the part of the filters whose sums a program keeps in registers.
+      splits: parts of the rows and the batch, each summed by programs of its own.
+    """
+
+    out_channels: int
+    in_channels: int
+    rows: int
+    columns: int
+    splits: int
+
+    @property
+    def tile(self) -> tuple[int, int, int, int]:
+        return self.out_channels, self.in_channels, self.rows, self.columns
+
+
+def _correlate_batch_heuristic(dy: Any, x: Any, *, stride: tuple[int, int] = (1, 1)) -> CorrelateBatchConfig:
+    K, C, F, G = filters = _filters(dy, x, stride)
+    rows = F if F * G <= _MAX_ACCUMULATORS else 1
+    columns = G if rows * G <= _MAX_ACCUMULATORS else 1
+    out_channels = largest_divisor(K, min(8, _MAX_ACCUMULATORS // (rows * columns)))
+    in_channels = largest_divisor(C, min(8, _MAX_ACCUMULATORS // (rows * columns * out_channels)))
+    tiles = math.prod(filters) // (out_channels * in_channels * rows * columns)
+    splits = min(_units(dy), -(-_WANTED_PROGRAMS // tiles))
+    return CorrelateBatchConfig(out_channels, in_channels, rows, columns, splits)
+
+
+def _filters(dy, x, stride):
+    """The shape of the gradient, `(K, C, F, G)`."""
+    (K, rows, columns, _), (C, H, W, _) = dy.shape, x.shape
+    return K, C, H - (rows - 1) * stride[0], W - (columns - 1) * stride[1]
+
+
+def _units(dy):
+    """The work to share out: pairs of a row and a lane block."""
+    return (dy.shape[-1] // LANES) * dy.shape[1]
+
+
+@kernel(heuristic=_correlate_batch_heuristic)
+def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """`dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
     Each program sums a part of the rows and the batch in a fixed order; the parts are then summed in a fixed order.
@@ -86,136 +167,76 @@ def correlate_batch(dy: Array, x: Array, *, stride: tuple[int, int] = (1, 1)) ->
     Returns:
       `(K, C, F, G)` in float32.
     """
-    K, rows, columns, N = dy.shape
-    C, H, W, _ = x.shape
-    F, G = H - (rows - 1) * stride[0], W - (columns - 1) * stride[1]
-    # A tile of the filter, of channels in and out, whose sums fit into the registers.
-    fs = F if F * G <= _MAX_ACCUMULATORS else 1
-    gs = G if fs * G <= _MAX_ACCUMULATORS else 1
-    ks = largest_divisor(K, min(8, _MAX_ACCUMULATORS // (fs * gs)))
-    cs = largest_divisor(C, min(8, _MAX_ACCUMULATORS // (fs * gs * ks)))
-    tile = [(k, c, u, v) for k in range(ks) for c in range(cs) for u in range(fs) for v in range(gs)]
-    tiles = (K // ks, C // cs, F // fs, G // gs)
-    # The work to share out: pairs of a row and a vector of the batch.
-    units = (N // LANES) * rows
-    parts = min(units, -(-_WANTED_PROGRAMS // math.prod(tiles)))
-    per_part = -(-units // parts)
-
-    def body(dy_ref, x_ref, dw_ref, *, part, k, c, u, v):
-        def add_position(n, sums):
-            unit, j = n // columns, n % columns
-            i, lanes = unit % rows, pl.ds((unit // rows) * LANES, LANES)
-            d = [dy_ref[k * ks + q, i, j, lanes].astype(jnp.float32) for q in range(ks)]
-            sums = list(sums)
-            loaded = {}
-            for s, (kt, ct, ut, vt) in enumerate(tile):
-                at = (c * cs + ct, i * stride[0] + u * fs + ut, j * stride[1] + v * gs + vt)
-                if (ct, ut, vt) not in loaded:
-                    loaded[ct, ut, vt] = x_ref[*at, lanes].astype(jnp.float32)
-                sums[s] += d[kt] * loaded[ct, ut, vt]
-            return tuple(sums)
-
-        zero = zeros_like(dy_ref[0, 0, 0, pl.ds(0, LANES)])
-        first, last = part * per_part, jnp.minimum((part + 1) * per_part, units)
-        sums = lax.fori_loop(first * columns, last * columns, add_position, (zero,) * len(tile))
-        for s, (kt, ct, ut, vt) in enumerate(tile):
-            dw_ref[part, k * ks + kt, c * cs + ct, u * fs + ut, v * gs + vt] = jnp.sum(sums[s])
-
+    filters, units = _filters(dy, x, stride), _units(dy)
+    blocks = [size // part for size, part in zip(filters, config.tile, strict=True)]
     partial_sums = launch(
-        body,
+        functools.partial(_sum_split, config=config, stride=stride, per_split=-(-units // config.splits), units=units),
         dy,
         x,
-        out=jax.ShapeDtypeStruct((parts, K, C, F, G), jnp.float32),
-        grid={"part": parts, "k": tiles[0], "c": tiles[1], "u": tiles[2], "v": tiles[3]},
+        out=jax.ShapeDtypeStruct((config.splits, *filters), jnp.float32),
+        grid=dict(zip(("split", "k", "c", "u", "v"), (config.splits, *blocks), strict=True)),
         name="correlate_batch",
     )
     return jnp.sum(partial_sums, axis=0)
 
 
-def sum_batch(dy: Array) -> Array:
+def _sum_split(dy_ref, x_ref, dw_ref, *, split, k, c, u, v, config, stride, per_split, units):
+    _, rows, columns, _ = dy_ref.shape
+    tile = list(itertools.product(*map(range, config.tile)))
+
+    def add_position(n, sums):
+        unit, j = n // columns, n % columns
+        i, lanes = unit % rows, pl.ds((unit // rows) * LANES, LANES)
+        gradients = [
+            dy_ref[k * config.out_channels + o, i, j, lanes].astype(jnp.float32) for o in range(config.out_channels)
+        ]
+        sums, loaded = list(sums), {}
+        for s, (kt, ct, ut, vt) in enumerate(tile):
+            channel = c * config.in_channels + ct
+            position = i * stride[0] + u * config.rows + ut, j * stride[1] + v * config.columns + vt
+            if (ct, ut, vt) not in loaded:
+                loaded[ct, ut, vt] = x_ref[channel, *position, lanes].astype(jnp.float32)
+            sums[s] += gradients[kt] * loaded[ct, ut, vt]
+        return tuple(sums)
+
+    zero = zeros_like(dy_ref[0, 0, 0, pl.ds(0, LANES)])
+    first, last = split * per_split, jnp.minimum((split + 1) * per_split, units)
+    sums = lax.fori_loop(first * columns, last * columns, add_position, (zero,) * len(tile))
+    for total, (kt, ct, ut, vt) in zip(sums, tile, strict=True):
+        dw_ref[
+            split,
+            k * config.out_channels + kt,
+            c * config.in_channels + ct,
+            u * config.rows + ut,
+            v * config.columns + vt,
+        ] = jnp.sum(total)
+
+
+# ----------------------------------------------------------------------------------------------------------- sum_batch
+
+
+@dataclasses.dataclass(frozen=True)
+class SumBatchConfig:
+    """Tiles of `sum_batch`.
+
+    Attributes:
+      lane_block: examples a program.
+    """
+
+    lane_block: int
+
+
+@kernel(heuristic=lambda dy: SumBatchConfig(lane_block=LANES))
+def sum_batch(dy: Array, *, config: SumBatchConfig) -> Array:
     """`db[k] = sum over r, n of dy[k, r, n]`: `(K, R, N) -> (K,)` in float32, in a fixed order."""
     K, R, N = dy.shape
+    blocks = N // config.lane_block
 
     def body(dy_ref, db_ref, *, k, block):
-        lanes = pl.ds(block * LANES, LANES)
+        lanes = pl.ds(block * config.lane_block, config.lane_block)
         zero = zeros_like(dy_ref[k, 0, lanes])
         total = lax.fori_loop(0, R, lambda r, total: total + dy_ref[k, r, lanes].astype(jnp.float32), zero)
         db_ref[k, block] = jnp.sum(total)
 
-    blocks = N // LANES
     out = jax.ShapeDtypeStruct((K, blocks), jnp.float32)
     return jnp.sum(launch(body, dy, out=out, grid={"k": K, "block": blocks}, name="sum_batch"), axis=1)
-
-
-def matrix_pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
-    """Whether a product with the `filter_matrix` is faster than the convolution; that of one tap is itself one."""
-    K, C, F, G = w_shape
-    positions = math.prod(input_size)
-    elements = C * positions * K * math.prod(output_size)
-    return F * G > 1 and elements <= _MAX_MATRIX_ELEMENTS and positions <= _MAX_POSITIONS_PER_TAP * F * G
-
-
-def filter_matrix(
-    w: Array,
-    *,
-    input_size: tuple[int, int],
-    output_size: tuple[int, int],
-    stride: tuple[int, int],
-    before: tuple[int, int],
-    dilation: tuple[int, int],
-) -> Array:
-    """A convolution as a matrix: `matrix[(c, h, l), (k, i, j)] = w[k, c, u, v]` where input (h, l) meets output (i, j),
-    that is `h = i * stride + u * dilation - before` and l likewise, and 0 elsewhere.
-
-    Args:
-      w: `(K, C, F, G)`.
-      input_size: H and W.
-      output_size: I and J.
-      before: rows of padding above and columns to the left of the input.
-
-    Returns:
-      `(C * H * W, K * I * J)` in w's dtype.
-    """
-    K, C, *window = w.shape
-    taps, exists = [], []
-    for size, out, f, s, p, d in zip(input_size, output_size, window, stride, before, dilation, strict=True):
-        ahead = np.arange(size)[:, None] + p - np.arange(out) * s
-        exists.append((ahead >= 0) & (ahead < f * d) & (ahead % d == 0))
-        taps.append(np.where(exists[-1], ahead // d, 0))
-    (u, v), (in_rows, in_columns) = taps, exists
-    meet = in_rows[:, None, :, None] & in_columns[None, :, None, :]
-    matrix = jnp.where(meet, w[:, :, u[:, None, :, None], v[None, :, None, :]], 0)  # (K, C, H, W, I, J)
-    return matrix.transpose(1, 2, 3, 0, 4, 5).reshape(C * math.prod(input_size), K * math.prod(output_size))
-
-
-def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, precision: PrecisionLike = None) -> Array:
-    """Each example's `(C, H, W)`, laid out flat, times a `filter_matrix`: `(N, K * I * J)` in its dtype.
-
-    With `transposed` it is `(N, K, I, J) -> (N, C * H * W)`, the gradient of that in its images.
-    """
-    flat = images.reshape(images.shape[0], math.prod(images.shape[1:]))
-    contracted = ((1,), (int(transposed),)), ((), ())
-    y = lax.dot_general(flat, matrix, contracted, precision=precision, preferred_element_type=jnp.float32)
-    return y.astype(images.dtype)
-
-
-class _tap_block:
-    """Splits the taps (c, u, v) of a filter into equal blocks: a loop over blocks, unrolled within one."""
-
-    def __init__(self, C: int, F: int, G: int):
-        self.F = F
-        self.fs = F if F * G <= _MAX_UNROLLED_TAPS else 1
-        self.gs = G if self.fs * G <= _MAX_UNROLLED_TAPS else 1
-        self.cs = largest_divisor(C, 8) if F * G == 1 else 1
-        self.shape = (C // self.cs, F // self.fs, G // self.gs)
-        self.blocks = math.prod(self.shape)
-
-    def __call__(self, block):
-        _, us, vs = self.shape
-        c, u, v = block // (us * vs), block // vs % us, block % vs
-        return [
-            (c * self.cs + ct, u * self.fs + ut, v * self.gs + vt)
-            for ct in range(self.cs)
-            for ut in range(self.fs)
-            for vt in range(self.gs)
-        ]

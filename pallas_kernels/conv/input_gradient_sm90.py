@@ -1,8 +1,7 @@
 """The input's gradient of `conv2d_relu_max_pool2d` on Hopper's tensor cores, with the batch last.
 
-Windows are taken a few beside each other at a time, a group. The input is cut into cells, as high as a window and as
-wide as a group, so that the filters of a group at its cell reach into few others, those below and the one to its
-right:
+Windows are taken a few side by side at a time, a group. The input is cut into cells, as high as a window and as wide
+as a group, so that the filters of a group at its cell reach into few others, those below and the one to its right:
 
     dx[cell (m, j)] = sum over a, b of routed[row m - a, group j - b] @ weights[a, b],
 
@@ -10,7 +9,9 @@ where `routed` has dy at the places of the windows' maxima and zero elsewhere. T
 stay in shared memory. Examples are the rows of the products, rounded to TF32 if float32, and 64 to a warpgroup.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,170 +20,276 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.conv.conv2d_relu_max_pool2d import input_gradient as exact_input_gradient
-from pallas_kernels.core.launch import launch, on_gpu
+from pallas_kernels.core import device
+from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import load, operand, rounded_to_tf32, store
+from pallas_kernels.core.tiles import kernel
 
 _EXAMPLES = 64
-_MOST_WARPGROUPS = 4
-_SHARED_BYTES = 226 * 1024
+"""Rows of the tensor cores' tiles."""
+_MAX_WARPGROUPS = 4
+_MAX_SUMS = 96
+"""Of a thread, for the cells that a row of windows reaches: with more it spills them."""
+_MIN_BATCH = 2048
+"""Below, matrix products of the library are as fast."""
+_BARRIER_BYTES = 1024
+"""Shared memory for the barriers, which are followed by operands aligned to 1024 bytes."""
 _SUMS, _SUMS_TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
-# A thread keeps the sums of the cells that a row of windows reaches: with more it spills them.
-_MOST_SUMS = 96
-# Below, matrix products of the library are as fast.
-_LEAST_BATCH = 2048
 
 
-def group(dy_shape: tuple[int, ...], w_shape: tuple[int, ...], window: tuple[int, int]) -> int | None:
-    """Windows in a group, the fewest that fit the tensor cores' tiles and shared memory, or None.
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles of `input_gradient`.
 
-    Args:
-      dy_shape: `(K, P, Q, N)`.
-      w_shape: `(K, C, F, G)`.
+    Attributes:
+      windows: side by side, in a group.
     """
-    K, _, Q, _ = dy_shape
-    _, C, F, G = w_shape
-    R, S = window
-    reach = _reach(F, R)
-    for windows in (d for d in range(1, Q + 1) if Q % d == 0):
-        groups, routed, cell = Q // windows, K * windows, C * R * windows * S
-        operands = R * S * routed * (2 * reach * cell + groups * _EXAMPLES)
-        fits = 4 * (operands + (groups + 1) * _EXAMPLES * cell // R) <= _SHARED_BYTES
-        fits &= groups < _MOST_WARPGROUPS and reach * cell * _EXAMPLES // 128 <= _MOST_SUMS
-        if fits and windows * S >= G - 1 and routed % 32 == 0 and cell // R % 8 == 0:
-            return windows
+
+    windows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """What follows from the shapes and the windows in a group."""
+
+    K: int
+    P: int
+    Q: int
+    C: int
+    F: int
+    G: int
+    R: int
+    S: int
+    windows: int
+
+    @property
+    def reach(self) -> int:
+        """How many cells, one below the other, the filters of a row of windows reach into."""
+        return -(-(self.F + self.R - 1) // self.R)
+
+    @property
+    def groups(self) -> int:
+        return self.Q // self.windows
+
+    @property
+    def warpgroups(self) -> int:
+        """One for each column of cells."""
+        return self.groups + 1
+
+    @property
+    def cell_width(self) -> int:
+        return self.windows * self.S
+
+    @property
+    def cell_row(self) -> int:
+        """Elements of a row of a cell, of all channels."""
+        return self.C * self.cell_width
+
+    @property
+    def cell(self) -> int:
+        return self.R * self.cell_row
+
+    @property
+    def gradients(self) -> int:
+        """Of a group: one for each of its windows, of all channels."""
+        return self.K * self.windows
+
+    @property
+    def routed(self) -> int:
+        """Places of a group's windows, of all channels."""
+        return self.R * self.S * self.gradients
+
+    def fit(self) -> bool:
+        """Whether they suit the tensor cores' tiles, and registers and shared memory hold them."""
+        operands = self.routed * (2 * self.reach * self.cell + self.groups * _EXAMPLES)
+        staging = self.warpgroups * _EXAMPLES * self.cell_row
+        return (
+            4 * (operands + staging) <= device.target().shared_bytes - _BARRIER_BYTES
+            and self.warpgroups <= _MAX_WARPGROUPS
+            and self.reach * self.cell * _EXAMPLES // 128 <= _MAX_SUMS
+            and self.cell_width >= self.G - 1
+            and self.gradients % 32 == 0
+            and self.cell_row % 8 == 0
+        )
+
+
+def _sizes(dy: Any, w: Any, window: tuple[int, int], windows: int) -> _Sizes:
+    return _Sizes(*dy.shape[:3], *w.shape[1:], *window, windows)
+
+
+def _smallest_group(dy: Any, w: Any, window: tuple[int, int]) -> int | None:
+    Q = dy.shape[2]
+    return next((d for d in range(1, Q + 1) if Q % d == 0 and _sizes(dy, w, window, d).fit()), None)
+
+
+def _supports(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_size: tuple[int, int]) -> str | None:
+    if dy.dtype != jnp.float32:
+        return f"dtype {dy.dtype}, only float32"
+    if _smallest_group(dy, w, window) is None:
+        return f"{w.shape} filters with {dy.shape[2]} windows in a row: no group of them fits tiles and shared memory"
     return None
 
 
-def pays(dy_shape: tuple[int, ...], w_shape: tuple[int, ...], window: tuple[int, int]) -> bool:
-    """Whether `input_gradient` takes these shapes, and is faster than the library's products."""
-    return dy_shape[-1] >= _LEAST_BATCH and group(dy_shape, w_shape, window) is not None
+def _heuristic(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_size: tuple[int, int]) -> Config | None:
+    windows = _smallest_group(dy, w, window)
+    return Config(windows) if windows is not None and dy.shape[-1] >= _MIN_BATCH else None
 
 
-def _reach(filter_rows, window_rows):
-    """How many cells, one below the other, the filters of a row of windows reach into."""
-    return -(-(filter_rows + window_rows - 1) // window_rows)
+@kernel(supports=_supports, heuristic=_heuristic, capability=(9, 0))
+def input_gradient(
+    dy: Array, place: Array, w: Array, *, window: tuple[int, int], input_size: tuple[int, int], config: Config
+) -> Array:
+    """Gradient of `conv2d_relu_max_pool2d` in x, from float32 arrays rounded to TF32.
 
+    Args:
+      dy, place: `(K, P, Q, N)`, the batch N a multiple of 64.
+      w: `(K, C, F, G)`.
+      input_size: H and W.
 
-def input_gradient(dy: Array, place: Array, w: Array, *, window: tuple[int, int], input_size: tuple[int, int]) -> Array:
-    """As `conv2d_relu_max_pool2d.input_gradient`, for float32 arrays that have a `group`.
-
-    Where there is no GPU the exact kernel takes this one's place.
+    Returns:
+      dx `(C, H, W, N)`.
     """
-    options = dict(window=window, input_size=input_size)
-    here, exact = (functools.partial(kernel, **options) for kernel in (_input_gradient, exact_input_gradient))
-    return on_gpu(here, exact, dy, place, w)
-
-
-def _input_gradient(dy, place, w, *, window, input_size):
-    K, P, Q, N = dy.shape
-    _, C, F, _ = w.shape
-    R, S = window
-    windows, reach = group(dy.shape, w.shape, window), _reach(F, R)
-    groups, width = Q // windows, windows * S
-    routed, row = K * windows, C * width
-    inner, warpgroups = R * S * routed, groups + 1
-
-    # A warpgroup owns a column of cells.
-    def body(dy_ref, place_ref, weights_ref, dx_ref, weights, loaded, operands, met, stages, *, block, warpgroup):
-        here = pl.ds(block * _EXAMPLES, _EXAMPLES)
-        mine, stage = jnp.minimum(warpgroup, groups - 1), stages.at[warpgroup]
-
-        def fetch(p):
-            rows = pl.ds((p * groups + mine) * routed, routed)
-            return [
-                load(ref.at[rows, here].transpose((1, 0)), _SUMS_TRANSPOSED, optimized=False)
-                for ref in (dy_ref, place_ref)
-            ]
-
-        def route(gradient, places):
-            gradient = rounded_to_tf32(plgpu.layout_cast(gradient, _SUMS))
-            places = plgpu.layout_cast(places.astype(jnp.int32), _SUMS)
-            for t in range(R * S):
-                operands[mine, :, pl.ds(t * routed, routed)] = jnp.where(places == t, gradient, 0.0)
-
-        def meet():
-            plgpu.barrier_arrive(met)
-            plgpu.barrier_wait(met)
-
-        def multiply(sums, b, _):
-            for a in range(reach):
-                plgpu.wgmma(sums[a], operands.at[warpgroup - b], weights.at[a, b].transpose((1, 0)))
-            plgpu.wgmma_wait(0)
-
-        def write(m, cell):
-            for r in range(R):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                part = plgpu.layout_cast(cell[:, r * row : (r + 1) * row], _SUMS_TRANSPOSED)
-                store(stage.transpose((1, 0)), part)
-                plgpu.commit_smem()
-                for c in range(C):
-                    to = dx_ref.at[m * R + r, c, pl.ds(warpgroup * width, width), here]
-                    plgpu.copy_smem_to_gmem(stage.at[pl.ds(c * width, width)], to)
-
-        @pl.when(warpgroup == 0)
-        def _():
-            for a in range(reach):
-                for b in range(2):
-                    plgpu.copy_gmem_to_smem(weights_ref.at[a, b], weights.at[a, b], loaded)
-
-        # The sums of a row of cells are in registers only while rows of windows add to them.
-        def rows_from(p, fetched, *sums):
-            if p == P:
-                for n, cell in enumerate(sums):
-                    write(P + n, cell[...])
-                return
-            if len(sums) < reach:
-                pl.run_scoped(functools.partial(rows_from, p, fetched, *sums), plgpu.ACC((_EXAMPLES, R * row)))
-                return
-            pl.when(warpgroup < groups)(functools.partial(route, *fetched))
-            plgpu.commit_smem()
-            meet()
-            # Under way while the products are.
-            fetched = fetch(min(p + 1, P - 1))
-            bounds = jnp.maximum(0, warpgroup - groups + 1), jnp.minimum(2, warpgroup + 1)
-            lax.fori_loop(*bounds, functools.partial(multiply, sums), None)
-            meet()
-            write(p, sums[0][...])
-            rows_from(p + 1, fetched, *sums[1:])
-
-        fetched = fetch(0)
-        plgpu.barrier_wait(loaded)
-        rows_from(0, fetched)
-        plgpu.wait_smem_to_gmem(0)
+    N, sizes = dy.shape[-1], _sizes(dy, w, window, config.windows)
 
     def by_groups(a):
-        return a.reshape(K, P, groups, windows, N).transpose(1, 2, 0, 3, 4).reshape(-1, N)
+        a = a.reshape(sizes.K, sizes.P, sizes.groups, sizes.windows, N)
+        return a.transpose(1, 2, 0, 3, 4).reshape(-1, N)
 
+    rows, columns = (sizes.P + sizes.reach - 1) * sizes.R, sizes.warpgroups * sizes.cell_width
     dx = launch(
-        body,
+        functools.partial(_body, sizes),
         by_groups(dy),
         by_groups(place),
-        _matrices(w, window, windows, reach),
-        out=jax.ShapeDtypeStruct(((P + reach - 1) * R, C, warpgroups * width, N), dy.dtype),
+        _matrices(w, sizes),
+        out=jax.ShapeDtypeStruct((rows, sizes.C, columns, N), dy.dtype),
         grid={"block": N // _EXAMPLES},
-        warpgroups=warpgroups,
+        warpgroups=sizes.warpgroups,
         scratch=[
-            operand((reach, 2, R * row, inner), jnp.float32),
-            plgpu.Barrier(num_arrivals=2 * reach),
-            operand((groups, _EXAMPLES, inner), jnp.float32),
-            plgpu.Barrier(num_arrivals=warpgroups),
-            plgpu.SMEM((warpgroups, row, _EXAMPLES), jnp.float32),
+            operand((sizes.reach, 2, sizes.cell, sizes.routed), jnp.float32),
+            plgpu.Barrier(num_arrivals=2 * sizes.reach),
+            operand((sizes.groups, _EXAMPLES, sizes.routed), jnp.float32),
+            plgpu.Barrier(num_arrivals=sizes.warpgroups),
+            plgpu.SMEM((sizes.warpgroups, sizes.cell_row, _EXAMPLES), jnp.float32),
         ],
         name="conv2d_relu_max_pool2d_backward_input_tensor_cores",
     )
     return dx[: input_size[0], :, : input_size[1]].swapaxes(0, 1)
 
 
-def _matrices(w, window, windows, reach):
+def _matrices(w: Array, sizes: _Sizes) -> Array:
     """`[a, b, (r, c, v), (t, k, q)]`: what a place of a group's window adds to a position of the cell (a, b) on."""
-    K, C, F, G = w.shape
-    R, S = window
-    width = windows * S
-    a, b, r, v, tr, ts, q = np.ix_(*map(range, (reach, 2, R, width, R, S, windows)))
+    R, S, width = sizes.R, sizes.S, sizes.cell_width
+    a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
     row, column = a * R + r - tr, b * width + v - (q * S + ts)
-    inside = (row >= 0) & (row < F) & (column >= 0) & (column < G)
+    inside = (row >= 0) & (row < sizes.F) & (column >= 0) & (column < sizes.G)
     row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)
     taps = jnp.where(inside, lax.reduce_precision(w, 8, 10)[:, :, row, column], 0)
     # K, C, a, b, r, v, tr, ts, q
-    return taps.transpose(2, 3, 4, 1, 5, 6, 7, 0, 8).reshape(reach, 2, C * R * width, R * S * K * windows)
+    return taps.transpose(2, 3, 4, 1, 5, 6, 7, 0, 8).reshape(sizes.reach, 2, sizes.cell, sizes.routed)
+
+
+def _body(sizes, *refs, block, warpgroup):
+    examples, group = pl.ds(block * _EXAMPLES, _EXAMPLES), jnp.minimum(warpgroup, sizes.groups - 1)
+    _Program(sizes, *refs, examples=examples, group=group, warpgroup=warpgroup).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """64 examples, of which a warpgroup owns a column of cells. Its references, and its steps.
+
+    Attributes:
+      dy, place, matrices, dx: in device memory.
+      weights: the matrices, in shared memory.
+      loaded: where their copies arrive.
+      operands: each group's routed gradients, of a row of windows.
+      met: where the warpgroups meet.
+      staging: a row of each warpgroup's cell on its way to dx.
+      group: whose gradients the warpgroup routes; the last warpgroup has none.
+    """
+
+    sizes: _Sizes
+    dy: Any
+    place: Any
+    matrices: Any
+    dx: Any
+    weights: Any
+    loaded: Any
+    operands: Any
+    met: Any
+    staging: Any
+    examples: Any
+    group: Any
+    warpgroup: Any
+
+    def run(self):
+        pl.when(self.warpgroup == 0)(self.fetch_weights)
+        fetched = self.fetch(0)
+        plgpu.barrier_wait(self.loaded)
+        self.rows_from(0, fetched)
+        plgpu.wait_smem_to_gmem(0)
+
+    def fetch_weights(self):
+        for a in range(self.sizes.reach):
+            for b in range(2):
+                plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
+
+    def rows_from(self, p, fetched, *sums):
+        """Rows of windows from p on. The sums of a row of cells are in registers only while windows add to them."""
+        sizes = self.sizes
+        if p == sizes.P:
+            for n, cell in enumerate(sums):
+                self.write(p + n, cell[...])
+            return
+        if len(sums) < sizes.reach:
+            pl.run_scoped(functools.partial(self.rows_from, p, fetched, *sums), plgpu.ACC((_EXAMPLES, sizes.cell)))
+            return
+        pl.when(self.warpgroup < sizes.groups)(functools.partial(self.route, *fetched))
+        plgpu.commit_smem()
+        self.meet()
+        # Under way while the products are.
+        fetched = self.fetch(min(p + 1, sizes.P - 1))
+        bounds = jnp.maximum(0, self.warpgroup - sizes.groups + 1), jnp.minimum(2, self.warpgroup + 1)
+        lax.fori_loop(*bounds, functools.partial(self.multiply, sums), None)
+        self.meet()
+        self.write(p, sums[0][...])
+        self.rows_from(p + 1, fetched, *sums[1:])
+
+    def fetch(self, p):
+        """The gradients of the group in a row of windows, and the places of the maxima, in registers."""
+        sizes = self.sizes
+        rows = pl.ds((p * sizes.groups + self.group) * sizes.gradients, sizes.gradients)
+        return [
+            load(ref.at[rows, self.examples].transpose((1, 0)), _SUMS_TRANSPOSED, optimized=False)
+            for ref in (self.dy, self.place)
+        ]
+
+    def route(self, gradient, places):
+        sizes = self.sizes
+        gradient = rounded_to_tf32(plgpu.layout_cast(gradient, _SUMS))
+        places = plgpu.layout_cast(places.astype(jnp.int32), _SUMS)
+        for t in range(sizes.R * sizes.S):
+            columns = pl.ds(t * sizes.gradients, sizes.gradients)
+            self.operands[self.group, :, columns] = jnp.where(places == t, gradient, 0.0)
+
+    def meet(self):
+        plgpu.barrier_arrive(self.met)
+        plgpu.barrier_wait(self.met)
+
+    def multiply(self, sums, b, _):
+        for a in range(self.sizes.reach):
+            weights = self.weights.at[a, b].transpose((1, 0))
+            plgpu.wgmma(sums[a], self.operands.at[self.warpgroup - b], weights)
+        plgpu.wgmma_wait(0)
+
+    def write(self, m, cell):
+        """Copies a cell of the m-th row of cells to dx, a row at a time."""
+        sizes, staging = self.sizes, self.staging.at[self.warpgroup]
+        for r in range(sizes.R):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            row = cell[:, r * sizes.cell_row : (r + 1) * sizes.cell_row]
+            store(staging.transpose((1, 0)), plgpu.layout_cast(row, _SUMS_TRANSPOSED))
+            plgpu.commit_smem()
+            for c in range(sizes.C):
+                columns = pl.ds(self.warpgroup * sizes.cell_width, sizes.cell_width)
+                to = self.dx.at[m * sizes.R + r, c, columns, self.examples]
+                plgpu.copy_smem_to_gmem(staging.at[pl.ds(c * sizes.cell_width, sizes.cell_width)], to)

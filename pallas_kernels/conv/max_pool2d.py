@@ -1,5 +1,9 @@
 """Max-pool's backward: each gradient goes to the place its maximum came from, as a gather without atomics."""
 
+import dataclasses
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -7,8 +11,25 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import vector_length, zeros_like
+from pallas_kernels.core.tiles import kernel
 
 
+@dataclasses.dataclass(frozen=True)
+class RouteConfig:
+    """Tiles of `route`.
+
+    Attributes:
+      lane_block: length of a program's vectors of the batch.
+    """
+
+    lane_block: int
+
+
+def _heuristic(dy: Any, indices: Any, **options: Any) -> RouteConfig:
+    return RouteConfig(lane_block=vector_length(dy, indices))
+
+
+@kernel(heuristic=_heuristic)
 def route(
     dy: Array,
     indices: Array,
@@ -17,12 +38,12 @@ def route(
     window: tuple[int, int],
     stride: tuple[int, int],
     padding: tuple[int, int],
+    config: RouteConfig,
 ) -> Array:
     """`dx[c, i, j, n] = sum of dy[c, p, q, n]` over the windows (p, q) whose maximum lay at (i, j).
 
     A program owns the input positions that `stride` maps to one row of windows and writes each exactly once,
-    whether or not windows overlap, leave gaps or reach into the padding. Windows that do none of these need no kernel:
-    see `jaxbp/ops/max_pool2d.py`.
+    whether or not windows overlap, leave gaps or reach into the padding.
 
     Args:
       dy: `(C, P, Q, N)`, the batch N a multiple of `LANES`.
@@ -33,43 +54,43 @@ def route(
     Returns:
       dx `(C, H, W, N)` in dy's dtype; overlapping windows are summed in float32.
     """
-    C, P, Q, N = dy.shape
-    length = vector_length(dy, indices)
+    C, N = dy.shape[0], dy.shape[-1]
     # In padded coordinates position (a * stride + r) is row r of window a, row r + stride of window a - 1, ...
     rows, columns = (-(-(size + before) // s) for size, before, s in zip(input_size, padding, stride, strict=True))
-    # Windows that can reach a stride's cell: (cells back, offset added to the place within the cell).
-    reach = [[(back, back * s) for back in range(-(-f // s))] for f, s in zip(window, stride, strict=True)]
-
-    def body(dy_ref, index_ref, dx_ref, *, c, row, block):
-        lanes = pl.ds(block * length, length)
-
-        def cell(column, _):
-            zero = zeros_like(dy_ref[0, 0, 0, lanes].astype(jnp.float32))
-            sums = [[zero for _ in range(stride[1])] for _ in range(stride[0])]
-            for back_p, offset_u in reach[0]:
-                for back_q, offset_v in reach[1]:
-                    p, q = row - back_p, column - back_q
-                    exists = (p >= 0) & (p < P) & (q >= 0) & (q < Q)
-                    at = (c, jnp.clip(p, 0, P - 1), jnp.clip(q, 0, Q - 1), lanes)
-                    gradient = dy_ref[at].astype(jnp.float32)
-                    # An index no window has, where there is no window.
-                    index = jnp.where(exists, index_ref[at].astype(jnp.int32), -1)
-                    for r in range(min(stride[0], window[0] - offset_u)):
-                        for s in range(min(stride[1], window[1] - offset_v)):
-                            here = index == (r + offset_u) * window[1] + s + offset_v
-                            sums[r][s] += jnp.where(here, gradient, 0.0)
-            for r in range(stride[0]):
-                for s in range(stride[1]):
-                    dx_ref[c, row * stride[0] + r, column * stride[1] + s, lanes] = sums[r][s].astype(dx_ref.dtype)
-
-        lax.fori_loop(0, columns, cell, None)
-
     padded = launch(
-        body,
+        functools.partial(_route_row, window=window, stride=stride, columns=columns, lane_block=config.lane_block),
         dy,
         indices,
         out=jax.ShapeDtypeStruct((C, rows * stride[0], columns * stride[1], N), dy.dtype),
-        grid={"c": C, "row": rows, "block": N // length},
+        grid={"c": C, "row": rows, "block": N // config.lane_block},
         name="max_pool2d_route",
     )
     return padded[:, padding[0] : padding[0] + input_size[0], padding[1] : padding[1] + input_size[1]]
+
+
+def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, columns, lane_block):
+    _, P, Q, _ = dy_ref.shape
+    lanes = pl.ds(block * lane_block, lane_block)
+    # Windows that can reach a stride's cell: (cells back, offset added to the place within the cell).
+    reach_p, reach_q = ([(back, back * s) for back in range(-(-f // s))] for f, s in zip(window, stride, strict=True))
+
+    def cell(column, _):
+        zero = zeros_like(dy_ref[0, 0, 0, lanes].astype(jnp.float32))
+        sums = [[zero for _ in range(stride[1])] for _ in range(stride[0])]
+        for back_p, offset_u in reach_p:
+            for back_q, offset_v in reach_q:
+                p, q = row - back_p, column - back_q
+                exists = (p >= 0) & (p < P) & (q >= 0) & (q < Q)
+                at = (c, jnp.clip(p, 0, P - 1), jnp.clip(q, 0, Q - 1), lanes)
+                gradient = dy_ref[at].astype(jnp.float32)
+                # An index no window has, where there is no window.
+                index = jnp.where(exists, index_ref[at].astype(jnp.int32), -1)
+                for r in range(min(stride[0], window[0] - offset_u)):
+                    for s in range(min(stride[1], window[1] - offset_v)):
+                        is_maximum = index == (r + offset_u) * window[1] + s + offset_v
+                        sums[r][s] += jnp.where(is_maximum, gradient, 0.0)
+        for r in range(stride[0]):
+            for s in range(stride[1]):
+                dx_ref[c, row * stride[0] + r, column * stride[1] + s, lanes] = sums[r][s].astype(dx_ref.dtype)
+
+    lax.fori_loop(0, columns, cell, None)

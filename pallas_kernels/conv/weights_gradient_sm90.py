@@ -14,6 +14,7 @@ among x's makes the bias's gradient.
 
 import dataclasses
 import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,268 +22,495 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.conv import conv2d
-from pallas_kernels.conv.conv2d_relu_max_pool2d import weights_gradient as exact_weights_gradient
-from pallas_kernels.core.launch import launch, on_gpu
+from pallas_kernels.core import device
+from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, rounded_to_tf32, store
+from pallas_kernels.core.pipeline import Ring
+from pallas_kernels.core.tiles import kernel
 
-_MULTIPROCESSORS = 132
-_SHARED_BYTES = 200 * 1024
-# Rows of the tensor cores' tiles.
 _TILE = 64
-# A thread keeps half as many sums in its registers: with 144 it spills them.
+"""Rows of the tensor cores' tiles, one tile a warpgroup."""
+_MAX_WARPGROUPS = 4
 _MAX_COLUMNS = 160
-# Below, cutting the gradient out of the sums costs what the tensor cores save.
-_LEAST_BATCH = 2048
+"""A thread keeps half as many sums in its registers: with 144 it spills them."""
+_MAX_STAGES = 4
+_RESERVED_BYTES = 27 * 1024
+"""Shared memory that stages leave to barriers, to sums across warps and to spare: the stages were measured so."""
+_MIN_BATCH = 2048
+"""Below, cutting the gradient out of the sums costs what the tensor cores save."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Config:
     """How programs divide the sums.
 
     Attributes:
       channels: input channels a program.
       places: places of a window a program.
       images_on_left: whether x's rows, not the routed gradient's, are the tiles of 64 rows, one a warpgroup.
-      warpgroups: of a program.
-      columns: sums a row.
-      ones: the row of ones among x's.
-      x_rows: of shared memory for x.
-      bytes: of shared memory for each stage, and for the routed gradient.
+      stages: of the pipeline.
     """
 
     channels: int
     places: int
     images_on_left: bool
-    warpgroups: int
-    columns: int
-    ones: int
-    x_rows: int
-    bytes: tuple[int, int]
+    stages: int
+
+
+# --------------------------------------------------------------------------------------------------------------- sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """What follows from the shapes and a config. P counts rows of windows."""
+
+    K: int
+    P: int
+    Q: int
+    N: int
+    C: int
+    H: int
+    W: int
+    R: int
+    S: int
+    dtype: Any
+    config: Config
 
     @property
-    def slots(self) -> int:
-        """Stages in flight."""
-        return min(4, (_SHARED_BYTES - self.bytes[1]) // self.bytes[0])
+    def filter_size(self) -> tuple[int, int]:
+        return self.H - self.P * self.R + 1, self.W - self.Q * self.S + 1
+
+    @property
+    def band(self) -> int:
+        """Rows of x under the filters of a row of windows."""
+        return self.H - self.P * self.R + self.R
+
+    @property
+    def ones(self) -> int:
+        """The row of ones, behind those of x."""
+        return self.config.channels * self.band * self.W
+
+    @property
+    def routed_rows(self) -> int:
+        return self.config.places * self.K * self.Q
+
+    @property
+    def warpgroups(self) -> int:
+        return -(-(self.ones + 8) // _TILE) if self.config.images_on_left else self.routed_rows // _TILE
+
+    @property
+    def columns(self) -> int:
+        """Sums a row."""
+        return self.routed_rows if self.config.images_on_left else self.ones + 8
+
+    @property
+    def x_rows(self) -> int:
+        """Of shared memory for x."""
+        return self.warpgroups * _TILE if self.config.images_on_left else self.columns
+
+    @property
+    def gradient_rows(self) -> int:
+        """Of dy in a stage, which the warpgroups share out among them to route it."""
+        raise NotImplementedError
+
+    @property
+    def stage_bytes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def other_bytes(self) -> int:
+        """Shared memory beside the stages."""
+        return 0
+
+    @property
+    def stages(self) -> int:
+        """As many as fit."""
+        left = device.target().shared_bytes - _RESERVED_BYTES - self.other_bytes
+        return min(_MAX_STAGES, left // self.stage_bytes)
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        """Parts of the input channels, and of a window's places."""
+        return self.C // self.config.channels, self.R * self.S // self.config.places
+
+    @property
+    def examples(self) -> int:
+        """A step, so many as fill a row of an operand."""
+        return OPERAND_BYTES // self.dtype.itemsize
+
+    @property
+    def units(self) -> int:
+        """Steps of all splits together."""
+        return self.P * (self.N // self.examples)
+
+    def per_split(self, multiprocessors: int) -> int:
+        splits = min(self.units, -(-multiprocessors // (self.shares[0] * self.shares[1])))
+        return -(-self.units // splits)
+
+    def fit(self) -> bool:
+        """Whether they suit the tensor cores' tiles, and registers and shared memory hold them."""
+        return (
+            1 <= self.warpgroups <= _MAX_WARPGROUPS
+            and self.columns <= _MAX_COLUMNS
+            and (self.config.images_on_left or self.routed_rows % _TILE == 0)
+            and self.gradient_rows % (8 * self.warpgroups) == 0
+            and self.stages >= 2
+        )
+
+    def clocks(self) -> int:
+        """Of all programs: half a column a tensor-core instruction of 8 values, and 24 bytes from the cache."""
+        clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
+        return clocks * self.shares[0] * self.shares[1]
 
 
-@functools.cache
-def plan(
-    dy_shape: tuple[int, ...],
-    x_shape: tuple[int, ...],
-    window: tuple[int, int],
-    itemsize: int,
-    pooled: bool = True,
-) -> Plan | None:
-    """The cheapest way to divide the sums, or None if there is none: rows must come in eights, and fit.
+class _PooledSizes(_Sizes):
+    """Those of `weights_gradient`: a stage has dy and its places, which each step routes into one of two buffers."""
+
+    @property
+    def gradient_rows(self) -> int:
+        return self.K * self.Q
+
+    @property
+    def stage_bytes(self) -> int:
+        return OPERAND_BYTES * (self.x_rows + self.gradient_rows) + self.gradient_rows * self.examples
+
+    @property
+    def other_bytes(self) -> int:
+        return OPERAND_BYTES * 2 * self.routed_rows
+
+
+class _ConvolutionSizes(_Sizes):
+    """Those of `correlate_batch`: dy is copied to where the product reads it."""
+
+    @property
+    def gradient_rows(self) -> int:
+        return self.routed_rows
+
+    @property
+    def stage_bytes(self) -> int:
+        return OPERAND_BYTES * (self.x_rows + self.routed_rows)
+
+    def fit(self) -> bool:
+        # dy's rows are copied a channel at a time.
+        return self.config.places * self.Q % 8 == 0 and super().fit()
+
+
+def _pooled_sizes(dy: Any, x: Any, window: tuple[int, int], config: Config) -> _Sizes:
+    return _PooledSizes(*dy.shape, *x.shape[:3], *window, dy.dtype, config)
+
+
+def _convolution_sizes(dy: Any, x: Any, rows: int, config: Config) -> _Sizes:
+    K, out_rows, Q, N = dy.shape
+    return _ConvolutionSizes(K, out_rows // rows, Q, N, *x.shape[:3], rows, 1, dy.dtype, config)
+
+
+def _cheapest(sizes: Any) -> Config | None:
+    """The config of the fewest clocks, or None if rows do not come in eights, or nothing fits.
 
     Args:
-      dy_shape: `(K, P, Q, N)`, P the rows of windows.
-      x_shape: `(C, H, W, N)`.
-      pooled: whether dy is that of the pool, to be routed, or that of all places of the windows.
+      sizes: a config -> sizes.
     """
-    K, P, Q, _ = dy_shape
-    C, H, W, _ = x_shape
-    R, S = window
-    band = H - P * R + R
-    if K * Q % 8 or band * W % 8 or R * W % 8 or H * W % 8:
+    of = sizes(Config(1, 1, True, 0))
+    if any(rows % 8 for rows in (of.K * of.Q, of.band * of.W, of.R * of.W, of.H * of.W)):
         return None
-    best, least = None, None
-    for channels in (c for c in range(1, C + 1) if C % c == 0):
-        ones = channels * band * W
-        for places in (t for t in range(1, R * S + 1) if R * S % t == 0):
-            routed = places * K * Q
-            if not pooled and places * Q % 8:  # of each output channel, copied by itself
-                continue
-            for images_on_left in (False, True):
-                warpgroups = -(-(ones + 8) // _TILE) if images_on_left else routed // _TILE
-                columns = routed if images_on_left else ones + 8
-                x_rows = warpgroups * _TILE if images_on_left else columns
-                if not 1 <= warpgroups <= 4 or columns > _MAX_COLUMNS:
-                    continue
-                if (not images_on_left and routed % _TILE) or (K * Q if pooled else routed) % (8 * warpgroups):
-                    continue
-                if pooled:
-                    stage, beside = OPERAND_BYTES * (x_rows + K * Q) + K * Q * OPERAND_BYTES // itemsize, 2 * routed
-                else:
-                    stage, beside = OPERAND_BYTES * (x_rows + routed), 0
-                this = Plan(
-                    channels, places, images_on_left, warpgroups, columns, ones, x_rows, (stage, OPERAND_BYTES * beside)
-                )
-                if this.slots < 2:
-                    continue
-                # Clocks: half a column a tensor-core instruction of 8 values, and 24 bytes from the cache.
-                clocks = warpgroups * columns * OPERAND_BYTES // 64 + stage // 24
-                programs = (C // channels) * (R * S // places)
-                if least is None or clocks * programs < least:
-                    best, least = this, clocks * programs
-    return best
+    candidates = (
+        sizes(Config(channels, places, images_on_left, 0))
+        for channels in range(1, of.C + 1)
+        if of.C % channels == 0
+        for places in range(1, of.R * of.S + 1)
+        if of.R * of.S % places == 0
+        for images_on_left in (False, True)
+    )
+    best = min((found for found in candidates if found.fit()), key=_Sizes.clocks, default=None)
+    return best and dataclasses.replace(best.config, stages=best.stages)
 
 
-def pays(dy_shape: tuple[int, ...], x_shape: tuple[int, ...], window: tuple[int, int], itemsize: int) -> bool:
-    """Whether `weights_gradient` takes these shapes, and is faster than the exact kernel."""
-    return dy_shape[-1] >= _LEAST_BATCH and plan(dy_shape, x_shape, window, itemsize) is not None
+# ------------------------------------------------------------------------------------------------------------- kernels
 
 
-def weights_gradient(dy: Array, place: Array, x: Array, *, window: tuple[int, int]) -> tuple[Array, Array]:
-    """As `conv2d_relu_max_pool2d.weights_gradient`, for shapes that have a `plan`, float32 rounded to TF32.
+def _pooled_config(dy: Any, x: Any, window: tuple[int, int]) -> Config | None:
+    return _cheapest(functools.partial(_pooled_sizes, dy, x, window))
 
-    Where there is no GPU the exact kernel takes this one's place.
+
+def _pooled_supports(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> str | None:
+    return _misfit(dy, x) if _pooled_config(dy, x, window) is None else None
+
+
+def _pooled_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> Config | None:
+    return _pooled_config(dy, x, window) if dy.shape[-1] >= _MIN_BATCH else None
+
+
+def _misfit(dy, x):
+    return f"dy {dy.shape} with x {x.shape}: their rows do not come in eights, or fit no tiles in shared memory"
+
+
+@kernel(supports=_pooled_supports, heuristic=_pooled_heuristic, capability=(9, 0))
+def weights_gradient(
+    dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: Config
+) -> tuple[Array, Array]:
+    """Gradients of `conv2d_relu_max_pool2d` in w and b, float32 rounded to TF32.
+
+    Args:
+      dy, place: `(K, P, Q, N)`, the batch N a multiple of `LANES`.
+      x: `(C, H, W, N)`, of H = P * R + F - 1 and W = Q * S + G - 1.
+
+    Returns:
+      dw `(K, C, F, G)` and db `(K,)` in float32.
     """
-    here, exact = (functools.partial(kernel, window=window) for kernel in (_weights_gradient, exact_weights_gradient))
-    return on_gpu(here, exact, dy, place, x)
+    sizes = _pooled_sizes(dy, x, window, config)
+
+    def by_rows(a):
+        return a.swapaxes(0, 1).reshape(sizes.P, -1, sizes.N)
+
+    stages = config.stages, sizes.gradient_rows, sizes.examples
+    sums = _launch(
+        _PooledProgram,
+        sizes,
+        [x.reshape(-1, sizes.N), by_rows(dy), by_rows(place)],
+        buffers=2,
+        copies=config.channels + 2,
+        scratch=[plgpu.SMEM(stages, dy.dtype), plgpu.SMEM(stages, jnp.uint8)],
+        name="conv2d_relu_max_pool2d_backward_weights_tensor_cores",
+    )
+    return _gradients(sums.reshape(*sums.shape[:4], config.places, sizes.K, sizes.Q), sizes)
 
 
-def _rows_at_once(dy_shape, x_shape) -> int | None:
+def _rows_a_product(dy: Any, x: Any) -> int | None:
     """Rows of a convolution's output in a product, so that x's rows and the gradient's come in eights."""
-    (_, rows, Q, _), (_, _, W, _) = dy_shape, x_shape
+    (_, rows, Q, _), W = dy.shape, x.shape[2]
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
 
-def correlate_batch_plan(dy_shape: tuple[int, ...], x_shape: tuple[int, ...], itemsize: int) -> Plan | None:
-    """The `plan` of `correlate_batch`, if it has one."""
-    K, rows, Q, N = dy_shape
-    R = _rows_at_once(dy_shape, x_shape)
-    return R and plan((K, rows // R, Q, N), x_shape, (R, 1), itemsize, pooled=False)
+def _convolution_heuristic(dy: Any, x: Any) -> Config | None:
+    rows = _rows_a_product(dy, x)
+    return rows and _cheapest(functools.partial(_convolution_sizes, dy, x, rows))
 
 
-def correlate_batch(dy: Array, x: Array) -> tuple[Array, Array]:
-    """`conv2d.correlate_batch` with stride 1, and dy's sums, for shapes that have a plan.
+def _convolution_supports(dy: Any, x: Any) -> str | None:
+    return _misfit(dy, x) if _convolution_heuristic(dy, x) is None else None
 
-    Of float32, dy is rounded to TF32 and x cut off. Where there is no GPU the exact kernels take this one's place.
+
+@kernel(supports=_convolution_supports, heuristic=_convolution_heuristic, capability=(9, 0))
+def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Array]:
+    """`conv2d.correlate_batch` with stride 1, and dy's sums. Of float32, dy is rounded to TF32 and x cut off.
+
+    Args:
+      dy: `(K, I, J, N)`, the batch N a multiple of `LANES`.
+      x: `(C, H, W, N)`.
+
+    Returns:
+      `(K, C, H - I + 1, W - J + 1)` and `(K,)` in float32.
     """
-
-    def here(dy, x):
-        return _weights_gradient(dy, None, x, window=(_rows_at_once(dy.shape, x.shape), 1))
-
-    def exact(dy, x):
-        return conv2d.correlate_batch(dy, x), conv2d.sum_batch(dy.reshape(dy.shape[0], -1, dy.shape[-1]))
-
-    return on_gpu(here, exact, dy, x)
-
-
-def _weights_gradient(dy, place, x, *, window):
-    pooled = place is not None
-    C, H, W, N = x.shape
-    R, S = window
-    K, P, Q, _ = dy.shape
-    P = P if pooled else P // R
-    F, G = H - P * R + 1, W - Q * S + 1
-    band = F + R - 1
-    tile = plan((K, P, Q, N), x.shape, window, dy.dtype.itemsize, pooled)
-    slots, KQ = tile.slots, K * Q
-    routed_rows = tile.places * KQ
-    # Of the gradient, to be routed by each warpgroup.
-    mine = (KQ if pooled else routed_rows) // tile.warpgroups
-    examples = OPERAND_BYTES // dy.dtype.itemsize
-    units = P * (N // examples)
-    splits, turns = C // tile.channels, R * S // tile.places
-    parts = min(units, -(-_MULTIPROCESSORS // (splits * turns)))
-    per_part = -(-units // parts)
-    parts = -(-units // per_part)
-    # Two rows a warp, so that a warp's accesses to shared memory never meet in one bank.
-    layout = plgpu.Layout.TILED(
-        plgpu.Tiling(((8, examples), (2, examples), (examples // 16,))),
-        warp_dims=(-5,),
-        lane_dims=(-3, -2),
-        vector_dim=-1,
+    sizes = _convolution_sizes(dy, x, _rows_a_product(dy, x), config)
+    sums = _launch(
+        _ConvolutionProgram,
+        sizes,
+        [x.reshape(-1, sizes.N), dy.reshape(-1, sizes.N)],
+        buffers=config.stages,
+        copies=config.channels + sizes.K,
+        name="correlate_batch_tensor_cores",
     )
+    return _gradients(sums.reshape(*sums.shape[:4], sizes.K, config.places, sizes.Q).swapaxes(4, 5), sizes)
 
-    def body(*refs, **ids):
-        pl.run_scoped(functools.partial(accumulate, *refs, **ids), plgpu.ACC((_TILE, tile.columns)))
 
-    def accumulate(x_ref, dy_ref, *refs, part, c, turn, warpgroup):
-        if pooled:
-            place_ref, sums_ref, xs, routed, loaded, ready, dys, places, sums = refs
-        else:
-            sums_ref, xs, routed, loaded, ready, sums = refs
-        first = part * per_part
-        steps = jnp.minimum(units - first, per_part)
+def _launch(program, sizes, arrays, *, buffers, copies, name, scratch=()):
+    """The sums `(split, channels, places, row of x, routed)` of all programs.
 
-        def fetch(step):
-            slot, unit = step % slots, first + step
-            p, n = unit % P, pl.ds(unit // P * examples, examples)
-            for channel in range(tile.channels):
-                rows = pl.ds(((c * tile.channels + channel) * H + p * R) * W, band * W)
-                plgpu.copy_gmem_to_smem(
-                    x_ref.at[rows, n], xs.at[slot, pl.ds(channel * band * W, band * W)], loaded.at[slot]
-                )
-            if pooled:
-                plgpu.copy_gmem_to_smem(dy_ref.at[p, :, n], dys.at[slot], loaded.at[slot])
-                plgpu.copy_gmem_to_smem(place_ref.at[p, :, n], places.at[slot], loaded.at[slot])
-            else:
-                for k in range(K):
-                    rows = pl.ds((k * P * R + p * R + turn * tile.places) * Q, tile.places * Q)
-                    here = routed.at[slot, pl.ds(k * tile.places * Q, tile.places * Q)]
-                    plgpu.copy_gmem_to_smem(dy_ref.at[rows, n], here, loaded.at[slot])
-
-        def route(slot, buffer):
-            rows = pl.ds(warpgroup * mine, mine)
-            gradient = rounded_to_tf32(load((dys if pooled else routed).at[slot, rows], layout))
-            if pooled:
-                at = load(places.at[slot, rows], layout, optimized=False).astype(jnp.int32)
-                for t in range(tile.places):
-                    here = jnp.where(at == turn * tile.places + t, gradient, jnp.zeros_like(gradient))
-                    routed[buffer, pl.ds(t * KQ + warpgroup * mine, mine)] = here
-            else:
-                routed[slot, rows] = gradient
-            plgpu.commit_smem()
-
-        @pl.when(warpgroup == 0)
-        def _():
-            ones = plgpu.layout_cast(jnp.ones((8, examples), x.dtype), layout)
-            for slot in range(slots):
-                xs[slot, tile.ones : tile.ones + 8] = ones
-            plgpu.commit_smem()
-            for step in range(slots - 1):
-                pl.when(step < steps)(functools.partial(fetch, step))
-
-        def add(step, _):
-            slot = step % slots
-            buffer = step % 2 if pooled else slot
-            plgpu.barrier_wait(loaded.at[slot])
-            if pooled or dy.dtype == jnp.float32:
-                route(slot, buffer)
-            # The product before this one is done, here and behind the barrier everywhere: what it read is free.
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(ready)
-            plgpu.barrier_wait(ready)
-            pl.when((warpgroup == 0) & (step + slots - 1 < steps))(lambda: fetch(step + slots - 1))
-            left, right = (xs.at[slot], routed.at[buffer]) if tile.images_on_left else (routed.at[buffer], xs.at[slot])
-            plgpu.wgmma(sums, left.at[pl.ds(warpgroup * _TILE, _TILE)], right.transpose((1, 0)))
-
-        lax.fori_loop(0, steps, add, None)
-        plgpu.wgmma_wait(0)
-        store(sums_ref.at[part, c, turn, pl.ds(warpgroup * _TILE, _TILE)], sums[...])
-
-    by_rows = lambda a: a.swapaxes(0, 1).reshape(P, -1, N)  # noqa: E731
-    partial_sums = launch(
-        body,
-        x.reshape(C * H * W, N),
-        *([by_rows(dy), by_rows(place)] if pooled else [dy.reshape(-1, N)]),
-        out=jax.ShapeDtypeStruct((parts, splits, turns, tile.warpgroups * _TILE, tile.columns), jnp.float32),
-        grid={"part": parts, "c": splits, "turn": turns},
-        warpgroups=tile.warpgroups,
+    Args:
+      buffers: for the routed gradient.
+      copies: that fill a stage.
+      scratch: further shared memory.
+    """
+    config, per_split = sizes.config, sizes.per_split(device.target().multiprocessors)
+    (splits, *shares), rows = (-(-sizes.units // per_split), *sizes.shares), sizes.warpgroups * _TILE
+    x, dy, *_ = arrays
+    sums = launch(
+        functools.partial(_body, program, sizes, per_split),
+        *arrays,
+        out=jax.ShapeDtypeStruct((splits, *shares, rows, sizes.columns), jnp.float32),
+        grid={"split": splits, "c": shares[0], "t": shares[1]},
+        warpgroups=sizes.warpgroups,
         scratch=[
-            operand((slots, tile.x_rows, examples), x.dtype),
-            operand((2 if pooled else slots, routed_rows, examples), dy.dtype),
-            plgpu.Barrier(num_arrivals=tile.channels + (2 if pooled else K), num_barriers=slots),
-            plgpu.Barrier(num_arrivals=tile.warpgroups),
-            *([plgpu.SMEM((slots, KQ, examples), a) for a in (dy.dtype, jnp.uint8)] if pooled else []),
+            operand((config.stages, sizes.x_rows, sizes.examples), x.dtype),
+            operand((buffers, sizes.routed_rows, sizes.examples), dy.dtype),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+            plgpu.Barrier(num_arrivals=sizes.warpgroups),
+            *scratch,
         ],
-        name="conv2d_relu_max_pool2d_backward_weights_tensor_cores" if pooled else "correlate_batch_tensor_cores",
+        name=name,
     )
-    # x's rows first; the sums below are of slices then, and add up windows, columns and parts.
-    rows_first = partial_sums if tile.images_on_left else partial_sums.swapaxes(3, 4)
-    rows_first = rows_first.reshape(parts, splits, turns, -1, *((tile.places, K) if pooled else (K, tile.places)), Q)
-    if not pooled:
-        rows_first = rows_first.swapaxes(4, 5)
-    db = jnp.sum(rows_first[:, 0, :, tile.ones], axis=(0, 1, 2, 4))
-    images = rows_first[:, :, :, : tile.ones].reshape(parts, splits, turns, tile.channels, band, W, tile.places, K, Q)
+    return sums if config.images_on_left else sums.swapaxes(3, 4)
+
+
+def _gradients(sums, sizes):
+    """The weights' and the bias's, from sums `(split, channels, places, row of x, place, k, q)`.
+
+    The sums below are of slices, and add up windows, columns and splits.
+    """
+    (F, G), places = sizes.filter_size, sizes.config.places
+    db = jnp.sum(sums[:, 0, :, sizes.ones], axis=(0, 1, 2, 4))
+    images = sums[:, :, :, : sizes.ones]
+    images = images.reshape(*sums.shape[:3], sizes.config.channels, sizes.band, sizes.W, *sums.shape[4:])
     terms = [
-        images[:, :, t // tile.places, :, t // S :, q * S + t % S :, t % tile.places, :, q][:, :, :, :F, :G]
-        for t in range(R * S)
-        for q in range(Q)
+        images[:, :, t // places, :, t // sizes.S :, q * sizes.S + t % sizes.S :, t % places, :, q][:, :, :, :F, :G]
+        for t in range(sizes.R * sizes.S)
+        for q in range(sizes.Q)
     ]
     dw = jnp.sum(sum(terms[1:], terms[0]), axis=0)
-    return dw.reshape(C, F, G, K).transpose(3, 0, 1, 2), db
+    return dw.reshape(sizes.C, F, G, sizes.K).transpose(3, 0, 1, 2), db
+
+
+# ------------------------------------------------------------------------------------------------------------- program
+
+
+def _body(program, sizes, per_split, *refs, split, **ids):
+    def accumulate(sums):
+        first = split * per_split
+        steps = jnp.minimum(sizes.units - first, per_split)
+        named = dict(zip(program.REFERENCES, refs, strict=True))
+        program(sizes=sizes, sums=sums, split=split, first=first, steps=steps, **ids, **named).run()
+
+    pl.run_scoped(accumulate, plgpu.ACC((_TILE, sizes.columns)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Program:
+    """A split's sums, of a part of the channels and of the places: its references, and its steps.
+
+    Attributes:
+      x, dy, out: in device memory.
+      xs: stages of x's rows, with the ones behind them.
+      routed: the routed gradient.
+      loaded: where a stage's copies arrive.
+      ready: where the warpgroups meet once all have routed.
+      sums: the accumulator.
+      split, c, t: the program's place in the grid.
+      first: the split's first unit, of `steps`.
+    """
+
+    REFERENCES: ClassVar[tuple[str, ...]]
+
+    sizes: _Sizes
+    x: Any
+    dy: Any
+    out: Any
+    xs: Any
+    routed: Any
+    loaded: Any
+    ready: Any
+    sums: Any
+    split: Any
+    c: Any
+    t: Any
+    warpgroup: Any
+    first: Any
+    steps: Any
+
+    def run(self):
+        ring = Ring(self.sizes.config.stages, self.copy, self.loaded, self.steps)
+        pl.when(self.warpgroup == 0)(functools.partial(self.begin, ring))
+        lax.fori_loop(0, self.steps, functools.partial(self.add, ring), None)
+        plgpu.wgmma_wait(0)
+        rows = pl.ds(self.warpgroup * _TILE, _TILE)
+        store(self.out.at[self.split, self.c, self.t, rows], self.sums[...])
+
+    def begin(self, ring):
+        ones = plgpu.layout_cast(jnp.ones((8, self.sizes.examples), self.x.dtype), self.layout)
+        for stage in range(ring.stages):
+            self.xs[stage, self.sizes.ones : self.sizes.ones + 8] = ones
+        plgpu.commit_smem()
+        ring.prefetch(ring.stages - 1)
+
+    def add(self, ring, step, _):
+        stage = ring.stage(step)
+        ring.wait(step)
+        xs, routed = self.xs.at[stage], self.routed.at[self.route(step, stage)]
+        # The last product is done, and behind the barrier every warpgroup's: what it read is free.
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.ready)
+        plgpu.barrier_wait(self.ready)
+        pl.when(self.warpgroup == 0)(lambda: ring.fetch(step + ring.stages - 1))
+        left, right = (xs, routed) if self.sizes.config.images_on_left else (routed, xs)
+        plgpu.wgmma(self.sums, left.at[pl.ds(self.warpgroup * _TILE, _TILE)], right.transpose((1, 0)))
+
+    def copy(self, step, stage, barrier):
+        """Starts the copies of a unit: a row of windows, and as many examples as a step takes."""
+        sizes, unit = self.sizes, self.first + step
+        p, examples = unit % sizes.P, pl.ds(unit // sizes.P * sizes.examples, sizes.examples)
+        channels, rows = sizes.config.channels, sizes.band * sizes.W
+        for channel in range(channels):
+            under = pl.ds(((self.c * channels + channel) * sizes.H + p * sizes.R) * sizes.W, rows)
+            plgpu.copy_gmem_to_smem(self.x.at[under, examples], self.xs.at[stage, pl.ds(channel * rows, rows)], barrier)
+        self.copy_gradient(p, examples, stage, barrier)
+
+    def copy_gradient(self, p, examples, stage, barrier):
+        raise NotImplementedError
+
+    def route(self, step, stage):
+        """Makes the routed gradient of what has been copied. Returns its buffer."""
+        raise NotImplementedError
+
+    @property
+    def share(self):
+        """Rows of the gradient that the warpgroup routes."""
+        return self.sizes.gradient_rows // self.sizes.warpgroups
+
+    @property
+    def layout(self):
+        """Two rows a warp, so that a warp's accesses to shared memory never meet in one bank."""
+        examples = self.sizes.examples
+        tiling = plgpu.Tiling(((8, examples), (2, examples), (examples // 16,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PooledProgram(_Program):
+    """Routes dy to the places of the windows' maxima, into two buffers in turn.
+
+    Attributes:
+      place: in device memory.
+      dys, places: stages of dy and place.
+    """
+
+    REFERENCES = ("x", "dy", "place", "out", "xs", "routed", "loaded", "ready", "dys", "places")
+
+    place: Any
+    dys: Any
+    places: Any
+
+    def copy_gradient(self, p, examples, stage, barrier):
+        plgpu.copy_gmem_to_smem(self.dy.at[p, :, examples], self.dys.at[stage], barrier)
+        plgpu.copy_gmem_to_smem(self.place.at[p, :, examples], self.places.at[stage], barrier)
+
+    def route(self, step, stage):
+        buffer, places = step % 2, self.sizes.config.places
+        rows = pl.ds(self.warpgroup * self.share, self.share)
+        gradient = rounded_to_tf32(load(self.dys.at[stage, rows], self.layout))
+        maximum = load(self.places.at[stage, rows], self.layout, optimized=False).astype(jnp.int32)
+        for t in range(places):
+            of_place = jnp.where(maximum == self.t * places + t, gradient, jnp.zeros_like(gradient))
+            first = t * self.sizes.gradient_rows + self.warpgroup * self.share
+            self.routed[buffer, pl.ds(first, self.share)] = of_place
+        plgpu.commit_smem()
+        return buffer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ConvolutionProgram(_Program):
+    """Takes dy as it is, rounded where it lies if float32."""
+
+    REFERENCES = ("x", "dy", "out", "xs", "routed", "loaded", "ready")
+
+    def copy_gradient(self, p, examples, stage, barrier):
+        sizes, places = self.sizes, self.sizes.config.places
+        for k in range(sizes.K):
+            rows = pl.ds((k * sizes.P * sizes.R + p * sizes.R + self.t * places) * sizes.Q, places * sizes.Q)
+            to = self.routed.at[stage, pl.ds(k * places * sizes.Q, places * sizes.Q)]
+            plgpu.copy_gmem_to_smem(self.dy.at[rows, examples], to, barrier)
+
+    def route(self, step, stage):
+        if self.dy.dtype == jnp.float32:
+            rows = pl.ds(self.warpgroup * self.share, self.share)
+            self.routed[stage, rows] = rounded_to_tf32(load(self.routed.at[stage, rows], self.layout))
+            plgpu.commit_smem()
+        return stage

@@ -153,19 +153,3 @@ def check_divides(kernel: str, size_name: str, size: int, length: int) -> None:
 
 def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
-
-
-def tunable(**sizes):  # until every kernel is a `Kernel`
-    def decorate(function):
-        @functools.wraps(function)
-        def tuned(*arrays, **options):
-            if not sizes.keys() & options.keys():
-                options |= recorded(tuned.name, key(*arrays, **options), tuple(sizes))
-            return function(*arrays, **options)
-
-        tuned.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
-        tuned.sweep = sizes
-        KERNELS[tuned.name] = tuned
-        return tuned
-
-    return decorate

@@ -2,16 +2,19 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
     assert_close,
+    cuda_program,
     draw_cotangents,
     every_implementation,
     gradients_of,
     in_float64,
     normal,
+    on_the_cpu,
     value_and_gradients,
 )
 
@@ -23,6 +26,7 @@ from jaxbp import (
     max_pool2d,
     relu,
 )
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 
 pytestmark = pytest.mark.once
 
@@ -80,3 +84,36 @@ def test_an_empty_batch_has_zero_gradients_in_the_parameters(implementation):
     assert dx.shape == (0, 1, 5, 5)
     np.testing.assert_array_equal(dw, np.zeros((2, 1, 2, 2)))
     np.testing.assert_array_equal(db, np.zeros(2))
+
+
+# A batch that pays on the tensor cores.
+LARGE = (2048, 16, 1, 4), (2048, 2, 6, 12), (16, 2, 5, 5)
+
+
+def backward(implementation=None, precision="default"):
+    options = dict(window=2, precision=precision, implementation=implementation)
+    return functools.partial(conv2d_relu_max_pool2d_backward, **options)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kernels"), [(HOPPER, 2), (BLACKWELL, 1), (BLACKWELL_RTX, 1)], ids=["H200", "B200", "RTX"]
+)
+@pytest.mark.parametrize("implementation", ["pallas", None])
+def test_only_hopper_gets_kernels_with_its_own_tensor_core_instructions(implementation, gpu, kernels):
+    dy, x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in LARGE)
+    places = jax.ShapeDtypeStruct(dy.shape, jnp.uint8)
+    with targeting(gpu):
+        program = cuda_program(backward(implementation), dy, places, x, w)
+    assert program.count("custom_call @mosaic_gpu") == kernels  # else the library's product for dx
+    assert ("wgmma" in program) == (gpu is HOPPER)
+    assert ("dot_general" in program) == (gpu is not HOPPER)
+
+
+def test_without_a_gpu_the_exact_kernels_take_the_place_of_those_on_the_tensor_cores():
+    dy, x, w = normal(*LARGE)
+    places = jnp.asarray(np.random.default_rng(2).integers(0, 5, dy.shape, np.uint8))
+    with on_the_cpu():
+        rounded, exact = (
+            jax.jit(backward("pallas", precision))(dy, places, x, w) for precision in ("default", "highest")
+        )
+    jax.tree.map(np.testing.assert_array_equal, rounded, exact)

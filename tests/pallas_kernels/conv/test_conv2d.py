@@ -1,4 +1,6 @@
-"""Correlations of sizes that do not unroll into registers, and as matrix products, against lax."""
+"""Correlations of sizes that do not unroll into registers against lax, and their tiles."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,8 @@ import numpy as np
 import pytest
 from helpers import on_the_cpu
 
-from pallas_kernels.conv.conv2d import correlate, correlate_batch, filter_matrix, matrix_pays, times_matrix
+from pallas_kernels.conv.conv2d import CorrelateConfig, correlate, correlate_batch, sum_batch
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, targeting
 from pallas_kernels.core.layouts import LANES
 
 
@@ -53,32 +56,28 @@ def test_correlate_batch_of_any_size_is_the_gradient_of_lax(K, C, window, size, 
 
 
 @pytest.mark.parametrize(
-    ("stride", "padding", "dilation"),
-    [((1, 1), (0, 0), (1, 1)), ((2, 1), (1, 0), (1, 1)), ((1, 3), (0, 2), (2, 1)), ((3, 2), (2, 1), (2, 3))],
-    ids=str,
+    ("shape", "dtype", "channels", "lane_block"),
+    [((6, 1, 5, 5), "float32", 6, 512), ((16, 6, 5, 5), "float32", 8, 512), ((11, 2, 3, 3), "bfloat16", 1, 512)],
 )
-def test_a_product_with_the_filter_matrix_is_the_convolution_of_lax_and_its_gradient(stride, padding, dilation):
-    x, w = integers(2, 3, 6, 7), integers(4, 3, 3, 2)
-    convolution = lambda x: jax.lax.conv_general_dilated(  # noqa: E731
-        x, w, stride, [(p, p) for p in padding], rhs_dilation=dilation, dimension_numbers=("NCHW", "OIHW", "NCHW")
-    )
-    y, vjp = jax.vjp(convolution, x)
-    dy = integers(*y.shape)
-    sizes = dict(input_size=(6, 7), output_size=y.shape[2:])
-    matrix = filter_matrix(w, **sizes, stride=stride, before=padding, dilation=dilation)
-    np.testing.assert_array_equal(times_matrix(x, matrix).reshape(y.shape), y)
-    np.testing.assert_array_equal(times_matrix(dy, matrix, transposed=True).reshape(x.shape), vjp(dy)[0])
+def test_correlate_takes_up_to_eight_channels_that_divide_them_all(shape, dtype, channels, lane_block):
+    x, w = (jax.ShapeDtypeStruct(s, dtype) for s in ((shape[1], 12, 12, 1024), shape))
+    assert correlate.supports(x, w) is None
+    assert correlate.heuristic(x, w) == CorrelateConfig(channels, lane_block)
 
 
-@pytest.mark.parametrize(
-    ("w_shape", "input_size", "output_size", "pays"),
-    [
-        ((16, 6, 5, 5), (12, 12), (8, 8), True),
-        ((6, 1, 5, 5), (28, 28), (24, 24), True),
-        ((16, 6, 5, 5), (28, 28), (24, 24), False),  # too large
-        ((4, 1, 3, 3), (20, 20), (18, 18), False),  # mostly zeros
-        ((32, 32, 1, 1), (5, 5), (5, 5), False),  # of one tap
-    ],
-)
-def test_the_filter_matrix_pays_for_small_images(w_shape, input_size, output_size, pays):
-    assert matrix_pays(w_shape, input_size, output_size) == pays
+@pytest.mark.parametrize(("stride", "filter_size"), [((1, 1), (5, 5)), ((2, 3), (9, 1))])
+def test_correlate_batch_splits_filters_that_registers_do_not_hold_and_the_batch(stride, filter_size):
+    rows = [(n - 1) * s + f for n, s, f in zip((4, 4), stride, filter_size, strict=True)]
+    dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 4, 4, 1024), (6, *rows, 1024)))
+    config = correlate_batch.heuristic(dy, x, stride=stride)
+    assert (config.rows, config.columns) == filter_size
+    assert 16 % config.out_channels == 6 % config.in_channels == 0
+    assert math.prod(config.tile) <= 160
+    assert config.splits == 32  # a lane block and a row each
+
+
+@pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])
+def test_they_are_kernels_of_later_gpus_too(gpu):
+    x, w, dy = (jax.ShapeDtypeStruct(s, "float32") for s in ((6, 12, 12, 1024), (16, 6, 5, 5), (16, 8, 8, 1024)))
+    with targeting(gpu):
+        assert correlate.pays(x, w) and correlate_batch.pays(dy, x) and sum_batch.pays(dy)

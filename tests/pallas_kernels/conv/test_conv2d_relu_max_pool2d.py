@@ -1,5 +1,6 @@
-"""The exact weights' gradient, whose sums over lanes go through shared memory on a GPU."""
+"""The exact weights' gradient, whose sums over lanes go through shared memory on a GPU, and the kernels' tiles."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 from helpers import assert_close, cuda_program, normal, on_the_cpu
 
 from pallas_kernels.conv import conv2d_relu_max_pool2d as kernels
+from pallas_kernels.conv.conv2d_relu_max_pool2d import ForwardConfig, WeightsGradientConfig
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
 
@@ -36,12 +39,22 @@ def in_float64(dy, place, x):
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older simulators lack layouts of shared memory")
-@pytest.mark.parametrize("tile", [{}, {"ks": 1, "parts": 3}, {"ks": 3, "parts": 100}])
-def test_the_simulator_finds_it_right(tile):
-    arrays = operands("small")
-    gradient = jax.jit(functools.partial(kernels.weights_gradient, window=WINDOW, **tile))
-    with on_the_cpu(), simulated():
+@pytest.mark.parametrize(("channels", "splits"), [(None, None), (1, 1), (3, 3)])
+def test_the_simulator_finds_it_right(channels, splits):
+    arrays, gpu = operands("small"), dataclasses.replace(HOPPER, multiprocessors=3)
+    config = None if channels is None else WeightsGradientConfig(channels, programs_per_multiprocessor=2)
+    with targeting(gpu):
+        assert config is None or config.splits(arrays[0], arrays[2]) == splits
+    gradient = jax.jit(functools.partial(kernels.weights_gradient, window=WINDOW, config=config))
+    with on_the_cpu(), targeting(gpu), simulated():
         actual = jax.block_until_ready(gradient(*arrays))
+    assert_close(actual, in_float64(*arrays), "float32")
+
+
+def test_the_interpreter_computes_the_same():
+    arrays = operands("small")
+    with on_the_cpu():
+        actual = kernels.weights_gradient_interpreted(*arrays, window=WINDOW)
     assert_close(actual, in_float64(*arrays), "float32")
 
 
@@ -61,3 +74,63 @@ def test_gpu_gradients_match_float64_and_repeat_their_bits(block, N):
     once, again = gradient(*arrays), gradient(*arrays)
     jax.tree.map(np.testing.assert_array_equal, once, again)
     assert_close(once, in_float64(*arrays), "float32")
+
+
+def shapes(block, N):
+    """x, w, b, dy and place of a block, as shapes."""
+    K, P, Q, C, F = BLOCKS[block]
+    sizes = (C, 2 * P + F - 1, 2 * Q + F - 1, N), (K, C, F, F), (K,), (K, P, Q, N)
+    return *(jax.ShapeDtypeStruct(size, "float32") for size in sizes), jax.ShapeDtypeStruct(sizes[-1], "uint8")
+
+
+@pytest.mark.parametrize(("block", "channels", "windows"), [("lenet1", 8, 1), ("lenet2", 2, 4)])
+def test_the_forward_shares_images_of_one_channel_among_channels_and_others_among_windows(block, channels, windows):
+    x, w, b, *_ = shapes(block, 1024)
+    wanted = ForwardConfig(channels, windows, lane_block=256, programs_per_multiprocessor=6)
+    assert kernels.forward.heuristic(x, w, b, window=WINDOW) == wanted
+
+
+@pytest.mark.parametrize(
+    ("block", "N", "channels", "splits"),
+    [("lenet1", 1024, 1, 220), ("lenet1", 65536, 6, 528), ("lenet2", 1024, 1, 14), ("lenet2", 65536, 2, 22)],
+)
+def test_splits_of_the_weights_gradient_fill_the_multiprocessors(block, N, channels, splits, on_hopper):
+    x, _, _, dy, place = shapes(block, N)
+    config = kernels.weights_gradient.heuristic(dy, place, x, window=WINDOW)
+    assert (config.channels, config.splits(dy, x)) == (channels, splits)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("shared_bytes", [232_448, 101_376, 49_152, 20_000])
+def test_the_weights_gradient_fits_shared_memory_or_is_refused(block, shared_bytes):
+    x, _, _, dy, place = shapes(block, 1024)
+    with targeting(dataclasses.replace(HOPPER, shared_bytes=shared_bytes)):
+        if reason := kernels.weights_gradient.supports(dy, place, x, window=WINDOW):
+            assert shared_bytes == 20_000 and "do not fit shared memory" in reason
+            return
+        channels = kernels.weights_gradient.heuristic(dy, place, x, window=WINDOW).channels
+    taps = BLOCKS[block][-1] ** 2
+    assert -(-channels * (taps + 1) // 32) * 32 * LANES * 4 + 2048 <= shared_bytes
+
+
+@pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_they_are_kernels_of_later_gpus_too(block, gpu):
+    x, w, b, dy, place = shapes(block, 1024)
+    with targeting(gpu):
+        assert kernels.forward.pays(x, w, b, window=WINDOW)
+        assert kernels.weights_gradient.pays(dy, place, x, window=WINDOW)
+        assert kernels.input_gradient.pays(dy, place, w, window=WINDOW, input_size=x.shape[1:3])
+
+
+def test_what_does_not_unroll_is_refused_by_every_kernel():
+    x, w, b, dy, place = (
+        jax.ShapeDtypeStruct(shape, "float32")
+        for shape in ((1, 10, 9, LANES), (2, 1, 9, 8), (2,), (2, 1, 1, LANES), (2, 1, 1, LANES))
+    )
+    reason, size = "filters of 9 x 8, more than 64 places", dict(input_size=(10, 9))
+    assert kernels.forward.supports(x, w, b, window=WINDOW) == reason
+    assert kernels.weights_gradient.supports(dy, place, x, window=WINDOW) == reason
+    assert kernels.input_gradient.supports(dy, place, w, window=WINDOW, **size) == reason
+    w = jax.ShapeDtypeStruct((2, 1, 2, 2), "float32")
+    assert kernels.forward.supports(x, w, b, window=(5, 4)) == "window=(5, 4), more than 16 places"

@@ -1,5 +1,6 @@
 """The input's gradient on the tensor cores: in the simulator, lowered for CUDA, and on a GPU at LeNet's shapes."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 from helpers import normal, on_the_cpu, relative_error
 
-from pallas_kernels.conv import conv2d_relu_max_pool2d
-from pallas_kernels.conv import input_gradient_sm90 as tensor_cores
+from pallas_kernels.conv.conv2d_relu_max_pool2d import input_gradient as exact_input_gradient
+from pallas_kernels.conv.input_gradient_sm90 import Config, input_gradient
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
 
@@ -33,48 +35,76 @@ def integers(*shapes):
     return [jnp.asarray(random.integers(-3, 4, shape), jnp.float32) for shape in shapes]
 
 
-def gradients(input_size):
+def gradients(input_size, windows):
+    """The kernel with so many windows in a group, and the exact one."""
     options = dict(window=(2, 2), input_size=input_size)
-    kernels = tensor_cores.input_gradient, conv2d_relu_max_pool2d.input_gradient
-    return [jax.jit(functools.partial(kernel, **options)) for kernel in kernels]
+    kernel = functools.partial(input_gradient, config=Config(windows), **options)
+    return jax.jit(kernel), jax.jit(functools.partial(exact_input_gradient, **options))
+
+
+def asked(dy_shape, w_shape, dtype="float32"):
+    """What the kernel says of arrays: what it does not take of them, and its config."""
+    structs = (jax.ShapeDtypeStruct(shape, dtype) for shape in (dy_shape, dy_shape, w_shape))
+    arrays, options = list(structs), dict(window=(2, 2), input_size=(12, 12))
+    reason = input_gradient.supports(*arrays, **options)
+    return reason, None if reason else input_gradient.heuristic(*arrays, **options)
 
 
 @can_simulate
-@pytest.mark.parametrize("block", [SMALL, ONE_GROUP], ids=["two groups", "one group"])
-def test_the_simulator_finds_it_right(block):
+@pytest.mark.parametrize(("block", "windows"), [(SMALL, 2), (ONE_GROUP, 1)], ids=["two groups", "one group"])
+def test_the_simulator_finds_it_right(block, windows):
     arrays, input_size = operands(integers, *block)
-    here, exact = gradients(input_size)
+    kernel, exact = gradients(input_size, windows)
     with on_the_cpu():
         expected = exact(*arrays)
         with simulated():
-            actual = jax.block_until_ready(here(*arrays))
+            actual = jax.block_until_ready(kernel(*arrays))
     np.testing.assert_array_equal(actual, expected)
 
 
-def test_without_a_gpu_the_exact_kernel_takes_its_place():
-    arrays, input_size = operands(normal, *SMALL)
-    with on_the_cpu():
-        here, exact = (kernel(*arrays) for kernel in gradients(input_size))
-    np.testing.assert_array_equal(here, exact)
+@pytest.mark.parametrize(
+    ("dy_shape", "w_shape", "windows"),
+    [((16, 4, 4, 4096), (16, 6, 5, 5), 2), ((32, 2, 1, 4096), (32, 4, 3, 3), 1)],
+)
+def test_groups_are_the_smallest_that_fill_tiles(dy_shape, w_shape, windows):
+    assert asked(dy_shape, w_shape) == (None, Config(windows))
 
 
-def test_groups():
-    assert tensor_cores.group((16, 4, 4, 128), (16, 6, 5, 5), (2, 2)) == 2
-    assert tensor_cores.group((32, 2, 1, 128), (32, 4, 3, 3), (2, 2)) == 1
-    assert tensor_cores.group((6, 12, 12, 128), (6, 1, 5, 5), (2, 2)) is None  # 6 channels fill no tile
-    assert tensor_cores.group((64, 4, 4, 128), (64, 32, 5, 5), (2, 2)) is None  # more weights than shared memory
+@pytest.mark.parametrize(
+    ("dy_shape", "w_shape"),
+    [
+        ((6, 12, 12, 4096), (6, 1, 5, 5)),  # 6 channels fill no tile
+        ((64, 4, 4, 4096), (64, 32, 5, 5)),  # more weights than shared memory
+    ],
+)
+def test_shapes_without_a_group_are_refused(dy_shape, w_shape):
+    assert "no group of them fits" in asked(dy_shape, w_shape)[0]
+
+
+def test_half_precision_is_refused():
+    assert asked((16, 4, 4, 4096), (16, 6, 5, 5), "bfloat16")[0] == "dtype bfloat16, only float32"
 
 
 def test_it_pays_for_large_batches():
-    w_shape = (16, 6, 5, 5)
-    assert tensor_cores.pays((16, 4, 4, 2048), w_shape, (2, 2))
-    assert not tensor_cores.pays((16, 4, 4, 1024), w_shape, (2, 2))
+    assert asked((16, 4, 4, 2048), (16, 6, 5, 5)) == (None, Config(2))
+    assert asked((16, 4, 4, 1024), (16, 6, 5, 5)) == (None, None)
 
 
-@pytest.mark.parametrize("block", [LENET, SMALL, ONE_GROUP])
-def test_it_lowers_for_cuda(block):
+@pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])
+def test_other_architectures_are_refused(gpu):
+    with targeting(gpu):
+        assert asked((16, 4, 4, 4096), (16, 6, 5, 5))[0].startswith(f"compute capability {gpu.capability[0]}.0")
+
+
+def test_less_shared_memory_than_a_group_needs_is_refused():
+    with targeting(dataclasses.replace(HOPPER, shared_bytes=101_376)):
+        assert "shared memory" in asked((16, 4, 4, 4096), (16, 6, 5, 5))[0]
+
+
+@pytest.mark.parametrize(("block", "windows"), [(LENET, 2), (SMALL, 2), (ONE_GROUP, 1)])
+def test_it_lowers_for_cuda(block, windows):
     arrays, input_size = operands(normal, *block)
-    program = gradients(input_size)[0].trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    program = gradients(input_size, windows)[0].trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in program
 
 
@@ -82,7 +112,7 @@ def test_it_lowers_for_cuda(block):
 @pytest.mark.parametrize("N", [LANES, 5 * LANES, 4096])
 def test_gpu_gradients_match_the_exact_kernel_and_repeat_their_bits(N):
     arrays, input_size = operands(normal, *LENET, N=N)
-    here, exact = gradients(input_size)
-    once, again = here(*arrays), here(*arrays)
+    kernel, exact = gradients(input_size, 2)
+    once, again = kernel(*arrays), kernel(*arrays)
     np.testing.assert_array_equal(once, again)
     assert relative_error(once, exact(*arrays)) < 1e-3

@@ -1,5 +1,6 @@
 """The weights' gradients on the tensor cores: in the simulator, lowered for CUDA, and on a GPU at LeNet's shapes."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,8 @@ from helpers import normal, on_the_cpu
 
 from pallas_kernels.conv import conv2d, conv2d_relu_max_pool2d
 from pallas_kernels.conv import weights_gradient_sm90 as tensor_cores
+from pallas_kernels.conv.weights_gradient_sm90 import Config
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
 
@@ -32,8 +35,22 @@ def integers(*shapes):
     return [jnp.asarray(random.integers(-3, 4, shape), jnp.float32) for shape in shapes]
 
 
-gradient = functools.partial(tensor_cores.weights_gradient, window=WINDOW)
-exact_gradient = functools.partial(conv2d_relu_max_pool2d.weights_gradient, window=WINDOW)
+exact_gradient = functools.partial(conv2d_relu_max_pool2d.weights_gradient_interpreted, window=WINDOW)
+
+
+def gradient(*arrays):
+    """The kernel, at batches where it does not pay too."""
+    return tensor_cores.weights_gradient(*arrays, window=WINDOW, config=config_of(*arrays))
+
+
+def config_of(*arrays):
+    large = (jax.ShapeDtypeStruct((*a.shape[:-1], 4096), a.dtype) for a in arrays)
+    return tensor_cores.weights_gradient.heuristic(*large, window=WINDOW)
+
+
+def pooled_shapes(block, N=LANES):
+    return jax.eval_shape(lambda: operands(normal, *BLOCKS[block], N=N))
+
 
 # Whose rows are the tiles: the image's with one, and with two programs for the places; or the routed gradient's.
 BLOCKS = {
@@ -45,25 +62,65 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize(
-    ("block", "images_on_left", "channels", "places"),
-    [("image", True, 1, 4), ("gradient", False, 2, 4), ("lenet1", True, 1, 2), ("lenet2", False, 2, 4)],
+    ("block", "config"),
+    [
+        ("image", Config(channels=1, places=4, images_on_left=True, stages=4)),
+        ("gradient", Config(channels=2, places=4, images_on_left=False, stages=4)),
+        ("lenet1", Config(channels=1, places=2, images_on_left=True, stages=4)),
+        ("lenet2", Config(channels=2, places=4, images_on_left=False, stages=4)),
+    ],
 )
-def test_plans(block, images_on_left, channels, places):
-    dy, _, x = jax.eval_shape(lambda: operands(normal, *BLOCKS[block]))
-    plan = tensor_cores.plan(dy.shape, x.shape, WINDOW, 4)
-    assert (plan.images_on_left, plan.channels, plan.places) == (images_on_left, channels, places)
-    assert plan.slots >= 2 and plan.warpgroups <= 4 and plan.slots * plan.bytes[0] + plan.bytes[1] <= 227 * 1024
+def test_configs(block, config):
+    assert config_of(*pooled_shapes(block)) == config
 
 
-def test_they_pay_for_large_batches():
-    dy, _, x = jax.eval_shape(lambda: operands(normal, *BLOCKS["lenet2"], N=1024))
-    assert not tensor_cores.pays(dy.shape, x.shape, WINDOW, 4)
-    assert tensor_cores.pays((*dy.shape[:3], 2048), (*x.shape[:3], 2048), WINDOW, 4)
+def test_the_pooled_gradient_pays_for_large_batches():
+    kernel = tensor_cores.weights_gradient
+    assert not kernel.pays(*pooled_shapes("lenet2", 1024), window=WINDOW)
+    assert kernel.pays(*pooled_shapes("lenet2", 2048), window=WINDOW)
 
 
-def test_rows_that_do_not_come_in_eights_have_no_plan():
-    assert tensor_cores.plan((3, 2, 3, LANES), (1, 6, 8, LANES), WINDOW, 4) is None
-    assert tensor_cores.correlate_batch_plan((4, 5, 5, LANES), (1, 7, 7, LANES), 4) is None
+def test_rows_that_do_not_come_in_eights_are_refused():
+    dy, place, x = (jax.ShapeDtypeStruct(s, "float32") for s in ((3, 2, 3, LANES), (3, 2, 3, LANES), (1, 6, 8, LANES)))
+    assert "do not come in eights" in tensor_cores.weights_gradient.supports(dy, place, x, window=WINDOW)
+    dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 5, 5, LANES), (1, 7, 7, LANES)))
+    assert "do not come in eights" in tensor_cores.correlate_batch.supports(dy, x)
+
+
+def test_a_convolution_takes_rows_of_a_channel_that_come_in_eights():
+    dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((32, 8, 6, LANES), (8, 8, 8, LANES)))
+    # Of four rows of six columns, a program with one or two of them would copy 6 or 12 rows a channel.
+    assert tensor_cores.correlate_batch.supports(dy, x) is not None
+    dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 8, 8, LANES), (6, 12, 12, LANES)))
+    assert tensor_cores.correlate_batch.heuristic(dy, x) == Config(2, 2, images_on_left=False, stages=3)
+
+
+@pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])
+def test_other_architectures_are_refused(gpu):
+    dy, place, x = pooled_shapes("lenet2", 4096)
+    with targeting(gpu):
+        for reason in (
+            tensor_cores.weights_gradient.supports(dy, place, x, window=WINDOW),
+            tensor_cores.correlate_batch.supports(jax.ShapeDtypeStruct((16, 8, 8, 4096), "float32"), x),
+        ):
+            assert reason.startswith(f"compute capability {gpu.capability[0]}.0")
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("shared_bytes", [232_448, 160_000, 101_376, 49_152])
+def test_the_stages_fit_shared_memory_or_the_kernel_refuses(block, shared_bytes):
+    dy, place, x = pooled_shapes(block, 4096)
+    with targeting(dataclasses.replace(HOPPER, shared_bytes=shared_bytes)):
+        if reason := tensor_cores.weights_gradient.supports(dy, place, x, window=WINDOW):
+            assert shared_bytes < 160_000 and "shared memory" in reason
+            return
+        config = tensor_cores.weights_gradient.heuristic(dy, place, x, window=WINDOW)
+    (K, P, Q, _), (_, H, W, _) = dy.shape, x.shape
+    routed, images = config.places * K * Q, config.channels * (H - 2 * P + 2) * W + 8
+    if config.images_on_left:
+        images = -(-images // 64) * 64
+    assert config.stages >= 2
+    assert config.stages * (128 * (images + K * Q) + K * Q * 32) + 2 * 128 * routed <= shared_bytes
 
 
 @can_simulate
@@ -95,12 +152,6 @@ def test_rounding_keeps_a_nan_of_all_ones():
     with on_the_cpu(), simulated():
         dw, db = jax.jit(gradient)(dy.at[3, 0, 0, 0].set(nan), place.at[3, 0, 0, 0].set(0), x)
     assert np.isnan(db[3]) and np.isnan(dw[3]).all() and np.isfinite(np.delete(db, 3)).all()
-
-
-def test_without_a_gpu_the_exact_kernels_take_their_place():
-    arrays = operands(normal, *BLOCKS["image"])
-    with on_the_cpu():
-        jax.tree.map(np.testing.assert_array_equal, jax.jit(gradient)(*arrays), jax.jit(exact_gradient)(*arrays))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

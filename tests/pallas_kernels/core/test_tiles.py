@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -6,6 +7,7 @@ from helpers import normal
 
 from pallas_kernels.conv import conv2d_relu_max_pool2d as kernels
 from pallas_kernels.core import device, tiles
+from pallas_kernels.core.device import BLACKWELL, HOPPER, targeting
 
 KERNEL = "conv2d_relu_max_pool2d.weights_gradient"
 
@@ -24,14 +26,33 @@ def file(tmp_path, monkeypatch):
     tiles.tiles.cache_clear()
 
 
+@dataclasses.dataclass(frozen=True)
+class Config:
+    rows: int
+    columns: int
+    stages: int = 4
+
+
+RULE = Config(rows=8, columns=9)
+
+
+def supports(x, *, window):
+    return f"window={window}" if window == (3, 3) else None
+
+
+def heuristic(x, *, window):
+    return RULE if x.size > 1 else None
+
+
 @pytest.fixture
 def kernel(monkeypatch):
-    """A tunable function of an array that returns its options."""
+    """A kernel of an array that returns its config."""
     monkeypatch.setattr(tiles, "KERNELS", {})
 
-    @tiles.tunable(rows=(1, 2), columns=(3,))
-    def kernel(x, *, window, rows=None, columns=None):
-        return rows, columns
+    @tiles.kernel(supports=supports, heuristic=heuristic, sweep={"rows": (1, 2), "columns": (3,)})
+    def kernel(x, *, window, config):
+        """Returns its config."""
+        return config
 
     return kernel
 
@@ -45,25 +66,66 @@ X = jnp.zeros((4, 128))
 
 def test_what_is_recorded_for_device_and_shapes_is_taken(kernel, file):
     file(recording({"rows": 2, "columns": 3}))
-    assert kernel(X, window=(2, 2)) == (2, 3)
+    assert kernel(X, window=(2, 2)) == kernel.config(X, window=(2, 2)) == Config(2, 3)
 
 
 @pytest.mark.parametrize("shape", [(4, 256), (5, 128)])
-def test_other_shapes_are_left_to_the_kernels_own_rule(kernel, file, shape):
+def test_other_shapes_are_left_to_the_heuristic(kernel, file, shape):
     file(recording({"rows": 2, "columns": 3}))
-    assert kernel(jnp.zeros(shape), window=(2, 2)) == (None, None)
-    assert kernel(X, window=(2, 1)) == (None, None)
+    assert kernel(jnp.zeros(shape), window=(2, 2)) == RULE
+    assert kernel(X, window=(2, 1)) == RULE
 
 
-def test_an_unknown_device_is_left_to_the_kernels_own_rule(kernel, file, monkeypatch):
+def test_another_device_is_left_to_the_heuristic(kernel, file):
     file(recording({"rows": 2, "columns": 3}))
-    monkeypatch.setattr(device, "kind", lambda: "NVIDIA H900")
-    assert kernel(X, window=(2, 2)) == (None, None)
+    with targeting(BLACKWELL):
+        assert kernel(X, window=(2, 2)) == RULE
 
 
-def test_a_tile_that_is_asked_for_goes_before_what_is_recorded(kernel, file):
+def test_a_config_that_is_asked_for_goes_before_what_is_recorded(kernel, file):
     file(recording({"rows": 2, "columns": 3}))
-    assert kernel(X, window=(2, 2), rows=1) == (1, None)
+    assert kernel(X, window=(2, 2), config=Config(1, 1)) == Config(1, 1)
+
+
+def test_what_a_kernel_does_not_take_is_refused_by_name(kernel):
+    assert kernel.supports(X, window=(3, 3)) == "window=(3, 3)"
+    assert not kernel.pays(X, window=(3, 3))
+    with pytest.raises(NotImplementedError, match=r"^test_tiles.kernel: does not take window=\(3, 3\)$"):
+        kernel(X, window=(3, 3), config=RULE)
+
+
+def test_where_a_kernel_does_not_pay_it_wants_a_config(kernel):
+    one = jnp.zeros(1)
+    assert kernel.supports(one, window=(2, 2)) is None
+    assert kernel.pays(X, window=(2, 2)) and not kernel.pays(one, window=(2, 2))
+    with pytest.raises(
+        NotImplementedError, match=r"^test_tiles.kernel: has no config for float32 1, window=2x2; wants"
+    ):
+        kernel(one, window=(2, 2))
+    assert kernel(one, window=(2, 2), config=RULE) == RULE
+
+
+@pytest.mark.parametrize(
+    ("written_for", "found", "reason"),
+    [
+        (None, (9, 0), None),
+        (None, (12, 0), None),
+        (None, (8, 0), "compute capability 8.0, at least 9.0"),
+        ((9, 0), (9, 0), None),
+        ((9, 0), (10, 0), "compute capability 10.0, only 9.0"),
+        ((9, 0), (8, 9), "compute capability 8.9, only 9.0"),
+    ],
+)
+def test_a_kernel_refuses_architectures_that_it_is_not_written_for(written_for, found, reason, monkeypatch):
+    monkeypatch.setattr(tiles, "KERNELS", {})
+    kernel = tiles.kernel(heuristic=lambda x: RULE, capability=written_for)(lambda x, *, config: config)
+    with targeting(dataclasses.replace(HOPPER, capability=found)):
+        assert kernel.supports(X) == reason
+
+
+def test_kernels_are_listed_by_file_and_function(kernel):
+    assert {"test_tiles.kernel": kernel} == tiles.KERNELS
+    assert (kernel.__name__, kernel.__doc__) == ("kernel", "Returns its config.")
 
 
 @pytest.mark.parametrize("tile", [{"rows": 2}, {"rows": 2, "columns": 0}, {"rows": 2, "columns": "3"}, {"cows": 2}])
@@ -82,8 +144,9 @@ def test_a_file_that_is_no_json_is_refused_by_name(kernel, file):
 def test_a_recorded_tile_that_does_not_divide_is_refused(file):
     dy, x = normal((4, 1, 1, 128), (1, 2, 2, 128))
     place = jnp.zeros(dy.shape, jnp.uint8)
-    file(recording({"ks": 3, "parts": 1}, KERNEL, tiles.key(dy, place, x, window=(1, 1))))
-    with pytest.raises(ValueError, match=f"{KERNEL}: ks is 3; wants a divisor of 4"):
+    tile = {"channels": 3, "programs_per_multiprocessor": 1}
+    file(recording(tile, KERNEL, tiles.key(dy, place, x, window=(1, 1))))
+    with pytest.raises(ValueError, match=f"{KERNEL}: channels is 3; wants a divisor of 4"):
         kernels.weights_gradient(dy, place, x, window=(1, 1))
 
 

@@ -1,0 +1,143 @@
+"""Convolutions of small images as products with one matrix of the filters, which XLA's library runs on tensor cores.
+
+They multiply more, by the matrix' zeros, at a much higher rate.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.lax import PrecisionLike
+
+# --------------------------------------------------------------------------------------------------------- convolution
+
+_MAX_ELEMENTS = 1 << 22
+_MAX_POSITIONS_PER_TAP = 32
+"""Where the matrix pays: small enough to make anew in every call, and not too many zeros a tap. Measured up to 2.6
+million elements and 31 positions a tap (28 x 28 images, 5 x 5 filters), which takes a quarter of the library's time."""
+
+
+def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
+    """Whether a product with the `filter_matrix` is faster than the convolution; that of one tap is itself one."""
+    K, C, F, G = w_shape
+    positions = math.prod(input_size)
+    elements = C * positions * K * math.prod(output_size)
+    return F * G > 1 and elements <= _MAX_ELEMENTS and positions <= _MAX_POSITIONS_PER_TAP * F * G
+
+
+def filter_matrix(
+    w: Array,
+    *,
+    input_size: tuple[int, int],
+    output_size: tuple[int, int],
+    stride: tuple[int, int],
+    before: tuple[int, int],
+    dilation: tuple[int, int],
+) -> Array:
+    """A convolution as a matrix: `matrix[(c, h, l), (k, i, j)] = w[k, c, u, v]` where input (h, l) meets output (i, j),
+    that is `h = i * stride + u * dilation - before` and l likewise, and 0 elsewhere.
+
+    Args:
+      w: `(K, C, F, G)`.
+      input_size: H and W.
+      output_size: I and J.
+      before: rows of padding above and columns to the left of the input.
+
+    Returns:
+      `(C * H * W, K * I * J)` in w's dtype.
+    """
+    K, C, *window = w.shape
+    taps, exists = [], []
+    for size, out, f, s, p, d in zip(input_size, output_size, window, stride, before, dilation, strict=True):
+        ahead = np.arange(size)[:, None] + p - np.arange(out) * s
+        exists.append((ahead >= 0) & (ahead < f * d) & (ahead % d == 0))
+        taps.append(np.where(exists[-1], ahead // d, 0))
+    (u, v), (in_rows, in_columns) = taps, exists
+    meet = in_rows[:, None, :, None] & in_columns[None, :, None, :]
+    matrix = jnp.where(meet, w[:, :, u[:, None, :, None], v[None, :, None, :]], 0)  # (K, C, H, W, I, J)
+    return matrix.transpose(1, 2, 3, 0, 4, 5).reshape(C * math.prod(input_size), K * math.prod(output_size))
+
+
+def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, precision: PrecisionLike = None) -> Array:
+    """Each example's `(C, H, W)`, laid out flat, times a `filter_matrix`: `(N, K * I * J)` in its dtype.
+
+    With `transposed` it is `(N, K, I, J) -> (N, C * H * W)`, the gradient of that in its images.
+    """
+    flat = images.reshape(images.shape[0], math.prod(images.shape[1:]))
+    contracted = ((1,), (int(transposed),)), ((), ())
+    y = lax.dot_general(flat, matrix, contracted, precision=precision, preferred_element_type=jnp.float32)
+    return y.astype(images.dtype)
+
+
+# ------------------------------------------------------------------------------------------- convolution, ReLU and pool
+
+_MAX_BAND_ELEMENTS = 1 << 20
+
+
+def band_pays(w_shape: tuple[int, ...], dy_shape: tuple[int, ...], width: int, window: tuple[int, int]) -> bool:
+    """Whether the matrix of `banded_input_gradient` is small enough to pay.
+
+    Args:
+      w_shape: `(K, C, F, G)`.
+      dy_shape: `(K, P, Q, N)`.
+      width: of the input.
+    """
+    _, C, F, _ = w_shape
+    K, _, Q, _ = dy_shape
+    R, S = window
+    return C * (F + R - 1) * width * K * R * S * Q <= _MAX_BAND_ELEMENTS
+
+
+def banded_input_gradient(
+    dy: Array,
+    place: Array,
+    w: Array,
+    *,
+    input_size: tuple[int, int],
+    window: tuple[int, int],
+    precision: PrecisionLike = None,
+) -> Array:
+    """Gradient of `conv2d_relu_max_pool2d` in x, the batch last: one product a row of windows, all with the same band.
+
+    It multiplies the band's zeros too, and of the routed gradient all places but one in a window.
+
+    Args:
+      dy: `(K, P, Q, N)`.
+      place: of each window's maximum, of the same shape.
+      w: `(K, C, F, G)`.
+      input_size: H and W.
+
+    Returns:
+      `(C, H, W, N)` in dy's dtype.
+    """
+    K, P, Q, N = dy.shape
+    C, (R, S), (H, W) = w.shape[1], window, input_size
+    matrix, height = _band(w, Q, W, window)
+    # The gradient at the convolution's resolution, a row of windows at a time.
+    places = jnp.arange(R * S, dtype=place.dtype)[:, None, None]
+    dy, place = dy.swapaxes(0, 1)[:, :, None], place.swapaxes(0, 1)[:, :, None]
+    routed = jnp.where(place == places, dy, 0).reshape(P, K * R * S * Q, N)
+    products = lax.dot_general(
+        jnp.broadcast_to(matrix, (P, *matrix.shape)),
+        routed,
+        (((2,), (1,)), ((0,), (0,))),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    ).reshape(P, C, height, W, N)
+    below = [(p * R, H - height - p * R) for p in range(P)]
+    rows = [jnp.pad(products[p], ((0, 0), below[p], (0, 0), (0, 0))) for p in range(P)]
+    return sum(rows[1:], rows[0]).astype(dy.dtype)
+
+
+def _band(w, Q, W, window):
+    """`band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` where that is in the filter; its rows i."""
+    (K, C, F, G), (R, S) = w.shape, window
+    height = F + R - 1
+    i, j = np.arange(height)[:, None, None, None, None], np.arange(W)[None, :, None, None, None]
+    r, s, q = np.arange(R)[:, None, None], np.arange(S)[:, None], np.arange(Q)
+    u, v = np.broadcast_arrays(i - r, j - (q * S + s))
+    inside = (u >= 0) & (u < F) & (v >= 0) & (v < G)
+    taps = w[:, :, np.where(inside, u, 0), np.where(inside, v, 0)]
+    matrix = jnp.where(inside, taps, 0).transpose(1, 2, 3, 0, 4, 5, 6)
+    return matrix.reshape(C * height * W, K * R * S * Q), height
