@@ -8,6 +8,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float
 
 from jaxbp.ops import _checks, layer_norm
+from jaxbp.ops._numerics import widen
 from jaxbp.ops.layer_norm import row_statistics, rows
 from jaxbp.ops.linear import linear
 from jaxbp.pairing import Fastest, Implementation, Pair, differentiable
@@ -16,7 +17,7 @@ from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.dense import linear_sm90
 from pallas_kernels.norm import layer_norm_linear_sm90
 
-# ------------------------------------------------------------------------------------------------ the forward
+# --------------------------------------------------------------------------------------------------------- the forward
 
 
 def _forward(x, scale, bias, w, b, *, eps, precision):
@@ -30,28 +31,22 @@ def _results(x, scale, bias, w, b, *, eps, precision):
 
 
 def _results_kernel(x, scale, bias, w, b, *, eps, precision):
-    separate = functools.partial(_results_of_separate_kernels, eps=eps, precision=precision)
-    bias_of_outputs = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
-    arrays = rows(x), scale, bias, w, bias_of_outputs
-    if not layer_norm_linear_sm90.forward.pays(*arrays, eps=eps):
+    """`_results` by one kernel where it pays, else by one for the rows and one for the product."""
+    separate = functools.partial(_separate_results, eps=eps, precision=precision)
+    b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
+    if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
         return separate(x, scale, bias, w, b)
-    results = on_gpu(functools.partial(layer_norm_linear_sm90.forward, eps=eps), separate, *arrays)
-    return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in results)
+    return on_gpu(functools.partial(_fused_results, eps=eps), separate, x, scale, bias, w, b_or_zeros)
 
 
-def _results_of_separate_kernels(x, scale, bias, w, b, *, eps, precision):
+def _separate_results(x, scale, bias, w, b, *, eps, precision):
     y, offset, inv_std = layer_norm.normalise_kernel(x, scale, bias, eps=eps, center=True)
     return _dense_kernel(y, w, b, precision=precision), offset, inv_std
 
 
-def _save(results, x, scale, bias, w, b, **options):
-    z, *statistics = results(x, scale, bias, w, b, **options)
-    return z, (x, scale, bias, w, b, *statistics)
-
-
-def _residuals(x, scale, bias, w, b, **options):
-    """What a backward by itself wants of the forward: nothing that it cannot compute on the way."""
-    return x, scale, bias, w, b, None, None
+def _fused_results(x, scale, bias, w, b, *, eps):
+    results = layer_norm_linear_sm90.forward(rows(x), scale, bias, w, b, eps=eps)
+    return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in results)
 
 
 def _dense(y, w, b, *, precision):
@@ -68,32 +63,51 @@ def _on_hopper():
     return device.target().capability == (9, 0)
 
 
-# ----------------------------------------------------------------------------------------------- the backward
+def _save(results, x, scale, bias, w, b, **options):
+    z, offset, inv_std = results(x, scale, bias, w, b, **options)
+    return z, (x, scale, bias, w, b, offset, inv_std)
 
 
-def _backward(dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
-    return _separate_gradients(
-        layer_norm.gradients, _parameters, dy, x, scale, bias, w, b, offset, inv_std, eps=eps, precision=precision
-    )
+def _residuals(x, scale, bias, w, b, **options):
+    """What a backward by itself wants of the forward: nothing that it cannot compute on the way."""
+    return x, scale, bias, w, b, None, None
 
 
-def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
-    separate = functools.partial(
-        _separate_gradients, layer_norm.gradients_kernel, _parameters_kernel, eps=eps, precision=precision
-    )
-    arrays = dy, x, scale, bias, w, b, offset, inv_std
-    if not _fused_gradients_pay(*arrays):
-        return separate(*arrays)
-    if inv_std is None:
-        arrays = dy, x, scale, bias, w, b, *row_statistics(x, eps=eps, center=True)
-    return on_gpu(_fused_gradients, separate, *arrays)
+# -------------------------------------------------------------------------------------------------------- the backward
 
 
-def _separate_gradients(gradients, of_parameters, dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
+def _backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
+    """By `gradients` of the normalisation, which make the normalised rows again, and `parameters` of the product."""
     dn = jnp.matmul(dy, w, precision=precision)
     dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, eps=eps, center=True, with_y=True)
-    dw, db = of_parameters(rows(dy), rows(y), precision=precision)
+    dw, db = parameters(rows(dy), rows(y), precision=precision)
     return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, None if b is None else db.astype(b.dtype)
+
+
+def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, **options):
+    separate = functools.partial(_backward, layer_norm.gradients_kernel, _parameters_kernel, **options)
+    if not layer_norm_linear_sm90.input_gradient.pays(rows(dy), rows(x), scale, w, None, None):
+        return separate(dy, x, scale, bias, w, b, offset, inv_std)
+    if inv_std is None:
+        offset, inv_std = row_statistics(x, eps=options["eps"], center=True)
+    return on_gpu(_fused_backward, separate, dy, x, scale, bias, w, b, offset, inv_std)
+
+
+def _fused_backward(dy, x, scale, bias, w, b, offset, inv_std):
+    """With `s = Σ dyᵀ x̂` over the rows the gradients in the parameters need no sums of their own:
+
+        dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,    db = Σ dy,
+
+    sums but the last over the outputs.
+    """
+    statistics = offset.ravel(), inv_std.ravel()
+    dx, normalised = layer_norm_linear_sm90.input_gradient(rows(dy), rows(x), scale, w, *statistics)
+    s, db = linear_sm90.weights_gradient(rows(dy), normalised, dtype=jnp.float32)
+    scale, bias, wide = (widen(a) for a in (scale, bias, w))
+    dw = (s * scale + db[:, None] * bias).astype(w.dtype)
+    dscale, dbias = jnp.sum(wide * s, axis=0), jnp.sum(wide * db[:, None], axis=0)
+    dx, db = dx.reshape(x.shape), None if b is None else db.astype(b.dtype)
+    return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, db
 
 
 def _parameters(dy, y, *, precision):
@@ -106,29 +120,7 @@ def _parameters_kernel(dy, y, *, precision):
     return linear_sm90.weights_gradient(dy, y)
 
 
-def _fused_gradients(dy, x, scale, bias, w, b, offset, inv_std):
-    """With `s = Σ dyᵀ x̂` over the rows the gradients in the parameters need no sums of their own:
-
-        dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,    db = Σ dy,
-
-    sums but the last over the outputs.
-    """
-    statistics = offset.ravel(), inv_std.ravel()
-    dx, normalised = layer_norm_linear_sm90.input_gradient(rows(dy), rows(x), scale, w, *statistics)
-    sums, db = linear_sm90.weights_gradient(rows(dy), normalised, dtype=jnp.float32)
-    scale, bias, wide = (a.astype(jnp.float32) for a in (scale, bias, w))
-    dw = (sums * scale + db[:, None] * bias).astype(w.dtype)
-    dscale, dbias = jnp.sum(wide * sums, axis=0), jnp.sum(wide * db[:, None], axis=0)
-    db = None if b is None else db.astype(b.dtype)
-    return dx.reshape(x.shape), dscale.astype(x.dtype), dbias.astype(x.dtype), dw, db
-
-
-def _fused_gradients_pay(dy, x, scale, bias, w, b, offset, inv_std):
-    statistics = [jnp.zeros(())] * 2
-    return layer_norm_linear_sm90.input_gradient.pays(rows(dy), rows(x), scale, w, *statistics)
-
-
-# -------------------------------------------------------------------------------------------------- the choice
+# ---------------------------------------------------------------------------------------------------------- the choice
 
 
 def _fastest(x, scale, bias, w, b, *, eps, precision):
@@ -141,7 +133,10 @@ def _fastest(x, scale, bias, w, b, *, eps, precision):
 
 _LAYER_NORM_LINEAR = Pair(
     _forward,
-    {"xla": _backward, "pallas": _backward_kernel},
+    {
+        "xla": functools.partial(_backward, layer_norm.gradients, _parameters),
+        "pallas": _backward_kernel,
+    },
     save={
         "xla": functools.partial(_save, _results),
         "pallas": functools.partial(_save, differentiable(_results_kernel, _results)),
@@ -175,7 +170,7 @@ def layer_norm_linear(
       w: weights, a row an output.
       b: bias of the outputs, or None for none.
       precision: of the matrix products, as in `jax.lax.dot`. They are the library's but in half precisions, where those
-        of the forward and of w's gradient are kernels under "pallas" if they pay.
+        of the forward and of w's gradient are kernels under "pallas" where they pay, on compute capability 9.0.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
