@@ -25,6 +25,7 @@ def _along(a, x):
 
 
 def _normalise(x, scale, bias, *, epsilon):
+    """((y, mean, var), what the backward wants of them)."""
     wide = widen(x)
     mean, var = jnp.mean(wide, axis=_over(x)), jnp.var(wide, axis=_over(x))
     factor = widen(scale) * lax.rsqrt(var + epsilon)
@@ -32,59 +33,54 @@ def _normalise(x, scale, bias, *, epsilon):
     return (y.astype(x.dtype), mean.astype(x.dtype), var.astype(x.dtype)), (x, scale, mean, var)
 
 
-def _sums(dy, x, mean):
+def _forward(x, scale, bias, *, epsilon):
+    return _normalise(x, scale, bias, epsilon=epsilon)[0]
+
+
+def _backward(dys, x, scale, mean, var, *, epsilon):
+    wide, dy = widen(x), widen(dys[0])
+    sums = (jnp.sum(terms, axis=_over(x)) for terms in _terms(dy, wide, _along(mean, x)))
+    coefficients, dscale, dbias = _coefficients(*sums, dys, x, scale, var, epsilon)
+    dx = _combine(dy, wide, *(_along(a, x) for a in (mean, *coefficients)))
+    return dx.astype(x.dtype), dscale, dbias
+
+
+def _backward_kernel(dys, x, scale, mean, var, *, epsilon):
+    dy = dys[0]
+    sums = (a.reshape(-1) for a in sum_over(_terms, dy, x, _along(mean, x), axes=_over(x)))
+    coefficients, dscale, dbias = _coefficients(*sums, dys, x, scale, var, epsilon)
+    dx = elementwise(_combine, dy, x, *(_along(a, x) for a in (mean, *coefficients)))
+    return dx.astype(x.dtype), dscale, dbias
+
+
+def _terms(dy, x, mean):
+    """What is summed over the batch."""
     return dy, dy * (x - mean)
 
 
-def _gradients(add_up, combine):
-    """The gradients, from two sums over the batch and a pass over it.
+def _coefficients(dy_sum, deviation_sum, dys, x, scale, var, epsilon):
+    """((a, b, c), dscale, dbias), with which `dx = a dy + b (x - mean) + c`.
 
     With `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)` and n elements a channel: `dbias = Σ dy`, `dscale = Σ dy x̂`, and
-    `dx = scale s (dy - dbias/n - x̂ dscale/n) + dmean/n + dvar 2 (x - mean)/n`, which is a dy + b (x - mean) + c.
+    `dx = scale s (dy - dbias/n - x̂ dscale/n) + dmean/n + dvar 2 (x - mean)/n`.
     """
-
-    def gradients(dys, x, scale, mean, var, *, epsilon):
-        dy, dmean, dvar = dys
-        count = max(math.prod(x.shape[axis] for axis in _over(x)), 1)
-        s = lax.rsqrt(var + epsilon)
-        dbias, dscale = add_up(dy, x, _along(mean, x))
-        dscale *= s
-        a = widen(scale) * s
-        b = (2 * widen(dvar) - a * s * dscale) / count
-        c = (widen(dmean) - a * dbias) / count
-        dx = combine(dy, x, *(_along(v, x) for v in (mean, a, b, c)))
-        return dx.astype(x.dtype), dscale.astype(scale.dtype), dbias.astype(scale.dtype)
-
-    return gradients
+    _, dmean, dvar = dys
+    count = max(math.prod(x.shape[axis] for axis in _over(x)), 1)
+    s = lax.rsqrt(var + epsilon)
+    dscale = deviation_sum * s
+    a = widen(scale) * s
+    b = (2 * widen(dvar) - a * s * dscale) / count
+    c = (widen(dmean) - a * dy_sum) / count
+    return (a, b, c), dscale.astype(scale.dtype), dy_sum.astype(scale.dtype)
 
 
 def _combine(dy, x, mean, a, b, c):
     return a * dy + b * (x - mean) + c
 
 
-def _add_up(dy, x, mean):
-    return tuple(jnp.sum(v, axis=_over(x)) for v in _sums(widen(dy), widen(x), mean))
-
-
-def _add_up_kernel(dy, x, mean):
-    return tuple(v.reshape(-1) for v in sum_over(_sums, dy, x, mean, axes=_over(x)))
-
-
-def _combine_in_jnp(dy, x, *vectors):
-    return _combine(widen(dy), widen(x), *vectors)
-
-
-def _forward(x, scale, bias, *, epsilon):
-    return _normalise(x, scale, bias, epsilon=epsilon)[0]
-
-
-def _combine_kernel(*arrays):
-    return elementwise(_combine, *arrays)
-
-
 _BATCH_NORM = Pair(
     _forward,
-    {"xla": _gradients(_add_up, _combine_in_jnp), "pallas": _gradients(_add_up_kernel, _combine_kernel)},
+    {"xla": _backward, "pallas": _backward_kernel},
     save=_normalise,
     name="batch_norm",
     unsupported=_checks.unsupported,
@@ -106,7 +102,7 @@ def batch_norm(
       x: the channels second; any axes of space, or none.
       scale, bias: one a channel.
       epsilon: a number of at least 0.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
       (y, mean, var), in x's dtype, computed in float32 or wider. The statistics are those of this batch, the variance
@@ -139,7 +135,7 @@ def batch_norm_backward(
     the sums over the batch and space. The last two terms come from the statistics, which depend on every x.
 
     Returns:
-      (dx, dscale, dbias). `batch_norm` itself saves the statistics; here they are computed from x.
+      (dx, dscale, dbias). `batch_norm` itself saves the statistics; this function computes them from x.
 
     Raises:
       TypeError, ValueError: as in `batch_norm`.

@@ -4,21 +4,22 @@ With `x̂ = (x - mean) * inv_std` and `t = dy * scale`, a mean being over the ro
 
     dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy, over all rows.
 
-RMSNorm has neither the means nor the bias: `center=False` below.
+RMSNorm has neither the mean of t nor the bias: the static option `center` tells the two apart.
 """
 
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
 from jaxbp.ops._numerics import widen
-from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable
+from jaxbp.pairing import Fastest, Implementation, Pair, differentiable
+from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.norm import layer_norm as kernels
+from pallas_kernels.norm import layer_norm_streamed
 
 
 def rows(a):
@@ -32,26 +33,25 @@ def _first(x):
 
 
 def row_statistics(x, *, eps, center):
-    """A row's inv_std, and with `center` before it the offset of its mean from its first element.
+    """A row's offset, which is of its mean from its first element and None without `center`, and its inv_std.
 
-    Their sum would be rounded, and with it the digits of a row far from zero.
+    The mean itself would be rounded, and with it the digits of a row far from zero.
     """
-    if center:
-        x = widen(x) - _first(x)
-        offset = jnp.mean(x, axis=-1)
-        return offset, _inv_std(x - offset[..., None], eps)
-    return (_inv_std(widen(x), eps),)
+    if not center:
+        return None, _inv_std(widen(x), eps)
+    x = widen(x) - _first(x)
+    offset = jnp.mean(x, axis=-1)
+    return offset, _inv_std(x - offset[..., None], eps)
 
 
 def _inv_std(centred, eps):
     return lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1) + eps)
 
 
-def _normalised(x, *statistics):
+def _normalised(x, offset, inv_std):
     """x̂."""
-    *offset, inv_std = (a[..., None] for a in statistics)
-    centred = widen(x) - _first(x) - offset[0] if offset else widen(x)
-    return centred * inv_std
+    centred = widen(x) if offset is None else widen(x) - _first(x) - offset[..., None]
+    return centred * inv_std[..., None]
 
 
 def _scaled(normalised, scale, bias, dtype):
@@ -59,104 +59,104 @@ def _scaled(normalised, scale, bias, dtype):
     return (y if bias is None else y + widen(bias)).astype(dtype)
 
 
-def _normalise(x, scale, bias, *, eps, center):
-    statistics = row_statistics(x, eps=eps, center=center)
-    return _scaled(_normalised(x, *statistics), scale, bias, x.dtype), *statistics
+def normalise(x, scale, bias, *, eps, center):
+    """(y, offset, inv_std), the last two as `row_statistics`."""
+    offset, inv_std = row_statistics(x, eps=eps, center=center)
+    return _scaled(_normalised(x, offset, inv_std), scale, bias, x.dtype), offset, inv_std
 
 
-def _normalise_kernel(x, scale, bias, *, eps, center):
+def normalise_kernel(x, scale, bias, *, eps, center):
+    """`normalise` by a kernel."""
     if x.size == 0:
-        return _normalise(x, scale, bias, eps=eps, center=center)
-    y, *statistics = kernels.normalise(rows(x), scale, bias, eps=eps, center=center)
-    return y.reshape(x.shape), *(a.reshape(x.shape[:-1]) for a in statistics)
+        return normalise(x, scale, bias, eps=eps, center=center)
+    arrays, options = (rows(x), scale, bias), dict(eps=eps, center=center)
+    y, *statistics = _streamed_if_faster(layer_norm_streamed.normalise, kernels.normalise, *arrays, **options)
+    return y.reshape(x.shape), *(a if a is None else a.reshape(x.shape[:-1]) for a in statistics)
 
 
-def _gradients(dy, x, scale, bias, *statistics, eps, center, again):
-    statistics = statistics or row_statistics(x, eps=eps, center=center)
-    normalised, dy = _normalised(x, *statistics), widen(dy)
+def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
+    """(dx, dscale, dbias, y): the sums in float32, dbias None without `center`, the forward's y None unless wanted.
+
+    Without inv_std, the statistics are computed.
+    """
+    if inv_std is None:
+        offset, inv_std = row_statistics(x, eps=eps, center=center)
+    normalised, dy = _normalised(x, offset, inv_std), widen(dy)
     t = dy * widen(scale)
     dx = t - normalised * jnp.mean(t * normalised, axis=-1, keepdims=True)
-    sums = [jnp.sum(rows(dy * normalised), axis=0)]
+    dscale, dbias = jnp.sum(rows(dy * normalised), axis=0), None
     if center:
         dx -= jnp.mean(t, axis=-1, keepdims=True)
-        sums.append(jnp.sum(rows(dy), axis=0))
-    y = [_scaled(normalised, scale, bias, x.dtype)] if again else []
-    return (dx * statistics[-1][..., None]).astype(x.dtype), *sums, *y
+        dbias = jnp.sum(rows(dy), axis=0)
+    y = _scaled(normalised, scale, bias, x.dtype) if with_y else None
+    return (dx * inv_std[..., None]).astype(x.dtype), dscale, dbias, y
 
 
-def _gradients_kernel(dy, x, scale, bias, *statistics, eps, center, again):
-    options = dict(eps=eps, center=center, again=again)
+def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
+    """`gradients` by a kernel, which computes statistics that are not given on the way."""
+    options = dict(eps=eps, center=center, with_y=with_y)
     if x.size == 0:
-        return _gradients(dy, x, scale, bias, *statistics, **options)
-    results = kernels.gradients(rows(dy), rows(x), scale, bias, *(a.ravel() for a in statistics), **options)
-    return tuple(a.reshape(x.shape) if a.shape == rows(x).shape else a for a in results)
+        return gradients(dy, x, scale, bias, offset, inv_std, **options)
+    statistics = (a if a is None else a.ravel() for a in (offset, inv_std))
+    arrays = rows(dy), rows(x), scale, bias, *statistics
+    dx, *sums, y = _streamed_if_faster(layer_norm_streamed.gradients, kernels.gradients, *arrays, **options)
+    return dx.reshape(x.shape), *sums, y if y is None else y.reshape(x.shape)
 
 
-NORMALISE = {"xla": _normalise, "pallas": differentiable(_normalise_kernel, _normalise)}
-"""`(x, scale, bias, *, eps, center) -> (y, *statistics)`."""
-GRADIENTS = {"xla": _gradients, "pallas": differentiable(_gradients_kernel, _gradients)}
-"""`(dy, x, scale, bias, *statistics, eps, center, again) -> (dx, dscale, *dbias, *y)`: the sums in float32, dbias with
-`center` alone, the forward's y if it is wanted `again`. Statistics that are not given are computed."""
+def _streamed_if_faster(streamed, plain, *arrays, **options):
+    """The kernel that streams rows through shared memory, on GPUs and where it takes such rows; else the plain one."""
+    streamed_, plain = (functools.partial(kernel, **options) for kernel in (streamed, plain))
+    return on_gpu(streamed_, plain, *arrays) if streamed.pays(*arrays, **options) else plain(*arrays)
 
 
 def unsupported(*arrays, **options):
     return _checks.unsupported_dtype(*arrays)
 
 
-def fastest(x, *arrays, **options):
-    """The kernels, where they can stream the rows; else JAX's own."""
-    gpu = "pallas" if kernels.streams(x) else "autodiff"
-    return Fastest(gpu=gpu, older_gpu="autodiff", elsewhere="autodiff")
+def fastest(x, scale, bias, *, eps, center=True):
+    """The kernels, where they can stream the rows: what has only the plain ones is faster by JAX's own."""
+    pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, eps=eps, center=center)
+    return Fastest(gpu="pallas" if pays else "autodiff", older_gpu="autodiff", elsewhere="autodiff")
 
 
-def fastest_backward(dy, x, *arrays, **options):
-    return fastest(x)
+def _forward(x, scale, bias, *, eps, center):
+    return normalise(x, scale, bias, eps=eps, center=center)[0]
 
 
-def _ops(name, center):
-    """The pair of `(x, scale, *bias)`, and its backward of `(dy, x, scale)`."""
+def _save(normalise, x, scale, bias, **options):
+    y, *statistics = normalise(x, scale, bias, **options)
+    return y, (x, scale, *statistics)
 
-    def forward(x, scale, bias=None, *, eps):
-        return _normalise(x, scale, bias, eps=eps, center=center)[0]
 
-    def save(normalise):
-        def save(x, scale, bias=None, *, eps):
-            y, *statistics = normalise(x, scale, bias, eps=eps, center=center)
-            return y, (x, scale, *statistics)
+def _residuals(x, scale, bias, **options):
+    """What a backward by itself wants of the forward: nothing that it cannot compute on the way."""
+    return x, scale, None, None
 
-        return save
 
-    def backward(gradients):
-        def backward(dy, x, scale, *statistics, eps):
-            dx, *sums = gradients(dy, x, scale, None, *statistics, eps=eps, center=center, again=False)
-            return dx, *(a.astype(x.dtype) for a in sums)
+def _backward(gradients, dy, x, scale, offset, inv_std, **options):
+    dx, dscale, dbias, _ = gradients(dy, x, scale, None, offset, inv_std, **options)
+    return dx, dscale.astype(x.dtype), dbias if dbias is None else dbias.astype(x.dtype)
 
-        return backward
 
-    def backward_autodiff(dy, x, scale, *, eps):
-        parameters = (scale, jnp.zeros_like(scale)) if center else (scale,)
-        return jax.vjp(functools.partial(forward, eps=eps), x, *parameters)[1](dy)
-
-    backwards = {implementation: backward(gradients) for implementation, gradients in GRADIENTS.items()}
-    saves = {implementation: save(normalise) for implementation, normalise in NORMALISE.items()}
-    pair = Pair(
-        forward,
-        Op(f"{name}_backward", backwards),
-        save=saves,
+_LAYER_NORM, _RMS_NORM = (
+    Pair(
+        _forward,
+        {
+            "xla": functools.partial(_backward, gradients),
+            "pallas": functools.partial(_backward, gradients_kernel),
+        },
+        save={
+            "xla": functools.partial(_save, normalise),
+            "pallas": functools.partial(_save, differentiable(normalise_kernel, normalise)),
+        },
+        residuals=_residuals,
         name=name,
         unsupported=unsupported,
         fastest=fastest,
     )
-    return pair, Op(
-        f"{name}_backward",
-        backwards | {"autodiff": backward_autodiff},
-        unsupported=unsupported,
-        fastest=fastest_backward,
-    )
-
-
-_LAYER_NORM, _LAYER_NORM_BACKWARD = _ops("layer_norm", center=True)
-_RMS_NORM, _RMS_NORM_BACKWARD = _ops("rms_norm", center=False)
+    for name in ("layer_norm", "rms_norm")
+)
+"""Of `(x, scale, bias)`. The static option `center` tells them apart; without it there is no bias."""
 
 
 def layer_norm(
@@ -176,7 +176,7 @@ def layer_norm(
       x: rows, with any leading axes.
       scale, bias: a value a column.
       eps: added to the variance, so that a constant row gives `bias`.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here: on GPUs with kernels, these where rows
+      implementation: "pallas", "xla", "autodiff", or None for the fastest: on GPUs with kernels, these where rows
         are a multiple of 128 up to 1024 or of 256 up to 8192 long, elsewhere JAX's own.
 
     Returns:
@@ -190,7 +190,7 @@ def layer_norm(
     """
     x, scale, bias = _checks.floating("layer_norm", x=x, scale=scale, bias=bias)
     check("layer_norm", x, eps, scale=scale, bias=bias)
-    return _LAYER_NORM(x, scale, bias, implementation=implementation, eps=eps)
+    return _LAYER_NORM(x, scale, bias, eps=eps, center=True, implementation=implementation)
 
 
 def layer_norm_backward(
@@ -223,7 +223,7 @@ def layer_norm_backward(
     dy, x, scale = _checks.floating("layer_norm_backward", dy=dy, x=x, scale=scale)
     check("layer_norm_backward", x, eps, scale=scale)
     _checks.shape("layer_norm_backward", "dy", dy, *x.shape)
-    return _LAYER_NORM_BACKWARD(dy, x, scale, implementation=implementation, eps=eps)
+    return _LAYER_NORM.vjp(dy, x, scale, jnp.zeros_like(scale), eps=eps, center=True, implementation=implementation)
 
 
 def rms_norm(
@@ -239,7 +239,7 @@ def rms_norm(
       x: rows, with any leading axes.
       scale: a value a column.
       eps: added to the mean of the squares.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
       y, of x's shape and dtype, computed in float32 or wider.
@@ -251,7 +251,7 @@ def rms_norm(
     """
     x, scale = _checks.floating("rms_norm", x=x, scale=scale)
     check("rms_norm", x, eps, scale=scale)
-    return _RMS_NORM(x, scale, implementation=implementation, eps=eps)
+    return _RMS_NORM(x, scale, None, eps=eps, center=False, implementation=implementation)
 
 
 def rms_norm_backward(
@@ -281,7 +281,7 @@ def rms_norm_backward(
     dy, x, scale = _checks.floating("rms_norm_backward", dy=dy, x=x, scale=scale)
     check("rms_norm_backward", x, eps, scale=scale)
     _checks.shape("rms_norm_backward", "dy", dy, *x.shape)
-    return _RMS_NORM_BACKWARD(dy, x, scale, implementation=implementation, eps=eps)
+    return _RMS_NORM.vjp(dy, x, scale, None, eps=eps, center=False, implementation=implementation)
 
 
 def check(op, x, eps, **parameters):

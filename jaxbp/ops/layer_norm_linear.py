@@ -2,31 +2,51 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.lax import PrecisionLike
 from jaxtyping import Float
 
-from jaxbp.ops import _checks
-from jaxbp.ops.layer_norm import (
-    GRADIENTS,
-    NORMALISE,
-    check,
-    fastest,
-    row_statistics,
-    rows,
-    unsupported,
-)
+from jaxbp.ops import _checks, layer_norm
+from jaxbp.ops._numerics import widen
+from jaxbp.ops.layer_norm import row_statistics, rows
 from jaxbp.ops.linear import linear
-from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable
-from pallas_kernels.dense import linear_sm90 as linear_kernels
-from pallas_kernels.norm import layer_norm_linear_sm90 as kernels
+from jaxbp.pairing import Fastest, Implementation, Pair, differentiable
+from pallas_kernels.core import device
+from pallas_kernels.core.launch import on_gpu
+from pallas_kernels.dense import linear_sm90
+from pallas_kernels.norm import layer_norm_linear_sm90
+
+# --------------------------------------------------------------------------------------------------------- the forward
 
 
 def _forward(x, scale, bias, w, b, *, eps, precision):
-    y, *_ = NORMALISE["xla"](x, scale, bias, eps=eps, center=True)
-    return _dense(y, w, b, precision=precision)
+    return _results(x, scale, bias, w, b, eps=eps, precision=precision)[0]
+
+
+def _results(x, scale, bias, w, b, *, eps, precision):
+    """(z, offset, inv_std)."""
+    y, offset, inv_std = layer_norm.normalise(x, scale, bias, eps=eps, center=True)
+    return _dense(y, w, b, precision=precision), offset, inv_std
+
+
+def _results_kernel(x, scale, bias, w, b, *, eps, precision):
+    """`_results` by one kernel where it pays, else by one for the rows and one for the product."""
+    separate = functools.partial(_separate_results, eps=eps, precision=precision)
+    b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
+    if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
+        return separate(x, scale, bias, w, b)
+    return on_gpu(functools.partial(_fused_results, eps=eps), separate, x, scale, bias, w, b_or_zeros)
+
+
+def _separate_results(x, scale, bias, w, b, *, eps, precision):
+    y, offset, inv_std = layer_norm.normalise_kernel(x, scale, bias, eps=eps, center=True)
+    return _dense_kernel(y, w, b, precision=precision), offset, inv_std
+
+
+def _fused_results(x, scale, bias, w, b, *, eps):
+    results = layer_norm_linear_sm90.forward(rows(x), scale, bias, w, b, eps=eps)
+    return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in results)
 
 
 def _dense(y, w, b, *, precision):
@@ -34,30 +54,60 @@ def _dense(y, w, b, *, precision):
 
 
 def _dense_kernel(y, w, b, *, precision):
-    if b is None or not linear_kernels.forward_pays(rows(y), w):
+    if b is None or not _on_hopper() or not linear_sm90.forward_pays(rows(y), w):
         return _dense(y, w, b, precision=precision)
-    return linear_kernels.forward(rows(y), w, b).reshape(*y.shape[:-1], -1)
+    return linear_sm90.forward(rows(y), w, b).reshape(*y.shape[:-1], -1)
 
 
-_DENSE = {"xla": _dense, "pallas": differentiable(_dense_kernel, _dense)}
+def _on_hopper():
+    return device.target().capability == (9, 0)
 
 
-def _save(normalise, dense):
-    def save(x, scale, bias, w, b, *, eps, precision):
-        y, *statistics = normalise(x, scale, bias, eps=eps, center=True)
-        return dense(y, w, b, precision=precision), (x, scale, bias, w, b, *statistics)
-
-    return save
+def _save(results, x, scale, bias, w, b, **options):
+    z, offset, inv_std = results(x, scale, bias, w, b, **options)
+    return z, (x, scale, bias, w, b, offset, inv_std)
 
 
-def _backward(gradients, of_parameters):
-    def backward(dy, x, scale, bias, w, b, *statistics, eps, precision):
-        t = jnp.matmul(dy, w, precision=precision)
-        dx, dscale, dbias, y = gradients(t, x, scale, bias, *statistics, eps=eps, center=True, again=True)
-        dw, db = of_parameters(rows(dy), rows(y), precision=precision)
-        return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, None if b is None else db.astype(b.dtype)
+def _residuals(x, scale, bias, w, b, **options):
+    """What a backward by itself wants of the forward: nothing that it cannot compute on the way."""
+    return x, scale, bias, w, b, None, None
 
-    return backward
+
+# -------------------------------------------------------------------------------------------------------- the backward
+
+
+def _backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
+    """By `gradients` of the normalisation, which make the normalised rows again, and `parameters` of the product."""
+    dn = jnp.matmul(dy, w, precision=precision)
+    dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, eps=eps, center=True, with_y=True)
+    dw, db = parameters(rows(dy), rows(y), precision=precision)
+    return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, None if b is None else db.astype(b.dtype)
+
+
+def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, **options):
+    separate = functools.partial(_backward, layer_norm.gradients_kernel, _parameters_kernel, **options)
+    if not layer_norm_linear_sm90.input_gradient.pays(rows(dy), rows(x), scale, w, None, None):
+        return separate(dy, x, scale, bias, w, b, offset, inv_std)
+    if inv_std is None:
+        offset, inv_std = row_statistics(x, eps=options["eps"], center=True)
+    return on_gpu(_fused_backward, separate, dy, x, scale, bias, w, b, offset, inv_std)
+
+
+def _fused_backward(dy, x, scale, bias, w, b, offset, inv_std):
+    """With `s = Σ dyᵀ x̂` over the rows the gradients in the parameters need no sums of their own:
+
+        dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,    db = Σ dy,
+
+    sums but the last over the outputs.
+    """
+    statistics = offset.ravel(), inv_std.ravel()
+    dx, normalised = layer_norm_linear_sm90.input_gradient(rows(dy), rows(x), scale, w, *statistics)
+    s, db = linear_sm90.weights_gradient(rows(dy), normalised, dtype=jnp.float32)
+    scale, bias, wide = (widen(a) for a in (scale, bias, w))
+    dw = (s * scale + db[:, None] * bias).astype(w.dtype)
+    dscale, dbias = jnp.sum(wide * s, axis=0), jnp.sum(wide * db[:, None], axis=0)
+    dx, db = dx.reshape(x.shape), None if b is None else db.astype(b.dtype)
+    return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, db
 
 
 def _parameters(dy, y, *, precision):
@@ -65,79 +115,35 @@ def _parameters(dy, y, *, precision):
 
 
 def _parameters_kernel(dy, y, *, precision):
-    if not linear_kernels.pays(dy, y):
+    if not _on_hopper() or not linear_sm90.pays(dy, y):
         return _parameters(dy, y, precision=precision)
-    dw, db = linear_kernels.weights_gradient(dy, y)
-    return dw, db.astype(dy.dtype)
+    return linear_sm90.weights_gradient(dy, y)
 
 
-_PARAMETERS = {"xla": _parameters, "pallas": differentiable(_parameters_kernel, _parameters)}
-_SAVES = {implementation: _save(normalise, _DENSE[implementation]) for implementation, normalise in NORMALISE.items()}
-_BACKWARDS = {
-    implementation: _backward(gradients, _PARAMETERS[implementation]) for implementation, gradients in GRADIENTS.items()
-}
+# ---------------------------------------------------------------------------------------------------------- the choice
 
 
-def _narrow_forward(x, scale, bias, w, b, *, eps, precision):
-    z, (*_, offset, inv_std) = _SAVES["xla"](x, scale, bias, w, b, eps=eps, precision=precision)
-    return z, offset, inv_std
-
-
-def _narrow_forward_kernel(x, scale, bias, w, b, *, eps, precision):
-    b = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
-    z, *statistics = kernels.forward(rows(x), scale, bias, w, b, eps=eps)
-    return z.reshape(*x.shape[:-1], -1), *(a.reshape(x.shape[:-1]) for a in statistics)
-
-
-def _narrow_backward_kernel(dy, x, scale, bias, w, b, *statistics, eps, precision):
-    statistics = statistics or row_statistics(x, eps=eps, center=True)
-    statistics = (a.ravel() for a in statistics)
-    dx, dscale, dbias, dw, db = kernels.backward(rows(dy), rows(x), scale, bias, w, *statistics)
-    dscale, dbias, db = (a.astype(x.dtype) for a in (dscale, dbias, db))
-    return dx.reshape(x.shape), dscale, dbias, dw, None if b is None else db
-
-
-_NARROW_FORWARD = differentiable(_narrow_forward_kernel, _narrow_forward)
-_NARROW_BACKWARD = differentiable(_narrow_backward_kernel, _BACKWARDS["xla"])
-
-
-def _save_kernel(x, scale, bias, w, b, *, eps, precision):
-    if not kernels.pays(rows(x), w):
-        return _SAVES["pallas"](x, scale, bias, w, b, eps=eps, precision=precision)
-    z, *statistics = _NARROW_FORWARD(x, scale, bias, w, b, eps=eps, precision=precision)
-    return z, (x, scale, bias, w, b, *statistics)
-
-
-def _backward_kernel(dy, x, scale, bias, w, *arrays, eps, precision):
-    backward = _NARROW_BACKWARD if kernels.pays(rows(x), w) else _BACKWARDS["pallas"]
-    return backward(dy, x, scale, bias, w, *arrays, eps=eps, precision=precision)
-
-
-def _backward_autodiff(dy, x, scale, bias, w, b, *, eps, precision):
-    return jax.vjp(functools.partial(_forward, eps=eps, precision=precision), x, scale, bias, w, b)[1](dy)
-
-
-def _fastest(x, *arrays, **options):
+def _fastest(x, scale, bias, w, b, *, eps, precision):
     """As for LayerNorm, but without JAX's own gradient of a bias in half precisions: it is summed in these."""
-    of_layer_norm = fastest(x)
+    of_layer_norm = layer_norm.fastest(x, scale, bias, eps=eps)
     if x.dtype.itemsize >= 4:
         return of_layer_norm
     return Fastest() if of_layer_norm.gpu == "pallas" else Fastest(gpu="xla")
 
 
-_OURS = {"xla": _BACKWARDS["xla"], "pallas": _backward_kernel}
-_LAYER_NORM_LINEAR_BACKWARD = Op(
-    "layer_norm_linear_backward",
-    _OURS | {"autodiff": _backward_autodiff},
-    unsupported=unsupported,
-    fastest=lambda dy, x, *arrays, **options: _fastest(x),
-)
 _LAYER_NORM_LINEAR = Pair(
     _forward,
-    Op("layer_norm_linear_backward", _OURS),
-    save={"xla": _SAVES["xla"], "pallas": _save_kernel},
+    {
+        "xla": functools.partial(_backward, layer_norm.gradients, _parameters),
+        "pallas": _backward_kernel,
+    },
+    save={
+        "xla": functools.partial(_save, _results),
+        "pallas": functools.partial(_save, differentiable(_results_kernel, _results)),
+    },
+    residuals=_residuals,
     name="layer_norm_linear",
-    unsupported=unsupported,
+    unsupported=layer_norm.unsupported,
     fastest=_fastest,
 )
 
@@ -164,8 +170,8 @@ def layer_norm_linear(
       w: weights, a row an output.
       b: bias of the outputs, or None for none.
       precision: of the matrix products, as in `jax.lax.dot`. They are the library's but in half precisions, where those
-        of the forward and of w's gradient are kernels under "pallas" if they pay.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+        of the forward and of w's gradient are kernels under "pallas" where they pay, on compute capability 9.0.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
       z, in x's dtype.
@@ -224,11 +230,11 @@ def layer_norm_linear_backward(
     _checks.shape(op, "dy", dy, *x.shape[:-1], w.shape[0])
     b = jnp.zeros(w.shape[:1], w.dtype)
     options = dict(eps=eps, precision=precision, implementation=implementation)
-    return _LAYER_NORM_LINEAR_BACKWARD(dy, x, scale, bias, w, b, **options)
+    return _LAYER_NORM_LINEAR.vjp(dy, x, scale, bias, w, b, **options)
 
 
 def _check(op, x, scale, bias, w, b, eps):
-    check(op, x, eps, scale=scale, bias=bias)
+    layer_norm.check(op, x, eps, scale=scale, bias=bias)
     _checks.shape(op, "w", w, "out", x.shape[-1])
     if b is not None:
         _checks.shape(op, "b", b, w.shape[0])

@@ -29,6 +29,7 @@ class Ring:
       loaded: a barrier a stage, at which a step's copies arrive.
       steps: how many steps there are, or None if no step is ever fetched that does not exist.
       free: a barrier a stage, at which consumers arrive when they have read it; None without a producer.
+      only: the one stage of a ring of one, in memory and barriers that rings share, as one for each warpgroup.
     """
 
     stages: int
@@ -36,9 +37,10 @@ class Ring:
     loaded: Any
     steps: Any = None
     free: Any = None
+    only: Any = None
 
     def stage(self, step: Any) -> Any:
-        return step % self.stages
+        return step % self.stages if self.only is None else self.only
 
     def fetch(self, step: Any, prepare: Callable[[], None] = lambda: None) -> None:
         """Starts a step's copies, if there is such a step; before them, `prepare` waits until the stage is free."""

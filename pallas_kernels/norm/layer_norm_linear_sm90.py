@@ -2,13 +2,16 @@
 
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
-The weights stay in shared memory, so both widths are small. Each of two warpgroups takes every so many-th block of 64
-rows by itself: a bulk copy brings it, its rows are normalised in registers, from where the tensor cores take them, and
-bulk copies take z away. The next block is on its way as soon as the registers hold this one.
+The weights stay in shared memory, so both widths are small. In the forward each of two warpgroups takes every so
+many-th block of 64 rows by itself: a bulk copy brings it, its rows are normalised in registers, from where the tensor
+cores take them, and bulk copies take z away. The next block is on its way as soon as the registers hold this one. In
+the input's gradient two warpgroups take a block side by side, each half of its columns.
 """
 
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,145 +19,109 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.launch import launch, on_gpu
+from pallas_kernels.core import device
+from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import load, multiply_registers, operand, store
-from pallas_kernels.dense import linear_sm90 as linear_tensor_cores
-from pallas_kernels.norm import layer_norm
+from pallas_kernels.core.pipeline import Ring
+from pallas_kernels.core.tiles import kernel
 
-_MULTIPROCESSORS = 132
 _ROWS = 64
+"""Of a block: what a warpgroup's wgmma multiplies."""
 _LEAST_ROWS = 65536
-# Columns of a half precision that fill the tensor cores' rows in shared memory; as many are computed at once.
+"""From measurement: with fewer, separate kernels leave the rows in the L2 cache."""
 _COLUMNS = 64
-# Of z, in shared memory until a bulk copy has read them.
-_LEAVING = 128
+"""Columns of a half precision that fill the tensor cores' rows in shared memory; as many are computed at once."""
 _WARPGROUPS = 2
+_ALIGNMENT = 1024
+"""Bytes in which shared memory is dealt out."""
 _SUMS = plgpu.Layout.WGMMA
-_A_ROW, _A_COLUMN = _SUMS.reduce(1), _SUMS.reduce(0)
+_ROW, _COLUMN = _SUMS.reduce(1), _SUMS.reduce(0)
+"""Of a value a row, and of a value a column."""
 
 
-def pays(x: Any, w: Any) -> bool:
-    """Whether the kernels take `(rows, hidden)` x and `(out, hidden)` w, and are faster than separate ones."""
-    rows, widths = x.shape[0], w.shape
-    half = x.dtype == w.dtype and x.dtype in (jnp.bfloat16, jnp.float16)
-    return half and rows >= _LEAST_ROWS and rows % _ROWS == 0 and all(a in (128, 256) for a in widths)
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """Attributes:
+    columns: of z that a warpgroup holds in shared memory until a bulk copy has read them.
+    """
+
+    columns: int
 
 
-def forward(x: Array, scale: Array, bias: Array, w: Array, b: Array, *, eps: float) -> tuple[Array, Array, Array]:
-    """z in x's dtype, and the statistics of each row as `layer_norm.normalise` gives them.
+@dataclasses.dataclass(frozen=True)
+class InputGradientConfig:
+    """Attributes:
+    stages: of the ring for dz.
+    """
+
+    stages: int
+
+
+# --------------------------------------------------------------------------------------------------- the two questions
+
+
+def _supports(x: Any, w: Any, shared_bytes: Callable[..., int]) -> str | None:
+    rows, (out, hidden) = x.shape[0], w.shape
+    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtypes {x.dtype} and {w.dtype}, only one half precision"
+    if rows % _ROWS:
+        return f"{rows} rows, only multiples of {_ROWS}"
+    if hidden not in (128, 256) or out not in (128, 256):
+        return f"widths {hidden} and {out}, only 128 and 256"
+    wanted, available = shared_bytes(hidden, out), device.target().shared_bytes
+    return f"{wanted} bytes of shared memory, of {available}" if wanted > available else None
+
+
+def _aligned(*sizes: int) -> int:
+    """Bytes of shared memory for buffers of these sizes."""
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+
+
+def _forward_bytes(hidden: int, out: int, columns: int = 2 * _COLUMNS) -> int:
+    blocks, leaving = (2 * _WARPGROUPS * _ROWS * width for width in (hidden, columns))
+    return _aligned(blocks, leaving, 2 * out * hidden, 2 * (2 * hidden + out)) + 8 * (_WARPGROUPS + 1)
+
+
+def _forward_supports(x, scale, bias, w, b, *, eps):
+    return _supports(x, w, _forward_bytes)
+
+
+def _forward_heuristic(x, scale, bias, w, b, *, eps):
+    return ForwardConfig(columns=2 * _COLUMNS) if x.shape[0] >= _LEAST_ROWS else None
+
+
+def _input_gradient_bytes(hidden: int, out: int, stages: int = 2) -> int:
+    dz, x, hat = 2 * stages * _ROWS * out, 2 * _ROWS * hidden, 0 if hidden == out else 2 * _ROWS * hidden
+    return _aligned(dz, x, hat, 2 * out * hidden, 4 * stages * 2 * _WARPGROUPS * _ROWS) + 8 * (stages + 4)
+
+
+def _input_gradient_supports(dz, x, scale, w, offset, inv_std):
+    return _supports(x, w, _input_gradient_bytes)
+
+
+def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
+    return InputGradientConfig(stages=2) if x.shape[0] >= _LEAST_ROWS else None
+
+
+# --------------------------------------------------------------------------------------------------------- the forward
+
+
+@kernel(supports=_forward_supports, heuristic=_forward_heuristic, capability=(9, 0))
+def forward(
+    x: Array, scale: Array, bias: Array, w: Array, b: Array, *, eps: float, config: ForwardConfig
+) -> tuple[Array, Array, Array]:
+    """z in x's dtype, and the statistics of each row, offset and inv_std, as `layer_norm.normalise` gives them.
 
     Args:
       x: `(rows, hidden)`, rows a multiple of 64. All arguments are of its dtype.
       scale, bias: `(hidden,)`.
       w, b: `(out, hidden)` and `(out,)`, both widths 128 or 256.
     """
-
-    def separate(x, scale, bias, w, b):
-        y, *statistics = layer_norm.normalise(x, scale, bias, eps=eps, center=True)
-        z = jnp.matmul(y, w.T, preferred_element_type=jnp.float32) + b.astype(jnp.float32)
-        return z.astype(x.dtype), *statistics
-
-    return on_gpu(functools.partial(_forward, eps=eps), separate, x, scale, bias, w, b)
-
-
-def backward(
-    dz: Array, x: Array, scale: Array, bias: Array, w: Array, offset: Array, inv_std: Array
-) -> tuple[Array, Array, Array, Array, Array]:
-    """dx, dscale, dbias, dw and db, the first and dw in x's dtype, the others in float32.
-
-    With `s = Σ dzᵀ x̂` over the rows the gradients in the parameters need no sums of their own:
-
-        dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,    db = Σ dz,
-
-    sums but the last over the outputs.
-
-    Args:
-      dz: `(rows, out)`.
-      offset, inv_std: the forward's.
-    """
-
-    def separate(dz, x, scale, bias, w, offset, inv_std):
-        t = jnp.matmul(dz, w)
-        options = dict(eps=0.0, center=True, again=True)
-        dx, dscale, dbias, y = layer_norm.gradients(t, x, scale, bias, offset, inv_std, **options)
-        return dx, dscale, dbias, *linear_tensor_cores.weights_gradient(dz, y)
-
-    def here(dz, x, scale, bias, w, offset, inv_std):
-        dx, hat = _input_gradient(dz, x, scale, w, offset, inv_std)
-        sums, db = linear_tensor_cores.weights_gradient(dz, hat, dtype=jnp.float32)
-        scale, bias, wide = (a.astype(jnp.float32) for a in (scale, bias, w))
-        dw = sums * scale + db[:, None] * bias
-        return dx, jnp.sum(wide * sums, axis=0), jnp.sum(wide * db[:, None], axis=0), dw.astype(w.dtype), db
-
-    return on_gpu(here, separate, dz, x, scale, bias, w, offset, inv_std)
-
-
-def _forward(x, scale, bias, w, b, *, eps):
     (rows, hidden), out = x.shape, w.shape[0]
-    blocks = rows // _ROWS
-    programs = min(-(-blocks // _WARPGROUPS), _MULTIPROCESSORS)
-    apart = programs * _WARPGROUPS
-    places = pl.ds(0, hidden), pl.ds(hidden, hidden), pl.ds(2 * hidden, out)
-
-    def body(x_ref, w_ref, *refs, program, warpgroup):
-        *vector_refs, z_ref, offset_ref, inv_std_ref, xs, zs, weights, vectors, loaded, parameters_loaded = refs
-        held, leaving = xs.at[warpgroup], zs.at[warpgroup]
-        scales, biases, bs = (vectors.at[place] for place in places)
-        mine = program * _WARPGROUPS + warpgroup
-        steps = (blocks - mine + apart - 1) // apart
-
-        def rows_of(step):
-            return pl.ds((mine + step * apart) * _ROWS, _ROWS)
-
-        def fetch(step):
-            plgpu.copy_gmem_to_smem(x_ref.at[rows_of(step)], held, loaded.at[warpgroup])
-
-        @pl.when(warpgroup == 0)
-        def _():
-            plgpu.copy_gmem_to_smem(w_ref, weights, parameters_loaded)
-            for ref, place in zip(vector_refs, places, strict=True):
-                plgpu.copy_gmem_to_smem(ref, vectors.at[place], parameters_loaded)
-
-        pl.when(steps > 0)(lambda: fetch(0))
-        plgpu.barrier_wait(parameters_loaded)
-
-        def one(step, _):
-            plgpu.barrier_wait(loaded.at[warpgroup])
-            block = load(held, _SUMS)
-            # All warps have read it.
-            plgpu.commit_smem()
-            pl.when(step + 1 < steps)(lambda: fetch(step + 1))
-            normalised, offset, inv_std = _normalise(block, _first(block), eps)
-            store(offset_ref.at[rows_of(step)], offset)
-            store(inv_std_ref.at[rows_of(step)], inv_std)
-
-            def y(columns):
-                scale, bias = (_of_columns(ref, columns) for ref in (scales, biases))
-                return (normalised(columns) * scale + bias).astype(x.dtype)
-
-            ys = [(y(columns), columns) for columns in _pieces(hidden)]
-
-            def multiply(sums):
-                spare = leaving.at[:, pl.ds(0, _COLUMNS)]
-                for y, columns in ys:
-                    multiply_registers(sums, y, weights.at[:, columns].transpose((1, 0)), spare)
-                return sums[...]
-
-            z = pl.run_scoped(multiply, plgpu.ACC((_ROWS, out)))
-            for start in range(0, out, _LEAVING):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for inside in _pieces(_LEAVING):
-                    columns = pl.ds(start + inside.start, inside.size)
-                    leaving[:, inside] = (_piece(z, columns) + _of_columns(bs, columns)).astype(x.dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(leaving, z_ref.at[rows_of(step), pl.ds(start, _LEAVING)])
-
-        lax.fori_loop(0, steps, one, None)
-        plgpu.wait_smem_to_gmem(0)
-
+    programs = min(-(-rows // (_ROWS * _WARPGROUPS)), device.target().multiprocessors)
     per_row = jax.ShapeDtypeStruct((rows,), jnp.float32)
     return launch(
-        body,
+        _Forward(rows, hidden, out, programs, eps, config).body,
         x,
         w,
         scale,
@@ -165,7 +132,7 @@ def _forward(x, scale, bias, w, b, *, eps):
         warpgroups=_WARPGROUPS,
         scratch=[
             operand((_WARPGROUPS, _ROWS, hidden), x.dtype),
-            operand((_WARPGROUPS, _ROWS, _LEAVING), x.dtype),
+            operand((_WARPGROUPS, _ROWS, config.columns), x.dtype),
             operand((out, hidden), x.dtype),
             # Scale, bias and b in one: each alone takes whole KiB.
             plgpu.SMEM((2 * hidden + out,), x.dtype),
@@ -178,100 +145,119 @@ def _forward(x, scale, bias, w, b, *, eps):
     )
 
 
-def _input_gradient(dz, x, scale, w, offset, inv_std):
-    """dx and x̂. Two warpgroups take a block together, each half of its columns."""
-    (rows, hidden), out = x.shape, w.shape[0]
-    blocks = rows // _ROWS
-    programs = min(blocks, _MULTIPROCESSORS)
-    mine, half = hidden // 2, out // 2
-    shared = hidden == out
+class _ForwardRefs(NamedTuple):
+    """A body's references; `vectors` are scale, bias and b in shared memory, one behind another."""
 
-    def body(dz_ref, x_ref, w_ref, scale_ref, offset_ref, inv_std_ref, dx_ref, hat_ref, *refs, program, warpgroup):
-        dzs, xs, *hats, weights, parts, dz_loaded, x_loaded, weights_loaded, both = refs
-        held = xs.at[warpgroup]
-        columns_of_x, columns_of_dz = pl.ds(warpgroup * mine, mine), pl.ds(warpgroup * half, half)
-        steps = (blocks - program + programs - 1) // programs
+    x: Any
+    w: Any
+    scale: Any
+    bias: Any
+    b: Any
+    z: Any
+    offset: Any
+    inv_std: Any
+    x_stages: Any
+    z_leaving: Any
+    weights: Any
+    vectors: Any
+    x_loaded: Any
+    parameters_loaded: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    rows: int
+    hidden: int
+    out: int
+    programs: int
+    eps: float
+    config: ForwardConfig
+
+    def body(self, *refs: Any, program: Any, warpgroup: Any) -> None:
+        refs = _ForwardRefs(*refs)
+        first, stride = program * _WARPGROUPS + warpgroup, self.programs * _WARPGROUPS
+        steps = (self.rows // _ROWS - first + stride - 1) // stride
 
         def rows_of(step):
-            return pl.ds((program + step * programs) * _ROWS, _ROWS)
+            return pl.ds((first + step * stride) * _ROWS, _ROWS)
 
-        def fetch_x(step):
-            plgpu.copy_gmem_to_smem(x_ref.at[rows_of(step), columns_of_x], held, x_loaded.at[warpgroup])
+        def copy(step, stage, barrier):
+            plgpu.copy_gmem_to_smem(refs.x.at[rows_of(step)], refs.x_stages.at[stage], barrier)
 
-        def fetch_dz(step):
-            slot = step % 2
-            source = dz_ref.at[rows_of(step), columns_of_dz]
-            plgpu.copy_gmem_to_smem(source, dzs.at[slot, warpgroup], dz_loaded.at[slot])
+        ring = Ring(1, copy, refs.x_loaded, steps, only=warpgroup)
+        pl.when(warpgroup == 0)(lambda: self._load_parameters(refs))
+        ring.fetch(0)
+        plgpu.barrier_wait(refs.parameters_loaded)
 
-        pl.when(warpgroup == 0)(lambda: plgpu.copy_gmem_to_smem(w_ref, weights, weights_loaded))
-        fetch_x(0)
-        fetch_dz(0)
-        pl.when(steps > 1)(lambda: fetch_dz(1))
-        scales = load(scale_ref.at[columns_of_x], _A_COLUMN, optimized=False)
-        plgpu.barrier_wait(weights_loaded)
-
-        def one(step, _):
-            slot = step % 2
-            first = load(x_ref.at[rows_of(step), 0], _A_ROW, optimized=False).astype(jnp.float32)
-            offset, inv_std = (
-                load(ref.at[rows_of(step)], _A_ROW, optimized=False) for ref in (offset_ref, inv_std_ref)
-            )
-            plgpu.barrier_wait(dz_loaded.at[slot])
-
-            def multiply(sums):
-                for i in range(2):
-                    plgpu.wgmma(sums, dzs.at[slot, i], weights.at[pl.ds(i * half, half), columns_of_x])
-                plgpu.wgmma_wait(0)
-                return sums[...]
-
-            dn = pl.run_scoped(multiply, plgpu.ACC((_ROWS, mine)))
-            plgpu.barrier_wait(x_loaded.at[warpgroup])
-            x = load(held, _SUMS)
-
-            def normalised(columns):
-                centred = _piece(x, columns).astype(jnp.float32) - _along_rows(first) - _along_rows(offset)
-                return centred * _along_rows(inv_std)
-
-            def t(columns):
-                return _piece(dn, columns) * _along_columns(scales[columns.start : columns.start + columns.size])
-
-            pieces = _pieces(mine)
-            sums = [_sum(t, pieces), _sum(lambda columns: t(columns) * normalised(columns), pieces)]
-            for i, a in enumerate(sums):
-                store(parts.at[slot, i, warpgroup], a)
-            # By now the other half, too, has multiplied what the slot holds.
-            plgpu.barrier_arrive(both)
-            plgpu.barrier_wait(both)
-            shift, along = (
-                (
-                    load(parts.at[slot, i, 0], _A_ROW, optimized=False)
-                    + load(parts.at[slot, i, 1], _A_ROW, optimized=False)
-                )
-                * (1 / hidden)
-                for i in range(2)
-            )
-            hat_slot = dzs.at[slot, warpgroup] if shared else hats[0].at[warpgroup]
-            for columns in pieces:
-                hat = normalised(columns)
-                dx = t(columns) - _along_rows(shift) - hat * _along_rows(along)
-                held[:, columns] = (dx * _along_rows(inv_std)).astype(held.dtype)
-                hat_slot[:, columns] = hat.astype(held.dtype)
+        def block(step, _):
+            ring.wait(step)
+            x = load(refs.x_stages.at[warpgroup], _SUMS)
+            # All warps have read it.
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(held, dx_ref.at[rows_of(step), columns_of_x])
-            plgpu.copy_smem_to_gmem(hat_slot, hat_ref.at[rows_of(step), columns_of_x])
+            ring.fetch(step + 1)
+            self._block(refs, x, rows_of(step), refs.z_leaving.at[warpgroup])
 
-            @pl.when(step + 1 < steps)
-            def _():
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                fetch_x(step + 1)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                pl.when(step + 2 < steps)(lambda: fetch_dz(step + 2))
-
-        lax.fori_loop(0, steps, one, None)
+        lax.fori_loop(0, steps, block, None)
         plgpu.wait_smem_to_gmem(0)
 
+    @property
+    def _slices(self):
+        """Of scale, bias and b in `vectors`."""
+        return pl.ds(0, self.hidden), pl.ds(self.hidden, self.hidden), pl.ds(2 * self.hidden, self.out)
+
+    def _load_parameters(self, refs):
+        plgpu.copy_gmem_to_smem(refs.w, refs.weights, refs.parameters_loaded)
+        for ref, columns in zip((refs.scale, refs.bias, refs.b), self._slices, strict=True):
+            plgpu.copy_gmem_to_smem(ref, refs.vectors.at[columns], refs.parameters_loaded)
+
+    def _block(self, refs, x, rows, leaving):
+        """The results of a block of rows, which the registers hold."""
+        scales, biases, bs = (refs.vectors.at[columns] for columns in self._slices)
+        normalised, offset, inv_std = _normalise(x, _first(x), self.eps)
+        store(refs.offset.at[rows], offset)
+        store(refs.inv_std.at[rows], inv_std)
+
+        def y(columns):
+            scale, bias = (_load_columns(ref, columns) for ref in (scales, biases))
+            return (normalised(columns) * scale + bias).astype(x.dtype)
+
+        ys = [(y(columns), columns) for columns in _pieces(self.hidden)]
+
+        def multiply(sums):
+            spare = leaving.at[:, pl.ds(0, _COLUMNS)]
+            for y, columns in ys:
+                multiply_registers(sums, y, refs.weights.at[:, columns].transpose((1, 0)), spare)
+            return sums[...]
+
+        z = pl.run_scoped(multiply, plgpu.ACC((_ROWS, self.out)))
+        for start in range(0, self.out, self.config.columns):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for inside in _pieces(self.config.columns):
+                columns = pl.ds(start + inside.start, inside.size)
+                leaving[:, inside] = (_piece(z, columns) + _load_columns(bs, columns)).astype(x.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(leaving, refs.z.at[rows, pl.ds(start, self.config.columns)])
+
+
+# -------------------------------------------------------------------------------------------- the gradient of the input
+
+
+@kernel(supports=_input_gradient_supports, heuristic=_input_gradient_heuristic, capability=(9, 0))
+def input_gradient(
+    dz: Array, x: Array, scale: Array, w: Array, offset: Array, inv_std: Array, *, config: InputGradientConfig
+) -> tuple[Array, Array]:
+    """dx and x̂, both in x's dtype.
+
+    Args:
+      dz: `(rows, out)`.
+      x, scale, w: the forward's.
+      offset, inv_std: as the forward gives them.
+    """
+    (rows, hidden), out = x.shape, w.shape[0]
+    programs = min(rows // _ROWS, device.target().multiprocessors)
+    half = operand((_WARPGROUPS, _ROWS, hidden // 2), x.dtype)
     return launch(
-        body,
+        _InputGradient(rows, hidden, out, programs, config).body,
         dz,
         x,
         w,
@@ -280,58 +266,190 @@ def _input_gradient(dz, x, scale, w, offset, inv_std):
         inv_std,
         out=(x, x),
         grid={"program": programs},
-        warpgroups=2,
+        warpgroups=_WARPGROUPS,
         scratch=[
-            operand((2, 2, _ROWS, half), x.dtype),
-            operand((2, _ROWS, mine), x.dtype),
-            *([] if shared else [operand((2, _ROWS, mine), x.dtype)]),
+            operand((config.stages, _WARPGROUPS, _ROWS, out // 2), x.dtype),
+            half,
+            # Where it is as wide as dz, x̂ is left in dz's place.
+            *([] if hidden == out else [half]),
             operand((out, hidden), x.dtype),
-            plgpu.SMEM((2, 2, 2, _ROWS), jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=2),
-            plgpu.Barrier(num_barriers=2),
+            plgpu.SMEM((config.stages, 2, _WARPGROUPS, _ROWS), jnp.float32),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=config.stages),
+            plgpu.Barrier(num_barriers=_WARPGROUPS),
             plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS),
         ],
-        # Of what another warpgroup, or warp, stored it reads nothing but behind `both` and `commit_smem`.
+        # Of what another warpgroup, or warp, stored a thread reads nothing but behind `sums_stored` and `commit_smem`.
         barriers=False,
         sums_across_warps=False,
         name="layer_norm_linear_backward_input",
     )
 
 
-def _pieces(width):
+class _InputGradientRefs(NamedTuple):
+    """A body's references; `sums` are those over half a row, of t and of t * x̂."""
+
+    dz: Any
+    x: Any
+    w: Any
+    scale: Any
+    offset: Any
+    inv_std: Any
+    dx: Any
+    hat: Any
+    dz_stages: Any
+    x_stages: Any
+    hat_leaving: Any
+    weights: Any
+    sums: Any
+    dz_loaded: Any
+    x_loaded: Any
+    weights_loaded: Any
+    sums_stored: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _InputGradient:
+    rows: int
+    hidden: int
+    out: int
+    programs: int
+    config: InputGradientConfig
+
+    def body(self, *refs: Any, program: Any, warpgroup: Any) -> None:
+        refs = self._named(refs)
+        columns, columns_of_dz = (pl.ds(warpgroup * half, half) for half in (self.hidden // 2, self.out // 2))
+        steps = (self.rows // _ROWS - program + self.programs - 1) // self.programs
+
+        def rows_of(step):
+            return pl.ds((program + step * self.programs) * _ROWS, _ROWS)
+
+        def copy_x(step, stage, barrier):
+            plgpu.copy_gmem_to_smem(refs.x.at[rows_of(step), columns], refs.x_stages.at[stage], barrier)
+
+        def copy_dz(step, stage, barrier):
+            source = refs.dz.at[rows_of(step), columns_of_dz]
+            plgpu.copy_gmem_to_smem(source, refs.dz_stages.at[stage, warpgroup], barrier)
+
+        x_ring = Ring(1, copy_x, refs.x_loaded, only=warpgroup)
+        dz_ring = Ring(self.config.stages, copy_dz, refs.dz_loaded, steps)
+        pl.when(warpgroup == 0)(lambda: plgpu.copy_gmem_to_smem(refs.w, refs.weights, refs.weights_loaded))
+        x_ring.fetch(0)
+        dz_ring.prefetch(self.config.stages)
+        scales = load(refs.scale.at[columns], _COLUMN, optimized=False)
+        plgpu.barrier_wait(refs.weights_loaded)
+
+        def block(step, _):
+            self._block(refs, step, rows_of(step), columns, scales, warpgroup, x_ring, dz_ring)
+
+            @pl.when(step + 1 < steps)
+            def _():
+                # First dx, then x̂ has been read by its bulk copy.
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                x_ring.fetch(step + 1)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                dz_ring.fetch(step + self.config.stages)
+
+        lax.fori_loop(0, steps, block, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _named(self, refs):
+        names = [name for name in _InputGradientRefs._fields if name != "hat_leaving" or self.hidden != self.out]
+        return _InputGradientRefs(**{"hat_leaving": None} | dict(zip(names, refs, strict=True)))
+
+    def _block(self, refs, step, rows, columns, scales, warpgroup, x_ring, dz_ring):
+        """Half the columns of a block: dx in x's place, and x̂, on their way to device memory."""
+        stage, x_stage = dz_ring.stage(step), refs.x_stages.at[warpgroup]
+        first = load(refs.x.at[rows, 0], _ROW, optimized=False).astype(jnp.float32)
+        offset, inv_std = (load(ref.at[rows], _ROW, optimized=False) for ref in (refs.offset, refs.inv_std))
+        dz_ring.wait(step)
+        dn = self._product(refs.dz_stages.at[stage], refs.weights, columns)
+        x_ring.wait(step)
+        x = load(x_stage, _SUMS)
+
+        def normalised(columns):
+            centred = _piece(x, columns).astype(jnp.float32) - _along_rows(first) - _along_rows(offset)
+            return centred * _along_rows(inv_std)
+
+        def t(columns):
+            return _piece(dn, columns) * _along_columns(_piece(scales, columns))
+
+        mean, projection = self._means(refs, stage, warpgroup, t, normalised)
+        hat_stage = refs.dz_stages.at[stage, warpgroup] if refs.hat_leaving is None else refs.hat_leaving.at[warpgroup]
+        for piece in _pieces(self.hidden // 2):
+            hat = normalised(piece)
+            dx = t(piece) - _along_rows(mean) - hat * _along_rows(projection)
+            x_stage[:, piece] = (dx * _along_rows(inv_std)).astype(x_stage.dtype)
+            hat_stage[:, piece] = hat.astype(x_stage.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(x_stage, refs.dx.at[rows, columns])
+        plgpu.copy_smem_to_gmem(hat_stage, refs.hat.at[rows, columns])
+
+    def _product(self, dz_stage, weights, columns):
+        """`dz w` in the columns, from both halves of dz."""
+        half = self.out // 2
+
+        def multiply(sums):
+            for i in range(2):
+                plgpu.wgmma(sums, dz_stage.at[i], weights.at[pl.ds(i * half, half), columns])
+            plgpu.wgmma_wait(0)
+            return sums[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((_ROWS, self.hidden // 2)))
+
+    def _means(self, refs, stage, warpgroup, t, normalised):
+        """mean(t) and mean(t * x̂) of each row: the two halves add up their columns and meet."""
+        pieces = _pieces(self.hidden // 2)
+        sums = [_sum(t, pieces), _sum(lambda columns: t(columns) * normalised(columns), pieces)]
+        for i, a in enumerate(sums):
+            store(refs.sums.at[stage, i, warpgroup], a)
+        # From then on the other half, too, has multiplied what dz's stage holds.
+        plgpu.barrier_arrive(refs.sums_stored)
+        plgpu.barrier_wait(refs.sums_stored)
+
+        def mean(i):
+            halves = [load(refs.sums.at[stage, i, half], _ROW, optimized=False) for half in range(2)]
+            return (halves[0] + halves[1]) * (1 / self.hidden)
+
+        return mean(0), mean(1)
+
+
+# -------------------------------------------------------------------------------------------------- blocks in registers
+
+
+def _pieces(width: int) -> list[Any]:
     return [pl.ds(start, _COLUMNS) for start in range(0, width, _COLUMNS)]
 
 
-def _piece(a, columns):
-    return a[:, columns.start : columns.start + columns.size]
+def _piece(a: Array, columns: Any) -> Array:
+    return a[..., columns.start : columns.start + columns.size]
 
 
-def _along_rows(a):
+def _along_rows(a: Array) -> Array:
     return lax.broadcast_in_dim(a, (_ROWS, _COLUMNS), (0,))
 
 
-def _along_columns(a):
+def _along_columns(a: Array) -> Array:
     return lax.broadcast_in_dim(a.astype(jnp.float32), (_ROWS, _COLUMNS), (1,))
 
 
-def _of_columns(ref, columns):
-    return _along_columns(load(ref.at[columns], _A_COLUMN, optimized=False))
+def _load_columns(ref: Any, columns: Any) -> Array:
+    return _along_columns(load(ref.at[columns], _COLUMN, optimized=False))
 
 
-def _first(x):
+def _first(x: Array) -> Array:
     """The first value of each row, whose other values other threads have: they sum it and zeros."""
     some = _piece(x, pl.ds(0, 8)).astype(jnp.float32)
     column = plgpu.broadcasted_iota(jnp.int32, some.shape, 1, layout=_SUMS)
     return jnp.sum(jnp.where(column == 0, some, 0.0), axis=1)
 
 
-def _sum(of_piece, pieces):
+def _sum(of_piece: Callable[[Any], Array], pieces: Sequence) -> Array:
     """Of each row. Piece on piece first: the shuffles come last, and once."""
     return jnp.sum(functools.reduce(jnp.add, map(of_piece, pieces)), axis=1)
 
 
-def _normalise(x, first, eps):
+def _normalise(x: Array, first: Array, eps: float) -> tuple[Callable[[Any], Array], Array, Array]:
     """(x̂ as a function of the columns, offset, inv_std) of a block of rows."""
     pieces, share = _pieces(x.shape[1]), 1 / x.shape[1]
 

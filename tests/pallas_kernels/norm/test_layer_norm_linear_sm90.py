@@ -1,10 +1,13 @@
 """LayerNorm and a dense layer in one pass: simulated, lowered for CUDA, and on a GPU."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from helpers import assert_close, cuda_program, normal, on_the_cpu
 
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.norm import layer_norm_linear_sm90 as kernels
 
@@ -28,10 +31,13 @@ def structs(rows, hidden, out, dtype="bfloat16"):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes(rows, hidden, out)]
 
 
+CONFIGS = kernels.ForwardConfig(columns=128), kernels.InputGradientConfig(stages=2)
+
+
 @jax.jit
 def both(x, scale, bias, w, b, dz):
-    z, *statistics = kernels.forward(x, scale, bias, w, b, eps=1e-5)
-    return (z, *statistics), kernels.backward(dz, x, scale, bias, w, *statistics)
+    z, *statistics = kernels.forward(x, scale, bias, w, b, eps=1e-5, config=CONFIGS[0])
+    return (z, *statistics), kernels.input_gradient(dz, x, scale, w, *statistics, config=CONFIGS[1])
 
 
 def expected(x, scale, bias, w, b, dz):
@@ -40,44 +46,66 @@ def expected(x, scale, bias, w, b, dz):
     mean = lambda a: a.mean(-1, keepdims=True)  # noqa: E731
     centred = x - mean(x)
     inv_std = 1 / np.sqrt(mean(centred**2) + 1e-5)
-    hat, dn = centred * inv_std, dz @ w
-    y, t = hat * scale + bias, dn * scale
+    hat, t = centred * inv_std, dz @ w * scale
     dx = inv_std * (t - mean(t) - hat * mean(t * hat))
-    gradients = dx, (dn * hat).sum(0), dn.sum(0), dz.T @ y, dz.sum(0)
-    return (y @ w.T + b, mean(x)[:, 0] - first, inv_std[:, 0]), gradients
+    return ((hat * scale + bias) @ w.T + b, mean(x)[:, 0] - first, inv_std[:, 0]), (dx, hat)
 
 
 @can_simulate
 @pytest.mark.parametrize("shift", [0, 100], ids=["", "far from zero"])
 @WIDTHS
-def test_the_simulator_finds_them_right(hidden, out, shift, monkeypatch):
-    monkeypatch.setattr(kernels, "_MULTIPROCESSORS", 1)
+def test_the_simulator_finds_them_right(hidden, out, shift):
     arrays = draw(320, hidden, out, shift=shift)
-    with on_the_cpu(), simulated():
+    with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=1)):
         actual = jax.block_until_ready(both(*arrays))
     assert_close(actual, expected(*arrays), 5e-3)
 
 
-def test_they_take_narrow_layers_of_half_precisions_and_many_rows():
-    def pays(rows, hidden, out, dtype="bfloat16"):
-        x, *_, w, _, _ = structs(rows, hidden, out, dtype)
-        return kernels.pays(x, w)
+def answers(question, rows, hidden, out, dtype="bfloat16"):
+    """What both kernels say to a question."""
+    x, scale, bias, w, b, dz = structs(rows, hidden, out, dtype)
+    forward = getattr(kernels.forward, question)(x, scale, bias, w, b, eps=1e-5)
+    return [forward, getattr(kernels.input_gradient, question)(dz, x, scale, w, None, None)]
 
-    assert pays(65536, 256, 256) and pays(65536, 128, 256, "float16")
-    assert not pays(65536, 256, 384) and not pays(65536, 96, 256) and not pays(65536, 256, 256, "float32")
-    assert not pays(65540, 256, 256) and not pays(16384, 256, 256) and not pays(0, 256, 256)
+
+def test_they_pay_for_narrow_layers_of_half_precisions_and_many_rows(on_hopper):
+    for sizes in ((65536, 256, 256), (65536, 128, 256, "float16")):
+        assert answers("supports", *sizes) == [None, None]
+        assert answers("heuristic", *sizes) == list(CONFIGS)
+    for rows in (16384, 0):
+        assert answers("pays", rows, 256, 256) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ((65536, 256, 384), "widths 256 and 384, only 128 and 256"),
+        ((65536, 96, 256), "widths 96 and 256, only 128 and 256"),
+        ((65536, 256, 256, "float32"), "dtypes float32 and float32, only one half precision"),
+        ((65540, 256, 256), "65540 rows, only multiples of 64"),
+    ],
+    ids=str,
+)
+def test_they_say_what_they_do_not_take(sizes, reason, on_hopper):
+    assert answers("supports", *sizes) == [reason, reason]
+
+
+@pytest.mark.parametrize("device", [BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
+def test_a_gpu_without_wgmma_is_refused(device):
+    with targeting(device):
+        assert all("only 9.0" in reason for reason in answers("supports", 65536, 128, 128))
+
+
+def test_less_shared_memory_takes_narrower_layers():
+    with targeting(dataclasses.replace(HOPPER, shared_bytes=128 * 1024)):
+        assert answers("supports", 65536, 128, 128) == [None, None]
+        assert all("bytes of shared memory" in reason for reason in answers("supports", 65536, 256, 256))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @WIDTHS
 def test_they_lower_for_cuda(hidden, out, dtype):
     assert "mosaic_gpu" in cuda_program(both, *structs(65536, hidden, out, dtype))
-
-
-def test_without_a_gpu_separate_kernels_take_their_place():
-    arrays = draw(64, 128, 128)
-    with on_the_cpu():
-        assert_close(both(*arrays), expected(*arrays), 5e-3)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,489 @@
+"""LayerNorm and RMSNorm of rows that stream through shared memory: the forward, and all gradients in one pass.
+
+    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + eps)
+
+RMSNorm, `center=False`, is the same without the mean and the bias. Sums are in float32. A row's mean is computed and
+kept as its `offset` from the row's first element: values far from zero lose no digits in the difference, as they would
+when the mean is rounded.
+
+The kernels are persistent: a program takes every so many-th group of rows through a ring in shared memory, whose bulk
+copies are under way while other groups are computed in place. Beyond the last row such a copy reads zeros and writes
+nothing. The gradients of scale and bias are added up in registers over the rows of a program, then over programs in a
+fixed order.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core import device
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import load, store, zeros_like
+from pallas_kernels.core.pipeline import Ring
+from pallas_kernels.core.tiles import kernel
+
+_RINGS_BYTES = 192 * 1024
+"""Of the rings of all programs on a multiprocessor, at most. From a sweep on an H200, which has 228 KiB."""
+_DRIVERS_BYTES = 1024
+"""Of shared memory, which the driver takes for each program beside what the program may use."""
+_BESIDE_RING_BYTES = 3 * 1024
+"""Of a program's shared memory: 2 KiB for sums across warps, and the barriers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How programs take rows.
+
+    Attributes:
+      rows: of a group, which fills a stage; a multiple of the rows of a block.
+      stages: of the ring.
+      programs: at a time on a multiprocessor.
+    """
+
+    rows: int
+    stages: int
+    programs: int
+
+
+# --------------------------------------------------------------------------------------------------- the two questions
+
+
+def _supports(x: Any, *, arrays: int) -> str | None:
+    hidden = x.shape[-1]
+    if _block(hidden) is None:
+        return f"rows of {hidden}, only multiples of 128 up to 1024 and of 256 up to 8192"
+    if _fitting_stages(x, arrays) < 2:
+        return f"rows of {hidden} {x.dtype}: two stages exceed {device.target().shared_bytes} bytes of shared memory"
+    return None
+
+
+def _heuristic(x: Any, *, arrays: int) -> Config:
+    """For so many arrays to stream; the limits of stages and programs are from a sweep on an H200."""
+    stages = min(4 if arrays == 1 else 3, _fitting_stages(x, arrays))
+    ring_bytes = stages * _stage_bytes(x, arrays)
+    held = (device.target().shared_bytes + _DRIVERS_BYTES) // (ring_bytes + _BESIDE_RING_BYTES + _DRIVERS_BYTES)
+    programs = min(3 if arrays == 1 else 4, _RINGS_BYTES // ring_bytes, held)
+    return Config(_stage_rows(x, arrays), stages, max(1, programs))
+
+
+def _stage_rows(x: Any, arrays: int) -> int:
+    """Rows that make bulk copies of about 8 KiB, and no fewer than a block."""
+    hidden = x.shape[-1]
+    fill = arrays * 2**13 // (hidden * x.dtype.itemsize)
+    if not _block(hidden).by_warp:
+        return max(1, fill)
+    return 4 if hidden > 512 else max(4, min(32, fill // 4 * 4))
+
+
+def _stage_bytes(x: Any, arrays: int) -> int:
+    return arrays * _stage_rows(x, arrays) * x.shape[-1] * x.dtype.itemsize
+
+
+def _fitting_stages(x: Any, arrays: int) -> int:
+    return (device.target().shared_bytes - _BESIDE_RING_BYTES) // _stage_bytes(x, arrays)
+
+
+def _normalise_supports(x, scale, bias, *, eps, center):
+    return _supports(x, arrays=1)
+
+
+def _normalise_heuristic(x, scale, bias, *, eps, center):
+    return _heuristic(x, arrays=1)
+
+
+def _gradients_supports(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
+    return _supports(x, arrays=2)
+
+
+def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
+    return _heuristic(x, arrays=2)
+
+
+# --------------------------------------------------------------------------------------------------------- the kernels
+
+
+@kernel(supports=_normalise_supports, heuristic=_normalise_heuristic)
+def normalise(
+    x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: Config
+) -> tuple[Array, Array | None, Array]:
+    """The forward.
+
+    Args:
+      x: `(rows, hidden)`.
+      scale, bias: `(hidden,)`; no bias without `center`.
+
+    Returns:
+      y in x's dtype, and the float32 statistics of each row, its offset and its inv_std; None for the offset without
+      `center`.
+    """
+    block, (programs, padded) = _block(x.shape[1]), _division(x.shape[0], config)
+    per_row = jax.ShapeDtypeStruct((padded,), jnp.float32)
+    arrays = {"x": x, "scale": scale} | ({"bias": bias} if center else {})
+    arrays = {name: block.in_pieces(a) for name, a in arrays.items()}
+    like_x = jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype)
+    out = {"y": like_x} | ({"offset": per_row} if center else {}) | {"inv_std": per_row}
+    forward = _Forward(block, config, programs, eps, center, (*arrays, *out, "stages", "loaded"))
+    results = launch(
+        forward.body,
+        *arrays.values(),
+        out=tuple(out.values()),
+        grid={"program": programs},
+        scratch=_stages(block, config, x),
+        name="layer_norm" if center else "rms_norm",
+    )
+    results = dict(zip(out, results, strict=True))
+    offset = results["offset"][: x.shape[0]] if center else None
+    return results["y"].reshape(x.shape), offset, results["inv_std"][: x.shape[0]]
+
+
+@kernel(supports=_gradients_supports, heuristic=_gradients_heuristic)
+def gradients(
+    dy: Array,
+    x: Array,
+    scale: Array,
+    bias: Array | None,
+    offset: Array | None,
+    inv_std: Array | None,
+    *,
+    eps: float,
+    center: bool,
+    with_y: bool = False,
+    config: Config,
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """The backward: with `t = dy * scale`, means over a row and sums over all rows,
+
+        dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
+
+    and without `center` neither `mean(t)` nor dbias.
+
+    Args:
+      dy, x: `(rows, hidden)`.
+      bias: of the forward; wanted only for y, with `center`.
+      offset, inv_std: as `normalise` gives them. Without inv_std, both are computed on the way.
+      with_y: whether to return the forward's y, too, from the same pass.
+
+    Returns:
+      dx in x's dtype, float32 dscale and, with `center`, dbias, and y if it is wanted; else None for these.
+    """
+    block, (programs, padded) = _block(x.shape[1]), _division(x.shape[0], config)
+    arrays = {"x": x, "dy": dy, "scale": scale} | ({"bias": bias} if center and with_y else {})
+    arrays = {name: block.in_pieces(a) for name, a in arrays.items()}
+    like_x = jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype)
+    totals = jax.ShapeDtypeStruct((programs, 2 if center else 1, *block.shape[1:]), jnp.float32)
+    if inv_std is not None:
+        statistics = {"offset": offset, "inv_std": inv_std} if center else {"inv_std": inv_std}
+        arrays |= {name: jnp.pad(a, (0, padded - x.shape[0])) for name, a in statistics.items()}
+    out = {"dx": like_x, "sums": totals} | ({"y": like_x} if with_y else {})
+    backward = _Backward(block, config, programs, eps, center, (*arrays, *out, "x_stages", "dy_stages", "loaded"))
+    results = launch(
+        backward.body,
+        *arrays.values(),
+        out=tuple(out.values()),
+        grid={"program": programs},
+        scratch=_stages(block, config, x, dy),
+        name="layer_norm_backward" if center else "rms_norm_backward",
+    )
+    results = dict(zip(out, results, strict=True))
+    dscale, *dbias = jnp.sum(results["sums"].reshape(programs, -1, x.shape[1]), axis=0)
+    y = results["y"].reshape(x.shape) if with_y else None
+    return results["dx"].reshape(x.shape), dscale, dbias[0] if center else None, y
+
+
+def _division(rows: int, config: Config) -> tuple[int, int]:
+    """(programs, rows when the last group is full)."""
+    groups = -(-rows // config.rows)
+    return min(groups, device.target().multiprocessors * config.programs), groups * config.rows
+
+
+def _stages(block: "_Block", config: Config, *arrays: Array) -> list[Any]:
+    """Shared memory and barriers of a ring for so many arrays."""
+    stages = [plgpu.SMEM((config.stages, config.rows, *block.shape[1:]), a.dtype) for a in arrays]
+    return [*stages, plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.stages)]
+
+
+# ------------------------------------------------------------------------------------------ blocks of rows in registers
+
+
+class _Statistics(NamedTuple):
+    """Of each row of a block, in registers; the offset with `center` alone."""
+
+    offset: Array | None
+    inv_std: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Rows in registers, `(rows, hidden / piece, piece)`: how they are loaded, summed and broadcast.
+
+    Attributes:
+      hidden: columns of a row.
+      rows: computed at once, a row a warp or one of the whole warpgroup.
+      piece: columns side by side in a bulk copy.
+      layout: of the registers.
+    """
+
+    hidden: int
+    rows: int
+    piece: int
+    layout: Any
+
+    @property
+    def by_warp(self) -> bool:
+        return self.rows > 1
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.rows, self.hidden // self.piece, self.piece
+
+    @property
+    def row_layout(self) -> Any:
+        """Of a value a row."""
+        return self.layout.reduce((1,)).reduce((1,))
+
+    @property
+    def column_layout(self) -> Any:
+        """Of a value a column."""
+        return self.layout.reduce((0,))
+
+    def in_pieces(self, a: Array) -> Array:
+        return a.reshape(*a.shape[:-1], -1, self.piece)
+
+    def at(self, ref: Any, row: Any) -> Any:
+        return ref.at[pl.ds(row, self.rows)]
+
+    def load(self, ref: Any, layout: Any = None) -> Array:
+        return load(ref, layout or self.layout, optimized=False).astype(jnp.float32)
+
+    def load_parameter(self, ref: Any) -> Array:
+        """A value a column, for each row."""
+        a = lax.broadcast_in_dim(self.load(ref, self.column_layout), self.shape, (1, 2))
+        return plgpu.layout_cast(a, self.layout)
+
+    def load_statistics(self, refs: dict[str, Any], row: Any) -> _Statistics:
+        loaded = [
+            self.load(self.at(refs[name], row), self.row_layout) if name in refs else None for name in _STATISTICS
+        ]
+        return _Statistics(*loaded)
+
+    def store_statistics(self, refs: dict[str, Any], row: Any, statistics: _Statistics) -> None:
+        for name in _STATISTICS:
+            if name not in refs:
+                continue
+            a = getattr(statistics, name)
+            if self.by_warp:
+                store(self.at(refs[name], row), a)
+            else:
+                refs[name][row] = jnp.sum(a)
+
+    def along_rows(self, a: Array) -> Array:
+        """A value a row, for each of its columns."""
+        return plgpu.layout_cast(lax.broadcast_in_dim(a, self.shape, (0,)), self.layout)
+
+    def mean(self, a: Array) -> Array:
+        """Of each row."""
+        return jnp.sum(jnp.sum(a, axis=1), axis=1) * (1 / self.hidden)
+
+    def partial_sum(self, a: Array) -> Array:
+        """Over the rows, as far as no thread needs another's values."""
+        return a if self.by_warp else jnp.sum(a, axis=0)
+
+    def sum(self, partial_sum: Array) -> Array:
+        return jnp.sum(partial_sum, axis=0) if self.by_warp else partial_sum
+
+    def groups(self, rows: int) -> list[list[int]]:
+        """The first rows of the blocks in a stage: a list for all that are computed side by side.
+
+        Blocks of a row a warp wait for the shuffles of their sums side by side; the row of a warpgroup has the
+        registers to itself.
+        """
+        blocks = range(0, rows, self.rows)
+        return [list(blocks)] if self.by_warp else [[block] for block in blocks]
+
+    def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
+        """What `compute` gives: kept in registers or, for blocks side by side, computed anew for each use."""
+        if self.by_warp:
+            return compute
+        value = compute()
+        return lambda: value
+
+    def combine(self, operation: Callable, blocks: Sequence[Callable], per_row: Sequence[Array]) -> list[Callable]:
+        """`operation(block, value of its row)` of blocks side by side, as `values`."""
+
+        def combined(block, a):
+            return self.values(lambda: operation(block(), self.along_rows(a)))
+
+        return [combined(block, a) for block, a in zip(blocks, per_row, strict=True)]
+
+    def normalise(
+        self, refs: Sequence, known: Sequence[_Statistics] | None, *, eps: float, center: bool
+    ) -> tuple[list[Callable[[], Array]], list[_Statistics]]:
+        """(x̂ as `values`, the statistics) of blocks side by side; the statistics computed unless they are known."""
+        x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
+        if center:
+            first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]
+            x = self.combine(jnp.subtract, x, first)
+            offsets = [a.offset for a in known] if known else [self.mean(block()) for block in x]
+            x = self.combine(jnp.subtract, x, offsets)
+        if known:
+            inv_stds = [a.inv_std for a in known]
+        else:
+            inv_stds = [lax.rsqrt(self.mean(jnp.square(block())) + eps) for block in x]
+        statistics = [_Statistics(*a) for a in zip(offsets, inv_stds, strict=True)]
+        return self.combine(jnp.multiply, x, inv_stds), statistics
+
+
+_STATISTICS = _Statistics._fields
+
+
+def _block(hidden: int) -> _Block | None:
+    """For rows of that length; None where there is none."""
+    if hidden <= 1024 and hidden % 128 == 0:
+        # A row belongs to a warp, which adds it up without a barrier.
+        layout = plgpu.Layout.TILED(plgpu.Tiling(((4, 1, 128), (4,))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
+        return _Block(hidden, 4, 128, layout)
+    if hidden <= 8192 and hidden % 256 == 0:
+        layout = plgpu.Layout.TILED(
+            plgpu.Tiling(((1, 1, 256), (64,), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+        )
+        return _Block(hidden, 1, 256, layout)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------- the bodies
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stream:
+    """A persistent program's walk over groups of rows.
+
+    Attributes:
+      names: of the body's references, in order.
+    """
+
+    block: _Block
+    config: Config
+    programs: int
+    eps: float
+    center: bool
+    names: tuple[str, ...]
+
+    def stream(
+        self,
+        step: Callable,
+        carry: Any,
+        sources: Sequence,
+        targets: Sequence,
+        stages: Sequence,
+        loaded: Any,
+        program: Any,
+    ) -> Any:
+        """Takes the groups through shared memory: `carry = step(first row, stages, wait, carry)` for each.
+
+        A step gets the stages with its rows of each of `sources` once it has called `wait`. What it leaves in the first
+        of these stages goes to `targets`.
+        """
+        rows = self.config.rows
+        groups = -(-sources[0].shape[0] // rows)
+        steps = (groups - program + self.programs - 1) // self.programs
+
+        def rows_of(i):
+            return pl.ds((program + i * self.programs) * rows, rows)
+
+        def copy(i, stage, barrier):
+            for source, staged in zip(sources, stages, strict=True):
+                plgpu.copy_gmem_to_smem(source.at[rows_of(i)], staged.at[stage], barrier)
+
+        ring = Ring(self.config.stages, copy, loaded, steps)
+        ring.prefetch(self.config.stages - 1)
+
+        def turn(i, carry):
+            stage = ring.stage(i)
+            wait = functools.partial(ring.wait, i)
+            carry = step(rows_of(i).start, [staged.at[stage] for staged in stages], wait, carry)
+            plgpu.commit_smem()
+            for target, staged in zip(targets, stages, strict=False):
+                plgpu.copy_smem_to_gmem(staged.at[stage], target.at[rows_of(i)], commit_group=False)
+            plgpu.commit_smem_to_gmem_group()
+            # The group before left its results in the stage that is filled next: they have been read from it.
+            ring.fetch(
+                i + self.config.stages - 1, prepare=functools.partial(plgpu.wait_smem_to_gmem, 1, wait_read_only=True)
+            )
+            return carry
+
+        carry = lax.fori_loop(0, steps, turn, carry)
+        plgpu.wait_smem_to_gmem(0)
+        return carry
+
+
+class _Forward(_Stream):
+    def body(self, *refs: Any, program: Any) -> None:
+        refs = dict(zip(self.names, refs, strict=True))
+        parameters = [self.block.load_parameter(refs[name]) for name in ("scale", "bias") if name in refs]
+        step = functools.partial(self._step, refs, parameters)
+        self.stream(step, None, [refs["x"]], [refs["y"]], [refs["stages"]], refs["loaded"], program)
+
+    def _step(self, refs, parameters, first_row, stages, wait, _):
+        block = self.block
+        wait()
+        for rows in block.groups(self.config.rows):
+            blocks = [block.at(stages[0], row) for row in rows]
+            normalised, statistics = block.normalise(blocks, None, eps=self.eps, center=self.center)
+            for ref, hat in zip(blocks, normalised, strict=True):
+                ref[...] = _scaled(hat(), *parameters).astype(ref.dtype)
+            for row, of_block in zip(rows, statistics, strict=True):
+                block.store_statistics(refs, first_row + row, of_block)
+
+
+class _Backward(_Stream):
+    def body(self, *refs: Any, program: Any) -> None:
+        refs = dict(zip(self.names, refs, strict=True))
+        scale, *bias = [self.block.load_parameter(refs[name]) for name in ("scale", "bias") if name in refs]
+        zeros = [self.block.partial_sum(zeros_like(scale)) for _ in range(refs["sums"].shape[1])]
+        targets = [refs[name] for name in ("dx", "y") if name in refs]
+        stages = [refs["x_stages"], refs["dy_stages"]]
+        step = functools.partial(self._step, refs, (scale, *bias))
+        sums = self.stream(step, zeros, [refs["x"], refs["dy"]], targets, stages, refs["loaded"], program)
+        for i, total in enumerate(sums):
+            store(refs["sums"].at[program, i], self.block.sum(total))
+
+    def _step(self, refs, parameters, first_row, stages, wait, sums):
+        block, groups, known = self.block, self.block.groups(self.config.rows), None
+        if "inv_std" in refs:
+            known = [[block.load_statistics(refs, first_row + row) for row in rows] for rows in groups]
+        wait()
+        for i, rows in enumerate(groups):
+            xs, dys = ([block.at(stage, row) for row in rows] for stage in stages)
+            normalised, statistics = block.normalise(xs, known and known[i], eps=self.eps, center=self.center)
+            sums = self._finish(xs, dys, normalised, statistics, parameters, sums, "y" in refs)
+        return sums
+
+    def _finish(self, xs, dys, normalised, statistics, parameters, sums, with_y):
+        """Puts dx, and y, in place of x and dy, of blocks side by side, and adds to the sums."""
+        block, (scale, *_) = self.block, parameters
+        gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
+        projections = [block.mean(dy() * scale * hat()) for dy, hat in zip(gradients, normalised, strict=True)]
+        means = [block.mean(dy() * scale) for dy in gradients] if self.center else projections
+        for x_ref, dy_ref, hat, dy, (_, inv_std), projection, mean in zip(
+            xs, dys, normalised, gradients, statistics, projections, means, strict=True
+        ):
+            hat, dy = hat(), dy()
+            dx = dy * scale - hat * block.along_rows(projection)
+            if self.center:
+                dx = dx - block.along_rows(mean)
+            x_ref[...] = (dx * block.along_rows(inv_std)).astype(x_ref.dtype)
+            if with_y:
+                dy_ref[...] = _scaled(hat, *parameters).astype(x_ref.dtype)
+            terms = (dy * hat, dy) if self.center else (dy * hat,)
+            sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
+        return sums
+
+
+def _scaled(normalised: Array, scale: Array, *bias: Array) -> Array:
+    return sum(bias, normalised * scale)

@@ -1,0 +1,104 @@
+"""The kernels of LayerNorm and RMSNorm that stream rows through shared memory, in the simulator."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import on_the_cpu
+
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
+from pallas_kernels.core.simulator import simulated
+from pallas_kernels.norm import layer_norm_streamed as kernels
+from pallas_kernels.norm.layer_norm_streamed import Config
+
+pytestmark = pytest.mark.once
+
+can_simulate = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older simulators lack bulk copies")
+
+# Rows of a warp and of a warpgroup; groups of several blocks; a last group that is not full; a ring of two.
+CASES = {
+    "warps": ((37, 256, "float32"), dict(rows=8)),
+    "warps, half precision, ring of two": ((21, 384, "bfloat16"), dict(rows=4, stages=2)),
+    "warpgroup": ((5, 2048, "float32"), dict(rows=2)),
+    "warpgroup, one row": ((3, 1280, "float16"), dict(rows=1)),
+    "fewer rows than a group": ((3, 128, "float32"), dict(rows=8)),
+}
+
+
+@can_simulate
+@pytest.mark.parametrize(
+    ("name", "center", "known"),
+    [(name, center, center) for name in CASES for center in (True, False)]
+    + [(name, True, False) for name in ("warps", "warpgroup")],
+)
+def test_the_simulator_finds_them_right(name, center, known, assert_right):
+    (rows, hidden, dtype), sizes = CASES[name]
+    configs = [Config(**{"stages": stages, "programs": 1} | sizes) for stages in (4, 3)]
+    with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=2)):
+        assert_right(kernels, rows, hidden, dtype, dtype, center=center, known=known, configs=configs)
+
+
+def arguments(hidden, dtype):
+    """(kernel, its arguments, the arrays that it streams)."""
+    x, scale = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1000, hidden), (hidden,)))
+    return [(kernels.normalise, (x, scale, scale), 1), (kernels.gradients, (x, x, scale, scale, None, None), 2)]
+
+
+OPTIONS = dict(eps=1e-5, center=True)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "streamed"),
+    [
+        (128, "bfloat16", True),
+        (1024, "float32", True),
+        (4096, "bfloat16", True),
+        (1152, "bfloat16", False),
+        (100, "float32", False),
+        (16384, "bfloat16", False),
+    ],
+)
+def test_they_take_rows_that_come_in_whole_pieces(hidden, dtype, streamed, on_hopper):
+    for kernel, arrays, _ in arguments(hidden, dtype):
+        assert (kernel.supports(*arrays, **OPTIONS) is None) == streamed
+        assert kernel.pays(*arrays, **OPTIONS) == streamed
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "forward", "backward"),
+    [
+        (128, "bfloat16", Config(32, 4, 3), Config(32, 3, 4)),
+        (256, "float32", Config(8, 4, 3), Config(16, 3, 2)),
+        (1024, "bfloat16", Config(4, 4, 3), Config(4, 3, 4)),
+        (1024, "float32", Config(4, 4, 3), Config(4, 3, 2)),
+        (4096, "bfloat16", Config(1, 4, 3), Config(2, 3, 2)),
+        (4096, "float32", Config(1, 4, 3), Config(1, 3, 2)),
+        (4352, "float32", Config(1, 4, 2), Config(1, 3, 1)),
+        (8192, "float32", Config(1, 4, 1), Config(1, 3, 1)),
+    ],
+)
+def test_the_heuristic_is_the_sweeps_on_hopper(hidden, dtype, forward, backward, on_hopper):
+    found = [kernel.heuristic(*arrays, **OPTIONS) for kernel, arrays, _ in arguments(hidden, dtype)]
+    assert found == [forward, backward]
+
+
+@pytest.mark.parametrize("device", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rings_fit_into_shared_memory_or_are_refused(dtype, device):
+    refused = []
+    with targeting(device):
+        for hidden in (*range(128, 1025, 128), *range(1280, 8193, 256)):
+            for kernel, arrays, streamed in arguments(hidden, dtype):
+                if reason := kernel.supports(*arrays, **OPTIONS):
+                    refused.append((kernel.name.partition(".")[2], hidden))
+                    assert "shared memory" in reason
+                    continue
+                config = kernel.heuristic(*arrays, **OPTIONS)
+                ring = config.stages * streamed * config.rows * hidden * jnp.dtype(dtype).itemsize
+                # Beside it sums across warps have 2 KiB, barriers 8 bytes a stage, the driver 1 KiB.
+                assert ring + 2048 + 8 * config.stages <= device.shared_bytes
+                assert config.programs * (ring + 2048 + 1024 + 1024) <= device.shared_bytes + 1024
+                assert config.stages >= 2
+    lengths = range(6400, 8193, 256) if (dtype, device) == ("float32", BLACKWELL_RTX) else ()
+    assert refused == [("gradients", hidden) for hidden in lengths]
