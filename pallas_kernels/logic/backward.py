@@ -344,7 +344,7 @@ def coefficients_gradient(dy: Array, graph: Graph, x: Array, *, config: Coeffici
         for n, of_gate in enumerate(values):
             for k, vector in enumerate(_gate_sums(of_gate)):
                 rows_ref[_GATE_SUMS * n + k] = vector
-        sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * rows, rows)])
+        sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * _GATE_SUMS * _GATES, rows)])
 
     dc = launch(
         body,
