@@ -1,16 +1,9 @@
 """Two-input logic gates: the 16 functions, their relaxation to numbers, and the parameters that mix them.
 
 A gate's function of two bits is one of 16, numbered as in the literature by its truth table: the bits of the number,
-from the highest, are its values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). Relaxed to numbers between 0 and 1, each
-is linear in a and in b:
-
-    0  False     4  b - ab        8  1 - (a + b - ab)     12  1 - a
-    1  ab        5  b             9  1 - (a + b - 2ab)    13  1 - a + ab
-    2  a - ab    6  a + b - 2ab  10  1 - b                14  1 - ab
-    3  a         7  a + b - ab   11  1 - b + ab           15  True
-
-So is every mixture of them: a gate is `y = c0 + c1 a + c2 b + c3 ab`, whichever parameters its four coefficients come
-from.
+from the highest, are its values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). Relaxed to numbers between 0 and 1
+(`relaxed_gates`), each is linear in a and in b. So is every mixture of them: a gate is `y = c0 + c1 a + c2 b + c3 ab`,
+whichever parameters its four coefficients come from.
 """
 
 import math

@@ -1,8 +1,17 @@
-"""A layer of relaxed logic gates, `y = c0 + c1 a + c2 b + c3 ab` of two inputs each, and its gradients.
+"""Differentiable logic gates: layers of two-input gates whose functions are learned.
 
-The layer is made of two pairs. One leads from a gate's parameters to its four coefficients, and touches a few numbers a
-gate; its formulas are in jaxbp/logic/gates.py. The other is on the coefficients: it has the wires, the batch, the
-gradients' formulas, and the kernels.
+A gate's function of two bits is one of 16, numbered as in the literature by its truth table: the bits of the number,
+from the highest, are its values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). Relaxed to numbers between 0 and 1, each
+is linear in a and in b:
+
+    0  False     4  b - ab        8  1 - (a + b - ab)     12  1 - a
+    1  ab        5  b             9  1 - (a + b - 2ab)    13  1 - a + ab
+    2  a - ab    6  a + b - 2ab  10  1 - b                14  1 - ab
+    3  a         7  a + b - ab   11  1 - b + ab           15  True
+
+So is every mixture of them: a gate is `y = c0 + c1 a + c2 b + c3 ab`, whichever parameters its four coefficients come
+from. A layer is made of two pairs. One leads from parameters to coefficients, a few numbers a gate. The other is on the
+coefficients: it has the wires, the batch, and the kernels.
 """
 
 import functools
@@ -198,7 +207,7 @@ _GATES = Op(
         ),
     },
 )
-"""Of coefficients, wires and x. A kernel's forward, too, is a kernel: each has a pair."""
+"""Of coefficients, wires and x. Under "pallas" the forward is a kernel, too, so each implementation is a pair."""
 _COEFFICIENTS = {
     # No kernel would be faster: there are a few parameters a gate, and the batch has no part in it.
     name: Pair(forward, dict.fromkeys(("pallas", "xla"), backward), name=f"{name}_gates")
@@ -259,8 +268,8 @@ def gate_layer(
 ) -> Float[Array, "*batch gates"]:
     """A layer of relaxed logic gates, `y_g = Σ_i softmax(logits_g)_i op_i(a, b)`, a and b the inputs `wires` gives g.
 
-    The 16 functions op_i, in the literature's order, are those of jaxbp/logic/gates.py. Each is linear in a and in b,
-    and so is y: `y = c0 + c1 a + c2 b + c3 ab`, which is what is computed.
+    The 16 functions op_i, in the literature's order, are those of this file's head. Each is linear in a and in b, and
+    so is y: `y = c0 + c1 a + c2 b + c3 ab`, which is what is computed.
 
     Args:
       logits: a gate's parameters. They may be of a wider dtype than x.
@@ -271,7 +280,7 @@ def gate_layer(
         "input_wise": 4, one for each row of the truth table, whose value there is its sigmoid.
         "walsh": 4, weights of 1, A, B and AB, with A, B = ±1 for the bits; the sigmoid of that sum is the row's value.
           (The source takes the sigmoid of the sum at relaxed inputs too. Here it is interpolated between the rows.)
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here. "autodiff" is the 16 functions as they
+      implementation: "pallas", "xla", "autodiff", or None for the fastest. "autodiff" is the 16 functions as they
         are written above, stacked; of the other two parametrizations, the four coefficients.
 
     Returns:
