@@ -231,8 +231,8 @@ def _gathered_from_trail(sums, graph, config):
 _SHORT_ROW = 1024
 """Examples up to which two kernels are faster than one, measured."""
 _L2_SHARE = 0.8
-"""Of the L2 cache, that x may fill for it: gates read it in random places, twice. The rest is for dy, which streams by.
-48 MiB of an H200's 60, measured."""
+"""Of the L2 cache, what x may fill: it is read in random places, while dy streams through the rest. Measured on an
+H200, 48 MiB of its 60."""
 _INPUTS, _CONSUMERS = 4, 4
 """Inputs in a program, at most, and consumers of each that it reads at a time; of inputs with more, two."""
 _GATES = SUMMED_ROWS // _GATE_SUMS

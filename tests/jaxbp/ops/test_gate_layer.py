@@ -3,6 +3,7 @@
 What every op must do is in test_catalogue.py.
 """
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -14,6 +15,7 @@ import pytest
 from helpers import (
     assert_close,
     assert_numerical_gradients_agree,
+    cuda_program,
     every_implementation,
     in_float64,
     last_program_first,
@@ -29,6 +31,7 @@ import jaxbp
 from jaxbp import Wires
 from jaxbp.logic.gates import PARAMETERS
 from jaxbp.ops import gate_layer as op
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 
 pytestmark = pytest.mark.once
 
@@ -274,6 +277,22 @@ def changes_of_layout(layers, batch, implementation):
 @ours
 def test_stacked_layers_change_the_layout_at_their_ends_alone(implementation):
     assert changes_of_layout(3, 128, implementation) == changes_of_layout(1, 128, implementation) <= 4
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=lambda gpu: gpu.kind)
+def test_none_takes_the_kernels_on_every_gpu_that_runs_them(gpu):
+    logits, x = normal((6, 16), (128, 5))
+    with targeting(gpu):
+        program = cuda_program(jax.grad(lambda x: jnp.sum(jaxbp.gate_layer(logits, SHARED, x))), x)
+    # The forward's, and of so short a batch the input's gradient and the coefficients'.
+    assert program.count("custom_call @mosaic_gpu") == 3
+
+
+def test_none_takes_no_kernel_on_older_gpus():
+    logits, x = normal((6, 16), (128, 5))
+    with targeting(dataclasses.replace(HOPPER, capability=(8, 0))):
+        program = cuda_program(functools.partial(jaxbp.gate_layer, logits, SHARED), x)
+    assert "mosaic_gpu" not in program
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
