@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from jaxbp.logic.circuit import Circuit, bitwise_gate_layer, pack_bits, unpack_bits
+from jaxbp.logic.gates import group_sum, hard_logits, harden, initial_logits
 from jaxbp.logic.wires import Wires
 from jaxbp.ops.activations import (
     elu,
@@ -85,14 +86,7 @@ from jaxbp.ops.elementwise import (
     sqrt,
     sqrt_backward,
 )
-from jaxbp.ops.gate_layer import (
-    gate_layer,
-    gate_layer_backward,
-    group_sum,
-    hard_logits,
-    harden,
-    initial_logits,
-)
+from jaxbp.ops.gate_layer import gate_layer, gate_layer_backward
 from jaxbp.ops.layer_norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from jaxbp.ops.layer_norm_linear import layer_norm_linear, layer_norm_linear_backward
 from jaxbp.ops.linear import linear, linear_backward

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from pallas_kernels.core import device
@@ -64,7 +65,7 @@ def _typed(value: Any) -> Any:
     if isinstance(value, tuple):
         return type(value), tuple(map(_typed, value))
     # As text, 0.0 is not -0.0, and NaN is NaN.
-    return type(value), value.hex() if type(value) is float else value
+    return type(value), float(value).hex() if isinstance(value, float | np.floating) else value
 
 
 def _remembered(build: Callable[..., Callable]) -> Callable[[Mapping[str, Any]], Callable]:
@@ -216,7 +217,7 @@ class Pair(Op):
       save: `save(*arrays, **options) -> (y, saved)`, what the forward keeps for the backward, by implementation or
         one for all. By default it keeps its arguments. A kernel in it is to be `differentiable`.
       residuals: `residuals(*arrays, **options) -> saved`, for a backward by itself, which wants no y; by default what
-        `save` keeps.
+        `save` keeps. Where that is the arguments, the forward is not run.
       has_aux: the forward gives `(y, *aux)`, of which y alone has a gradient: dy is y's.
       linear: the forward is linear in its one array, whose shape is the option `shape`; nothing is saved.
       name, unsupported, fastest: as in `Op`.
@@ -254,7 +255,7 @@ class Pair(Op):
         if linear:
             save = functools.partial(_saving_nothing, forward)
         elif save is None:
-            save = functools.partial(_saving_arguments, forward)
+            save, residuals = functools.partial(_saving_arguments, forward), residuals or _arguments
         rules = {
             implementation: (save[implementation] if isinstance(save, Mapping) else save, rule)
             for implementation, rule in backward.implementations.items()
@@ -295,6 +296,10 @@ def _behind_dy(function, dy, *arrays, **options):
 
 def _saving_arguments(forward, *arrays, **options):
     return forward(*arrays, **options), arrays
+
+
+def _arguments(*arrays, **options):
+    return arrays
 
 
 def _saving_nothing(forward, *arrays, **options):

@@ -15,8 +15,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, UInt8, UInt32
 
+from jaxbp.logic.gates import COEFFICIENTS, GATES
 from jaxbp.logic.wires import Wires
-from jaxbp.ops.gate_layer import COEFFICIENTS, GATES
 
 WORD_BITS = 32
 EXPRESSIONS = (

@@ -32,7 +32,7 @@ from jaxtyping import Int
 class Wires:
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
 
-    The wires are listed once more by the input that they read, which makes the gradient of an input a sum over its own
+    The wires are listed once more by the input that they read, which makes the gradient of an input a sum over its
     consumers: 2 g where gate g reads it as its a, 2 g + 1 where as its b. Those of input i are
     `consumers[offsets[2 i] : offsets[2 i + 2]]`, first the even ones, up to `offsets[2 i + 1]`. The list is made on the
     host, once, as are the wires, by the constructors `from_pairs`, `random`, `unique` and `moore`; the dataclass's own
@@ -49,7 +49,7 @@ class Wires:
         follow it: what they read is then still in the cache.
       trail_inputs: the inputs as the trail comes to them, so that neighbours mostly share a gate.
       trail_consumers, trail_partners: once more the consumers and their gates' other inputs, with the inputs in that
-        order; of an input's own, first those by which the trail leaves it.
+        order; of an input's consumers, first those by which the trail leaves it.
       trail_places: where among them the trail takes a gate.
       inputs: how many inputs there are, whether or not a gate reads them.
       most_consumers: of any input.
@@ -96,7 +96,7 @@ class Wires:
             raise ValueError(f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one of each a gate")
         if a.size == 0:
             raise ValueError("Wires.from_pairs: there are no gates; wants at least one")
-        reads = np.stack([a, b], axis=1).ravel()  # what slot 2 g + role reads
+        reads = np.stack([a, b], axis=1).ravel()  # what consumer 2 g + role reads
         # Sorted by input and role.
         consumers = np.lexsort([np.arange(reads.size) // 2, np.arange(reads.size) % 2, reads])
         counts = np.bincount(2 * reads + np.arange(reads.size) % 2, minlength=2 * inputs)
@@ -193,27 +193,27 @@ def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tu
     Returns:
       Of each gate, in this order, 2 g where the walk goes from its a to its b, else 2 g + 1; and the inputs.
     """
-    reads, consumers, at, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
-    taken, slots, inputs = set(), [], {}
+    reads, consumers, place, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
+    taken, left_by, inputs = set(), [], {}
 
-    def walk(here):
-        """Takes gates from here on, as far as it goes. Returns whether there was one."""
-        begun = len(slots)
+    def walk(i):
+        """Takes gates from input i on, as far as it goes. Returns whether there was one."""
+        begun = len(left_by)
         while True:
-            inputs.setdefault(here)
-            while at[here] < end[here] and consumers[at[here]] // 2 in taken:
-                at[here] += 1
-            if at[here] == end[here]:
-                return len(slots) > begun
-            slot = consumers[at[here]]
-            taken.add(slot // 2)
-            slots.append(slot)
-            here = reads[slot ^ 1]
+            inputs.setdefault(i)
+            while place[i] < end[i] and consumers[place[i]] // 2 in taken:
+                place[i] += 1
+            if place[i] == end[i]:
+                return len(left_by) > begun
+            consumer = consumers[place[i]]
+            taken.add(consumer // 2)
+            left_by.append(consumer)
+            i = reads[consumer ^ 1]
 
-    for start in range(len(at)):
+    for start in range(len(place)):
         while walk(start):
             pass
-    return np.array(slots, np.int64), np.array(list(inputs), np.int64)
+    return np.array(left_by, np.int64), np.array(list(inputs), np.int64)
 
 
 def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
@@ -238,8 +238,8 @@ def _without_repeats(a: np.ndarray, b: np.ndarray, random: np.random.Generator) 
         (wrong,) = np.nonzero(wrong | (a == b))
         if not wrong.size:
             return a, b
-        for one, other in zip(wrong, random.integers(a.size, size=wrong.size), strict=True):
-            b[one], b[other] = b[other], b[one]
+        for i, j in zip(wrong, random.integers(a.size, size=wrong.size), strict=True):
+            b[i], b[j] = b[j], b[i]
 
 
 def _every_pair_once(inputs: int, random: np.random.Generator) -> np.ndarray:

@@ -10,15 +10,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float
 
 from jaxbp.logic.circuit import Circuit
+from jaxbp.logic.gates import Parametrization, group_sum, hard_logits, harden, initial_logits
 from jaxbp.logic.wires import Wires
-from jaxbp.ops.gate_layer import (
-    Parametrization,
-    gate_layer,
-    group_sum,
-    hard_logits,
-    harden,
-    initial_logits,
-)
+from jaxbp.ops.gate_layer import gate_layer
 from jaxbp.pairing import Implementation
 
 Wiring = Callable[[int, int, int], Wires]

@@ -1,4 +1,4 @@
-"""Element-wise ops: paired from their forward and the formula of their gradient, in one kernel for all of them.
+"""Element-wise ops, each paired from its forward and the formula of its gradient; they share their kernels.
 
 Half precisions are computed in float32. Gradients are summed over the axes along which an argument was broadcast.
 """
@@ -24,7 +24,7 @@ class Elementwise(Pair):
     Args:
       forward: `forward(*arrays, **options)`, in jnp.
       gradient: `gradient(dy, *arrays, **options)`, a gradient for each array.
-      in_kernels: the same formula in what kernels can compute, if that is another.
+      in_kernels: the same formula in operations that kernels have, where `gradient` uses others.
       fastest, fastest_vjp: as in `Pair`; by default `FUSED`.
     """
 
@@ -43,11 +43,11 @@ class Elementwise(Pair):
 
         def formula(dy, *arrays, **options):
             gradients = gradient(*map(widen, (dy, *arrays)), **options)
-            return _like(_summed(dy.shape, gradients, arrays), arrays)
+            return _in_shapes_of(arrays, _summed(dy.shape, gradients, arrays))
 
         def kernel(dy, *arrays, **options):
             in_kernel = functools.partial(in_kernels or gradient, **options)
-            return _like(_gradient_kernels(in_kernel, dy, arrays), arrays)
+            return _in_shapes_of(arrays, _gradient_kernels(in_kernel, dy, arrays))
 
         super().__init__(
             in_dtype,
@@ -72,7 +72,7 @@ class Elementwise(Pair):
         return self.vjp(dy, *values, implementation=implementation, **options)
 
 
-def _like(gradients, arrays):
+def _in_shapes_of(arrays, gradients):
     """Gradients in their arrays' shapes and dtypes: a tuple, or the array itself if there is one."""
     results = tuple(g.reshape(a.shape).astype(a.dtype) for g, a in zip(gradients, arrays, strict=True))
     return results if len(results) > 1 else results[0]
@@ -80,8 +80,9 @@ def _like(gradients, arrays):
 
 def _broadcast_axes(shape, a):
     """The axes of `shape` along which `a` is broadcast."""
-    own = (1,) * (len(shape) - a.ndim) + a.shape
-    return tuple(axis for axis, size in enumerate(shape) if own[axis] != size or axis < len(shape) - a.ndim)
+    missing = len(shape) - a.ndim
+    aligned = (1,) * missing + a.shape
+    return tuple(axis for axis, size in enumerate(shape) if aligned[axis] != size or axis < missing)
 
 
 def _summed(shape, gradients, arrays):
@@ -93,9 +94,9 @@ def _summed(shape, gradients, arrays):
 
 
 def _gradient_kernels(gradient, dy, arrays):
-    """Gradients that are not summed by one kernel, and each that is by one that adds up while it computes."""
+    """One kernel for all gradients that are not summed, and for each other one a kernel that computes and adds up."""
 
-    def only(wanted):
+    def select(wanted):
         def formula(*values):
             gradients = gradient(*values)
             gradients = gradients if isinstance(gradients, tuple) else (gradients,)
@@ -105,9 +106,9 @@ def _gradient_kernels(gradient, dy, arrays):
 
     results = [None] * len(arrays)
     if whole := [i for i, a in enumerate(arrays) if a.shape == dy.shape]:
-        for i, g in zip(whole, elementwise(only(whole), dy, *arrays), strict=True):
+        for i, g in zip(whole, elementwise(select(whole), dy, *arrays), strict=True):
             results[i] = g
     for i, a in enumerate(arrays):
         if results[i] is None:
-            (results[i],) = sum_over(only([i]), dy, *arrays, axes=_broadcast_axes(dy.shape, a))
+            (results[i],) = sum_over(select([i]), dy, *arrays, axes=_broadcast_axes(dy.shape, a))
     return results

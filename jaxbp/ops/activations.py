@@ -24,7 +24,7 @@ def relu(x: Float[Array, "..."], *, implementation: Implementation = None) -> Fl
 
     Args:
       x: any shape, any floating dtype (kernel: float32, bfloat16, float16).
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
       y, of x's shape and dtype. NaN stays NaN.
@@ -55,8 +55,8 @@ def relu_backward(
     return _RELU.backward_of(implementation, dy, {"x": x})
 
 
-# The functions below take any shape and any floating dtype (kernels: float32, bfloat16, float16), compute half
-# precisions in float32 and give arrays of x's dtype. Other dtypes are a TypeError, other shapes a ValueError.
+# All other functions take any shape and any floating dtype (kernels: float32, bfloat16, float16), compute half
+# precisions in float32 and return x's dtype. Other dtypes are a TypeError, shapes that do not fit a ValueError.
 
 _SIGMOID = Elementwise("sigmoid", jax.nn.sigmoid, lambda dy, x: dy * jax.nn.sigmoid(x) * jax.nn.sigmoid(-x))
 _TANH = Elementwise("tanh", jnp.tanh, lambda dy, x: dy * (1 - jnp.tanh(x) ** 2))
@@ -92,7 +92,7 @@ def _silu_backward(dy, x):
 
 
 def _mish_backward(dy, x):
-    # t = tanh(softplus(x)), out of exponentials that cannot overflow.
+    # tanh(softplus(x)) = n / d, from exponentials that cannot overflow.
     e = jnp.exp(jnp.where(x > 0, -x, x))
     n = jnp.where(x > 0, 1 + 2 * e, e * (e + 2))
     d = jnp.where(x > 0, n + 2 * e * e, n + 2)
@@ -106,7 +106,7 @@ _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.s
 
 
 def _normalised(name, function, factor, combine, fastest=KEPT):
-    """A function of all of an axis, whose backward needs what it gave, y, and one sum, `s = Σ factor(dy, y)`."""
+    """A function over axes, whose backward `combine(dy, y, s)` needs its result y and a sum, `s = Σ factor(dy, y)`."""
 
     def forward(x, *, axis):
         return function(widen(x), axis=axis).astype(x.dtype)
@@ -204,7 +204,7 @@ def prelu(
     Args:
       x: any shape.
       alpha: slopes, of a shape that broadcasts to x's: `()` for one, `(channels, 1, 1)` for one a channel of images.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Source: K. He et al., "Delving deep into rectifiers", ICCV 2015.
     """
@@ -257,7 +257,7 @@ def gelu(
     Args:
       x: any shape.
       approximate: `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))` in its place.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Source: D. Hendrycks and K. Gimpel, "Gaussian error linear units", arXiv:1606.08415.
     """
@@ -271,7 +271,7 @@ def gelu_backward(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*shape"]:
-    """Gradient of `gelu`: `dx = dy (Φ(x) + x φ(x))`, φ the normal density; with `approximate` that of the other one,
+    """Gradient of `gelu`: `dx = dy (Φ(x) + x φ(x))`, φ the normal density; with `approximate`,
     `dx = dy/2 (1 + t + x (1 - t²) √(2/π) (1 + 0.134145 x²))`, t its tanh."""
     return _GELU.backward_of(implementation, dy, {"x": x}, approximate=bool(approximate))
 
@@ -321,7 +321,7 @@ def softplus_backward(
 def softmax(
     x: Float[Array, "*shape"], axis: int | Sequence[int] = -1, *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
-    """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, over an axis or several, from the largest x down."""
+    """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, over an axis or several. The largest x is subtracted first."""
     (x,) = _checks.floating("softmax", x=x)
     return _SOFTMAX(x, implementation=implementation, axis=_checks.axes("softmax", axis, x.ndim))
 
@@ -333,7 +333,8 @@ def softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*shape"]:
-    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`. `softmax` itself saves y; here it comes from x."""
+    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`. It computes y from x; `softmax` under `jax.grad`
+    saves it."""
     op = "softmax_backward"
     dy, x = _checks.floating(op, dy=dy, x=x)
     _checks.shape(op, "dy", dy, *x.shape)
@@ -343,7 +344,8 @@ def softmax_backward(
 def log_softmax(
     x: Float[Array, "*shape"], axis: int | Sequence[int] = -1, *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
-    """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, over an axis or several, from the largest x down."""
+    """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, over an axis or several. The largest x is subtracted
+    first."""
     (x,) = _checks.floating("log_softmax", x=x)
     return _LOG_SOFTMAX(x, implementation=implementation, axis=_checks.axes("log_softmax", axis, x.ndim))
 
@@ -355,7 +357,8 @@ def log_softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*shape"]:
-    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`. `log_softmax` itself saves y; here it comes from x."""
+    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`. It computes y from x; `log_softmax` under `jax.grad`
+    saves it."""
     op = "log_softmax_backward"
     dy, x = _checks.floating(op, dy=dy, x=x)
     _checks.shape(op, "dy", dy, *x.shape)

@@ -24,13 +24,13 @@ def _power(x1, x2):
     # 0 ** 0 is 1 whatever the base does.
     base = jnp.where(at_zero & (x2 == 0), 1.0, x1)
     y = jnp.power(base, jnp.where(steep, lax.stop_gradient(x2), x2))
-    # Nothing, but with a slope of -inf in x2.
+    # 0 in value, with a slope of -inf in x2.
     gap = jnp.where(steep, x2 - lax.stop_gradient(x2), 1.0)
     return y - jnp.where(steep, jnp.sqrt(gap), 0.0)
 
 
 def _power_in_kernels(base, exponent):
-    """`base ** exponent` out of what kernels can compute."""
+    """`base ** exponent` from operations that kernels have."""
     size = jnp.where(exponent == 0, 1.0, jnp.exp(exponent * jnp.log(jnp.abs(base))))
     half = exponent * 0.5
     whole, even = exponent == _rounded(exponent), half == _rounded(half)
@@ -43,7 +43,7 @@ def _rounded(x):
 
 def _power_gradient(power):
     def gradient(dy, x1, x2):
-        # Elsewhere the factor makes it 0, and has a slope.
+        # Only at these points: everywhere else the factor x2 makes it 0, and has a slope in second derivatives.
         d1 = jnp.where((x2 == 0) & ((x1 == 0) | (x1 != x1)), 0.0, x2 * power(x1, x2 - 1))
         d2 = jnp.where((x1 == 0) & (x2 > 0), 0.0, power(x1, x2) * jnp.log(x1))
         return dy * d1, dy * d2
@@ -51,7 +51,7 @@ def _power_gradient(power):
     return gradient
 
 
-def _larger(dy, x1, x2):
+def _gradient_of_larger(dy, x1, x2):
     """dy where x1 is the larger, half of it where they are equal."""
     return jnp.where(x1 > x2, dy, jnp.where(x1 == x2, 0.5 * dy, 0.0))
 
@@ -84,8 +84,12 @@ _POWER = Elementwise(
     fastest=KEPT_EVERYWHERE,
     fastest_vjp=KEPT,
 )
-_MAXIMUM = Elementwise("maximum", jnp.maximum, lambda dy, x1, x2: (_larger(dy, x1, x2), _larger(dy, x2, x1)))
-_MINIMUM = Elementwise("minimum", jnp.minimum, lambda dy, x1, x2: (_larger(dy, x2, x1), _larger(dy, x1, x2)))
+_MAXIMUM = Elementwise(
+    "maximum", jnp.maximum, lambda dy, x1, x2: (_gradient_of_larger(dy, x1, x2), _gradient_of_larger(dy, x2, x1))
+)
+_MINIMUM = Elementwise(
+    "minimum", jnp.minimum, lambda dy, x1, x2: (_gradient_of_larger(dy, x2, x1), _gradient_of_larger(dy, x1, x2))
+)
 
 
 def add(
@@ -183,8 +187,8 @@ def power_backward(
     """Gradients of `power`: `dx1 = dy x2 x1 ** (x2 - 1)`, `dx2 = dy x1 ** x2 ln x1`.
 
     Where x1 is 0, dx1 is dy times 0 for x2 > 1 and for x2 = 0 (`x1 ** 0` is constant), 1 for x2 = 1, inf for x2 between
-    0 and 1, and infinite for x2 < 0; dx2 is dy times 0 for x2 > 0, and -inf
-    otherwise, the limit from the right. Where x1 is negative, dx2 is NaN.
+    0 and 1, and infinite for x2 < 0; dx2 is dy times 0 for x2 > 0, and -inf otherwise, the limit from the right. Where
+    x1 is negative, dx2 is NaN.
     """
     return _POWER.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 

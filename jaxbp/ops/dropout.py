@@ -13,7 +13,7 @@ from pallas_kernels.pointwise.elementwise import elementwise
 
 
 def _keep(key, shape, rate):
-    # Of a float32, so that the mask is the same with and without float64.
+    # The probability is a float32, so that the mask is the same with and without float64.
     return jax.random.bernoulli(key, jnp.float32(1 - rate), shape)
 
 
@@ -60,7 +60,7 @@ def dropout(
       x: any shape and floating dtype.
       key: of `jax.random`. The same key drops the same elements, in the backward too, which is why nothing is saved.
       rate: the probability of a 0, a number in [0, 1].
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Raises:
       TypeError: x is not floating, or key is no key.

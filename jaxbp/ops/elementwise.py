@@ -1,7 +1,7 @@
 """Element-wise functions of one array.
 
 Every function takes `x` of any shape and floating dtype and gives one of the same, by the `implementation` asked for:
-"pallas", "xla", "autodiff", or None for the fastest here. Every backward takes `dy`, the gradient of the loss in the
+"pallas", "xla", "autodiff", or None for the fastest. Every backward takes `dy`, the gradient of the loss in the
 result, in the same shape and dtype. Anything else is a TypeError or a ValueError.
 """
 
@@ -22,7 +22,7 @@ _SQRT = Elementwise("sqrt", jnp.sqrt, lambda dy, x: dy * 0.5 * lax.rsqrt(x))
 _ABS = Elementwise("abs", lambda x: x * jnp.sign(x), lambda dy, x: dy * jnp.sign(x))
 _SIN = Elementwise("sin", jnp.sin, lambda dy, x: dy * jnp.cos(x))
 _COS = Elementwise("cos", jnp.cos, lambda dy, x: -dy * jnp.sin(x))
-# Choices and no minimum or maximum, whose gradient at the bounds would be half.
+# Selections in place of a minimum and a maximum, whose gradients at the bounds would be half.
 _CLIP = Elementwise(
     "clip",
     lambda arr, *, min, max: jnp.where(arr < min, min, jnp.where(arr > max, max, arr)),
@@ -114,7 +114,7 @@ def clip(
     Args:
       arr: any shape and floating dtype. NaN stays NaN.
       min, max: numbers, or None for no bound.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Raises:
       TypeError: arr is not floating.
@@ -131,7 +131,7 @@ def clip_backward(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*shape"]:
-    """Gradient of `clip` in arr: `dy` where arr is within the bounds, which are themselves within, else 0."""
+    """Gradient of `clip` in arr: `dy` where arr is within the bounds or on one, else 0."""
     return _CLIP.backward_of(implementation, dy, {"arr": arr}, **_bounds("clip_backward", min, max))
 
 

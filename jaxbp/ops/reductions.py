@@ -2,7 +2,7 @@
 
 Every function takes `a`, of any shape and floating dtype, `axis` (an int, several, or None for all) and `keepdims`
 (whether the reduced axes stay, with size 1), as `jax.numpy` does, and gives an array of a's dtype; half precisions are
-added up in float32. `implementation` is "pallas", "xla", "autodiff", or None for the fastest here. Every backward takes
+added up in float32. `implementation` is "pallas", "xla", "autodiff", or None for the fastest. Every backward takes
 `dy`, the gradient of the loss in the result, and gives `da`. Anything else is a TypeError or a ValueError.
 """
 
@@ -27,7 +27,7 @@ def _count(shape, axis):
     return math.prod(shape[i] for i in axis)
 
 
-def _kept(y, shape, axis):
+def _keep_axes(y, shape, axis):
     """y with its reduced axes, of size 1."""
     return y.reshape([1 if i in axis else size for i, size in enumerate(shape)])
 
@@ -42,15 +42,15 @@ def _reduced(function):
 
 
 def _spread(scale):
-    """The gradient of a sum: `dy`, times a factor of how many are added up, in every place."""
+    """The backward of a sum: `dy * scale(n)` in every place, with n the elements that are added up."""
 
     def formula(dy, *, axis, keepdims, shape):
-        spread = widen(_kept(dy, shape, axis)) * scale(_count(shape, axis))
-        return jnp.broadcast_to(spread, shape).astype(dy.dtype)
+        scaled = widen(_keep_axes(dy, shape, axis)) * scale(_count(shape, axis))
+        return jnp.broadcast_to(scaled, shape).astype(dy.dtype)
 
     def kernel(dy, *, axis, keepdims, shape):
         factor = scale(_count(shape, axis))
-        return elementwise(lambda dy: dy * factor, _kept(dy, shape, axis), shape=shape)
+        return elementwise(lambda dy: dy * factor, _keep_axes(dy, shape, axis), shape=shape)
 
     return {"xla": formula, "pallas": kernel}
 
@@ -58,18 +58,18 @@ def _spread(scale):
 def _elementwise_gradient(formula):
     """A backward: `formula(dy, *saved, **options)` of arrays that broadcast, all with the reduced axes."""
 
-    def arrays(dy, a, *kept, axis, shape):
-        return (_kept(dy, shape, axis), a, *(_kept(b, shape, axis) for b in kept))
+    def arrays(dy, a, *saved, axis, shape):
+        return (_keep_axes(dy, shape, axis), a, *(_keep_axes(b, shape, axis) for b in saved))
 
-    def in_jnp(dy, a, *kept, axis, keepdims, shape, **options):
-        wide = map(widen, arrays(dy, a, *kept, axis=axis, shape=shape))
+    def in_jnp(dy, a, *saved, axis, keepdims, shape, **options):
+        wide = map(widen, arrays(dy, a, *saved, axis=axis, shape=shape))
         return formula(*wide, count=_count(shape, axis), **options).astype(dy.dtype)
 
-    def kernel(dy, a, *kept, axis, keepdims, shape, **options):
+    def kernel(dy, a, *saved, axis, keepdims, shape, **options):
         def bound(*values):
             return formula(*values, count=_count(shape, axis), **options)
 
-        return elementwise(bound, *arrays(dy, a, *kept, axis=axis, shape=shape), shape=shape)
+        return elementwise(bound, *arrays(dy, a, *saved, axis=axis, shape=shape), shape=shape)
 
     return {"xla": in_jnp, "pallas": kernel}
 
@@ -84,7 +84,7 @@ _MEAN = Pair(_reduced(jnp.mean), _spread(lambda count: 1.0 / (count or 1)), line
 
 def _save_var(a, **options):
     axis, shape = options["axis"], options["shape"]
-    return _var(a, **options), (a, _kept(jnp.mean(widen(a), axis=axis), shape, axis))
+    return _var(a, **options), (a, _keep_axes(jnp.mean(widen(a), axis=axis), shape, axis))
 
 
 def _save_logsumexp(a, **options):
@@ -112,34 +112,36 @@ _LOGSUMEXP = Pair(
 
 
 def _places(shape, axis):
-    """The place of each element among those it is reduced with, in row-major order."""
+    """The place of each element among those that it is reduced with, in row-major order."""
     wide = [size if i in axis else 1 for i, size in enumerate(shape)]
     return lax.iota(jnp.int32, math.prod(wide)).reshape(wide)
 
 
 def _save_first(forward):
-    """Saves where the first of the equal extremes lies: all that the gradient needs."""
+    """What saves the place of the first maximum or minimum, which is all that the gradient needs."""
 
     def save(a, *, axis, keepdims, shape):
         y = forward(a, axis=axis, keepdims=True, shape=shape)
-        # Faster than argmax. NaN is what NaN equals here.
-        there = (a == y) | (jnp.isnan(a) & jnp.isnan(y))
-        index = jnp.min(jnp.where(there, _places(shape, axis), _count(shape, axis)), axis=axis)
+        # Faster than argmax. Where y is NaN, the first NaN is its place.
+        extreme = (a == y) | (jnp.isnan(a) & jnp.isnan(y))
+        index = jnp.min(jnp.where(extreme, _places(shape, axis), _count(shape, axis)), axis=axis)
         return y if keepdims else y.reshape(index.shape), (index,)
 
     return save
 
 
 def _to_place(dy, index, *, axis, keepdims, shape):
-    here = _places(shape, axis) == _kept(index, shape, axis)
-    return jnp.where(here, _kept(dy, shape, axis), jnp.zeros((), dy.dtype))
+    selected = _places(shape, axis) == _keep_axes(index, shape, axis)
+    return jnp.where(selected, _keep_axes(dy, shape, axis), jnp.zeros((), dy.dtype))
 
 
 def _to_place_kernel(dy, index, *, axis, keepdims, shape):
     def formula(dy, index, place):
         return jnp.where(place == index, dy, 0.0)
 
-    return elementwise(formula, _kept(dy, shape, axis), _kept(index, shape, axis), _places(shape, axis), shape=shape)
+    return elementwise(
+        formula, _keep_axes(dy, shape, axis), _keep_axes(index, shape, axis), _places(shape, axis), shape=shape
+    )
 
 
 _max, _min = _reduced(jnp.max), _reduced(jnp.min)
@@ -148,7 +150,7 @@ _MAX = Pair(_max, _TO_PLACE, save=_save_first(_max), name="max", **_KERNELS)
 _MIN = Pair(_min, _TO_PLACE, save=_save_first(_min), name="min", **_KERNELS)
 
 
-# ----------------------------------------------------------------------------------------------------------- the public
+# ------------------------------------------------------------------------------------------------ the public functions
 
 
 def _reduce(op, implementation, a, axis, keepdims, **options):
@@ -311,7 +313,7 @@ def logsumexp(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*reduced"]:
-    """The logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`, from the largest a down."""
+    """The logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`. The largest a is subtracted first."""
     return _reduce(_LOGSUMEXP, implementation, a, axis, keepdims)
 
 

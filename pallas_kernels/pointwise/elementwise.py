@@ -1,7 +1,9 @@
 """One kernel for every element-wise formula: the formula is an argument."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +12,53 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES
+from pallas_kernels.core.tiles import kernel
 
-# Elements a thread handles: enough loads under way at once, unless that leaves multiprocessors without a program.
-_EACH = (8, 4, 2, 1)
+_ELEMENTS = (8, 4, 2, 1)
+"""Of a thread: the most that leave no multiprocessor without a program."""
+_UNFILLED_ELEMENTS = 4
+"""Of a thread where no choice makes `_WANTED_PROGRAMS`, at most."""
+_MIXED_ELEMENTS = 2
+"""Of a thread where dtypes are mixed: only vectors that are spread over the threads alike can be combined."""
 _WANTED_PROGRAMS = 1024
-# Rows that begin at a multiple of it can be loaded in the widest pieces.
+"""Enough to have several on each multiprocessor of any current GPU."""
 ALIGNED = 4
-# Where rows are too short, arrays are broadcast in memory along as many axes as make them this long.
+"""Rows that begin at a multiple of so many elements can be loaded in the widest pieces."""
 _LONG = 4 * LANES
+"""Where rows are too short, arrays are broadcast in memory along as many axes as make them this long."""
 
 
-def elementwise(formula: Callable, *arrays: Array, shape: tuple[int, ...] | None = None) -> Array | tuple[Array, ...]:
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Elements that a program computes at once, a multiple of `LANES` and no longer than a row."""
+
+    length: int
+
+
+def supports_indices(*shapes: tuple[int, ...]) -> str | None:
+    """What of the shapes the kernels' indices, of 32 bits, do not reach."""
+    return "2^31 or more elements" if any(math.prod(shape) >= 2**31 for shape in shapes) else None
+
+
+def _supports(formula, *arrays, shape=None):
+    return supports_indices(_result_shape(arrays, shape), *(a.shape for a in arrays))
+
+
+def _heuristic(formula, *arrays, shape=None):
+    shape = _result_shape(arrays, shape)
+    if math.prod(shape) < LANES:
+        return Config(LANES)
+    rows = _rows(shape, arrays)
+    most = _MIXED_ELEMENTS if rows.mixed else _ELEMENTS[0]
+    fitting = [n for n in _ELEMENTS if n <= most and n * LANES <= rows.length]
+    filling = [n for n in fitting if rows.count * rows.length >= n * LANES * _WANTED_PROGRAMS]
+    return Config(LANES * (filling[0] if filling else min(fitting[0], _UNFILLED_ELEMENTS)))
+
+
+@kernel(supports=_supports, heuristic=_heuristic)
+def elementwise(
+    formula: Callable, *arrays: Array, shape: tuple[int, ...] | None = None, config: Config | None = None
+) -> Array | tuple[Array, ...]:
     """`formula(*arrays)`, element by element with NumPy's broadcasting, in one pass over the arrays.
 
     An array that is broadcast along whole rows, or has whole rows of its own, is read as it is; any other is
@@ -34,51 +72,38 @@ def elementwise(formula: Callable, *arrays: Array, shape: tuple[int, ...] | None
     Returns:
       An array for each vector that the formula returns, in the first array's dtype.
     """
-    shape = jnp.broadcast_shapes(*(a.shape for a in arrays)) if shape is None else shape
+    shape = _result_shape(arrays, shape)
     dtype, size = arrays[0].dtype, math.prod(shape)
-    scalars = [jax.ShapeDtypeStruct((), float32_or_integer(a.dtype)) for a in arrays]
-    structure = jax.tree.structure(jax.eval_shape(formula, *scalars))
+    structure = results_structure(formula, arrays)
     if size == 0:
         return structure.unflatten([jnp.zeros(shape, dtype)] * structure.num_leaves)
-
-    rows = Rows(shape, arrays)
-    if rows.count > 1 and (rows.length < LANES or rows.length % ALIGNED):
-        lengths = [math.prod(shape[axis:]) for axis in range(len(shape))]
-        long = [axis for axis, n in enumerate(lengths) if n >= _LONG and n % ALIGNED == 0]
-        rows = Rows(shape, arrays, axis=max(long, default=0))
-    if rows.length < LANES:
-        flat = [a if a.size == 1 else jnp.pad(a, (0, LANES - size)) for a in rows.arrays]
-        rows = Rows((LANES,), flat)
-
-    each = 2 if rows.mixed else _EACH[0]
-    fits = [e for e in _EACH if e <= each and e * LANES <= rows.length]
-    filled = [e for e in fits if rows.count * rows.length >= e * LANES * _WANTED_PROGRAMS]
-    length = LANES * (filled[0] if filled else min(fits[0], 4))
+    if size < LANES:
+        arrays = _filled_up(arrays, shape)
+    rows, length = _rows(shape if size >= LANES else (LANES,), arrays), config.length
     blocks = rows.length // length
-    rest = -(-(rows.length % length) // LANES)
+    remainder = -(-(rows.length % length) // LANES)
 
     def body(*refs, program):
         row, block = program // blocks, program % blocks
+        x_refs, y_refs = refs[: len(arrays)], refs[len(arrays) :]
 
         def compute(start, length):
-            values = formula(*(rows.load(i, ref, row, start, length) for i, ref in enumerate(refs[: len(arrays)])))
-            for ref, value in zip(refs[len(arrays) :], jax.tree.leaves(values), strict=True):
+            values = formula(*(rows.load(i, ref, row, start, length) for i, ref in enumerate(x_refs)))
+            for ref, value in zip(y_refs, jax.tree.leaves(values), strict=True):
                 value = jnp.broadcast_to(value, (length,))
                 ref[pl.ds(row * rows.length + start, length)] = value.astype(dtype)
 
+        def compute_remainder(i, _):
+            # What is no whole vector is computed as part of the vector before.
+            compute(jnp.minimum(blocks * length + i * LANES, rows.length - LANES), LANES)
+
         compute(block * length, length)
-        if rest:
-            # The last program of a row goes on; what is no whole vector it computes as part of the vector before.
-            here = jnp.where(block == blocks - 1, rest, 0)
-
-            def one_more(i, _):
-                compute(jnp.minimum(blocks * length + i * LANES, rows.length - LANES), LANES)
-
-            jax.lax.fori_loop(0, here, one_more, None)
+        if remainder:
+            jax.lax.fori_loop(0, jnp.where(block == blocks - 1, remainder, 0), compute_remainder, None)
 
     results = launch(
         body,
-        *rows.arrays,
+        *rows.flatten(arrays),
         out=(jax.ShapeDtypeStruct((rows.count * rows.length,), dtype),) * structure.num_leaves,
         grid={"program": rows.count * blocks},
         name=getattr(formula, "__name__", "elementwise").strip("_<>"),
@@ -86,59 +111,96 @@ def elementwise(formula: Callable, *arrays: Array, shape: tuple[int, ...] | None
     return structure.unflatten([y[:size].reshape(shape) for y in results])
 
 
-def float32_or_integer(dtype):
+def _result_shape(arrays, shape):
+    return jnp.broadcast_shapes(*(a.shape for a in arrays)) if shape is None else shape
+
+
+def _rows(shape, arrays):
+    """The rows that programs go along, at least a vector long."""
+    rows = Rows(shape, arrays)
+    if rows.count > 1 and (rows.length < LANES or rows.length % ALIGNED):
+        lengths = [math.prod(shape[axis:]) for axis in range(len(shape))]
+        long = [axis for axis, n in enumerate(lengths) if n >= _LONG and n % ALIGNED == 0]
+        rows = Rows(shape, arrays, axis=max(long, default=0))
+    return rows
+
+
+def _filled_up(arrays, shape):
+    """Arrays that broadcast to less than a vector as one, with zeros behind it; single elements as they are."""
+    missing = LANES - math.prod(shape)
+    return [a.ravel() if a.size == 1 else jnp.pad(jnp.broadcast_to(a, shape).ravel(), (0, missing)) for a in arrays]
+
+
+def float32_or_integer(dtype: Any) -> Any:
     """What a kernel computes in."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
+def results_structure(formula: Callable, arrays: Sequence[Array]) -> Any:
+    """The tree of what a formula of vectors returns."""
+    scalars = [jax.ShapeDtypeStruct((), float32_or_integer(a.dtype)) for a in arrays]
+    return jax.tree.structure(jax.eval_shape(formula, *scalars))
+
+
 class Rows:
-    """Arrays that broadcast to `shape`, cut into rows along which each is either whole or one element.
+    """How arrays that broadcast to `shape` are cut into rows, along which each is either whole or one element.
 
     Args:
+      arrays: of which only shapes and dtypes count.
       axis: the first axis of a row; by default that of the longest rows. An array that is neither along these rows
-        is broadcast in memory.
+        is broadcast in memory, by `flatten`.
 
     Attributes:
       count, length: of the rows.
-      arrays: the same, flat.
+      lead, leads: the axes before those of a row, of `shape` and of each array.
+      whole: for each array, whether it has all elements of a row.
       mixed: whether vectors of different dtypes are loaded.
     """
 
-    def __init__(self, shape: tuple[int, ...], arrays: Sequence[Array], axis: int | None = None):
-        def fits(a, axis):
-            return a.shape[axis:] == shape[axis:] or set(a.shape[axis:]) <= {1}
+    def __init__(self, shape: tuple[int, ...], arrays: Sequence[Any], axis: int | None = None):
+        def fits(of_array, axis):
+            return of_array[axis:] == shape[axis:] or set(of_array[axis:]) <= {1}
 
-        arrays = [a.reshape((1,) * (len(shape) - a.ndim) + a.shape) for a in arrays]
+        shapes = [(1,) * (len(shape) - len(a.shape)) + tuple(a.shape) for a in arrays]
         if axis is None:
-            axis = next(axis for axis in range(len(shape) + 1) if all(fits(a, axis) for a in arrays))
-        arrays = [a if fits(a, axis) else jnp.broadcast_to(a, a.shape[:axis] + shape[axis:]) for a in arrays]
+            axis = next(axis for axis in range(len(shape) + 1) if all(fits(s, axis) for s in shapes))
+        self._aligned = shapes
+        self._broadcast = [s if fits(s, axis) else s[:axis] + shape[axis:] for s in shapes]
+        self._dtypes = [a.dtype for a in arrays]
         self.lead, self.length = shape[:axis], math.prod(shape[axis:])
         self.count = math.prod(self.lead)
-        self.leads = [a.shape[:axis] for a in arrays]
-        self.whole = [a.shape[axis:] == shape[axis:] for a in arrays]
-        # A single element is loaded as float32.
-        self.arrays = [
-            a.ravel() if whole else a.ravel().astype(float32_or_integer(a.dtype))
-            for a, whole in zip(arrays, self.whole, strict=True)
-        ]
-        self.mixed = len({a.dtype for a, whole in zip(arrays, self.whole, strict=True) if whole}) > 1
+        self.leads = [s[:axis] for s in self._broadcast]
+        self.whole = [s[axis:] == shape[axis:] for s in self._broadcast]
 
-    def load(self, i: int, ref, row, start, length: int) -> Array:
+    @property
+    def mixed(self) -> bool:
+        return len({dtype for dtype, whole in zip(self._dtypes, self.whole, strict=True) if whole}) > 1
+
+    def flatten(self, arrays: Sequence[Array]) -> list[Array]:
+        """The arrays as `load` takes them."""
+        shapes = zip(self._aligned, self._broadcast, strict=True)
+        flat = [jnp.broadcast_to(a.reshape(s), t).ravel() for a, (s, t) in zip(arrays, shapes, strict=True)]
+        # A single element is loaded as float32.
+        return [
+            a if whole else a.astype(float32_or_integer(a.dtype)) for a, whole in zip(flat, self.whole, strict=True)
+        ]
+
+    def load(self, i: int, ref: Any, row: Any, start: Any, length: int) -> Array:
         """From the i-th array: elements `start` to `start + length` of a row."""
         row = self.row_of(i, row)
         value = ref[pl.ds(row * self.length + start, length)] if self.whole[i] else ref[row]
         return jnp.broadcast_to(value.astype(float32_or_integer(value.dtype)), (length,))
 
-    def row_of(self, i: int, row):
-        """Which of the i-th array's own rows stands in a row."""
+    def row_of(self, i: int, row: Any) -> Any:
+        """Which row of the i-th array, that may have fewer, stands in a row."""
         lead = self.leads[i]
         if lead == self.lead:
             return row
-        own, stride, behind = 0, 1, self.count
-        place = []
+        array_row, stride, behind = 0, 1, self.count
+        places = []
         for size in self.lead:
             behind //= size
-            place.append(row // behind % size)
-        for at, size in zip(reversed(place), reversed(lead), strict=True):
-            own, stride = (own + at * stride, stride * size) if size > 1 else (own, stride)
-        return own
+            places.append(row // behind % size)
+        for place, size in zip(reversed(places), reversed(lead), strict=True):
+            array_row, stride = (array_row + place * stride, stride * size) if size > 1 else (array_row, stride)
+        return array_row

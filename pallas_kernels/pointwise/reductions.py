@@ -1,7 +1,9 @@
 """One kernel for every sum of an element-wise formula: the formula is an argument."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +12,155 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, zeros_like
-from pallas_kernels.pointwise.elementwise import ALIGNED, Rows, float32_or_integer
+from pallas_kernels.core.tiles import kernel
+from pallas_kernels.pointwise.elementwise import (
+    ALIGNED,
+    Rows,
+    float32_or_integer,
+    results_structure,
+    supports_indices,
+)
 
-# Enough programs to have several on each multiprocessor of any current GPU.
 _WANTED_PROGRAMS = 2048
+"""Enough to have several on each multiprocessor of any current GPU."""
+_ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
+"""Of a thread, at most: along a row, where it adds them up, and across columns, where it keeps a sum of each."""
+_MIXED_ELEMENTS = 2
+"""Of a thread where dtypes are mixed: only vectors that are spread over the threads alike can be combined."""
 
 
-def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int]) -> Array | tuple[Array, ...]:
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Elements of a vector, a multiple of `LANES`, and into how many parts of equal length a sum's steps are split."""
+
+    length: int
+    splits: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """How the memory is read in long pieces, to sum over some axes.
+
+    Attributes:
+      shape: of what is read, after its axes are put in `order`, and with `columns` made a matrix of so many columns.
+      axis: sums are over all axes from it on, or with `along_columns` over this one.
+      order: of the axes, or None as they are.
+      columns: of the matrix, or None.
+      rest: which of the axes that remain are still to be summed over.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    along_columns: bool = False
+    order: tuple[int, ...] | None = None
+    columns: int | None = None
+    rest: tuple[int, ...] = ()
+
+    @classmethod
+    def over(cls, shape: tuple[int, ...], summed: Sequence[int]) -> "_Walk":
+        """The one for sums over the axes `summed`; no axis has size 1."""
+        kept = [i for i in range(len(shape)) if i not in summed]
+        behind = kept[-1] + 1 if kept else 0
+        above = [i for i in summed if math.prod(shape[i + 1 :]) >= LANES]
+        if behind < len(shape) and math.prod(shape[behind:]) >= LANES:
+            return cls(shape, behind, rest=tuple(i for i in summed if i < behind))
+        if above:
+            axis = max(above, key=lambda i: shape[i])
+            return cls(shape, axis, along_columns=True, rest=tuple(i - (i > axis) for i in summed if i != axis))
+        if math.prod(shape[i] for i in summed) >= LANES:
+            order = (*kept, *summed)
+            return cls(tuple(shape[i] for i in order), len(kept), order=order)
+        # Short in every direction: columns, beside each other and filled up with zeros.
+        columns = math.prod(shape[i] for i in kept)
+        matrix = math.prod(shape[i] for i in summed), max(columns, LANES)
+        return cls(matrix, 0, along_columns=True, order=(*summed, *kept), columns=columns)
+
+    def arrange(self, a: Array, shape: tuple[int, ...]) -> Array:
+        """One of the arrays that broadcast to `shape`, as it is read."""
+        if self.columns is not None:
+            a = jnp.broadcast_to(a, shape).transpose(self.order).reshape(-1, self.columns)
+            return jnp.pad(a, ((0, 0), (0, self.shape[1] - self.columns)))
+        return a if self.order is None else a.transpose(self.order)
+
+    def arranged_struct(self, a: Any) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of what `arrange` makes."""
+        if self.columns is not None:
+            return jax.ShapeDtypeStruct(self.shape, a.dtype)
+        return jax.ShapeDtypeStruct(a.shape if self.order is None else [a.shape[i] for i in self.order], a.dtype)
+
+    def rows(self, arrays: Sequence[Any]) -> Rows:
+        """Of arrays as they are read."""
+        return Rows(self.shape, arrays, self.axis + 1 if self.along_columns else self.axis)
+
+    def sums(self, rows: Rows, length: int) -> "_Sums":
+        """The kernel's part of the work, by vectors of `length`."""
+        if not self.along_columns:
+            return _Sums(rows, rows.count, 1, rows.length // length, length, along_columns=False)
+        blocks = -(-rows.length // length)
+        return _Sums(rows, math.prod(self.shape[: self.axis]), blocks, self.shape[self.axis], length, True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """Sums of vectors of `length`, one of `steps` for each of `count` rows and each of `blocks` within a row.
+
+    Along a row, a step is a vector, and a sum a number. Along columns, a step is a row, and a sum a vector.
+    """
+
+    rows: Rows
+    count: int
+    blocks: int
+    steps: int
+    length: int
+    along_columns: bool
+
+    @property
+    def width(self) -> int:
+        """Elements of a sum."""
+        return self.length if self.along_columns else 1
+
+    def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
+        """Which row of `rows` is read in a step, and from where on; the last vector lies partly on the one before."""
+        if self.along_columns:
+            return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
+        return row, step * self.length
+
+    def load(self, refs: Sequence[Any], place: tuple[Any, Any]) -> list[Array]:
+        return [self.rows.load(i, ref, *place, self.length) for i, ref in enumerate(refs)]
+
+
+def _squeezed(arrays, axes):
+    """(shape without axes of size 1, the same of each array, which of the axes are summed over)."""
+    shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
+    long = [axis for axis, size in enumerate(shape) if size > 1]
+    aligned = [(1,) * (len(shape) - len(a.shape)) + tuple(a.shape) for a in arrays]
+    shapes = [tuple(s[axis] for axis in long) for s in aligned]
+    return tuple(shape[axis] for axis in long), shapes, [i for i, axis in enumerate(long) if axis in axes]
+
+
+def _supports(formula, *arrays, axes):
+    return supports_indices(*(a.shape for a in arrays), jnp.broadcast_shapes(*(a.shape for a in arrays)))
+
+
+def _heuristic(formula, *arrays, axes):
+    shape, shapes, summed = _squeezed(arrays, axes)
+    if math.prod(shape) == 0:
+        return Config(LANES, 1)
+    walk = _Walk.over(shape, summed)
+    structs = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, arrays, strict=True)]
+    rows = walk.rows([walk.arranged_struct(a) for a in structs])
+    most = _COLUMN_ELEMENTS if walk.along_columns else _ROW_ELEMENTS
+    # Rows that begin at odd places cannot be loaded in long pieces.
+    most = 1 if rows.length % ALIGNED else min(_MIXED_ELEMENTS, most) if rows.mixed else most
+    length = LANES * next(n for n in (16, 8, 4, 2, 1) if n <= most and n * LANES <= rows.length)
+    sums = walk.sums(rows, length)
+    return Config(length, splits=min(sums.steps, -(-_WANTED_PROGRAMS // (sums.count * sums.blocks))))
+
+
+@kernel(supports=_supports, heuristic=_heuristic)
+def sum_over(
+    formula: Callable, *arrays: Array, axes: Sequence[int], config: Config | None = None
+) -> Array | tuple[Array, ...]:
     """`Σ formula(*arrays)` over some axes of what the arrays broadcast to, in one pass over the arrays.
 
     Each program sums a part in a fixed order; the parts are then summed in a fixed order. What is less than a vector at
@@ -30,115 +174,80 @@ def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int]) -> Array | 
     Returns:
       A float32 array for each vector that the formula returns, with size 1 along `axes`.
     """
-    shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
-    arrays = [a.reshape((1,) * (len(shape) - a.ndim) + a.shape) for a in arrays]
-    kept_shape = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
-    scalars = [jax.ShapeDtypeStruct((), float32_or_integer(a.dtype)) for a in arrays]
-    structure = jax.tree.structure(jax.eval_shape(formula, *scalars))
-    if math.prod(shape) == 0:
+    whole_shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
+    kept_shape = tuple(1 if axis in axes else size for axis, size in enumerate(whole_shape))
+    structure = results_structure(formula, arrays)
+    if math.prod(whole_shape) == 0:
         return structure.unflatten([jnp.zeros(kept_shape)] * structure.num_leaves)
-
-    long = [axis for axis, size in enumerate(shape) if size > 1]
-    arrays = [a.reshape([a.shape[axis] for axis in long]) for a in arrays]
-    sums = _sums(formula, arrays, tuple(shape[axis] for axis in long), [axis in axes for axis in long])
-    return structure.unflatten([y.reshape(kept_shape) for y in sums])
-
-
-def _sums(formula, arrays, shape, summed):
-    """Sums over the axes that are `summed`, along whichever the memory is read in long pieces."""
-    kept = [i for i, s in enumerate(summed) if not s]
-    reduced = [i for i, s in enumerate(summed) if s]
-    behind = kept[-1] + 1 if kept else 0
-    above = [i for i in reduced if math.prod(shape[i + 1 :]) >= LANES]
-    if behind < len(shape) and math.prod(shape[behind:]) >= LANES:
-        sums, rest = _sums_of_rows(formula, arrays, shape, behind), summed[:behind]
-    elif above:
-        axis = max(above, key=lambda i: shape[i])
-        sums, rest = _sums_of_columns(formula, arrays, shape, axis), [*summed[:axis], *summed[axis + 1 :]]
-    elif math.prod(shape[i] for i in reduced) >= LANES:
-        order = kept + reduced
-        moved = [a.transpose(order) for a in arrays]
-        sums, rest = _sums_of_rows(formula, moved, tuple(shape[i] for i in order), len(kept)), []
-    else:
-        # Short in every direction: columns, beside each other and filled up with zeros.
-        columns = math.prod(shape[i] for i in kept)
-        flat = [jnp.broadcast_to(a, shape).transpose(reduced + kept).reshape(-1, columns) for a in arrays]
-        filled = [jnp.pad(a, ((0, 0), (0, max(0, LANES - columns)))) for a in flat]
-        sums, rest = _sums_of_columns(formula, filled, filled[0].shape, 0), []
-        sums = [y[:columns] for y in sums]
-    return [jnp.sum(y, axis=tuple(i for i, s in enumerate(rest) if s)) if any(rest) else y for y in sums]
+    shape, shapes, summed = _squeezed(arrays, axes)
+    walk = _Walk.over(shape, summed)
+    arrays = [walk.arrange(a.reshape(s), shape) for a, s in zip(arrays, shapes, strict=True)]
+    sums = _sums_of_columns if walk.along_columns else _sums_of_rows
+    results = sums(formula, arrays, walk, config, structure.num_leaves)
+    if walk.columns is not None:
+        results = [y[: walk.columns] for y in results]
+    if walk.rest:
+        results = [jnp.sum(y, axis=walk.rest) for y in results]
+    return structure.unflatten([y.reshape(kept_shape) for y in results])
 
 
-def _sums_of_rows(formula, arrays, shape, axis):
-    """Sums over all axes from `axis` on."""
-    rows = Rows(shape, arrays, axis)
-    length = _length(rows, 16)
-    steps = rows.length // length
-    sums = _launch(formula, rows, rows.count, 1, steps, length, lambda row, _, step: (row, step * length), to_one=True)
-    if steps * length < rows.length:
-        flat = [a.reshape((*lead, -1)) for a, lead in zip(rows.arrays, rows.leads, strict=True)]
-        ends = [a[..., steps * length :] if whole else a for a, whole in zip(flat, rows.whole, strict=True)]
+def _sums_of_rows(formula, arrays, walk, config, outputs):
+    """Sums over all axes from `walk.axis` on."""
+    rows = walk.rows(arrays)
+    flat = rows.flatten(arrays)
+    sums = walk.sums(rows, config.length)
+    results = _launch(formula, flat, sums, config.splits, outputs)
+    summed = sums.steps * config.length
+    if summed < rows.length:
+        split = [a.reshape((*lead, -1)) for a, lead in zip(flat, rows.leads, strict=True)]
+        ends = [a[..., summed:] if whole else a for a, whole in zip(split, rows.whole, strict=True)]
         rest = formula(*(a.astype(float32_or_integer(a.dtype)) for a in ends))
-        behind = [jnp.broadcast_to(jnp.sum(y, axis=-1), rows.lead) for y in jax.tree.leaves(rest)]
-        sums = [y.reshape(rows.lead) + z for y, z in zip(sums, behind, strict=True)]
-    return [y.reshape(rows.lead) for y in sums]
+        ends = [jnp.broadcast_to(jnp.sum(y, axis=-1), rows.lead) for y in jax.tree.leaves(rest)]
+        results = [y.reshape(rows.lead) + end for y, end in zip(results, ends, strict=True)]
+    return [y.reshape(rows.lead) for y in results]
 
 
-def _sums_of_columns(formula, arrays, shape, axis):
-    """Sums over one axis, with at least a vector of elements behind it."""
-    rows = Rows(shape, arrays, axis + 1)
-    length = _length(rows, 4)
-    blocks = -(-rows.length // length)
-    steps, last = shape[axis], rows.length - length
-
-    def place(row, block, step):
-        return row * steps + step, jnp.minimum(block * length, last)
-
-    sums = _launch(formula, rows, math.prod(shape[:axis]), blocks, steps, length, place, to_one=False)
+def _sums_of_columns(formula, arrays, walk, config, outputs):
+    """Sums over the axis `walk.axis`, with at least a vector of elements behind it."""
+    rows = walk.rows(arrays)
+    sums = walk.sums(rows, config.length)
+    results = _launch(formula, rows.flatten(arrays), sums, config.splits, outputs)
     # The last vector lies partly on the one before it.
-    ends = (blocks - 1) * length
-    sums = [jnp.concatenate([y[:, :ends], y[:, blocks * length - (rows.length - ends) :]], axis=1) for y in sums]
-    return [y.reshape(shape[:axis] + shape[axis + 1 :]) for y in sums]
+    ends = (sums.blocks - 1) * config.length
+    missing = rows.length - ends
+    results = [jnp.concatenate([y[:, :ends], y[:, sums.blocks * config.length - missing :]], axis=1) for y in results]
+    return [y.reshape(walk.shape[: walk.axis] + walk.shape[walk.axis + 1 :]) for y in results]
 
 
-def _length(rows, longest):
-    """Of vectors within a row: as long as fits, if rows begin where long pieces can be loaded."""
-    each = 1 if rows.length % ALIGNED else 2 if rows.mixed else longest
-    return LANES * next(e for e in (16, 8, 4, 2, 1) if e <= each and e * LANES <= rows.length)
-
-
-def _launch(formula, rows, count, blocks, steps, length, place, *, to_one):
-    """For each row and block the sum over all steps of the formula of the vectors at `place(row, block, step)`."""
-    parts = min(steps, -(-_WANTED_PROGRAMS // (count * blocks)))
-    per_part = -(-steps // parts)
-    width = 1 if to_one else length
+def _launch(formula, arrays, sums, splits, outputs):
+    """For each row and block the sum over all steps of the formula of the vectors at `sums.place(row, block, step)`."""
+    steps, width, blocks = -(-sums.steps // splits), sums.width, sums.blocks
+    first_whole = sums.rows.whole.index(True)
 
     def body(*refs, program):
-        in_refs, out_refs = refs[: len(rows.arrays)], refs[len(rows.arrays) :]
-        row, part, block = program // (parts * blocks), program // blocks % parts, program % blocks
+        x_refs, y_refs = refs[: len(arrays)], refs[len(arrays) :]
+        row, split, block = program // (splits * blocks), program // blocks % splits, program % blocks
 
-        def add(step, sums):
-            at = place(row, block, step)
-            values = jax.tree.leaves(formula(*(rows.load(i, ref, *at, length) for i, ref in enumerate(in_refs))))
-            return tuple(total + value for total, value in zip(sums, values, strict=True))
+        def add(step, totals):
+            values = jax.tree.leaves(formula(*sums.load(x_refs, sums.place(row, block, step))))
+            return tuple(total + value for total, value in zip(totals, values, strict=True))
 
-        whole = rows.whole.index(True)
-        zero = zeros_like(rows.load(whole, in_refs[whole], *place(row, block, 0), length))
-        last = jnp.minimum((part + 1) * per_part, steps)
-        sums = lax.fori_loop(part * per_part, last, add, (zero,) * len(out_refs))
-        for ref, total in zip(out_refs, sums, strict=True):
-            if to_one:
-                ref[program] = jnp.sum(total)
+        place = sums.place(row, block, 0)
+        zero = zeros_like(sums.rows.load(first_whole, x_refs[first_whole], *place, sums.length))
+        last = jnp.minimum((split + 1) * steps, sums.steps)
+        totals = lax.fori_loop(split * steps, last, add, (zero,) * len(y_refs))
+        for ref, total in zip(y_refs, totals, strict=True):
+            if sums.along_columns:
+                ref[pl.ds(program * width, width)] = total
             else:
-                ref[pl.ds(program * length, length)] = total
+                ref[program] = jnp.sum(total)
 
-    scalars = [jax.ShapeDtypeStruct((), float32_or_integer(a.dtype)) for a in rows.arrays]
-    outputs = len(jax.tree.leaves(jax.eval_shape(formula, *scalars)))
+    programs = sums.count * splits * blocks
     results = launch(
         body,
-        *rows.arrays,
-        out=(jax.ShapeDtypeStruct((count * parts * blocks * width,), jnp.float32),) * outputs,
-        grid={"program": count * parts * blocks},
+        *arrays,
+        out=(jax.ShapeDtypeStruct((programs * width,), jnp.float32),) * outputs,
+        grid={"program": programs},
         name="sum_over",
     )
-    return [jnp.sum(y.reshape(count, parts, blocks * width), axis=1) for y in results]
+    return [jnp.sum(y.reshape(sums.count, splits, blocks * width), axis=1) for y in results]

@@ -1,16 +1,21 @@
-"""A user's own function, paired with a backward of their own."""
+"""A function paired with a backward, its options, what `None` chooses, and what is remembered of all that."""
 
+import dataclasses
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, cuda_program, on_the_cpu
 from jax.test_util import check_grads
 
 import jaxbp
-from jaxbp import Op, Pair
+from jaxbp import Fastest, Op, Pair
+from jaxbp.pairing import REMEMBERED, composed
+from pallas_kernels.core.device import HOPPER, targeting
 from pallas_kernels.pointwise.elementwise import elementwise
 
 X = jnp.array([-1.5, 0.5, 2.0])
@@ -192,3 +197,358 @@ def test_the_implementation_is_part_of_jits_cache_key():
     pair = Pair(lambda x: 1 * x, {"xla": lambda dy, x: 10 * dy}, name="identity")
     gradient = jax.jit(jax.grad(pair), static_argnames="implementation")
     assert [float(gradient(1.0, implementation=name)) for name in ("xla", "autodiff", "xla")] == [10, 1, 10]
+
+
+# ------------------------------------------------------------------------------ the backward of the forward's arguments
+
+
+@every_cube
+def test_vjp_takes_the_forwards_arguments(pair, implementation):
+    assert_close(pair.vjp(2 * X, X, implementation=implementation), 6 * X**3, "float32")
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_vjp_of_a_forward_whose_arguments_are_kept_does_not_run_it(implementation):
+    calls = []
+    pair = Pair(counting(cube, calls), dict.fromkeys(("pallas", "xla"), cube_gradient))
+    pair.vjp(X, X, implementation=implementation)
+    assert calls == []
+
+
+EXP = dict(save=lambda x: (jnp.exp(x), (jnp.exp(x),)), name="exp")
+
+
+def test_vjp_gets_what_the_forward_saves():
+    pair = Pair(jnp.exp, {"xla": lambda dy, y: dy * y}, **EXP)
+    assert_close(pair.vjp(X, X, implementation="xla"), X * jnp.exp(X), "float32")
+
+
+def test_vjp_gets_the_residuals_where_they_are_made_without_the_forward():
+    pair = Pair(jnp.exp, {"xla": lambda dy, y: dy * y}, residuals=lambda x: (10.0,), **EXP)
+    assert_close(pair.vjp(X, X, implementation="xla"), 10 * X, "float32")
+    assert_close(pair.vjp(X, X, implementation="autodiff"), X * jnp.exp(X), "float32")
+    assert_close(jax.grad(total(pair, "xla"))(X), jnp.exp(X), "float32")
+
+
+def spread(dy, *, shape):
+    return jnp.broadcast_to(dy, shape)
+
+
+SUM = Pair(lambda x, *, shape: jnp.sum(x), dict.fromkeys(("pallas", "xla"), spread), linear=True, name="total")
+
+
+@pytest.mark.parametrize("implementation", [*jaxbp.IMPLEMENTATIONS, None])
+def test_a_linear_forward_needs_no_more_than_dy_and_a_shape(implementation):
+    found = SUM.vjp(jnp.float32(3), shape=(2, 2), implementation=implementation)
+    np.testing.assert_array_equal(found, np.full((2, 2), 3))
+    of_x = jax.grad(functools.partial(SUM, shape=(3,), implementation=implementation))(X)
+    np.testing.assert_array_equal(of_x, np.ones(3))
+
+
+WITH_AUX = Pair(
+    lambda x: (x**3, jnp.argmax(x)), dict.fromkeys(("pallas", "xla"), cube_gradient), has_aux=True, name="with_aux"
+)
+
+
+@pytest.mark.parametrize("implementation", [*jaxbp.IMPLEMENTATIONS, None])
+def test_of_a_forward_with_aux_dy_is_that_of_its_first_result(implementation):
+    assert_close(WITH_AUX.vjp(X, X, implementation=implementation), 3 * X**3, "float32")
+    loss = lambda x: (lambda y, place: (jnp.sum(y), place))(*WITH_AUX(x, implementation=implementation))  # noqa: E731
+    gradient, place = jax.grad(loss, has_aux=True)(X)
+    assert_close(gradient, 3 * X**2, "float32")
+    assert place == 2
+
+
+@pytest.mark.parametrize("implementation", ["xla", "autodiff", None])
+def test_vjp_gives_the_gradients_of_floating_arrays_alone(implementation):
+    add = functools.partial(ADD_TO.vjp, implementation=implementation)
+    assert_close(add(X, X, X), (2 * X * X, X), "float32")
+    assert_close(add(X, X, None), 2 * X * X, "float32")
+    take = Pair(lambda x, i: x[i], {"xla": lambda dy, x, i: (jnp.zeros_like(x).at[i].add(dy), None)}, name="take")
+    found = take.vjp(jnp.float32(5), X, jnp.int32(1), implementation=implementation)
+    np.testing.assert_array_equal(found, [0, 5, 0])
+
+
+def test_vjp_refuses_what_the_kernel_does_not_take_by_its_own_name():
+    pair = Pair(
+        cube,
+        dict.fromkeys(("pallas", "xla"), cube_gradient),
+        unsupported=lambda x: "three numbers" if x.size == 3 else "",
+    )
+    with pytest.raises(
+        NotImplementedError, match=r"^cube_backward: implementation='pallas' does not take three numbers"
+    ):
+        pair.vjp(X, X, implementation="pallas")
+    assert_close(pair.vjp(X[:2], X[:2], implementation="pallas"), 3 * X[:2] ** 3, "float32")
+
+
+# ------------------------------------------------------------------------------------------ functions made of other ops
+
+
+PART = Op("part", {"pallas": lambda x: x + 1, "xla": lambda x: x + 2, "autodiff": lambda x: x + 3})
+
+
+def twice(x, *, implementation):
+    return PART(PART(x, implementation=implementation), implementation=implementation)
+
+
+def test_a_composed_function_hands_its_implementation_on():
+    op = Op("twice", {"autodiff": lambda x: x, **composed(twice)}, fastest=Fastest(elsewhere="autodiff"))
+    with on_the_cpu():
+        assert [float(op(0.0, implementation=name)) for name in ("pallas", "xla", "autodiff", None)] == [2, 4, 0, 0]
+
+
+def test_a_composed_function_may_leave_none_to_its_parts():
+    op = Op("twice", composed(twice, ("pallas", "xla", None)), fastest=Fastest(elsewhere="pallas"))
+    with on_the_cpu():
+        assert [float(op(0.0, implementation=name)) for name in ("pallas", "xla", None)] == [2, 4, 4]
+    with pytest.raises(NotImplementedError, match=r"^twice: has no implementation 'autodiff'"):
+        op(0.0, implementation="autodiff")
+
+
+def test_an_op_and_a_pair_say_their_names_and_implementations():
+    assert repr(WITH_KERNEL) == "Pair(cube: xla, pallas, autodiff)"
+    assert repr(WITH_KERNEL.backward) == "Op(cube_backward: xla, pallas)"
+    assert repr(Op("twice", composed(twice, ("pallas", None)))) == "Op(twice: pallas, None)"
+
+
+# -------------------------------------------------------------------------------------------------------------- options
+
+
+SHOW = Op("show", {"xla": lambda x, *, k: (print_of(k), x)[1]})
+SHOWN = []
+
+
+def print_of(option):
+    SHOWN.append(repr(option))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (True, 1, 1.0),
+        (2, 2.0),
+        (0.0, -0.0),
+        (np.float64(0.0), np.float64(-0.0), 0.0),
+        (np.float32(0.0), np.float32(-0.0)),
+        (float("nan"), float("inf")),
+        ((1, 2), (True, 2), (1.0, 2)),
+        ((0.0,), (-0.0,)),
+        (((False,),), ((0,),)),
+        (None, False, ""),
+    ],
+    ids=str,
+)
+def test_options_that_are_equal_but_not_the_same_do_not_share(options):
+    SHOWN.clear()
+    for k in (*options, *options):
+        SHOW(X, k=k, implementation="xla")
+    assert [repr(k) for k in (*options, *options)] == SHOWN
+
+
+@pytest.mark.parametrize("option", [float("nan"), np.float64("nan"), (float("nan"),)], ids=repr)
+def test_nan_is_one_option(option):
+    another = type(option)(option) if option is not tuple else (float("nan"),)
+    calls = []
+    kernel = lambda x, *, k: (calls.append(k), 2 * x)[1]  # noqa: E731
+    call = jaxbp.differentiable(kernel, lambda x, *, k: 2 * x)
+    call(X, k=option), call(X, k=another)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("implementation", ["xla", "autodiff", None])
+def test_an_option_that_is_not_hashable_is_refused_with_op_and_option(implementation):
+    with pytest.raises(TypeError) as error:
+        POWER(X, power=2, scale=[3.0], implementation=implementation)
+    assert str(error.value) == "power: scale is a list; wants something hashable: options are static"
+
+
+# --------------------------------------------------------------------------------------------------- what is remembered
+
+
+def scaled_by_option(x, *, f):
+    return f(x)
+
+
+def count_alive(references):
+    gc.collect()
+    return sum(reference() is not None for reference in references)
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_no_more_options_are_kept_than_said_and_none_after_the_pair(implementation):
+    gradient = lambda dy, x, *, f: f(dy)  # noqa: E731
+    pair = Pair(scaled_by_option, {"xla": gradient, "pallas": lambda dy, x, *, f: f(dy)}, name="scaled")
+    references = []
+    for i in range(300):
+        f = functools.partial(jnp.multiply, float(i))
+        references.append(weakref.ref(f))
+        # Traced alone, as within jit: 300 programs would take long to compile.
+        jax.eval_shape(functools.partial(pair.vjp, f=f, implementation=implementation), X, X)
+        jax.eval_shape(jax.grad(total(functools.partial(pair, f=f), implementation)), X)
+    del f
+    assert 0 < count_alive(references) <= REMEMBERED
+    del pair
+    assert count_alive(references) == 0
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "xla", None])
+def test_pairs_over_arrays_are_let_go_with_their_arrays(implementation):
+    references = []
+
+    def use_a_pair(i):
+        scale = jnp.full(3, float(i))
+        gradient = lambda dy, x: dy * scale  # noqa: E731
+        pair = Pair(lambda x: x * scale, {"xla": gradient, "pallas": lambda dy, x: dy * scale}, name="scaled")
+        references.extend(map(weakref.ref, (pair, scale)))
+        pair(X, implementation=implementation)
+        pair.vjp(X, X, implementation=implementation)
+        jax.grad(total(pair, implementation))(X)
+
+    for i in range(50):
+        use_a_pair(i)
+    assert count_alive(references) == 0
+
+
+# --------------------------------------------------------------------------------------- which implementation is taken
+
+POINTS = jnp.linspace(-1, 1, 5)
+# Three functions that tell in a program which of them was taken.
+MARKS = {"pallas": jnp.tan, "xla": jnp.sin, "autodiff": jnp.cos}
+MARK = {"tan": "pallas", "sine": "xla", "cosine": "autodiff"}
+
+
+def taken_in(program):
+    (mark,) = [mark for mark in MARK if f".{mark} " in program]
+    return MARK[mark]
+
+
+def marked(names=jaxbp.IMPLEMENTATIONS, **settings):
+    return Op("marked", {name: MARKS[name] for name in names}, **settings)
+
+
+OLDER = dataclasses.replace(HOPPER, kind="NVIDIA A100", capability=(8, 0))
+
+
+@pytest.fixture(params=[True, False], ids=["kernels run", "kernels do not run"])
+def kernels_run(request):
+    with targeting(HOPPER if request.param else OLDER):
+        yield request.param
+
+
+@pytest.fixture
+def run_on_the_cpu():
+    with on_the_cpu():
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------- asked for by name
+
+
+@pytest.mark.parametrize("implementation", jaxbp.IMPLEMENTATIONS)
+def test_the_implementation_asked_for_is_taken_on_every_platform(implementation, kernels_run):
+    call = functools.partial(marked(), implementation=implementation)
+    np.testing.assert_array_equal(call(POINTS), MARKS[implementation](POINTS))
+    assert taken_in(cuda_program(call, POINTS)) == implementation
+
+
+def test_an_op_with_an_unknown_implementation_cannot_be_made():
+    with pytest.raises(
+        ValueError, match=r"^marked: implementations has \['cuda', 'triton'\]; wants names among \('pallas'"
+    ):
+        Op("marked", dict.fromkeys(["xla", "triton", "cuda"], jnp.sin))
+
+
+def test_what_a_kernel_does_not_take_is_refused_by_name():
+    op = marked(unsupported=lambda x, **options: f"arrays of {x.size}" if x.size > 3 else None)
+    np.testing.assert_array_equal(op(POINTS[:3], implementation="pallas"), jnp.tan(POINTS[:3]))
+    with pytest.raises(NotImplementedError) as error:
+        op(POINTS, implementation="pallas")
+    message = "marked: implementation='pallas' does not take arrays of 5; 'xla', 'autodiff' and None do"
+    assert str(error.value) == message
+
+
+def test_the_same_op_under_another_name_has_it_in_its_messages():
+    with pytest.raises(ValueError, match=r"^renamed: implementation is 'cuda'; wants"):
+        marked().named("renamed")(POINTS, implementation="cuda")
+
+
+# ---------------------------------------------------------------------------------------------------- None, the fastest
+
+
+FASTEST = Fastest(gpu="pallas", older_gpu="autodiff", elsewhere="xla")
+
+
+def test_none_takes_the_fastest_for_the_platform_that_it_is_lowered_for(kernels_run, run_on_the_cpu):
+    op = marked(fastest=FASTEST)
+    assert taken_in(cuda_program(op, POINTS)) == ("pallas" if kernels_run else "autodiff")
+    assert taken_in(jax.jit(op).lower(POINTS).as_text()) == "xla"
+    np.testing.assert_array_equal(jax.jit(op)(POINTS), jnp.sin(POINTS))
+
+
+def test_none_without_jit_takes_the_fastest_for_the_platform_that_it_runs_on(kernels_run, run_on_the_cpu):
+    np.testing.assert_array_equal(marked(fastest=FASTEST)(POINTS), jnp.sin(POINTS))
+
+
+@pytest.mark.parametrize("gpu", jaxbp.IMPLEMENTATIONS)
+@pytest.mark.parametrize("elsewhere", jaxbp.IMPLEMENTATIONS)
+def test_what_is_said_to_be_fastest_is_taken(gpu, elsewhere, on_hopper, run_on_the_cpu):
+    op = marked(fastest=Fastest(gpu=gpu, elsewhere=elsewhere))
+    assert taken_in(cuda_program(op, POINTS)) == gpu
+    np.testing.assert_array_equal(op(POINTS), MARKS[elsewhere](POINTS))
+
+
+def test_none_takes_what_is_fastest_on_older_gpus_for_what_a_kernel_does_not_take(on_hopper):
+    op = marked(fastest=FASTEST, unsupported=lambda x: "anything")
+    assert taken_in(cuda_program(op, POINTS)) == "autodiff"
+
+
+@pytest.mark.parametrize(
+    ("has", "taken"),
+    [(["autodiff"], "autodiff"), (["xla"], "xla"), (["pallas"], "pallas"), (["pallas", "autodiff"], "autodiff")],
+    ids=str,
+)
+def test_none_takes_the_next_best_where_the_fastest_is_lacking(has, taken):
+    np.testing.assert_array_equal(marked(has, fastest=Fastest("xla", "xla", "xla"))(POINTS), MARKS[taken](POINTS))
+
+
+# ---------------------------------------------------------------------------------------------- None, with real kernels
+
+
+def square_gradient(dy, x):
+    return 2 * x * dy
+
+
+SQUARE = Pair(
+    lambda x: x * x,
+    {"xla": square_gradient, "pallas": functools.partial(elementwise, square_gradient)},
+    name="square",
+)
+
+
+gradient_of_square = jax.grad(lambda x: jnp.sum(SQUARE(x)))
+
+
+def test_a_kernel_is_lowered_for_cuda_where_kernels_run(kernels_run):
+    assert ("mosaic_gpu" in cuda_program(gradient_of_square, POINTS)) == kernels_run
+
+
+def test_the_same_function_lowered_for_the_cpu_is_right_and_has_nothing_of_the_kernel(on_hopper, run_on_the_cpu):
+    compiled = jax.jit(gradient_of_square).lower(POINTS).compile()
+    assert_close(compiled(POINTS), 2 * POINTS, "float32")
+    program = compiled.as_text()
+    assert "conditional" not in program
+    assert "custom-call" not in program
+
+
+def test_second_derivatives_lower_for_both_platforms(on_hopper, run_on_the_cpu):
+    second = jax.grad(lambda x: jnp.sum(gradient_of_square(x)))
+    assert_close(jax.jit(second)(POINTS), 2 + 0 * POINTS, "float32")
+    assert cuda_program(second, POINTS)
+
+
+def test_what_is_fastest_may_depend_on_the_arguments():
+    fastest = lambda x: Fastest(elsewhere="xla" if x.size > 1 else "autodiff")  # noqa: E731
+    op = Op("op", {"xla": lambda x: x + 1, "autodiff": lambda x: x + 2}, fastest=fastest)
+    with on_the_cpu():
+        assert [float(op(jnp.zeros(n))[0]) for n in (1, 2)] == [2.0, 1.0]

@@ -13,7 +13,7 @@ import jaxbp
 from experiments.training.logic import compiled
 from jaxbp import Circuit, Wires
 from jaxbp.logic.circuit import EXPRESSIONS
-from jaxbp.ops.gate_layer import TRUTH_TABLES
+from jaxbp.logic.gates import TRUTH_TABLES
 
 pytestmark = pytest.mark.once
 

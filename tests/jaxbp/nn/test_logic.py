@@ -12,8 +12,8 @@ from flax import nnx
 
 import jaxbp
 from jaxbp import Wires
+from jaxbp.logic.gates import PARAMETERS
 from jaxbp.nn import LogicLayer, LogicNetwork, thermometer
-from jaxbp.ops.gate_layer import PARAMETERS
 
 pytestmark = pytest.mark.once
 

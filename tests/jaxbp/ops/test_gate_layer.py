@@ -1,8 +1,9 @@
-"""Logic gates: the 16 functions and their derivatives one by one, parametrisations, wiring, hardening, bad input.
+"""A layer of gates: the 16 functions' derivatives one by one, parametrisations, wiring, bad input.
 
 What every op must do is in test_catalogue.py.
 """
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -14,6 +15,7 @@ import pytest
 from helpers import (
     assert_close,
     assert_numerical_gradients_agree,
+    cuda_program,
     every_implementation,
     in_float64,
     last_program_first,
@@ -27,8 +29,9 @@ from jax.test_util import check_grads
 
 import jaxbp
 from jaxbp import Wires
-from jaxbp.ops import gate_layer as logic_gates
-from jaxbp.ops.gate_layer import COEFFICIENTS, PARAMETERS, TRUTH_TABLES
+from jaxbp.logic.gates import PARAMETERS
+from jaxbp.ops import gate_layer as op
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 
 pytestmark = pytest.mark.once
 
@@ -50,24 +53,6 @@ RELAXED = [
     (lambda a, b: 1 - a + a * b, lambda a, b: b - 1, lambda a, b: a),
     (lambda a, b: 1 - a * b, lambda a, b: -b, lambda a, b: -a),
     (lambda a, b: 1 + 0 * a, lambda a, b: 0 * a, lambda a, b: 0 * a),
-]
-BOOLEAN = [
-    lambda a, b: False,
-    lambda a, b: a and b,
-    lambda a, b: a and not b,
-    lambda a, b: a,
-    lambda a, b: not a and b,
-    lambda a, b: b,
-    lambda a, b: a != b,
-    lambda a, b: a or b,
-    lambda a, b: not (a or b),
-    lambda a, b: a == b,
-    lambda a, b: not b,
-    lambda a, b: a or not b,
-    lambda a, b: not a,
-    lambda a, b: not a or b,
-    lambda a, b: not (a and b),
-    lambda a, b: True,
 ]
 BITS = list(itertools.product((False, True), repeat=2))
 ONE_GATE = Wires.from_pairs([0], [1], 2)
@@ -101,14 +86,6 @@ def test_each_gate_and_both_its_derivatives_are_those_of_the_literature(gate, im
     y, _, dx = of_layer(implementation)(jnp.ones((20, 1)), jaxbp.hard_logits(jnp.array([gate])), ONE_GATE, x)
     expected = jnp.stack([f(a, b) for f in RELAXED[gate]])
     np.testing.assert_allclose(jnp.concatenate([y, dx], axis=1).T, expected, rtol=1e-6, atol=1e-6)
-
-
-@every_gate
-def test_each_gate_is_numbered_by_its_truth_table(gate):
-    table = [BOOLEAN[gate](a, b) for a, b in BITS]
-    assert TRUTH_TABLES[gate].tolist() == table
-    c0, c1, c2, c3 = COEFFICIENTS[gate]
-    assert [c0 + c1 * a + c2 * b + c3 * a * b for a, b in BITS] == table
 
 
 @every_implementation
@@ -252,7 +229,7 @@ def test_no_gradient_of_a_gradient_scatters_into_one_place_twice(implementation)
 @pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
 def test_no_two_gates_read_one_copy_of_a_row(wires):
     # A GPU, told so, does not add up what is written to one place twice.
-    copies = np.asarray(logic_gates._copies_read(wires))
+    copies = np.asarray(op._copies_read(wires))
     assert len(set(copies)) == 2 * wires.gates
     assert np.array_equal(copies // wires.most_consumers, np.stack([wires.a, wires.b], axis=1).ravel())
 
@@ -302,42 +279,20 @@ def test_stacked_layers_change_the_layout_at_their_ends_alone(implementation):
     assert changes_of_layout(3, 128, implementation) == changes_of_layout(1, 128, implementation) <= 4
 
 
-# ---------------------------------------------------------------------------------------------- hardening and starting
+@pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=lambda gpu: gpu.kind)
+def test_none_takes_the_kernels_on_every_gpu_that_runs_them(gpu):
+    logits, x = normal((6, 16), (128, 5))
+    with targeting(gpu):
+        program = cuda_program(jax.grad(lambda x: jnp.sum(jaxbp.gate_layer(logits, SHARED, x))), x)
+    # The forward's, and of so short a batch the input's gradient and the coefficients'.
+    assert program.count("custom_call @mosaic_gpu") == 3
 
 
-@every_parametrization
-def test_hard_logits_are_hardened_to_their_gates_and_are_exact_on_bits(parametrization):
-    gates = jnp.arange(16, dtype=jnp.uint8)
-    logits = jaxbp.hard_logits(gates, parametrization)
-    assert (jaxbp.harden(logits, parametrization) == gates).all()
-    wires = Wires.from_pairs([0] * 16, [1] * 16, 2)
-    y = jaxbp.gate_layer(logits, wires, jnp.asarray(BITS, jnp.float32), parametrization=parametrization)
-    assert y.T.tolist() == TRUTH_TABLES.tolist()
-
-
-def test_harden_takes_the_first_of_equally_probable_gates():
-    assert jaxbp.harden(jnp.zeros((2, 16)).at[1, 5].set(1.0).at[1, 9].set(1.0)).tolist() == [0, 5]
-
-
-@every_parametrization
-def test_residual_gates_pass_on_their_a(parametrization):
-    logits = jaxbp.initial_logits(jax.random.key(0), 7, parametrization=parametrization)
-    assert logits.shape == (7, PARAMETERS[parametrization])
-    assert (jaxbp.harden(logits, parametrization) == logic_gates.PASS_THROUGH).all()
-    y = jaxbp.gate_layer(logits[:1], ONE_GATE, jnp.asarray(BITS, jnp.float32), parametrization=parametrization)
-    assert (jnp.abs(y[:, 0] - jnp.array([0.0, 0.0, 1.0, 1.0])) < 0.06).all()
-
-
-@every_parametrization
-def test_normal_logits_differ_by_key(parametrization):
-    draw = functools.partial(jaxbp.initial_logits, gates=1000, initialization="normal", parametrization=parametrization)
-    one, other = draw(jax.random.key(0)), draw(jax.random.key(1))
-    assert (one != other).any() and abs(float(one.std()) - 1) < 0.05
-
-
-def test_group_sum_adds_up_neighbours():
-    x = jnp.arange(12.0).reshape(2, 6)
-    assert jaxbp.group_sum(x, 3, tau=2.0).tolist() == [[0.5, 2.5, 4.5], [6.5, 8.5, 10.5]]
+def test_none_takes_no_kernel_on_older_gpus():
+    logits, x = normal((6, 16), (128, 5))
+    with targeting(dataclasses.replace(HOPPER, capability=(8, 0))):
+        program = cuda_program(functools.partial(jaxbp.gate_layer, logits, SHARED), x)
+    assert "mosaic_gpu" not in program
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
@@ -385,26 +340,6 @@ REFUSED = {
         lambda: jaxbp.gate_layer_backward(zeros(2, 6, dtype="float16"), zeros(6, 16), SHARED, zeros(2, 5)),
         TypeError,
         "gate_layer_backward: x has dtype float32; wants float16, the dtype of dy",
-    ),
-    "one gate's logits to harden": (
-        lambda: jaxbp.harden(zeros(16)),
-        ValueError,
-        "harden: logits has shape (16,); wants (gates, 16)",
-    ),
-    "an unknown initialization": (
-        lambda: jaxbp.initial_logits(jax.random.key(0), 3, initialization="zeros"),
-        ValueError,
-        "initial_logits: initialization is 'zeros'; wants one of normal, residual",
-    ),
-    "groups that do not divide": (
-        lambda: jaxbp.group_sum(zeros(2, 7), 3),
-        ValueError,
-        "group_sum: x has shape (2, 7) and groups is 3; wants a divisor of its last axis",
-    ),
-    "a tau of nothing": (
-        lambda: jaxbp.group_sum(zeros(2, 6), 3, tau=0),
-        ValueError,
-        "group_sum: tau is 0; wants a number above 0",
     ),
 }
 

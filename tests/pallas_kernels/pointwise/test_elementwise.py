@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from helpers import cuda_program, last_program_first, normal, on_the_cpu
 
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, targeting
 from pallas_kernels.core.simulator import simulated
-from pallas_kernels.pointwise.elementwise import elementwise
+from pallas_kernels.pointwise.elementwise import Config, elementwise
 
 pytestmark = pytest.mark.once
 
@@ -89,3 +90,47 @@ def test_a_result_may_be_larger_than_every_array():
 def test_no_elements_need_no_kernel(shape):
     one, other = elementwise(two, jnp.ones(shape), jnp.ones(shape))
     assert one.shape == other.shape == shape
+
+
+# --------------------------------------------------------------------------------------------------- its two questions
+
+
+def structs(*shapes, dtypes=("float32", "float32")):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "length"),
+    [
+        (structs((3,), (3,)), 128),
+        (structs((0,), (0,)), 128),
+        (structs((700,), (700,)), 512),  # too few programs with any length
+        (structs((4, 260), (260,)), 256),  # not longer than a row
+        (structs((2**19,), (2**19,)), 512),  # 1024 programs of 512
+        (structs((2**20,), (2**20,)), 1024),
+        (structs((2**20,), (2**20,), dtypes=("bfloat16", "float32")), 256),  # mixed
+    ],
+    ids=str,
+)
+def test_a_program_has_as_many_elements_as_leave_enough_programs(arrays, length):
+    assert elementwise.heuristic(two, *arrays) == Config(length)
+
+
+@pytest.mark.parametrize("length", [128, 256, 512])
+def test_the_config_asked_for_is_taken(length):
+    arrays = arrays_of("many vectors and part of one", "float32")
+    with on_the_cpu():
+        check(elementwise(two, *arrays, config=Config(length)), arrays, "float32")
+
+
+def test_more_elements_than_an_index_reaches_are_refused():
+    too_many = structs((2**16, 1), (2**15,))
+    assert elementwise.supports(two, *too_many) == "2^31 or more elements"
+    assert elementwise.supports(two, *structs((2**16, 1), (2**15 - 1,))) is None
+    assert elementwise.supports(lambda a: a, *structs((1,), dtypes=["float32"]), shape=(2**31,))
+
+
+@pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=lambda gpu: gpu.kind)
+def test_newer_gpus_are_supported(gpu):
+    with targeting(gpu):
+        assert elementwise.pays(two, *structs((700,), (700,)))

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from helpers import assert_close, cuda_program, last_program_first, normal, on_the_cpu
 
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, targeting
 from pallas_kernels.core.simulator import simulated
-from pallas_kernels.pointwise.reductions import sum_over
+from pallas_kernels.pointwise.reductions import Config, sum_over
 
 pytestmark = pytest.mark.once
 
@@ -79,3 +80,46 @@ def test_large_sums_lower_for_cuda(shape, axes):
 def test_sums_of_nothing_are_zero(shape, axes):
     kept = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
     np.testing.assert_array_equal(sum_over(lambda v: v, jnp.ones(shape), axes=axes), np.zeros(kept))
+
+
+# --------------------------------------------------------------------------------------------------- its two questions
+
+
+def structs(*shapes, dtypes=("float32", "float32")):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "axes", "config"),
+    [
+        (structs((16384, 1024), (1024,)), (1,), Config(1024, 1)),  # a program a row
+        (structs((16384, 1024), (1024,)), (0,), Config(512, 1024)),  # two vectors of columns, split 1024-fold
+        (structs((3, 700), (1,)), (0, 1), Config(2048, 1)),  # one vector
+        (structs((5, 130), (5, 130)), (0,), Config(128, 5)),  # rows that begin at odd places
+        (structs((64, 4096), (64, 4096), dtypes=("bfloat16", "float32")), (1,), Config(256, 16)),  # mixed
+        (structs((3, 4), (4,)), (0,), Config(128, 3)),  # filled up to a vector
+        (structs((0, 3), (3,)), (0,), Config(128, 1)),
+    ],
+    ids=str,
+)
+def test_sums_are_split_into_as_many_parts_as_make_enough_programs(arrays, axes, config):
+    assert sum_over.heuristic(two, *arrays, axes=axes) == config
+
+
+@pytest.mark.parametrize("config", [Config(128, 1), Config(128, 4), Config(256, 2)], ids=str)
+@pytest.mark.parametrize("axes", [(0,), (1,)])
+def test_the_config_asked_for_is_taken(axes, config):
+    arrays = normal((9, 700), (700,))
+    with on_the_cpu():
+        check(sum_over(two, *arrays, axes=axes, config=config), arrays, axes)
+
+
+def test_more_elements_than_an_index_reaches_are_refused():
+    assert sum_over.supports(two, *structs((2**16, 1), (2**15,)), axes=(0,)) == "2^31 or more elements"
+    assert sum_over.supports(two, *structs((2**16, 1), (2**15 - 1,)), axes=(0,)) is None
+
+
+@pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=lambda gpu: gpu.kind)
+def test_newer_gpus_are_supported(gpu):
+    with targeting(gpu):
+        assert sum_over.pays(two, *structs((700,), (700,)), axes=(0,))

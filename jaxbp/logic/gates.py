@@ -1,0 +1,192 @@
+"""Two-input logic gates: the 16 functions, their relaxation to numbers, and the parameters that mix them.
+
+A gate's function of two bits is one of 16, numbered as in the literature by its truth table: the bits of the number,
+from the highest, are its values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). Relaxed to numbers between 0 and 1
+(`relaxed_gates`), each is linear in a and in b. So is every mixture of them: a gate is `y = c0 + c1 a + c2 b + c3 ab`,
+whichever parameters its four coefficients come from.
+"""
+
+import math
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.lax import Precision
+from jax.typing import DTypeLike
+from jaxtyping import Float, PRNGKeyArray, UInt8
+
+from jaxbp.ops import _checks
+from jaxbp.ops._numerics import widen
+
+Parametrization = Literal["softmax", "input_wise", "walsh"]
+
+GATES = 16
+PASS_THROUGH = 3
+"""The gate `a`."""
+PARAMETERS = {"softmax": 16, "input_wise": 4, "walsh": 4}
+"""How many parameters a gate has."""
+
+TRUTH_TABLES = np.arange(GATES)[:, None] >> np.array([3, 2, 1, 0]) & 1
+"""The rows (0, 0), (0, 1), (1, 0) and (1, 1) of each gate: `(16, 4)`."""
+INTERPOLATION = np.array([[1, -1, -1, 1], [0, 0, 1, -1], [0, 1, 0, -1], [0, 0, 0, 1]])
+"""From a truth table to c0, c1, c2, c3: its row r has the coefficients of the function that is 1 in row r of the truth
+table, and 0 in the three others."""
+COEFFICIENTS = TRUTH_TABLES @ INTERPOLATION
+"""c0, c1, c2, c3 of each gate: `(16, 4)`."""
+WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
+"""1, A, B and AB in each row of the truth table, where A and B are -1 for a 0 and 1 for a 1."""
+_IDENTITY = np.eye(4, dtype=int)
+
+
+def relaxed_gates(a: Array, b: Array) -> list[Array]:
+    """The 16 functions of two arrays, one by one, as they are written in the literature."""
+    zero, one, ab = jnp.zeros_like(a), jnp.ones_like(a), a * b
+    first = [zero, ab, a - ab, a, b - ab, b, a + b - 2 * ab, a + b - ab]
+    last = [1 - (a + b - ab), 1 - (a + b - 2 * ab), 1 - b, 1 - b + ab, 1 - a, 1 - a + ab, 1 - ab, one]
+    return first + last
+
+
+# ----------------------------------------------------------------------------------- from parameters to coefficients
+
+
+def softmax(logits: Array) -> Array:
+    """Coefficients `(gates, 4)` of gates that are the 16 functions, weighted with the softmax of `(gates, 16)`."""
+    return _times(jax.nn.softmax(widen(logits)), COEFFICIENTS)
+
+
+def softmax_backward(dc: Array, logits: Array) -> Array:
+    """`dlogits = p (u - Σ p u)`, with p the probabilities and `u = T dc`, T the coefficients of the 16 functions."""
+    p, du = jax.nn.softmax(widen(logits)), _times(dc, COEFFICIENTS.T)
+    return (p * (du - jnp.sum(p * du, axis=-1, keepdims=True))).astype(logits.dtype)
+
+
+def input_wise(parameters: Array) -> Array:
+    """Coefficients `(gates, 4)` of gates whose truth table's rows are the sigmoids of the parameters `(gates, 4)`."""
+    return _from_rows(parameters, _IDENTITY)
+
+
+def input_wise_backward(dc: Array, parameters: Array) -> Array:
+    """With r a row of the truth table: `dparameter = r (1 - r) dr`."""
+    return _from_rows_backward(dc, parameters, _IDENTITY)
+
+
+def walsh(parameters: Array) -> Array:
+    """Coefficients `(gates, 4)` of gates whose rows are the sigmoids of `w0 ± w1 ± w2 ± w3`: 1, A, B and AB."""
+    return _from_rows(parameters, WALSH)
+
+
+def walsh_backward(dc: Array, parameters: Array) -> Array:
+    """With r a row of the truth table: `dw = Σ_rows r (1 - r) dr (1, A, B, AB)`."""
+    return _from_rows_backward(dc, parameters, WALSH)
+
+
+def _from_rows(parameters, basis):
+    return _times(_rows(parameters, basis), INTERPOLATION)
+
+
+def _from_rows_backward(dc, parameters, basis):
+    row = _rows(parameters, basis)
+    return _times(_times(dc, INTERPOLATION.T) * row * (1 - row), basis).astype(parameters.dtype)
+
+
+def _rows(parameters, basis):
+    return jax.nn.sigmoid(_times(widen(parameters), basis.T))
+
+
+def _times(a, constant):
+    """The product with a small matrix of integers, exact but for the sum's rounding."""
+    return jnp.matmul(a, jnp.asarray(constant, a.dtype), precision=Precision.HIGHEST)
+
+
+# -------------------------------------------------------------------------------------- starting, hardening and scoring
+
+
+def initial_logits(
+    key: PRNGKeyArray,
+    gates: int,
+    *,
+    initialization: Literal["normal", "residual"] = "residual",
+    parametrization: Parametrization = "softmax",
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "gates parameters"]:
+    """Parameters to start training from.
+
+    Args:
+      key: draws the normal ones.
+      initialization: "normal", standard normal numbers; "residual", gates that pass on their a: the logit of that
+        gate is 5, the others 0 (a probability of 0.91), or the truth table's rows are 0.95 and 0.05.
+
+    Source: of "residual", F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    """
+    op = "initial_logits"
+    _check_choice(op, "parametrization", parametrization, get_args(Parametrization))
+    _check_choice(op, "initialization", initialization, ("normal", "residual"))
+    if initialization == "normal":
+        return jax.random.normal(key, (gates, PARAMETERS[parametrization]), dtype)
+    if parametrization == "softmax":
+        one = jnp.zeros(GATES).at[PASS_THROUGH].set(5.0)
+    else:
+        row = math.log(0.95 / 0.05) * (2.0 * TRUTH_TABLES[PASS_THROUGH] - 1)
+        one = jnp.asarray(row if parametrization == "input_wise" else row @ WALSH / 4)
+    return jnp.tile(one.astype(dtype), (gates, 1))
+
+
+def harden(
+    logits: Float[Array, "gates parameters"], parametrization: Parametrization = "softmax"
+) -> UInt8[Array, "gates"]:
+    """Each gate's most probable function, by its number from 0 to 15; of equally probable ones the first.
+
+    Where the parameters make a truth table, each of its rows is rounded: a half is a 0.
+
+    Raises:
+      TypeError, ValueError: as in `gate_layer`.
+    """
+    (logits,) = _checks.floating("harden", logits=logits)
+    check_parameters("harden", logits, "gates", parametrization)
+    if parametrization == "softmax":
+        return jnp.argmax(logits, axis=-1).astype(jnp.uint8)
+    row = logits if parametrization == "input_wise" else _times(widen(logits), WALSH.T)
+    return jnp.sum((row > 0) * np.array([8, 4, 2, 1]), axis=-1).astype(jnp.uint8)
+
+
+def hard_logits(
+    gates: UInt8[Array, "gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
+) -> Float[Array, "gates parameters"]:
+    """Parameters whose gates are exactly those of these numbers: `harden` gives them back.
+
+    A layer of them is exact on bits: its probabilities are 0 and 1, and so are its results.
+    """
+    row = jnp.asarray(TRUTH_TABLES, dtype)[gates]
+    if parametrization == "softmax":
+        return jnp.where(gates[:, None] == np.arange(GATES), 0.0, -jnp.inf).astype(dtype)
+    large = jnp.asarray(2.0**10, dtype) * (2 * row - 1)
+    return large if parametrization == "input_wise" else _times(large, WALSH) / 4
+
+
+def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -> Float[Array, "*batch groups"]:
+    """The sums of `groups` equal runs of neighbouring inputs, over tau: the scores of classes from a layer of gates.
+
+    Raises:
+      TypeError: x is not floating.
+      ValueError: groups does not divide the inputs, or tau is not above 0.
+    """
+    (x,) = _checks.floating("group_sum", x=x)
+    if x.ndim == 0 or not _checks.is_int(groups) or groups < 1 or x.shape[-1] % groups:
+        raise ValueError(f"group_sum: x has shape {x.shape} and groups is {groups!r}; wants a divisor of its last axis")
+    if not tau > 0:
+        raise ValueError(f"group_sum: tau is {tau!r}; wants a number above 0")
+    sums = jnp.sum(widen(x).reshape(*x.shape[:-1], groups, x.shape[-1] // groups), axis=-1)
+    return (sums / tau).astype(x.dtype)
+
+
+def check_parameters(op: str, logits: Array, gates: int | str, parametrization: Any) -> None:
+    """Requires a known parametrization, and as many parameters of each gate."""
+    _check_choice(op, "parametrization", parametrization, get_args(Parametrization))
+    _checks.shape(op, "logits", logits, gates, PARAMETERS[parametrization])
+
+
+def _check_choice(op, name, value, choices):
+    if value not in choices:
+        raise ValueError(f"{op}: {name} is {value!r}; wants one of {', '.join(choices)}")

@@ -1,0 +1,365 @@
+"""The gradients of a layer of two-input gates, features first. Of `y = c0 + c1 a + c2 b + c3 a b`, gate by gate:
+
+    dx[i, n] = sum over the gates g that read i as their a of dy[g, n] * (c[g, 1] + c[g, 3] * x[b[g], n])
+             + sum over those that read it as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
+    dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
+
+Three ways to make both:
+
+- `gradients_by_input`: a program owns an input, and goes over its consumers. Any wires.
+- `gradients_along_trail`: a program owns inputs that follow each other on the Euler trail, and reads all that it needs
+  at once. Inputs have two consumers each, or four.
+- `input_gradient` and `coefficients_gradient`: where a row is short, a program waits most of the time for its loads.
+  Of these two, it owns a few inputs, or gates, and has the loads of all of them under way.
+
+Arguments: dy `(gates, N)`, the batch N a multiple of `LANES`; coefficients `(gates, 4)`; a `Graph`; x `(inputs, N)` of
+dy's dtype. dx comes in that dtype, dc in float32, both summed in float32. The batch is the slow axis of every grid, as
+in forward.py. What bounds the kernels, and what was tried: docs/logic_gates.md.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core import device
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import LANES, SUMMED_ROWS, largest_divisor, sums_over_lanes, zeros_like
+from pallas_kernels.core.tiles import kernel
+from pallas_kernels.logic.forward import lane_block_length, part_of_a_warpgroup
+from pallas_kernels.logic.graph import Graph
+
+_GATE_SUMS = 4
+"""Sums of a gate: those of dy, dy a, dy b and dy a b."""
+
+
+def _lanes(block: Any, blocks: int, length: int = LANES) -> list[Any]:
+    """The lane blocks of a program, neighbours in the batch."""
+    return [pl.ds((block * blocks + k) * length, length) for k in range(blocks)]
+
+
+def _load(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
+    """A row's lane blocks."""
+    return [ref[row, block].astype(jnp.float32) for block in lanes]
+
+
+def _gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
+    """From a gate's (dy, a, b) in each lane block, the vectors whose sums over the lanes are its gradients, in turn."""
+    terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
+    for blocks in zip(*terms, strict=True):
+        yield functools.reduce(jnp.add, blocks)
+
+
+def _slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
+    """A consumer's derivative in the input that it reads: the constant, and the factor of the partner."""
+    return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
+
+
+def _lacks_shared_memory(rows: int) -> str | None:
+    needed, has = rows * LANES * 4, device.target().shared_bytes
+    return f"{needed} bytes of shared memory in a program, only {has}" if needed > has else None
+
+
+# --------------------------------------------------------------------------------------------------------- by input
+
+_INPUT_EXAMPLES = 1024
+"""Examples of an input in a program: the more, the fewer sums over lanes, and the fewer loads of indices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ByInputConfig:
+    """How many lane blocks a program has, and their length, a multiple of `LANES`."""
+
+    blocks: int
+    length: int
+
+
+def _by_input_supports(dy, coefficients, graph, x):
+    return part_of_a_warpgroup(x)
+
+
+def _by_input_heuristic(dy, coefficients, graph, x):
+    length = lane_block_length(x)
+    return ByInputConfig(largest_divisor(x.shape[1] // length, max(1, _INPUT_EXAMPLES // length)), length)
+
+
+@kernel(supports=_by_input_supports, heuristic=_by_input_heuristic)
+def gradients_by_input(
+    dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: ByInputConfig
+) -> tuple[Array, Array]:
+    """(dx, dc). A program owns an input and some lane blocks, and goes over the input's consumers.
+
+    Where the input is a gate's a, the program has all that the gate's sums need in its registers.
+    """
+    (gates, N), inputs = dy.shape, x.shape[0]
+
+    def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, dc_ref, *, block, row):
+        lanes = _lanes(block, config.blocks, config.length)
+        owned = _load(x_ref, row, lanes)
+
+        def add_consumer(e, dx, role):
+            g = consumers_ref[e] >> 1
+            dy, partner = _load(dy_ref, g, lanes), _load(x_ref, partners_ref[e], lanes)
+            if role == 0:
+                for k, vector in enumerate(_gate_sums(list(zip(dy, owned, partner, strict=True)))):
+                    dc_ref[block, g, k] = jnp.sum(vector)
+            slope, curve = c_ref[g, 1 + role], c_ref[g, 3]
+            return tuple(s + d * (slope + curve * p) for s, d, p in zip(dx, dy, partner, strict=True))
+
+        dx = tuple(zeros_like(a) for a in owned)
+        for role in (0, 1):
+            first, end = offsets_ref[2 * row + role], offsets_ref[2 * row + role + 1]
+            dx = lax.fori_loop(first, end, functools.partial(add_consumer, role=role), dx)
+        for lane_block, total in zip(lanes, dx, strict=True):
+            dx_ref[row, lane_block] = total.astype(dx_ref.dtype)
+
+    blocks = N // (config.length * config.blocks)
+    dx, dc = launch(
+        body,
+        dy,
+        coefficients.astype(jnp.float32),
+        graph.consumers,
+        graph.partners,
+        graph.offsets,
+        x,
+        out=(x, jax.ShapeDtypeStruct((blocks, gates, _GATE_SUMS), jnp.float32)),
+        grid={"block": blocks, "row": inputs},
+        name="gate_layer_backward",
+    )
+    return dx, jnp.sum(dc, axis=0)
+
+
+# -------------------------------------------------------------------------------------------------- along the trail
+
+_TRAIL_CONSUMERS = (2, 4)
+"""Consumers of every input for which the kernel is written."""
+_TRAIL_BLOCKS = 8
+"""Lane blocks in a program, at most."""
+_TRAIL_BYTES = 64
+"""That a thread reads of dy for one input, at most: of half precisions it has more lane blocks."""
+_TRAIL_ROWS = SUMMED_ROWS // 2
+"""Of shared memory: a program sums the terms of at most four gates."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AlongTrailConfig:
+    """A program's inputs, and how many lane blocks of `LANES` it has."""
+
+    inputs: int
+    blocks: int
+
+
+def _along_trail_supports(dy, coefficients, graph, x):
+    if not graph.regular or graph.most_consumers not in _TRAIL_CONSUMERS:
+        wanted = " or ".join(map(str, _TRAIL_CONSUMERS))
+        return f"wires of {graph.most_consumers} consumers, only {wanted} of every input"
+    return part_of_a_warpgroup(x) or _lacks_shared_memory(_TRAIL_ROWS)
+
+
+def _along_trail_heuristic(dy, coefficients, graph, x):
+    most = graph.most_consumers
+    blocks = largest_divisor(x.shape[1] // LANES, min(_TRAIL_BLOCKS, _TRAIL_BYTES // (most * x.dtype.itemsize)))
+    # Of short rows, eight consumers in a program, else four: as many loads under way.
+    return AlongTrailConfig(inputs=largest_divisor(x.shape[0], (8 if blocks <= 2 else 4) // most), blocks=blocks)
+
+
+@kernel(supports=_along_trail_supports, heuristic=_along_trail_heuristic)
+def gradients_along_trail(
+    dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: AlongTrailConfig
+) -> tuple[Array, Array]:
+    """(dx, dc). A program owns inputs that follow each other on the trail, and sums for the gates by which it leaves
+    them. All that it reads is under way at once."""
+    N, inputs, most = x.shape[1], x.shape[0], graph.most_consumers
+    leaving = most // 2
+
+    def body(dy_ref, c_ref, consumers_ref, partners_ref, inputs_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
+        lanes = _lanes(block, config.blocks)
+        owned_rows = [inputs_ref[group * config.inputs + k] for k in range(config.inputs)]
+        places = [group * config.inputs * most + k for k in range(config.inputs * most)]
+        consumers, partner_rows = ([ref[e] for e in places] for ref in (consumers_ref, partners_ref))
+        slopes = [_slopes(c_ref, consumer) for consumer in consumers]
+        owned = [_load(x_ref, row, lanes) for row in owned_rows]
+        dys = [_load(dy_ref, consumer >> 1, lanes) for consumer in consumers]
+        partners = [_load(x_ref, row, lanes) for row in partner_rows]
+        for k, row in enumerate(owned_rows):
+            of_input = range(k * most, (k + 1) * most)
+            for p, lane_block in enumerate(lanes):
+                terms = [dys[n][p] * (slopes[n][0] + slopes[n][1] * partners[n][p]) for n in of_input]
+                dx_ref[row, lane_block] = functools.reduce(jnp.add, terms).astype(dx_ref.dtype)
+            for gate, n in enumerate(of_input[:leaving], k * leaving):
+                for t, vector in enumerate(_gate_sums(list(zip(dys[n], owned[k], partners[n], strict=True)))):
+                    rows_ref[_GATE_SUMS * gate + t] = vector
+        sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * _TRAIL_ROWS, _TRAIL_ROWS)])
+
+    blocks, groups = N // (LANES * config.blocks), inputs // config.inputs
+    dx, sums = launch(
+        body,
+        dy,
+        coefficients.astype(jnp.float32),
+        graph.trail_consumers,
+        graph.trail_partners,
+        graph.trail_inputs,
+        x,
+        out=(x, jax.ShapeDtypeStruct((blocks, groups * _TRAIL_ROWS), jnp.float32)),
+        grid={"block": blocks, "group": groups},
+        scratch=[plgpu.SMEM((_TRAIL_ROWS, LANES), jnp.float32)],
+        barriers=False,
+        name="gate_layer_backward_along_trail",
+    )
+    return dx, _gathered_from_trail(jnp.sum(sums, axis=0), graph, config)
+
+
+def _gathered_from_trail(sums, graph, config):
+    """dc in the gates' order, from the sums of each program."""
+    most, leaving, place = graph.most_consumers, graph.most_consumers // 2, graph.trail_places
+    sums = sums.reshape(-1, _TRAIL_ROWS // _GATE_SUMS, _GATE_SUMS)
+    gate = place // most * leaving + place % most
+    dc = sums[gate // (config.inputs * leaving), gate % (config.inputs * leaving)]
+    # Left from its b: that comes before its a.
+    swapped = graph.trail_consumers[place] & 1 == 1
+    return jnp.where(swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)
+
+
+# --------------------------------------------------------------------------- input's and coefficients', of short rows
+
+_SHORT_ROW = 1024
+"""Examples up to which two kernels are faster than one, measured."""
+_L2_SHARE = 0.8
+"""Of the L2 cache, what x may fill: it is read in random places, while dy streams through the rest. Measured on an
+H200, 48 MiB of its 60."""
+_INPUTS, _CONSUMERS = 4, 4
+"""Inputs in a program, at most, and consumers of each that it reads at a time; of inputs with more, two."""
+_GATES = SUMMED_ROWS // _GATE_SUMS
+"""In a program, so that their sums fill whole tiles."""
+_GATE_BLOCKS = 4
+"""Lane blocks of a program's gates, at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InputConfig:
+    """A program's inputs, the consumers of each that it reads at a time, and the length of its lane block."""
+
+    inputs: int
+    consumers: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CoefficientsConfig:
+    """How many lane blocks of `LANES` a program has, for `_GATES` gates."""
+
+    blocks: int
+
+
+def _is_short_and_in_l2(x):
+    return x.shape[1] <= _SHORT_ROW and x.size * x.dtype.itemsize <= _L2_SHARE * device.target().l2_bytes
+
+
+def _input_supports(dy, coefficients, graph, x):
+    return part_of_a_warpgroup(x)
+
+
+def _input_heuristic(dy, coefficients, graph, x):
+    if not _is_short_and_in_l2(x):
+        return None
+    most = graph.most_consumers
+    consumers = most if most <= _CONSUMERS else 2
+    return InputConfig(largest_divisor(x.shape[0], _INPUTS), consumers, lane_block_length(x))
+
+
+@kernel(supports=_input_supports, heuristic=_input_heuristic)
+def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: InputConfig) -> Array:
+    """dx. A program owns a few inputs and a lane block, and reads some consumers of all of them at a time."""
+    (gates, N), inputs = dy.shape, x.shape[0]
+
+    def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, inputs_ref, x_ref, dx_ref, *, block, group):
+        lanes = pl.ds(block * config.length, config.length)
+        owned_rows = [inputs_ref[group * config.inputs + k] for k in range(config.inputs)]
+        ends = [(offsets_ref[2 * row], offsets_ref[2 * row + 2]) for row in owned_rows]
+
+        def add_consumers(turn, sums):
+            places = [first + turn * config.consumers + k for first, _ in ends for k in range(config.consumers)]
+            # Past an input's last consumer stand those of others, which are read and not added.
+            present = [jnp.minimum(e, 2 * gates - 1) for e in places]
+            consumers, partner_rows = ([ref[e] for e in present] for ref in (consumers_ref, partners_ref))
+            dys = [dy_ref[consumer >> 1, lanes].astype(jnp.float32) for consumer in consumers]
+            partners = [x_ref[row, lanes].astype(jnp.float32) for row in partner_rows]
+            slopes = [_slopes(c_ref, consumer) for consumer in consumers]
+            sums = list(sums)
+            for n, (e, dy, partner, (slope, curve)) in enumerate(zip(places, dys, partners, slopes, strict=True)):
+                k = n // config.consumers
+                sums[k] += jnp.where(e < ends[k][1], dy * (slope + curve * partner), jnp.zeros_like(dy))
+            return tuple(sums)
+
+        sums = (zeros_like(x_ref[0, lanes].astype(jnp.float32)),) * config.inputs
+        if config.consumers == graph.most_consumers:
+            sums = add_consumers(0, sums)
+        else:
+            most = functools.reduce(jnp.maximum, (end - first for first, end in ends))
+            sums = lax.fori_loop(0, (most + config.consumers - 1) // config.consumers, add_consumers, sums)
+        for row, total in zip(owned_rows, sums, strict=True):
+            dx_ref[row, lanes] = total.astype(dx_ref.dtype)
+
+    return launch(
+        body,
+        dy,
+        coefficients.astype(jnp.float32),
+        graph.consumers,
+        graph.partners,
+        graph.offsets,
+        graph.trail_inputs,
+        x,
+        out=x,
+        grid={"block": N // config.length, "group": inputs // config.inputs},
+        barriers=False,
+        name="gate_layer_backward_input",
+    )
+
+
+def _coefficients_supports(dy, graph, x):
+    return part_of_a_warpgroup(x) or _lacks_shared_memory(_GATE_SUMS * _GATES)
+
+
+def _coefficients_heuristic(dy, graph, x):
+    return CoefficientsConfig(largest_divisor(x.shape[1] // LANES, _GATE_BLOCKS)) if _is_short_and_in_l2(x) else None
+
+
+@kernel(supports=_coefficients_supports, heuristic=_coefficients_heuristic)
+def coefficients_gradient(dy: Array, graph: Graph, x: Array, *, config: CoefficientsConfig) -> Array:
+    """dc. A program owns `_GATES` gates and some lane blocks, and reads all of them at once."""
+    gates, N = dy.shape
+    blocks, groups, rows = N // (LANES * config.blocks), -(-gates // _GATES), _GATE_SUMS * _GATES
+
+    def body(dy_ref, a_ref, b_ref, x_ref, dc_ref, rows_ref, *, block, group):
+        owned_gates = [jnp.minimum(group * _GATES + k, gates - 1) for k in range(_GATES)]
+        lanes = _lanes(block, config.blocks)
+        reads = [((dy_ref, g), (x_ref, a_ref[g]), (x_ref, b_ref[g])) for g in owned_gates]
+        values = [[_load_each(read, lane_block) for lane_block in lanes] for read in reads]
+        for n, of_gate in enumerate(values):
+            for k, vector in enumerate(_gate_sums(of_gate)):
+                rows_ref[_GATE_SUMS * n + k] = vector
+        sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * _GATE_SUMS * _GATES, rows)])
+
+    dc = launch(
+        body,
+        dy,
+        graph.a,
+        graph.b,
+        x,
+        out=jax.ShapeDtypeStruct((blocks, groups * rows), jnp.float32),
+        grid={"block": blocks, "group": groups},
+        scratch=[plgpu.SMEM((rows, LANES), jnp.float32)],
+        barriers=False,
+        name="gate_layer_backward_coefficients",
+    )
+    return jnp.sum(dc, axis=0)[: _GATE_SUMS * gates].reshape(gates, _GATE_SUMS)
+
+
+def _load_each(rows, lane_block):
+    return [ref[row, lane_block].astype(jnp.float32) for ref, row in rows]

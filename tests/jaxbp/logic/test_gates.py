@@ -1,0 +1,142 @@
+"""What a gate is: its number and truth table, the relaxed functions, parameters to start from, hardening, scores."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import in_float64, normal
+
+import jaxbp
+from jaxbp import Wires
+from jaxbp.logic import gates as logic_gates
+from jaxbp.logic.gates import COEFFICIENTS, PARAMETERS, TRUTH_TABLES, relaxed_gates
+
+pytestmark = pytest.mark.once
+
+BOOLEAN = [
+    lambda a, b: False,
+    lambda a, b: a and b,
+    lambda a, b: a and not b,
+    lambda a, b: a,
+    lambda a, b: not a and b,
+    lambda a, b: b,
+    lambda a, b: a != b,
+    lambda a, b: a or b,
+    lambda a, b: not (a or b),
+    lambda a, b: a == b,
+    lambda a, b: not b,
+    lambda a, b: a or not b,
+    lambda a, b: not a,
+    lambda a, b: not a or b,
+    lambda a, b: not (a and b),
+    lambda a, b: True,
+]
+BITS = list(itertools.product((False, True), repeat=2))
+ONE_GATE = Wires.from_pairs([0], [1], 2)
+every_gate = pytest.mark.parametrize("gate", range(16))
+every_parametrization = pytest.mark.parametrize("parametrization", PARAMETERS)
+
+
+@every_gate
+def test_each_gate_is_numbered_by_its_truth_table(gate):
+    table = [BOOLEAN[gate](a, b) for a, b in BITS]
+    assert TRUTH_TABLES[gate].tolist() == table
+    c0, c1, c2, c3 = COEFFICIENTS[gate]
+    assert [c0 + c1 * a + c2 * b + c3 * a * b for a, b in BITS] == table
+
+
+def test_the_relaxed_functions_are_the_gates_on_bits_and_linear_in_between():
+    a, b = jnp.asarray(BITS, jnp.float32).T
+    assert jnp.stack(relaxed_gates(a, b)).tolist() == TRUTH_TABLES.tolist()
+    a, b = jnp.asarray(np.random.default_rng(0).random((2, 50)), jnp.float32)
+    expected = jnp.asarray(COEFFICIENTS, jnp.float32) @ jnp.stack([jnp.ones(50), a, b, a * b])
+    np.testing.assert_allclose(jnp.stack(relaxed_gates(a, b)), expected, atol=1e-6)
+
+
+@every_parametrization
+def test_the_backward_of_the_coefficients_is_that_of_native_autodiff(parametrization):
+    forward = getattr(logic_gates, parametrization)
+    backward = getattr(logic_gates, f"{parametrization}_backward")
+    dc, parameters = normal((5, 4), (5, PARAMETERS[parametrization]))
+    found = in_float64(backward, dc, parameters)
+    expected = in_float64(lambda dc, parameters: jax.vjp(forward, parameters)[1](dc)[0], dc, parameters)
+    np.testing.assert_allclose(found, expected, rtol=1e-13, atol=1e-15)
+
+
+# ---------------------------------------------------------------------------------------------- hardening and starting
+
+
+@every_parametrization
+def test_hard_logits_are_hardened_to_their_gates_and_are_exact_on_bits(parametrization):
+    gates = jnp.arange(16, dtype=jnp.uint8)
+    logits = jaxbp.hard_logits(gates, parametrization)
+    assert (jaxbp.harden(logits, parametrization) == gates).all()
+    wires = Wires.from_pairs([0] * 16, [1] * 16, 2)
+    y = jaxbp.gate_layer(logits, wires, jnp.asarray(BITS, jnp.float32), parametrization=parametrization)
+    assert y.T.tolist() == TRUTH_TABLES.tolist()
+
+
+def test_harden_takes_the_first_of_equally_probable_gates():
+    assert jaxbp.harden(jnp.zeros((2, 16)).at[1, 5].set(1.0).at[1, 9].set(1.0)).tolist() == [0, 5]
+
+
+@every_parametrization
+def test_residual_gates_pass_on_their_a(parametrization):
+    logits = jaxbp.initial_logits(jax.random.key(0), 7, parametrization=parametrization)
+    assert logits.shape == (7, PARAMETERS[parametrization])
+    assert (jaxbp.harden(logits, parametrization) == logic_gates.PASS_THROUGH).all()
+    y = jaxbp.gate_layer(logits[:1], ONE_GATE, jnp.asarray(BITS, jnp.float32), parametrization=parametrization)
+    assert (jnp.abs(y[:, 0] - jnp.array([0.0, 0.0, 1.0, 1.0])) < 0.06).all()
+
+
+@every_parametrization
+def test_normal_logits_differ_by_key(parametrization):
+    draw = functools.partial(jaxbp.initial_logits, gates=1000, initialization="normal", parametrization=parametrization)
+    one, other = draw(jax.random.key(0)), draw(jax.random.key(1))
+    assert (one != other).any() and abs(float(one.std()) - 1) < 0.05
+
+
+def test_group_sum_adds_up_neighbours():
+    x = jnp.arange(12.0).reshape(2, 6)
+    assert jaxbp.group_sum(x, 3, tau=2.0).tolist() == [[0.5, 2.5, 4.5], [6.5, 8.5, 10.5]]
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def zeros(*shape):
+    return jnp.zeros(shape)
+
+
+REFUSED = {
+    "one gate's logits to harden": (
+        lambda: jaxbp.harden(zeros(16)),
+        ValueError,
+        "harden: logits has shape (16,); wants (gates, 16)",
+    ),
+    "an unknown initialization": (
+        lambda: jaxbp.initial_logits(jax.random.key(0), 3, initialization="zeros"),
+        ValueError,
+        "initial_logits: initialization is 'zeros'; wants one of normal, residual",
+    ),
+    "groups that do not divide": (
+        lambda: jaxbp.group_sum(zeros(2, 7), 3),
+        ValueError,
+        "group_sum: x has shape (2, 7) and groups is 3; wants a divisor of its last axis",
+    ),
+    "a tau of nothing": (
+        lambda: jaxbp.group_sum(zeros(2, 6), 3, tau=0),
+        ValueError,
+        "group_sum: tau is 0; wants a number above 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused(call, error, message):
+    with pytest.raises(error) as raised:
+        call()
+    assert str(raised.value) == message
