@@ -32,7 +32,7 @@ class Ring:
     """
 
     stages: int
-    copy: Callable[[Any, Any, Any], None]
+    copy: Callable[..., None]
     loaded: Any
     steps: Any = None
     free: Any = None
@@ -65,10 +65,14 @@ class Ring:
         """Tells the producer that a consumer has read a step's stage."""
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
 
-    def produce(self, step: Any) -> None:
-        """Starts a step's copies as soon as all consumers have released its stage."""
-        pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[self.stage(step)]))
-        self._copy(step)
+    def produce(self, step: Any, *source: Any) -> None:
+        """Starts a step's copies as soon as all consumers have released its stage.
+
+        `source` is handed on to `copy`, where the step's number alone does not say what is copied.
+        """
+        stage = self.stage(step)
+        pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
+        self.copy(step, stage, self.loaded.at[stage], *source)
 
     def drain(self, steps: Any) -> None:
         """Waits until the last stages are released: a CTA may not end while another arrives at its barriers."""
