@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from jaxbp.ops import _checks
 from jaxbp.ops._numerics import on_tensor_cores
-from jaxbp.ops.losses import logits_gradient, loss_and_probabilities
+from jaxbp.ops.softmax_cross_entropy import logits_gradient, loss_and_probabilities
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
