@@ -143,7 +143,8 @@ def lenet_saved_tensors(
     saved = {}
     x = model._features(images, saved.__setitem__)
     if model._dense_fused:
-        loss, logits, *hidden = mlp.rows(x, labels, *model._dense_layers(), precision=None)
+        layers = model._dense_layers()
+        loss, logits, hidden = mlp.rows(x, labels, layers[::2], layers[1::2])
         return loss, saved | dict(
             zip(("fc1.input", "fc2.input", "fc3.input", "logits"), (x, *hidden, logits), strict=True)
         )

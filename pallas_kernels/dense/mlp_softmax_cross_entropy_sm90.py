@@ -538,8 +538,9 @@ def forward_and_gradients(
       loss, logits, the h, and the gradients of each loss by itself: those of `forward`, and those of `backward`.
     """
     network, N = _Network.of(weights), x.shape[1]
-    ends = list(itertools.accumulate(network.pieces))
-    pieces = [weights[0].T[end - n : end] for n, end in zip(network.pieces, ends, strict=True)]
+    first = weights[0].T
+    ends = itertools.accumulate(network.pieces)
+    pieces = [first[end - n : end] for n, end in zip(network.pieces, ends, strict=True)]
     matrices = [*weights, *(w.T for w in reversed(weights[1:])), *pieces]
     packed = _packed(_slices(matrices, network.up_and_down), biases, network)
     outputs = (network.widths[-1], *network.widths[1:-1], *reversed(network.widths[1:]))
