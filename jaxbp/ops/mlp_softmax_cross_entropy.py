@@ -80,8 +80,8 @@ def _save(x, labels, *layers, precision):
 
 
 def _gradients(dy, saved, *, precision):
-    x, *of_rows = saved
-    *gradients, dx = row_gradients(dy, *of_rows, precision=precision)
+    x, *arrays = saved
+    *gradients, dx = row_gradients(dy, *arrays, precision=precision)
     return dx, None, *_layer_gradients(reversed(gradients), (x, *saved.hidden), precision)
 
 
@@ -181,8 +181,8 @@ def _gradients_kernel(dy, saved, *, precision):
 
 
 def _gradients_of_wide_rows(dy, saved, *, precision):
-    x_last, *of_rows = saved
-    *gradients, dx_last = _WIDE_ROW_GRADIENTS(batch_last(dy), *of_rows)
+    x_last, *arrays = saved
+    *gradients, dx_last = _WIDE_ROW_GRADIENTS(batch_last(dy), *arrays)
     layers = []
     for w, dz, h in zip(saved.weights, reversed(gradients), (x_last.T, *saved.hidden), strict=True):
         outputs, inputs = w.shape

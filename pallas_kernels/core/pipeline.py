@@ -25,7 +25,7 @@ class Ring:
 
     Attributes:
       stages: how many.
-      copy: `copy(step, stage, barrier)` starts the bulk copies of a step, which arrive at `barrier`.
+      copy: `copy(step, stage, barrier, *source)` starts the bulk copies of a step, which arrive at `barrier`.
       loaded: a barrier a stage, at which a step's copies arrive.
       steps: how many steps there are, or None if no step is ever fetched that does not exist.
       free: a barrier a stage, at which consumers arrive when they have read it; None without a producer.

@@ -111,12 +111,12 @@ def _unsupported_device(config: Config) -> str | None:
 
 
 class _Tile(NamedTuple):
-    """A tile of the result: its split, first row and column, number in its row of tiles, and the steps of its sums."""
+    """A tile of the result: its split, first row and column, its column of tiles, and the steps of its sums."""
 
     split: Any
     row: Any
     column: Any
-    across: Any
+    tile_column: Any
     first: Any
     end: Any
 
@@ -147,19 +147,19 @@ class _Product:
     multiprocessors: int
 
     @property
-    def down(self) -> int:
-        """Clusters' tiles, one below the other."""
+    def tile_rows(self) -> int:
+        """Rows of tiles, those of a cluster as one."""
         return -(-self.rows // (self.config.rows * self.config.cluster))
 
     @property
-    def across(self) -> int:
-        """Tiles, one beside the other."""
+    def tile_columns(self) -> int:
+        """Columns of tiles."""
         return self.columns // self.config.columns
 
     @property
     def tiles(self) -> int:
         """Of each CTA of a cluster: as many as all clusters have together."""
-        return self.config.splits * self.down * self.across
+        return self.config.splits * self.tile_rows * self.tile_columns
 
     @property
     def clusters(self) -> int:
@@ -171,8 +171,8 @@ class _Product:
         return self.config.rows // _CONSUMERS
 
     @property
-    def launched(self) -> dict[str, Any]:
-        """How it is launched."""
+    def launch_options(self) -> dict[str, Any]:
+        """What `launch` is told."""
         cluster = {"cta": self.config.cluster} if self.config.cluster > 1 else {}
         return dict(grid={"cluster": self.clusters}, cluster=cluster, warpgroups=_CONSUMERS + 1)
 
@@ -192,8 +192,8 @@ class _Product:
 
     def tile(self, index: Any, cta: Any) -> _Tile:
         config, steps = self.config, -(-self.summed // _STEP)
-        split, index = index // (self.down * self.across), index % (self.down * self.across)
-        row, column = _raster(index, self.down, config.raster or self.across)
+        split, index = index // (self.tile_rows * self.tile_columns), index % (self.tile_rows * self.tile_columns)
+        row, column = _raster(index, self.tile_rows, config.raster or self.tile_columns)
         first, end = split * steps // config.splits, (split + 1) * steps // config.splits
         return _Tile(split, (row * config.cluster + cta) * config.rows, column * config.columns, column, first, end)
 
@@ -215,8 +215,7 @@ class _Product:
         """The pipeline: the producer and the consumers, each with its share of the registers.
 
         Args:
-          ring: its `copy(done, stage, barrier, tile, step)` brings a step of a tile. What counts the steps of the ring,
-            `done`, are those of all tiles.
+          ring: its `copy(count, stage, barrier, tile, step)` brings a step of a tile; `count` goes on over all tiles.
           accumulators: of a consumer.
           spans: of a tile, `(first, end, multiply)` for steps one after another. `multiply(stage, *accumulators)`
             starts the products of a step, and returns when those of the step before are done.
@@ -236,36 +235,36 @@ class _Product:
             self.over_tiles(consume, cluster, cta)
 
     def over_tiles(self, visit: Callable[[Any, _Tile], Any], cluster: Any, cta: Any) -> Any:
-        """`done = visit(done, tile)` for the tiles of a CTA; returns the steps of all."""
+        """`count = visit(count, tile)` for the tiles of a CTA, from 0 on; returns the last."""
 
-        def step(i, done):
-            return visit(done, self.tile(cluster + i * self.clusters, cta))
+        def visit_next(i, count):
+            return visit(count, self.tile(cluster + i * self.clusters, cta))
 
         tiles = (self.tiles - cluster + self.clusters - 1) // self.clusters
-        return lax.fori_loop(0, tiles, step, jnp.int32(0))
+        return lax.fori_loop(0, tiles, visit_next, jnp.int32(0))
 
-    def produce(self, ring: Ring, done: Any, tile: _Tile) -> Any:
+    def produce(self, ring: Ring, count: Any, tile: _Tile) -> Any:
         """Brings the blocks of a tile's steps."""
 
-        def fetch(step, done):
-            ring.produce(done, tile, step)
-            return done + 1
+        def fetch(step, count):
+            ring.produce(count, tile, step)
+            return count + 1
 
-        return lax.fori_loop(tile.first, tile.end, fetch, done)
+        return lax.fori_loop(tile.first, tile.end, fetch, count)
 
     def consume(
-        self, ring: Ring, accumulators: Sequence[Any], spans: Callable, epilogue: Callable, done: Any, tile: _Tile
+        self, ring: Ring, accumulators: Sequence[Any], spans: Callable, epilogue: Callable, count: Any, tile: _Tile
     ) -> Any:
         """Multiplies the blocks of a tile's steps, and hands the sums to the epilogue."""
 
         def accumulate(*sums):
-            def add(step, done, *, multiply):
-                ring.wait(done)
-                multiply(ring.stage(done), *sums)
-                pl.when(step > tile.first)(lambda: ring.release(done - 1))
-                return done + 1
+            def add(step, count, *, multiply):
+                ring.wait(count)
+                multiply(ring.stage(count), *sums)
+                pl.when(step > tile.first)(lambda: ring.release(count - 1))
+                return count + 1
 
-            last = done
+            last = count
             for first, end, multiply in spans(tile):
                 last = lax.fori_loop(first, end, functools.partial(add, multiply=multiply), last)
             plgpu.wgmma_wait(0)
@@ -273,7 +272,7 @@ class _Product:
             return [a[...] for a in sums]
 
         epilogue(tile, *pl.run_scoped(accumulate, *accumulators))
-        return done + tile.end - tile.first
+        return count + tile.end - tile.first
 
 
 # --------------------------------------------------------------------------------------------------------- the forward
@@ -310,7 +309,7 @@ class _Forward(_Product):
         )
         pl.when(warpgroup < _PRODUCER)(lambda: plgpu.wait_smem_to_gmem(0))
 
-    def copy(self, refs, done, stage, barrier, tile, step):
+    def copy(self, refs, count, stage, barrier, tile, step):
         summed = pl.ds(step * _STEP, _STEP)
         rows, columns = pl.ds(tile.row, self.config.rows), pl.ds(tile.column, self.config.columns)
         plgpu.copy_gmem_to_smem(refs.x.at[rows, summed], refs.x_stages.at[stage], barrier)
@@ -378,7 +377,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
             *product.barriers,
         ],
         name="linear",
-        **product.launched,
+        **product.launch_options,
     )
 
 
@@ -427,17 +426,17 @@ class _WeightsGradient(_Product):
             warpgroup=warpgroup,
         )
 
-    def copy(self, refs, done, stage, barrier, tile, step):
+    def copy(self, refs, count, stage, barrier, tile, step):
         summed = pl.ds(step * _STEP, _STEP)
         rows, columns = pl.ds(tile.row, self.config.rows), pl.ds(tile.column, self.config.columns)
         plgpu.copy_gmem_to_smem(refs.dy.at[summed, rows], refs.dy_stages.at[stage], barrier)
         plgpu.copy_gmem_to_smem(refs.x.at[summed, columns], refs.x_stages.at[stage], barrier, **self.multicast)
 
     def spans(self, refs, warpgroup, tile):
-        """A tile's steps: before, in and after its share of those that make db, by its place among the tiles across."""
+        """A tile's steps: before, in and after its share of those that make db, by its column of tiles."""
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
-        start, stop = (tile.first + length * n // self.across for n in (tile.across, tile.across + 1))
+        start, stop = (tile.first + length * n // self.tile_columns for n in (tile.tile_column, tile.tile_column + 1))
         with_bias = functools.partial(multiply, with_bias=True)
         return [(tile.first, start, multiply), (start, stop, with_bias), (stop, tile.end, multiply)]
 
@@ -451,7 +450,7 @@ class _WeightsGradient(_Product):
     def epilogue(self, refs, warpgroup, tile, sums, bias_sums):
         rows, columns = self.consumed_rows(tile, warpgroup), pl.ds(tile.column, self.config.columns)
         store(refs.dw.at[tile.split, rows, columns], sums.astype(refs.dw.dtype))
-        store(refs.db.at[tile.split, tile.across, rows], bias_sums)
+        store(refs.db.at[tile.split, tile.tile_column, rows], bias_sums)
 
 
 def _weights_config(rows, outputs, inputs):
@@ -500,7 +499,7 @@ def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, con
         x,
         out=(
             jax.ShapeDtypeStruct((config.splits, outputs, inputs), dtype if config.splits == 1 else jnp.float32),
-            jax.ShapeDtypeStruct((config.splits, product.across, outputs, _ONES), jnp.float32),
+            jax.ShapeDtypeStruct((config.splits, product.tile_columns, outputs, _ONES), jnp.float32),
         ),
         scratch=[
             operand((config.stages, _STEP, config.rows), x.dtype),
@@ -509,7 +508,7 @@ def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, con
             *product.barriers,
         ],
         name="linear_backward_weights",
-        **product.launched,
+        **product.launch_options,
     )
     dw = dw[0] if config.splits == 1 else jnp.sum(dw, axis=0).astype(dtype)
     return dw, jnp.sum(db[..., 0], axis=(0, 1))

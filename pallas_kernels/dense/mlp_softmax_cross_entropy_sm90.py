@@ -99,11 +99,11 @@ class _Network:
         return widths(self.sizes)
 
     @property
-    def up(self) -> list[tuple[int, int]]:
+    def forward_products(self) -> list[tuple[int, int]]:
         return list(itertools.pairwise(self.widths))
 
     @property
-    def down(self) -> list[tuple[int, int]]:
+    def backward_products(self) -> list[tuple[int, int]]:
         return list(itertools.pairwise(reversed(self.widths)))
 
     @property
@@ -112,8 +112,8 @@ class _Network:
         return [min(_PIECE, self.widths[0] - n) for n in range(0, self.widths[0], _PIECE)]
 
     @property
-    def up_and_down(self) -> list[tuple[int, int]]:
-        return [*self.up, *self.down[:-1], *((self.widths[1], n) for n in self.pieces)]
+    def all_products(self) -> list[tuple[int, int]]:
+        return [*self.forward_products, *self.backward_products[:-1], *((self.widths[1], n) for n in self.pieces)]
 
     def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
         """Slices of the weights of `products` that shared memory has room for, beside operands of these widths."""
@@ -121,16 +121,16 @@ class _Network:
         return min(_MOST_STAGES, free // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 
     @property
-    def stages_up(self) -> int:
-        return self.stages(self.up, self.widths[:-1])
+    def forward_stages(self) -> int:
+        return self.stages(self.forward_products, self.widths[:-1])
 
     @property
-    def stages_down(self) -> int:
-        return self.stages(self.down, self.widths[1:])
+    def backward_stages(self) -> int:
+        return self.stages(self.backward_products, self.widths[1:])
 
     @property
-    def stages_up_and_down(self) -> int:
-        return self.stages(self.up_and_down, self.widths)
+    def all_stages(self) -> int:
+        return self.stages(self.all_products, self.widths)
 
     def scratch(self, products: list[tuple[int, int]], operands: tuple[int, ...], stages: int) -> list[Any]:
         """The ring's stages, their barriers, and the operands."""
@@ -149,7 +149,7 @@ def _unsupported(network: _Network, dtype: Any, N: int) -> str | None:
         return f"a batch of {N}, only multiples of {EXAMPLES}"
     if max(network.widths) > _MOST_COLUMNS:
         return f"rows as wide as {max(network.widths)} when filled up, at most {_MOST_COLUMNS}"
-    return _unsupported_stages(min(network.stages_up, network.stages_down))
+    return _unsupported_stages(min(network.forward_stages, network.backward_stages))
 
 
 def _unsupported_stages(stages: int) -> str | None:
@@ -175,7 +175,7 @@ def _slices(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[
     ]
 
 
-def _packed(slices: list[Array], biases: Sequence[Array], network: _Network) -> Array:
+def _pack(slices: list[Array], biases: Sequence[Array], network: _Network) -> Array:
     """Slices and, behind them, biases as long as rows, with a one behind all but the last."""
     ones = [b if layer == len(biases) - 1 else jnp.append(b, 1.0) for layer, b in enumerate(biases)]
     padded = [jnp.pad(b, (0, width - b.size)) for b, width in zip(ones, network.widths[1:], strict=True)]
@@ -241,7 +241,7 @@ class _Stream:
 # ------------------------------------------------------------------------------------------------ steps of the kernels
 
 
-def _named(kind: type, refs: Sequence[Any], **counts: int) -> Any:
+def _group(kind: type, refs: Sequence[Any], **counts: int) -> Any:
     """References as a NamedTuple; a field named in `counts` is a tuple of as many."""
     refs = iter(refs)
     fields = kind._fields
@@ -305,22 +305,22 @@ class _Softmax(NamedTuple):
         return jnp.log(self.total) - jnp.sum(jnp.where(self.chosen, self.shifted, 0.0), axis=1)
 
     def gradient(self) -> Array:
-        return self.exponentials / _across(self.total, self.exponentials) - jnp.where(self.chosen, 1.0, 0.0)
+        return self.exponentials / _spread(self.total, self.exponentials) - jnp.where(self.chosen, 1.0, 0.0)
 
 
 def _softmax(z: Array, labels: Array, classes: int) -> _Softmax:
     column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=_SUMS)
     z = jnp.where(column < classes, z, -jnp.inf)
-    shifted = z - _across(jnp.max(z, axis=1), z)
+    shifted = z - _spread(jnp.max(z, axis=1), z)
     exponentials = jnp.exp(shifted)
-    return _Softmax(shifted, exponentials, jnp.sum(exponentials, axis=1), column == _across(labels, z))
+    return _Softmax(shifted, exponentials, jnp.sum(exponentials, axis=1), column == _spread(labels, z))
 
 
 def _valid(labels: Array, classes: int) -> Array:
     return (labels >= 0) & (labels < classes)
 
 
-def _across(by_example: Array, like: Array) -> Array:
+def _spread(by_example: Array, like: Array) -> Array:
     return lax.broadcast_in_dim(by_example, like.shape, [0])
 
 
@@ -341,9 +341,9 @@ class _ForwardRefs(NamedTuple):
 
 
 def _forward(network: _Network, *refs: Any, block: Any) -> None:
-    refs = _named(_ForwardRefs, refs, hidden=network.layers - 1, operands=network.layers)
+    refs = _group(_ForwardRefs, refs, hidden=network.layers - 1, operands=network.layers)
     examples = pl.ds(block * EXAMPLES, EXAMPLES)
-    stream = _Stream(network.up, refs.weights, refs.stages, refs.loaded)
+    stream = _Stream(network.forward_products, refs.weights, refs.stages, refs.loaded)
     stream.start()
     labels = _read(refs.labels, examples, _BY_EXAMPLE)
     _read_columns(refs.x, examples, refs.operands[0], loads=4)
@@ -358,7 +358,7 @@ def _forward_supports(x, labels, weights, biases):
 
 
 def _forward_heuristic(x, labels, weights, biases):
-    return Config(_Network.of(weights).stages_up)
+    return Config(_Network.of(weights).forward_stages)
 
 
 @kernel(supports=_forward_supports, heuristic=_forward_heuristic, capability=(9, 0))
@@ -376,7 +376,7 @@ def forward(
       loss `(N,)`, logits `(N, widths[-1])`, and each h `(N, widths[layer])`, where a one follows the layer's outputs.
     """
     network, N = _Network.of(weights), x.shape[1]
-    packed = _packed(_slices(weights, network.up), biases, network)
+    packed = _pack(_slices(weights, network.forward_products), biases, network)
     loss, logits, *hidden = launch(
         functools.partial(_forward, network),
         x,
@@ -385,7 +385,7 @@ def forward(
         packed,
         out=(_struct(N), _struct(N, network.widths[-1]), *(_struct(N, n) for n in network.widths[1:-1])),
         grid={"block": N // EXAMPLES},
-        scratch=network.scratch(network.up, network.widths[:-1], config.stages),
+        scratch=network.scratch(network.forward_products, network.widths[:-1], config.stages),
         name="mlp_softmax_cross_entropy",
     )
     return loss, logits, tuple(hidden)
@@ -409,15 +409,15 @@ class _BackwardRefs(NamedTuple):
 
 def _backward(network: _Network, *refs: Any, block: Any) -> None:
     layers = network.layers
-    refs = _named(_BackwardRefs, refs, hidden=layers - 1, gradients=layers, operands=layers)
+    refs = _group(_BackwardRefs, refs, hidden=layers - 1, gradients=layers, operands=layers)
     examples = pl.ds(block * EXAMPLES, EXAMPLES)
-    stream = _Stream(network.down, refs.weights, refs.stages, refs.loaded)
+    stream = _Stream(network.backward_products, refs.weights, refs.stages, refs.loaded)
     stream.start()
     z = _read(refs.logits, examples, _SUMS)
     dy = _read(refs.dy, examples, _BY_EXAMPLE)
     labels = _read(refs.labels, examples, _BY_EXAMPLE)
     dy = jnp.where(_valid(labels, network.classes), dy, jnp.nan)
-    gradient = _across(dy, z) * _softmax(z, labels, network.classes).gradient()
+    gradient = _spread(dy, z) * _softmax(z, labels, network.classes).gradient()
     for i, layer in enumerate(reversed(range(layers))):
         _put(rounded_to_tf32(gradient), refs.operands[layer], refs.gradients[i].at[examples], bulk=False)
         # Under way while the product is.
@@ -433,7 +433,7 @@ def _backward_supports(dy, labels, logits, hidden, weights):
 
 
 def _backward_heuristic(dy, labels, logits, hidden, weights):
-    return Config(_Network.of(weights).stages_down)
+    return Config(_Network.of(weights).backward_stages)
 
 
 @kernel(supports=_backward_supports, heuristic=_backward_heuristic, capability=(9, 0))
@@ -451,7 +451,7 @@ def backward(
       Arrays of the shape of the logits and of each h, last first, zero behind a layer's outputs, and of x.
     """
     network, N = _Network.of(weights), dy.size
-    packed = jnp.concatenate(_slices([w.T for w in reversed(weights)], network.down))
+    packed = jnp.concatenate(_slices([w.T for w in reversed(weights)], network.backward_products))
     return launch(
         functools.partial(_backward, network),
         dy,
@@ -461,7 +461,7 @@ def backward(
         *hidden,
         out=(*(_struct(N, n) for n in reversed(network.widths[1:])), _struct(network.widths[0], N)),
         grid={"block": N // EXAMPLES},
-        scratch=network.scratch(network.down, network.widths[1:], config.stages),
+        scratch=network.scratch(network.backward_products, network.widths[1:], config.stages),
         name="mlp_softmax_cross_entropy_backward",
     )
 
@@ -487,9 +487,9 @@ class _ForwardAndGradientsRefs(NamedTuple):
 def _forward_and_gradients(network: _Network, *refs: Any, block: Any) -> None:
     layers = network.layers
     counts = dict(hidden=layers - 1, gradients=layers, operands=layers + 1)
-    refs = _named(_ForwardAndGradientsRefs, refs, **counts)
+    refs = _group(_ForwardAndGradientsRefs, refs, **counts)
     examples = pl.ds(block * EXAMPLES, EXAMPLES)
-    stream = _Stream(network.up_and_down, refs.weights, refs.stages, refs.loaded)
+    stream = _Stream(network.all_products, refs.weights, refs.stages, refs.loaded)
     stream.start()
     labels = _read(refs.labels, examples, _BY_EXAMPLE)
     _read_columns(refs.x, examples, refs.operands[0], loads=8)
@@ -498,7 +498,7 @@ def _forward_and_gradients(network: _Network, *refs: Any, block: Any) -> None:
     softmax = _softmax(z, labels, network.classes)
     loss = softmax.loss()
     store(refs.loss.at[examples], jnp.where(_valid(labels, network.classes), loss, jnp.nan))
-    valid = _across(_valid(labels, network.classes), z)
+    valid = _spread(_valid(labels, network.classes), z)
     gradient = jnp.where(valid, softmax.gradient(), jnp.nan)
     for i, layer in enumerate(reversed(range(layers))):
         operand = refs.operands[layer + 1]
@@ -518,11 +518,11 @@ def _forward_and_gradients(network: _Network, *refs: Any, block: Any) -> None:
 
 def _forward_and_gradients_supports(x, labels, weights, biases):
     reason = _forward_supports(x, labels, weights, biases)
-    return reason or _unsupported_stages(_Network.of(weights).stages_up_and_down)
+    return reason or _unsupported_stages(_Network.of(weights).all_stages)
 
 
 def _forward_and_gradients_heuristic(x, labels, weights, biases):
-    return Config(_Network.of(weights).stages_up_and_down) if x.shape[1] <= _MOST_EXAMPLES_AT_ONCE else None
+    return Config(_Network.of(weights).all_stages) if x.shape[1] <= _MOST_EXAMPLES_AT_ONCE else None
 
 
 @kernel(supports=_forward_and_gradients_supports, heuristic=_forward_and_gradients_heuristic, capability=(9, 0))
@@ -542,7 +542,7 @@ def forward_and_gradients(
     ends = itertools.accumulate(network.pieces)
     pieces = [first[end - n : end] for n, end in zip(network.pieces, ends, strict=True)]
     matrices = [*weights, *(w.T for w in reversed(weights[1:])), *pieces]
-    packed = _packed(_slices(matrices, network.up_and_down), biases, network)
+    packed = _pack(_slices(matrices, network.all_products), biases, network)
     outputs = (network.widths[-1], *network.widths[1:-1], *reversed(network.widths[1:]))
     loss, logits, *results = launch(
         functools.partial(_forward_and_gradients, network),
@@ -552,7 +552,7 @@ def forward_and_gradients(
         packed,
         out=(_struct(N), *(_struct(N, n) for n in outputs), _struct(network.widths[0], N)),
         grid={"block": N // EXAMPLES},
-        scratch=network.scratch(network.up_and_down, network.widths, config.stages),
+        scratch=network.scratch(network.all_products, network.widths, config.stages),
         barriers=False,
         name="mlp_softmax_cross_entropy_forward_and_gradients",
     )
@@ -583,19 +583,15 @@ class _WeighedGradients:
     network: _Network
 
     @property
-    def down(self) -> list[int]:
-        """Tiles of each layer, one below the other."""
-        return [-(-n // EXAMPLES) for n in self.network.widths[1:]]
-
-    @property
-    def across(self) -> list[int]:
-        """Tiles of each layer, one beside the other: the first layer's have ones for x in the last."""
-        return [n // _SLICE + (layer == 0) for layer, n in enumerate(self.network.widths[:-1])]
+    def grids(self) -> list[tuple[int, int]]:
+        """Rows and columns of tiles of each layer; the first layer has a column more, for x's ones."""
+        widths = itertools.pairwise(self.network.widths)
+        return [(-(-n // EXAMPLES), m // _SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
 
     @property
     def first(self) -> list[int]:
         """The first tile of each layer, and of dx."""
-        return [0, *itertools.accumulate(d * a for d, a in zip(self.down, self.across, strict=True))]
+        return [0, *itertools.accumulate(rows * columns for rows, columns in self.grids)]
 
     @property
     def tiles(self) -> int:
@@ -603,11 +599,12 @@ class _WeighedGradients:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        return [(d * EXAMPLES, a * _SLICE) for d, a in zip(self.down, self.across, strict=True)]
+        """Of each layer's dw, in whole tiles."""
+        return [(rows * EXAMPLES, columns * _SLICE) for rows, columns in self.grids]
 
     def body(self, *refs, part, tile, warpgroup):
         layers, first = self.network.layers, self.first
-        refs = _named(_WeighedGradientsRefs, refs, hidden=layers - 1, gradients=layers, sums=layers)
+        refs = _group(_WeighedGradientsRefs, refs, hidden=layers - 1, gradients=layers, sums=layers)
         lanes = pl.ds(warpgroup * EXAMPLES, EXAMPLES)
         examples = pl.ds(part * LANES + warpgroup * EXAMPLES, EXAMPLES)
         for layer in range(layers):
@@ -617,8 +614,8 @@ class _WeighedGradients:
 
     def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
         """A tile of a layer's dw for `LANES` examples, of which each warpgroup brings half, and makes half the tile."""
-        index, half = tile - self.first[layer], _SLICE // 2
-        row, column = index // self.across[layer] * EXAMPLES, index % self.across[layer] * _SLICE
+        index, half, (_, columns) = tile - self.first[layer], _SLICE // 2, self.grids[layer]
+        row, column = index // columns * EXAMPLES, index % columns * _SLICE
         self.bring(refs, layer, row, column, lanes, examples)
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.ready)
@@ -648,7 +645,7 @@ class _WeighedGradients:
             right = load(refs.x.at[columns, examples].transpose((1, 0)), _SUMS_TRANSPOSED, optimized=False)
             right = rounded_to_tf32(jnp.where(column < widths[0], right, 1.0))
         for n, left in zip((0, _SLICE), lefts, strict=True):
-            left = plgpu.layout_cast(rounded_to_tf32(left * _across(weight, left)), _SUMS_TRANSPOSED)
+            left = plgpu.layout_cast(rounded_to_tf32(left * _spread(weight, left)), _SUMS_TRANSPOSED)
             store(refs.left.at[pl.ds(n, _SLICE), lanes].transpose((1, 0)), left)
         store(refs.right.at[:, lanes].transpose((1, 0)), right)
 
