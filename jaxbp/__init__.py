@@ -113,8 +113,6 @@ from jaxbp.ops.losses import (
     mean_squared_error_backward,
     sigmoid_binary_cross_entropy,
     sigmoid_binary_cross_entropy_backward,
-    softmax_cross_entropy,
-    softmax_cross_entropy_backward,
 )
 from jaxbp.ops.max_pool2d import max_pool2d, max_pool2d_backward, max_pool2d_with_indices
 from jaxbp.ops.mlp_softmax_cross_entropy import (
@@ -137,6 +135,7 @@ from jaxbp.ops.reductions import (
     var_backward,
 )
 from jaxbp.ops.shapes import flatten
+from jaxbp.ops.softmax_cross_entropy import softmax_cross_entropy, softmax_cross_entropy_backward
 from jaxbp.pairing import IMPLEMENTATIONS, Fastest, Implementation, Op, Pair, differentiable
 
 __version__ = "0.1.0"

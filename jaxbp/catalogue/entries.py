@@ -30,6 +30,7 @@ from jaxbp.ops import (
     losses,
     max_pool2d,
     reductions,
+    softmax_cross_entropy,
 )
 from jaxbp.ops import mlp_softmax_cross_entropy as mlp
 
@@ -296,7 +297,7 @@ CATALOGUE: tuple[Entry, ...] = (
         ),
     ),
     Entry(
-        losses.softmax_cross_entropy,
+        softmax_cross_entropy.softmax_cross_entropy,
         _case((2, 3, 5), Argument((2, 3, 5), weights=True)),
         {
             "classes": _case((BATCH, 10), _CLASS),
@@ -304,7 +305,7 @@ CATALOGUE: tuple[Entry, ...] = (
         },
     ),
     Entry(
-        losses.softmax_cross_entropy_backward,
+        softmax_cross_entropy.softmax_cross_entropy_backward,
         _case((2, 3), (2, 3, 5), Argument((2, 3), below=5)),
         {
             "classes": _case((BATCH,), (BATCH, 10), _CLASS),

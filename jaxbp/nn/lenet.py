@@ -20,9 +20,9 @@ from jaxbp.nn.layers import Conv2d, Linear
 from jaxbp.ops import mlp_softmax_cross_entropy as mlp
 from jaxbp.ops.activations import relu
 from jaxbp.ops.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_places
-from jaxbp.ops.losses import softmax_cross_entropy
 from jaxbp.ops.max_pool2d import max_pool2d_with_indices
 from jaxbp.ops.shapes import flatten
+from jaxbp.ops.softmax_cross_entropy import softmax_cross_entropy
 from jaxbp.pairing import Implementation
 
 
@@ -143,7 +143,8 @@ def lenet_saved_tensors(
     saved = {}
     x = model._features(images, saved.__setitem__)
     if model._dense_fused:
-        loss, logits, *hidden = mlp.rows(x, labels, *model._dense_layers(), precision=None)
+        layers = model._dense_layers()
+        loss, logits, hidden = mlp.rows(x, labels, layers[::2], layers[1::2])
         return loss, saved | dict(
             zip(("fc1.input", "fc2.input", "fc3.input", "logits"), (x, *hidden, logits), strict=True)
         )

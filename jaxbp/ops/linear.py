@@ -2,15 +2,15 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
 from jaxbp.ops._numerics import on_tensor_cores
-from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable
+from jaxbp.pairing import Fastest, Implementation, Pair
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import linear as kernels
 
@@ -20,11 +20,7 @@ def _forward(x, w, b, *, precision):
     return y if b is None else y + b
 
 
-def _gradients_autodiff(dy, x, w, b, *, precision):
-    return jax.vjp(lambda x, w, b: _forward(x, w, b, precision=precision), x, w, b)[1](dy)
-
-
-def _gradients_formula(dy, x, w, b, *, precision):
+def _gradients(dy, x, w, b, *, precision):
     rows = math.prod(x.shape[:-1])
     rows_dy, rows_x = dy.reshape(rows, dy.shape[-1]), x.reshape(rows, x.shape[-1])
     dx = jnp.matmul(dy, w, precision=precision)
@@ -34,7 +30,7 @@ def _gradients_formula(dy, x, w, b, *, precision):
 
 def _gradients_kernel(dy, x, w, b, *, precision):
     if on_tensor_cores(x.dtype, precision):  # the library's products run there
-        return _gradients_formula(dy, x, w, b, precision=precision)
+        return _gradients(dy, x, w, b, precision=precision)
     rows = math.prod(x.shape[:-1])
     dy_last, x_last = batch_last(dy.reshape(rows, dy.shape[-1])), batch_last(x.reshape(rows, x.shape[-1]))
     dw = kernels.weight_gradient(dy_last, x_last).astype(w.dtype)
@@ -42,22 +38,23 @@ def _gradients_kernel(dy, x, w, b, *, precision):
     return batch_first(kernels.input_gradient(dy_last, w), rows).reshape(x.shape), dw, db
 
 
+def _arguments(*arrays, precision):
+    return arrays
+
+
 def _unsupported(*arrays, precision):
     return _checks.unsupported_dtype(*arrays)
 
 
-_LINEAR_BACKWARD = Op(
-    "linear_backward",
-    {
-        "autodiff": _gradients_autodiff,
-        "xla": _gradients_formula,
-        "pallas": differentiable(_gradients_kernel, _gradients_formula),
-    },
+_LINEAR = Pair(
+    _forward,
+    {"xla": _gradients, "pallas": _gradients_kernel},
+    residuals=_arguments,
+    name="linear",
     unsupported=_unsupported,
     # Also without the tensor cores, the library's products are faster.
-    fastest=Fastest(gpu="xla"),
+    fastest_vjp=Fastest(gpu="xla"),
 )
-_LINEAR = Pair(_forward, _LINEAR_BACKWARD, name="linear", unsupported=_unsupported)
 
 
 def linear(
@@ -74,9 +71,10 @@ def linear(
       x: inputs, with any leading axes.
       w: weights, a row an output.
       b: bias, or None for none.
-      precision: of the matrix products, as in `jax.lax.dot`. The kernels compute in full float32; where the precision
-        lets the tensor cores do the products, the library's are taken under "pallas" too.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. "pallas" has kernels for
+        exact float32 alone (`precision="highest"`): where the tensor cores may do the products, in TF32 or a half
+        precision, it computes the gradients by the formula in jnp, with the library's products.
 
     Returns:
       y, in x's dtype.
@@ -103,6 +101,7 @@ def linear_backward(
     Args:
       dy: gradient of the loss in y.
       x, w: the forward's inputs.
+      precision, implementation: as in `linear`.
 
     Returns:
       (dx, dw, db), each in the shape and dtype of what it is the gradient of; half precisions are summed in float32,
@@ -117,7 +116,7 @@ def linear_backward(
     _check_shapes("linear_backward", x, w, None)
     _checks.shape("linear_backward", "dy", dy, *x.shape[:-1], w.shape[0])
     b = jnp.zeros(w.shape[:1], w.dtype)
-    return _LINEAR_BACKWARD(dy, x, w, b, precision=precision, implementation=implementation)
+    return _LINEAR.vjp(dy, x, w, b, precision=precision, implementation=implementation)
 
 
 def _check_shapes(op, x, w, b):
@@ -126,3 +125,27 @@ def _check_shapes(op, x, w, b):
         raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {w.shape[1]}), the in_features of w {w.shape}")
     if b is not None:
         _checks.shape(op, "b", b, w.shape[0])
+
+
+# ------------------------------------------------ what kernels of half precisions compute, where they are not to be had
+
+
+def forward_in_float32(
+    x: Float[Array, "rows in_features"],
+    w: Float[Array, "out_features in_features"],
+    b: Float[Array, "out_features"],
+) -> Float[Array, "rows out_features"]:
+    """`x wᵀ + b` in x's dtype, summed in float32 and rounded once."""
+    z = jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
+    return (z + b.astype(jnp.float32)).astype(x.dtype)
+
+
+def parameter_gradients_in_float32(
+    dy: Float[Array, "rows out_features"],
+    x: Float[Array, "rows in_features"],
+    *,
+    dtype: DTypeLike | None = None,
+) -> tuple[Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
+    """`dw = dyᵀ x` in `dtype`, by default x's, and `db = Σ dy` in float32, both summed in float32."""
+    dw = jnp.matmul(dy.T, x, preferred_element_type=jnp.float32)
+    return dw.astype(dtype or x.dtype), jnp.sum(dy, axis=0, dtype=jnp.float32)

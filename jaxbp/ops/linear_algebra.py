@@ -1,12 +1,13 @@
 """Products of vectors and matrices, and the transpose, with the arguments of `jax.numpy`.
 
 Arrays are of one floating dtype, which is the result's. `implementation` is "pallas", "xla", "autodiff", or None for
-the fastest here. Where `precision` (as in `jax.lax.dot`) lets the tensor cores do a product, "pallas" takes the
-library's; otherwise its kernels compute in float32. Every backward takes `dy`, the gradient of the loss in the result,
-first. Anything else is a TypeError or a ValueError.
+the fastest on this device. "pallas" has kernels of products for exact float32 alone (`precision="highest"`, as in
+`jax.lax.dot`): where the tensor cores may do a product, in TF32 or a half precision, it takes the library's. Every
+backward takes `dy`, the gradient of the loss in the result, first. Anything else is a TypeError or a ValueError.
 """
 
 import math
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -18,7 +19,7 @@ from jaxtyping import Float
 from jaxbp.ops import _checks
 from jaxbp.ops._fastest import FUSED
 from jaxbp.ops._numerics import on_tensor_cores, wide, widen
-from jaxbp.pairing import Implementation, Pair
+from jaxbp.pairing import Implementation, Op, Pair, composed
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import linear as kernels
 from pallas_kernels.pointwise.reductions import sum_over
@@ -47,6 +48,9 @@ def _matrix_product_kernel(a, b):
     return batch_first(kernels.input_gradient(batch_last(b.T), a.T), b.shape[1]).T
 
 
+_PRODUCT = Op("product", {"xla": _product, "pallas": _product_kernel})
+
+
 def _matrices(a, b):
     """Two arrays as matrices with the same batch axes; a vector is a row on the left and a column on the right."""
     a, b = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
@@ -54,15 +58,12 @@ def _matrices(a, b):
     return tuple(x.reshape((1,) * (ndim - x.ndim) + x.shape) for x in (a, b))
 
 
-def _matmul_gradients(product):
-    def gradients(dy, a, b, *, precision):
-        m, n = _matrices(a, b)
-        dy = dy.reshape(*jnp.broadcast_shapes(m.shape[:-2], n.shape[:-2]), m.shape[-2], n.shape[-1])
-        da = product(dy, jnp.swapaxes(n, -1, -2), precision=precision)
-        db = product(jnp.swapaxes(m, -1, -2), dy, precision=precision)
-        return _over_batch(da, m).reshape(a.shape), _over_batch(db, n).reshape(b.shape)
-
-    return gradients
+def _matmul_gradients(dy, a, b, **options):
+    m, n = _matrices(a, b)
+    dy = dy.reshape(*jnp.broadcast_shapes(m.shape[:-2], n.shape[:-2]), m.shape[-2], n.shape[-1])
+    da = _PRODUCT(dy, jnp.swapaxes(n, -1, -2), **options)
+    db = _PRODUCT(jnp.swapaxes(m, -1, -2), dy, **options)
+    return _over_batch(da, m).reshape(a.shape), _over_batch(db, n).reshape(b.shape)
 
 
 def _over_batch(gradient, matrices):
@@ -77,15 +78,12 @@ def _as_matrices(a, b):
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b.reshape(b.shape[0], math.prod(b.shape[1:]))
 
 
-def _dot_gradients(product):
-    def gradients(dy, a, b, *, precision):
-        m, n = _as_matrices(a, b)
-        dy = dy.reshape(m.shape[0], n.shape[1])
-        da, db = product(dy, n.T, precision=precision), product(m.T, dy, precision=precision)
-        inner = -2 if b.ndim > 1 else 0
-        return da.reshape(a.shape), jnp.moveaxis(db.reshape(jnp.moveaxis(b, inner, 0).shape), 0, inner)
-
-    return gradients
+def _dot_gradients(dy, a, b, **options):
+    m, n = _as_matrices(a, b)
+    dy = dy.reshape(m.shape[0], n.shape[1])
+    da, db = _PRODUCT(dy, n.T, **options), _PRODUCT(m.T, dy, **options)
+    inner = -2 if b.ndim > 1 else 0
+    return da.reshape(a.shape), jnp.moveaxis(db.reshape(jnp.moveaxis(b, inner, 0).shape), 0, inner)
 
 
 def _in_float32(function):
@@ -100,14 +98,14 @@ def _in_float32(function):
 
 _MATMUL = Pair(
     _in_float32(jnp.matmul),
-    {"xla": _matmul_gradients(_product), "pallas": _matmul_gradients(_product_kernel)},
+    composed(_matmul_gradients),
     name="matmul",
     unsupported=_checks.unsupported,
     fastest=FUSED,
 )
 _DOT = Pair(
     _in_float32(jnp.dot),
-    {"xla": _dot_gradients(_product), "pallas": _dot_gradients(_product_kernel)},
+    composed(_dot_gradients),
     name="dot",
     unsupported=_checks.unsupported,
     fastest=FUSED,
@@ -124,11 +122,8 @@ def _outer_gradients(dy, a, b):
 
 
 def _outer_gradients_kernel(dy, a, b):
-    def product(dy, other):
-        return dy * other
-
-    da = sum_over(product, dy, b.ravel(), axes=(1,))
-    db = sum_over(product, dy, a.reshape(a.size, 1), axes=(0,))
+    da = sum_over(operator.mul, dy, b.ravel(), axes=(1,))
+    db = sum_over(operator.mul, dy, a.reshape(a.size, 1), axes=(0,))
     return da.reshape(a.shape).astype(a.dtype), db.reshape(b.shape).astype(b.dtype)
 
 

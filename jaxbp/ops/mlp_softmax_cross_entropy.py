@@ -1,7 +1,14 @@
-"""A multi-layer perceptron and its loss as one op: dense layers with ReLU between them, softmax and cross-entropy."""
+"""A multi-layer perceptron and its loss as one op: dense layers with ReLU between them, softmax and cross-entropy.
+
+The backward has three paths, each with what the forward saves for it: the formula in jnp (`Rows`), the backward's
+kernel (`WideRows`), and in small batches the kernel that weighs gradients which the forward's has made
+(`WideRowsAndGradients`).
+"""
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,25 +18,36 @@ from jaxtyping import Float, Int
 
 from jaxbp.ops import _checks
 from jaxbp.ops._numerics import on_tensor_cores
-from jaxbp.ops.losses import logits_gradient, loss_and_probabilities
+from jaxbp.ops.softmax_cross_entropy import logits_gradient, loss_and_probabilities
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
 
+# --------------------------------------------------------------------------------------------------------- the formula
 
-def rows(x, labels, *layers, precision):
+
+class Rows(NamedTuple):
+    """What the formula's backward needs: the forward's arguments but the biases, and its rows, an example each."""
+
+    x: Array
+    labels: Array
+    logits: Array
+    hidden: tuple[Array, ...]
+    weights: tuple[Array, ...]
+
+
+def rows(x, labels, weights, biases, *, precision=None):
     """Of every example: its loss, its logits, and what each hidden layer puts out."""
     hidden = []
-    for w, b in zip(layers[::2], layers[1::2], strict=True):
+    for w, b in zip(weights, biases, strict=True):
         z = jnp.matmul(x, w.T, precision=precision) + b
         x = jax.nn.relu(z)
         hidden.append(x)
-    return loss_and_probabilities(z, labels)[0], z, *hidden[:-1]
+    return loss_and_probabilities(z, labels)[0], z, tuple(hidden[:-1])
 
 
-def row_gradients(dy, labels, logits, *hidden_and_weights, precision):
+def row_gradients(dy, labels, logits, hidden, weights, *, precision=None):
     """Of every example: the gradient in its logits, in each hidden layer's sums, last first, and in its inputs."""
-    hidden, weights = _halves(hidden_and_weights)
     gradient = logits_gradient(dy, loss_and_probabilities(logits, labels)[1], labels)
     gradients = [gradient]
     for w, h in zip(reversed(weights), (*reversed(hidden), None), strict=True):
@@ -40,152 +58,143 @@ def row_gradients(dy, labels, logits, *hidden_and_weights, precision):
     return tuple(gradients)
 
 
-def _halves(hidden_and_weights):
-    hidden = len(hidden_and_weights) // 2
-    return hidden_and_weights[:hidden], hidden_and_weights[hidden:]
-
-
-def _layer_gradients(gradients, inputs, precision):
+def _layer_gradients(gradients, inputs, precision=None):
     """`dw = dzᵀ h` and `db = Σ dz` of each layer, by what the rows are."""
     for dz, h in zip(gradients, inputs, strict=True):
         yield jnp.matmul(dz.T, h, precision=precision)
         yield jnp.sum(dz, axis=0)
 
 
-def _save(x, labels, *layers, precision):
-    loss, logits, *hidden = rows(x, labels, *layers, precision=precision)
-    return _results(loss, logits), (x, labels, logits, *hidden, *layers[::2])
-
-
 def _results(loss, logits):
     return loss, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def _gradients(dy, x, labels, logits, *hidden_and_weights, precision):
-    dz_last_first = row_gradients(dy, labels, logits, *hidden_and_weights, precision=precision)
-    *gradients, dx = dz_last_first
-    inputs = (x, *_halves(hidden_and_weights)[0])
-    return dx, None, *_layer_gradients(reversed(gradients), inputs, precision)
-
-
 def _forward(x, labels, *layers, precision):
-    loss, logits, *_ = rows(x, labels, *layers, precision=precision)
+    loss, logits, _ = rows(x, labels, layers[::2], layers[1::2], precision=precision)
     return _results(loss, jax.lax.stop_gradient(logits))
 
 
-# --------------------------------------------------------------------------------------------------- with the kernels
+def _save(x, labels, *layers, precision):
+    loss, logits, hidden = rows(x, labels, layers[::2], layers[1::2], precision=precision)
+    return _results(loss, logits), (Rows(x, labels, logits, hidden, layers[::2]),)
+
+
+def _gradients(dy, saved, *, precision):
+    x, *arrays = saved
+    *gradients, dx = row_gradients(dy, *arrays, precision=precision)
+    return dx, None, *_layer_gradients(reversed(gradients), (x, *saved.hidden), precision)
+
+
+# --------------------------------------------------------------------------------------------------------- the kernels
 # Their rows are wider: behind each hidden layer's outputs stands a one, then zeros up to what the tensor cores take. By
-# the one a layer's product with the gradients has its bias's gradient in it. The inputs have the batch last.
+# the one a layer's product with the gradients has its bias's gradient in it. The inputs have the batch last. The
+# functions below compute the same in jnp.
 
 
-def _wide_rows(x_last, labels, *layers):
-    x = x_last[: layers[0].shape[1]].T
-    loss, logits, *hidden = rows(x, labels, *layers, precision=None)
+class WideRows(NamedTuple):
+    """What the backward's kernel needs: as `Rows`, but wider, x and the labels filled up to whole vectors of lanes."""
+
+    x_last: Array
+    labels: Array
+    logits: Array
+    hidden: tuple[Array, ...]
+    weights: tuple[Array, ...]
+
+
+class WideRowsAndGradients(NamedTuple):
+    """What the kernel needs that weighs gradients: those of each loss by itself, as wide. Of weights, the shapes."""
+
+    x_last: Array
+    hidden: tuple[Array, ...]
+    gradients: tuple[Array, ...]
+    weights: tuple[Array, ...]
+
+
+def _wide_rows(x_last, labels, weights, biases):
+    inputs, *_ = sizes = _sizes(weights)
+    loss, logits, hidden = rows(x_last[:inputs].T, labels, weights, biases)
     hidden = [jnp.pad(h, ((0, 0), (0, 1)), constant_values=1) for h in hidden]
-    _, *widths = kernels.widths(_sizes(layers[::2]))
-    return loss, *map(_fill, (logits, *hidden), (widths[-1], *widths))
+    _, *widths, classes = kernels.widths(sizes)
+    return loss, _fill(logits, classes), tuple(map(_fill, hidden, widths))
 
 
-def _wide_row_gradients(dy, labels, logits, *hidden_and_weights):
-    hidden, weights = _halves(hidden_and_weights)
-    inputs, *widths = kernels.widths(_sizes(weights))
-    *outputs, classes = (len(w) for w in weights)
-    narrow = [h[:, :n] for h, n in zip(hidden, outputs, strict=True)]
-    gradients = row_gradients(dy, labels, logits[:, :classes], *narrow, *weights, precision=None)
+def _wide_row_gradients(dy, labels, logits, hidden, weights):
+    _, *outputs, classes = sizes = _sizes(weights)
+    gradients = row_gradients(dy, labels, logits[:, :classes], _narrow(hidden, outputs), weights)
+    inputs, *widths = kernels.widths(sizes)
     *gradients, dx = map(_fill, gradients, (*reversed(widths), inputs))
     return *gradients, dx.T
 
 
-def _wide_rows_kernel(x_last, labels, *layers):
-    def kernel(x_last, labels, *layers):
-        loss, logits, hidden = kernels.forward(x_last, labels, layers[::2], layers[1::2])
-        return loss, logits, *hidden
-
-    return on_gpu(kernel, _wide_rows, x_last, labels, *layers)
+def _wide_rows_and_gradients(x_last, labels, weights, biases):
+    loss, logits, hidden = _wide_rows(x_last, labels, weights, biases)
+    return loss, logits, hidden, _wide_row_gradients(jnp.ones_like(loss), labels, logits, hidden, weights)
 
 
-def _wide_row_gradients_kernel(dy, labels, logits, *hidden_and_weights):
-    def kernel(dy, labels, logits, *hidden_and_weights):
-        return kernels.backward(dy, labels, logits, *_halves(hidden_and_weights))
-
-    return on_gpu(kernel, _wide_row_gradients, dy, labels, logits, *hidden_and_weights)
-
-
-# In small batches one kernel makes rows and the gradients of each loss by itself, another weighs them and sums them up.
+def _weighed_gradients(dy, x_last, hidden, gradients, *, sizes):
+    *gradients, dx = gradients
+    weighed = _narrow([g * dy[:, None] for g in reversed(gradients)], sizes[1:])
+    return dx * dy, *_layer_gradients(weighed, _narrow((x_last.T, *hidden), sizes[:-1]))
 
 
-def _wide_rows_and_gradients(x_last, labels, *layers):
-    loss, logits, *hidden = _wide_rows(x_last, labels, *layers)
-    gradients = _wide_row_gradients(jnp.ones_like(loss), labels, logits, *hidden, *layers[::2])
-    return loss, logits, *hidden, *gradients
+def _with_kernel(kernel: Callable, formula: Callable) -> Callable:
+    """`kernel` for values on GPUs; for values elsewhere and for derivatives `formula`, of the same arguments."""
+
+    def call(*arrays, **options):
+        return on_gpu(functools.partial(kernel, **options), functools.partial(formula, **options), *arrays)
+
+    return differentiable(call, formula)
 
 
-def _wide_rows_and_gradients_kernel(x_last, labels, *layers):
-    def kernel(x_last, labels, *layers):
-        loss, logits, hidden, gradients = kernels.forward_and_gradients(x_last, labels, layers[::2], layers[1::2])
-        return loss, logits, *hidden, *gradients
-
-    return on_gpu(kernel, _wide_rows_and_gradients, x_last, labels, *layers)
-
-
-def _weighed_gradients(dy, x_last, *hidden_and_gradients, sizes):
-    hidden, gradients = hidden_and_gradients[: len(sizes) - 2], hidden_and_gradients[len(sizes) - 2 :]
-    *gradients, dx = (g * w for g, w in zip(gradients, (*[dy[:, None]] * (len(sizes) - 1), dy), strict=True))
-    narrow = lambda arrays, sizes: [a[:, :n] for a, n in zip(arrays, sizes, strict=True)]  # noqa: E731
-    gradients, inputs = narrow(reversed(gradients), sizes[1:]), narrow((x_last.T, *hidden), sizes[:-1])
-    return dx, *_layer_gradients(gradients, inputs, None)
-
-
-def _weighed_gradients_kernel(dy, x_last, *hidden_and_gradients, sizes):
-    def kernel(dy, x_last, *hidden_and_gradients):
-        hidden, gradients = hidden_and_gradients[: len(sizes) - 2], hidden_and_gradients[len(sizes) - 2 :]
-        return kernels.weighed_gradients(dy, x_last, hidden, gradients, sizes)
-
-    formula = functools.partial(_weighed_gradients, sizes=sizes)
-    return on_gpu(kernel, formula, dy, x_last, *hidden_and_gradients)
-
-
-_wide_rows_kernel = differentiable(_wide_rows_kernel, _wide_rows)
-_wide_row_gradients_kernel = differentiable(_wide_row_gradients_kernel, _wide_row_gradients)
-_wide_rows_and_gradients_kernel = differentiable(_wide_rows_and_gradients_kernel, _wide_rows_and_gradients)
-_weighed_gradients_kernel = differentiable(_weighed_gradients_kernel, _weighed_gradients)
+_WIDE_ROWS = _with_kernel(kernels.forward, _wide_rows)
+_WIDE_ROW_GRADIENTS = _with_kernel(kernels.backward, _wide_row_gradients)
+_WIDE_ROWS_AND_GRADIENTS = _with_kernel(kernels.forward_and_gradients, _wide_rows_and_gradients)
+_WEIGHED_GRADIENTS = _with_kernel(kernels.weighed_gradients, _weighed_gradients)
 
 
 def _save_kernel(x, labels, *layers, precision):
-    if not _kernels_take(x, layers[::2], precision):
+    weights, biases = layers[::2], layers[1::2]
+    lanes = jax.eval_shape(_lanes, x, labels, weights)
+    exact = not on_tensor_cores(x.dtype, precision)
+    if exact or len(x) == 0 or kernels.forward.supports(*lanes, weights, biases):
         return _save(x, labels, *layers, precision=precision)
-    batch = len(x)
-    x_last, labels = batch_last(_fill(x, kernels.widths(_sizes(layers[::2]))[0])), batch_last(labels)
-    together = kernels.together(len(labels), _sizes(layers[::2]))
-    forward = _wide_rows_and_gradients_kernel if together else _wide_rows_kernel
-    loss, logits, *rest = forward(x_last, labels, *layers)
-    results = _results(loss[:batch], logits[:batch, : len(layers[-1])])
-    return results, (x_last, *((None, None) if together else (labels, logits)), *rest, *layers[::2])
+    x_last, labels_last = _lanes(x, labels, weights)
+    arrays = x_last, labels_last, weights, biases
+    if kernels.forward_and_gradients.pays(*arrays):
+        loss, logits, hidden, gradients = _WIDE_ROWS_AND_GRADIENTS(*arrays)
+        saved = WideRowsAndGradients(x_last, hidden, gradients, weights)
+    else:
+        loss, logits, hidden = _WIDE_ROWS(*arrays)
+        saved = WideRows(x_last, labels_last, logits, hidden, weights)
+    return _results(loss[: len(x)], logits[: len(x), : len(biases[-1])]), (saved,)
 
 
-def _gradients_kernel(dy, x, labels, logits, *hidden_and_weights, precision):
-    if labels is None:
-        layers = len(hidden_and_weights) // 3
-        weights = hidden_and_weights[-layers:]
-        rest, sizes = hidden_and_weights[:-layers], _sizes(weights)
-        dx_last, *dlayers = _weighed_gradients_kernel(batch_last(dy), x, *rest, sizes=sizes)
-        return batch_first(dx_last[: sizes[0]], len(dy)), None, *dlayers
-    hidden, weights = _halves(hidden_and_weights)
-    if not _kernels_take(x, weights, precision):
-        return _gradients(dy, x, labels, logits, *hidden_and_weights, precision=precision)
-    *gradients, dx_last = _wide_row_gradients_kernel(batch_last(dy), labels, logits, *hidden_and_weights)
+def _gradients_kernel(dy, saved, *, precision):
+    if isinstance(saved, Rows):
+        return _gradients(dy, saved, precision=precision)
+    if isinstance(saved, WideRows):
+        dx_last, layers = _gradients_of_wide_rows(dy, saved, precision=precision)
+    else:
+        arrays = batch_last(dy), saved.x_last, saved.hidden, saved.gradients
+        dx_last, *layers = _WEIGHED_GRADIENTS(*arrays, sizes=_sizes(saved.weights))
+    return batch_first(dx_last[: saved.weights[0].shape[1]], len(dy)), None, *layers
+
+
+def _gradients_of_wide_rows(dy, saved, *, precision):
+    x_last, *arrays = saved
+    *gradients, dx_last = _WIDE_ROW_GRADIENTS(batch_last(dy), *arrays)
     layers = []
-    for w, dz, h in zip(weights, reversed(gradients), (x.T, *hidden), strict=True):
+    for w, dz, h in zip(saved.weights, reversed(gradients), (x_last.T, *saved.hidden), strict=True):
         outputs, inputs = w.shape
         products = jnp.matmul(dz.T, h, precision=precision)[:outputs]
         db = products[:, inputs] if layers else jnp.sum(dz, axis=0)[:outputs]
         layers += [products[:, :inputs], db]
-    return batch_first(dx_last[: weights[0].shape[1]], len(dy)), None, *layers
+    return dx_last, layers
 
 
-def _kernels_take(x, weights, precision):
-    in_tf32 = x.dtype == jnp.float32 and on_tensor_cores(x.dtype, precision)
-    return in_tf32 and len(x) > 0 and kernels.fits(_sizes(weights))
+def _lanes(x, labels, weights):
+    """x as wide as the kernels want it, and the labels, the batch last."""
+    return batch_last(_fill(x, kernels.widths(_sizes(weights))[0])), batch_last(labels)
 
 
 def _sizes(weights):
@@ -196,47 +205,21 @@ def _fill(a, width):
     return jnp.pad(a, ((0, 0), (0, width - a.shape[1])))
 
 
+def _narrow(arrays, sizes):
+    return [a[:, :n] for a, n in zip(arrays, sizes, strict=True)]
+
+
 def _unsupported(*arrays, precision):
     return _checks.unsupported_dtype(*arrays)
 
 
-def _pair_backward(function):
-    return lambda gradients, *saved, **options: function(gradients[0], *saved, **options)
-
-
 _MLP_SOFTMAX_CROSS_ENTROPY = Pair(
     _forward,
-    Op(
-        "mlp_softmax_cross_entropy_backward",
-        {"xla": _pair_backward(_gradients), "pallas": _pair_backward(_gradients_kernel)},
-    ),
+    # The kernel's backward takes more than the formula's can: its kernels are differentiable one by one.
+    Op("mlp_softmax_cross_entropy_backward", {"xla": _gradients, "pallas": _gradients_kernel}),
     save={"xla": _save, "pallas": _save_kernel},
+    has_aux=True,
     name="mlp_softmax_cross_entropy",
-    unsupported=_unsupported,
-)
-
-
-def _backward(save, gradients):
-    def backward(dy, x, labels, *layers, precision):
-        _, saved = save(x, labels, *layers, precision=precision)
-        dx, _, *dlayers = gradients(dy, *saved, precision=precision)
-        return dx, *dlayers
-
-    return backward
-
-
-def _backward_autodiff(dy, x, labels, *layers, precision):
-    loss = lambda x, *layers: _forward(x, labels, *layers, precision=precision)[0]  # noqa: E731
-    return jax.vjp(loss, x, *layers)[1](dy)
-
-
-_BACKWARD = Op(
-    "mlp_softmax_cross_entropy_backward",
-    {
-        "autodiff": _backward_autodiff,
-        "xla": _backward(_save, _gradients),
-        "pallas": _backward(_save_kernel, _gradients_kernel),
-    },
     unsupported=_unsupported,
 )
 
@@ -256,8 +239,9 @@ def mlp_softmax_cross_entropy(
       layers: weights `(out_features, in_features)` and bias `(out_features,)` of each dense layer in turn; the last
         layer's outputs are the logits.
       precision: of the matrix products, as in `jax.lax.dot`.
-      implementation: "pallas" (one kernel each way, for float32 in TF32 and layers of up to 256 features; for others
-        the library's products), "xla", "autodiff", or None for the fastest here.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. "pallas" has kernels, one or
+        two each way, for float32 in TF32 and layers of up to 256 features, on compute capability 9.0; for all else it
+        computes the formula in jnp, with the library's products.
 
     Returns:
       The losses, in x's dtype. An integer that is no class makes its example's loss and gradients NaN.
@@ -305,6 +289,7 @@ def mlp_softmax_cross_entropy_backward(
     Args:
       dy: gradient of the whole in each loss.
       x, labels, layers: the forward's inputs.
+      precision, implementation: as in `mlp_softmax_cross_entropy`.
 
     Returns:
       (dx, dw1, db1, dw2, db2, ...), each in the shape and dtype of what it is the gradient of.
@@ -319,7 +304,7 @@ def mlp_softmax_cross_entropy_backward(
     x, labels, layers = _check(op, x, labels, layers)
     _checks.shape(op, "dy", dy, *x.shape[:-1])
     count = math.prod(x.shape[:-1])
-    dx, *dlayers = _BACKWARD(
+    dx, *dlayers = _MLP_SOFTMAX_CROSS_ENTROPY.vjp(
         dy.reshape(count),
         x.reshape(count, x.shape[-1]),
         labels.reshape(count),

@@ -25,7 +25,7 @@ class Ring:
 
     Attributes:
       stages: how many.
-      copy: `copy(step, stage, barrier)` starts the bulk copies of a step, which arrive at `barrier`.
+      copy: `copy(step, stage, barrier, *source)` starts the bulk copies of a step, which arrive at `barrier`.
       loaded: a barrier a stage, at which a step's copies arrive.
       steps: how many steps there are, or None if no step is ever fetched that does not exist.
       free: a barrier a stage, at which consumers arrive when they have read it; None without a producer.
@@ -33,7 +33,7 @@ class Ring:
     """
 
     stages: int
-    copy: Callable[[Any, Any, Any], None]
+    copy: Callable[..., None]
     loaded: Any
     steps: Any = None
     free: Any = None
@@ -67,10 +67,14 @@ class Ring:
         """Tells the producer that a consumer has read a stage; after reads into registers, `commit_smem` first."""
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
 
-    def produce(self, step: Any) -> None:
-        """Starts a step's copies as soon as all consumers have released its stage."""
-        pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[self.stage(step)]))
-        self._copy(step)
+    def produce(self, step: Any, *source: Any) -> None:
+        """Starts a step's copies as soon as all consumers have released its stage.
+
+        `source` is handed on to `copy`, where the step's number alone does not say what is copied.
+        """
+        stage = self.stage(step)
+        pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
+        self.copy(step, stage, self.loaded.at[stage], *source)
 
     def drain(self, steps: Any) -> None:
         """Waits until the last stages are released: a CTA may not end while another arrives at its barriers."""

@@ -1,21 +1,23 @@
-"""A dense layer's products in half precisions on Hopper's tensor cores, and in the same kernels what its bias wants.
+"""A dense layer's products in half precisions on Hopper's tensor cores, each with what the bias needs beside it.
 
     z[n, o] = Σ x[n, i] * w[o, i] + b[o],    over the inputs i,
     dw[o, i] = Σ dy[n, o] * x[n, i],    db[o] = Σ dy[n, o],    over the rows n.
 
-A program makes a tile of the result. One warpgroup brings blocks of both operands into a ring in shared memory by bulk
-copies, also those of the next tile while this one is finished; two multiply them, each for half of the tile's rows.
+Both are one warp-specialised pipeline. Persistent CTAs take one tile of the result after another. A producer warpgroup
+brings blocks of both operands into a ring in shared memory by bulk copies, those of the next tile while this one's
+epilogue runs; two consumer warpgroups multiply them, each for half of the tile's rows. In a cluster of two CTAs, whose
+tiles lie one below the other, each brings half of the right operand's block to both.
 
-For dw both operands have the summed axis outermost, which the tensor cores take in half precisions. A column of ones
-beside x's makes db: of the programs that read the same columns of dy, each does it for its share of the rows. Parts of
-the rows are as many as keep all multiprocessors busy; their sums are added up after, in a fixed order.
+For dw both operands have the summed axis outermost, which the tensor cores take in half precisions. A product with
+columns of ones makes db: of the CTAs that read the same columns of dy, each makes it for its share of the rows. The
+rows are split (split-K) until all multiprocessors are busy; the splits' sums are added up after, in a fixed order.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,371 +26,489 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.core.launch import launch, on_gpu
-from pallas_kernels.core.layouts import load, operand, store
+from pallas_kernels.core import device
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, store
+from pallas_kernels.core.pipeline import Ring
+from pallas_kernels.core.tiles import kernel
 
-_MULTIPROCESSORS = 132
-# Summed in a step. As many values of a half precision fill the tensor cores' rows in shared memory.
-_STEP = 64
+_ITEM_BYTES = 2
+_STEP = OPERAND_BYTES // _ITEM_BYTES
+"""Of the summed axis, multiplied in a step: as many half-precision values as fill an operand's row."""
+_ROWS = 128
+"""Of a tile: two consumers with the 64 that a product of the tensor cores has."""
+_LEAST_COLUMNS, _MOST_COLUMNS = 128, 256
+"""Of a tile: 256 are the most that a product of the tensor cores has."""
+
 _LEAST_ROWS = 8192
 _LEAST_INPUTS = 512
-_MULTIPLIERS = 2
-_COPIER = _MULTIPLIERS
-# Of 512 a lane of each warpgroup together.
-_COPIERS_REGISTERS, _MULTIPLIERS_REGISTERS = 40, 232
+"""Below them the library's product was as fast, measured on an H200."""
+
+_CONSUMERS = 2
+_PRODUCER = _CONSUMERS
+"""The producer's warpgroup, behind those of the consumers."""
+_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
+"""A thread, of the 512 that one of each of the three warpgroups have together."""
+
+_MOST_STAGES = 4
+"""As many as fit beside the largest tile's buffers on Hopper."""
+_RESERVED_BYTES = 2048 + 512
+"""Of shared memory: Mosaic's for sums across warps, and more than the barriers need."""
+_STEP_MICROSECONDS = 0.75
+"""Of a step of a tile of 128 x 256, on an H200."""
+_BYTES_A_MICROSECOND = 3e6
+"""At which the splits' sums are written and read, on an H200."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
-    """How programs divide the result.
+class Config:
+    """How the result is divided into tiles, and the tiles among CTAs.
 
     Attributes:
-      rows, columns: of a program's tile.
-      slots: of the ring.
-      parts: of the summed axis.
-      mates: programs, beside each other in the rows, that share what they read of the right operand.
-      wide: tiles of a row of them that are taken before the next row's; 0 for all.
+      rows, columns: of a CTA's tile.
+      stages: of the ring.
+      splits: of the summed axis.
+      cluster: CTAs that share what they read of the right operand; their tiles lie one below the other.
+      raster: width, in tiles, of the column blocks that are walked one after another; 0 for a single block.
     """
 
     rows: int
     columns: int
-    slots: int
-    parts: int
-    mates: int
-    wide: int = 0
+    stages: int
+    splits: int = 1
+    cluster: int = 1
+    raster: int = 0
 
-    def of_many(self, columns: int) -> "Tile":
-        """Where the result, `columns` wide, has more tiles than there are multiprocessors."""
-        # The tiles of a time are as many rows as columns.
-        return dataclasses.replace(self, mates=2, wide=math.gcd(columns // self.columns, 8))
-
-
-def _plain_tile(columns):
-    return Tile(rows=128, columns=256 if columns % 256 == 0 else 128, slots=4, parts=1, mates=1)
+    def clustered(self, columns: int) -> "Config":
+        """For a result, `columns` wide, that has more tiles than there are multiprocessors."""
+        # Concurrent tiles form a square, so that their operands share the L2 cache.
+        return dataclasses.replace(self, cluster=2, raster=math.gcd(columns // self.columns, 8))
 
 
-def _half(*arrays):
-    return arrays[0].dtype in (jnp.bfloat16, jnp.float16) and len({a.dtype for a in arrays}) == 1
+def _config(result_columns: int, buffer_bytes: int) -> Config:
+    """One CTA a cluster and one split, with as many stages as fit beside `buffer_bytes` of other shared memory."""
+    columns = _LEAST_COLUMNS if result_columns % _MOST_COLUMNS else _MOST_COLUMNS
+    free = device.target().shared_bytes - _RESERVED_BYTES - buffer_bytes
+    return Config(_ROWS, columns, stages=min(_MOST_STAGES, free // ((_ROWS + columns) * _STEP * _ITEM_BYTES)))
+
+
+def _unsupported_operands(left: Any, right: Any) -> str | None:
+    if left.dtype not in (jnp.bfloat16, jnp.float16) or right.dtype != left.dtype:
+        return f"dtypes {left.dtype} and {right.dtype}, only bfloat16 or float16 for both"
+    return None if left.shape[0] else "no rows"
+
+
+def _unsupported_size(name: str, size: int, unit: int) -> str | None:
+    return None if size and size % unit == 0 else f"{size} {name}, only multiples of {unit}"
+
+
+def _unsupported_device(config: Config) -> str | None:
+    shared = device.target().shared_bytes
+    return None if config.stages >= 2 else f"{shared} bytes of shared memory a CTA, too few for a ring of two stages"
+
+
+# --------------------------------------------------------------------------------------------------------- the product
+
+
+class _Tile(NamedTuple):
+    """A tile of the result: its split, first row and column, its column of tiles, and the steps of its sums."""
+
+    split: Any
+    row: Any
+    column: Any
+    tile_column: Any
+    first: Any
+    end: Any
+
+
+def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
+    """Row and column of the tile that is walked as `index`th: row by row in a column block `width` tiles wide.
+
+    One block follows the other, each from its top; `plgpu.planar_snake` would walk every other one from its bottom.
+    """
+    row = index // width % rows
+    return row, index // (width * rows) * width + index % width
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """`(rows, summed) (summed, columns)` as a warp-specialised pipeline; what differs is in those that derive from it.
+
+    Attributes:
+      config: the tiles.
+      rows, columns, summed: sizes of the product.
+      multiprocessors: of the device.
+    """
+
+    config: Config
+    rows: int
+    columns: int
+    summed: int
+    multiprocessors: int
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of tiles, those of a cluster as one."""
+        return -(-self.rows // (self.config.rows * self.config.cluster))
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of tiles."""
+        return self.columns // self.config.columns
+
+    @property
+    def tiles(self) -> int:
+        """Of each CTA of a cluster: as many as all clusters have together."""
+        return self.config.splits * self.tile_rows * self.tile_columns
+
+    @property
+    def clusters(self) -> int:
+        return min(self.tiles, self.multiprocessors // self.config.cluster)
+
+    @property
+    def consumer_rows(self) -> int:
+        """Of a tile, for which one consumer makes the sums."""
+        return self.config.rows // _CONSUMERS
+
+    @property
+    def launch_options(self) -> dict[str, Any]:
+        """What `launch` is told."""
+        cluster = {"cta": self.config.cluster} if self.config.cluster > 1 else {}
+        return dict(grid={"cluster": self.clusters}, cluster=cluster, warpgroups=_CONSUMERS + 1)
+
+    @property
+    def multicast(self) -> dict[str, Any]:
+        """How the right operand is copied: to all CTAs of the cluster, each bringing its share."""
+        return dict(collective_axes="cta") if self.config.cluster > 1 else {}
+
+    @property
+    def barriers(self) -> list[Any]:
+        """A pair a stage: both operands are loaded; all consumers of the cluster have read them."""
+        barrier = plgpu.Barrier
+        if self.config.cluster > 1:
+            barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
+        free = barrier(num_arrivals=_CONSUMERS, num_barriers=self.config.stages)
+        return [plgpu.Barrier(num_arrivals=2, num_barriers=self.config.stages), free]
+
+    def tile(self, index: Any, cta: Any) -> _Tile:
+        config, steps = self.config, -(-self.summed // _STEP)
+        split, index = index // (self.tile_rows * self.tile_columns), index % (self.tile_rows * self.tile_columns)
+        row, column = _raster(index, self.tile_rows, config.raster or self.tile_columns)
+        first, end = split * steps // config.splits, (split + 1) * steps // config.splits
+        return _Tile(split, (row * config.cluster + cta) * config.rows, column * config.columns, column, first, end)
+
+    def consumed_rows(self, tile: _Tile, warpgroup: Any) -> Any:
+        """Of the result, those whose sums a consumer has."""
+        return pl.ds(tile.row + warpgroup * self.consumer_rows, self.consumer_rows)
+
+    def run(
+        self,
+        ring: Ring,
+        accumulators: Sequence[Any],
+        spans: Callable[[_Tile], Sequence[tuple[Any, Any, Callable]]],
+        epilogue: Callable[..., None],
+        *,
+        cluster: Any,
+        cta: Any,
+        warpgroup: Any,
+    ) -> None:
+        """The pipeline: the producer and the consumers, each with its share of the registers.
+
+        Args:
+          ring: its `copy(count, stage, barrier, tile, step)` brings a step of a tile; `count` goes on over all tiles.
+          accumulators: of a consumer.
+          spans: of a tile, `(first, end, multiply)` for steps one after another. `multiply(stage, *accumulators)`
+            starts the products of a step, and returns when those of the step before are done.
+          epilogue: `epilogue(tile, *sums)` stores the sums, which are in registers.
+        """
+
+        @pl.when(warpgroup == _PRODUCER)
+        def _():
+            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            # No CTA may end while another's consumers arrive at its barriers.
+            ring.drain(self.over_tiles(functools.partial(self.produce, ring), cluster, cta))
+
+        @pl.when(warpgroup < _PRODUCER)
+        def _():
+            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            consume = functools.partial(self.consume, ring, accumulators, spans, epilogue)
+            self.over_tiles(consume, cluster, cta)
+
+    def over_tiles(self, visit: Callable[[Any, _Tile], Any], cluster: Any, cta: Any) -> Any:
+        """`count = visit(count, tile)` for the tiles of a CTA, from 0 on; returns the last."""
+
+        def visit_next(i, count):
+            return visit(count, self.tile(cluster + i * self.clusters, cta))
+
+        tiles = (self.tiles - cluster + self.clusters - 1) // self.clusters
+        return lax.fori_loop(0, tiles, visit_next, jnp.int32(0))
+
+    def produce(self, ring: Ring, count: Any, tile: _Tile) -> Any:
+        """Brings the blocks of a tile's steps."""
+
+        def fetch(step, count):
+            ring.produce(count, tile, step)
+            return count + 1
+
+        return lax.fori_loop(tile.first, tile.end, fetch, count)
+
+    def consume(
+        self, ring: Ring, accumulators: Sequence[Any], spans: Callable, epilogue: Callable, count: Any, tile: _Tile
+    ) -> Any:
+        """Multiplies the blocks of a tile's steps, and hands the sums to the epilogue."""
+
+        def accumulate(*sums):
+            def add(step, count, *, multiply):
+                ring.wait(count)
+                multiply(ring.stage(count), *sums)
+                pl.when(step > tile.first)(lambda: ring.release(count - 1))
+                return count + 1
+
+            last = count
+            for first, end, multiply in spans(tile):
+                last = lax.fori_loop(first, end, functools.partial(add, multiply=multiply), last)
+            plgpu.wgmma_wait(0)
+            ring.release(last - 1)
+            return [a[...] for a in sums]
+
+        epilogue(tile, *pl.run_scoped(accumulate, *accumulators))
+        return count + tile.end - tile.first
 
 
 # --------------------------------------------------------------------------------------------------------- the forward
 
 
-def forward_pays(x: Any, w: Any) -> bool:
-    """Whether `forward` takes such arrays, and is faster than the library's product and a pass for the bias."""
-    (rows, inputs), outputs = x.shape, w.shape[0]
-    fits = inputs % _STEP == 0 and outputs > 0 and outputs % 128 == 0
-    return _half(x, w) and fits and rows >= _LEAST_ROWS and inputs >= _LEAST_INPUTS
+class _ForwardRefs(NamedTuple):
+    x: Any
+    w: Any
+    b: Any
+    z: Any
+    x_stages: Any
+    w_stages: Any
+    z_buffers: Any
+    loaded: Any
+    free: Any
 
 
-def forward(x: Array, w: Array, b: Array) -> Array:
+@dataclasses.dataclass(frozen=True)
+class _Forward(_Product):
+    """`z = x wᵀ + b`, where x and wᵀ are the operands. An epilogue leaves through two buffers a consumer."""
+
+    def body(self, *refs, warpgroup, cluster, cta=0):
+        refs = _ForwardRefs(*refs)
+        ring = Ring(self.config.stages, functools.partial(self.copy, refs), refs.loaded, free=refs.free)
+        multiply = functools.partial(self.multiply, refs, warpgroup)
+        self.run(
+            ring,
+            [plgpu.ACC((self.consumer_rows, self.config.columns))],
+            lambda tile: [(tile.first, tile.end, multiply)],
+            functools.partial(self.epilogue, refs, warpgroup),
+            cluster=cluster,
+            cta=cta,
+            warpgroup=warpgroup,
+        )
+        pl.when(warpgroup < _PRODUCER)(lambda: plgpu.wait_smem_to_gmem(0))
+
+    def copy(self, refs, count, stage, barrier, tile, step):
+        summed = pl.ds(step * _STEP, _STEP)
+        rows, columns = pl.ds(tile.row, self.config.rows), pl.ds(tile.column, self.config.columns)
+        plgpu.copy_gmem_to_smem(refs.x.at[rows, summed], refs.x_stages.at[stage], barrier)
+        plgpu.copy_gmem_to_smem(refs.w.at[columns, summed], refs.w_stages.at[stage], barrier, **self.multicast)
+
+    def multiply(self, refs, warpgroup, stage, sums):
+        left = refs.x_stages.at[stage, pl.ds(warpgroup * self.consumer_rows, self.consumer_rows)]
+        plgpu.wgmma(sums, left, refs.w_stages.at[stage].transpose((1, 0)))
+        plgpu.wgmma_wait(1)
+
+    def epilogue(self, refs, warpgroup, tile, z):
+        rows = self.consumed_rows(tile, warpgroup)
+        for i, start in enumerate(range(0, self.config.columns, _STEP)):
+            columns, buffer = pl.ds(tile.column + start, _STEP), refs.z_buffers.at[warpgroup, i % 2]
+            bias = load(refs.b.at[columns], plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            # The copy before last has read its buffer.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            piece = z[:, start : start + _STEP] + lax.broadcast_in_dim(bias, (self.consumer_rows, _STEP), [1])
+            buffer[...] = piece.astype(refs.z.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buffer, refs.z.at[rows, columns])
+
+
+def _forward_config(outputs):
+    return _config(outputs, buffer_bytes=2 * _ROWS * _STEP * _ITEM_BYTES).clustered(outputs)
+
+
+def _forward_supports(x, w, b):
+    inputs, outputs = x.shape[1], w.shape[0]
+    return (
+        ("no bias" if b is None else None)
+        or _unsupported_operands(x, w)
+        or _unsupported_size("inputs", inputs, _STEP)
+        or _unsupported_size("outputs", outputs, _LEAST_COLUMNS)
+        or _unsupported_device(_forward_config(outputs))
+    )
+
+
+def _forward_heuristic(x, w, b):
+    rows, inputs = x.shape
+    return _forward_config(w.shape[0]) if rows >= _LEAST_ROWS and inputs >= _LEAST_INPUTS else None
+
+
+@kernel(supports=_forward_supports, heuristic=_forward_heuristic, capability=(9, 0))
+def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
     """`x wᵀ + b` in x's dtype, rounded once.
 
-    Where there is no GPU the library's product takes the kernel's place.
-
     Args:
-      x: `(rows, inputs)`, inputs a multiple of 64.
-      w, b: `(outputs, inputs)` and `(outputs,)`, outputs a multiple of 128.
+      x: `(rows, inputs)`, of a half precision, inputs a multiple of 64.
+      w, b: `(outputs, inputs)` of x's dtype and `(outputs,)`, outputs a multiple of 128.
+      config: of one split; outputs are a multiple of its columns.
     """
-
-    def plain(x, w, b):
-        z = jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
-        return (z + b.astype(jnp.float32)).astype(x.dtype)
-
-    tile = _plain_tile(w.shape[0]).of_many(w.shape[0])
-    return on_gpu(functools.partial(_forward, tile=tile), plain, x, w, b)
-
-
-def _forward(x, w, b, *, tile):
     (rows, inputs), outputs = x.shape, w.shape[0]
-    division = _Division(tile, rows, outputs, inputs)
-    high, layout = tile.rows // _MULTIPLIERS, plgpu.Layout.WGMMA.reduce(0)
-
-    def body(x_ref, w_ref, b_ref, z_ref, xs, ws, leaving, *barriers, warpgroup, **ids):
-        def copy(slot, step, place, copy_left, copy_right):
-            summed = pl.ds(step * _STEP, _STEP)
-            copy_left(x_ref.at[pl.ds(place.row, tile.rows), summed], xs.at[slot])
-            copy_right(w_ref.at[pl.ds(place.column, tile.columns), summed], ws.at[slot])
-
-        def multiply(slot, sums, beside):
-            left = xs.at[slot, pl.ds(warpgroup * high, high)]
-            plgpu.wgmma(sums, left, ws.at[slot].transpose((1, 0)))
-
-        def finish(place, z):
-            here = pl.ds(place.row + warpgroup * high, high)
-            for i, start in enumerate(range(0, tile.columns, _STEP)):
-                columns, buffer = pl.ds(place.column + start, _STEP), leaving.at[warpgroup, i % 2]
-                bias = load(b_ref.at[columns], layout, optimized=False)
-                # The copy before last has read its buffer.
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                z_ = z[:, start : start + _STEP] + lax.broadcast_in_dim(bias, (high, _STEP), [1])
-                buffer[...] = z_.astype(x.dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(buffer, z_ref.at[here, columns])
-
-        sums = [plgpu.ACC((high, tile.columns))]
-        division.run(copy, multiply, finish, sums, barriers, warpgroup=warpgroup, **ids)
-        pl.when(warpgroup < _COPIER)(lambda: plgpu.wait_smem_to_gmem(0))
-
+    product = _Forward(config, rows, outputs, inputs, device.target().multiprocessors)
     return launch(
-        body,
+        product.body,
         x,
         w,
         b.astype(jnp.float32),
         out=jax.ShapeDtypeStruct((rows, outputs), x.dtype),
         scratch=[
-            operand((tile.slots, tile.rows, _STEP), x.dtype),
-            operand((tile.slots, tile.columns, _STEP), x.dtype),
-            operand((_MULTIPLIERS, 2, high, _STEP), x.dtype),
-            *division.barriers,
+            operand((config.stages, config.rows, _STEP), x.dtype),
+            operand((config.stages, config.columns, _STEP), x.dtype),
+            operand((_CONSUMERS, 2, product.consumer_rows, _STEP), x.dtype),
+            *product.barriers,
         ],
         name="linear",
-        **division.launched,
+        **product.launch_options,
     )
 
 
 # ------------------------------------------------------------------------------------------- the parameters' gradients
 
-
-def tile(rows: int, outputs: int, inputs: int) -> Tile | None:
-    """The tile for dw of these sizes; None where there is none."""
-    steps = -(-rows // _STEP)
-    if not steps or not outputs or not inputs or outputs % 128 or inputs % 128:
-        return None
-    tile = _plain_tile(inputs)
-    tiles = (outputs // tile.rows) * (inputs // tile.columns)
-    if tiles > _MULTIPROCESSORS and outputs % (2 * tile.rows) == 0:
-        tile = tile.of_many(inputs)
-
-    def microseconds(parts):
-        # A step of a tile takes 0.75, writing and reading a part's sums goes at 3 TB/s.
-        turns = -(-tiles * parts // _MULTIPROCESSORS) * -(-steps // parts)
-        return turns * 0.75 * tile.columns / 256 + (parts > 1) * parts * outputs * inputs * 8 / 3e6
-
-    return dataclasses.replace(tile, parts=min(range(1, min(steps, _MULTIPROCESSORS) + 1), key=microseconds))
+_ONES = 8
+"""Columns of ones: the fewest that the tensor cores multiply."""
+# Two rows a warp.
+_ONES_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((_ONES, _STEP), (2, _STEP), (_STEP // 16,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
 
 
-def pays(dy: Any, x: Any) -> bool:
-    """Whether `weights_gradient` takes such arrays, and is faster than the library's product and sum."""
-    return _half(dy, x) and dy.shape[0] >= _LEAST_ROWS and tile(*dy.shape, x.shape[1]) is not None
+class _WeightsGradientRefs(NamedTuple):
+    dy: Any
+    x: Any
+    dw: Any
+    db: Any
+    dy_stages: Any
+    x_stages: Any
+    ones: Any
+    loaded: Any
+    free: Any
 
 
-def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
-    """dw in `dtype`, by default x's, and float32 db, of `(rows, outputs)` dy and `(rows, inputs)` x that have a `tile`.
+@dataclasses.dataclass(frozen=True)
+class _WeightsGradient(_Product):
+    """`dw = dyᵀ x`, where dyᵀ and x are the operands, and `db = dyᵀ 1`."""
 
-    Where there is no GPU the library's product takes the kernel's place.
-    """
-    dtype = dtype or x.dtype
+    def body(self, *refs, warpgroup, cluster, cta=0):
+        refs = _WeightsGradientRefs(*refs)
+        ring = Ring(self.config.stages, functools.partial(self.copy, refs), refs.loaded, free=refs.free)
 
-    def plain(dy, x):
-        dw = jnp.matmul(dy.T, x, preferred_element_type=jnp.float32)
-        return dw.astype(dtype), jnp.sum(dy, axis=0, dtype=jnp.float32)
-
-    here = tile(*dy.shape, x.shape[1])
-    return on_gpu(functools.partial(_weights_gradient, tile=here, dtype=dtype), plain, dy, x)
-
-
-def _weights_gradient(dy, x, *, tile, dtype):
-    (rows, outputs), (_, inputs) = dy.shape, x.shape
-    division = _Division(tile, outputs, inputs, rows)
-    high, parts = tile.rows // _MULTIPLIERS, tile.parts
-
-    def body(dy_ref, x_ref, dw_ref, db_ref, dys, xs, ones, *barriers, warpgroup, **ids):
-        def copy(slot, step, place, copy_left, copy_right):
-            summed = pl.ds(step * _STEP, _STEP)
-            copy_left(dy_ref.at[summed, pl.ds(place.row, tile.rows)], dys.at[slot])
-            copy_right(x_ref.at[summed, pl.ds(place.column, tile.columns)], xs.at[slot])
-
-        def multiply(slot, sums, bias_sums, beside):
-            left = dys.at[slot, :, pl.ds(warpgroup * high, high)].transpose((1, 0))
-            plgpu.wgmma(sums, left, xs.at[slot])
-            if beside:
-                plgpu.wgmma(bias_sums, left, ones.at[warpgroup].transpose((1, 0)))
-
-        def finish(place, sums, bias_sums):
-            here = pl.ds(place.row + warpgroup * high, high)
-            store(dw_ref.at[place.part, here, pl.ds(place.column, tile.columns)], sums.astype(dw_ref.dtype))
-            store(db_ref.at[place.part, place.across, here], bias_sums)
-
-        @pl.when(warpgroup < _COPIER)
+        @pl.when(warpgroup < _PRODUCER)
         def _():
-            ones[warpgroup] = plgpu.layout_cast(jnp.ones((8, _STEP), x.dtype), layout)
+            refs.ones[warpgroup] = plgpu.layout_cast(jnp.ones((_ONES, _STEP), refs.x.dtype), _ONES_LAYOUT)
             plgpu.commit_smem()
 
-        sums = [plgpu.ACC((high, tile.columns)), plgpu.ACC((high, 8))]
-        division.run(copy, multiply, finish, sums, barriers, warpgroup=warpgroup, beside=True, **ids)
+        self.run(
+            ring,
+            [plgpu.ACC((self.consumer_rows, self.config.columns)), plgpu.ACC((self.consumer_rows, _ONES))],
+            functools.partial(self.spans, refs, warpgroup),
+            functools.partial(self.epilogue, refs, warpgroup),
+            cluster=cluster,
+            cta=cta,
+            warpgroup=warpgroup,
+        )
 
-    # Two rows a warp.
-    layout = plgpu.Layout.TILED(
-        plgpu.Tiling(((8, _STEP), (2, _STEP), (_STEP // 16,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+    def copy(self, refs, count, stage, barrier, tile, step):
+        summed = pl.ds(step * _STEP, _STEP)
+        rows, columns = pl.ds(tile.row, self.config.rows), pl.ds(tile.column, self.config.columns)
+        plgpu.copy_gmem_to_smem(refs.dy.at[summed, rows], refs.dy_stages.at[stage], barrier)
+        plgpu.copy_gmem_to_smem(refs.x.at[summed, columns], refs.x_stages.at[stage], barrier, **self.multicast)
+
+    def spans(self, refs, warpgroup, tile):
+        """A tile's steps: before, in and after its share of those that make db, by its column of tiles."""
+        multiply = functools.partial(self.multiply, refs, warpgroup)
+        length = tile.end - tile.first
+        start, stop = (tile.first + length * n // self.tile_columns for n in (tile.tile_column, tile.tile_column + 1))
+        with_bias = functools.partial(multiply, with_bias=True)
+        return [(tile.first, start, multiply), (start, stop, with_bias), (stop, tile.end, multiply)]
+
+    def multiply(self, refs, warpgroup, stage, sums, bias_sums, *, with_bias=False):
+        left = refs.dy_stages.at[stage, :, pl.ds(warpgroup * self.consumer_rows, self.consumer_rows)].transpose((1, 0))
+        plgpu.wgmma(sums, left, refs.x_stages.at[stage])
+        if with_bias:
+            plgpu.wgmma(bias_sums, left, refs.ones.at[warpgroup].transpose((1, 0)))
+        plgpu.wgmma_wait(2 if with_bias else 1)
+
+    def epilogue(self, refs, warpgroup, tile, sums, bias_sums):
+        rows, columns = self.consumed_rows(tile, warpgroup), pl.ds(tile.column, self.config.columns)
+        store(refs.dw.at[tile.split, rows, columns], sums.astype(refs.dw.dtype))
+        store(refs.db.at[tile.split, tile.tile_column, rows], bias_sums)
+
+
+def _weights_config(rows, outputs, inputs):
+    config = _config(inputs, buffer_bytes=_CONSUMERS * _ONES * _STEP * _ITEM_BYTES)
+    multiprocessors, steps = device.target().multiprocessors, -(-rows // _STEP)
+    tiles = (outputs // config.rows) * (inputs // config.columns)
+    if tiles > multiprocessors and outputs % (2 * config.rows) == 0:
+        config = config.clustered(inputs)
+
+    def microseconds(splits):
+        turns = -(-tiles * splits // multiprocessors) * -(-steps // splits)
+        moved = (splits > 1) * splits * outputs * inputs * 8
+        return turns * _STEP_MICROSECONDS * config.columns / _MOST_COLUMNS + moved / _BYTES_A_MICROSECOND
+
+    return dataclasses.replace(config, splits=min(range(1, min(steps, multiprocessors) + 1), key=microseconds))
+
+
+def _weights_supports(dy, x, *, dtype=None):
+    (rows, outputs), inputs = dy.shape, x.shape[1]
+    return (
+        _unsupported_operands(dy, x)
+        or _unsupported_size("outputs", outputs, _ROWS)
+        or _unsupported_size("inputs", inputs, _LEAST_COLUMNS)
+        or _unsupported_device(_weights_config(rows, outputs, inputs))
     )
+
+
+def _weights_heuristic(dy, x, *, dtype=None):
+    return _weights_config(*dy.shape, x.shape[1]) if dy.shape[0] >= _LEAST_ROWS else None
+
+
+@kernel(supports=_weights_supports, heuristic=_weights_heuristic, capability=(9, 0))
+def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, config: Config) -> tuple[Array, Array]:
+    """dw in `dtype`, by default x's, and float32 db.
+
+    Args:
+      dy: `(rows, outputs)` of a half precision, outputs a multiple of 128.
+      x: `(rows, inputs)` of dy's dtype, inputs a multiple of 128 and of the config's columns.
+    """
+    dtype = dtype or x.dtype
+    (rows, outputs), inputs = dy.shape, x.shape[1]
+    product = _WeightsGradient(config, outputs, inputs, rows, device.target().multiprocessors)
     dw, db = launch(
-        body,
+        product.body,
         dy,
         x,
         out=(
-            jax.ShapeDtypeStruct((parts, outputs, inputs), dtype if parts == 1 else jnp.float32),
-            jax.ShapeDtypeStruct((parts, division.across, outputs, 8), jnp.float32),
+            jax.ShapeDtypeStruct((config.splits, outputs, inputs), dtype if config.splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((config.splits, product.tile_columns, outputs, _ONES), jnp.float32),
         ),
         scratch=[
-            operand((tile.slots, _STEP, tile.rows), x.dtype),
-            operand((tile.slots, _STEP, tile.columns), x.dtype),
-            operand((_MULTIPLIERS, 8, _STEP), x.dtype),
-            *division.barriers,
+            operand((config.stages, _STEP, config.rows), x.dtype),
+            operand((config.stages, _STEP, config.columns), x.dtype),
+            operand((_CONSUMERS, _ONES, _STEP), x.dtype),
+            *product.barriers,
         ],
         name="linear_backward_weights",
-        **division.launched,
+        **product.launch_options,
     )
-    dw = dw[0] if parts == 1 else jnp.sum(dw, axis=0).astype(dtype)
+    dw = dw[0] if config.splits == 1 else jnp.sum(dw, axis=0).astype(dtype)
     return dw, jnp.sum(db[..., 0], axis=(0, 1))
-
-
-# ------------------------------------------------------------------------------------------------------ what they share
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """A tile's part, its first row and column, which of its row of tiles it is, and the steps of its sums."""
-
-    part: Any
-    row: Any
-    column: Any
-    across: Any
-    first: Any
-    end: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Division:
-    """A product, `(rows, summed) (summed, columns)`, divided into tiles: persistent programs take one after another."""
-
-    tile: Tile
-    rows: int
-    columns: int
-    summed: int
-
-    @property
-    def down(self) -> int:
-        """Tiles of all mates together."""
-        return -(-self.rows // (self.tile.rows * self.tile.mates))
-
-    @property
-    def across(self) -> int:
-        return self.columns // self.tile.columns
-
-    @property
-    def jobs(self) -> int:
-        return self.tile.parts * self.down * self.across
-
-    @property
-    def programs(self) -> int:
-        return min(self.jobs, _MULTIPROCESSORS // self.tile.mates)
-
-    @property
-    def launched(self) -> dict[str, Any]:
-        """How it is launched."""
-        cluster = {"mate": self.tile.mates} if self.tile.mates > 1 else {}
-        return dict(grid={"program": self.programs}, cluster=cluster, warpgroups=_MULTIPLIERS + 1)
-
-    @property
-    def barriers(self) -> list[Any]:
-        """Of the slots: whether they are loaded, and whether they are free, with all mates."""
-        barrier = plgpu.Barrier
-        if self.tile.mates > 1:
-            barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("mate",))
-        free = barrier(num_arrivals=_MULTIPLIERS, num_barriers=self.tile.slots)
-        return [plgpu.Barrier(num_arrivals=2, num_barriers=self.tile.slots), free]
-
-    def place(self, job: Any, mate: Any) -> _Place:
-        tile, across, down = self.tile, self.across, self.down
-        wide, steps = tile.wide or across, -(-self.summed // _STEP)
-        part, place = job // (down * across), job % (down * across)
-        low = place // wide % down
-        column = place // (wide * down) * wide + place % wide
-        first, end = part * steps // tile.parts, (part + 1) * steps // tile.parts
-        return _Place(part, (low * tile.mates + mate) * tile.rows, column * tile.columns, column, first, end)
-
-    def run(
-        self,
-        copy: Callable,
-        multiply: Callable,
-        finish: Callable,
-        sums: Sequence[Any],
-        barriers: Sequence[Any],
-        *,
-        program: Any,
-        warpgroup: Any,
-        mate: Any = 0,
-        beside: bool = False,
-    ) -> None:
-        """The body of a program.
-
-        Args:
-          copy: `copy(slot, step, place, copy_left, copy_right)` fills a slot by one call of each.
-          multiply: `multiply(slot, *sums, beside)` adds a slot's products to the sums.
-          finish: `finish(place, *sums)` with the sums in registers.
-          sums: the accumulators.
-          barriers: those of `barriers`.
-          beside: whether there is a second product, `beside`, of the left operand alone: the tiles of a row of them
-            make it for a share of the steps each.
-        """
-        (loaded, free), slots = barriers, self.tile.slots
-        together = dict(collective_axes="mate") if self.tile.mates > 1 else {}
-
-        def each_job(do):
-            """`turn = do(turn, place)`: turns count the steps of all jobs, and go round the slots."""
-
-            def one(i, turn):
-                return do(turn, self.place(program + i * self.programs, mate))
-
-            jobs = (self.jobs - program + self.programs - 1) // self.programs
-            return lax.fori_loop(0, jobs, one, jnp.int32(0))
-
-        def bring(turn, place):
-            def fetch(step, turn):
-                slot = turn % slots
-                pl.when(turn >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
-                copy_left = functools.partial(plgpu.copy_gmem_to_smem, barrier=loaded.at[slot])
-                copy(slot, step, place, copy_left, functools.partial(copy_left, **together))
-                return turn + 1
-
-            return lax.fori_loop(place.first, place.end, fetch, turn)
-
-        def make(turn, place):
-            def accumulate(*sums):
-                def add(step, turn, *, beside):
-                    plgpu.barrier_wait(loaded.at[turn % slots])
-                    multiply(turn % slots, *sums, beside=beside)
-                    # The products of the step before are done.
-                    plgpu.wgmma_wait(2 if beside else 1)
-                    pl.when(step > place.first)(lambda: plgpu.barrier_arrive(free.at[(turn - 1) % slots]))
-                    return turn + 1
-
-                pieces = [(place.first, place.end, False)]
-                if beside:
-                    length = place.end - place.first
-                    start, stop = (place.first + length * n // self.across for n in (place.across, place.across + 1))
-                    pieces = [(place.first, start, False), (start, stop, True), (stop, place.end, False)]
-                last = turn
-                for first, end, beside_ in pieces:
-                    last = lax.fori_loop(first, end, functools.partial(add, beside=beside_), last)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(free.at[(last - 1) % slots])
-                return [a[...] for a in sums]
-
-            finish(place, *pl.run_scoped(accumulate, *sums))
-            return turn + place.end - place.first
-
-        @pl.when(warpgroup == _COPIER)
-        def _():
-            plgpu.set_max_registers(_COPIERS_REGISTERS, action="decrease")
-            turns = each_job(bring)
-            # No mate may end while another still tells it that a slot is free.
-            lax.fori_loop(
-                jnp.maximum(turns - slots, 0), turns, lambda turn, _: plgpu.barrier_wait(free.at[turn % slots]), None
-            )
-
-        @pl.when(warpgroup < _COPIER)
-        def _():
-            plgpu.set_max_registers(_MULTIPLIERS_REGISTERS, action="increase")
-            each_job(make)

@@ -1,8 +1,8 @@
 """Dense layers with ReLU between them, softmax and cross-entropy, in one kernel each way on Hopper's tensor cores.
 
-A program takes 64 examples through all layers. Their activations stay in shared memory, where the tensor cores read
-them; the weights stream by in slices of 32 of their inputs, packed one after the other in the order of their use.
-Products are of float32 rounded to TF32, sums, softmax and loss are float32.
+A CTA takes 64 examples through all layers. Their activations stay in shared memory, where the tensor cores read them;
+the weights stream by in slices of 32 of their inputs, packed one after the other in the order of their use. Products
+are of float32 rounded to TF32; sums, softmax and loss are float32.
 
 Rows are filled up to widths that the tensor cores take: a layer's outputs to the next multiple of 32 above their
 number, so that there is a place for a one behind them, which turns the next layer's weights' gradient into its bias's
@@ -12,8 +12,11 @@ In small batches, where launches and latencies are what takes time, one kernel g
 each example's loss by itself, and a second weighs these and makes the layers' gradients.
 """
 
+import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +24,46 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, OPERAND_BYTES, load, operand, rounded_to_tf32, store
+from pallas_kernels.core.pipeline import Ring
+from pallas_kernels.core.tiles import kernel
 
 EXAMPLES = 64
-"""Examples a program; the batch is a multiple of it."""
+"""Examples a CTA; the batch is a multiple of it."""
 
-# Inputs of a layer in a slice of its weights: a row of it is as long as the tensor cores' rows in shared memory.
-_SLICE = 32
-_SHARED_BYTES = 216 * 1024
-_MOST_SLOTS = 8
+_ITEM_BYTES = 4
+_SLICE = OPERAND_BYTES // _ITEM_BYTES
+"""Inputs of a layer in a slice of its weights: as many float32 values as fill an operand's row."""
 _MOST_COLUMNS = 256
-# Of the gradient in x, made at once where the layers' outputs stay in shared memory beside it.
+"""That a product of the tensor cores has."""
 _PIECE = 128
-# Measured at 1024, where it pays, and at 8192, where it does not.
-_MOST_TOGETHER = 1024
+"""Columns of the gradient in x made at once where the layers' outputs stay in shared memory beside it."""
+_MOST_STAGES = 8
+_RESERVED_BYTES = 11 * 1024
+"""Of shared memory: 2 KiB are Mosaic's for sums across warps, barriers need less than 1. With what the rest leaves to
+them, LeNet's layers have the numbers of stages that were measured on an H200."""
+_MOST_EXAMPLES_AT_ONCE = 1024
+"""A batch for which one kernel makes rows and gradients: measured at 1024, where it pays, and at 8192, where it does
+not, on an H200."""
+
 _SUMS, _SUMS_TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
-_AN_EXAMPLE, _A_COLUMN = _SUMS.reduce(1), _SUMS.reduce(0)
+_BY_EXAMPLE, _BY_COLUMN = _SUMS.reduce(1), _SUMS.reduce(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How weights stream by.
+
+    Attributes:
+      stages: slices in flight; one in `weighed_gradients`, where each CTA takes a single step.
+    """
+
+    stages: int
+
+
+# ------------------------------------------------------------------------------------------------------------- layers
 
 
 def widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -46,30 +72,298 @@ def widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-n // _SLICE) * _SLICE for n in (inputs, *(n + 1 for n in hidden), classes))
 
 
-def fits(sizes: tuple[int, ...]) -> bool:
-    """Whether layers of these sizes, inputs first and classes last, go into registers and shared memory."""
-    rows = widths(sizes)
-    return max(rows) <= _MOST_COLUMNS and min(_slots(rows[:-1], rows[1:]), _slots(rows[1:], rows[:-1])) >= 2
+@dataclasses.dataclass(frozen=True)
+class _Network:
+    """Layers, and (inputs, outputs) of the products that take rows through them.
+
+    Attributes:
+      sizes: the number of inputs, then that of each layer's outputs.
+    """
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, weights: Sequence[Any]) -> "_Network":
+        return cls((weights[0].shape[1], *(w.shape[0] for w in weights)))
+
+    @property
+    def layers(self) -> int:
+        return len(self.sizes) - 1
+
+    @property
+    def classes(self) -> int:
+        return self.sizes[-1]
+
+    @functools.cached_property
+    def widths(self) -> tuple[int, ...]:
+        return widths(self.sizes)
+
+    @property
+    def forward_products(self) -> list[tuple[int, int]]:
+        return list(itertools.pairwise(self.widths))
+
+    @property
+    def backward_products(self) -> list[tuple[int, int]]:
+        return list(itertools.pairwise(reversed(self.widths)))
+
+    @property
+    def pieces(self) -> list[int]:
+        """Widths of the pieces in which the gradient in x is made."""
+        return [min(_PIECE, self.widths[0] - n) for n in range(0, self.widths[0], _PIECE)]
+
+    @property
+    def all_products(self) -> list[tuple[int, int]]:
+        return [*self.forward_products, *self.backward_products[:-1], *((self.widths[1], n) for n in self.pieces)]
+
+    def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
+        """Slices of the weights of `products` that shared memory has room for, beside operands of these widths."""
+        free = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
+        return min(_MOST_STAGES, free // (OPERAND_BYTES * max(outputs for _, outputs in products)))
+
+    @property
+    def forward_stages(self) -> int:
+        return self.stages(self.forward_products, self.widths[:-1])
+
+    @property
+    def backward_stages(self) -> int:
+        return self.stages(self.backward_products, self.widths[1:])
+
+    @property
+    def all_stages(self) -> int:
+        return self.stages(self.all_products, self.widths)
+
+    def scratch(self, products: list[tuple[int, int]], operands: tuple[int, ...], stages: int) -> list[Any]:
+        """The ring's stages, their barriers, and the operands."""
+        return [
+            operand((stages, max(outputs for _, outputs in products), _SLICE), jnp.float32),
+            plgpu.Barrier(num_barriers=stages),
+            *(operand((EXAMPLES, n), jnp.float32) for n in operands),
+        ]
 
 
-def together(N: int, sizes: tuple[int, ...]) -> bool:
-    """Whether `forward_and_gradients` takes layers of these sizes, and is faster than `forward` and `backward`."""
-    rows = widths(sizes)
-    return N <= _MOST_TOGETHER and _slots(rows, _columns_together(rows)) >= 2
+def _unsupported(network: _Network, dtype: Any, N: int) -> str | None:
+    """What neither `forward` nor `backward` takes, which go together."""
+    if dtype != jnp.float32:
+        return f"dtype {dtype}, only float32"
+    if N == 0 or N % EXAMPLES:
+        return f"a batch of {N}, only multiples of {EXAMPLES}"
+    if max(network.widths) > _MOST_COLUMNS:
+        return f"rows as wide as {max(network.widths)} when filled up, at most {_MOST_COLUMNS}"
+    return _unsupported_stages(min(network.forward_stages, network.backward_stages))
 
 
-def _columns_together(rows):
-    return *rows[1:], min(rows[0], _PIECE)
+def _unsupported_stages(stages: int) -> str | None:
+    return None if stages >= 2 else "layers whose activations leave no shared memory for two slices of the weights"
 
 
-def _slots(operands, columns):
-    """Slices of the weights in flight, beside the operands."""
-    free = _SHARED_BYTES - EXAMPLES * 4 * sum(operands)
-    return min(_MOST_SLOTS, free // (OPERAND_BYTES * max(columns)))
+def _struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+# ---------------------------------------------------------------------------------------------------- packed weights
+
+
+def _slices(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[Array]:
+    """Matrices filled up with zeros, rounded, and cut into slices of their inputs, one after the other."""
+    filled = (
+        jnp.pad(w, ((0, outputs - w.shape[0]), (0, inputs - w.shape[1])))
+        for w, (inputs, outputs) in zip(matrices, products, strict=True)
+    )
+    return [
+        lax.reduce_precision(w, 8, 10).reshape(w.shape[0], -1, _SLICE).swapaxes(0, 1).ravel()  # TF32
+        for w in filled
+    ]
+
+
+def _pack(slices: list[Array], biases: Sequence[Array], network: _Network) -> Array:
+    """Slices and, behind them, biases as long as rows, with a one behind all but the last."""
+    ones = [b if layer == len(biases) - 1 else jnp.append(b, 1.0) for layer, b in enumerate(biases)]
+    padded = [jnp.pad(b, (0, width - b.size)) for b, width in zip(ones, network.widths[1:], strict=True)]
+    # Whole tiles of eight rows.
+    missing = -sum(network.widths[1:]) % (8 * _SLICE)
+    return jnp.concatenate([*slices, *padded, jnp.zeros(missing, jnp.float32)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stream:
+    """Products of operands and packed weights, whose slices come through a ring in the order of their use.
+
+    Attributes:
+      products: (inputs, outputs) of each, in this order.
+      weights: all slices, a row an output, one slice after the other.
+      stages, loaded: of the ring, which it has for itself.
+    """
+
+    products: list[tuple[int, int]]
+    weights: Any
+    stages: Any
+    loaded: Any
+
+    @functools.cached_property
+    def outputs(self) -> list[int]:
+        """Of each slice."""
+        return [outputs for inputs, outputs in self.products for _ in range(inputs // _SLICE)]
+
+    @property
+    def ring(self) -> Ring:
+        return Ring(self.stages.shape[0], self.copy, self.loaded)
+
+    def copy(self, step: int, stage: int, barrier: Any) -> None:
+        outputs = self.outputs[step]
+        rows = pl.ds(sum(self.outputs[:step]), outputs)
+        plgpu.copy_gmem_to_smem(self.weights.at[rows], self.stages.at[stage, pl.ds(0, outputs)], barrier)
+
+    def start(self) -> None:
+        self.ring.prefetch(min(self.ring.stages, len(self.outputs)))
+
+    def multiply(self, product: int, operand: Any) -> Array:
+        """The operand times the weights of a product; products are asked for in their order."""
+        ring, (inputs, outputs) = self.ring, self.products[product]
+        first = sum(inputs for inputs, _ in self.products[:product]) // _SLICE
+
+        def add_slices(sums):
+            for k in range(inputs // _SLICE):
+                step = first + k
+                ring.wait(step)
+                weights = self.stages.at[ring.stage(step), pl.ds(0, outputs)]
+                plgpu.wgmma(sums, operand.at[:, pl.ds(k * _SLICE, _SLICE)], weights.transpose((1, 0)))
+                if 0 < step <= len(self.outputs) - ring.stages:
+                    # The product before is done, in every warp: its slice makes room.
+                    plgpu.wgmma_wait(1)
+                    plgpu.commit_smem()
+                    ring.fetch(step - 1 + ring.stages)
+            plgpu.wgmma_wait(0)
+            return sums[...]
+
+        return pl.run_scoped(add_slices, plgpu.ACC((EXAMPLES, outputs)))
+
+
+# ------------------------------------------------------------------------------------------------ steps of the kernels
+
+
+def _group(kind: type, refs: Sequence[Any], **counts: int) -> Any:
+    """References as a NamedTuple; a field named in `counts` is a tuple of as many."""
+    refs = iter(refs)
+    fields = kind._fields
+    return kind(*(tuple(itertools.islice(refs, counts[f])) if f in counts else next(refs) for f in fields))
+
+
+def _read(ref: Any, examples: Any, layout: Any) -> Array:
+    return load(ref.at[examples], layout, optimized=False)
+
+
+def _read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
+    """Examples in columns become rows of the operand, `loads` slices of them under way at once."""
+    starts = range(0, operand.shape[1], _SLICE)
+    for i in range(0, len(starts), loads):
+        columns = [pl.ds(k, _SLICE) for k in starts[i : i + loads]]
+        slices = [load(x.at[c, examples].transpose((1, 0)), _SUMS_TRANSPOSED, optimized=False) for c in columns]
+        for c, values in zip(columns, slices, strict=True):
+            operand[:, c] = rounded_to_tf32(plgpu.layout_cast(values, _SUMS))
+    plgpu.commit_smem()
+
+
+def _put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
+    """Rows to the operand and to `ref`: from the registers, or from there by a copy under way when this returns."""
+    operand[...] = rows
+    plgpu.commit_smem()
+    if bulk:
+        plgpu.copy_smem_to_gmem(operand, ref)
+    else:
+        store(ref, rows)
+
+
+def _store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> None:
+    for k in range(0, rows.shape[1], _SLICE):
+        values = plgpu.layout_cast(rows[:, k : k + _SLICE], _SUMS_TRANSPOSED)
+        store(columns.at[pl.ds(first + k, _SLICE), examples].transpose((1, 0)), values)
+
+
+def _logits(stream: _Stream, network: _Network, refs: Any, examples: Any, *, bulk: bool) -> Array:
+    """The layers' products, biases and ReLUs, the operands one after the other."""
+    start = sum(inputs * outputs for inputs, outputs in stream.products)
+    for layer, ref in enumerate((*refs.hidden, None)):
+        width = network.widths[layer + 1]
+        bias = load(refs.biases.at[pl.ds(start, width)], _BY_COLUMN, optimized=False)
+        z = stream.multiply(layer, refs.operands[layer])
+        z += lax.broadcast_in_dim(bias, z.shape, [1])
+        start += width
+        if ref is not None:
+            _put(rounded_to_tf32(jnp.maximum(z, 0.0)), refs.operands[layer + 1], ref.at[examples], bulk=bulk)
+    return z
+
+
+class _Softmax(NamedTuple):
+    """Logits less their largest, -inf behind the classes; the exponentials of that; their sums; where the label is."""
+
+    shifted: Array
+    exponentials: Array
+    total: Array
+    chosen: Array
+
+    def loss(self) -> Array:
+        return jnp.log(self.total) - jnp.sum(jnp.where(self.chosen, self.shifted, 0.0), axis=1)
+
+    def gradient(self) -> Array:
+        return self.exponentials / _spread(self.total, self.exponentials) - jnp.where(self.chosen, 1.0, 0.0)
+
+
+def _softmax(z: Array, labels: Array, classes: int) -> _Softmax:
+    column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=_SUMS)
+    z = jnp.where(column < classes, z, -jnp.inf)
+    shifted = z - _spread(jnp.max(z, axis=1), z)
+    exponentials = jnp.exp(shifted)
+    return _Softmax(shifted, exponentials, jnp.sum(exponentials, axis=1), column == _spread(labels, z))
+
+
+def _valid(labels: Array, classes: int) -> Array:
+    return (labels >= 0) & (labels < classes)
+
+
+def _spread(by_example: Array, like: Array) -> Array:
+    return lax.broadcast_in_dim(by_example, like.shape, [0])
+
+
+# --------------------------------------------------------------------------------------------------------- the forward
+
+
+class _ForwardRefs(NamedTuple):
+    x: Any
+    labels: Any
+    weights: Any
+    biases: Any
+    loss: Any
+    logits: Any
+    hidden: tuple
+    stages: Any
+    loaded: Any
+    operands: tuple
+
+
+def _forward(network: _Network, *refs: Any, block: Any) -> None:
+    refs = _group(_ForwardRefs, refs, hidden=network.layers - 1, operands=network.layers)
+    examples = pl.ds(block * EXAMPLES, EXAMPLES)
+    stream = _Stream(network.forward_products, refs.weights, refs.stages, refs.loaded)
+    stream.start()
+    labels = _read(refs.labels, examples, _BY_EXAMPLE)
+    _read_columns(refs.x, examples, refs.operands[0], loads=4)
+    z = _logits(stream, network, refs, examples, bulk=False)
+    store(refs.logits.at[examples], z)
+    loss = _softmax(z, labels, network.classes).loss()
+    store(refs.loss.at[examples], jnp.where(_valid(labels, network.classes), loss, jnp.nan))
+
+
+def _forward_supports(x, labels, weights, biases):
+    return _unsupported(_Network.of(weights), x.dtype, x.shape[1])
+
+
+def _forward_heuristic(x, labels, weights, biases):
+    return Config(_Network.of(weights).forward_stages)
+
+
+@kernel(supports=_forward_supports, heuristic=_forward_heuristic, capability=(9, 0))
 def forward(
-    x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...]
+    x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...]]:
     """`h = max(0, w h + b)` for each layer but the last, its logits, and `loss = logsumexp(logits) - logits[label]`.
 
@@ -81,43 +375,70 @@ def forward(
     Returns:
       loss `(N,)`, logits `(N, widths[-1])`, and each h `(N, widths[layer])`, where a one follows the layer's outputs.
     """
-    sizes = (x.shape[0], *(b.shape[0] for b in biases))
-    rows = widths(sizes)
-    N, classes, layers = x.shape[1], sizes[-1], len(weights)
-    packed, first_bias = _pack(_slices_up(weights, rows), biases, rows)
-    slots = _slots(rows[:-1], rows[1:])
-
-    def body(x_ref, labels_ref, weights_ref, bias_ref, loss_ref, logits_ref, *refs, block):
-        hidden_refs, (slots_ref, loaded, *operands) = refs[: layers - 1], refs[layers - 1 :]
-        here = pl.ds(block * EXAMPLES, EXAMPLES)
-        multiply = _multiplier(weights_ref, slots_ref, loaded, list(itertools.pairwise(rows)))
-        labels = load(labels_ref.at[here], _AN_EXAMPLE, optimized=False)
-        _bring(x_ref, here, operands[0], 4)
-        z = _up(multiply, operands, rows, hidden_refs, here, bias_ref, first_bias, bulk=False)
-        store(logits_ref.at[here], z)
-        store(loss_ref.at[here], _loss(_softmax(z, labels, classes), labels, classes))
-
-    struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    network, N = _Network.of(weights), x.shape[1]
+    packed = _pack(_slices(weights, network.forward_products), biases, network)
     loss, logits, *hidden = launch(
-        body,
+        functools.partial(_forward, network),
         x,
         labels,
         packed.reshape(-1, _SLICE),
         packed,
-        out=(struct((N,)), struct((N, rows[-1])), *(struct((N, n)) for n in rows[1:-1])),
+        out=(_struct(N), _struct(N, network.widths[-1]), *(_struct(N, n) for n in network.widths[1:-1])),
         grid={"block": N // EXAMPLES},
-        scratch=[
-            operand((slots, max(rows[1:]), _SLICE), jnp.float32),
-            plgpu.Barrier(num_barriers=slots),
-            *(operand((EXAMPLES, n), jnp.float32) for n in rows[:-1]),
-        ],
+        scratch=network.scratch(network.forward_products, network.widths[:-1], config.stages),
         name="mlp_softmax_cross_entropy",
     )
     return loss, logits, tuple(hidden)
 
 
+# -------------------------------------------------------------------------------------------------------- the backward
+
+
+class _BackwardRefs(NamedTuple):
+    dy: Any
+    labels: Any
+    logits: Any
+    weights: Any
+    hidden: tuple
+    gradients: tuple
+    dx: Any
+    stages: Any
+    loaded: Any
+    operands: tuple
+
+
+def _backward(network: _Network, *refs: Any, block: Any) -> None:
+    layers = network.layers
+    refs = _group(_BackwardRefs, refs, hidden=layers - 1, gradients=layers, operands=layers)
+    examples = pl.ds(block * EXAMPLES, EXAMPLES)
+    stream = _Stream(network.backward_products, refs.weights, refs.stages, refs.loaded)
+    stream.start()
+    z = _read(refs.logits, examples, _SUMS)
+    dy = _read(refs.dy, examples, _BY_EXAMPLE)
+    labels = _read(refs.labels, examples, _BY_EXAMPLE)
+    dy = jnp.where(_valid(labels, network.classes), dy, jnp.nan)
+    gradient = _spread(dy, z) * _softmax(z, labels, network.classes).gradient()
+    for i, layer in enumerate(reversed(range(layers))):
+        _put(rounded_to_tf32(gradient), refs.operands[layer], refs.gradients[i].at[examples], bulk=False)
+        # Under way while the product is.
+        h = _read(refs.hidden[layer - 1], examples, _SUMS) if layer else None
+        gradient = stream.multiply(i, refs.operands[layer])
+        if layer:
+            gradient = jnp.where(h > 0, gradient, 0.0)
+    _store_columns(gradient, refs.dx, examples)
+
+
+def _backward_supports(dy, labels, logits, hidden, weights):
+    return _unsupported(_Network.of(weights), logits.dtype, dy.shape[0])
+
+
+def _backward_heuristic(dy, labels, logits, hidden, weights):
+    return Config(_Network.of(weights).backward_stages)
+
+
+@kernel(supports=_backward_supports, heuristic=_backward_heuristic, capability=(9, 0))
 def backward(
-    dy: Array, labels: Array, logits: Array, hidden: tuple[Array, ...], weights: tuple[Array, ...]
+    dy: Array, labels: Array, logits: Array, hidden: tuple[Array, ...], weights: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, ...]:
     """Gradients of `forward`'s losses, weighed by dy, in the logits, in each layer's sums before its ReLU, and in x.
 
@@ -129,55 +450,86 @@ def backward(
     Returns:
       Arrays of the shape of the logits and of each h, last first, zero behind a layer's outputs, and of x.
     """
-    sizes = (weights[0].shape[1], *(w.shape[0] for w in weights))
-    rows = widths(sizes)
-    N, classes, layers = dy.size, sizes[-1], len(weights)
-    packed = jnp.concatenate(_slices_down(weights, rows, rows[:1]))
-    slots = _slots(rows[1:], rows[:-1])
-
-    def body(dy_ref, labels_ref, logits_ref, weights_ref, *refs, block):
-        hidden_refs, refs = refs[: layers - 1], refs[layers - 1 :]
-        gradient_refs, (slots_ref, loaded, *operands) = refs[: layers + 1], refs[layers + 1 :]
-        here = pl.ds(block * EXAMPLES, EXAMPLES)
-        products = [(rows[layer + 1], rows[layer]) for layer in reversed(range(layers))]
-        multiply = _multiplier(weights_ref, slots_ref, loaded, products)
-        z = load(logits_ref.at[here], _SUMS, optimized=False)
-        dy = load(dy_ref.at[here], _AN_EXAMPLE, optimized=False)
-        labels = load(labels_ref.at[here], _AN_EXAMPLE, optimized=False)
-        dy = jnp.where((labels >= 0) & (labels < classes), dy, jnp.nan)
-        gradient = _across(dy, z) * _logits_gradient(_softmax(z, labels, classes))
-        for layer in reversed(range(layers)):
-            _put(rounded_to_tf32(gradient), operands[layer], gradient_refs[layers - 1 - layer].at[here], bulk=False)
-            # Under way while the product is.
-            h = load(hidden_refs[layer - 1].at[here], _SUMS, optimized=False) if layer else None
-            gradient = multiply(operands[layer])
-            if layer:
-                gradient = jnp.where(h > 0, gradient, 0.0)
-        _store_columns(gradient, gradient_refs[-1], here)
-
-    struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    network, N = _Network.of(weights), dy.size
+    packed = jnp.concatenate(_slices([w.T for w in reversed(weights)], network.backward_products))
     return launch(
-        body,
+        functools.partial(_backward, network),
         dy,
         labels,
         logits,
         packed.reshape(-1, _SLICE),
         *hidden,
-        out=(*(struct((N, n)) for n in reversed(rows[1:])), struct((rows[0], N))),
+        out=(*(_struct(N, n) for n in reversed(network.widths[1:])), _struct(network.widths[0], N)),
         grid={"block": N // EXAMPLES},
-        scratch=[
-            operand((slots, max(rows[:-1]), _SLICE), jnp.float32),
-            plgpu.Barrier(num_barriers=slots),
-            *(operand((EXAMPLES, n), jnp.float32) for n in rows[1:]),
-        ],
+        scratch=network.scratch(network.backward_products, network.widths[1:], config.stages),
         name="mlp_softmax_cross_entropy_backward",
     )
 
 
+# -------------------------------------------------------------------------------- both at once, for each loss by itself
+
+
+class _ForwardAndGradientsRefs(NamedTuple):
+    x: Any
+    labels: Any
+    weights: Any
+    biases: Any
+    loss: Any
+    logits: Any
+    hidden: tuple
+    gradients: tuple
+    dx: Any
+    stages: Any
+    loaded: Any
+    operands: tuple
+
+
+def _forward_and_gradients(network: _Network, *refs: Any, block: Any) -> None:
+    layers = network.layers
+    counts = dict(hidden=layers - 1, gradients=layers, operands=layers + 1)
+    refs = _group(_ForwardAndGradientsRefs, refs, **counts)
+    examples = pl.ds(block * EXAMPLES, EXAMPLES)
+    stream = _Stream(network.all_products, refs.weights, refs.stages, refs.loaded)
+    stream.start()
+    labels = _read(refs.labels, examples, _BY_EXAMPLE)
+    _read_columns(refs.x, examples, refs.operands[0], loads=8)
+    z = _logits(stream, network, refs, examples, bulk=True)
+    store(refs.logits.at[examples], z)
+    softmax = _softmax(z, labels, network.classes)
+    loss = softmax.loss()
+    store(refs.loss.at[examples], jnp.where(_valid(labels, network.classes), loss, jnp.nan))
+    valid = _spread(_valid(labels, network.classes), z)
+    gradient = jnp.where(valid, softmax.gradient(), jnp.nan)
+    for i, layer in enumerate(reversed(range(layers))):
+        operand = refs.operands[layer + 1]
+        # The gradient takes the place of h, which nobody reads any more.
+        if layer < layers - 1:
+            gradient = jnp.where(load(operand, _SUMS, optimized=False) > 0, gradient, 0.0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.commit_smem()
+        _put(rounded_to_tf32(gradient), operand, refs.gradients[i].at[examples], bulk=True)
+        if layer:
+            gradient = stream.multiply(layers + i, operand)
+    for i in range(len(network.pieces)):
+        piece = stream.multiply(2 * layers - 1 + i, refs.operands[1])
+        _store_columns(piece, refs.dx, examples, i * _PIECE)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _forward_and_gradients_supports(x, labels, weights, biases):
+    reason = _forward_supports(x, labels, weights, biases)
+    return reason or _unsupported_stages(_Network.of(weights).all_stages)
+
+
+def _forward_and_gradients_heuristic(x, labels, weights, biases):
+    return Config(_Network.of(weights).all_stages) if x.shape[1] <= _MOST_EXAMPLES_AT_ONCE else None
+
+
+@kernel(supports=_forward_and_gradients_supports, heuristic=_forward_and_gradients_heuristic, capability=(9, 0))
 def forward_and_gradients(
-    x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...]
+    x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
-    """`forward`, and what `backward` makes of its results with dy = 1, for sizes that go `together`.
+    """`forward`, and what `backward` makes of its results with dy = 1.
 
     Args:
       x, labels, weights, biases: as `forward` takes them.
@@ -185,69 +537,148 @@ def forward_and_gradients(
     Returns:
       loss, logits, the h, and the gradients of each loss by itself: those of `forward`, and those of `backward`.
     """
-    sizes = (x.shape[0], *(b.shape[0] for b in biases))
-    rows = widths(sizes)
-    N, classes, layers = x.shape[1], sizes[-1], len(weights)
-    pieces = [min(_PIECE, rows[0] - n) for n in range(0, rows[0], _PIECE)]
-    packed, first_bias = _pack([*_slices_up(weights, rows), *_slices_down(weights, rows, pieces)], biases, rows)
-    products = [*itertools.pairwise(rows), *itertools.pairwise(rows[:0:-1]), *((rows[1], n) for n in pieces)]
-    columns = _columns_together(rows)
-    slots = _slots(rows, columns)
-
-    def body(x_ref, labels_ref, weights_ref, bias_ref, loss_ref, logits_ref, *refs, block):
-        hidden_refs, refs = refs[: layers - 1], refs[layers - 1 :]
-        gradient_refs, (slots_ref, loaded, *operands) = refs[: layers + 1], refs[layers + 1 :]
-        here = pl.ds(block * EXAMPLES, EXAMPLES)
-        multiply = _multiplier(weights_ref, slots_ref, loaded, products)
-        labels = load(labels_ref.at[here], _AN_EXAMPLE, optimized=False)
-        _bring(x_ref, here, operands[0], 8)
-        z = _up(multiply, operands, rows, hidden_refs, here, bias_ref, first_bias, bulk=True)
-        store(logits_ref.at[here], z)
-        softmax = _softmax(z, labels, classes)
-        store(loss_ref.at[here], _loss(softmax, labels, classes))
-        valid = _across((labels >= 0) & (labels < classes), z)
-        gradient = jnp.where(valid, _logits_gradient(softmax), jnp.nan)
-        for layer in reversed(range(layers)):
-            # The gradient takes the place of h, which nobody reads any more.
-            if layer < layers - 1:
-                gradient = jnp.where(load(operands[layer + 1], _SUMS, optimized=False) > 0, gradient, 0.0)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.commit_smem()
-            _put(rounded_to_tf32(gradient), operands[layer + 1], gradient_refs[layers - 1 - layer].at[here], bulk=True)
-            if layer:
-                gradient = multiply(operands[layer + 1])
-        for i in range(len(pieces)):
-            _store_columns(multiply(operands[1]), gradient_refs[-1], here, i * _PIECE)
-        plgpu.wait_smem_to_gmem(0)
-
-    struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    rows_of = lambda widths: [struct((N, n)) for n in widths]  # noqa: E731
+    network, N = _Network.of(weights), x.shape[1]
+    first = weights[0].T
+    ends = itertools.accumulate(network.pieces)
+    pieces = [first[end - n : end] for n, end in zip(network.pieces, ends, strict=True)]
+    matrices = [*weights, *(w.T for w in reversed(weights[1:])), *pieces]
+    packed = _pack(_slices(matrices, network.all_products), biases, network)
+    outputs = (network.widths[-1], *network.widths[1:-1], *reversed(network.widths[1:]))
     loss, logits, *results = launch(
-        body,
+        functools.partial(_forward_and_gradients, network),
         x,
         labels,
         packed.reshape(-1, _SLICE),
         packed,
-        out=(struct((N,)), *rows_of((rows[-1], *rows[1:-1], *reversed(rows[1:]))), struct((rows[0], N))),
+        out=(_struct(N), *(_struct(N, n) for n in outputs), _struct(network.widths[0], N)),
         grid={"block": N // EXAMPLES},
-        scratch=[
-            operand((slots, max(columns), _SLICE), jnp.float32),
-            plgpu.Barrier(num_barriers=slots),
-            *(operand((EXAMPLES, n), jnp.float32) for n in rows),
-        ],
+        scratch=network.scratch(network.all_products, network.widths, config.stages),
         barriers=False,
         name="mlp_softmax_cross_entropy_forward_and_gradients",
     )
-    return loss, logits, tuple(results[: layers - 1]), tuple(results[layers - 1 :])
+    hidden, gradients = results[: network.layers - 1], results[network.layers - 1 :]
+    return loss, logits, tuple(hidden), tuple(gradients)
 
 
+# --------------------------------------------------------------------------------------- the gradients of the layers
+
+
+class _WeighedGradientsRefs(NamedTuple):
+    dy: Any
+    x: Any
+    dx: Any
+    hidden: tuple
+    gradients: tuple
+    weighed_dx: Any
+    sums: tuple
+    left: Any
+    right: Any
+    ready: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _WeighedGradients:
+    """The tiles of all layers' dw, `EXAMPLES x _SLICE` each, one layer's after the other's; behind them those of dx."""
+
+    network: _Network
+
+    @property
+    def grids(self) -> list[tuple[int, int]]:
+        """Rows and columns of tiles of each layer; the first layer has a column more, for x's ones."""
+        widths = itertools.pairwise(self.network.widths)
+        return [(-(-n // EXAMPLES), m // _SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
+
+    @property
+    def first(self) -> list[int]:
+        """The first tile of each layer, and of dx."""
+        return [0, *itertools.accumulate(rows * columns for rows, columns in self.grids)]
+
+    @property
+    def tiles(self) -> int:
+        return self.first[-1] + self.network.widths[0] // _SLICE
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of each layer's dw, in whole tiles."""
+        return [(rows * EXAMPLES, columns * _SLICE) for rows, columns in self.grids]
+
+    def body(self, *refs, part, tile, warpgroup):
+        layers, first = self.network.layers, self.first
+        refs = _group(_WeighedGradientsRefs, refs, hidden=layers - 1, gradients=layers, sums=layers)
+        lanes = pl.ds(warpgroup * EXAMPLES, EXAMPLES)
+        examples = pl.ds(part * LANES + warpgroup * EXAMPLES, EXAMPLES)
+        for layer in range(layers):
+            make = functools.partial(self.make_tile, refs, layer, part, tile, warpgroup, lanes, examples)
+            pl.when((first[layer] <= tile) & (tile < first[layer + 1]))(make)
+        pl.when(tile >= first[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
+
+    def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
+        """A tile of a layer's dw for `LANES` examples, of which each warpgroup brings half, and makes half the tile."""
+        index, half, (_, columns) = tile - self.first[layer], _SLICE // 2, self.grids[layer]
+        row, column = index // columns * EXAMPLES, index % columns * _SLICE
+        self.bring(refs, layer, row, column, lanes, examples)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.ready)
+        plgpu.barrier_wait(refs.ready)
+
+        def multiply(sums):
+            plgpu.wgmma(sums, refs.left, refs.right.at[pl.ds(warpgroup * half, half)].transpose((1, 0)))
+            plgpu.wgmma_wait(0)
+            return sums[...]
+
+        columns = pl.ds(column + warpgroup * half, half)
+        sums = pl.run_scoped(multiply, plgpu.ACC((EXAMPLES, half)))
+        store(refs.sums[layer].at[part, pl.ds(row, EXAMPLES), columns], sums)
+
+    def bring(self, refs, layer, row, column, lanes, examples):
+        """A tile's gradients and inputs, turned, the gradients weighed, both rounded, to shared memory."""
+        widths, gradients = self.network.widths, refs.gradients[-1 - layer]
+        weight = _read(refs.dy, examples, _BY_EXAMPLE)
+        # Where a layer's last tile has half its rows, the other half is not wanted.
+        starts = [jnp.minimum(row + n, widths[layer + 1] - _SLICE) for n in (0, _SLICE)]
+        lefts = [load(gradients.at[examples, pl.ds(n, _SLICE)], _SUMS, optimized=False) for n in starts]
+        if layer:
+            right = load(refs.hidden[layer - 1].at[examples, pl.ds(column, _SLICE)], _SUMS, optimized=False)
+            right = plgpu.layout_cast(right, _SUMS_TRANSPOSED)
+        else:
+            columns = pl.ds(jnp.minimum(column, widths[0] - _SLICE), _SLICE)
+            right = load(refs.x.at[columns, examples].transpose((1, 0)), _SUMS_TRANSPOSED, optimized=False)
+            right = rounded_to_tf32(jnp.where(column < widths[0], right, 1.0))
+        for n, left in zip((0, _SLICE), lefts, strict=True):
+            left = plgpu.layout_cast(rounded_to_tf32(left * _spread(weight, left)), _SUMS_TRANSPOSED)
+            store(refs.left.at[pl.ds(n, _SLICE), lanes].transpose((1, 0)), left)
+        store(refs.right.at[:, lanes].transpose((1, 0)), right)
+
+    def weigh_dx(self, refs, part, tile, warpgroup):
+        half = _SLICE // 2
+        row, lanes = (tile - self.first[-1]) * _SLICE + warpgroup * half, pl.ds(part * LANES, LANES)
+        weight, values = refs.dy[lanes], [refs.dx[row + n, lanes] for n in range(half)]
+        for n, value in enumerate(values):
+            refs.weighed_dx[row + n, lanes] = value * weight
+
+
+def _weighed_gradients_supports(dy, x, hidden, gradients, *, sizes):
+    return None if dy.size and dy.size % LANES == 0 else f"a batch of {dy.size}, only multiples of {LANES}"
+
+
+def _weighed_gradients_heuristic(dy, x, hidden, gradients, *, sizes):
+    return Config(stages=1)
+
+
+@kernel(supports=_weighed_gradients_supports, heuristic=_weighed_gradients_heuristic, capability=(9, 0))
 def weighed_gradients(
-    dy: Array, x: Array, hidden: tuple[Array, ...], gradients: tuple[Array, ...], sizes: tuple[int, ...]
+    dy: Array,
+    x: Array,
+    hidden: tuple[Array, ...],
+    gradients: tuple[Array, ...],
+    *,
+    sizes: tuple[int, ...],
+    config: Config,
 ) -> tuple[Array, ...]:
     """Of gradients g of each loss by itself: `dx = dy g`, `dw[o, i] = Σ dy g[n, o] h[n, i]`, `db[o] = Σ dy g[n, o]`.
 
-    A program makes 64 x 32 of a layer's dw, for 128 examples, which both its warpgroups bring, turned, weighed and
-    rounded, to shared memory. Columns of ones behind x's make the first db. Further programs weigh dx.
+    A CTA makes 64 x 32 of a layer's dw, for 128 examples. Columns of ones behind x's make the first db. Further CTAs
+    weigh dx.
 
     Args:
       dy: `(N,)`, N a multiple of 128.
@@ -257,74 +688,19 @@ def weighed_gradients(
     Returns:
       dx like x, and (dw, db) of each layer, one after the other.
     """
-    rows = widths(sizes)
-    N, layers = dy.size, len(sizes) - 1
+    parts = dy.size // LANES
     *gradients, dx = gradients
-    down = [-(-n // EXAMPLES) for n in rows[1:]]
-    across = [n // _SLICE + (layer == 0) for layer, n in enumerate(rows[:-1])]
-    first = [0, *itertools.accumulate(d * a for d, a in zip(down, across, strict=True))]
-    half = _SLICE // 2
-
-    def body(dy_ref, x_ref, dx_ref, *refs, part, tile, warpgroup):
-        input_refs, refs = refs[: layers - 1], refs[layers - 1 :]
-        gradient_refs, (weighed_ref, *refs) = refs[:layers][::-1], refs[layers:]
-        sums_refs, (left_ref, right_ref, ready) = refs[:layers], refs[layers:]
-        mine = pl.ds(warpgroup * EXAMPLES, EXAMPLES)
-        here = pl.ds(part * LANES + warpgroup * EXAMPLES, EXAMPLES)
-
-        def make(layer):
-            at = tile - first[layer]
-            row, column = at // across[layer] * EXAMPLES, at % across[layer] * _SLICE
-            weight = load(dy_ref.at[here], _AN_EXAMPLE, optimized=False)
-            # Where a layer's last tile has half its rows, the other half is not wanted.
-            starts = [jnp.minimum(row + n, rows[layer + 1] - _SLICE) for n in (0, _SLICE)]
-            lefts = [load(gradient_refs[layer].at[here, pl.ds(n, _SLICE)], _SUMS, optimized=False) for n in starts]
-            if layer:
-                right = load(input_refs[layer - 1].at[here, pl.ds(column, _SLICE)], _SUMS, optimized=False)
-                right = plgpu.layout_cast(right, _SUMS_TRANSPOSED)
-            else:
-                columns = pl.ds(jnp.minimum(column, rows[0] - _SLICE), _SLICE)
-                right = load(x_ref.at[columns, here].transpose((1, 0)), _SUMS_TRANSPOSED, optimized=False)
-                right = rounded_to_tf32(jnp.where(column < rows[0], right, 1.0))
-            for n, left in zip((0, _SLICE), lefts, strict=True):
-                left = plgpu.layout_cast(rounded_to_tf32(left * _across(weight, left)), _SUMS_TRANSPOSED)
-                store(left_ref.at[pl.ds(n, _SLICE), mine].transpose((1, 0)), left)
-            store(right_ref.at[:, mine].transpose((1, 0)), right)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(ready)
-            plgpu.barrier_wait(ready)
-
-            def multiply(sums):
-                plgpu.wgmma(sums, left_ref, right_ref.at[pl.ds(warpgroup * half, half)].transpose((1, 0)))
-                plgpu.wgmma_wait(0)
-                return sums[...]
-
-            columns = pl.ds(column + warpgroup * half, half)
-            sums = pl.run_scoped(multiply, plgpu.ACC((EXAMPLES, half)))
-            store(sums_refs[layer].at[part, pl.ds(row, EXAMPLES), columns], sums)
-
-        for layer in range(layers):
-            pl.when((first[layer] <= tile) & (tile < first[layer + 1]))(functools.partial(make, layer))
-
-        @pl.when(tile >= first[-1])
-        def _():
-            row, lanes = (tile - first[-1]) * _SLICE + warpgroup * half, pl.ds(part * LANES, LANES)
-            weight, values = dy_ref[lanes], [dx_ref[row + n, lanes] for n in range(half)]
-            for n, value in enumerate(values):
-                weighed_ref[row + n, lanes] = value * weight
-
-    struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    parts = N // LANES
-    tiles = zip(down, across, strict=True)
+    network = _Network(sizes)
+    division = _WeighedGradients(network)
     dx, *sums = launch(
-        body,
+        division.body,
         dy,
         x,
         dx,
         *hidden,
         *gradients,
-        out=(struct(dx.shape), *(struct((parts, d * EXAMPLES, a * _SLICE)) for d, a in tiles)),
-        grid={"part": parts, "tile": first[-1] + rows[0] // _SLICE},
+        out=(_struct(*dx.shape), *(_struct(parts, *shape) for shape in division.shapes)),
+        grid={"part": parts, "tile": division.tiles},
         warpgroups=2,
         scratch=[
             operand((EXAMPLES, LANES), jnp.float32),
@@ -334,141 +710,8 @@ def weighed_gradients(
         barriers=False,
         name="mlp_softmax_cross_entropy_weighed_gradients",
     )
-    layers_gradients = []
-    for layer, (parts_, (inputs, outputs)) in enumerate(zip(sums, itertools.pairwise(sizes), strict=True)):
-        bias = inputs if layer else rows[0]
-        layers_gradients += [jnp.sum(parts_[:, :outputs, c], axis=0) for c in (slice(inputs), bias)]
-    return dx, *layers_gradients
-
-
-def _bring(x_ref, here, operand, together):
-    """Examples in columns become rows of the operand, the loads of some slices under way together."""
-    starts = range(0, operand.shape[1], _SLICE)
-    for i in range(0, len(starts), together):
-        columns = [pl.ds(k, _SLICE) for k in starts[i : i + together]]
-        loads = [load(x_ref.at[c, here].transpose((1, 0)), _SUMS_TRANSPOSED, optimized=False) for c in columns]
-        for c, values in zip(columns, loads, strict=True):
-            operand[:, c] = rounded_to_tf32(plgpu.layout_cast(values, _SUMS))
-    plgpu.commit_smem()
-
-
-def _put(rows, operand, ref, *, bulk):
-    """Rows to the operand and to `ref`: from the registers, or from there by a copy under way when this returns."""
-    operand[...] = rows
-    plgpu.commit_smem()
-    if bulk:
-        plgpu.copy_smem_to_gmem(operand, ref)
-    else:
-        store(ref, rows)
-
-
-def _store_columns(rows, columns_ref, here, first=0):
-    for k in range(0, rows.shape[1], _SLICE):
-        columns = plgpu.layout_cast(rows[:, k : k + _SLICE], _SUMS_TRANSPOSED)
-        store(columns_ref.at[pl.ds(first + k, _SLICE), here].transpose((1, 0)), columns)
-
-
-def _up(multiply, operands, rows, hidden_refs, here, bias_ref, first_bias, *, bulk):
-    """The layers' products, biases and ReLUs, the operands one after the other; returns the logits."""
-    at = first_bias
-    for layer, ref in enumerate((*hidden_refs, None)):
-        bias = load(bias_ref.at[pl.ds(at, rows[layer + 1])], _A_COLUMN, optimized=False)
-        z = multiply(operands[layer])
-        z += lax.broadcast_in_dim(bias, z.shape, [1])
-        at += rows[layer + 1]
-        if ref is not None:
-            _put(rounded_to_tf32(jnp.maximum(z, 0.0)), operands[layer + 1], ref.at[here], bulk=bulk)
-    return z
-
-
-def _pack(slices, biases, rows):
-    """Slices, and biases as long as rows behind them, from the place that is returned as well."""
-    ones = [b if layer == len(biases) - 1 else jnp.append(b, 1.0) for layer, b in enumerate(biases)]
-    padded = [jnp.pad(b, (0, rows[layer + 1] - b.size)) for layer, b in enumerate(ones)]
-    # Whole tiles of eight rows.
-    packed = jnp.concatenate([*slices, *padded, jnp.zeros(-sum(rows[1:]) % (8 * _SLICE), jnp.float32)])
-    return packed, sum(s.size for s in slices)
-
-
-def _slices_up(weights, rows):
-    return [_slices(w, rows[layer + 1], rows[layer]) for layer, w in enumerate(weights)]
-
-
-def _slices_down(weights, rows, pieces):
-    """Transposed weights, last layer's first, the first layer's in pieces of its inputs."""
-    last_first = [_slices(weights[n].T, rows[n], rows[n + 1]) for n in range(len(weights) - 1, 0, -1)]
-    ends = list(itertools.accumulate(pieces))
-    first = weights[0].T
-    return last_first + [_slices(first[a:b], b - a, rows[1]) for a, b in itertools.pairwise([0, *ends])]
-
-
-def _slices(w, outputs, inputs):
-    """Weights filled up with zeros, rounded, and cut into slices of their inputs, one after the other."""
-    w = jnp.pad(w, ((0, outputs - w.shape[0]), (0, inputs - w.shape[1])))
-    return lax.reduce_precision(w, 8, 10).reshape(outputs, -1, _SLICE).swapaxes(0, 1).ravel()
-
-
-def _multiplier(weights_ref, slots_ref, loaded, products):
-    """A function that multiplies an operand by the next of the packed weights, and keeps their slices coming.
-
-    Args:
-      weights_ref: all slices, one after the other, of which `slots_ref` holds as many as there are barriers `loaded`.
-      products: (inputs, outputs) of each.
-    """
-    outputs_of = [outputs for inputs, outputs in products for _ in range(inputs // _SLICE)]
-    slots, done = slots_ref.shape[0], []
-
-    def fetch(step):
-        rows = pl.ds(sum(outputs_of[:step]), outputs_of[step])
-        slot = slots_ref.at[step % slots, pl.ds(0, outputs_of[step])]
-        plgpu.copy_gmem_to_smem(weights_ref.at[rows], slot, loaded.at[step % slots])
-
-    for step in range(min(slots, len(outputs_of))):
-        fetch(step)
-
-    def multiply(operand):
-        inputs, outputs = products[len(done)]
-        first = sum(inputs for inputs, _ in products[: len(done)]) // _SLICE
-        done.append(outputs)
-
-        def add_slices(sums):
-            for k in range(inputs // _SLICE):
-                step = first + k
-                plgpu.barrier_wait(loaded.at[step % slots])
-                weights = slots_ref.at[step % slots, pl.ds(0, outputs)]
-                plgpu.wgmma(sums, operand.at[:, pl.ds(k * _SLICE, _SLICE)], weights.transpose((1, 0)))
-                if 0 < step <= len(outputs_of) - slots:
-                    # The product before is done, in every warp: its slice makes room.
-                    plgpu.wgmma_wait(1)
-                    plgpu.commit_smem()
-                    fetch(step - 1 + slots)
-            plgpu.wgmma_wait(0)
-            return sums[...]
-
-        return pl.run_scoped(add_slices, plgpu.ACC((EXAMPLES, outputs)))
-
-    return multiply
-
-
-def _across(column, like):
-    return lax.broadcast_in_dim(column, like.shape, [0])
-
-
-def _softmax(z, labels, classes):
-    """z less its largest, -inf behind the classes; the exponentials of that; their sums; and where the label is."""
-    at = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=_SUMS)
-    z = jnp.where(at < classes, z, -jnp.inf)
-    shifted = z - _across(jnp.max(z, axis=1), z)
-    exponentials = jnp.exp(shifted)
-    return shifted, exponentials, jnp.sum(exponentials, axis=1), at == _across(labels, z)
-
-
-def _loss(softmax, labels, classes):
-    shifted, _, total, chosen = softmax
-    loss = jnp.log(total) - jnp.sum(jnp.where(chosen, shifted, 0.0), axis=1)
-    return jnp.where((labels >= 0) & (labels < classes), loss, jnp.nan)
-
-
-def _logits_gradient(softmax):
-    _, exponentials, total, chosen = softmax
-    return exponentials / _across(total, exponentials) - jnp.where(chosen, 1.0, 0.0)
+    layers = []
+    for layer, (products, (inputs, outputs)) in enumerate(zip(sums, itertools.pairwise(sizes), strict=True)):
+        bias = inputs if layer else network.widths[0]
+        layers += [jnp.sum(products[:, :outputs, columns], axis=0) for columns in (slice(inputs), bias)]
+    return dx, *layers

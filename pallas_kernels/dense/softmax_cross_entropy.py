@@ -4,6 +4,9 @@ Labels are integers `(N,)`, a class an example, or floats `(classes, N)`, a weig
 multiple of `LANES`. An integer that is no class makes its example NaN.
 """
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -11,9 +14,34 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import largest_divisor, vector_length, zeros_like
+from pallas_kernels.core.tiles import kernel
+
+_MOST_UNROLLED = 16
 
 
-def loss_and_probabilities(logits: Array, labels: Array) -> tuple[Array, Array]:
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a program takes at a time.
+
+    Attributes:
+      length: examples.
+      unrolled: classes whose loads are under way at once.
+    """
+
+    length: int
+    unrolled: int
+
+
+def _forward_heuristic(logits, labels):
+    return Config(vector_length(logits, labels), largest_divisor(logits.shape[0], _MOST_UNROLLED))
+
+
+def _backward_heuristic(dy, probabilities, labels):
+    return _forward_heuristic(probabilities, labels)
+
+
+@kernel(heuristic=_forward_heuristic)
+def loss_and_probabilities(logits: Array, labels: Array, *, config: Config) -> tuple[Array, Array]:
     """`loss[n] = sum over k of y[k, n] * (lse[n] - logits[k, n])` and `p[k, n] = exp(logits[k, n] - lse[n])`,
     where `lse[n] = log(sum over k of exp(logits[k, n]))`, computed from the largest logit down.
 
@@ -23,8 +51,8 @@ def loss_and_probabilities(logits: Array, labels: Array) -> tuple[Array, Array]:
     Returns:
       loss `(N,)` and probabilities `(classes, N)` in the dtype of the logits.
     """
-    classes, N = logits.shape
-    length = vector_length(logits, labels)
+    (classes, N), length = logits.shape, config.length
+    over_classes = functools.partial(_over_classes, classes, config.unrolled)
 
     def body(logits_ref, labels_ref, loss_ref, probabilities_ref, *, block):
         lanes = pl.ds(block * length, length)
@@ -34,8 +62,8 @@ def loss_and_probabilities(logits: Array, labels: Array) -> tuple[Array, Array]:
 
         weigh, valid = _weigher(labels_ref, lanes, classes)
         zero = zeros_like(logit(0))
-        largest = _over_classes(classes, lambda k, m: jnp.maximum(m, logit(k)), zero - jnp.inf)
-        total = _over_classes(classes, lambda k, s: s + jnp.exp(logit(k) - largest), zero)
+        largest = over_classes(lambda k, m: jnp.maximum(m, logit(k)), zero - jnp.inf)
+        total = over_classes(lambda k, s: s + jnp.exp(logit(k) - largest), zero)
         log_total = jnp.log(total)
 
         def finish(k, loss):
@@ -43,7 +71,7 @@ def loss_and_probabilities(logits: Array, labels: Array) -> tuple[Array, Array]:
             probabilities_ref[k, lanes] = jnp.exp(log_probability).astype(probabilities_ref.dtype)
             return loss - weigh(k, log_probability)
 
-        loss = _over_classes(classes, finish, zero)
+        loss = over_classes(finish, zero)
         loss_ref[lanes] = jnp.where(valid, loss, jnp.nan).astype(loss_ref.dtype)
 
     return launch(
@@ -56,7 +84,8 @@ def loss_and_probabilities(logits: Array, labels: Array) -> tuple[Array, Array]:
     )
 
 
-def logits_gradient(dy: Array, probabilities: Array, labels: Array) -> Array:
+@kernel(heuristic=_backward_heuristic)
+def logits_gradient(dy: Array, probabilities: Array, labels: Array, *, config: Config) -> Array:
     """`dlogits[k, n] = dy[n] * (p[k, n] * sum over j of y[j, n] - y[k, n])`.
 
     Args:
@@ -66,8 +95,8 @@ def logits_gradient(dy: Array, probabilities: Array, labels: Array) -> Array:
     Returns:
       `(classes, N)` in the dtype of the probabilities.
     """
-    classes, N = probabilities.shape
-    length = vector_length(probabilities, labels)
+    (classes, N), length = probabilities.shape, config.length
+    over_classes = functools.partial(_over_classes, classes, config.unrolled)
     integer = jnp.issubdtype(labels.dtype, jnp.integer)
 
     def body(dy_ref, probabilities_ref, labels_ref, dlogits_ref, *, block):
@@ -76,13 +105,13 @@ def logits_gradient(dy: Array, probabilities: Array, labels: Array) -> Array:
         gradient = jnp.where(valid, dy_ref[lanes].astype(jnp.float32), jnp.nan)
         zero = zeros_like(gradient)
         # Integer labels weigh one class, with one.
-        weight = zero + 1.0 if integer else _over_classes(classes, lambda k, s: s + weigh(k, 1.0), zero)
+        weight = zero + 1.0 if integer else over_classes(lambda k, s: s + weigh(k, 1.0), zero)
 
         def write(k, _):
             p = probabilities_ref[k, lanes].astype(jnp.float32)
             dlogits_ref[k, lanes] = (gradient * (p * weight - weigh(k, 1.0))).astype(dlogits_ref.dtype)
 
-        _over_classes(classes, write, None)
+        over_classes(write, None)
 
     return launch(
         body,
@@ -95,9 +124,9 @@ def logits_gradient(dy: Array, probabilities: Array, labels: Array) -> Array:
     )
 
 
-def _over_classes(classes, step, start):
-    """A loop that has the loads of several classes under way at once."""
-    return lax.fori_loop(0, classes, step, start, unroll=largest_divisor(classes, 16))
+def _over_classes(classes, unrolled, step, start):
+    """A loop that has the loads of as many classes under way at once as are unrolled."""
+    return lax.fori_loop(0, classes, step, start, unroll=unrolled)
 
 
 def _weigher(labels_ref, lanes, classes):

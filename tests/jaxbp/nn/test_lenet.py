@@ -291,9 +291,9 @@ def test_activation_gradients_are_those_of_the_table(fused):
 
 def _gradients_within_the_dense_layers(model, images, labels):
     loss, saved = lenet_saved_tensors(model, images, labels)
-    kept = saved["logits"], saved["fc2.input"], saved["fc3.input"]
+    hidden = saved["fc2.input"], saved["fc3.input"]
     weights = [fc.parameters()[0] for fc in (model.fc1, model.fc2, model.fc3)]
-    gradients = mlp.row_gradients(jnp.ones_like(loss), labels, *kept, *weights, precision=None)
+    gradients = mlp.row_gradients(jnp.ones_like(loss), labels, saved["logits"], hidden, weights)
     return dict(zip(("logits", "fc2.pre_relu", "fc1.pre_relu"), gradients, strict=False))
 
 

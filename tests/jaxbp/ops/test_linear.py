@@ -16,6 +16,7 @@ from helpers import (
 )
 
 from jaxbp import linear, linear_backward
+from jaxbp.ops.linear import forward_in_float32, parameter_gradients_in_float32
 
 
 @every_implementation
@@ -88,3 +89,16 @@ def test_products_on_the_tensor_cores_compute_the_same(implementation):
     x, w, dy = normal((3, 5), (2, 5), (3, 2))
     options = dict(precision="default", implementation=implementation)
     assert_close(linear_backward(dy, x, w, **options), (dy @ w, dy.T @ x, dy.sum(0)), 1e-2)
+
+
+def test_in_float32_half_precisions_are_rounded_once():
+    x, w, b, dy = (a.astype("bfloat16") for a in normal((100, 64), (128, 64), (128,), (100, 128)))
+    wide_x, wide_w, wide_b, wide_dy = (np.asarray(a, np.float64) for a in (x, w, b, dy))
+    z = forward_in_float32(x, w, b)
+    assert z.dtype == jnp.bfloat16
+    assert_close(z, wide_x @ wide_w.T + wide_b, 4e-3)
+    for dtype, tolerance in ((None, 4e-3), (jnp.float32, 1e-6)):
+        dw, db = parameter_gradients_in_float32(dy, x, dtype=dtype)
+        assert dw.dtype == (dtype or x.dtype) and db.dtype == jnp.float32
+        assert_close(dw, wide_dy.T @ wide_x, tolerance)
+        assert_close(db, wide_dy.sum(0), 1e-6)

@@ -1,106 +1,52 @@
-"""Softmax and cross-entropy: both kinds of labels, and the numbers at which a plain formula breaks."""
-
-import functools
+"""Losses of predictions and targets of one shape: what holds of the numbers whatever they are."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, assert_numerical_gradients_agree, every_implementation, normal, value_and_gradients
+from helpers import assert_close, every_implementation, gradients_of, normal
 
-from jaxbp import softmax_cross_entropy, softmax_cross_entropy_backward
+import jaxbp
 
+pytestmark = pytest.mark.once
 
-@functools.cache
-def _run(implementation):
-    return value_and_gradients(functools.partial(softmax_cross_entropy, implementation=implementation))
-
-
-def loss_and_gradients(logits, labels, implementation):
-    """(the losses, the gradients of their sum)."""
-    logits, labels = jnp.asarray(logits, jnp.float32), jnp.asarray(labels)
-    (loss,), gradients = _run(implementation)((logits, labels), [jnp.ones(logits.shape[:-1])])
-    return loss, gradients
-
-
-def weights(seed=5):
-    """Positive labels that do not sum to 1."""
-    return jnp.exp(normal((4, 3), seed=seed)[0])
-
-
-@pytest.mark.parametrize("labels", [jnp.array([0, 2, 1, 2]), weights()], ids=["classes", "weights"])
-@every_implementation
-def test_numerical_gradients_agree_to_a_thousandth(labels, implementation):
-    (logits,) = normal((4, 3))
-    assert_numerical_gradients_agree(softmax_cross_entropy, (logits, labels), step=0.02, implementation=implementation)
+INF = np.inf
 
 
 @every_implementation
-def test_huge_logits_stay_finite_and_right(implementation):
-    loss, (gradient,) = loss_and_gradients([[1e4, 0, -1e4]] * 3, [0, 1, 2], implementation)
-    np.testing.assert_array_equal(loss, [0, 1e4, 2e4])
-    np.testing.assert_array_equal(gradient, [[0, 0, 0], [1, -1, 0], [1, 0, -1]])
+@pytest.mark.parametrize("loss", [jaxbp.mean_squared_error, jaxbp.mean_absolute_error])
+def test_gradients_of_a_mean_of_nothing_are_empty(loss, implementation):
+    nothing = jnp.zeros((0, 3))
+    gradients = gradients_of(loss, (nothing, nothing), [jnp.ones(())], implementation=implementation)
+    assert [g.shape for g in gradients] == [(0, 3), (0, 3)]
 
 
 @every_implementation
-def test_a_class_ruled_out_by_minus_infinity_has_no_part_in_the_others(implementation):
-    loss, (gradient,) = loss_and_gradients([[1.0, -np.inf, 3.0]] * 2, [0, 2], implementation)
-    expected = loss_and_gradients([[1.0, 3.0]] * 2, [0, 1], implementation)
-    assert_close((loss, gradient[:, ::2]), expected, "float32")
-    np.testing.assert_array_equal(gradient[:, 1], [0, 0])
+def test_huber_is_half_the_square_within_delta_and_a_line_beyond(implementation):
+    (error,) = normal((100,))
+    zero = jnp.zeros(100)
+    loss = jaxbp.huber(error, zero, 0.7, implementation=implementation)
+    beyond = np.abs(error) > 0.7
+    assert 0 < beyond.sum() < 100
+    assert_close(loss[~beyond], 0.5 * np.square(error[~beyond]), "float32")
+    assert_close(loss[beyond], 0.7 * (np.abs(error[beyond]) - 0.35), "float32")
+    dpredictions, dtargets = jaxbp.huber_backward(jnp.ones(100), error, zero, 0.7, implementation=implementation)
+    assert_close(dpredictions, np.clip(error, -0.7, 0.7), "float32")
+    np.testing.assert_array_equal(dtargets, -dpredictions)
 
 
 @every_implementation
-def test_classes_and_their_one_hot_weights_agree(implementation):
-    (logits,), labels = normal((4, 3)), np.array([0, 2, 1, 2])
-    loss, (gradient,) = loss_and_gradients(logits, labels, implementation)
-    one_hot_loss, (one_hot_gradient, _) = loss_and_gradients(logits, np.eye(3, dtype="f")[labels], implementation)
-    assert_close((one_hot_loss, one_hot_gradient), (loss, gradient), "float32")
+def test_both_cross_entropies_agree_where_the_probabilities_are_those_of_the_logits(implementation):
+    logits, labels = normal((3, 4))[0], jax.nn.sigmoid(normal((3, 4), seed=1)[0])
+    of_logits = jaxbp.sigmoid_binary_cross_entropy(logits, labels, implementation=implementation)
+    of_probabilities = jaxbp.binary_cross_entropy(jax.nn.sigmoid(logits), labels, implementation=implementation)
+    assert_close(of_logits, of_probabilities, "float32")
 
 
 @every_implementation
-def test_weights_need_not_sum_to_1(implementation):
-    (logits,), y = normal((4, 3)), weights()
-    p = np.asarray(jax.nn.softmax(logits), np.float64)
-    loss, (gradient, _) = loss_and_gradients(logits, y, implementation)
-    assert_close(loss, -(y * np.log(p)).sum(-1), "float32")
-    assert_close(gradient, p * np.sum(y, -1, keepdims=True) - y, "float32")
-
-
-@every_implementation
-def test_the_gradient_in_the_weights_is_minus_the_log_of_the_softmax(implementation):
-    (logits,) = normal((4, 3))
-    _, (_, gradient) = loss_and_gradients(logits, weights(), implementation)
-    assert_close(gradient, -jax.nn.log_softmax(logits), "float32")
-
-
-@pytest.mark.parametrize(("dtype", "outside"), [("int32", -1), ("int32", 2**31 - 1), ("int8", -128), ("uint8", 255)])
-@every_implementation
-def test_a_label_out_of_range_makes_its_example_nan_and_no_other(dtype, outside, implementation):
-    (logits,), labels = normal((4, 3)), np.array([0, outside, 3, 2], dtype)
-    loss, (gradient,) = loss_and_gradients(logits, labels, implementation)
-    np.testing.assert_array_equal(np.isnan(loss), [False, True, True, False])
-    np.testing.assert_array_equal(np.isnan(gradient), np.array([[False], [True], [True], [False]]) * np.ones(3, bool))
-
-
-@every_implementation
-def test_nan_in_logits_stays_in_its_example(implementation):
-    loss, (gradient,) = loss_and_gradients([[1, np.nan, 3], [1, 2, 3]], [0, 2], implementation)
-    np.testing.assert_array_equal(np.isnan(loss), [True, False])
-    np.testing.assert_array_equal(np.isnan(gradient), [[True] * 3, [False] * 3])
-
-
-@every_implementation
-def test_backward_scales_each_examples_gradient(implementation):
-    (logits,), labels, dy = normal((4, 3)), jnp.array([0, 2, 1, 2]), jnp.array([0.0, 1, -2, 0.5])
-    _, (gradient,) = loss_and_gradients(logits, labels, implementation)
-    backward = softmax_cross_entropy_backward(dy, logits, labels, implementation=implementation)
-    assert_close(backward, dy[:, None] * gradient, "float32")
-
-
-@pytest.mark.parametrize("labels", [jnp.zeros((0,), jnp.int32), jnp.zeros((0, 3))], ids=["classes", "weights"])
-@every_implementation
-def test_an_empty_batch_works(labels, implementation):
-    loss, gradients = loss_and_gradients(jnp.zeros((0, 3)), labels, implementation)
-    assert loss.shape == (0,)
-    assert all(gradient.shape == (0, 3) for gradient in gradients)
+def test_the_divergence_of_a_distribution_from_itself_is_zero_and_from_a_narrower_one_infinite(implementation):
+    p = jnp.array([[0.25, 0.75, 0.0], [0.5, 0.25, 0.25]])
+    same = jaxbp.kl_divergence(jnp.log(p), p, implementation=implementation)
+    np.testing.assert_array_equal(same, [0, 0])
+    narrower = jnp.log(jnp.array([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0]]))
+    np.testing.assert_array_equal(jaxbp.kl_divergence(narrower, p, implementation=implementation), [INF, INF])

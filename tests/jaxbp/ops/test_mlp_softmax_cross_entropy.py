@@ -1,5 +1,6 @@
 """The dense layers and the loss in one: equal to the ops one by one, kernels where they fit, and what is refused."""
 
+import functools
 import itertools
 import re
 
@@ -10,6 +11,8 @@ import pytest
 from helpers import assert_close, cuda_program, every_implementation, normal
 
 import jaxbp
+from jaxbp.ops import mlp_softmax_cross_entropy as mlp
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 
 pytestmark = pytest.mark.once
 
@@ -75,6 +78,34 @@ def test_kernels_are_there_for_tf32_where_the_layers_fit(sizes, dtype, precision
 
     with jax.default_matmul_precision("default"):
         assert cuda_program(jax.grad(loss), x).count("custom_call @mosaic_gpu") == kernels
+
+
+@pytest.mark.parametrize(
+    ("implementation", "batch", "precision", "saved"),
+    [
+        ("xla", 64, "default", mlp.Rows),
+        ("pallas", 64, "default", mlp.WideRowsAndGradients),
+        ("pallas", 2048, "default", mlp.WideRows),
+        ("pallas", 64, "highest", mlp.Rows),
+    ],
+)
+def test_what_the_forward_saves_says_which_backward_follows(implementation, batch, precision, saved, on_hopper):
+    save = {"xla": mlp._save, "pallas": mlp._save_kernel}[implementation]
+    _, (found,) = jax.eval_shape(functools.partial(save, precision=precision), *arguments(batch=(batch,)))
+    assert type(found) is saved
+
+
+@pytest.mark.parametrize("device", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
+@pytest.mark.parametrize("implementation", ["pallas", None])
+def test_kernels_of_the_tensor_cores_are_hoppers_alone(implementation, device):
+    x, labels, *layers = arguments(batch=(64,))
+
+    def loss(x):
+        return jaxbp.mlp_softmax_cross_entropy(x, labels, *layers, implementation=implementation).sum()
+
+    with jax.default_matmul_precision("default"), targeting(device):
+        count = cuda_program(jax.grad(loss), x).count("custom_call @mosaic_gpu")
+    assert count == (2 if device is HOPPER else 0)
 
 
 X, LABELS, *LAYERS = arguments()

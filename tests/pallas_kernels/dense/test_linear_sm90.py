@@ -1,6 +1,6 @@
 """A dense layer's products on the tensor cores: simulated, lowered for CUDA, and on a GPU."""
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from helpers import cuda_program, normal, on_the_cpu, relative_error
 
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.dense import linear_sm90 as kernels
 
 can_simulate = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="older simulators lack the tensor cores' instructions"
 )
+TWO_MULTIPROCESSORS = dataclasses.replace(HOPPER, multiprocessors=2)
 REAL = [(65536, 4096, 1024), (65536, 1024, 1024), (32768, 4096, 4096), (262144, 256, 256)]
 
 
@@ -44,22 +46,21 @@ def layer_structs(rows, outputs, inputs, dtype="bfloat16"):
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "sizes"),
     [
-        (320, 128, 256, dict(parts=1)),
-        (100, 128, 256, dict(parts=2)),  # a last block that is not full
-        (320, 256, 128, dict(parts=3)),  # several tiles a program
-        (320, 256, 256, dict(parts=2, mates=2, columns=128)),
-        (192, 256, 512, dict(parts=1, wide=1)),
-        (192, 256, 128, dict(parts=2, rows=256)),
+        (320, 128, 256, dict(splits=1)),
+        (100, 128, 256, dict(splits=2)),  # a last block that is not full
+        (320, 256, 128, dict(splits=3)),  # several tiles a CTA
+        (320, 256, 256, dict(splits=2, cluster=2, columns=128)),
+        (192, 256, 512, dict(splits=1, raster=1)),
+        (192, 256, 128, dict(splits=2, rows=256)),
     ],
     ids=str,
 )
-def test_the_simulator_finds_them_right(rows, outputs, inputs, sizes, monkeypatch):
-    monkeypatch.setattr(kernels, "_MULTIPROCESSORS", 2)
+def test_the_simulator_finds_them_right(rows, outputs, inputs, sizes):
     random = np.random.default_rng(0)
     dy, x = (jnp.asarray(random.integers(-3, 4, (rows, width)), "float16") for width in (outputs, inputs))
-    tile = kernels.Tile(**dict(rows=128, columns=min(256, inputs), slots=2, mates=1) | sizes)
-    with on_the_cpu(), simulated():
-        gradients = jax.jit(functools.partial(kernels._weights_gradient, tile=tile, dtype=jnp.float32))
+    config = kernels.Config(**dict(rows=128, columns=min(256, inputs), stages=2) | sizes)
+    gradients = jax.jit(lambda dy, x: kernels.weights_gradient(dy, x, dtype=jnp.float32, config=config))
+    with on_the_cpu(), targeting(TWO_MULTIPROCESSORS), simulated():
         actual = jax.block_until_ready(gradients(dy, x))
     jax.tree.map(np.testing.assert_array_equal, actual, expected(dy, x))
 
@@ -69,63 +70,109 @@ def test_the_simulator_finds_them_right(rows, outputs, inputs, sizes, monkeypatc
     ("rows", "inputs", "outputs", "sizes"),
     [
         (256, 192, 256, {}),
-        (300, 128, 512, dict(columns=128, mates=2, wide=2)),  # a last block that is not full, several tiles a program
+        (300, 128, 512, dict(columns=128, cluster=2, raster=2)),  # a last block not full, several tiles a CTA
     ],
     ids=str,
 )
-def test_the_simulator_finds_the_forward_right(rows, inputs, outputs, sizes, monkeypatch):
-    monkeypatch.setattr(kernels, "_MULTIPROCESSORS", 2)
+def test_the_simulator_finds_the_forward_right(rows, inputs, outputs, sizes):
     random = np.random.default_rng(0)
     x, w, b = (
         jnp.asarray(random.integers(-3, 4, shape), "float16") for shape in ((rows, inputs), (outputs, inputs), outputs)
     )
-    tile = kernels.Tile(**dict(rows=128, columns=256, slots=2, parts=1, mates=1) | sizes)
-    with on_the_cpu(), simulated():
-        actual = jax.block_until_ready(jax.jit(functools.partial(kernels._forward, tile=tile))(x, w, b))
+    config = kernels.Config(**dict(rows=128, columns=256, stages=2) | sizes)
+    forward = jax.jit(lambda x, w, b: kernels.forward(x, w, b, config=config))
+    with on_the_cpu(), targeting(TWO_MULTIPROCESSORS), simulated():
+        actual = jax.block_until_ready(forward(x, w, b))
     np.testing.assert_array_equal(actual, expected_forward(x, w, b))
 
 
-def test_parts_of_the_rows_fill_the_multiprocessors():
-    assert [kernels.tile(*shape).parts for shape in REAL] == [1, 4, 1, 66]
-    assert [kernels.tile(*shape).mates for shape in REAL] == [1, 1, 2, 1]
-    assert kernels.tile(65536, 3072, 768).parts == 9  # 36 tiles, 72 would leave half of them idle
-    assert kernels.tile(100, 128, 128).parts <= 2
+def weights_config(*shape):
+    with targeting(HOPPER):
+        return kernels.weights_gradient.heuristic(*structs(*shape))
 
 
-def test_they_take_whole_tiles_of_half_precisions_and_many_rows():
-    assert kernels.pays(*structs(65536, 4096, 1024)) and kernels.pays(*structs(65536, 128, 384, "float16"))
-    for shape in [(65536, 4096, 1000), (65536, 64, 1024), (0, 1024, 1024), (128, 1024, 1024)]:
-        assert not kernels.pays(*structs(*shape))
-    assert not kernels.pays(*structs(*REAL[0], "float32"))
+def test_splits_of_the_rows_fill_the_multiprocessors():
+    assert [weights_config(*shape).splits for shape in REAL] == [1, 4, 1, 66]
+    assert weights_config(65536, 3072, 768).splits == 9  # 36 tiles, 72 would leave half of them idle
 
 
-def test_the_forward_takes_whole_tiles_of_half_precisions_many_rows_and_inputs():
-    def pays(*shape):
-        x, w, _ = layer_structs(*shape)
-        return kernels.forward_pays(x, w)
+def test_clusters_are_there_where_tiles_outnumber_the_multiprocessors():
+    assert [weights_config(*shape).cluster for shape in REAL] == [1, 1, 2, 1]
 
-    assert pays(65536, 4096, 1024) and pays(8200, 128, 576, "float16")
-    for shape in [(65536, 4096, 1000), (65536, 64, 1024), (65536, 256, 256), (0, 128, 1024), (65536, 0, 1024)]:
-        assert not pays(*shape)
-    assert not pays(*REAL[0], "float32")
+
+def test_the_raster_walks_column_blocks_and_meets_every_tile_once():
+    walked = [kernels._raster(i, rows=3, width=2) for i in range(12)]
+    assert walked == [(row, 2 * block + column) for block in range(2) for row in range(3) for column in range(2)]
+
+
+def reasons(of, *shapes, dtype="bfloat16"):
+    with targeting(HOPPER):
+        return [of(*shape, dtype) for shape in shapes]
+
+
+def weights_supports(*shape):
+    """`shape` may end with a dtype."""
+    return kernels.weights_gradient.supports(*structs(*shape))
+
+
+def forward_supports(*shape):
+    return kernels.forward.supports(*layer_structs(*shape))
+
+
+def test_they_take_whole_tiles_of_half_precisions():
+    assert reasons(weights_supports, (65536, 4096, 1024), (100, 128, 384)) == [None, None]
+    assert reasons(forward_supports, (65536, 4096, 1024), (100, 128, 64), dtype="float16") == [None, None]
+    assert reasons(weights_supports, (8192, 4096, 1000), (8192, 64, 1024), (0, 1024, 1024)) == [
+        "1000 inputs, only multiples of 128",
+        "64 outputs, only multiples of 128",
+        "no rows",
+    ]
+    assert reasons(forward_supports, (8192, 4096, 1000), (8192, 0, 1024), (0, 1024, 1024)) == [
+        "1000 inputs, only multiples of 64",
+        "0 outputs, only multiples of 128",
+        "no rows",
+    ]
+    wanted = "dtypes float32 and float32, only bfloat16 or float16 for both"
+    assert reasons(weights_supports, REAL[0], dtype="float32") == [wanted]
+    assert reasons(forward_supports, REAL[0], dtype="float32") == [wanted]
+
+
+def test_they_pay_with_many_rows_and_the_forward_with_many_inputs(on_hopper):
+    assert kernels.weights_gradient.pays(*structs(65536, 128, 384, "float16"))
+    assert not kernels.weights_gradient.pays(*structs(128, 1024, 1024))
+    assert kernels.forward.pays(*layer_structs(8200, 128, 576, "float16"))
+    assert not kernels.forward.pays(*layer_structs(65536, 256, 256))
+    assert not kernels.forward.pays(*layer_structs(128, 1024, 1024))
+
+
+def test_the_ring_has_four_stages_on_hopper_and_as_many_as_fit_elsewhere():
+    arrays = layer_structs(*REAL[0])
+    with targeting(HOPPER):
+        assert kernels.forward.heuristic(*arrays).stages == kernels.weights_gradient.heuristic(*arrays[:2]).stages == 4
+    with targeting(dataclasses.replace(HOPPER, shared_bytes=160 * 1024)):
+        config = kernels.forward.heuristic(*arrays)
+        assert config.stages == 2
+        assert (config.stages * (config.rows + config.columns) + 2 * config.rows) * 64 * 2 < 160 * 1024
+    with targeting(dataclasses.replace(HOPPER, shared_bytes=100 * 1024)):
+        assert "102400 bytes of shared memory" in kernels.forward.supports(*arrays)
+
+
+@pytest.mark.parametrize("device", [BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
+def test_they_are_hoppers_alone(device):
+    with targeting(device):
+        for reason in (weights_supports(*REAL[0]), forward_supports(*REAL[0])):
+            assert "only 9.0" in reason
+        with pytest.raises(NotImplementedError, match=r"linear_sm90\.forward: does not take compute capability"):
+            jax.eval_shape(kernels.forward, *layer_structs(*REAL[0]))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("shape", REAL, ids=str)
-def test_they_lower_for_cuda(shape, dtype):
+def test_they_lower_for_cuda(shape, dtype, on_hopper):
     assert "mosaic_gpu" in cuda_program(kernels.weights_gradient, *structs(*shape, dtype))
-    assert "mosaic_gpu" in cuda_program(kernels.forward, *layer_structs(*shape, dtype))
-
-
-def test_without_a_gpu_the_librarys_product_takes_their_place():
-    dy, x = (a.astype("bfloat16") for a in normal((100, 128), (100, 256)))
-    with on_the_cpu():
-        dw, db = jax.jit(kernels.weights_gradient)(dy, x)
-    assert dw.dtype == jnp.bfloat16 and db.dtype == jnp.float32
-    assert relative_error(dw, expected(dy, x)[0]) < 4e-3 and relative_error(db, expected(dy, x)[1]) < 1e-6
-    arrays = layer(100, 128, 64)
-    with on_the_cpu():
-        assert relative_error(jax.jit(kernels.forward)(*arrays), expected_forward(*arrays)) < 4e-3
+    config = kernels.Config(rows=128, columns=256, stages=4, cluster=2)
+    forward = lambda x, w, b: kernels.forward(x, w, b, config=config)  # noqa: E731
+    assert "mosaic_gpu" in cuda_program(forward, *layer_structs(*shape, dtype))
 
 
 @pytest.mark.gpu
@@ -134,9 +181,9 @@ def test_without_a_gpu_the_librarys_product_takes_their_place():
 def test_gpu_gradients_match_float64_and_repeat_their_bits(shape, dtype):
     rows, outputs, inputs = shape
     dy, x = (a.astype(dtype) for a in normal((rows, outputs), (rows, inputs)))
-    once, again = (jax.jit(kernels.weights_gradient)(dy, x) for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, once, again)
-    for actual, wanted, tolerance in zip(once, expected(dy, x), (4e-3, 1e-6), strict=True):
+    first, second = (jax.jit(kernels.weights_gradient)(dy, x) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    for actual, wanted, tolerance in zip(first, expected(dy, x), (4e-3, 1e-6), strict=True):
         assert relative_error(actual, wanted) < tolerance
 
 
@@ -145,6 +192,6 @@ def test_gpu_gradients_match_float64_and_repeat_their_bits(shape, dtype):
 @pytest.mark.parametrize("shape", [*((8192, *shape[1:]) for shape in REAL[:3]), (8200, 384, 576)], ids=str)
 def test_gpu_forward_matches_float64_and_repeats_its_bits(shape, dtype):
     arrays = layer(*shape, dtype)
-    once, again = (jax.jit(kernels.forward)(*arrays) for _ in range(2))
-    np.testing.assert_array_equal(once, again)
-    assert relative_error(once, expected_forward(*arrays)) < 4e-3
+    first, second = (jax.jit(kernels.forward)(*arrays) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert relative_error(first, expected_forward(*arrays)) < 4e-3

@@ -1,5 +1,6 @@
 """Dense layers, softmax and cross-entropy on the tensor cores: in the simulator, lowered for CUDA, and on a GPU."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import on_the_cpu, relative_error
 
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
 
@@ -59,7 +61,7 @@ def check(results, x, labels, weights, biases, dy):
 def at_once(x, labels, weights, biases, dy):
     loss, logits, hidden, gradients = kernels.forward_and_gradients(x, labels, weights, biases)
     sizes = (weights[0].shape[1], *(len(w) for w in weights))
-    return (loss, logits, hidden, gradients), kernels.weighed_gradients(dy, x, hidden, gradients, sizes)
+    return (loss, logits, hidden, gradients), kernels.weighed_gradients(dy, x, hidden, gradients, sizes=sizes)
 
 
 def check_at_once(results, x, labels, weights, biases, dy):
@@ -84,9 +86,18 @@ def test_the_simulator_finds_rows_and_gradients_at_once_right(sizes, N):
     check_at_once(results, *arrays)
 
 
-def test_rows_and_gradients_are_made_at_once_in_small_batches_where_they_fit():
-    assert kernels.together(128, LENET) and kernels.together(1024, LENET)
-    assert not kernels.together(8192, LENET) and not kernels.together(128, (256, 200, 200, 10))
+def structs(sizes, N, dtype="float32"):
+    """x, labels, weights and biases."""
+    weights = tuple(jax.ShapeDtypeStruct((n, m), dtype) for m, n in itertools.pairwise(sizes))
+    biases = tuple(jax.ShapeDtypeStruct((n,), dtype) for n in sizes[1:])
+    x = jax.ShapeDtypeStruct((kernels.widths(sizes)[0], N), dtype)
+    return x, jax.ShapeDtypeStruct((N,), "int32"), weights, biases
+
+
+def test_rows_and_gradients_are_made_at_once_in_small_batches_where_they_fit(on_hopper):
+    pays = kernels.forward_and_gradients.pays
+    assert pays(*structs(LENET, 128)) and pays(*structs(LENET, 1024))
+    assert not pays(*structs(LENET, 8192)) and not pays(*structs((256, 200, 200, 10), 128))
 
 
 @can_simulate
@@ -107,16 +118,56 @@ def test_a_label_that_is_no_class_gives_nan_to_its_example_alone():
         assert (np.isnan(rows).any(axis=1) == np.isin(np.arange(kernels.EXAMPLES), (3, 5))).all()
 
 
-def test_sizes_that_fit():
+def test_rows_have_place_for_a_one_behind_each_hidden_layer():
     assert kernels.widths(LENET) == (256, 128, 96, 32)
-    assert kernels.widths((31, 32, 32)) == (32, 64, 32)  # a one behind the hidden layer's 32
-    assert kernels.fits(LENET)
-    assert not kernels.fits((256, 256, 10)) and not kernels.fits((288, 10)) and not kernels.fits((256,) + (224,) * 4)
+    assert kernels.widths((31, 32, 32)) == (32, 64, 32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "N", "dtype", "reason"),
+    [
+        (LENET, 64, "float32", None),
+        (LENET, 64, "bfloat16", "dtype bfloat16, only float32"),
+        (LENET, 100, "float32", "a batch of 100, only multiples of 64"),
+        (LENET, 0, "float32", "a batch of 0, only multiples of 64"),
+        ((256, 256, 10), 64, "float32", "rows as wide as 288 when filled up, at most 256"),
+        ((288, 10), 64, "float32", "rows as wide as 288 when filled up, at most 256"),
+        ((256, *[224] * 4), 64, "float32", "layers whose activations leave no shared memory for two slices"),
+    ],
+    ids=str,
+)
+def test_what_they_take(sizes, N, dtype, reason, on_hopper):
+    x, labels, weights, biases = structs(sizes, N, dtype)
+    logits = jax.ShapeDtypeStruct((N, kernels.widths(sizes)[-1]), dtype)
+    # Hidden layers' results are not looked at.
+    found = kernels.forward.supports(x, labels, weights, biases)
+    backward = kernels.backward.supports(jax.ShapeDtypeStruct((N,), dtype), labels, logits, (), weights)
+    assert found == backward
+    assert found is None if reason is None else found.startswith(reason)
+
+
+def test_stages_are_those_that_shared_memory_has_room_for():
+    arrays = structs(LENET, 128)
+    wanted = {HOPPER.shared_bytes: (6, 5), 200 * 1024: (4, 3), 180 * 1024: (3, 2)}
+    for shared_bytes, stages in wanted.items():
+        with targeting(dataclasses.replace(HOPPER, shared_bytes=shared_bytes)):
+            found = (kernels.forward.heuristic(*arrays), kernels.forward_and_gradients.heuristic(*arrays))
+            assert tuple(config.stages for config in found) == stages
+    with targeting(dataclasses.replace(HOPPER, shared_bytes=BLACKWELL_RTX.shared_bytes)):
+        assert "no shared memory for two slices" in kernels.forward.supports(*arrays)
+
+
+@pytest.mark.parametrize("device", [BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
+def test_they_are_hoppers_alone(device):
+    arrays = structs(LENET, 128)
+    with targeting(device):
+        for kernel in (kernels.forward, kernels.forward_and_gradients):
+            assert "only 9.0" in kernel.supports(*arrays)
 
 
 @pytest.mark.parametrize("run", [both, at_once], ids=["apart", "at once"])
 @pytest.mark.parametrize("sizes", [LENET, SMALL, (64, 3)])
-def test_they_lower_for_cuda(sizes, run):
+def test_they_lower_for_cuda(sizes, run, on_hopper):
     program = run.trace(*draw(sizes, 256)).lower(lowering_platforms=("cuda",)).as_text()
     assert program.count("custom_call @mosaic_gpu") == 2
 
@@ -128,6 +179,6 @@ def test_they_lower_for_cuda(sizes, run):
 )
 def test_gpu_results_match_float64_and_repeat_their_bits(run, check, N):
     arrays = draw(LENET, N)
-    once, again = run(*arrays), run(*arrays)
-    jax.tree.map(np.testing.assert_array_equal, once, again)
-    check(once, *arrays)
+    first, second = run(*arrays), run(*arrays)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    check(first, *arrays)

@@ -1,0 +1,174 @@
+"""Softmax and cross-entropy as one loss of logits, with labels that are classes or weights of all classes."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from jaxbp.ops import _checks
+from jaxbp.ops._numerics import widen
+from jaxbp.pairing import Fastest, Implementation, Op, Pair, composed, differentiable
+from pallas_kernels.core.launch import batch_first, batch_last
+from pallas_kernels.dense import softmax_cross_entropy as kernels
+
+
+def _is_class(labels):
+    return jnp.issubdtype(labels.dtype, jnp.integer)
+
+
+def loss_and_probabilities(logits, labels):
+    log_probabilities = jax.nn.log_softmax(widen(logits))
+    if _is_class(labels):
+        valid = (labels >= 0) & (labels < logits.shape[-1])
+        chosen = jnp.where(valid, labels, 0)[..., None]
+        loss = -jnp.take_along_axis(log_probabilities, chosen, axis=-1)[..., 0]
+        # A factor, not a choice: the gradient of an example with an invalid label is NaN as well.
+        loss *= jnp.where(valid, 1.0, jnp.nan).astype(loss.dtype)
+    else:
+        loss = -jnp.sum(widen(labels) * log_probabilities, axis=-1)
+    return loss.astype(logits.dtype), jnp.exp(log_probabilities).astype(logits.dtype)
+
+
+def _loss_and_probabilities_kernel(logits, labels):
+    rows = labels.size if _is_class(labels) else labels.size // labels.shape[-1]
+    labels_last = batch_last(labels.reshape(rows, *labels.shape[logits.ndim - 1 :]))
+    logits_last = batch_last(logits.reshape(rows, logits.shape[-1]))
+    loss, probabilities = kernels.loss_and_probabilities(logits_last, labels_last)
+    return batch_first(loss, rows).reshape(logits.shape[:-1]), batch_first(probabilities, rows).reshape(logits.shape)
+
+
+def logits_gradient(dy, probabilities, labels):
+    p = widen(probabilities)
+    if _is_class(labels):
+        valid = (labels >= 0) & (labels < p.shape[-1])
+        gradient = p - jax.nn.one_hot(labels, p.shape[-1], dtype=p.dtype)
+        gradient *= jnp.where(valid, 1.0, jnp.nan).astype(p.dtype)[..., None]
+    else:
+        y = widen(labels)
+        gradient = p * jnp.sum(y, axis=-1, keepdims=True) - y
+    return (widen(dy)[..., None] * gradient).astype(probabilities.dtype)
+
+
+def _logits_gradient_kernel(dy, probabilities, labels):
+    rows = dy.size
+    labels_last = batch_last(labels.reshape(rows, *labels.shape[dy.ndim :]))
+    probabilities_last = batch_last(probabilities.reshape(rows, probabilities.shape[-1]))
+    dlogits = kernels.logits_gradient(batch_last(dy.reshape(rows)), probabilities_last, labels_last)
+    return batch_first(dlogits, rows).reshape(probabilities.shape)
+
+
+_LOSS_AND_PROBABILITIES = Op(
+    "softmax_cross_entropy",
+    {
+        "xla": loss_and_probabilities,
+        "pallas": differentiable(_loss_and_probabilities_kernel, loss_and_probabilities),
+    },
+)
+_LOGITS_GRADIENT = Op(
+    "softmax_cross_entropy_backward",
+    {"xla": logits_gradient, "pallas": differentiable(_logits_gradient_kernel, logits_gradient)},
+)
+
+
+def _loss(logits, labels):
+    return loss_and_probabilities(logits, labels)[0]
+
+
+def _save(logits, labels, *, implementation):
+    loss, probabilities = _LOSS_AND_PROBABILITIES(logits, labels, implementation=implementation)
+    # A class has no gradient; a weight has one, and it needs the logits.
+    return loss, (probabilities, labels, None if _is_class(labels) else logits)
+
+
+def _gradients(dy, probabilities, labels, logits, *, implementation):
+    dlogits = _LOGITS_GRADIENT(dy, probabilities, labels, implementation=implementation)
+    if _is_class(labels):
+        return dlogits, None
+    return dlogits, (-widen(dy)[..., None] * jax.nn.log_softmax(widen(logits))).astype(labels.dtype)
+
+
+_SOFTMAX_CROSS_ENTROPY = Pair(
+    _loss,
+    Op("softmax_cross_entropy_backward", composed(_gradients)),
+    save=composed(_save),
+    name="softmax_cross_entropy",
+    unsupported=_checks.unsupported_dtype,
+    # With ten classes a GPU spends the time on launching either way; XLA's fusion needs no transposes. A CPU has less
+    # to do in the gradient that JAX derives, which touches one class an example.
+    fastest=Fastest(gpu="xla", elsewhere="autodiff"),
+)
+
+
+def softmax_cross_entropy(
+    logits: Float[Array, "*batch classes"],
+    labels: Int[Array, "*batch"] | Float[Array, "*batch classes"],
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch"]:
+    """Softmax and cross-entropy, `loss = Σ_k y_k (logsumexp(logits) - logits_k)`, a loss an example.
+
+    The log-sum-exp subtracts the largest logit first, so no exponential overflows.
+
+    Args:
+      logits: scores, the classes last.
+      labels: a class an example (integers in [0, classes)), or y, a weight a class, of the dtype of the logits.
+        Weights are differentiable and need not sum to 1.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device.
+
+    Returns:
+      The losses, in the dtype of the logits, computed in float32 or wider. An integer that is no class makes its
+      example's loss and gradient NaN.
+
+    Raises:
+      TypeError, ValueError: dtypes or shapes that do not fit.
+
+    Source: J. Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990.
+    """
+    logits, labels = _check("softmax_cross_entropy", logits, labels)
+    return _SOFTMAX_CROSS_ENTROPY(logits, labels, implementation=implementation)
+
+
+def softmax_cross_entropy_backward(
+    dy: Float[Array, "*batch"],
+    logits: Float[Array, "*batch classes"],
+    labels: Int[Array, "*batch"] | Float[Array, "*batch classes"],
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch classes"]:
+    """Gradient of `softmax_cross_entropy` in the logits: `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`.
+
+    Args:
+      dy: gradient of the whole in each loss.
+      logits, labels: the forward's inputs.
+      implementation: as in `softmax_cross_entropy`.
+
+    Returns:
+      dlogits, of the shape and dtype of the logits.
+
+    Raises:
+      TypeError, ValueError: dtypes or shapes that do not fit.
+    """
+    op = "softmax_cross_entropy_backward"
+    dy, _ = _checks.floating(op, dy=dy, logits=logits)
+    logits, labels = _check(op, logits, labels)
+    _checks.shape(op, "dy", dy, *logits.shape[:-1])
+    gradients = _SOFTMAX_CROSS_ENTROPY.vjp(dy, logits, labels, implementation=implementation)
+    return gradients if _is_class(labels) else gradients[0]
+
+
+def _check(op, logits, labels):
+    (logits,) = _checks.floating(op, logits=logits)
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"{op}: logits has shape {logits.shape}; wants (..., classes), at least one class")
+    if hasattr(labels, "dtype") and jnp.issubdtype(labels.dtype, jnp.integer):
+        labels = jnp.asarray(labels)
+        if labels.shape != logits.shape[:-1]:
+            raise ValueError(
+                f"{op}: integer labels have shape {labels.shape}; wants {logits.shape[:-1]}, a class for each "
+                f"example of logits {logits.shape}"
+            )
+        return logits, labels
+    _, labels = _checks.floating(op, logits=logits, labels=labels)
+    if labels.shape != logits.shape:
+        raise ValueError(f"{op}: floating labels have shape {labels.shape}; wants {logits.shape}, as logits")
+    return logits, labels

@@ -1,0 +1,53 @@
+"""Softmax and cross-entropy with an example a lane: both kinds of labels, in the simulator, and their vectors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import normal, on_the_cpu, relative_error
+
+from pallas_kernels.core.simulator import simulated
+from pallas_kernels.dense import softmax_cross_entropy as kernels
+
+CLASSES, N = 5, 256
+
+
+def struct(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize("kind", ["classes", "weights"])
+def test_the_simulator_finds_losses_and_gradients_right(kind):
+    logits, weights, dy = normal((CLASSES, N), (CLASSES, N), (N,))
+    classes = jnp.asarray(np.random.default_rng(0).integers(0, CLASSES, N), jnp.int32)
+    labels, y = (classes, np.eye(CLASSES)[:, classes]) if kind == "classes" else (jnp.exp(weights), np.exp(weights))
+
+    @jax.jit
+    def run(logits, labels, dy):
+        loss, probabilities = kernels.loss_and_probabilities(logits, labels)
+        return loss, probabilities, kernels.logits_gradient(dy, probabilities, labels)
+
+    with on_the_cpu(), simulated():
+        loss, probabilities, dlogits = jax.block_until_ready(run(logits, labels, dy))
+    z = np.asarray(logits, np.float64)
+    log_p = z - np.log(np.exp(z).sum(axis=0))
+    assert relative_error(loss, -(y * log_p).sum(axis=0)) < 1e-6
+    assert relative_error(probabilities, np.exp(log_p)) < 1e-6
+    assert relative_error(dlogits, np.asarray(dy) * (np.exp(log_p) * y.sum(axis=0) - y)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("classes", "N", "labels", "config"),
+    [
+        (10, 128, struct(128, dtype="int32"), kernels.Config(length=128, unrolled=10)),
+        (10, 1024, struct(1024, dtype="int32"), kernels.Config(length=256, unrolled=10)),
+        (10, 1024, struct(10, 1024), kernels.Config(length=512, unrolled=10)),
+        (1000, 256, struct(256, dtype="int32"), kernels.Config(length=256, unrolled=10)),
+        (17, 128, struct(128, dtype="int32"), kernels.Config(length=128, unrolled=1)),
+    ],
+    ids=str,
+)
+def test_vectors_divide_the_batch_and_turns_the_classes(classes, N, labels, config):
+    logits = struct(classes, N)
+    assert kernels.loss_and_probabilities.heuristic(logits, labels) == config
+    assert kernels.logits_gradient.heuristic(struct(N), logits, labels) == config
