@@ -33,7 +33,7 @@ _RINGS_BYTES = 192 * 1024
 """Of the rings of all programs on a multiprocessor, at most. From a sweep on an H200, which has 228 KiB."""
 _DRIVERS_BYTES = 1024
 """Of shared memory, which the driver takes for each program beside what the program may use."""
-_BESIDE_RING_BYTES = 3 * 1024
+_OVERHEAD_BYTES = 3 * 1024
 """Of a program's shared memory: 2 KiB for sums across warps, and the barriers."""
 
 
@@ -68,7 +68,7 @@ def _heuristic(x: Any, *, arrays: int) -> Config:
     """For so many arrays to stream; the limits of stages and programs are from a sweep on an H200."""
     stages = min(4 if arrays == 1 else 3, _fitting_stages(x, arrays))
     ring_bytes = stages * _stage_bytes(x, arrays)
-    held = (device.target().shared_bytes + _DRIVERS_BYTES) // (ring_bytes + _BESIDE_RING_BYTES + _DRIVERS_BYTES)
+    held = (device.target().shared_bytes + _DRIVERS_BYTES) // (ring_bytes + _OVERHEAD_BYTES + _DRIVERS_BYTES)
     programs = min(3 if arrays == 1 else 4, _RINGS_BYTES // ring_bytes, held)
     return Config(_stage_rows(x, arrays), stages, max(1, programs))
 
@@ -87,7 +87,7 @@ def _stage_bytes(x: Any, arrays: int) -> int:
 
 
 def _fitting_stages(x: Any, arrays: int) -> int:
-    return (device.target().shared_bytes - _BESIDE_RING_BYTES) // _stage_bytes(x, arrays)
+    return (device.target().shared_bytes - _OVERHEAD_BYTES) // _stage_bytes(x, arrays)
 
 
 def _normalise_supports(x, scale, bias, *, eps, center):

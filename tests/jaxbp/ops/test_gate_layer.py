@@ -282,8 +282,9 @@ def test_stacked_layers_change_the_layout_at_their_ends_alone(implementation):
 @pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=lambda gpu: gpu.kind)
 def test_none_takes_the_kernels_on_every_gpu_that_runs_them(gpu):
     logits, x = normal((6, 16), (128, 5))
+    loss = lambda logits, x: jnp.sum(jaxbp.gate_layer(logits, SHARED, x) ** 2)  # noqa: E731
     with targeting(gpu):
-        program = cuda_program(jax.grad(lambda x: jnp.sum(jaxbp.gate_layer(logits, SHARED, x))), x)
+        program = cuda_program(jax.value_and_grad(loss, (0, 1)), logits, x)
     # The forward's, and of so short a batch the input's gradient and the coefficients'.
     assert program.count("custom_call @mosaic_gpu") == 3
 

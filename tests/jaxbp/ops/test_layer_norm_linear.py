@@ -203,6 +203,6 @@ def test_gpu_results_of_one_kernel_match_float64_and_repeat_their_bits(hidden, o
     x, *parameters, b = normal((64 * 1025, hidden), (hidden,), (hidden,), (out, hidden), (out,))
     arrays = [a.astype(dtype) for a in (x + shift, *parameters, b)]
     dy = [a.astype(dtype) for a in normal((64 * 1025, out), seed=1)]
-    once, twice = (results_and_gradients(layer_norm_linear, arrays, dy, implementation="pallas") for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, once, twice)
-    assert_close(once, reference(arrays, dy), 5e-3)
+    first, second = (results_and_gradients(layer_norm_linear, arrays, dy, implementation="pallas") for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    assert_close(first, reference(arrays, dy), 5e-3)

@@ -114,6 +114,6 @@ def test_they_lower_for_cuda(hidden, out, dtype):
 @WIDTHS
 def test_gpu_results_match_float64_and_repeat_their_bits(hidden, out, shift, dtype):
     arrays = draw(64 * 1001, hidden, out, dtype, shift)
-    once, again = both(*arrays), both(*arrays)
-    jax.tree.map(np.testing.assert_array_equal, once, again)
-    assert_close(once, expected(*arrays), 5e-3)
+    first, second = both(*arrays), both(*arrays)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    assert_close(first, expected(*arrays), 5e-3)
