@@ -10,9 +10,8 @@ from jaxtyping import Float
 from jaxbp.ops import _checks, layer_norm
 from jaxbp.ops._numerics import widen
 from jaxbp.ops.layer_norm import row_statistics, rows
-from jaxbp.ops.linear import linear
+from jaxbp.ops.linear import forward_in_float32, linear, parameter_gradients_in_float32
 from jaxbp.pairing import Fastest, Implementation, Pair, differentiable
-from pallas_kernels.core import device
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.dense import linear_sm90
 from pallas_kernels.norm import layer_norm_linear_sm90
@@ -54,13 +53,9 @@ def _dense(y, w, b, *, precision):
 
 
 def _dense_kernel(y, w, b, *, precision):
-    if b is None or not _on_hopper() or not linear_sm90.forward_pays(rows(y), w):
+    if b is None or not linear_sm90.forward.pays(rows(y), w, b):
         return _dense(y, w, b, precision=precision)
-    return linear_sm90.forward(rows(y), w, b).reshape(*y.shape[:-1], -1)
-
-
-def _on_hopper():
-    return device.target().capability == (9, 0)
+    return on_gpu(linear_sm90.forward, forward_in_float32, rows(y), w, b).reshape(*y.shape[:-1], -1)
 
 
 def _save(results, x, scale, bias, w, b, **options):
@@ -115,9 +110,9 @@ def _parameters(dy, y, *, precision):
 
 
 def _parameters_kernel(dy, y, *, precision):
-    if not _on_hopper() or not linear_sm90.pays(dy, y):
+    if not linear_sm90.weights_gradient.pays(dy, y):
         return _parameters(dy, y, precision=precision)
-    return linear_sm90.weights_gradient(dy, y)
+    return on_gpu(linear_sm90.weights_gradient, parameter_gradients_in_float32, dy, y)
 
 
 # ---------------------------------------------------------------------------------------------------------- the choice
