@@ -186,9 +186,9 @@ class _ForwardProgram:
 
 def _first_maximum(values):
     """The largest of a list of vectors, and the first place that has it."""
-    largest, *others = values
+    largest, *rest = values
     place = jnp.where(largest != largest, 0, 0)
-    for t, value in enumerate(others, start=1):
+    for t, value in enumerate(rest, start=1):
         place = jnp.where(value > largest, t, place)
         largest = jnp.maximum(largest, value)
     return largest, place
