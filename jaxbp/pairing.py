@@ -262,7 +262,11 @@ class Pair(Op):
             if not isinstance(save, Mapping) or implementation in save
         }
         rules.pop("autodiff", None)
-        paired = {key: _paired(forward, save_, rule, has_aux) for key, (save_, rule) in rules.items()}
+        paired = {
+            # Under None the value by itself is the fastest, too: what `save` computes.
+            key: _paired(functools.partial(_value, save_) if key is None else forward, save_, rule, has_aux)
+            for key, (save_, rule) in rules.items()
+        }
         vjps = {key: _vjp(save_, residuals, rule, linear) for key, (save_, rule) in rules.items()}
         native = functools.partial(_transposed if linear else _differentiated, forward, has_aux)
         super().__init__(name, paired | {"autodiff": forward}, unsupported=unsupported, fastest=fastest)
@@ -292,6 +296,10 @@ def _kernels_differentiable(implementations: Mapping[str, Callable]) -> dict[str
 
 def _behind_dy(function, dy, *arrays, **options):
     return function(*arrays, **options)
+
+
+def _value(save, *arrays, **options):
+    return save(*arrays, **options)[0]
 
 
 def _saving_arguments(forward, *arrays, **options):

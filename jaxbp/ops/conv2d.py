@@ -345,15 +345,15 @@ def _gradients(dy, x, w, b, *, implementation, **options):
     return _INPUT_GRADIENT(dy, w, input_size=x.shape[2:], implementation=implementation, **options), dw, db
 
 
+# Under None the forward and each gradient take the fastest of their own.
+_EVERY = ("pallas", "xla", None)
 _CONV2D = Pair(
     forward,
-    Op("conv2d_backward", composed(_gradients)),
-    save=composed(_save),
+    Op("conv2d_backward", composed(_gradients, _EVERY)),
+    save=composed(_save, _EVERY),
     name="conv2d",
     unsupported=_unsupported,
 )
-# Under None the forward takes the fastest of its own too, also where no gradient is wanted.
-_CONV2D_BY_PART = Pair(_FORWARD, Op("conv2d_backward", composed(_gradients, (None,))), name="conv2d")
 
 
 # ------------------------------------------------------------------------------------------------------------- public
@@ -402,8 +402,7 @@ def conv2d(
     options = check(
         "conv2d", x, w, b, stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision
     )
-    pair = _CONV2D_BY_PART if implementation is None else _CONV2D
-    return pair(x, w, b, implementation=implementation, **options)
+    return _CONV2D(x, w, b, implementation=implementation, **options)
 
 
 def conv2d_backward_input(

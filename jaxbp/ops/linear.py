@@ -38,10 +38,6 @@ def _gradients_kernel(dy, x, w, b, *, precision):
     return batch_first(kernels.input_gradient(dy_last, w), rows).reshape(x.shape), dw, db
 
 
-def _arguments(*arrays, precision):
-    return arrays
-
-
 def _unsupported(*arrays, precision):
     return _checks.unsupported_dtype(*arrays)
 
@@ -49,11 +45,10 @@ def _unsupported(*arrays, precision):
 _LINEAR = Pair(
     _forward,
     {"xla": _gradients, "pallas": _gradients_kernel},
-    residuals=_arguments,
     name="linear",
     unsupported=_unsupported,
     # Also without the tensor cores, the library's products are faster.
-    fastest_vjp=Fastest(gpu="xla"),
+    fastest=Fastest(gpu="xla"),
 )
 
 

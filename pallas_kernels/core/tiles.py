@@ -53,6 +53,7 @@ class Kernel:
         sweep: Mapping[str, Sequence[int]],
     ):
         functools.update_wrapper(self, function)
+        del self.__wrapped__  # its signature asks for a config, which a call may leave open
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         self.capability, self.sweep = capability, dict(sweep)
         self._function, self._supports, self._heuristic = function, supports, heuristic

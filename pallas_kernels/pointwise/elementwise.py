@@ -57,7 +57,7 @@ def _heuristic(formula, *arrays, shape=None):
 
 @kernel(supports=_supports, heuristic=_heuristic)
 def elementwise(
-    formula: Callable, *arrays: Array, shape: tuple[int, ...] | None = None, config: Config | None = None
+    formula: Callable, *arrays: Array, shape: tuple[int, ...] | None = None, config: Config
 ) -> Array | tuple[Array, ...]:
     """`formula(*arrays)`, element by element with NumPy's broadcasting, in one pass over the arrays.
 

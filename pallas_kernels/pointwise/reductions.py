@@ -158,9 +158,7 @@ def _heuristic(formula, *arrays, axes):
 
 
 @kernel(supports=_supports, heuristic=_heuristic)
-def sum_over(
-    formula: Callable, *arrays: Array, axes: Sequence[int], config: Config | None = None
-) -> Array | tuple[Array, ...]:
+def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Config) -> Array | tuple[Array, ...]:
     """`Σ formula(*arrays)` over some axes of what the arrays broadcast to, in one pass over the arrays.
 
     Each program sums a part in a fixed order; the parts are then summed in a fixed order. What is less than a vector at
