@@ -361,11 +361,11 @@ class Family:
 
 FAMILIES = (
     Family(
-        "LeNet training step, batch 128", "lenet", ("lenet", "lenet-peers"), {"op": "lenet", "batch": "128"},
+        "LeNet training step, batch 128", "lenet", ("lenet",), {"op": "lenet", "batch": "128"},
         "many short launches: each takes about a microsecond whatever it computes",
     ),
     Family(
-        "LeNet training step, batch 8192", "lenet", ("lenet", "lenet-peers"), {"op": "lenet", "batch": "8192"},
+        "LeNet training step, batch 8192", "lenet", ("lenet",), {"op": "lenet", "batch": "8192"},
         "exact float32 in the blocks' forwards, which run on the CUDA cores and not on the tensor cores",
     ),
     Family(
@@ -393,7 +393,7 @@ FAMILIES = (
         "short launches, and Adam's pass over the logits",
     ),
     Family(
-        "logic network step, 6x64000, batch 1024", "logic", ("logic",), {"op": "logic-large", "batch": "1024"},
+        "logic network step, 6x64000, batch 1024", "logic", ("logic-large",), {"op": "logic-large", "batch": "1024"},
         "the L2 cache, as for one layer; activations of all layers are written and read",
     ),
     Family(

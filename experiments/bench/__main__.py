@@ -15,8 +15,8 @@ logic networks, on the bits of an image, as forward, backward and Adam.
 - Memory is XLA's account of the compiled program: arguments, results and temporaries of one call.
 - The error is the largest relative norm of a result's difference from float64, at a smaller batch. A peer's is that of
   its eager functions.
-- Compile seconds are those of one call, from Python to the executable, with nothing else running. They are measured for
-  LeNet, and with `--compile-seconds` for every row.
+- Compile seconds are those of one call, from Python to the executable, with nothing else running. They are
+  measured with `--compile-seconds`.
 - `"pallas"` has no row where no kernel of this library runs. Without a GPU it has none at all.
 
 The JSON file is written after every case. Next to what all result files have (`experiments/output/results.py`):
@@ -78,8 +78,8 @@ class BenchConfig:
     """best: the fastest variant of each library (compiled, or in a CUDA graph); all: eager ones too, and for products
     of float32 both precisions."""
     compile_seconds: bool = False
-    """Time the compilation of every row, one after the other. By default only LeNet's is timed; the rest compile
-    concurrently and have none."""
+    """Time the compilation of every row, one after the other. By default programs compile concurrently, and no
+    row has its seconds."""
     time_limit: float | None = None
     """Seconds after which no further row is started."""
     seconds: float = 0.03

@@ -34,7 +34,7 @@ class Settings(NamedTuple):
       variants: of the peers.
       dtype, precision: of the arrays, and of products of float32.
       seconds: least time of a round of timing.
-      compile_seconds: whether to time every row's compilation; otherwise LeNet's alone.
+      compile_seconds: whether to time every row's compilation, one after the other.
       rates: of this device, and its `platform`.
     """
 
@@ -208,7 +208,7 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
             if not keep_going():
                 return
             for case in group:
-                if case.settings.compile_seconds or case.work.op == "lenet":
+                if case.settings.compile_seconds:
                     case.time_compilation()
             for case in group:
                 batch = min(case.batch, measure.ERROR_BATCH)

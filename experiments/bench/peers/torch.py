@@ -88,9 +88,10 @@ def ops(forwards: Functions, backwards: Functions) -> Build:
 
 
 def _op(forwards, backwards, task, mode):
-    eager = function = functools.partial((forwards | backwards)[task.op], **task.options)
+    op = functools.partial((forwards | backwards)[task.op], **task.options)
+    eager, function = op, op
     if mode.startswith("compile"):
-        function = torch.compile(lambda *arrays: eager(*arrays), dynamic=False)
+        function = torch.compile(lambda *arrays: op(*arrays), dynamic=False)
     if task.op in forwards:
         eager, function = (functools.partial(_forward_and_backward, f) for f in (eager, function))
     sets = [_tensors(task, arguments) for arguments in task.sets]

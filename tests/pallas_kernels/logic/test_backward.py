@@ -62,7 +62,7 @@ def fastest(dy, coefficients, wires, x):
     [(function, wires, LANES) for function in (BY_INPUT, separate) for wires in WIRES]
     + [(ALONG_TRAIL, wires, LANES) for wires in REGULAR]
     + [(ALONG_TRAIL, "one input twice", 15 * LANES)],  # three programs of five vectors
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_simulator_finds_them_right(function, wires, N):
     if function is not BY_INPUT and jax.__version_info__ < (0, 12):
