@@ -402,11 +402,6 @@ FAMILIES = (
         "transposes to the batch-last layout that the kernel reads",
     ),
     Family(
-        "convolution, gradient of the input, conv2", "conv", ("backwards",),
-        {"op": "conv2d_backward_input", "place": "conv2"},
-        "a product with a banded matrix, most of whose elements are zeros",
-    ),
-    Family(
         "convolution, gradient of the bias, conv1", "conv", ("backwards",),
         {"op": "conv2d_backward_bias", "place": "conv1"},
         "a transpose that the library's sum does not need; `None` takes the library's",
@@ -417,18 +412,9 @@ FAMILIES = (
         "shared memory: every image is read once for each place of a maximum",
     ),
     Family(
-        "max-pool backward, windows side by side", "conv", ("backwards",),
-        {"op": "max_pool2d_backward", "place": "pool1"},
-        "nothing to win: it moves bytes at nearly the rate of a copy",
-    ),
-    Family(
         "max-pool backward, overlapping windows", "conv", ("backwards",),
         {"op": "max_pool2d_backward", "place": "overlapping"},
         "transposes around the kernel; `None` takes the formula, which needs none",
-    ),
-    Family(
-        "Linear backward, fc1", "dense", ("backwards",), {"op": "linear_backward", "place": "fc1"},
-        "the products are the library's, on both sides",
     ),
     Family(
         "softmax and cross-entropy backward", "dense", ("backwards",),

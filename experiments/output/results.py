@@ -28,7 +28,7 @@ import jaxbp
 SCHEMA = 1
 ROOT = Path(__file__).parents[2]
 COMMIT_VARIABLE = "JAXBP_COMMIT"
-"""An environment variable that names the commit where the files were copied without their history."""
+"""An environment variable that names the commit where the files were copied without its history."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
@@ -49,8 +49,10 @@ def provenance(command: str) -> dict[str, Any]:
 def commit(root: Path = ROOT) -> str | None:
     """The short hash of the commit checked out in `root`, with `+` if tracked files differ from it.
 
-    Without a checkout, the value of `JAXBP_COMMIT`, or None.
+    The variable `JAXBP_COMMIT` goes before it. Without either, None.
     """
+    if COMMIT_VARIABLE in os.environ:
+        return os.environ[COMMIT_VARIABLE]
     try:
         # An installed package may lie within the checkout of another project, whose commit says nothing of this one.
         if Path(_git(root, "rev-parse", "--show-toplevel")) == root.resolve():
@@ -58,7 +60,7 @@ def commit(root: Path = ROOT) -> str | None:
             return _git(root, "rev-parse", "--short", "HEAD") + "+" * is_dirty
     except (OSError, subprocess.CalledProcessError):
         pass
-    return os.environ.get(COMMIT_VARIABLE)
+    return None
 
 
 def versions() -> dict[str, str]:

@@ -7,6 +7,9 @@ that stage, and whoever uses the stage waits for it there. Two ways to keep it f
   and `fetch` a later step into the stage that has just been read. The caller sees to it that it has been read.
 - A producer warpgroup does nothing but fetch, and consumer warpgroups compute: with barriers `free`, `produce` waits
   until the consumers have `release`d a stage before it fills it again.
+
+JAX's `plgpu.emit_pipeline` has separate buffers for inputs and outputs. A ring computes in place, so that a stage holds
+its data once. Both copy equally fast: docs/lab/2026-11-22-pipelines.md.
 """
 
 import dataclasses
