@@ -301,11 +301,10 @@ def test_trainings_have_a_line_each(book):
 
 def test_the_summary_takes_the_best_variant_of_any_peer(book, tables):
     lenet = {"work": "lenet", "op": "lenet"}
-    run = report(row(**lenet), row(implementation="autodiff", microseconds=20.0, **lenet))
+    autodiff = row(implementation="autodiff", microseconds=20.0, **lenet)
     slow = row(implementation="A eager", microseconds=90.0, peer="A", **lenet)
     fast = row(implementation="B compiled", microseconds=30.0, peer="B", **lenet)
-    peers = report(row(**lenet), slow, fast)
-    text = book("summary", lenet=run, **{"lenet-peers": peers})
+    text = book("summary", lenet=report(row(**lenet), autodiff, slow, fast))
     first, *unmeasured = cells(text)[1:]
     assert first[1:7] == ["10", "20", "2.00x", "30 (B compiled)", "3.00x", "50%"]
     assert len(unmeasured) == len(tables.FAMILIES) - 1 and all(line[1] == "not measured yet" for line in unmeasured)
