@@ -102,7 +102,7 @@ def arguments(
         "place": (out_channels, P, Q, batch),
     }
     options = {"window": WINDOW, "input_size": (size, size)}
-    names = inspect.signature(kernel).parameters
+    names = inspect.signature(kernel.function).parameters
     structs = [jax.ShapeDtypeStruct(shapes[n], "uint8" if n == "place" else "float32") for n in names if n in shapes]
     return structs, {name: value for name, value in options.items() if name in names}
 

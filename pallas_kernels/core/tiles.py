@@ -41,6 +41,7 @@ class Kernel:
     Attributes:
       name: file and function, `conv2d.correlate`.
       capability: the compute capability that it is written for, or None for all from 9.0 on.
+      function: the function as it was written.
       sweep: field of its config -> values that a sweep tries.
     """
 
@@ -56,7 +57,7 @@ class Kernel:
         del self.__wrapped__  # its signature asks for a config, which a call may leave open
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         self.capability, self.sweep = capability, dict(sweep)
-        self._function, self._supports, self._heuristic = function, supports, heuristic
+        self.function, self._supports, self._heuristic = function, supports, heuristic
 
     def supports(self, *arrays: Any, **options: Any) -> str | None:
         """What of the device or the arguments the kernel does not take, or None."""
@@ -85,7 +86,7 @@ class Kernel:
         config = config or self.config(*arrays, **options)
         if config is None:
             raise NotImplementedError(f"{self.name}: has no config for {key(*arrays, **options)}; wants one as config=")
-        return self._function(*arrays, config=config, **options)
+        return self.function(*arrays, config=config, **options)
 
     def __repr__(self) -> str:
         return f"Kernel({self.name})"
