@@ -48,10 +48,10 @@ def sums_over_lanes(rows: Any, totals: Any) -> None:
     half of `SUMMED_ROWS`, or a multiple of `SUMMED_ROWS`.
     """
     plgpu.commit_smem()
-    together = min(rows.shape[0], SUMMED_ROWS)
-    for n in range(0, rows.shape[0], together):
-        here = pl.ds(n, together)
-        store(totals.at[here], jnp.sum(load(rows.at[here], _SUMS_OVER_LANES), axis=1))
+    count = min(rows.shape[0], SUMMED_ROWS)
+    for first in range(0, rows.shape[0], count):
+        tile = pl.ds(first, count)
+        store(totals.at[tile], jnp.sum(load(rows.at[tile], _SUMS_OVER_LANES), axis=1))
 
 
 def operand(shape: tuple[int, ...], dtype: Any) -> Any:
