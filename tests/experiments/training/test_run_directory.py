@@ -259,7 +259,7 @@ train.train(ToyConfig(run_dir=Path(sys.argv[1]), resume=True, epochs=int(sys.arg
 
 def start_process(config):
     """Another process that goes on with the run of a toy config."""
-    paths = os.pathsep.join(map(str, (ROOT, Path(__file__).parent)))
+    paths = os.pathsep.join(map(str, (ROOT, Path(__file__).parents[1])))
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT, config.run_dir, str(config.epochs)],
         env=os.environ | {"PYTHONPATH": paths, "JAX_DEFAULT_MATMUL_PRECISION": "highest"},
