@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from jaxbp.checkpointing import checkpointed_scan
+from jaxbp.logic.automaton import Automaton
 from jaxbp.logic.circuit import Circuit, bitwise_gate_layer, pack_bits, unpack_bits
 from jaxbp.logic.gates import group_sum, hard_logits, harden, initial_logits
 from jaxbp.logic.wires import Wires
@@ -49,6 +51,12 @@ from jaxbp.ops.arithmetic import (
     power_backward,
     subtract,
     subtract_backward,
+)
+from jaxbp.ops.automaton import (
+    automaton_rollout,
+    automaton_rollout_backward,
+    automaton_step,
+    automaton_step_backward,
 )
 from jaxbp.ops.avg_pool2d import (
     avg_pool2d,
@@ -155,6 +163,7 @@ else:
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "Automaton",
     "Circuit",
     "Fastest",
     "Implementation",
@@ -165,6 +174,10 @@ __all__ = [
     "abs_backward",
     "add",
     "add_backward",
+    "automaton_rollout",
+    "automaton_rollout_backward",
+    "automaton_step",
+    "automaton_step_backward",
     "avg_pool2d",
     "avg_pool2d_backward",
     "batch_norm",
@@ -172,6 +185,7 @@ __all__ = [
     "binary_cross_entropy",
     "binary_cross_entropy_backward",
     "bitwise_gate_layer",
+    "checkpointed_scan",
     "clip",
     "clip_backward",
     "conv2d",

@@ -181,10 +181,18 @@ def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -
     return (sums / tau).astype(x.dtype)
 
 
-def check_parameters(op: str, logits: Array, gates: int | str, parametrization: Any) -> None:
-    """Requires a known parametrization, and as many parameters of each gate."""
+def check_parameters(
+    op: str,
+    logits: Array,
+    gates: int | str,
+    parametrization: Any,
+    *,
+    name: str = "logits",
+    kernels: tuple[int, ...] = (),
+) -> None:
+    """Requires a known parametrization, and as many parameters of each gate, for each of `kernels` if there are any."""
     _check_choice(op, "parametrization", parametrization, get_args(Parametrization))
-    _checks.shape(op, "logits", logits, gates, PARAMETERS[parametrization])
+    _checks.shape(op, name, logits, *kernels, gates, PARAMETERS[parametrization])
 
 
 def _check_choice(op, name, value, choices):

@@ -27,7 +27,7 @@ from jaxtyping import Float
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.wires import Wires
-from jaxbp.ops import _checks
+from jaxbp.ops import _checks, _gates
 from jaxbp.ops._numerics import widen
 from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
@@ -43,9 +43,7 @@ def _forward(coefficients, wires, x):
 
 
 def _mixed(coefficients, inputs, x):
-    a, b = inputs
-    c0, c1, c2, c3 = (c[:, None] for c in coefficients.T)
-    y = c0 + c1 * a + (c2 + c3 * a) * b
+    y = _gates.mixed(coefficients.T, *inputs)
     return _features_last(y.astype(x.dtype), x.shape[:-1])
 
 
@@ -55,38 +53,8 @@ def _inputs_of_gates(wires, rows):
 
 def _gradients(dy, coefficients, wires, x):
     rows, dy = widen(_features_first(x)), widen(_features_first(dy))
-    a, b = _inputs_of_gates(wires, rows)
-    da = dy * a
-    dc = jnp.stack([jnp.sum(terms, axis=1) for terms in (dy, da, dy * b, da * b)], axis=1)
-    slope, curve = coefficients[:, 1:3].ravel(), coefficients[:, 3]
-
-    def of_consumers(places):
-        consumer = wires.consumers[places]
-        gate = consumer // 2
-        return dy[gate] * (slope[consumer][:, None] + curve[gate][:, None] * rows[wires.partners[places]])
-
-    dx = _sum_over_consumers(of_consumers, wires)
-    return dc.astype(coefficients.dtype), None, _features_last(dx.astype(x.dtype), x.shape[:-1])
-
-
-def _sum_over_consumers(terms, wires):
-    """For each input, the sum of `terms(places among the consumers) -> (places, examples)` over its consumers."""
-    first, end, places = wires.offsets[:-1:2], wires.offsets[2::2], np.arange(2 * wires.gates)
-    if _few_have_most(wires):
-        inputs = jnp.searchsorted(end, places, side="right")
-        return jax.ops.segment_sum(terms(places), inputs, wires.inputs, indices_are_sorted=True)
-    turns = [jnp.minimum(first + turn, places[-1]) for turn in range(wires.most_consumers)]
-    return sum(jnp.where((first + turn < end)[:, None], terms(at), 0) for turn, at in enumerate(turns))
-
-
-_MOST_TURNS = 32
-"""Consumers of an input up to which their sum is unrolled, with a gather of rows for each."""
-
-
-def _few_have_most(wires):
-    """Whether a few inputs have most of the consumers."""
-    most = wires.most_consumers
-    return most > _MOST_TURNS or most * wires.inputs > 4 * wires.gates + wires.inputs
+    dc, dx = _gates.gradients(dy, coefficients.T, wires, rows)
+    return dc.T.astype(coefficients.dtype), None, _features_last(dx.astype(x.dtype), x.shape[:-1])
 
 
 def _gradients_by_autodiff(dy, coefficients, wires, x):
@@ -105,7 +73,7 @@ def _copies_of_inputs(wires, rows):
     Its transpose, which JAX makes, adds up the copies instead of scattering into one row, in whichever order a GPU does
     that. Where a few inputs have most of the consumers there would be too many copies, and it does scatter.
     """
-    if _few_have_most(wires):
+    if _gates.few_have_most(wires):
         return _inputs_of_gates(wires, rows)
     copies, place = jnp.repeat(rows, wires.most_consumers, axis=0), _copies_read(wires)
     return (copies.at[place[role::2]].get(unique_indices=True, mode="promise_in_bounds") for role in (0, 1))
@@ -208,7 +176,7 @@ _GATES = Op(
     },
 )
 """Of coefficients, wires and x. Under "pallas" the forward is a kernel, too, so each implementation is a pair."""
-_COEFFICIENTS = {
+COEFFICIENTS = {
     # No kernel would be faster: there are a few parameters a gate, and the batch has no part in it.
     name: Pair(forward, dict.fromkeys(("pallas", "xla"), backward), name=f"{name}_gates")
     for name, forward, backward in (
@@ -220,12 +188,12 @@ _COEFFICIENTS = {
 
 
 def _layer(parameters, wires, x, *, parametrization, implementation):
-    coefficients = _COEFFICIENTS[parametrization](parameters, implementation=implementation)
+    coefficients = COEFFICIENTS[parametrization](parameters, implementation=implementation)
     return _GATES(coefficients, wires, x, implementation=implementation)
 
 
 def _layer_backward(dy, parameters, wires, x, *, parametrization, implementation):
-    pair = _COEFFICIENTS[parametrization]
+    pair = COEFFICIENTS[parametrization]
     dc, _, dx = _GATES_BACKWARD(dy, pair.forward(parameters), wires, x, implementation=implementation)
     return pair.backward(dc, parameters, implementation=implementation), dx
 
@@ -233,7 +201,7 @@ def _layer_backward(dy, parameters, wires, x, *, parametrization, implementation
 def _definition(parameters, wires, x, *, parametrization):
     """The layer for JAX to differentiate: of logits, the 16 functions weighted with their probabilities."""
     if parametrization != "softmax":
-        return _forward(_COEFFICIENTS[parametrization].forward(parameters), wires, x)
+        return _forward(COEFFICIENTS[parametrization].forward(parameters), wires, x)
     wide = widen(x)
     functions = jnp.stack(gates.relaxed_gates(wide[..., wires.a], wide[..., wires.b]), axis=-1)
     return jnp.sum(jax.nn.softmax(widen(parameters)) * functions, axis=-1).astype(x.dtype)

@@ -1,0 +1,361 @@
+"""Backpropagation through many steps with bounded memory: which states are kept, and which are computed again.
+
+Reverse mode visits the steps of `state = step(state, t)` from the last to the first, and wants the state before each. A
+policy says what the forward keeps of them:
+
+    "all"          whatever the backward needs, from every step
+    "states"       the state before every step
+    k              the state before every k-th step; the k - 1 between are computed again, k steps at a time
+    "logarithmic"  a number of states that grows with the logarithm of the steps. Steps are taken in segments of about
+                   log2(steps); before about log2(segments) of them a state is kept, placed by binomial checkpointing:
+                   with s kept states, binomial(s + r, s) segments can be reversed if none is computed more than r times
+                   again, which is the most that any schedule can.
+
+Source: A. Griewank, A. Walther, "Algorithm 799: revolve: an implementation of checkpointing for the reverse or adjoint
+mode of computational differentiation", ACM TOMS 2000.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxbp.pairing import differentiable
+
+Memory = Literal["all", "states", "logarithmic"] | int
+"""What of a loop's steps the forward keeps for the backward."""
+
+
+def check_memory(op: str, memory: Any) -> None:
+    """Requires a policy."""
+    is_count = isinstance(memory, int) and not isinstance(memory, bool) and memory >= 1
+    if not is_count and memory not in ("all", "states", "logarithmic"):
+        raise ValueError(
+            f"{op}: memory is {memory!r}; wants 'all', 'states', 'logarithmic' or the steps between kept states"
+        )
+
+
+def check_steps(op: str, name: str, steps: Any) -> int:
+    """A static number of steps."""
+    if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or steps < 0:
+        raise ValueError(f"{op}: {name} is {steps!r}; wants an int of at least 0: it is static")
+    return int(steps)
+
+
+# --------------------------------------------------------------------------------------------------- the two directions
+
+
+def advance(
+    step: Callable,
+    state: Any,
+    steps: int,
+    memory: Memory,
+    *,
+    unroll: int = 1,
+    keep: Callable[[Any], Any] = lambda state: state,
+) -> tuple[Any, Any]:
+    """The state after `steps` of `state = step(state, t)`, t from 0, and the states that a policy keeps.
+
+    Args:
+      memory: any policy but "all", which keeps no states.
+      unroll: steps in the body of a compiled loop.
+      keep: the part of a state that `retreat` needs.
+    """
+    length = _segment_length(steps, memory)
+    segments, rest = divmod(steps, length)
+    through = functools.partial(_through, step, unroll=unroll)
+    if memory == "logarithmic" and segments:
+        schedule = _schedule(segments)
+        kept = jax.tree.map(lambda a: jnp.zeros((schedule.slots + 1, *a.shape), a.dtype), keep(state))
+
+        def segment(carry, slot_and_start):
+            state, kept = carry
+            slot, start = slot_and_start
+            return (through(state, start, length), _put(kept, slot, keep(state))), None
+
+        starts = np.arange(segments, dtype=np.int32) * length
+        (state, kept), _ = lax.scan(segment, (state, kept), (schedule.first_slots, starts))
+    else:
+        state, kept = lax.scan(
+            lambda state, start: (through(state, start, length), keep(state)),
+            state,
+            np.arange(segments, dtype=np.int32) * length,
+            unroll=_unrolled(unroll // length, segments),
+        )
+    return through(state, segments * length, rest), (kept, keep(state) if rest else None)
+
+
+def retreat(
+    step: Callable, step_backward: Callable, kept: Any, carry: Any, steps: int, memory: Memory, *, unroll: int = 1
+) -> Any:
+    """`carry = step_backward(carry, state, t)` for t from `steps - 1` to 0, with the state before step t.
+
+    Args:
+      kept: as `advance` gives it, for the same steps and policy.
+    """
+    length = _segment_length(steps, memory)
+    segments, rest = divmod(steps, length)
+    kept, last = kept
+    back = functools.partial(_back, step, step_backward, unroll=unroll)
+    if rest:
+        carry = back(carry, last, segments * length, rest)
+    if memory != "logarithmic" or not segments:
+        return lax.scan(
+            lambda carry, state_and_start: (back(carry, *state_and_start, length), None),
+            carry,
+            (kept, np.arange(segments, dtype=np.int32) * length),
+            reverse=True,
+            unroll=_unrolled(unroll // length, segments),
+        )[0]
+    schedule = _schedule(segments)
+    slots = jnp.asarray(schedule.slots_on_the_way)
+
+    def segment(carry_and_kept, visit):
+        carry, kept = carry_and_kept
+        index, slot, start, first = visit
+
+        def again(i, state_and_kept):
+            state, kept = state_and_kept
+            kept = _put(kept, slots[first + i], state)
+            return _through(step, state, (start + i) * length, length, unroll=unroll), kept
+
+        state = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, slot, keepdims=False), kept)
+        state, kept = lax.fori_loop(0, index - start, again, (state, kept))
+        return (back(carry, state, index * length, length), kept), None
+
+    return lax.scan(segment, (carry, kept), schedule.visits)[0][0]
+
+
+def _segment_length(steps: int, memory: Memory) -> int:
+    """Steps between two states that may be kept."""
+    if memory == "logarithmic":
+        return max(1, steps.bit_length())
+    return 1 if memory == "states" else memory
+
+
+def _unrolled(wanted: int, length: int) -> int:
+    return max(1, min(wanted, length))
+
+
+def _through(step, state, start, length, *, unroll):
+    """The state after `length` steps from step `start`."""
+    if length == 1:
+        return step(state, start)
+    steps = start + np.arange(length, dtype=np.int32)
+    return lax.scan(lambda s, t: (step(s, t), None), state, steps, unroll=_unrolled(unroll, length))[0]
+
+
+def _back(step, step_backward, carry, state, start, length, *, unroll):
+    """The backward of `length` steps, of which `state` is before the first: the others are computed again."""
+    if length == 1:
+        return step_backward(carry, state, start)
+    steps = start + np.arange(length, dtype=np.int32)
+    last, before = lax.scan(lambda s, t: (step(s, t), s), state, steps[:-1], unroll=_unrolled(unroll, length - 1))
+    carry = step_backward(carry, last, steps[-1])
+    return lax.scan(
+        lambda c, at: (step_backward(c, *at), None),
+        carry,
+        (before, steps[:-1]),
+        reverse=True,
+        unroll=_unrolled(unroll, length - 1),
+    )[0]
+
+
+def _put(kept, slot, state):
+    return jax.tree.map(lambda all_, a: lax.dynamic_update_index_in_dim(all_, a, slot, 0), kept, state)
+
+
+# -------------------------------------------------------------------------------------------------- binomial schedules
+
+
+@dataclasses.dataclass(frozen=True)
+class _Schedule:
+    """In which order states are kept, fetched and computed again, to visit n segments from the last to the first.
+
+    Attributes:
+      slots: of kept states. One more takes what is not kept.
+      first_slots: where the forward puts the state before each segment, `(n,)`.
+      visits: of each visit, last segment first: the segment; the slot fetched, and before which segment its state is;
+        where its part of the next array begins. `(n,)` each.
+      slots_on_the_way: where the state before each segment that is computed again is put.
+    """
+
+    slots: int
+    first_slots: np.ndarray
+    visits: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+    slots_on_the_way: np.ndarray
+
+
+@functools.lru_cache(64)
+def _schedule(n: int) -> _Schedule:
+    slots = max(1, n.bit_length())
+    visits = _binomial(n, slots)
+    nowhere = slots
+    _, _, _, stores = visits[0]
+    first_slots = np.array([0, *(stores.get(i, nowhere) for i in range(1, n))], np.int32)
+    # The forward has kept what the first visit would keep: that begins at the last of it.
+    visits[0] = (n - 1, *max(((slot, i) for i, slot in stores.items()), key=lambda s: s[1], default=(0, 0)), {})
+    on_the_way, first = [], []
+    for segment, _, start, stores in visits:
+        first.append(len(on_the_way))
+        on_the_way += [nowhere if i == start else stores.get(i, nowhere) for i in range(start, segment)]
+        # What is kept before the visited segment itself was put there by the visit to a later one, or is not needed.
+    columns = [np.array(column, np.int32) for column in list(zip(*visits, strict=True))[:3]]
+    return _Schedule(slots, first_slots, (*columns, np.array(first, np.int32)), np.array([*on_the_way, 0], np.int32))
+
+
+def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
+    """Visits of n segments, last first: `(segment, slot fetched, its segment, {segment on the way: slot})`."""
+    repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
+    visits = []
+
+    def visit(low, high, depth, repeats, fetched, stores):
+        """Those in [low, high), of which the first's state is in slot `depth`."""
+        while high - low > 1 and depth + 1 < slots:
+            # So many as the slots behind this one reverse with as many repeats.
+            right = min(math.comb(slots - depth - 2 + repeats, repeats), high - low - 1)
+            middle = high - right
+            visit(middle, high, depth + 1, repeats, fetched, stores | {middle: depth + 1})
+            high, repeats, fetched, stores = middle, repeats - 1, (depth, low), {}
+        for segment in range(high - 1, low - 1, -1):
+            visits.append((segment, *fetched, stores))
+            fetched, stores = (depth, low), {}
+
+    visit(0, n, 0, repeats, (0, 0), {})
+    return visits
+
+
+# ----------------------------------------------------------------------------------------------------- for any scan
+
+
+def checkpointed_scan(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    memory: Memory = "logarithmic",
+) -> tuple[Any, Any]:
+    """`jax.lax.scan(f, init, xs, length)`, with gradients that need less memory.
+
+    The values are the scan's. Its gradient, by `jax.grad` or `jax.vjp`, keeps what `memory` says and computes the rest
+    again: of T steps, with a carry of c bytes,
+
+        "all"          what JAX keeps, every intermediate result of f
+        "states"       T c, and the intermediate results of one step
+        k              (T / k + k) c, and those of one step; k = sqrt(T) needs least
+        "logarithmic"  about 2 log2(T) c, and those of one step
+
+    Each step is computed once more under "states", twice under k, and about log2(T) / 2 times under "logarithmic".
+
+    Args:
+      f: `(carry, x) -> (carry, y)`, as for `jax.lax.scan`. It may close over arrays, which have gradients, too.
+      init, xs, length: as for `jax.lax.scan`.
+
+    Returns:
+      (carry, ys).
+
+    Raises:
+      ValueError: an unknown policy; or xs and length that leave open or disagree on how many steps there are.
+
+    Source: this file's head.
+    """
+    op = "checkpointed_scan"
+    check_memory(op, memory)
+    sizes = {np.shape(a)[0] for a in jax.tree.leaves(xs)} | ({length} - {None})
+    if len(sizes) != 1:
+        raise ValueError(f"{op}: xs and length have {sorted(sizes)} steps; wants one number of them")
+    steps = check_steps(op, "length", sizes.pop())
+    init, xs = jax.tree.map(jnp.asarray, (init, xs))
+    if memory == "all" or steps == 0:
+        return lax.scan(f, init, xs, steps)
+    f, constants = jax.closure_convert(f, init, _at(xs, 0))
+    return _checkpointed(f, steps, memory)(constants, init, xs)
+
+
+def _checkpointed(f, steps, memory):
+    """The scan as a function of the closed-over constants, the carry and xs, with the policy's gradient."""
+
+    def scan(constants, init, xs):
+        return lax.scan(lambda c, x: f(c, x, *constants), init, xs, steps)
+
+    def save(constants, init, xs):
+        ys = jax.eval_shape(lambda: scan(constants, init, xs))[1]
+        state = init, jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), ys)
+
+        def step(state, t):
+            carry, y = f(state[0], _at(xs, t), *constants)
+            return carry, _put(state[1], t, y)
+
+        results, kept = advance(step, state, steps, memory, keep=lambda state: state[0])
+        return results, (kept, constants, init, xs)
+
+    def by_policy(dcarry, dys, kept, constants, init, xs):
+        def step(carry, t):
+            return f(carry, _at(xs, t), *constants)[0]
+
+        def step_backward(gradients, carry, t):
+            dcarry, dxs, dconstants = gradients
+            (floats, merge), (x_floats, x_merge) = _floating(carry), _floating(_at(xs, t))
+
+            def results(floats, x_floats, constants):
+                carry, y = f(merge(floats), x_merge(x_floats), *constants)
+                return _floating(carry)[0], _floating(y)[0]
+
+            pullback = jax.vjp(results, floats, x_floats, constants)[1]
+            dcarry, dx, dconstant = pullback((dcarry, _at(dys, t)))
+            return dcarry, _put(dxs, t, dx), jax.tree.map(jnp.add, dconstants, dconstant)
+
+        zeros = jax.tree.map(jnp.zeros_like, (_floating(xs)[0], constants))
+        return retreat(step, step_backward, kept, (dcarry, *zeros), steps, memory)
+
+    def by_autodiff(dcarry, dys, kept, constants, init, xs):
+        (floats, merge), (x_floats, x_merge) = _floating(init), _floating(xs)
+
+        def results(floats, x_floats, constants):
+            carry, ys = scan(constants, merge(floats), x_merge(x_floats))
+            return _floating(carry)[0], _floating(ys)[0]
+
+        return jax.vjp(results, floats, x_floats, constants)[1]((dcarry, dys))
+
+    gradients = differentiable(by_policy, by_autodiff)
+
+    def backward(saved, cotangents):
+        kept, constants, init, xs = saved
+        final, ys = jax.eval_shape(scan, constants, init, xs)
+        dcarry, dys = (_floating(of, like)[0] for of, like in zip(cotangents, (final, ys), strict=True))
+        dcarry, dxs, dconstants = gradients(dcarry, dys, kept, constants, init, xs)
+        return dconstants, _floating(init)[1](dcarry, None), _floating(xs)[1](dxs, None)
+
+    call = jax.custom_vjp(scan)
+    call.defvjp(save, backward)
+    return call
+
+
+_KEEP = object()
+
+
+def _floating(tree: Any, like: Any = None) -> tuple[list, Callable]:
+    """The leaves with gradients, those that are floating in `like`, and what puts others in their place."""
+    leaves, structure = jax.tree.flatten(tree)
+    of = leaves if like is None else jax.tree.leaves(like)
+    chosen = [jnp.issubdtype(a.dtype, jnp.inexact) for a in of]
+
+    def merge(floats, other=_KEEP):
+        floats = iter(floats)
+        return structure.unflatten(
+            next(floats) if is_float else a if other is _KEEP else other
+            for a, is_float in zip(leaves, chosen, strict=True)
+        )
+
+    return [a for a, is_float in zip(leaves, chosen, strict=True) if is_float], merge
+
+
+def _at(tree: Any, t: Any) -> Any:
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, t, keepdims=False), tree)

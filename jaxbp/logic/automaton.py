@@ -1,0 +1,154 @@
+"""The wires of a logic cellular automaton: one circuit of gates that every cell of a grid runs."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxbp.logic.wires import Wires
+
+NEIGHBOURHOOD = 9
+"""Cells that a cell sees: itself, the fifth, and those around it, in row-major order."""
+CENTRE = 4
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["perception", "update"],
+    meta_fields=["channels", "kernels", "periodic"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Automaton:
+    """The wires of the circuit that all cells of a grid run at every tick.
+
+    A cell has `channels` numbers in [0, 1], bits when hardened. At a tick it sees the 3 x 3 cells around and at its
+    place, outside of a grid that is not periodic zeros. Perception: `kernels` circuits with the same wires and gates of
+    their own read one channel of the nine cells, and give `bits` each; every one of them reads every channel. Update:
+    one more circuit reads the cell's own channels and then the perceived bits, in the order channel, bit, kernel, and
+    gives the cell's next channels.
+
+    Made by `create` or `from_wires`. A pytree: an argument of jitted functions, or a constant in them.
+
+    Attributes:
+      perception: the wires of each layer; the first reads the nine cells, in row-major order.
+      update: the wires of each layer.
+      channels: of a cell.
+      kernels: of the perception.
+      periodic: whether the grid's borders meet.
+
+    Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
+    """
+
+    perception: tuple[Wires, ...]
+    update: tuple[Wires, ...]
+    channels: int
+    kernels: int
+    periodic: bool
+
+    @property
+    def bits(self) -> int:
+        """What a perception kernel gives for each channel."""
+        return self.perception[-1].gates
+
+    @property
+    def gates(self) -> int:
+        """Of the whole circuit: those that have parameters. Perception's are counted once and run for every channel."""
+        return self.kernels * sum(w.gates for w in self.perception) + sum(w.gates for w in self.update)
+
+    @classmethod
+    def create(
+        cls,
+        channels: int,
+        perception_kernels: int,
+        perception_widths: Sequence[int],
+        update_widths: Sequence[int],
+        periodic: bool,
+        seed: int,
+    ) -> "Automaton":
+        """Random wires, as published: perception begins with `Wires.moore`, all other layers are `Wires.unique`.
+
+        Args:
+          channels: of a cell.
+          perception_kernels: how many.
+          perception_widths: gates of each layer of a kernel; the first has 8, a neighbour and the centre each.
+          update_widths: gates of each layer; the last has `channels`.
+          periodic: whether the grid's borders meet.
+          seed: of the wires.
+
+        Raises:
+          ValueError: sizes below 1 or that do not fit, or a layer that `Wires.unique` cannot have.
+
+        Example:
+          >>> checkerboard = Automaton.create(8, 16, [8, 4, 2], [256] * 10 + [128, 64, 32, 16, 8, 8], False, seed=0)
+          >>> checkerboard.gates
+          3040
+        """
+        op = "Automaton.create"
+        for name, value in (("channels", channels), ("perception_kernels", perception_kernels)):
+            _check_count(op, name, value)
+        if not perception_widths or perception_widths[0] != 8:
+            raise ValueError(f"{op}: perception_widths is {perception_widths!r}; wants 8 first, a gate a neighbour")
+        if not update_widths or update_widths[-1] != channels:
+            raise ValueError(f"{op}: update_widths is {update_widths!r}; wants {channels} last, the channels")
+        seeds = iter(np.random.default_rng(seed).integers(2**31, size=len(perception_widths) + len(update_widths)))
+        perception = [Wires.moore(seed=int(next(seeds)))]
+        for reads, gates in itertools.pairwise(perception_widths):
+            perception.append(_unique(op, "perception_widths", reads, gates, int(next(seeds))))
+        inputs = channels * (1 + perception_kernels * perception_widths[-1])
+        update = [
+            _unique(op, "update_widths", reads, gates, int(next(seeds)))
+            for reads, gates in zip([inputs, *update_widths], update_widths, strict=False)
+        ]
+        return cls(tuple(perception), tuple(update), channels, perception_kernels, bool(periodic))
+
+    @classmethod
+    def from_wires(
+        cls, perception: Sequence[Wires], update: Sequence[Wires], channels: int, periodic: bool
+    ) -> "Automaton":
+        """An automaton of these wires; the inputs of the first update layer say how many perception kernels there are.
+
+        Raises:
+          TypeError: a layer that is no `Wires`.
+          ValueError: no layers, or layers that do not fit.
+        """
+        op = "Automaton.from_wires"
+        _check_count(op, "channels", channels)
+        for name, layers in (("perception", perception), ("update", update)):
+            if not layers:
+                raise ValueError(f"{op}: {name} is empty; wants at least one layer")
+            for i, wires in enumerate(layers):
+                if not isinstance(wires, Wires):
+                    raise TypeError(f"{op}: {name}[{i}] is a {type(wires).__name__}; wants a jaxbp.Wires")
+            for i, (before, wires) in enumerate(itertools.pairwise(layers), 1):
+                if wires.inputs != before.gates:
+                    raise ValueError(
+                        f"{op}: {name}[{i}] reads {wires.inputs} inputs; wants {before.gates}, the gates before"
+                    )
+        if perception[0].inputs != NEIGHBOURHOOD:
+            raise ValueError(f"{op}: perception[0] reads {perception[0].inputs} inputs; wants the 9 cells around")
+        if update[-1].gates != channels:
+            raise ValueError(f"{op}: update[-1] has {update[-1].gates} gates; wants {channels}, the channels")
+        of_a_kernel = channels * perception[-1].gates
+        kernels, rest = divmod(update[0].inputs - channels, of_a_kernel)
+        if kernels < 1 or rest:
+            raise ValueError(
+                f"{op}: update[0] reads {update[0].inputs} inputs; wants {channels}, the channels, and a multiple of "
+                f"{of_a_kernel}, what a perception kernel gives"
+            )
+        return cls(tuple(perception), tuple(update), channels, kernels, bool(periodic))
+
+
+def _unique(op: str, name: str, inputs: int, gates: int, seed: int) -> Wires:
+    try:
+        return Wires.unique(inputs, gates, seed)
+    except ValueError as error:
+        raise ValueError(f"{op}: {name} has {gates} gates behind {inputs} inputs: {error}") from None
+
+
+def _check_count(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{op}: {name} is {value!r}; wants an int of at least 1")

@@ -1,0 +1,82 @@
+"""A layer of gates on rows: `rows (inputs, ..., examples)`, coefficients `(4, gates, ...)`.
+
+Gate g has `y = c0 + c1 a + c2 b + c3 ab` of the rows a and b that its wires give it. The axes between, if any, are of
+gates that share wires, each with coefficients of its own; rows may have 1 there, and are then read by all of them.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxbp.logic.wires import Wires
+
+
+def mixed(coefficients: Array, a: Array, b: Array) -> Array:
+    """`c0 + c1 a + c2 b + c3 ab`."""
+    c0, c1, c2, c3 = coefficients[..., None]
+    return c0 + c1 * a + (c2 + c3 * a) * b
+
+
+def forward(coefficients: Array, wires: Wires, rows: Array) -> Array:
+    """The gates' rows."""
+    return mixed(coefficients, rows[wires.a], rows[wires.b])
+
+
+def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tuple[Array, Array]:
+    """(dc, drows): `dc = Σ dy (1, a, b, ab)` over the examples, and `drows` the sum over a row's consumers of
+    `dy (c1 + c3 b)` where it is their a, `dy (c2 + c3 a)` where it is their b."""
+    a, b = rows[wires.a], rows[wires.b]
+    da = dy * a
+    dc = jnp.stack([jnp.sum(terms, axis=-1) for terms in (dy, da, dy * b, da * b)])
+    shared = [axis for axis in range(1, rows.ndim - 1) if rows.shape[axis] == 1]
+    if shared:  # Of gates that read the same rows, the sums come first.
+        dy = [jnp.sum(c[..., None] * dy, axis=shared, keepdims=True) for c in coefficients[1:]]
+        slopes, curve = jnp.stack(dy[:2], axis=1).reshape(-1, *dy[0].shape[1:]), dy[2]
+    else:
+        slopes, curve = _interleaved(coefficients[1:3])[..., None], coefficients[3][..., None]
+
+    def of_consumers(places):
+        consumer = wires.consumers[places]
+        gate = consumer // 2
+        slope = slopes[consumer] + curve[gate] * rows[wires.partners[places]]
+        return slope if shared else dy[gate] * slope
+
+    return dc, sum_over_consumers(of_consumers, wires)
+
+
+def _interleaved(pair: Array) -> Array:
+    """`(2, gates, ...) -> (2 gates, ...)`, as consumers are numbered."""
+    return jnp.moveaxis(pair, 0, 1).reshape(-1, *pair.shape[2:])
+
+
+_MOST_TURNS = 32
+"""Consumers of an input up to which their sum is unrolled, with a gather of rows for each."""
+
+_LARGEST_PRODUCT = 2**14
+"""Elements of a matrix of inputs and consumers up to which their sums are a product with it."""
+
+
+def few_have_most(wires: Wires) -> bool:
+    """Whether a few inputs have most of the consumers."""
+    most = wires.most_consumers
+    return most > _MOST_TURNS or most * wires.inputs > 4 * wires.gates + wires.inputs
+
+
+def sum_over_consumers(terms: Callable[[Array], Array], wires: Wires) -> Array:
+    """For each input, the sum of `terms(places among the consumers) -> (places, ...)` over its consumers."""
+    first, end, places = wires.offsets[:-1:2], wires.offsets[2::2], np.arange(2 * wires.gates)
+    if few_have_most(wires):
+        inputs, values = jnp.searchsorted(end, places, side="right"), terms(places)
+        if wires.inputs * places.size > _LARGEST_PRODUCT:
+            return jax.ops.segment_sum(values, inputs, wires.inputs, indices_are_sorted=True)
+        reads = jax.nn.one_hot(inputs, wires.inputs, dtype=values.dtype, axis=0)
+        return jnp.tensordot(reads, values, 1, precision=lax.Precision.HIGHEST)
+    total = 0
+    for turn in range(wires.most_consumers):
+        values = terms(jnp.minimum(first + turn, places[-1]))
+        taken = (first + turn < end).reshape(-1, *[1] * (values.ndim - 1))
+        total = total + jnp.where(taken, values, 0)
+    return total

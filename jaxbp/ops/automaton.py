@@ -1,0 +1,371 @@
+"""Logic cellular automata: a tick of a grid, and many, with backpropagation through time.
+
+Two pairs, as in a gate layer. One leads from the gates' parameters to their coefficients. The other is on the
+coefficients: it has the wires, the grid, the ticks, and the kernels. Its backward goes through the ticks from the last
+to the first, with the states that the forward has kept (`jaxbp.checkpointing`), and adds up the gradients of the
+coefficients, over cells within a tick and then over ticks, in that order.
+"""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, PRNGKeyArray
+
+from jaxbp.checkpointing import Memory, advance, check_memory, check_steps, retreat
+from jaxbp.logic import gates
+from jaxbp.logic.automaton import Automaton
+from jaxbp.logic.gates import Parametrization
+from jaxbp.ops import _automaton_formula, _checks
+from jaxbp.ops.gate_layer import COEFFICIENTS
+from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
+
+Logits = tuple[list[Float[Array, "kernels gates parameters"]], list[Float[Array, "gates parameters"]]]
+"""Of each layer of perception, and of each layer of update."""
+
+# ----------------------------------------------------------------------------------------------- on the coefficients
+
+
+def _advance(through, coefficients, automaton, state, keys, *, steps, fire_rate, memory, keep):
+    prepared = through.prepare(coefficients, automaton, state.shape)
+
+    def step(s, t):
+        return through.tick(prepared, s, _fires(keys, t, state.shape, fire_rate))
+
+    last, kept = advance(step, through.enter(state), steps, memory, unroll=through.UNROLL, keep=keep)
+    return through.leave(last, state.shape), kept
+
+
+def _forward(through, *arrays, memory, **options):
+    return _advance(through, *arrays, memory="states", keep=lambda s: (), **options)[0]
+
+
+def _save(through, *arrays, memory, **options):
+    """The last state, and what the backward wants: the arguments and what is kept of the ticks."""
+    if memory == "all" and through.KEEPS_ROWS:
+        last, kept = _keeping_rows(through, *arrays, **options)
+    else:
+        memory = "states" if memory == "all" else memory
+        last, kept = _advance(through, *arrays, memory=memory, keep=lambda s: s, **options)
+    return last, (*arrays, kept)
+
+
+def _backward(through, dlast, coefficients, automaton, state, keys, kept, *, steps, fire_rate, memory):
+    prepared = through.prepare(coefficients, automaton, state.shape)
+    carry = through.enter(dlast), through.zeros(prepared)
+
+    def step(s, t):
+        return through.tick(prepared, s, _fires(keys, t, state.shape, fire_rate))
+
+    def step_backward(gradients, s, t):
+        return through.tick_backward(prepared, *gradients, s, _fires(keys, t, state.shape, fire_rate))
+
+    def backward_of_rows(gradients, t_and_rows):
+        t, rows = t_and_rows
+        fires = _fires(keys, t, state.shape, fire_rate)
+        return through.tick_backward_of_rows(prepared, *gradients, rows, fires), None
+
+    if memory == "all" and through.KEEPS_ROWS:
+        times = np.arange(steps, dtype=np.int32)
+        dstate, dc = lax.scan(backward_of_rows, carry, (times, kept), reverse=True)[0]
+    else:
+        memory = "states" if memory == "all" else memory
+        dstate, dc = retreat(step, step_backward, kept, carry, steps, memory, unroll=through.UNROLL)
+    return through.finish(prepared, dc), None, through.leave(dstate, state.shape), None
+
+
+def _keeping_rows(through, coefficients, automaton, state, keys, *, steps, fire_rate):
+    prepared = through.prepare(coefficients, automaton, state.shape)
+
+    def step(s, t):
+        return through.tick_keeping_rows(prepared, s, _fires(keys, t, state.shape, fire_rate))
+
+    last, rows = lax.scan(step, through.enter(state), np.arange(steps, dtype=np.int32))
+    return through.leave(last, state.shape), rows
+
+
+def _fires(keys, t, shape, fire_rate):
+    """Which cells update at tick t, `(batch, height, width)`; None if all do."""
+    return None if fire_rate == 1.0 else jax.random.bernoulli(keys[t], fire_rate, shape[:-1])
+
+
+def _backward_by_autodiff(dlast, coefficients, automaton, state, keys, kept, **options):
+    """`_backward`, for JAX to differentiate."""
+
+    def forward(coefficients, state):
+        return _forward(_automaton_formula, coefficients, automaton, state, keys, **options)
+
+    dc, dstate = jax.vjp(forward, coefficients, state)[1](dlast)
+    return dc, None, dstate, None
+
+
+def _pair(through: ModuleType) -> Pair:
+    backward = differentiable(functools.partial(_backward, through), _backward_by_autodiff)
+    return Pair(
+        functools.partial(_forward, through),
+        {"xla": backward},
+        save=functools.partial(_save, through),
+        name="automaton_ticks",
+    )
+
+
+_TICKS = {"xla": _pair(_automaton_formula)}
+"""Of coefficients, automaton, state, and a key a tick. Each implementation is a pair: its forward is its own, too."""
+
+
+# ----------------------------------------------------------------------------------------------------- on parameters
+
+
+def _coefficients(logits: Logits, *, parametrization: str, implementation: Implementation) -> tuple[list, list]:
+    """`(4, gates, kernels)` of each layer of perception, and `(4, gates)` of each of update."""
+    layers = [*logits[0], *logits[1]]
+    flat = jnp.concatenate([layer.reshape(-1, layer.shape[-1]) for layer in layers])
+    of_gates = COEFFICIENTS[parametrization](flat, implementation=implementation).T
+    ends = np.cumsum([layer.size // layer.shape[-1] for layer in layers])[:-1]
+    split = [
+        jnp.swapaxes(c.reshape(4, *layer.shape[:-1]), 1, -1) if layer.ndim == 3 else c
+        for c, layer in zip(jnp.split(of_gates, ends, axis=1), layers, strict=True)
+    ]
+    return split[: len(logits[0])], split[len(logits[0]) :]
+
+
+def _rollout(logits, automaton, state, keys, *, parametrization, implementation, **options):
+    coefficients = _coefficients(logits, parametrization=parametrization, implementation=implementation)
+    return _TICKS[implementation](coefficients, automaton, state, keys, implementation="xla", **options)
+
+
+def _rollout_backward(dlast, logits, automaton, state, keys, *, parametrization, implementation, **options):
+    def of_logits(logits):
+        return _coefficients(logits, parametrization=parametrization, implementation=implementation)
+
+    coefficients, to_logits = jax.vjp(of_logits, logits)
+    pair = _TICKS[implementation]
+
+    def ticks(coefficients, state):
+        return pair(coefficients, automaton, state, keys, implementation="xla", **options)
+
+    dc, dstate = jax.vjp(ticks, coefficients, state)[1](dlast)
+    return to_logits(dc)[0], dstate
+
+
+def _definition(logits, automaton, state, keys, *, parametrization, **options):
+    """Tick after tick, for JAX to differentiate."""
+    coefficients = _coefficients(logits, parametrization=parametrization, implementation="autodiff")
+    return _forward(_automaton_formula, coefficients, automaton, state, keys, **options)
+
+
+def _definition_backward(dlast, logits, automaton, state, keys, **options):
+    return jax.vjp(lambda p, s: _definition(p, automaton, s, keys, **options), logits, state)[1](dlast)
+
+
+_STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
+    Op(name, {"autodiff": definition, **composed(function, tuple(_TICKS))})
+    for name, definition, function in (
+        ("automaton_step", _definition, _rollout),
+        ("automaton_step_backward", _definition_backward, _rollout_backward),
+        ("automaton_rollout", _definition, _rollout),
+        ("automaton_rollout_backward", _definition_backward, _rollout_backward),
+    )
+)
+
+
+# ------------------------------------------------------------------------------------------------ the public functions
+
+
+def automaton_step(
+    logits: Logits,
+    automaton: Automaton,
+    state: Float[Array, "batch height width channels"],
+    *,
+    key: PRNGKeyArray | None = None,
+    fire_rate: float = 1.0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> Float[Array, "batch height width channels"]:
+    """The next state of a grid whose cells all run one circuit of relaxed gates: a tick.
+
+        seen_p     = the state of the p-th of the 3 x 3 cells around a cell, row by row; outside of the grid 0, or that
+                     of the other side if the automaton is periodic
+        s_k,c      = perception_k(seen_0,c, ..., seen_8,c), for every kernel k and channel c
+        next       = update(own channels, then s in the order channel, bit, kernel)
+
+    where perception_k and update are layers of gates, each `y = Σ_i softmax(logits)_i op_i(a, b)` as in `gate_layer`.
+
+    Args:
+      logits: a pair of lists, of each layer: perception's `(kernels, gates, parameters)`, update's
+        `(gates, parameters)`. They may be of a wider dtype than the state.
+      automaton: the wires.
+      state: in [0, 1].
+      key: says which cells update, where not all do.
+      fire_rate: the probability with which a cell updates; otherwise it keeps its state.
+      parametrization: as in `gate_layer`.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Returns:
+      The next state, in the state's dtype, computed in float32 or wider.
+
+    Raises:
+      TypeError: an automaton that is none, or arguments that are not floating.
+      ValueError: shapes that do not fit, an unknown parametrization, or a fire rate below 1 without a key.
+
+    Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
+    """
+    op = "automaton_step"
+    logits, state = _check(op, logits, automaton, state, parametrization)
+    keys = _keys(op, key, fire_rate, None)
+    options = dict(fire_rate=float(fire_rate), memory="states", parametrization=parametrization)
+    return _STEP(logits, automaton, state, keys, steps=1, implementation=implementation, **options)
+
+
+def automaton_step_backward(
+    dnext: Float[Array, "batch height width channels"],
+    logits: Logits,
+    automaton: Automaton,
+    state: Float[Array, "batch height width channels"],
+    *,
+    key: PRNGKeyArray | None = None,
+    fire_rate: float = 1.0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> tuple[Logits, Float[Array, "batch height width channels"]]:
+    """Gradients of `automaton_step`: those of its gate layers, each as in `gate_layer_backward`.
+
+    A gate's is summed over all cells, a perception gate's over all channels as well; a cell's over the nine cells that
+    see it, and, where it did not fire, `dnext` itself.
+
+    Args:
+      dnext: gradient of the loss in the next state, of the state's dtype.
+      The rest: the forward's.
+
+    Returns:
+      (dlogits, dstate), each in the structure, shapes and dtypes of what it is the gradient of.
+
+    Raises:
+      TypeError, ValueError: as in `automaton_step`.
+    """
+    op = "automaton_step_backward"
+    logits, state = _check(op, logits, automaton, state, parametrization)
+    keys = _keys(op, key, fire_rate, None)
+    dnext, _ = _checks.floating(op, dnext=dnext, state=state)
+    _checks.shape(op, "dnext", dnext, *state.shape)
+    options = dict(fire_rate=float(fire_rate), memory="states", parametrization=parametrization)
+    return _STEP_BACKWARD(dnext, logits, automaton, state, keys, steps=1, implementation=implementation, **options)
+
+
+def automaton_rollout(
+    logits: Logits,
+    automaton: Automaton,
+    state: Float[Array, "batch height width channels"],
+    steps: int,
+    *,
+    key: PRNGKeyArray | None = None,
+    fire_rate: float = 1.0,
+    memory: Memory = "states",
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> Float[Array, "batch height width channels"]:
+    """The state after `steps` ticks, each an `automaton_step`; tick t has the key `jax.random.fold_in(key, t)`.
+
+    Args:
+      steps: how many; static.
+      memory: what is kept for the backward. Of T ticks of a grid whose state has n bytes,
+        "all": every gate's input, in every tick. (The kernels compute these again all the same, and keep T n.)
+        "states": the state before every tick, T n; each tick is computed once more.
+        an int k: the state before every k-th, (T / k + k) n; each tick is computed twice more.
+        "logarithmic": about 2 log2(T) n, by binomial checkpointing.
+        All give the same gradients.
+      The rest: as in `automaton_step`.
+
+    Returns:
+      The last state, in the state's dtype.
+
+    Raises:
+      TypeError, ValueError: as in `automaton_step`; steps that are no int of at least 0, or an unknown policy.
+
+    Source: as `automaton_step`; the policies, `jaxbp.checkpointed_scan`.
+    """
+    op = "automaton_rollout"
+    logits, state = _check(op, logits, automaton, state, parametrization)
+    options = _time_options(op, steps, fire_rate, memory)
+    keys = _keys(op, key, fire_rate, options["steps"])
+    return _ROLLOUT(
+        logits, automaton, state, keys, parametrization=parametrization, implementation=implementation, **options
+    )
+
+
+def automaton_rollout_backward(
+    dlast: Float[Array, "batch height width channels"],
+    logits: Logits,
+    automaton: Automaton,
+    state: Float[Array, "batch height width channels"],
+    steps: int,
+    *,
+    key: PRNGKeyArray | None = None,
+    fire_rate: float = 1.0,
+    memory: Memory = "states",
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> tuple[Logits, Float[Array, "batch height width channels"]]:
+    """Gradients of `automaton_rollout`, by backpropagation through time:
+
+        (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, state_t), t from the last
+        dlogits = Σ_t dlogits_t, added up from the last tick to the first
+
+    Args:
+      dlast: gradient of the loss in the last state, of the state's dtype.
+      The rest: the forward's.
+
+    Returns:
+      (dlogits, dstate), each in the structure, shapes and dtypes of what it is the gradient of.
+
+    Raises:
+      TypeError, ValueError: as in `automaton_rollout`.
+    """
+    op = "automaton_rollout_backward"
+    logits, state = _check(op, logits, automaton, state, parametrization)
+    options = _time_options(op, steps, fire_rate, memory)
+    keys = _keys(op, key, fire_rate, options["steps"])
+    dlast, _ = _checks.floating(op, dlast=dlast, state=state)
+    _checks.shape(op, "dlast", dlast, *state.shape)
+    return _ROLLOUT_BACKWARD(
+        dlast, logits, automaton, state, keys, parametrization=parametrization, implementation=implementation, **options
+    )
+
+
+def _check(op: str, logits: Any, automaton: Any, state: Any, parametrization: Any) -> tuple[Logits, Array]:
+    if not isinstance(automaton, Automaton):
+        raise TypeError(f"{op}: automaton is a {type(automaton).__name__}; wants a jaxbp.Automaton")
+    (state,) = _checks.floating(op, state=state)
+    _checks.shape(op, "state", state, "batch", "height", "width", automaton.channels)
+    parts = {"perception": automaton.perception, "update": automaton.update}
+    if not isinstance(logits, tuple | list) or [len(p) for p in logits] != [len(w) for w in parts.values()]:
+        wanted = " and ".join(f"{len(w)} of {name}" for name, w in parts.items())
+        raise ValueError(f"{op}: logits is not a pair of lists with an array a layer; wants {wanted}")
+    names = [f"logits[{i}][{j}]" for i, part in enumerate(logits) for j in range(len(part))]
+    layers = _checks.floating(op, **dict(zip(names, [*logits[0], *logits[1]], strict=True)))
+    wires = [*automaton.perception, *automaton.update]
+    for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
+        kernels = (automaton.kernels,) if i < len(automaton.perception) else ()
+        gates.check_parameters(op, layer, wires[i].gates, parametrization, name=name, kernels=kernels)
+    return (list(layers[: len(logits[0])]), list(layers[len(logits[0]) :])), state
+
+
+def _time_options(op: str, steps: Any, fire_rate: Any, memory: Any) -> dict[str, Any]:
+    check_memory(op, memory)
+    return dict(steps=check_steps(op, "steps", steps), fire_rate=fire_rate, memory=memory)
+
+
+def _keys(op: str, key: PRNGKeyArray | None, fire_rate: Any, steps: int | None) -> Array | None:
+    """A key for every tick, or `key` for the only one; None where all cells update."""
+    rate = _checks.number(op, "fire_rate", fire_rate, 0.0, 1.0)
+    if rate == 1.0:
+        return None
+    if key is None:
+        raise ValueError(f"{op}: key is None and fire_rate is {rate}; wants a key that says which cells update")
+    if steps is None:
+        return key[None]
+    return jax.vmap(functools.partial(jax.random.fold_in, key))(np.arange(steps, dtype=np.uint32))
