@@ -30,6 +30,16 @@ def leave(state: Array, shape: tuple[int, ...]) -> Array:
     return jnp.moveaxis(state, 0, -1)
 
 
+def enter_gradient(prepared: tuple, dlast: Array) -> Array:
+    """The gradient of the last state as gradients are held here."""
+    return enter(dlast)
+
+
+def leave_gradient(prepared: tuple, gradient: Array, dtype: jnp.dtype) -> Array:
+    """The inverse, for the gradient of the first state."""
+    return jnp.moveaxis(gradient, 0, -1)
+
+
 def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> tuple:
     """What all ticks share."""
     return coefficients, automaton
@@ -90,7 +100,7 @@ def tick_backward_of_rows(
         of_layer, dy = _gates.gradients(dy, c, wires, rows)
         dc[0].insert(0, of_layer)
     dseen = dy.reshape(dy.shape[0], *dnew.shape)
-    dstate = _neighbourhood_backward(dseen.at[CENTRE].add(dcentre.reshape(dnew.shape)), automaton.periodic)
+    dstate = neighbourhood_backward(dseen.at[CENTRE].add(dcentre.reshape(dnew.shape)), automaton.periodic)
     dstate = dstate.astype(dnew.dtype)
     if fires is not None:
         dstate = dstate + jnp.where(fires, 0, dnew)
@@ -105,7 +115,7 @@ def _neighbourhood(state, periodic):
     return jnp.stack([padded[..., i : i + height, j : j + width] for i in range(3) for j in range(3)])
 
 
-def _neighbourhood_backward(dseen, periodic):
+def neighbourhood_backward(dseen, periodic):
     """`dstate = Σ` of what the cells around a cell have as its gradient."""
     height, width = dseen.shape[-2:]
     edge = [(0, 0)] * (dseen.ndim - 2) + [(1, 1), (1, 1)]

@@ -20,7 +20,7 @@ from jaxbp.checkpointing import Memory, advance, check_memory, check_steps, retr
 from jaxbp.logic import gates
 from jaxbp.logic.automaton import Automaton
 from jaxbp.logic.gates import Parametrization
-from jaxbp.ops import _automaton_formula, _checks
+from jaxbp.ops import _automaton_formula, _automaton_kernels, _checks
 from jaxbp.ops.gate_layer import COEFFICIENTS
 from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
 
@@ -56,7 +56,7 @@ def _save(through, *arrays, memory, **options):
 
 def _backward(through, dlast, coefficients, automaton, state, keys, kept, *, steps, fire_rate, memory):
     prepared = through.prepare(coefficients, automaton, state.shape)
-    carry = through.enter(dlast), through.zeros(prepared)
+    carry = through.enter_gradient(prepared, dlast), through.zeros(prepared)
 
     def step(s, t):
         return through.tick(prepared, s, _fires(keys, t, state.shape, fire_rate))
@@ -75,7 +75,7 @@ def _backward(through, dlast, coefficients, automaton, state, keys, kept, *, ste
     else:
         memory = "states" if memory == "all" else memory
         dstate, dc = retreat(step, step_backward, kept, carry, steps, memory, unroll=through.UNROLL)
-    return through.finish(prepared, dc), None, through.leave(dstate, state.shape), None
+    return through.finish(prepared, dc), None, through.leave_gradient(prepared, dstate, state.dtype), None
 
 
 def _keeping_rows(through, coefficients, automaton, state, keys, *, steps, fire_rate):
@@ -113,7 +113,7 @@ def _pair(through: ModuleType) -> Pair:
     )
 
 
-_TICKS = {"xla": _pair(_automaton_formula)}
+_TICKS = {"pallas": _pair(_automaton_kernels), "xla": _pair(_automaton_formula)}
 """Of coefficients, automaton, state, and a key a tick. Each implementation is a pair: its forward is its own, too."""
 
 
@@ -162,8 +162,16 @@ def _definition_backward(dlast, logits, automaton, state, keys, **options):
     return jax.vjp(lambda p, s: _definition(p, automaton, s, keys, **options), logits, state)[1](dlast)
 
 
+def _unsupported(*arrays, **options):
+    """Of `(logits, automaton, state, keys)`, behind dlast or not."""
+    automaton, state = arrays[-3:-1]
+    return _checks.unsupported_dtype(*jax.tree.leaves(arrays[-4]), state) or _automaton_kernels.unsupported(
+        automaton, state
+    )
+
+
 _STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
-    Op(name, {"autodiff": definition, **composed(function, tuple(_TICKS))})
+    Op(name, {"autodiff": definition, **composed(function, tuple(_TICKS))}, unsupported=_unsupported)
     for name, definition, function in (
         ("automaton_step", _definition, _rollout),
         ("automaton_step_backward", _definition_backward, _rollout_backward),

@@ -1,0 +1,264 @@
+"""A tick of a logic cellular automaton, and its backward, by the kernels: their arrays from ours, and back.
+
+States are held as the kernels read them, `(cells channels + spare,)`; gradients of states as a pair, of what cells have
+seen and of what they have kept. Coefficients are those of `_automaton_formula`.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxbp.logic.automaton import CENTRE, Automaton
+from jaxbp.logic.wires import Wires
+from jaxbp.ops import _automaton_formula as formula
+from jaxbp.pairing import differentiable
+from pallas_kernels.core.launch import on_gpu
+from pallas_kernels.logic import automaton as kernels
+from pallas_kernels.logic.automaton import Plan, whole
+
+UNROLL = 16
+"""Ticks in the body of a compiled loop: a GPU starts a kernel by itself later than one of a graph."""
+KEEPS_ROWS = False
+"""Whether the forward can keep what every gate reads."""
+
+
+class Prepared(NamedTuple):
+    """What all ticks share."""
+
+    coefficients: tuple
+    automaton: Automaton
+    lanes: Array
+    wires: Array
+    consumers: Array
+    shape: tuple[int, ...]
+
+
+def plan(automaton: Automaton, shape: tuple[int, ...]) -> Plan:
+    """The kernels' sizes for states of this shape."""
+    first_perception, first_update = automaton.perception[0], automaton.update[0]
+    return Plan(
+        *shape,
+        periodic=automaton.periodic,
+        kernels=automaton.kernels,
+        perception=tuple(w.gates for w in automaton.perception),
+        update=tuple(w.gates for w in automaton.update),
+        turns=(
+            *(w.most_consumers for w in automaton.perception[1:]),
+            first_update.most_consumers,
+            *(w.most_consumers for w in automaton.update[1:]),
+            first_perception.most_consumers,
+            first_update.most_consumers,
+        ),
+    )
+
+
+def unsupported(automaton: Automaton, state: Array) -> str | None:
+    """What of these the kernels do not take."""
+    return kernels.tick_backward.supports(plan=plan(automaton, state.shape))
+
+
+def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> Prepared:
+    """What all ticks share: the coefficients of every lane, the rows that it reads, and the consumers of its row."""
+    sizes = plan(automaton, shape)
+    of_channels = [jnp.repeat(c.reshape(4, -1), automaton.channels, axis=1) for c in coefficients[0]]
+    lanes = [
+        jnp.pad(c, [(0, 0), (0, layer.lanes - layer.count)])
+        for c, layer in zip([*of_channels, *coefficients[1]], sizes.layers, strict=True)
+    ]
+    wires, consumers = _rows_read(automaton, sizes), _rows_of_consumers(automaton, sizes)
+    return Prepared(
+        coefficients, automaton, jnp.concatenate(lanes, axis=1).astype(jnp.float32), wires, consumers, shape
+    )
+
+
+def enter(state: Array) -> Array:
+    """`(batch, height, width, channels)` as states are held here."""
+    return jnp.pad(state.ravel(), (0, whole(state.shape[-1])))
+
+
+def leave(state: Array, shape: tuple[int, ...]) -> Array:
+    """The inverse of `enter`."""
+    return state[: math.prod(shape)].reshape(shape)
+
+
+def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
+    """The gradient of the last state: nobody has seen it."""
+    sizes = plan(prepared.automaton, prepared.shape)
+    spare = sizes.inputs.lanes
+    return jnp.zeros(sizes.cells * sizes.seen + spare, jnp.float32), enter(dlast.astype(jnp.float32))
+
+
+def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp.dtype) -> Array:
+    """The gradient of the first state, from that of what cells have seen of it and kept."""
+    dseen, dkept = gradient
+    batch, height, width, channels = prepared.shape
+    dseen = dseen[: batch * height * width * 9 * channels].reshape(batch, height, width, 9, channels)
+    around = formula.neighbourhood_backward(jnp.moveaxis(dseen, (3, 4), (0, 1)), prepared.automaton.periodic)
+    return (formula.leave(around, prepared.shape) + leave(dkept, prepared.shape)).astype(dtype)
+
+
+def zeros(prepared: Prepared) -> Array:
+    """Of the coefficients' gradients, before the first is added: a copy a program."""
+    sizes = plan(prepared.automaton, prepared.shape)
+    programs = kernels.tick_backward.heuristic(plan=sizes).programs
+    return jnp.zeros((programs, 4, sizes.gates), jnp.float32)
+
+
+def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
+    """The coefficients' gradients, as the coefficients came: summed over programs, and perception's over channels."""
+    automaton = prepared.automaton
+    sizes = plan(automaton, prepared.shape)
+    total, parts = jnp.sum(total, axis=0), []
+    for layer in sizes.layers:
+        first = layer.first - sizes.inputs.lanes
+        parts.append(total[:, first : first + layer.count])
+    perceiving, updating = prepared.coefficients
+    of_perception = [
+        jnp.sum(part.reshape(*c.shape, automaton.channels), axis=-1) for part, c in zip(parts, perceiving, strict=False)
+    ]
+    of_update = parts[len(perceiving) :]
+    return tuple(
+        [dc.astype(c.dtype) for dc, c in zip(*both, strict=True)]
+        for both in ((of_perception, perceiving), (of_update, updating))
+    )
+
+
+def tick(prepared: Prepared, state: Array, fires: Array | None) -> Array:
+    """The next state. Where a cell does not fire, `fires (batch, height, width)`, it keeps its own."""
+    return _tick(*prepared[:-1], state, fires, shape=prepared.shape)
+
+
+def tick_backward(
+    prepared: Prepared, dnew: tuple[Array, Array], total: Array, state: Array, fires: Array | None
+) -> tuple[tuple[Array, Array], Array]:
+    """(dstate, total + dcoefficients) of `tick`."""
+    *arrays, shape = prepared
+    kernel, otherwise = (functools.partial(f, shape=shape) for f in (_backward_by_kernel, _backward_by_formula))
+    dseen, dkept, total = on_gpu(kernel, otherwise, *arrays, state, fires, *dnew, total)
+    return (dseen, dkept), total
+
+
+def _flat(fires):
+    return None if fires is None else fires.ravel().astype(jnp.int32)
+
+
+def _tick_by_kernel(coefficients, automaton, lanes, wires, consumers, state, fires, *, shape):
+    return kernels.tick(lanes, wires, state, _flat(fires), plan=plan(automaton, shape))
+
+
+def _tick_by_formula(coefficients, automaton, lanes, wires, consumers, state, fires, *, shape):
+    prepared = formula.prepare(coefficients, automaton, shape)
+    return enter(formula.leave(formula.tick(prepared, formula.enter(leave(state, shape)), fires), shape))
+
+
+def _tick_on_gpu(*arrays, shape):
+    return on_gpu(*(functools.partial(f, shape=shape) for f in (_tick_by_kernel, _tick_by_formula)), *arrays)
+
+
+_tick = differentiable(_tick_on_gpu, _tick_by_formula)
+
+
+def _backward_by_kernel(coefficients, automaton, lanes, wires, consumers, state, fires, dseen, dkept, total, *, shape):
+    sizes = plan(automaton, shape)
+    return kernels.tick_backward(lanes, wires, consumers, state, _flat(fires), dseen, dkept, total, plan=sizes)
+
+
+def _backward_by_formula(coefficients, automaton, lanes, wires, consumers, state, fires, dseen, dkept, total, *, shape):
+    """Puts perception's gradients, which are summed over channels already, into the first channel's lanes."""
+    prepared = Prepared(coefficients, automaton, lanes, wires, consumers, shape)
+    own, sizes = formula.prepare(coefficients, automaton, shape), plan(automaton, shape)
+    dnew = formula.enter(leave_gradient(prepared, (dseen, dkept), jnp.float32))
+    dstate, dc = formula.tick_backward(own, dnew, formula.zeros(own), formula.enter(leave(state, shape)), fires)
+    first_channel = np.arange(automaton.channels) == 0
+    of_lanes = [(c[..., None] * first_channel).reshape(4, -1) for c in dc[0]]
+    dc = [
+        jnp.pad(c, [(0, 0), (0, layer.lanes - layer.count)])
+        for c, layer in zip([*of_lanes, *dc[1]], sizes.layers, strict=True)
+    ]
+    dseen, dkept = enter_gradient(prepared, formula.leave(dstate, shape))
+    return dseen, dkept, total.at[0].add(jnp.concatenate(dc, axis=1).astype(total.dtype))
+
+
+# ------------------------------------------------------------------------------------------------------- wires as rows
+
+
+def _rows_read(automaton: Automaton, sizes: Plan) -> Array:
+    """`(2, lanes of all layers)`: the rows that each gate reads."""
+    C, K = automaton.channels, automaton.kernels
+    parts = []
+    for i, (wires, layer) in enumerate(zip([*automaton.perception, *automaton.update], sizes.layers, strict=True)):
+        reads = jnp.stack([wires.a, wires.b])
+        if i == 0:  # (gate, kernel, channel) reads (place, channel)
+            rows = (reads[:, :, None] * C + np.arange(C)).repeat(K, axis=1)
+        elif i < len(automaton.perception):
+            of_kernels = np.arange(K)[:, None] * C + np.arange(C)
+            rows = sizes.layers[i - 1].first + reads[..., None, None] * (K * C) + of_kernels
+        elif i == len(automaton.perception):
+            rows = _rows_of_update_inputs(automaton, sizes)[reads]
+        else:
+            rows = sizes.layers[i - 1].first + reads
+        parts.append(jnp.pad(rows.reshape(2, -1), [(0, 0), (0, layer.lanes - layer.count)]))
+    return jnp.concatenate(parts, axis=1).astype(jnp.int32)
+
+
+def _rows_of_update_inputs(automaton: Automaton, sizes: Plan) -> Array:
+    """The rows of what update reads: the centre's channels, and perceived bits in the order channel, bit, kernel."""
+    C, K, bits = automaton.channels, automaton.kernels, automaton.bits
+    perceived = sizes.layers[len(automaton.perception) - 1].first + np.arange(bits * K * C).reshape(bits, K, C)
+    return jnp.asarray(np.concatenate([CENTRE * C + np.arange(C), perceived.transpose(2, 0, 1).ravel()]), jnp.int32)
+
+
+def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
+    """`Plan.consumers`, one after the other."""
+    C, K, rows = automaton.channels, automaton.kernels, sizes.gradients
+    perception, update = automaton.perception, automaton.update
+    nobody = rows.zeros
+
+    def filled(table, lanes):
+        return jnp.pad(table, [(0, 0), (0, lanes - table.shape[1])], constant_values=nobody).ravel()
+
+    parts = []
+    for i, layer in enumerate(sizes.layers):
+        first, lanes = (rows.firsts[i + 1], sizes.layers[i + 1].lanes) if i + 1 < len(sizes.layers) else (0, 0)
+        if i + 1 < len(perception):
+            gate, role = _consumers(perception[i + 1])
+            row = first + role[..., None, None] * lanes + gate[..., None, None] * (K * C)
+            row = row + np.arange(K)[:, None] * C + np.arange(C)
+            table = jnp.where(gate[..., None, None] < 0, nobody, row).reshape(layer.turns, -1)
+        elif i + 1 == len(perception):
+            gate, role = _consumers(update[0])
+            of_inputs = jnp.where(gate < 0, nobody, first + role * lanes + gate)
+            perceived = of_inputs[:, C:].reshape(-1, C, automaton.bits, K)
+            table = jnp.moveaxis(perceived, 1, 3).reshape(layer.turns, -1)
+        elif i + 1 < len(sizes.layers):
+            gate, role = _consumers(update[i + 1 - len(perception)])
+            table = jnp.where(gate < 0, nobody, first + role * lanes + gate)
+        else:
+            table = jnp.zeros((0, layer.lanes), jnp.int32)
+        parts.append(filled(table, layer.lanes))
+    # Of the inputs: their sums over kernels, (role, gate, channel), and for the centre update's first layer as well.
+    gate, role = _consumers(perception[0])
+    row = rows.summed.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)
+    parts.append(filled(jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.seen), sizes.inputs.lanes))
+    gate, role = _consumers(update[0])
+    first, lanes = rows.firsts[len(perception)], sizes.layers[len(perception)].lanes
+    centre = jnp.where(gate < 0, nobody, first + role * lanes + gate)[:, :C]
+    around = [(0, 0), (CENTRE * C, (8 - CENTRE) * C)]
+    parts.append(filled(jnp.pad(centre, around, constant_values=nobody), sizes.inputs.lanes))
+    # Where the sums over kernels begin.
+    role, gate, channel = np.indices((2, perception[0].gates, C))
+    begins = rows.firsts[0] + role * sizes.layers[0].lanes + gate * (K * C) + channel
+    parts.append(jnp.pad(jnp.asarray(begins.ravel()), (0, rows.summed.lanes - begins.size)))
+    return jnp.concatenate(parts).astype(jnp.int32)
+
+
+def _consumers(wires: Wires) -> tuple[Array, Array]:
+    """(gate, role) of each consumer of each input, `(turns, inputs)`; gate -1 for those that an input has not."""
+    first, end = wires.offsets[:-1:2], wires.offsets[2::2]
+    turns = first + np.arange(wires.most_consumers, dtype=np.int32)[:, None]
+    consumer = wires.consumers[jnp.minimum(turns, wires.consumers.size - 1)]
+    return jnp.where(turns < end, consumer // 2, -1), consumer % 2

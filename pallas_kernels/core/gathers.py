@@ -1,0 +1,167 @@
+"""Gathers: each thread reads rows of a few numbers at places of its own, in shared or device memory.
+
+Pallas has no indexed read of a reference by a vector in registers, so these are written in Mosaic's own operations. The
+simulator reads the whole reference instead.
+
+A block is `(lanes, width)`: a lane, a thread's or one of its several, has a row of `width` numbers side by side, at
+most 16 bytes. Vectors are `(lanes,)`. Lanes are a multiple of `LANES`.
+"""
+
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm, memref, vector
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core.layouts import LANES
+from pallas_kernels.core.simulator import simulating
+
+
+def block_layout(lanes: int, width: int) -> Any:
+    """A lane's row in one register vector."""
+    return plgpu.Layout.WG_STRIDED((lanes, width), vec_size=width)
+
+
+def vector_layout(lanes: int) -> Any:
+    """A number a lane, in the lanes of `block_layout`."""
+    return plgpu.Layout.WG_STRIDED((lanes,), vec_size=1)
+
+
+def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
+    """Of every element of a block its lane and its column, int32."""
+    if simulating() is not None:
+        return tuple(lax.broadcasted_iota(jnp.int32, (lanes, width), axis) for axis in (0, 1))
+
+    block = _block(lanes, width, jnp.int32)
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=(block, block))
+    def iotas(_):
+        i32 = ir.IntegerType.get_signless(32)
+        thread = arith.remui(utils.thread_idx(), utils.c(LANES, i32))
+        of_lanes = np.empty((lanes // LANES,), dtype=object)
+        of_columns = np.empty_like(of_lanes)
+        for i in range(of_lanes.size):
+            lane = arith.addi(thread, utils.c(i * LANES, i32))
+            of_lanes[i] = _row([lane] * width)
+            of_columns[i] = _row([utils.c(k, i32) for k in range(width)])
+        layout = block_layout(lanes, width)
+        return _fragmented(of_lanes, layout, signed=True), _fragmented(of_columns, layout, signed=True)
+
+    return iotas()
+
+
+def gather_rows(ref: Any, rows: Array) -> Array:
+    """`ref[rows]`: of `(n, width)` in shared memory, the block of these rows; rows is a vector of int32."""
+    (lanes,), width = rows.shape, ref.shape[1]
+    if simulating() is not None:
+        return ref[...][rows]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), vector_layout(lanes)), return_type=_block(lanes, width, ref.dtype))
+    def gather(_, ref, rows):
+        element = ir.MemRefType(ref.type).element_type
+        pointer, type_ = utils.memref_ptr(ref), ir.VectorType.get((width,), element)
+        registers = np.empty_like(rows.registers)
+        for at, register in np.ndenumerate(rows.registers):
+            place = arith.muli(vector.extract(register, [], [0]), utils.c(width, ir.IntegerType.get_signless(32)))
+            address = utils.getelementptr(pointer, [place], element)
+            registers[at] = llvm.load(type_, address, alignment=width * utils.bytewidth(element))
+        return _fragmented(registers, block_layout(lanes, width))
+
+    return gather(ref, rows)
+
+
+def gather_elements(ref: Any, places: Array) -> Array:
+    """`ref[places]`: of `(n,)` in device memory, the block of the elements at a block of places."""
+    if simulating() is not None:
+        return ref[...][places]
+    layout = block_layout(*places.shape)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=_block(*places.shape, ref.dtype))
+    def gather(_, ref, places):
+        registers = np.empty_like(places.registers)
+        for at, register in np.ndenumerate(places.registers):
+            values = [memref.load(ref, [_index(register, k)]) for k in range(places.shape[1])]
+            registers[at] = _row(values)
+        return _fragmented(registers, block_layout(*places.shape), signed=_signed(ref))
+
+    return gather(ref, places)
+
+
+def scatter_elements(ref: Any, places: Array, values: Array) -> None:
+    """`ref[places] = values`, a block to `(n,)` in device memory. Of two values for one place either may stay."""
+    if simulating() is not None:
+        ref[...] = ref[...].at[places].set(values)
+        return
+    layout = block_layout(*places.shape)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def scatter(_, ref, places, values):
+        for at, register in np.ndenumerate(places.registers):
+            for k in range(places.shape[1]):
+                memref.store(vector.extract(values.registers[at], [], [k]), ref, [_index(register, k)])
+
+    scatter(ref, places, values)
+
+
+def spread(numbers: Array, width: int) -> Array:
+    """The block whose rows are a vector's numbers, `width` times each."""
+    (lanes,) = numbers.shape
+    if simulating() is not None:
+        return jnp.broadcast_to(numbers[:, None], (lanes, width))
+
+    @plgpu.inline_mgpu(arg_types=(vector_layout(lanes),), return_type=_block(lanes, width, numbers.dtype))
+    def spread_(_, numbers):
+        registers = np.empty_like(numbers.registers)
+        for at, register in np.ndenumerate(numbers.registers):
+            number = vector.extract(register, [], [0])
+            registers[at] = _row([number] * width)
+        return _fragmented(registers, block_layout(lanes, width))
+
+    return spread_(numbers)
+
+
+def row_sums(block: Array) -> Array:
+    """The vector of the sums of a float32 block's rows, added from the left."""
+    lanes, width = block.shape
+    if simulating() is not None:
+        return jnp.sum(block, axis=1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(block_layout(lanes, width),),
+        return_type=plgpu.ShapeDtypeStruct((lanes,), block.dtype, layout=vector_layout(lanes)),
+    )
+    def sums(_, block):
+        registers = np.empty_like(block.registers)
+        for at, register in np.ndenumerate(block.registers):
+            total = vector.extract(register, [], [0])
+            for k in range(1, width):
+                total = arith.addf(total, vector.extract(register, [], [k]))
+            registers[at] = _row([total])
+        return _fragmented(registers, vector_layout(lanes))
+
+    return sums(block)
+
+
+def _block(lanes, width, dtype):
+    return plgpu.ShapeDtypeStruct((lanes, width), jnp.dtype(dtype), layout=block_layout(lanes, width))
+
+
+def _fragmented(registers, layout, signed=None):
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=signed)
+
+
+def _row(numbers):
+    return vector.from_elements(ir.VectorType.get((len(numbers),), numbers[0].type), numbers)
+
+
+def _index(register, k):
+    return arith.index_cast(ir.IndexType.get(), vector.extract(register, [], [k]))
+
+
+def _signed(ref: Any) -> bool | None:
+    return True if isinstance(ir.MemRefType(ref.type).element_type, ir.IntegerType) else None
