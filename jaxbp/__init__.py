@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from jaxbp.logic.circuit import Circuit, bitwise_gate_layer, pack_bits, unpack_bits
 from jaxbp.logic.gates import group_sum, hard_logits, harden, initial_logits
+from jaxbp.logic.netlist import Netlist
 from jaxbp.logic.wires import Wires
 from jaxbp.ops.activations import (
     elu,
@@ -158,6 +159,7 @@ __all__ = [
     "Circuit",
     "Fastest",
     "Implementation",
+    "Netlist",
     "Op",
     "Pair",
     "Wires",
