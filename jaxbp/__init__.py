@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from jaxbp.logic.cellular_circuit import CellularCircuit
 from jaxbp.logic.circuit import Circuit, bitwise_gate_layer, pack_bits, unpack_bits
 from jaxbp.logic.gates import group_sum, hard_logits, harden, initial_logits
 from jaxbp.logic.netlist import Netlist
@@ -156,6 +157,7 @@ else:
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "CellularCircuit",
     "Circuit",
     "Fastest",
     "Implementation",
