@@ -11,6 +11,7 @@ from jaxbp.logic.netlist import Netlist
 from jaxbp.logic.sources import C_WORDS, VERILOG_WORDS, check_name
 
 NEIGHBOURS = 9
+CENTRE = 4
 WORD = 64
 """Cells of a row in a word."""
 
@@ -181,6 +182,31 @@ class CellularCircuit:
     def gates(self) -> int:
         """How many gates a cell has, simplified."""
         return len(self.netlist)
+
+    def seen(self, visible: int) -> "CellularCircuit":
+        """The same automaton for whoever looks at its first `visible` channels alone.
+
+        Channels that these depend on in no tick keep their state, and their gates are left out.
+
+        Raises:
+          ValueError: visible is not from 1 to the channels.
+        """
+        if isinstance(visible, bool) or not isinstance(visible, int | np.integer) or not 1 <= visible <= self.channels:
+            raise ValueError(f"CellularCircuit: visible is {visible!r}; wants an int from 1 to {self.channels}")
+        sources = [set() for _ in range(self.netlist.inputs)]  # the channels that each source depends on
+        for i, channels in enumerate(sources):
+            channels.add(i % self.channels)
+        for a, b in zip(self.netlist.a.tolist(), self.netlist.b.tolist(), strict=True):
+            sources.append(sources[a] | sources[b])
+        results = self.netlist.results.tolist()
+        needed, found = set(), set(range(visible))
+        while found:
+            needed |= found
+            found = set().union(*(sources[results[channel]] for channel in found)) - needed
+        results = [results[c] if c in needed else CENTRE * self.channels + c for c in range(self.channels)]
+        netlist = self.netlist
+        gates = Netlist.from_gates(netlist.inputs, netlist.gates, netlist.a, netlist.b, results)
+        return CellularCircuit(gates, self.channels, self.periodic)
 
     def step(
         self,

@@ -41,8 +41,10 @@ FUNCTIONS = (
     lambda a, b: ~(a ^ a),
 )
 """The 16 functions, of words, of arrays of words, or of truth tables in the bits of an int."""
-TABULATED_INPUTS = 12
-"""So few inputs have truth tables of at most 4096 bits, by which `Netlist.simplify` finds equal gates."""
+TABULATED_LEAVES = 10
+"""The truth tables by which `Netlist.simplify` finds equal gates have at most 1024 rows."""
+_LEAF = np.array([False, True])
+"""A leaf's own truth table."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -158,9 +160,9 @@ class Netlist:
 
         Constants, pass-throughs and inverters become part of the functions that read them; so does a gate whose
         reader depends on its two sources alone. Equal gates become one: equal in function and sources, up to an
-        inversion and the sources' order, or, where there are at most `TABULATED_INPUTS` inputs, equal in truth table.
-        Gates that no output depends on are left out. What remains depends on both its sources, except an inverter
-        or a constant that is itself an output.
+        inversion and the sources' order, or equal in truth table. A truth table is over at most `TABULATED_LEAVES`
+        leaves: inputs, and gates that would depend on more. Gates that no output depends on are left out. What
+        remains depends on both its sources, except an inverter or a constant that is itself an output.
         """
         builder = _Builder(self.inputs)
         literals = [2 * (1 + i) for i in range(self.inputs)]
@@ -231,14 +233,12 @@ class _Builder:
     def __init__(self, inputs: int):
         self.inputs = inputs
         self.gates: dict[int, tuple[int, int, int]] = {}  # of each node: function, first, second
-        self.node_of: dict[Any, int] = {}
-        self.tables: list[int] | None = None
-        if inputs <= TABULATED_INPUTS:
-            # Bit r of input i's truth table is bit i of r.
-            rows = np.arange(2**inputs)
-            self.tables = [sum(1 << r for r in rows[rows >> i & 1 == 1].tolist()) for i in range(inputs)]
-            self.tables.insert(0, 0)
-            self.node_of = {table: node for node, table in enumerate(self.tables)}
+        # Of each node, the leaves on which it depends, and its truth table: an axis a leaf.
+        self.tables = {node: ((node,), _LEAF) for node in range(1, 1 + inputs)}
+        self.node_of: dict[Any, int] = {
+            (leaves, table.tobytes()): node for node, (leaves, table) in self.tables.items()
+        }
+        self.node_of[(), bytes(1)] = 0
 
     def literal(self, function: int, a: int, b: int) -> int:
         """The literal of a function of two literals."""
@@ -273,14 +273,28 @@ class _Builder:
 
     def _node(self, gate: tuple[int, int, int]) -> int:
         if gate not in self.node_of:
-            function, first, second = gate
-            key = gate if self.tables is None else FUNCTIONS[function](self.tables[first], self.tables[second])
-            node = self.node_of[gate] = self.node_of.setdefault(key, 1 + self.inputs + len(self.gates))
-            if node > self.inputs and node not in self.gates:
-                self.gates[node] = gate
-                if self.tables is not None:
-                    self.tables.append(key)
+            new = 1 + self.inputs + len(self.gates)
+            leaves, table = self._table(gate) or ((new,), _LEAF)
+            node = self.node_of[gate] = self.node_of.setdefault((leaves, table.tobytes()), new)
+            if node == new:
+                self.gates[node], self.tables[node] = gate, (leaves, table)
         return self.node_of[gate]
+
+    def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
+        """A gate's leaves and its truth table, unless it has too many."""
+        function, *nodes = gate
+        leaves = sorted({leaf for node in nodes for leaf in self.tables[node][0]})
+        if len(leaves) > TABULATED_LEAVES:
+            return None
+        table = FUNCTIONS[function](
+            *(self.tables[node][1].reshape([1 + (leaf in self.tables[node][0]) for leaf in leaves]) for node in nodes)
+        )
+        for axis in reversed(range(len(leaves))):
+            zero, one = np.moveaxis(table, axis, 0)
+            if np.array_equal(zero, one):
+                table = zero
+                del leaves[axis]
+        return tuple(leaves), table
 
     def netlist(self, outputs: Sequence[int]) -> Netlist:
         """The gates that these literals depend on. One that is wanted inverted alone is inverted itself."""

@@ -1,15 +1,15 @@
 """Hardened automata: on any grid, at both boundaries, in NumPy, as compiled C and in simulated hardware."""
 
-import ctypes
 import re
 import shutil
 import subprocess
 
 import numpy as np
 import pytest
-from cells import checkerboard, checkerboard_target, life, life_gates, life_step, random_circuit
+from cells import Gates, checkerboard, checkerboard_target, life, life_gates, life_step, random_circuit
 from verilog import needs_icarus, run_in_icarus
 
+from experiments.training.compiled import compiled_automaton
 from jaxbp import CellularCircuit, Netlist
 from jaxbp.logic.cellular_circuit import pack_grid, unpack_grid
 from jaxbp.logic.sources import VERILOG_WORDS
@@ -84,6 +84,30 @@ def test_the_gates_are_the_simplified_circuits():
     assert life(False).gates == len(life_gates()) == 28
 
 
+def test_gates_that_no_visible_channel_depends_on_may_be_left_out():
+    # Channel 0 takes over its western neighbour's 1, and 1 its own 2: all three are needed. 3 and 4 are not.
+    gates = Gates(45)
+    outputs = [16, 22, gates("xor", 22, 2), gates("xor", gates("and", 23, 0), 24), 23]
+    automaton = CellularCircuit(gates.netlist(*outputs), 5, True)
+    seen, state = automaton.seen(1), random_state(1, 9, 70, 5)
+    assert automaton.gates == 3 and seen.gates == 1 and automaton.seen(4).gates == 3
+    states, expected = seen.states(state, 9), automaton.states(state, 9)
+    assert np.array_equal(states[..., :3], expected[..., :3])
+    assert np.array_equal(states[9, ..., 3:], state[..., 3:])
+    assert not np.array_equal(expected[9, ..., 3:], state[..., 3:])
+
+
+@boundaries
+def test_what_is_seen_is_the_same(periodic):
+    for seed in range(3):
+        automaton, state = CellularCircuit(random_circuit(6, [9], seed), 6, periodic), random_state(2, 5, 7, 6)
+        for visible in range(1, 7):
+            seen = automaton.seen(visible)
+            assert seen.gates <= automaton.gates
+            states, expected = (each.states(state, 9)[..., :visible] for each in (seen, automaton))
+            assert np.array_equal(states, expected)
+
+
 def test_ones_behind_the_last_column_do_not_come_in():
     ones = CellularCircuit(Netlist.from_gates(9, [15], [0], [0], [9]), 1)
     west = CellularCircuit(Netlist.from_gates(9, [], [], [], [5]), 1)  # each cell takes its eastern neighbour's state
@@ -115,29 +139,11 @@ def test_cells_fire_with_the_probability_asked_for_and_again_with_the_same_seed(
 # ------------------------------------------------------------------------------------------------------------------- C
 
 
-def compiled(automaton, folder, prelude=""):
-    """The automaton's C as a function of one grid and ticks."""
-    source, library = folder / "automaton.c", folder / "automaton.so"
-    source.write_text(prelude + automaton.to_c())
-    flags = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-O2", "-shared", "-fPIC"]
-    subprocess.run(["cc", *flags, source, "-o", library], check=True)
-    function = ctypes.CDLL(str(library)).automaton
-    function.argtypes = [ctypes.c_size_t] * 3 + [ctypes.c_void_p]
-
-    def run(state, ticks):
-        words = pack_grid(state[None])[:, 0].copy()
-        if function(*state.shape[:2], ticks, words.ctypes.data):
-            raise MemoryError
-        return unpack_grid(words[:, None], state.shape[1])[0]
-
-    return run
-
-
 @needs_cc
 @boundaries
 def test_compiled_c_gives_the_same_states(tmp_path, periodic):
     automaton = CellularCircuit(random_circuit(3, [40, 30]), 3, periodic)
-    run = compiled(automaton, tmp_path)
+    run = compiled_automaton(automaton, shutil.which("cc"), tmp_path)
     for height, width in SIZES:
         state = random_state(height, width, 3)
         states = automaton.states(state[None], 20)[:, 0]
@@ -148,17 +154,30 @@ def test_compiled_c_gives_the_same_states(tmp_path, periodic):
 
 @needs_cc
 def test_c_ignores_what_is_behind_a_row_and_says_so_where_there_is_no_memory(tmp_path):
-    run = compiled(life(True), tmp_path)
-    words = np.full((1, 3, 1), 2**64 - 1, np.uint64)
-    library = ctypes.CDLL(str(tmp_path / "automaton.so"))
-    library.automaton.argtypes = [ctypes.c_size_t] * 3 + [ctypes.c_void_p]
-    assert library.automaton(3, 5, 0, words.ctypes.data) == 0
-    assert words.tolist() == [[[31]] * 3]
-    assert not run(np.ones((3, 5, 1), bool), 1).any()
-    (tmp_path / "other").mkdir()
-    no_memory = "#include <stdlib.h>\n#define calloc(n, bytes) ((void)(n), (void)(bytes), (void *)0)\n"
-    with pytest.raises(MemoryError):
-        compiled(life(True), tmp_path / "other", no_memory)(np.ones((3, 5, 1), bool), 1)
+    source, program = tmp_path / "main.c", tmp_path / "main"
+    calloc = (
+        "#include <stdlib.h>\n#define calloc(n, bytes) (no_memory ? (void *)0 : (calloc)(n, bytes))\nint no_memory;\n"
+    )
+    main = """
+        int main(void) {
+          uint64_t board[3] = {~(uint64_t)0, ~(uint64_t)0, ~(uint64_t)0};
+          if (automaton(3, 5, 0, board) || board[0] != 31 || board[1] != 31 || board[2] != 31) return 1;
+          board[1] = ~(uint64_t)31;  /* with rows above and below, and all that is not in the grid */
+          if (automaton(3, 5, 1, board) || board[0] || board[1] || board[2]) return 2;
+          no_memory = 1;
+          return automaton(3, 5, 1, board) == 1 && !automaton(0, 5, 1, board) ? 0 : 3;
+        }
+    """
+    source.write_text(calloc + life(True).to_c() + main)
+    subprocess.run(["cc", "-std=c99", "-Wall", "-Werror", source, "-o", program], check=True)
+    assert subprocess.run([program]).returncode == 0
+
+
+@needs_cc
+def test_two_automata_stand_beside_each_other_in_one_file(tmp_path):
+    (tmp_path / "both.c").write_text(life(True).to_c("one") + checkerboard().to_c("other"))
+    flags = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-c", "-o", "/dev/null"]
+    subprocess.run(["cc", *flags, tmp_path / "both.c"], check=True)
 
 
 # -------------------------------------------------------------------------------------------------------------- Verilog
@@ -227,6 +246,10 @@ REFUSED = {
     "cells that fire on another grid": (
         lambda: INVERT.step(STATE, np.ones((1, 4, 5), bool)),
         "CellularCircuit: fires has shape (1, 4, 5) and dtype bool; wants booleans (1, 4, 4)",
+    ),
+    "no visible channel": (
+        lambda: INVERT.seen(0),
+        "CellularCircuit: visible is 0; wants an int from 1 to 1",
     ),
     "ticks below 0": (lambda: INVERT.run(STATE, -1), "CellularCircuit: ticks is -1; wants an int of at least 0"),
     "no seed": (

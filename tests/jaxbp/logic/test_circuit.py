@@ -11,7 +11,7 @@ import pytest
 from verilog import in_icarus, needs_icarus, simulate
 
 import jaxbp
-from experiments.training.logic import compiled
+from experiments.training.compiled import compiled
 from jaxbp import Circuit, Wires
 from jaxbp.logic.gates import TRUTH_TABLES
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from verilog import in_icarus, needs_icarus, simulate
 
 import jaxbp
-from experiments.training.logic import compiled
+from experiments.training.compiled import compiled
 from jaxbp import Circuit, Netlist, Wires
 from jaxbp.logic import netlist as netlist_module
 from jaxbp.logic.gates import TRUTH_TABLES
@@ -47,7 +47,7 @@ def truth(netlist, bits):
 @pytest.fixture(params=["truth tables", "structure alone"])
 def by(request, monkeypatch):
     if request.param == "structure alone":
-        monkeypatch.setattr(netlist_module, "TABULATED_INPUTS", 0)
+        monkeypatch.setattr(netlist_module, "TABULATED_LEAVES", 0)
     return request.param
 
 
@@ -130,7 +130,7 @@ def netlists(draw):
     return Netlist.from_gates(inputs, [draw(st.integers(0, 15)) for _ in range(gates)], a, b, draw(last))
 
 
-@pytest.mark.parametrize("tabulated", [netlist_module.TABULATED_INPUTS, 0])
+@pytest.mark.parametrize("tabulated", [netlist_module.TABULATED_LEAVES, 0])
 def test_simplified_netlists_have_the_same_bits_and_no_gate_too_many(tabulated):
     @few
     @hypothesis.given(netlists())
@@ -144,7 +144,7 @@ def test_simplified_netlists_have_the_same_bits_and_no_gate_too_many(tabulated):
         assert len(simple.simplify()) <= len(simple)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(netlist_module, "TABULATED_INPUTS", tabulated)
+        patch.setattr(netlist_module, "TABULATED_LEAVES", tabulated)
         check()
 
 
@@ -172,7 +172,7 @@ def test_equal_truth_tables_are_one_gate_where_there_are_few_inputs(monkeypatch)
     # (a and b) and c, a and (b and c): not the same gates, but the same function.
     netlist = Netlist.from_gates(3, [1, 1, 1, 1], [0, 3, 1, 0], [1, 2, 2, 5], [4, 6])
     assert len(netlist.simplify()) == 2
-    monkeypatch.setattr(netlist_module, "TABULATED_INPUTS", 0)
+    monkeypatch.setattr(netlist_module, "TABULATED_LEAVES", 0)
     assert len(netlist.simplify()) == 4
 
 
