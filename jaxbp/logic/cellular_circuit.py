@@ -193,18 +193,16 @@ class CellularCircuit:
         """
         if isinstance(visible, bool) or not isinstance(visible, int | np.integer) or not 1 <= visible <= self.channels:
             raise ValueError(f"CellularCircuit: visible is {visible!r}; wants an int from 1 to {self.channels}")
-        sources = [set() for _ in range(self.netlist.inputs)]  # the channels that each source depends on
-        for i, channels in enumerate(sources):
-            channels.add(i % self.channels)
-        for a, b in zip(self.netlist.a.tolist(), self.netlist.b.tolist(), strict=True):
+        netlist = self.netlist
+        sources = [{i % self.channels} for i in range(netlist.inputs)]  # the channels that each source depends on
+        for a, b in zip(netlist.a.tolist(), netlist.b.tolist(), strict=True):
             sources.append(sources[a] | sources[b])
-        results = self.netlist.results.tolist()
+        results = netlist.results.tolist()
         needed, found = set(), set(range(visible))
         while found:
             needed |= found
             found = set().union(*(sources[results[channel]] for channel in found)) - needed
         results = [results[c] if c in needed else CENTRE * self.channels + c for c in range(self.channels)]
-        netlist = self.netlist
         gates = Netlist.from_gates(netlist.inputs, netlist.gates, netlist.a, netlist.b, results)
         return CellularCircuit(gates, self.channels, self.periodic)
 
@@ -217,6 +215,9 @@ class CellularCircuit:
 
         Args:
           fires: the cells that update; the others keep their state. None for all.
+
+        Raises:
+          ValueError: a state that is not boolean or has other channels, or fires of another grid.
         """
         self._check(state)
         if fires is not None:
@@ -243,7 +244,7 @@ class CellularCircuit:
           seed: of these draws; wanted where the fire rate is below 1.
 
         Raises:
-          ValueError: a state of other channels, ticks below 0, or no seed.
+          ValueError: a state that is not boolean or has other channels; ticks below 0; or no probability, or no seed.
         """
         for words in self._run(state, ticks, fire_rate, seed):
             last = words
