@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 
 from jaxbp.checkpointing import checkpointed_scan
 from jaxbp.logic.automaton import Automaton
+from jaxbp.logic.cellular_circuit import CellularCircuit
 from jaxbp.logic.circuit import Circuit, bitwise_gate_layer, pack_bits, unpack_bits
 from jaxbp.logic.gates import group_sum, hard_logits, harden, initial_logits
+from jaxbp.logic.netlist import Netlist
 from jaxbp.logic.wires import Wires
 from jaxbp.ops.activations import (
     elu,
@@ -164,9 +166,11 @@ else:
 __all__ = [
     "IMPLEMENTATIONS",
     "Automaton",
+    "CellularCircuit",
     "Circuit",
     "Fastest",
     "Implementation",
+    "Netlist",
     "Op",
     "Pair",
     "Wires",

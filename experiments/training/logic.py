@@ -1,9 +1,7 @@
 """The report on a trained logic network: its relaxed and hardened accuracy, its gates, and the hardened one's speed."""
 
-import ctypes
 import io
 import shutil
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +18,7 @@ from matplotlib.figure import Figure
 from experiments.configs import LogicConfig
 from experiments.data.datasets import Dataset
 from experiments.output.files import write_atomically
+from experiments.training.compiled import compiled
 from jaxbp import Circuit, pack_bits
 from jaxbp.nn import LogicNetwork
 
@@ -66,25 +65,6 @@ def samples_per_second(evaluate, bits: np.ndarray) -> float:
         evaluate(words)
         times.append(time.perf_counter() - start)
     return TIMED_SAMPLES / float(np.median(times))
-
-
-def compiled(circuit: Circuit, compiler: str, folder: Path):
-    """`circuit.evaluate` as its C code, compiled into `folder`."""
-    source, library = folder / "circuit.c", folder / "circuit.so"
-    source.write_text(circuit.to_c())
-    flags = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-O3", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
-    function = ctypes.CDLL(str(library)).circuit
-    function.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
-
-    def evaluate(x):
-        y = np.empty((circuit.outputs, x.shape[1]), np.uint32)
-        x = np.ascontiguousarray(x, np.uint32)
-        if function(x.shape[1], x.ctypes.data, y.ctypes.data):
-            raise MemoryError("the compiled circuit found no memory")
-        return y
-
-    return evaluate
 
 
 def histogram(circuit: Circuit, title: str) -> bytes:

@@ -5,8 +5,6 @@ product.
 """
 
 import dataclasses
-import re
-import string
 from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
@@ -16,69 +14,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, UInt8, UInt32
 
 from jaxbp.logic.gates import COEFFICIENTS, GATES
+from jaxbp.logic.sources import C_WORDS, EXPRESSIONS, VERILOG_WORDS, Table, c_of_tables, check_name, verilog_of
 from jaxbp.logic.wires import Wires
 
 WORD_BITS = 32
-EXPRESSIONS = (
-    "{zero}",
-    "{a} & {b}",
-    "{a} & ~{b}",
-    "{a}",
-    "~{a} & {b}",
-    "{b}",
-    "{a} ^ {b}",
-    "{a} | {b}",
-    "~({a} | {b})",
-    "~({a} ^ {b})",
-    "~{b}",
-    "{a} | ~{b}",
-    "~{a}",
-    "~{a} | {b}",
-    "~({a} & {b})",
-    "{one}",
-)
-"""The 16 functions in operators that C and Verilog share."""
-# The block is of words that a gate takes at a time: its numbers are read once for all of them.
-_C_SOURCE = string.Template(r"""#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-
-enum { ${name}_block = 16 };
-typedef struct { $wire y, a, b; } ${name}_gate;
-
-/* Gates of one function: y = expression(a, b). */
-#define ${name}_FUNCTION(function, expression) \
-  static void function(const ${name}_gate *gates, size_t n, const uint32_t *restrict x, uint32_t *restrict y) { \
-    for (size_t i = 0; i < n; i++) { \
-      const uint32_t *a = x + ${name}_block * (size_t)gates[i].a; \
-      const uint32_t *b = x + ${name}_block * (size_t)gates[i].b; \
-      uint32_t *to = y + ${name}_block * (size_t)gates[i].y; \
-      for (size_t k = 0; k < ${name}_block; k++) to[k] = expression; \
-      (void)a, (void)b; \
-    } \
-  }
-$functions
-
-$tables
-
-/* x[$inputs][words] to y[$outputs][words]: each bit of a word is a sample. */
-int $name(size_t words, const uint32_t *x, uint32_t *y) {
-  const size_t block = ${name}_block;
-  uint32_t *u = malloc(2 * block * $widest * sizeof *u);
-  if (!u) return 1;
-  uint32_t *v = u + block * $widest;
-  for (size_t w = 0; w < words; w += block) {
-    const size_t n = words - w < block ? words - w : block;
-    for (size_t i = 0; i < $inputs; i++)
-      for (size_t k = 0; k < block; k++) u[i * block + k] = k < n ? x[i * words + w + k] : 0;
-$calls
-    for (size_t i = 0; i < $outputs; i++)
-      for (size_t k = 0; k < n; k++) y[i * words + w + k] = $last[i * block + k];
-  }
-  free(u);
-  return 0;
-}
-""")
 
 
 def pack_bits(bits: Bool[np.ndarray, "samples features"]) -> UInt32[np.ndarray, "features words"]:
@@ -178,52 +117,24 @@ class Circuit:
         is a table of gates for each of the 16 functions, and a loop over it: compilers take long over as many lines as
         a large circuit has gates.
         """
-        _check_name(name)
-        functions, tables, calls = {}, [], []
-        source, target = "u", "v"
-        for i, (gates, wires) in enumerate(self.layers):
+        check_name("Circuit", name, C_WORDS)
+        tables, rows, source, target = [], max(self.inputs, *(wires.gates for _, wires in self.layers)), 0, 1
+        for gates, wires in self.layers:
             numbers = np.stack([np.arange(wires.gates), wires.a, wires.b], axis=1)
             for gate in np.unique(gates).tolist():
-                function, table = f"{name}_function{gate}", f"{name}_layer{i}_{gate}"
-                expression = EXPRESSIONS[gate].format(a="a[k]", b="b[k]", zero="0", one="~(uint32_t)0")
-                functions[gate] = f"{name}_FUNCTION({function}, {expression})"
-                rows = [f"  {{{y}, {a}, {b}}},\n" for y, a, b in numbers[gates == gate].tolist()]
-                tables.append(f"static const {name}_gate {table}[] = {{\n{''.join(rows)}}};")
-                calls.append(f"    {function}({table}, {len(rows)}, {source}, {target});")
+                tables.append(Table(gate, source * rows, target * rows, numbers[gates == gate]))
             source, target = target, source
-        widest = max(self.inputs, *(wires.gates for _, wires in self.layers))
-        return _C_SOURCE.substitute(
-            name=name,
-            wire="uint16_t" if widest <= 2**16 else "uint32_t",
-            functions="\n".join(functions[gate] for gate in sorted(functions)),
-            tables="\n".join(tables),
-            calls="\n".join(calls),
-            inputs=self.inputs,
-            outputs=self.outputs,
-            widest=widest,
-            last=source,
-        )
+        return c_of_tables(name, self.inputs, 2 * rows, tables, range(self.outputs), last=source * rows)
 
     def to_verilog(self, name: str = "circuit") -> str:
         """A combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
-        _check_name(name)
-        lines = [
-            f"module {name} (",
-            f"  input wire [{self.inputs - 1}:0] x,",
-            f"  output wire [{self.outputs - 1}:0] y",
-            ");",
-        ]
-        source = "x"
+        check_name("Circuit", name, VERILOG_WORDS)
+        lines, source = [], "x"
         for i, (gates, wires) in enumerate(self.layers):
             target = f"layer{i}"
-            lines.append(f"  wire [{wires.gates - 1}:0] {target};")
+            lines.append(f"wire [{wires.gates - 1}:0] {target};")
             for g, (gate, a, b) in enumerate(zip(gates, wires.a.tolist(), wires.b.tolist(), strict=True)):
                 operands = dict(a=f"{source}[{a}]", b=f"{source}[{b}]", zero="1'b0", one="1'b1")
-                lines.append(f"  assign {target}[{g}] = {EXPRESSIONS[gate].format(**operands)};")
+                lines.append(f"assign {target}[{g}] = {EXPRESSIONS[gate].format(**operands)};")
             source = target
-        return "\n".join([*lines, f"  assign y = {source};", "endmodule", ""])
-
-
-def _check_name(name: str) -> None:
-    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise ValueError(f"Circuit: name is {name!r}; wants an identifier")
+        return verilog_of(name, self.inputs, self.outputs, [*lines, f"assign y = {source};"])

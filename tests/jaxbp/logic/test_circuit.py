@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from verilog import in_icarus, needs_icarus, simulate
 
 import jaxbp
-from experiments.training.logic import compiled
+from experiments.training.compiled import compiled
 from jaxbp import Circuit, Wires
-from jaxbp.logic.circuit import EXPRESSIONS
 from jaxbp.logic.gates import TRUTH_TABLES
 
 pytestmark = pytest.mark.once
@@ -103,31 +103,6 @@ def test_compiled_c_says_so_where_there_is_no_memory(tmp_path):
 # -------------------------------------------------------------------------------------------------------------- Verilog
 
 
-def simulate(source, x):
-    """The outputs of a module of one-bit assignments, of samples `(inputs, samples)` of 0 and 1.
-
-    Reads what `to_verilog` may write and nothing else: declared vectors, an assignment to each bit or to a whole
-    vector, and the operators ~ & ^ |, which bind in Verilog as they do in Python, on values of one bit.
-    """
-    lines = [line.strip() for line in source.splitlines()]
-    assert re.fullmatch(r"module \w+ \(", lines[0]) and lines[-1] == "endmodule"
-    values = {}
-    for kind, high, name in re.findall(r"^\s*(input wire|output wire|wire) \[(\d+):0\] (\w+)", source, re.MULTILINE):
-        values[name] = x if kind == "input wire" else np.full((int(high) + 1, x.shape[1]), 2)
-        assert len(values[name]) == int(high) + 1
-    for line in (line for line in lines if line.startswith("assign")):
-        target, expression = re.fullmatch(r"assign (\S+) = (.+);", line).groups()
-        if expression in values:
-            values[target][...] = values[expression]
-            continue
-        name, index = re.fullmatch(r"(\w+)\[(\d+)\]", target).groups()
-        terms = re.sub(r"1'b([01])", r"one * \1", expression)
-        assert re.fullmatch(r"(\w+\[\d+\]|one \* [01]|[~&^|() ])+", terms)
-        values[name][int(index)] = eval(terms, {"one": np.ones(x.shape[1], int)}, values) & 1
-    assert all((value < 2).all() for value in values.values()), "a bit that nothing drives"
-    return values["y"]
-
-
 def test_simulated_verilog_gives_the_same_bits(expected):
     assert np.array_equal(simulate(CIRCUIT.to_verilog(), BITS.T.astype(int)).T, expected)
 
@@ -140,36 +115,9 @@ def test_the_simulation_sees_a_wrong_gate_and_a_bit_that_nothing_drives(expected
         simulate(re.sub(r".*assign layer0\[3\].*\n", "", source), BITS.T.astype(int))
 
 
-@pytest.mark.skipif(shutil.which("iverilog") is None, reason="needs Icarus Verilog")
+@needs_icarus
 def test_verilog_in_icarus_gives_the_same_bits(tmp_path, expected):
-    rows = "\n".join("".join("01"[bit] for bit in sample[::-1]) for sample in BITS)
-    (tmp_path / "samples.txt").write_text(rows)
-    bench = f"""
-        module test;
-          reg [{CIRCUIT.inputs - 1}:0] samples [0:{len(BITS) - 1}];
-          reg [{CIRCUIT.inputs - 1}:0] x;
-          wire [{CIRCUIT.outputs - 1}:0] y;
-          integer i;
-          circuit gates(.x(x), .y(y));
-          initial begin
-            $readmemb("samples.txt", samples);
-            for (i = 0; i < {len(BITS)}; i = i + 1) begin x = samples[i]; #1 $display("%b", y); end
-          end
-        endmodule
-    """
-    (tmp_path / "test.v").write_text(CIRCUIT.to_verilog() + bench)
-    subprocess.run(["iverilog", "-Wall", "-o", "test", "test.v"], cwd=tmp_path, check=True)
-    output = subprocess.run(["./test"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert [[bit == "1" for bit in line[::-1]] for line in output.split()] == expected.tolist()
-
-
-@pytest.mark.parametrize("gate", range(16))
-def test_each_expression_is_its_gate(gate):
-    for row, (a, b) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
-        assert (
-            eval(EXPRESSIONS[gate].format(a="a", b="b", zero="0", one="1"), {}, {"a": a, "b": b}) & 1
-            == (TRUTH_TABLES[gate, row])
-        )
+    assert np.array_equal(in_icarus(CIRCUIT.to_verilog(), BITS[:9], CIRCUIT.outputs, tmp_path), expected[:9])
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
@@ -197,6 +145,14 @@ REFUSED = {
     "a name that begins with a digit": (
         lambda: CIRCUIT.to_verilog("1net"),
         "Circuit: name is '1net'; wants an identifier",
+    ),
+    "a keyword of C": (
+        lambda: CIRCUIT.to_c("register"),
+        "Circuit: name is 'register', a word of C; wants another",
+    ),
+    "a keyword of Verilog": (
+        lambda: CIRCUIT.to_verilog("reg"),
+        "Circuit: name is 'reg', a word of Verilog; wants another",
     ),
 }
 

@@ -1,0 +1,65 @@
+"""Hardened networks as compiled C: loaded into this process, as functions of arrays."""
+
+import ctypes
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from jaxbp import CellularCircuit, Circuit, Netlist
+from jaxbp.logic.cellular_circuit import pack_grid, unpack_grid
+
+FLAGS = ("-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-O3", "-shared", "-fPIC")
+TIMED_SECONDS = 1.0
+
+
+def compiled(circuit: Circuit | Netlist, compiler: str, folder: Path) -> Callable[[np.ndarray], np.ndarray]:
+    """`circuit.evaluate` as its C code, compiled into `folder`."""
+    function = _load(circuit.to_c("circuit"), compiler, folder).circuit
+    function.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
+
+    def evaluate(x):
+        y = np.empty((circuit.outputs, x.shape[1]), np.uint32)
+        x = np.ascontiguousarray(x, np.uint32)
+        if function(x.shape[1], x.ctypes.data, y.ctypes.data):
+            raise MemoryError("the compiled circuit found no memory")
+        return y
+
+    return evaluate
+
+
+def compiled_automaton(
+    automaton: CellularCircuit, compiler: str, folder: Path
+) -> Callable[[np.ndarray, int], np.ndarray]:
+    """`automaton.run` of one grid `(height, width, channels)` as its C code, compiled into `folder`."""
+    function = _load(automaton.to_c("automaton"), compiler, folder).automaton
+    function.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p]
+
+    def run(state, ticks):
+        words = np.ascontiguousarray(pack_grid(state[None])[:, 0])
+        if function(*state.shape[:2], ticks, words.ctypes.data):
+            raise MemoryError("the compiled automaton found no memory")
+        return unpack_grid(words[:, None], state.shape[1])[0]
+
+    return run
+
+
+def ticks_per_second(run: Callable[[np.ndarray, int], np.ndarray], state: np.ndarray) -> float:
+    """Ticks a second of a function of one grid and ticks, on one core."""
+    ticks = 1
+    while True:
+        start = time.perf_counter()
+        run(state, ticks)
+        seconds = time.perf_counter() - start
+        if seconds >= TIMED_SECONDS:
+            return ticks / seconds
+        ticks *= 2
+
+
+def _load(source: str, compiler: str, folder: Path) -> ctypes.CDLL:
+    file, library = folder / "source.c", folder / "library.so"
+    file.write_text(source)
+    subprocess.run([compiler, *FLAGS, str(file), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))

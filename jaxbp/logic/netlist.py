@@ -1,0 +1,338 @@
+"""A circuit as a list of gates: simplified, evaluated on words of bits, and written out as C and as Verilog."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Int, Shaped, UInt8
+
+from jaxbp.logic.circuit import Circuit, pack_bits, unpack_bits
+from jaxbp.logic.gates import GATES
+from jaxbp.logic.sources import (
+    C_WORDS,
+    EXPRESSIONS,
+    VERILOG_WORDS,
+    Table,
+    c_of_tables,
+    check_name,
+    verilog_of,
+)
+
+FUNCTIONS = (
+    lambda a, b: a ^ a,
+    lambda a, b: a & b,
+    lambda a, b: a & ~b,
+    lambda a, b: a,
+    lambda a, b: ~a & b,
+    lambda a, b: b,
+    lambda a, b: a ^ b,
+    lambda a, b: a | b,
+    lambda a, b: ~(a | b),
+    lambda a, b: ~(a ^ b),
+    lambda a, b: ~b,
+    lambda a, b: a | ~b,
+    lambda a, b: ~a,
+    lambda a, b: ~a | b,
+    lambda a, b: ~(a & b),
+    lambda a, b: ~(a ^ a),
+)
+"""The 16 functions, of words, of arrays of words, or of truth tables in the bits of an int."""
+TABULATED_LEAVES = 10
+"""The truth tables by which `Netlist.simplify` finds equal gates have at most 1024 rows."""
+_LEAF = np.array([False, True])
+"""A leaf's own truth table."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Netlist:
+    """Gates in topological order. Each reads two sources: source i is input i, source `inputs + g` is gate g.
+
+    `of` makes it from a circuit and `from_gates` from a list; both sort the gates by their depth and then by their
+    function, and `simplify` makes it small. `len` is the number of gates.
+
+    Attributes:
+      inputs: how many.
+      gates: the function of each gate, 0 to 15.
+      a, b: its sources.
+      results: the source of each output.
+      groups: where the gates of one depth and one function begin and end. They do not read each other.
+    """
+
+    inputs: int
+    gates: UInt8[np.ndarray, " gates"]
+    a: Int[np.ndarray, " gates"]
+    b: Int[np.ndarray, " gates"]
+    results: Int[np.ndarray, " outputs"]
+    groups: Sequence[tuple[int, int]]
+
+    @classmethod
+    def from_gates(cls, inputs: int, gates: ArrayLike, a: ArrayLike, b: ArrayLike, outputs: ArrayLike) -> "Netlist":
+        """The gates as listed, each behind those that it reads.
+
+        Raises:
+          ValueError: no inputs or no outputs; not one function of 0 to 15, one a and one b of each gate; a gate that
+            reads itself, a later one or none; or an output that is no source.
+        """
+        if isinstance(inputs, bool) or not isinstance(inputs, int | np.integer) or inputs < 1:
+            raise ValueError(f"Netlist: inputs is {inputs!r}; wants an int of at least 1")
+        vectors = [_integers(name, v) for name, v in (("gates", gates), ("a", a), ("b", b), ("outputs", outputs))]
+        gates, a, b, outputs = vectors
+        if not gates.size == a.size == b.size:
+            raise ValueError(f"Netlist: there are {gates.size} gates, {a.size} a and {b.size} b; wants one each")
+        if not outputs.size:
+            raise ValueError("Netlist: there are no outputs; wants at least one")
+        place = inputs + np.arange(gates.size)
+        _check_below("gates", gates, np.full(gates.size, GATES), "the number of functions")
+        _check_below("a", a, place, "the gate's own source")
+        _check_below("b", b, place, "the gate's own source")
+        _check_below("outputs", outputs, np.full(outputs.size, inputs + gates.size), "the number of sources")
+
+        depth = [0] * inputs
+        for i, j in zip(a.tolist(), b.tolist(), strict=True):
+            depth.append(1 + max(depth[i], depth[j]))
+        depth = np.array(depth[inputs:], int)
+        order = np.lexsort([gates, depth])
+        now_at = np.arange(inputs + gates.size)
+        now_at[inputs + order] = place
+        gates, depth = gates[order], depth[order]
+        starts = np.flatnonzero((np.diff(depth, prepend=0) != 0) | (np.diff(gates, prepend=-1) != 0)).tolist()
+        return cls(
+            inputs=int(inputs),
+            gates=gates.astype(np.uint8),
+            a=now_at[a[order]],
+            b=now_at[b[order]],
+            results=now_at[outputs],
+            groups=tuple(zip(starts, [*starts, gates.size][1:], strict=True)),
+        )
+
+    @classmethod
+    def of(cls, circuit: Circuit) -> "Netlist":
+        """A circuit's gates, one by one."""
+        functions, a, b, base, widest = [], [], [], 0, circuit.inputs
+        for gates, wires in circuit.layers:
+            functions.append(gates)
+            a.append(base + np.asarray(wires.a))
+            b.append(base + np.asarray(wires.b))
+            base, widest = base + widest, wires.gates
+        outputs = base + np.arange(widest)
+        return cls.from_gates(circuit.inputs, *(np.concatenate(parts) for parts in (functions, a, b)), outputs)
+
+    @property
+    def outputs(self) -> int:
+        return self.results.size
+
+    def __len__(self) -> int:
+        return self.gates.size
+
+    def __call__(self, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
+        """The outputs of each sample."""
+        return unpack_bits(self.evaluate(pack_bits(bits)), len(bits))
+
+    def evaluate(self, x: Shaped[Array, "inputs *words"]) -> Shaped[Array, "outputs *words"]:
+        """The outputs of packed samples, words of any unsigned type: JAX's, also within `jax.jit`, or NumPy's."""
+        if x.shape[:1] != (self.inputs,):
+            raise ValueError(f"Netlist: x has shape {x.shape}; wants ({self.inputs}, words)")
+        shape = (self.inputs + len(self), *x.shape[1:])
+        if isinstance(x, np.ndarray):
+            values = np.empty(shape, x.dtype)
+            values[: self.inputs] = x
+        else:
+            values = jnp.zeros(shape, x.dtype).at[: self.inputs].set(x)
+        for begin, end in self.groups:
+            y = FUNCTIONS[self.gates[begin]](values[self.a[begin:end]], values[self.b[begin:end]])
+            rows = slice(self.inputs + begin, self.inputs + end)
+            if isinstance(x, np.ndarray):
+                values[rows] = y
+            else:
+                values = values.at[rows].set(y)
+        return values[self.results]
+
+    def histogram(self) -> np.ndarray:
+        """How many gates have each of the 16 functions."""
+        return np.bincount(self.gates, minlength=GATES)
+
+    def simplify(self) -> "Netlist":
+        """A netlist of the same function with fewer gates.
+
+        Constants, pass-throughs and inverters become part of the functions that read them; so does a gate whose
+        reader depends on its two sources alone. Equal gates become one: equal in function and sources, up to an
+        inversion and the sources' order, or equal in truth table. A truth table is over at most `TABULATED_LEAVES`
+        leaves: inputs, and gates that would depend on more. Gates that no output depends on are left out. What
+        remains depends on both its sources, except an inverter or a constant that is itself an output.
+        """
+        builder = _Builder(self.inputs)
+        literals = [2 * (1 + i) for i in range(self.inputs)]
+        for function, a, b in zip(self.gates.tolist(), self.a.tolist(), self.b.tolist(), strict=True):
+            literals.append(builder.literal(function, literals[a], literals[b]))
+        return builder.netlist([literals[source] for source in self.results.tolist()])
+
+    def expressions(self, names: Sequence[str], zero: str, one: str) -> list[str]:
+        """Each gate in the operators of C, Verilog and JavaScript.
+
+        Args:
+          names: of all sources.
+          zero, one: the constants.
+        """
+        return [
+            EXPRESSIONS[gate].format(a=names[a], b=names[b], zero=zero, one=one)
+            for gate, a, b in zip(self.gates.tolist(), self.a.tolist(), self.b.tolist(), strict=True)
+        ]
+
+    def to_c(self, name: str = "circuit") -> str:
+        """C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, as `Circuit.to_c` writes it.
+
+        The room of a gate's value is used again once no gate reads it any more.
+        """
+        check_name("Netlist", name, C_WORDS)
+        row, rows = self._rows()
+        numbers = np.stack([row[self.inputs :] - self.inputs, row[self.a], row[self.b]], axis=1)
+        tables = [Table(int(self.gates[begin]), 0, self.inputs, numbers[begin:end]) for begin, end in self.groups]
+        return c_of_tables(name, self.inputs, rows, tables, row[self.results].tolist())
+
+    def to_verilog(self, name: str = "circuit") -> str:
+        """A combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
+        check_name("Netlist", name, VERILOG_WORDS)
+        names = [f"x[{i}]" for i in range(self.inputs)] + [f"gate{g}" for g in range(len(self))]
+        expressions = self.expressions(names, "1'b0", "1'b1")
+        lines = [f"wire gate{g} = {expression};" for g, expression in enumerate(expressions)]
+        lines += [f"assign y[{i}] = {names[source]};" for i, source in enumerate(self.results.tolist())]
+        return verilog_of(name, self.inputs, self.outputs, lines)
+
+    def _rows(self) -> tuple[np.ndarray, int]:
+        """A row of memory for each source, and how many there are. A row that a group reads is free after it."""
+        last_read = np.zeros(self.inputs + len(self), int)
+        for group, (begin, end) in enumerate(self.groups):
+            last_read[self.inputs + begin : self.inputs + end] = group  # if nothing reads it
+            last_read[self.a[begin:end]] = last_read[self.b[begin:end]] = group
+        last_read[: self.inputs] = last_read[self.results] = len(self.groups)
+        read_last_by = [[] for _ in range(len(self.groups) + 1)]
+        for source, group in enumerate(last_read.tolist()):
+            read_last_by[group].append(source)
+        row, rows, free = np.arange(self.inputs + len(self)), self.inputs, []
+        for (begin, end), last in zip(self.groups, read_last_by[:-1], strict=True):
+            for source in range(self.inputs + begin, self.inputs + end):
+                if not free:
+                    free.append(rows)
+                    rows += 1
+                row[source] = free.pop()
+            free.extend(row[last].tolist())
+        return row, rows
+
+
+class _Builder:
+    """Gates in normal form: nodes 1 to `inputs` are the inputs, node 0 is the constant 0.
+
+    A literal is `2 node + 1` if inverted, else `2 node`. A gate depends on both its nodes, of which the first is the
+    lower, and is 0 where both are: that leaves five functions.
+    """
+
+    def __init__(self, inputs: int):
+        self.inputs = inputs
+        self.gates: dict[int, tuple[int, int, int]] = {}  # of each node: function, first, second
+        # Of each node, the leaves on which it depends, and its truth table: an axis a leaf.
+        self.tables = {node: ((node,), _LEAF) for node in range(1, 1 + inputs)}
+        self.node_of: dict[Any, int] = {
+            (leaves, table.tobytes()): node for node, (leaves, table) in self.tables.items()
+        }
+        self.node_of[(), bytes(1)] = 0
+
+    def literal(self, function: int, a: int, b: int) -> int:
+        """The literal of a function of two literals."""
+        nodes = {a >> 1, b >> 1} - {0}
+        sources = {node: self._sources(node) for node in nodes}
+        # Read through both nodes, or through one of them, if that leaves at most two.
+        choices = [set().union(*sources.values()), *(nodes - {node} | below for node, below in sources.items())]
+        leaves = next((choice for choice in choices if len(choice) <= 2), nodes)
+        first, second, *_ = [*sorted(leaves), 0, 0]
+        function = FUNCTIONS[function](self._function(a, first, second), self._function(b, first, second)) & 15
+        if leaves != nodes:
+            return self.literal(function, 2 * first, 2 * second)
+        inverted = function >> 3
+        if function >> 2 == function & 3:  # does not depend on the first
+            first = 0
+        if function >> 1 & 5 == function & 5:  # nor on the second
+            second = 0
+        if not (first and second):
+            return 2 * (first or second) + inverted
+        return 2 * self._node((function ^ 15 * inverted, first, second)) + inverted
+
+    def _sources(self, node: int) -> set[int]:
+        return set(self.gates[node][1:]) if node in self.gates else {node}
+
+    def _function(self, literal: int, first: int, second: int) -> int:
+        """A literal as a function of two nodes: a constant, one of them, or a gate of no others."""
+        node, functions = literal >> 1, {first: 3, second: 5, 0: 0}
+        if node not in functions:
+            function, *sources = self.gates[node]
+            functions[node] = FUNCTIONS[function](*(functions[source] for source in sources)) & 15
+        return functions[node] ^ 15 * (literal & 1)
+
+    def _node(self, gate: tuple[int, int, int]) -> int:
+        if gate not in self.node_of:
+            new = 1 + self.inputs + len(self.gates)
+            leaves, table = self._table(gate) or ((new,), _LEAF)
+            node = self.node_of[gate] = self.node_of.setdefault((leaves, table.tobytes()), new)
+            if node == new:
+                self.gates[node], self.tables[node] = gate, (leaves, table)
+        return self.node_of[gate]
+
+    def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
+        """A gate's leaves and its truth table, unless it has too many."""
+        function, *nodes = gate
+        leaves = sorted({leaf for node in nodes for leaf in self.tables[node][0]})
+        if len(leaves) > TABULATED_LEAVES:
+            return None
+        table = FUNCTIONS[function](
+            *(self.tables[node][1].reshape([1 + (leaf in self.tables[node][0]) for leaf in leaves]) for node in nodes)
+        )
+        for axis in reversed(range(len(leaves))):
+            zero, one = np.moveaxis(table, axis, 0)
+            if np.array_equal(zero, one):
+                table = zero
+                del leaves[axis]
+        return tuple(leaves), table
+
+    def netlist(self, outputs: Sequence[int]) -> Netlist:
+        """The gates that these literals depend on. One that is wanted inverted alone is inverted itself."""
+        plain, inverted = ({literal >> 1 for literal in outputs if literal & 1 == bit} for bit in (0, 1))
+        live = plain | inverted
+        for node in reversed(self.gates):
+            if node in live:
+                live.update(self._sources(node))
+        turned = (inverted - plain) & self.gates.keys()
+        source_of = {2 * (1 + i): i for i in range(self.inputs)}  # of a literal
+        gates = []
+
+        def add(literal, function, a, b):
+            source_of[literal] = self.inputs + len(gates)
+            gates.append((function, a, b))
+
+        for node, (function, first, second) in self.gates.items():
+            if node in live:
+                of = FUNCTIONS[function](3 ^ 15 * (first in turned), 5 ^ 15 * (second in turned)) & 15
+                a, b = (source_of[2 * source + (source in turned)] for source in (first, second))
+                add(2 * node + (node in turned), of ^ 15 * (node in turned), a, b)
+        for literal in outputs:
+            if literal <= 1 and literal not in source_of:
+                add(literal, 15 * literal, 0, 0)
+            elif literal not in source_of:
+                add(literal, 12, source_of[literal - 1], source_of[literal - 1])
+        functions, a, b = np.array(gates, int).reshape(-1, 3).T
+        return Netlist.from_gates(self.inputs, functions, a, b, [source_of[literal] for literal in outputs])
+
+
+def _integers(name: str, values: ArrayLike) -> np.ndarray:
+    values = np.asarray(values)
+    if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
+        raise ValueError(f"Netlist: {name} has shape {values.shape} and dtype {values.dtype}; wants a list of integers")
+    return values.astype(np.int64)
+
+
+def _check_below(name: str, values: np.ndarray, bounds: np.ndarray, bound: str) -> None:
+    if (wrong := np.flatnonzero((values < 0) | (values >= bounds))).size:
+        i = wrong[0]
+        raise ValueError(f"Netlist: {name}[{i}] is {values[i]}; wants at least 0 and below {bounds[i]}, {bound}")

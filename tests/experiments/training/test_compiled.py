@@ -1,0 +1,31 @@
+"""Hardened networks as compiled C: what `evaluate` and `run` give is tested beside these; here, how fast it is."""
+
+import shutil
+
+import numpy as np
+import pytest
+from cells import life
+
+from experiments.training import compiled
+
+pytestmark = [pytest.mark.once, pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")]
+
+
+def test_ticks_are_counted_until_they_take_long_enough(monkeypatch):
+    now, asked = [0.0], []
+    monkeypatch.setattr(compiled.time, "perf_counter", lambda: now[0])
+
+    def run(state, ticks):
+        asked.append(ticks)
+        now[0] += 0.1 + ticks / 50
+
+    assert compiled.ticks_per_second(run, None) == pytest.approx(64 / (0.1 + 64 / 50))
+    assert asked == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_a_compiled_automaton_is_far_faster_than_numpy(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiled, "TIMED_SECONDS", 0.05)
+    automaton, board = life(True), np.random.default_rng(0).random((256, 256, 1)) < 0.4
+    in_c = compiled.ticks_per_second(compiled.compiled_automaton(automaton, shutil.which("cc"), tmp_path), board)
+    in_numpy = compiled.ticks_per_second(lambda state, ticks: automaton.run(state[None], ticks), board)
+    assert in_c > 3 * in_numpy

@@ -1,0 +1,69 @@
+"""Verilog as the tests run it: by an evaluator of what may be written, and in Icarus Verilog where it is installed."""
+
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+needs_icarus = pytest.mark.skipif(shutil.which("iverilog") is None, reason="needs Icarus Verilog")
+
+
+def simulate(source, x):
+    """The outputs of a module of one-bit assignments, of samples `(inputs, samples)` of 0 and 1.
+
+    Reads what `to_verilog` may write and nothing else: declared vectors, an assignment to each bit or to a whole
+    vector, wires of one bit, and the operators ~ & ^ |, which bind in Verilog as they do in Python, on one bit.
+    """
+    lines = [line.strip() for line in source.splitlines()]
+    assert re.fullmatch(r"module \w+ \(", lines[0]) and lines[-1] == "endmodule"
+    values = {}
+    for kind, high, name in re.findall(r"^\s*(input wire|output wire|wire) \[(\d+):0\] (\w+)", source, re.MULTILINE):
+        values[name] = x if kind == "input wire" else np.full((int(high) + 1, x.shape[1]), 2)
+        assert len(values[name]) == int(high) + 1
+    for line in (line for line in lines if " = " in line):
+        word, target, expression = re.fullmatch(r"(assign|wire) (\S+) = (.+);", line).groups()
+        if expression in values and target in values:
+            values[target][...] = values[expression]
+            continue
+        terms = re.sub(r"1'b([01])", r"one * \1", expression)
+        assert re.fullmatch(r"(\w+\[\d+\]|\w+|one \* [01]|[~&^|() ])+", terms)
+        value = eval(terms, {"one": np.ones(x.shape[1], int)}, values) & 1
+        if word == "wire":
+            assert target not in values
+            values[target] = value
+        else:
+            name, index = re.fullmatch(r"(\w+)\[(\d+)\]", target).groups()
+            values[name][int(index)] = value
+    assert all((value < 2).all() for value in values.values()), "a bit that nothing drives"
+    return values["y"]
+
+
+def run_in_icarus(source, folder):
+    """What a program of several modules displays."""
+    (folder / "test.v").write_text(source)
+    subprocess.run(["iverilog", "-Wall", "-o", "test", "test.v"], cwd=folder, check=True)
+    return subprocess.run(["./test"], cwd=folder, capture_output=True, text=True, check=True).stdout.split()
+
+
+def in_icarus(source, bits, outputs, folder):
+    """The outputs of the module `circuit`, of samples `(samples, inputs)`."""
+    samples, inputs = bits.shape
+    rows = ["".join("01"[int(bit)] for bit in sample[::-1]) for sample in bits]
+    (folder / "samples.txt").write_text("\n".join(rows))
+    bench = f"""
+        module test;
+          reg [{inputs - 1}:0] samples [0:{samples - 1}];
+          reg [{inputs - 1}:0] x;
+          wire [{outputs - 1}:0] y;
+          integer i;
+          circuit gates(.x(x), .y(y));
+          initial begin
+            $readmemb("samples.txt", samples);
+            for (i = 0; i < {samples}; i = i + 1) begin x = samples[i]; #1 $display("%b", y); end
+          end
+        endmodule
+    """
+    lines = run_in_icarus(source + bench, folder)
+    return np.array([[bit == "1" for bit in line[::-1]] for line in lines])
