@@ -70,9 +70,8 @@ def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -
         for c, layer in zip([*of_channels, *coefficients[1]], sizes.layers, strict=True)
     ]
     wires, consumers = _rows_read(automaton, sizes), _rows_of_consumers(automaton, sizes)
-    return Prepared(
-        coefficients, automaton, jnp.concatenate(lanes, axis=1).astype(jnp.float32), wires, consumers, shape
-    )
+    lanes = jnp.concatenate(lanes, axis=1).T.astype(jnp.float32)
+    return Prepared(coefficients, automaton, lanes, wires, consumers, shape)
 
 
 def enter(state: Array) -> Array:
@@ -105,14 +104,14 @@ def zeros(prepared: Prepared) -> Array:
     """Of the coefficients' gradients, before the first is added: a copy a program."""
     sizes = plan(prepared.automaton, prepared.shape)
     programs = kernels.tick_backward.heuristic(plan=sizes).programs
-    return jnp.zeros((programs, 4, sizes.gates), jnp.float32)
+    return jnp.zeros((programs, sizes.gates, 4), jnp.float32)
 
 
 def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
     """The coefficients' gradients, as the coefficients came: summed over programs, and perception's over channels."""
     automaton = prepared.automaton
     sizes = plan(automaton, prepared.shape)
-    total, parts = jnp.sum(total, axis=0), []
+    total, parts = jnp.sum(total, axis=0).T, []
     for layer in sizes.layers:
         first = layer.first - sizes.inputs.lanes
         parts.append(total[:, first : first + layer.count])
@@ -180,14 +179,14 @@ def _backward_by_formula(coefficients, automaton, lanes, wires, consumers, state
         for c, layer in zip([*of_lanes, *dc[1]], sizes.layers, strict=True)
     ]
     dseen, dkept = enter_gradient(prepared, formula.leave(dstate, shape))
-    return dseen, dkept, total.at[0].add(jnp.concatenate(dc, axis=1).astype(total.dtype))
+    return dseen, dkept, total.at[0].add(jnp.concatenate(dc, axis=1).T.astype(total.dtype))
 
 
 # ------------------------------------------------------------------------------------------------------- wires as rows
 
 
 def _rows_read(automaton: Automaton, sizes: Plan) -> Array:
-    """`(2, lanes of all layers)`: the rows that each gate reads."""
+    """The rows that the gate of every lane reads."""
     C, K = automaton.channels, automaton.kernels
     parts = []
     for i, (wires, layer) in enumerate(zip([*automaton.perception, *automaton.update], sizes.layers, strict=True)):
@@ -202,7 +201,13 @@ def _rows_read(automaton: Automaton, sizes: Plan) -> Array:
         else:
             rows = sizes.layers[i - 1].first + reads
         parts.append(jnp.pad(rows.reshape(2, -1), [(0, 0), (0, layer.lanes - layer.count)]))
-    return jnp.concatenate(parts, axis=1).astype(jnp.int32)
+    a, b = jnp.concatenate(parts, axis=1).astype(jnp.int32)
+    return _packed(a, b)
+
+
+def _packed(low, high):
+    """Two rows of shared memory in one number."""
+    return low | high << 16
 
 
 def _rows_of_update_inputs(automaton: Automaton, sizes: Plan) -> Array:
@@ -219,7 +224,9 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
     nobody = rows.zeros
 
     def filled(table, lanes):
-        return jnp.pad(table, [(0, 0), (0, lanes - table.shape[1])], constant_values=nobody).ravel()
+        missing = [(0, table.shape[0] % 2), (0, lanes - table.shape[1])]
+        table = jnp.pad(table.astype(jnp.int32), missing, constant_values=nobody)
+        return _packed(table[::2], table[1::2]).ravel()
 
     parts = []
     for i, layer in enumerate(sizes.layers):
@@ -243,12 +250,13 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
     # Of the inputs: their sums over kernels, (role, gate, channel), and for the centre update's first layer as well.
     gate, role = _consumers(perception[0])
     row = rows.summed.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)
-    parts.append(filled(jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.seen), sizes.inputs.lanes))
+    of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.seen)
     gate, role = _consumers(update[0])
     first, lanes = rows.firsts[len(perception)], sizes.layers[len(perception)].lanes
     centre = jnp.where(gate < 0, nobody, first + role * lanes + gate)[:, :C]
     around = [(0, 0), (CENTRE * C, (8 - CENTRE) * C)]
-    parts.append(filled(jnp.pad(centre, around, constant_values=nobody), sizes.inputs.lanes))
+    of_update = jnp.pad(centre, around, constant_values=nobody)
+    parts.append(filled(jnp.concatenate([of_sums, of_update]), sizes.inputs.lanes))
     # Where the sums over kernels begin.
     role, gate, channel = np.indices((2, perception[0].gates, C))
     begins = rows.firsts[0] + role * sizes.layers[0].lanes + gate * (K * C) + channel

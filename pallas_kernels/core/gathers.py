@@ -7,6 +7,7 @@ A block is `(lanes, width)`: a lane, a thread's or one of its several, has a row
 most 16 bytes. Vectors are `(lanes,)`. Lanes are a multiple of `LANES`.
 """
 
+import functools
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -125,30 +126,54 @@ def spread(numbers: Array, width: int) -> Array:
     return spread_(numbers)
 
 
-def row_sums(block: Array) -> Array:
-    """The vector of the sums of a float32 block's rows, added from the left."""
+def columns(block: Array) -> tuple[Array, ...]:
+    """A block's columns, each a vector."""
     lanes, width = block.shape
     if simulating() is not None:
-        return jnp.sum(block, axis=1)
+        return tuple(block[:, k] for k in range(width))
+    vectors = plgpu.ShapeDtypeStruct((lanes,), block.dtype, layout=vector_layout(lanes))
+
+    @plgpu.inline_mgpu(arg_types=(block_layout(lanes, width),), return_type=(vectors,) * width)
+    def columns_(_, block):
+        return tuple(
+            _each(block.registers, lambda row, k=k: _row([vector.extract(row, [], [k])]), vector_layout(lanes))
+            for k in range(width)
+        )
+
+    return columns_(block)
+
+
+def sums_of_rows(*blocks: Array) -> Array:
+    """The block whose k-th column has the sums of the rows of the k-th block, added from the left; all float32."""
+    (lanes, width), count = blocks[0].shape, len(blocks)
+    if simulating() is not None:
+        return jnp.stack([jnp.sum(block, axis=1) for block in blocks], axis=1)
 
     @plgpu.inline_mgpu(
-        arg_types=(block_layout(lanes, width),),
-        return_type=plgpu.ShapeDtypeStruct((lanes,), block.dtype, layout=vector_layout(lanes)),
+        arg_types=(block_layout(lanes, width),) * count, return_type=_block(lanes, count, blocks[0].dtype)
     )
-    def sums(_, block):
-        registers = np.empty_like(block.registers)
-        for at, register in np.ndenumerate(block.registers):
-            total = vector.extract(register, [], [0])
-            for k in range(1, width):
-                total = arith.addf(total, vector.extract(register, [], [k]))
-            registers[at] = _row([total])
-        return _fragmented(registers, vector_layout(lanes))
+    def sums(_, *blocks):
+        def total(row):
+            numbers = [vector.extract(row, [], [k]) for k in range(width)]
+            return functools.reduce(arith.addf, numbers)
 
-    return sums(block)
+        registers = np.empty_like(blocks[0].registers)
+        for at in np.ndindex(registers.shape):
+            registers[at] = _row([total(block.registers[at]) for block in blocks])
+        return _fragmented(registers, block_layout(lanes, count))
+
+    return sums(*blocks)
 
 
 def _block(lanes, width, dtype):
     return plgpu.ShapeDtypeStruct((lanes, width), jnp.dtype(dtype), layout=block_layout(lanes, width))
+
+
+def _each(registers, function, layout):
+    results = np.empty_like(registers)
+    for at, register in np.ndenumerate(registers):
+        results[at] = function(register)
+    return _fragmented(results, layout)
 
 
 def _fragmented(registers, layout, signed=None):

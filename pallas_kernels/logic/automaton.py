@@ -15,6 +15,7 @@ device memory, a copy a program.
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,12 +27,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.core import device
 from pallas_kernels.core.gathers import (
     block_layout,
+    columns,
     gather_elements,
     gather_rows,
     lane_and_column,
-    row_sums,
     scatter_elements,
     spread,
+    sums_of_rows,
     vector_layout,
 )
 from pallas_kernels.core.launch import launch
@@ -44,6 +46,8 @@ _CELLS = (4, 2, 1)
 """Of a program at a time: a thread's widest access of shared memory has four numbers."""
 _CELLS_OF_LATENCY = 2
 """In the time that a turn takes however few its cells are, so many more could be computed."""
+_STEPS_AHEAD = 2
+"""For which a program fetches wires and coefficients, so that it need not wait for them."""
 _PART_LANES = 256
 """Of a layer at a time, which are to fit into registers."""
 _RESERVED_BYTES = 2048
@@ -151,17 +155,25 @@ class Plan:
         over perception's kernels, where these begin, a kernel after the other every `channels` rows."""
         sizes = [(layer.turns, layer.lanes) for layer in self.layers]
         sizes += [(self.turns[-2] + self.turns[-1], self.inputs.lanes), (1, self.gradients.summed.lanes)]
-        firsts = itertools.accumulate((turns * lanes for turns, lanes in sizes), initial=0)
-        return tuple(Table(first, *size) for first, size in zip(firsts, sizes, strict=False))
+        tables, first = [], 0
+        for size in sizes:
+            tables.append(Table(first, *size))
+            first += tables[-1].pairs * tables[-1].lanes
+        return tuple(tables)
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """`(turns, lanes)` rows of shared memory, from `first` on in a longer array."""
+    """Rows of shared memory, `turns` for each of some lanes, two in one number: `(pairs, lanes)` numbers from `first`
+    on in a longer array."""
 
     first: int
     turns: int
     lanes: int
+
+    @property
+    def pairs(self) -> int:
+        return -(-self.turns // 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,8 +247,8 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
     """The next state.
 
     Args:
-      coefficients: `(4, plan.gates)`, of every lane of every layer, 0 where there is no gate.
-      wires: `(2, plan.gates)`, the rows that each reads, any where there is none.
+      coefficients: `(plan.gates, 4)` float32, of every lane of every layer, 0 where there is no gate.
+      wires: `(plan.gates,)` int32, the rows that each reads, `a + (b << 16)`; any where there is none.
       state: `(cells channels + whole(channels),)`, cell by cell; the rest is spare.
       fires: `(cells,)` int32, 0 where a cell keeps its state; None if none does.
     """
@@ -247,8 +259,7 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
         circuit = _Circuit(plan, c_ref, w_ref, rows)
 
         def group(cells):
-            cells.see(state_ref, rows)
-            circuit.run(plan.layers)
+            _run(circuit.steps(plan.layers), meanwhile=lambda: cells.see(state_ref, rows))
             cell, place, counts = cells.of_states(last.lanes)
             new = _rows(rows, last.first, last.lanes)
             if fires_ref:
@@ -291,28 +302,30 @@ def tick_backward(
 
     Args:
       coefficients, wires, state, fires: as in `tick`.
-      consumers: the rows to which the consumers of a row write its gradient, `Plan.consumers` says where.
+      consumers: int32, the rows to which the consumers of a row write its gradient, two in one number, the later in
+        the upper half; `Plan.consumers` says where.
       dseen: `(cells seen + whole(seen),)` float32, cell by cell; the rest is spare.
       dkept: as the state, float32.
-      total: `(programs, 4, plan.gates)` float32, to which the gradients of the coefficients are added.
+      total: `(programs, plan.gates, 4)` float32, to which the gradients of the coefficients are added.
     """
     several = _turns(plan, config) > 1
 
     def body(c_ref, w_ref, k_ref, state_ref, *refs, program):
         *fires_ref, dseen_ref, dkept_ref, total_in, dseen_out, dkept_out, total_out, rows, sums = refs
         circuit = _Circuit(plan, c_ref, w_ref, rows)
+        total_in, total_out = total_in.at[program], total_out.at[program]
         # Of several groups of cells only the first would find in the one what the tick before has left.
-        totals = _Totals(program, total_out if several else total_in, total_out)
+        backward = _Backward(circuit, k_ref, sums, (total_out if several else total_in, total_out))
         if several:
-            totals.copy(total_in, plan.gates)
+            for part, _ in _parts(Layer(0, plan.gates, plan.gates, 0)):
+                total_out[part.rows] = load(total_in.at[part.rows], block_layout(part.lanes, 4))
         sums[pl.ds(plan.gradients.zeros, LANES)] = jnp.zeros((LANES, config.cells), jnp.float32)
 
         def group(cells):
-            cells.see(state_ref, rows)
-            circuit.run(plan.layers[:-1])
-            dy = _of_next_state(cells, dseen_ref, dkept_ref, fires_ref, dkept_out)
-            circuit.run_backward(dy, k_ref, sums, totals)
-            cells.scatter_seen(_of_inputs(plan, k_ref, sums), dseen_out)
+            dlast = _of_next_state(cells, dseen_ref, dkept_ref, fires_ref, dkept_out)
+            steps = [*circuit.steps(plan.layers[:-1]), *backward.steps(dlast)]
+            _run(steps, meanwhile=lambda: cells.see(state_ref, rows))
+            cells.scatter_seen(backward.of_inputs(), dseen_out)
 
         _for_groups(plan, config, program, group)
 
@@ -352,10 +365,11 @@ def _for_groups(plan, config, program, group):
 
 
 def _parts(layer):
-    """A layer in parts that fit into registers."""
-    for first in range(layer.first, layer.first + layer.lanes, _PART_LANES):
-        lanes = min(_PART_LANES, layer.first + layer.lanes - first)
-        yield Layer(first, lanes, lanes, layer.turns)
+    """A layer in parts that fit into registers, and whether each is the last."""
+    end = layer.first + layer.lanes
+    for first in range(layer.first, end, _PART_LANES):
+        lanes = min(_PART_LANES, end - first)
+        yield Layer(first, lanes, lanes, layer.turns), first + lanes == end
 
 
 def _rows(ref, first, lanes):
@@ -400,7 +414,7 @@ class _Cells:
     def see(self, state_ref, rows):
         """Writes the rows of the inputs."""
         C = self.plan.channels
-        for part in _parts(self.plan.inputs):
+        for part, _ in _parts(self.plan.inputs):
             lane, column = lane_and_column(part.lanes, self.count)
             lane = lane + part.first
             place = lax.div(lane, C)
@@ -427,27 +441,8 @@ def _wrapped(i, n):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Totals:
-    """The gradients of the coefficients, of which a program has its own."""
-
-    program: Any
-    source: Any
-    target: Any
-
-    def add(self, i, lanes, values):
-        before = load(self.source.at[self.program, i, lanes], vector_layout(*values.shape), optimized=False)
-        self.target[self.program, i, lanes] = before + values
-
-    def copy(self, source, gates):
-        for part in _parts(Layer(0, gates, gates, 0)):
-            for i in range(4):
-                before = source.at[self.program, i, part.rows]
-                self.target[self.program, i, part.rows] = load(before, vector_layout(part.lanes), optimized=False)
-
-
-@dataclasses.dataclass(frozen=True)
 class _Circuit:
-    """The gates of all layers, whose rows are in shared memory."""
+    """The gates of all layers, whose rows are in shared memory, and what a program reads of them in device memory."""
 
     plan: Plan
     coefficients: Any
@@ -459,67 +454,117 @@ class _Circuit:
         return pl.ds(part.first - self.plan.inputs.lanes, part.lanes)
 
     def fetch(self, part):
-        """(a, b), the rows that the gates read, and their coefficients."""
-        gates, layout = self.gates(part), vector_layout(part.lanes)
-        a, b = (load(self.wires.at[i, gates], layout, optimized=False) for i in range(2))
-        return a, b, [load(self.coefficients.at[i, gates], layout, optimized=False) for i in range(4)]
+        """What a gate reads of device memory: its two rows in one number, and its coefficients."""
+        wires = load(self.wires.at[self.gates(part)], vector_layout(part.lanes), optimized=False)
+        return wires, load(self.coefficients.at[self.gates(part)], block_layout(part.lanes, 4))
 
-    def run(self, layers):
+    def inputs(self, wires):
+        """The blocks that gates read."""
+        return [gather_rows(self.rows, rows) for rows in _halves(wires)]
+
+    def steps(self, layers):
         """Computes the rows of these layers."""
-        parts = [(part, k == 0) for layer in layers for k, part in enumerate(_parts(layer))]
-        width, fetched = self.rows.shape[1], None
-        for i, (part, _) in enumerate(parts):
-            a, b, c = fetched or self.fetch(part)
-            # The next gates come from device memory while these wait for shared memory.
-            fetched = self.fetch(parts[i + 1][0]) if i + 1 < len(parts) else None
-            c0, c1, c2, c3 = (spread(c_, width) for c_ in c)
-            a, b = gather_rows(self.rows, a), gather_rows(self.rows, b)
-            self.rows[part.rows] = c0 + c1 * a + (c2 + c3 * a) * b
-            if i + 1 == len(parts) or parts[i + 1][1]:
-                plgpu.commit_smem()
+        for layer in layers:
+            for part, is_last in _parts(layer):
+                yield _Step(functools.partial(self.fetch, part), functools.partial(self.compute, part), is_last)
 
-    def run_backward(self, dlast, consumers, sums, totals):
-        """Leaves the gradients of what each gate reads in `sums`, from that of the last layer's rows."""
-        plan, width = self.plan, self.rows.shape[1]
-        for i, layer in reversed(list(enumerate(plan.layers))):
-            for part in _parts(layer):
-                a, b, (_, c1, c2, c3) = self.fetch(part)
-                if i + 1 == len(plan.layers):
-                    dy = dlast
-                else:
-                    dy = _sum_of_consumers(consumers, plan.consumers[i], part.first - layer.first, part.lanes, sums)
-                a, b = gather_rows(self.rows, a), gather_rows(self.rows, b)
-                c1, c2, c3 = (spread(c, width) for c in (c1, c2, c3))
-                of_a = plan.gradients.firsts[i] + part.first - layer.first
-                sums[pl.ds(of_a, part.lanes)] = dy * (c1 + c3 * b)
-                sums[pl.ds(of_a + layer.lanes, part.lanes)] = dy * (c2 + c3 * a)
-                da = dy * a
-                for k, terms in enumerate((dy, da, dy * b, da * b)):
-                    totals.add(k, self.gates(part), row_sums(terms))
+    def compute(self, part, fetched):
+        wires, coefficients = fetched
+        a, b = self.inputs(wires)
+        c0, c1, c2, c3 = (spread(c, self.rows.shape[1]) for c in columns(coefficients))
+        self.rows[part.rows] = c0 + c1 * a + (c2 + c3 * a) * b
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """The gradients of what gates read, in shared memory, and those of coefficients, of which a program has its own.
+
+    Attributes:
+      totals: those of the coefficients so far, and where they go.
+    """
+
+    circuit: _Circuit
+    consumers: Any
+    sums: Any
+    totals: tuple[Any, Any]
+
+    def steps(self, dlast):
+        """Goes back through the layers, from the gradient of the last one's rows."""
+        for i, layer in reversed(list(enumerate(self.circuit.plan.layers))):
+            for part, is_last in _parts(layer):
+                fetch, compute = (functools.partial(f, i, part) for f in (self.fetch, self.compute))
+                yield _Step(fetch, functools.partial(compute, dlast), is_last)
+
+    def fetch(self, i, part):
+        plan = self.circuit.plan
+        first = part.first - plan.layers[i].first
+        before = load(self.totals[0].at[self.circuit.gates(part)], block_layout(part.lanes, 4))
+        return self.circuit.fetch(part), before, self.fetch_consumers(plan.consumers[i], first, part.lanes)
+
+    def fetch_consumers(self, table, first, lanes):
+        """Of `lanes` rows of a table from `first` on, where their consumers leave gradients, two in one number."""
+        places = [pl.ds(table.first + pair * table.lanes + first, lanes) for pair in range(table.pairs)]
+        return [load(self.consumers.at[place], vector_layout(lanes), optimized=False) for place in places]
+
+    def sum_of_consumers(self, table, fetched):
+        rows = [row for pair in fetched for row in _halves(pair)][: table.turns]
+        return _sum(gather_rows(self.sums, row) for row in rows)
+
+    def compute(self, i, part, dlast, fetched):
+        plan, width = self.circuit.plan, self.sums.shape[1]
+        (wires, coefficients), before, consumers = fetched
+        dy = self.sum_of_consumers(plan.consumers[i], consumers) if consumers else dlast
+        a, b = self.circuit.inputs(wires)
+        _, c1, c2, c3 = (spread(c, width) for c in columns(coefficients))
+        of_a = plan.gradients.firsts[i] + part.first - plan.layers[i].first
+        self.sums[pl.ds(of_a, part.lanes)] = dy * (c1 + c3 * b)
+        self.sums[pl.ds(of_a + plan.layers[i].lanes, part.lanes)] = dy * (c2 + c3 * a)
+        da = dy * a
+        self.totals[1][self.circuit.gates(part)] = before + sums_of_rows(dy, da, dy * b, da * b)
+
+    def of_inputs(self):
+        """The gradients of the inputs, part by part: summed over perception's kernels, then over its gates."""
+        plan = self.circuit.plan
+        *_, inputs, kernels = plan.consumers
+        for part, _ in _parts(plan.gradients.summed):
+            at = pl.ds(kernels.first + part.first - plan.gradients.summed.first, part.lanes)
+            first = load(self.consumers.at[at], vector_layout(part.lanes), optimized=False)
+            self.sums[part.rows] = _sum(gather_rows(self.sums, first + k * plan.channels) for k in range(plan.kernels))
+        plgpu.commit_smem()
+        for part, _ in _parts(plan.inputs):
+            yield part, self.sum_of_consumers(inputs, self.fetch_consumers(inputs, part.first, part.lanes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What is computed for some lanes of a layer, and what it reads of device memory, where that takes long."""
+
+    fetch: Callable[[], Any]
+    compute: Callable[[Any], None]
+    is_last: bool
+    """Of its layer, whose rows the next one reads."""
+
+
+def _run(steps, meanwhile):
+    """Computes the steps in turn, and fetches for those to come; the first of them during `meanwhile`."""
+    steps = list(steps)
+    fetched = [step.fetch() for step in steps[:_STEPS_AHEAD]]
+    meanwhile()
+    for i, step in enumerate(steps):
+        if i + _STEPS_AHEAD < len(steps):
+            fetched.append(steps[i + _STEPS_AHEAD].fetch())
+        step.compute(fetched[i])
+        if step.is_last:
             plgpu.commit_smem()
 
 
-def _sum_of_consumers(consumers, table, first, lanes, sums):
-    """The gradients of `lanes` rows of a table, from `first` on."""
-    total = None
-    for turn in range(table.turns):
-        places = pl.ds(table.first + turn * table.lanes + first, lanes)
-        terms = gather_rows(sums, load(consumers.at[places], vector_layout(lanes), optimized=False))
-        total = terms if total is None else total + terms
-    return total
+def _halves(packed):
+    """The two numbers that `jaxbp` packs into one."""
+    return packed & 0xFFFF, lax.shift_right_logical(packed, 16)
 
 
-def _of_inputs(plan, consumers, sums):
-    """The gradients of the inputs, part by part: first over the kernels of perception, then over its gates."""
-    *_, inputs, kernels = plan.consumers
-    for part in _parts(plan.gradients.summed):
-        at = part.first - plan.gradients.summed.first
-        first = load(consumers.at[pl.ds(kernels.first + at, part.lanes)], vector_layout(part.lanes), optimized=False)
-        terms = [gather_rows(sums, first + k * plan.channels) for k in range(plan.kernels)]
-        sums[part.rows] = functools.reduce(lambda total, term: total + term, terms)
-    plgpu.commit_smem()
-    for part in _parts(plan.inputs):
-        yield part, _sum_of_consumers(consumers, inputs, part.first, part.lanes, sums)
+def _sum(terms):
+    return functools.reduce(lambda total, term: total + term, terms)
 
 
 def _of_next_state(cells, dseen_ref, dkept_ref, fires_ref, dkept_out):
