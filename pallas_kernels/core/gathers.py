@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, memref, vector
+from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, vector
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -163,6 +163,25 @@ def sums_of_rows(*blocks: Array) -> Array:
         return _fragmented(registers, block_layout(lanes, count))
 
     return sums(*blocks)
+
+
+def meet(barrier: Any) -> None:
+    """Waits until all warpgroups of a program have come here, and sees what they have written to shared memory.
+
+    Args:
+      barrier: of as many arrivals as there are warpgroups; for the simulator, which has no instruction for this.
+    """
+    if simulating() is not None:
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+        return
+
+    @plgpu.inline_mgpu(arg_types=())
+    def synchronize(_):
+        gpu.barrier()
+
+    synchronize()
 
 
 def _block(lanes, width, dtype):

@@ -31,6 +31,7 @@ from pallas_kernels.core.gathers import (
     gather_elements,
     gather_rows,
     lane_and_column,
+    meet,
     scatter_elements,
     spread,
     sums_of_rows,
@@ -46,10 +47,12 @@ _CELLS = (4, 2, 1)
 """Of a program at a time: a thread's widest access of shared memory has four numbers."""
 _CELLS_OF_LATENCY = 2
 """In the time that a turn takes however few its cells are, so many more could be computed."""
-_STEPS_AHEAD = 2
+_STEPS_AHEAD = 4
 """For which a program fetches wires and coefficients, so that it need not wait for them."""
 _PART_LANES = 256
 """Of a layer at a time, which are to fit into registers."""
+WARPGROUPS = 2
+"""Of a program at most. They share its rows, and each takes a part of every layer."""
 _RESERVED_BYTES = 2048
 """Of shared memory, for what Mosaic itself needs."""
 _MOST_TURNS = 32
@@ -194,12 +197,12 @@ class GradientRows:
 
     @property
     def count(self) -> int:
-        return self.zeros + LANES
+        return self.zeros + WARPGROUPS * LANES
 
 
 def whole(count: int) -> int:
-    """Lanes of whole warpgroups for so many."""
-    return -(-count // LANES) * LANES
+    """Lanes for so many, the same for every warpgroup of a program."""
+    return -(-count // (WARPGROUPS * LANES)) * WARPGROUPS * LANES
 
 
 # -------------------------------------------------------------------------------------------------------- the kernels
@@ -207,10 +210,11 @@ def whole(count: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Cells that a program takes at a time, and programs."""
+    """Cells that a program takes at a time, programs, and warpgroups of each, at most `WARPGROUPS`."""
 
     cells: int
     programs: int
+    warpgroups: int = WARPGROUPS
 
 
 def _supports(*arrays: Array, plan: Plan) -> str | None:
@@ -254,27 +258,31 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
     """
     last = plan.layers[-1]
 
-    def body(c_ref, w_ref, state_ref, *refs, program):
-        *fires_ref, new_ref, rows = refs
-        circuit = _Circuit(plan, c_ref, w_ref, rows)
+    def body(c_ref, w_ref, state_ref, *refs, program, warpgroup):
+        *fires_ref, new_ref, rows, met = refs
+        team = _Team(config.warpgroups, warpgroup, met)
+        circuit = _Circuit(plan, team, c_ref, w_ref, rows)
 
         def group(cells):
-            _run(circuit.steps(plan.layers), meanwhile=lambda: cells.see(state_ref, rows))
-            cell, place, counts = cells.of_states(last.lanes)
-            new = _rows(rows, last.first, last.lanes)
-            if fires_ref:
-                old = _rows(rows, CENTRE * plan.channels, last.lanes)
-                new = jnp.where(_at(fires_ref[0], cell, counts) != 0, new, old)
-            scatter_elements(new_ref, place, new.astype(new_ref.dtype))
+            team.run(circuit.steps(plan.layers), meanwhile=lambda: cells.see(state_ref, rows))
+            for part, _ in team.parts(last):
+                channel = part.first - last.first
+                cell, place, counts = cells.of_states(channel, part.lanes)
+                new = _rows(rows, part.first, part.lanes)
+                if fires_ref:
+                    old = _rows(rows, CENTRE * plan.channels + channel, part.lanes)
+                    new = jnp.where(_at(fires_ref[0], cell, counts) != 0, new, old)
+                scatter_elements(new_ref, place, new.astype(new_ref.dtype))
 
-        _for_groups(plan, config, program, group)
+        _for_groups(plan, config, program, team, group)
 
     return launch(
         body,
         *_present(coefficients, wires, state, fires),
         out=jax.ShapeDtypeStruct(state.shape, state.dtype),
         grid={"program": config.programs},
-        scratch=[plgpu.SMEM((plan.rows, config.cells), jnp.float32)],
+        warpgroups=config.warpgroups,
+        scratch=[plgpu.SMEM((plan.rows, config.cells), jnp.float32), plgpu.Barrier(num_arrivals=config.warpgroups)],
         name="automaton_tick",
         barriers=False,
         sums_across_warps=False,
@@ -310,31 +318,41 @@ def tick_backward(
     """
     several = _turns(plan, config) > 1
 
-    def body(c_ref, w_ref, k_ref, state_ref, *refs, program):
-        *fires_ref, dseen_ref, dkept_ref, total_in, dseen_out, dkept_out, total_out, rows, sums = refs
-        circuit = _Circuit(plan, c_ref, w_ref, rows)
+    def body(c_ref, w_ref, k_ref, state_ref, *refs, program, warpgroup):
+        *fires_ref, dseen_ref, dkept_ref, total_in, dseen_out, dkept_out, total_out, rows, sums, met = refs
+        team = _Team(config.warpgroups, warpgroup, met)
+        circuit = _Circuit(plan, team, c_ref, w_ref, rows)
         total_in, total_out = total_in.at[program], total_out.at[program]
         # Of several groups of cells only the first would find in the one what the tick before has left.
         backward = _Backward(circuit, k_ref, sums, (total_out if several else total_in, total_out))
         if several:
-            for part, _ in _parts(Layer(0, plan.gates, plan.gates, 0)):
-                total_out[part.rows] = load(total_in.at[part.rows], block_layout(part.lanes, 4))
-        sums[pl.ds(plan.gradients.zeros, LANES)] = jnp.zeros((LANES, config.cells), jnp.float32)
+            for gates in (circuit.gates(part) for layer in plan.layers for part, _ in team.parts(layer)):
+                total_out[gates] = load(total_in.at[gates], block_layout(gates.size, 4))
+        sums[pl.ds(plan.gradients.zeros + warpgroup * LANES, LANES)] = jnp.zeros((LANES, config.cells), jnp.float32)
+        gradient_of_state = functools.partial(_of_next_state, dseen_ref, dkept_ref, fires_ref, dkept_out)
 
         def group(cells):
-            dlast = _of_next_state(cells, dseen_ref, dkept_ref, fires_ref, dkept_out)
+            dlast = [
+                gradient_of_state(cells, part.first - plan.layers[-1].first, part.lanes)
+                for part, _ in team.parts(plan.layers[-1])
+            ]
             steps = [*circuit.steps(plan.layers[:-1]), *backward.steps(dlast)]
-            _run(steps, meanwhile=lambda: cells.see(state_ref, rows))
+            team.run(steps, meanwhile=lambda: cells.see(state_ref, rows))
             cells.scatter_seen(backward.of_inputs(), dseen_out)
 
-        _for_groups(plan, config, program, group)
+        _for_groups(plan, config, program, team, group)
 
     return launch(
         body,
         *_present(coefficients, wires, consumers, state, fires, dseen, dkept, total),
         out=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (dseen, dkept, total)),
         grid={"program": config.programs},
-        scratch=[plgpu.SMEM((n, config.cells), jnp.float32) for n in (plan.rows, plan.gradients.count)],
+        warpgroups=config.warpgroups,
+        scratch=[
+            plgpu.SMEM((plan.rows, config.cells), jnp.float32),
+            plgpu.SMEM((plan.gradients.count, config.cells), jnp.float32),
+            plgpu.Barrier(num_arrivals=config.warpgroups),
+        ],
         name="automaton_tick_backward",
         barriers=False,
         sums_across_warps=False,
@@ -349,13 +367,13 @@ def _turns(plan, config):
     return -(-plan.cells // (config.cells * config.programs))
 
 
-def _for_groups(plan, config, program, group):
+def _for_groups(plan, config, program, team, group):
     """`group` for all cells of a program."""
     turns = _turns(plan, config)
 
     def turn(t, carry):
-        group(_Cells(plan, config.cells, (program + t * config.programs) * config.cells))
-        plgpu.commit_smem()  # The next group writes what this one reads.
+        group(_Cells(plan, team, config.cells, (program + t * config.programs) * config.cells))
+        team.meet()  # The next group writes what this one reads.
         return carry
 
     if turns == 1:
@@ -364,12 +382,47 @@ def _for_groups(plan, config, program, group):
         lax.fori_loop(0, turns, turn, None)
 
 
-def _parts(layer):
-    """A layer in parts that fit into registers, and whether each is the last."""
-    end = layer.first + layer.lanes
-    for first in range(layer.first, end, _PART_LANES):
-        lanes = min(_PART_LANES, end - first)
-        yield Layer(first, lanes, lanes, layer.turns), first + lanes == end
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What is computed for some lanes of a layer, and what it reads of device memory, where that takes long."""
+
+    fetch: Callable[[], Any]
+    compute: Callable[[Any], None]
+    is_last: bool
+    """Of its layer, whose rows the next one reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Team:
+    """The warpgroups of a program, seen by one of them."""
+
+    count: int
+    warpgroup: Any
+    met: Any
+
+    def parts(self, layer):
+        """This warpgroup's lanes of a layer, in parts that fit into registers; and whether each is the last."""
+        end = layer.first + layer.lanes
+        for first in range(layer.first, end, self.count * _PART_LANES):
+            lanes = min(_PART_LANES, (end - first) // self.count)
+            part = Layer(first + self.warpgroup * lanes, lanes, lanes, layer.turns)
+            yield part, first + self.count * lanes == end
+
+    def meet(self):
+        """Waits until all have written their rows."""
+        meet(self.met)
+
+    def run(self, steps, meanwhile):
+        """Computes the steps in turn, and fetches for those to come; for the first of them before `meanwhile`."""
+        steps = list(steps)
+        fetched = [step.fetch() for step in steps[:_STEPS_AHEAD]]
+        meanwhile()
+        for i, step in enumerate(steps):
+            if i + _STEPS_AHEAD < len(steps):
+                fetched.append(steps[i + _STEPS_AHEAD].fetch())
+            step.compute(fetched[i])
+            if step.is_last:
+                self.meet()
 
 
 def _rows(ref, first, lanes):
@@ -388,14 +441,15 @@ class _Cells:
     """`count` cells of a grid from `first` on, a column each; those beyond the grid are not there."""
 
     plan: Plan
+    team: _Team
     count: int
     first: Any
 
-    def of_states(self, lanes):
-        """A lane a channel: of each element its cell, its place in a state, and whether it is one."""
+    def of_states(self, channel, lanes):
+        """A lane a channel, from `channel` on: of each element its cell, place in a state, and whether it is one."""
         C = self.plan.channels
         lane, column = lane_and_column(lanes, self.count)
-        cell = column + self.first
+        lane, cell = lane + channel, column + self.first
         counts = (lane < C) & (cell < self.plan.cells)
         return cell, jnp.where(counts, cell * C + lane, lane + self.plan.cells * C), counts
 
@@ -414,7 +468,7 @@ class _Cells:
     def see(self, state_ref, rows):
         """Writes the rows of the inputs."""
         C = self.plan.channels
-        for part, _ in _parts(self.plan.inputs):
+        for part, _ in self.team.parts(self.plan.inputs):
             lane, column = lane_and_column(part.lanes, self.count)
             lane = lane + part.first
             place = lax.div(lane, C)
@@ -423,7 +477,7 @@ class _Cells:
             inside &= lane < self.plan.seen
             seen = _at(state_ref, cell * C + lax.rem(lane, C), inside)
             rows[part.rows] = seen.astype(jnp.float32)
-        plgpu.commit_smem()
+        self.team.meet()
 
     def scatter_seen(self, blocks, dseen_out):
         """Writes the gradients of the inputs."""
@@ -445,6 +499,7 @@ class _Circuit:
     """The gates of all layers, whose rows are in shared memory, and what a program reads of them in device memory."""
 
     plan: Plan
+    team: _Team
     coefficients: Any
     wires: Any
     rows: Any
@@ -465,7 +520,7 @@ class _Circuit:
     def steps(self, layers):
         """Computes the rows of these layers."""
         for layer in layers:
-            for part, is_last in _parts(layer):
+            for part, is_last in self.team.parts(layer):
                 yield _Step(functools.partial(self.fetch, part), functools.partial(self.compute, part), is_last)
 
     def compute(self, part, fetched):
@@ -489,11 +544,11 @@ class _Backward:
     totals: tuple[Any, Any]
 
     def steps(self, dlast):
-        """Goes back through the layers, from the gradient of the last one's rows."""
+        """Goes back through the layers, from the gradients of the last one's rows, part by part."""
         for i, layer in reversed(list(enumerate(self.circuit.plan.layers))):
-            for part, is_last in _parts(layer):
+            for k, (part, is_last) in enumerate(self.circuit.team.parts(layer)):
                 fetch, compute = (functools.partial(f, i, part) for f in (self.fetch, self.compute))
-                yield _Step(fetch, functools.partial(compute, dlast), is_last)
+                yield _Step(fetch, functools.partial(compute, None if layer.turns else dlast[k]), is_last)
 
     def fetch(self, i, part):
         plan = self.circuit.plan
@@ -513,7 +568,7 @@ class _Backward:
     def compute(self, i, part, dlast, fetched):
         plan, width = self.circuit.plan, self.sums.shape[1]
         (wires, coefficients), before, consumers = fetched
-        dy = self.sum_of_consumers(plan.consumers[i], consumers) if consumers else dlast
+        dy = self.sum_of_consumers(plan.consumers[i], consumers) if dlast is None else dlast
         a, b = self.circuit.inputs(wires)
         _, c1, c2, c3 = (spread(c, width) for c in columns(coefficients))
         of_a = plan.gradients.firsts[i] + part.first - plan.layers[i].first
@@ -526,36 +581,13 @@ class _Backward:
         """The gradients of the inputs, part by part: summed over perception's kernels, then over its gates."""
         plan = self.circuit.plan
         *_, inputs, kernels = plan.consumers
-        for part, _ in _parts(plan.gradients.summed):
+        for part, _ in self.circuit.team.parts(plan.gradients.summed):
             at = pl.ds(kernels.first + part.first - plan.gradients.summed.first, part.lanes)
             first = load(self.consumers.at[at], vector_layout(part.lanes), optimized=False)
             self.sums[part.rows] = _sum(gather_rows(self.sums, first + k * plan.channels) for k in range(plan.kernels))
-        plgpu.commit_smem()
-        for part, _ in _parts(plan.inputs):
+        self.circuit.team.meet()
+        for part, _ in self.circuit.team.parts(plan.inputs):
             yield part, self.sum_of_consumers(inputs, self.fetch_consumers(inputs, part.first, part.lanes))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """What is computed for some lanes of a layer, and what it reads of device memory, where that takes long."""
-
-    fetch: Callable[[], Any]
-    compute: Callable[[Any], None]
-    is_last: bool
-    """Of its layer, whose rows the next one reads."""
-
-
-def _run(steps, meanwhile):
-    """Computes the steps in turn, and fetches for those to come; the first of them during `meanwhile`."""
-    steps = list(steps)
-    fetched = [step.fetch() for step in steps[:_STEPS_AHEAD]]
-    meanwhile()
-    for i, step in enumerate(steps):
-        if i + _STEPS_AHEAD < len(steps):
-            fetched.append(steps[i + _STEPS_AHEAD].fetch())
-        step.compute(fetched[i])
-        if step.is_last:
-            plgpu.commit_smem()
 
 
 def _halves(packed):
@@ -567,16 +599,16 @@ def _sum(terms):
     return functools.reduce(lambda total, term: total + term, terms)
 
 
-def _of_next_state(cells, dseen_ref, dkept_ref, fires_ref, dkept_out):
-    """The gradient of the last layer's rows. Writes that of what cells keep."""
+def _of_next_state(dseen_ref, dkept_ref, fires_ref, dkept_out, cells, channel, lanes):
+    """The gradient of the last layer's rows, from a channel on. Writes that of what cells keep."""
     plan = cells.plan
-    cell, place, counts = cells.of_states(plan.layers[-1].lanes)
-    lane, _ = lane_and_column(plan.layers[-1].lanes, cells.count)
+    cell, place, counts = cells.of_states(channel, lanes)
+    lane, _ = lane_and_column(lanes, cells.count)
     dy = _at(dkept_ref, place, counts)
     for p in range(NEIGHBOURS):
         # Seen at place p by the cell on the other side.
         seeing, inside = cells.neighbour(cell, 1 - p // 3, 1 - p % 3)
-        dy = dy + _at(dseen_ref, seeing * plan.seen + lane + p * plan.channels, inside & counts)
+        dy = dy + _at(dseen_ref, seeing * plan.seen + p * plan.channels + channel + lane, inside & counts)
     if not fires_ref:
         scatter_elements(dkept_out, place, zeros_like(dy))
         return dy
