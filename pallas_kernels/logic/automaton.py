@@ -47,14 +47,6 @@ _CELLS = (4, 2, 1)
 """Of a program at a time: a thread's widest access of shared memory has four numbers."""
 _CELLS_OF_LATENCY = 2
 """In the time that a turn takes however few its cells are, so many more could be computed."""
-_STEPS_AHEAD = 4
-"""For which a program fetches wires and coefficients, so that it need not wait for them."""
-_PART_LANES = 256
-"""Of a layer at a time, which are to fit into registers."""
-WARPGROUPS = 2
-"""Of a program at most. They share its rows, and each takes a part of every layer."""
-_RESERVED_BYTES = 2048
-"""Of shared memory, for what Mosaic itself needs."""
 _MOST_TURNS = 32
 """Consumers of a row up to which its gradient is an unrolled sum."""
 
@@ -210,10 +202,20 @@ def whole(count: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Cells that a program takes at a time, programs, and warpgroups of each, at most `WARPGROUPS`."""
+    """How a tick is shared out.
+
+    Attributes:
+      cells: of a program at a time.
+      programs: how many.
+      lanes: of a layer at a time, of one warpgroup: they are to fit into registers.
+      ahead: steps of so many lanes, for which a program fetches wires and coefficients to come.
+      warpgroups: of a program, at most `WARPGROUPS`.
+    """
 
     cells: int
     programs: int
+    lanes: int
+    ahead: int
     warpgroups: int = WARPGROUPS
 
 
@@ -235,7 +237,9 @@ def _heuristic(*arrays: Array, plan: Plan) -> Config | None:
 
     fitting = [cells for cells in _CELLS if _shared_bytes(plan, cells) <= _shared_limit()]
     cells = min(fitting, key=lambda cells: turns(cells) * (cells + _CELLS_OF_LATENCY))
-    return Config(cells=cells, programs=-(-plan.cells // (cells * turns(cells))))
+    programs = -(-plan.cells // (cells * turns(cells)))
+    # Measured. A program with one group waits for its first wires, one with several for the L2 cache's bandwidth.
+    return Config(cells, programs, lanes=128, ahead=4) if turns(cells) == 1 else Config(cells, programs, 256, ahead=2)
 
 
 def _shared_limit() -> int:
@@ -260,7 +264,7 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
 
     def body(c_ref, w_ref, state_ref, *refs, program, warpgroup):
         *fires_ref, new_ref, rows, met = refs
-        team = _Team(config.warpgroups, warpgroup, met)
+        team = _Team(config, warpgroup, met)
         circuit = _Circuit(plan, team, c_ref, w_ref, rows)
 
         def group(cells):
@@ -320,7 +324,7 @@ def tick_backward(
 
     def body(c_ref, w_ref, k_ref, state_ref, *refs, program, warpgroup):
         *fires_ref, dseen_ref, dkept_ref, total_in, dseen_out, dkept_out, total_out, rows, sums, met = refs
-        team = _Team(config.warpgroups, warpgroup, met)
+        team = _Team(config, warpgroup, met)
         circuit = _Circuit(plan, team, c_ref, w_ref, rows)
         total_in, total_out = total_in.at[program], total_out.at[program]
         # Of several groups of cells only the first would find in the one what the tick before has left.
@@ -396,17 +400,17 @@ class _Step:
 class _Team:
     """The warpgroups of a program, seen by one of them."""
 
-    count: int
+    config: Config
     warpgroup: Any
     met: Any
 
     def parts(self, layer):
         """This warpgroup's lanes of a layer, in parts that fit into registers; and whether each is the last."""
-        end = layer.first + layer.lanes
-        for first in range(layer.first, end, self.count * _PART_LANES):
-            lanes = min(_PART_LANES, (end - first) // self.count)
+        end, warpgroups = layer.first + layer.lanes, self.config.warpgroups
+        for first in range(layer.first, end, warpgroups * self.config.lanes):
+            lanes = min(self.config.lanes, (end - first) // warpgroups)
             part = Layer(first + self.warpgroup * lanes, lanes, lanes, layer.turns)
-            yield part, first + self.count * lanes == end
+            yield part, first + warpgroups * lanes == end
 
     def meet(self):
         """Waits until all have written their rows."""
@@ -415,11 +419,11 @@ class _Team:
     def run(self, steps, meanwhile):
         """Computes the steps in turn, and fetches for those to come; for the first of them before `meanwhile`."""
         steps = list(steps)
-        fetched = [step.fetch() for step in steps[:_STEPS_AHEAD]]
+        fetched = [step.fetch() for step in steps[: self.config.ahead]]
         meanwhile()
         for i, step in enumerate(steps):
-            if i + _STEPS_AHEAD < len(steps):
-                fetched.append(steps[i + _STEPS_AHEAD].fetch())
+            if i + self.config.ahead < len(steps):
+                fetched.append(steps[i + self.config.ahead].fetch())
             step.compute(fetched[i])
             if step.is_last:
                 self.meet()
