@@ -47,6 +47,10 @@ _CELLS = (4, 2, 1)
 """Of a program at a time: a thread's widest access of shared memory has four numbers."""
 _CELLS_OF_LATENCY = 2
 """In the time that a turn takes however few its cells are, so many more could be computed."""
+WARPGROUPS = 2
+"""Of a program at most. They share its rows, and each takes a part of every layer."""
+_RESERVED_BYTES = 2048
+"""Of shared memory, for what Mosaic itself needs."""
 _MOST_TURNS = 32
 """Consumers of a row up to which its gradient is an unrolled sum."""
 
