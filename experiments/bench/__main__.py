@@ -57,8 +57,8 @@ class BenchConfig:
     """What to time."""
 
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
-    """`lenet`, `logic` (6 x 8000 gates), `logic-large` (6 x 64000), names of ops, or `all`. A forward's name stands for
-    its backwards as well."""
+    """`lenet`, `logic` (6 x 8000 gates), `logic-large` (6 x 64000), `automaton` (20 ticks), names of ops, or `all`. A
+    forward's name stands for its backwards as well."""
     batch: tuple[int, ...] = ()
     """Batch sizes. By default 16384 for ops, or what their catalogue entry says, 128, 1024, 8192, 65536 for LeNet and
     128, 1024 for logic networks; without a GPU 256 for ops, else 128."""
@@ -72,8 +72,8 @@ class BenchConfig:
     """Time ops alone, on arrays whose batch is the last axis. Kernels pass such arrays to each other in a network, so
     the compiler can drop the transposes that arrays with the batch first need."""
     peers: bool = False
-    """Time other libraries too, where they are installed: PyTorch; for norms Liger-Kernel, QuACK and tokamax; and for
-    logic networks torchlogix."""
+    """Time other libraries too, where they are installed: PyTorch; for norms Liger-Kernel, QuACK and tokamax; for logic
+    networks torchlogix; and for the automaton the article's formulation in JAX."""
     peer_variants: VariantChoice = "best"
     """best: the fastest variant of each library (compiled, or in a CUDA graph); all: eager ones too, and for products
     of float32 both precisions."""

@@ -1,4 +1,4 @@
-"""What the bench times: ops of the catalogue, and training steps of LeNet and of logic networks."""
+"""What the bench times: ops of the catalogue, and training steps of LeNet, of logic networks and of an automaton."""
 
 import dataclasses
 import functools
@@ -54,6 +54,7 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Work]:
     """The work that the cases name, in the catalogue's order; with `batch_last`, its ops alone."""
     works = [lenet_work(), *(op_work(entry, place) for entry in CATALOGUE for place in entry.real)]
     works += [logic_work("logic", 8000, (128,)), logic_work("logic-large", 64000, ())]
+    works += [automaton_work(size) for size in AUTOMATON_BATCHES]
     names = dict.fromkeys(work.op for work in works)
     if unknown := [case for case in cases if case not in names and case != "all"]:
         raise UserError(f"unknown case {', '.join(unknown)}: wanted all or some of {', '.join(names)}")
@@ -222,6 +223,48 @@ def logic_network(
         implementation=implementation,
         dtype=jnp.dtype(dtype),
         rngs=nnx.Rngs(0),
+    )
+
+
+AUTOMATON_BATCHES = {8: ((), (1,)), 16: ((2,), ()), 32: ((4,), ())}
+"""Side of a grid -> batch sizes on a GPU and elsewhere."""
+
+
+def automaton_work(size: int) -> Work:
+    """Loss and gradients of 20 ticks of the published checkerboard automaton; each call is a step of training.
+
+    Instead of an implementation's name, `function` also takes `(logits, automaton, state, steps) -> state`.
+    """
+    widths = [256] * 10 + [128, 64, 32, 16, 8, 8]
+    with jax.ensure_compile_time_eval():
+        automaton = jaxbp.Automaton.create(8, 16, [8, 4, 2], widths, periodic=False, seed=0)
+
+    def function(implementation, dtype):
+        rollout = implementation
+        if not callable(implementation):
+            rollout = functools.partial(jaxbp.automaton_rollout, implementation=implementation)
+
+        def loss(logits, state, targets):
+            last = rollout(logits, automaton, state, 20)[..., 0]
+            return jnp.sum(jnp.square(last.astype(jnp.promote_types(last.dtype, jnp.float32)) - targets))
+
+        return jax.value_and_grad(loss)
+
+    def draw(seed, batch, dtype):
+        keys = jax.random.split(jax.random.key(seed), 3)
+        shapes = [(automaton.kernels, w.gates, 16) for w in automaton.perception]
+        perception = [jax.random.normal(jax.random.fold_in(keys[0], i), shape) for i, shape in enumerate(shapes)]
+        shapes = [(w.gates, 16) for w in automaton.update]
+        update = [jax.random.normal(jax.random.fold_in(keys[1], i), shape) for i, shape in enumerate(shapes)]
+        state = jax.random.bernoulli(keys[2], 0.5, (batch, size, size, 8)).astype(dtype)
+        rows, columns = jnp.indices((size, size)) // 2
+        return (perception, update), state, ((rows + columns) % 2).astype(jnp.float32)
+
+    chain = functools.partial(training, optimiser=optax.chain(optax.clip(100.0), optax.adam(0.05, 0.9, 0.99)))
+    place, options = f"{size}x{size}", {"size": size}
+    batches = AUTOMATON_BATCHES[size]
+    return Work(
+        "automaton", place, f"automaton training step {place}", options, batches, function, draw, chain, steps=10
     )
 
 

@@ -12,6 +12,7 @@ PEERS = {
     "QuACK": "experiments.bench.peers.quack",
     "tokamax": "experiments.bench.peers.tokamax",
     "torchlogix": "experiments.bench.peers.torchlogix",
+    "published automaton": "experiments.bench.peers.published_automaton",
 }
 """Name -> module that times another library: its `VERSION`, and `variants(task)`, the ways in which it does a task."""
 
@@ -23,7 +24,7 @@ class Task:
     """What a peer is asked to do.
 
     Attributes:
-      op, options: of the catalogue; "lenet", "logic" and "logic-large" are training steps.
+      op, options: of the catalogue; "lenet", "logic", "logic-large" and "automaton" are training steps.
       sets: arguments of each call, as our function takes them; for training steps one set. Empty if only the names of
         the variants are wanted.
       small: arguments for the results that are compared with float64.

@@ -1,0 +1,77 @@
+"""Logic cellular automata as their article writes them, as the bench's peer: 16 gates a wire pair, native autodiff.
+
+Every gate evaluates all 16 functions, stacks them, and weights them with the softmax of its logits; cells are mapped
+over by `jax.vmap`, ticks by `jax.lax.scan`; nothing is computed twice. Written anew from the article, for the same
+wires, logits and states as ours. Once as JAX compiles it, and once with XLA's deterministic operations, which the
+article's own code turns on: without them, the gradients of wires that read one input add up in any order.
+
+Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from experiments.bench.measure import floats, time_compiled
+from experiments.bench.works import automaton_work
+from jaxbp import Automaton
+from jaxbp.logic.gates import relaxed_gates
+
+VERSION = jax.__version__
+
+
+def variants(task):
+    """Both ways to compile it; none for other work."""
+    if task.op != "automaton":
+        return
+    for name, options in (("", {}), (", deterministic", {"xla_gpu_deterministic_ops": True})):
+        yield f"16 gates{name}", None, functools.partial(_measured, task, options)
+
+
+def _measured(task, options):
+    work = automaton_work(**task.options)
+    function = work.function(_published, task.dtype)
+    program = jax.jit(work.chain(function, task.calls), compiler_options=options)
+    compiled = program.lower(task.sets).compile()
+    timed = time_compiled(compiled, (task.sets,), task.calls, task.seconds)
+    call = jax.jit(function, compiler_options=options).lower(*task.sets[0]).compile()
+    memory = {"temporary_bytes": call.memory_analysis().temp_size_in_bytes}
+    return timed | memory | {"results": floats(jax.jit(function)(*task.small))}
+
+
+def _published(logits, automaton, state, steps):
+    return lax.scan(lambda s, _: (tick(logits, automaton, s), None), state, None, steps)[0]
+
+
+def tick(logits: tuple, automaton: Automaton, state: Array, fires: Array | None = None) -> Array:
+    """The next state of a grid, as `jaxbp.automaton_step`; a cell that does not fire keeps its own."""
+    height, width = state.shape[1:3]
+    edge = [(0, 0), (1, 1), (1, 1), (0, 0)]
+    padded = jnp.pad(state, edge, mode="wrap" if automaton.periodic else "constant")
+    patches = [padded[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
+    of_cells = jax.vmap(jax.vmap(jax.vmap(functools.partial(_cell, logits, automaton))))
+    new = of_cells(jnp.stack(patches, axis=-2))
+    return new if fires is None else jnp.where(fires[..., None], new, state)
+
+
+def _cell(logits, automaton, patch):
+    """`(9, channels) -> (channels,)`."""
+
+    def perceived(of_kernel):
+        x = patch.T
+        for layer, wires in zip(of_kernel, automaton.perception, strict=True):
+            x = _layer(layer, wires, x)
+        return x
+
+    seen = jax.vmap(perceived)(logits[0])  # (kernels, channels, bits)
+    x = jnp.concatenate([patch[4], seen.transpose(1, 2, 0).ravel()])
+    for layer, wires in zip(logits[1], automaton.update, strict=True):
+        x = _layer(layer, wires, x)
+    return x
+
+
+def _layer(logits, wires, x):
+    functions = jnp.stack(relaxed_gates(x[..., wires.a], x[..., wires.b]), axis=-1)
+    return jnp.sum(functions * jax.nn.softmax(logits, axis=-1), axis=-1)

@@ -1,0 +1,196 @@
+"""Automata's ticks: gradients against the article's own formulation in float64, policies, grids, keys, bad input."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, in_float64, on_the_cpu
+
+import jaxbp
+from experiments.bench.peers.published_automaton import tick as published_tick
+from jaxbp.checkpointing import check_steps
+from jaxbp.logic.gates import PARAMETERS, PASS_THROUGH
+
+KEY = jax.random.key(7)
+
+
+@functools.cache
+def automaton(periodic=False):
+    return jaxbp.Automaton.create(2, 2, [8, 4, 2], [6, 3, 2], periodic, seed=1)
+
+
+def operands(automaton, shape=(2, 3, 4), parametrization="softmax", seed=0, pass_through=0.0):
+    """(logits, state, dlast); of many ticks gradients vanish, but for gates that mostly pass on an input."""
+    random, parameters = np.random.default_rng(seed), PARAMETERS[parametrization]
+    normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
+    bias = pass_through * (np.arange(parameters) == PASS_THROUGH)
+    logits = (
+        [bias + normal(automaton.kernels, w.gates, parameters) for w in automaton.perception],
+        [bias + normal(w.gates, parameters) for w in automaton.update],
+    )
+    shape = (*shape, automaton.channels)
+    return logits, jnp.asarray(random.uniform(size=shape), jnp.float32), normal(*shape)
+
+
+def gradients(rollout, logits, state, dlast):
+    """(last state, gradients)."""
+
+    @jax.jit
+    def run(logits, state, dlast):
+        last, vjp = jax.vjp(rollout, logits, state)
+        return last, vjp(dlast)
+
+    return run(logits, state, dlast)
+
+
+def published(automaton, shape, steps, fire_rate=1.0):
+    """The article's formulation, tick after tick."""
+    keys = [jax.random.fold_in(KEY, t) for t in range(steps)]
+    fires = jnp.stack([jax.random.bernoulli(key, fire_rate, shape) for key in keys])  # drawn in float32
+
+    def rollout(logits, state):
+        return jax.lax.scan(lambda s, f: (published_tick(logits, automaton, s, f), None), state, fires)[0]
+
+    return rollout
+
+
+@pytest.mark.parametrize(
+    "periodic, shape, fire_rate",
+    [(False, (2, 3, 4), 1.0), (True, (1, 3, 5), 0.6), (False, (1, 1, 1), 1.0), (True, (2, 1, 3), 1.0)],
+)
+def test_gradients_are_those_of_the_published_formulation_in_float64(periodic, shape, fire_rate):
+    wires, arrays = automaton(periodic), operands(automaton(periodic), shape)
+    want = in_float64(functools.partial(gradients, published(wires, shape, 3, fire_rate)), *arrays)
+    for memory in ("all", "states", 2, "logarithmic") if fire_rate < 1 else ("states",):
+        options = dict(key=KEY, fire_rate=fire_rate, memory=memory, implementation="xla")
+        got = gradients(lambda p, s, o=options: jaxbp.automaton_rollout(p, wires, s, 3, **o), *arrays)
+        assert_close(got, want, "float32")
+
+
+def test_twenty_ticks_are_those_of_the_published_formulation_in_float64():
+    wires, arrays = automaton(), operands(automaton(), pass_through=4.0)
+    want = in_float64(functools.partial(gradients, published(wires, (2, 3, 4), 20)), *arrays)
+    got = gradients(lambda p, s: jaxbp.automaton_rollout(p, wires, s, 20, implementation="xla"), *arrays)
+    assert_close(got, want, 1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "autodiff", None])
+def test_implementations_agree(implementation):
+    wires, (logits, state, dlast) = automaton(True), operands(automaton(True))
+    options = dict(key=KEY, fire_rate=0.7)
+    want = gradients(
+        lambda p, s: jaxbp.automaton_rollout(p, wires, s, 3, implementation="xla", **options), logits, state, dlast
+    )
+    rollout = functools.partial(jaxbp.automaton_rollout, implementation=implementation, **options)
+    with on_the_cpu():
+        assert_close(gradients(lambda p, s: rollout(p, wires, s, 3), logits, state, dlast), want, "float32")
+        backward = functools.partial(jaxbp.automaton_rollout_backward, implementation=implementation, **options)
+        assert_close(jax.jit(lambda d, p, s: backward(d, p, wires, s, 3))(dlast, logits, state), want[1], "float32")
+
+
+@pytest.mark.parametrize("parametrization", ["input_wise", "walsh"])
+def test_a_step_is_a_rollout_of_one(parametrization):
+    wires = automaton()
+    logits, state, dlast = operands(wires, parametrization=parametrization)
+    options = dict(fire_rate=0.5, parametrization=parametrization)
+    first_key = jax.random.fold_in(KEY, 0)
+    step = gradients(lambda p, s: jaxbp.automaton_step(p, wires, s, key=first_key, **options), logits, state, dlast)
+    rollout = gradients(lambda p, s: jaxbp.automaton_rollout(p, wires, s, 1, key=KEY, **options), logits, state, dlast)
+    assert_close(step, rollout, 1e-7)
+    backward = jaxbp.automaton_step_backward(dlast, logits, wires, state, key=first_key, **options)
+    assert_close(backward, step[1], "float32")
+
+
+def test_no_step_is_the_state_itself():
+    logits, state, dlast = operands(automaton())
+    last, (dlogits, dstate) = gradients(
+        lambda p, s: jaxbp.automaton_rollout(p, automaton(), s, 0), logits, state, dlast
+    )
+    assert_close((last, dstate), (state, dlast), 1e-12)
+    assert not any(map(jnp.any, jax.tree.leaves(dlogits)))
+
+
+def test_a_batch_is_its_grids_one_by_one():
+    logits, state, _ = operands(automaton())
+    together = jaxbp.automaton_rollout(logits, automaton(), state, 4)
+    one_by_one = [jaxbp.automaton_rollout(logits, automaton(), state[i : i + 1], 4) for i in range(2)]
+    assert_close(together, jnp.concatenate(one_by_one), 1e-6)
+    mapped = jax.vmap(lambda s: jaxbp.automaton_rollout(logits, automaton(), s[None], 4)[0])(state)
+    assert_close(together, mapped, 1e-6)
+
+
+@pytest.mark.once
+def test_check_grads_to_second_order():
+    with jax.enable_x64(True):
+        wires = automaton()
+        logits, state, _ = jax.tree.map(lambda a: a.astype(jnp.float64), operands(wires, (1, 1, 2)))
+        rollout = lambda p, s: jaxbp.automaton_rollout(p, wires, s, 2, memory=1, implementation="xla")  # noqa: E731
+        jax.test_util.check_grads(rollout, (logits, state), order=2, modes=["rev"])
+
+
+def test_cells_that_do_not_fire_keep_their_state():
+    logits, state, dlast = operands(automaton())
+    options = dict(key=KEY, fire_rate=0.0)
+    last, (_, dstate) = gradients(
+        lambda p, s: jaxbp.automaton_rollout(p, automaton(), s, 3, **options), logits, state, dlast
+    )
+    assert_close((last, dstate), (state, dlast), 1e-12)
+
+
+def test_half_precision_states_are_computed_in_float32():
+    logits, state, _ = operands(automaton())
+    half = state.astype(jnp.bfloat16)
+    got = jaxbp.automaton_step(logits, automaton(), half)
+    assert got.dtype == jnp.bfloat16
+    assert_close(got, jaxbp.automaton_step(logits, automaton(), half.astype(jnp.float32)), "bfloat16")
+
+
+@pytest.mark.once
+def test_kept_memory_grows_as_the_policy_says():
+    """From 64 ticks to 256, in states, by what the compiled gradient allocates."""
+    wires, (logits, state, _) = automaton(), operands(automaton(), (4, 32, 32))
+
+    def states(memory, steps):
+        rollout = functools.partial(jaxbp.automaton_rollout, memory=memory, implementation="xla")
+        gradient = jax.jit(jax.grad(lambda p: jnp.sum(rollout(p, wires, state, steps))))
+        return gradient.lower(logits).compile().memory_analysis().temp_size_in_bytes / state.nbytes
+
+    def growth(memory):
+        return states(memory, 256) - states(memory, 64)
+
+    assert growth("all") > 10 * (256 - 64)
+    assert growth("states") == pytest.approx(256 - 64, abs=2)
+    assert growth(8) == pytest.approx((256 - 64) / 8, abs=2)
+    assert growth("logarithmic") <= 2 * 2 + 2
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(automaton=3), TypeError, "automaton is a int; wants a jaxbp.Automaton"),
+        (
+            dict(state=jnp.ones((2, 3, 2))),
+            ValueError,
+            r"state has shape \(2, 3, 2\); wants \(batch, height, width, 2\)",
+        ),
+        (dict(state=jnp.ones((2, 3, 3, 2), int)), TypeError, "state has dtype int32; wants a floating dtype"),
+        (dict(logits=([], [])), ValueError, "logits is not a pair of lists with an array a layer; wants 3 of perc"),
+        (dict(steps=-1), ValueError, "steps is -1; wants an int of at least 0"),
+        (dict(memory="some"), ValueError, "memory is 'some'; wants 'all', 'states', 'logarithmic' or"),
+        (dict(fire_rate=0.5), ValueError, "key is None and fire_rate is 0.5; wants a key"),
+        (dict(fire_rate=1.5, key=KEY), ValueError, r"fire_rate is 1.5; wants a number in \[0.0, 1.0\]"),
+        (dict(parametrization="walsh"), ValueError, r"logits\[0\]\[0\] has shape \(2, 8, 16\); wants \(2, 8, 4\)"),
+    ],
+)
+def test_bad_input_is_named(change, error, message):
+    logits, state, _ = operands(automaton())
+    arguments = dict(logits=logits, automaton=automaton(), state=state, steps=2) | change
+    with pytest.raises(error, match=f"automaton_rollout: {message}"):
+        jaxbp.automaton_rollout(**arguments)
+
+
+def test_steps_are_static():
+    with pytest.raises(ValueError, match="steps is True; wants an int"):
+        check_steps("automaton_rollout", "steps", True)

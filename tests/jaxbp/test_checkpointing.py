@@ -1,0 +1,112 @@
+"""checkpointed_scan: the scan's values and gradients, by every policy; what it keeps; and the binomial schedules."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, normal
+
+import jaxbp
+from jaxbp.checkpointing import _binomial, _schedule
+
+POLICIES = ["states", 1, 3, 50, "logarithmic"]
+
+
+def walk(weights, memory, scan=None):
+    """A scan whose carry has an integer, whose xs and ys have both dtypes, and that closes over weights."""
+
+    def body(carry, x):
+        s, count = carry
+        s = jnp.tanh(weights @ s + 0.5 * x["a"])
+        return (s, count + 1), {"sum": s.sum() * x["a"].sum(), "i": x["i"] + count}
+
+    def run(s, xs):
+        scan_ = scan or functools.partial(jaxbp.checkpointed_scan, memory=memory)
+        (s, count), ys = scan_(body, (s, jnp.int32(0)), {"a": xs, "i": jnp.arange(len(xs))})
+        return jnp.sum(s**2) + jnp.sum(ys["sum"] ** 2), (count, ys["i"])
+
+    return run
+
+
+def value_and_gradients(memory, weights, s, xs, scan=None):
+    def of_all(weights, s, xs):
+        return walk(weights, memory, scan)(s, xs)
+
+    return jax.jit(jax.value_and_grad(of_all, (0, 1, 2), has_aux=True))(weights, s, xs)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 20])
+def test_every_policy_has_the_scans_values_and_gradients(steps):
+    arrays = normal((3, 3), (3,), (steps, 3))
+    want = value_and_gradients(None, *arrays, scan=jax.lax.scan)
+    for memory in ["all", *POLICIES]:
+        assert_close(value_and_gradients(memory, *arrays), want, "float32")
+
+
+@pytest.mark.once
+def test_second_derivatives():
+    with jax.enable_x64(True):
+        weights, s, xs = (a.astype(jnp.float64) / 2 for a in normal((3, 3), (3,), (5, 3)))
+        for memory in (2, "logarithmic"):
+
+            def of_all(weights, s, xs, memory=memory):
+                return walk(weights, memory)(s, xs)[0]
+
+            jax.test_util.check_grads(of_all, (weights, s, xs), order=2, modes=["rev"])
+
+
+def test_kept_bytes_are_those_of_the_table():
+    """Of 64 steps of a carry of 64 KiB, by what the compiled gradient allocates, but for a few arrays of one step."""
+    size, steps = 2**14, 64
+
+    def loss(memory, w, s):
+        last, _ = jaxbp.checkpointed_scan(lambda s, _: (jnp.sin(w * s), None), s, length=steps, memory=memory)
+        return jnp.sum(last)
+
+    def states(memory):
+        s = jax.ShapeDtypeStruct((size,), jnp.float32)
+        compiled = jax.jit(jax.grad(functools.partial(loss, memory), (0, 1))).lower(s, s).compile()
+        return compiled.memory_analysis().temp_size_in_bytes / (4 * size)
+
+    few = 8
+    assert states("all") > 2 * steps - few
+    assert steps <= states("states") <= steps + few
+    assert 16 <= states(8) <= 16 + few
+    assert states("logarithmic") <= 2 * math.log2(steps) + few
+
+
+def test_a_schedule_visits_all_segments_with_what_is_kept_then():
+    for n in (*range(1, 40), 1000):
+        slots = max(1, n.bit_length())
+        visits, kept, times = _binomial(n, slots), {0: 0}, np.zeros(n, int)
+        assert [segment for segment, *_ in visits] == list(range(n))[::-1]
+        for segment, slot, start, stores in visits:
+            assert kept[slot] == start
+            times[start:segment] += 1
+            kept |= {slot: i for i, slot in stores.items()}
+        assert max(kept) < slots
+        repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
+        assert times.max() <= repeats  # as many as the theorem allows
+
+
+def test_a_schedules_arrays_fit_together():
+    schedule = _schedule(100)
+    segments, slots, starts, first = schedule.visits
+    assert (segments >= starts).all()
+    assert (slots < schedule.slots).all()
+    assert first[-1] + segments[-1] - starts[-1] <= len(schedule.slots_on_the_way)
+
+
+@pytest.mark.parametrize("memory", [0, -1, True, 2.0, "none"])
+def test_refuses_unknown_policies(memory):
+    with pytest.raises(ValueError, match=r"checkpointed_scan: memory is .*; wants 'all', 'states', 'logarithmic' or"):
+        jaxbp.checkpointed_scan(lambda s, x: (s, x), 1.0, length=3, memory=memory)
+
+
+def test_refuses_unclear_lengths():
+    for xs, length in ((None, None), (jnp.ones(3), 4)):
+        with pytest.raises(ValueError, match=r"checkpointed_scan: xs and length have .* steps; wants one number"):
+            jaxbp.checkpointed_scan(lambda s, x: (s, x), 1.0, xs, length)

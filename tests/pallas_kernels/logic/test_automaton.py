@@ -1,0 +1,139 @@
+"""The automaton's two kernels: in the simulator, lowered for CUDA, and on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, cuda_program, in_float64
+
+import jaxbp
+from jaxbp.ops import _automaton_formula as formula
+from jaxbp.ops import _automaton_kernels as arrays_of
+from pallas_kernels.core.device import BLACKWELL, HOPPER, targeting
+from pallas_kernels.core.simulator import simulated
+from pallas_kernels.logic import automaton as kernels
+from pallas_kernels.logic.automaton import Config
+
+PUBLISHED = dict(perception_kernels=16, perception_widths=[8, 4, 2], update_widths=[256] * 10 + [128, 64, 32, 16, 8, 8])
+
+
+def operands(channels, kernels, perception, update, periodic, shape, fires, seed=0):
+    """(automaton, coefficients, state, fires, dnew)."""
+    random = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
+    automaton = jaxbp.Automaton.create(channels, kernels, perception, update, periodic, seed=1)
+    coefficients = (
+        [normal(4, w.gates, kernels) for w in automaton.perception],
+        [normal(4, w.gates) for w in automaton.update],
+    )
+    shape = (*shape, channels)
+    mask = jnp.asarray(random.uniform(size=shape[:-1]) < 0.6) if fires else None
+    return automaton, coefficients, jnp.asarray(random.uniform(size=shape), jnp.float32), mask, normal(*shape)
+
+
+def reference(automaton, coefficients, state, fires, dnew):
+    """(next state, dstate, dcoefficients) by the formula in float64."""
+
+    def run(coefficients, state, dnew):
+        prepared = formula.prepare(coefficients, automaton, state.shape)
+        state, dnew = formula.enter(state), formula.enter(dnew)
+        dstate, dc = formula.tick_backward(prepared, dnew, formula.zeros(prepared), state, fires)
+        return formula.leave(formula.tick(prepared, state, fires), None), formula.leave(dstate, None), dc
+
+    return in_float64(jax.jit(run), coefficients, state, dnew)
+
+
+def by_kernels(automaton, coefficients, state, fires, dnew, config):
+    """The same by the kernels, the coefficients' gradients in two launches, one behind the other."""
+    prepared, plan = arrays_of.prepare(coefficients, automaton, state.shape), arrays_of.plan(automaton, state.shape)
+    flat, mask, options = arrays_of.enter(state), arrays_of._flat(fires), dict(plan=plan, config=config)
+    new = kernels.tick(prepared.lanes, prepared.wires, flat, mask, **options)
+    total = jnp.zeros((config.programs, plan.gates, 4), jnp.float32)
+    for _ in range(2):
+        gradient = arrays_of.enter_gradient(prepared, dnew)
+        *gradient, total = kernels.tick_backward(
+            prepared.lanes, prepared.wires, prepared.consumers, flat, mask, *gradient, total, **options
+        )
+    dstate = arrays_of.leave_gradient(prepared, gradient, jnp.float32)
+    dc = jax.tree.map(lambda a: a / 2, arrays_of.finish(prepared, total))
+    return arrays_of.leave(new, state.shape), dstate, dc
+
+
+@pytest.mark.parametrize(
+    "sizes, config",
+    [
+        ((2, 3, [8, 4, 2], [7, 4, 2], False, (1, 1, 3), True), Config(2, 1, lanes=128, ahead=3, warpgroups=1)),
+        ((1, 2, [8, 4, 2, 1], [3, 2, 1], True, (2, 2, 1), False), Config(4, 1, lanes=256, ahead=1, warpgroups=1)),
+    ],
+    ids=["several groups", "one group"],
+)
+def test_simulated_kernels_are_the_formula(sizes, config):
+    """One warpgroup: the simulator sees a gather as a read of all rows, and another's writes as races."""
+    arguments = operands(*sizes)
+    with simulated():
+        got = jax.block_until_ready(by_kernels(*arguments, config))
+    assert_close(got, reference(*arguments), "float32")
+
+
+@pytest.mark.parametrize("device", [HOPPER, BLACKWELL], ids=["9.0", "10.0"])
+def test_the_published_automaton_lowers_for_cuda(device):
+    with targeting(device):
+        automaton = jaxbp.Automaton.create(8, periodic=False, seed=0, **PUBLISHED)
+        logits = (
+            [jax.ShapeDtypeStruct((16, w.gates, 16), jnp.float32) for w in automaton.perception],
+            [jax.ShapeDtypeStruct((w.gates, 16), jnp.float32) for w in automaton.update],
+        )
+        state = jax.ShapeDtypeStruct((2, 16, 16, 8), jnp.float32)
+        rollout = functools.partial(jaxbp.automaton_rollout, implementation="pallas")
+        gradient = jax.grad(lambda p, s: jnp.sum(rollout(p, automaton, s, 1)))
+        text = cuda_program(gradient, logits, state)
+    assert "automaton_tick_backward" in text
+    assert "scatter" not in text.replace("wires", "")
+
+
+def test_a_large_automaton_takes_fewer_cells_at_a_time():
+    with targeting(HOPPER):
+        small = jaxbp.Automaton.create(8, periodic=False, seed=0, **PUBLISHED)
+        assert kernels.tick.heuristic(plan=arrays_of.plan(small, (2, 16, 16, 8))).cells == 4
+        lizard = jaxbp.Automaton.create(128, 4, [8, 4, 2, 1], [512] * 8 + [256, 128], True, seed=0)
+        assert kernels.tick.heuristic(plan=arrays_of.plan(lizard, (1, 20, 20, 128))).cells < 4
+
+
+def test_says_what_does_not_fit():
+    with targeting(HOPPER):
+        wide = jaxbp.Automaton.create(256, 16, [8, 4, 2], [4352, 2176, 1088, 544, 272, 256], True, seed=0)
+        plan = arrays_of.plan(wide, (1, 4, 4, 256))
+        assert "do not fit into shared memory" in kernels.tick_backward.supports(plan=plan)
+        state = jnp.zeros((1, 4, 4, 256))
+        logits = (
+            [jnp.zeros((16, w.gates, 16)) for w in wide.perception],
+            [jnp.zeros((w.gates, 16)) for w in wide.update],
+        )
+        with pytest.raises(NotImplementedError, match="automaton_step: implementation='pallas' does not take"):
+            jaxbp.automaton_step(logits, wide, state, implementation="pallas")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (8, 16, [8, 4, 2], PUBLISHED["update_widths"], False, (2, 16, 16), False),
+        (8, 16, [8, 4, 2], PUBLISHED["update_widths"], True, (3, 13, 17), True),
+        (8, 16, [8, 4, 2], PUBLISHED["update_widths"], True, (5, 32, 32), False),
+        (1, 16, [8, 4, 2, 1], [128] * 3 + [64, 32, 16, 8, 4, 2, 1], True, (20, 3, 3), False),
+        (128, 4, [8, 4, 2, 1], [512] * 2 + [256, 128], True, (1, 20, 20), False),
+        (3, 2, [8, 4], [11, 7, 5, 3], False, (1, 1, 1), True),
+    ],
+    ids=["checkerboard", "asynchronous", "several groups", "life", "lizard", "one cell"],
+)
+def test_kernels_are_the_formula_on_a_gpu(sizes):
+    arguments = operands(*sizes)
+    config = kernels.tick_backward.heuristic(plan=arrays_of.plan(arguments[0], arguments[2].shape))
+    run = jax.jit(lambda *a: by_kernels(arguments[0], *a, config))
+    got = run(*arguments[1:])
+    assert_close(got, reference(*arguments), "float32")
+    for _ in range(100):
+        again = run(*arguments[1:])
+        assert all((a == b).all() for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True))
