@@ -51,9 +51,11 @@ dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{device.kind}"
 """
 
-# Autotuning would run programs. What XLA makes of a program is left unoptimised, which is quick; kernels are not.
+# Autotuning would run programs, and without it Triton finds no tiles for some products, which go to the library then.
+# What XLA makes of a program is left unoptimised, which is quick; kernels are not.
 _OPTIONS = {
     "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
     "xla_backend_optimization_level": 0,
     "xla_gpu_disable_gpuasm_optimizations": True,
 }

@@ -169,7 +169,7 @@ def _fits_the_interpreter(name, place):
 
 
 @pytest.mark.once
-@every_implementation
+@ours
 @pytest.mark.parametrize(
     ("name", "place"), [(name, place) for name, place in PLACES if name in PAIRS and _fits_the_interpreter(name, place)]
 )
@@ -341,7 +341,7 @@ def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, im
 
 @pytest.mark.once
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices to shard over")
-@every_implementation
+@ours
 @every_pair
 def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, implementation):
     # Arguments without a batch are the same on every device: their gradients must be summed over the devices.
