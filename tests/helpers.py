@@ -117,8 +117,8 @@ def assert_numerical_gradients_agree(function, arrays, *, step, implementation, 
 
 
 def on_the_cpu():
-    """A context for what only the CPU does, also on a machine with a GPU. Without one it changes nothing: JAX would trace
-    and lower again within it."""
+    """A context for what only the CPU does, also on a machine with a GPU. Elsewhere it is none: JAX would trace and
+    lower once more within it."""
     return contextlib.nullcontext() if jax.default_backend() == "cpu" else jax.default_device(jax.devices("cpu")[0])
 
 
