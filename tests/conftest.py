@@ -43,12 +43,20 @@ def _op(item):
 
 
 def pytest_collection_modifyitems(items):
-    # The tests of one op, or of one family, stand together: with pytest-xdist, a process compiles what they share once.
+    # The tests of one op, or of one family, stand together: with pytest-xdist, whose processes begin with a half or a
+    # quarter of all tests, a process compiles what they share once.
     items.sort(key=_op)
     skip = pytest.mark.skip(reason="needs a GPU of compute capability 9.0 or higher")
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 @pytest.fixture(autouse=True)
