@@ -142,7 +142,7 @@ def test_the_simulation_sees_a_wrong_gate_and_a_bit_that_nothing_drives(expected
 
 @pytest.mark.skipif(shutil.which("iverilog") is None, reason="needs Icarus Verilog")
 def test_verilog_in_icarus_gives_the_same_bits(tmp_path, expected):
-    rows = "\n".join("".join("01"[int(bit)] for bit in sample[::-1]) for sample in BITS)
+    rows = "\n".join("".join("01"[bit] for bit in sample[::-1]) for sample in BITS)
     (tmp_path / "samples.txt").write_text(rows)
     bench = f"""
         module test;
