@@ -51,9 +51,11 @@ dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{device.kind}"
 """
 
-# Autotuning would run programs. What XLA makes of a program is left unoptimised, which is quick; kernels are not.
+# Autotuning would run programs, and without it Triton finds no tiles for some products, which go to the library then.
+# What XLA makes of a program is left unoptimised, which is quick; kernels are not.
 _OPTIONS = {
     "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
     "xla_backend_optimization_level": 0,
     "xla_gpu_disable_gpuasm_optimizations": True,
 }
@@ -70,8 +72,9 @@ def missing() -> str | None:
     return None
 
 
-def compile_for(device: Device, function: Callable, *structs: Any) -> jax.stages.Compiled:
-    """`function` of arrays like `structs`, chosen, traced, lowered and compiled for a GPU that need not be there.
+def kernels_compiled(device: Device, function: Callable, *structs: Any) -> int:
+    """How many kernels are in `function` of arrays like `structs`, chosen, traced, lowered and compiled for a GPU that
+    need not be there. A program without one is lowered only: what is left of it is XLA's to compile.
 
     Raises:
       ValueError: a kernel wants more shared memory than that GPU has.
@@ -86,4 +89,6 @@ def compile_for(device: Device, function: Callable, *structs: Any) -> jax.stages
     memory = artificial_shared_memory_limit(device.shared_bytes)
     with targeting(device), jax.default_device(topology.devices[0]), memory:
         lowered = jax.jit(function).trace(*structs).lower(lowering_platforms=("cuda",))
-        return lowered.compile(compiler_options=_OPTIONS)
+        if "@mosaic_gpu" not in lowered.as_text():
+            return 0
+        return lowered.compile(compiler_options=_OPTIONS).as_text().count('custom_call_target="mosaic_gpu')

@@ -1,15 +1,25 @@
+import atexit
 import gc
 import os
 import shutil
+import tempfile
 
-# Before JAX starts: devices to shard over, and fast compilation of the interpreted kernels, which run briefly. A
-# product that wants more threads would wait for ever for those that wait for it in the simulator.
+# Before JAX starts: devices to shard over, and fast compilation of the interpreted kernels, which are loops with long
+# bodies and run briefly. A product that wants more threads would wait for ever for those that wait for it in the
+# simulator.
 if shutil.which("nvidia-smi") is None:
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "")
         + " --xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+        + " --xla_disable_hlo_passes=simplify-while-loops,while-loop-invariant-code-motion"
         + " --xla_cpu_multi_thread_eigen=false"
     )
+    # Nearly all of the time is compilation. The processes of pytest-xdist, which inherit this, share what they compile.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = cache = tempfile.mkdtemp()
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+        atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
 import jax
 import pytest
@@ -33,12 +43,20 @@ def _op(item):
 
 
 def pytest_collection_modifyitems(items):
-    # The tests of one op, or of one family, stand together: with pytest-xdist, a process compiles what they share once.
+    # The tests of one op, or of one family, stand together: with pytest-xdist, whose processes begin with a half or a
+    # quarter of all tests, a process compiles what they share once.
     items.sort(key=_op)
     skip = pytest.mark.skip(reason="needs a GPU of compute capability 9.0 or higher")
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    ENTRIES,
     TOLERANCE,
     assert_close,
     case_of,
@@ -154,25 +155,35 @@ def test_value_and_gradients_match_float64(name, implementation):
     _check_at_place(name, None, implementation, "float32", batch=2)
 
 
+def _half_precisions():
+    """Each pair in both dtypes, one of them in each implementation."""
+    for (i, name), (j, implementation) in itertools.product(enumerate(PAIRS), enumerate(("pallas", "xla"))):
+        yield name, ("bfloat16", "float16")[(i + j) % 2], implementation
+
+
 @pytest.mark.once
-@ours
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@every_pair
+@pytest.mark.parametrize(("name", "dtype", "implementation"), list(_half_precisions()))
 def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
     y, gradients = compiled(name, None, implementation)(*drawn(name, dtype=dtype))
     assert all(a.dtype == dtype for a in (*y, *gradients))
     assert_close((y, gradients), reference(name, dtype=dtype), dtype)
 
 
-def _fits_the_interpreter(name, place):
-    return sum(a.size for a in jax.tree.leaves(case_of(name, place).structs(batch=1))) < 2**22
+def _for_the_interpreter():
+    """Every place of a pair for its formula, and the largest that an interpreter can bear for its kernels."""
+    for name in PAIRS:
+        sizes = {place: _size(name, place, batch=1) for place in ENTRIES[name].real}
+        places = [place for place in sizes if sizes[place] < 2**22]
+        yield from ((name, place, "xla") for place in places)
+        yield name, max(places, key=sizes.get), "pallas"
+
+
+def _size(name, place, batch=2):
+    return sum(a.size for a in jax.tree.leaves(case_of(name, place).structs(batch=batch)))
 
 
 @pytest.mark.once
-@every_implementation
-@pytest.mark.parametrize(
-    ("name", "place"), [(name, place) for name, place in PLACES if name in PAIRS and _fits_the_interpreter(name, place)]
-)
+@pytest.mark.parametrize(("name", "place", "implementation"), list(_for_the_interpreter()))
 def test_value_and_gradients_of_one_example_at_real_shapes_match_float64(name, place, implementation):
     _check_at_place(name, place, implementation, "float32", batch=1)
 
@@ -230,10 +241,12 @@ def _poison_memory():
 
 
 def _places_and_dtypes():
-    """Every place of an entry and every dtype of its kernels, in as few pairs as show them all."""
+    """Every place of a pair and every dtype of its kernels, in as few cases as show them all. What calls kernels of a
+    pair is lowered once."""
     for entry in DISTINCT:
-        pairs = zip(itertools.cycle(entry.real), itertools.cycle(entry.kernel_dtypes), strict=False)
-        for place, dtype in itertools.islice(pairs, max(len(entry.real), len(entry.kernel_dtypes))):
+        cases = zip(itertools.cycle(entry.real), itertools.cycle(entry.kernel_dtypes), strict=False)
+        count = max(len(entry.real), len(entry.kernel_dtypes)) if entry.name in PAIRS else 1
+        for place, dtype in itertools.islice(cases, count):
             yield entry.name, place, dtype
 
 
@@ -341,7 +354,7 @@ def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, im
 
 @pytest.mark.once
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices to shard over")
-@every_implementation
+@ours
 @every_pair
 def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, implementation):
     # Arguments without a batch are the same on every device: their gradients must be summed over the devices.
@@ -369,7 +382,4 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
 
 
 def _smallest_place(name):
-    sizes = {
-        place: sum(a.size for a in jax.tree.leaves(case_of(name, place).structs())) for n, place in PLACES if n == name
-    }
-    return min(sizes, key=sizes.get)
+    return min(ENTRIES[name].real, key=functools.partial(_size, name))

@@ -28,25 +28,26 @@ SHAPES = {
 
 
 @functools.cache
-def _all_shapes(name, implementation):
-    """The public backward of every pair of shapes, and the gradients by JAX in float64."""
-    function, backward = (getattr(jaxbp, n) for n in (name, f"{name}_backward"))
-    native = value_and_gradients(getattr(jnp, name))
+def _drawn(name):
+    """The arguments and cotangents of every pair of shapes."""
     arrays = [normal(*shapes, seed=i) for i, shapes in enumerate(SHAPES[name])]
-    cotangents = [draw_cotangents(function, a) for a in arrays]
+    return arrays, [draw_cotangents(getattr(jnp, name), a) for a in arrays]
 
-    @jax.jit
-    def run(arrays, cotangents):
-        rule = functools.partial(backward, implementation=implementation)
-        return [rule(dy, *a) for a, (dy,) in zip(arrays, cotangents, strict=True)]
 
-    return run(arrays, cotangents), [in_float64(native, *each)[1] for each in zip(arrays, cotangents, strict=True)]
+@functools.cache
+def _reference(name):
+    """The gradients of every pair of shapes by JAX in float64, as one program."""
+    native = value_and_gradients(getattr(jnp, name))
+    run = jax.jit(lambda arrays, cotangents: [native(*each)[1] for each in zip(arrays, cotangents, strict=True)])
+    return in_float64(run, *_drawn(name))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "autodiff"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_of_every_shape_are_those_of_jnp(name, implementation):
-    for gradients, reference in zip(*_all_shapes(name, implementation), strict=True):
+    rule = functools.partial(getattr(jaxbp, f"{name}_backward"), implementation=implementation)
+    each_rule = jax.jit(lambda arrays, dys: [rule(dy, *a) for a, (dy,) in zip(arrays, dys, strict=True)])
+    for gradients, reference in zip(each_rule(*_drawn(name)), _reference(name), strict=True):
         assert_close(gradients, reference, "float32")
 
 

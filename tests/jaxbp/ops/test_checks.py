@@ -1,0 +1,76 @@
+"""What every op refuses, and in which words. What each op wants is in test_bad_input.py."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbp.ops import _checks
+
+
+def refuses(error, message, check, *args, **kwargs):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        check("op", *args, **kwargs)
+
+
+def test_arrays_are_of_one_floating_dtype_and_a_bias_may_be_none():
+    x, b = _checks.floating("op", x=np.ones(2, np.float32), b=None)
+    assert isinstance(x, jax.Array) and b is None
+    one, half, whole = jnp.ones(2), jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.int32)
+    refuses(TypeError, "op: w has dtype bfloat16; wants float32, the dtype of x", _checks.floating, x=one, w=half)
+    message = "op: x has dtype int32; wants a floating dtype, say x.astype(jnp.float32)"
+    refuses(TypeError, message, _checks.floating, x=whole)
+    refuses(TypeError, "op: x is a NoneType; wants an array", _checks.floating, x=None)
+
+
+def test_a_batch_may_be_empty_and_other_sizes_may_not():
+    _checks.shape("op", "x", np.ones((0, 3)), "batch", 3)
+    refuses(
+        ValueError,
+        "op: x has shape (2, 0); wants (batch, hidden)",
+        _checks.shape,
+        "x",
+        np.ones((2, 0)),
+        "batch",
+        "hidden",
+    )
+    refuses(ValueError, "op: x has shape (2,); wants (3,)", _checks.shape, "x", np.ones(2), 3)
+
+
+@pytest.mark.parametrize(("value", "both"), [(2, (2, 2)), ([1, 3], (1, 3))])
+def test_an_int_stands_for_rows_and_columns(value, both):
+    assert _checks.pair("op", "stride", value, at_least=1) == both
+
+
+@pytest.mark.parametrize("value", [0, (1, 0), (1, 2, 3), 1.0, (True, 1)])
+def test_what_is_no_pair_is_refused(value):
+    message = f"op: stride is {value!r}; wants an int of at least 1, or a pair of them"
+    refuses(ValueError, message, _checks.pair, "stride", value, at_least=1)
+
+
+def test_axes_are_counted_from_the_front_in_order():
+    assert _checks.axes("op", None, 2) == (0, 1)
+    assert _checks.axes("op", (-1, 0), 3) == (0, 2)
+    for axis in (2, (0, -2), 0.0, True):
+        refuses(ValueError, f"op: axis is {axis!r}; wants None or different ints in [-2, 2)", _checks.axes, axis, 2)
+
+
+def test_a_number_lies_within_its_bounds():
+    assert _checks.number("op", "rate", 1, 0, 1) == 1.0
+    for value in (1.5, float("nan"), True, "1"):
+        refuses(ValueError, f"op: rate is {value!r}; wants a number in [0, 1]", _checks.number, "rate", value, 0, 1)
+
+
+def test_shapes_broadcast_from_the_right():
+    assert _checks.broadcast("op", x=np.ones((2, 3)), w=np.ones(3)) == (2, 3)
+    message = "op: x (2, 3) and w (2,) do not broadcast; wants sizes that are equal or 1, from the right"
+    refuses(ValueError, message, _checks.broadcast, x=np.ones((2, 3)), w=np.ones(2))
+
+
+def test_kernels_take_half_precisions_and_fewer_elements_than_an_index_counts():
+    struct = jax.ShapeDtypeStruct
+    assert _checks.unsupported(struct((2,), jnp.float16), struct((2,), jnp.int32)) is None
+    assert _checks.unsupported(struct((2**31,), jnp.int8)) == "2^31 or more elements"
+    assert _checks.unsupported_dtype(None, struct((2,), np.float64)) == "dtype float64, only float32, bfloat16, float16"

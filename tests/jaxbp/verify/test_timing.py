@@ -1,0 +1,28 @@
+"""Timing, by a clock that the programs move."""
+
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from jaxbp.verify import timing
+from jaxbp.verify.timing import compile_program, device_seconds
+
+
+def test_a_call_takes_the_median_of_the_rounds(monkeypatch):
+    now, calls = [0.0], []
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def program(x):
+        calls.append(x)
+        now[0] += 0.01 if len(calls) > 7 else 0.001  # slow in the last round alone
+        return x
+
+    seconds, waited = device_seconds(program, (jnp.ones(1),), seconds=0.0, rounds=3)
+    assert len(calls) == 3 + 3 * 2
+    assert seconds == pytest.approx(0.001) and waited == 0
+
+
+def test_a_compiled_program_comes_with_its_seconds():
+    program, seconds = compile_program(lambda x: x + 1, (jnp.ones(2),))
+    assert program(jnp.ones(2)).tolist() == [2, 2] and seconds > 0
