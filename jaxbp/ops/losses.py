@@ -1,5 +1,8 @@
 """Losses of predictions and targets of one shape."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -20,22 +23,17 @@ def _mean_loss(name, loss, slope):
         error = widen(predictions) - widen(targets)
         return jnp.mean(loss(error)).astype(predictions.dtype)
 
-    def gradients(dy, predictions, targets):
-        dpredictions = dy * slope(predictions - targets) / max(predictions.size, 1)
+    def gradients(dy, predictions, targets, *, size):
+        # The mean of nothing is NaN, and so is what depends on it.
+        dpredictions = dy * (1.0 / size if size else math.inf) * slope(predictions - targets)
         return dpredictions, -dpredictions
 
     def formula(dy, predictions, targets):
         wide = map(widen, (dy, predictions, targets))
-        return tuple(g.astype(dy.dtype) for g in gradients(*wide))
+        return tuple(g.astype(dy.dtype) for g in gradients(*wide, size=predictions.size))
 
     def kernel(dy, predictions, targets):
-        size = max(predictions.size, 1)
-
-        def both(dy, predictions, targets):
-            dpredictions = dy * slope(predictions - targets) * (1.0 / size)
-            return dpredictions, -dpredictions
-
-        return elementwise(both, dy, predictions, targets)
+        return elementwise(functools.partial(gradients, size=predictions.size), dy, predictions, targets)
 
     return Pair(forward, {"xla": formula, "pallas": kernel}, name=name, unsupported=_checks.unsupported, fastest=FUSED)
 
