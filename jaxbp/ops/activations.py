@@ -73,7 +73,7 @@ _PRELU = Elementwise(
 _ELU = Elementwise(
     "elu",
     lambda x, *, alpha: jax.nn.elu(x, alpha),
-    lambda dy, x, *, alpha: dy * jnp.where(x > 0, 1.0, alpha * jnp.exp(jnp.minimum(x, 0.0))),
+    lambda dy, x, *, alpha: dy * jnp.where(x > 0, 1.0, alpha * jnp.exp(jnp.where(x > 0, 0.0, x))),
 )
 
 

@@ -373,3 +373,29 @@ def _smallest_place(name):
         place: sum(a.size for a in jax.tree.leaves(case_of(name, place).structs())) for n, place in PLACES if n == name
     }
     return min(sizes, key=sizes.get)
+
+
+# --------------------------------------------------------------------------------------------------------------- export
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", ["gate_layer", "gate_layer_backward", "conv2d_relu_max_pool2d", "layer_norm"])
+def test_every_platform_at_once_can_be_exported_to(name):
+    _export(name)
+
+
+@pytest.mark.once
+def test_the_elementwise_ops_can_be_exported_to_every_platform_at_once():
+    _export("relu", "softmax", "max", "batch_norm", "dropout")
+
+
+def _export(*names):
+    """What is lowered for a CPU alone or a GPU alone may have calls that no other version of XLA need know."""
+
+    def run(arrays):
+        return {name: op_of(name, None, "xla")(*arrays[name]) for name in names}
+
+    arrays = {name: drawn(name)[0] for name in names}
+    with on_the_cpu():
+        exported = jax.export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(arrays)
+        assert_close(floats(jax.tree.leaves(exported.call(arrays))), floats(jax.tree.leaves(run(arrays))), "float32")
