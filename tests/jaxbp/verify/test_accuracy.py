@@ -21,8 +21,8 @@ def _softmax_of_result(x):
 
 
 def _softmax_backward(dy, y):
-    dy, y = dy.astype(jnp.float32), y.astype(jnp.float32)
-    return (y * (dy - jnp.sum(dy * y, -1, keepdims=True))).astype(jnp.bfloat16)
+    wide_dy, wide_y = dy.astype(jnp.float32), y.astype(jnp.float32)
+    return (wide_y * (wide_dy - jnp.sum(wide_dy * wide_y, -1, keepdims=True))).astype(y.dtype)
 
 
 def _rows(pair, dtype, offset, scale):
