@@ -9,9 +9,9 @@ backward. Calling either with `implementation=`
     None        takes the fastest of these that the platform supports.
 """
 
-import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -125,6 +125,7 @@ class Op:
     ):
         if unknown := set(implementations) - {*IMPLEMENTATIONS, None}:
             raise ValueError(f"{name}: implementations has {sorted(unknown)}; wants names among {IMPLEMENTATIONS}")
+        self._made_of = Op, dict(name=name, implementations=implementations, unsupported=unsupported, fastest=fastest)
         self.name = name
         self.implementations = {key: jax.named_scope(name)(value) for key, value in implementations.items()}
         self.unsupported = unsupported or (lambda *arrays, **options: None)
@@ -187,12 +188,23 @@ class Op:
 
     def named(self, name: str) -> "Op":
         """The same op under another name, for error messages."""
-        renamed = copy.copy(self)
-        renamed.name = name
+        renamed = object.__new__(type(self))
+        renamed.__dict__ = self.__dict__ | {"name": name}
         return renamed
+
+    def __reduce__(self):
+        # What it was made of can be pickled, if that is functions of modules; what is bound to options need not be.
+        return _made_again, (type(self), *self._made_of, self.name)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}: {', '.join(map(str, self.implementations))})"
+
+
+def _made_again(kind: type[Op], maker: type[Op], arguments: Mapping[str, Any], name: str) -> Op:
+    op = object.__new__(kind)
+    maker.__init__(op, **arguments)
+    op.name = name
+    return op
 
 
 def composed(function: Callable, implementations: tuple[Implementation, ...] = ("pallas", "xla")) -> dict:
@@ -249,7 +261,19 @@ class Pair(Op):
         fastest: Fastest | Callable[..., Fastest] | None = None,
         fastest_vjp: Fastest | Callable[..., Fastest] | None = None,
     ):
-        name = name or forward.__name__
+        name = name or _name_of(forward)
+        made_of = dict(
+            forward=forward,
+            backward=backward,
+            save=save,
+            residuals=residuals,
+            has_aux=has_aux,
+            linear=linear,
+            name=name,
+            unsupported=unsupported,
+            fastest=fastest,
+            fastest_vjp=fastest_vjp,
+        )
         if not isinstance(backward, Op):
             backward = Op(f"{name}_backward", _kernels_differentiable(backward))
         if linear:
@@ -264,12 +288,13 @@ class Pair(Op):
         rules.pop("autodiff", None)
         paired = {
             # Under None the value by itself is the fastest, too: what `save` computes.
-            key: _paired(functools.partial(_value, save_) if key is None else forward, save_, rule, has_aux)
+            key: _paired(name, functools.partial(_value, save_) if key is None else forward, save_, rule, has_aux)
             for key, (save_, rule) in rules.items()
         }
-        vjps = {key: _vjp(save_, residuals, rule, linear) for key, (save_, rule) in rules.items()}
+        vjps = {key: _vjp(name, forward, save_, residuals, rule, linear) for key, (save_, rule) in rules.items()}
         native = functools.partial(_transposed if linear else _differentiated, forward, has_aux)
         super().__init__(name, paired | {"autodiff": forward}, unsupported=unsupported, fastest=fastest)
+        self._made_of = Pair, made_of
         self.forward = forward
         self.backward = backward
         self.vjp = Op(
@@ -314,31 +339,91 @@ def _saving_nothing(forward, *arrays, **options):
     return forward(*arrays, **options), ()
 
 
-def _paired(forward: Callable, save: Callable, backward: Callable, has_aux: bool) -> Callable:
+def _paired(name: str, forward: Callable, save: Callable, backward: Callable, has_aux: bool) -> Callable:
     """`forward` with `backward` for its gradient."""
 
     @_remembered
     def bind(**options):
         call = jax.custom_vjp(functools.partial(forward, **options))
 
-        def gradients(saved, dy):
-            return _tuple(backward(dy[0] if has_aux else dy, *saved, **options))
+        def save_with_kinds(*arrays):
+            y, saved = save(*arrays, **options)
+            return y, (saved, _Kinds.of(arrays))
 
-        call.defvjp(functools.partial(save, **options), gradients)
+        def gradients(saved, dy):
+            saved, kinds = saved
+            found = backward(dy[0] if has_aux else dy, *saved, **options)
+            return _checked(name, _parameters(forward, len(kinds.each)), kinds, found)
+
+        call.defvjp(save_with_kinds, gradients)
         return call
 
-    return lambda *arrays, **options: bind(options)(*arrays)
+    def paired(*arrays, **options):
+        try:
+            return bind(options)(*arrays)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            message = f'{name}: has a backward, and so no forward mode; use implementation="autodiff"'
+            raise TypeError(message) from error
+
+    return paired
 
 
-def _vjp(save: Callable, residuals: Callable | None, backward: Callable, linear: bool) -> Callable:
+def _vjp(
+    name: str, forward: Callable, save: Callable, residuals: Callable | None, backward: Callable, linear: bool
+) -> Callable:
     """`backward` of the forward's own arguments."""
 
     def vjp(dy, *arrays, **options):
-        saved = () if linear else residuals(*arrays, **options) if residuals else save(*arrays, **options)[1]
-        gradients = backward(dy, *saved, **options)
-        return gradients if linear else _of_floating(gradients, arrays)
+        if linear:
+            return backward(dy, **options)
+        saved = residuals(*arrays, **options) if residuals else save(*arrays, **options)[1]
+        found = backward(dy, *saved, **options)
+        return _of_floating(_checked(name, _parameters(forward, len(arrays)), _Kinds.of(arrays), found), arrays)
 
     return vjp
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Kinds:
+    """Shape and dtype of each argument; None of what is no array."""
+
+    each: tuple[tuple[tuple[int, ...], np.dtype] | None, ...]
+
+    @classmethod
+    def of(cls, arrays: tuple) -> "_Kinds":
+        return cls(tuple((a.shape, a.dtype) if hasattr(a, "dtype") and hasattr(a, "shape") else None for a in arrays))
+
+
+def _checked(op: str, names: list[str], kinds: _Kinds, found: Any) -> tuple:
+    """What a backward gives, a gradient for each argument. Raises TypeError or ValueError if it is something else."""
+    gradients, each = _tuple(found), f"a gradient for each of {', '.join(names)}"
+    if isinstance(found, list):
+        raise TypeError(f"{op}_backward: gives a list; wants a tuple, {each}")
+    if len(gradients) != len(names):
+        raise ValueError(f"{op}_backward: gives {len(gradients)} gradients; wants {len(names)}, {each}")
+    for name, kind, gradient in zip(names, kinds.each, gradients, strict=True):
+        if gradient is None or kind is None or not jnp.issubdtype(kind[1], jnp.floating):
+            continue
+        if jnp.shape(gradient) != kind[0]:
+            shape = jnp.shape(gradient)
+            raise ValueError(f"{op}_backward: the gradient of {name} has shape {shape}; wants {kind[0]}, {name}'s own")
+        if (dtype := jnp.result_type(gradient)) != kind[1]:
+            raise TypeError(f"{op}_backward: the gradient of {name} has dtype {dtype}; wants {kind[1]}, {name}'s own")
+    return gradients
+
+
+def _parameters(forward: Callable, count: int) -> list[str]:
+    """Names for the forward's arrays; those that its signature does not name are numbered."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, p in inspect.signature(forward).parameters.items() if p.kind in positional]
+    return [*names[:count], *(f"argument {i}" for i in range(len(names), count))]
+
+
+def _name_of(function: Callable) -> str:
+    return _name_of(function.func) if isinstance(function, functools.partial) else function.__name__
 
 
 def _differentiated(forward, has_aux, dy, *arrays, **options):

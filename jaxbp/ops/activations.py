@@ -11,7 +11,7 @@ from jaxtyping import Float
 from jaxbp.ops import _checks
 from jaxbp.ops._elementwise import Elementwise
 from jaxbp.ops._fastest import KEPT, KEPT_EVERYWHERE, KEPT_ON_GPU
-from jaxbp.ops._numerics import widen
+from jaxbp.ops._numerics import largest_and_total, widen
 from jaxbp.pairing import Implementation, Pair
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
@@ -73,7 +73,7 @@ _PRELU = Elementwise(
 _ELU = Elementwise(
     "elu",
     lambda x, *, alpha: jax.nn.elu(x, alpha),
-    lambda dy, x, *, alpha: dy * jnp.where(x > 0, 1.0, alpha * jnp.exp(jnp.minimum(x, 0.0))),
+    lambda dy, x, *, alpha: dy * jnp.where(x > 0, 1.0, alpha * jnp.exp(jnp.where(x > 0, 0.0, x))),
 )
 
 
@@ -105,28 +105,33 @@ _MISH = Elementwise("mish", jax.nn.mish, _mish_backward, fastest=KEPT_ON_GPU)
 _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.sigmoid(x))
 
 
-def _normalised(name, function, factor, combine, fastest=KEPT):
-    """A function over axes, whose backward `combine(dy, y, s)` needs its result y and a sum, `s = Σ factor(dy, y)`."""
+def _normalised(name, function, term, fastest=KEPT):
+    """A function over axes with the gradient `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`.
+
+    The forward saves x, not its result, which is rounded.
+    """
 
     def forward(x, *, axis):
         return function(widen(x), axis=axis).astype(x.dtype)
 
-    def save(x, *, axis):
-        y = forward(x, axis=axis)
-        return y, (y,)
+    def formula(dy, x, *, axis):
+        p = jax.nn.softmax(widen(x), axis=axis)
+        c = term(widen(dy), p)
+        return (c - p * jnp.sum(c, axis=axis, keepdims=True)).astype(x.dtype)
 
-    def formula(dy, y, *, axis):
-        wide_dy, wide_y = widen(dy), widen(y)
-        total = jnp.sum(factor(wide_dy, wide_y), axis=axis, keepdims=True)
-        return combine(wide_dy, wide_y, total).astype(y.dtype)
+    def terms(dy, x, largest, total):
+        return term(dy, jnp.exp(x - largest) / total)
 
-    def kernel(dy, y, *, axis):
-        return elementwise(combine, dy, y, sum_over(factor, dy, y, axes=axis))
+    def gradient(dy, x, largest, total, s):
+        return terms(dy, x, largest, total) - jnp.exp(x - largest) / total * s
+
+    def kernel(dy, x, *, axis):
+        arrays = dy, x, *largest_and_total(x, axis)
+        return elementwise(gradient, *arrays, sum_over(terms, *arrays, axes=axis))
 
     return Pair(
         forward,
         {"xla": formula, "pallas": kernel},
-        save=save,
         name=name,
         unsupported=_checks.unsupported,
         fastest=fastest,
@@ -134,14 +139,8 @@ def _normalised(name, function, factor, combine, fastest=KEPT):
     )
 
 
-_SOFTMAX = _normalised("softmax", jax.nn.softmax, lambda dy, y: dy * y, lambda dy, y, s: y * (dy - s))
-_LOG_SOFTMAX = _normalised(
-    "log_softmax",
-    jax.nn.log_softmax,
-    lambda dy, y: dy,
-    lambda dy, y, s: dy - jnp.exp(y) * s,
-    fastest=KEPT_EVERYWHERE,
-)
+_SOFTMAX = _normalised("softmax", jax.nn.softmax, lambda dy, p: dy * p)
+_LOG_SOFTMAX = _normalised("log_softmax", jax.nn.log_softmax, lambda dy, p: dy, fastest=KEPT_EVERYWHERE)
 
 
 def sigmoid(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
@@ -333,8 +332,7 @@ def softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*shape"]:
-    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`. It computes y from x; `softmax` under `jax.grad`
-    saves it."""
+    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`, y from x and not rounded."""
     op = "softmax_backward"
     dy, x = _checks.floating(op, dy=dy, x=x)
     _checks.shape(op, "dy", dy, *x.shape)
@@ -357,8 +355,7 @@ def log_softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*shape"]:
-    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`. It computes y from x; `log_softmax` under `jax.grad`
-    saves it."""
+    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`, y from x and not rounded."""
     op = "log_softmax_backward"
     dy, x = _checks.floating(op, dy=dy, x=x)
     _checks.shape(op, "dy", dy, *x.shape)

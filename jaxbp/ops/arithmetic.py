@@ -43,9 +43,12 @@ def _rounded(x):
 
 def _power_gradient(power):
     def gradient(dy, x1, x2):
-        # Only at these points: everywhere else the factor x2 makes it 0, and has a slope in second derivatives.
-        d1 = jnp.where((x2 == 0) & ((x1 == 0) | (x1 != x1)), 0.0, x2 * power(x1, x2 - 1))
-        d2 = jnp.where((x1 == 0) & (x2 > 0), 0.0, power(x1, x2) * jnp.log(x1))
+        # Only at these points: everywhere else the factor x2 makes it 0, and has a slope in second derivatives. They
+        # are kept out of the powers and logarithms, whose slopes there would make NaN of a 0.
+        constant, at_zero = (x2 == 0) & ((x1 == 0) | (x1 != x1)), x1 == 0
+        d1 = jnp.where(constant, 0.0, x2 * power(jnp.where(constant, 1.0, x1), x2 - 1))
+        base = jnp.where(at_zero, 1.0, x1)
+        d2 = jnp.where(at_zero, jnp.where(x2 > 0, 0.0, -jnp.inf), power(base, x2) * jnp.log(base))
         return dy * d1, dy * d2
 
     return gradient

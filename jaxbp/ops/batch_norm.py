@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from jaxbp.ops import _checks
 from jaxbp.ops._fastest import FUSED
-from jaxbp.ops._numerics import widen
+from jaxbp.ops._numerics import mean_and_rest, widen
 from jaxbp.pairing import Implementation, Pair
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
@@ -26,36 +26,38 @@ def _along(a, x):
 
 def _normalise(x, scale, bias, *, epsilon):
     """((y, mean, var), what the backward wants of them)."""
-    wide = widen(x)
-    mean, var = jnp.mean(wide, axis=_over(x)), jnp.var(wide, axis=_over(x))
+    mean, rest = mean_and_rest(x, _over(x))
+    centred = (widen(x) - mean) - rest
+    var = jnp.mean(jnp.square(centred), axis=_over(x))
     factor = widen(scale) * lax.rsqrt(var + epsilon)
-    y = (wide - _along(mean, x)) * _along(factor, x) + _along(widen(bias), x)
-    return (y.astype(x.dtype), mean.astype(x.dtype), var.astype(x.dtype)), (x, scale, mean, var)
+    y = centred * _along(factor, x) + _along(widen(bias), x)
+    results = y, (mean + rest).reshape(var.shape), var
+    return tuple(a.astype(x.dtype) for a in results), (x, scale, mean, rest, var)
 
 
 def _forward(x, scale, bias, *, epsilon):
     return _normalise(x, scale, bias, epsilon=epsilon)[0]
 
 
-def _backward(dys, x, scale, mean, var, *, epsilon):
+def _backward(dys, x, scale, mean, rest, var, *, epsilon):
     wide, dy = widen(x), widen(dys[0])
-    sums = (jnp.sum(terms, axis=_over(x)) for terms in _terms(dy, wide, _along(mean, x)))
+    sums = (jnp.sum(terms, axis=_over(x)) for terms in _terms(dy, wide, mean, rest))
     coefficients, dscale, dbias = _coefficients(*sums, dys, x, scale, var, epsilon)
-    dx = _combine(dy, wide, *(_along(a, x) for a in (mean, *coefficients)))
+    dx = _combine(dy, wide, mean, rest, *(_along(a, x) for a in coefficients))
     return dx.astype(x.dtype), dscale, dbias
 
 
-def _backward_kernel(dys, x, scale, mean, var, *, epsilon):
+def _backward_kernel(dys, x, scale, mean, rest, var, *, epsilon):
     dy = dys[0]
-    sums = (a.reshape(-1) for a in sum_over(_terms, dy, x, _along(mean, x), axes=_over(x)))
+    sums = (a.reshape(-1) for a in sum_over(_terms, dy, x, mean, rest, axes=_over(x)))
     coefficients, dscale, dbias = _coefficients(*sums, dys, x, scale, var, epsilon)
-    dx = elementwise(_combine, dy, x, *(_along(a, x) for a in (mean, *coefficients)))
+    dx = elementwise(_combine, dy, x, mean, rest, *(_along(a, x) for a in coefficients))
     return dx.astype(x.dtype), dscale, dbias
 
 
-def _terms(dy, x, mean):
+def _terms(dy, x, mean, rest):
     """What is summed over the batch."""
-    return dy, dy * (x - mean)
+    return dy, dy * ((x - mean) - rest)
 
 
 def _coefficients(dy_sum, deviation_sum, dys, x, scale, var, epsilon):
@@ -65,7 +67,7 @@ def _coefficients(dy_sum, deviation_sum, dys, x, scale, var, epsilon):
     `dx = scale s (dy - dbias/n - x̂ dscale/n) + dmean/n + dvar 2 (x - mean)/n`.
     """
     _, dmean, dvar = dys
-    count = max(math.prod(x.shape[axis] for axis in _over(x)), 1)
+    count = math.prod(x.shape[axis] for axis in _over(x))
     s = lax.rsqrt(var + epsilon)
     dscale = deviation_sum * s
     a = widen(scale) * s
@@ -74,8 +76,8 @@ def _coefficients(dy_sum, deviation_sum, dys, x, scale, var, epsilon):
     return (a, b, c), dscale.astype(scale.dtype), dy_sum.astype(scale.dtype)
 
 
-def _combine(dy, x, mean, a, b, c):
-    return a * dy + b * (x - mean) + c
+def _combine(dy, x, mean, rest, a, b, c):
+    return a * dy + b * ((x - mean) - rest) + c
 
 
 _BATCH_NORM = Pair(

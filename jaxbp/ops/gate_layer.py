@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float
 
 from jaxbp.logic import gates
@@ -96,13 +95,14 @@ def _features_first(x):
 
 def _features_last(x, shape):
     """The inverse, to `(*shape, features)`."""
-    x = lax.platform_dependent(x, cpu=_as_rows, default=lambda x: x)
+    x = lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
     return x.T.reshape(*shape, x.shape[0])
 
 
 @functools.partial(jax.jit, inline=True)
 def _as_rows(x):
-    return lax.optimization_barrier(with_layout_constraint(x, Layout(major_to_minor=(0, 1))))
+    # A vector lies in memory in one way alone. (A constraint on the layout would do, but cannot be exported.)
+    return lax.optimization_barrier(x.ravel()).reshape(x.shape)
 
 
 # -------------------------------------------------------------------------------------------------------- the kernels

@@ -1,5 +1,8 @@
 """Losses of predictions and targets of one shape."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -20,22 +23,17 @@ def _mean_loss(name, loss, slope):
         error = widen(predictions) - widen(targets)
         return jnp.mean(loss(error)).astype(predictions.dtype)
 
-    def gradients(dy, predictions, targets):
-        dpredictions = dy * slope(predictions - targets) / max(predictions.size, 1)
+    def gradients(dy, predictions, targets, *, size):
+        # The mean of nothing is NaN, and so is what depends on it.
+        dpredictions = dy * (1.0 / size if size else math.inf) * slope(predictions - targets)
         return dpredictions, -dpredictions
 
     def formula(dy, predictions, targets):
         wide = map(widen, (dy, predictions, targets))
-        return tuple(g.astype(dy.dtype) for g in gradients(*wide))
+        return tuple(g.astype(dy.dtype) for g in gradients(*wide, size=predictions.size))
 
     def kernel(dy, predictions, targets):
-        size = max(predictions.size, 1)
-
-        def both(dy, predictions, targets):
-            dpredictions = dy * slope(predictions - targets) * (1.0 / size)
-            return dpredictions, -dpredictions
-
-        return elementwise(both, dy, predictions, targets)
+        return elementwise(functools.partial(gradients, size=predictions.size), dy, predictions, targets)
 
     return Pair(forward, {"xla": formula, "pallas": kernel}, name=name, unsupported=_checks.unsupported, fastest=FUSED)
 
@@ -54,16 +52,27 @@ def _huber(predictions, targets, *, delta):
 
 
 def _huber_gradients(dy, predictions, targets, *, delta):
-    dpredictions = dy * jnp.maximum(jnp.minimum(predictions - targets, delta), -delta)
+    # Selections, not a minimum and a maximum, whose slope at the bounds would be half.
+    error = predictions - targets
+    dpredictions = dy * jnp.where(error > delta, delta, jnp.where(error < -delta, -delta, error))
     return dpredictions, -dpredictions
 
 
 def _binary_cross_entropy_gradients(dy, probabilities, labels):
     p, y = probabilities, labels
-    # Where label and probability are sure and the same, the quotient is 0 / 0.
+    # Where label and probability are sure and the same, the quotient is 0 / 0, and so are its derivatives.
     both_0, both_1 = (y == 0) & (p == 0), (y == 1) & (p == 1)
-    dp = jnp.where(both_0, 1.0, jnp.where(both_1, -1.0, (p - y) / (p * (1 - p))))
-    return dy * dp, dy * (jnp.log(1 - p) - jnp.log(p))
+    quotient = (p - y) / jnp.where(both_0 | both_1, 1.0, p * (1 - p))
+    of_0, of_1 = (1 - y) / jnp.where(both_0, 1 - p, 1.0), -y / jnp.where(both_1, p, 1.0)
+    dp = jnp.where(both_0, of_0, jnp.where(both_1, of_1, quotient))
+    return dy * dp, dy * (_log(1 - p) - _log(p))
+
+
+def _log(x):
+    """`ln x`, without its infinite slope at 0, which makes NaN of the 0 by which a gradient that nobody wants is
+    weighed."""
+    at_zero = x == 0
+    return jnp.where(at_zero, -jnp.inf, jnp.log(jnp.where(at_zero, 1.0, x)))
 
 
 def _sigmoid_binary_cross_entropy(logits, labels):

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 
 from jaxbp.ops import _checks
 from jaxbp.ops._numerics import on_tensor_cores
-from jaxbp.ops.softmax_cross_entropy import logits_gradient, loss_and_probabilities
+from jaxbp.ops.softmax_cross_entropy import logits_gradient, losses
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
@@ -43,12 +43,12 @@ def rows(x, labels, weights, biases, *, precision=None):
         z = jnp.matmul(x, w.T, precision=precision) + b
         x = jax.nn.relu(z)
         hidden.append(x)
-    return loss_and_probabilities(z, labels)[0], z, tuple(hidden[:-1])
+    return losses(z, labels), z, tuple(hidden[:-1])
 
 
 def row_gradients(dy, labels, logits, hidden, weights, *, precision=None):
     """Of every example: the gradient in its logits, in each hidden layer's sums, last first, and in its inputs."""
-    gradient = logits_gradient(dy, loss_and_probabilities(logits, labels)[1], labels)
+    gradient = logits_gradient(dy, logits, labels)
     gradients = [gradient]
     for w, h in zip(reversed(weights), (*reversed(hidden), None), strict=True):
         gradient = jnp.matmul(gradient, w, precision=precision)

@@ -6,6 +6,7 @@ added up in float32. `implementation` is "pallas", "xla", "autodiff", or None fo
 `dy`, the gradient of the loss in the result, and gives `da`. Anything else is a TypeError or a ValueError.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ from jaxtyping import Float
 
 from jaxbp.ops import _checks
 from jaxbp.ops._fastest import FUSED, KEPT
-from jaxbp.ops._numerics import widen
+from jaxbp.ops._numerics import largest_and_total, mean_and_rest, widen
 from jaxbp.pairing import Implementation, Pair
 from pallas_kernels.pointwise.elementwise import elementwise
 
@@ -55,53 +56,49 @@ def _spread(scale):
     return {"xla": formula, "pallas": kernel}
 
 
-def _elementwise_gradient(formula):
-    """A backward: `formula(dy, *saved, **options)` of arrays that broadcast, all with the reduced axes."""
+def _elementwise_gradient(formula, statistics):
+    """The backward of what saves a: `formula(dy, a, *statistics(a, axis), **options)`, element by element.
 
-    def arrays(dy, a, *saved, axis, shape):
-        return (_keep_axes(dy, shape, axis), a, *(_keep_axes(b, shape, axis) for b in saved))
+    The forward's result would be rounded. What is computed of a again is, in one program with the forward, but once.
+    """
 
-    def in_jnp(dy, a, *saved, axis, keepdims, shape, **options):
-        wide = map(widen, arrays(dy, a, *saved, axis=axis, shape=shape))
-        return formula(*wide, count=_count(shape, axis), **options).astype(dy.dtype)
+    def in_jnp(dy, a, *, axis, keepdims, shape, **options):
+        wide, wide_dy = widen(a), widen(_keep_axes(dy, shape, axis))
+        da = formula(wide_dy, wide, *statistics(wide, axis), count=_count(shape, axis), **options)
+        return da.astype(dy.dtype)
 
-    def kernel(dy, a, *saved, axis, keepdims, shape, **options):
-        def bound(*values):
-            return formula(*values, count=_count(shape, axis), **options)
-
-        return elementwise(bound, *arrays(dy, a, *saved, axis=axis, shape=shape), shape=shape)
+    def kernel(dy, a, *, axis, keepdims, shape, **options):
+        bound = functools.partial(formula, count=_count(shape, axis), **options)
+        return elementwise(bound, _keep_axes(dy, shape, axis), a, *statistics(a, axis), shape=shape)
 
     return {"xla": in_jnp, "pallas": kernel}
 
 
+def _share(count):
+    """Of an element in a mean; the mean of nothing is NaN, and so is what depends on it."""
+    return 1.0 / count if count else math.inf
+
+
 _KERNELS = dict(unsupported=_checks.unsupported, fastest=FUSED)
 _SUM = Pair(_reduced(jnp.sum), _spread(lambda count: 1.0), linear=True, name="sum", **_KERNELS)
-_MEAN = Pair(_reduced(jnp.mean), _spread(lambda count: 1.0 / (count or 1)), linear=True, name="mean", **_KERNELS)
+_MEAN = Pair(_reduced(jnp.mean), _spread(_share), linear=True, name="mean", **_KERNELS)
 
 
 # ------------------------------------------------------------------------------------------- variance, and log-sum-exp
 
 
-def _save_var(a, **options):
-    axis, shape = options["axis"], options["shape"]
-    return _var(a, **options), (a, _keep_axes(jnp.mean(widen(a), axis=axis), shape, axis))
+def _var_gradient(dy, a, mean, rest, *, count, ddof):
+    return dy * ((a - mean) - rest) * (2.0 / (count - ddof) if count > ddof else math.nan)
 
 
-def _save_logsumexp(a, **options):
-    y = _logsumexp(a, **options)
-    return y, (a, y)
+def _logsumexp_gradient(dy, a, largest, total, *, count):
+    return dy * (jnp.exp(a - largest) / total)
 
 
-def _var_gradient(dy, a, mean, *, count, ddof):
-    return dy * (a - mean) * (2.0 / (count - ddof) if count > ddof else math.nan)
-
-
-_var, _logsumexp = _reduced(jnp.var), _reduced(jax.nn.logsumexp)
-_VAR = Pair(_var, _elementwise_gradient(_var_gradient), save=_save_var, name="var", **_KERNELS)
+_VAR = Pair(_reduced(jnp.var), _elementwise_gradient(_var_gradient, mean_and_rest), name="var", **_KERNELS)
 _LOGSUMEXP = Pair(
-    _logsumexp,
-    _elementwise_gradient(lambda dy, a, y, *, count: dy * jnp.exp(a - y)),
-    save=_save_logsumexp,
+    _reduced(jax.nn.logsumexp),
+    _elementwise_gradient(_logsumexp_gradient, largest_and_total),
     name="logsumexp",
     unsupported=_checks.unsupported,
     fastest=KEPT,
@@ -325,7 +322,7 @@ def logsumexp_backward(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*shape"]:
-    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, the softmax."""
+    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, the softmax; not from y, which is rounded."""
     return _backward_of_array(_LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims)
 
 

@@ -1,13 +1,15 @@
 """Softmax and cross-entropy as one loss of logits, with labels that are classes or weights of all classes."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
 from jaxbp.ops import _checks
-from jaxbp.ops._numerics import widen
-from jaxbp.pairing import Fastest, Implementation, Op, Pair, composed, differentiable
+from jaxbp.ops._numerics import largest_and_total, widen
+from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import softmax_cross_entropy as kernels
 
@@ -16,7 +18,7 @@ def _is_class(labels):
     return jnp.issubdtype(labels.dtype, jnp.integer)
 
 
-def loss_and_probabilities(logits, labels):
+def losses(logits, labels):
     log_probabilities = jax.nn.log_softmax(widen(logits))
     if _is_class(labels):
         valid = (labels >= 0) & (labels < logits.shape[-1])
@@ -26,19 +28,11 @@ def loss_and_probabilities(logits, labels):
         loss *= jnp.where(valid, 1.0, jnp.nan).astype(loss.dtype)
     else:
         loss = -jnp.sum(widen(labels) * log_probabilities, axis=-1)
-    return loss.astype(logits.dtype), jnp.exp(log_probabilities).astype(logits.dtype)
+    return loss.astype(logits.dtype)
 
 
-def _loss_and_probabilities_kernel(logits, labels):
-    rows = labels.size if _is_class(labels) else labels.size // labels.shape[-1]
-    labels_last = batch_last(labels.reshape(rows, *labels.shape[logits.ndim - 1 :]))
-    logits_last = batch_last(logits.reshape(rows, logits.shape[-1]))
-    loss, probabilities = kernels.loss_and_probabilities(logits_last, labels_last)
-    return batch_first(loss, rows).reshape(logits.shape[:-1]), batch_first(probabilities, rows).reshape(logits.shape)
-
-
-def logits_gradient(dy, probabilities, labels):
-    p = widen(probabilities)
+def logits_gradient(dy, logits, labels):
+    p = jax.nn.softmax(widen(logits))
     if _is_class(labels):
         valid = (labels >= 0) & (labels < p.shape[-1])
         gradient = p - jax.nn.one_hot(labels, p.shape[-1], dtype=p.dtype)
@@ -46,51 +40,70 @@ def logits_gradient(dy, probabilities, labels):
     else:
         y = widen(labels)
         gradient = p * jnp.sum(y, axis=-1, keepdims=True) - y
-    return (widen(dy)[..., None] * gradient).astype(probabilities.dtype)
+    return (widen(dy)[..., None] * gradient).astype(logits.dtype)
 
 
-def _logits_gradient_kernel(dy, probabilities, labels):
-    rows = dy.size
-    labels_last = batch_last(labels.reshape(rows, *labels.shape[dy.ndim :]))
-    probabilities_last = batch_last(probabilities.reshape(rows, probabilities.shape[-1]))
-    dlogits = kernels.logits_gradient(batch_last(dy.reshape(rows)), probabilities_last, labels_last)
-    return batch_first(dlogits, rows).reshape(probabilities.shape)
-
-
-_LOSS_AND_PROBABILITIES = Op(
-    "softmax_cross_entropy",
-    {
-        "xla": loss_and_probabilities,
-        "pallas": differentiable(_loss_and_probabilities_kernel, loss_and_probabilities),
-    },
-)
-_LOGITS_GRADIENT = Op(
-    "softmax_cross_entropy_backward",
-    {"xla": logits_gradient, "pallas": differentiable(_logits_gradient_kernel, logits_gradient)},
-)
-
-
-def _loss(logits, labels):
-    return loss_and_probabilities(logits, labels)[0]
-
-
-def _save(logits, labels, *, implementation):
-    loss, probabilities = _LOSS_AND_PROBABILITIES(logits, labels, implementation=implementation)
-    # A class has no gradient; a weight has one, and it needs the logits.
-    return loss, (probabilities, labels, None if _is_class(labels) else logits)
-
-
-def _gradients(dy, probabilities, labels, logits, *, implementation):
-    dlogits = _LOGITS_GRADIENT(dy, probabilities, labels, implementation=implementation)
+def _gradients(dy, logits, labels, *, of_logits=logits_gradient):
+    dlogits = of_logits(dy, logits, labels)
+    # A class has no gradient.
     if _is_class(labels):
         return dlogits, None
     return dlogits, (-widen(dy)[..., None] * jax.nn.log_softmax(widen(logits))).astype(labels.dtype)
 
 
+# --------------------------------------------------------------------------------------------------------- the kernels
+# The forward's keeps what the backward's would have to compute from the logits again, as the formula does.
+
+
+def _losses_and_statistics(logits, labels):
+    largest, total = largest_and_total(logits, -1)
+    return losses(logits, labels), largest[..., 0], total[..., 0]
+
+
+def _losses_and_statistics_kernel(logits, labels):
+    rows = math.prod(logits.shape[:-1])
+    labels_last = batch_last(labels.reshape(rows, *labels.shape[logits.ndim - 1 :]))
+    results = kernels.loss_and_statistics(batch_last(logits.reshape(rows, logits.shape[-1])), labels_last)
+    return tuple(batch_first(a, rows).reshape(logits.shape[:-1]) for a in results)
+
+
+def _save_kernel(logits, labels):
+    loss, *statistics = _LOSSES_AND_STATISTICS(logits, labels)
+    return loss, (logits, labels, *statistics)
+
+
+def _logits_gradient(dy, logits, labels, largest, total):
+    return logits_gradient(dy, logits, labels)
+
+
+def _logits_gradient_kernel(dy, logits, labels, *statistics):
+    rows = dy.size
+    labels_last = batch_last(labels.reshape(rows, *labels.shape[dy.ndim :]))
+    logits_last = batch_last(logits.reshape(rows, logits.shape[-1]))
+    dy, *statistics = (batch_last(a.reshape(rows)) for a in (dy, *statistics))
+    dlogits = kernels.logits_gradient(dy, logits_last, labels_last, *statistics)
+    return batch_first(dlogits, rows).reshape(logits.shape)
+
+
+def _gradients_kernel(dy, logits, labels, *statistics):
+    def of_logits(dy, logits, labels):
+        return _LOGITS_GRADIENT(dy, logits, labels, *statistics)
+
+    return _gradients(dy, logits, labels, of_logits=of_logits)
+
+
+_LOSSES_AND_STATISTICS = differentiable(_losses_and_statistics_kernel, _losses_and_statistics)
+_LOGITS_GRADIENT = differentiable(_logits_gradient_kernel, _logits_gradient)
+
+
+def _save(logits, labels):
+    return losses(logits, labels), (logits, labels)
+
+
 _SOFTMAX_CROSS_ENTROPY = Pair(
-    _loss,
-    Op("softmax_cross_entropy_backward", composed(_gradients)),
-    save=composed(_save),
+    losses,
+    Op("softmax_cross_entropy_backward", {"xla": _gradients, "pallas": _gradients_kernel}),
+    save={"xla": _save, "pallas": _save_kernel},
     name="softmax_cross_entropy",
     unsupported=_checks.unsupported_dtype,
     # With ten classes a GPU spends the time on launching either way; XLA's fusion needs no transposes. A CPU has less

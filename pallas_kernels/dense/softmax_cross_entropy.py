@@ -1,4 +1,5 @@
-"""Softmax and cross-entropy, an example a lane: forward with probabilities in one kernel, backward in another.
+"""Softmax and cross-entropy, an example a lane: forward with what makes the softmax again in one kernel, backward in
+another.
 
 Labels are integers `(N,)`, a class an example, or floats `(classes, N)`, a weight a class. The batch N is last and a
 multiple of `LANES`. An integer that is no class makes its example NaN.
@@ -33,28 +34,30 @@ class Config:
 
 
 def _forward_heuristic(logits, labels):
-    return Config(vector_length(logits, labels), largest_divisor(logits.shape[0], _MOST_UNROLLED))
+    statistic = jax.ShapeDtypeStruct(logits.shape[1:], jnp.float32)
+    return Config(vector_length(logits, labels, statistic), largest_divisor(logits.shape[0], _MOST_UNROLLED))
 
 
-def _backward_heuristic(dy, probabilities, labels):
-    return _forward_heuristic(probabilities, labels)
+def _backward_heuristic(dy, logits, labels, largest, total):
+    return _forward_heuristic(logits, labels)
 
 
 @kernel(heuristic=_forward_heuristic)
-def loss_and_probabilities(logits: Array, labels: Array, *, config: Config) -> tuple[Array, Array]:
-    """`loss[n] = sum over k of y[k, n] * (lse[n] - logits[k, n])` and `p[k, n] = exp(logits[k, n] - lse[n])`,
-    where `lse[n] = log(sum over k of exp(logits[k, n]))`, computed from the largest logit down.
+def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tuple[Array, Array, Array]:
+    """`loss[n] = sum over k of y[k, n] * (log(total[n]) - (logits[k, n] - largest[n]))`, where `largest[n]` is the
+    largest of the logits and `total[n] = sum over k of exp(logits[k, n] - largest[n])`.
 
     Args:
       logits: `(classes, N)`.
 
     Returns:
-      loss `(N,)` and probabilities `(classes, N)` in the dtype of the logits.
+      loss `(N,)` in the dtype of the logits, and float32 largest and total `(N,)`: with the probabilities themselves in
+      half precision, or with the logarithm of their sum, the gradient of an example that is nearly right would be lost.
     """
     (classes, N), length = logits.shape, config.length
     over_classes = functools.partial(_over_classes, classes, config.unrolled)
 
-    def body(logits_ref, labels_ref, loss_ref, probabilities_ref, *, block):
+    def body(logits_ref, labels_ref, loss_ref, largest_ref, total_ref, *, block):
         lanes = pl.ds(block * length, length)
 
         def logit(k):
@@ -65,41 +68,38 @@ def loss_and_probabilities(logits: Array, labels: Array, *, config: Config) -> t
         largest = over_classes(lambda k, m: jnp.maximum(m, logit(k)), zero - jnp.inf)
         total = over_classes(lambda k, s: s + jnp.exp(logit(k) - largest), zero)
         log_total = jnp.log(total)
-
-        def finish(k, loss):
-            log_probability = logit(k) - largest - log_total
-            probabilities_ref[k, lanes] = jnp.exp(log_probability).astype(probabilities_ref.dtype)
-            return loss - weigh(k, log_probability)
-
-        loss = over_classes(finish, zero)
+        loss = over_classes(lambda k, loss: loss - weigh(k, logit(k) - largest - log_total), zero)
         loss_ref[lanes] = jnp.where(valid, loss, jnp.nan).astype(loss_ref.dtype)
+        largest_ref[lanes], total_ref[lanes] = largest, total
 
     return launch(
         body,
         logits,
         labels,
-        out=(jax.ShapeDtypeStruct((N,), logits.dtype), jax.ShapeDtypeStruct((classes, N), logits.dtype)),
+        out=(jax.ShapeDtypeStruct((N,), logits.dtype), *(jax.ShapeDtypeStruct((N,), jnp.float32),) * 2),
         grid={"block": N // length},
         name="softmax_cross_entropy",
     )
 
 
 @kernel(heuristic=_backward_heuristic)
-def logits_gradient(dy: Array, probabilities: Array, labels: Array, *, config: Config) -> Array:
-    """`dlogits[k, n] = dy[n] * (p[k, n] * sum over j of y[j, n] - y[k, n])`.
+def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, total: Array, *, config: Config) -> Array:
+    """`dlogits[k, n] = dy[n] * (p[k, n] * sum over j of y[j, n] - y[k, n])`, where
+    `p[k, n] = exp(logits[k, n] - largest[n]) / total[n]`.
 
     Args:
       dy: `(N,)`.
-      probabilities: `(classes, N)`.
+      logits, labels: the forward's, `(classes, N)` the logits.
+      largest, total: the forward's results, float32 `(N,)`.
 
     Returns:
-      `(classes, N)` in the dtype of the probabilities.
+      `(classes, N)` in the dtype of the logits.
     """
-    (classes, N), length = probabilities.shape, config.length
+    (classes, N), length = logits.shape, config.length
     over_classes = functools.partial(_over_classes, classes, config.unrolled)
     integer = jnp.issubdtype(labels.dtype, jnp.integer)
 
-    def body(dy_ref, probabilities_ref, labels_ref, dlogits_ref, *, block):
+    def body(dy_ref, logits_ref, labels_ref, largest_ref, total_ref, dlogits_ref, *, block):
         lanes = pl.ds(block * length, length)
         weigh, valid = _weigher(labels_ref, lanes, classes)
         gradient = jnp.where(valid, dy_ref[lanes].astype(jnp.float32), jnp.nan)
@@ -107,8 +107,10 @@ def logits_gradient(dy: Array, probabilities: Array, labels: Array, *, config: C
         # Integer labels weigh one class, with one.
         weight = zero + 1.0 if integer else over_classes(lambda k, s: s + weigh(k, 1.0), zero)
 
+        largest, total = largest_ref[lanes], total_ref[lanes]
+
         def write(k, _):
-            p = probabilities_ref[k, lanes].astype(jnp.float32)
+            p = jnp.exp(logits_ref[k, lanes].astype(jnp.float32) - largest) / total
             dlogits_ref[k, lanes] = (gradient * (p * weight - weigh(k, 1.0))).astype(dlogits_ref.dtype)
 
         over_classes(write, None)
@@ -116,9 +118,11 @@ def logits_gradient(dy: Array, probabilities: Array, labels: Array, *, config: C
     return launch(
         body,
         dy,
-        probabilities,
+        logits,
         labels,
-        out=jax.ShapeDtypeStruct((classes, N), probabilities.dtype),
+        largest,
+        total,
+        out=jax.ShapeDtypeStruct((classes, N), logits.dtype),
         grid={"block": N // length},
         name="softmax_cross_entropy_backward",
     )

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import pickle
 import weakref
 
 import jax
@@ -552,3 +553,61 @@ def test_what_is_fastest_may_depend_on_the_arguments():
     op = Op("op", {"xla": lambda x: x + 1, "autodiff": lambda x: x + 2}, fastest=fastest)
     with on_the_cpu():
         assert [float(op(jnp.zeros(n))[0]) for n in (1, 2)] == [2.0, 1.0]
+
+
+# ------------------------------------------------------------------------------------------- what a user may get wrong
+
+
+def scaled(x, w):
+    return x * w
+
+
+def scaled_backward(dy, x, w):
+    return dy * w, dy * x
+
+
+WRONG = {
+    "too few": (lambda dy, x, w: dy * w, ValueError, "gives 1 gradients; wants 2, a gradient for each of x, w"),
+    "too many": (lambda dy, x, w: (dy, dy, dy), ValueError, "gives 3 gradients; wants 2, a gradient for each of x, w"),
+    "a list": (lambda dy, x, w: [dy * w, dy * x], TypeError, "gives a list; wants a tuple, a gradient for each of"),
+    "a shape": (
+        lambda dy, x, w: (dy * w, jnp.sum(dy * x)),
+        ValueError,
+        r"the gradient of w has shape \(\); wants \(3,\), w's own",
+    ),
+    "a dtype": (
+        lambda dy, x, w: (dy.astype(jnp.float16), dy * x),
+        TypeError,
+        "the gradient of x has dtype float16; wants float32, x's own",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_backward_that_gives_something_else_is_refused_with_op_argument_and_what_is_wanted(wrong):
+    backward, error, message = WRONG[wrong]
+    pair, (x, w) = Pair(scaled, {"xla": backward}), (jnp.arange(3.0), jnp.ones(3))
+    with pytest.raises(error, match=f"^scaled_backward: {message}"):
+        jax.grad(lambda x: jnp.sum(pair(x, w, implementation="xla")))(x)
+    with pytest.raises(error, match=f"^scaled_backward: {message}"):
+        pair.vjp(x, x, w, implementation="xla")
+
+
+def test_a_partial_has_the_name_of_its_function():
+    pair = Pair(functools.partial(scaled), {"xla": scaled_backward})
+    assert pair.name == "scaled"
+
+
+def test_forward_mode_says_which_implementation_has_it():
+    pair, x = Pair(scaled, {"xla": scaled_backward}), jnp.ones(3)
+    with pytest.raises(TypeError, match=r"^scaled: has a backward, .* use implementation="):
+        jax.jvp(lambda x: pair(x, x, implementation="xla"), (x,), (x,))
+    jax.jvp(lambda x: pair(x, x, implementation="autodiff"), (x,), (x,))
+
+
+def test_a_pair_of_functions_of_a_module_can_be_pickled_under_its_name():
+    pair, x = Pair(scaled, {"xla": scaled_backward}).named("product"), jnp.arange(3.0)
+    again = pickle.loads(pickle.dumps(pair))
+    assert again.name == "product"
+    gradients = jax.grad(lambda x, w: jnp.sum(again(x, w, implementation="xla")), (0, 1))(x, 2 * x)
+    np.testing.assert_array_equal(gradients, (2 * x, x))

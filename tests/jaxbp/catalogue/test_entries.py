@@ -383,3 +383,29 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
 
 def _smallest_place(name):
     return min(ENTRIES[name].real, key=functools.partial(_size, name))
+
+
+# --------------------------------------------------------------------------------------------------------------- export
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", ["gate_layer", "gate_layer_backward", "conv2d_relu_max_pool2d", "layer_norm"])
+def test_every_platform_at_once_can_be_exported_to(name):
+    _export(name)
+
+
+@pytest.mark.once
+def test_the_elementwise_ops_can_be_exported_to_every_platform_at_once():
+    _export("relu", "softmax", "max", "batch_norm", "dropout")
+
+
+def _export(*names):
+    """What is lowered for a CPU alone or a GPU alone may have calls that no other version of XLA need know."""
+
+    def run(arrays):
+        return {name: op_of(name, None, "xla")(*arrays[name]) for name in names}
+
+    arrays = {name: drawn(name)[0] for name in names}
+    with on_the_cpu():
+        exported = jax.export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(arrays)
+        assert_close(floats(jax.tree.leaves(exported.call(arrays))), floats(jax.tree.leaves(run(arrays))), "float32")

@@ -382,3 +382,31 @@ def test_singular_points_give_what_calculus_and_ieee_say(name, implementation):
     np.testing.assert_allclose(y, values, rtol=1e-6, atol=1e-30)
     for gradient, expected in zip(found, gradients, strict=True):
         np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-30)
+
+
+# Where a derivative jumps or is infinite, what is right of the second: of the same side as the first, and never NaN.
+SECOND = {
+    # op: (options, argument, other arguments, [second derivative in the argument])
+    "binary_cross_entropy": ({}, [0.0, 1.0, 0.5], [[0.0, 1.0, 0.0]], [1, 1, 4]),
+    "elu": (dict(alpha=0.5), [0.0, 1.0], [], [0.5, 0]),
+    "huber": (dict(delta=1.0), [1.0, -1.0, 0.5, 2.0], [[0.0] * 4], [1, 1, 1, 0]),
+    "power": ({}, [0.0, 0.0, 0.0, 2.0], [[0.0, 2.0, 3.0, 3.0]], [0, 2, 0, 12]),
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_at_singular_points(name):
+    options, x, others, expected = SECOND[name]
+    op = functools.partial(ENTRIES[name].function, **options, implementation="xla")
+
+    @jax.jit
+    def second(x, *others):
+        return jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(op(x, *others)))(x)))(x)
+
+    np.testing.assert_allclose(second(*(jnp.array(a, jnp.float32) for a in (x, *others))), expected, rtol=1e-6)
+
+
+def test_the_second_derivatives_of_power_in_both_arguments_are_no_nan_at_0_to_the_0():
+    gradient = jax.grad(functools.partial(ENTRIES["power"].function, implementation="xla"), (0, 1))
+    hessian = [jax.grad(lambda *x, i=i: gradient(*x)[i], (0, 1))(0.0, 0.0) for i in (0, 1)]
+    np.testing.assert_array_equal(hessian, np.zeros((2, 2)))

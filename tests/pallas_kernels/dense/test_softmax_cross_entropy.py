@@ -24,15 +24,16 @@ def test_the_simulator_finds_losses_and_gradients_right(kind):
 
     @jax.jit
     def run(logits, labels, dy):
-        loss, probabilities = kernels.loss_and_probabilities(logits, labels)
-        return loss, probabilities, kernels.logits_gradient(dy, probabilities, labels)
+        loss, largest, total = kernels.loss_and_statistics(logits, labels)
+        return loss, largest, total, kernels.logits_gradient(dy, logits, labels, largest, total)
 
     with on_the_cpu(), simulated():
-        loss, probabilities, dlogits = jax.block_until_ready(run(logits, labels, dy))
+        loss, largest, total, dlogits = jax.block_until_ready(run(logits, labels, dy))
     z = np.asarray(logits, np.float64)
     log_p = z - np.log(np.exp(z).sum(axis=0))
     assert relative_error(loss, -(y * log_p).sum(axis=0)) < 1e-6
-    assert relative_error(probabilities, np.exp(log_p)) < 1e-6
+    assert (np.asarray(largest) == z.max(axis=0)).all()
+    assert relative_error(total, np.exp(z - z.max(axis=0)).sum(axis=0)) < 1e-6
     assert relative_error(dlogits, np.asarray(dy) * (np.exp(log_p) * y.sum(axis=0) - y)) < 1e-6
 
 
@@ -49,5 +50,17 @@ def test_the_simulator_finds_losses_and_gradients_right(kind):
 )
 def test_vectors_divide_the_batch_and_turns_the_classes(classes, N, labels, config):
     logits = struct(classes, N)
-    assert kernels.loss_and_probabilities.heuristic(logits, labels) == config
-    assert kernels.logits_gradient.heuristic(struct(N), logits, labels) == config
+    assert kernels.loss_and_statistics.heuristic(logits, labels) == config
+    assert kernels.logits_gradient.heuristic(struct(N), logits, labels, struct(N), struct(N)) == config
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_half_precision_example_that_is_nearly_right_keeps_the_digits_of_its_gradient(dtype):
+    logits = jnp.tile(jnp.array([[6.0], [1.0], [0.0]], dtype), (1, 128))
+    labels, dy = jnp.zeros(128, jnp.int32), jnp.ones(128, dtype)
+    with on_the_cpu(), simulated():
+        _, *statistics = kernels.loss_and_statistics(logits, labels)
+        dlogits = kernels.logits_gradient(dy, logits, labels, *statistics)
+    p = np.exp([6.0, 1.0, 0.0]) / np.exp([6.0, 1.0, 0.0]).sum()
+    # The label's, p - 1, is -0.009: of a p of eight bits only -0.008 would be left.
+    assert relative_error(dlogits[:, 0], p - [1, 0, 0]) < jnp.finfo(dtype).eps / 2

@@ -1,0 +1,235 @@
+"""How far results and gradients are from float64, next to JAX's own differentiation in the same dtype.
+
+The data is moved to offsets and scales at which a formula loses its digits: a mean of numbers around 1e5, a probability
+that is almost 1. What an implementation loses there and JAX's own does not, it loses by its own fault: most often
+because it saved a rounded number for its backward.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbp.catalogue import Case, Entry
+from jaxbp.verify.arguments import bind, is_float, take_apart
+from jaxbp.verify.reference import float64
+
+DTYPES = ("float32", "bfloat16", "float16")
+OFFSETS = (0.0, 1.0, 1e2, 1e4, 1e5)
+SCALES = (1e-4, 1e-2, 1.0, 10.0, 1e2, 1e4)
+DRAWS = 32
+NEARLY_ALL = 0.95
+"""Of all rows in all draws."""
+ALLOWED = 1.5
+"""How many times as far from float64 as JAX's own an implementation may be."""
+ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
+"""As many roundings, of ε/2 each, are allowed whatever JAX's own is. Half precisions are computed in float32 and
+rounded at the end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the data lies: `offset + scale * drawn`, in the argument of this name, or in all that are moved."""
+
+    offset: float
+    scale: float
+    argument: str = "all"
+
+
+@dataclasses.dataclass(frozen=True)
+class Accuracy:
+    """The relative errors of the rows of an op's result or gradient, and of JAX's own: a quantile over all draws.
+
+    Attributes:
+      op, dtype, implementation: what ran.
+      result: "value" and its number, or "gradient in" an argument.
+      place: of the data.
+      error, native: `‖a - e‖ / ‖e‖`, e in float64, of the implementation and of "autodiff".
+      excess: the error as a share of what is allowed, 0 where JAX's own has no right digit. Above 1 is a failure.
+    """
+
+    op: str
+    dtype: str
+    implementation: str
+    result: str
+    place: Place
+    error: float
+    native: float
+    excess: float
+
+
+def accuracy(
+    cases: Mapping[str, tuple[Entry, Case]],
+    implementations: Sequence[str] = ("pallas", "xla"),
+    dtypes: Sequence[str] = DTYPES,
+    offsets: Sequence[float] = OFFSETS,
+    scales: Sequence[float] = SCALES,
+    draws: int = DRAWS,
+) -> Iterator[Accuracy]:
+    """The accuracy of ops of the catalogue, each in one of its cases, at every offset and scale.
+
+    Arguments are moved all at once and one by one; the gradient `dy`, weights and integers stay as they are drawn. A
+    place is left out where the dtype cannot hold it, and where it makes numbers equal that an op must tell apart.
+
+    Args:
+      cases: by the name that a row is to have. They are one program, which compiles faster than many.
+      implementations, dtypes, offsets, scales: what to measure.
+      draws: of the arguments, in each place.
+    """
+    drawn = _draw(cases, draws)
+    native, *ours = (_program(drawn, implementation) for implementation in ("autodiff", *implementations))
+    for dtype in dtypes:
+        places, arrays = {}, {}
+        for name, each in drawn.items():
+            places[name], values = each.moved(offsets, scales, dtype)
+            arrays[name] = values, each.cotangents(dtype, len(places[name]))
+        exact, of_native = _in_float64(native, arrays), _numpy(native(arrays))
+        for implementation, run in zip(implementations, ours, strict=True):
+            of_ours = _numpy(run(arrays))
+            for name in cases:
+                compared = functools.partial(
+                    _compared, dtype, places[name], of_ours[name], of_native[name], exact[name]
+                )
+                found = compared(exact[name])
+                if any(errors.excess > 1 for *_, errors in found):
+                    again = _in_float64(_program({name: drawn[name]}, "xla"), {name: arrays[name]})
+                    found = compared(again[name])
+                for result, place, errors in found:
+                    yield Accuracy(name, dtype, implementation, result, place, *errors)
+
+
+def _program(drawn, implementation):
+    """`name -> (values, cotangents)` to name -> result -> what an implementation gives in every place and draw.
+
+    Every rounding is as it is written: a compiler may leave out those between operations that it fuses.
+    """
+
+    def run(arrays):
+        return {name: jax.vmap(jax.vmap(each.function(implementation)))(*arrays[name]) for name, each in drawn.items()}
+
+    return jax.jit(run, compiler_options={"xla_allow_excess_precision": False})
+
+
+def _compared(dtype, places, *results):
+    """(result, place, errors) of each result in each place, as `_errors` takes them."""
+    found = []
+    for result, (i, place) in itertools.product(results[0], enumerate(places)):
+        errors = _errors(dtype, *(of[result][i] for of in results))
+        if errors is not None:
+            found.append((result, place, errors))
+    return found
+
+
+def _in_float64(run, arrays):
+    with float64():
+        return _numpy(run(_numpy(arrays)))
+
+
+def _numpy(arrays):
+    return jax.tree.map(lambda a: np.asarray(a, np.float64), arrays)
+
+
+def _draw(cases, draws):
+    """Name -> the case, drawn."""
+
+    @jax.jit
+    def draw():
+        seeds = jnp.arange(draws)
+        floats = lambda case, seed: [a for a in jax.tree.leaves(case.draw(seed)) if is_float(a)]  # noqa: E731
+        return {
+            name: (case.draw(0), jax.vmap(functools.partial(floats, case))(seeds)) for name, (_, case) in cases.items()
+        }
+
+    with jax.default_prng_impl("rbg"):  # compiles ten times as fast
+        return {name: _Drawn(*cases[name], arguments, _numpy(values)) for name, (arguments, values) in draw().items()}
+
+
+class _Drawn:
+    """An op's floating arguments, drawn a few times."""
+
+    def __init__(self, entry: Entry, case: Case, arguments: Sequence, values: Sequence[np.ndarray]):
+        self.entry, self.case, self.values = entry, case, values
+        self.arguments = take_apart(entry.function, arguments)
+        kinds = [kind for kind in case.arguments if getattr(kind, "below", 0) is None]
+        named = list(zip(self.arguments.float_names, kinds, strict=True))
+        self.movable = [i for i, (name, kind) in enumerate(named) if name != "dy" and not kind.weights]
+        self.apart = [i for i, kind in enumerate(kinds) if kind.apart]
+
+    def function(self, implementation: str):
+        """`(values, cotangents) -> ` result -> what an implementation gives."""
+        function = self._of_floats(implementation)
+
+        def named(values, cotangents):
+            results, vjp = jax.vjp(function, *values)
+            named = {f"value {i}": a for i, a in enumerate(results)}
+            gradients = zip(self.arguments.float_names, vjp(list(cotangents)), strict=True)
+            return named | {f"gradient in {name}": a for name, a in gradients}
+
+        return named
+
+    def _of_floats(self, implementation: str):
+        return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
+
+    def moved(self, offsets, scales, dtype):
+        """The places that the dtype can hold, and the arguments there: the places first, then the draws."""
+        moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
+        places, values = [], []
+        for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):
+            at = [offset + scale * a if i in which else a for i, a in enumerate(self.values)]
+            with np.errstate(over="ignore"):
+                at = [a.astype(dtype) for a in at]
+            if all(np.isfinite(a).all() for a in at) and all(_differ(at[i]) for i in self.apart):
+                name = self.arguments.float_names[which[0]] if len(which) == 1 else "all"
+                places.append(Place(offset, scale, name))
+                values.append(at)
+        return places, [np.stack(same) for same in zip(*values, strict=True)]
+
+    def cotangents(self, dtype, places):
+        results = jax.eval_shape(self._of_floats("autodiff"), *self.arguments.floats)
+        random = np.random.default_rng(0)
+        drawn = [random.standard_normal((len(self.values[0]), *y.shape)).astype(dtype) for y in results]
+        return [np.broadcast_to(a, (places, *a.shape)) for a in drawn]
+
+
+def _differ(values):
+    """Whether no number is twice in a draw."""
+    return all(np.unique(a).size == a.size for a in values.astype(np.float64))
+
+
+class _Errors(NamedTuple):
+    """The fields of `Accuracy`."""
+
+    error: float
+    native: float
+    excess: float
+
+
+def _errors(dtype, actual, native, exact, again):
+    """(error, native error, excess), where the dtype can hold what is exact; None where it nowhere can.
+
+    What is exact is known as far as two ways to compute it in float64 agree. Where JAX's own is right to a few
+    roundings in nearly every row, so must be the others. Elsewhere sums cancel, and one may be right by luck.
+    """
+    limits = jnp.finfo(dtype)
+    held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))
+    if not held.any():
+        return None
+    size, error, of_native, unknown = (
+        _norms(np.where(held, a, 0.0)) for a in (exact, actual - exact, native - exact, again - exact)
+    )
+    least = ROUNDINGS[dtype] * float(limits.eps) / 2 * size + float(limits.tiny)
+    excess = np.where(of_native < size, error / (np.maximum(ALLOWED * of_native, least) + unknown), 0.0)
+    quantile = NEARLY_ALL if np.quantile(of_native / least, NEARLY_ALL) <= 1 else 0.5
+    size = np.where(size == 0, 1.0, size)
+    return _Errors(*(float(np.quantile(a, quantile)) for a in (error / size, of_native / size, excess)))
+
+
+def _norms(a):
+    """Of each row in each draw, infinite where it has a NaN."""
+    norms = np.linalg.norm(a.reshape(-1, a.shape[-1] if a.ndim > 1 else 1), axis=1)
+    return np.where(np.isnan(norms), np.inf, norms)
