@@ -9,6 +9,7 @@ import pytest
 from helpers import assert_close, cuda_program, in_float64
 
 import jaxbp
+from jaxbp.logic.gates import softmax
 from jaxbp.ops import _automaton_formula as formula
 from jaxbp.ops import _automaton_kernels as arrays_of
 from pallas_kernels.core.device import BLACKWELL, HOPPER, targeting
@@ -24,9 +25,11 @@ def operands(channels, kernels, perception, update, periodic, shape, fires, seed
     random = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
     automaton = jaxbp.Automaton.create(channels, kernels, perception, update, periodic, seed=1)
+    # Of gates: with any other coefficients, what many layers compute would run over.
+    of_gates = lambda *shape: jnp.moveaxis(softmax(normal(*shape, 16)), -1, 0)  # noqa: E731
     coefficients = (
-        [normal(4, w.gates, kernels) for w in automaton.perception],
-        [normal(4, w.gates) for w in automaton.update],
+        [of_gates(w.gates, kernels) for w in automaton.perception],
+        [of_gates(w.gates) for w in automaton.update],
     )
     shape = (*shape, channels)
     mask = jnp.asarray(random.uniform(size=shape[:-1]) < 0.6) if fires else None
