@@ -196,12 +196,12 @@ def automaton_step(
 ) -> Float[Array, "batch height width channels"]:
     """The next state of a grid whose cells all run one circuit of relaxed gates: a tick.
 
-        seen_p     = the state of the p-th of the 3 x 3 cells around a cell, row by row; outside of the grid 0, or that
-                     of the other side if the automaton is periodic
-        s_k,c      = perception_k(seen_0,c, ..., seen_8,c), for every kernel k and channel c
-        next       = update(own channels, then s in the order channel, bit, kernel)
+        perceived_kc = perception_k(seen_0c, ..., seen_8c), for every kernel k and channel c
+        next = update(own channels, then perceived in the order channel, bit, kernel)
 
-    where perception_k and update are layers of gates, each `y = Σ_i softmax(logits)_i op_i(a, b)` as in `gate_layer`.
+    where seen_p is the state of the p-th of the 3 x 3 cells around a cell, row by row: outside of the grid 0, or that of
+    the other side if the automaton is periodic. perception_k and update are layers of gates, each
+    `y = Σ_i softmax(logits)_i op_i(a, b)` as in `gate_layer`.
 
     Args:
       logits: a pair of lists, of each layer: perception's `(kernels, gates, parameters)`, update's
