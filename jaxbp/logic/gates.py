@@ -109,14 +109,16 @@ def initial_logits(
     *,
     initialization: Literal["normal", "residual"] = "residual",
     parametrization: Parametrization = "softmax",
+    residual_logit: float | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "gates parameters"]:
     """Parameters to start training from.
 
     Args:
       key: draws the normal ones.
-      initialization: "normal", standard normal numbers; "residual", gates that pass on their a: the logit of that
-        gate is 5, the others 0 (a probability of 0.91), or the truth table's rows are 0.95 and 0.05.
+      initialization: "normal", standard normal numbers; "residual", gates that pass on their a.
+      residual_logit: of these: of that function, where the other 15 have 0, or of the truth table's rows, one way and
+        the other. None: 5 (a probability of 0.91), and log 19 (rows of 0.95 and 0.05).
 
     Source: of "residual", F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -126,9 +128,10 @@ def initial_logits(
     if initialization == "normal":
         return jax.random.normal(key, (gates, PARAMETERS[parametrization]), dtype)
     if parametrization == "softmax":
-        one = jnp.zeros(GATES).at[PASS_THROUGH].set(5.0)
+        one = jnp.zeros(GATES).at[PASS_THROUGH].set(5.0 if residual_logit is None else residual_logit)
     else:
-        row = math.log(0.95 / 0.05) * (2.0 * TRUTH_TABLES[PASS_THROUGH] - 1)
+        row = math.log(19.0) if residual_logit is None else residual_logit
+        row = row * (2.0 * TRUTH_TABLES[PASS_THROUGH] - 1)
         one = jnp.asarray(row if parametrization == "input_wise" else row @ WALSH / 4)
     return jnp.tile(one.astype(dtype), (gates, 1))
 
