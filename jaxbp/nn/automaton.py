@@ -101,7 +101,7 @@ class LogicAutomaton(nnx.Module):
         return [layer[...] for layer in self.perception], [layer[...] for layer in self.update]
 
     def harden(self) -> CellularCircuit:
-        """The circuit of one cell, of each gate's most probable function. It reads input `place * channels + channel`."""
+        """The circuit of a cell, of each gate's most probable function."""
         automaton = self.automaton.get_value()
         channels, kernels = automaton.channels, automaton.kernels
         inputs = np.arange(NEIGHBOURHOOD * channels).reshape(NEIGHBOURHOOD, channels, 1)

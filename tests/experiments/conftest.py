@@ -37,7 +37,7 @@ class ToyConfig(TrainingConfig):
 
     name: ClassVar[str] = "toy"
 
-    def recipe(self):
+    def defaults(self):
         return Recipe(batch_size=16, epochs=4, learning_rate=1e-2)
 
     def build(self, key):

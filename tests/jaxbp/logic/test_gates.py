@@ -92,6 +92,12 @@ def test_residual_gates_pass_on_their_a(parametrization):
     assert (jnp.abs(y[:, 0] - jnp.array([0.0, 0.0, 1.0, 1.0])) < 0.06).all()
 
 
+@pytest.mark.parametrize(("parametrization", "row"), [("input_wise", [-7, -7, 7, 7]), ("walsh", [0, 7, 0, 0])])
+def test_residual_gates_are_as_sure_as_asked(parametrization, row):
+    logits = jaxbp.initial_logits(jax.random.key(0), 2, parametrization=parametrization, residual_logit=7.0)
+    assert logits.tolist() == [row, row]
+
+
 @every_parametrization
 def test_normal_logits_differ_by_key(parametrization):
     draw = functools.partial(jaxbp.initial_logits, gates=1000, initialization="normal", parametrization=parametrization)
