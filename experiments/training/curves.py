@@ -35,9 +35,7 @@ def draw(
     above, *below = figure.subfigures(1 + is_images, 1, squeeze=False)[:, 0]
     loss, accuracy = above.subplots(1, 2)
     _draw_curves(loss, metrics, "loss", names)
-    # Logarithmic above the smallest loss that is not 0, which a hardened automaton's can be.
-    losses = [x for line in metrics for x in (line.train_loss, line.test_loss) if x > 0]
-    loss.set_yscale("symlog", linthresh=min(losses, default=1.0))
+    loss.set_yscale("log")
     _draw_curves(accuracy, metrics, "accuracy", names)
     for figure_below in below:
         _draw_mistakes(figure_below, dataset, predictions)
