@@ -29,9 +29,21 @@ RecipeName = Literal["hardening", "published"]
 Schedule = Literal["constant", "cosine"]
 
 RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
-    "hardening": dict(parametrization="softmax", residual_logit=10.0, weight_decay=0.0, schedule="constant", noise=0.0),
+    "hardening": dict(
+        parametrization="softmax",
+        residual_logit=10.0,
+        weight_decay=0.0,
+        schedule="constant",
+        straight_through=False,
+        noise=0.0,
+    ),
     "published": dict(
-        parametrization="softmax", residual_logit=10.0, weight_decay=1e-2, schedule="constant", noise=0.0
+        parametrization="softmax",
+        residual_logit=10.0,
+        weight_decay=1e-2,
+        schedule="constant",
+        straight_through=False,
+        noise=0.0,
     ),
 }
 """The defaults of the settings that decide how well an automaton hardens."""
@@ -87,6 +99,9 @@ class AutomatonConfig(TrainingConfig):
     """What a gate's parameters are: see jaxbp.gate_layer. None: the recipe's."""
     residual_logit: float | None = None
     """How surely gates pass on an input at first: see jaxbp.initial_logits. None: the recipe's."""
+    straight_through: bool | None = None
+    """Whether training computes with the gates' most probable functions, and with the relaxed gates' gradients. None:
+    the recipe's."""
     noise: float | None = None
     """Scale of the Gumbel noise in the parameters, drawn for every update. None: the recipe's."""
     implementation: ImplementationName | None = None
@@ -161,6 +176,7 @@ class AutomatonConfig(TrainingConfig):
             key=jax.random.fold_in(key, 2),
             fire_rate=self.fire_rate,
             hard=hard,
+            straight_through=self.straight_through and not hard,
         )
         errors = last[..., : self.visible] - self.targets(starts)
         losses = jnp.sum(errors**2, axis=(1, 2, 3))

@@ -1,17 +1,20 @@
 """Logic cellular automata."""
 
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
+import jax
 import numpy as np
 from flax import nnx
 from jax import Array
 from jaxtyping import Float, PRNGKeyArray
 
 from jaxbp.checkpointing import Memory
+from jaxbp.logic import gates
 from jaxbp.logic.automaton import CENTRE, NEIGHBOURHOOD, Automaton
 from jaxbp.logic.cellular_circuit import CellularCircuit
-from jaxbp.logic.gates import Parametrization, hard_logits, harden, initial_logits
+from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.netlist import Netlist
 from jaxbp.ops.automaton import Logits, automaton_rollout
 from jaxbp.pairing import Implementation
@@ -52,7 +55,7 @@ class LogicAutomaton(nnx.Module):
         )
 
         def initial(*shape):
-            logits = initial_logits(
+            logits = gates.initial_logits(
                 rngs.params(),
                 int(np.prod(shape)),
                 initialization=initialization,
@@ -75,14 +78,20 @@ class LogicAutomaton(nnx.Module):
         fire_rate: float = 1.0,
         memory: Memory = "states",
         hard: bool = False,
+        straight_through: bool = False,
     ) -> Float[Array, "batch height width channels"]:
         """The state after so many ticks; with `hard`, by each gate's most probable function alone.
 
-        The arguments and the errors are those of `jaxbp.automaton_rollout`.
+        With `straight_through` as well, and with the gradients of the relaxed gates: see
+        `jaxbp.logic.gates.straight_through`. The other arguments and the errors are those of
+        `jaxbp.automaton_rollout`.
         """
-        logits = self.logits
-        if hard:
-            logits = tuple([self._hard(layer) for layer in part] for part in logits)
+        logits, parametrization = self.logits, self.parametrization
+        if straight_through:
+            logits = jax.tree.map(functools.partial(gates.straight_through, parametrization=parametrization), logits)
+            parametrization = "softmax"
+        elif hard:
+            logits = jax.tree.map(self._hard, logits)
         return automaton_rollout(
             logits,
             self.automaton.get_value(),
@@ -91,7 +100,7 @@ class LogicAutomaton(nnx.Module):
             key=key,
             fire_rate=fire_rate,
             memory=memory,
-            parametrization=self.parametrization,
+            parametrization=parametrization,
             implementation=self.implementation,
         )
 
@@ -105,14 +114,14 @@ class LogicAutomaton(nnx.Module):
         automaton = self.automaton.get_value()
         channels, kernels = automaton.channels, automaton.kernels
         inputs = np.arange(NEIGHBOURHOOD * channels).reshape(NEIGHBOURHOOD, channels, 1)
-        gates, listed = [], inputs.size
+        columns, listed = [], inputs.size
 
         def layer(logits, wires, sources):
             """The sources that a layer's gates are, `(gates, ...)`, of those that it reads, `(inputs, ...)`."""
             nonlocal listed
             a, b = sources[np.asarray(wires.a)], sources[np.asarray(wires.b)]
             numbers = np.asarray(self._numbers(logits)).T.reshape(wires.gates, *[1] * (a.ndim - 2), -1)
-            gates.append([np.broadcast_to(numbers, a.shape).ravel(), a.ravel(), b.ravel()])
+            columns.append([np.broadcast_to(numbers, a.shape).ravel(), a.ravel(), b.ravel()])
             first, listed = listed, listed + a.size
             return np.arange(first, listed).reshape(a.shape)
 
@@ -122,13 +131,15 @@ class LogicAutomaton(nnx.Module):
         sources = np.concatenate([inputs[CENTRE].ravel(), perceived.swapaxes(0, 1).ravel()])[:, None]
         for logits, wires in zip(self.update, automaton.update, strict=True):
             sources = layer(logits[...], wires, sources)
-        numbers, a, b = (np.concatenate(column) for column in zip(*gates, strict=True))
+        numbers, a, b = (np.concatenate(column) for column in zip(*columns, strict=True))
         netlist = Netlist.from_gates(inputs.size, numbers, a, b, sources.ravel())
         return CellularCircuit(netlist, channels, automaton.periodic)
 
     def _numbers(self, logits: Float[Array, "*kernels gates parameters"]) -> Array:
         """The most probable functions, `(*kernels, gates)`."""
-        return harden(logits.reshape(-1, logits.shape[-1]), self.parametrization).reshape(logits.shape[:-1])
+        return gates.harden(logits.reshape(-1, logits.shape[-1]), self.parametrization).reshape(logits.shape[:-1])
 
     def _hard(self, logits):
-        return hard_logits(self._numbers(logits).ravel(), self.parametrization, logits.dtype).reshape(logits.shape)
+        return gates.hard_logits(self._numbers(logits).ravel(), self.parametrization, logits.dtype).reshape(
+            logits.shape
+        )
