@@ -74,9 +74,10 @@ def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, f
     stands, every_second = later.all(axis=0), later[1::2].all(axis=0)
     shares = {"right": right(states[steps]), "stands": stands, "blinks": every_second & ~stands, "heals": right(healed)}
     shares = {name: float(np.mean(share)) for name, share in shares.items()}
+    number = f"{config.trials} unseen starts" if config.trials > 1 else "its one start"
     line = (
-        f"of {config.trials} unseen starts, every cell right: at tick {steps} {shares['right']:.1%}, at ticks "
-        f"{steps + 1} to {4 * steps} {shares['stands']:.1%} (only at every second one {shares['blinks']:.1%}), "
+        f"from {number}, every cell right: at tick {steps} {shares['right']:.1%}, at ticks {steps + 1} to {4 * steps} "
+        f"{shares['stands']:.1%} (only at every second one {shares['blinks']:.1%}), "
         f"{steps} ticks after a square was destroyed {shares['heals']:.1%}"
     )
     return shares, [line]

@@ -49,7 +49,7 @@ def test_the_run_says_how_often_the_circuit_is_right(finished):
     figures = json.loads((config.run_dir / "automaton.json").read_text())
     assert (figures["right"], figures["stands"], figures["blinks"], figures["heals"]) == (1, 1, 0, 1)
     assert figures["gates"] >= figures["gates_seen"]
-    assert "of 256 unseen starts, every cell right: at tick 3 100.0%, at ticks 4 to 12 100.0%" in printed
+    assert "from 256 unseen starts, every cell right: at tick 3 100.0%, at ticks 4 to 12 100.0%" in printed
     assert "hard loss 0.0000 accuracy 1.0000" in printed and "grids/s" in printed
 
 
@@ -83,6 +83,7 @@ def test_every_setting_is_an_option_of_the_command_line(tmp_path):
         "parametrization": "walsh",
         "residual_logit": 3.0,
         "noise": 0.25,
+        "straight_through": True,
         "implementation": "xla",
     }
     args = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
