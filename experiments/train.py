@@ -2,6 +2,7 @@
 
     python -m experiments.train lenet --dataset mnist --data-dir data --implementation xla
     python -m experiments.train logic --json logic.json          # and the result as a file
+    python -m experiments.train ca-checkerboard
 
 The last line printed is the test accuracy. `--help` lists the experiments, and after an experiment's name its settings.
 """
@@ -21,18 +22,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from experiments import configs
-from experiments.configs import EXPERIMENTS, TrainingConfig
+from experiments.configs import AUTOMATA, EXPERIMENTS, TrainingConfig
 from experiments.configs.base import FIELDS_WITHOUT_EFFECT
 from experiments.data.datasets import Dataset
 from experiments.output.errors import UserError
 from experiments.output.files import write_atomically
 from experiments.output.results import provenance, to_json
-from experiments.training import curves, logic, run_directory
+from experiments.training import automaton, curves, logic, run_directory
 from experiments.training import loop as training
 from experiments.training.loop import Metrics
 from experiments.training.run_directory import RunDirectory
 
-REPORTS: Mapping[str, Callable[[Any, nnx.Module, Dataset], str]] = {"logic": logic.report}
+REPORTS: Mapping[str, Callable[[Any, nnx.Module, Dataset], str]] = {
+    "logic": logic.report,
+    **dict.fromkeys(AUTOMATA, automaton.report),
+}
 """Experiment -> `(config, trained model, dataset) -> lines` to print after training. It may add files to run_dir."""
 
 
@@ -112,7 +116,7 @@ def train(config: TrainingConfig) -> Metrics:
             last = config.is_last(metrics.epoch, metrics.test_accuracy)
             if last:
                 title = f"{config.name} on {dataset.name}: test accuracy {metrics.test_accuracy:.4f}"
-                directory.save_curves(curves.draw(title, directory.metrics, dataset, predictions))
+                directory.save_curves(curves.draw(title, directory.metrics, dataset, predictions, config.curves))
             directory.save_checkpoint(state)
             show(metrics)
             if last:
@@ -149,7 +153,7 @@ def _progress(config: TrainingConfig, epochs_done: int) -> Iterator[Callable[[Me
     """Yields a function to show an epoch's metrics: in a bar on a terminal, otherwise as a line."""
     console = Console()
     if not console.is_terminal:
-        yield lambda metrics: print(f"epoch {metrics.epoch}/{config.epochs}  {_summary(metrics)}", flush=True)
+        yield lambda metrics: print(f"epoch {metrics.epoch}/{config.epochs}  {_summary(config, metrics)}", flush=True)
         return
     columns = (
         TextColumn("epoch"),
@@ -160,14 +164,15 @@ def _progress(config: TrainingConfig, epochs_done: int) -> Iterator[Callable[[Me
     )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("epochs", total=config.epochs, completed=epochs_done, summary="")
-        yield lambda metrics: progress.update(task, completed=metrics.epoch, summary=_summary(metrics))
+        yield lambda metrics: progress.update(task, completed=metrics.epoch, summary=_summary(config, metrics))
 
 
-def _summary(metrics: Metrics) -> str:
+def _summary(config: TrainingConfig, metrics: Metrics) -> str:
+    train, test = config.curves
     return (
-        f"train loss {metrics.train_loss:.4f} accuracy {metrics.train_accuracy:.4f}  "
-        f"test loss {metrics.test_loss:.4f} accuracy {metrics.test_accuracy:.4f}  "
-        f"{metrics.images_per_second:,.0f} images/s"
+        f"{train} loss {metrics.train_loss:.4f} accuracy {metrics.train_accuracy:.4f}  "
+        f"{test} loss {metrics.test_loss:.4f} accuracy {metrics.test_accuracy:.4f}  "
+        f"{metrics.images_per_second:,.0f} {config.examples}/s"
     )
 
 

@@ -4,6 +4,7 @@ To add an experiment, subclass `TrainingConfig` (or `ImageConfig`, for one train
 leaves open, and list the class in `EXPERIMENTS`: the command line, the run directory and the loop then work with it.
 """
 
+from experiments.configs.automaton import AUTOMATA, AutomatonConfig
 from experiments.configs.base import Augment, Loss, Recipe, TrainingConfig, differences, to_dict, to_json
 from experiments.configs.images import ImageConfig, classification_loss
 from experiments.configs.lenet import LeNetConfig
@@ -12,11 +13,13 @@ from experiments.configs.mixer import MixerConfig
 
 EXPERIMENTS: dict[str, type[TrainingConfig]] = {
     config.name: config for config in (LeNetConfig, MixerConfig, LogicConfig)
-}
+} | AUTOMATA
 
 __all__ = [
+    "AUTOMATA",
     "EXPERIMENTS",
     "Augment",
+    "AutomatonConfig",
     "ImageConfig",
     "LeNetConfig",
     "LogicConfig",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import optax
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -46,6 +47,10 @@ class TrainingConfig:
     name: ClassVar[str]
     gradient_clip: ClassVar[float | None] = None
     """Bound on the absolute value of every element of the gradients."""
+    examples: ClassVar[str] = "images"
+    """What the examples are, in the plural."""
+    curves: ClassVar[tuple[str, str]] = ("train", "test")
+    """The names of the curves of training and of the evaluation."""
 
     seed: int = 0
     """Seed of the initial parameters, of the order of the examples and of their random changes."""
@@ -66,7 +71,7 @@ class TrainingConfig:
         unset = [field for field in Recipe._fields if getattr(self, field) is None]
         for field in unset:
             # So that the config that is printed, saved and compared says what the run does.
-            object.__setattr__(self, field, getattr(self.recipe(), field))
+            object.__setattr__(self, field, getattr(self.defaults(), field))
         self._check("seed", is_whole(self.seed) and 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1")
         self._check("batch_size", is_whole(self.batch_size) and self.batch_size >= 1, "a whole number of at least 1")
         self._check("epochs", is_whole(self.epochs) and self.epochs >= 1, "a whole number of at least 1")
@@ -82,7 +87,7 @@ class TrainingConfig:
         """Whether training ends with this epoch."""
         return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
 
-    def recipe(self) -> Recipe:
+    def defaults(self) -> Recipe:
         """The settings that the user left open."""
         raise NotImplementedError
 
@@ -93,6 +98,10 @@ class TrainingConfig:
     def load(self) -> Dataset:
         """The data to train and test on."""
         raise NotImplementedError
+
+    def optimizer(self, steps: int) -> optax.GradientTransformation | None:
+        """What updates the parameters, so many times; None: Adam, as `learning_rate` says, after `gradient_clip`."""
+        return None
 
     def evaluation(self, loss: Loss) -> Loss:
         """The loss and predictions on the test set, given the training's loss."""

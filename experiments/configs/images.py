@@ -47,7 +47,7 @@ class ImageConfig(TrainingConfig):
         self._check("shift", is_whole(self.shift) and 0 <= self.shift < side, f"a whole number from 0 to {side - 1}")
         super().__post_init__()
 
-    def recipe(self) -> Recipe:
+    def defaults(self) -> Recipe:
         return RECIPES[self.dataset]
 
     def load(self) -> Dataset:

@@ -72,7 +72,7 @@ class LogicConfig(ImageConfig):
         fits = self.wiring == "random" or inputs <= 2 * self.gates
         self._check("gates", fits, f"at least half of the {inputs} bits of an image, or wiring random")
 
-    def recipe(self) -> Recipe:
+    def defaults(self) -> Recipe:
         return RECIPES[self.dataset]
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:

@@ -32,8 +32,8 @@ class MixerConfig(ImageConfig):
         self._check("blocks", is_whole(self.blocks) and self.blocks >= 1, "a whole number of at least 1")
         super().__post_init__()
 
-    def recipe(self) -> Recipe:
-        return super().recipe()._replace(learning_rate=1e-3)
+    def defaults(self) -> Recipe:
+        return super().defaults()._replace(learning_rate=1e-3)
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
         model = Mixer(

@@ -93,7 +93,8 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     model, loss = config.build(init_key)
     params, pure_loss = split(model, loss)
     _, evaluation = split(model, config.evaluation(loss))
-    optimizer = make_optimizer(config.learning_rate, config.epochs * steps_per_epoch, config.gradient_clip)
+    steps = config.epochs * steps_per_epoch
+    optimizer = config.optimizer(steps) or make_optimizer(config.learning_rate, steps, config.gradient_clip)
     state = TrainState(params, optimizer.init(params))
 
     train_data = jnp.asarray(dataset.train_images), jnp.asarray(dataset.train_labels)

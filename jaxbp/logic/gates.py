@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.lax import Precision
 from jax.typing import DTypeLike
 from jaxtyping import Float, PRNGKeyArray, UInt8
@@ -38,6 +38,8 @@ COEFFICIENTS = TRUTH_TABLES @ INTERPOLATION
 WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
 """1, A, B and AB in each row of the truth table, where A and B are -1 for a 0 and 1 for a 1."""
 _IDENTITY = np.eye(4, dtype=int)
+TINY = 1e-20
+"""A probability that changes no float32 near 1, and whose products with gradients are no subnormal numbers."""
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:
@@ -109,14 +111,16 @@ def initial_logits(
     *,
     initialization: Literal["normal", "residual"] = "residual",
     parametrization: Parametrization = "softmax",
+    residual_logit: float | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "gates parameters"]:
     """Parameters to start training from.
 
     Args:
       key: draws the normal ones.
-      initialization: "normal", standard normal numbers; "residual", gates that pass on their a: the logit of that
-        gate is 5, the others 0 (a probability of 0.91), or the truth table's rows are 0.95 and 0.05.
+      initialization: "normal", standard normal numbers; "residual", gates that pass on their a.
+      residual_logit: of these: of that function, where the other 15 have 0, or of the truth table's rows, one way and
+        the other. None: 5 (a probability of 0.91), and log 19 (rows of 0.95 and 0.05).
 
     Source: of "residual", F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -126,9 +130,10 @@ def initial_logits(
     if initialization == "normal":
         return jax.random.normal(key, (gates, PARAMETERS[parametrization]), dtype)
     if parametrization == "softmax":
-        one = jnp.zeros(GATES).at[PASS_THROUGH].set(5.0)
+        one = jnp.zeros(GATES).at[PASS_THROUGH].set(5.0 if residual_logit is None else residual_logit)
     else:
-        row = math.log(0.95 / 0.05) * (2.0 * TRUTH_TABLES[PASS_THROUGH] - 1)
+        row = math.log(19.0) if residual_logit is None else residual_logit
+        row = row * (2.0 * TRUTH_TABLES[PASS_THROUGH] - 1)
         one = jnp.asarray(row if parametrization == "input_wise" else row @ WALSH / 4)
     return jnp.tile(one.astype(dtype), (gates, 1))
 
@@ -163,6 +168,36 @@ def hard_logits(
         return jnp.where(gates[:, None] == np.arange(GATES), 0.0, -jnp.inf).astype(dtype)
     large = jnp.asarray(2.0**10, dtype) * (2 * row - 1)
     return large if parametrization == "input_wise" else _times(large, WALSH) / 4
+
+
+def straight_through(
+    logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
+) -> Float[Array, "*kernels gates functions"]:
+    """Softmax parameters of each gate's most probable function, whose gradients are those of the relaxed gate.
+
+    With c the coefficients of the relaxed gate and h those of the hard one, a gate of these parameters has the
+    coefficients `c + stop_gradient(h - c)`: values h, to 1e-18, and the gradient of c. They are the logarithms of
+    probabilities, as the softmax of the logarithms of probabilities is these again.
+
+    Raises:
+      ValueError: an unknown parametrization.
+
+    Source: Y. Bengio, N. Léonard, A. Courville, "Estimating or propagating gradients through stochastic neurons for
+    conditional computation", 2013.
+    """
+    _check_choice("straight_through", "parametrization", parametrization, get_args(Parametrization))
+    if parametrization == "softmax":
+        hard = jax.nn.one_hot(jnp.argmax(logits, axis=-1), GATES, dtype=widen(logits).dtype)
+        probabilities = _with_gradient_of(jax.nn.softmax(widen(logits)), hard)
+    else:
+        row = _rows(logits, _IDENTITY if parametrization == "input_wise" else WALSH)
+        row = _with_gradient_of(row, (row > 0.5).astype(row.dtype))[..., None, :]
+        probabilities = jnp.prod(jnp.where(TRUTH_TABLES, row, 1 - row), axis=-1)
+    return jnp.log(probabilities + TINY)
+
+
+def _with_gradient_of(relaxed, hard):
+    return hard + (relaxed - lax.stop_gradient(relaxed))
 
 
 def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -> Float[Array, "*batch groups"]:

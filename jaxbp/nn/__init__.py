@@ -1,5 +1,6 @@
 """Flax NNX layers and models on the ops of jaxbp."""
 
+from jaxbp.nn.automaton import LogicAutomaton
 from jaxbp.nn.layers import Conv2d, LayerNorm, LayerNormLinear, Linear
 from jaxbp.nn.lenet import LeNet, MemoryRow, lenet_memory_table, lenet_saved_tensors
 from jaxbp.nn.logic import LogicLayer, LogicNetwork, thermometer
@@ -11,6 +12,7 @@ __all__ = [
     "LayerNormLinear",
     "LeNet",
     "Linear",
+    "LogicAutomaton",
     "LogicLayer",
     "LogicNetwork",
     "MemoryRow",

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import json
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from flax import nnx
 import jaxbp
 from experiments import compare
 from experiments.configs import Recipe, TrainingConfig
+from experiments.configs.automaton import CheckerboardConfig
 from experiments.data.datasets import Dataset
 from jaxbp.nn import Linear
 
@@ -37,7 +39,7 @@ class ToyConfig(TrainingConfig):
 
     name: ClassVar[str] = "toy"
 
-    def recipe(self):
+    def defaults(self):
         return Recipe(batch_size=16, epochs=4, learning_rate=1e-2)
 
     def build(self, key):
@@ -57,6 +59,27 @@ class ToyConfig(TrainingConfig):
 @pytest.fixture(scope="session")
 def toy_config():
     return ToyConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TinyAutomaton(CheckerboardConfig):
+    """An automaton that learns within seconds to be on everywhere."""
+
+    name: ClassVar[str] = "ca-tiny"
+    grid: ClassVar = (4, 3)
+    channels: ClassVar = 2
+    steps: ClassVar = 3
+    perception: ClassVar = (2, (8, 4, 2))
+    update: ClassVar = (8, 4, 2)
+    published: ClassVar = (Recipe(batch_size=4, epochs=4, learning_rate=0.2), 80)
+
+    def pattern(self, grid=None):
+        return np.ones((*(grid or self.grid), 1), bool)
+
+
+@pytest.fixture(scope="session")
+def tiny_automaton():
+    return functools.partial(TinyAutomaton, implementation="xla", residual_logit=1.0)
 
 
 # ---------------------------------------------------------------------------------------------------------- comparison

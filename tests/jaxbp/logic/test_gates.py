@@ -92,6 +92,12 @@ def test_residual_gates_pass_on_their_a(parametrization):
     assert (jnp.abs(y[:, 0] - jnp.array([0.0, 0.0, 1.0, 1.0])) < 0.06).all()
 
 
+@pytest.mark.parametrize(("parametrization", "row"), [("input_wise", [-7, -7, 7, 7]), ("walsh", [0, 7, 0, 0])])
+def test_residual_gates_are_as_sure_as_asked(parametrization, row):
+    logits = jaxbp.initial_logits(jax.random.key(0), 2, parametrization=parametrization, residual_logit=7.0)
+    assert logits.tolist() == [row, row]
+
+
 @every_parametrization
 def test_normal_logits_differ_by_key(parametrization):
     draw = functools.partial(jaxbp.initial_logits, gates=1000, initialization="normal", parametrization=parametrization)
@@ -140,3 +146,26 @@ def test_what_does_not_fit_is_refused(call, error, message):
     with pytest.raises(error) as raised:
         call()
     assert str(raised.value) == message
+
+
+@every_parametrization
+def test_straight_through_is_hard_with_the_gradients_of_the_relaxed_gates(parametrization):
+    wires = jaxbp.Wires.from_pairs([0] * 40, [1] * 40, 2)
+    logits = jaxbp.initial_logits(jax.random.key(0), 40, initialization="normal", parametrization=parametrization)
+    x, dy = jnp.asarray(BITS, jnp.float32), jax.random.normal(jax.random.key(1), (4, 40))
+    coefficients = getattr(logic_gates, parametrization)
+
+    def straight_through(logits):
+        return jaxbp.gate_layer(logic_gates.straight_through(logits, parametrization), wires, x, implementation="xla")
+
+    def definition(logits):
+        hard = coefficients(jaxbp.hard_logits(jaxbp.harden(logits, parametrization), parametrization))
+        c = coefficients(logits)
+        c = c + jax.lax.stop_gradient(hard - c)
+        a, b = x.T[:, :, None]
+        return c[:, 0] + c[:, 1] * a + c[:, 2] * b + c[:, 3] * a * b
+
+    y, backward = jax.vjp(straight_through, logits)
+    wanted, wanted_backward = jax.vjp(definition, logits)
+    np.testing.assert_allclose(y, wanted, atol=1e-6)
+    np.testing.assert_allclose(backward(dy)[0], wanted_backward(dy)[0], rtol=1e-4, atol=1e-6)

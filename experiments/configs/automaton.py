@@ -1,0 +1,319 @@
+"""The experiments `ca-*`: logic cellular automata, trained by backpropagation through their ticks.
+
+An example is a seed: its start follows from it, and so does everything else that is random in an update. Training draws
+new seeds for every update.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, PRNGKeyArray, UInt32
+
+import jaxbp
+from experiments.configs.base import Augment, Loss, Recipe, TrainingConfig, is_whole
+from experiments.configs.images import ImplementationName
+from experiments.data import patterns
+from experiments.data.datasets import Dataset
+from jaxbp.logic.gates import Parametrization
+from jaxbp.nn import LogicAutomaton
+
+RecipeName = Literal["hardening", "published"]
+Schedule = Literal["constant", "cosine"]
+
+RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
+    "hardening": dict(
+        parametrization="softmax",
+        residual_logit=10.0,
+        weight_decay=0.0,
+        schedule="constant",
+        straight_through=False,
+        noise=0.0,
+    ),
+    "published": dict(
+        parametrization="softmax",
+        residual_logit=10.0,
+        weight_decay=1e-2,
+        schedule="constant",
+        straight_through=False,
+        noise=0.0,
+    ),
+}
+"""The defaults of the settings that decide how well an automaton hardens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutomatonConfig(TrainingConfig):
+    """A logic cellular automaton.
+
+    The loss is the squared error of the last state's visible channels, summed over cells; the mean over the batch.
+    Training's is the relaxed automaton's; the evaluation is the hard one's, and its accuracy the share of examples of
+    which every visible cell is right.
+    """
+
+    gradient_clip: ClassVar[float | None] = 100.0
+    examples: ClassVar[str] = "grids"
+    curves: ClassVar[tuple[str, str]] = ("relaxed", "hard")
+
+    grid: ClassVar[tuple[int, int]]
+    periodic: ClassVar[bool]
+    channels: ClassVar[int]
+    visible: ClassVar[int] = 1
+    """The first channels, which the loss is on."""
+    steps: ClassVar[int]
+    """Ticks from the start to the loss."""
+    fire_rate: ClassVar[float] = 1.0
+    perception: ClassVar[tuple[int, Sequence[int]]]
+    """Kernels, and the gates of each layer of one."""
+    update: ClassVar[Sequence[int]]
+    """The gates of each layer."""
+    published: ClassVar[tuple[Recipe, int]]
+    """With the number of updates."""
+    test_examples: ClassVar[int] = 32
+    """Of the evaluation after each epoch."""
+    trials: ClassVar[int] = 256
+    """Unseen starts from which the hardened automaton runs in the end; 1 if all are the same."""
+    shown_grid: ClassVar[tuple[int, int] | None] = None
+    """Of the pictures, if it is not training's."""
+
+    recipe: RecipeName = "hardening"
+    """Defaults of what is left open: ours, or the published ones."""
+    updates: int | None = None
+    """Steps of the optimiser, rounded up to a multiple of the epochs. None: the recipe's."""
+    epochs: int | None = None
+    """Parts that the updates are done in, with an evaluation and a checkpoint after each. None: 20."""
+    learning_rate: float | None = None
+    """AdamW's. None: the recipe's."""
+    schedule: Schedule | None = None
+    """Of the learning rate: constant, or a cosine's half to 0. None: the recipe's."""
+    weight_decay: float | None = None
+    """AdamW's. None: the recipe's."""
+    parametrization: Parametrization | None = None
+    """What a gate's parameters are: see jaxbp.gate_layer. None: the recipe's."""
+    residual_logit: float | None = None
+    """How surely gates pass on an input at first: see jaxbp.initial_logits. None: the recipe's."""
+    straight_through: bool | None = None
+    """Whether training computes with the gates' most probable functions, and with the relaxed gates' gradients. None:
+    the recipe's."""
+    noise: float | None = None
+    """Scale of the Gumbel noise in the parameters, drawn for every update. None: the recipe's."""
+    implementation: ImplementationName | None = None
+    """Which backward passes run; None: the fastest that the platform supports."""
+
+    def __post_init__(self):
+        self._check_choice("recipe", get_args(RecipeName))
+        for field, value in {**RECIPES[self.recipe], "updates": self.published[1]}.items():
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, value)
+        self._check("updates", is_whole(self.updates) and self.updates >= 1, "a whole number of at least 1")
+        self._check_choice("schedule", get_args(Schedule))
+        self._check_choice("parametrization", get_args(Parametrization))
+        self._check_choice("implementation", (None, *jaxbp.IMPLEMENTATIONS))
+        for field in ("weight_decay", "residual_logit", "noise"):
+            value = getattr(self, field)
+            is_number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+            self._check(field, is_number, "a finite number of at least 0")
+        super().__post_init__()
+
+    def defaults(self) -> Recipe:
+        return self.published[0]
+
+    def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
+        model = LogicAutomaton(
+            self.channels,
+            *self.perception,
+            self.update,
+            self.periodic,
+            seed=self.seed,
+            residual_logit=self.residual_logit,
+            parametrization=self.parametrization,
+            implementation=self.implementation,
+            rngs=nnx.Rngs(key),
+        )
+        return model, functools.partial(self._loss, hard=False)
+
+    def evaluation(self, loss: Loss) -> Loss:
+        return functools.partial(self._loss, hard=True)
+
+    def load(self) -> Dataset:
+        in_an_epoch = self.batch_size * -(-self.updates // self.epochs)
+        train, test = np.arange(in_an_epoch, dtype=np.uint32), np.arange(self.test_examples, dtype=np.uint32)
+        # What is to be predicted of every example is that it comes out right.
+        return Dataset(train, np.ones(len(train), bool), test, np.ones(len(test), bool), self.name)
+
+    def augmentation(self) -> Augment | None:
+        return lambda key, seeds: jax.random.bits(key, seeds.shape, seeds.dtype)
+
+    def optimizer(self, steps: int) -> optax.GradientTransformation | None:
+        rate = optax.cosine_decay_schedule(self.learning_rate, steps) if self.schedule == "cosine" else None
+        adamw = optax.adamw(rate or self.learning_rate, b1=0.9, b2=0.99, weight_decay=self.weight_decay)
+        return optax.chain(optax.clip(self.gradient_clip), adamw)
+
+    def starts(
+        self, seeds: UInt32[Array, " batch"], grid: tuple[int, int] | None = None
+    ) -> Bool[Array, "batch height width channels"]:
+        """The states from which the examples of these seeds start, also on another grid than training's."""
+        raise NotImplementedError
+
+    def targets(self, starts: Bool[Array, "batch height width channels"]) -> Bool[Array, "... height width visible"]:
+        """What is to be seen after the last tick."""
+        raise NotImplementedError
+
+    def _loss(self, model, seeds, targets, *, hard):
+        starts = self.starts(seeds)
+        key = jax.random.key(seeds[0])
+        noise = 0.0 if hard else self.noise
+        last = self._perturbed(model, jax.random.fold_in(key, 1), noise)(
+            starts.astype(jnp.float32),
+            self.steps,
+            key=jax.random.fold_in(key, 2),
+            fire_rate=self.fire_rate,
+            hard=hard,
+            straight_through=self.straight_through and not hard,
+        )
+        errors = last[..., : self.visible] - self.targets(starts)
+        losses = jnp.sum(errors**2, axis=(1, 2, 3))
+        return losses, jnp.all(jnp.abs(errors) < 0.5, axis=(1, 2, 3))
+
+    @staticmethod
+    def _perturbed(model: LogicAutomaton, key: PRNGKeyArray, scale: float) -> LogicAutomaton:
+        """The model with noise in its parameters."""
+        if not scale:
+            return model
+        graph, params, constants = nnx.split(model, nnx.Param, ...)
+        leaves, structure = jax.tree.flatten(params)
+        keys = jax.random.split(key, len(leaves))
+        noisy = [x + scale * jax.random.gumbel(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+        return nnx.merge(graph, jax.tree.unflatten(structure, noisy), constants)
+
+
+def _random_states(seeds: UInt32[Array, " batch"], *shape: int) -> Bool[Array, "batch ..."]:
+    return jax.vmap(lambda seed: jax.random.bernoulli(jax.random.key(seed), shape=shape))(seeds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LifeConfig(AutomatonConfig):
+    """The Game of Life, learned from one tick of all 512 boards of 3 x 3 cells."""
+
+    name: ClassVar[str] = "ca-life"
+    grid: ClassVar = (3, 3)
+    periodic: ClassVar = True
+    channels: ClassVar = 1
+    steps: ClassVar = 1
+    perception: ClassVar = (16, (8, 4, 2, 1))
+    update: ClassVar = (*[128] * 17, 64, 32, 16, 8, 4, 2, 1)
+    published: ClassVar = (Recipe(batch_size=20, epochs=20, learning_rate=0.05), 3000)
+    test_examples: ClassVar = 512
+    shown_grid: ClassVar = (32, 32)
+
+    def starts(self, seeds, grid=None):
+        if grid:
+            return _random_states(seeds, *grid, 1)
+        return (seeds[:, None] >> np.arange(9, dtype=np.uint32) & 1).astype(bool).reshape(-1, 3, 3, 1)
+
+    def targets(self, starts):
+        return patterns.life_step(starts[..., 0])[..., None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatternConfig(AutomatonConfig):
+    """An automaton that grows one pattern, whatever it starts from."""
+
+    def pattern(self, grid: tuple[int, int] | None = None) -> Bool[np.ndarray, "height width visible"]:
+        """What it is to grow."""
+        raise NotImplementedError
+
+    def targets(self, starts):
+        return jnp.asarray(self.pattern())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckerboardConfig(PatternConfig):
+    """A checkerboard of squares of 2 x 2 cells, from random states."""
+
+    name: ClassVar[str] = "ca-checkerboard"
+    grid: ClassVar = (16, 16)
+    periodic: ClassVar = False
+    channels: ClassVar = 8
+    steps: ClassVar = 20
+    perception: ClassVar = (16, (8, 4, 2))
+    update: ClassVar = (*[256] * 10, 128, 64, 32, 16, 8, 8)
+    published: ClassVar = (Recipe(batch_size=2, epochs=20, learning_rate=0.05), 500)
+
+    def starts(self, seeds, grid=None):
+        return _random_states(seeds, *(grid or self.grid), self.channels)
+
+    def pattern(self, grid=None):
+        return patterns.checkerboard(*(grid or self.grid))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AsyncCheckerboardConfig(CheckerboardConfig):
+    """The checkerboard, by cells that update at a tick with a probability of 0.6."""
+
+    name: ClassVar[str] = "ca-checkerboard-async"
+    grid: ClassVar = (14, 14)
+    steps: ClassVar = 50
+    fire_rate: ClassVar = 0.6
+    update: ClassVar = (*[256] * 14, 128, 64, 32, 16, 8, 8)
+    published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.05), 800)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LizardConfig(PatternConfig):
+    """A lizard, from one cell."""
+
+    name: ClassVar[str] = "ca-lizard"
+    grid: ClassVar = (20, 20)
+    periodic: ClassVar = True
+    channels: ClassVar = 128
+    steps: ClassVar = 12
+    perception: ClassVar = (4, (8, 4, 2, 1))
+    update: ClassVar = (*[512] * 8, 256, 128)
+    published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3500)
+    test_examples: ClassVar = 1
+    trials: ClassVar = 1
+
+    def starts(self, seeds, grid=None):
+        height, width = grid or self.grid
+        start = jnp.zeros((len(seeds), height, width, self.channels), bool)
+        return start.at[:, height // 2, width // 2].set(True)
+
+    def pattern(self, grid=None):
+        return patterns.lizard()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LetterConfig(PatternConfig):
+    """A letter in three colours, from zeros: where a cell is, it learns from the grid's border."""
+
+    name: ClassVar[str] = "ca-letter"
+    grid: ClassVar = (16, 16)
+    periodic: ClassVar = False
+    channels: ClassVar = 64
+    visible: ClassVar = 3
+    steps: ClassVar = 15
+    perception: ClassVar = (4, (8, 4, 2))
+    update: ClassVar = (*[512] * 8, 256, 128, 64)
+    published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3000)
+    test_examples: ClassVar = 1
+    trials: ClassVar = 1
+
+    def starts(self, seeds, grid=None):
+        return jnp.zeros((len(seeds), *(grid or self.grid), self.channels), bool)
+
+    def pattern(self, grid=None):
+        return patterns.letter()
+
+
+AUTOMATA: Mapping[str, type[AutomatonConfig]] = {
+    config.name: config
+    for config in (LifeConfig, CheckerboardConfig, AsyncCheckerboardConfig, LizardConfig, LetterConfig)
+}

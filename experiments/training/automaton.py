@@ -1,0 +1,113 @@
+"""The report on a trained automaton: how often the hardened one is right, its gates, its pictures and its code.
+
+Written into the run's folder: `automaton.json`, what is reported; `automaton.html`, the live page; `automaton.png` and
+three GIFs; `automaton.c` and `automaton.v`.
+"""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.configs.automaton import AutomatonConfig, LifeConfig, PatternConfig
+from experiments.data import patterns
+from experiments.data.datasets import Dataset
+from experiments.output.cellular_page import write_page
+from experiments.output.cellular_pictures import with_square_destroyed, write_pictures
+from experiments.output.files import write_atomically
+from experiments.training.compiled import compiled_automaton, ticks_per_second
+from jaxbp import CellularCircuit
+from jaxbp.nn import LogicAutomaton
+
+UNSEEN = np.uint32(2**31)
+"""The first seed of the trials: far from those of the evaluation."""
+TIMED_GRID = (256, 256)
+LIFE_GRID, LIFE_TICKS = (128, 128), 300
+LARGER = 4
+"""How many times as high and wide the larger grid of the pictures is."""
+
+
+def report(config: AutomatonConfig, model: LogicAutomaton, dataset: Dataset) -> str:
+    """Lines about the model. Writes the files."""
+    full = model.harden()
+    circuit = full.seen(config.visible)
+    figures, lines = life(config, circuit) if isinstance(config, LifeConfig) else trials(config, circuit)
+    figures |= {"gates": full.gates, "gates_seen": circuit.gates}
+    lines.append(f"a cell has {full.gates:,} gates, simplified, and {circuit.gates:,} for the visible channels alone")
+    if compiler := shutil.which("cc"):
+        with tempfile.TemporaryDirectory() as folder:
+            run = compiled_automaton(circuit, compiler, Path(folder))
+            figures["ticks_per_second"] = ticks_per_second(run, starts(config, UNSEEN, 1, TIMED_GRID)[0])
+        height, width = TIMED_GRID
+        lines.append(
+            f"as compiled C, on one core: {figures['ticks_per_second']:,.0f} ticks/s of {height} x {width} cells"
+        )
+    write_files(config, circuit)
+    write_atomically(config.run_dir / "automaton.json", (json.dumps(figures, indent=1) + "\n").encode())
+    return "\n".join([*lines, f"{config.run_dir / 'automaton.html'} shows it, with pictures and its code beside it"])
+
+
+def starts(config: AutomatonConfig, first_seed: int, number: int, grid: tuple[int, int] | None = None) -> np.ndarray:
+    """Starts of consecutive seeds."""
+    return np.asarray(config.starts(jnp.arange(number, dtype=jnp.uint32) + first_seed, grid))
+
+
+def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
+    """From unseen starts, shares of grids of which every visible cell is right.
+
+    right   after as many ticks as in training
+    stands  at every tick from the next one to four times as many
+    blinks  at every second one of these, and not at all of them
+    heals   as many ticks after a square has been destroyed
+    """
+    steps, options = config.steps, dict(fire_rate=config.fire_rate, seed=config.seed)
+    states = circuit.states(starts(config, UNSEEN, config.trials), 4 * steps, **options)
+    healed = circuit.run(np.stack([with_square_destroyed(state) for state in states[steps]]), steps, **options)
+
+    def right(states):
+        return np.all(states[..., : config.visible] == config.pattern(), axis=(-3, -2, -1))
+
+    later = right(states[steps + 1 :])
+    stands, every_second = later.all(axis=0), later[1::2].all(axis=0)
+    shares = {"right": right(states[steps]), "stands": stands, "blinks": every_second & ~stands, "heals": right(healed)}
+    shares = {name: float(np.mean(share)) for name, share in shares.items()}
+    number = f"{config.trials} unseen starts" if config.trials > 1 else "its one start"
+    line = (
+        f"from {number}, every cell right: at tick {steps} {shares['right']:.1%}, at ticks {steps + 1} to {4 * steps} "
+        f"{shares['stands']:.1%} (only at every second one {shares['blinks']:.1%}), "
+        f"{steps} ticks after a square was destroyed {shares['heals']:.1%}"
+    )
+    return shares, [line]
+
+
+def life(config: LifeConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
+    """The share of the 512 neighbourhoods that are right, and for how many ticks a random board is."""
+    boards = starts(config, 0, 512)
+    right = circuit.run(boards, 1)[:, 1, 1] == np.asarray(config.targets(boards))[:, 1, 1]
+    board = starts(config, UNSEEN, 1, LIFE_GRID)
+    states = circuit.states(board, LIFE_TICKS)[..., 0]
+    wrong = np.flatnonzero((states[1:] != np.asarray(patterns.life_step(states[:-1]))).any(axis=(1, 2, 3)))
+    ticks = int(wrong[0]) if wrong.size else LIFE_TICKS
+    height, width = LIFE_GRID
+    figures = {"right": float(np.mean(right)), "ticks": ticks}
+    return figures, [
+        f"{right.sum()} of the 512 neighbourhoods are right, and {ticks} of {LIFE_TICKS} ticks of a random board of "
+        f"{height} x {width} cells"
+    ]
+
+
+def write_files(config: AutomatonConfig, circuit: CellularCircuit) -> None:
+    """The page, the pictures and the code."""
+    grid = config.shown_grid or config.grid
+    larger = (LARGER * grid[0], LARGER * grid[1])
+    start, large_start = (starts(config, UNSEEN, 1, size)[0] for size in (grid, larger))
+    ticks, fire_rate = 2 * config.steps if isinstance(config, PatternConfig) else LIFE_TICKS // 4, config.fire_rate
+    options = dict(visible=config.visible, fire_rate=fire_rate)
+    write_pictures(config.run_dir, circuit, start, large_start, ticks, seed=config.seed, **options)
+    target = config.pattern() if isinstance(config, PatternConfig) else None
+    write_page(config.run_dir / "automaton.html", circuit, start, target, config.name, **options)
+    write_atomically(config.run_dir / "automaton.c", circuit.to_c().encode())
+    write_atomically(config.run_dir / "automaton.v", circuit.to_verilog(*grid).encode())

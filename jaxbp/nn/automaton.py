@@ -1,0 +1,145 @@
+"""Logic cellular automata."""
+
+import functools
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, PRNGKeyArray
+
+from jaxbp.checkpointing import Memory
+from jaxbp.logic import gates
+from jaxbp.logic.automaton import CENTRE, NEIGHBOURHOOD, Automaton
+from jaxbp.logic.cellular_circuit import CellularCircuit
+from jaxbp.logic.gates import Parametrization
+from jaxbp.logic.netlist import Netlist
+from jaxbp.ops.automaton import Logits, automaton_rollout
+from jaxbp.pairing import Implementation
+
+
+class LogicAutomaton(nnx.Module):
+    """`jaxbp.automaton_rollout` with its parameters, logits of each layer, and its fixed wires.
+
+    Args:
+      channels, perception_kernels, perception_widths, update_widths, periodic, seed: as in `Automaton.create`.
+      initialization, residual_logit, parametrization: as in `jaxbp.initial_logits`.
+      implementation: as in `jaxbp.automaton_rollout`.
+      rngs: draws normal parameters from its stream `params`.
+
+    Raises:
+      ValueError: as `Automaton.create`.
+
+    Source: P. Miotti et al., "Differentiable logic cellular automata", 2025, whose residual logit is 10.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        perception_kernels: int,
+        perception_widths: Sequence[int],
+        update_widths: Sequence[int],
+        periodic: bool,
+        *,
+        seed: int = 0,
+        initialization: Literal["normal", "residual"] = "residual",
+        residual_logit: float | None = None,
+        parametrization: Parametrization = "softmax",
+        implementation: Implementation = None,
+        rngs: nnx.Rngs,
+    ):
+        automaton = Automaton.create(
+            channels, perception_kernels, perception_widths, update_widths, periodic, seed=seed
+        )
+
+        def initial(*shape):
+            logits = gates.initial_logits(
+                rngs.params(),
+                int(np.prod(shape)),
+                initialization=initialization,
+                parametrization=parametrization,
+                residual_logit=residual_logit,
+            )
+            return nnx.Param(logits.reshape(*shape, -1))
+
+        self.perception = nnx.List(initial(perception_kernels, wires.gates) for wires in automaton.perception)
+        self.update = nnx.List(initial(wires.gates) for wires in automaton.update)
+        self.automaton = nnx.Variable(automaton)
+        self.parametrization, self.implementation = parametrization, implementation
+
+    def __call__(
+        self,
+        state: Float[Array, "batch height width channels"],
+        steps: int = 1,
+        *,
+        key: PRNGKeyArray | None = None,
+        fire_rate: float = 1.0,
+        memory: Memory = "states",
+        hard: bool = False,
+        straight_through: bool = False,
+    ) -> Float[Array, "batch height width channels"]:
+        """The state after so many ticks; with `hard`, by each gate's most probable function alone.
+
+        With `straight_through` as well, and with the gradients of the relaxed gates: see
+        `jaxbp.logic.gates.straight_through`. The other arguments and the errors are those of
+        `jaxbp.automaton_rollout`.
+        """
+        logits, parametrization = self.logits, self.parametrization
+        if straight_through:
+            logits = jax.tree.map(functools.partial(gates.straight_through, parametrization=parametrization), logits)
+            parametrization = "softmax"
+        elif hard:
+            logits = jax.tree.map(self._hard, logits)
+        return automaton_rollout(
+            logits,
+            self.automaton.get_value(),
+            state,
+            steps,
+            key=key,
+            fire_rate=fire_rate,
+            memory=memory,
+            parametrization=parametrization,
+            implementation=self.implementation,
+        )
+
+    @property
+    def logits(self) -> Logits:
+        """The parameters, as `jaxbp.automaton_rollout` takes them."""
+        return [layer[...] for layer in self.perception], [layer[...] for layer in self.update]
+
+    def harden(self) -> CellularCircuit:
+        """The circuit of a cell, of each gate's most probable function."""
+        automaton = self.automaton.get_value()
+        channels, kernels = automaton.channels, automaton.kernels
+        inputs = np.arange(NEIGHBOURHOOD * channels).reshape(NEIGHBOURHOOD, channels, 1)
+        columns, listed = [], inputs.size
+
+        def layer(logits, wires, sources):
+            """The sources that a layer's gates are, `(gates, ...)`, of those that it reads, `(inputs, ...)`."""
+            nonlocal listed
+            a, b = sources[np.asarray(wires.a)], sources[np.asarray(wires.b)]
+            numbers = np.asarray(self._numbers(logits)).T.reshape(wires.gates, *[1] * (a.ndim - 2), -1)
+            columns.append([np.broadcast_to(numbers, a.shape).ravel(), a.ravel(), b.ravel()])
+            first, listed = listed, listed + a.size
+            return np.arange(first, listed).reshape(a.shape)
+
+        perceived = np.broadcast_to(inputs, (NEIGHBOURHOOD, channels, kernels))
+        for logits, wires in zip(self.perception, automaton.perception, strict=True):
+            perceived = layer(logits[...], wires, perceived)
+        sources = np.concatenate([inputs[CENTRE].ravel(), perceived.swapaxes(0, 1).ravel()])[:, None]
+        for logits, wires in zip(self.update, automaton.update, strict=True):
+            sources = layer(logits[...], wires, sources)
+        numbers, a, b = (np.concatenate(column) for column in zip(*columns, strict=True))
+        netlist = Netlist.from_gates(inputs.size, numbers, a, b, sources.ravel())
+        return CellularCircuit(netlist, channels, automaton.periodic)
+
+    def _numbers(self, logits: Float[Array, "*kernels gates parameters"]) -> Array:
+        """The most probable functions, `(*kernels, gates)`."""
+        return gates.harden(logits.reshape(-1, logits.shape[-1]), self.parametrization).reshape(logits.shape[:-1])
+
+    def _hard(self, logits):
+        return gates.hard_logits(self._numbers(logits).ravel(), self.parametrization, logits.dtype).reshape(
+            logits.shape
+        )

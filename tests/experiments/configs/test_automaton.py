@@ -1,0 +1,111 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments.configs import AUTOMATA
+from experiments.configs.automaton import CheckerboardConfig, LetterConfig, LifeConfig, LizardConfig
+from experiments.data import patterns
+from jaxbp import Automaton
+
+pytestmark = pytest.mark.once
+
+# Channels, kernels times their bits a channel, ticks, gates of the first update layer; learning rate, batch, updates.
+TABLE = {
+    "ca-life": (1, 16, 1, 128, 0.05, 20, 3000),
+    "ca-checkerboard": (8, 32, 20, 256, 0.05, 2, 500),
+    "ca-checkerboard-async": (8, 32, 50, 256, 0.05, 1, 800),
+    "ca-lizard": (128, 4, 12, 512, 0.06, 1, 3500),
+    "ca-letter": (64, 8, 15, 512, 0.06, 1, 3000),
+}
+
+
+def seeds(*numbers):
+    return jnp.array(numbers, jnp.uint32)
+
+
+@pytest.mark.parametrize("name", AUTOMATA)
+def test_the_published_settings(name):
+    channels, bits, *_, rate, batch, updates = TABLE[name]
+    config = AUTOMATA[name](recipe="published")
+    wires = Automaton.create(config.channels, *config.perception, config.update, config.periodic, seed=0)
+    assert (wires.channels, wires.kernels * wires.bits, config.steps, wires.update[0].gates) == TABLE[name][:4]
+    assert wires.update[0].inputs == channels * (1 + bits)
+    assert (config.learning_rate, config.batch_size, config.updates) == (rate, batch, updates)
+    assert (config.weight_decay, config.residual_logit, config.gradient_clip) == (1e-2, 10.0, 100.0)
+    assert len(config.load().train_images) == batch * updates // config.epochs
+    targets = config.targets(config.starts(seeds(0)))
+    assert targets.shape[-3:] == (*config.grid, config.visible)
+
+
+def test_the_published_optimiser_clips_and_decays():
+    adamw = optax.adamw(0.05, b1=0.9, b2=0.99, weight_decay=1e-2)
+    params, updates = jnp.array([2.0, -1.0]), []
+    for optimizer, first in ((LifeConfig(recipe="published").optimizer(10), 1e9), (adamw, 100.0)):
+        state = optimizer.init(params)
+        for gradient in (first, 3.0, -1.0):
+            update, state = optimizer.update(jnp.array([gradient, 2.0]), state, params)
+        updates.append(update)
+    np.testing.assert_allclose(*updates, rtol=1e-6)
+
+
+def test_every_board_of_the_game_of_life_is_an_example():
+    boards = np.asarray(LifeConfig().starts(jnp.arange(512, dtype=jnp.uint32)))
+    assert len({board.tobytes() for board in boards}) == 512
+
+
+def test_where_automata_start():
+    first, other = CheckerboardConfig().starts(seeds(3, 4))
+    assert (first != other).any() and 0.4 < first.mean() < 0.6
+    assert np.argwhere(LizardConfig().starts(seeds(0))[0, ..., 0]).tolist() == [[10, 10]]
+    assert not LetterConfig().starts(seeds(0)).any()
+    assert CheckerboardConfig().starts(seeds(3), (5, 6)).shape == (1, 5, 6, 8)
+
+
+def test_seeds_are_drawn_anew_for_every_update():
+    draw = CheckerboardConfig().augmentation()
+    drawn = [draw(jax.random.key(i), seeds(0, 1)) for i in range(3)]
+    assert len({int(seed) for pair in drawn for seed in pair}) == 6
+
+
+def test_the_loss_is_the_squared_error_of_the_visible_channels(tiny_automaton):
+    config = tiny_automaton(residual_logit=2.0)
+    model, loss = config.build(jax.random.key(0))
+    starts = config.starts(seeds(5, 6)).astype(jnp.float32)
+    for hard, function in ((False, loss), (True, config.evaluation(loss))):
+        losses, right = function(model, seeds(5, 6), jnp.ones(2, bool))
+        errors = model(starts, config.steps, hard=hard)[..., :1] - config.pattern()
+        np.testing.assert_allclose(losses, (errors**2).sum(axis=(1, 2, 3)), rtol=1e-5)
+        assert right.tolist() == (abs(errors) < 0.5).all(axis=(1, 2, 3)).tolist()
+
+
+def test_noise_is_of_training_alone_and_follows_from_the_seeds(tiny_automaton):
+    config = tiny_automaton(noise=0.5, residual_logit=2.0)
+    model, loss = config.build(jax.random.key(0))
+    noisy, again, other = (float(loss(model, seeds(s, 7), None)[0][1]) for s in (5, 5, 6))
+    assert noisy == again != other
+    hard = config.evaluation(loss)
+    assert hard(model, seeds(5, 7), None)[0][1] == hard(model, seeds(6, 7), None)[0][1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("updates", 0),
+        ("noise", -1.0),
+        ("weight_decay", float("inf")),
+        ("residual_logit", "large"),
+        ("schedule", "linear"),
+        ("parametrization", "sigmoid"),
+        ("implementation", "cuda"),
+        ("recipe", "ours"),
+    ],
+)
+def test_an_invalid_setting_is_refused_at_once(field, value):
+    with pytest.raises(ValueError, match=f"{field} = {value!r}: wanted "):
+        LifeConfig(**{field: value})
+
+
+def test_the_letter_is_in_the_colours_of_three_channels():
+    assert np.array_equal(LetterConfig().pattern(), patterns.letter())

@@ -1,0 +1,136 @@
+"""Experiments on automata: they learn, resume, and report what the hardened circuit does."""
+
+import dataclasses
+import json
+import shutil
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cells import Gates, checkerboard, checkerboard_target
+from cells import life as life_circuit
+
+from experiments import configs, train
+from experiments.configs.automaton import CheckerboardConfig, LifeConfig
+from experiments.training import automaton, compiled
+from experiments.training.loop import TIMINGS
+from jaxbp import CellularCircuit, Netlist
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_automaton, tmp_path_factory):
+    """A whole run: its config, and what it printed."""
+    config = tiny_automaton(run_dir=tmp_path_factory.mktemp("automaton") / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "TIMED_SECONDS", 0.01)
+        patch.setattr(train, "REPORTS", {config.name: automaton.report})
+        printed = []
+        patch.setattr("builtins.print", lambda *words, **options: printed.append(" ".join(map(str, words))))
+        train.train(config)
+    return config, "\n".join(printed)
+
+
+def metrics(config):
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMINGS} for line in lines]
+
+
+def test_it_learns_and_stays_right_when_hardened(finished):
+    first, *_, last = metrics(finished[0])
+    assert last["train_loss"] < first["train_loss"] / 4
+    assert (last["test_loss"], last["test_accuracy"]) == (0, 1)
+
+
+def test_the_run_says_how_often_the_circuit_is_right(finished):
+    config, printed = finished
+    figures = json.loads((config.run_dir / "automaton.json").read_text())
+    assert (figures["right"], figures["stands"], figures["blinks"], figures["heals"]) == (1, 1, 0, 1)
+    assert figures["gates"] >= figures["gates_seen"]
+    assert "from 256 unseen starts, every cell right: at tick 3 100.0%, at ticks 4 to 12 100.0%" in printed
+    assert "hard loss 0.0000 accuracy 1.0000" in printed and "grids/s" in printed
+
+
+def test_the_run_leaves_pictures_a_page_and_code(finished):
+    names = {path.name for path in finished[0].run_dir.iterdir()}
+    pictures = {"automaton.png", "automaton.gif", "automaton_large.gif", "automaton_healing.gif", "curves.png"}
+    assert names >= pictures | {"automaton.html", "automaton.c", "automaton.v"}
+
+
+def test_a_run_resumes_to_the_same_bits(finished, tmp_path, monkeypatch):
+    whole = finished[0]
+    config = dataclasses.replace(whole, run_dir=tmp_path / "run", resume=True)
+    shutil.copytree(whole.run_dir, config.run_dir)
+    shutil.rmtree(config.run_dir / "checkpoints" / "4")
+    monkeypatch.setattr(train, "REPORTS", {})
+    train.train(config)
+    lines = [(c.run_dir / "metrics.jsonl").read_text().splitlines()[-1] for c in (whole, config)]
+    assert lines[0] != lines[1]  # other times
+    assert metrics(config) == metrics(whole) and len(metrics(whole)) == 4
+
+
+def test_every_setting_is_an_option_of_the_command_line(tmp_path):
+    options = {
+        "recipe": "published",
+        "updates": 40,
+        "epochs": 4,
+        "batch_size": 3,
+        "learning_rate": 0.1,
+        "schedule": "cosine",
+        "weight_decay": 0.5,
+        "parametrization": "walsh",
+        "residual_logit": 3.0,
+        "noise": 0.25,
+        "straight_through": True,
+        "implementation": "xla",
+    }
+    args = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    config = train.parse(["ca-letter", *args, "--run-dir", str(tmp_path)]).experiment
+    assert options.items() <= configs.to_dict(config).items()
+
+
+# ------------------------------------------------------------------------------------------------- circuits by hand
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Squares(CheckerboardConfig):
+    """What the checkerboard of `cells.py` grows."""
+
+    grid: ClassVar = (6, 5)
+    channels: ClassVar = 2
+    steps: ClassVar = 12
+    trials: ClassVar = 20
+
+    def pattern(self, grid=None):
+        return checkerboard_target(*(grid or self.grid))
+
+
+def test_a_circuit_that_heals_is_right_and_stands():
+    figures, _ = automaton.trials(Squares(), checkerboard())
+    assert figures == {"right": 1, "stands": 1, "blinks": 0, "heals": 1}
+
+
+def test_a_circuit_that_does_nothing_is_wrong():
+    idle = CellularCircuit(Netlist.from_gates(18, [], [], [], [8, 9]), 2)
+    figures, _ = automaton.trials(Squares(), idle)
+    assert figures == {"right": 0, "stands": 0, "blinks": 0, "heals": 0}
+
+
+def test_a_pattern_that_is_inverted_at_every_tick_blinks(monkeypatch):
+    gates = Gates(18)
+    inverted = CellularCircuit(gates.netlist(gates("xor", 8, gates("one", 0, 0)), 9), 2)
+    board = np.concatenate([checkerboard_target(6, 5)] * 2, axis=-1)
+    monkeypatch.setattr(Squares, "starts", lambda config, seeds, grid=None: jnp.stack([board] * len(seeds)))
+    figures, _ = automaton.trials(Squares(), inverted)
+    assert figures == {"right": 1, "stands": 0, "blinks": 1, "heals": 0}
+
+
+def test_the_game_of_life_is_exact_for_300_ticks_and_another_rule_is_not(monkeypatch):
+    monkeypatch.setattr(automaton, "LIFE_GRID", (16, 16))
+    assert automaton.life(LifeConfig(), life_circuit(True))[0] == {"right": 1, "ticks": 300}
+    gates = Gates(9)
+    alone = CellularCircuit(gates.netlist(gates("and", 3, 4)), 1, True)
+    figures, _ = automaton.life(LifeConfig(), alone)
+    assert 0 < figures["right"] < 1 and figures["ticks"] == 0
