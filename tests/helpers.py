@@ -152,7 +152,7 @@ def compiled(name, place, implementation):
 @functools.cache
 def drawn(name, place=None, dtype="float32", batch=2, seed=0):
     """(arrays, cotangents) for an entry."""
-    seed += 20_000  # where finite differences of float32 cross no ReLU's kink
+    seed += 40_000  # where finite differences cross no ReLU's kink, and no probability is nearly 0
     random = np.random.default_rng(seed)
     arrays = tuple(_draw(argument, random, batch, jnp.dtype(dtype)) for argument in case_of(name, place).arguments)
     return arrays, draw_cotangents(op_of(name, place, "autodiff"), arrays, seed + 1000)

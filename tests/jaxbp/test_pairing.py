@@ -381,10 +381,10 @@ def test_no_more_options_are_kept_than_said_and_none_after_the_pair(implementati
     gradient = lambda dy, x, *, f: f(dy)  # noqa: E731
     pair = Pair(scaled_by_option, {"xla": gradient, "pallas": lambda dy, x, *, f: f(dy)}, name="scaled")
     references = []
-    for i in range(300):
+    for i in range(REMEMBERED + 20):
         f = functools.partial(jnp.multiply, float(i))
         references.append(weakref.ref(f))
-        # Traced alone, as within jit: 300 programs would take long to compile.
+        # Traced alone, as within jit: so many programs would take long to compile.
         jax.eval_shape(functools.partial(pair.vjp, f=f, implementation=implementation), X, X)
         jax.eval_shape(jax.grad(total(functools.partial(pair, f=f), implementation)), X)
     del f
