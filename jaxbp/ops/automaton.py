@@ -199,8 +199,8 @@ def automaton_step(
         perceived_kc = perception_k(seen_0c, ..., seen_8c), for every kernel k and channel c
         next = update(own channels, then perceived in the order channel, bit, kernel)
 
-    where seen_p is the state of the p-th of the 3 x 3 cells around a cell, row by row: outside of the grid 0, or that of
-    the other side if the automaton is periodic. perception_k and update are layers of gates, each
+    where seen_p is the state of the p-th of the 3 x 3 cells around a cell, row by row: outside of the grid 0, or that
+    of the other side if the automaton is periodic. perception_k and update are layers of gates, each
     `y = Σ_i softmax(logits)_i op_i(a, b)` as in `gate_layer`.
 
     Args:
