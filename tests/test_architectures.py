@@ -20,12 +20,22 @@ from helpers import ENTRIES, case_of, op_of, results_of, value_and_gradients
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import jaxbp
 from pallas_kernels.core import device
 
 DEVICES = {"9.0": device.HOPPER, "10.0": device.BLACKWELL, "12.0": device.BLACKWELL_RTX}
 BATCH = 8192
 WITHOUT_WGMMA = {
-    *("conv2d", "conv2d_relu_max_pool2d", "divide", "gate_layer", "layer_norm", "layer_norm_linear", "linear"),
+    *(
+        "automaton_rollout",
+        "conv2d",
+        "conv2d_relu_max_pool2d",
+        "divide",
+        "gate_layer",
+        "layer_norm",
+        "layer_norm_linear",
+        "linear",
+    ),
     *("max_pool2d", "relu", "rms_norm", "softmax_cross_entropy"),
 }
 """What has kernels that need no tensor cores."""
@@ -71,6 +81,24 @@ def _all_of(cases):
     return lambda *of_each: [f(*a) for f, a in zip(functions, of_each, strict=True)], arguments
 
 
+def _automaton(implementation):
+    """The gradient of an asynchronous automaton's ticks."""
+    automaton = jaxbp.Automaton.create(8, 16, [8, 4, 2], [256, 128, 64, 32, 16, 8, 8], periodic=True, seed=0)
+    struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    logits = (
+        [struct((automaton.kernels, wires.gates, 16)) for wires in automaton.perception],
+        [struct((wires.gates, 16)) for wires in automaton.update],
+    )
+
+    def loss(logits, state, key):
+        last = jaxbp.automaton_rollout(
+            logits, automaton, state, 2, key=key, fire_rate=0.6, implementation=implementation
+        )
+        return jnp.sum(last)
+
+    return jax.grad(loss), (logits, struct((2, 16, 16, 8)), jax.eval_shape(lambda: jax.random.key(0)))
+
+
 def _with_kernels(name, place, dtype, precision):
     function, arguments = _case(name, place, "pallas", dtype)
     return jax.default_matmul_precision(precision)(function), arguments
@@ -95,6 +123,8 @@ def _programs(architecture):
                 cases.append((next(iter(ENTRIES[name].real)), "float32", "highest"))
             for case in cases:
                 yield ", ".join(map(str, (name, "pallas", *case))), functools.partial(_with_kernels, name, *case)
+    for implementation in ("pallas", None):
+        yield f"automaton_rollout, {implementation}", functools.partial(_automaton, implementation)
     yield "wgmma", _wgmma
 
 
