@@ -18,7 +18,12 @@ OPERAND_BYTES = 128
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
-    """What `ref` holds, in registers of `layout`; `optimized=False` allows slower accesses."""
+    """What `ref` holds, in registers of `layout`; `optimized=False` allows slower accesses.
+
+    The simulator has no layouts, and in older versions no such load.
+    """
+    if simulating() is not None:
+        return ref[...]
     # Older versions want an index beside the reference.
     index = inspect.signature(plgpu.load).parameters.get("idx")
     wanted = index is not None and index.default is index.empty
