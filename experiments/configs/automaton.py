@@ -1,13 +1,13 @@
 """The experiments `ca-*`: logic cellular automata, trained by backpropagation through their ticks.
 
-An example is a seed: its start follows from it, and so does everything else that is random in an update. Training draws
-new seeds for every update.
+An example is a seed, and the number of the update that it is drawn in: its start follows from the seed, and so does
+everything else that is random. Training draws new seeds for every update.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import jax
@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Bool, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 import jaxbp
 from experiments.configs.base import Augment, Loss, Recipe, TrainingConfig, is_whole
 from experiments.configs.images import ImplementationName
 from experiments.data import patterns
 from experiments.data.datasets import Dataset
+from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
 from jaxbp.nn import LogicAutomaton
 
@@ -29,22 +30,8 @@ RecipeName = Literal["hardening", "published"]
 Schedule = Literal["constant", "cosine"]
 
 RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
-    "hardening": dict(
-        parametrization="softmax",
-        residual_logit=10.0,
-        weight_decay=0.0,
-        schedule="constant",
-        straight_through=False,
-        noise=0.0,
-    ),
-    "published": dict(
-        parametrization="softmax",
-        residual_logit=10.0,
-        weight_decay=1e-2,
-        schedule="constant",
-        straight_through=False,
-        noise=0.0,
-    ),
+    "hardening": dict(pass_through=5.0, weight_decay=0.0, hard_share=1.0, hard_from=0.15, target_accuracy=1.0),
+    "published": dict(pass_through=10.0, weight_decay=1e-2, hard_share=0.0, hard_from=0.0, target_accuracy=None),
 }
 """The defaults of the settings that decide how well an automaton hardens."""
 
@@ -53,14 +40,14 @@ RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
 class AutomatonConfig(TrainingConfig):
     """A logic cellular automaton.
 
-    The loss is the squared error of the last state's visible channels, summed over cells; the mean over the batch.
-    Training's is the relaxed automaton's; the evaluation is the hard one's, and its accuracy the share of examples of
-    which every visible cell is right.
+    The loss is the squared error of the last state's visible channels, summed over cells; the mean over the batch. In
+    training a share of the gates may be hard, drawn anew for every update; the evaluation is the hard automaton's, and
+    its accuracy the share of examples of which every visible cell is right.
     """
 
     gradient_clip: ClassVar[float | None] = 100.0
     examples: ClassVar[str] = "grids"
-    curves: ClassVar[tuple[str, str]] = ("relaxed", "hard")
+    curves: ClassVar[tuple[str, str]] = ("training", "hard")
 
     grid: ClassVar[tuple[int, int]]
     periodic: ClassVar[bool]
@@ -76,6 +63,10 @@ class AutomatonConfig(TrainingConfig):
     """The gates of each layer."""
     published: ClassVar[tuple[Recipe, int]]
     """With the number of updates."""
+    hardening: ClassVar[tuple[int, int] | None] = None
+    """Updates and epochs of our recipe, if they are others."""
+    stands: ClassVar[bool] = False
+    """Whether an example of the evaluation has to be right after as many ticks again."""
     test_examples: ClassVar[int] = 32
     """Of the evaluation after each epoch."""
     trials: ClassVar[int] = 256
@@ -88,38 +79,47 @@ class AutomatonConfig(TrainingConfig):
     updates: int | None = None
     """Steps of the optimiser, rounded up to a multiple of the epochs. None: the recipe's."""
     epochs: int | None = None
-    """Parts that the updates are done in, with an evaluation and a checkpoint after each. None: 20."""
+    """Parts that the updates are done in, with an evaluation and a checkpoint after each. None: the recipe's."""
     learning_rate: float | None = None
     """AdamW's. None: the recipe's."""
-    schedule: Schedule | None = None
-    """Of the learning rate: constant, or a cosine's half to 0. None: the recipe's."""
+    schedule: Schedule = "constant"
+    """Of the learning rate: constant, or a cosine's half to 0."""
     weight_decay: float | None = None
     """AdamW's. None: the recipe's."""
-    parametrization: Parametrization | None = None
-    """What a gate's parameters are: see jaxbp.gate_layer. None: the recipe's."""
-    residual_logit: float | None = None
-    """How surely gates pass on an input at first: see jaxbp.initial_logits. None: the recipe's."""
-    straight_through: bool | None = None
-    """Whether training computes with the gates' most probable functions, and with the relaxed gates' gradients. None:
-    the recipe's."""
-    noise: float | None = None
-    """Scale of the Gumbel noise in the parameters, drawn for every update. None: the recipe's."""
+    pass_through: float | None = None
+    """How surely gates pass on an input at first: `residual_logit` of jaxbp.initial_logits. None: the recipe's."""
+    hard_share: float | None = None
+    """Share of the gates that are hard at the last update, with the relaxed gates' gradients. None: the recipe's."""
+    hard_from: float | None = None
+    """Share of the updates before the first gates are hard; from then on they become more. None: the recipe's."""
+    noise: float = 0.0
+    """Scale of the Gumbel noise in the parameters, drawn for every update."""
+    parametrization: Parametrization = "softmax"
+    """What a gate's parameters are: see jaxbp.gate_layer."""
+    target_accuracy: float | None = None
+    """Stop after the first epoch with this share of right examples. None: 1, or with the published recipe never."""
     implementation: ImplementationName | None = None
     """Which backward passes run; None: the fastest that the platform supports."""
 
     def __post_init__(self):
         self._check_choice("recipe", get_args(RecipeName))
-        for field, value in {**RECIPES[self.recipe], "updates": self.published[1]}.items():
+        updates, epochs = self.published[1], self.published[0].epochs
+        if self.recipe == "hardening" and self.hardening:
+            updates, epochs = self.hardening
+        for field, value in {**RECIPES[self.recipe], "updates": updates, "epochs": epochs}.items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
         self._check("updates", is_whole(self.updates) and self.updates >= 1, "a whole number of at least 1")
         self._check_choice("schedule", get_args(Schedule))
         self._check_choice("parametrization", get_args(Parametrization))
         self._check_choice("implementation", (None, *jaxbp.IMPLEMENTATIONS))
-        for field in ("weight_decay", "residual_logit", "noise"):
+        for field in ("weight_decay", "pass_through", "noise"):
             value = getattr(self, field)
             is_number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
             self._check(field, is_number, "a finite number of at least 0")
+        for field in ("hard_share", "hard_from"):
+            value = getattr(self, field)
+            self._check(field, isinstance(value, int | float) and 0 <= value <= 1, "a number from 0 to 1")
         super().__post_init__()
 
     def defaults(self) -> Recipe:
@@ -132,24 +132,31 @@ class AutomatonConfig(TrainingConfig):
             self.update,
             self.periodic,
             seed=self.seed,
-            residual_logit=self.residual_logit,
+            residual_logit=self.pass_through,
             parametrization=self.parametrization,
             implementation=self.implementation,
             rngs=nnx.Rngs(key),
         )
-        return model, functools.partial(self._loss, hard=False)
+        return model, self._training_loss
 
     def evaluation(self, loss: Loss) -> Loss:
-        return functools.partial(self._loss, hard=True)
+        return self._evaluation_loss
 
     def load(self) -> Dataset:
         in_an_epoch = self.batch_size * -(-self.updates // self.epochs)
-        train, test = np.arange(in_an_epoch, dtype=np.uint32), np.arange(self.test_examples, dtype=np.uint32)
+        train, test = (
+            np.stack([np.arange(n), np.zeros(n)], 1, dtype=np.uint32, casting="unsafe")
+            for n in (in_an_epoch, self.test_examples)
+        )
         # What is to be predicted of every example is that it comes out right.
         return Dataset(train, np.ones(len(train), bool), test, np.ones(len(test), bool), self.name)
 
     def augmentation(self) -> Augment | None:
-        return lambda key, seeds: jax.random.bits(key, seeds.shape, seeds.dtype)
+        def drawn(key, examples, step):
+            seeds = jax.random.bits(key, len(examples), examples.dtype)
+            return jnp.stack([seeds, jnp.full_like(seeds, step)], axis=1)
+
+        return drawn
 
     def optimizer(self, steps: int) -> optax.GradientTransformation | None:
         rate = optax.cosine_decay_schedule(self.learning_rate, steps) if self.schedule == "cosine" else None
@@ -166,32 +173,68 @@ class AutomatonConfig(TrainingConfig):
         """What is to be seen after the last tick."""
         raise NotImplementedError
 
-    def _loss(self, model, seeds, targets, *, hard):
-        starts = self.starts(seeds)
-        key = jax.random.key(seeds[0])
-        noise = 0.0 if hard else self.noise
-        last = self._perturbed(model, jax.random.fold_in(key, 1), noise)(
+    def share_of_hard_gates(self, update: Int[Array, ""]) -> Float[Array, ""]:
+        """0 in the first `hard_from` of the updates, and then in a line to `hard_share`."""
+        first = self.hard_from * self.updates
+        return self.hard_share * jnp.clip((update - first) / max(self.updates - 1 - first, 1), 0, 1)
+
+    def _training_loss(self, model, examples, targets):
+        starts, key = self._starts_and_key(examples)
+        of_gates, of_cells = jax.random.split(key)
+        logits, parametrization = model.logits, self.parametrization
+        if self.noise:
+            logits = self._noisy(of_gates, logits)
+        if self.hard_share:
+            logits = self._partly_hard(jax.random.fold_in(of_gates, 1), logits, examples[0, 1].astype(jnp.float32))
+            parametrization = "softmax"
+        last = jaxbp.automaton_rollout(
+            logits,
+            model.automaton.get_value(),
             starts.astype(jnp.float32),
             self.steps,
-            key=jax.random.fold_in(key, 2),
+            key=of_cells,
             fire_rate=self.fire_rate,
-            hard=hard,
-            straight_through=self.straight_through and not hard,
+            parametrization=parametrization,
+            implementation=self.implementation,
         )
-        errors = last[..., : self.visible] - self.targets(starts)
-        losses = jnp.sum(errors**2, axis=(1, 2, 3))
-        return losses, jnp.all(jnp.abs(errors) < 0.5, axis=(1, 2, 3))
+        return self._losses(last, starts)
 
-    @staticmethod
-    def _perturbed(model: LogicAutomaton, key: PRNGKeyArray, scale: float) -> LogicAutomaton:
-        """The model with noise in its parameters."""
-        if not scale:
-            return model
-        graph, params, constants = nnx.split(model, nnx.Param, ...)
-        leaves, structure = jax.tree.flatten(params)
-        keys = jax.random.split(key, len(leaves))
-        noisy = [x + scale * jax.random.gumbel(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-        return nnx.merge(graph, jax.tree.unflatten(structure, noisy), constants)
+    def _evaluation_loss(self, model, examples, targets):
+        starts, key = self._starts_and_key(examples)
+        advance = functools.partial(model, steps=self.steps, fire_rate=self.fire_rate, hard=True)
+        now, later = jax.random.split(key)
+        last = advance(starts.astype(jnp.float32), key=now)
+        losses, right = self._losses(last, starts)
+        if self.stands:
+            right &= self._losses(advance(last, key=later), starts)[1]
+        return losses, right
+
+    def _starts_and_key(self, examples):
+        """The examples' starts, and a key for everything else that is random."""
+        return self.starts(examples[:, 0]), jax.random.fold_in(jax.random.key(examples[0, 0]), 1)
+
+    def _losses(self, last, starts):
+        errors = last[..., : self.visible] - self.targets(starts)
+        return jnp.sum(errors**2, axis=(1, 2, 3)), jnp.all(jnp.abs(errors) < 0.5, axis=(1, 2, 3))
+
+    def _noisy(self, key, logits):
+        return _each(lambda key, x: x + self.noise * jax.random.gumbel(key, x.shape, x.dtype), key, logits)
+
+    def _partly_hard(self, key, logits, update):
+        share = self.share_of_hard_gates(update)
+
+        def partly_hard(key, layer):
+            hard = jax.random.uniform(key, layer.shape[:-1]) < share
+            return gates.straight_through(layer, hard, self.parametrization)
+
+        return _each(partly_hard, key, logits)
+
+
+def _each(function: Callable[[PRNGKeyArray, Array], Array], key: PRNGKeyArray, logits: PyTree) -> PyTree:
+    """The function of every layer, with a key of its own."""
+    layers, structure = jax.tree.flatten(logits)
+    keys = jax.random.split(key, len(layers))
+    return jax.tree.unflatten(structure, [function(*pair) for pair in zip(keys, layers, strict=True)])
 
 
 def _random_states(seeds: UInt32[Array, " batch"], *shape: int) -> Bool[Array, "batch ..."]:
@@ -246,6 +289,8 @@ class CheckerboardConfig(PatternConfig):
     perception: ClassVar = (16, (8, 4, 2))
     update: ClassVar = (*[256] * 10, 128, 64, 32, 16, 8, 8)
     published: ClassVar = (Recipe(batch_size=2, epochs=20, learning_rate=0.05), 500)
+    hardening: ClassVar = (2000, 40)
+    stands: ClassVar = True
 
     def starts(self, seeds, grid=None):
         return _random_states(seeds, *(grid or self.grid), self.channels)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from experiments.data.datasets import Dataset
 from experiments.output.errors import UserError
@@ -20,8 +20,8 @@ from experiments.output.errors import UserError
 Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
 """`loss(model, inputs, targets) -> (loss of each example, predictions)`; the predictions compare with the targets."""
 
-Augment = Callable[[PRNGKeyArray, Array], Array]
-"""`augment(key, inputs) -> inputs`, changed at random by `key` alone."""
+Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
+"""`augment(key, inputs, step) -> inputs`, changed at random by `key` alone; `step` counts a run's steps from 0."""
 
 
 class Recipe(NamedTuple):

@@ -1,7 +1,6 @@
 """What the experiments on images share: the dataset, the implementation, the dtype and the loss."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
@@ -54,7 +53,7 @@ class ImageConfig(TrainingConfig):
         return datasets.load(self.dataset, self.data_dir)
 
     def augmentation(self) -> Augment | None:
-        return functools.partial(augmentation.shift, pixels=self.shift) if self.shift else None
+        return (lambda key, images, step: augmentation.shift(key, images, self.shift)) if self.shift else None
 
 
 def classification_loss(

@@ -104,8 +104,8 @@ def write_files(config: AutomatonConfig, circuit: CellularCircuit) -> None:
     grid = config.shown_grid or config.grid
     larger = (LARGER * grid[0], LARGER * grid[1])
     start, large_start = (starts(config, UNSEEN, 1, size)[0] for size in (grid, larger))
-    ticks, fire_rate = 2 * config.steps if isinstance(config, PatternConfig) else LIFE_TICKS // 4, config.fire_rate
-    options = dict(visible=config.visible, fire_rate=fire_rate)
+    ticks = LARGER * config.steps if isinstance(config, PatternConfig) else LIFE_TICKS // 4
+    options = dict(visible=config.visible, fire_rate=config.fire_rate)
     write_pictures(config.run_dir, circuit, start, large_start, ticks, seed=config.seed, **options)
     target = config.pattern() if isinstance(config, PatternConfig) else None
     write_page(config.run_dir / "automaton.html", circuit, start, target, config.name, **options)

@@ -171,7 +171,7 @@ def train_epoch(
     """One pass over `inputs (N, ...)` and `targets (N, ...)` in an order that `key` and `epoch` alone decide.
 
     The `N % batch_size` examples that the shuffle puts last are left out of this epoch. With `augment`, every step's
-    inputs are first changed by it, as `key`, `epoch` and the step alone decide.
+    inputs are first changed by it, as `key`, `epoch` and the step alone decide. Epochs count from 1, steps from 0.
 
     Returns:
       The state, and every step's mean loss and share of right predictions.
@@ -186,11 +186,11 @@ def train_epoch(
         losses, predictions = loss(params, inputs, targets)
         return jnp.mean(losses), predictions
 
-    def step(state: TrainState, drawn: tuple[Int[Array, " batch"], PRNGKeyArray | None]):
-        batch, key = drawn
+    def step(state: TrainState, drawn: tuple[Int[Array, " batch"], PRNGKeyArray | None, Int[Array, ""]]):
+        batch, key, number = drawn
         batch_inputs, batch_targets = inputs[batch], targets[batch]
         if augment:
-            batch_inputs = augment(key, batch_inputs)
+            batch_inputs = augment(key, batch_inputs, number)
         (value, predictions), grads = jax.value_and_grad(mean_loss, has_aux=True)(
             state.params, batch_inputs, batch_targets
         )
@@ -198,7 +198,8 @@ def train_epoch(
         state = TrainState(optax.apply_updates(state.params, updates), opt_state)
         return state, (value, jnp.mean(predictions == batch_targets))
 
-    state, (losses, accuracies) = jax.lax.scan(step, state, (batches, keys))
+    numbers = (epoch - 1) * steps + jnp.arange(steps)
+    state, (losses, accuracies) = jax.lax.scan(step, state, (batches, keys, numbers))
     return state, losses, accuracies
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jax.lax import Precision
 from jax.typing import DTypeLike
-from jaxtyping import Float, PRNGKeyArray, UInt8
+from jaxtyping import Bool, Float, PRNGKeyArray, UInt8
 
 from jaxbp.ops import _checks
 from jaxbp.ops._numerics import widen
@@ -171,13 +171,18 @@ def hard_logits(
 
 
 def straight_through(
-    logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
+    logits: Float[Array, "*kernels gates parameters"],
+    hard: Bool[Array, "*kernels gates"],
+    parametrization: Parametrization = "softmax",
 ) -> Float[Array, "*kernels gates functions"]:
-    """Softmax parameters of each gate's most probable function, whose gradients are those of the relaxed gate.
+    """Softmax parameters of gates of which some are hard: the most probable function, with the relaxed gate's gradient.
 
-    With c the coefficients of the relaxed gate and h those of the hard one, a gate of these parameters has the
-    coefficients `c + stop_gradient(h - c)`: values h, to 1e-18, and the gradient of c. They are the logarithms of
-    probabilities, as the softmax of the logarithms of probabilities is these again.
+    With c the coefficients of a relaxed gate and h those of the hard one, a gate of these parameters has the
+    coefficients `c + hard * stop_gradient(h - c)`, to 1e-18. The parameters are the logarithms of probabilities, as the
+    softmax of the logarithms of probabilities is these again.
+
+    Args:
+      hard: which gates.
 
     Raises:
       ValueError: an unknown parametrization.
@@ -186,18 +191,20 @@ def straight_through(
     conditional computation", 2013.
     """
     _check_choice("straight_through", "parametrization", parametrization, get_args(Parametrization))
+    hard = hard[..., None]
     if parametrization == "softmax":
-        hard = jax.nn.one_hot(jnp.argmax(logits, axis=-1), GATES, dtype=widen(logits).dtype)
-        probabilities = _with_gradient_of(jax.nn.softmax(widen(logits)), hard)
+        relaxed = jax.nn.softmax(widen(logits))
+        one = jax.nn.one_hot(jnp.argmax(logits, axis=-1), GATES, dtype=relaxed.dtype)
+        probabilities = jnp.where(hard, _with_gradient_of(relaxed, one), relaxed)
     else:
         row = _rows(logits, _IDENTITY if parametrization == "input_wise" else WALSH)
-        row = _with_gradient_of(row, (row > 0.5).astype(row.dtype))[..., None, :]
+        row = jnp.where(hard, _with_gradient_of(row, (row > 0.5).astype(row.dtype)), row)[..., None, :]
         probabilities = jnp.prod(jnp.where(TRUTH_TABLES, row, 1 - row), axis=-1)
     return jnp.log(probabilities + TINY)
 
 
-def _with_gradient_of(relaxed, hard):
-    return hard + (relaxed - lax.stop_gradient(relaxed))
+def _with_gradient_of(relaxed, value):
+    return value + (relaxed - lax.stop_gradient(relaxed))
 
 
 def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -> Float[Array, "*batch groups"]:

@@ -1,6 +1,5 @@
 """Logic cellular automata."""
 
-import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -78,20 +77,12 @@ class LogicAutomaton(nnx.Module):
         fire_rate: float = 1.0,
         memory: Memory = "states",
         hard: bool = False,
-        straight_through: bool = False,
     ) -> Float[Array, "batch height width channels"]:
         """The state after so many ticks; with `hard`, by each gate's most probable function alone.
 
-        With `straight_through` as well, and with the gradients of the relaxed gates: see
-        `jaxbp.logic.gates.straight_through`. The other arguments and the errors are those of
-        `jaxbp.automaton_rollout`.
+        The other arguments and the errors are those of `jaxbp.automaton_rollout`.
         """
-        logits, parametrization = self.logits, self.parametrization
-        if straight_through:
-            logits = jax.tree.map(functools.partial(gates.straight_through, parametrization=parametrization), logits)
-            parametrization = "softmax"
-        elif hard:
-            logits = jax.tree.map(self._hard, logits)
+        logits = jax.tree.map(self._hard, self.logits) if hard else self.logits
         return automaton_rollout(
             logits,
             self.automaton.get_value(),
@@ -100,7 +91,7 @@ class LogicAutomaton(nnx.Module):
             key=key,
             fire_rate=fire_rate,
             memory=memory,
-            parametrization=parametrization,
+            parametrization=self.parametrization,
             implementation=self.implementation,
         )
 

@@ -25,6 +25,10 @@ def seeds(*numbers):
     return jnp.array(numbers, jnp.uint32)
 
 
+def examples(*numbers, update=0):
+    return jnp.stack([seeds(*numbers), jnp.full_like(seeds(*numbers), update)], axis=1)
+
+
 @pytest.mark.parametrize("name", AUTOMATA)
 def test_the_published_settings(name):
     channels, bits, *_, rate, batch, updates = TABLE[name]
@@ -33,7 +37,13 @@ def test_the_published_settings(name):
     assert (wires.channels, wires.kernels * wires.bits, config.steps, wires.update[0].gates) == TABLE[name][:4]
     assert wires.update[0].inputs == channels * (1 + bits)
     assert (config.learning_rate, config.batch_size, config.updates) == (rate, batch, updates)
-    assert (config.weight_decay, config.residual_logit, config.gradient_clip) == (1e-2, 10.0, 100.0)
+    assert (config.weight_decay, config.pass_through, config.gradient_clip, config.schedule) == (
+        1e-2,
+        10,
+        100,
+        "constant",
+    )
+    assert (config.hard_share, config.noise, config.target_accuracy) == (0, 0, None)
     assert len(config.load().train_images) == batch * updates // config.epochs
     targets = config.targets(config.starts(seeds(0)))
     assert targets.shape[-3:] == (*config.grid, config.visible)
@@ -63,30 +73,67 @@ def test_where_automata_start():
     assert CheckerboardConfig().starts(seeds(3), (5, 6)).shape == (1, 5, 6, 8)
 
 
-def test_seeds_are_drawn_anew_for_every_update():
+def test_seeds_are_drawn_anew_for_every_update_and_know_its_number():
     draw = CheckerboardConfig().augmentation()
-    drawn = [draw(jax.random.key(i), seeds(0, 1)) for i in range(3)]
-    assert len({int(seed) for pair in drawn for seed in pair}) == 6
+    drawn = np.stack([draw(jax.random.key(i), examples(0, 1), i) for i in range(3)])
+    assert len(set(drawn[..., 0].ravel().tolist())) == 6
+    assert drawn[..., 1].tolist() == [[0, 0], [1, 1], [2, 2]]
 
 
-def test_the_loss_is_the_squared_error_of_the_visible_channels(tiny_automaton):
-    config = tiny_automaton(residual_logit=2.0)
+@pytest.mark.parametrize("fire_rate", [1.0, 0.5])
+def test_the_loss_is_the_squared_error_of_the_visible_channels(tiny_automaton, monkeypatch, fire_rate):
+    monkeypatch.setattr(tiny_automaton.func, "fire_rate", fire_rate)
+    config = tiny_automaton(pass_through=2.0, hard_share=0.0)
     model, loss = config.build(jax.random.key(0))
+    x = examples(5, 6)
     starts = config.starts(seeds(5, 6)).astype(jnp.float32)
-    for hard, function in ((False, loss), (True, config.evaluation(loss))):
-        losses, right = function(model, seeds(5, 6), jnp.ones(2, bool))
-        errors = model(starts, config.steps, hard=hard)[..., :1] - config.pattern()
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(5), 1))
+    for hard, function, key in ((False, loss, keys[1]), (True, config.evaluation(loss), keys[0])):
+        losses, right = function(model, x, jnp.ones(2, bool))
+        errors = model(starts, config.steps, key=key, fire_rate=fire_rate, hard=hard)[..., :1] - config.pattern()
         np.testing.assert_allclose(losses, (errors**2).sum(axis=(1, 2, 3)), rtol=1e-5)
-        assert right.tolist() == (abs(errors) < 0.5).all(axis=(1, 2, 3)).tolist()
+        assert hard or right.tolist() == (abs(errors) < 0.5).all(axis=(1, 2, 3)).tolist()
+
+
+def test_a_checkerboard_is_right_if_it_still_is_as_many_ticks_later(tiny_automaton, monkeypatch):
+    on, off = jnp.ones((1, 4, 3, 2)), jnp.zeros((1, 4, 3, 2))
+
+    def right(*states):
+        states = iter(states)
+        evaluate = tiny_automaton().evaluation(None)
+        return evaluate(lambda state, **options: next(states), examples(0), None)[1].tolist()
+
+    assert (right(on, on), right(on, off), right(off, on)) == ([True], [False], [False])
+    monkeypatch.setattr(tiny_automaton.func, "stands", False)
+    assert right(on) == [True]
 
 
 def test_noise_is_of_training_alone_and_follows_from_the_seeds(tiny_automaton):
-    config = tiny_automaton(noise=0.5, residual_logit=2.0)
+    config = tiny_automaton(noise=0.5, pass_through=2.0)
     model, loss = config.build(jax.random.key(0))
-    noisy, again, other = (float(loss(model, seeds(s, 7), None)[0][1]) for s in (5, 5, 6))
+    noisy, again, other = (float(loss(model, examples(s, 7), None)[0][1]) for s in (5, 5, 6))
     assert noisy == again != other
     hard = config.evaluation(loss)
-    assert hard(model, seeds(5, 7), None)[0][1] == hard(model, seeds(6, 7), None)[0][1]
+    assert hard(model, examples(5, 7), None)[0][1] == hard(model, examples(6, 7), None)[0][1]
+
+
+def test_more_and_more_gates_are_hard():
+    config = LifeConfig(updates=101, hard_from=0.2, hard_share=0.8)
+    shares = [float(config.share_of_hard_gates(jnp.float32(update))) for update in (0, 20, 60, 100)]
+    np.testing.assert_allclose(shares, [0, 0, 0.8 * 39.8 / 79.8, 0.8], rtol=1e-5)
+
+
+def test_in_the_last_update_all_gates_are_hard(tiny_automaton):
+    config = tiny_automaton(pass_through=0.5)
+    model, loss = config.build(jax.random.key(0))
+    relaxed, hard = (loss(model, examples(3, update=update), None)[0] for update in (0, config.updates - 1))
+    np.testing.assert_allclose(hard, config.evaluation(loss)(model, examples(3), None)[0], atol=1e-5)
+    assert abs(relaxed - hard) > 0.1
+
+
+def test_our_recipe_stops_when_the_hard_automaton_is_right():
+    assert LifeConfig().is_last(3, 1.0) and not LifeConfig().is_last(3, 0.99)
+    assert not LifeConfig(recipe="published").is_last(3, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +142,9 @@ def test_noise_is_of_training_alone_and_follows_from_the_seeds(tiny_automaton):
         ("updates", 0),
         ("noise", -1.0),
         ("weight_decay", float("inf")),
-        ("residual_logit", "large"),
+        ("pass_through", "large"),
+        ("hard_share", 1.5),
+        ("hard_from", -0.1),
         ("schedule", "linear"),
         ("parametrization", "sigmoid"),
         ("implementation", "cuda"),

@@ -1,9 +1,10 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.configs.images import ImageConfig, classification_loss
-from experiments.data import datasets
+from experiments.data import augmentation, datasets
 
 
 @pytest.mark.parametrize(
@@ -21,13 +22,15 @@ def test_what_no_experiment_on_images_can_have_is_refused(setting, value, wanted
 
 
 def test_the_recipe_is_that_of_the_dataset():
-    assert ImageConfig(dataset="digits").recipe().epochs == 20
-    assert ImageConfig(dataset="mnist").recipe().batch_size == 64
+    assert ImageConfig(dataset="digits").defaults().epochs == 20
+    assert ImageConfig(dataset="mnist").defaults().batch_size == 64
 
 
 def test_images_are_moved_only_when_asked_for():
     assert ImageConfig().augmentation() is None
-    assert ImageConfig(shift=2).augmentation().keywords == {"pixels": 2}
+    images, key = jnp.ones((1, 1, 28, 28)), jax.random.key(0)
+    moved = ImageConfig(shift=2).augmentation()(key, images, 0)
+    assert jnp.array_equal(moved, augmentation.shift(key, images, pixels=2))
 
 
 def test_it_loads_its_dataset(monkeypatch):

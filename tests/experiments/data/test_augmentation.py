@@ -49,7 +49,7 @@ def test_each_image_of_a_batch_is_moved_by_itself():
 def test_every_experiment_on_images_can_shift_and_does_not_by_itself(config):
     assert config().augmentation() is None
     images = jnp.ones((1, 1, 28, 28))
-    moved = config(shift=27).augmentation()(jax.random.key(0), images)
+    moved = config(shift=27).augmentation()(jax.random.key(0), images, 0)
     assert moved.shape == images.shape and 0 < moved.sum() < 28 * 28
     for pixels in (-1, 28, 1.0, True):
         with pytest.raises(UserError, match=f"^shift = {pixels}: wanted a whole number from 0 to 27"):

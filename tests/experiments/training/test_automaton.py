@@ -81,9 +81,10 @@ def test_every_setting_is_an_option_of_the_command_line(tmp_path):
         "schedule": "cosine",
         "weight_decay": 0.5,
         "parametrization": "walsh",
-        "residual_logit": 3.0,
+        "pass_through": 3.0,
         "noise": 0.25,
-        "straight_through": True,
+        "hard_share": 0.5,
+        "hard_from": 0.1,
         "implementation": "xla",
     }
     args = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]

@@ -1,4 +1,3 @@
-import functools
 import itertools
 
 import jax
@@ -43,7 +42,9 @@ def test_another_seed_gives_other_bits(toy_config):
     assert not same_bits(state, other_state)
 
 
-@pytest.mark.parametrize("augment", [None, functools.partial(augmentation.shift, pixels=1)], ids=["plain", "shifted"])
+@pytest.mark.parametrize(
+    "augment", [None, lambda key, images, step: augmentation.shift(key, images, 1)], ids=["plain", "shifted"]
+)
 def test_going_on_from_an_epoch_gives_the_same_bits_as_never_stopping(toy_config, monkeypatch, augment):
     monkeypatch.setattr(toy_config, "augmentation", lambda config: augment)
     *_, second, third, fourth = run(toy_config())
@@ -85,8 +86,8 @@ def test_epochs_leave_out_different_examples():
     assert len({tuple(count_visits(epoch)) for epoch in range(1, 6)}) == 5
 
 
-def losses_of_noise(epoch, seed=0):
-    """An epoch's losses on inputs that an augmentation replaces by noise: a number a step."""
+def losses_of_augmented(epoch, augment, seed=0):
+    """An epoch's losses, a number a step: the inputs' means, as an augmentation gives them."""
     _, losses, _ = training.train_epoch(
         TrainState(jnp.zeros(()), optax.sgd(1.0).init(jnp.zeros(()))),
         jnp.zeros(23),
@@ -96,18 +97,26 @@ def losses_of_noise(epoch, seed=0):
         loss=lambda _, noise, target: (noise, target),
         optimizer=optax.sgd(1.0),
         batch_size=5,
-        augment=lambda key, inputs: jax.random.uniform(key, inputs.shape),
+        augment=augment,
     )
     return losses.tolist()
 
 
 def test_every_step_of_every_epoch_and_seed_is_augmented_differently():
-    losses = [loss for seed in (0, 1) for epoch in range(1, 4) for loss in losses_of_noise(epoch, seed)]
+    def noise(key, inputs, step):
+        return jax.random.uniform(key, inputs.shape)
+
+    losses = [loss for seed in (0, 1) for epoch in range(1, 4) for loss in losses_of_augmented(epoch, noise, seed)]
     assert len(set(losses)) == len(losses) == 2 * 3 * 4
 
 
+def test_an_augmentation_knows_the_number_of_the_step_in_the_run():
+    for epoch, numbers in ((1, [0, 1, 2, 3]), (3, [8, 9, 10, 11])):
+        assert losses_of_augmented(epoch, lambda key, inputs, step: jnp.full(inputs.shape, step, float)) == numbers
+
+
 def test_an_augmentation_is_for_training_and_not_for_the_evaluation(toy_config, monkeypatch):
-    monkeypatch.setattr(toy_config, "augmentation", lambda config: lambda key, images: jnp.zeros_like(images))
+    monkeypatch.setattr(toy_config, "augmentation", lambda config: lambda key, images, step: jnp.zeros_like(images))
     config, dataset = toy_config(epochs=1), toy_config().load()
     ((metrics, state),) = run(config, dataset)
     initial, loss = training.split(*config.build(jax.random.split(jax.random.key(config.seed))[0]))

@@ -149,19 +149,21 @@ def test_what_does_not_fit_is_refused(call, error, message):
 
 
 @every_parametrization
-def test_straight_through_is_hard_with_the_gradients_of_the_relaxed_gates(parametrization):
-    wires = jaxbp.Wires.from_pairs([0] * 40, [1] * 40, 2)
+def test_straight_through_some_gates_are_hard_with_the_gradients_of_the_relaxed_ones(parametrization):
+    wires, hard = jaxbp.Wires.from_pairs([0] * 40, [1] * 40, 2), jnp.arange(40) % 3 > 0
     logits = jaxbp.initial_logits(jax.random.key(0), 40, initialization="normal", parametrization=parametrization)
     x, dy = jnp.asarray(BITS, jnp.float32), jax.random.normal(jax.random.key(1), (4, 40))
     coefficients = getattr(logic_gates, parametrization)
 
     def straight_through(logits):
-        return jaxbp.gate_layer(logic_gates.straight_through(logits, parametrization), wires, x, implementation="xla")
+        return jaxbp.gate_layer(
+            logic_gates.straight_through(logits, hard, parametrization), wires, x, implementation="xla"
+        )
 
     def definition(logits):
-        hard = coefficients(jaxbp.hard_logits(jaxbp.harden(logits, parametrization), parametrization))
+        of_hard = coefficients(jaxbp.hard_logits(jaxbp.harden(logits, parametrization), parametrization))
         c = coefficients(logits)
-        c = c + jax.lax.stop_gradient(hard - c)
+        c = c + hard[:, None] * jax.lax.stop_gradient(of_hard - c)
         a, b = x.T[:, :, None]
         return c[:, 0] + c[:, 1] * a + c[:, 2] * b + c[:, 3] * a * b
 

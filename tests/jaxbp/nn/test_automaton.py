@@ -64,8 +64,3 @@ def test_gates_pass_on_an_input_as_surely_as_asked():
     model = automaton(residual_logit=10.0)
     for layer in (*model.perception, *model.update):
         np.testing.assert_allclose(jax.nn.softmax(layer[...])[..., 3], 1 / (1 + 15 * np.exp(-10)), rtol=1e-6)
-
-
-def test_straight_through_computes_what_hard_does():
-    model, state = automaton(initialization="normal", rngs=nnx.Rngs(2)), jnp.asarray(bits(2, 3, 4, 3), jnp.float32)
-    np.testing.assert_allclose(model(state, 2, straight_through=True), model(state, 2, hard=True), atol=1e-6)
