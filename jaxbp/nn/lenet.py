@@ -130,8 +130,9 @@ def lenet_saved_tensors(
 ) -> tuple[Float[Array, "batch"], dict[str, Array]]:
     """LeNet's forward and loss, with every tensor its backward needs, by name.
 
-    These are the inputs of the five layers with parameters, the two maps of where the pools' maxima lay, and of what is
-    not fused the values before a ReLU and the probabilities, else the logits.
+    These are the inputs of the five layers with parameters, the two maps of where the pools' maxima lay, of what is not
+    fused the values before a ReLU, and the logits. The kernel of `softmax_cross_entropy` by itself keeps two float32
+    numbers more for each image, which are not listed.
 
     Args:
       model: a LeNet.
@@ -149,7 +150,7 @@ def lenet_saved_tensors(
             zip(("fc1.input", "fc2.input", "fc3.input", "logits"), (x, *hidden, logits), strict=True)
         )
     logits = model._logits(x, saved.__setitem__)
-    saved["probabilities"] = jax.nn.softmax(logits.astype(jnp.float32)).astype(logits.dtype)
+    saved["logits"] = logits
     return softmax_cross_entropy(logits, labels, implementation=model.implementation), saved
 
 
