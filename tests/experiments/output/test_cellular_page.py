@@ -14,6 +14,8 @@ from cells import checkerboard, checkerboard_target, life, random_circuit
 from experiments.output.cellular_page import damage, state_of, words_of, write_page
 from jaxbp import CellularCircuit
 
+pytestmark = pytest.mark.once
+
 TICKS = 100
 
 
