@@ -262,12 +262,15 @@ def checkpointed_scan(
       (carry, ys).
 
     Raises:
-      ValueError: an unknown policy; or xs and length that leave open or disagree on how many steps there are.
+      ValueError: an unknown policy; xs without rows; or xs and length that leave open or disagree on how many steps
+        there are.
 
     Source: this file's head.
     """
     op = "checkpointed_scan"
     check_memory(op, memory)
+    if any(np.ndim(a) == 0 for a in jax.tree.leaves(xs)):
+        raise ValueError(f"{op}: xs has a number; wants arrays with a row for every step")
     sizes = {np.shape(a)[0] for a in jax.tree.leaves(xs)} | ({length} - {None})
     if len(sizes) != 1:
         raise ValueError(f"{op}: xs and length have {sorted(sizes)} steps; wants one number of them")

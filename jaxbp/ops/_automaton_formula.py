@@ -64,13 +64,14 @@ def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tup
     """`tick`, and what each layer read."""
     (perceiving, updating), automaton = prepared
     seen = _neighbourhood(widen(state), automaton.periodic)  # (9, channels, batch, height, width)
-    rows, read = seen.reshape(seen.shape[0], 1, -1), ([], [])
+    rows, read = seen.reshape(seen.shape[0], 1, state.size), ([], [])
     for c, wires in zip(perceiving, automaton.perception, strict=True):
         read[0].append(rows)
         rows = _gates.forward(c, wires, rows)
     cells = math.prod(state.shape[1:])
-    perceived = jnp.moveaxis(rows.reshape(automaton.bits, automaton.kernels, -1, cells), 2, 0)
-    rows = jnp.concatenate([seen[CENTRE].reshape(-1, cells), perceived.reshape(-1, cells)])
+    C, K, bits = automaton.channels, automaton.kernels, automaton.bits
+    perceived = jnp.moveaxis(rows.reshape(bits, K, C, cells), 2, 0)
+    rows = jnp.concatenate([seen[CENTRE].reshape(C, cells), perceived.reshape(C * bits * K, cells)])
     for c, wires in zip(updating, automaton.update, strict=True):
         read[1].append(rows)
         rows = _gates.forward(c, wires, rows)
@@ -89,13 +90,13 @@ def tick_backward_of_rows(
     """`tick_backward`, of what each layer has read."""
     (perceiving, updating), automaton = prepared
     dc, cells = ([], []), math.prod(dnew.shape[1:])
-    dy = widen(dnew if fires is None else jnp.where(fires, dnew, 0)).reshape(-1, cells)
+    dy = widen(dnew if fires is None else jnp.where(fires, dnew, 0)).reshape(automaton.channels, cells)
     for c, wires, rows in reversed(list(zip(updating, automaton.update, read[1], strict=True))):
         of_layer, dy = _gates.gradients(dy, c, wires, rows)
         dc[1].insert(0, of_layer)
     dcentre, dy = dy[: automaton.channels], dy[automaton.channels :]
-    dy = jnp.moveaxis(dy.reshape(-1, automaton.bits, automaton.kernels, cells), 0, 2)
-    dy = dy.reshape(automaton.bits, automaton.kernels, -1)
+    C, K, bits = automaton.channels, automaton.kernels, automaton.bits
+    dy = jnp.moveaxis(dy.reshape(C, bits, K, cells), 0, 2).reshape(bits, K, C * cells)
     for c, wires, rows in reversed(list(zip(perceiving, automaton.perception, read[0], strict=True))):
         of_layer, dy = _gates.gradients(dy, c, wires, rows)
         dc[0].insert(0, of_layer)

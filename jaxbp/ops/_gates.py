@@ -34,7 +34,7 @@ def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tupl
     shared = [axis for axis in range(1, rows.ndim - 1) if rows.shape[axis] == 1]
     if shared:  # Of gates that read the same rows, the sums come first.
         dy = [jnp.sum(c[..., None] * dy, axis=shared, keepdims=True) for c in coefficients[1:]]
-        slopes, curve = jnp.stack(dy[:2], axis=1).reshape(-1, *dy[0].shape[1:]), dy[2]
+        slopes, curve = _interleaved(jnp.stack(dy[:2])), dy[2]
     else:
         slopes, curve = _interleaved(coefficients[1:3])[..., None], coefficients[3][..., None]
 
@@ -49,7 +49,7 @@ def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tupl
 
 def _interleaved(pair: Array) -> Array:
     """`(2, gates, ...) -> (2 gates, ...)`, as consumers are numbered."""
-    return jnp.moveaxis(pair, 0, 1).reshape(-1, *pair.shape[2:])
+    return jnp.moveaxis(pair, 0, 1).reshape(2 * pair.shape[1], *pair.shape[2:])
 
 
 _MOST_TURNS = 32

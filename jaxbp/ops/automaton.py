@@ -217,7 +217,7 @@ def automaton_step(
       The next state, in the state's dtype, computed in float32 or wider.
 
     Raises:
-      TypeError: an automaton that is none, or arguments that are not floating.
+      TypeError: an automaton or a key that is none, or arguments that are not floating.
       ValueError: shapes that do not fit, an unknown parametrization, or a fire rate below 1 without a key.
 
     Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
@@ -374,6 +374,11 @@ def _keys(op: str, key: PRNGKeyArray | None, fire_rate: Any, steps: int | None) 
         return None
     if key is None:
         raise ValueError(f"{op}: key is None and fire_rate is {rate}; wants a key that says which cells update")
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (typed and shape == ()) and not (dtype == jnp.uint32 and len(shape) == 1):
+        came = type(key).__name__ if dtype is None else f"{dtype} of shape {shape}"
+        raise TypeError(f"{op}: key is a {came}; wants one key, as jax.random.key gives it")
     if steps is None:
         return key[None]
     return jax.vmap(functools.partial(jax.random.fold_in, key))(np.arange(steps, dtype=np.uint32))

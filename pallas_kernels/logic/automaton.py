@@ -226,6 +226,8 @@ class Config:
 def _supports(*arrays: Array, plan: Plan) -> str | None:
     if (most := max(plan.turns)) > _MOST_TURNS:
         return f"an input with {most} consumers, at most {_MOST_TURNS}"
+    if not plan.cells:
+        return "a batch of 0"
     if plan.cells * plan.seen >= 2**31 - plan.inputs.lanes:
         return "2^31 or more numbers that are seen"
     if _shared_bytes(plan, 1) > _shared_limit():

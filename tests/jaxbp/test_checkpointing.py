@@ -110,3 +110,8 @@ def test_refuses_unclear_lengths():
     for xs, length in ((None, None), (jnp.ones(3), 4)):
         with pytest.raises(ValueError, match=r"checkpointed_scan: xs and length have .* steps; wants one number"):
             jaxbp.checkpointed_scan(lambda s, x: (s, x), 1.0, xs, length)
+
+
+def test_refuses_xs_without_rows():
+    with pytest.raises(ValueError, match="checkpointed_scan: xs has a number; wants arrays with a row for every step"):
+        jaxbp.checkpointed_scan(lambda s, x: (s, x), 1.0, 3.0)

@@ -189,6 +189,24 @@ def test_bad_input_is_named(change, error, message):
         jaxbp.automaton_rollout(**arguments)
 
 
+@pytest.mark.parametrize("key", [0, jnp.zeros(3), jax.random.split(KEY)])
+def test_what_is_no_key_is_named(key):
+    logits, state, _ = operands(automaton())
+    with pytest.raises(TypeError, match=r"automaton_step: key is a .*; wants one key, as jax.random.key gives it"):
+        jaxbp.automaton_step(logits, automaton(), state, key=key, fire_rate=0.5)
+
+
+def test_an_empty_batch():
+    logits, state, _ = operands(automaton(), (0, 3, 4))
+    last, (dlogits, dstate) = gradients(
+        lambda p, s: jaxbp.automaton_rollout(p, automaton(), s, 2), logits, state, state
+    )
+    assert last.shape == dstate.shape == state.shape
+    assert not any(map(jnp.any, jax.tree.leaves(dlogits)))
+    with pytest.raises(NotImplementedError, match="implementation='pallas' does not take a batch of 0"):
+        jaxbp.automaton_rollout(logits, automaton(), state, 2, implementation="pallas")
+
+
 def test_steps_are_static():
     with pytest.raises(ValueError, match="steps is True; wants an int"):
         check_steps("automaton_rollout", "steps", True)
