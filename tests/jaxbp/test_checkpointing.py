@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, normal
+from jax.test_util import check_grads
 
 import jaxbp
 from jaxbp.checkpointing import _binomial, _schedule
@@ -55,7 +56,7 @@ def test_second_derivatives():
             def of_all(weights, s, xs, memory=memory):
                 return walk(weights, memory)(s, xs)[0]
 
-            jax.test_util.check_grads(of_all, (weights, s, xs), order=2, modes=["rev"])
+            check_grads(of_all, (weights, s, xs), order=2, modes=["rev"])
 
 
 def test_kept_bytes_are_those_of_the_table():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, in_float64, on_the_cpu
+from jax.test_util import check_grads
 
 import jaxbp
 from experiments.bench.peers.published_automaton import tick as published_tick
@@ -127,7 +128,7 @@ def test_check_grads_to_second_order():
         wires = automaton()
         logits, state, _ = jax.tree.map(lambda a: a.astype(jnp.float64), operands(wires, (1, 1, 2)))
         rollout = lambda p, s: jaxbp.automaton_rollout(p, wires, s, 2, memory=1, implementation="xla")  # noqa: E731
-        jax.test_util.check_grads(rollout, (logits, state), order=2, modes=["rev"])
+        check_grads(rollout, (logits, state), order=2, modes=["rev"])
 
 
 def test_cells_that_do_not_fire_keep_their_state():
