@@ -1,15 +1,17 @@
 """The floor: the least time in which this device could do a piece of work, from rates measured in the same run.
 
 A call has to read every argument that its results depend on, to write every result, and to do the multiplications and
-additions of its matrix products and convolutions. The floor is the longer of two times:
+additions of its matrix products and convolutions. The floor is the longest of these times:
 
 - the bytes at the device's best rate: as many as are both read and written at a copy's rate, the rest at the rate of
   reading, or of writing, alone. A cache is faster than memory, so a rate depends on the bytes that a program touches,
   its working set. The rate is the best one measured with a working set of that size or a larger one, which is what the
   cache that holds these bytes can do at most.
 - the operations at the best rate of a few large matrix products of the same dtype and precision.
+- other arithmetic, where a work says how much it has at least, as that of an automaton's gates: at the rate of products
+  at the highest precision, which float32 reaches outside of a GPU's matrix units.
 
-Launching a kernel, arithmetic outside of products and intermediate results take no time in it, so it bounds every
+Launching a kernel, other arithmetic outside of products and intermediate results take no time in it, so it bounds every
 implementation from below. Small arrays stay far above it: launching alone takes longer.
 """
 
@@ -49,6 +51,7 @@ class Cost(NamedTuple):
       operations: multiplications and additions in products and convolutions.
       read_bytes: of the arguments on which the results depend.
       written_bytes: of the results that are no arguments, each array once.
+      arithmetic: multiplications and additions elsewhere, as far as the work states them.
     """
 
     argument_bytes: int
@@ -56,6 +59,7 @@ class Cost(NamedTuple):
     operations: int
     read_bytes: int
     written_bytes: int
+    arithmetic: int = 0
 
 
 def floor_seconds(cost: Cost, working_set: int, precision: str, rates: Mapping[str, Any]) -> float:
@@ -68,7 +72,12 @@ def floor_seconds(cost: Cost, working_set: int, precision: str, rates: Mapping[s
     copied = min(cost.read_bytes, cost.written_bytes)
     # A copy is reading and writing: neither alone is slower.
     reading, writing = (cost.read_bytes - copied) / max(copy, read), (cost.written_bytes - copied) / max(copy, write)
-    return max(2 * copied / copy + reading + writing, cost.operations / rates["operations_per_second"][precision])
+    operations = rates["operations_per_second"]
+    return max(
+        2 * copied / copy + reading + writing,
+        cost.operations / operations[precision],
+        cost.arithmetic / operations["highest"],
+    )
 
 
 def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
@@ -189,6 +198,7 @@ def cost(work: Work, batch: int, dtype: str) -> Cost:
         operations=_operations(needed),
         read_bytes=_bytes(v.aval for v, read in zip(jaxpr.invars, is_read, strict=True) if read),
         written_bytes=_bytes(v.aval for v in results),
+        arithmetic=work.arithmetic(batch),
     )
 
 

@@ -37,6 +37,8 @@ class Work:
       draw: (seed, batch, dtype) -> arguments.
       chain: (function, calls) -> a program that takes sets of arguments and calls the function `calls` times.
       steps: the calls in a program, if each takes the previous one's results and there is one set of arguments.
+      arithmetic: batch -> the multiplications and additions of a call outside of products and convolutions that no
+        implementation can do without, where they may take longer than reading and writing.
     """
 
     op: str
@@ -48,6 +50,7 @@ class Work:
     draw: Callable[[int, int, str], tuple]
     chain: Callable[[Callable, int], Callable]
     steps: int | None = None
+    arithmetic: Callable[[int], int] = lambda batch: 0
 
 
 def selected(cases: Sequence[str], batch_last: bool = False) -> list[Work]:
@@ -228,16 +231,29 @@ def logic_network(
 
 AUTOMATON_BATCHES = {8: ((), (1,)), 16: ((2,), ()), 32: ((4,), ())}
 """Side of a grid -> batch sizes on a GPU and elsewhere."""
+CHECKERBOARD = {
+    "channels": 8,
+    "perception_kernels": 16,
+    "perception_widths": [8, 4, 2],
+    "update_widths": [256] * 10 + [128, 64, 32, 16, 8, 8],
+    "periodic": False,
+}
+"""The published checkerboard automaton."""
+TICKS = 20
+GATE_OPERATIONS = 24
+"""Of a gate in its bilinear form c0 + c1 a + c2 b + c3 ab. Forward three multiply-adds; backward four multiply-adds or
+products for the gradients of a and b, and five for those of the four coefficients; each counts twice."""
 
 
 def automaton_work(size: int) -> Work:
-    """Loss and gradients of 20 ticks of the published checkerboard automaton; each call is a step of training.
+    """Loss and gradients of `TICKS` ticks of `CHECKERBOARD`; each call is a step of training.
 
     Instead of an implementation's name, `function` also takes `(logits, automaton, state, steps) -> state`.
     """
-    widths = [256] * 10 + [128, 64, 32, 16, 8, 8]
     with jax.ensure_compile_time_eval():
-        automaton = jaxbp.Automaton.create(8, 16, [8, 4, 2], widths, periodic=False, seed=0)
+        automaton = jaxbp.Automaton.create(**CHECKERBOARD, seed=0)
+    perception, update = (sum(w.gates for w in layers) for layers in (automaton.perception, automaton.update))
+    gates_a_cell = automaton.channels * automaton.kernels * perception + update
 
     def function(implementation, dtype):
         rollout = implementation
@@ -245,7 +261,7 @@ def automaton_work(size: int) -> Work:
             rollout = functools.partial(jaxbp.automaton_rollout, implementation=implementation)
 
         def loss(logits, state, targets):
-            last = rollout(logits, automaton, state, 20)[..., 0]
+            last = rollout(logits, automaton, state, TICKS)[..., 0]
             return jnp.sum(jnp.square(last.astype(jnp.promote_types(last.dtype, jnp.float32)) - targets))
 
         return jax.value_and_grad(loss)
@@ -256,15 +272,23 @@ def automaton_work(size: int) -> Work:
         perception = [jax.random.normal(jax.random.fold_in(keys[0], i), shape) for i, shape in enumerate(shapes)]
         shapes = [(w.gates, 16) for w in automaton.update]
         update = [jax.random.normal(jax.random.fold_in(keys[1], i), shape) for i, shape in enumerate(shapes)]
-        state = jax.random.bernoulli(keys[2], 0.5, (batch, size, size, 8)).astype(dtype)
+        state = jax.random.bernoulli(keys[2], 0.5, (batch, size, size, automaton.channels)).astype(dtype)
         rows, columns = jnp.indices((size, size)) // 2
         return (perception, update), state, ((rows + columns) % 2).astype(jnp.float32)
 
     chain = functools.partial(training, optimiser=optax.chain(optax.clip(100.0), optax.adam(0.05, 0.9, 0.99)))
     place, options = f"{size}x{size}", {"size": size}
-    batches = AUTOMATON_BATCHES[size]
     return Work(
-        "automaton", place, f"automaton training step {place}", options, batches, function, draw, chain, steps=10
+        "automaton",
+        place,
+        f"automaton training step {place}",
+        options,
+        AUTOMATON_BATCHES[size],
+        function,
+        draw,
+        chain,
+        steps=10,
+        arithmetic=lambda batch: GATE_OPERATIONS * gates_a_cell * batch * size * size * TICKS,
     )
 
 

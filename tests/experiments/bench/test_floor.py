@@ -29,7 +29,7 @@ DY1, X1, W1 = BATCH * 6 * 24 * 24, BATCH * 28 * 28, 6 * 5 * 5
     ],
 )
 def test_bytes_and_operations_are_those_counted_by_hand(work_at, op, place, arguments, results, operations):
-    assert cost(work_at(op, place), BATCH, "float32") == (arguments, results, operations, arguments, results)
+    assert cost(work_at(op, place), BATCH, "float32") == (arguments, results, operations, arguments, results, 0)
 
 
 def test_lenets_operations_are_those_of_its_layers(work_at):
@@ -90,3 +90,9 @@ def test_a_launch_is_found_wherever_it_is(work_at):
     assert not has_launch(jaxpr("relu", "relu4", "xla"))
     assert not has_launch(jaxpr("transpose_backward", "images", "pallas"))  # the library moves it
     assert not has_launch(jax.make_jaxpr(lambda x: jnp.sin(x))(1.0).jaxpr)
+
+
+def test_gates_take_the_time_of_true_float32():
+    cost = Cost(1, 1, 0, read_bytes=1, written_bytes=1, arithmetic=300)
+    rates = {"bytes_per_second": {"copy": [[1, 1e9]]}, "operations_per_second": {"default": 800, "highest": 100}}
+    assert floor_seconds(cost, 1, "default", rates) == 3

@@ -1,0 +1,44 @@
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.bench import works
+from experiments.bench.measure import relative_error
+from experiments.bench.peers import Task, published_automaton
+
+SMALL = {
+    "channels": 1,
+    "perception_kernels": 1,
+    "perception_widths": [8, 4, 2],
+    "update_widths": [2, 1],
+    "periodic": False,
+}
+
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture
+def task(monkeypatch):
+    monkeypatch.setattr(works, "CHECKERBOARD", SMALL)
+    monkeypatch.setattr(works, "TICKS", 2)
+    monkeypatch.setitem(works.AUTOMATON_BATCHES, 4, ((), ()))
+    arguments = works.automaton_work(4).draw(0, 1, "float32")
+    return Task("automaton", {"size": 4}, (arguments,), arguments, 2, "float32", "default", False, 1e-4, "best")
+
+
+def test_both_variants_are_timed_and_have_the_gradients_of_ours(task):
+    ours = jax.jit(works.automaton_work(4).function("xla", "float32"))(*task.small)
+    names = []
+    for name, precision, run in published_automaton.variants(task):
+        measured = run()
+        names.append(name)
+        assert precision is None and measured["microseconds"] > 0 and measured["temporary_bytes"] > 0
+        assert relative_error(measured["results"], [np.asarray(a, np.float64) for a in jax.tree.leaves(ours)]) < 1e-5
+    assert names == ["16 gates", "16 gates, deterministic"]
+
+
+def test_there_is_none_for_other_work(task):
+    assert list(published_automaton.variants(dataclasses.replace(task, op="lenet"))) == []
