@@ -38,11 +38,10 @@ class Recipe:
     Attributes:
       title: for people.
       rate, cosine, decay, pass_through: learning rate, whether it falls to 0, AdamW's decay, the first logits.
-      share: of the hard gates in the end, in a line from `first` to `last`, shares of the cycle.
-      target: if above 0, the loss of an example below which the share grows by `pace` an update, and above which it
-        shrinks four times as fast; `share`, `first` and `last` have no effect then.
-      cycle: updates after which a run without success begins again.
-      noise: standard deviation of the first logits.
+      share, rounded, certainty: the experiments' settings `hard_share`, `rounded_share` and `certainty`, as they are in
+        the end. They grow in a line from `first` to `last`, which are shares of the updates.
+      target: if above 0, the loss of an example below which these grow instead, by `pace` of their end an update, and
+        above which they shrink twice as fast.
     """
 
     title: str
@@ -50,35 +49,47 @@ class Recipe:
     cosine: bool = False
     decay: float = 0.0
     pass_through: float = 5.0
-    share: float = 1.0
+    share: float = 0.0
+    rounded: float = 0.0
+    certainty: float = 0.0
     first: float = 0.15
     last: float = 1.0
     target: float = 0.0
     pace: float = 0.002
-    cycle: int = 0
-    noise: float = 0.0
 
-    def numbers(self, updates):
+    def numbers(self):
         """The fields as numbers, for a compiled program."""
-        fields = {k: float(v) for k, v in vars(self).items() if k != "title"}
-        return fields | {"cycle": float(self.cycle or updates)}
+        return {k: float(v) for k, v in vars(self).items() if k != "title"}
 
 
+ALWAYS = dict(first=-2.0, last=-1.0)
 RECIPES = {
-    "published": Recipe("published: decay 0.01, first logit 10", decay=1e-2, pass_through=10.0, share=0.0),
-    "soft": Recipe("no decay, first logit 5", share=0.0),
-    "line": Recipe("the same, a growing share of the gates is hard: 0 to 1"),
-    "half": Recipe("growing share, 0 to 0.5", share=0.5),
-    "cosine": Recipe("growing share, cosine schedule", cosine=True),
-    "early": Recipe("growing share, all hard from 60% on, cosine schedule", cosine=True, last=0.6),
-    "slow": Recipe("growing share, learning rate 0.02", rate=0.02),
-    "feedback": Recipe("the share grows while the loss is below 2", target=2.0),
-    "feedback-slow": Recipe("the share grows at half that pace while the loss is below 1", target=1.0, pace=0.001),
-    "feedback-cosine": Recipe("the share grows while the loss is below 2, cosine schedule", target=2.0, cosine=True),
-    "cycles-250": Recipe("growing share, begun again after every 250", cycle=250, noise=0.5),
-    "cycles-500": Recipe("growing share, begun again after every 500", cycle=500, noise=0.5),
-    "cycles-500-cosine": Recipe("the same, cosine schedule", cycle=500, noise=0.5, cosine=True),
-    "cycles-feedback": Recipe("feedback, begun again after every 500", target=2.0, cycle=500, noise=0.5),
+    "published": Recipe("published: decay 0.01, first logit 10", decay=1e-2, pass_through=10.0),
+    "soft": Recipe("no decay, first logit 5"),
+    "share": Recipe("the same, a growing share of the gates is hard: 0 to 1", share=1.0),
+    "share-half": Recipe("share of hard gates from 0 to 0.5", share=0.5),
+    "share-cosine": Recipe("share of hard gates from 0 to 1, cosine schedule", share=1.0, cosine=True),
+    "share-slow": Recipe("share of hard gates from 0 to 1, learning rate 0.02", share=1.0, rate=0.02),
+    "share-feedback": Recipe("share of hard gates grows while the loss is below 2", share=1.0, target=2.0),
+    "certain-low": Recipe("certainty from 0 to 0.001", certainty=1e-3),
+    "certain": Recipe("certainty from 0 to 0.01", certainty=1e-2),
+    "certain-share": Recipe("certainty to 0.01, share of hard gates to 0.5", certainty=1e-2, share=0.5),
+    "rounded": Recipe("share of rounded values from 0 to 1", rounded=1.0),
+    "rounded-tenth": Recipe("a tenth of the values rounded, always", rounded=0.1, **ALWAYS),
+    "rounded-all": Recipe("all values rounded, always", rounded=1.0, **ALWAYS),
+    "rounded-certain": Recipe("rounded share to 1, certainty to 0.01", rounded=1.0, certainty=1e-2),
+    "rounded-certain-cosine": Recipe("the same, cosine schedule", rounded=1.0, certainty=1e-2, cosine=True),
+    "rounded-share": Recipe("rounded share to 1, share of hard gates to 1", rounded=1.0, share=1.0),
+    "all-feedback": Recipe(
+        "rounded share, certainty 0.01 and share of hard gates grow while the loss is below 4",
+        share=1.0,
+        rounded=1.0,
+        certainty=1e-2,
+        target=4.0,
+    ),
+    "certain-feedback": Recipe(
+        "rounded share and certainty 0.01 grow while the loss is below 4", rounded=1.0, certainty=1e-2, target=4.0
+    ),
 }
 
 
@@ -86,7 +97,11 @@ def main(args=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("experiment", choices=AUTOMATA)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--seeds", type=int, default=16)
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(16)))
+    parser.add_argument(
+        "--best", type=int, help="so many of the recipes, those best on --seeds, run on --more-seeds too"
+    )
+    parser.add_argument("--more-seeds", nargs="+", type=int, default=[])
     parser.add_argument("--updates", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=4, help="seeds at once: their compilation needs processors")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no run is started")
@@ -95,28 +110,36 @@ def main(args=None):
     options = parser.parse_args(args)
     end = time.monotonic() + options.seconds
     report = results.provenance(" ".join(["python", "docs/lab/hardening.py", *(args or sys.argv[1:])]))
-    report |= {"experiment": options.experiment, "updates": options.updates, "seeds": options.seeds, "runs": []}
+    report |= {"experiment": options.experiment, "updates": options.updates, "runs": []}
     report["recipes"] = {name: RECIPES[name].title for name in options.recipes}
 
-    def of_seed(seed):
-        study, runs = Study(options.experiment, seed, options.updates, options.implementation), []
-        for name in options.recipes:
-            if time.monotonic() > end:
-                break
-            runs.append({"recipe": name, "seed": seed} | study.run(RECIPES[name]))
-            print(json.dumps(runs[-1]), flush=True)
-        return runs
+    def runs_of(seeds, names):
+        def of_seed(seed):
+            study, runs = Study(options.experiment, seed, options.updates, options.implementation), []
+            for name in names:
+                if time.monotonic() > end:
+                    break
+                runs.append({"recipe": name, "seed": seed} | study.run(RECIPES[name]))
+                print(json.dumps(runs[-1]), flush=True)
+            return runs
 
-    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        for runs in pool.map(of_seed, range(options.seeds)):
-            report["runs"] += runs
-            if options.json:
-                write_atomically(options.json, results.to_json(report))
+        with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
+            for runs in pool.map(of_seed, seeds):
+                report["runs"] += runs
+                if options.json:
+                    write_atomically(options.json, results.to_json(report))
+
+    def exact(name):
+        return sum(run["right"] == 1 for run in report["runs"] if run["recipe"] == name)
+
+    runs_of(options.seeds, options.recipes)
+    best = sorted(options.recipes, key=exact, reverse=True)[: options.best]
+    runs_of(options.more_seeds, best)
     for name in options.recipes:
         runs = [run for run in report["runs"] if run["recipe"] == name]
-        right = sum(run["right"] == 1 for run in runs)
         stands = sum(run.get("stands") == 1 for run in runs)
-        print(f"{name:18} {right} of {len(runs)} exact, {stands} stand; updates {sorted(r['updates'] for r in runs)}")
+        updates = sorted(run["updates"] for run in runs)
+        print(f"{name:24} {exact(name)} of {len(runs)} exact, {stands} stand; updates {updates}")
 
 
 class Study:
@@ -126,12 +149,11 @@ class Study:
         base = AUTOMATA[experiment]
 
         class Studied(base):
-            share_now = None
+            def grown(self, field, update):
+                return self.values[field]
 
-            def share_of_hard_gates(self, update):
-                return self.share_now
-
-        self.config = Studied(seed=seed, updates=updates, epochs=1, implementation=implementation)
+        settings = dict(hard_share=1.0, rounded_share=1.0, certainty=1.0)  # all are compiled, with values from a recipe
+        self.config = Studied(seed=seed, updates=updates, epochs=1, implementation=implementation, **settings)
         self.updates, self.key = updates, jax.random.key(seed)
         model = self.config.build(self.key)[0]
         self.graph, _, self.rest = nnx.split(model, nnx.Param, ...)
@@ -140,32 +162,21 @@ class Study:
 
     def run(self, recipe):
         """The updates until the hard automaton is right, and what it then does."""
-        started, numbers, part_of_run = time.monotonic(), recipe.numbers(self.updates), 0
-        state, losses, stopped = None, [], self.updates
-        for done in range(0, self.updates, UPDATES_A_PART):
-            if state is None or (recipe.cycle and done % recipe.cycle == 0):
-                state, part_of_run = self._initial(recipe, jax.random.fold_in(self.key, done)), 0
-            key = jax.random.fold_in(self.key, self.updates + done)
-            state, loss = self.part(numbers, state, key, part_of_run)
-            part_of_run += UPDATES_A_PART
+        started, numbers, updates = time.monotonic(), recipe.numbers(), 0
+        config = dataclasses.replace(self.config, pass_through=recipe.pass_through)
+        parameters = nnx.state(config.build(self.key)[0], nnx.Param)
+        state = parameters, self._optimiser(1.0, 0.0).init(parameters), jnp.zeros(())
+        while updates < self.updates:
+            state, loss = self.part(numbers, state, self.key, updates)
+            updates += UPDATES_A_PART
             hard, right = self.evaluate(state[0])
-            losses.append((round(float(loss), 2), round(float(hard), 2)))
             if right == 1:
-                stopped = done + UPDATES_A_PART
                 break
         circuit = nnx.merge(self.graph, state[0], self.rest).harden().seen(self.config.visible)
         figures = (life if isinstance(self.config, LifeConfig) else trials)(self.config, circuit)[0]
-        figures |= {"gates": circuit.gates, "share": round(float(state[2]), 3), "losses": losses[-1]}
-        return {"updates": stopped, "seconds": round(time.monotonic() - started, 2)} | figures
-
-    def _initial(self, recipe, key):
-        config = dataclasses.replace(self.config, pass_through=recipe.pass_through)
-        parameters = nnx.state(config.build(key)[0], nnx.Param)
-        leaves, structure = jax.tree.flatten(parameters)
-        keys = jax.random.split(key, len(leaves))
-        drawn = [x + recipe.noise * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-        parameters = jax.tree.unflatten(structure, drawn)
-        return parameters, self._optimiser(1.0, 0.0).init(parameters), jnp.zeros(())
+        figures |= {"gates": circuit.gates, "grown": round(float(state[2]), 3)}
+        figures |= {"relaxed_loss": round(float(loss), 2), "hard_loss": round(float(hard), 2)}
+        return {"updates": updates, "seconds": round(time.monotonic() - started, 2)} | figures
 
     def _optimiser(self, rate, decay):
         return optax.chain(
@@ -176,33 +187,34 @@ class Study:
         )
 
     def _part(self, recipe, state, key, first):
-        def loss(parameters, share, examples):
+        def loss(parameters, grown, examples):
             config = copy.copy(self.config)
-            object.__setattr__(config, "share_now", share)
+            fields = {"hard_share": "share", "rounded_share": "rounded", "certainty": "certainty"}
+            object.__setattr__(config, "values", {field: grown * recipe[name] for field, name in fields.items()})
             model = nnx.merge(self.graph, parameters, self.rest)
-            return config._training_loss(model, examples, None)[0].mean()
+            penalised = config._training_loss(model, examples, None)[0].mean()
+            return penalised, penalised - config.penalty(model.logits, None)
 
         def update(state, step):
-            parameters, optimiser, share = state
-            number = step.astype(jnp.float32)
-            line = (number / recipe["cycle"] - recipe["first"]) / (recipe["last"] - recipe["first"])
-            share = jnp.where(recipe["target"] > 0, share, recipe["share"] * jnp.clip(line, 0, 1))
-            fall = 0.5 * (1 + jnp.cos(jnp.pi * number / recipe["cycle"]))
-            rate = recipe["rate"] * jnp.where(recipe["cosine"] > 0, fall, 1.0)
+            parameters, optimiser, grown = state
+            done = step.astype(jnp.float32) / self.updates
+            line = jnp.clip((done - recipe["first"]) / (recipe["last"] - recipe["first"]), 0, 1)
+            grown = jnp.where(recipe["target"] > 0, grown, line)
+            rate = recipe["rate"] * jnp.where(recipe["cosine"] > 0, 0.5 * (1 + jnp.cos(jnp.pi * done)), 1.0)
             seeds = jax.random.bits(jax.random.fold_in(key, step), (self.config.batch_size,), jnp.uint32)
             examples = jnp.stack([seeds, jnp.full_like(seeds, step.astype(jnp.uint32))], axis=1)
-            value, gradients = jax.value_and_grad(loss)(parameters, share, examples)
+            (_, value), gradients = jax.value_and_grad(loss, has_aux=True)(parameters, grown, examples)
             change, optimiser = self._optimiser(rate, recipe["decay"]).update(gradients, optimiser, parameters)
-            grown = jnp.clip(share + recipe["pace"] * jnp.where(value < recipe["target"], 1.0, -4.0), 0, 1)
-            share = jnp.where(recipe["target"] > 0, grown, share)
-            return (optax.apply_updates(parameters, change), optimiser, share), value
+            moved = jnp.clip(grown + recipe["pace"] * jnp.where(value < recipe["target"], 1.0, -2.0), 0, 1)
+            grown = jnp.where(recipe["target"] > 0, moved, grown)
+            return (optax.apply_updates(parameters, change), optimiser, grown), value
 
         state, values = lax.scan(update, state, first + jnp.arange(UPDATES_A_PART))
         return state, values.mean()
 
     def _evaluate(self, parameters):
         model = nnx.merge(self.graph, parameters, self.rest)
-        seeds = jnp.arange(self.config.test_examples, dtype=jnp.uint32)
+        seeds = jnp.arange(max(self.config.test_examples, self.config.trials // 2), dtype=jnp.uint32)
         losses, right = self.config._evaluation_loss(model, jnp.stack([seeds, jnp.zeros_like(seeds)], axis=1), None)
         return losses.mean(), right.mean()
 

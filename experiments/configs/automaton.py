@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 import jaxbp
@@ -30,8 +31,24 @@ RecipeName = Literal["hardening", "published"]
 Schedule = Literal["constant", "cosine"]
 
 RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
-    "hardening": dict(pass_through=5.0, weight_decay=0.0, hard_share=1.0, hard_from=0.15, target_accuracy=1.0),
-    "published": dict(pass_through=10.0, weight_decay=1e-2, hard_share=0.0, hard_from=0.0, target_accuracy=None),
+    "hardening": dict(
+        pass_through=5.0,
+        weight_decay=0.0,
+        hard_share=1.0,
+        rounded_share=0.0,
+        certainty=0.0,
+        hard_from=0.15,
+        target_accuracy=1.0,
+    ),
+    "published": dict(
+        pass_through=10.0,
+        weight_decay=1e-2,
+        hard_share=0.0,
+        rounded_share=0.0,
+        certainty=0.0,
+        hard_from=0.0,
+        target_accuracy=None,
+    ),
 }
 """The defaults of the settings that decide how well an automaton hardens."""
 
@@ -90,8 +107,14 @@ class AutomatonConfig(TrainingConfig):
     """How surely gates pass on an input at first: `residual_logit` of jaxbp.initial_logits. None: the recipe's."""
     hard_share: float | None = None
     """Share of the gates that are hard at the last update, with the relaxed gates' gradients. None: the recipe's."""
+    rounded_share: float | None = None
+    """Share of the cells' values that are rounded before each tick at the last update, with the gradients of the values
+    themselves. None: the recipe's."""
+    certainty: float | None = None
+    """Weight, at the last update, of the variance that the gates' truth tables have. None: the recipe's."""
     hard_from: float | None = None
-    """Share of the updates before the first gates are hard; from then on they become more. None: the recipe's."""
+    """Share of the updates in which `hard_share`, `rounded_share` and `certainty` are 0; then they grow in a line.
+    None: the recipe's."""
     noise: float = 0.0
     """Scale of the Gumbel noise in the parameters, drawn for every update."""
     parametrization: Parametrization = "softmax"
@@ -113,11 +136,11 @@ class AutomatonConfig(TrainingConfig):
         self._check_choice("schedule", get_args(Schedule))
         self._check_choice("parametrization", get_args(Parametrization))
         self._check_choice("implementation", (None, *jaxbp.IMPLEMENTATIONS))
-        for field in ("weight_decay", "pass_through", "noise"):
+        for field in ("weight_decay", "pass_through", "noise", "certainty"):
             value = getattr(self, field)
             is_number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
             self._check(field, is_number, "a finite number of at least 0")
-        for field in ("hard_share", "hard_from"):
+        for field in ("hard_share", "rounded_share", "hard_from"):
             value = getattr(self, field)
             self._check(field, isinstance(value, int | float) and 0 <= value <= 1, "a number from 0 to 1")
         super().__post_init__()
@@ -173,31 +196,49 @@ class AutomatonConfig(TrainingConfig):
         """What is to be seen after the last tick."""
         raise NotImplementedError
 
-    def share_of_hard_gates(self, update: Int[Array, ""]) -> Float[Array, ""]:
-        """0 in the first `hard_from` of the updates, and then in a line to `hard_share`."""
+    def grown(self, field: str, update: Int[Array, ""]) -> Float[Array, ""]:
+        """A setting as of an update: 0 in the first `hard_from` of them, and then in a line to its value."""
         first = self.hard_from * self.updates
-        return self.hard_share * jnp.clip((update - first) / max(self.updates - 1 - first, 1), 0, 1)
+        return getattr(self, field) * jnp.clip((update - first) / max(self.updates - 1 - first, 1), 0, 1)
 
     def _training_loss(self, model, examples, targets):
         starts, key = self._starts_and_key(examples)
+        update = examples[0, 1].astype(jnp.float32)
         of_gates, of_cells = jax.random.split(key)
-        logits, parametrization = model.logits, self.parametrization
+        logits, options = model.logits, dict(parametrization=self.parametrization, implementation=self.implementation)
         if self.noise:
             logits = self._noisy(of_gates, logits)
+        penalty = self.penalty(logits, update) if self.certainty else 0.0
         if self.hard_share:
-            logits = self._partly_hard(jax.random.fold_in(of_gates, 1), logits, examples[0, 1].astype(jnp.float32))
-            parametrization = "softmax"
-        last = jaxbp.automaton_rollout(
-            logits,
-            model.automaton.get_value(),
-            starts.astype(jnp.float32),
-            self.steps,
-            key=of_cells,
-            fire_rate=self.fire_rate,
-            parametrization=parametrization,
-            implementation=self.implementation,
-        )
-        return self._losses(last, starts)
+            share = self.grown("hard_share", update)
+            logits = self._partly_hard(jax.random.fold_in(of_gates, 1), logits, share)
+            options["parametrization"] = "softmax"
+        state, automaton = starts.astype(jnp.float32), model.automaton.get_value()
+        if self.rounded_share:
+            share = self.grown("rounded_share", update)
+            last = self._rounding_rollout(of_cells, logits, automaton, state, share, options)
+        else:
+            options |= dict(key=of_cells, fire_rate=self.fire_rate)
+            last = jaxbp.automaton_rollout(logits, automaton, state, self.steps, **options)
+        losses, right = self._losses(last, starts)
+        return losses + penalty, right
+
+    def penalty(self, logits: PyTree, update: Int[Array, ""]) -> Float[Array, ""]:
+        """What `certainty` adds to the loss."""
+        variances = [jnp.sum(gates.variance(layer, self.parametrization)) for layer in jax.tree.leaves(logits)]
+        return self.grown("certainty", update) * sum(variances)
+
+    def _rounding_rollout(self, key, logits, automaton, state, share, options):
+        """The last state of ticks before each of which a share of the state's values is rounded."""
+
+        def tick(state, key):
+            of_cells, of_values = jax.random.split(key)
+            rounded = state + lax.stop_gradient(jnp.round(state) - state)
+            state = jnp.where(jax.random.uniform(of_values, state.shape) < share, rounded, state)
+            step = functools.partial(jaxbp.automaton_step, key=of_cells, fire_rate=self.fire_rate, **options)
+            return step(logits, automaton, state), None
+
+        return jaxbp.checkpointed_scan(tick, state, jax.random.split(key, self.steps), memory="states")[0]
 
     def _evaluation_loss(self, model, examples, targets):
         starts, key = self._starts_and_key(examples)
@@ -220,9 +261,7 @@ class AutomatonConfig(TrainingConfig):
     def _noisy(self, key, logits):
         return _each(lambda key, x: x + self.noise * jax.random.gumbel(key, x.shape, x.dtype), key, logits)
 
-    def _partly_hard(self, key, logits, update):
-        share = self.share_of_hard_gates(update)
-
+    def _partly_hard(self, key, logits, share):
         def partly_hard(key, layer):
             hard = jax.random.uniform(key, layer.shape[:-1]) < share
             return gates.straight_through(layer, hard, self.parametrization)

@@ -170,6 +170,24 @@ def hard_logits(
     return large if parametrization == "input_wise" else _times(large, WALSH) / 4
 
 
+def variance(
+    logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
+) -> Float[Array, "*kernels gates"]:
+    """How uncertain a relaxed gate is: `Σ_rows r (1 - r)`, with r the rows of its truth table; 0 for a hard gate.
+
+    r is the probability that the gate gives 1 for the row's inputs, so this is the variance of what it gives.
+
+    Raises:
+      ValueError: an unknown parametrization.
+    """
+    _check_choice("variance", "parametrization", parametrization, get_args(Parametrization))
+    if parametrization == "softmax":
+        rows = _times(jax.nn.softmax(widen(logits)), TRUTH_TABLES)
+    else:
+        rows = _rows(logits, _IDENTITY if parametrization == "input_wise" else WALSH)
+    return jnp.sum(rows * (1 - rows), axis=-1)
+
+
 def straight_through(
     logits: Float[Array, "*kernels gates parameters"],
     hard: Bool[Array, "*kernels gates"],

@@ -3,11 +3,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+import jaxbp
 from experiments.configs import AUTOMATA
 from experiments.configs.automaton import CheckerboardConfig, LetterConfig, LifeConfig, LizardConfig
 from experiments.data import patterns
 from jaxbp import Automaton
+from jaxbp.logic import gates
 
 pytestmark = pytest.mark.once
 
@@ -117,10 +120,42 @@ def test_noise_is_of_training_alone_and_follows_from_the_seeds(tiny_automaton):
     assert hard(model, examples(5, 7), None)[0][1] == hard(model, examples(6, 7), None)[0][1]
 
 
-def test_more_and_more_gates_are_hard():
-    config = LifeConfig(updates=101, hard_from=0.2, hard_share=0.8)
-    shares = [float(config.share_of_hard_gates(jnp.float32(update))) for update in (0, 20, 60, 100)]
-    np.testing.assert_allclose(shares, [0, 0, 0.8 * 39.8 / 79.8, 0.8], rtol=1e-5)
+@pytest.mark.parametrize("field", ["hard_share", "rounded_share", "certainty"])
+def test_what_hardens_grows_in_a_line(field):
+    config = LifeConfig(updates=101, hard_from=0.2, **{field: 0.8})
+    values = [float(config.grown(field, jnp.float32(update))) for update in (0, 20, 60, 100)]
+    np.testing.assert_allclose(values, [0, 0, 0.8 * 39.8 / 79.8, 0.8], rtol=1e-5)
+
+
+def test_in_the_last_update_all_values_are_rounded_before_a_tick_with_their_own_gradients(tiny_automaton):
+    config = tiny_automaton(pass_through=3.0, hard_share=0.0, rounded_share=1.0)
+    model, loss = config.build(jax.random.key(0))
+    last, automaton = config.updates - 1, model.automaton.get_value()
+
+    def definition(logits):
+        state = config.starts(seeds(3)).astype(jnp.float32)
+        for _ in range(config.steps):
+            state = state + jax.lax.stop_gradient(jnp.round(state) - state)
+            state = jaxbp.automaton_step(logits, automaton, state, implementation="xla")
+        return jnp.sum((state[..., :1] - config.pattern()) ** 2)
+
+    value, gradients = nnx.value_and_grad(lambda m: loss(m, examples(3, update=last), None)[0][0])(model)
+    wanted, wanted_gradients = jax.value_and_grad(definition)(model.logits)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    got = [jax.tree.leaves(gradients["perception"]), jax.tree.leaves(gradients["update"])]
+    for ours, theirs in zip([*got[0], *got[1]], jax.tree.leaves(wanted_gradients), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    relaxed = loss(model, examples(3, update=0), None)[0][0]
+    assert abs(relaxed - value) > 0.1
+
+
+def test_certainty_adds_the_variance_of_the_truth_tables(tiny_automaton):
+    with_it, without = (tiny_automaton(pass_through=0.5, hard_share=0.0, certainty=c) for c in (0.3, 0.0))
+    model, loss = with_it.build(jax.random.key(0))
+    x = examples(3, update=with_it.updates - 1)
+    added = loss(model, x, None)[0] - without.build(jax.random.key(0))[1](model, x, None)[0]
+    variances = [float(gates.variance(layer).sum()) for layer in jax.tree.leaves(model.logits)]
+    np.testing.assert_allclose(added, 0.3 * sum(variances), rtol=1e-4)
 
 
 def test_in_the_last_update_all_gates_are_hard(tiny_automaton):
@@ -144,6 +179,8 @@ def test_our_recipe_stops_when_the_hard_automaton_is_right():
         ("weight_decay", float("inf")),
         ("pass_through", "large"),
         ("hard_share", 1.5),
+        ("rounded_share", -0.5),
+        ("certainty", float("nan")),
         ("hard_from", -0.1),
         ("schedule", "linear"),
         ("parametrization", "sigmoid"),

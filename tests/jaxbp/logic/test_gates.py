@@ -171,3 +171,16 @@ def test_straight_through_some_gates_are_hard_with_the_gradients_of_the_relaxed_
     wanted, wanted_backward = jax.vjp(definition, logits)
     np.testing.assert_allclose(y, wanted, atol=1e-6)
     np.testing.assert_allclose(backward(dy)[0], wanted_backward(dy)[0], rtol=1e-4, atol=1e-6)
+
+
+@every_parametrization
+def test_the_variance_is_that_of_the_truth_table(parametrization):
+    logits = jaxbp.initial_logits(jax.random.key(0), 7, initialization="normal", parametrization=parametrization)
+    wires = jaxbp.Wires.from_pairs([0] * 7, [1] * 7, 2)
+    rows = jaxbp.gate_layer(
+        logits, wires, jnp.asarray(BITS, jnp.float32), parametrization=parametrization, implementation="xla"
+    )
+    wanted = jnp.sum(rows * (1 - rows), axis=0)
+    np.testing.assert_allclose(logic_gates.variance(logits.reshape(7, 1, -1), parametrization)[:, 0], wanted, rtol=1e-5)
+    hard = jaxbp.hard_logits(jaxbp.harden(logits, parametrization), parametrization)
+    np.testing.assert_allclose(logic_gates.variance(hard, parametrization), 0, atol=1e-6)

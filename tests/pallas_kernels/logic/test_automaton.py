@@ -131,7 +131,7 @@ def test_says_what_does_not_fit():
         (8, 16, [8, 4, 2], PUBLISHED["update_widths"], True, (5, 32, 32), False),
         (1, 16, [8, 4, 2, 1], [128] * 3 + [64, 32, 16, 8, 4, 2, 1], True, (20, 3, 3), False),
         (128, 4, [8, 4, 2, 1], [512] * 2 + [256, 128], True, (1, 20, 20), False),
-        (3, 2, [8, 4], [11, 7, 5, 3], False, (1, 1, 1), True),
+        (3, 2, [8, 4], [14, 7, 5, 3], False, (1, 1, 1), True),
     ],
     ids=["checkerboard", "asynchronous", "several groups", "life", "lizard", "one cell"],
 )
