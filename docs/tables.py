@@ -23,6 +23,7 @@ import json
 import math
 import os
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -323,6 +324,30 @@ def _training_cells(report: Report) -> list[str]:
     ]
 
 
+def hardening(page: Path, *names: str) -> str:
+    """A line for each recipe of a study: how many seeds came out exact, and whether they stay so."""
+    reports = {name: report for name in names if (report := load(name))}
+    if not reports:
+        return no_file(names[0])
+    lines = []
+    for report in reports.values():
+        for recipe, title in report["recipes"].items():
+            runs = [run for run in report["runs"] if run["recipe"] == recipe]
+            exact = [run for run in runs if run["right"] == 1]
+            if runs:
+                updates = sorted(run["updates"] for run in exact)
+                cells = (
+                    f"{len(exact)} of {len(runs)}",
+                    "" if "stands" not in runs[0] else str(sum(run["stands"] == 1 for run in runs)),
+                    "" if "heals" not in runs[0] else str(sum(run["heals"] == 1 for run in runs)),
+                    number(float(statistics.median(updates))) if updates else "",
+                    number(float(statistics.median(run["gates"] for run in exact))) if exact else "",
+                )
+                lines.append([f"{report['experiment']}: {title}", *cells])
+    head = ["recipe", "exact", "stand", "heal", "updates until exact, median", "gates, median"]
+    return "\n\n".join([markdown(head, lines), *(provenance(page, name, reports[name]) for name in reports)])
+
+
 # -------------------------------------------------------------------------------------------------------------- summary
 
 
@@ -397,6 +422,10 @@ FAMILIES = (
         "the L2 cache, as for one layer; activations of all layers are written and read",
     ),
     Family(
+        "automaton step, 16x16, 20 ticks, batch 2", "logic", ("automaton",), {"op": "automaton", "place": "16x16"},
+        "layers of a tick wait for one another, and few cells hide it: gathers from shared memory, one after the other",
+    ),
+    Family(
         "convolution, gradient of the weights, conv2", "conv", ("backwards",),
         {"op": "conv2d_backward_weights", "place": "conv2"},
         "transposes to the batch-last layout that the kernel reads",
@@ -462,6 +491,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "ratios": ratios,
     "training": training,
     "summary": summary,
+    "hardening": hardening,
 }
 
 

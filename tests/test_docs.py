@@ -247,6 +247,20 @@ def test_works_have_a_line_each_with_speedup_and_floor(book):
     assert second == ["b work, batch 128", "10", "", "", "50%"]
 
 
+def test_a_study_of_recipes_counts_the_seeds_that_came_out_exact(book):
+    fields = dict(stands=1.0, heals=0.5, gates=7)
+    runs = [
+        dict(recipe="best", seed=0, right=1.0, updates=150) | fields,
+        dict(recipe="best", seed=1, right=1.0, updates=350) | fields,
+        dict(recipe="best", seed=2, right=0.99, updates=2000) | fields | {"stands": 0.0},
+        dict(recipe="worst", seed=0, right=0.0, updates=2000) | fields | {"stands": 0.0},
+    ]
+    study = report() | {"experiment": "ca-x", "recipes": {"best": "a recipe", "worst": "another"}, "runs": runs}
+    _, best, worst = cells(book("hardening study", study=study))
+    assert best == ["ca-x: a recipe", "2 of 3", "2", "0", "250", "7"]
+    assert worst == ["ca-x: another", "0 of 1", "0", "0", "", ""]
+
+
 def test_a_table_says_where_and_how_it_was_measured(book):
     text = book("works run", run=report(row(error=0.25)))
     for fact in ("results/run.json", "a device", "jax 0.12.0", "2026-11-22", "commit 0123456789", "4 TB/s", "2.5e-01"):

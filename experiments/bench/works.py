@@ -54,17 +54,25 @@ class Work:
 
 
 def selected(cases: Sequence[str], batch_last: bool = False) -> list[Work]:
-    """The work that the cases name, in the catalogue's order; with `batch_last`, its ops alone."""
+    """The work that the cases name, in the catalogue's order; with `batch_last`, its ops alone.
+
+    Args:
+      cases: "all"; "ops", the catalogue without the training steps; an op or a training step, of which a forward stands
+        for its backwards as well; or one at one place, as "automaton:32x32".
+    """
     works = [lenet_work(), *(op_work(entry, place) for entry in CATALOGUE for place in entry.real)]
     works += [logic_work("logic", 8000, (128,)), logic_work("logic-large", 64000, ())]
     works += [automaton_work(size) for size in AUTOMATON_BATCHES]
-    names = dict.fromkeys(work.op for work in works)
-    if unknown := [case for case in cases if case not in names and case != "all"]:
-        raise UserError(f"unknown case {', '.join(unknown)}: wanted all or some of {', '.join(names)}")
+    named = [{"all", work.op, f"{work.op}:{work.place}"} | ({"ops"} if work.steps is None else set()) for work in works]
+    if unknown := [case for case in cases if not any(case in names for names in named)]:
+        ops = ", ".join(dict.fromkeys(work.op for work in works))
+        raise UserError(
+            f"unknown case {', '.join(unknown)}: wanted all, ops, or some of {ops}, each with a :place or not"
+        )
     works = [
         work
-        for work in works
-        if any(case in ("all", work.op) or work.op.startswith(f"{case}_backward") for case in cases)
+        for work, names in zip(works, named, strict=True)
+        if not names.isdisjoint(cases) or any(work.op.startswith(f"{case}_backward") for case in cases)
     ]
     if not batch_last:
         return works

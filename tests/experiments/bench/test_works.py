@@ -16,6 +16,22 @@ def test_a_forward_stands_for_its_backwards_and_for_no_other_op():
     assert ops == {"conv2d", "relu_backward"} | backwards
 
 
+def test_a_place_may_be_named_and_ops_are_all_but_the_training_steps():
+    assert [(work.op, work.place) for work in selected(["automaton:32x32", "relu:relu1"])] == [
+        ("relu", "relu1"),
+        ("automaton", "32x32"),
+    ]
+    everything, ops = selected(["all"]), selected(["ops"])
+    assert {work.op for work in everything} - {work.op for work in ops} == {
+        "lenet",
+        "logic",
+        "logic-large",
+        "automaton",
+    }
+    with pytest.raises(ValueError, match="unknown case relu:32x32: wanted all, ops, or some of lenet, conv2d, "):
+        selected(["relu:32x32"])
+
+
 def test_with_the_batch_last_it_is_the_same_work():
     for op in ("conv2d_backward_weights", "relu"):
         first, last = (selected([op], batch_last)[0] for batch_last in (False, True))
