@@ -40,7 +40,7 @@ def test_a_global_pool_is_the_mean_of_a_channels_image(implementation):
 
 
 def test_what_does_not_fit_is_named():
-    with pytest.raises(ValueError, match="avg_pool2d: .*padding"):
+    with pytest.raises(ValueError, match=r"avg_pool2d: .*padding"):
         avg_pool2d(jnp.ones((1, 1, 4, 4)), 2, padding=2)
     with pytest.raises(ValueError, match="avg_pool2d_backward: dy has shape"):
         avg_pool2d_backward(jnp.ones((1, 1, 3, 3)), (4, 4), 2)

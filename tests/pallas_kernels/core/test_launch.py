@@ -9,33 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import cuda_program, last_program_first, on_the_cpu
+from helpers import cuda_program, last_program_first
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from planted import FIRST, double, rows, run
 
 from pallas_kernels.core.launch import batch_first, batch_last, launch
 from pallas_kernels.core.layouts import LANES
 
 ROOT = Path(__file__).parents[3]
-FIRST, SECOND = pl.ds(0, LANES), pl.ds(LANES, LANES)
+SECOND = pl.ds(LANES, LANES)
 
-
-@pytest.fixture(autouse=True)
-def _in_an_interpreter():
-    with on_the_cpu():
-        yield
-
-
-def run(body, *arrays, shape=(2, LANES), dtype=jnp.float32, programs=2):
-    return launch(body, *arrays, out=jax.ShapeDtypeStruct(shape, dtype), grid={"i": programs}, name="planted")
-
-
-def rows():
-    return jnp.arange(2.0 * LANES).reshape(2, LANES)
-
-
-def double(x_ref, y_ref, *, i):
-    y_ref[i, FIRST] = 2 * x_ref[i, FIRST]
+pytestmark = pytest.mark.usefixtures("in_an_interpreter")
 
 
 # ----------------------------------------------------------------------------------------------------- the interpreter

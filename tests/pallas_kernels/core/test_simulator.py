@@ -4,32 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import on_the_cpu
 from jax.experimental import pallas as pl
+from planted import FIRST, double, rows, run
 
-from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
 
-FIRST = pl.ds(0, LANES)
-
-
-@pytest.fixture(autouse=True)
-def _in_an_interpreter():
-    with on_the_cpu():
-        yield
-
-
-def run(body, *arrays, shape=(2, LANES), dtype=jnp.float32, programs=2):
-    return launch(body, *arrays, out=jax.ShapeDtypeStruct(shape, dtype), grid={"i": programs}, name="planted")
-
-
-def rows():
-    return jnp.arange(2.0 * LANES).reshape(2, LANES)
-
-
-def double(x_ref, y_ref, *, i):
-    y_ref[i, FIRST] = 2 * x_ref[i, FIRST]
+pytestmark = pytest.mark.usefixtures("in_an_interpreter")
 
 
 def test_a_right_kernel_passes_the_simulator():
