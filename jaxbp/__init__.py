@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from jaxbp.checkpointing import checkpointed_scan
+from jaxbp.checkpointing import checkpointed, checkpointed_scan
 from jaxbp.logic.automaton import Automaton
 from jaxbp.logic.cellular_circuit import CellularCircuit
 from jaxbp.logic.circuit import Circuit, bitwise_gate_layer, pack_bits, unpack_bits
@@ -154,11 +154,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from jaxbp import catalogue as catalogue
     from jaxbp import nn as nn
+    from jaxbp import precision as precision
     from jaxbp import verify as verify
 else:
 
     def __getattr__(name):
-        if name in ("catalogue", "nn", "verify"):
+        if name in ("catalogue", "nn", "precision", "verify"):
             return importlib.import_module(f"jaxbp.{name}")
         raise AttributeError(f"module 'jaxbp' has no attribute {name!r}")
 
@@ -189,6 +190,7 @@ __all__ = [
     "binary_cross_entropy",
     "binary_cross_entropy_backward",
     "bitwise_gate_layer",
+    "checkpointed",
     "checkpointed_scan",
     "clip",
     "clip_backward",

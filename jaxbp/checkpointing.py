@@ -18,7 +18,7 @@ mode of computational differentiation", ACM TOMS 2000.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -232,6 +232,58 @@ def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
 
 
 # ----------------------------------------------------------------------------------------------------- for any scan
+
+
+def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None = None) -> Callable[[Any], Any]:
+    """The function that applies one layer after the other, with gradients that need less memory.
+
+    Its values are those of the layers, of which each is a pure function of a pytree and may close over parameters. Its
+    gradient keeps what `memory` says and computes the rest again: of n layers whose inputs have c bytes,
+
+        "all"          what JAX keeps, every intermediate result of every layer
+        "states"       n c, and the intermediate results of one layer
+        k              (n / k + k) c, and those of one layer
+        "logarithmic"  about log2(n) c, and those of one layer
+        None           k = √n, for which n / k + k is least: 2 √n c
+
+    Each layer is computed once more under "states", twice under k, and up to log2(n) times under "logarithmic".
+
+    Raises:
+      ValueError: no layers, or an unknown policy.
+      TypeError: a layer that cannot be called.
+
+    Source: T. Chen et al., "Training deep nets with sublinear memory cost", 2016; of "logarithmic", A. Griewank,
+    "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation", 1992.
+    """
+    op, layers = "checkpointed", tuple(layers)
+    if not layers:
+        raise ValueError(f"{op}: layers is empty; wants at least one")
+    for i, layer in enumerate(layers):
+        if not callable(layer):
+            raise TypeError(f"{op}: layers[{i}] is a {type(layer).__name__}; wants a function of one argument")
+    memory = max(1, round(math.sqrt(len(layers)))) if memory is None else memory
+    check_memory(op, memory)
+    if memory == "all":
+        return _one_after_another(layers)
+    layers = tuple(map(jax.checkpoint, layers))
+    if memory == "states":
+        return _one_after_another(layers)
+    if memory == "logarithmic":
+        return _bisected(layers)
+    segments = (layers[i : i + memory] for i in range(0, len(layers), memory))
+    return _one_after_another([jax.checkpoint(_one_after_another(segment)) for segment in segments])
+
+
+def _bisected(layers):
+    """The layers with the input of each kept while it is the last, and of every half before it."""
+    if len(layers) == 1:
+        return layers[0]
+    half = len(layers) // 2
+    return _one_after_another([jax.checkpoint(_bisected(layers[:half])), _bisected(layers[half:])])
+
+
+def _one_after_another(layers):
+    return lambda x: functools.reduce(lambda x, layer: layer(x), layers, x)
 
 
 def checkpointed_scan(

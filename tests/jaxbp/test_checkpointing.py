@@ -1,4 +1,4 @@
-"""checkpointed_scan: the scan's values and gradients, by every policy; what it keeps; and the binomial schedules."""
+"""Checkpointing of scans and of layers: values and gradients by every policy, what is kept, and binomial schedules."""
 
 import functools
 import math
@@ -116,3 +116,50 @@ def test_refuses_unclear_lengths():
 def test_refuses_xs_without_rows():
     with pytest.raises(ValueError, match="checkpointed_scan: xs has a number; wants arrays with a row for every step"):
         jaxbp.checkpointed_scan(lambda s, x: (s, x), 1.0, 3.0)
+
+
+# --------------------------------------------------------------------------------------------------- a list of layers
+
+
+def stack(layers, width):
+    """Dense layers with tanh, and a batch for them."""
+    weights = jax.random.normal(jax.random.key(0), (layers, width, width)) / 4
+    return weights, jax.random.normal(jax.random.key(1), (1024, width))
+
+
+def loss_of(weights, x, memory):
+    layers = [lambda x, w=w: jnp.tanh(x @ w) for w in weights]
+    return jnp.sum(jnp.square(jaxbp.checkpointed(layers, memory)(x)))
+
+
+@pytest.mark.parametrize("memory", ["all", "states", 1, 3, 100, "logarithmic", None])
+def test_layers_have_their_values_and_gradients_under_every_policy(memory):
+    weights, x = stack(7, 4)
+    value, gradients = jax.value_and_grad(loss_of, (0, 1))(weights, x, memory)
+    wanted = x
+    for w in weights:
+        wanted = jnp.tanh(wanted @ w)
+    np.testing.assert_allclose(value, jnp.sum(jnp.square(wanted)), rtol=1e-5)
+    plain = jax.grad(loss_of, (0, 1))(weights, x, "all")
+    for ours, theirs in zip(gradients, plain, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("memory", "states"), [("all", 64), ("states", 64), (4, 64 / 4 + 4), (None, 8 + 8), ("logarithmic", 6 + 2)]
+)
+def test_64_layers_need_the_memory_that_is_documented(memory, states):
+    weights, x = stack(64, 8)
+    compiled = jax.jit(jax.grad(loss_of), static_argnums=2).lower(weights, x, memory).compile()
+    # A gradient and what a layer computes come on top.
+    assert states <= compiled.memory_analysis().temp_size_in_bytes / x.nbytes <= states + 2
+
+
+def test_layers_that_are_none_are_named():
+    with pytest.raises(ValueError, match="checkpointed: layers is empty"):
+        jaxbp.checkpointed([])
+    with pytest.raises(TypeError, match=r"checkpointed: layers\[1\] is a float"):
+        jaxbp.checkpointed([jnp.sin, 2.0])
+    with pytest.raises(ValueError, match="checkpointed: memory is 'sqrt'"):
+        jaxbp.checkpointed([jnp.sin], "sqrt")
