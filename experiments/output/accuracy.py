@@ -1,0 +1,69 @@
+"""What `experiments.check --accuracy` prints and writes: an op, dtype and implementation a row, by its worst place."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from experiments.output.files import write_atomically
+from experiments.output.results import provenance, to_json
+from jaxbp.catalogue import Entry
+from jaxbp.verify.accuracy import DRAWS, OFFSETS, SCALES, Accuracy, accuracy
+
+QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
+"""For kernels in the simulator, which takes milliseconds a program."""
+FULL = dict(offsets=OFFSETS, scales=SCALES, draws=DRAWS)
+
+
+def measure(
+    entries: Sequence[Entry],
+    implementations: Sequence[str],
+    dtypes: Sequence[str],
+    command: str,
+    console: Console,
+    path: Path | None = None,
+) -> bool:
+    """Measures op by op, and prints and keeps each as it comes. Returns whether no row is beyond what is allowed."""
+    report = {**provenance(command), "passed": True, "rows": []}
+    simulated = jax.default_backend() != "gpu"
+    for entry in entries:
+        table = Table("op", "dtype", "implementation", "places", "worst", "error", "autodiff's", "of what is allowed")
+        for implementation in implementations:
+            places = QUICK if simulated and implementation == "pallas" else FULL
+            start = time.perf_counter()
+            taken = [dtype for dtype in dtypes if implementation != "pallas" or dtype in entry.kernel_dtypes]
+            if not taken:
+                continue
+            found = list(accuracy({entry.name: (entry, entry.small)}, (implementation,), taken, **places))
+            seconds = time.perf_counter() - start
+            for dtype in taken:
+                row = worst([each for each in found if each.dtype == dtype], places["draws"])
+                report["rows"].append(row | {"seconds": round(seconds / len(taken), 2)})
+                table.add_row(entry.name, dtype, implementation, *cells(row))
+        console.print(table)
+        report["passed"] = all(row["excess"] <= 1 for row in report["rows"])
+        if path is not None:
+            write_atomically(path, to_json(report))
+    return report["passed"]
+
+
+def worst(found: Sequence[Accuracy], draws: int) -> dict[str, Any]:
+    """The row of the place that takes most of what is allowed."""
+    most = max(found, key=lambda each: each.excess)
+    row = dataclasses.asdict(most) | {"places": len({each.place for each in found}), "draws": draws}
+    # No relative error is that large: JSON has no infinity.
+    return {
+        key: 1e300 if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+    }
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    place = row["place"]
+    where = f"{row['result']}, {place['offset']:g} + {place['scale']:g} {place['argument']}"
+    return str(row["places"]), where, f"{row['error']:.1e}", f"{row['native']:.1e}", f"{row['excess']:.0%}"
