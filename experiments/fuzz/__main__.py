@@ -8,7 +8,7 @@
 A case is an op of the catalogue with shapes and options of its own, in one implementation and dtype, plain or through
 a transformation of JAX (vmap, scan, remat, donation, a gradient of the gradient), at some numbers: normal, far from
 zero, of few values (zeros and ties), or with infinities, NaN, the largest and the least. It depends on its seed and
-number alone. Reference is JAX's own differentiation of the plain formula in float64; see `judge.py` for what may differ.
+number alone. The reference is JAX's own differentiation of the plain formula in float64: see `judge.py`.
 
 A failure prints lines of Python that show it by themselves, from a case made as small as it still fails. Exits
 with 1 then.
@@ -27,7 +27,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,8 @@ def main(args: Sequence[str] | None = None) -> int:
     on_gpu = kernels_run()
     first = found.cases // len(DATA) if config.only is None else config.only // len(DATA)
     for number in range(first, sys.maxsize):
-        kinds = DATA if config.only is None else (DATA[config.only % len(DATA)],)
-        for failure in _run(found, seed, number, draw_program(seed, number, entries, on_gpu), kinds):
+        draws = range(len(DATA)) if config.only is None else (config.only % len(DATA),)
+        for failure in _run(found, seed, number, draw_program(seed, number, entries, on_gpu), draws):
             print(f"\nfailed: case {failure['number']}, {failure['op']}: {failure['message']}\n{failure['lines']}")
             sys.stdout.flush()
         found.cases = (number + 1) * len(DATA) if config.only is None else 1
@@ -156,22 +156,22 @@ def _entries(names):
     return [known[name] for name in names] or list(CATALOGUE)
 
 
-def _run(found: Found, seed: int, number: int, program: Program, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Runs a program with each kind of numbers, counts, and gives the failures."""
-    for kind, message in outcomes(program, seed, number, kinds):
+def _run(found: Found, seed: int, number: int, program: Program, draws: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """Runs a program with numbers of some draws, counts, and gives the failures."""
+    for draw, message in outcomes(program, seed, number, draws):
         for field in ("dtype", "implementation", "transformation"):
             found.counts[field][str(getattr(program, field))] += 1
         found.counts["op"][program.entry.name] += 1
-        found.counts["data"][kind] += 1
+        found.counts["data"][DATA[draw]] += 1
         if message is REFUSED:
             found.refused += 1
         elif message is not None:
-            small = _smallest(program, seed, number, kind)
+            small = _smallest(program, seed, number, draw)
             failure = {
-                "number": number * len(DATA) + DATA.index(kind),
+                "number": number * len(DATA) + draw,
                 "op": program.entry.name,
                 "message": message,
-                "lines": lines_of(small, *_numbers(small, seed, number, kind)),
+                "lines": lines_of(small, *_numbers(small, seed, number, draw)),
             }
             found.failures.append(failure)
             yield failure
@@ -180,38 +180,38 @@ def _run(found: Found, seed: int, number: int, program: Program, kinds: Sequence
 REFUSED = "refused"
 
 
-def outcomes(program: Program, seed: int, number: int, kinds: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """(kind, what is wrong or `REFUSED` or None) for each kind of numbers."""
+def outcomes(program: Program, seed: int, number: int, draws: Iterable[int]) -> Iterator[tuple[int, str | None]]:
+    """(draw, what is wrong or `REFUSED` or None) for numbers of each draw."""
     trial = None
     precision = "highest" if program.exact else "default"
     with jax.enable_x64(program.dtype == "float64"), jax.default_matmul_precision(precision):
-        for kind in kinds:
+        for draw in draws:
             try:
-                arguments, cotangents = _numbers(program, seed, number, kind)
+                arguments, cotangents = _numbers(program, seed, number, draw)
                 trial = trial or Trial(program, arguments)
-                yield kind, trial.run(arguments.floats, cotangents)
+                yield draw, trial.run(arguments.floats, cotangents)
             except NotImplementedError as refused:
                 message = str(refused)
-                yield kind, REFUSED if program.implementation == "pallas" else f"raises NotImplementedError: {message}"
+                yield draw, REFUSED if program.implementation == "pallas" else f"raises NotImplementedError: {message}"
             except Exception as error:
-                yield kind, f"raises {type(error).__name__}: {error}"[:1000]
+                yield draw, f"raises {type(error).__name__}: {error}"[:1000]
 
 
-def _numbers(program, seed, number, kind):
-    random = np.random.default_rng([seed, number, DATA.index(kind)])
+def _numbers(program, seed, number, draw):
+    random = np.random.default_rng([seed, number, draw])
     with jax.enable_x64(program.dtype == "float64"):
-        arguments = program.arguments(random, kind)
+        arguments = program.arguments(random, DATA[draw])
         results = jax.eval_shape(program.function(arguments, "autodiff"), *arguments.floats)
     return arguments, cotangents_of(random, results)
 
 
-def _smallest(program: Program, seed: int, number: int, kind: str) -> Program:
+def _smallest(program: Program, seed: int, number: int, draw: int) -> Program:
     """The program, made simpler step by step as long as it fails."""
     tried = 0
     while tried < MOST_TRIALS:
         for simpler in smaller(program):
             tried += 1
-            ((_, message),) = outcomes(simpler, seed, number, (kind,))
+            ((_, message),) = outcomes(simpler, seed, number, (draw,))
             if message not in (None, REFUSED):
                 program = simpler
                 break

@@ -87,3 +87,4 @@ TRANSFORMATIONS = {
         forward_over_reverse,
     )
 }
+SECOND_ORDER = ("gradient_of_gradient", "forward_over_reverse")

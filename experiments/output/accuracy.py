@@ -17,7 +17,7 @@ from jaxbp.catalogue import Entry
 from jaxbp.verify.accuracy import DRAWS, OFFSETS, SCALES, Accuracy, accuracy
 
 QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
-"""For kernels in the simulator, which takes milliseconds a program."""
+"""Without a GPU for kernels, which the simulator takes milliseconds a program for, and for convolutions."""
 FULL = dict(offsets=OFFSETS, scales=SCALES, draws=DRAWS)
 
 
@@ -31,11 +31,12 @@ def measure(
 ) -> bool:
     """Measures op by op, and prints and keeps each as it comes. Returns whether no row is beyond what is allowed."""
     report = {**provenance(command), "passed": True, "rows": []}
-    simulated = jax.default_backend() != "gpu"
+    without_gpu = jax.default_backend() != "gpu"
     for entry in entries:
         table = Table("op", "dtype", "implementation", "places", "worst", "error", "autodiff's", "of what is allowed")
         for implementation in implementations:
-            places = QUICK if simulated and implementation == "pallas" else FULL
+            slow = without_gpu and (implementation == "pallas" or entry.name.startswith("conv2d"))
+            places = QUICK if slow else FULL
             start = time.perf_counter()
             taken = [dtype for dtype in dtypes if implementation != "pallas" or dtype in entry.kernel_dtypes]
             if not taken:
