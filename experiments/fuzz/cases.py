@@ -50,14 +50,15 @@ class Program:
         return take_apart(self.entry.function, drawn)
 
     @property
-    def takes_infinities(self) -> bool:
-        """Whether NaN, infinities and numbers whose square overflows are among the first argument's special values.
+    def differentiated_once(self) -> bool:
+        """Second derivatives where there are infinities depend, also in autodiff, on how a formula is written."""
+        return "_backward" not in self.entry.name and self.transformation not in SECOND_ORDER
 
-        Not for second derivatives, where autodiff's own depend on how it is written, nor for convolutions, which may be
-        products with zeros in them.
-        """
-        name = self.entry.name
-        return not (name.startswith("conv2d") or "_backward" in name or self.transformation in SECOND_ORDER)
+    @property
+    def takes_infinities(self) -> bool:
+        """Whether NaN, infinities and numbers whose square overflows are among the first argument's special values. Not
+        for convolutions, which may be products with zeros in them."""
+        return self.differentiated_once and not self.entry.name.startswith("conv2d")
 
     def function(self, arguments: Arguments, implementation: str | None) -> Callable:
         """Of the floats alone, with floating results as a list."""
