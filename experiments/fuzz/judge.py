@@ -53,16 +53,20 @@ class Trial:
             wide = [[np.asarray(a, np.float64) for a in arrays] for arrays in (values, cotangents)]
             exact = _named(self.exact(*wide))
             moved = _named(self.exact(*[[_off_by_a_rounding(a, rounding) for a in arrays] for arrays in wide]))
-        is_wide = self.program.dtype == "float64"
-        native = exact if is_wide else _named(self.native(_arrays(values), _arrays(cotangents)))
         ours = _named(self.ours(_arrays(values), _arrays(cotangents)))
-        limits = jnp.finfo(self.program.dtype)
         unknown = AS_EXACT * EPS * max((float(np.abs(c).max(initial=0.0)) for c in cotangents), default=0.0)
+        judged = functools.partial(self._judged, ours, exact=exact, moved=moved, rounding=rounding, unknown=unknown)
+        # Only what is not as near as rounded arguments allow needs autodiff, whose compilation takes time.
+        return judged(exact) and judged(_named(self.native(_arrays(values), _arrays(cotangents))))
+
+    def _judged(self, ours, native, exact, moved, rounding, unknown):
+        """The first result in which something is wrong, and what."""
         for name, wanted in exact.items():
             if ours[name].shape != wanted.shape:
                 return f"{name} has shape {ours[name].shape}; wants {wanted.shape}"
             if not self.program.differentiated_once:
                 wanted = np.where(np.isfinite(wanted), wanted, np.nan)
+            limits = jnp.finfo(self.program.dtype)
             if message := differs(ours[name], native[name], wanted, moved[name], rounding, limits, unknown):
                 return f"{name} {message}"
         return None
