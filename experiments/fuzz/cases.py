@@ -116,8 +116,8 @@ def _floats(random: np.random.Generator, argument: Argument, kind: str, dtype: s
         if not argument.positive:
             x = x + random.choice([0.0, 1.0, 100.0])
     if kind == "with special values" and x.size:
-        most = float(limits.max) ** (0.5 if infinite else 0.25)
-        special = [0.0, -0.0, float(limits.tiny), *[most, -most, np.nan, np.inf, -np.inf][: 5 if infinite else 2]]
+        most = float(limits.max) ** 0.5
+        special = [0.0, -0.0, float(limits.tiny), *[most, -most, np.nan, np.inf, -np.inf] * infinite]
         x.flat[random.integers(x.size, size=2)] = random.choice(special[:3] if argument.weights else special, 2)
     return x.astype(dtype)
 

@@ -410,3 +410,12 @@ def test_the_second_derivatives_of_power_in_both_arguments_are_no_nan_at_0_to_th
     gradient = jax.grad(functools.partial(ENTRIES["power"].function, implementation="xla"), (0, 1))
     hessian = [jax.grad(lambda *x, i=i: gradient(*x)[i], (0, 1))(0.0, 0.0) for i in (0, 1)]
     np.testing.assert_array_equal(hessian, np.zeros((2, 2)))
+
+
+def test_a_power_in_kernels_keeps_its_digits_at_large_exponents():
+    # As exp(x2 ln x1) it has the logarithm's rounding x2 times: 1e-5 at an exponent of 100.
+    base, exponent = jnp.linspace(0.5, 2, 64), jnp.linspace(50, 100, 64)
+    (dx1, dx2) = jaxbp.power_backward(jnp.ones(64), base, exponent, implementation="pallas")
+    wide = np.asarray(base, np.float64), np.asarray(exponent, np.float64)
+    np.testing.assert_allclose(dx1, wide[1] * wide[0] ** (wide[1] - 1), rtol=1e-6)
+    np.testing.assert_allclose(dx2, wide[0] ** wide[1] * np.log(wide[0]), rtol=2e-6, atol=1e-30)
