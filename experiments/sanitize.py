@@ -8,8 +8,8 @@ A process computes the op's value and gradients with `implementation="pallas"` a
 bfloat16, so that a crash tells which op it was. Memory is allocated by CUDA's own allocator, else accesses beyond one
 array would land in another, and programs are not made into CUDA graphs. Prints a line a process, and the findings.
 Exits with 1 where a tool found something or a process failed. The JSON file is written after each; beside what all
-result files have (`experiments/output/results.py`) it has `rows`: op, tool, outcome ("clean", "found", "failed" or "timed
-out"), the count of findings, the exit code, seconds, and the last lines of what was printed where it is not clean.
+result files have (`experiments/output/results.py`) it has `rows`: op, tool, outcome ("clean", "found", "failed" or
+"timed out"), the count of findings, the exit code, seconds, and the last lines printed where it is not clean.
 """
 
 import dataclasses
