@@ -485,7 +485,48 @@ def summary(page: Path, *_: str) -> str:
     return f"{markdown(head, lines)}\n\nMeasured on one {devices}, {dates}: {files}."
 
 
+def accuracy(page: Path, *names: str) -> str:
+    """A line for each op, its backwards among it: what its worst place takes of what is allowed."""
+    reports = {name: report for name in names if (report := load(name)) is not None}
+    if not reports:
+        return no_file(names[0])
+    rows = [row for report in reports.values() for row in report["rows"]]
+    columns = list(dict.fromkeys((row["implementation"], row["dtype"]) for row in rows))
+    ops: dict[str, dict[tuple[str, str], float]] = {}
+    for row in rows:
+        worst, column = ops.setdefault(row["op"].partition("_backward")[0], {}), (row["implementation"], row["dtype"])
+        worst[column] = max(worst.get(column, 0.0), row["excess"])
+    head = ["op with its backwards", *(f'`"{implementation}"`, {dtype}' for implementation, dtype in columns)]
+    lines = [
+        [f"`{op}`", *("" if column not in worst else f"{worst[column]:.0%}" for column in columns)]
+        for op, worst in sorted(ops.items())
+    ]
+    beyond = sum(row["excess"] > 1 for row in rows)
+    count = f"{len(rows) - beyond} of {len(rows)} rows (op, dtype, implementation) are within what is allowed."
+    sources = "\n".join(provenance(page, name, report) for name, report in reports.items())
+    return f"{count}\n\n{markdown(head, lines)}\n{sources}"
+
+
+def fuzz(page: Path, pattern: str) -> str:
+    """A line for each run of `experiments.fuzz` among the files whose names match."""
+    paths = sorted((DOCS / "results").glob(f"{pattern}.json"))
+    if not paths:
+        return no_file(pattern)
+    lines = []
+    for path in paths:
+        report = load(path.stem)
+        link = os.path.relpath(path, page.parent)
+        counts = (report["cases"], report["refused"], len(report["failures"]))
+        where = f"{report['device']}, jax {report['versions']['jax']}, {str(report['date'])[:10]}"
+        lines.append(
+            [f"[seed {report['seed']}]({link})", where, *map("{:,}".format, counts), number(report["seconds"])]
+        )
+    return markdown(["cases", "device", "drawn", "no kernel takes", "failed", "seconds"], lines)
+
+
 TABLES: dict[str, Callable[..., str]] = {
+    "accuracy": accuracy,
+    "fuzz": fuzz,
     "works": works,
     "variants": variants,
     "ratios": ratios,

@@ -3,9 +3,12 @@
     python -m experiments.check                                  # the whole catalogue, in float32
     python -m experiments.check relu linear --dtype float64      # some ops, each with its backwards
     python -m experiments.check conv2d --implementations xla --json conv2d.json
+    python -m experiments.check --accuracy --dtype float32 bfloat16 float16 --implementations xla pallas
 
 Exits with 1 if an implementation failed, after a line for each failure with the worst element. See
-`jaxbp.verify.check`, which checks your own ops as well, for what is compared.
+`jaxbp.verify.check`, which checks your own ops as well, for what is compared. With `--accuracy` it measures how far
+from float64 each implementation is, next to JAX's own differentiation in the same dtype, over offsets and scales of the
+data (`jaxbp.verify.accuracy`), and exits with 1 where that is more than it allows.
 """
 
 import dataclasses
@@ -23,6 +26,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from experiments.output.accuracy import measure
 from experiments.output.errors import UserError
 from experiments.output.files import write_atomically
 from jaxbp.catalogue import CATALOGUE, Entry
@@ -41,6 +45,8 @@ class CheckConfig:
     """Implementations to check."""
     order: Literal[1, 2] = 2
     """1 for values and gradients alone, 2 for second derivatives as well."""
+    accuracy: bool = False
+    """Measure the distance from float64 instead, also where the data is far from zero, large or small."""
     seed: int = 0
     """Seed of the arguments."""
     json: Path | None = None
@@ -63,6 +69,10 @@ def main(args: Sequence[str] | None = None) -> int:
     console, rows = Console(), []
     if not console.is_terminal:
         console = Console(width=150)
+    if config.accuracy:
+        command = shlex.join(["python", "-m", "experiments.check", *args])
+        ours = [name for name in config.implementations if name != "autodiff"]
+        return 0 if measure(entries, ours, config.dtype, command, console, config.json) else 1
     for entry in entries:
         for dtype in config.dtype:
             print(f"{entry.name}, {dtype}", file=sys.stderr, flush=True)

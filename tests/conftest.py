@@ -23,6 +23,7 @@ if shutil.which("nvidia-smi") is None:
 
 import jax
 import pytest
+from skip_rule import pytest_addoption, pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
 
 from jaxbp.catalogue import CATALOGUE
 from pallas_kernels.core.device import HOPPER, kernels_run, targeting

@@ -6,6 +6,8 @@ Every backward takes `dy`, the gradient of the loss in the result, first, and gi
 shape: the sum over the axes along which the argument was broadcast. Anything else is a TypeError or a ValueError.
 """
 
+import math
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
@@ -30,11 +32,55 @@ def _power(x1, x2):
 
 
 def _power_in_kernels(base, exponent):
-    """`base ** exponent` from operations that kernels have."""
-    size = jnp.where(exponent == 0, 1.0, jnp.exp(exponent * jnp.log(jnp.abs(base))))
+    """`base ** exponent` from operations that kernels have, which compute in float32."""
+    # A logarithm's rounding is as many times as large in the power as the exponent is.
+    log, rest = _log_in_two(jnp.abs(base))
+    product, rest_of_product = _product_in_two(exponent, log)
+    in_range = jnp.abs(product) < 128
+    rest = jnp.where(in_range, rest_of_product + exponent * rest, 0.0)
+    total = product + rest
+    size = jnp.exp(total)
+    size = jnp.where(in_range, size + size * (rest - (total - product)), size)
+    size = jnp.where(exponent == 0, 1.0, size)
     half = exponent * 0.5
     whole, even = exponent == _rounded(exponent), half == _rounded(half)
     return jnp.where((base >= 0) | even, size, jnp.where(whole, -size, jnp.nan))
+
+
+def _log_in_two(x):
+    """`ln x` as the sum of two float32, nearly twice as exact as one: of `x = m 2ⁿ` it is `n ln 2 + 2 atanh(s)`, where
+    `s = (m - 1) / (m + 1)`."""
+    is_normal = (x >= float(jnp.finfo(jnp.float32).tiny)) & (x < jnp.inf)
+    normal = jnp.where(is_normal, x, 1.0)
+    power = _with_bits(normal, 0x7F800000)
+    m, n = normal / power, _rounded(jnp.log(power) * (1 / math.log(2)))
+    m, n = jnp.where(m > math.sqrt(2), 0.5 * m, m), jnp.where(m > math.sqrt(2), n + 1, n)
+    below = m + 1
+    s = (m - 1) / below
+    product, rest_of_product = _product_in_two(s, below)
+    left = ((m - 1) - product) - rest_of_product - s * (m - (below - 1))
+    square = s * s
+    series = 2 * s * square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9 + square / 11))))
+    most_of_log_2 = 355 / 512  # times n it is exact
+    large, small = n * most_of_log_2, 2 * s
+    log = large + small
+    rest = (large - (log - (log - large))) + (small - (log - large))
+    rest += n * (math.log(2) - most_of_log_2) + (2 * left / below + series)
+    return jnp.where(is_normal, log, jnp.log(x)), jnp.where(is_normal, rest, 0.0)
+
+
+def _product_in_two(a, b):
+    """`a b` as the sum of two: the product of their upper halves, which is exact, and the rest. However a compiler
+    joins these operations, they are no less exact."""
+    a_high, b_high = _with_bits(a, ~0xFFF), _with_bits(b, ~0xFFF)
+    a_low, b_low = a - a_high, b - b_high
+    return a_high * b_high, a_high * b_low + (a_low * b_high + a_low * b_low)
+
+
+def _with_bits(x, mask):
+    """x with those of its bits."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) & mask
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _rounded(x):

@@ -28,8 +28,8 @@ from pallas_kernels.pointwise.reductions import sum_over
 
 
 def _product(a, b, *, precision):
-    """`(..., m, k), (..., k, n) -> (..., m, n)`, added up in float32, in a's dtype."""
-    return jnp.matmul(a, b, precision=precision, preferred_element_type=wide(a.dtype)).astype(a.dtype)
+    """`(..., m, k), (..., k, n) -> (..., m, n)`, in float32 or wider: not rounded before a further sum."""
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=wide(a.dtype))
 
 
 def _product_kernel(a, b, *, precision):
@@ -63,13 +63,14 @@ def _matmul_gradients(dy, a, b, **options):
     dy = dy.reshape(*jnp.broadcast_shapes(m.shape[:-2], n.shape[:-2]), m.shape[-2], n.shape[-1])
     da = _PRODUCT(dy, jnp.swapaxes(n, -1, -2), **options)
     db = _PRODUCT(jnp.swapaxes(m, -1, -2), dy, **options)
-    return _over_batch(da, m).reshape(a.shape), _over_batch(db, n).reshape(b.shape)
+    da, db = _over_batch(da, m).reshape(a.shape), _over_batch(db, n).reshape(b.shape)
+    return da.astype(a.dtype), db.astype(b.dtype)
 
 
 def _over_batch(gradient, matrices):
     """The sum over the batch axes along which the matrices are broadcast."""
     axes = tuple(i for i in range(gradient.ndim - 2) if matrices.shape[i] != gradient.shape[i])
-    return jnp.sum(widen(gradient), axis=axes, keepdims=True).astype(gradient.dtype) if axes else gradient
+    return jnp.sum(gradient, axis=axes, keepdims=True) if axes else gradient
 
 
 def _as_matrices(a, b):
@@ -81,7 +82,7 @@ def _as_matrices(a, b):
 def _dot_gradients(dy, a, b, **options):
     m, n = _as_matrices(a, b)
     dy = dy.reshape(m.shape[0], n.shape[1])
-    da, db = _PRODUCT(dy, n.T, **options), _PRODUCT(m.T, dy, **options)
+    da, db = (_PRODUCT(*two, **options).astype(a.dtype) for two in ((dy, n.T), (m.T, dy)))
     inner = -2 if b.ndim > 1 else 0
     return da.reshape(a.shape), jnp.moveaxis(db.reshape(jnp.moveaxis(b, inner, 0).shape), 0, inner)
 

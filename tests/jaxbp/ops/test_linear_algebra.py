@@ -73,3 +73,11 @@ def test_the_backward_of_a_transpose_undoes_it(axes):
     y = jaxbp.transpose(a, axes)
     np.testing.assert_array_equal(y, jnp.transpose(a, axes))
     np.testing.assert_array_equal(jaxbp.transpose_backward(y, axes), a)
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "xla", "autodiff"])
+def test_a_sum_over_the_batch_is_of_products_that_are_not_rounded(implementation):
+    # In float16, 2049 is 2048: the products must not be.
+    dy, b = jnp.array([[[3.0]], [[-1.0]]], "float16"), jnp.array([[[683.0]], [[2048.0]]], "float16")
+    da, _ = jaxbp.matmul_backward(dy, jnp.ones((1, 1, 1), "float16"), b, implementation=implementation)
+    assert da.ravel().tolist() == [1.0]

@@ -1,0 +1,336 @@
+"""What is drawn: an op with shapes, options and a transformation (a program), and the numbers that it is given."""
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.fuzz.transformations import SECOND_ORDER, TRANSFORMATIONS
+from jaxbp.catalogue import CATALOGUE, Argument, Case, Entry, WiresArgument
+from jaxbp.logic.gates import PARAMETERS
+from jaxbp.ops._checks import KERNEL_DTYPES
+from jaxbp.verify.arguments import Arguments, bind, floats, is_float, take_apart
+
+DATA = ("normal", "moved", "of few values", "with special values") * 2
+"""Each program is given numbers of all four kinds, twice: compilation is what takes the time."""
+
+FIRST_OF_EQUALS = ("max", "min", "max_pool2d", "max_pool2d_with_indices")
+"""Equal numbers share a gradient in autodiff, and the first has it in ours: these are given no two that are equal."""
+
+MOST_DRAWS = 30
+"""Of shapes and options, until the plain formula takes them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """An op with all that is static. Two with the same fields compute the same."""
+
+    entry: Entry
+    case: Case
+    dtype: str
+    implementation: str | None
+    transformation: str
+    exact: bool = True
+    """Whether products are asked for in full float32."""
+
+    def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
+        """The arguments, with numbers of a kind of `DATA` for floats. Integers are part of the program."""
+        integers = np.random.default_rng(0)
+        first = next(i for i, argument in enumerate(self.case.arguments) if getattr(argument, "below", 0) is None)
+        apart = self.entry.name.partition("_backward")[0] in FIRST_OF_EQUALS
+        drawn = [
+            argument.draw(None, 0, self.dtype)
+            if isinstance(argument, WiresArgument)
+            else integers.integers(0, argument.below, argument.shape).astype(argument.dtype)
+            if argument.below is not None
+            else _floats(
+                random,
+                argument,
+                kind,
+                self.dtype,
+                i == first and self.takes_infinities,
+                apart,
+                self.differentiated_once,
+            )
+            for i, argument in enumerate(self.case.arguments)
+        ]
+        return take_apart(self.entry.function, drawn)
+
+    @property
+    def differentiated_once(self) -> bool:
+        """Second derivatives where there are infinities depend, also in autodiff, on how a formula is written."""
+        return "_backward" not in self.entry.name and self.transformation not in SECOND_ORDER
+
+    @property
+    def takes_infinities(self) -> bool:
+        """Whether NaN, infinities and numbers whose square overflows are among the first argument's special values. Not
+        for convolutions, which may be products with zeros in them."""
+        return self.differentiated_once and not self.entry.name.startswith("conv2d")
+
+    def function(self, arguments: Arguments, implementation: str | None) -> Callable:
+        """Of the floats alone, with floating results as a list."""
+        return arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
+
+
+def draw_program(seed: int, number: int, entries: Sequence[Entry], on_gpu: bool) -> Program:
+    """The program of this number. It depends on nothing but the arguments."""
+    random = np.random.default_rng([seed, number])
+    entry = entries[random.integers(len(entries))]
+    shares = {"pallas": 0.6, "xla": 0.15, None: 0.25} if on_gpu else {"pallas": 0.04, "xla": 0.6, None: 0.36}
+    implementation = list(shares)[random.choice(3, p=list(shares.values()))]
+    dtypes = [*entry.kernel_dtypes, "float64"] if implementation != "pallas" else entry.kernel_dtypes or KERNEL_DTYPES
+    dtype = str(random.choice(dtypes))
+    transformation = str(random.choice(list(TRANSFORMATIONS)))
+    exact = bool(random.random() < 0.8) or dtype != "float32"
+    return Program(entry, _case(random, entry), dtype, implementation, transformation, exact)
+
+
+def takes(function: Callable, case: Case) -> bool:
+    """Whether the plain formula takes arguments of these shapes, and gives something to differentiate."""
+    return bool(_results(function, case))
+
+
+def _results(function, case):
+    """The shapes of the floating results; None where the op refuses the arguments, by the errors that it may raise."""
+    structs = case.structs()
+    try:
+        return floats(jax.eval_shape(bind(function, "autodiff", case.options), *structs))
+    except (ValueError, TypeError):
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------------- numbers
+
+
+def _floats(
+    random: np.random.Generator, argument: Argument, kind: str, dtype: str, infinite: bool, apart: bool, once: bool
+):
+    shape, limits = argument.shape, jnp.finfo(dtype)
+    if apart:
+        size = int(np.prod(shape))
+        return random.permutation(np.linspace(-2, 2, size)).reshape(shape).astype(dtype)
+    x = random.standard_normal(shape) * argument.scale
+    if kind == "of few values" and not argument.weights:
+        x = random.choice([-1.0, -0.5, 0.0, 0.5, 1.0, 2.0], shape)
+    if argument.weights:
+        x = np.exp(x) / np.exp(x).sum(-1, keepdims=True) if x.size else x
+    if argument.positive:
+        x = np.abs(x) + 0.5
+    if kind == "moved" and not argument.weights:
+        x = x * 10 ** random.uniform(-3, 2)
+        if not argument.positive:
+            x = x + random.choice([0.0, 1.0, 100.0])
+    # Where a probability is 0, autodiff of a divergence as it is defined has no right second derivative.
+    if kind == "with special values" and x.size and not (argument.weights and not once):
+        most = float(limits.max) ** 0.5
+        special = [0.0, -0.0, float(limits.tiny), *[most, -most, np.nan, np.inf, -np.inf] * infinite]
+        x.flat[random.integers(x.size, size=2)] = random.choice(special[:3] if argument.weights else special, 2)
+    return x.astype(dtype)
+
+
+# --------------------------------------------------------------------------------------------------- shapes and options
+
+
+def _case(random: np.random.Generator, entry: Entry) -> Case:
+    """Shapes and options for the op; those of the catalogue where no others are found that it takes."""
+    forward = FORWARDS[entry.name.partition("_backward")[0]]
+    for _ in range(MOST_DRAWS):
+        case = _GEOMETRY.get(forward.name, _renamed)(random, forward)
+        if (results := _results(forward.function, case)) and entry is not forward:
+            case = _of_backward(random, entry, forward, case, results[0].shape)
+        if results and _results(entry.function, case) is not None:
+            return case
+    return entry.small
+
+
+FORWARDS = {entry.name: entry for entry in CATALOGUE if "_backward" not in entry.name}
+
+
+def _size(random: np.random.Generator, zero: bool = True) -> int:
+    if zero and random.random() < 0.02:
+        return 0
+    return int(random.choice([1, 2, 3, 4, 5, 7, 8, 9, 16, 33], p=[0.12, *[0.12] * 6, 0.08, 0.05, 0.03]))
+
+
+def _renamed(random: np.random.Generator, entry: Entry) -> Case:
+    """The small case with another number for each size, and an axis more or less in front."""
+    small = entry.small
+    sizes = {1: 1}
+    layer = entry.name == "gate_layer"
+    new = lambda size: sizes.setdefault(size, _size(random, zero=not layer))  # noqa: E731
+    options = dict(small.options) | (dict(parametrization=str(random.choice(list(PARAMETERS)))) if layer else {})
+    arguments = []
+    for argument in small.arguments:
+        if isinstance(argument, WiresArgument):
+            try:
+                argument = WiresArgument(new(argument.inputs), new(argument.gates))
+                argument.draw(None, 0, "float32")
+            except ValueError:
+                argument = WiresArgument(5, 6)
+                sizes |= {5: 5, 6: 6}
+        elif argument.dtype != jnp.uint32:  # a key
+            shape = tuple(
+                PARAMETERS[options["parametrization"]] if layer and n == 16 else new(n) for n in argument.shape
+            )
+            below = None if argument.below is None else max(new(argument.below), 1)
+            argument = dataclasses.replace(argument, shape=shape, below=below)
+        arguments.append(argument)
+    if layer:  # the wires' sizes were drawn after the logits' shape
+        gates = arguments[1].gates
+        arguments[0] = dataclasses.replace(arguments[0], shape=(gates, arguments[0].shape[1]))
+        arguments[2] = dataclasses.replace(arguments[2], shape=(*arguments[2].shape[:-1], arguments[1].inputs))
+    first = next((a.shape[0] for a in arguments if a.shape and a.shape != (2,)), None)
+    change = random.choice(["none", "less", "more"], p=[0.6, 0.2, 0.2])
+    if change != "none" and not layer:
+        front = _size(random)
+        for i, a in enumerate(arguments):
+            if a.shape and a.shape[0] == first and a.dtype != jnp.uint32:
+                shape = a.shape[1:] if change == "less" else (front, *a.shape)
+                arguments[i] = dataclasses.replace(a, shape=shape)
+    return Case(tuple(_without_bias(random, entry, arguments)), _options(random, entry, options, arguments))
+
+
+def _without_bias(random, entry, arguments):
+    parameters = list(inspect.signature(entry.function).parameters.values())[: len(arguments)]
+    optional = parameters[-1].name == "b" and parameters[-1].default is None
+    return arguments[:-1] if optional and random.random() < 0.3 else arguments
+
+
+def _axis(random, ndim, several):
+    if several and random.random() < 0.2:
+        return None
+    if not several or random.random() < 0.4:
+        return int(random.integers(-ndim, ndim)) if ndim else -1
+    axes = random.permutation(ndim)[: random.integers(0, ndim + 1)]
+    return tuple(int(axis - ndim * random.integers(2)) for axis in axes)
+
+
+def _options(random, entry, options, arguments):
+    """Other values for the options that the op has."""
+    names = inspect.signature(entry.function).parameters
+    ndim = len(arguments[0].shape)
+    drawn = dict(options)
+    choices = {
+        "keepdims": [False, True],
+        "ddof": [0, 1, 2],
+        "negative_slope": [0.0, 0.01, 0.3, 1.0],
+        "delta": [0.5, 1.0, 2.0],
+        "eps": [1e-5, 1e-3, 1e-6],
+        "epsilon": [1e-5, 1e-3, 1e-6],
+        "approximate": [False, True],
+        "min": [-1.0, -0.3, None],
+        "max": [0.5, 1.0, None],
+        "rate": [0.0, 0.3, 0.9],
+    }
+    for name in [name for name in choices if name in names]:
+        drawn[name] = choices[name][random.integers(len(choices[name]))]
+    if entry.name == "elu":
+        drawn["alpha"] = [0.3, 1.0, 2.0][random.integers(3)]
+    if "axis" in names:
+        drawn["axis"] = _axis(random, ndim, several="keepdims" in names)
+    if "axes" in names:
+        drawn["axes"] = None if random.random() < 0.2 else tuple(map(int, random.permutation(ndim)))
+    return drawn
+
+
+def _pair(random, low, high):
+    both = tuple(int(random.integers(low, high + 1)) for _ in range(2))
+    return both if random.random() < 0.7 else both[0]
+
+
+def _images(random):
+    return int(random.integers(1, 4)), int(random.integers(1, 5)), *(int(random.integers(3, 11)) for _ in range(2))
+
+
+def _convolution(random, entry):
+    batch, channels, height, width = _images(random)
+    groups, out, filters = 1, int(random.integers(1, 6)), tuple(map(int, random.integers(1, 5, 2)))
+    options = dict(stride=_pair(random, 1, 3), padding=_pair(random, 0, 2))
+    if entry.name == "conv2d":
+        groups = int(random.choice([1, 1, 1, 2]))
+        options |= dict(dilation=_pair(random, 1, 2) if random.random() < 0.3 else 1, groups=groups)
+        if random.random() < 0.2:
+            options["padding"] = str(random.choice(["SAME", "VALID"]))
+    else:
+        options |= dict(window=_pair(random, 1, 3))
+    arguments = [
+        Argument((batch, channels * groups, height, width)),
+        Argument((out * groups, channels, *filters)),
+        Argument((out * groups,)),
+    ]
+    return Case(tuple(_without_bias(random, entry, arguments)), options)
+
+
+def _pool(random, entry):
+    options = dict(window=_pair(random, 1, 4), padding=_pair(random, 0, 1))
+    if random.random() < 0.7:
+        options["stride"] = _pair(random, 1, 3)
+    apart = entry.small.arguments[0].apart
+    return Case((Argument(_images(random), apart=apart),), options)
+
+
+_GEOMETRY: Mapping[str, Callable[[np.random.Generator, Entry], Case]] = {
+    **dict.fromkeys(("conv2d", "conv2d_relu_max_pool2d", "conv2d_relu_max_pool2d_with_places"), _convolution),
+    **dict.fromkeys(("max_pool2d", "max_pool2d_with_indices", "avg_pool2d"), _pool),
+}
+
+
+def _of_backward(random, entry: Entry, forward: Entry, case: Case, dy: tuple[int, ...]) -> Case:
+    """What a public backward takes, by the names of its parameters, which are those of the forward."""
+    window = case.options.get("window", 1)
+    places = int(np.prod([window] * 2 if isinstance(window, int) else window))
+    given: dict[str, Any] = dict(zip(_names(forward, case), case.arguments, strict=False))
+    given |= dict(
+        dy=Argument(dy),
+        indices=Argument(dy, below=places, dtype=jnp.uint8),
+        places=Argument(dy, below=places + 1, dtype=jnp.uint8),
+    )
+    sizes = {}
+    for name, of in (("input_size", 0), ("filter_size", 1)):
+        if name in inspect.signature(entry.function).parameters:
+            sizes[name] = case.arguments[of].shape[-2:]
+    layers = case.arguments[2:] if forward.name.startswith("mlp_") else ()
+    parameters = inspect.signature(entry.function).parameters
+    arguments = [given[name] for name in parameters if name in given]
+    options = {name: value for name, value in (*case.options.items(), *sizes.items()) if name in parameters}
+    return Case((*arguments, *layers), options)
+
+
+def _names(entry, case):
+    parameters = inspect.signature(entry.function).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return list(itertools.islice(names, len(case.arguments)))
+
+
+# ------------------------------------------------------------------------------------------------------------- smaller
+
+
+def smaller(program: Program) -> list[Program]:
+    """Programs like this one, each simpler in one thing, that the plain formula takes."""
+    found = []
+    if program.transformation != "plain":
+        found.append(dataclasses.replace(program, transformation="plain"))
+    shapes = [a.shape for a in program.case.arguments if isinstance(a, Argument)]
+    if program.entry.name.startswith("gate_layer"):
+        return found
+    for size in sorted({size for shape in shapes for size in shape if size > 1}, reverse=True):
+        for less in (1, size // 2):
+            arguments = [
+                a
+                if isinstance(a, WiresArgument) or a.dtype == jnp.uint32
+                else dataclasses.replace(a, shape=tuple(less if n == size else n for n in a.shape))
+                for a in program.case.arguments
+            ]
+            case = dataclasses.replace(program.case, arguments=tuple(arguments))
+            if takes(program.entry.function, case):
+                found.append(dataclasses.replace(program, case=case))
+    return found
+
+
+def floats_of(arguments: Arguments) -> list[np.ndarray]:
+    return [np.asarray(a) for a in arguments.leaves if is_float(a)]
