@@ -1,5 +1,6 @@
 """The rule that a skipped test fails CI, itself."""
 
+import os
 import re
 import subprocess
 import sys
@@ -33,9 +34,11 @@ def outcomes(tmp_path):
     (tmp_path / "pytest.ini").touch()
     path = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import pytest; sys.exit(pytest.main())"
 
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
     def run(*options):
         command = [sys.executable, "-c", path, "-p", "skip_rule", "-p", "no:cacheprovider", *options]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
         counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (\w+)", done.stdout.splitlines()[-1])}
         return done.returncode, counts, done.stdout
 
