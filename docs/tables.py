@@ -485,11 +485,11 @@ def summary(page: Path, *_: str) -> str:
     return f"{markdown(head, lines)}\n\nMeasured on one {devices}, {dates}: {files}."
 
 
-def accuracy(page: Path, *names: str) -> str:
-    """A line for each op, its backwards among it: what its worst place takes of what is allowed."""
-    reports = {name: report for name in names if (report := load(name)) is not None}
+def accuracy(page: Path, pattern: str) -> str:
+    """A line for each op with its backwards: what its worst place, in all files that match, takes of what is allowed."""
+    reports = {path.stem: load(path.stem) for path in sorted((DOCS / "results").glob(f"{pattern}.json"))}
     if not reports:
-        return no_file(names[0])
+        return no_file(pattern)
     rows = [row for report in reports.values() for row in report["rows"]]
     columns = list(dict.fromkeys((row["implementation"], row["dtype"]) for row in rows))
     ops: dict[str, dict[tuple[str, str], float]] = {}
@@ -503,6 +503,8 @@ def accuracy(page: Path, *names: str) -> str:
     ]
     beyond = sum(row["excess"] > 1 for row in rows)
     count = f"{len(rows) - beyond} of {len(rows)} rows (op, dtype, implementation) are within what is allowed."
+    if any(len(worst) < len(columns) for worst in ops.values()):
+        count += " An empty cell is not measured yet."
     sources = "\n".join(provenance(page, name, report) for name, report in reports.items())
     return f"{count}\n\n{markdown(head, lines)}\n{sources}"
 
