@@ -486,7 +486,7 @@ def summary(page: Path, *_: str) -> str:
 
 
 def accuracy(page: Path, pattern: str) -> str:
-    """A line for each op with its backwards: what its worst place, in all files that match, takes of what is allowed."""
+    """A line for each op with its backwards: what its worst place in all these files takes of what is allowed."""
     reports = {path.stem: load(path.stem) for path in sorted((DOCS / "results").glob(f"{pattern}.json"))}
     if not reports:
         return no_file(pattern)
