@@ -14,7 +14,16 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, UInt8, UInt32
 
 from jaxbp.logic.gates import COEFFICIENTS, GATES
-from jaxbp.logic.sources import C_WORDS, EXPRESSIONS, VERILOG_WORDS, Table, c_of_tables, check_classes, check_name, verilog_of
+from jaxbp.logic.sources import (
+    C_WORDS,
+    EXPRESSIONS,
+    VERILOG_WORDS,
+    Table,
+    c_of_tables,
+    check_classes,
+    check_name,
+    verilog_of,
+)
 from jaxbp.logic.wires import Wires
 
 WORD_BITS = 32
@@ -113,9 +122,10 @@ class Circuit:
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes what `evaluate` does.
 
-        Bit k of `x[i * words + w]` is input i of sample 32 w + k, and so for y. It returns 0, or 1 if there is no memory to work in. Words are taken 16 at a time: fewer take as long. A layer
-        is a table of gates for each of the 16 functions, and a loop over it: compilers take long over as many lines as
-        a large circuit has gates. Pass-throughs are gates here; `Netlist.simplify` folds them.
+        Bit k of `x[i * words + w]` is input i of sample 32 w + k, and so for y. It returns 0, or 1 if there is no
+        memory to work in. Words are taken 16 at a time: fewer take as long. A layer is a table of gates for each of the
+        16 functions, and a loop over it: compilers take long over as many lines as a large circuit has gates.
+        Pass-throughs are gates here; `Netlist.simplify` folds them.
 
         Args:
           classes: with `int name_classify(const uint8_t *bits)` as well: the class of one sample, whose outputs, a
