@@ -1,12 +1,6 @@
 import dataclasses
 import json
-import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -21,8 +15,6 @@ from experiments.training.loop import TIMINGS
 from experiments.training.run_directory import RunDirectory
 
 pytestmark = pytest.mark.once
-
-ROOT = Path(__file__).parents[3]
 
 
 def epochs_of(run_dir):
@@ -294,73 +286,3 @@ def test_data_that_do_not_fit_leave_no_run_directory(toy_config, tmp_path):
     with pytest.raises(ValueError, match="batch_size"):
         train.train(toy_config(run_dir=tmp_path / "run", batch_size=101))
     assert not (tmp_path / "run").exists()
-
-
-# The real thing: processes that are killed while they train.
-
-SCRIPT = """
-import sys
-from pathlib import Path
-from conftest import ToyConfig
-from experiments import train
-from experiments.training import checkpoints
-path = Path(sys.argv[1])
-has_begun = bool(checkpoints.epochs(path / "checkpoints"))
-train.train(ToyConfig(run_dir=path, resume=has_begun, epochs=int(sys.argv[2])))
-"""
-
-
-def start_process(config):
-    """Another process that begins the run of a toy config, or goes on with it."""
-    paths = os.pathsep.join(map(str, (ROOT, Path(__file__).parents[1])))
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, config.run_dir, str(config.epochs)],
-        env=os.environ | {"PYTHONPATH": paths, "JAX_DEFAULT_MATMUL_PRECISION": "highest"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def lines_written(run_dir):
-    path = run_dir / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def unfinished_checkpoints(run_dir):
-    path = run_dir / "checkpoints"
-    return {name for name in os.listdir(path) if name.endswith("tmp")} if path.exists() else set()
-
-
-def after_two_more_lines(run_dir):
-    before = lines_written(run_dir)
-    return lambda: lines_written(run_dir) >= before + 2
-
-
-def while_writing_another_checkpoint(run_dir):
-    before = unfinished_checkpoints(run_dir)
-    return lambda: unfinished_checkpoints(run_dir) - before
-
-
-def a_moment_after_two_more_lines(run_dir):
-    has_come = after_two_more_lines(run_dir)
-    return lambda: has_come() and not time.sleep(random.uniform(0, 0.3))
-
-
-MOMENTS = [after_two_more_lines, while_writing_another_checkpoint, a_moment_after_two_more_lines]
-
-
-def test_a_run_killed_again_and_again_ends_in_the_same_bits(toy_config, tmp_path):
-    whole, killed = (toy_config(run_dir=tmp_path / name, epochs=24) for name in ("whole", "killed"))
-    train.train(whole)
-    for moment in MOMENTS:
-        has_come = moment(killed.run_dir)
-        process = start_process(killed)
-        while not has_come():
-            assert process.poll() is None, process.stdout.read()
-            time.sleep(0.0005)
-        process.kill()
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-    train.train(dataclasses.replace(killed, resume=True))
-    assert_same_run(killed.run_dir, whole.run_dir)
