@@ -5,8 +5,10 @@
 130    Ctrl-C
 """
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -35,6 +37,16 @@ def exit_code(command: Callable[[], int]) -> int:
         return _said(f"error: {error}", 1)
     except KeyboardInterrupt as stop:
         return _said(str(stop) or "stopped", 130)
+
+
+@contextlib.contextmanager
+def kept_in(path: Path | None) -> Iterator[None]:
+    """At Ctrl-C within, says that the file of the results has those so far."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = path is not None and path.exists()
+        raise Stopped(f"stopped; {path} has the results so far" if kept else "stopped") from None
 
 
 def warn(message: str) -> None:
