@@ -29,7 +29,7 @@ from jaxbp.nn import LogicNetwork
 NAMES = ["False", "a∧b", "a∧¬b", "a", "¬a∧b", "b", "a⊕b", "a∨b"]
 NAMES += ["¬(a∨b)", "¬(a⊕b)", "¬b", "a∨¬b", "¬a", "¬a∨b", "¬(a∧b)", "True"]
 FILES = ("gates.png", "circuit.c", "circuit.v")
-TIMED_SAMPLES, TIMED_SECONDS = 8192, 1.0
+TIMED_SAMPLES, TIMED_SECONDS = 8192, 0.3
 
 
 def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:
