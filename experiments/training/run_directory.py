@@ -28,7 +28,7 @@ from jaxtyping import PyTree
 from experiments import configs
 from experiments.configs import TrainingConfig
 from experiments.output.errors import BrokenRun, UserError, warn
-from experiments.output.files import is_leftover, write_atomically
+from experiments.output.files import is_leftover, remove, write_atomically
 from experiments.training import checkpoints
 from experiments.training.checkpoints import Checkpoint
 from experiments.training.loop import Metrics
@@ -153,7 +153,7 @@ class RunDirectory:
             self._open.enter_context(_locked(self._path))
             _check_is_free(self._path)  # once more: it may be another process's by now
             (self._path / CHECKPOINTS).mkdir(exist_ok=True)
-            self._checkpoint = Checkpoint(0, configs.to_dict(self.config), constants, [], {})
+            self._checkpoint = Checkpoint(0, configs.to_dict(self.config), constants, [], {}, self._path / CHECKPOINTS)
             self._save(initial, [])
             self._write_anew()
             return initial
@@ -167,8 +167,8 @@ class RunDirectory:
         if configs.differences(configs.from_dict(type(self.config), self._checkpoint.config), self.config):
             # More epochs: so that a run stopped before the next checkpoint still knows of them.
             extended = {**configs.to_dict(self.config), "run_dir": self._checkpoint.config["run_dir"], "resume": False}
-            self._checkpoint = self._checkpoint._replace(config=extended)
-            self._save(state, self.metrics)
+            self._checkpoint = dataclasses.replace(self._checkpoint, config=extended)
+            checkpoints.write_run(self._checkpoint, self._checkpoint.path)
             self._write_anew()
         return state
 
@@ -179,7 +179,7 @@ class RunDirectory:
         write_atomically(self._path / METRICS, _lines(self.metrics))
         for epoch in checkpoints.epochs(self._path / CHECKPOINTS):
             if epoch <= metrics.epoch - KEPT_CHECKPOINTS:
-                checkpoints.path_of(self._path / CHECKPOINTS, epoch).unlink()
+                remove(checkpoints.path_of(self._path / CHECKPOINTS, epoch))
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a file of the report."""
@@ -190,15 +190,15 @@ class RunDirectory:
         self.write(CHECKSUMS, self._checksums(names).encode())
 
     def _save(self, state: PyTree, metrics: Sequence[Metrics]) -> None:
-        lines, arrays = [line._asdict() for line in metrics], checkpoints.to_arrays(state)
-        checkpoint = self._checkpoint._replace(epoch=len(lines), metrics=lines, arrays=arrays)
-        checkpoints.write(self._path / CHECKPOINTS, checkpoint)
+        lines = [line._asdict() for line in metrics]
+        checkpoint = dataclasses.replace(self._checkpoint, epoch=len(lines), metrics=lines)
+        checkpoints.write(checkpoint, checkpoints.to_arrays(state))
 
     def _write_anew(self, loud: bool = False) -> None:
         """Makes of the checkpoint what is not as it says, and removes what killed processes left."""
         for folder in (self._path, self._path / CHECKPOINTS):
             for leftover in filter(is_leftover, folder.iterdir()):
-                leftover.unlink()
+                remove(leftover)
         wanted = {CONFIG: configs.as_json(self._checkpoint.config).encode(), METRICS: _lines(self.metrics)}
         for name, data in wanted.items():
             file = self._path / name
