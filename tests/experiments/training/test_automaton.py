@@ -77,7 +77,7 @@ def test_a_run_resumes_to_the_same_bits(finished, tmp_path, monkeypatch):
     whole = finished[0]
     config = dataclasses.replace(whole, run_dir=tmp_path / "run", resume=True)
     shutil.copytree(whole.run_dir, config.run_dir)
-    (config.run_dir / "checkpoints" / "4.npz").unlink()
+    shutil.rmtree(config.run_dir / "checkpoints" / "4")
     monkeypatch.setattr(train, "REPORTS", {})
     train.train(config)
     lines = [(c.run_dir / "metrics.jsonl").read_text().splitlines()[-1] for c in (whole, config)]

@@ -82,7 +82,7 @@ def test_a_run_leaves_its_config_metrics_curves_and_two_checkpoints(toy_config, 
     }
     assert [line["epoch"] for line in epochs_of(whole_run)] == [1, 2, 3, 4]
     assert (whole_run / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in (whole_run / "checkpoints").iterdir()) == ["3.npz", "4.npz"]
+    assert sorted(path.name for path in (whole_run / "checkpoints").iterdir()) == ["3", "4"]
     assert sorted(path.name for path in whole_run.iterdir()) == FILES
 
 
@@ -107,7 +107,9 @@ def tear_metrics(run_dir):
 
 
 def leave_unfinished_checkpoint(run_dir):
-    (run_dir / "checkpoints" / ".3.npz.1234.jaxbp-tmp").write_bytes(b"PK")
+    folder = run_dir / "checkpoints" / ".3.1234.jaxbp-tmp"
+    (folder / "state").mkdir(parents=True)
+    (folder / "state" / "manifest.ocdbt").write_bytes(b"half a man")
 
 
 def leave_temporary_file(run_dir):
@@ -126,7 +128,7 @@ def test_what_a_killed_process_leaves_half_written_does_not_matter(
     train.train(toy_config(run_dir=run_dir, resume=True))
     assert_same_run(run_dir, whole_run)
     assert sorted(path.name for path in run_dir.iterdir()) == FILES
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["3.npz", "4.npz"]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["3", "4"]
 
 
 def test_a_run_killed_before_its_first_checkpoint_may_begin_anew(toy_config, whole_run, tmp_path, monkeypatch):
@@ -138,8 +140,8 @@ def test_a_run_killed_before_its_first_checkpoint_may_begin_anew(toy_config, who
 
 def test_files_that_no_run_wrote_stay_as_they_are(toy_config, whole_run, tmp_path, monkeypatch):
     run_dir = interrupted_run(toy_config(run_dir=tmp_path / "run"), monkeypatch)
-    foreign = [run_dir / name for name in ("notes.txt", ".draft.tmp", ".lock.old", "checkpoints/best.npz")]
-    foreign += [run_dir / "checkpoints" / "01.npz", run_dir / "checkpoints" / "1.npz.bak"]
+    foreign = [run_dir / name for name in ("notes.txt", ".draft.tmp", ".lock.old", "checkpoints/best")]
+    foreign += [run_dir / "checkpoints" / "01", run_dir / "checkpoints" / "1.bak"]
     for path in foreign:
         path.write_text(path.name)
     train.train(toy_config(run_dir=run_dir, resume=True))
@@ -209,7 +211,7 @@ def test_resuming_with_other_settings_is_refused_with_both_values(toy_config, wh
 def test_a_finished_run_goes_on_with_more_epochs_and_keeps_them_in_mind(toy_config, whole_run, tmp_path, monkeypatch):
     run_dir = copied(whole_run, tmp_path / "run")
     before = epochs_of(run_dir)
-    interrupted_run(toy_config(run_dir=run_dir, resume=True, epochs=6), monkeypatch, number=2)
+    interrupted_run(toy_config(run_dir=run_dir, resume=True, epochs=6), monkeypatch, number=1)
     assert json.loads((run_dir / "config.json").read_text())["epochs"] == 6
     with monkeypatch.context() as patch:
         patch.setitem(configs.EXPERIMENTS, "toy", toy_config)
