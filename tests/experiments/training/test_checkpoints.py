@@ -1,11 +1,11 @@
-"""One file with everything, and its checksum. What damage to it does is in `test_damage.py`."""
+"""A folder with everything, and its checksums. What damage to it does is in `test_damage.py`."""
 
-import hashlib
+import dataclasses
 import json
-import zipfile
 
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from experiments.output.errors import BrokenRun
@@ -15,61 +15,69 @@ from experiments.training.checkpoints import Checkpoint
 STATE = {
     "params": {"weight": jnp.arange(6.0).reshape(2, 3), "half": jnp.array([0.1, -3], jnp.bfloat16)},
     "count": jnp.int32(7),
-    "empty": jnp.zeros((0, 4)),
 }
 
 
 @pytest.fixture
 def written(tmp_path):
-    checkpoint = Checkpoint(3, {"seed": 1}, "abc", [{"epoch": 1}], checkpoints.to_arrays(STATE))
-    checkpoints.write(tmp_path, checkpoint)
-    return checkpoint, tmp_path / "3.npz"
+    checkpoint = Checkpoint(3, {"seed": 1}, "abc", [{"epoch": 1}], {}, tmp_path)
+    return checkpoints.write(checkpoint, checkpoints.to_arrays(STATE))
 
 
 def test_what_is_read_is_what_was_written(written):
-    checkpoint, path = written
-    read = checkpoints.read(path)
-    assert read[:4] == checkpoint[:4]
+    read = checkpoints.read(written.path)
+    assert read == written and written.path.name == "3"
     restored = checkpoints.from_arrays(read.arrays, STATE)
     for name in ("weight", "half"):
         was, now = STATE["params"][name], restored["params"][name]
         assert (now.dtype, now.shape) == (was.dtype, was.shape) and np.array_equal(now, was)
-    assert restored["count"] == 7 and restored["empty"].shape == (0, 4)
+    assert restored["count"] == 7
 
 
-def test_numpy_reads_it_and_every_program_that_reads_zip_files(written):
-    _, path = written
-    with np.load(path) as arrays:
-        assert arrays["params/weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
-        assert json.loads(arrays["run.json"])["epoch"] == 3
-    with zipfile.ZipFile(path) as archive:
-        assert archive.testzip() is None
-        assert archive.comment.decode() == hashlib.sha256(path.read_bytes()[:-64]).hexdigest()
+def test_orbax_reads_the_state_and_whatever_reads_json_the_rest(written):
+    with ocp.PyTreeCheckpointer() as orbax:
+        assert orbax.restore(written.path / "state")["params"]["weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert json.loads((written.path / "run.json").read_text())["config"] == {"seed": 1}
 
 
-def test_the_same_state_is_the_same_bytes(written):
-    checkpoint, path = written
-    before = path.read_bytes()
-    checkpoints.write(path.parent, checkpoint)
-    assert path.read_bytes() == before
+def test_another_write_takes_the_place_of_the_first_and_leaves_nothing_else(written):
+    other = dataclasses.replace(written, constants="def")
+    again = checkpoints.write(other, {"count": np.int32(8)})
+    assert checkpoints.read(written.path).constants == "def" and again.arrays == {"count": 8}
+    assert [path.name for path in written.folder.iterdir()] == ["3"]
+
+
+def test_settings_are_written_anew_without_the_state(written):
+    before = (written.path / "state" / "_METADATA").stat().st_mtime_ns
+    checkpoints.write_run(dataclasses.replace(written, config={"seed": 2}), written.path)
+    assert checkpoints.read(written.path).config == {"seed": 2}
+    assert (written.path / "state" / "_METADATA").stat().st_mtime_ns == before
+
+
+def test_a_write_that_fails_leaves_what_was_there(written, monkeypatch):
+    monkeypatch.setattr(checkpoints, "write_run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.write(written, {"count": np.int32(8)})
+    assert checkpoints.read(written.path) == written
+    assert [path.name for path in written.folder.iterdir()] == ["3"]
 
 
 OTHERS = {
-    "another shape": ({**STATE, "count": jnp.zeros(2, jnp.int32)}, r"count: saved \(\) i4, now \(2,\) i4"),
-    "another dtype": ({**STATE, "count": jnp.float32(7)}, r"count: saved \(\) i4, now \(\) f4"),
-    "more": ({**STATE, "scale": jnp.float32(7)}, r"scale: saved none, now \(\) f4"),
-    "less": ({"params": STATE["params"], "count": STATE["count"]}, r"empty: saved \(0, 4\) f4, now none"),
+    "another shape": ({**STATE, "count": jnp.zeros(2, jnp.int32)}, r"count: saved \(\) int32, now \(2,\) int32"),
+    "another dtype": ({**STATE, "count": jnp.float32(7)}, r"count: saved \(\) int32, now \(\) float32"),
+    "more": ({**STATE, "scale": jnp.float32(7)}, r"scale: saved none, now \(\) float32"),
+    "less": ({"params": STATE["params"]}, r"count: saved \(\) int32, now none"),
 }
 
 
 @pytest.mark.parametrize(("state", "message"), OTHERS.values(), ids=OTHERS)
 def test_another_models_arrays_are_refused(written, state, message):
     with pytest.raises(BrokenRun, match=message):
-        checkpoints.from_arrays(checkpoints.read(written[1]).arrays, state)
+        checkpoints.from_arrays(checkpoints.read(written.path).arrays, state)
 
 
 def test_epochs_are_of_the_names_that_are_written_alone(tmp_path):
-    for name in ("10.npz", "9.npz", "09.npz", "-1.npz", "best.npz", "3.npz.bak", "4"):
-        (tmp_path / name).touch()
+    for name in ("10", "9", "09", "-1", "best", "3.bak"):
+        (tmp_path / name).mkdir()
     assert checkpoints.epochs(tmp_path) == [10, 9]
     assert checkpoints.epochs(tmp_path / "missing") == []
