@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.output.accuracy import measure
-from experiments.output.errors import UserError
+from experiments.output.errors import UserError, exit_code
 from experiments.output.files import write_atomically
 from jaxbp.catalogue import CATALOGUE, Entry
 from jaxbp.verify import CheckResult, check
@@ -128,4 +128,4 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -30,7 +30,7 @@ from experiments import configs
 from experiments.configs import EXPERIMENTS, TrainingConfig
 from experiments.data.datasets import Dataset
 from experiments.output.comparison_page import page
-from experiments.output.errors import UserError
+from experiments.output.errors import UserError, exit_code, kept_in
 from experiments.output.files import write_atomically
 from experiments.output.results import provenance, to_json
 from experiments.training import loop as training
@@ -69,17 +69,15 @@ class CompareConfig(Generic[Config]):
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 1 if an implementation failed, 2 for a mistake of the user."""
+    """Runs the command line. Returns the exit code: 1 if an implementation failed, else `errors.py`'s."""
     args = sys.argv[1:] if args is None else list(args)
-    try:
-        config = parse(args)
-        with jax.default_matmul_precision(config.precision):
-            report = run(config, shlex.join(["python", "-m", "experiments.compare", *args]))
-    except (UserError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    if config.json is not None:
-        write_atomically(config.json, to_json(report))
+    return exit_code(lambda: _main(args))
+
+
+def _main(args: Sequence[str]) -> int:
+    config = parse(args)
+    with jax.default_matmul_precision(config.precision), kept_in(config.json):
+        report = run(config, shlex.join(["python", "-m", "experiments.compare", *args]))
     if config.html is not None:
         write_atomically(config.html, page(report).encode())
     return 1 if any(measured["failed"] for measured in report["measured"]) else 0
@@ -96,7 +94,7 @@ def parse(args: Sequence[str]) -> CompareConfig:
 
 
 def run(config: CompareConfig, command: str) -> dict[str, Any]:
-    """Compares, prints tables, and returns all numbers as plain values."""
+    """Compares, prints tables, and returns all numbers as plain values. Writes them after every part."""
     experiment = config.experiment
     if not any(field.name == "implementation" for field in dataclasses.fields(experiment)):
         raise UserError(f"{experiment.name} has no setting `implementation`: there is nothing to compare")
@@ -111,23 +109,34 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
 
     comparison = _compare_on_a_batch(config, params, losses, dataset)
     comparison.show(console)
-    curves, failed = {}, {measured.implementation: measured.failed for measured in comparison.measured}
+    curves: dict[str, list[float]] = {}
+
+    def keep(complete: bool) -> dict[str, Any]:
+        report = _plain(
+            {
+                **provenance(command),
+                "complete": complete,
+                "config": configs.to_dict(experiment),
+                "precision": config.precision,
+                "reference": REFERENCE,
+                **dataclasses.asdict(comparison),
+                "curves": curves,
+            }
+        )
+        if config.json is not None:
+            write_atomically(config.json, to_json(report))
+        return report
+
+    keep(complete=False)
+    failed = {measured.implementation: measured.failed for measured in comparison.measured}
     for name in names:
         if config.steps and not failed[name]:
             print(f"{config.steps} steps, {name}", file=sys.stderr, flush=True)
             curves[name] = train(dataclasses.replace(experiment, implementation=name), config.steps, dataset)
+            keep(complete=False)
     if curves:
         console.print(curves_table(curves))
-    return _plain(
-        {
-            **provenance(command),
-            "config": configs.to_dict(experiment),
-            "precision": config.precision,
-            "reference": REFERENCE,
-            **dataclasses.asdict(comparison),
-            "curves": curves,
-        }
-    )
+    return keep(complete=True)
 
 
 def _default_implementations() -> tuple[str, ...]:

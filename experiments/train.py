@@ -7,6 +7,7 @@
 The last line printed is the test accuracy. `--help` lists the experiments, and after an experiment's name its settings.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import shlex
@@ -16,16 +17,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import tyro
 from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from experiments import configs
-from experiments.configs import AUTOMATA, EXPERIMENTS, TrainingConfig
+from experiments.configs import AUTOMATA, TrainingConfig
 from experiments.configs.base import FIELDS_WITHOUT_EFFECT
 from experiments.data.datasets import Dataset
-from experiments.output.errors import UserError
+from experiments.output.errors import Stopped, UserError, exit_code
 from experiments.output.files import write_atomically
 from experiments.output.results import provenance, to_json
 from experiments.training import automaton, curves, logic, run_directory
@@ -33,11 +36,22 @@ from experiments.training import loop as training
 from experiments.training.loop import Metrics
 from experiments.training.run_directory import RunDirectory
 
-REPORTS: Mapping[str, Callable[[Any, nnx.Module, Dataset], str]] = {
-    "logic": logic.report,
-    **dict.fromkeys(AUTOMATA, automaton.report),
+PROGRAM = "python -m experiments.train"
+
+
+class Report(NamedTuple):
+    """What an experiment adds to a run after training."""
+
+    of: Callable[[Any, nnx.Module, Dataset], str]
+    """`(config, trained model, dataset) -> lines` to print. It writes the files into run_dir."""
+    files: Sequence[str]
+
+
+REPORTS: Mapping[str, Report] = {
+    "logic": Report(logic.report, logic.FILES),
+    **dict.fromkeys(AUTOMATA, Report(automaton.report, automaton.FILES)),
 }
-"""Experiment -> `(config, trained model, dataset) -> lines` to print after training. It may add files to run_dir."""
+CURVES = "curves.png"
 
 
 class Command(NamedTuple):
@@ -48,21 +62,20 @@ class Command(NamedTuple):
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 2, after one line on stderr, for a mistake of the user."""
+    """Runs the command line. Returns the exit code: see `experiments/output/errors.py`."""
     args = sys.argv[1:] if args is None else list(args)
-    try:
-        config, path = parse(args)
-        if path is not None and not path.parent.is_dir():
-            raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
-        print(configs.to_json(config), end="", flush=True)
-        metrics = train(config)
-        if path is not None:
-            history = run_directory.read_metrics(config.run_dir, metrics.epoch)
-            report = result(shlex.join(["python", "-m", "experiments.train", *args]), config, history)
-            write_atomically(path, to_json(report))
-    except (UserError, OSError, NotImplementedError, FloatingPointError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+    return exit_code(lambda: _main(args))
+
+
+def _main(args: Sequence[str]) -> int:
+    config, path = parse(args)
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
+    print(configs.to_json(config), end="", flush=True)
+    metrics = train(config)
+    if path is not None:
+        report = result(shlex.join([*PROGRAM.split(), *args]), config, run_directory.read_metrics(config.run_dir))
+        write_atomically(path, to_json(report))
     print(f"test accuracy {metrics.test_accuracy:.4f}")
     return 0
 
@@ -70,20 +83,41 @@ def main(args: Sequence[str] | None = None) -> int:
 def parse(args: Sequence[str]) -> Command:
     """The config that the command line asks for, with a new run directory if none is named.
 
+    With `--resume` and `--run-dir`, what is left open, also the experiment, is as that run has it.
+
     Raises:
+      UserError: (a ValueError) for a run that there is not, or of other settings.
       SystemExit: after `--help`, or a message about arguments that no run can have (2).
     """
-    parsed = tyro.extras.subcommand_cli_from_dict(
-        {name: _with_json(config) for name, config in EXPERIMENTS.items()},
-        args=args,
-        prog="python -m experiments.train",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    saved, options = _run_to_resume(args), dict(args=args, prog=PROGRAM)
+    if saved is None:
+        experiments = {name: _with_json(config) for name, config in configs.EXPERIMENTS.items()}
+        flags = (tyro.conf.FlagCreatePairsOff,)
+        parsed = tyro.extras.subcommand_cli_from_dict(experiments, config=flags, **options)
+    else:
+        if args[0] == saved.name:
+            options["args"] = args[1:]
+        parsed = tyro.cli(_with_json(type(saved)), default=_with_json(type(saved))(**vars(saved)), **options)
     settings = dict(vars(parsed))
     path = settings.pop("json")
     if settings["run_dir"] is None:
         settings["run_dir"] = Path("runs") / f"{parsed.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-    return Command(EXPERIMENTS[parsed.name](**settings), path)
+    config = configs.EXPERIMENTS[parsed.name](**settings)
+    return Command(configs.resumed(saved, config) if saved else config, path)
+
+
+def _run_to_resume(args: Sequence[str]) -> TrainingConfig | None:
+    """The saved settings of the run that the arguments resume, if they do."""
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument("--resume", action="store_true")
+    options.add_argument("--run-dir", "--run_dir", type=Path, nargs="?")
+    found, _ = options.parse_known_args(args)
+    if not found.resume or found.run_dir is None:
+        return None
+    saved, name = run_directory.saved_config(found.run_dir), args[0]
+    if name in configs.EXPERIMENTS and name != saved.name:
+        raise UserError(f"run_dir = {found.run_dir} holds a run of {saved.name}: wanted one of {name}")
+    return dataclasses.replace(saved, resume=True)
 
 
 def _with_json(config: type[TrainingConfig]) -> type[TrainingConfig]:
@@ -99,33 +133,56 @@ def train(config: TrainingConfig) -> Metrics:
 
     Raises:
       UserError: (a ValueError) for data, settings or a run directory that do not fit.
+      BrokenRun: for a run directory that another process works in, or that is damaged beyond going on.
       FloatingPointError: when a loss is no longer finite; the last checkpoint is that of the epoch before.
+      Stopped: at Ctrl-C, after drawing the curves so far.
     """
-    run_directory.check(config)
-    if config.resume and (metrics := run_directory.final_metrics(config)):
-        return metrics
-    dataset = config.load()
-    prepared = training.prepare(config, dataset)
-    with (
-        RunDirectory(config, prepared.constants_checksum) as directory,
-        _progress(config, len(directory.metrics)) as show,
-    ):
-        start = directory.restore(prepared.state)
-        for metrics, state, predictions in training.run(prepared, start, len(directory.metrics)):
-            directory.append(metrics)
-            last = config.is_last(metrics.epoch, metrics.test_accuracy)
-            if last:
-                title = f"{config.name} on {dataset.name}: test accuracy {metrics.test_accuracy:.4f}"
-                directory.save_curves(curves.draw(title, directory.metrics, dataset, predictions, config.curves))
-            directory.save_checkpoint(state)
-            show(metrics)
-            if last:
-                break
-    print(_total(directory.metrics))
-    nnx.update(prepared.model, state.params)
-    if config.name in REPORTS:
-        print(REPORTS[config.name](config, prepared.model, dataset))
+    with RunDirectory(config) as directory:
+        config = directory.config
+        report = REPORTS.get(config.name)
+        files = (CURVES, *(report.files if report else ()))
+        if directory.is_done and directory.has_whole(files):
+            return directory.metrics[-1]
+        dataset, predictions = None, None
+        try:
+            dataset = config.load()
+            prepared = training.prepare(config, dataset)
+            state = directory.begin(prepared.state, prepared.constants_checksum)
+            with _progress(config, len(directory.metrics)) as show:
+                if not directory.is_done:
+                    for epoch in training.run(prepared, state, len(directory.metrics)):
+                        metrics, state, predictions = epoch
+                        directory.save(metrics, state)
+                        show(metrics)
+                        if directory.is_done:
+                            break
+            if predictions is None:  # all epochs were done before
+                _, _, predictions = map(np.asarray, prepared.evaluate(state.params))
+            _draw(directory, dataset, predictions)
+            print(_total(directory.metrics))
+            nnx.update(prepared.model, state.params)
+            if report:
+                print(report.of(config, prepared.model, dataset))
+            directory.seal(files)
+        except KeyboardInterrupt:
+            raise _stopped(directory, dataset, predictions) from None
     return directory.metrics[-1]
+
+
+def _draw(directory: RunDirectory, dataset: Dataset, predictions: np.ndarray | None) -> None:
+    config, last = directory.config, directory.metrics[-1]
+    title = f"{config.name} on {dataset.name}: test accuracy {last.test_accuracy:.4f}"
+    directory.write(CURVES, curves.draw(title, directory.metrics, dataset, predictions, config.curves))
+
+
+def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.ndarray | None) -> Stopped:
+    """Draws the curves so far, and says how to go on."""
+    if not directory.has_begun:
+        return Stopped("stopped before anything was written")
+    if directory.metrics and dataset:
+        _draw(directory, dataset, predictions)
+    command = shlex.join([*PROGRAM.split(), "--resume", "--run-dir", str(directory.config.run_dir)])
+    return Stopped(f"stopped after epoch {len(directory.metrics)}; resume with: {command}")
 
 
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
@@ -155,25 +212,28 @@ def _progress(config: TrainingConfig, epochs_done: int) -> Iterator[Callable[[Me
     if not console.is_terminal:
         yield lambda metrics: print(f"epoch {metrics.epoch}/{config.epochs}  {_summary(config, metrics)}", flush=True)
         return
+    # Within 80 columns: the bar has what the rest leaves, and a narrow terminal cuts the last column.
     columns = (
         TextColumn("epoch"),
         MofNCompleteColumn(),
-        BarColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[summary]}"),
+        BarColumn(bar_width=None),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[summary]}", table_column=Column(no_wrap=True)),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, expand=True) as progress:
         task = progress.add_task("epochs", total=config.epochs, completed=epochs_done, summary="")
-        yield lambda metrics: progress.update(task, completed=metrics.epoch, summary=_summary(config, metrics))
+        yield lambda metrics: progress.update(task, completed=metrics.epoch, summary=_tested(config, metrics))
 
 
 def _summary(config: TrainingConfig, metrics: Metrics) -> str:
-    train, test = config.curves
     return (
-        f"{train} loss {metrics.train_loss:.4f} accuracy {metrics.train_accuracy:.4f}  "
-        f"{test} loss {metrics.test_loss:.4f} accuracy {metrics.test_accuracy:.4f}  "
-        f"{metrics.images_per_second:,.0f} {config.examples}/s"
+        f"{config.curves[0]} loss {metrics.train_loss:.4f} accuracy {metrics.train_accuracy:.4f}  "
+        f"{_tested(config, metrics)}  {metrics.images_per_second:,.0f} {config.examples}/s"
     )
+
+
+def _tested(config: TrainingConfig, metrics: Metrics) -> str:
+    return f"{config.curves[1]} loss {metrics.test_loss:.4f} accuracy {metrics.test_accuracy:.4f}"
 
 
 def _total(metrics: Sequence[Metrics]) -> str:

@@ -28,7 +28,7 @@ import tyro
 import pallas_kernels.conv.conv2d_relu_max_pool2d  # noqa: F401  registers its kernels
 from experiments.bench import measure
 from experiments.bench.works import CACHE_BYTES, MOST_CALLS, one_after_another
-from experiments.output.errors import UserError
+from experiments.output.errors import UserError, exit_code
 from experiments.output.files import write_atomically
 from pallas_kernels.core import device, tiles
 
@@ -166,4 +166,4 @@ def record(file: Path, kernel: str, shapes: str, tile: dict[str, int]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -47,7 +47,7 @@ from experiments.bench.peers import VariantChoice
 from experiments.bench.report import picture, print_table
 from experiments.bench.rows import Case, Settings, measured_rows
 from experiments.bench.works import Work, selected
-from experiments.output.errors import UserError
+from experiments.output.errors import UserError, exit_code, kept_in
 from experiments.output.files import write_atomically
 from experiments.output.results import provenance, to_json
 
@@ -91,22 +91,23 @@ class BenchConfig:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 1 if an implementation failed, 2 for a mistake of the user."""
-    started = time.monotonic()
+    """Runs the command line. Returns the exit code: 1 if an implementation failed, else `errors.py`'s."""
     args = sys.argv[1:] if args is None else list(args)
+    return exit_code(lambda: _main(args))
+
+
+def _main(args: Sequence[str]) -> int:
+    started = time.monotonic()
     config = tyro.cli(
         BenchConfig, args=args, prog="python -m experiments.bench", config=(tyro.conf.FlagCreatePairsOff,)
     )
-    try:
-        check(config)
-        works = selected(config.cases, config.batch_last)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    check(config)
+    works = selected(config.cases, config.batch_last)
     if config.peers:
         # JAX has not started yet: leave the peers room on the GPU.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    report = run(works, config, shlex.join(["python", "-m", "experiments.bench", *args]), started)
+    with kept_in(config.json):
+        report = run(works, config, shlex.join(["python", "-m", "experiments.bench", *args]), started)
     print_table(report)
     if (png := config.png or (config.json and config.json.with_suffix(".png"))) is not None:
         write_atomically(png, picture(report))
@@ -160,14 +161,19 @@ def run(works: Sequence[Work], config: BenchConfig, command: str, started: float
         )
         cases = [Case(work, n, settings) for work in works for n in config.batch or work.batches[0 if on_gpu else 1]]
         note_progress(report, cases)
-        for rows in measured_rows(cases, keep_going):
-            report["rows"] += rows
-            note_progress(report, cases)
-            if config.json is not None:
-                write_atomically(config.json, to_json(report))
+        try:
+            for rows in measured_rows(cases, keep_going):
+                report["rows"] += rows
+                note_progress(report, cases)
+                _keep(report, config)
+        finally:
+            _keep(report, config)
+    return report
+
+
+def _keep(report: Mapping[str, Any], config: BenchConfig) -> None:
     if config.json is not None:
         write_atomically(config.json, to_json(report))
-    return report
 
 
 def note_progress(report: dict[str, Any], cases: Sequence[Case]) -> None:

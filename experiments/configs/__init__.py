@@ -5,7 +5,18 @@ leaves open, and list the class in `EXPERIMENTS`: the command line, the run dire
 """
 
 from experiments.configs.automaton import AUTOMATA, AutomatonConfig
-from experiments.configs.base import Augment, Loss, Recipe, TrainingConfig, differences, to_dict, to_json
+from experiments.configs.base import (
+    Augment,
+    Loss,
+    Recipe,
+    TrainingConfig,
+    as_json,
+    differences,
+    from_dict,
+    resumed,
+    to_dict,
+    to_json,
+)
 from experiments.configs.images import ImageConfig, classification_loss
 from experiments.configs.lenet import LeNetConfig
 from experiments.configs.logic import LogicConfig
@@ -27,8 +38,11 @@ __all__ = [
     "MixerConfig",
     "Recipe",
     "TrainingConfig",
+    "as_json",
     "classification_loss",
     "differences",
+    "from_dict",
+    "resumed",
     "to_dict",
     "to_json",
 ]

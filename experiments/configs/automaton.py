@@ -64,7 +64,6 @@ class AutomatonConfig(TrainingConfig):
 
     gradient_clip: ClassVar[float | None] = 100.0
     examples: ClassVar[str] = "grids"
-    curves: ClassVar[tuple[str, str]] = ("training", "hard")
 
     grid: ClassVar[tuple[int, int]]
     periodic: ClassVar[bool]
@@ -144,6 +143,14 @@ class AutomatonConfig(TrainingConfig):
             value = getattr(self, field)
             self._check(field, isinstance(value, int | float) and 0 <= value <= 1, "a number from 0 to 1")
         super().__post_init__()
+
+    @property
+    def curves(self) -> tuple[str, str]:
+        return "partly hard train" if self.hard_share else "relaxed train", "hardened test"
+
+    def extended(self, epochs: int) -> "AutomatonConfig":
+        in_an_epoch = -(-self.updates // self.epochs)
+        return dataclasses.replace(self, epochs=epochs, updates=epochs * in_an_epoch)
 
     def defaults(self) -> Recipe:
         return self.published[0]

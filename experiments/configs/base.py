@@ -6,9 +6,9 @@ A config also builds its model and loss, which is all that the training loop kno
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import optax
 from flax import nnx
@@ -22,6 +22,9 @@ Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]
 
 Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
 """`augment(key, inputs, step) -> inputs`, changed at random by `key` alone; `step` counts a run's steps from 0."""
+
+
+Config = TypeVar("Config", bound="TrainingConfig")
 
 
 class Recipe(NamedTuple):
@@ -65,7 +68,7 @@ class TrainingConfig:
     run_dir: Path | None = None
     """Where the run is kept; None: a new folder under runs/, named after the experiment and the time."""
     resume: bool = False
-    """Continue the run in run_dir from its last checkpoint."""
+    """Continue the run in run_dir from its last checkpoint, with its settings; epochs may become more."""
 
     def __post_init__(self):
         unset = [field for field in Recipe._fields if getattr(self, field) is None]
@@ -86,6 +89,10 @@ class TrainingConfig:
     def is_last(self, epoch: int, test_accuracy: float) -> bool:
         """Whether training ends with this epoch."""
         return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
+
+    def extended(self: Config, epochs: int) -> Config:
+        """The same run with more epochs, each of as many steps. The learning rate's schedule spans them all."""
+        return dataclasses.replace(self, epochs=epochs)
 
     def defaults(self) -> Recipe:
         """The settings that the user left open."""
@@ -125,17 +132,54 @@ def to_dict(config: TrainingConfig) -> dict[str, Any]:
     return {"experiment": config.name} | fields
 
 
+def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
+    """The inverse of `to_dict`. A field that is newer than what was saved has its default.
+
+    Raises:
+      UserError: (a ValueError) for another experiment's settings, or one that this version does not have.
+    """
+    values = dict(saved)
+    if (name := values.pop("experiment")) != config.name:
+        raise UserError(f"the settings saved are those of {name}: wanted those of {config.name}")
+    if unknown := values.keys() - {field.name for field in dataclasses.fields(config)}:
+        raise UserError(f"this version has no setting {', '.join(sorted(unknown))}: wanted the version that saved it")
+    paths = {field: Path(values[field]) for field in ("run_dir", "data_dir") if values.get(field) is not None}
+    return config(**(values | paths))
+
+
 def to_json(config: TrainingConfig) -> str:
     """The config as the indented JSON that is printed and saved."""
-    return json.dumps(to_dict(config), indent=2) + "\n"
+    return as_json(to_dict(config))
 
 
-def differences(saved: dict[str, Any], config: TrainingConfig) -> dict[str, tuple[Any, Any]]:
+def as_json(saved: Mapping[str, Any]) -> str:
+    """What `to_dict` gave, as indented JSON."""
+    return json.dumps(saved, indent=2) + "\n"
+
+
+def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tuple[Any, Any]]:
     """The fields that change a run's result and differ: field -> (saved value, present value)."""
-    present = to_dict(config)
-    fields = [field for field in (*present, *(saved.keys() - present.keys())) if field not in FIELDS_WITHOUT_EFFECT]
-    pairs = {field: (saved.get(field), present.get(field)) for field in fields}
-    return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
+    one, other = to_dict(saved), to_dict(config)
+    return {
+        field: (one[field], other[field])
+        for field in one
+        if field not in FIELDS_WITHOUT_EFFECT and one[field] != other[field]
+    }
+
+
+def resumed(saved: Config, config: Config) -> Config:
+    """The settings with which a run goes on that has `saved`, asked for `config`: these may have more epochs.
+
+    Raises:
+      UserError: (a ValueError) if anything else that changes the result differs.
+    """
+    more = saved.extended(config.epochs) if config.epochs > saved.epochs else saved
+    differing = differences(dataclasses.replace(saved, epochs=more.epochs), config)
+    if differing and differences(more, config):
+        fields = "; ".join(f"{field}: saved {old!r}, now {new!r}" for field, (old, new) in differing.items())
+        raise UserError(f"cannot resume {config.run_dir} with other settings ({fields}): only epochs may become more")
+    elsewhere = {field: value for field, value in vars(config).items() if field in FIELDS_WITHOUT_EFFECT}
+    return dataclasses.replace(more, **elsewhere)
 
 
 def is_whole(value: Any) -> bool:

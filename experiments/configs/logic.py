@@ -34,6 +34,7 @@ class LogicConfig(ImageConfig):
 
     name: ClassVar[str] = "logic"
     gradient_clip: ClassVar[float | None] = 100.0
+    curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
 
     layers: int | None = None
     """Of gates. None: 4 for digits, else 6."""

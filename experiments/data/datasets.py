@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ DatasetName = Literal["digits", "mnist", "fashion_mnist"]
 
 IMAGE_SHAPE = (28, 28)
 CLASSES = 10
+MOST_ITEMS = 1_000_000
+"""More than in any dataset of this format, and less than a machine's memory."""
 
 # Images and labels for training and for testing. Fashion-MNIST's files have the same names as MNIST's.
 FILES = {
@@ -106,31 +109,33 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
 
     Raises:
       UserError: (a ValueError) naming the file, what came and what is wanted, for a damaged gzip file, a wrong magic
-        number, items of another shape, none at all, or more or fewer bytes than the header announces.
+        number, items of another shape, none at all or more than `MOST_ITEMS`, or more or fewer bytes than the header
+        announces, of which no more are read.
     """
-    data = path.read_bytes()
-    if path.suffix == ".gz":
-        try:
-            data = gzip.decompress(data)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise UserError(f"{path}: {error}: wanted a whole gzip file") from error
-
     dimensions = 1 + len(item_shape)
     header_bytes = 4 * (1 + dimensions)
-    if len(data) < header_bytes:
-        raise UserError(f"{path}: {len(data)} bytes: wanted at least the {header_bytes} of the header")
-    magic, *shape = np.frombuffer(data, ">u4", 1 + dimensions).tolist()
-    wanted_magic = 0x0800 + dimensions  # 08: unsigned bytes
-    if magic != wanted_magic:
-        raise UserError(f"{path}: magic number {magic:#010x}: wanted {wanted_magic:#010x}")
-    if tuple(shape[1:]) != item_shape:
-        raise UserError(f"{path}: items of shape {tuple(shape[1:])}: wanted {item_shape}")
-    if shape[0] == 0:
-        raise UserError(f"{path}: 0 items: wanted at least 1")
-    content_bytes, wanted_bytes = len(data) - header_bytes, int(np.prod(shape, dtype=object))
-    if content_bytes != wanted_bytes:
-        raise UserError(f"{path}: {content_bytes} bytes after the header: wanted the {wanted_bytes} of shape {shape}")
-    return np.frombuffer(data, np.uint8, offset=header_bytes).reshape(shape)
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            header = file.read(header_bytes)
+            if len(header) < header_bytes:
+                raise UserError(f"{path}: {len(header)} bytes: wanted at least the {header_bytes} of the header")
+            magic, *shape = np.frombuffer(header, ">u4").tolist()
+            wanted_magic = 0x0800 + dimensions  # 08: unsigned bytes
+            if magic != wanted_magic:
+                raise UserError(f"{path}: magic number {magic:#010x}: wanted {wanted_magic:#010x}")
+            if tuple(shape[1:]) != item_shape:
+                raise UserError(f"{path}: items of shape {tuple(shape[1:])}: wanted {item_shape}")
+            if not 1 <= shape[0] <= MOST_ITEMS:
+                raise UserError(f"{path}: {shape[0]} items: wanted at least 1 and at most {MOST_ITEMS}")
+            wanted_bytes = math.prod(shape)
+            # A few bytes of gzip can be gigabytes: one more than is wanted is enough to know that there are too many.
+            content = file.read(wanted_bytes + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: {error}: wanted a whole gzip file") from error
+    if len(content) != wanted_bytes:
+        came = "more" if len(content) > wanted_bytes else len(content)
+        raise UserError(f"{path}: {came} bytes after the header: wanted the {wanted_bytes} of shape {shape}")
+    return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def _digits() -> Dataset:

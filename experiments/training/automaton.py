@@ -22,6 +22,10 @@ from experiments.training.compiled import compiled_automaton, ticks_per_second
 from jaxbp import CellularCircuit
 from jaxbp.nn import LogicAutomaton
 
+FILES = (
+    *("automaton.json", "automaton.html", "automaton.png", "automaton.gif", "automaton_large.gif"),
+    *("automaton_healing.gif", "automaton.c", "automaton.v"),
+)
 UNSEEN = np.uint32(2**31)
 """The first seed of the trials: far from those of the evaluation."""
 TIMED_GRID = (256, 256)

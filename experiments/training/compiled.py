@@ -17,7 +17,7 @@ TIMED_SECONDS = 1.0
 
 def compiled(circuit: Circuit | Netlist, compiler: str, folder: Path) -> Callable[[np.ndarray], np.ndarray]:
     """`circuit.evaluate` as its C code, compiled into `folder`."""
-    function = _load(circuit.to_c("circuit"), compiler, folder).circuit
+    function = load(circuit.to_c("circuit"), compiler, folder).circuit
     function.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
 
     def evaluate(x):
@@ -34,7 +34,7 @@ def compiled_automaton(
     automaton: CellularCircuit, compiler: str, folder: Path
 ) -> Callable[[np.ndarray, int], np.ndarray]:
     """`automaton.run` of one grid `(height, width, channels)` as its C code, compiled into `folder`."""
-    function = _load(automaton.to_c("automaton"), compiler, folder).automaton
+    function = load(automaton.to_c("automaton"), compiler, folder).automaton
     function.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p]
 
     def run(state, ticks):
@@ -58,7 +58,8 @@ def ticks_per_second(run: Callable[[np.ndarray, int], np.ndarray], state: np.nda
         ticks *= 2
 
 
-def _load(source: str, compiler: str, folder: Path) -> ctypes.CDLL:
+def load(source: str, compiler: str, folder: Path) -> ctypes.CDLL:
+    """The functions of a C source, compiled into `folder`."""
     file, library = folder / "source.c", folder / "library.so"
     file.write_text(source)
     subprocess.run([compiler, *FLAGS, str(file), "-o", str(library)], check=True)

@@ -1,4 +1,4 @@
-"""The picture of a run: loss and accuracy by epoch, and below them misclassified test images, if they are images."""
+"""The picture of a run: loss and error rate by epoch, and below them misclassified test images, if they are images."""
 
 import io
 from collections.abc import Sequence
@@ -13,42 +13,58 @@ from matplotlib.figure import Figure, SubFigure
 from experiments.data.datasets import Dataset
 from experiments.training.loop import Metrics
 
-ROWS, COLUMNS = 3, 10
+PARTS = ("train", "test")
+COLUMNS, MOST_MISTAKES = 10, 30
 
 
 def draw(
     title: str,
     metrics: Sequence[Metrics],
     dataset: Dataset,
-    predictions: np.ndarray,
+    predictions: np.ndarray | None,
     names: tuple[str, str] = ("train", "test"),
 ) -> bytes:
-    """A PNG of loss and accuracy by epoch; below them the first test images that `predictions (N,)` get wrong.
+    """A PNG of loss and error rate by epoch; below them the first test images that `predictions (N,)` get wrong.
 
     Args:
+      predictions: None for a picture without these.
       names: of the curves of training and of the evaluation.
     """
-    is_images = dataset.test_images.ndim == 4
-    figure = Figure(figsize=(10, 8 if is_images else 4), layout="constrained")
+    mistakes = np.zeros(0, int)
+    if predictions is not None and dataset.test_images.ndim == 4:
+        mistakes = np.flatnonzero(predictions != dataset.test_labels)
+    rows = -(-min(len(mistakes), MOST_MISTAKES) // COLUMNS)
+    heights = [4.0] + ([0.5 + 1.15 * rows] if rows else [])
+    figure = Figure(figsize=(10, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    above, *below = figure.subfigures(1 + is_images, 1, squeeze=False)[:, 0]
-    loss, accuracy = above.subplots(1, 2)
-    _draw_curves(loss, metrics, "loss", names)
-    loss.set_yscale("log")
-    _draw_curves(accuracy, metrics, "accuracy", names)
+    above, *below = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    loss, error = above.subplots(1, 2)
+    _draw_curves(loss, metrics, "loss", [[getattr(line, f"{part}_loss") for line in metrics] for part in PARTS], names)
+    errors = [[1 - getattr(line, f"{part}_accuracy") for line in metrics] for part in PARTS]
+    # On a logarithmic axis, no mistakes at all are half a one.
+    least = [0.5 / len(examples) for examples in (dataset.train_labels, dataset.test_labels)]
+    _draw_curves(error, metrics, "error rate", errors, names, least)
     for figure_below in below:
-        _draw_mistakes(figure_below, dataset, predictions)
+        _draw_mistakes(figure_below, dataset, predictions, mistakes, rows)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
     return png.getvalue()
 
 
-def _draw_curves(axes: Axes, metrics: Sequence[Metrics], quantity: str, names: tuple[str, str]) -> None:
+def _draw_curves(
+    axes: Axes,
+    metrics: Sequence[Metrics],
+    quantity: str,
+    curves: Sequence[Sequence[float]],
+    names: tuple[str, str],
+    least: Sequence[float] = (0.0, 0.0),
+) -> None:
     epochs = [line.epoch for line in metrics]
-    for part, name in zip(("train", "test"), names, strict=True):
-        values = [getattr(line, f"{part}_{quantity}") for line in metrics]
-        axes.plot(epochs, values, marker="." if len(epochs) < 30 else None, label=f"{name} ({values[-1]:.4f})")
+    for values, name, lowest in zip(curves, names, least, strict=True):
+        marker = "." if len(epochs) < 30 else None
+        axes.plot(epochs, np.maximum(values, lowest), marker=marker, label=f"{name} ({values[-1]:.4f})")
+    axes.set_yscale("log")
     axes.set_xlabel("epoch")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title(quantity)
@@ -56,10 +72,9 @@ def _draw_curves(axes: Axes, metrics: Sequence[Metrics], quantity: str, names: t
     axes.legend()
 
 
-def _draw_mistakes(figure: SubFigure, dataset: Dataset, predictions: np.ndarray) -> None:
-    mistakes = np.flatnonzero(predictions != dataset.test_labels)
+def _draw_mistakes(figure: SubFigure, dataset: Dataset, predictions: np.ndarray, mistakes: np.ndarray, rows: int):
     figure.suptitle(f"{len(mistakes)} of {len(predictions)} test images are misclassified (true label → predicted)")
-    grid = figure.subplots(ROWS, COLUMNS).ravel()
+    grid = figure.subplots(rows, COLUMNS, squeeze=False).ravel()
     for axes in grid:
         axes.set_axis_off()
     for axes, index in zip(grid, mistakes, strict=False):

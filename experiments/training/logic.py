@@ -1,4 +1,7 @@
-"""The report on a trained logic network: its relaxed and hardened accuracy, its gates, and the hardened one's speed."""
+"""The report on a trained logic network: its relaxed and hardened accuracy, its gates, the circuit's code and speed.
+
+Written into the run's folder: `gates.png`, `circuit.c` with `circuit_classify`, and `circuit.v`.
+"""
 
 import io
 import shutil
@@ -16,35 +19,52 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from experiments.configs import LogicConfig
+from experiments.data import datasets
 from experiments.data.datasets import Dataset
 from experiments.output.files import write_atomically
 from experiments.training.compiled import compiled
-from jaxbp import Circuit, pack_bits
+from jaxbp import Circuit, Netlist, pack_bits
 from jaxbp.nn import LogicNetwork
 
 NAMES = ["False", "a∧b", "a∧¬b", "a", "¬a∧b", "b", "a⊕b", "a∨b"]
 NAMES += ["¬(a∨b)", "¬(a⊕b)", "¬b", "a∨¬b", "¬a", "¬a∨b", "¬(a∧b)", "True"]
-TIMED_SAMPLES, TIMED_SECONDS = 8192, 1.0
+FILES = ("gates.png", "circuit.c", "circuit.v")
+TIMED_SAMPLES, TIMED_SECONDS = 8192, 0.3
 
 
 def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:
-    """Lines about the model. Writes `gates.png` into the run's folder."""
+    """Lines about the model. Writes the files."""
     circuit = model.harden()
     images, labels = dataset.test_images, dataset.test_labels
     bits = np.asarray(config.bits(jnp.asarray(images))) > 0
     hardened = np.argmax(circuit(bits).reshape(len(bits), model.classes, -1).sum(axis=-1), axis=-1)
     relaxed = relaxed_predictions(model, bits, config.batch_size)
     write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
+    netlist = Netlist.of(circuit).simplify()
+    source = comment(config) + netlist.to_c("circuit", model.classes)
+    write_atomically(config.run_dir / "circuit.c", source.encode())
+    write_atomically(config.run_dir / "circuit.v", (comment(config) + netlist.to_verilog("circuit")).encode())
     lines = [
         f"relaxed test accuracy {np.mean(relaxed == labels):.4f}, hardened {np.mean(hardened == labels):.4f}",
         f"{circuit.histogram().sum():,} gates, {config.run_dir / 'gates.png'} shows which",
-        f"hardened, on one CPU core: {samples_per_second(circuit.evaluate, bits):,.0f} samples/s in NumPy",
+        f"{len(netlist):,} gates when simplified, as {config.run_dir / 'circuit.c'} and circuit.v have them",
+        f"hardened, on one CPU core: {samples_per_second(netlist.evaluate, bits):,.0f} samples/s in NumPy",
     ]
     if compiler := shutil.which("cc"):
         with tempfile.TemporaryDirectory() as folder:
-            function = compiled(circuit, compiler, Path(folder))
+            function = compiled(netlist, compiler, Path(folder))
             lines[-1] += f", {samples_per_second(function, bits):,.0f} as compiled C"
     return "\n".join(lines)
+
+
+def comment(config: LogicConfig) -> str:
+    """What the circuit's inputs and outputs are, at the head of its source."""
+    levels, width, group = config.levels, datasets.IMAGE_SHAPE[1], config.gates // datasets.CLASSES
+    return (
+        f"/* Input {levels} * ({width} * row + column) + level: whether a pixel is above (level + 1) / {levels + 1},\n"
+        f"   pixels being from 0 to 1. Of the {config.gates} outputs, those of class c are {group} c to "
+        f"{group} c + {group - 1}. */\n"
+    )
 
 
 def relaxed_predictions(model: LogicNetwork, bits: np.ndarray, batch_size: int) -> np.ndarray:

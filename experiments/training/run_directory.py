@@ -1,166 +1,250 @@
-"""A run's directory: its config, metrics, curves and checkpoints, and how a run resumes after an interruption.
+"""A run's directory: what it holds, and how a run goes on after an interruption or damage.
 
-    config.json         the settings, written once
-    constants.sha256    the checksum of the model's variables that are no parameters, if it has any; written once
-    metrics.jsonl       a line an epoch
-    curves.png          drawn after the last epoch, before its checkpoint
-    checkpoints/        the state after each of the last epochs
+    .lock             locked while a process works in the directory, and by the kernel: a dead process leaves no lock
+    config.json       the settings
+    metrics.jsonl     a line an epoch
+    checkpoints/      the state after each of the last epochs: see `experiments/training/checkpoints.py`
+    curves.png        drawn after the last epoch, or where the run was stopped; and what the experiment's report adds
+    files.sha256      the checksums of these, as `sha256sum --check` reads them; written last
 
-The last checkpoint is the truth. An epoch's metrics are written before its checkpoint, so lines 1 to e are valid if the
-checkpoint of epoch e exists. Later lines belong to an epoch without a checkpoint, and are cut when the run resumes.
+The newest checkpoint that is whole is the truth: it holds the settings and the metrics as well. Whatever else is not as
+it was written is made anew from it. Files that no run writes stay as they are.
 """
 
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
 import json
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import jax
-import orbax.checkpoint as ocp
+from flax import nnx
+from jaxtyping import PyTree
 
 from experiments import configs
 from experiments.configs import TrainingConfig
-from experiments.output.errors import UserError
-from experiments.output.files import is_leftover, write_atomically
-from experiments.training.loop import Metrics, TrainState
+from experiments.output.errors import BrokenRun, UserError, warn
+from experiments.output.files import is_leftover, remove, write_atomically
+from experiments.training import checkpoints
+from experiments.training.checkpoints import Checkpoint
+from experiments.training.loop import Metrics
 
 KEPT_CHECKPOINTS = 2
+LOCK, CHECKPOINTS, CONFIG, METRICS, CHECKSUMS = ".lock", "checkpoints", "config.json", "metrics.jsonl", "files.sha256"
+
+Config = TypeVar("Config", bound=TrainingConfig)
 
 
-def check(config: TrainingConfig) -> None:
-    """Raises UserError unless a run of `config` may start, or with `resume` go on, in `config.run_dir`.
-
-    A directory with anything in it takes no new run, and goes on only with the settings it was started with. One that
-    is missing or empty has nothing to go on with; the run then starts there from the beginning, as a run must that was
-    killed before it had written anything.
-    """
-    path = config.run_dir
-    if path.exists() and not path.is_dir():
-        raise UserError(f"run_dir = {path}: wanted a directory")
-    if not path.exists() or all(map(is_leftover, path.iterdir())):
-        return
-    if not config.resume:
-        raise UserError(f"run_dir = {path} is not empty: wanted a new directory, or --resume to continue its run")
-    try:
-        saved = json.loads(_config_path(path).read_text())
-    except FileNotFoundError:
-        raise UserError(f"run_dir = {path} holds no {_config_path(path).name}: wanted the directory of a run") from None
-    except ValueError as error:
-        raise UserError(f"{_config_path(path)}: {error}: wanted the JSON that the run wrote") from error
-    differing = configs.differences(saved, config)
-    if differing:
-        fields = "; ".join(f"{field}: saved {old!r}, now {new!r}" for field, (old, new) in differing.items())
-        raise UserError(f"cannot resume {path} with other settings ({fields})")
-
-
-def final_metrics(config: TrainingConfig) -> Metrics | None:
-    """The last epoch's metrics if the run in `config.run_dir`, which `check` let pass, is finished."""
-    with _checkpoints(config.run_dir, read_only=True) as checkpoints:
-        epochs_done = checkpoints.latest_step() or 0
-    metrics = read_metrics(config.run_dir, epochs_done)
-    return metrics[-1] if metrics and config.is_last(epochs_done, metrics[-1].test_accuracy) else None
-
-
-def read_metrics(path: Path, epochs: int) -> list[Metrics]:
-    """The metrics of the first `epochs` epochs of the run in `path`.
+def saved_config(path: Path) -> TrainingConfig:
+    """The settings of the run in a directory.
 
     Raises:
-      UserError: if one of them is missing.
+      UserError: (a ValueError) if there is no run, or one of no experiment of ours.
+      BrokenRun: if no checkpoint of it is whole.
     """
-    file = _metrics_path(path)
-    lines = file.read_text().splitlines()[:epochs] if file.exists() else []
-    try:
-        metrics = [Metrics(**json.loads(line)) for line in lines]
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file}: {error}: wanted a line of metrics for each of {epochs} epochs") from error
-    if [line.epoch for line in metrics] != list(range(1, epochs + 1)):
-        raise UserError(f"{file}: epochs {[line.epoch for line in metrics]}: wanted 1 to {epochs}, all checkpointed")
-    return metrics
+    saved = newest(path).config
+    if saved["experiment"] not in configs.EXPERIMENTS:
+        raise UserError(f"run_dir = {path} holds a run of {saved['experiment']}, which is no experiment")
+    config = configs.from_dict(configs.EXPERIMENTS[saved["experiment"]], saved)
+    return dataclasses.replace(config, run_dir=path)
+
+
+def read_metrics(path: Path) -> list[Metrics]:
+    """The metrics of every epoch of the run in a directory. Raises as `saved_config` does."""
+    return [Metrics(**line) for line in newest(path).metrics]
+
+
+def load(path: Path) -> tuple[TrainingConfig, nnx.Module]:
+    """The settings of the run in a directory, and its model with the parameters of the newest checkpoint.
+
+    Raises as `saved_config` does, and `BrokenRun` if this version of the library makes another model of the settings.
+    """
+    config, checkpoint = saved_config(path), newest(path)
+    model, _ = config.build(jax.random.split(jax.random.key(config.seed))[0])
+    params = {name: array for name, array in checkpoint.arrays.items() if name.startswith("params/")}
+    nnx.update(model, checkpoints.from_arrays(params, {"params": nnx.state(model, nnx.Param)})["params"])
+    return config, model
+
+
+def newest(path: Path, loud: bool = False) -> Checkpoint:
+    """The newest checkpoint that is whole; with `loud`, damaged ones are named on stderr."""
+    _check_is_run(path)
+    folder, damaged = path / CHECKPOINTS, []
+    for epoch in checkpoints.epochs(folder):
+        try:
+            checkpoint = checkpoints.read(checkpoints.path_of(folder, epoch))
+        except BrokenRun as error:
+            damaged.append(str(error))
+            continue
+        if damaged and loud:
+            warn(f"{'; '.join(damaged)}: going on from epoch {checkpoint.epoch}")
+        return checkpoint
+    raise BrokenRun(f"run_dir = {path} has no checkpoint to go on from: {'; '.join(damaged) or 'none is left'}")
 
 
 class RunDirectory:
-    """Writes a run's files. Use as a context manager.
+    """Writes a run's files. Use as a context manager, within which no other process works in the directory.
 
     Attributes:
+      config: the settings; of a run that goes on, the saved ones, but for more epochs and where the data lie.
       metrics: those of every epoch done.
     """
 
-    def __init__(self, config: TrainingConfig, constants_checksum: str | None):
-        """Creates the directory, or with `config.resume` takes up the one there is: see `check`, which comes first.
-
-        Raises:
-          UserError: also if the last checkpoint's parameters belong to a model with other constants, or unknown ones.
-        """
-        check(config)
-        self._path = config.run_dir
-        self._path.mkdir(parents=True, exist_ok=True)
-        for leftover in filter(is_leftover, self._path.iterdir()):
-            leftover.unlink()
-        if not _config_path(self._path).exists():
-            write_atomically(_config_path(self._path), configs.to_json(config).encode())
-        self._checkpoints = _checkpoints(self._path)
-        self.metrics = read_metrics(self._path, self._checkpoints.latest_step() or 0)
-        self._check_constants(constants_checksum)
-        write_atomically(_metrics_path(self._path), "".join(map(_line, self.metrics)).encode())
+    def __init__(self, config: Config):
+        self.config, self.metrics = config, []
+        self._path, self._checkpoint, self._open = config.run_dir, None, contextlib.ExitStack()
 
     def __enter__(self) -> "RunDirectory":
+        """Takes up the run that is there if the config says `resume`; otherwise see `begin`.
+
+        Raises:
+          UserError: for a directory with no run to resume or one of other settings; for a new run, with anything.
+          BrokenRun: if no checkpoint is whole, or another process works in the directory.
+        """
+        if not self.config.resume:
+            _check_is_free(self._path)
+            return self
+        _check_is_run(self._path)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_locked(self._path))
+            self._checkpoint = newest(self._path, loud=True)
+            saved = configs.from_dict(type(self.config), self._checkpoint.config)
+            self.config = configs.resumed(saved, self.config)
+            self.metrics = [Metrics(**line) for line in self._checkpoint.metrics]
+            self._write_anew(loud=True)
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, *exception) -> None:
-        self._checkpoints.close()
+        self._open.close()
 
-    def restore(self, initial: TrainState) -> TrainState:
-        """The state of the last checkpoint, or `initial` where there is none; shapes and dtypes are the same."""
-        if not self.metrics:
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is something to go on from."""
+        return self._checkpoint is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last epoch is done."""
+        return bool(self.metrics) and self.config.is_last(len(self.metrics), self.metrics[-1].test_accuracy)
+
+    def has_whole(self, names: Sequence[str]) -> bool:
+        """Whether the files of these names are as `seal` found them."""
+        try:
+            return (self._path / CHECKSUMS).read_text() == self._checksums(names)
+        except (OSError, UnicodeDecodeError):
+            return False
+
+    def begin(self, initial: PyTree, constants: str | None) -> PyTree:
+        """The state to go on from: that of the checkpoint, or `initial`, which a new directory is made for.
+
+        Args:
+          constants: the checksum of the model's variables that are not trained.
+
+        Raises:
+          BrokenRun: if the checkpoint is of another model, or of one with other constants.
+        """
+        if self._checkpoint is None:
+            self._path.mkdir(parents=True, exist_ok=True)
+            self._open.enter_context(_locked(self._path))
+            _check_is_free(self._path)  # once more: it may be another process's by now
+            (self._path / CHECKPOINTS).mkdir(exist_ok=True)
+            self._checkpoint = Checkpoint(0, configs.to_dict(self.config), constants, [], {}, self._path / CHECKPOINTS)
+            self._save(initial, [])
+            self._write_anew()
             return initial
-        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, initial)
-        return self._checkpoints.restore(len(self.metrics), args=ocp.args.StandardRestore(like))
-
-    def _check_constants(self, checksum: str | None) -> None:
-        """Writes the checksum before the first epoch, and compares it afterwards."""
-        file = self._path / "constants.sha256"
-        if not self.metrics and checksum:
-            write_atomically(file, checksum.encode())
-        saved = file.read_text() if file.exists() else None
-        if saved != checksum:
-            raise UserError(
+        saved = self._checkpoint.constants
+        if saved != constants:
+            raise BrokenRun(
                 f"cannot resume {self._path}: the model's fixed variables, as a network's wires, are not those of its "
-                f"training (SHA-256 saved {saved}, now {checksum}): wanted the version of jaxbp that began it"
+                f"training (SHA-256 saved {saved}, now {constants}): wanted the version of jaxbp that began it"
             )
+        state = checkpoints.from_arrays(self._checkpoint.arrays, initial)
+        if configs.differences(configs.from_dict(type(self.config), self._checkpoint.config), self.config):
+            # More epochs: so that a run stopped before the next checkpoint still knows of them.
+            extended = {**configs.to_dict(self.config), "run_dir": self._checkpoint.config["run_dir"], "resume": False}
+            self._checkpoint = dataclasses.replace(self._checkpoint, config=extended)
+            checkpoints.write_run(self._checkpoint, self._checkpoint.path)
+            self._write_anew()
+        return state
 
-    def append(self, metrics: Metrics) -> None:
-        """Adds an epoch's line."""
-        self.metrics.append(metrics)
-        with _metrics_path(self._path).open("a") as file:
-            file.write(_line(metrics))
-            file.flush()
-            os.fsync(file.fileno())  # On disk before the checkpoint, even if the machine fails.
+    def save(self, metrics: Metrics, state: PyTree) -> None:
+        """Keeps an epoch's metrics and the state after it; the epoch is done once this returns."""
+        self._save(state, [*self.metrics, metrics])
+        self.metrics = [*self.metrics, metrics]
+        write_atomically(self._path / METRICS, _lines(self.metrics))
+        for epoch in checkpoints.epochs(self._path / CHECKPOINTS):
+            if epoch <= metrics.epoch - KEPT_CHECKPOINTS:
+                remove(checkpoints.path_of(self._path / CHECKPOINTS, epoch))
 
-    def save_curves(self, png: bytes) -> None:
-        """Writes `curves.png`."""
-        write_atomically(self._path / "curves.png", png)
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file of the report."""
+        write_atomically(self._path / name, data)
 
-    def save_checkpoint(self, state: TrainState) -> None:
-        """Keeps the state after the last epoch appended; the epoch is done once this returns."""
-        self._checkpoints.save(len(self.metrics), args=ocp.args.StandardSave(state))
+    def seal(self, names: Sequence[str]) -> None:
+        """Writes the checksums of these files: the run is finished."""
+        self.write(CHECKSUMS, self._checksums(names).encode())
+
+    def _save(self, state: PyTree, metrics: Sequence[Metrics]) -> None:
+        lines = [line._asdict() for line in metrics]
+        checkpoint = dataclasses.replace(self._checkpoint, epoch=len(lines), metrics=lines)
+        checkpoints.write(checkpoint, checkpoints.to_arrays(state))
+
+    def _write_anew(self, loud: bool = False) -> None:
+        """Makes of the checkpoint what is not as it says, and removes what killed processes left."""
+        for folder in (self._path, self._path / CHECKPOINTS):
+            for leftover in filter(is_leftover, folder.iterdir()):
+                remove(leftover)
+        wanted = {CONFIG: configs.as_json(self._checkpoint.config).encode(), METRICS: _lines(self.metrics)}
+        for name, data in wanted.items():
+            file = self._path / name
+            found = file.read_bytes() if file.exists() else b""
+            if found == data:
+                continue
+            # A process may have been killed before it wrote the file, or have gone on from there.
+            if loud and not (data.startswith(found) or found.startswith(data)):
+                warn(f"{file} is not what the run wrote: written anew")
+            write_atomically(file, data)
+
+    def _checksums(self, names: Iterable[str]) -> str:
+        return "".join(f"{hashlib.sha256((self._path / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
 
 
-def _checkpoints(path: Path, read_only: bool = False) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=None if read_only else KEPT_CHECKPOINTS,
-        read_only=read_only,
-        # The next epoch reuses the state's buffers, so it has to wait for the copy anyway.
-        enable_async_checkpointing=False,
-    )
-    return ocp.CheckpointManager((path / "checkpoints").resolve(), options=options)
+@contextlib.contextmanager
+def _locked(path: Path):
+    """Holds the lock of a run's directory."""
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BrokenRun(f"run_dir = {path} is in use by another process: wanted to be the only one") from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
-def _config_path(path: Path) -> Path:
-    return path / "config.json"
+def _check_is_free(path: Path) -> None:
+    """Requires a directory for a new run: one that is missing, or holds at most what a run begins with."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"run_dir = {path}: wanted a directory")
+    folder = path / CHECKPOINTS
+    files = [*(path.iterdir() if path.exists() else ()), *(folder.iterdir() if folder.is_dir() else ())]
+    if not all(is_leftover(file) or file.name == LOCK or (file == folder and file.is_dir()) for file in files):
+        raise UserError(f"run_dir = {path} is not empty: wanted a new directory, or --resume to continue its run")
 
 
-def _metrics_path(path: Path) -> Path:
-    return path / "metrics.jsonl"
+def _check_is_run(path: Path) -> None:
+    """Requires a directory in which a run has begun."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"run_dir = {path}: wanted a directory")
+    if not (checkpoints.epochs(path / CHECKPOINTS) or ((path / CONFIG).exists() and (path / METRICS).exists())):
+        raise UserError(f"run_dir = {path} holds no run to resume: wanted the directory of one")
 
 
-def _line(metrics: Metrics) -> str:
-    return json.dumps(metrics._asdict()) + "\n"
+def _lines(metrics: Iterable[Metrics]) -> bytes:
+    return "".join(json.dumps(line._asdict()) + "\n" for line in metrics).encode()

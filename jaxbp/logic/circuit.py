@@ -14,7 +14,16 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, UInt8, UInt32
 
 from jaxbp.logic.gates import COEFFICIENTS, GATES
-from jaxbp.logic.sources import C_WORDS, EXPRESSIONS, VERILOG_WORDS, Table, c_of_tables, check_name, verilog_of
+from jaxbp.logic.sources import (
+    C_WORDS,
+    EXPRESSIONS,
+    VERILOG_WORDS,
+    Table,
+    c_of_tables,
+    check_classes,
+    check_name,
+    verilog_of,
+)
 from jaxbp.logic.wires import Wires
 
 WORD_BITS = 32
@@ -110,21 +119,27 @@ class Circuit:
         """How many gates of each number every layer has: `(layers, 16)`."""
         return np.stack([np.bincount(gates, minlength=GATES) for gates, _ in self.layers])
 
-    def to_c(self, name: str = "circuit") -> str:
+    def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes what `evaluate` does.
 
-        It returns 0, or 1 if there is no memory to work in. Words are taken 16 at a time: fewer take as long. A layer
-        is a table of gates for each of the 16 functions, and a loop over it: compilers take long over as many lines as
-        a large circuit has gates.
+        Bit k of `x[i * words + w]` is input i of sample 32 w + k, and so for y. It returns 0, or 1 if there is no
+        memory to work in. Words are taken 16 at a time: fewer take as long. A layer is a table of gates for each of the
+        16 functions, and a loop over it: compilers take long over as many lines as a large circuit has gates.
+        Pass-throughs are gates here; `Netlist.simplify` folds them.
+
+        Args:
+          classes: with `int name_classify(const uint8_t *bits)` as well: the class of one sample, whose outputs, a
+            group of equal size a class, are on most often; the first one if several are; -1 if there is no memory.
         """
         check_name("Circuit", name, C_WORDS)
+        check_classes("Circuit", classes, self.outputs)
         tables, rows, source, target = [], max(self.inputs, *(wires.gates for _, wires in self.layers)), 0, 1
         for gates, wires in self.layers:
             numbers = np.stack([np.arange(wires.gates), wires.a, wires.b], axis=1)
             for gate in np.unique(gates).tolist():
                 tables.append(Table(gate, source * rows, target * rows, numbers[gates == gate]))
             source, target = target, source
-        return c_of_tables(name, self.inputs, 2 * rows, tables, range(self.outputs), last=source * rows)
+        return c_of_tables(name, self.inputs, 2 * rows, tables, range(self.outputs), source * rows, classes)
 
     def to_verilog(self, name: str = "circuit") -> str:
         """A combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""

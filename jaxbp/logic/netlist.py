@@ -18,6 +18,7 @@ from jaxbp.logic.sources import (
     VERILOG_WORDS,
     Table,
     c_of_tables,
+    check_classes,
     check_name,
     verilog_of,
 )
@@ -182,16 +183,19 @@ class Netlist:
             for gate, a, b in zip(self.gates.tolist(), self.a.tolist(), self.b.tolist(), strict=True)
         ]
 
-    def to_c(self, name: str = "circuit") -> str:
+    def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, as `Circuit.to_c` writes it.
+
+        With `classes` it has `name_classify` as well, also as there.
 
         The room of a gate's value is used again once no gate reads it any more.
         """
         check_name("Netlist", name, C_WORDS)
+        check_classes("Netlist", classes, self.outputs)
         row, rows = self._rows()
         numbers = np.stack([row[self.inputs :] - self.inputs, row[self.a], row[self.b]], axis=1)
         tables = [Table(int(self.gates[begin]), 0, self.inputs, numbers[begin:end]) for begin, end in self.groups]
-        return c_of_tables(name, self.inputs, rows, tables, row[self.results].tolist())
+        return c_of_tables(name, self.inputs, rows, tables, row[self.results].tolist(), classes=classes)
 
     def to_verilog(self, name: str = "circuit") -> str:
         """A combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""

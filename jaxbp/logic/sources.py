@@ -68,6 +68,13 @@ def check_name(op: str, name: str, words: frozenset[str]) -> None:
         raise ValueError(f"{op}: name is {name!r}, a word of {language}; wants another")
 
 
+def check_classes(op: str, classes: int | None, outputs: int) -> None:
+    """Requires None, or a number of classes that share the outputs evenly."""
+    is_number = isinstance(classes, int | np.integer) and not isinstance(classes, bool)
+    if classes is not None and not (is_number and classes >= 1 and outputs % classes == 0):
+        raise ValueError(f"{op}: classes is {classes!r}; wants None or a divisor of the {outputs} outputs")
+
+
 # The block is of words that a gate takes at a time: its numbers are read once for all of them.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
@@ -92,7 +99,8 @@ $functions
 $tables
 static const $wire ${name}_outputs[] = {$output_rows};
 
-/* x[$inputs][words] to y[$outputs][words]: each bit of a word is a sample. */
+/* x[$inputs][words] to y[$outputs][words]: bit k of x[i][w] is input i of sample 32 w + k, and so for y.
+   Returns 0, or 1 if there is no memory to work in. */
 int $name(size_t words, const uint32_t *x, uint32_t *y) {
   const size_t block = ${name}_block;
   uint32_t *values = malloc(block * $rows * sizeof *values);
@@ -109,6 +117,28 @@ $calls
   }
   free(values);
   return 0;
+}
+""")
+# A class's outputs stand beside each other.
+_C_CLASSIFY = string.Template(r"""
+/* The class of one sample, 0 to $last_class: that with most outputs on, the first of several; -1 if there is no memory.
+   bits[$inputs] are its inputs, 0 or another number. */
+int ${name}_classify(const uint8_t *bits) {
+  uint32_t *x = malloc(($inputs + $outputs) * sizeof *x);
+  if (!x) return -1;
+  uint32_t *y = x + $inputs;
+  for (size_t i = 0; i < $inputs; i++) x[i] = bits[i] != 0;
+  int best = -1;
+  if (!$name(1, x, y)) {
+    uint32_t most = 0;
+    for (int c = 0; c < $classes; c++) {
+      uint32_t on = 0;
+      for (size_t i = 0; i < $group; i++) on += y[c * $group + i] & 1;
+      if (best < 0 || on > most) best = c, most = on;
+    }
+  }
+  free(x);
+  return best;
 }
 """)
 
@@ -129,7 +159,13 @@ class Table(NamedTuple):
 
 
 def c_of_tables(
-    name: str, inputs: int, rows: int, tables: Iterable[Table], outputs: Sequence[int], last: int = 0
+    name: str,
+    inputs: int,
+    rows: int,
+    tables: Iterable[Table],
+    outputs: Sequence[int],
+    last: int = 0,
+    classes: int | None = None,
 ) -> str:
     """C99 of `int name(size_t words, const uint32_t *x, uint32_t *y)`: a loop over each table, in their order.
 
@@ -138,6 +174,7 @@ def c_of_tables(
     Args:
       rows: how many values there is room for. The inputs are in the first ones.
       outputs: the row of each, counted from `last`.
+      classes: with a function `int name_classify(const uint8_t *bits)` of so many classes.
     """
     functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
     for i, (function, reads, writes, gates) in enumerate(tables):
@@ -148,7 +185,7 @@ def c_of_tables(
         values = [f"values + block * {row}" if row else "values" for row in (reads, writes)]
         calls.append(f"    {name}_function{function}({name}_table{i}, {len(gates)}, {', '.join(values)});")
         highest = max(highest, int(gates.max()))
-    return _C_SOURCE.substitute(
+    source = _C_SOURCE.substitute(
         name=name,
         wire="uint16_t" if highest < 2**16 else "uint32_t",
         functions="\n".join(functions[function] for function in sorted(functions)),
@@ -160,6 +197,10 @@ def c_of_tables(
         output_rows=", ".join(map(str, outputs)),
         last=last,
     )
+    if classes is None:
+        return source
+    sizes = dict(inputs=inputs, outputs=len(outputs), classes=classes, group=len(outputs) // classes)
+    return source + _C_CLASSIFY.substitute(name=name, last_class=classes - 1, **sizes)
 
 
 def verilog_of(name: str, inputs: int, outputs: int, lines: Iterable[str]) -> str:

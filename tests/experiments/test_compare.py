@@ -1,7 +1,10 @@
 import html
 import json
+import signal
 
 import pytest
+
+from experiments import compare
 
 pytestmark = pytest.mark.once
 
@@ -23,10 +26,24 @@ def test_numbers_say_how_gradients_and_training_differ(comparison):
 def test_right_implementations_train_alike(compare_toy, capsys, tmp_path):
     assert compare_toy("--steps", "3", "--json", str(tmp_path / "toy.json")) == 0
     report = json.loads((tmp_path / "toy.json").read_text())
+    assert report["complete"]
     assert report["curves"]["xla"] == pytest.approx(report["curves"]["autodiff"], rel=1e-5)
     assert all(one["relative"] < 1e-5 for one in report["measured"][1]["differences"])
     printed = capsys.readouterr().out
     assert "Hessian product" in printed and "training loss" in printed
+
+
+def test_ctrl_c_keeps_what_is_compared(compare_toy, tmp_path, capsys, monkeypatch):
+    path, original = tmp_path / "toy.json", compare.train
+
+    def interrupted(config, steps, dataset):
+        return original(config, steps, dataset) if config.implementation == "autodiff" else signal.raise_signal(2)
+
+    monkeypatch.setattr(compare, "train", interrupted)
+    assert compare_toy("--steps", "2", "--no-second-order", "--json", str(path)) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == f"stopped; {path} has the results so far"
+    report = json.loads(path.read_text())
+    assert not report["complete"] and len(report["measured"]) == 2 and list(report["curves"]) == ["autodiff"]
 
 
 def test_a_failing_implementation_is_on_the_page_and_exits_with_1(compare_toy, wrong_pair, tmp_path, capsys):

@@ -2,16 +2,20 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from rich.console import Console
 
 from experiments import configs, train
 from experiments.configs import LeNetConfig
 from experiments.data import datasets
+from experiments.training import curves, loop
+from experiments.training.loop import Metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +30,8 @@ def default_run(request, tmp_path_factory):
     command = [sys.executable, "-m", "experiments.train", request.param]
     finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
+    if jax.default_backend() == "cpu":
+        assert finished.stderr == ""  # no library warns of anything
     return finished.stdout, folder
 
 
@@ -51,10 +57,23 @@ def test_away_from_a_terminal_every_epoch_is_a_line(default_run):
 
 def test_on_a_terminal_a_bar_shows_the_last_epoch(toy_config, tmp_path, monkeypatch):
     terminal = io.StringIO()
-    monkeypatch.setattr(train, "Console", lambda: Console(file=terminal, force_terminal=True, width=200))
+    monkeypatch.setattr(train, "Console", lambda: Console(file=terminal, force_terminal=True, width=80))
     metrics = train.train(toy_config(run_dir=tmp_path / "run"))
-    assert "4/4" in terminal.getvalue()
-    assert f"test loss {metrics.test_loss:.4f} accuracy {metrics.test_accuracy:.4f}" in terminal.getvalue()
+    lines = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.getvalue()).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = rf"epoch 4/4 ━{{8,}} \d\d:\d\d test loss {metrics.test_loss:.4f} accuracy {metrics.test_accuracy:.4f} *"
+    assert re.fullmatch(shown, [line for line in lines if line][-1])
+
+
+def test_80_columns_have_room_for_the_longest_line(toy_config, monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(train, "Console", lambda: Console(file=terminal, force_terminal=True, width=80))
+    config = configs.LogicConfig(epochs=150)
+    metrics = Metrics(**dict.fromkeys(Metrics._fields, 0.0) | {"epoch": 100, "test_loss": 12.3456})
+    with train._progress(config, 0) as show:
+        show(metrics)
+    assert "hardened test loss 12.3456 accuracy 0.0000" in terminal.getvalue()
+    assert "100/150" in terminal.getvalue() and "━━━" in terminal.getvalue()
 
 
 MISTAKES = {
@@ -81,7 +100,7 @@ REFUSED = {
     "unknown choice": (["lenet", "--dataset", "cifar"], "fashion_mnist"),
     "not a number": (["lenet", "--seed", "x"], "--seed"),
     "value out of range": (["lenet", "--batch-size", "0"], "batch_size = 0: wanted a whole number of at least 1"),
-    "nothing to resume": (["lenet", "--resume"], "resume = True: wanted run_dir as well"),
+    "no run to resume": (["lenet", "--resume"], "resume = True: wanted run_dir as well"),
 }
 
 
@@ -125,12 +144,12 @@ def test_every_option_reaches_the_config(tmp_path):
         "shift": 2,
     }
     args = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    config = train.parse(["lenet", *args, "--resume", "--no-fused"]).experiment
-    assert json.loads(configs.to_json(config)) == {"experiment": "lenet", "resume": True, "fused": False, **options}
+    config = train.parse(["lenet", *args, "--no-fused"]).experiment
+    assert json.loads(configs.to_json(config)) == {"experiment": "lenet", "resume": False, "fused": False, **options}
 
 
 def test_the_result_is_a_file_with_what_was_measured_where(toy_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "EXPERIMENTS", {"toy": toy_config})
+    monkeypatch.setattr(configs, "EXPERIMENTS", {"toy": toy_config})
     path, run_dir = tmp_path / "toy.json", tmp_path / "run"
     args = ["toy", "--epochs", "3", "--run-dir", str(run_dir), "--json", str(path)]
     for options in ([], ["--resume"]):  # finished runs are not trained once more
@@ -148,6 +167,81 @@ def test_the_result_is_a_file_with_what_was_measured_where(toy_config, tmp_path,
         assert result["evaluation_seconds"] == pytest.approx(sum(line["evaluation_seconds"] for line in lines))
         assert result["compile_seconds"] == pytest.approx(sum(line["compile_seconds"] for line in lines))
         assert result["images_per_second"] == pytest.approx(3 * 96 / result["train_seconds"])
+
+
+@pytest.fixture
+def run(toy_config, tmp_path, monkeypatch):
+    """Runs the toy experiment's command line in a folder."""
+    monkeypatch.setattr(configs, "EXPERIMENTS", {"toy": toy_config, "lenet": LeNetConfig})
+    return lambda *args: train.main([*args, "--run-dir", str(tmp_path / "run")])
+
+
+def test_a_run_resumes_by_its_directory_alone_and_with_more_epochs(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(curves, "draw", lambda *_: b"\x89PNG")
+    assert run("toy", "--seed", "3", "--epochs", "2", "--learning-rate", "0.02") == 0
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert run("--resume") == 0
+    for args in (["--resume", "--epochs", "3"], ["toy", "--resume", "--epochs", "4", "--seed", "3"]):
+        capsys.readouterr()
+        assert run(*args) == 0
+        output = capsys.readouterr().out
+        settings |= {"epochs": settings["epochs"] + 1}
+        assert json.loads(output[: output.index("}") + 1]) == settings | {"resume": True}
+        assert json.loads((tmp_path / "run" / "config.json").read_text()) == settings
+        assert [line.split()[1] for line in output.splitlines() if line.startswith("epoch")] == [
+            f"{settings['epochs']}/{settings['epochs']}"
+        ]
+
+
+RESUMED_WRONGLY = {
+    "another setting": (["--resume", "--seed", "7"], "(seed: saved 0, now 7): only epochs may become more"),
+    "fewer epochs": (["--resume", "--epochs", "1"], "(epochs: saved 2, now 1)"),
+    "another experiment": (["lenet", "--resume"], "holds a run of toy: wanted one of lenet"),
+}
+
+
+@pytest.mark.parametrize(("args", "message"), RESUMED_WRONGLY.values(), ids=RESUMED_WRONGLY)
+def test_a_run_resumes_with_its_own_settings_alone(args, message, run, capsys, monkeypatch):
+    monkeypatch.setattr(curves, "draw", lambda *_: b"\x89PNG")
+    assert run("toy", "--epochs", "2") == 0
+    assert run(*args) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+
+
+def test_a_directory_mistyped_is_not_trained_in(run, tmp_path, capsys):
+    assert run("toy", "--resume") == run("--resume") == 2
+    assert capsys.readouterr().err == 2 * (
+        f"error: run_dir = {tmp_path / 'run'} holds no run to resume: wanted the directory of one\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_says_how_to_go_on_and_draws_the_curves(run, toy_config, tmp_path, capsys, monkeypatch):
+    original = loop.run
+
+    def interrupted(*args):
+        for epoch in original(*args):
+            yield epoch
+            if epoch[0].epoch == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "run", interrupted)
+        assert run("toy") == 130
+    run_dir = tmp_path / "run"
+    said = f"stopped after epoch 2; resume with: python -m experiments.train --resume --run-dir {run_dir}\n"
+    assert capsys.readouterr().err == said
+    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert train.main(said.split("experiments.train ")[1].split()) == 0
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_ctrl_c_before_the_first_write_leaves_nothing(run, toy_config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(toy_config, "load", lambda config: signal.raise_signal(signal.SIGINT))
+    assert run("toy") == 130
+    assert capsys.readouterr().err == "stopped before anything was written\n"
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_result_needs_a_folder(capsys):

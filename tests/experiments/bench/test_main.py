@@ -1,5 +1,6 @@
 import json
 import re
+import signal
 from types import SimpleNamespace
 
 import jax
@@ -58,6 +59,21 @@ def test_after_the_time_limit_no_row_is_started_and_the_report_names_what_is_mis
     report = json.loads(path.read_text())
     assert [row["implementation"] for row in report["rows"]] == ["xla"]
     assert not report["complete"] and report["missing"] == [f"{title}, autodiff"]
+
+
+def test_ctrl_c_keeps_the_cases_that_are_measured(quickly, tmp_path, capsys, monkeypatch):
+    path, original = tmp_path / "results.json", bench.measured_rows
+
+    def interrupted(*args):
+        yield next(original(*args))
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(bench, "measured_rows", interrupted)
+    code, _ = quickly("--batch", "2", "3", "--json", str(path))
+    report = json.loads(path.read_text())
+    assert code == 130
+    assert capsys.readouterr().err.splitlines()[-1] == f"stopped; {path} has the results so far"
+    assert {row["batch"] for row in report["rows"]} == {2} and not report["complete"]
 
 
 def test_compilation_is_timed_where_it_is_asked_for(quickly):

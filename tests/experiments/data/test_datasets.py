@@ -3,6 +3,7 @@ import gzip
 import hashlib
 import http.server
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_gzipped_files_read_the_same_as_plain_ones(tmp_path, contents):
 
 BROKEN_FILES = {
     "cut short": (TRAIN_IMAGES, lambda data: data[:-1], "15679 bytes after the header: wanted the 15680"),
-    "too long": (TEST_LABELS, lambda data: data + b"\0", "11 bytes after the header: wanted the 10"),
+    "too long": (TEST_LABELS, lambda data: data + b"\0", "more bytes after the header: wanted the 10"),
     "empty": (TEST_IMAGES, lambda data: b"", "0 bytes: wanted at least the 16"),
     "wrong magic": (TEST_LABELS, lambda data: idx(np.arange(10), 0x0B01), "0x00000b01: wanted 0x00000801"),
     "labels for images": (TEST_IMAGES, lambda data: idx(np.arange(20)), "0x00000801: wanted 0x00000803"),
@@ -144,6 +145,28 @@ def test_a_damaged_gzip_file_is_refused_by_name(damage, tmp_path, contents):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=f"{path.name}: .*wanted a whole gzip file"):
         load("mnist", tmp_path)
+
+
+BOMBS = {
+    "more than its header says": (np.array([0x0801, 10], ">u4"), "more bytes after the header: wanted the 10"),
+    "a header of a terabyte": (np.array([0x0801, 2**32 - 1], ">u4"), "4294967295 items: .* at most 1000000"),
+}
+
+
+@pytest.mark.parametrize(("header", "message"), BOMBS.values(), ids=BOMBS)
+def test_a_gzip_bomb_is_refused_before_it_goes_off(header, message, tmp_path):
+    path = tmp_path / "bomb.gz"
+    path.write_bytes(gzip.compress(header.tobytes() + bytes(2**26)))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=f"{path.name}: {message}"):
+        datasets.read_idx(path, ())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert path.stat().st_size < 2**17 and peak < 2**21
+
+
+def test_every_mirror_is_asked_over_https():
+    assert [url for urls in datasets.MIRRORS.values() for url in urls if not url.startswith("https://")] == []
 
 
 def test_files_of_the_other_dataset_are_refused(tmp_path, contents, monkeypatch):

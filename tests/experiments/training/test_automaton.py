@@ -1,6 +1,7 @@
 """Experiments on automata: they learn, resume, and report what the hardened circuit does."""
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from typing import ClassVar
@@ -26,7 +27,7 @@ def finished(tiny_automaton, tmp_path_factory):
     config = tiny_automaton(run_dir=tmp_path_factory.mktemp("automaton") / "run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "TIMED_SECONDS", 0.01)
-        patch.setattr(train, "REPORTS", {config.name: automaton.report})
+        patch.setattr(train, "REPORTS", {config.name: train.Report(automaton.report, automaton.FILES)})
         printed = []
         patch.setattr("builtins.print", lambda *words, **options: printed.append(" ".join(map(str, words))))
         train.train(config)
@@ -50,13 +51,26 @@ def test_the_run_says_how_often_the_circuit_is_right(finished):
     assert (figures["right"], figures["stands"], figures["blinks"], figures["heals"]) == (1, 1, 0, 1)
     assert figures["gates"] >= figures["gates_seen"]
     assert "from 256 unseen starts, every cell right: at tick 3 100.0%, at ticks 4 to 12 100.0%" in printed
-    assert "hard loss 0.0000 accuracy 1.0000" in printed and "grids/s" in printed
+    assert "hardened test loss 0.0000 accuracy 1.0000" in printed and "grids/s" in printed
 
 
 def test_the_run_leaves_pictures_a_page_and_code(finished):
-    names = {path.name for path in finished[0].run_dir.iterdir()}
-    pictures = {"automaton.png", "automaton.gif", "automaton_large.gif", "automaton_healing.gif", "curves.png"}
-    assert names >= pictures | {"automaton.html", "automaton.c", "automaton.v"}
+    run_dir = finished[0].run_dir
+    written = {path.name for path in run_dir.iterdir()} - {".lock", "checkpoints", "config.json", "metrics.jsonl"}
+    assert written == {"curves.png", *automaton.FILES, "files.sha256"}
+    sums = [line.split() for line in (run_dir / "files.sha256").read_text().splitlines()]
+    assert {name: hashlib.sha256((run_dir / name).read_bytes()).hexdigest() for name in written - {"files.sha256"}} == {
+        name: checksum for checksum, name in sums
+    }
+
+
+def test_more_epochs_are_of_as_many_updates(tiny_automaton):
+    config = tiny_automaton(epochs=4, updates=79)
+    assert (config.extended(6).epochs, config.extended(6).updates) == (6, 120)
+    assert configs.resumed(config, tiny_automaton(epochs=6, updates=79)) == config.extended(6)
+    assert configs.resumed(config, config.extended(6)) == config.extended(6)
+    with pytest.raises(ValueError, match="updates: saved 79, now 100"):
+        configs.resumed(config, tiny_automaton(epochs=6, updates=100))
 
 
 def test_a_run_resumes_to_the_same_bits(finished, tmp_path, monkeypatch):

@@ -1,30 +1,70 @@
 import io
 
 import numpy as np
+import pytest
 from matplotlib import figure, image
 
 from experiments.training import curves
 from experiments.training.loop import Metrics
 
 
-def test_a_picture_has_the_last_numbers_and_the_mistakes(toy_config, monkeypatch):
-    drawn, save = [], figure.Figure.savefig
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved."""
+    figures, save = [], figure.Figure.savefig
 
     def remember(self, *args, **options):
-        drawn.append(self)
+        figures.append(self)
         save(self, *args, **options)
 
     monkeypatch.setattr(figure.Figure, "savefig", remember)
+    return figures
+
+
+def metrics_of(*test_accuracies):
     fields = dict.fromkeys(Metrics._fields, 1.0)
-    metrics = [Metrics(**(fields | {"epoch": epoch, "test_accuracy": 0.5 * epoch})) for epoch in (1, 2)]
-    dataset = toy_config().load()
+    lines = enumerate(test_accuracies, start=1)
+    return [Metrics(**(fields | {"epoch": epoch, "test_accuracy": accuracy})) for epoch, accuracy in lines]
+
+
+def with_mistakes(dataset, wrong):
     predictions = np.array(dataset.test_labels)
-    predictions[[3, 5]] = (predictions[[3, 5]] + 1) % 10
-    png = curves.draw("a run", metrics, dataset, predictions)
+    predictions[wrong] = (predictions[wrong] + 1) % 10
+    return predictions
+
+
+def test_a_picture_has_the_last_numbers_and_the_mistakes(toy_config, drawn):
+    dataset = toy_config().load()
+    predictions = with_mistakes(dataset, [3, 5])
+    png = curves.draw("a run", metrics_of(0.5, 0.9), dataset, predictions, ("relaxed train", "hardened test"))
     assert image.imread(io.BytesIO(png)).ndim == 3
-    (picture,) = drawn
-    above, below = picture.subfigs
-    assert [text.get_text() for text in above.axes[1].get_legend().get_texts()] == ["train (1.0000)", "test (1.0000)"]
+    above, below = drawn[0].subfigs
+    legends = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in above.axes]
+    assert legends == [
+        ["relaxed train (1.0000)", "hardened test (1.0000)"],
+        ["relaxed train (0.0000)", "hardened test (0.1000)"],
+    ]
     assert below._suptitle.get_text().startswith("2 of 37 test images are misclassified")
     titles = [axes.get_title() for axes in below.axes if axes.get_title()]
     assert titles == [f"{dataset.test_labels[i]} → {predictions[i]}" for i in (3, 5)]
+
+
+def test_the_error_rate_is_on_a_logarithmic_axis_also_where_it_is_0(toy_config, drawn):
+    dataset = toy_config().load()
+    curves.draw("a run", metrics_of(0.9, 1.0), dataset, None)
+    error = drawn[0].subfigs[0].axes[1]
+    assert (error.get_title(), error.get_yscale()) == ("error rate", "log")
+    train, test = (line.get_ydata() for line in error.lines)
+    np.testing.assert_allclose(train, 0.5 / 100)
+    np.testing.assert_allclose(test, [0.1, 0.5 / 37])
+
+
+@pytest.mark.parametrize(("mistakes", "rows"), [(0, 0), (1, 1), (10, 1), (11, 2), (37, 3)])
+def test_a_picture_is_as_high_as_what_it_shows(toy_config, drawn, mistakes, rows):
+    dataset = toy_config().load()
+    png = curves.draw("a run", metrics_of(0.9), dataset, with_mistakes(dataset, np.arange(mistakes)))
+    assert len(drawn[0].subfigs) == 1 + bool(rows)
+    pixels = image.imread(io.BytesIO(png))[..., :3]
+    blank = np.flatnonzero(np.all(pixels == 1, axis=(1, 2)))
+    longest = max(np.diff(np.flatnonzero(np.diff(blank, prepend=-2, append=2 * len(pixels)) != 1)), default=0)
+    assert longest < 0.15 * len(pixels)

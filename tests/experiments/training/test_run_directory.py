@@ -1,26 +1,20 @@
 import dataclasses
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
+import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
-from experiments import train
+from experiments import configs, train
+from experiments.output.errors import BrokenRun, UserError
+from experiments.training import checkpoints, run_directory
 from experiments.training import loop as training
 from experiments.training.loop import TIMINGS
 from experiments.training.run_directory import RunDirectory
 
 pytestmark = pytest.mark.once
-
-ROOT = Path(__file__).parents[3]
 
 
 def epochs_of(run_dir):
@@ -30,11 +24,9 @@ def epochs_of(run_dir):
 
 
 def last_checkpoint(run_dir):
-    """The number of the last checkpoint, and the bytes of all its arrays."""
-    with ocp.CheckpointManager((run_dir / "checkpoints").resolve()) as manager:
-        step = manager.latest_step()
-        state = manager.restore(step, args=ocp.args.StandardRestore())
-    return step, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+    """The epoch of the last checkpoint, and the bytes of all its arrays."""
+    checkpoint = run_directory.newest(run_dir)
+    return checkpoint.epoch, {name: array.tobytes() for name, array in checkpoint.arrays.items()}
 
 
 def assert_same_run(one, other):
@@ -52,23 +44,29 @@ def whole_run(toy_config, tmp_path_factory):
     return config.run_dir
 
 
-def interrupt_before(monkeypatch, method, epoch):
-    """Stops a run in `epoch`, at its call of a method of RunDirectory."""
-    original = getattr(RunDirectory, method)
-
-    def interrupted(directory, *args):
-        if len(directory.metrics) + (method == "append") == epoch:
-            raise KeyboardInterrupt
-        original(directory, *args)
-
-    monkeypatch.setattr(RunDirectory, method, interrupted)
+WRITES = {"checkpoint": (checkpoints, "write"), "file": (run_directory, "write_atomically")}
 
 
-def interrupted_run(config, monkeypatch, method="save_checkpoint", epoch=3):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_before(patch, method, epoch)
+def interrupted_run(config, monkeypatch, write="checkpoint", number=3):
+    """A run that dies at a write of a checkpoint or of another file, of which the first has number 0."""
+    module, name = WRITES[write]
+    original, done = getattr(module, name), []
+
+    def dying(*args):
+        if len(done) == number:
+            raise SystemExit("killed")
+        done.append(args)
+        original(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="killed"):
+        patch.setattr(module, name, dying)
         train.train(config)
     return config.run_dir
+
+
+def copied(run_dir, folder):
+    shutil.copytree(run_dir, folder)
+    return folder
 
 
 def test_a_run_leaves_its_config_metrics_curves_and_two_checkpoints(toy_config, whole_run):
@@ -85,26 +83,22 @@ def test_a_run_leaves_its_config_metrics_curves_and_two_checkpoints(toy_config, 
     assert [line["epoch"] for line in epochs_of(whole_run)] == [1, 2, 3, 4]
     assert (whole_run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in (whole_run / "checkpoints").iterdir()) == ["3", "4"]
-    assert sorted(path.name for path in whole_run.iterdir()) == [
-        "checkpoints",
-        "config.json",
-        "constants.sha256",
-        "curves.png",
-        "metrics.jsonl",
-    ]
+    assert sorted(path.name for path in whole_run.iterdir()) == FILES
 
 
-INTERRUPTIONS = [("append", 1), ("save_checkpoint", 1), ("append", 3), ("save_checkpoint", 3), ("save_curves", 4)]
+FILES = [".lock", "checkpoints", "config.json", "curves.png", "files.sha256", "metrics.jsonl"]
+# Of files: the settings, the metrics after each epoch, the curves, the checksums.
+INTERRUPTIONS = [("file", number) for number in (0, 1, 4, 5, 6)] + [("checkpoint", number) for number in (1, 3)]
 
 
-@pytest.mark.parametrize(("method", "epoch"), INTERRUPTIONS)
+@pytest.mark.parametrize(("write", "number"), INTERRUPTIONS)
 def test_a_run_interrupted_between_two_writes_resumes_to_the_same_bits(
-    toy_config, whole_run, tmp_path, monkeypatch, method, epoch
+    toy_config, whole_run, tmp_path, monkeypatch, write, number
 ):
-    run_dir = interrupted_run(toy_config(run_dir=tmp_path / "run"), monkeypatch, method, epoch)
+    run_dir = interrupted_run(toy_config(run_dir=tmp_path / "run"), monkeypatch, write, number)
     train.train(toy_config(run_dir=run_dir, resume=True))
     assert_same_run(run_dir, whole_run)
-    assert (run_dir / "curves.png").exists()
+    assert sorted(path.name for path in run_dir.iterdir()) == FILES
 
 
 def tear_metrics(run_dir):
@@ -113,18 +107,16 @@ def tear_metrics(run_dir):
 
 
 def leave_unfinished_checkpoint(run_dir):
-    (run_dir / "checkpoints" / "3.orbax-checkpoint-tmp" / "default").mkdir(parents=True)
-
-
-def leave_half_deleted_checkpoint(run_dir):
-    (run_dir / "checkpoints" / "1" / "_CHECKPOINT_METADATA").unlink()
+    folder = run_dir / "checkpoints" / ".3.1234.jaxbp-tmp"
+    (folder / "state").mkdir(parents=True)
+    (folder / "state" / "manifest.ocdbt").write_bytes(b"half a man")
 
 
 def leave_temporary_file(run_dir):
-    (run_dir / ".curves.png.1234.tmp").write_bytes(b"half a pic")
+    (run_dir / ".curves.png.1234.jaxbp-tmp").write_bytes(b"half a pic")
 
 
-REMAINS = [tear_metrics, leave_unfinished_checkpoint, leave_half_deleted_checkpoint, leave_temporary_file]
+REMAINS = [tear_metrics, leave_unfinished_checkpoint, leave_temporary_file]
 
 
 @pytest.mark.parametrize("remain", REMAINS)
@@ -135,14 +127,53 @@ def test_what_a_killed_process_leaves_half_written_does_not_matter(
     remain(run_dir)
     train.train(toy_config(run_dir=run_dir, resume=True))
     assert_same_run(run_dir, whole_run)
-    assert sorted(path.name for path in run_dir.iterdir()) == sorted(path.name for path in whole_run.iterdir())
+    assert sorted(path.name for path in run_dir.iterdir()) == FILES
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["3", "4"]
+
+
+def test_a_run_killed_before_its_first_checkpoint_may_begin_anew(toy_config, whole_run, tmp_path, monkeypatch):
+    run_dir = interrupted_run(toy_config(run_dir=tmp_path / "run"), monkeypatch, number=0)
+    assert sorted(path.name for path in run_dir.iterdir()) == [".lock", "checkpoints"]
+    train.train(toy_config(run_dir=run_dir))
+    assert_same_run(run_dir, whole_run)
+
+
+def test_files_that_no_run_wrote_stay_as_they_are(toy_config, whole_run, tmp_path, monkeypatch):
+    run_dir = interrupted_run(toy_config(run_dir=tmp_path / "run"), monkeypatch)
+    foreign = [run_dir / name for name in ("notes.txt", ".draft.tmp", ".lock.old", "checkpoints/best")]
+    foreign += [run_dir / "checkpoints" / "01", run_dir / "checkpoints" / "1.bak"]
+    for path in foreign:
+        path.write_text(path.name)
+    train.train(toy_config(run_dir=run_dir, resume=True))
+    assert [path.read_text() for path in foreign] == [path.name for path in foreign]
+    assert_same_run(run_dir, whole_run)
 
 
 @pytest.mark.parametrize("prepare", [lambda path: None, Path.mkdir], ids=["missing", "empty"])
-def test_resuming_a_run_killed_before_it_wrote_anything_starts_it(toy_config, whole_run, tmp_path, prepare):
-    prepare(tmp_path / "run")
-    train.train(toy_config(run_dir=tmp_path / "run", resume=True))
-    assert_same_run(tmp_path / "run", whole_run)
+def test_there_is_nothing_to_resume_in_a_directory_without_a_run(toy_config, tmp_path, prepare):
+    prepare(tmp_path / "typo")
+    with pytest.raises(ValueError, match="holds no run to resume: wanted the directory of one"):
+        train.train(toy_config(run_dir=tmp_path / "typo", resume=True))
+    assert not (tmp_path / "typo").exists() or list((tmp_path / "typo").iterdir()) == []
+
+
+def test_a_run_is_refused_to_a_second_process(toy_config, whole_run, tmp_path):
+    run_dir = copied(whole_run, tmp_path / "run")
+    resumed = toy_config(run_dir=run_dir, resume=True)
+    with RunDirectory(resumed) as directory:
+        with pytest.raises(BrokenRun, match="in use by another process"):
+            train.train(resumed)
+        assert directory.is_done
+    assert train.train(resumed).epoch == 4
+
+
+def test_of_two_new_runs_in_one_directory_one_goes_on(toy_config, whole_run, tmp_path):
+    config = toy_config(run_dir=tmp_path / "run")
+    with RunDirectory(config) as late:  # both find nothing there
+        train.train(config)
+        with pytest.raises(UserError, match="is not empty"):
+            late.begin(None, None)
+    assert_same_run(config.run_dir, whole_run)
 
 
 def test_resuming_a_finished_run_reports_its_last_metrics_without_training(toy_config, whole_run, monkeypatch):
@@ -173,16 +204,35 @@ def test_a_new_run_does_not_touch_an_old_ones_directory(toy_config, whole_run):
 
 
 def test_resuming_with_other_settings_is_refused_with_both_values(toy_config, whole_run):
-    with pytest.raises(ValueError, match=r"\(seed: saved 0, now 7; epochs: saved 4, now 9\)"):
-        train.train(toy_config(run_dir=whole_run, resume=True, seed=7, epochs=9))
+    with pytest.raises(ValueError, match=r"\(seed: saved 0, now 7; epochs: saved 4, now 3\): only epochs may become"):
+        train.train(toy_config(run_dir=whole_run, resume=True, seed=7, epochs=3))
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_resuming_with_other_constants_is_refused_and_changes_nothing(toy_config, tmp_path, monkeypatch, lost):
+def test_a_finished_run_goes_on_with_more_epochs_and_keeps_them_in_mind(toy_config, whole_run, tmp_path, monkeypatch):
+    run_dir = copied(whole_run, tmp_path / "run")
+    before = epochs_of(run_dir)
+    interrupted_run(toy_config(run_dir=run_dir, resume=True, epochs=6), monkeypatch, number=1)
+    assert json.loads((run_dir / "config.json").read_text())["epochs"] == 6
+    with monkeypatch.context() as patch:
+        patch.setitem(configs.EXPERIMENTS, "toy", toy_config)
+        saved = run_directory.saved_config(run_dir)
+    assert train.train(dataclasses.replace(saved, resume=True)).epoch == 6
+    assert epochs_of(run_dir)[:4] == before and len(epochs_of(run_dir)) == 6
+
+
+def test_a_setting_that_a_run_is_older_than_has_its_default(toy_config, whole_run, tmp_path):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Newer(toy_config):
+        sharpness: float = 1.0
+
+    run_dir = copied(whole_run, tmp_path / "run")
+    assert train.train(Newer(run_dir=run_dir, resume=True)).epoch == 4
+    with pytest.raises(ValueError, match=r"sharpness: saved 1.0, now 2.0"):
+        train.train(Newer(run_dir=run_dir, resume=True, sharpness=2.0))
+
+
+def test_resuming_with_other_constants_is_refused_and_changes_nothing(toy_config, tmp_path, monkeypatch):
     run_dir = interrupted_run(toy_config(run_dir=tmp_path / "run"), monkeypatch)
-    saved = (run_dir / "constants.sha256").read_text()
-    if lost:
-        (run_dir / "constants.sha256").unlink()
     before = last_checkpoint(run_dir)
     build = toy_config.build
 
@@ -193,7 +243,7 @@ def test_resuming_with_other_constants_is_refused_and_changes_nothing(toy_config
 
     with monkeypatch.context() as patch:
         patch.setattr(toy_config, "build", other)
-        with pytest.raises(ValueError, match=f"fixed variables.*saved {None if lost else saved}, now"):
+        with pytest.raises(BrokenRun, match=r"fixed variables.*SHA-256 saved .{64}, now .{64}"):
             train.train(toy_config(run_dir=run_dir, resume=True))
     assert last_checkpoint(run_dir) == before
 
@@ -206,21 +256,15 @@ def test_a_run_can_be_moved_and_then_resumed(toy_config, whole_run, tmp_path, mo
 
 def test_resuming_in_a_directory_that_holds_no_run_is_refused(toy_config, tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ValueError, match=r"no config\.json"):
+    with pytest.raises(ValueError, match="holds no run to resume"):
         train.train(toy_config(run_dir=tmp_path, resume=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_run_directory_that_is_a_file_is_refused(toy_config, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="wanted a directory"):
         train.train(toy_config(run_dir=tmp_path / "file"))
-
-
-def test_metrics_lost_to_something_else_are_not_passed_over(toy_config, tmp_path, monkeypatch):
-    run_dir = interrupted_run(toy_config(run_dir=tmp_path / "run"), monkeypatch)
-    (run_dir / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"metrics.jsonl: epochs \[\]: wanted 1 to 2"):
-        train.train(toy_config(run_dir=run_dir, resume=True))
 
 
 def test_a_loss_that_is_not_finite_keeps_the_last_good_epoch(toy_config, whole_run, tmp_path, monkeypatch):
@@ -244,70 +288,3 @@ def test_data_that_do_not_fit_leave_no_run_directory(toy_config, tmp_path):
     with pytest.raises(ValueError, match="batch_size"):
         train.train(toy_config(run_dir=tmp_path / "run", batch_size=101))
     assert not (tmp_path / "run").exists()
-
-
-# The real thing: processes that are killed while they train.
-
-SCRIPT = """
-import sys
-from pathlib import Path
-from conftest import ToyConfig
-from experiments import train
-train.train(ToyConfig(run_dir=Path(sys.argv[1]), resume=True, epochs=int(sys.argv[2])))
-"""
-
-
-def start_process(config):
-    """Another process that goes on with the run of a toy config."""
-    paths = os.pathsep.join(map(str, (ROOT, Path(__file__).parents[1])))
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, config.run_dir, str(config.epochs)],
-        env=os.environ | {"PYTHONPATH": paths, "JAX_DEFAULT_MATMUL_PRECISION": "highest"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def lines_written(run_dir):
-    path = run_dir / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def unfinished_checkpoints(run_dir):
-    path = run_dir / "checkpoints"
-    return {name for name in os.listdir(path) if "tmp" in name} if path.exists() else set()
-
-
-def after_two_more_lines(run_dir):
-    before = lines_written(run_dir)
-    return lambda: lines_written(run_dir) >= before + 2
-
-
-def while_writing_another_checkpoint(run_dir):
-    before = unfinished_checkpoints(run_dir)
-    return lambda: unfinished_checkpoints(run_dir) - before
-
-
-def a_moment_after_two_more_lines(run_dir):
-    has_come = after_two_more_lines(run_dir)
-    return lambda: has_come() and not time.sleep(random.uniform(0, 0.3))
-
-
-MOMENTS = [after_two_more_lines, while_writing_another_checkpoint, a_moment_after_two_more_lines]
-
-
-def test_a_run_killed_again_and_again_ends_in_the_same_bits(toy_config, tmp_path):
-    whole, killed = (toy_config(run_dir=tmp_path / name, resume=True, epochs=24) for name in ("whole", "killed"))
-    train.train(whole)
-    for moment in MOMENTS:
-        has_come = moment(killed.run_dir)
-        process = start_process(killed)
-        while not has_come():
-            assert process.poll() is None, process.stdout.read()
-            time.sleep(0.0005)
-        process.kill()
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-    train.train(killed)
-    assert_same_run(killed.run_dir, whole.run_dir)

@@ -11,8 +11,8 @@ import pytest
 from verilog import in_icarus, needs_icarus, simulate
 
 import jaxbp
-from experiments.training.compiled import compiled
-from jaxbp import Circuit, Wires
+from experiments.training.compiled import compiled, load
+from jaxbp import Circuit, Netlist, Wires
 from jaxbp.logic.gates import TRUTH_TABLES
 
 pytestmark = pytest.mark.once
@@ -100,6 +100,16 @@ def test_compiled_c_says_so_where_there_is_no_memory(tmp_path):
     assert subprocess.run([program]).returncode == 1
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("written", [CIRCUIT, Netlist.of(CIRCUIT).simplify()], ids=["circuit", "netlist"])
+def test_compiled_c_classifies_by_the_first_of_the_largest_groups(tmp_path, expected, written):
+    library = load(written.to_c("net", classes=5), shutil.which("cc"), tmp_path)
+    wanted = expected.reshape(len(BITS), 5, 4).sum(axis=-1).argmax(axis=-1)
+    assert len(set(wanted.tolist())) > 2  # ties and all
+    on = 2 * BITS.astype(np.uint8)  # any number but 0
+    assert [library.net_classify(bits.tobytes()) for bits in on] == wanted.tolist()
+
+
 # -------------------------------------------------------------------------------------------------------------- Verilog
 
 
@@ -149,6 +159,10 @@ REFUSED = {
     "a keyword of C": (
         lambda: CIRCUIT.to_c("register"),
         "Circuit: name is 'register', a word of C; wants another",
+    ),
+    "classes of unequal size": (
+        lambda: CIRCUIT.to_c(classes=3),
+        "Circuit: classes is 3; wants None or a divisor of the 20 outputs",
     ),
     "a keyword of Verilog": (
         lambda: CIRCUIT.to_verilog("reg"),

@@ -266,6 +266,10 @@ REFUSED = {
         "Netlist: x has shape (4, 7); wants (14, words)",
     ),
     "a keyword of C": (lambda: NETLIST.to_c("while"), "Netlist: name is 'while', a word of C; wants another"),
+    "no class": (
+        lambda: NETLIST.to_c(classes=0),
+        f"Netlist: classes is 0; wants None or a divisor of the {NETLIST.outputs} outputs",
+    ),
     "a keyword of Verilog": (
         lambda: NETLIST.to_verilog("wire"),
         "Netlist: name is 'wire', a word of Verilog; wants another",

@@ -1,0 +1,144 @@
+"""Kills a training with SIGKILL again and again, and resumes it: it has to end in the bits of one that nobody killed.
+
+    python -m experiments.kill                                   # LeNet on the digits, 50 times
+    python -m experiments.kill logic --kills 10 --epochs 60
+
+A process is killed at a random moment of one of three kinds: at any time from its start, shortly after a checkpoint,
+and while it writes a file. After each kill the newest checkpoint has to be whole. Exits with 1 if anything differs.
+"""
+
+import dataclasses
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from experiments.output.errors import BrokenRun, UserError, exit_code
+from experiments.output.files import is_leftover
+from experiments.training import checkpoints, run_directory
+from experiments.training.loop import TIMINGS
+
+POLL_SECONDS = 0.0005
+Command = Callable[[Path], Sequence[str]]
+"""`run_dir -> the command` that begins the run there, or goes on with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KillConfig:
+    """What to kill, and how often."""
+
+    experiment: Annotated[str, tyro.conf.Positional] = "lenet"
+    """As for experiments.train."""
+    kills: int = 50
+    """Processes to kill."""
+    epochs: int | None = None
+    """Of the run; None: four times the kills, as a process may do a few before it is killed."""
+    seed: int = 0
+    """Of the moments."""
+
+    def __post_init__(self):
+        if self.kills < 1:
+            raise UserError(f"kills is {self.kills}: wanted at least 1")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit code: 1 if the runs differ; see also `experiments/output/errors.py`."""
+    config = tyro.cli(KillConfig, args=args, prog="python -m experiments.kill")
+
+    def command(run_dir: Path) -> Sequence[str]:
+        train = [sys.executable, "-m", "experiments.train"]
+        if checkpoints.epochs(run_dir / run_directory.CHECKPOINTS):
+            return [*train, "--resume", "--run-dir", str(run_dir)]
+        epochs = str(config.epochs or 4 * config.kills)
+        return [*train, config.experiment, "--epochs", epochs, "--run-dir", str(run_dir)]
+
+    def compare() -> int:
+        with tempfile.TemporaryDirectory() as folder:
+            whole, killed = Path(folder) / "whole", Path(folder) / "killed"
+            finish(command, whole)
+            for number, moment in enumerate(kill_again_and_again(command, killed, config.kills, config.seed), start=1):
+                epoch = run_directory.newest(killed).epoch if killed.exists() else 0
+                print(f"kill {number} of {config.kills}, {moment}: epoch {epoch} is whole", flush=True)
+            finish(command, killed)
+            same = outcome(whole) == outcome(killed)
+        print(f"killed {config.kills} times, the run ended in {'the same' if same else 'OTHER'} bits")
+        return 0 if same else 1
+
+    return exit_code(compare)
+
+
+def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int = 0) -> Iterator[str]:
+    """Yields after each kill at what kind of moment it came.
+
+    Raises:
+      BrokenRun: if a process ends before it is killed, or leaves a newest checkpoint that is damaged.
+    """
+    generator, kinds = random.Random(seed), list(MOMENTS.items())
+    for number in range(kills):
+        kind, moment = kinds[number % len(kinds)]
+        has_come = moment(run_dir, generator)
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(command(run_dir), stdout=output, stderr=subprocess.STDOUT)
+            try:
+                while not has_come():
+                    if process.poll() is not None:
+                        output.seek(0)
+                        raise BrokenRun(f"a process ended before it was killed: {output.read().decode()[-500:]}")
+                    time.sleep(POLL_SECONDS)
+            finally:
+                process.kill()
+                process.wait()
+        folder = run_dir / run_directory.CHECKPOINTS
+        if epochs := checkpoints.epochs(folder):
+            checkpoints.read(checkpoints.path_of(folder, epochs[0]))
+        yield kind
+
+
+def finish(command: Command, run_dir: Path) -> None:
+    """Runs to the end."""
+    finished = subprocess.run(command(run_dir), capture_output=True, text=True, check=False)
+    if finished.returncode:
+        raise BrokenRun(f"a process ended with {finished.returncode}: {finished.stderr[-500:]}")
+
+
+def outcome(run_dir: Path) -> tuple:
+    """The epoch, the metrics but for the clock's, and the bytes of all arrays of a run's newest checkpoint."""
+    checkpoint = run_directory.newest(run_dir)
+    metrics = [{name: line[name] for name in line if name not in TIMINGS} for line in checkpoint.metrics]
+    return checkpoint.epoch, metrics, {name: array.tobytes() for name, array in checkpoint.arrays.items()}
+
+
+def _at_any_time(run_dir: Path, generator: random.Random) -> Callable[[], bool]:
+    end = time.monotonic() + generator.uniform(0, 5)
+    return lambda: time.monotonic() >= end
+
+
+def _after_a_checkpoint(run_dir: Path, generator: random.Random) -> Callable[[], bool]:
+    folder, pause = run_dir / run_directory.CHECKPOINTS, generator.uniform(0, 0.3)
+    before = checkpoints.epochs(folder)
+    return lambda: checkpoints.epochs(folder)[:1] > before[:1] and not time.sleep(pause)
+
+
+def _while_a_file_is_written(run_dir: Path, generator: random.Random) -> Callable[[], bool]:
+    def written() -> set[Path]:
+        folders = [folder for folder in (run_dir, run_dir / run_directory.CHECKPOINTS) if folder.is_dir()]
+        return {path for folder in folders for path in folder.iterdir() if is_leftover(path)}
+
+    before = written()
+    return lambda: bool(written() - before)
+
+
+MOMENTS = {
+    "after a checkpoint": _after_a_checkpoint,
+    "while a file was written": _while_a_file_is_written,
+    "at any time": _at_any_time,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

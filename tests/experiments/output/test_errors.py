@@ -1,0 +1,47 @@
+import pytest
+
+from experiments.output.errors import BrokenRun, Stopped, UserError, exit_code, kept_in, warn
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UserError("seed = -1:\n wanted more"), 2, "error: seed = -1: wanted more\n"),
+        (FileNotFoundError("no data"), 2, "error: no data\n"),
+        (BrokenRun("damaged"), 1, "error: damaged\n"),
+        (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device\n"),
+        (FloatingPointError("nan"), 1, "error: nan\n"),
+        (Stopped("stopped after epoch 5"), 130, "stopped after epoch 5\n"),
+        (KeyboardInterrupt(), 130, "stopped\n"),
+    ],
+)
+def test_a_command_ends_in_one_line_and_an_exit_code(error, code, said, capsys):
+    def command():
+        raise error
+
+    assert exit_code(command) == code
+    assert capsys.readouterr().err == said
+
+
+def test_a_command_that_ends_well_has_its_own_code(capsys):
+    assert [exit_code(lambda code=code: code) for code in (0, 1)] == [0, 1]
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_under_development_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        exit_code(lambda: 1 // 0)
+
+
+def test_a_stop_names_the_file_if_there_is_one(tmp_path):
+    (tmp_path / "there").touch()
+    with pytest.raises(Stopped, match=r"there has the results so far$"), kept_in(tmp_path / "there"):
+        raise KeyboardInterrupt
+    for path in (tmp_path / "not there", None):
+        with pytest.raises(Stopped, match=r"^stopped$"), kept_in(path):
+            raise KeyboardInterrupt
+
+
+def test_a_warning_is_one_line(capsys):
+    warn("two\nlines")
+    assert capsys.readouterr().err == "warning: two lines\n"

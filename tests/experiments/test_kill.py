@@ -1,0 +1,60 @@
+"""The real thing: processes that are killed while they train."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import kill, train
+from experiments.output.errors import BrokenRun
+from experiments.training import checkpoints, curves
+
+pytestmark = pytest.mark.once
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+from pathlib import Path
+from conftest import ToyConfig
+from experiments import train
+from experiments.training import checkpoints
+path = Path(sys.argv[1])
+has_begun = bool(checkpoints.epochs(path / "checkpoints"))
+train.train(ToyConfig(run_dir=path, resume=has_begun, epochs=24))
+"""
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """A process that begins the toy experiment, or goes on with it."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "experiments"))))
+    monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    return lambda run_dir: [sys.executable, "-c", SCRIPT, str(run_dir)]
+
+
+def test_a_run_killed_at_each_kind_of_moment_ends_in_the_same_bits(command, toy_config, tmp_path):
+    whole = toy_config(run_dir=tmp_path / "whole", epochs=24)
+    train.train(whole)
+    assert list(kill.kill_again_and_again(command, tmp_path / "killed", 3)) == list(kill.MOMENTS)
+    kill.finish(command, tmp_path / "killed")
+    assert kill.outcome(tmp_path / "killed") == kill.outcome(whole.run_dir)
+
+
+def test_a_run_that_ends_otherwise_is_seen(toy_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(curves, "draw", lambda *_: b"\x89PNG")
+    train.train(toy_config(run_dir=tmp_path / "one", epochs=2))
+    train.train(toy_config(run_dir=tmp_path / "other", epochs=2, seed=1))
+    assert kill.outcome(tmp_path / "one") != kill.outcome(tmp_path / "other")
+    with pytest.raises(BrokenRun, match="ended before it was killed: a word"):
+        list(kill.kill_again_and_again(lambda run_dir: [sys.executable, "-c", "print('a word')"], tmp_path, 1))
+
+
+def test_a_kill_that_damages_the_newest_checkpoint_is_seen(tmp_path):
+    script = "import os, sys, time; os.makedirs(os.path.dirname(sys.argv[1]));"
+    script += "open(sys.argv[1], 'w').write('half'); time.sleep(60)"
+    path = checkpoints.path_of(tmp_path / "checkpoints", 1)
+    path.parent.mkdir()
+    run = str(path / "run.json")
+    with pytest.raises(BrokenRun, match=r"1/run.json (is damaged|cannot be read)"):
+        list(kill.kill_again_and_again(lambda run_dir: [sys.executable, "-c", script, run], tmp_path, 1))

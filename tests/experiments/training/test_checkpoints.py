@@ -1,0 +1,83 @@
+"""A folder with everything, and its checksums. What damage to it does is in `test_damage.py`."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from experiments.output.errors import BrokenRun
+from experiments.training import checkpoints
+from experiments.training.checkpoints import Checkpoint
+
+STATE = {
+    "params": {"weight": jnp.arange(6.0).reshape(2, 3), "half": jnp.array([0.1, -3], jnp.bfloat16)},
+    "count": jnp.int32(7),
+}
+
+
+@pytest.fixture
+def written(tmp_path):
+    checkpoint = Checkpoint(3, {"seed": 1}, "abc", [{"epoch": 1}], {}, tmp_path)
+    return checkpoints.write(checkpoint, checkpoints.to_arrays(STATE))
+
+
+def test_what_is_read_is_what_was_written(written):
+    read = checkpoints.read(written.path)
+    assert read == written and written.path.name == "3"
+    restored = checkpoints.from_arrays(read.arrays, STATE)
+    for name in ("weight", "half"):
+        was, now = STATE["params"][name], restored["params"][name]
+        assert (now.dtype, now.shape) == (was.dtype, was.shape) and np.array_equal(now, was)
+    assert restored["count"] == 7
+
+
+def test_orbax_reads_the_state_and_whatever_reads_json_the_rest(written):
+    with ocp.PyTreeCheckpointer() as orbax:
+        assert orbax.restore(written.path / "state")["params"]["weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert json.loads((written.path / "run.json").read_text())["config"] == {"seed": 1}
+
+
+def test_another_write_takes_the_place_of_the_first_and_leaves_nothing_else(written):
+    other = dataclasses.replace(written, constants="def")
+    again = checkpoints.write(other, {"count": np.int32(8)})
+    assert checkpoints.read(written.path).constants == "def" and again.arrays == {"count": 8}
+    assert [path.name for path in written.folder.iterdir()] == ["3"]
+
+
+def test_settings_are_written_anew_without_the_state(written):
+    before = (written.path / "state" / "_METADATA").stat().st_mtime_ns
+    checkpoints.write_run(dataclasses.replace(written, config={"seed": 2}), written.path)
+    assert checkpoints.read(written.path).config == {"seed": 2}
+    assert (written.path / "state" / "_METADATA").stat().st_mtime_ns == before
+
+
+def test_a_write_that_fails_leaves_what_was_there(written, monkeypatch):
+    monkeypatch.setattr(checkpoints, "write_run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.write(written, {"count": np.int32(8)})
+    assert checkpoints.read(written.path) == written
+    assert [path.name for path in written.folder.iterdir()] == ["3"]
+
+
+OTHERS = {
+    "another shape": ({**STATE, "count": jnp.zeros(2, jnp.int32)}, r"count: saved \(\) int32, now \(2,\) int32"),
+    "another dtype": ({**STATE, "count": jnp.float32(7)}, r"count: saved \(\) int32, now \(\) float32"),
+    "more": ({**STATE, "scale": jnp.float32(7)}, r"scale: saved none, now \(\) float32"),
+    "less": ({"params": STATE["params"]}, r"count: saved \(\) int32, now none"),
+}
+
+
+@pytest.mark.parametrize(("state", "message"), OTHERS.values(), ids=OTHERS)
+def test_another_models_arrays_are_refused(written, state, message):
+    with pytest.raises(BrokenRun, match=message):
+        checkpoints.from_arrays(checkpoints.read(written.path).arrays, state)
+
+
+def test_epochs_are_of_the_names_that_are_written_alone(tmp_path):
+    for name in ("10", "9", "09", "-1", "best", "3.bak"):
+        (tmp_path / name).mkdir()
+    assert checkpoints.epochs(tmp_path) == [10, 9]
+    assert checkpoints.epochs(tmp_path / "missing") == []

@@ -1,0 +1,231 @@
+"""Every file of a run damaged in every way: the run goes on to the same bits, or says in one line why it cannot.
+
+All of it goes through the command line's `main`. What takes long is done once: the toy model is compiled for the first
+case, the picture of the curves is a stand-in, and nothing waits for the disk.
+"""
+
+import dataclasses
+import errno
+import functools
+import json
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import configs, train
+from experiments.training import checkpoints, curves, run_directory
+from experiments.training import loop as training
+from experiments.training.loop import TIMINGS
+
+pytestmark = pytest.mark.once
+
+POSITIONS = 3
+"""Where a bit is flipped, evenly over a file."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick(toy_config, tmp_path_factory):
+    """The toy experiment on the command line, compiled once; the same arrays are written by Orbax once."""
+    prepare = training.prepare
+
+    @functools.cache
+    def prepared(epochs):
+        made = prepare(toy_config(epochs=epochs), toy_config().load())
+        # Training works in the buffers of the state that it begins with.
+        return dataclasses.replace(made, state=jax.tree.map(np.array, made.state))
+
+    save, written = checkpoints.save_state, []
+
+    def saved(path, arrays):
+        for others, copy in written:
+            if others.keys() == arrays.keys() and all(np.array_equal(arrays[name], others[name]) for name in others):
+                shutil.copytree(copy, path)
+                return
+        save(path, arrays)
+        copy = tmp_path_factory.mktemp("state") / "state"
+        written.append((arrays, shutil.copytree(path, copy)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(configs.EXPERIMENTS, "toy", toy_config)
+        patch.setattr(training, "prepare", lambda config, dataset: prepared(config.epochs))
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(checkpoints, "save_state", saved)
+        patch.setattr(curves, "draw", lambda title, *_: b"\x89PNG" + title.encode() * 50)
+        yield
+
+
+@pytest.fixture(scope="module")
+def runs(toy_config, tmp_path_factory):
+    """A finished run, and one that died in its last epoch; both to be read only."""
+    folder = tmp_path_factory.mktemp("runs")
+    train.train(toy_config(run_dir=folder / "finished"))
+    write = run_directory.RunDirectory.save
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+
+        def dying(directory, metrics, state):
+            if metrics.epoch == 4:
+                raise SystemExit
+            write(directory, metrics, state)
+
+        patch.setattr(run_directory.RunDirectory, "save", dying)
+        train.train(toy_config(run_dir=folder / "cut"))
+    return {name: folder / name for name in ("finished", "cut")}
+
+
+def contents(run_dir):
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
+def outcome(run_dir):
+    """What a run came to: its metrics but for the clock's, its parameters and state, and its other files."""
+    checkpoint = run_directory.newest(run_dir)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert lines == checkpoint.metrics
+    metrics = [{name: value for name, value in line.items() if name not in TIMINGS} for line in lines]
+    settings = json.loads((run_dir / "config.json").read_text())
+    assert settings == checkpoint.config
+    sums = (run_dir / "files.sha256").read_text()
+    names = sorted(path.name for path in run_dir.iterdir())
+    return metrics, {name: array.tobytes() for name, array in checkpoint.arrays.items()}, settings["seed"], sums, names
+
+
+def flipped(data, position):
+    at = position * len(data) // POSITIONS
+    return data[:at] + bytes([data[at] ^ 1 << position % 8]) + data[at + 1 :]
+
+
+DAMAGES = {
+    "emptied": lambda data: b"",
+    "halved": lambda data: data[: len(data) // 2],
+    "garbage": lambda data: np.random.default_rng(0).bytes(len(data) or 100),
+    "text": lambda data: b"<html>no such file</html>\n",
+    "longer": lambda data: data + b"\0",
+} | {f"flipped {position}": functools.partial(flipped, position=position) for position in range(POSITIONS)}
+PLACES = {
+    "finished": ("config.json", "metrics.jsonl", "curves.png", "files.sha256", "checkpoints/3", "checkpoints/4"),
+    "cut": ("config.json", "metrics.jsonl", "checkpoints/2", "checkpoints/3"),
+}
+"""Run -> its files, and folders of which every file is damaged."""
+NEWEST = {"finished": "checkpoints/4", "cut": "checkpoints/3"}
+CASES = [(run, place) for run, places in PLACES.items() for place in places]
+
+
+def files_at(run_dir, place):
+    """The files of a place, by their paths in the run."""
+    path = run_dir / place
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    return [str(file.relative_to(run_dir)) for file in files if file.stat().st_size]
+
+
+def resume(run_dir, capsys):
+    capsys.readouterr()
+    code = train.main(["--resume", "--run-dir", str(run_dir)])
+    said = capsys.readouterr().err
+    return code, said
+
+
+def test_there_are_more_than_300_cases(runs):
+    files = [file for run, place in CASES for file in files_at(runs[run], place)]
+    assert len(files) * (1 + len(DAMAGES)) > 300
+
+
+@pytest.mark.parametrize(("run", "place"), CASES)
+def test_a_run_with_a_damaged_file_goes_on_to_the_same_bits(run, place, runs, tmp_path, capsys):
+    wanted = outcome(runs["finished"])
+    for i, file in enumerate(files_at(runs[run], place)):
+        data = (runs[run] / file).read_bytes()
+        for name, damage in {"deleted": None, **DAMAGES}.items():
+            run_dir = Path(shutil.copytree(runs[run], tmp_path / f"{i} {name}"))
+            if damage is None:
+                (run_dir / file).unlink()
+            else:
+                assert damage(data) != data, name
+                (run_dir / file).write_bytes(damage(data))
+            code, said = resume(run_dir, capsys)
+            assert (code, said.count("\n") <= 1) == (0, True), (file, name, said)
+            assert outcome(run_dir) == wanted, (file, name)
+            if place == NEWEST[run]:
+                assert said.startswith("warning: ") and "going on from epoch" in said
+                assert f"{file} is damaged" in said or f"{file} cannot be read" in said
+
+
+@pytest.mark.parametrize("run", PLACES)
+def test_a_lock_file_is_no_lock(run, runs, tmp_path, capsys):
+    wanted = outcome(runs["finished"])
+    for i, damage in enumerate([Path.unlink, lambda path: path.write_bytes(b"12345")]):
+        run_dir = Path(shutil.copytree(runs[run], tmp_path / str(i)))
+        damage(run_dir / ".lock")
+        assert resume(run_dir, capsys) == (0, "")
+        assert outcome(run_dir) == wanted
+
+
+def without_checkpoints(run_dir):
+    for path in (run_dir / "checkpoints").iterdir():
+        shutil.rmtree(path)
+
+
+def with_damaged_checkpoints(run_dir):
+    for path in (run_dir / "checkpoints").glob("*/run.json"):
+        path.write_bytes(path.read_bytes()[:-1])
+
+
+def with_files_for_checkpoints(run_dir):
+    for path in (run_dir / "checkpoints").iterdir():
+        shutil.rmtree(path)
+        path.touch()
+
+
+def with_checkpoints_of_an_older_version(run_dir):
+    without_checkpoints(run_dir)
+    (run_dir / "checkpoints" / "4" / "default").mkdir(parents=True)
+
+
+HOPELESS = [
+    *(without_checkpoints, with_damaged_checkpoints),
+    *(with_files_for_checkpoints, with_checkpoints_of_an_older_version),
+]
+
+
+@pytest.mark.parametrize("damage", HOPELESS)
+def test_a_run_that_cannot_go_on_says_so_in_one_line_and_loses_nothing(damage, runs, tmp_path, capsys):
+    run_dir = Path(shutil.copytree(runs["cut"], tmp_path / "run"))
+    damage(run_dir)
+    before = contents(run_dir)
+    code, said = resume(run_dir, capsys)
+    assert code == 1 and said.count("\n") == 1
+    assert said.startswith(f"error: run_dir = {run_dir} has no checkpoint to go on from: ")
+    assert contents(run_dir) == before
+
+
+@pytest.mark.parametrize("name", ["9", "2"])
+def test_a_renamed_checkpoint_is_not_taken_for_that_of_another_epoch(name, runs, tmp_path, capsys):
+    run_dir = Path(shutil.copytree(runs["cut"], tmp_path / "run"))
+    folder = run_dir / "checkpoints"
+    if name == "2":
+        shutil.rmtree(folder / "2")
+    (folder / "3").rename(folder / name)
+    code, said = resume(run_dir, capsys)
+    assert said.count("\n") == 1 and f"{name} is a checkpoint of epoch 3, under another name" in said
+    assert code == (name == "2")
+    if code == 0:
+        assert outcome(run_dir)[:2] == outcome(runs["finished"])[:2]
+
+
+def test_a_full_disk_is_said_in_one_line_and_what_is_there_goes_on(runs, tmp_path, capsys, monkeypatch):
+    for at in range(7):  # at the checkpoint, the metrics, the curves, the checksums; each file, then its folder
+        run_dir, written = Path(shutil.copytree(runs["cut"], tmp_path / str(at))), []
+
+        def full(descriptor, at=at, written=written):
+            written.append(descriptor)
+            if len(written) > at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            assert resume(run_dir, capsys) == (1, "error: [Errno 28] No space left on device\n")
+        assert resume(run_dir, capsys) == (0, "")
+        assert outcome(run_dir) == outcome(runs["finished"])
