@@ -39,10 +39,14 @@ class CheckConfig:
     """Dtype of the arguments. Kernels take no float64."""
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ("pallas", "xla", "autodiff")
     """Implementations to check."""
-    order: Literal[1, 2] = 2
-    """1 for values and gradients alone, 2 for second derivatives as well."""
+    order: Literal[1, 2, 3] = 2
+    """1 for values and gradients alone, 2 and 3 for second and third derivatives as well."""
     seed: int = 0
     """Seed of the arguments."""
+    scale: float = 1.0
+    """What the arguments are multiplied by, but for probabilities."""
+    verbose: bool = False
+    """Whether to print a row for every result that was compared."""
     json: Path | None = None
     """File to write the rows to."""
 
