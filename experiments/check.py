@@ -3,12 +3,14 @@
     python -m experiments.check                                  # the whole catalogue, in float32
     python -m experiments.check relu linear --dtype float64      # some ops, each with its backwards
     python -m experiments.check conv2d --implementations xla --json conv2d.json
+    python -m experiments.check layer_norm --verbose             # a row for every result that was compared
 
 Exits with 1 if an implementation failed, after a line for each failure with the worst element. See
 `jaxbp.verify.check`, which checks your own ops as well, for what is compared.
 """
 
 import dataclasses
+import difflib
 import json
 import math
 import shlex
@@ -26,7 +28,9 @@ from rich.text import Text
 from experiments.output.errors import UserError
 from experiments.output.files import write_atomically
 from jaxbp.catalogue import CATALOGUE, Entry
-from jaxbp.verify import CheckResult, check
+from jaxbp.catalogue.schema import WiresArgument
+from jaxbp.verify import ADDED, CheckResult, check
+from jaxbp.verify.check import WIDTH
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,17 +70,19 @@ def main(args: Sequence[str] | None = None) -> int:
         return 2
     console, rows = Console(), []
     if not console.is_terminal:
-        console = Console(width=150)
-    for entry in entries:
-        for dtype in config.dtype:
-            print(f"{entry.name}, {dtype}", file=sys.stderr, flush=True)
-            result = check_entry(entry, dtype, config)
-            console.print(result.table())
-            rows += result.rows
-    result = CheckResult(tuple(rows))
-    if config.json is not None:
-        command = shlex.join(["python", "-m", "experiments.check", *args])
-        write_atomically(config.json, to_json(command, result))
+        console = Console(width=150 if config.verbose else WIDTH)
+    try:
+        for entry in entries:
+            for dtype in config.dtype:
+                print(f"{entry.name}, {dtype}", file=sys.stderr, flush=True)
+                result = check_entry(entry, dtype, config)
+                console.print(result.table() if config.verbose else result.summary())
+                rows += result.rows
+    finally:  # what was found before an interruption is kept
+        result = CheckResult(tuple(rows))
+        if config.json is not None:
+            command = shlex.join(["python", "-m", "experiments.check", *args])
+            write_atomically(config.json, to_json(command, result))
     for failure in result.failures:
         console.print(Text(f"failed: {failure}", style="bold red"), soft_wrap=True)
     counts = {verdict: sum(row.verdict == verdict for row in result.rows) for verdict in ("ok", "failed", "skipped")}
@@ -88,7 +94,9 @@ def selected(names: Sequence[str]) -> list[Entry]:
     """The entries of the table that the names stand for, in its order."""
     known = [entry.name for entry in CATALOGUE]
     if unknown := [name for name in names if name not in (*known, "all")]:
-        raise UserError(f"unknown op {', '.join(unknown)}: wanted all or some of {', '.join(known)}")
+        like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))
+        wanted = f"did you mean {' or '.join(like)}?" if like else f"wanted all or some of {', '.join(known)}"
+        raise UserError(f"unknown op {', '.join(unknown)}: {wanted}")
     return [
         entry
         for entry in CATALOGUE
@@ -100,12 +108,18 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
     """An op of the table at its small case."""
     with jax.enable_x64(dtype == "float64"):
         args = entry.small.draw(config.seed, dtype=jnp.dtype(dtype))
+        args = [
+            a if isinstance(kind, WiresArgument) or kind.below is not None or kind.weights else config.scale * a
+            for a, kind in zip(args, entry.small.arguments, strict=True)
+        ]
     return check(
         entry.function,
         *args,
         implementations=config.implementations,
         order=config.order,
-        kink_convention="_backward" not in entry.name,  # a backward's own derivative has no convention at a kink
+        # A backward's own derivative has no convention at a kink.
+        kink_convention=entry.kink_convention and "_backward" not in entry.name,
+        added=[name for name in ADDED if name != "dtypes"],  # `--dtype` says in which
         seed=config.seed,
         **entry.small.options,
     )

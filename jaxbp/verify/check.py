@@ -346,9 +346,7 @@ class _Programs:
             return None
 
     def rounded(self, values: Arrays) -> list[np.ndarray]:
-        return [
-            np.asarray(v.astype(a.dtype), np.float64) for v, a in zip(values, self.arguments.floats, strict=True)
-        ]
+        return [np.asarray(v.astype(a.dtype), np.float64) for v, a in zip(values, self.arguments.floats, strict=True)]
 
     def results(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
         """Values, gradients, or the derivative of an order, as they come; None if it does not take the arguments."""

@@ -1,4 +1,4 @@
-"""Where an op is tried: the user's own data, and data beside it on which mistakes show that do not on random numbers."""
+"""Where an op is tried: the user's own data, and data beside it that shows what random numbers do not."""
 
 import dataclasses
 import itertools

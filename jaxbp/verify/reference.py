@@ -223,10 +223,10 @@ class Reference:
 def _confirmed(autodiff: np.ndarray, steps: np.ndarray, look: Callable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(what is expected, where differences contradict autodiff, where they confirm it).
 
-    `look(which, steps)` gives slope, lower and higher one-sided slope, their rounding, and that at most. A slope that is autodiff's
-    at any step confirms it: a larger step crossed a kink or was too coarse, a smaller one is all rounding. Autodiff is
-    contradicted where two steps agree with each other, on both sides, and not with it. Elsewhere, as at a kink,
-    differences can not tell, and autodiff stands.
+    `look(which, steps)` gives slope, lower and higher one-sided slope, their rounding, and that at most. A slope that
+    is autodiff's at any step confirms it: a larger step crossed a kink or was too coarse, a smaller one is all
+    rounding. Autodiff is contradicted where two steps agree with each other, on both sides, and not with it.
+    Elsewhere, as at a kink, differences can not tell, and autodiff stands.
     """
     expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
     confirmed, open_, before = ~np.isfinite(autodiff), np.isfinite(autodiff), None
@@ -263,9 +263,7 @@ def scale_of(a: np.ndarray) -> float:
     return float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) or 1.0
 
 
-def _plain_forward(
-    op: Callable, arguments: Arguments, options: Mapping[str, Any]
-) -> tuple[Function, list[Any], bool]:
+def _plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
     """The forward that takes float64, shapes and dtypes of its results from the arguments as they are, and whether it
     is the one that has no hand-written backward."""
     names = ("autodiff", "xla", "pallas") if takes_implementation(op) else (None,)

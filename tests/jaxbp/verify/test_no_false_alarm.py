@@ -23,30 +23,63 @@ pytestmark = pytest.mark.once
 SEEDS, SCALES, DTYPES = range(10), (1.0, 1e-3, 1e3), ("float32", "bfloat16", "float16", "float64")
 X, WIDE = (3, 4), (4, 2)
 
+_NUMPY = [
+    "sin",
+    "tan",
+    "tanh",
+    "sinh",
+    "arctan",
+    "exp",
+    "expm1",
+    "log",
+    "sqrt",
+    "abs",
+    "square",
+    "sinc",
+    "max",
+    "min",
+    "prod",
+    "mean",
+    "std",
+    "var",
+    "cumsum",
+    "sort",
+    "median",
+]
+_BINARY = ["maximum", "minimum", "logaddexp", "hypot", "divide", "arctan2"]
+_NN = [
+    "relu",
+    "relu6",
+    "elu",
+    "selu",
+    "gelu",
+    "silu",
+    "softplus",
+    "sigmoid",
+    "log_sigmoid",
+    "hard_tanh",
+    "hard_swish",
+    "softmax",
+    "log_softmax",
+    "standardize",
+    "glu",
+]
 # Name -> (function, shapes of its arguments).
 FUNCTIONS = {
-    **{f"jnp.{name}": (getattr(jnp, name), (X,)) for name in (
-        "sin", "tan", "tanh", "sinh", "arctan", "exp", "expm1", "log", "sqrt", "abs", "square", "sinc",
-        "max", "min", "prod", "mean", "std", "var", "cumsum", "sort", "median",
-    )},  # fmt: skip
-    **{f"jnp.{name}": (getattr(jnp, name), (X, X)) for name in (
-        "maximum", "minimum", "logaddexp", "hypot", "divide", "arctan2",
-    )},  # fmt: skip
+    **{f"jnp.{name}": (getattr(jnp, name), (X,)) for name in _NUMPY},
+    **{f"jnp.{name}": (getattr(jnp, name), (X, X)) for name in _BINARY},
+    **{f"jax.nn.{name}": (getattr(jax.nn, name), (X,)) for name in _NN},
     "jnp.matmul": (jnp.matmul, (X, WIDE)),
     "jnp.linalg.norm": (jnp.linalg.norm, (X,)),
     "jnp.clip": (functools.partial(jnp.clip, min=-0.7, max=0.5), (X,)),
     "jax.nn.logsumexp": (functools.partial(jax.nn.logsumexp, axis=-1), (X,)),
-    **{f"jax.nn.{name}": (getattr(jax.nn, name), (X,)) for name in (
-        "relu", "relu6", "elu", "selu", "gelu", "silu", "softplus", "sigmoid", "log_sigmoid", "hard_tanh", "hard_swish",
-        "softmax", "log_softmax", "standardize", "glu",
-    )},  # fmt: skip
-}  # fmt: skip
+}
 ALL = list(itertools.product(FUNCTIONS, SEEDS, SCALES, DTYPES))
 TODAY = np.random.default_rng(datetime.date.today().toordinal())
 A_FEW = [ALL[i] for i in TODAY.choice(len(ALL), 12, replace=False)]
 
 
-def alarms(name, seed, scale, dtype, order=2):
+def alarms(name, seed, scale, dtype, order=1):
     """The failures of a right function, as lines."""
     function, shapes = FUNCTIONS[name]
     random = np.random.default_rng(seed)
@@ -60,7 +93,7 @@ def test_there_are_thirty_functions_of_jax():
 
 @pytest.mark.parametrize(("name", "seed", "scale", "dtype"), A_FEW)
 def test_a_function_of_jax_passes(name, seed, scale, dtype):
-    assert alarms(name, seed, scale, dtype, order=1) == []
+    assert alarms(name, seed, scale, dtype) == []
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "batch_norm"])
@@ -89,10 +122,12 @@ def test_right_functions_pass_in_half_precision(seed):
 
 
 def main(parts):
-    """Everything, or `parts` of it: functions, catalogue. Prints each alarm and counts them; returns 1 if there is one."""
+    """Everything, or `parts` of it: functions, catalogue. Prints every alarm; returns 1 if there is one."""
     found = run = 0
     for case in ALL if "functions" in parts else []:
         lines, run = alarms(*case), run + 1
+        if run % 500 == 0:
+            print(run, "checks", file=sys.stderr, flush=True)
         found += bool(lines)
         if lines:
             print(*case, *lines, sep="\n    ", flush=True)
