@@ -23,7 +23,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from experiments.output.files import write_atomically
-from jaxbp.verify import page as comparison_page
+from jaxbp.verify.page import colour, number, section, table
+from jaxbp.verify.page import page as page_of_comparison
 
 Report = Mapping[str, Any]
 
@@ -37,8 +38,8 @@ def page(report: Report) -> str:
     settings = json.dumps({"command": report["command"], **report["config"]}, indent=1)
     before = ""
     if report["curves"]:
-        before = comparison_page.section("Training", _figures(report, _draw_curves, _draw_distances) + _curves(report))
-    return comparison_page.page(
+        before = section("Training", _figures(report, _draw_curves, _draw_distances) + _curves(report))
+    return page_of_comparison(
         report,
         report["verdict"],
         (f"{report['precision']} precision", versions, report["date"]),
@@ -50,10 +51,8 @@ def page(report: Report) -> str:
 def _curves(report: Report) -> str:
     curves, steps = report["curves"], len(report["curves"][report["reference"]])
     shown = sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1})
-    rows = [
-        (str(step + 1), *(comparison_page.number(curve[step], "{:.6f}") for curve in curves.values())) for step in shown
-    ]
-    return comparison_page.table(("step", *curves), rows)
+    losses = lambda step: (number(curve[step], "{:.6f}") for curve in curves.values())  # noqa: E731
+    return table(("step", *curves), [(str(step + 1), *losses(step)) for step in shown])
 
 
 # ------------------------------------------------------------------------------------------------------------- pictures
@@ -95,7 +94,7 @@ def _draw_curves(axes: Axes, report: Report) -> None:
         # Curves that agree overlap: the reference is a broad line under the thin ones.
         is_reference = name == report["reference"]
         style = dict(linewidth=5, alpha=0.5) if is_reference else dict(linewidth=1.2)
-        axes.plot(_steps(curve), _line(curve), color=comparison_page.colour(name), label=name, **style)
+        axes.plot(_steps(curve), _line(curve), color=colour(name), label=name, **style)
     axes.set_title("training loss by step")
     axes.set_yscale("log")
     axes.grid(alpha=0.3)
@@ -108,15 +107,7 @@ def _draw_distances(axes: Axes, report: Report) -> None:
         distance = np.abs(_line(curve) - _line(reference))
         if (distance > 0).any():
             shown = np.where(distance > 0, distance, np.nan)
-            axes.plot(
-                _steps(curve),
-                shown,
-                color=comparison_page.colour(name),
-                label=name,
-                linewidth=1.2,
-                marker=".",
-                markersize=3,
-            )
+            axes.plot(_steps(curve), shown, color=colour(name), label=name, linewidth=1.2, marker=".", markersize=3)
             axes.set_yscale("log")
     axes.set_xlim(0, len(reference) + 1)
     axes.set_title(f"distance of the loss from {report['reference']}'s")

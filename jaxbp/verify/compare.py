@@ -27,6 +27,8 @@ CALLS = 10
 KINDS = ("value", "gradient", "hessian product")
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
 """By dtype, the relative difference that the order of a sum may make."""
+TF32 = 1e-2
+"""That of products on a GPU's tensor cores, where no precision is asked for."""
 AS_FAST = 1.05
 """Run-to-run noise: times whose ratio is below are the same."""
 HOST_BOUND = 0.05
@@ -255,6 +257,8 @@ def compare(
         measured.append(dataclasses.replace(one, differences=differences))
     dtypes = {leaves[i].dtype.name for i in chosen} | {y.dtype.name for y in shapes}
     rounding = max(ROUNDINGS.get(dtype, ROUNDINGS["float32"]) for dtype in dtypes)
+    if jax.default_backend() == "gpu" and jax.config.jax_default_matmul_precision not in ("highest", "float32"):
+        rounding = max(rounding, TF32)
     return Comparison(name_of(function), jax.devices()[0].device_kind, reference, tuple(measured), rounding)
 
 

@@ -80,7 +80,7 @@ def colour(implementation: str | None) -> str:
 
 
 def _bars(title: str, bars: Sequence[tuple[str, float, str, str]]) -> str:
-    """Bars of (label, length as a share, number, colour): each a line with its own columns, so that nothing overlaps."""
+    """Bars of (label, length as a share, number, colour), a line each with its own columns: nothing overlaps."""
     lines = "".join(
         f'<span class="label">{escape(label)}</span><span class="bar" style="width: {100 * share:.1f}%; '
         f'background: {shade}"></span><span>{escape(shown)}</span>\n'

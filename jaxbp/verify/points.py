@@ -67,7 +67,7 @@ def points(
     if "ties" in added:
         ties = _each(own, "ties", _coarse)
         for a, other in itertools.combinations(ties.values, 2):
-            if a.shape == other.shape and a.size > 1:
+            if a.shape == other.shape and a.size > 1 and not any(other is values for values in own.values):
                 other.flat[::4] = a.flat[::4]
         yield ties
     if "zeros" in added:
