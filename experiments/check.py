@@ -3,6 +3,7 @@
     python -m experiments.check                                  # the whole catalogue, in float32
     python -m experiments.check relu linear --dtype float64      # some ops, each with its backwards
     python -m experiments.check conv2d --implementations xla --json conv2d.json
+    python -m experiments.check layer_norm --verbose             # a row for every result that was compared
     python -m experiments.check --accuracy --dtype float32 bfloat16 float16 --implementations xla pallas
 
 Exits with 1 if an implementation failed, after a line for each failure with the worst element. See
@@ -12,6 +13,7 @@ data (`jaxbp.verify.accuracy`), and exits with 1 where that is more than it allo
 """
 
 import dataclasses
+import difflib
 import json
 import math
 import shlex
@@ -30,7 +32,9 @@ from experiments.output.accuracy import measure
 from experiments.output.errors import UserError, exit_code
 from experiments.output.files import write_atomically
 from jaxbp.catalogue import CATALOGUE, Entry
-from jaxbp.verify import CheckResult, check
+from jaxbp.catalogue.schema import WiresArgument
+from jaxbp.verify import ADDED, CheckResult, check
+from jaxbp.verify.check import WIDTH
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +47,16 @@ class CheckConfig:
     """Dtype of the arguments. Kernels take no float64."""
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ("pallas", "xla", "autodiff")
     """Implementations to check."""
-    order: Literal[1, 2] = 2
-    """1 for values and gradients alone, 2 for second derivatives as well."""
+    order: Literal[1, 2, 3] = 2
+    """1 for values and gradients alone, 2 and 3 for second and third derivatives as well."""
     accuracy: bool = False
     """Measure the distance from float64 instead, also where the data is far from zero, large or small."""
     seed: int = 0
     """Seed of the arguments."""
+    scale: float = 1.0
+    """What the arguments are multiplied by, but for probabilities."""
+    verbose: bool = False
+    """Whether to print a row for every result that was compared."""
     json: Path | None = None
     """File to write the rows to."""
 
@@ -68,21 +76,24 @@ def main(args: Sequence[str] | None = None) -> int:
         return 2
     console, rows = Console(), []
     if not console.is_terminal:
-        console = Console(width=150)
+        console = Console(width=150 if config.verbose or config.accuracy else WIDTH)
+    command = shlex.join(["python", "-m", "experiments.check", *args])
     if config.accuracy:
-        command = shlex.join(["python", "-m", "experiments.check", *args])
         ours = [name for name in config.implementations if name != "autodiff"]
         return 0 if measure(entries, ours, config.dtype, command, console, config.json) else 1
-    for entry in entries:
-        for dtype in config.dtype:
-            print(f"{entry.name}, {dtype}", file=sys.stderr, flush=True)
-            result = check_entry(entry, dtype, config)
-            console.print(result.table())
-            rows += result.rows
-    result = CheckResult(tuple(rows))
-    if config.json is not None:
-        command = shlex.join(["python", "-m", "experiments.check", *args])
-        write_atomically(config.json, to_json(command, result))
+    complete = False
+    try:
+        for entry in entries:
+            for dtype in config.dtype:
+                print(f"{entry.name}, {dtype}", file=sys.stderr, flush=True)
+                result = check_entry(entry, dtype, config)
+                console.print(result.table() if config.verbose else result.summary())
+                rows += result.rows
+        complete = True
+    finally:  # what was found before an interruption is kept
+        result = CheckResult(tuple(rows))
+        if config.json is not None:
+            write_atomically(config.json, to_json(command, result, complete))
     for failure in result.failures:
         console.print(Text(f"failed: {failure}", style="bold red"), soft_wrap=True)
     counts = {verdict: sum(row.verdict == verdict for row in result.rows) for verdict in ("ok", "failed", "skipped")}
@@ -94,7 +105,9 @@ def selected(names: Sequence[str]) -> list[Entry]:
     """The entries of the table that the names stand for, in its order."""
     known = [entry.name for entry in CATALOGUE]
     if unknown := [name for name in names if name not in (*known, "all")]:
-        raise UserError(f"unknown op {', '.join(unknown)}: wanted all or some of {', '.join(known)}")
+        like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))
+        wanted = f"did you mean {' or '.join(like)}?" if like else f"wanted all or some of {', '.join(known)}"
+        raise UserError(f"unknown op {', '.join(unknown)}: {wanted}")
     return [
         entry
         for entry in CATALOGUE
@@ -106,21 +119,28 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
     """An op of the table at its small case."""
     with jax.enable_x64(dtype == "float64"):
         args = entry.small.draw(config.seed, dtype=jnp.dtype(dtype))
+        args = [
+            a if isinstance(kind, WiresArgument) or kind.below is not None or kind.weights else config.scale * a
+            for a, kind in zip(args, entry.small.arguments, strict=True)
+        ]
     return check(
         entry.function,
         *args,
         implementations=config.implementations,
         order=config.order,
-        kink_convention="_backward" not in entry.name,  # a backward's own derivative has no convention at a kink
+        # A backward's own derivative has no convention at a kink.
+        kink_convention=entry.kink_convention and "_backward" not in entry.name,
+        added=[name for name in ADDED if name != "dtypes"],  # `--dtype` says in which
         seed=config.seed,
         **entry.small.options,
     )
 
 
-def to_json(command: str, result: CheckResult) -> bytes:
-    """The rows as JSON, in which numbers that are not finite are strings."""
+def to_json(command: str, result: CheckResult, complete: bool) -> bytes:
+    """The rows as JSON, in which numbers that are not finite are strings. A run that was cut short has not passed."""
     rows = [{name: _plain(value) for name, value in dataclasses.asdict(row).items()} for row in result.rows]
-    return (json.dumps({"command": command, "passed": bool(result), "rows": rows}, indent=1) + "\n").encode()
+    report = {"command": command, "complete": complete, "passed": complete and bool(result), "rows": rows}
+    return (json.dumps(report, indent=1) + "\n").encode()
 
 
 def _plain(value: Any) -> Any:

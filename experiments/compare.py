@@ -120,6 +120,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
                 "precision": config.precision,
                 "reference": REFERENCE,
                 **dataclasses.asdict(comparison),
+                "verdict": comparison.verdict,
                 "curves": curves,
             }
         )

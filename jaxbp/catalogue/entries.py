@@ -117,6 +117,11 @@ def _reduction(function: Callable, axis: Any, keepdims: bool, dy: tuple, of: Map
     return _with_backward(function, (small, dy), "rows", (real, (BATCH,)), "divide")
 
 
+def _without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Of ops whose gradient goes to the first of equal numbers, which autodiff shares it among."""
+    return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
+
+
 def _op(function: Callable, small: tuple, place: str, real: tuple, like: str, takes: Any = slice(None), **options: Any):
     """From the shape of dy and the arguments, small and real."""
     (dy, *arguments), (real_dy, *real_arguments) = small, real
@@ -386,8 +391,8 @@ CATALOGUE: tuple[Entry, ...] = (
     *_reduction(reductions.sum, axis=(0, 2), keepdims=True, dy=(1, 3, 1)),
     *_reduction(reductions.mean, axis=1, keepdims=False, dy=(2, 4)),
     *_reduction(reductions.var, axis=(-1, 0), keepdims=False, dy=(3,), ddof=1),
-    *_reduction(reductions.max, axis=(0, 2), keepdims=False, dy=(3,), of=dict(apart=True)),
-    *_reduction(reductions.min, axis=None, keepdims=False, dy=(), of=dict(apart=True)),
+    *_without_convention(_reduction(reductions.max, axis=(0, 2), keepdims=False, dy=(3,), of=dict(apart=True))),
+    *_without_convention(_reduction(reductions.min, axis=None, keepdims=False, dy=(), of=dict(apart=True))),
     *_reduction(reductions.logsumexp, axis=(0, 1), keepdims=True, dy=(1, 1, 4)),
     *_loss(losses.mean_squared_error, {}, {}, dy=lambda *shape: ()),
     *_loss(losses.mean_absolute_error, {}, {}, dy=lambda *shape: ()),

@@ -97,6 +97,7 @@ class Entry:
       kernel_dtypes: what its kernels take.
       like: an entry that is paired in the same way and runs the same kernels, with another formula in them. What does
         not depend on the formula is tested with that entry alone.
+      kink_convention: whether it has autodiff's slope where there is no derivative.
     """
 
     function: Callable
@@ -104,6 +105,7 @@ class Entry:
     real: Mapping[str, Case]
     kernel_dtypes: tuple[str, ...] = _checks.KERNEL_DTYPES
     like: str = ""
+    kink_convention: bool = True
 
     @property
     def name(self) -> str:

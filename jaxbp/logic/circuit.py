@@ -95,6 +95,10 @@ class Circuit:
             raise ValueError("Circuit: there are no layers; wants at least one")
         return cls(tuple(host))
 
+    def __repr__(self) -> str:
+        gates = ", ".join(str(wires.gates) for _, wires in self.layers)
+        return f"Circuit({self.inputs} inputs, layers of {gates} gates)"
+
     @property
     def inputs(self) -> int:
         return self.layers[0][1].inputs

@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def floating(op: str, **arguments: Any) -> tuple[Array, ...]:
-    """The arguments as arrays of one floating dtype. A bias, `b`, may be None."""
+    """The arguments as arrays of one floating dtype of 16 bits or more. A bias, `b`, may be None."""
     arrays = {name: None if a is None and name == "b" else array(op, name, a) for name, a in arguments.items()}
     (first, reference), *_ = ((name, a) for name, a in arrays.items() if a is not None)
     for name, a in arrays.items():
@@ -20,6 +21,8 @@ def floating(op: str, **arguments: Any) -> tuple[Array, ...]:
             continue
         if not jnp.issubdtype(a.dtype, jnp.floating):
             raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants a floating dtype, say {name}.astype(jnp.float32)")
+        if a.dtype.itemsize < 2:  # JAX promotes no float of 8 bits or less
+            raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants 16 bits or more, say {name}.astype(jnp.bfloat16)")
         if a.dtype != reference.dtype:
             raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants {reference.dtype}, the dtype of {first}")
     return tuple(arrays.values())
@@ -38,15 +41,19 @@ def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
 
 def pair(op: str, name: str, value: Any, *, at_least: int) -> tuple[int, int]:
     """An int, or one for rows and one for columns, as a pair."""
-    both = (value, value) if isinstance(value, int) else value
+    both = (value, value) if is_int(value) else value
     ints = isinstance(both, tuple | list) and len(both) == 2 and all(is_int(v) for v in both)
     if not ints or min(both) < at_least:
         raise ValueError(f"{op}: {name} is {value!r}; wants an int of at least {at_least}, or a pair of them")
-    return tuple(both)
+    return int(both[0]), int(both[1])
 
 
 def is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    return is_int(value) or isinstance(value, float | np.floating)
 
 
 def unsupported(*arrays: Any, **options: Any) -> str | None:
@@ -86,11 +93,11 @@ def axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...
     fits = all(is_int(a) and -ndim <= a < ndim for a in wanted)
     if not fits or len({a % ndim for a in wanted}) < len(wanted):
         raise ValueError(f"{op}: axis is {axis!r}; wants None or different ints in [{-ndim}, {ndim})")
-    return tuple(sorted(a % ndim for a in wanted))
+    return tuple(sorted(int(a) % ndim for a in wanted))
 
 
 def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
     """A static number in `[low, high]`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+    if not is_number(value) or not low <= value <= high:
         raise ValueError(f"{op}: {name} is {value!r}; wants a number in [{low}, {high}]")
     return float(value)

@@ -290,5 +290,5 @@ def check(op, x, eps, **parameters):
         raise ValueError(f"{op}: x has shape {x.shape}; wants (..., hidden), at least one element a row")
     for name, a in parameters.items():
         _checks.shape(op, name, a, x.shape[-1])
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+    if not _checks.is_number(eps) or not 0 <= eps < math.inf:
         raise ValueError(f"{op}: eps is {eps!r}; wants a finite number of at least 0")

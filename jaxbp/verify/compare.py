@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import io
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,12 +18,21 @@ from rich.text import Text
 
 from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 from jaxbp.verify.arguments import Arguments, bind, name_of, take_apart
+from jaxbp.verify.page import page
 from jaxbp.verify.timing import compile_program, device_seconds
 
 CALLS = 10
 """In a program that is timed on a GPU, so that the device does not wait for the host to start them one by one."""
 
 KINDS = ("value", "gradient", "hessian product")
+ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
+"""By dtype, the relative difference that the order of a sum may make."""
+TF32 = 1e-2
+"""That of products on a GPU's tensor cores, where no precision is asked for."""
+AS_FAST = 1.05
+"""Run-to-run noise: times whose ratio is below are the same."""
+HOST_BOUND = 0.05
+"""Below this share of waiting for the device a time is the host's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +81,7 @@ class Measured:
       gradients: value and gradients.
       hessian_product: the derivative of the gradients along a direction; None if not asked for.
       failed: why there is nothing else, or nothing of the Hessian.
+      same_as: the implementation before it whose program of value and gradients is this one's, to the letter.
     """
 
     implementation: str | None
@@ -77,6 +89,7 @@ class Measured:
     gradients: Program | None = None
     hessian_product: Program | None = None
     failed: str | None = None
+    same_as: str | None = None
 
     def difference(self, kind: str, name: str) -> Difference | None:
         """That of one result; None if it was not reached."""
@@ -90,12 +103,46 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` found, the reference first. Printed, it is tables of costs and of differences."""
+    """What `compare` found, the reference first. Printed, it is a verdict, and tables of costs and of differences."""
 
     function: str
     device: str
     reference: str | None
     measured: tuple[Measured, ...]
+    rounding: float = ROUNDINGS["float32"]
+
+    @property
+    def verdict(self) -> list[str]:
+        """A sentence for each implementation but the reference: how fast it is, and how far off."""
+        reference, *others = self.measured
+        return [self._verdict(reference, one) for one in others]
+
+    def to_html(self, path: str | os.PathLike) -> None:
+        """Writes it as a page: one file, with its pictures in it."""
+        Path(path).write_text(
+            page(dataclasses.asdict(self), self.verdict, [f"jax {jax.__version__}"]), encoding="utf-8"
+        )
+
+    def _verdict(self, reference: Measured, one: Measured) -> str:
+        if one.gradients is None:
+            return f"{one.implementation} failed: {one.failed}"
+        if one.same_as is not None:
+            hint = "does the function hand `implementation=` on?"
+            return f"{one.implementation} is the same program as {one.same_as}: nothing is compared; {hint}"
+        ratio = reference.gradients.microseconds / one.gradients.microseconds
+        if abs(np.log(ratio)) < np.log(AS_FAST):
+            speed = "as fast"
+        else:
+            speed = f"{_times(ratio)} faster" if ratio > 1 else f"{_times(1 / ratio)} slower"
+        if min(reference.gradients.host_waited, one.gradients.host_waited) < HOST_BOUND:
+            speed += " (the time is the host's)"
+        worst = max(one.differences, key=lambda difference: difference.relative)
+        if worst.relative <= self.rounding:
+            found = f"differences at most {worst.relative:.0e}: rounding" if worst.relative else "no difference"
+        else:
+            found = f"differs by {worst.relative:.0e} in {worst.kind} {worst.name}: more than rounding"
+        failed = f"; no Hessian product: {one.failed}" if one.failed else ""
+        return f"{one.implementation} {speed}; {found}{failed}"
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -103,7 +150,9 @@ class Comparison:
         return text.getvalue()
 
     def show(self, console: Console) -> None:
-        """Prints the tables, and why an implementation failed."""
+        """Prints the verdict, the tables, and why an implementation failed."""
+        for line in self.verdict:
+            console.print(Text(line, style="bold"), soft_wrap=True)
         console.print(self._costs())
         console.print(self._differences())
         for one in self.measured:
@@ -154,7 +203,8 @@ def compare(
     """`function(*args, implementation=..., **options)` under each implementation: results, time, memory, compilation.
 
     Gradients are those of the sum of the results, each element of one that is no scalar times a random number. The
-    Hessian's product with a random direction is taken forward over reverse.
+    Hessian's product with a random direction is taken forward over reverse. An implementation whose program is that of
+    another, as of a function that does not hand `implementation=` on, is said to be the same.
 
     Args:
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and hands it down.
@@ -181,11 +231,14 @@ def compare(
     shapes = jax.eval_shape(lambda leaves: arguments.call(bind(function, reference, options), leaves), leaves)
     cotangents = [_normal(random, y) if y.shape else np.ones((), y.dtype) for y in shapes]
     direction = [_normal(random, leaves[i]) for i in chosen]
-    expected, measured = None, []
+    expected, measured, programs = None, [], {}
     for implementation in dict.fromkeys((reference, *implementations)):
         gradients, hessian_product = _programs(bind(function, implementation, options), arguments, chosen)
         one, results = Measured(implementation), {}
         try:
+            text = jax.jit(gradients).lower(leaves, cotangents).as_text()
+            one = dataclasses.replace(one, same_as=programs.get(text))
+            programs.setdefault(text, implementation)
             program, (y, gradient) = _run(gradients, (leaves, cotangents), seconds)
             one, results = dataclasses.replace(one, gradients=program), {"value": y, "gradient": gradient}
             if second_order:
@@ -202,7 +255,11 @@ def compare(
             for name, a, e in zip(_names(kind, arguments, chosen, shapes), results[kind], expected[kind], strict=True)
         )
         measured.append(dataclasses.replace(one, differences=differences))
-    return Comparison(name_of(function), jax.devices()[0].device_kind, reference, tuple(measured))
+    dtypes = {leaves[i].dtype.name for i in chosen} | {y.dtype.name for y in shapes}
+    rounding = max(ROUNDINGS.get(dtype, ROUNDINGS["float32"]) for dtype in dtypes)
+    if jax.default_backend() == "gpu" and jax.config.jax_default_matmul_precision not in ("highest", "float32"):
+        rounding = max(rounding, TF32)
+    return Comparison(name_of(function), jax.devices()[0].device_kind, reference, tuple(measured), rounding)
 
 
 def _programs(function: Callable, arguments: Arguments, chosen: Sequence[int]) -> tuple[Callable, Callable]:
@@ -270,6 +327,10 @@ def _difference(kind: str, name: str, a: np.ndarray, expected: np.ndarray) -> Di
 
 def _normal(random: np.random.Generator, a: Any) -> np.ndarray:
     return random.standard_normal(a.shape).astype(a.dtype)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x"
 
 
 def _cells(program: Program) -> list[str]:

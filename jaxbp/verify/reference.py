@@ -1,4 +1,4 @@
-"""What a backward should give, in float64: differences of the plain forward, and where there are none, autodiff."""
+"""What a backward should give, in float64: JAX's own differentiation of the plain forward, confirmed by differences."""
 
 import contextlib
 import dataclasses
@@ -8,16 +8,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jaxbp.verify.arguments import Arguments, bind, name_of, takes_implementation
 
 EPS = float(np.finfo(np.float64).eps)
 STEP = EPS ** (1 / 3)
 """As a share of an argument's scale: the error of the difference by curvature is then about that by rounding."""
+NEARER, STEPS = 8, 5
+"""Each step of a difference is by so much smaller than the one before, and so many are tried."""
+AT_ONCE = 256
+"""Elements that are moved in one call."""
+NEIGHBOURS = 16
+"""Points near a point, whose gradients tell whether it lies at a kink."""
+HAIR = 1e-12
+"""As a share of an argument's scale: a kink within it is at the point itself."""
 
 Function = Callable[..., list[Array]]
 """Of floating arrays, with floating results."""
+Arrays = Sequence[np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,19 +34,16 @@ class Expected:
     """What should come out of an op.
 
     Attributes:
-      order: 0 for values, 1 for gradients, 2 for second derivatives.
+      order: 0 for values, 1 for gradients, 2 and 3 for derivatives of these.
       against: how it was found.
-      names, arrays: of the results, or of the arguments to differentiate in.
-      at: the floating arguments, in float64.
-      rounding: how far the float64 result itself may be off, an array or a number for each of `arrays`.
+      arrays: of the results, or of the arguments to differentiate in.
+      contradicted: where differences say something else than JAX's own differentiation, and are what is expected.
     """
 
     order: int
     against: str
-    names: Sequence[str]
-    arrays: Sequence[np.ndarray]
-    at: Sequence[np.ndarray]
-    rounding: Sequence[np.ndarray | float]
+    arrays: Arrays
+    contradicted: Arrays
 
 
 def value_and_gradients(function: Function) -> Callable:
@@ -51,20 +57,33 @@ def value_and_gradients(function: Function) -> Callable:
     return run
 
 
-def hessian_product(function: Function) -> Callable:
-    """`(values, cotangents, direction) -> ` the Hessian of `Σ c (y + y²/2)` times the direction, jitted.
+def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
+    """`(values, cotangents, directions) -> ` the gradient of `Σ c (y + y²/2)`, differentiated along directions. Jitted.
 
-    Forward over reverse: the derivative of the gradient along the direction. By the square, the backward is
-    differentiated in its dy as well, also where the op is linear.
+    At order 2 it is the Hessian times a direction. By the square, the backward is differentiated in its dy as well,
+    also where the op is linear. It is taken forward over reverse; or all in reverse, which is dearer, but does with a
+    backward that has a backward of its own, and so no forward mode.
     """
 
     def gradient(values, cotangents):
         y, vjp = jax.vjp(function, *values)
         return vjp([c * (1 + a) for c, a in zip(cotangents, y, strict=True)])
 
+    def along(function, direction):
+        if not reverse:
+            return lambda values: jax.jvp(lambda *values: function(values), tuple(values), tuple(direction))[1]
+
+        def slope(values):
+            return sum(jnp.vdot(d, g) for d, g in zip(direction, function(values), strict=True))
+
+        return jax.grad(slope)
+
     @jax.jit
-    def run(values, cotangents, direction):
-        return jax.jvp(lambda *values: gradient(values, cotangents), tuple(values), tuple(direction))[1]
+    def run(values, cotangents, directions):
+        function = lambda values: gradient(values, cotangents)  # noqa: E731
+        for direction in directions[: order - 1]:
+            function = along(function, tuple(direction))
+        return function(tuple(values))
 
     return run
 
@@ -72,7 +91,7 @@ def hessian_product(function: Function) -> Callable:
 @contextlib.contextmanager
 def float64() -> Iterator[None]:
     """Within it, JAX computes in float64, on the CPU."""
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]), np.errstate(all="ignore"):
         yield
 
 
@@ -80,154 +99,173 @@ class Reference:
     """The forward of an op that JAX differentiates by itself, in float64, and what should come out of it.
 
     Attributes:
+      function: the plain forward.
       names, result_names: of the floating arguments and results.
-      result_dtypes: from the arguments as they are.
-      cotangents, direction: random numbers that the dtypes that they are for can hold, in float64.
-      smooth: whether no difference met a kink.
+      results: shapes and dtypes, from the arguments as they are.
+      independent: whether JAX differentiates it by its own rules alone, so that the op's backward has no part in it.
+      constants: the numbers that stand in its program: at one of them may be a kink.
     """
 
-    def __init__(
-        self, op: Callable, arguments: Arguments, options: Mapping[str, Any], seed: int, kink_convention: bool
-    ):
-        # Where there is no derivative, anything may be right.
-        self.rounding_at_kinks = 0.0 if kink_convention else np.inf
+    def __init__(self, op: Callable, arguments: Arguments, options: Mapping[str, Any]):
         self.names = arguments.float_names
-        self.values = [np.asarray(a, np.float64) for a in arguments.floats]
-        self.function, results = _plain_forward(op, arguments, options)
-        self.result_names = ["value"] if len(results) == 1 else [f"value {i}" for i in range(len(results))]
-        self.result_dtypes = [y.dtype for y in results]
-        self.smooth = True
-        random = np.random.default_rng(seed)
+        self.function, self.results, native = _plain_forward(op, arguments, options)
+        self.result_names = ["value"] if len(self.results) == 1 else [f"value {i}" for i in range(len(self.results))]
+        equations = list(_equations(jax.make_jaxpr(self.function)(*arguments.floats).jaxpr))
+        self.independent = native or not any("custom" in e.primitive.name for e in equations)
+        self.constants = _constants(equations)
+        self._gradients, self._derivatives = value_and_gradients(self.function), {}
+        self._slopes = jax.jit(self._slopes_of_elements)
 
-        def draw(a, scale=1.0):
-            return np.asarray((scale * random.standard_normal(a.shape)).astype(a.dtype), np.float64)
+    def value_and_gradients(self, values: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
+        with float64():
+            return _arrays(self._gradients(list(values), list(cotangents)))
 
-        self.cotangents = [draw(y) for y in results]
-        self.direction = [draw(a, scale=_scale(np.asarray(a, np.float64))) for a in arguments.floats]
-        self._gradients = value_and_gradients(self.function)
-        self._hessian_product = hessian_product(self.function)
-        self._concatenated = jax.jit(lambda *values: jnp.concatenate([y.ravel() for y in self.function(*values)]))
-
-    def first_orders(self, steps: Sequence[float | None], most_elements: int) -> tuple[Expected, Expected]:
-        """The values, and the gradients by central differences, each argument's elements moved by its step.
+    def first_orders(
+        self, values: Arrays, cotangents: Arrays, steps: Sequence[float | None], most: int
+    ) -> tuple[Expected, Expected]:
+        """Values and gradients; of each argument at most so many elements are moved, by its step, to confirm them.
 
         A step of None is one by the scale of the argument.
         """
-        with float64(), np.errstate(all="ignore"):
-            y, autodiff = self._at(self.values)
-            differences = _Differences(self._concatenated, self.cotangents, self.values)
-            arrays, rounding = [g.copy() for g in autodiff], [np.zeros(g.shape) for g in autodiff]
-            kinks = 0
-            for i, (step, gradient) in enumerate(zip(steps, autodiff, strict=True)):
-                count = min(gradient.size, most_elements)
-                for at in np.unique(np.linspace(0, gradient.size - 1, count).astype(int)):
-                    if (found := differences.slope(i, at, step, gradient.flat[at])) is None:
-                        kinks += 1
-                        rounding[i].flat[at] = self.rounding_at_kinks
-                    else:
-                        arrays[i].flat[at], rounding[i].flat[at] = found
-        self.smooth = kinks == 0
-        against = "differences" if self.smooth else f"differences, autodiff at {kinks} kinks"
-        return (
-            Expected(0, "float64", self.result_names, y, self.values, [0.0] * len(y)),
-            Expected(1, against, self.names, arrays, self.values, rounding),
-        )
+        y, autodiff = self.value_and_gradients(values, cotangents)
+        arrays = [np.array(g) for g in autodiff]
+        contradicted, told = [np.zeros(g.shape, bool) for g in autodiff], True
+        for i, (step, gradient) in enumerate(zip(steps, autodiff, strict=True)):
+            places = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
+            if not places.size:
+                continue
+            a = values[i].ravel()[places]
+            by = np.maximum(scale_of(values[i]), np.abs(a)) * STEP if step is None else np.full(a.shape, step)
+            look = lambda which, by, i=i, places=places: self._look(values, cotangents, i, places[which], by)  # noqa: E731
+            slope, other, confirmed = _confirmed(gradient.ravel()[places], by, look)
+            arrays[i].flat[places], contradicted[i].flat[places] = slope, other
+            told &= bool(confirmed.all())
+        against = "differences" if told else "differences; autodiff where there is a kink"
+        nowhere = [np.zeros(a.shape, bool) for a in y]
+        return Expected(0, "float64", y, nowhere), Expected(1, against, arrays, contradicted)
 
-    def at_kink(self, argument: int, kink: float, step: float | None) -> Expected:
-        """The gradient in an argument of which one element, the middle one, is `kink`: its own by a difference."""
-        values, at = [np.array(a) for a in self.values], self.values[argument].size // 2
-        values[argument].flat[at] = kink
-        with float64(), np.errstate(all="ignore"):
-            gradient = self._at(values)[1][argument].copy()
-            rounding = np.zeros(gradient.shape)
-            differences = _Differences(self._concatenated, self.cotangents, values)
-            found = differences.slope(argument, at, step, gradient.flat[at])
-        against = f"one element {kink:g}: {'autodiff' if found is None else 'difference'}"
-        gradient.flat[at], rounding.flat[at] = found or (gradient.flat[at], self.rounding_at_kinks)
-        return Expected(1, against, [self.names[argument]], [gradient], values, [rounding])
+    def higher(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Expected:
+        """The derivative of this order by JAX, confirmed by differences of the order below."""
+        autodiff = self.derivative(order, values, cotangents, directions)
+        below = directions[: order - 2]
+        here = _flat(self.derivative(order - 1, values, cotangents, below))
 
-    def second_order(self, step: float) -> Expected:
-        """The Hessian of `hessian_product` times the direction, by the difference of two gradients.
+        def look(which, by):
+            found = []
+            for sign in (1, -1):
+                moved = [a + sign * by[0] * d for a, d in zip(values, directions[order - 2], strict=True)]
+                found.append(_flat(self.derivative(order - 1, moved, cotangents, below))[which])
+            ahead, behind = found
+            noise = 8 * EPS * scale_of(here) / by[0]
+            slopes = (ahead - here[which]) / by[0], (here[which] - behind) / by[0]
+            noise = np.full(ahead.shape, noise)
+            return (ahead - behind) / (2 * by[0]), *np.sort(slopes, axis=0), noise, noise
 
-        Where a difference met a kink, it is JAX's own.
-        """
-        if not self.smooth:
-            with float64():
-                arrays = _arrays(self._hessian_product(self.values, self.cotangents, self.direction))
-            return Expected(2, "autodiff", self.names, arrays, self.values, [0.0] * len(arrays))
-        with float64(), np.errstate(all="ignore"):
-            ahead, behind = (self._gradient_of_squares(by) for by in (step, -step))
-        arrays = [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)]
-        rounding = 8 * EPS * max(_scale(a) for a in ahead) / (2 * step)
-        return Expected(2, "differences of autodiff", self.names, arrays, self.values, [rounding] * len(arrays))
+        flat = _flat(autodiff)
+        slope, other, confirmed = _confirmed(flat, np.full(flat.shape, STEP), look)
+        against = "differences of gradients" if confirmed.all() else "differences of gradients; autodiff at a kink"
+        sizes = np.cumsum([a.size for a in autodiff])[:-1]
+        shaped = lambda flat: [p.reshape(a.shape) for p, a in zip(np.split(flat, sizes), autodiff, strict=True)]  # noqa: E731
+        return Expected(order, against, shaped(slope), shaped(other))
 
-    def brought_to_size_1(self, function: Function, dtype: str) -> tuple[Function, list[np.ndarray]]:
-        """A function of the same arguments as `function`, but with arguments and results of about 1, and those."""
+    def derivative(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Arrays:
+        """As of `derivative`, in float64."""
         with float64():
-            results = [_scale(y) for y in self._at(self.values)[0]]
-        scales = [_scale(a) for a in self.values]
+            for reverse in (False, True):
+                if order not in self._derivatives:
+                    self._derivatives[order] = derivative(self.function, order, reverse)
+                try:
+                    return _arrays(self._derivatives[order](list(values), list(cotangents), list(directions)))
+                except TypeError as error:
+                    if reverse or not has_no_forward_mode(error):
+                        raise
+                    del self._derivatives[order]
 
-        def scaled(*values):
-            y = function(*(a * scale for a, scale in zip(values, scales, strict=True)))
-            return [a / scale for a, scale in zip(y, results, strict=True)]
+    def _look(self, values, cotangents, argument, places, by):
+        """(slope, the lower and the higher of the one-sided slopes, rounding, rounding at most) in elements.
 
-        return jax.jit(scaled), [(a / scale).astype(dtype) for a, scale in zip(self.values, scales, strict=True)]
-
-    def _at(self, values):
-        return _arrays(self._gradients(values, self.cotangents))
-
-    def _gradient_of_squares(self, by):
-        values = [a + by * v for a, v in zip(self.values, self.direction, strict=True)]
-        y, _ = self._at(values)
-        return _arrays(self._gradients(values, [c * (1 + a) for c, a in zip(self.cotangents, y, strict=True)]))[1]
-
-
-class _Differences:
-    """Central differences of `Σ c y` in one element at a time."""
-
-    def __init__(self, results: Callable, cotangents: Sequence[np.ndarray], values: Sequence[np.ndarray]):
-        self.results, self.values = results, [np.array(a) for a in values]
-        self.cotangents = np.concatenate([c.ravel() for c in cotangents])
-        self.here = np.asarray(results(*self.values))
-        self.largest = _scale(self.here)
-
-    def slope(self, argument: int, at: int, step: float | None, autodiff: float) -> tuple[float, float] | None:
-        """The slope in an element and what of it may be rounding; None where there is no derivative.
-
-        There is none at a kink, where the slopes on both sides differ however small the step, nor where the function
-        jumps or is infinite. Both are looked into where the slopes differ much, or differ from autodiff's.
+        What an element does not reach cancels exactly, and is in the last alone: it may have been too small to see.
         """
-        a = self.values[argument]
-        by = step or STEP * max(_scale(a), abs(a.flat[at]))
-        slope, gap, noise = self._at(a, at, by)
-        if not np.isfinite((slope, gap, noise)).all():
-            return None
-        if not abs(gap) <= 0.01 * abs(slope) + 4 * noise or not abs(slope - autodiff) <= 0.01 * abs(slope) + 4 * noise:
-            nearer, smaller_gap, noise_there = self._at(a, at, by / 4)
-            is_kink = not abs(smaller_gap) <= 0.5 * abs(gap) + 4 * noise_there
-            is_jump = not abs(nearer - slope) <= 0.5 * abs(slope) + abs(gap) + 4 * noise_there
-            if is_kink or is_jump:  # or something is not finite
-                return None
-        return slope, noise
+        here, size, found = values[argument].ravel()[places], min(AT_ONCE, values[argument].size), []
+        masks = [np.float64(i == argument) for i in range(len(values))]
+        with float64():
+            for start in range(0, len(places), AT_ONCE):
+                # One size of call, so one program.
+                some = (np.resize(a[start : start + AT_ONCE], size) for a in (places, here, here + by, here - by))
+                slopes = self._slopes(list(values), list(cotangents), masks, *some)
+                found.append(np.stack(slopes)[:, : len(places) - start])
+        return tuple(np.concatenate(found, axis=1))
 
-    def _at(self, a, at, by):
-        """(slope, right less left slope, what of the slope may be rounding)."""
-        value = a.flat[at]
-        a.flat[at] = ahead = value + by
-        after = np.asarray(self.results(*self.values))
-        a.flat[at] = behind = value - by
-        before = np.asarray(self.results(*self.values))
-        a.flat[at] = value
-        # What an element does not reach cancels exactly; of the rest, each difference is of rounded results.
-        moved = after != before
-        noise = 8 * EPS * self.largest * np.abs(self.cotangents[moved]).sum() / (ahead - behind)
-        right = self.cotangents @ (after - self.here) / (ahead - value)
-        left = self.cotangents @ (self.here - before) / (value - behind)
-        return self.cotangents @ (after - before) / (ahead - behind), right - left, noise
+    def _slopes_of_elements(self, values, cotangents, masks, *places):
+        results = lambda values: jnp.concatenate([y.ravel() for y in self.function(*values)])  # noqa: E731
+        c, y = jnp.concatenate([c.ravel() for c in cotangents]), results(values)
+        largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), 0.0), initial=0.0)
+
+        def with_element(place, value):
+            # All arguments take part, so that one program does for each of them.
+            return [
+                jnp.where(mask, a.ravel().at[place].set(value).reshape(a.shape), a) if a.size else a
+                for a, mask in zip(values, masks, strict=True)
+            ]
+
+        def slopes(of):
+            place, here, ahead, behind = of
+            after, before = (results(with_element(place, value)) for value in (ahead, behind))
+            rounding = 8 * EPS * largest / (ahead - behind)
+            noise = rounding * jnp.sum(jnp.where(after != before, jnp.abs(c), 0.0))
+            right, left = c * (after - y) / (ahead - here), c * (y - before) / (here - behind)
+            low, high = jnp.sum(jnp.minimum(left, right)), jnp.sum(jnp.maximum(left, right))
+            return c @ (after - before) / (ahead - behind), low, high, noise, rounding * jnp.sum(jnp.abs(c))
+
+        return lax.map(slopes, places)
 
 
-def _plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any]]:
-    """The forward that takes float64, and the shapes and dtypes of its results from the arguments as they are."""
+def _confirmed(autodiff: np.ndarray, steps: np.ndarray, look: Callable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(what is expected, where differences contradict autodiff, where they confirm it).
+
+    `look(which, steps)` gives slope, lower and higher one-sided slope, their rounding, and that at most. A slope that
+    is autodiff's at any step confirms it: a larger step crossed a kink or was too coarse, a smaller one is all
+    rounding. Autodiff is contradicted where two steps agree with each other, on both sides, and not with it.
+    Elsewhere, as at a kink, differences can not tell, and autodiff stands.
+    """
+    expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
+    confirmed, open_, before = ~np.isfinite(autodiff), np.isfinite(autodiff), None
+    for k in range(STEPS):
+        which = np.flatnonzero(open_)
+        if not which.size:
+            break
+        g = autodiff[which]
+        slope, low, high, noise, at_most = look(which, steps[which] / NEARER**k)
+        size = np.maximum(np.abs(slope), np.abs(g))
+        sharp = noise <= 0.01 * size
+        agrees = np.abs(slope - g) <= 1e-6 * size + 4 * noise
+        agrees &= sharp | (k == 0)
+        confirmed[which] |= agrees
+        if before is not None:
+            last = before[which]
+            same = np.abs(slope - last) <= 1e-4 * size + 4 * noise
+            same &= (high - low <= 1e-2 * size + 8 * noise) & sharp & ~agrees
+            same &= np.abs(slope - g) > 10 * np.abs(slope - last) + 8 * at_most
+            expected[which[same]], contradicted[which[same]] = slope[same], True
+            open_[which[same]] = False
+        before = np.full(autodiff.shape, np.nan)
+        before[which] = slope
+        open_[which[agrees]] = False
+    return expected, contradicted, confirmed
+
+
+def has_no_forward_mode(error: TypeError) -> bool:
+    return "forward-mode" in str(error) or "forward mode" in str(error)
+
+
+def scale_of(a: np.ndarray) -> float:
+    """The largest finite size of an element; 1 if all are 0."""
+    return float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) or 1.0
+
+
+def _plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
+    """The forward that takes float64, shapes and dtypes of its results from the arguments as they are, and whether it
+    is the one that has no hand-written backward."""
     names = ("autodiff", "xla", "pallas") if takes_implementation(op) else (None,)
     wide = [jax.ShapeDtypeStruct(a.shape, np.float64) for a in arguments.floats]
     for name in names:
@@ -245,14 +283,34 @@ def _plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any
                 f"check: {name_of(op)} gives {', '.join(dtypes)} for float64 arguments; wants float64, in which "
                 "differences are exact enough"
             )
-        return function, results
+        return function, results, name == "autodiff"
     raise TypeError(f"check: {name_of(op)} takes float64 in no implementation; wants one that does, for differences")
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Those of a program, and of the programs in it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
+
+
+def _constants(equations: Sequence[Any]) -> list[float]:
+    """The floating numbers in a program that are no bound of what a dtype holds."""
+    found = set()
+    for equation in equations:
+        for variable in equation.invars:
+            value = getattr(variable, "val", None)
+            if value is not None and np.ndim(value) == 0 and jnp.issubdtype(jnp.result_type(value), jnp.floating):
+                found.add(float(value))
+    return sorted(c for c in found if 1e-3 <= abs(c) <= 1e3)
+
+
+def _flat(arrays: Arrays) -> np.ndarray:
+    return np.concatenate([np.ravel(a) for a in arrays])
 
 
 def _arrays(tree):
     return jax.tree.map(np.asarray, tree)
-
-
-def _scale(a: np.ndarray) -> float:
-    """The largest finite size of an element; 1 if all are 0."""
-    return float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) or 1.0

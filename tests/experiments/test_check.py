@@ -28,7 +28,13 @@ def test_an_op_and_its_backward_are_checked_in_each_dtype(tmp_path, capsys):
     }
     assert {row["dtype"] for row in report["rows"]} == {"float32", "float64"}
     printed = capsys.readouterr().out
-    assert "max abs" in printed and "0 failed" in printed
+    assert "ok      relu_backward, xla" in printed and "0 failed" in printed
+    assert all(len(line) <= 80 for line in printed.splitlines())
+
+
+def test_verbose_prints_a_row_for_every_result(capsys):
+    assert check.main(["relu", *QUICK, "--verbose"]) == 0
+    assert "max abs" in capsys.readouterr().out
 
 
 def test_a_failure_names_the_worst_element_and_exits_with_1(tmp_path, capsys, monkeypatch):
@@ -37,7 +43,7 @@ def test_a_failure_names_the_worst_element_and_exits_with_1(tmp_path, capsys, mo
     assert check.main(["wrong", *QUICK, "--json", str(path)]) == 1
     assert "failed: wrong, xla, float32, order 1: x[2] is nan; wants " in capsys.readouterr().out
     row = next(row for row in json.loads(path.read_text())["rows"] if row["verdict"] == "failed")
-    assert (row["index"], row["analytic"], row["absolute"]) == ([2], "nan", "inf")
+    assert (row["index"], row["analytic"], row["absolute"]) == ([2], "nan", "inf") and row["data"] == "own data"
 
 
 def test_all_is_the_whole_catalogue():
@@ -46,7 +52,11 @@ def test_all_is_the_whole_catalogue():
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [(["relu", "gelu_"], "unknown op gelu_: wanted all or some of"), (["relu", "--json", "no/such/file"], "no folder")],
+    [
+        (["relu", "layer_nrom"], "unknown op layer_nrom: did you mean layer_norm or"),
+        (["xyz"], "unknown op xyz: wanted all or some of"),
+        (["relu", "--json", "no/such/file"], "no folder"),
+    ],
 )
 def test_what_the_user_can_mend_is_one_line(args, message, capsys):
     assert check.main(args) == 2

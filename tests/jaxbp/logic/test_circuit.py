@@ -176,3 +176,7 @@ def test_what_cannot_be_a_circuit_is_refused(call, message):
     with pytest.raises(ValueError) as raised:
         call()
     assert str(raised.value) == message
+
+
+def test_it_prints_its_sizes_and_not_its_arrays():
+    assert repr(CIRCUIT) == "Circuit(9 inputs, layers of 16, 1030, 20 gates)"

@@ -74,3 +74,17 @@ def test_kernels_take_half_precisions_and_fewer_elements_than_an_index_counts():
     assert _checks.unsupported(struct((2,), jnp.float16), struct((2,), jnp.int32)) is None
     assert _checks.unsupported(struct((2**31,), jnp.int8)) == "2^31 or more elements"
     assert _checks.unsupported_dtype(None, struct((2,), np.float64)) == "dtype float64, only float32, bfloat16, float16"
+
+
+def test_a_numpy_scalar_is_a_number():
+    assert _checks.pair("op", "stride", np.int64(2), at_least=1) == (2, 2)
+    assert _checks.pair("op", "stride", (np.int32(1), 3), at_least=1) == (1, 3)
+    assert _checks.axes("op", np.int64(-1), 2) == (1,)
+    assert _checks.number("op", "rate", np.float32(0.5), 0, 1) == 0.5
+    assert type(_checks.axes("op", np.int64(0), 2)[0]) is int
+    refuses(ValueError, "op: rate is np.True_; wants a number in [0, 1]", _checks.number, "rate", np.True_, 0, 1)
+
+
+def test_floats_of_8_bits_are_refused_alike():
+    message = "op: x has dtype float8_e4m3fn; wants 16 bits or more, say x.astype(jnp.bfloat16)"
+    refuses(TypeError, message, _checks.floating, x=jnp.ones(2, jnp.float8_e4m3fn))

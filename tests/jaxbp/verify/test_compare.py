@@ -1,4 +1,8 @@
+import dataclasses
 import functools
+import html
+import re
+import xml.etree.ElementTree as ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,7 @@ import jaxbp
 from jaxbp import Pair
 from jaxbp.nn import Linear
 from jaxbp.verify import compare
-from jaxbp.verify.compare import _one_after_another
+from jaxbp.verify.compare import Difference, Measured, _one_after_another
 
 pytestmark = pytest.mark.once
 
@@ -110,3 +114,40 @@ def test_a_reference_that_fails_and_nothing_to_differentiate_are_refused():
         quickly(RIGHT, X, reference="pallas")
     with pytest.raises(ValueError, match="compare: sine has no floating argument"):
         quickly(RIGHT, np.arange(3))
+
+
+def test_a_function_that_ignores_the_implementation_is_told_so():
+    result = quickly(lambda x, *, implementation: jnp.sin(x) * x, X, second_order=False)
+    assert [one.same_as for one in result.measured] == [None, "autodiff", "autodiff"]
+    assert result.verdict[0].startswith("pallas is the same program as autodiff: nothing is compared")
+    assert "does the function hand `implementation=` on?" in str(result)
+    assert quickly(WRONG, X, implementations=["xla"], second_order=False).measured[1].same_as is None
+
+
+def test_the_verdict_says_how_fast_and_how_far_off():
+    comparison = quickly(RIGHT, X, implementations=["xla", "pallas"], second_order=False)
+    gradients = dataclasses.replace(comparison.measured[0].gradients, microseconds=10.0, host_waited=1.0)
+
+    def verdict(ratio, relative):
+        difference = Difference("gradient", "x", (6,), relative, relative)
+        slower = dataclasses.replace(gradients, microseconds=10.0 * ratio)
+        other = Measured("xla", (difference,), slower)
+        return dataclasses.replace(comparison, measured=(Measured("autodiff", (), gradients), other)).verdict[0]
+
+    assert verdict(1 / 48, 3e-7) == "xla 48x faster; differences at most 3e-07: rounding"
+    assert verdict(2.5, 0) == "xla 2.5x slower; no difference"
+    assert verdict(1.01, 0.5) == "xla as fast; differs by 5e-01 in gradient x: more than rounding"
+    assert comparison.verdict[1].startswith("pallas failed: NotImplementedError")
+
+
+def test_a_comparison_is_a_page_of_its_own(tmp_path):
+    comparison = quickly(WRONG, X, implementations=["xla", "pallas"], second_order=False)
+    comparison.to_html(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
+    first = next(element for element in root.iter("p"))
+    assert first.get("class") == "verdict" and "more than rounding" in first.text
+    assert "wrong: autodiff, xla, pallas" in text and "has no implementation" in html.unescape(text)
+    assert not {element.tag for element in root.iter()} & {"script", "link", "img"}
+    widths = [float(width) for width in re.findall(r"width: ([\d.]+)%", text)]
+    assert widths and all(0 <= width <= 100 for width in widths)

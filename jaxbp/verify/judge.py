@@ -1,0 +1,236 @@
+"""Whether what an implementation gives is right, where neither rounding nor a kink is to be taken for a mistake.
+
+A number passes within the tolerance of its dtype. One beyond it is looked at again, in this order:
+
+- JAX's own differentiation of the plain forward, in the same dtype, gives the same, or overflows.
+- How far JAX's own is from float64 is measured on three sets of data near by. Four times that is allowed on top.
+- The gradient in float64 is computed at sixteen points around, as near as rounding may move the data. Where these
+  differ there is a kink, and anything between them is right: one side or the other is a matter of the last bit. If the
+  kink is at the data itself, as at a tie, that holds only for who follows no convention, or in half precisions.
+
+It is called wrong if all of this leaves it so.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbp.verify.points import Point, generator
+from jaxbp.verify.reference import HAIR, NEIGHBOURS, Arrays, Expected, Reference, scale_of
+
+NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
+"""Rounding is measured on so many sets of data, apart by this share; and so many times it is allowed."""
+MOST = 32
+"""So many elements are looked at one by one."""
+ROUNDINGS = 16
+"""So many roundings of an argument's largest element may separate the data from a kink."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """How far a number a may be from the expected e of an array: `|a - e| <= rtol |e| + atol max(1, max |e|)`.
+
+    Attributes:
+      step: by which elements are moved; None for one by the scale of the argument.
+    """
+
+    rtol: float
+    atol: float
+    step: float | None
+
+
+class Judge:
+    """Holds what implementations give against a reference.
+
+    Args:
+      reference: what is right, in float64.
+      native: the implementation that JAX differentiates itself, in the dtype of the arguments; or None.
+      convention: whether an op has autodiff's slope at a kink.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        native: Any,
+        tolerances: Mapping[str, Tolerance],
+        directions: Sequence[Arrays],
+        convention: bool,
+    ):
+        self.reference, self.native, self.tolerances = reference, native, tolerances
+        self.directions, self.convention = directions, convention
+
+    def verdict(self, point: Point, expected: Expected, i: int, actual: Any, checked: Any) -> dict[str, Any]:
+        """The fields of a row for the i-th array that was expected at a point, from an implementation `checked`."""
+        dtype, a = actual.dtype.name, np.asarray(actual, np.float64)
+        e, contradicted = expected.arrays[i], expected.contradicted[i]
+        if a.size == 0:
+            return dict(verdict="ok")
+        tolerance, reason = self.tolerances[dtype], None
+        compare = lambda e, more=0.0: _compare(a, e, tolerance, more)  # noqa: E731
+        native = None
+        if (
+            self._sees_kinks(point, expected.order, dtype)
+            and (native := self._native(point, expected.order, i)) is not None
+        ):
+            # The forward sees a kink where the dtype has it, which may be beside the one in float64.
+            e = np.where(contradicted | (_compare(native, e, tolerance)[0] <= 1), e, native)
+        excess, difference = compare(e)
+        # A NaN out of numbers is JAX's having no answer; infinite is one only for who follows its conventions.
+        loose = point.beyond or expected.order > 1 or (point.kinks and not self.convention)
+        told = np.isfinite(e) if loose else ~np.isnan(e)
+        held = told if all(np.isfinite(v).all() for v in point.values) else np.ones(e.shape, bool)
+        held &= ~np.isfinite(e) | (np.abs(e) <= float(jnp.finfo(dtype).max))
+        wrong = held & (excess > 1)
+        if wrong.any() and self.reference.independent:
+            native = self._native(point, expected.order, i) if native is None else native
+            if native is not None:
+                as_native = (compare(native)[0] <= 1) | (~np.isfinite(native) & np.isfinite(e))
+                if not self._sees_kinks(point, expected.order, dtype):
+                    wrong, reason = _excused(wrong, as_native & ~contradicted, reason, f"as JAX's own in {dtype}")
+        if wrong.any():
+            spread = self._rounding(point, expected.order, i, dtype, checked)
+            more, _ = compare(e, ALLOWED * spread)
+            wrong, reason = _excused(wrong, more <= 1, reason, "no further off than JAX's own rounding")
+        hint = None
+        if wrong.any() and expected.order > 0:
+            fine, why, hint = self._at_kinks(point, expected.order, i, a, e, dtype, tolerance)
+            wrong, reason = _excused(wrong, fine & ~contradicted, reason, why)
+        worst = np.unravel_index(np.argmax(np.where(wrong if wrong.any() else held, excess, 0.0)), a.shape)
+        if wrong.any():
+            reason = "; ".join(filter(None, (cause(a, e, wrong), hint)))
+        largest = np.abs(e[np.isfinite(e)]).max(initial=0.0)
+        difference = np.where(held, difference, 0.0)
+        return dict(
+            verdict="failed" if wrong.any() else "ok",
+            elements=int(held.sum()),
+            absolute=float(difference.max()),
+            relative=float(difference.max() / (largest or 1.0)),
+            index=tuple(map(int, worst)),
+            analytic=float(a[worst]),
+            numeric=float(e[worst]),
+            reason=reason or None,
+        )
+
+    def _sees_kinks(self, point, order, dtype):
+        exact = dtype in ("float32", "float64")
+        return point.kinks and point.of is not None and order == 1 and exact and self.reference.independent
+
+    def _exactly(self, order, values, cotangents):
+        if order < 2:
+            return self.reference.value_and_gradients(values, cotangents)[order]
+        return self.reference.derivative(order, values, cotangents, self.directions)
+
+    def _native(self, point, order, i):
+        if self.native is None:
+            return None
+        found = self.native.results(order, point.values, point.cotangents, self.directions)
+        return None if found is None else np.asarray(found[i], np.float64)
+
+    def _rounding(self, point, order, i, dtype, checked):
+        """How far JAX's own differentiation in the dtype is from float64, near the point."""
+        own = self.native or (None if self.reference.independent else checked)
+        if own is None:
+            return 0.0
+        random, found = generator(1), []
+        for _ in range(SAMPLES):
+            values = own.rounded([a * (1 + NEAR * random.uniform(-1, 1, a.shape)) for a in point.values])
+            results = own.results(order, values, point.cotangents, self.directions)
+            if results is None:
+                return 0.0
+            with np.errstate(invalid="ignore", over="ignore"):
+                off = np.abs(np.asarray(results[i], np.float64) - self._exactly(order, values, point.cotangents)[i])
+            found.append(off[np.isfinite(off)].max(initial=0.0))
+        return float(np.median(found))
+
+    def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
+        """(where another slope is right, why, what is to be said of where it is not)."""
+        reach = ROUNDINGS * float(jnp.finfo(dtype).eps)
+        places = np.flatnonzero(_compare(a, e, tolerance)[0] > 1)[:MOST]
+        near, hair = (self._around(point, order, i, share, places) for share in (reach, HAIR))
+        limit = _limit(e, tolerance)
+        jumps = lambda found: np.ptp(found, axis=0) > limit  # noqa: E731
+        found = np.concatenate([near, hair, np.nan_to_num(e, nan=0.0, posinf=0.0, neginf=0.0)[None]])
+        low, high = found.min(axis=0), found.max(axis=0)
+        inside = (a >= low - limit) & (a <= high + limit)
+        at_it = jumps(hair)
+        loose = not self.convention or (dtype in ("float16", "bfloat16") and point.of is None) or order > 1
+        fine = inside & jumps(found) & (~at_it | loose)
+        if loose and order == 1:
+            fine &= ~at_it | _sums_are_right(a, found, limit)
+        hint = None
+        if (where := at_it & ~fine).any():
+            at = np.unravel_index(np.argmax(where), a.shape)
+            hint = f"at a kink, of slopes from {low[at]:.3g} to {high[at]:.3g}"
+        return fine, "any slope at a kink" if (at_it & fine).any() else "within rounding of a kink", hint
+
+    def _around(self, point, order, i, share, places):
+        """The i-th gradient at points around, as many again of which have an element in question moved up or down."""
+        random, found = generator(2), []
+        moves = [(None, 0)] * NEIGHBOURS
+        moves += [(place, sign) for place in places for sign in (2, -2)] if order == 1 else []
+        for place, sign in moves:
+            values = [a + share * scale_of(a) * random.uniform(-1, 1, a.shape) for a in point.values]
+            if place is not None:
+                values[i].flat[place] = point.values[i].flat[place] + sign * share * scale_of(values[i])
+            found.append(self._exactly(order, values, point.cotangents)[i])
+        return np.nan_to_num(np.stack(found), nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _excused(wrong, fine, reason, why):
+    """(what is still wrong, what is said of the rest)."""
+    return wrong & ~fine, why if (wrong & fine).any() else reason
+
+
+def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """Whether the sums along each axis are among those found: what a tie shares must be all of it, and no more."""
+    right = np.ones(a.shape, bool)
+    for axis in range(a.ndim):
+        ours, theirs = a.sum(axis, keepdims=True), found.sum(axis + 1, keepdims=True)
+        slack = limit.sum(axis, keepdims=True)
+        right &= (ours >= theirs.min(axis=0) - slack) & (ours <= theirs.max(axis=0) + slack)
+    return right
+
+
+def _limit(e: np.ndarray, tolerance: Tolerance) -> np.ndarray:
+    largest = np.abs(e[np.isfinite(e)]).max(initial=0.0)
+    return tolerance.rtol * np.where(np.isfinite(e), np.abs(e), 0.0) + tolerance.atol * max(1.0, largest)
+
+
+def _compare(a: np.ndarray, e: np.ndarray, tolerance: Tolerance, more: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """(differences as shares of what is allowed, differences)."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        same = (a == e) | (np.isnan(a) & np.isnan(e))
+        difference = np.where(same, 0.0, np.nan_to_num(np.abs(a - e), nan=np.inf, posinf=np.inf))
+        return np.nan_to_num(difference / (_limit(e, tolerance) + more)), difference
+
+
+def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
+    """What a wrong array `a` is to the right one, in a few words; empty if nothing simple."""
+    finite = np.isfinite(a) & np.isfinite(e)
+    if not finite[wrong].all():
+        return "not finite" if not np.isfinite(a[wrong]).all() else ""
+    close = lambda x, y: bool(np.allclose(x, y, rtol=0.02, atol=0.02 * scale_of(e)))  # noqa: E731
+    a, e = np.where(finite, a, 0.0), np.where(finite, e, 0.0)
+    if not a[wrong].any():
+        return "zero" if wrong[e != 0].all() else "zero in some elements"
+    if (ratio := float(a[wrong] @ e[wrong]) / (float(e[wrong] @ e[wrong]) or np.nan)) and np.isfinite(ratio):
+        part = "" if wrong[e != 0].all() else ", in some elements"
+        if (wrong.sum() > 1 or wrong.size == 1) and close(a[wrong], ratio * e[wrong]):
+            return ("the sign is wrong" if abs(ratio + 1) < 0.02 else f"{ratio:.3g} times what it should be") + part
+    if a.ndim > 1 and a.shape[-1] == a.shape[-2] and close(np.swapaxes(a, -1, -2), e):
+        return "transposed"
+    for axis in range(a.ndim):
+        if a.shape[axis] > 1 and close(np.flip(a, axis), e):
+            return "flipped"
+        if a.shape[axis] > 1 and close(np.roll(a, 1, axis), e):
+            return "shifted by one"
+    if a.ndim > 1 and all(close(np.flip(a, axes), e) for axes in [(-1, -2)]):
+        return "flipped"
+    if a.size > 2 and close(np.sort(a, axis=None), np.sort(e, axis=None)):
+        return "in the wrong places"
+    if a.size > 1 and close(a - e, np.mean(a - e)):
+        return "off by the same everywhere"
+    return "" if wrong.all() else f"{int(wrong.sum())} of {wrong.size} elements"

@@ -1,0 +1,133 @@
+"""Where an op is tried: the user's own data, and data beside it that shows what random numbers do not."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from jaxbp.verify.reference import Arrays, scale_of
+
+ADDED = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
+"""What a check adds to the user's data, by name."""
+OWN = "own data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """Arguments and cotangents.
+
+    Attributes:
+      name: for people.
+      values, cotangents: in float64, rounded to the dtypes that they are for.
+      of: where it stands for one argument alone, its index.
+      kinks: some numbers are such that the op may have a kink there, and none of them by rounding.
+      beyond: it may lie where the op is not defined, so that what is not finite there tells nothing.
+    """
+
+    name: str
+    values: Arrays
+    cotangents: Arrays
+    of: int | None = None
+    kinks: bool = False
+    beyond: bool = False
+
+    def rounded(self, dtypes: Sequence[np.dtype], results: Sequence[np.dtype]) -> "Point":
+        """The same in other dtypes."""
+        values = [_rounded(a, dtype) for a, dtype in zip(self.values, dtypes, strict=True)]
+        cotangents = [_rounded(c, dtype) for c, dtype in zip(self.cotangents, results, strict=True)]
+        return dataclasses.replace(self, values=values, cotangents=cotangents)
+
+
+def generator(seed: int) -> np.random.Generator:
+    """A stream of the check's own, which is not the one that a user draws data from with the same seed."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(0x6A6178, 0x6270))))
+
+
+def normal(random: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return _rounded(random.standard_normal(shape), dtype)
+
+
+def points(
+    own: Point, names: Sequence[str], kinks: Sequence[float], added: Sequence[str], random: np.random.Generator
+) -> Iterator[Point]:
+    """The user's own data, and beside it what is asked for of `ADDED`.
+
+    Numbers keep to where the user's are: an argument of positive numbers stays positive, one in [0, 1] stays there, and
+    one whose rows sum to 1 is left as it is.
+    """
+    yield own
+    if "cotangents" in added:
+        yield dataclasses.replace(own, name="dy times -30", cotangents=[-30 * c for c in own.cotangents])
+        some = [c * (random.random(c.shape) < 0.5) for c in own.cotangents]
+        yield dataclasses.replace(own, name="dy with zeros", cotangents=some)
+    if "kinks" in added and len(kinks):
+        for i, name in enumerate(names):
+            yield from _with_kinks(own, i, name, kinks)
+    if "ties" in added:
+        ties = _each(own, "ties", _coarse)
+        for a, other in itertools.combinations(ties.values, 2):
+            if a.shape == other.shape and a.size > 1 and not any(other is values for values in own.values):
+                other.flat[::4] = a.flat[::4]
+        yield ties
+    if "zeros" in added:
+        yield _each(own, "zeros", np.zeros_like)
+    if "large" in added:
+        for i, name in enumerate(names):
+            where = f"large {name}" if len(names) > 1 else "large"
+            if (moved := _each(own, where, lambda a: _large(a, random), {i})).values[i] is not own.values[i]:
+                yield moved
+
+
+def everywhere_large(own: Point, random: np.random.Generator) -> Point:
+    """All arguments large at once."""
+    return _each(own, "large", lambda a: _large(a, random))
+
+
+def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
+    """Kinks put into an argument, twice each where there is room: once with zeros there in arguments of its shape."""
+    size, rest = own.values[i].size, list(kinks)
+    while size and rest:
+        some, rest = rest[:size], rest[size:]
+        places = np.unique(np.linspace(0, size - 1, min(size, 2 * len(some))).astype(int))
+        values = [np.array(a) for a in own.values]
+        values[i].flat[places] = np.resize(some, places.size)
+        for j, other in enumerate(values):
+            if j != i and other.shape == values[i].shape:
+                other.flat[places[len(some) :]] = 0
+        shown = ", ".join(f"{kink:.4g}" for kink in some)
+        yield dataclasses.replace(own, name=f"{name} at {shown}", values=values, of=i, kinks=True)
+
+
+def _each(own: Point, name: str, change: Callable, which: set[int] | None = None) -> Point:
+    values = [
+        change(a) if (which is None or i in which) and a.size and not _sums_to_1(a) else a
+        for i, a in enumerate(own.values)
+    ]
+    return dataclasses.replace(own, name=name, values=values, of=None, kinks=True, beyond=True)
+
+
+def _sums_to_1(a: np.ndarray) -> bool:
+    return a.ndim > 0 and a.shape[-1] > 1 and bool((a >= 0).all() and np.allclose(a.sum(axis=-1), 1, atol=0.02))
+
+
+def _coarse(a: np.ndarray) -> np.ndarray:
+    """The array in multiples of a large number, and every third element like the one before it."""
+    unit = 2.0 ** np.floor(np.log2(scale_of(a) / 2))
+    positive = (a > 0).all() and not (a <= 1).all()
+    coarse = (np.ceil if positive else np.round)(a / unit) * unit
+    coarse.flat[1::3] = coarse.flat[0::3][: coarse.flat[1::3].size]
+    return coarse
+
+
+def _large(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Numbers from 3 to 300, with the signs that the array has; the array itself if all of it is in [0, 1]."""
+    if (a >= 0).all() and (a <= 1).all():
+        return a
+    signs = np.sign(a) + (a == 0)
+    return signs * 10 ** random.uniform(0.5, 2.5, a.shape)
+
+
+def _rounded(a: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.asarray(np.asarray(a).astype(dtype), np.float64)

@@ -1,0 +1,544 @@
+"""Wrong backwards that were published, each as a small pair: what a check must catch.
+
+Each was reported in the tracker of another project, or stands in common texts; the code is our own. The page
+docs/wrong_backwards.md is made of it:
+
+    PYTHONPATH=. python tests/jaxbp/verify/wrong_backwards.py > docs/wrong_backwards.md
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbp import Pair
+from jaxbp.verify import ADDED, CheckResult, CheckRow, check
+
+
+@dataclasses.dataclass(frozen=True)
+class WrongBackward:
+    """A forward and a backward of it that is wrong.
+
+    Attributes:
+      op: its name.
+      source: where it was reported.
+      slip: what is wrong.
+      forward, backward: the pair.
+      shapes: of the arguments.
+      settings: of the check.
+      positive: whether the arguments are.
+    """
+
+    op: str
+    source: str
+    slip: str
+    forward: Callable
+    backward: Callable
+    shapes: tuple[tuple[int, ...], ...]
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    positive: bool = False
+
+    def check(self) -> CheckResult:
+        """What a check finds of it."""
+        random = np.random.default_rng(0)
+        data = [random.standard_normal(shape).astype(np.float32) for shape in self.shapes]
+        data = [1 / (1 + np.exp(-a)) for a in data] if self.positive else data
+        pair = Pair(self.forward, {"xla": self.backward}, name=self.op)
+        added = [name for name in ADDED if name != "dtypes"]
+        settings = dict(order=1, added=added, implementations=["xla", "autodiff"])
+        return check(pair, *data, **settings, **self.settings)
+
+    @property
+    def link(self) -> str:
+        if "#" not in self.source:
+            return self.source
+        repository, number = self.source.split("#")
+        return f"[{self.source}](https://github.com/{repository}/issues/{number})"
+
+
+def said(row: CheckRow) -> str:
+    """A failure without its figures: they differ in the last digit from machine to machine."""
+    return "; ".join(filter(None, (f"`{row.argument}`, {row.data}", row.reason)))
+
+
+# --------------------------------------------------------------------------------------------------- norms
+
+
+def layer_norm(x, scale, bias):
+    centred = x - x.mean(axis=-1, keepdims=True)
+    return centred * jax.lax.rsqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-5) * scale + bias
+
+
+def normalized(x):
+    centred = x - x.mean(axis=-1, keepdims=True)
+    inv_std = jax.lax.rsqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-5)
+    return centred * inv_std, inv_std
+
+
+def layer_norm_backward(mean, dy, x, scale, bias):
+    """Right, with the mean over the features for `mean`."""
+    xhat, inv_std = normalized(x)
+    t = dy * scale
+    return inv_std * (t - mean(t) - xhat * mean(t * xhat)), (dy * xhat).sum(axis=0), dy.sum(axis=0)
+
+
+def of_features(a):
+    return a.mean(axis=-1, keepdims=True)
+
+
+def layer_norm_of_all_rows(dy, x, scale, bias):
+    return layer_norm_backward(lambda a: jnp.full_like(a, a.sum() / a.shape[-1]), dy, x, scale, bias)
+
+
+def layer_norm_swapped(dy, x, scale, bias):
+    dx, dscale, dbias = layer_norm_backward(of_features, dy, x, scale, bias)
+    return dx, dbias, dscale
+
+
+def layer_norm_diagonal(dy, x, scale, bias):
+    xhat, inv_std = normalized(x)
+    dx = dy * scale * inv_std * (1 - 1 / x.shape[-1] - xhat**2 / x.shape[-1])
+    return dx, (dy * xhat).sum(axis=0), dy.sum(axis=0)
+
+
+def layer_norm_other_scale(dy, x, scale, bias):
+    """x is found again from y, with the scale of the row's number."""
+    y = layer_norm(x, scale, bias)
+    rows = jnp.arange(x.shape[0]) % scale.size
+    xhat = (y - bias[rows][:, None]) / scale[rows][:, None]
+    dx, _, dbias = layer_norm_backward(of_features, dy, x, scale, bias)
+    return dx, (dy * xhat).sum(axis=0), dbias
+
+
+def layer_norm_without_scale(dy, x, scale, bias):
+    dx, _, _ = layer_norm_backward(of_features, dy, x, jnp.ones_like(scale), bias)
+    return dx, *layer_norm_backward(of_features, dy, x, scale, bias)[1:]
+
+
+def rms_norm(x, scale):
+    return x * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5) * scale
+
+
+def rms_norm_without_scale(dy, x, scale):
+    inv = jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5)
+    xhat = x * inv
+    return inv * (dy - xhat * of_features(dy * xhat)), (dy * xhat).sum(axis=0)
+
+
+def prenorm(x, residual):
+    z = x + residual
+    return z * jax.lax.rsqrt((z * z).mean(axis=-1, keepdims=True) + 1e-5), z
+
+
+def through_norm(dy, z):
+    inv = jax.lax.rsqrt((z * z).mean(axis=-1, keepdims=True) + 1e-5)
+    return inv * (dy - z * inv * of_features(dy * z * inv))
+
+
+def prenorm_added_before(dy, x, residual):
+    dz = through_norm(dy[0] + dy[1], x + residual)
+    return dz, dz
+
+
+def prenorm_no_residual(dy, x, residual):
+    return through_norm(dy[0], x + residual) + dy[1], jnp.zeros_like(residual)
+
+
+def group_norm(x):
+    """Of a group a channel: over all but the first two axes."""
+    flat = x.reshape(*x.shape[:2], -1)
+    return normalized(flat)[0].reshape(x.shape)
+
+
+def group_norm_of_last_axis(dy, x):
+    flat = x.reshape(*x.shape[:2], -1)
+    xhat, inv_std = normalized(flat)
+    t, hidden = dy.reshape(flat.shape), dy.shape[-1]
+    mean = lambda a: a[..., :hidden].sum(axis=-1, keepdims=True) / hidden  # noqa: E731
+    return (inv_std * (t - mean(t) - xhat * mean(t * xhat))).reshape(x.shape)
+
+
+# ----------------------------------------------------------------------------------------- sums, products
+
+
+def mean_of_rows(x):
+    return x.mean(axis=-1)
+
+
+def trace_by_stride(dy, x):
+    return jnp.zeros(x.size, x.dtype).at[:: x.shape[1] + 1].set(dy).reshape(x.shape)
+
+
+def decayed(x, a):
+    """y_i = Σ_{j <= i} exp(a_i - a_j) x_j."""
+    return jnp.tril(jnp.exp(a[:, None] - a)) @ x
+
+
+def decayed_not_zeroed(dy, x, a):
+    w = jnp.exp(a[:, None] - a)
+    dw = jnp.outer(dy, x) * jnp.tril(w)
+    dw = dw.at[:2, 2:].set((jnp.outer(dy, x) * w)[:2, 2:])
+    return jnp.tril(w).T @ dy, dw.sum(axis=1) - dw.sum(axis=0)
+
+
+def gaussian(d, conic):
+    return jnp.exp(-0.5 * (conic[0] * d[0] ** 2 + conic[2] * d[1] ** 2) - conic[1] * d[0] * d[1])
+
+
+def gaussian_half(dy, d, conic):
+    g = dy * gaussian(d, conic)
+    dd = -jnp.stack([conic[0] * d[0] + conic[1] * d[1], conic[2] * d[1] + conic[1] * d[0]]) * g
+    return dd, -0.5 * jnp.stack([d[0] ** 2, d[0] * d[1], d[1] ** 2]) * g
+
+
+# -------------------------------------------------------------------------------------- activations, kinks
+
+
+def softplus_of_3(x):
+    return jnp.where(3 * x > 1, x, jnp.log1p(jnp.exp(jnp.minimum(3 * x, 1))) / 3)
+
+
+def softplus_compares_the_result(dy, x):
+    y = softplus_of_3(x)
+    return jnp.where(3 * y > 1, dy, dy * jax.nn.sigmoid(3 * x))
+
+
+def hard_sigmoid(x):
+    return jnp.clip(x / 6 + 0.5, 0, 1)
+
+
+def hard_swish(x):
+    return jnp.where(x <= -3, 0, jnp.where(x < 3, x * (x + 3) / 6, x))
+
+
+def max_of_windows(x):
+    return jnp.max(jnp.stack([x[:-2], x[1:-1], x[2:]]), axis=0)
+
+
+def one_gradient_each(dy, x):
+    first = jnp.argmax(jnp.stack([x[:-2], x[1:-1], x[2:]]), axis=0) + jnp.arange(x.size - 2)
+    return jnp.zeros_like(x).at[first].set(dy)
+
+
+def max_of_rows(x):
+    return x.max(axis=-1)
+
+
+def to_all_that_are_close(within):
+    return lambda dy, x: dy[:, None] * (jnp.abs(x - x.max(axis=-1, keepdims=True)) <= within)
+
+
+# -------------------------------------------------------------------------------------------------- losses
+
+
+def soft_cross_entropy(x, p):
+    return -(p * jax.nn.log_softmax(x)).sum(axis=-1)
+
+
+def soft_cross_entropy_of_sum_1(dy, x, p):
+    return dy[:, None] * (jax.nn.softmax(x) - p), -dy[:, None] * jax.nn.log_softmax(x)
+
+
+LABELS = np.arange(4) % 3
+
+
+def cross_entropy(x):
+    return -jnp.take_along_axis(jax.nn.log_softmax(x), LABELS[:, None], axis=-1)[:, 0]
+
+
+def cross_entropy_of_first_dy(dy, x):
+    return dy[0] * (jax.nn.softmax(x) - jax.nn.one_hot(LABELS, x.shape[-1], dtype=x.dtype))
+
+
+def binary_cross_entropy(p, y):
+    return -y * jnp.log(p) - (1 - y) * jnp.log1p(-p)
+
+
+def binary_cross_entropy_in_logits(dy, p, y):
+    return dy * (p - y), dy * (jnp.log1p(-p) - jnp.log(p))
+
+
+def reciprocal_clamped(dy, x):
+    return -dy / jnp.maximum(x * jnp.abs(x), 1e-6)
+
+
+def scaled(x, scale):
+    return x * scale[:, None] if scale.ndim == 1 else x * scale
+
+
+def swiglu(a, b):
+    return jax.nn.silu(a) * b
+
+
+def swiglu_rows_to_row_0(dy, a, b):
+    s = jax.nn.sigmoid(a)
+    da, db = dy * b * s * (1 + a * (1 - s)), dy * a * s
+    return jnp.zeros_like(a).at[0].set(da[-1]), jnp.zeros_like(b).at[0].set(db[-1])
+
+
+X, FEATURES = (4, 3), (3,)
+NORM = (X, FEATURES, FEATURES)
+
+CORPUS = (
+    WrongBackward(
+        "swiglu",
+        "ByteDance-Seed/Triton-distributed#185",
+        "every row's gradient is written to row 0",
+        swiglu,
+        swiglu_rows_to_row_0,
+        (X, X),
+    ),
+    WrongBackward(
+        "group_norm",
+        "linkedin/Liger-Kernel#1375",
+        "of a 4-D input only the last axis counts",
+        group_norm,
+        group_norm_of_last_axis,
+        ((2, 2, 3, 4),),
+    ),
+    WrongBackward(
+        "prenorm",
+        "Dao-AILab/quack#53",
+        "the residual's dy is added before the norm, and not after",
+        prenorm,
+        prenorm_added_before,
+        (X, X),
+    ),
+    WrongBackward(
+        "prenorm", "Dao-AILab/quack#52", "the residual gets no gradient", prenorm, prenorm_no_residual, (X, X)
+    ),
+    WrongBackward(
+        "decayed_sum",
+        "state-spaces/mamba#537",
+        "beyond the diagonal a block is not zeroed",
+        decayed,
+        decayed_not_zeroed,
+        ((4,), (4,)),
+    ),
+    WrongBackward(
+        "layer_norm",
+        "flagos-ai/FlagGems#59",
+        "sums go over all rows of a block",
+        layer_norm,
+        layer_norm_of_all_rows,
+        NORM,
+    ),
+    WrongBackward(
+        "layer_norm",
+        "deepspeedai/DeepSpeed#692",
+        "scale and bias are read at the row's index",
+        layer_norm,
+        layer_norm_other_scale,
+        NORM,
+    ),
+    WrongBackward(
+        "layer_norm",
+        "Oneflow-Inc/oneflow#6149",
+        "the gradients of scale and bias are exchanged",
+        layer_norm,
+        layer_norm_swapped,
+        NORM,
+    ),
+    WrongBackward(
+        "layer_norm",
+        "denizyuret/Knet.jl#288",
+        "dx is taken of dy without the scale",
+        layer_norm,
+        layer_norm_without_scale,
+        NORM,
+    ),
+    WrongBackward(
+        "rms_norm",
+        "karpathy/llm.c#763",
+        "dy is not multiplied by the weights",
+        rms_norm,
+        rms_norm_without_scale,
+        (X, FEATURES),
+    ),
+    WrongBackward(
+        "layer_norm", "common texts", "dx is the Jacobian's diagonal alone", layer_norm, layer_norm_diagonal, NORM
+    ),
+    WrongBackward(
+        "trace",
+        "pytorch/pytorch#171704",
+        "a fixed step leaves the diagonal of a tall matrix",
+        jnp.trace,
+        trace_by_stride,
+        ((4, 2),),
+    ),
+    WrongBackward(
+        "prod", "pytorch/pytorch#995", "dy is left out", jnp.prod, lambda dy, x: jnp.prod(x) / x, (FEATURES,)
+    ),
+    WrongBackward(
+        "mean",
+        "kakaobrain/trident#66",
+        "the number of rows divides, not that of columns",
+        mean_of_rows,
+        lambda dy, x: jnp.broadcast_to(dy[:, None] / x.shape[0], x.shape),
+        (X,),
+    ),
+    WrongBackward(
+        "add",
+        "deeplearning4j/nd4j#2424",
+        "a broadcast gradient is not summed",
+        lambda x, y: x + y,
+        lambda dy, x, y: (dy, dy[:1]),
+        (X, (1, 3)),
+    ),
+    WrongBackward(
+        "gaussian",
+        "graphdeco-inria/gaussian-splatting#551",
+        "-1/2 for -1 in a mixed term",
+        gaussian,
+        gaussian_half,
+        ((2,), FEATURES),
+    ),
+    WrongBackward(
+        "softplus",
+        "pytorch/pytorch#61568",
+        "the threshold is compared with the result",
+        softplus_of_3,
+        softplus_compares_the_result,
+        ((8, 8),),
+    ),
+    WrongBackward(
+        "softplus",
+        "tenstorrent/tt-metal#56397",
+        "exp(x) / (1 + exp(x)) overflows",
+        jax.nn.softplus,
+        lambda dy, x: dy * jnp.exp(x) * (1 / (1 + jnp.exp(x))),
+        (X,),
+    ),
+    WrongBackward(
+        "softplus",
+        "jax-ml/jax#2107",
+        "0 at 0, by the slope of |x|",
+        jax.nn.softplus,
+        lambda dy, x: jnp.where(x == 0, 0, dy * jax.nn.sigmoid(x)),
+        (X,),
+    ),
+    WrongBackward(
+        "hard_sigmoid",
+        "FluxML/NNlib.jl#706",
+        "1 where it is saturated",
+        hard_sigmoid,
+        lambda dy, x: jnp.where(jnp.abs(x) < 3, dy / 6, dy),
+        (X,),
+        {"kink_convention": False},
+    ),
+    WrongBackward(
+        "hard_swish",
+        "tenstorrent/tt-metal#55291",
+        "the other branch at -3 and 3",
+        hard_swish,
+        lambda dy, x: jnp.where(x < -3, 0, jnp.where(x <= 3, dy * (x / 3 + 0.5), dy)),
+        (X,),
+    ),
+    WrongBackward(
+        "clip",
+        "tenstorrent/tt-metal#48201",
+        "both comparisons the wrong way round",
+        lambda x: jnp.clip(x, -1, 1),
+        lambda dy, x: jnp.where((x <= -1) & (x >= 1), dy, 0),
+        (X,),
+        {"kink_convention": False},
+    ),
+    WrongBackward(
+        "ldexp", "jax-ml/jax#37992", "1 for 2 at 0", lambda x: 2 * x, lambda dy, x: jnp.where(x == 0, dy, 2 * dy), (X,)
+    ),
+    WrongBackward(
+        "max_pool",
+        "FluxML/Flux.jl#1197",
+        "what is the maximum of two windows gets the gradient of one",
+        max_of_windows,
+        one_gradient_each,
+        ((8,),),
+        {"kink_convention": False},
+    ),
+    WrongBackward(
+        "max",
+        "mni-ml/framework#22",
+        "what is within 0.01 of the maximum gets it all",
+        max_of_rows,
+        to_all_that_are_close(0.01),
+        (X,),
+        {"kink_convention": False},
+    ),
+    WrongBackward(
+        "max",
+        "Theano/Theano#5248",
+        "all that are equal get it all",
+        max_of_rows,
+        to_all_that_are_close(0),
+        (X,),
+        {"kink_convention": False},
+    ),
+    WrongBackward(
+        "log_softmax",
+        "mlpack/mlpack#2360",
+        "dy is added, and not multiplied",
+        jax.nn.log_softmax,
+        lambda dy, x: jax.nn.softmax(x) + dy,
+        (X,),
+    ),
+    WrongBackward(
+        "soft_cross_entropy",
+        "NVIDIA-NeMo/Automodel#2428",
+        "takes the targets' sum for 1",
+        soft_cross_entropy,
+        soft_cross_entropy_of_sum_1,
+        (X, X),
+    ),
+    WrongBackward(
+        "cross_entropy",
+        "linkedin/Liger-Kernel#680",
+        "the first dy stands for all rows",
+        cross_entropy,
+        cross_entropy_of_first_dy,
+        (X,),
+    ),
+    WrongBackward(
+        "binary_cross_entropy",
+        "common texts",
+        "the gradient in the logits, of probabilities",
+        binary_cross_entropy,
+        binary_cross_entropy_in_logits,
+        (X, X),
+        positive=True,
+    ),
+    WrongBackward(
+        "reciprocal",
+        "common texts",
+        "the denominator is clamped from below, also where it is negative",
+        lambda x: 1 / x,
+        reciprocal_clamped,
+        (X,),
+    ),
+)
+
+HEAD = """# Wrong backwards
+
+| question | answer |
+|---|---|
+| what is this? | backwards that were wrong in the code of other projects, each as a small pair |
+| does a check catch them? | all of them; the table says on what data, and what it says of the cause |
+| where is the code? | `tests/jaxbp/verify/wrong_backwards.py`, from which this page is made |
+
+Most of them passed tests: with a dy of ones, on square matrices, on positive numbers, away from 0, or with one row. The
+data that a check adds to the user's own is made of these.
+
+| op | what was wrong | reported in | where the check fails first, and what it says |
+|---|---|---|---|
+"""
+
+
+def line(wrong: WrongBackward) -> str:
+    """Of the page's table."""
+    return f"| `{wrong.op}` | {wrong.slip} | {wrong.link} | {said(wrong.check().failures[0]).replace('|', '&#124;')} |"
+
+
+if __name__ == "__main__":
+    print(HEAD + "\n".join(map(line, CORPUS)))
