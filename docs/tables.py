@@ -526,7 +526,20 @@ def fuzz(page: Path, pattern: str) -> str:
     return markdown(["cases", "device", "drawn", "no kernel takes", "failed", "seconds"], lines)
 
 
+def sanitizer(page: Path, name: str) -> str:
+    """A line for each op: what each tool of compute-sanitizer said."""
+    if (report := load(name)) is None:
+        return no_file(name)
+    tools = list(dict.fromkeys(row["tool"] for row in report["rows"]))
+    outcomes: dict[str, dict[str, str]] = {}
+    for row in report["rows"]:
+        outcomes.setdefault(row["op"], {})[row["tool"]] = row["outcome"]
+    lines = [[f"`{op}`", *(of.get(tool, "not run") for tool in tools)] for op, of in sorted(outcomes.items())]
+    return markdown(["op with its gradients", *tools], lines) + "\n" + provenance(page, name, report)
+
+
 TABLES: dict[str, Callable[..., str]] = {
+    "sanitizer": sanitizer,
     "accuracy": accuracy,
     "fuzz": fuzz,
     "works": works,

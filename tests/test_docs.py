@@ -261,6 +261,14 @@ def test_a_study_of_recipes_counts_the_seeds_that_came_out_exact(book):
     assert worst == ["ca-x: another", "0 of 1", "0", "0", "", ""]
 
 
+def test_a_run_under_the_sanitizer_has_a_line_for_each_op(book):
+    rows = [("relu", "memcheck", "clean"), ("relu", "racecheck", "found"), ("sum", "memcheck", "timed out")]
+    run = report() | {"rows": [dict(zip(("op", "tool", "outcome"), row, strict=True)) for row in rows]}
+    head, relu, total = cells(book("sanitizer run", run=run))
+    assert head[1:] == ["memcheck", "racecheck"]
+    assert (relu, total) == (["`relu`", "clean", "found"], ["`sum`", "timed out", "not run"])
+
+
 def test_a_table_says_where_and_how_it_was_measured(book):
     text = book("works run", run=report(row(error=0.25)))
     for fact in ("results/run.json", "a device", "jax 0.12.0", "2026-11-22", "commit 0123456789", "4 TB/s", "2.5e-01"):

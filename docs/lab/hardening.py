@@ -149,7 +149,7 @@ class Study:
         base = AUTOMATA[experiment]
 
         class Studied(base):
-            def grown(self, field, update):
+            def as_of(self, update, field):
                 return self.values[field]
 
         settings = dict(hard_share=1.0, rounded_share=1.0, certainty=1.0)  # all are compiled, with values from a recipe

@@ -30,27 +30,28 @@ from jaxbp.nn import LogicAutomaton
 RecipeName = Literal["hardening", "published"]
 Schedule = Literal["constant", "cosine"]
 
-RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
-    "hardening": dict(
-        pass_through=5.0,
-        weight_decay=0.0,
-        hard_share=1.0,
-        rounded_share=0.0,
-        certainty=0.0,
-        hard_from=0.15,
-        target_accuracy=1.0,
-    ),
-    "published": dict(
-        pass_through=10.0,
-        weight_decay=1e-2,
-        hard_share=0.0,
-        rounded_share=0.0,
-        certainty=0.0,
-        hard_from=0.0,
-        target_accuracy=None,
-    ),
-}
-"""The defaults of the settings that decide how well an automaton hardens."""
+Settings = Mapping[str, Any]
+PUBLISHED: Settings = dict(
+    pass_through=10.0,
+    weight_decay=1e-2,
+    hard_share=0.0,
+    rounded_share=0.0,
+    certainty=0.0,
+    hard_from=0.0,
+    target_accuracy=None,
+)
+HARD_GATES: Settings = dict(
+    pass_through=5.0,
+    weight_decay=0.0,
+    hard_share=1.0,
+    rounded_share=0.0,
+    certainty=0.0,
+    hard_from=0.15,
+    target_accuracy=1.0,
+)
+"""Gates become hard, more and more of them."""
+ROUNDED_STATES: Settings = {**HARD_GATES, "hard_share": 0.0, "rounded_share": 0.1}
+"""A tenth of the states' values are rounded before each tick."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,8 @@ class AutomatonConfig(TrainingConfig):
     """The gates of each layer."""
     published: ClassVar[tuple[Recipe, int]]
     """With the number of updates."""
+    settings: ClassVar[Settings] = HARD_GATES
+    """The defaults of our recipe, of the settings that decide how well an automaton hardens."""
     hardening: ClassVar[tuple[int, int] | None] = None
     """Updates and epochs of our recipe, if they are others."""
     stands: ClassVar[bool] = False
@@ -107,13 +110,12 @@ class AutomatonConfig(TrainingConfig):
     hard_share: float | None = None
     """Share of the gates that are hard at the last update, with the relaxed gates' gradients. None: the recipe's."""
     rounded_share: float | None = None
-    """Share of the cells' values that are rounded before each tick at the last update, with the gradients of the values
+    """Share of the states' values that are rounded before a tick, drawn anew for each, with the gradients of the values
     themselves. None: the recipe's."""
     certainty: float | None = None
     """Weight, at the last update, of the variance that the gates' truth tables have. None: the recipe's."""
     hard_from: float | None = None
-    """Share of the updates in which `hard_share`, `rounded_share` and `certainty` are 0; then they grow in a line.
-    None: the recipe's."""
+    """Share of the updates in which `hard_share` and `certainty` are 0; they grow in a line. None: the recipe's."""
     noise: float = 0.0
     """Scale of the Gumbel noise in the parameters, drawn for every update."""
     parametrization: Parametrization = "softmax"
@@ -128,7 +130,8 @@ class AutomatonConfig(TrainingConfig):
         updates, epochs = self.published[1], self.published[0].epochs
         if self.recipe == "hardening" and self.hardening:
             updates, epochs = self.hardening
-        for field, value in {**RECIPES[self.recipe], "updates": updates, "epochs": epochs}.items():
+        settings = self.settings if self.recipe == "hardening" else PUBLISHED
+        for field, value in {**settings, "updates": updates, "epochs": epochs}.items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
         self._check("updates", is_whole(self.updates) and self.updates >= 1, "a whole number of at least 1")
@@ -203,8 +206,10 @@ class AutomatonConfig(TrainingConfig):
         """What is to be seen after the last tick."""
         raise NotImplementedError
 
-    def grown(self, field: str, update: Int[Array, ""]) -> Float[Array, ""]:
-        """A setting as of an update: 0 in the first `hard_from` of them, and then in a line to its value."""
+    def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
+        """A setting as of an update. What grows is 0 in the first `hard_from` of them, then on a line to its value."""
+        if field == "rounded_share":
+            return jnp.float32(self.rounded_share)
         first = self.hard_from * self.updates
         return getattr(self, field) * jnp.clip((update - first) / max(self.updates - 1 - first, 1), 0, 1)
 
@@ -217,12 +222,12 @@ class AutomatonConfig(TrainingConfig):
             logits = self._noisy(of_gates, logits)
         penalty = self.penalty(logits, update) if self.certainty else 0.0
         if self.hard_share:
-            share = self.grown("hard_share", update)
+            share = self.as_of(update, "hard_share")
             logits = self._partly_hard(jax.random.fold_in(of_gates, 1), logits, share)
             options["parametrization"] = "softmax"
         state, automaton = starts.astype(jnp.float32), model.automaton.get_value()
         if self.rounded_share:
-            share = self.grown("rounded_share", update)
+            share = self.as_of(update, "rounded_share")
             last = self._rounding_rollout(of_cells, logits, automaton, state, share, options)
         else:
             options |= dict(key=of_cells, fire_rate=self.fire_rate)
@@ -233,7 +238,7 @@ class AutomatonConfig(TrainingConfig):
     def penalty(self, logits: PyTree, update: Int[Array, ""]) -> Float[Array, ""]:
         """What `certainty` adds to the loss."""
         variances = [jnp.sum(gates.variance(layer, self.parametrization)) for layer in jax.tree.leaves(logits)]
-        return self.grown("certainty", update) * sum(variances)
+        return self.as_of(update, "certainty") * sum(variances)
 
     def _rounding_rollout(self, key, logits, automaton, state, share, options):
         """The last state of ticks before each of which a share of the state's values is rounded."""
@@ -315,6 +320,8 @@ class LifeConfig(AutomatonConfig):
 class PatternConfig(AutomatonConfig):
     """An automaton that grows one pattern, whatever it starts from."""
 
+    settings: ClassVar = ROUNDED_STATES
+
     def pattern(self, grid: tuple[int, int] | None = None) -> Bool[np.ndarray, "height width visible"]:
         """What it is to grow."""
         raise NotImplementedError
@@ -337,6 +344,7 @@ class CheckerboardConfig(PatternConfig):
     published: ClassVar = (Recipe(batch_size=2, epochs=20, learning_rate=0.05), 500)
     hardening: ClassVar = (2000, 40)
     stands: ClassVar = True
+    test_examples: ClassVar = 128
 
     def starts(self, seeds, grid=None):
         return _random_states(seeds, *(grid or self.grid), self.channels)

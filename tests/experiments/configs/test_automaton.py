@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,17 +122,18 @@ def test_noise_is_of_training_alone_and_follows_from_the_seeds(tiny_automaton):
     assert hard(model, examples(5, 7), None)[0][1] == hard(model, examples(6, 7), None)[0][1]
 
 
-@pytest.mark.parametrize("field", ["hard_share", "rounded_share", "certainty"])
-def test_what_hardens_grows_in_a_line(field):
+@pytest.mark.parametrize("field", ["hard_share", "certainty", "rounded_share"])
+def test_hard_gates_and_certainty_grow_in_a_line_and_rounding_does_not(field):
     config = LifeConfig(updates=101, hard_from=0.2, **{field: 0.8})
-    values = [float(config.grown(field, jnp.float32(update))) for update in (0, 20, 60, 100)]
-    np.testing.assert_allclose(values, [0, 0, 0.8 * 39.8 / 79.8, 0.8], rtol=1e-5)
+    values = [float(config.as_of(jnp.float32(update), field)) for update in (0, 20, 60, 100)]
+    wanted = [0.8] * 4 if field == "rounded_share" else [0, 0, 0.8 * 39.8 / 79.8, 0.8]
+    np.testing.assert_allclose(values, wanted, rtol=1e-5)
 
 
-def test_in_the_last_update_all_values_are_rounded_before_a_tick_with_their_own_gradients(tiny_automaton):
+def test_values_are_rounded_before_a_tick_with_their_own_gradients(tiny_automaton):
     config = tiny_automaton(pass_through=3.0, hard_share=0.0, rounded_share=1.0)
     model, loss = config.build(jax.random.key(0))
-    last, automaton = config.updates - 1, model.automaton.get_value()
+    automaton = model.automaton.get_value()
 
     def definition(logits):
         state = config.starts(seeds(3)).astype(jnp.float32)
@@ -139,14 +142,14 @@ def test_in_the_last_update_all_values_are_rounded_before_a_tick_with_their_own_
             state = jaxbp.automaton_step(logits, automaton, state, implementation="xla")
         return jnp.sum((state[..., :1] - config.pattern()) ** 2)
 
-    value, gradients = nnx.value_and_grad(lambda m: loss(m, examples(3, update=last), None)[0][0])(model)
+    value, gradients = nnx.value_and_grad(lambda m: loss(m, examples(3), None)[0][0])(model)
     wanted, wanted_gradients = jax.value_and_grad(definition)(model.logits)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     got = [jax.tree.leaves(gradients["perception"]), jax.tree.leaves(gradients["update"])]
     for ours, theirs in zip([*got[0], *got[1]], jax.tree.leaves(wanted_gradients), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
-    relaxed = loss(model, examples(3, update=0), None)[0][0]
-    assert abs(relaxed - value) > 0.1
+    relaxed = dataclasses.replace(config, rounded_share=0.0).build(jax.random.key(0))[1](model, examples(3), None)
+    assert abs(relaxed[0][0] - value) > 0.1
 
 
 def test_certainty_adds_the_variance_of_the_truth_tables(tiny_automaton):
