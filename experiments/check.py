@@ -14,6 +14,7 @@ data (`jaxbp.verify.accuracy`), and exits with 1 where that is more than it allo
 
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import shlex
@@ -29,7 +30,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.output.accuracy import measure
-from experiments.output.errors import UserError, exit_code
+from experiments.output.errors import UserError, exit_code, kept_in
 from experiments.output.files import write_atomically
 from jaxbp.catalogue import CATALOGUE, Entry
 from jaxbp.catalogue.schema import WiresArgument
@@ -81,19 +82,16 @@ def main(args: Sequence[str] | None = None) -> int:
     if config.accuracy:
         ours = [name for name in config.implementations if name != "autodiff"]
         return 0 if measure(entries, ours, config.dtype, command, console, config.json) else 1
-    complete = False
-    try:
-        for entry in entries:
-            for dtype in config.dtype:
-                print(f"{entry.name}, {dtype}", file=sys.stderr, flush=True)
-                result = check_entry(entry, dtype, config)
-                console.print(result.table() if config.verbose else result.summary())
-                rows += result.rows
-        complete = True
-    finally:  # what was found before an interruption is kept
-        result = CheckResult(tuple(rows))
-        if config.json is not None:
-            write_atomically(config.json, to_json(command, result, complete))
+    with kept_in(config.json):
+        for i, (entry, dtype) in enumerate(cases := list(itertools.product(entries, config.dtype)), start=1):
+            print(f"{entry.name}, {dtype}", file=sys.stderr, flush=True)
+            result = check_entry(entry, dtype, config)
+            console.print(result.table() if config.verbose else result.summary())
+            rows += result.rows
+            if config.json is not None:
+                found = CheckResult(tuple(rows))
+                write_atomically(config.json, to_json(command, found, complete=i == len(cases)))
+    result = CheckResult(tuple(rows))
     for failure in result.failures:
         console.print(Text(f"failed: {failure}", style="bold red"), soft_wrap=True)
     counts = {verdict: sum(row.verdict == verdict for row in result.rows) for verdict in ("ok", "failed", "skipped")}

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from experiments.output.errors import UserError
+from experiments.output.errors import UserError, exit_code
 from experiments.output.files import write_atomically
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -176,4 +176,4 @@ def run_kernels(name: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -38,7 +38,7 @@ import tyro
 from experiments.fuzz.cases import DATA, Program, draw_program, smaller
 from experiments.fuzz.judge import Trial, cotangents_of
 from experiments.fuzz.reproducer import lines_of
-from experiments.output.errors import UserError
+from experiments.output.errors import UserError, exit_code
 from experiments.output.files import write_atomically
 from experiments.output.results import provenance, to_json
 from jaxbp.catalogue import CATALOGUE
@@ -223,4 +223,4 @@ def _smallest(program: Program, seed: int, number: int, draw: int) -> Program:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))
