@@ -2,7 +2,7 @@
 
     python -m experiments.compare lenet                          # a table
     python -m experiments.compare lenet --steps 200 --html lenet.html --json lenet.json
-    python -m experiments.compare lenet --dtype bfloat16 --implementations xla autodiff
+    python -m experiments.compare lenet --precision mixed_bfloat16 --implementations xla autodiff
 
 Loss, every parameter's gradient and the Hessian's product with a random direction are compared on one batch, by
 `jaxbp.verify.compare`; then every implementation trains `--steps` steps from the same seed. The page that `--html`
@@ -49,7 +49,7 @@ class CompareConfig(Generic[Config]):
     """Steps to train under each implementation; 0 for none."""
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ()
     """Implementations to compare with autodiff. By default all; without a GPU, where kernels are interpreted, xla."""
-    precision: Literal["default", "highest"] = "default"
+    matmul_precision: Literal["default", "highest"] = "default"
     """Of products of float32: as the library likes it (TF32 on a GPU), or true float32."""
     second_order: bool = True
     """Whether to compare the Hessian's product with a random direction."""
@@ -76,7 +76,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _main(args: Sequence[str]) -> int:
     config = parse(args)
-    with jax.default_matmul_precision(config.precision), kept_in(config.json):
+    with jax.default_matmul_precision(config.matmul_precision), kept_in(config.json):
         report = run(config, shlex.join(["python", "-m", "experiments.compare", *args]))
     if config.html is not None:
         write_atomically(config.html, page(report).encode())
@@ -117,7 +117,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
                 **provenance(command),
                 "complete": complete,
                 "config": configs.to_dict(experiment),
-                "precision": config.precision,
+                "precision": config.matmul_precision,
                 "reference": REFERENCE,
                 **dataclasses.asdict(comparison),
                 "verdict": comparison.verdict,
@@ -176,7 +176,7 @@ def train(config: TrainingConfig, steps: int, dataset: Dataset) -> list[float]:
     prepared = training.prepare(dataclasses.replace(config, epochs=epochs), subset)
     state, curve = prepared.state, []
     for epoch in range(epochs):
-        state, losses, _ = prepared.train_epoch(state, epoch + 1)
+        state, losses, *_ = prepared.train_epoch(state, epoch + 1)
         curve += np.asarray(losses, np.float64).tolist()
     return curve[:steps]
 

@@ -226,10 +226,13 @@ def _progress(config: TrainingConfig, epochs_done: int) -> Iterator[Callable[[Me
 
 
 def _summary(config: TrainingConfig, metrics: Metrics) -> str:
-    return (
+    line = (
         f"{config.curves[0]} loss {metrics.train_loss:.4f} accuracy {metrics.train_accuracy:.4f}  "
         f"{_tested(config, metrics)}  {metrics.images_per_second:,.0f} {config.examples}/s"
     )
+    if metrics.loss_scale is None:
+        return line
+    return f"{line}  loss scale {metrics.loss_scale:g}, {metrics.skipped_steps} skipped"
 
 
 def _tested(config: TrainingConfig, metrics: Metrics) -> str:

@@ -225,7 +225,7 @@ class AutomatonConfig(TrainingConfig):
             share = self.as_of(update, "hard_share")
             logits = self._partly_hard(jax.random.fold_in(of_gates, 1), logits, share)
             options["parametrization"] = "softmax"
-        state, automaton = starts.astype(jnp.float32), model.automaton.get_value()
+        state, automaton = starts.astype(self.policy.compute_dtype), model.automaton.get_value()
         if self.rounded_share:
             share = self.as_of(update, "rounded_share")
             last = self._rounding_rollout(of_cells, logits, automaton, state, share, options)
@@ -267,7 +267,7 @@ class AutomatonConfig(TrainingConfig):
         return self.starts(examples[:, 0]), jax.random.fold_in(jax.random.key(examples[0, 0]), 1)
 
     def _losses(self, last, starts):
-        errors = last[..., : self.visible] - self.targets(starts)
+        errors = self.policy.cast_to_output(last[..., : self.visible]) - self.targets(starts)
         return jnp.sum(errors**2, axis=(1, 2, 3)), jnp.all(jnp.abs(errors) < 0.5, axis=(1, 2, 3))
 
     def _noisy(self, key, logits):

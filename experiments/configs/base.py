@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import optax
 from flax import nnx
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from experiments.data.datasets import Dataset
 from experiments.output.errors import UserError
+from jaxbp.precision import Policy
 
 Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
 """`loss(model, inputs, targets) -> (loss of each example, predictions)`; the predictions compare with the targets."""
@@ -24,6 +25,7 @@ Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
 """`augment(key, inputs, step) -> inputs`, changed at random by `key` alone; `step` counts a run's steps from 0."""
 
 
+PrecisionName = Literal["float32", "mixed_bfloat16", "mixed_float16"]
 Config = TypeVar("Config", bound="TrainingConfig")
 
 
@@ -63,6 +65,9 @@ class TrainingConfig:
     """Passes over the training set; the learning rate's schedule spans them. None: the recipe's."""
     learning_rate: float | None = None
     """Adam's peak learning rate, after a short warm-up and before a cosine decay to zero. None: the recipe's."""
+    precision: PrecisionName = "float32"
+    """What the model computes in; parameters, the optimiser's state and the loss are float32. mixed_float16 scales the
+    loss."""
     target_accuracy: float | None = None
     """Stop after the first epoch with this test accuracy, a share from 0 to 1. None: train all epochs."""
     run_dir: Path | None = None
@@ -81,10 +86,16 @@ class TrainingConfig:
         rate = self.learning_rate
         is_rate = isinstance(rate, int | float) and math.isfinite(rate) and rate > 0
         self._check("learning_rate", is_rate, "a finite number above 0")
+        self._check_choice("precision", get_args(PrecisionName))
         target = self.target_accuracy
         is_share = target is None or (isinstance(target, int | float) and 0 <= target <= 1)
         self._check("target_accuracy", is_share, "a number from 0 to 1")
         self._check("resume", not self.resume or self.run_dir is not None, "run_dir as well, to know which run")
+
+    @property
+    def policy(self) -> Policy:
+        """The dtypes of `precision`."""
+        return Policy.parse(self.precision)
 
     def is_last(self, epoch: int, test_accuracy: float) -> bool:
         """Whether training ends with this epoch."""

@@ -13,7 +13,6 @@ from experiments.configs.base import Augment, Recipe, TrainingConfig, is_whole
 from experiments.data import augmentation, datasets
 from experiments.data.datasets import Dataset, DatasetName
 
-DTypeName = Literal["float32", "bfloat16", "float16"]
 ImplementationName = Literal["pallas", "xla", "autodiff"]
 
 RECIPES: dict[DatasetName, Recipe] = {
@@ -33,15 +32,12 @@ class ImageConfig(TrainingConfig):
     """Folder of the dataset's IDX files; None: a cache folder. digits needs none."""
     implementation: ImplementationName | None = None
     """Which backward passes run; None: the fastest that the platform supports."""
-    dtype: DTypeName = "float32"
-    """What the model computes in; parameters and optimiser stay float32."""
     shift: int = 0
     """Pixels, down or up and right or left, that a training image is moved by at most each time it is drawn."""
 
     def __post_init__(self):
         self._check_choice("dataset", get_args(DatasetName))
         self._check_choice("implementation", (None, *jaxbp.IMPLEMENTATIONS))
-        self._check_choice("dtype", get_args(DTypeName))
         side = min(datasets.IMAGE_SHAPE)
         self._check("shift", is_whole(self.shift) and 0 <= self.shift < side, f"a whole number from 0 to {side - 1}")
         super().__post_init__()

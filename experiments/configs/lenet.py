@@ -3,7 +3,6 @@
 import dataclasses
 from typing import ClassVar
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
@@ -23,6 +22,6 @@ class LeNetConfig(ImageConfig):
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
         model = LeNet(
-            fused=self.fused, implementation=self.implementation, dtype=jnp.dtype(self.dtype), rngs=nnx.Rngs(key)
+            fused=self.fused, implementation=self.implementation, dtype=self.policy.compute_dtype, rngs=nnx.Rngs(key)
         )
         return model, LeNet.loss

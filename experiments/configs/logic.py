@@ -87,7 +87,7 @@ class LogicConfig(ImageConfig):
             initialization=self.initialization,
             parametrization=self.parametrization,
             implementation=self.implementation,
-            dtype=jnp.dtype(self.dtype),
+            dtype=self.policy.compute_dtype,
             rngs=nnx.Rngs(key),
         )
         return model, functools.partial(self._loss, hard=False)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import ClassVar
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
@@ -41,7 +40,7 @@ class MixerConfig(ImageConfig):
             channels=self.channels,
             blocks=self.blocks,
             implementation=self.implementation,
-            dtype=jnp.dtype(self.dtype),
+            dtype=self.policy.compute_dtype,
             rngs=nnx.Rngs(key),
         )
         return model, functools.partial(classification_loss, implementation=self.implementation)

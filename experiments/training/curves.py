@@ -39,12 +39,15 @@ def draw(
     FigureCanvasAgg(figure)
     figure.suptitle(title)
     above, *below = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    loss, error = above.subplots(1, 2)
+    scales = [line.loss_scale for line in metrics if line.loss_scale is not None]
+    loss, error, *scale = above.subplots(1, 3 if scales else 2)
     _draw_curves(loss, metrics, "loss", [[getattr(line, f"{part}_loss") for line in metrics] for part in PARTS], names)
     errors = [[1 - getattr(line, f"{part}_accuracy") for line in metrics] for part in PARTS]
     # On a logarithmic axis, no mistakes at all are half a one.
     least = [0.5 / len(examples) for examples in (dataset.train_labels, dataset.test_labels)]
     _draw_curves(error, metrics, "error rate", errors, names, least)
+    for axes in scale:
+        _draw_curves(axes, metrics, "loss scale", [scales], [f"{sum(line.skipped_steps for line in metrics)} skipped"])
     for figure_below in below:
         _draw_mistakes(figure_below, dataset, predictions, mistakes, rows)
     png = io.BytesIO()
@@ -57,13 +60,13 @@ def _draw_curves(
     metrics: Sequence[Metrics],
     quantity: str,
     curves: Sequence[Sequence[float]],
-    names: tuple[str, str],
-    least: Sequence[float] = (0.0, 0.0),
+    names: Sequence[str],
+    least: Sequence[float] | None = None,
 ) -> None:
     epochs = [line.epoch for line in metrics]
-    for values, name, lowest in zip(curves, names, least, strict=True):
+    for values, name, lowest in zip(curves, names, least or [0.0] * len(curves), strict=True):
         marker = "." if len(epochs) < 30 else None
-        axes.plot(epochs, np.maximum(values, lowest), marker=marker, label=f"{name} ({values[-1]:.4f})")
+        axes.plot(epochs, np.maximum(values, lowest), marker=marker, label=f"{name} ({values[-1]:,.4g})")
     axes.set_yscale("log")
     axes.set_xlabel("epoch")
     axes.xaxis.get_major_locator().set_params(integer=True)

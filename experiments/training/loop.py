@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from experiments.configs import Augment, TrainingConfig
 from experiments.data.datasets import Dataset
 from experiments.output.errors import UserError
+from jaxbp.precision import LossScale, where_finite
 
 PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]]
 """`loss(params, inputs, targets) -> (loss of each example, predictions)`."""
@@ -36,6 +37,8 @@ class TrainState(NamedTuple):
 
     params: PyTree
     opt_state: optax.OptState
+    loss_scale: LossScale | None = None
+    """None where the loss is not scaled."""
 
 
 class Metrics(NamedTuple):
@@ -54,8 +57,14 @@ class Metrics(NamedTuple):
     """Of the evaluation on the test set."""
     compile_seconds: float
     """Spent before this epoch; 0 in all but the first epoch of a process."""
+    loss_scale: float | None = None
+    """By which the loss is multiplied after this epoch; None if it is not."""
+    skipped_steps: int = 0
+    """Steps of this epoch whose loss or gradients were not finite, and which changed the loss scale alone."""
 
 
+MOST_SKIPPED = 50
+"""Steps in a row: the loss scale has reached its least value long before."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
 """The metrics that differ from run to run; all others are the same bits."""
 
@@ -69,8 +78,8 @@ class Training:
     """The module whose parameters the state holds."""
     constants_checksum: str | None
     """Of the model's other variables: see the function of that name."""
-    train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array]]
-    """`(state, epoch) -> (state, losses, accuracies)` in the buffers of `state`: see the function of that name."""
+    train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array, Array]]
+    """`(state, epoch) -> (state, losses, accuracies, finite)`, in the buffers of `state`: as the function."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
     """`params -> (loss, correct, predictions)` on the test set."""
     compile_seconds: float
@@ -95,7 +104,8 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     _, evaluation = split(model, config.evaluation(loss))
     steps = config.epochs * steps_per_epoch
     optimizer = config.optimizer(steps) or make_optimizer(config.learning_rate, steps, config.gradient_clip)
-    state = TrainState(params, optimizer.init(params))
+    scaled = config.policy.compute_dtype == jnp.float16
+    state = TrainState(params, optimizer.init(params), LossScale.create() if scaled else None)
 
     train_data = jnp.asarray(dataset.train_images), jnp.asarray(dataset.train_labels)
     test_data = jnp.asarray(dataset.test_images), jnp.asarray(dataset.test_labels)
@@ -167,14 +177,15 @@ def train_epoch(
     optimizer: optax.GradientTransformation,
     batch_size: int,
     augment: Augment | None = None,
-) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"]]:
+) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"], Bool[Array, " steps"]]:
     """One pass over `inputs (N, ...)` and `targets (N, ...)` in an order that `key` and `epoch` alone decide.
 
     The `N % batch_size` examples that the shuffle puts last are left out of this epoch. With `augment`, every step's
     inputs are first changed by it, as `key`, `epoch` and the step alone decide. Epochs count from 1, steps from 0.
 
     Returns:
-      The state, and every step's mean loss and share of right predictions.
+      The state; and of every step the mean loss, the share of right predictions, and whether it changed the parameters:
+      with a loss scale, a step that is not finite does not.
     """
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))
@@ -191,16 +202,23 @@ def train_epoch(
         batch_inputs, batch_targets = inputs[batch], targets[batch]
         if augment:
             batch_inputs = augment(key, batch_inputs, number)
-        (value, predictions), grads = jax.value_and_grad(mean_loss, has_aux=True)(
-            state.params, batch_inputs, batch_targets
-        )
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        state = TrainState(optax.apply_updates(state.params, updates), opt_state)
-        return state, (value, jnp.mean(predictions == batch_targets))
+        params, opt_state, scale = state
+        if scale is None:
+            differentiated = jax.value_and_grad(mean_loss, has_aux=True)
+            (value, predictions), grads = differentiated(params, batch_inputs, batch_targets)
+            finite = jnp.bool(True)
+        else:
+            differentiated = scale.value_and_grad(mean_loss, has_aux=True)
+            (value, predictions), grads, finite, scale = differentiated(params, batch_inputs, batch_targets)
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_opt_state
+        if scale is not None:
+            new = where_finite(finite, new, (params, opt_state))
+        return TrainState(*new, scale), (value, jnp.mean(predictions == batch_targets), finite)
 
     numbers = (epoch - 1) * steps + jnp.arange(steps)
-    state, (losses, accuracies) = jax.lax.scan(step, state, (batches, keys, numbers))
-    return state, losses, accuracies
+    state, (losses, accuracies, finite) = jax.lax.scan(step, state, (batches, keys, numbers))
+    return state, losses, accuracies, finite
 
 
 def evaluate(
@@ -224,17 +242,21 @@ def run(
     state's own buffers, and the first one in those of `state`: copy what you want to keep before the next epoch.
 
     Raises:
-      FloatingPointError: at the first epoch with a loss that is not finite, naming the epoch and the step.
+      FloatingPointError: at the first epoch with a loss that is not finite, naming the epoch and the step. With a loss
+        scale, if the epoch's last `MOST_SKIPPED` steps were skipped, or all of them.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):
         started = time.perf_counter()
-        state, losses, accuracies = training.train_epoch(state, epoch)
-        losses, accuracies = np.asarray(losses), np.asarray(accuracies)
+        state, losses, accuracies, finite = training.train_epoch(state, epoch)
+        losses, accuracies, finite = map(np.asarray, (losses, accuracies, finite))
         seconds = time.perf_counter() - started
         started = time.perf_counter()
         test_loss, test_correct, predictions = map(np.asarray, training.evaluate(state.params))
         evaluation_seconds = time.perf_counter() - started
+        if state.loss_scale is not None:
+            state.loss_scale.check(min(MOST_SKIPPED, training.steps_per_epoch))
+            losses, accuracies = losses[finite], accuracies[finite]
         _refuse_non_finite(epoch, losses, float(test_loss))
         metrics = Metrics(
             epoch=epoch,
@@ -247,6 +269,8 @@ def run(
             seconds=seconds,
             evaluation_seconds=evaluation_seconds,
             compile_seconds=compile_seconds,
+            loss_scale=None if state.loss_scale is None else float(state.loss_scale.value),
+            skipped_steps=int(np.sum(~finite)),
         )
         yield metrics, state, predictions
         compile_seconds = 0.0

@@ -141,7 +141,7 @@ def comparison(compare_toy, tmp_path_factory):
         "--steps",
         "8",
         "--no-second-order",
-        "--precision",
+        "--matmul-precision",
         "highest",
         "--json",
         str(json_path),

@@ -140,7 +140,7 @@ def test_every_option_reaches_the_config(tmp_path):
         "dataset": "mnist",
         "data_dir": "data",
         "implementation": "xla",
-        "dtype": "bfloat16",
+        "precision": "mixed_bfloat16",
         "shift": 2,
     }
     args = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]

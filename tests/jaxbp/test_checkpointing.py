@@ -13,6 +13,8 @@ from jax.test_util import check_grads
 import jaxbp
 from jaxbp.checkpointing import _binomial, _schedule
 
+pytestmark = pytest.mark.once
+
 POLICIES = ["states", 1, 3, 50, "logarithmic"]
 
 

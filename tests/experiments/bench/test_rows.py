@@ -27,6 +27,7 @@ FIELDS = {
     "operations",
     "read_bytes",
     "written_bytes",
+    "arithmetic",
     "floor_microseconds",
     "floor_fraction",
     "speedup_over_autodiff",
@@ -76,7 +77,11 @@ def test_ratios_follow_from_the_times(finished):
 
 def rates_of(platform):
     curve = {"copy": [[1, 1e12]]}
-    return {"platform": platform, "bytes_per_second": curve, "operations_per_second": {"default": 1e12}}
+    return {
+        "platform": platform,
+        "bytes_per_second": curve,
+        "operations_per_second": {"default": 1e12, "highest": 1e12},
+    }
 
 
 def test_a_pallas_without_a_kernel_of_ours_is_no_row(work_at, monkeypatch, capsys):

@@ -12,7 +12,7 @@ from experiments.data import augmentation, datasets
     [
         ("dataset", "cifar", "digits"),
         ("implementation", "cuda", "pallas"),
-        ("dtype", "float64", "bfloat16"),
+        ("precision", "float16", "mixed_float16"),
         ("shift", 28, "a whole number from 0 to 27"),
     ],
 )

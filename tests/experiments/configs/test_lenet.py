@@ -8,7 +8,7 @@ from experiments.configs.lenet import LeNetConfig
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_dtype_is_that_of_the_computation_alone(dtype):
-    config = LeNetConfig(dtype=dtype)
+    config = LeNetConfig(precision=f"mixed_{dtype}")
     model, loss = config.build(jax.random.key(0))
     images, labels = jnp.zeros((1, 1, 28, 28)), jnp.zeros(1, jnp.int32)
     assert model(images).dtype == dtype

@@ -6,7 +6,7 @@ from experiments.configs.mixer import MixerConfig
 
 
 def test_the_settings_are_the_models():
-    config = MixerConfig(patch=14, channels=8, blocks=3, implementation="xla", dtype="bfloat16")
+    config = MixerConfig(patch=14, channels=8, blocks=3, implementation="xla", precision="mixed_bfloat16")
     model = nnx.eval_shape(lambda: config.build(jax.random.key(0))[0])
     assert (model.patch, model.dtype, len(model.blocks)) == (14, "bfloat16", 3)
     assert model.embed.weight.shape == (8, 14 * 14)

@@ -9,6 +9,7 @@ import pytest
 from experiments.data import augmentation
 from experiments.training import loop as training
 from experiments.training.loop import TIMINGS, TrainState
+from jaxbp.precision import LossScale
 
 pytestmark = pytest.mark.once
 
@@ -63,7 +64,7 @@ def test_training_learns(toy_config):
 def count_visits(epoch, examples=23, batch_size=5, seed=0):
     """Trains for an epoch on a loss whose gradient counts how often each example is seen."""
     state = TrainState(jnp.zeros(examples), optax.sgd(batch_size).init(jnp.zeros(examples)))
-    state, losses, _ = training.train_epoch(
+    state, losses, *_ = training.train_epoch(
         state,
         jnp.arange(examples),
         jnp.zeros(examples),
@@ -88,7 +89,7 @@ def test_epochs_leave_out_different_examples():
 
 def losses_of_augmented(epoch, augment, seed=0):
     """An epoch's losses, a number a step: the inputs' means, as an augmentation gives them."""
-    _, losses, _ = training.train_epoch(
+    _, losses, *_ = training.train_epoch(
         TrainState(jnp.zeros(()), optax.sgd(1.0).init(jnp.zeros(()))),
         jnp.zeros(23),
         jnp.zeros(23),
@@ -231,3 +232,49 @@ def test_variables_that_are_no_parameters_stay_as_they_are(toy_config):
     images, labels = jnp.ones((1, 1, 28, 28)), jnp.zeros(1, jnp.int32)
     grads = jax.grad(lambda params: pure_loss(params, images, labels)[0].sum())(params)
     np.testing.assert_array_equal(np.any(np.asarray(grads["linear"]["kernel"][...]) != 0, axis=1), mask == 1)
+
+
+# --------------------------------------------------------------------------------------------------- with a loss scale
+
+
+def scaled_epoch(values, scale, steps=8):
+    """Gradient descent on `4 p` in float16, a batch each with one of the values as a factor of the loss."""
+
+    def loss(p, factor, target):
+        return (p.astype(jnp.float16) * jnp.float16(4)).astype(jnp.float32) * factor, target
+
+    state = TrainState(jnp.zeros(()), optax.adam(0.1).init(jnp.zeros(())), scale)
+    values = jnp.resize(jnp.asarray(values), steps)
+    options = dict(loss=loss, optimizer=optax.adam(0.1), batch_size=1)
+    return training.train_epoch(state, values, jnp.zeros(steps), jax.random.key(0), 1, **options)
+
+
+def test_a_step_that_overflows_changes_the_loss_scale_alone():
+    state, _, _, finite = scaled_epoch([1.0], LossScale.create(initial=2.0**17))
+    # 4 times 2^14 overflows, and 4 times 2^13 does not.
+    assert finite.tolist() == [False] * 4 + [True] * 4
+    assert state.loss_scale.value == 2.0**13 and state.opt_state[0].count == 4
+    plain = scaled_epoch([1.0], None, steps=4)[0]
+    np.testing.assert_allclose(state.params, plain.params, rtol=1e-6)
+
+
+def test_without_a_loss_scale_every_step_counts():
+    state, losses, _, finite = scaled_epoch([1.0], None)
+    assert state.loss_scale is None and finite.all() and state.opt_state[0].count == 8 == len(losses)
+
+
+def test_a_run_in_mixed_float16_has_its_scale_in_the_metrics_and_resumes_with_the_same_bits(toy_config):
+    config = toy_config(precision="mixed_float16")
+    _, second, _, fourth = run(config)
+    assert all(metrics.loss_scale == 2.0**15 and metrics.skipped_steps == 0 for metrics, _ in (second, fourth))
+    *_, (metrics, state) = run(config, state=second[1], epochs_done=2)
+    assert deterministic(metrics) == deterministic(fourth[0]) and same_bits(state, fourth[1])
+    assert state.loss_scale.finite_steps > 0
+
+
+def test_data_that_are_never_finite_end_in_an_error(toy_config):
+    config = toy_config(precision="mixed_float16")
+    data = config.load()
+    broken = data._replace(train_images=data.train_images * np.nan)
+    with pytest.raises(FloatingPointError, match=r"steps were skipped.* look for NaN or infinity in the data"):
+        list(run(config, broken))

@@ -18,6 +18,8 @@ from helpers import (
 from jaxbp import linear, linear_backward
 from jaxbp.ops.linear import forward_in_float32, parameter_gradients_in_float32
 
+pytestmark = pytest.mark.once
+
 
 @every_implementation
 def test_numerical_gradients_agree_to_a_thousandth(implementation):

@@ -14,6 +14,8 @@ from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.logic import backward as kernels
 
+pytestmark = pytest.mark.once
+
 WIRES = {
     "few consumers": lambda: Wires.unique(6, 6, seed=0),  # at most three
     "many consumers": lambda: Wires.random(3, 10, seed=0),
