@@ -66,7 +66,8 @@ def _draw_curves(
     epochs = [line.epoch for line in metrics]
     for values, name, lowest in zip(curves, names, least or [0.0] * len(curves), strict=True):
         marker = "." if len(epochs) < 30 else None
-        axes.plot(epochs, np.maximum(values, lowest), marker=marker, label=f"{name} ({values[-1]:,.4g})")
+        last = f"{values[-1]:,.0f}" if values[-1] >= 1000 else f"{values[-1]:.4f}"
+        axes.plot(epochs, np.maximum(values, lowest), marker=marker, label=f"{name} ({last})")
     axes.set_yscale("log")
     axes.set_xlabel("epoch")
     axes.xaxis.get_major_locator().set_params(integer=True)

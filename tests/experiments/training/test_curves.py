@@ -21,8 +21,8 @@ def drawn(monkeypatch):
     return figures
 
 
-def metrics_of(*test_accuracies):
-    fields = dict.fromkeys(Metrics._fields, 1.0)
+def metrics_of(*test_accuracies, **scaling):
+    fields = dict.fromkeys(Metrics._fields, 1.0) | {"loss_scale": None, "skipped_steps": 0} | scaling
     lines = enumerate(test_accuracies, start=1)
     return [Metrics(**(fields | {"epoch": epoch, "test_accuracy": accuracy})) for epoch, accuracy in lines]
 
@@ -57,6 +57,14 @@ def test_the_error_rate_is_on_a_logarithmic_axis_also_where_it_is_0(toy_config, 
     train, test = (line.get_ydata() for line in error.lines)
     np.testing.assert_allclose(train, 0.5 / 100)
     np.testing.assert_allclose(test, [0.1, 0.5 / 37])
+
+
+def test_a_run_with_a_loss_scale_shows_it_and_the_steps_that_it_skipped(toy_config, drawn):
+    curves.draw("a run", metrics_of(0.9, 1.0, loss_scale=2.0**15, skipped_steps=3), toy_config().load(), None)
+    axes = drawn[0].subfigs[0].axes[2]
+    assert axes.get_title() == "loss scale"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["6 skipped (32,768)"]
+    assert axes.lines[0].get_ydata().tolist() == [2.0**15] * 2
 
 
 @pytest.mark.parametrize(("mistakes", "rows"), [(0, 0), (1, 1), (10, 1), (11, 2), (37, 3)])

@@ -23,7 +23,7 @@ from experiments.training.loop import TIMINGS
 
 pytestmark = pytest.mark.once
 
-POSITIONS = 1
+POSITIONS = 2
 """Where a bit is flipped, evenly over a file."""
 
 
