@@ -19,7 +19,7 @@ logic networks, on the bits of an image, as forward, backward and Adam.
   measured with `--compile-seconds`.
 - `"pallas"` has no row where no kernel of this library runs. Without a GPU it has none at all.
 
-The JSON file is written after every case. Next to what all result files have (`experiments/output/results.py`):
+The JSON file is written after every row. Next to what all result files have (`experiments/output/results.py`):
 
     dtype, precision       of the arrays, and of products of float32
     copy_bytes_per_second, bytes_per_second, operations_per_second
@@ -45,7 +45,7 @@ from experiments.bench import peers
 from experiments.bench.floor import measured_rates
 from experiments.bench.peers import VariantChoice
 from experiments.bench.report import picture, print_table
-from experiments.bench.rows import Case, Settings, measured_rows
+from experiments.bench.rows import Case, Settings, measured_rows, with_speedups
 from experiments.bench.works import Work, selected
 from experiments.output.errors import UserError, exit_code, kept_in
 from experiments.output.files import write_atomically
@@ -85,7 +85,7 @@ class BenchConfig:
     seconds: float = 0.03
     """Least time of a round."""
     json: Path | None = None
-    """File to write the rows to, after every case."""
+    """File to write the rows to, after each of them."""
     png: Path | None = None
     """File to draw the rows to; by default beside the JSON file."""
 
@@ -133,7 +133,7 @@ def check(config: BenchConfig) -> None:
 
 
 def run(works: Sequence[Work], config: BenchConfig, command: str, started: float) -> dict[str, Any]:
-    """Times the work and returns the report. Writes it after every case.
+    """Times the work and returns the report. Writes it after every row.
 
     Args:
       started: the moment from which the time limit counts, of `time.monotonic`.
@@ -162,8 +162,8 @@ def run(works: Sequence[Work], config: BenchConfig, command: str, started: float
         cases = [Case(work, n, settings) for work in works for n in config.batch or work.batches[0 if on_gpu else 1]]
         note_progress(report, cases)
         try:
-            for rows in measured_rows(cases, keep_going):
-                report["rows"] += rows
+            for row in measured_rows(cases, keep_going):
+                report["rows"] = with_speedups([*report["rows"], row])
                 note_progress(report, cases)
                 _keep(report, config)
         finally:

@@ -200,8 +200,8 @@ class Case:
         }
 
 
-def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iterator[list[Row]]:
-    """The rows of each case, as far as they are measured before `keep_going()` is false."""
+def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iterator[Row]:
+    """The rows of all cases, as far as they are measured before `keep_going()` is false."""
     accuracies = {}
     with Compiler() as compiler:
         for group in _groups(cases, CASES_AT_ONCE):
@@ -217,14 +217,14 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
                 case.submit(compiler, accuracies[case.work, batch])
             compiler.wait()
             for case in group:
-                yield with_speedups(case.rows(keep_going))
+                yield from case.rows(keep_going)
 
 
 def with_speedups(rows: Iterable[Row]) -> list[Row]:
-    """The rows with `speedup_over_autodiff`."""
-    rows = list(rows)
-    autodiff = next((row["microseconds"] for row in rows if row["implementation"] == "autodiff"), None)
-    return [row | {"speedup_over_autodiff": ratio(autodiff, row["microseconds"])} for row in rows]
+    """The rows with `speedup_over_autodiff`, each over that of the same work and batch."""
+    of = lambda row: (row["work"], row["batch"])  # noqa: E731
+    autodiff = {of(row): row["microseconds"] for row in rows if row["implementation"] == "autodiff"}
+    return [row | {"speedup_over_autodiff": ratio(autodiff.get(of(row)), row["microseconds"])} for row in rows]
 
 
 def ratio(a: float | None, b: float | None) -> float | None:

@@ -61,7 +61,7 @@ def test_after_the_time_limit_no_row_is_started_and_the_report_names_what_is_mis
     assert not report["complete"] and report["missing"] == [f"{title}, autodiff"]
 
 
-def test_ctrl_c_keeps_the_cases_that_are_measured(quickly, tmp_path, capsys, monkeypatch):
+def test_ctrl_c_keeps_the_rows_that_are_measured(quickly, tmp_path, capsys, monkeypatch):
     path, original = tmp_path / "results.json", bench.measured_rows
 
     def interrupted(*args):
@@ -73,7 +73,7 @@ def test_ctrl_c_keeps_the_cases_that_are_measured(quickly, tmp_path, capsys, mon
     report = json.loads(path.read_text())
     assert code == 130
     assert capsys.readouterr().err.splitlines()[-1] == f"stopped; {path} has the results so far"
-    assert {row["batch"] for row in report["rows"]} == {2} and not report["complete"]
+    assert [(row["batch"], row["implementation"]) for row in report["rows"]] == [(2, "xla")] and not report["complete"]
 
 
 def test_compilation_is_timed_where_it_is_asked_for(quickly):
