@@ -20,9 +20,9 @@ from experiments.training.loop import Metrics
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.once) for name in ("lenet", "mixer")])
+@pytest.fixture(scope="module", params=[pytest.param("lenet", marks=pytest.mark.once)])
 def default_run(request, tmp_path_factory):
-    """`python -m experiments.train lenet`, or mixer, with nothing else said: its output, and the folder it ran in."""
+    """`python -m experiments.train lenet`, with nothing else said: its output, and the folder it ran in."""
     folder = tmp_path_factory.mktemp("default")
     # Without the XLA flags of the tests, which are for fast compilation of what runs briefly.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

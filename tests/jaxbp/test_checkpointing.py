@@ -148,9 +148,7 @@ def test_layers_have_their_values_and_gradients_under_every_policy(memory):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(
-    ("memory", "states"), [("all", 64), ("states", 64), (4, 64 / 4 + 4), (None, 8 + 8), ("logarithmic", 6 + 2)]
-)
+@pytest.mark.parametrize(("memory", "states"), [("states", 64), (4, 64 / 4 + 4), (None, 8 + 8), ("logarithmic", 6 + 2)])
 def test_64_layers_need_the_memory_that_is_documented(memory, states):
     weights, x = stack(64, 8)
     compiled = jax.jit(jax.grad(loss_of), static_argnums=2).lower(weights, x, memory).compile()
