@@ -7,6 +7,7 @@
 A folder gets its name once all of it is on the disk. Nothing is read whose checksum is another.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -54,10 +55,11 @@ class Checkpoint:
     @functools.cached_property
     def arrays(self) -> Mapping[str, np.ndarray]:
         """Path -> array of the state, read when they are asked for."""
+        path = (self.path / STATE).resolve()  # Orbax takes absolute paths alone
         with ocp.PyTreeCheckpointer() as orbax:
-            like = orbax.metadata(self.path / STATE).item_metadata.tree
+            like = orbax.metadata(path).item_metadata.tree
             restore = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
-            return traverse_util.flatten_dict(orbax.restore(self.path / STATE, restore_args=restore), sep="/")
+            return traverse_util.flatten_dict(orbax.restore(path, restore_args=restore), sep="/")
 
 
 def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoint:
@@ -130,8 +132,7 @@ def epochs(folder: Path) -> list[int]:
 
 def to_arrays(state: PyTree) -> dict[str, np.ndarray]:
     """Path -> array."""
-    leaves, _ = jax.tree.flatten_with_path(state)
-    return {_name(path): np.asarray(leaf) for path, leaf in leaves}
+    return {name: np.asarray(leaf) for name, leaf in _named(state).items()}
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
@@ -140,21 +141,26 @@ def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
     Raises:
       BrokenRun: if these are the arrays of another model or optimiser.
     """
-    leaves, structure = jax.tree.flatten_with_path(like)
-    wanted = {_name(path): leaf for path, leaf in leaves}
+    wanted = _named(like)
     for name in (*wanted, *arrays):
         saved, now = (_described(which.get(name)) for which in (arrays, wanted))
         if saved != now:
             raise BrokenRun(f"the checkpoint is of another model or optimiser ({name}: saved {saved}, now {now})")
-    return jax.tree.unflatten(structure, [jax.numpy.asarray(arrays[name]) for name in wanted])
+    return jax.tree.unflatten(jax.tree.structure(like), [jax.numpy.asarray(arrays[name]) for name in wanted])
+
+
+def _named(state: PyTree) -> dict[str, Any]:
+    """Path -> leaf, in the tree's order. A variable of NNX is named as it is, and not as its only leaf, `value`."""
+    paths = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree.leaves_with_path(state)
+    ]
+    leaves = collections.Counter(name.rpartition("/")[0] for name, _ in paths)
+    return {name.removesuffix("/value") if leaves[name.rpartition("/")[0]] == 1 else name: leaf for name, leaf in paths}
 
 
 def _described(array: Any) -> str:
     return "none" if array is None else f"{array.shape} {array.dtype}"
-
-
-def _name(path: tuple) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
 def _files(folder: Path) -> Iterable[Path]:

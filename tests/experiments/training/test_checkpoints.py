@@ -2,15 +2,18 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
 from experiments.output.errors import BrokenRun
 from experiments.training import checkpoints
 from experiments.training.checkpoints import Checkpoint
+from jaxbp.precision import LossScale
 
 STATE = {
     "params": {"weight": jnp.arange(6.0).reshape(2, 3), "half": jnp.array([0.1, -3], jnp.bfloat16)},
@@ -32,6 +35,20 @@ def test_what_is_read_is_what_was_written(written):
         was, now = STATE["params"][name], restored["params"][name]
         assert (now.dtype, now.shape) == (was.dtype, was.shape) and np.array_equal(now, was)
     assert restored["count"] == 7
+
+
+def test_a_loss_scale_has_all_its_parts_and_a_variable_the_name_of_its_own():
+    state = {"model": nnx.state(nnx.Linear(1, 2, rngs=nnx.Rngs(0))), "loss_scale": LossScale.create(8.0)}
+    arrays = checkpoints.to_arrays(state)
+    assert arrays.keys() == {"model/kernel", "model/bias"} | {
+        f"loss_scale/{part}" for part in ("value", "finite_steps", "skipped_steps")
+    }
+    assert checkpoints.from_arrays(arrays, state)["loss_scale"].value == 8
+
+
+def test_a_checkpoint_is_read_by_a_relative_path_as_well(written, monkeypatch):
+    monkeypatch.chdir(written.folder)
+    assert checkpoints.read(Path("3")).arrays.keys() == {"params/weight", "params/half", "count"}
 
 
 def test_orbax_reads_the_state_and_whatever_reads_json_the_rest(written):
