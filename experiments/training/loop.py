@@ -243,7 +243,7 @@ def run(
 
     Raises:
       FloatingPointError: at the first epoch with a loss that is not finite, naming the epoch and the step. With a loss
-        scale, if the epoch's last `MOST_SKIPPED` steps were skipped, or all of them.
+        scale, at the first without a finite loss, or after `MOST_SKIPPED` skipped steps in a row.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):
@@ -255,8 +255,9 @@ def run(
         test_loss, test_correct, predictions = map(np.asarray, training.evaluate(state.params))
         evaluation_seconds = time.perf_counter() - started
         if state.loss_scale is not None:
-            state.loss_scale.check(min(MOST_SKIPPED, training.steps_per_epoch))
-            losses, accuracies = losses[finite], accuracies[finite]
+            state.loss_scale.check(MOST_SKIPPED)
+            # A step may be skipped for its gradients alone.
+            losses = losses[np.isfinite(losses)] if np.isfinite(losses).any() else losses
         _refuse_non_finite(epoch, losses, float(test_loss))
         metrics = Metrics(
             epoch=epoch,

@@ -272,9 +272,41 @@ def test_a_run_in_mixed_float16_has_its_scale_in_the_metrics_and_resumes_with_th
     assert state.loss_scale.finite_steps > 0
 
 
+def test_a_few_steps_an_epoch_may_all_be_skipped_until_the_scale_fits(toy_config, monkeypatch):
+    large = LossScale.create(initial=2.0**127)
+    monkeypatch.setattr(training.LossScale, "create", lambda: large)
+    monkeypatch.setattr(toy_config, "build", overflowing(toy_config.build))
+    first = next(run(toy_config(precision="mixed_float16", batch_size=100)))[0]
+    assert (first.skipped_steps, first.loss_scale) == (1, 2.0**126) and np.isfinite(first.train_loss)
+
+
+def overflowing(build):
+    """A model whose gradients pass through float16."""
+
+    def with_half_precision(config, key):
+        model, loss = build(config, key)
+
+        def through_half(*arguments):
+            losses, predictions = loss(*arguments)
+            return losses.astype(jnp.float16).astype(jnp.float32), predictions
+
+        return model, through_half
+
+    return with_half_precision
+
+
+def test_gradients_that_are_never_finite_end_in_an_error(toy_config, monkeypatch):
+    monkeypatch.setattr(training, "MOST_SKIPPED", 10)
+    static = LossScale.static(2.0**127)
+    monkeypatch.setattr(training.LossScale, "create", lambda: static)
+    monkeypatch.setattr(toy_config, "build", overflowing(toy_config.build))
+    with pytest.raises(FloatingPointError, match=r"last 12 steps were skipped.* look for NaN or infinity in the data"):
+        list(run(toy_config(precision="mixed_float16")))
+
+
 def test_data_that_are_never_finite_end_in_an_error(toy_config):
     config = toy_config(precision="mixed_float16")
     data = config.load()
     broken = data._replace(train_images=data.train_images * np.nan)
-    with pytest.raises(FloatingPointError, match=r"steps were skipped.* look for NaN or infinity in the data"):
+    with pytest.raises(FloatingPointError, match="the training loss became nan in epoch 1"):
         list(run(config, broken))
