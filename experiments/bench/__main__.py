@@ -23,7 +23,7 @@ The JSON file is written after every row. Next to what all result files have (`e
 
     dtype, precision       of the arrays, and of products of float32
     copy_bytes_per_second, bytes_per_second, operations_per_second
-                           the rates of this device: see `floor.measured_rates`
+                           the rates of this device, in the first of the dtypes: see `floor.measured_rates`
     rows                   an object a row: see `rows.Case`
     complete               whether every row was measured
     missing                the names of those that were not: "WORK, batch BATCH, IMPLEMENTATION"
@@ -62,8 +62,9 @@ class BenchConfig:
     batch: tuple[int, ...] = ()
     """Batch sizes. By default 16384 for ops, or what their catalogue entry says, 128, 1024, 8192, 65536 for LeNet and
     128, 1024 for logic networks; without a GPU 256 for ops, else 128."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the arrays; LeNet's parameters are float32."""
+    dtype: tuple[Literal["float32", "bfloat16", "float16"], ...] = ("float32",)
+    """Of the arrays; with several, each piece of work is timed in all of them. Training steps keep their parameters in
+    float32, and in float16 scale their loss, as `jaxbp.precision.LossScale` does."""
     precision: Literal["default", "highest"] = "default"
     """Of products of float32: as the library likes it (TF32 on a GPU), or true float32."""
     implementations: tuple[Literal["pallas", "xla", "autodiff", "None"], ...] = ("pallas", "xla", "autodiff", "None")
@@ -121,6 +122,8 @@ def is_failure_of_ours(row: Mapping[str, Any]) -> bool:
 
 def check(config: BenchConfig) -> None:
     """Raises UserError for a config that no run can have."""
+    if not config.dtype or len(set(config.dtype)) < len(config.dtype):
+        raise UserError(f"dtype is {' '.join(config.dtype) or 'nothing'}: wanted one or more, each of them once")
     if min(config.batch, default=1) < 1:
         raise UserError(f"batch is {min(config.batch)}: wanted at least 1")
     if config.batch_last and config.peers:
@@ -145,21 +148,27 @@ def run(works: Sequence[Work], config: BenchConfig, command: str, started: float
     modules = peers.installed() if config.peers else {}
     report = provenance(command)
     report["versions"] |= {name: module.VERSION for name, module in modules.items()}
-    report |= {"dtype": config.dtype, "precision": config.precision}
+    report |= {"dtype": ", ".join(config.dtype), "precision": config.precision}
     keep_going = lambda: config.time_limit is None or time.monotonic() - started < config.time_limit  # noqa: E731
     with jax.default_matmul_precision(config.precision):
-        report |= measured_rates(config.dtype, on_gpu, config.seconds) | {"rows": []}
-        settings = Settings(
-            implementations,
-            modules,
-            config.peer_variants,
-            config.dtype,
-            config.precision,
-            config.seconds,
-            config.compile_seconds,
-            rates=report,
-        )
-        cases = [Case(work, n, settings) for work in works for n in config.batch or work.batches[0 if on_gpu else 1]]
+        rates = {dtype: measured_rates(dtype, on_gpu, config.seconds) for dtype in config.dtype}
+        report |= rates[config.dtype[0]] | {"rows": []}
+        settings = [
+            Settings(
+                implementations,
+                modules,
+                config.peer_variants,
+                dtype,
+                config.precision,
+                config.seconds,
+                config.compile_seconds,
+                rates={"platform": report["platform"], **rates[dtype]},
+                several_dtypes=len(config.dtype) > 1,
+            )
+            for dtype in config.dtype
+        ]
+        batches = {work: config.batch or work.batches[0 if on_gpu else 1] for work in works}
+        cases = [Case(work, n, each) for work in works for n in batches[work] for each in settings]
         note_progress(report, cases)
         try:
             for row in measured_rows(cases, keep_going):
@@ -183,7 +192,7 @@ def note_progress(report: dict[str, Any], cases: Sequence[Case]) -> None:
         f"{case.title}, {name}"
         for case in cases
         for name in case.row_names()
-        if (case.work.title, case.batch, name) not in measured
+        if (case.name, case.batch, name) not in measured
     ]
     report["complete"] = not report["missing"]
 

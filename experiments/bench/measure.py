@@ -16,6 +16,8 @@ from experiments.bench.works import Work, is_float
 from jaxbp.verify.timing import compile_program, device_seconds
 
 ROUNDS = 5
+NOTHING = 1e-12
+"""Of the largest array's norm, what is rounding in float64."""
 ERROR_BATCH = 128
 """The largest batch at which results are compared with float64."""
 MEASURED = ("microseconds", "host_waited", "temporary_bytes", "compile_seconds", "error", "error_reason", "failed")
@@ -128,9 +130,15 @@ def _wide(a: Any) -> Any:
 
 
 def relative_error(results: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
-    """The largest ‖result - reference‖ / ‖reference‖."""
+    """The largest ‖result - reference‖ / ‖reference‖.
+
+    Some gradients are 0 but for rounding, as of a bias that a norm takes away: these are held against the largest.
+    """
+    norms = [np.linalg.norm(r) for r in reference]
+    least = max(NOTHING * max(norms, default=0.0), 1e-300)
     errors = [
-        float(np.linalg.norm(a - r) / max(np.linalg.norm(r), 1e-300)) for a, r in zip(results, reference, strict=True)
+        float(np.linalg.norm(a - r) / (norm if norm > least else max(*norms, 1e-300)))
+        for a, r, norm in zip(results, reference, norms, strict=True)
     ]
     if not all(map(math.isfinite, errors)):
         raise ArithmeticError("a result is not finite where float64 is")

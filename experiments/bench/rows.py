@@ -36,6 +36,7 @@ class Settings(NamedTuple):
       seconds: least time of a round of timing.
       compile_seconds: whether to time every row's compilation, one after the other.
       rates: of this device, and its `platform`.
+      several_dtypes: whether the run has others, so that rows are named after theirs.
     """
 
     implementations: Sequence[str]
@@ -46,6 +47,7 @@ class Settings(NamedTuple):
     seconds: float
     compile_seconds: bool
     rates: Mapping[str, Any]
+    several_dtypes: bool = False
 
 
 class Case:
@@ -57,9 +59,14 @@ class Case:
         self._left_out = set()
 
     @property
+    def name(self) -> str:
+        """The work; among several dtypes with its own."""
+        return f"{self.work.title} in {self.settings.dtype}" if self.settings.several_dtypes else self.work.title
+
+    @property
     def title(self) -> str:
         """The work and the batch."""
-        return f"{self.work.title}, batch {self.batch}"
+        return f"{self.name}, batch {self.batch}"
 
     def row_names(self) -> list[str]:
         """The rows' names in the report's `implementation`, without those that are left out."""
@@ -152,7 +159,7 @@ class Case:
     def _row(self, name, peer, precision, measured) -> Row:
         microseconds, floor = measured["microseconds"], self._floor_seconds(precision) * 1e6
         return {
-            "work": self.work.title,
+            "work": self.name,
             "op": self.work.op,
             "place": self.work.place,
             "batch": self.batch,
@@ -211,10 +218,10 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
                 if case.settings.compile_seconds:
                     case.time_compilation()
             for case in group:
-                batch = min(case.batch, measure.ERROR_BATCH)
-                if (case.work, batch) not in accuracies:
-                    accuracies[case.work, batch] = Accuracy(case.work, batch, case.settings.dtype, compiler)
-                case.submit(compiler, accuracies[case.work, batch])
+                key = case.work, min(case.batch, measure.ERROR_BATCH), case.settings.dtype
+                if key not in accuracies:
+                    accuracies[key] = Accuracy(*key, compiler)
+                case.submit(compiler, accuracies[key])
             compiler.wait()
             for case in group:
                 yield from case.rows(keep_going)

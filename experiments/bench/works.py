@@ -1,10 +1,10 @@
-"""What the bench times: ops of the catalogue, and training steps of LeNet, of logic networks and of an automaton."""
+"""What the bench times: ops of the catalogue, and training steps of networks and of an automaton."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,9 @@ from jax import lax
 import jaxbp
 from experiments.output.errors import UserError
 from jaxbp.catalogue import CATALOGUE, Entry
-from jaxbp.nn import LeNet, LogicNetwork
+from jaxbp.nn import LeNet, LogicNetwork, Mixer
 from jaxbp.ops.gate_layer import Parametrization
+from jaxbp.precision import LossScale, where_finite
 
 PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
 """A program has so many calls that the device needs at least this long, ten times what dispatching it takes."""
@@ -61,7 +62,7 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Work]:
         for its backwards as well; or one at one place, as "automaton:32x32".
     """
     works = [lenet_work(), *(op_work(entry, place) for entry in CATALOGUE for place in entry.real)]
-    works += [logic_work("logic", 8000, (128,)), logic_work("logic-large", 64000, ())]
+    works += [mixer_work(), logic_work("logic", 8000, (128,)), logic_work("logic-large", 64000, ())]
     works += [automaton_work(size) for size in AUTOMATON_BATCHES]
     named = [{"all", work.op, f"{work.op}:{work.place}"} | ({"ops"} if work.steps is None else set()) for work in works]
     if unknown := [case for case in cases if not any(case in names for names in named)]:
@@ -170,12 +171,10 @@ def lenet_work() -> Work:
         def loss(state, images, labels):
             return nnx.merge(graph, state).loss(images, labels)[0].mean()
 
-        return jax.value_and_grad(loss)
+        return loss_and_gradients(loss)
 
     def draw(seed, batch, dtype):
-        image_key, label_key = jax.random.split(jax.random.key(seed))
-        images = jax.random.uniform(image_key, (batch, 1, 28, 28), dtype)
-        return nnx.state(_lenet(None, dtype)), images, jax.random.randint(label_key, (batch,), 0, 10)
+        return draw_images(nnx.state(_lenet(None, dtype)), seed, batch, dtype)
 
     batches = (128, 1024, 8192, 65536), (128,)
     title = "lenet training step"
@@ -184,6 +183,36 @@ def lenet_work() -> Work:
 
 def _lenet(implementation: str | None, dtype: str) -> LeNet:
     return LeNet(implementation=implementation, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+
+
+def mixer_work() -> Work:
+    """Loss and gradients of an MLP-Mixer; in a program each call is a step of training."""
+
+    def function(implementation, dtype):
+        graph = nnx.graphdef(nnx.eval_shape(lambda: _mixer(implementation, dtype)))
+
+        def loss(state, images, labels):
+            logits = nnx.merge(graph, state)(images).astype(jnp.promote_types(images.dtype, jnp.float32))
+            return jaxbp.softmax_cross_entropy(logits, labels, implementation=implementation).mean()
+
+        return loss_and_gradients(loss)
+
+    def draw(seed, batch, dtype):
+        return draw_images(nnx.state(_mixer(None, dtype)), seed, batch, dtype)
+
+    title = "mixer training step"
+    return Work("mixer", "", title, {}, ((8192,), (128,)), function, draw, training, steps=10)
+
+
+def _mixer(implementation: str | None, dtype: str) -> Mixer:
+    return Mixer(implementation=implementation, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+
+
+def draw_images(parameters: Any, seed: int, batch: int, dtype: str) -> tuple:
+    """The arguments of a step on images."""
+    image_key, label_key = jax.random.split(jax.random.key(seed))
+    images = jax.random.uniform(image_key, (batch, 1, 28, 28), dtype)
+    return with_scale(parameters, dtype), images, jax.random.randint(label_key, (batch,), 0, 10)
 
 
 def logic_work(
@@ -203,12 +232,12 @@ def logic_work(
             scores = nnx.merge(graph, logits, wires)(bits).astype(jnp.promote_types(bits.dtype, jnp.float32))
             return jaxbp.softmax_cross_entropy(scores, labels, implementation=implementation).mean()
 
-        return jax.value_and_grad(loss)
+        return loss_and_gradients(loss)
 
     def draw(seed, batch, dtype):
         bits_key, label_key = jax.random.split(jax.random.key(seed))
         bits = jax.random.bernoulli(bits_key, 0.5, (batch, 784)).astype(dtype)
-        return parts(None, dtype)[1], bits, jax.random.randint(label_key, (batch,), 0, 10)
+        return with_scale(parts(None, dtype)[1], dtype), bits, jax.random.randint(label_key, (batch,), 0, 10)
 
     place = f"6x{gates}"
     chain = functools.partial(training, optimiser=optax.adam(0.01))
@@ -300,8 +329,32 @@ def automaton_work(size: int) -> Work:
     )
 
 
+class Scaled(NamedTuple):
+    """Parameters, and by what their loss is scaled."""
+
+    parameters: Any
+    scale: LossScale
+
+
+def with_scale(parameters: Any, dtype: str) -> Any:
+    """What a step takes as its state: in float16 with a loss scale."""
+    return Scaled(parameters, LossScale.create()) if dtype == "float16" else parameters
+
+
+def loss_and_gradients(loss: Callable) -> Callable:
+    """`jax.value_and_grad(loss)` in the parameters; of a `Scaled` also whether they are finite, and the next scale."""
+
+    def function(state, *arguments):
+        if isinstance(state, Scaled):
+            return state.scale.value_and_grad(loss)(state.parameters, *arguments)
+        return jax.value_and_grad(loss)(state, *arguments)
+
+    return function
+
+
 def training(function: Callable, calls: int, optimiser: optax.GradientTransformation | None = None) -> Callable:
-    """A program of training steps (forward, backward, update), by default with SGD."""
+    """A program of training steps (forward, backward, update), by default with SGD; scaled ones skip what is not
+    finite."""
     optimiser = optimiser or optax.sgd(0.01)
 
     def program(sets):
@@ -310,11 +363,17 @@ def training(function: Callable, calls: int, optimiser: optax.GradientTransforma
         def step(carry, _):
             # Without it, XLA would compute what depends on the images alone, say their transpose, once for all steps.
             x, y, (state, optimiser_state) = lax.optimization_barrier((images, labels, carry))
-            loss, gradients = function(state, x, y)
-            updates, optimiser_state = optimiser.update(gradients, optimiser_state)
-            return (optax.apply_updates(state, updates), optimiser_state), loss
+            loss, gradients, *scaled = function(state, x, y)
+            updates, next_state = optimiser.update(gradients, optimiser_state)
+            new = optax.apply_updates(state.parameters if scaled else state, updates), next_state
+            if scaled:
+                finite, scale = scaled
+                parameters, next_state = where_finite(finite, new, (state.parameters, optimiser_state))
+                new = Scaled(parameters, scale), next_state
+            return new, loss
 
-        return lax.scan(step, (state, optimiser.init(state)), length=calls)
+        parameters = state.parameters if isinstance(state, Scaled) else state
+        return lax.scan(step, (state, optimiser.init(parameters)), length=calls)
 
     return program
 

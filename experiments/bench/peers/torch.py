@@ -262,7 +262,7 @@ def training(make: Callable, optimiser_of: Callable) -> Build:
 
 def _training(make, optimiser_of, task, mode):
     model, parameters, loss_of = make(task, task.sets[0])
-    optimiser = optimiser_of(parameters)
+    optimiser, scaler = optimiser_of(parameters), _scaler(task, parameters)
     if mode == COMPILED_STEP:
         loss_of = torch.compile(loss_of, mode="reduce-overhead", dynamic=False)
 
@@ -270,21 +270,31 @@ def _training(make, optimiser_of, task, mode):
         if mode == COMPILED_STEP:
             torch.compiler.cudagraph_mark_step_begin()
         optimiser.zero_grad(set_to_none=True)
-        loss_of(model).backward()
-        optimiser.step()
+        scaler.scale(loss_of(model)).backward()
+        scaler.step(optimiser)
+        scaler.update()
         return []
 
     def results():
         model, parameters, loss_of = make(task, task.small)
+        scaler = _scaler(task, parameters)
         loss = loss_of(model)
-        loss.backward()
-        return _numpy([loss, *(a.grad for a in parameters)])
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimiser_of(parameters))
+        scale = [scaler._scale] if scaler.is_enabled() else []
+        return _numpy([loss, *(a.grad for a in parameters), *scale])
 
     return step, results
 
 
+def _scaler(task, parameters):
+    """Scales the loss in float16; in other dtypes it does nothing."""
+    return torch.amp.GradScaler(parameters[0].device.type, 2.0**15, enabled=task.dtype == "float16")
+
+
 def _lenet(task, arguments):
     state, images, labels = arguments
+    state = getattr(state, "parameters", state)
     nn, layers = torch.nn, collections.OrderedDict()
     layers |= {"conv1": nn.Conv2d(1, 6, 5), "relu1": nn.ReLU(), "pool1": nn.MaxPool2d(2)}
     layers |= {"conv2": nn.Conv2d(6, 16, 5), "relu2": nn.ReLU(), "pool2": nn.MaxPool2d(2), "flatten": nn.Flatten()}

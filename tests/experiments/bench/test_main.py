@@ -93,6 +93,7 @@ def test_compilation_is_timed_where_it_is_asked_for(quickly):
         (["relu", "--batch-last", "--peers"], "batch_last is not for peers"),
         (["lenet", "logic", "--batch-last"], "batch_last is for ops: wanted some beside lenet, logic"),
         (["relu", "--time-limit", "-1"], "time_limit is -1.0: wanted at least 0"),
+        (["relu", "--dtype", "float16", "float16"], "dtype is float16 float16: wanted one or more, each of them once"),
         (["relu", "--json", "nowhere/results.json"], "there is no folder nowhere"),
     ],
 )
@@ -101,3 +102,11 @@ def test_a_users_mistake_ends_in_one_line_and_exit_code_2(args, message, capsys)
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert message in error
+
+
+def test_several_dtypes_are_rows_of_one_run(quickly):
+    code, report = quickly("--dtype", "float32", "bfloat16")
+    assert code == 0 and report["complete"] and report["dtype"] == "float32, bfloat16"
+    named = [(row["work"].rpartition(" in ")[2], row["dtype"]) for row in report["rows"]]
+    assert named == [("float32", "float32")] * 2 + [("bfloat16", "bfloat16")] * 2
+    assert all(row["speedup_over_autodiff"] for row in report["rows"])

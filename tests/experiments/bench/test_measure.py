@@ -60,3 +60,10 @@ def test_errors_are_held_against_float64(work_at):
             accuracy.submit(name)
         assert all(a.dtype == np.float64 for a in accuracy.reference)
         assert 1e-5 < accuracy.error("xla") < 1e-2
+
+
+def test_a_gradient_that_is_nothing_is_held_against_the_others():
+    reference = [np.ones(4), np.full(4, 1e-17)]
+    assert measure.relative_error([np.ones(4), np.full(4, 1e-8)], reference) == pytest.approx(1e-8)
+    assert measure.relative_error([np.ones(4), np.full(4, 0.5)], reference) == pytest.approx(0.5)
+    assert measure.relative_error([np.zeros(2)], [np.zeros(2)]) == 0

@@ -24,6 +24,7 @@ def test_a_place_may_be_named_and_ops_are_all_but_the_training_steps():
     everything, ops = selected(["all"]), selected(["ops"])
     assert {work.op for work in everything} - {work.op for work in ops} == {
         "lenet",
+        "mixer",
         "logic",
         "logic-large",
         "automaton",
@@ -65,3 +66,25 @@ def test_a_logic_network_has_the_parameters_of_its_parametrization(parametrizati
     assert (bits == logic_work("logic", 1000, ()).draw(0, 2, "float32")[1]).all()
     loss, gradients = work.function("autodiff", "float32")(*work.draw(0, 2, "float32"))
     assert jnp.isfinite(loss) and {a.shape for a in jax.tree.leaves(gradients)} == {(1000, parameters)}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_steps_in_half_precision_train_parameters_of_float32(work_at, dtype):
+    work = work_at("mixer")
+    (state, *data), program = work.draw(0, 4, dtype), work.chain(work.function("xla", dtype), 3)
+    (trained, _), losses = jax.jit(program)(((state, *data),))
+    parameters = state.parameters if dtype == "float16" else state
+    assert {a.dtype.name for a in jax.tree.leaves(parameters)} == {"float32"}
+    assert jnp.isfinite(losses).all() and losses[2] < losses[0]
+    if dtype == "float16":
+        assert trained.scale.finite_steps == 3 and trained.scale.value == 2**15
+
+
+def test_a_scaled_step_that_is_not_finite_changes_the_scale_alone(work_at):
+    work = work_at("mixer")
+    state, images, labels = work.draw(0, 4, "float16")
+    program = work.chain(work.function("xla", "float16"), 1)
+    (trained, _), _ = jax.jit(program)(((state, images.at[0].set(jnp.inf), labels),))
+    assert trained.scale.value == 2**14
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), state.parameters, trained.parameters)
+    assert all(jax.tree.leaves(same))
