@@ -18,8 +18,6 @@ from jaxbp.verify.timing import compile_program, device_seconds
 ROUNDS = 5
 NOTHING = 1e-12
 """Of the largest array's norm, what is rounding in float64."""
-ERROR_BATCH = 128
-"""The largest batch at which results are compared with float64."""
 MEASURED = ("microseconds", "host_waited", "temporary_bytes", "compile_seconds", "error", "error_reason", "failed")
 """The fields of a row that a measurement fills in."""
 MOST_THREADS = 16
@@ -85,7 +83,7 @@ class Accuracy:
     """
 
     def __init__(self, work: Work, batch: int, dtype: str, compiler: Compiler):
-        self.batch, self._work, self._dtype, self._compiler = min(batch, ERROR_BATCH), work, dtype, compiler
+        self.batch, self._work, self._dtype, self._compiler = min(batch, work.error_batch), work, dtype, compiler
         draw = lambda: work.draw(0, self.batch, dtype)  # noqa: E731
         self._structs, self._programs, self._errors = jax.eval_shape(draw), {}, {}
         self._draw = compiler.submit(draw)

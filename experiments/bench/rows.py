@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.bench import measure
 from experiments.bench.floor import Cost, cost, floor_seconds, has_launch
 from experiments.bench.measure import Accuracy, Compiler, attempt, implementation, relative_error, time_compiled
 from experiments.bench.peers import Task, VariantChoice
@@ -218,7 +217,7 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
                 if case.settings.compile_seconds:
                     case.time_compilation()
             for case in group:
-                key = case.work, min(case.batch, measure.ERROR_BATCH), case.settings.dtype
+                key = case.work, min(case.batch, case.work.error_batch), case.settings.dtype
                 if key not in accuracies:
                     accuracies[key] = Accuracy(*key, compiler)
                 case.submit(compiler, accuracies[key])

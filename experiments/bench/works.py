@@ -40,6 +40,7 @@ class Work:
       steps: the calls in a program, if each takes the previous one's results and there is one set of arguments.
       arithmetic: batch -> the multiplications and additions of a call outside of products and convolutions that no
         implementation can do without, where they may take longer than reading and writing.
+      error_batch: the largest batch at which results are compared with float64, on the CPU.
     """
 
     op: str
@@ -52,6 +53,7 @@ class Work:
     chain: Callable[[Callable, int], Callable]
     steps: int | None = None
     arithmetic: Callable[[int], int] = lambda batch: 0
+    error_batch: int = 128
 
 
 def selected(cases: Sequence[str], batch_last: bool = False) -> list[Work]:
@@ -243,7 +245,10 @@ def logic_work(
     chain = functools.partial(training, optimiser=optax.adam(0.01))
     title = f"logic training step {place}"
     options = {"gates": gates}
-    return Work(name, place, title, options, ((128, 1024), cpu_batches), function, draw, chain, steps=10)
+    batches = (128, 1024), cpu_batches
+    # In float64, 16 functions a gate and example take a CPU long.
+    error_batch = max(1, 8000 * 128 // gates)
+    return Work(name, place, title, options, batches, function, draw, chain, steps=10, error_batch=error_batch)
 
 
 def logic_network(
