@@ -83,7 +83,7 @@ class _Child:
     def __init__(self, work: Callable, first: Done, limit: float):
         self.doing: Done | None = first
         self.limit, self.deadline = limit, math.inf  # until it is ready for its first task
-        self.stderr = tempfile.NamedTemporaryFile()  # noqa: SIM115: as long as the child
+        self.stderr = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed with the process)
         self.connection, theirs = _SPAWN.Pipe()
         self.process = _SPAWN.Process(target=_serve, args=(work, theirs, self.stderr.name), daemon=True)
         self.process.start()
