@@ -5,6 +5,7 @@ import dataclasses
 import math
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 import time
@@ -16,6 +17,8 @@ from typing import Any
 _SPAWN = multiprocessing.get_context("spawn")  # JAX's threads do not live through a fork
 _READY, _END = "ready", "end"
 KEPT_CHARACTERS = 2000
+STACK = re.compile(r"^ *@ +0x.*\n?", re.MULTILINE)
+"""The calls of C++ that led to an abort. They come after what is wrong, and are many."""
 
 
 @dataclasses.dataclass
@@ -116,8 +119,8 @@ class _Child:
         self.process.join()
         self.connection.close()
         if self.doing is not None:
-            said = Path(self.stderr.name).read_text(errors="replace")
-            self.doing.death, self.doing.said, self.doing = death, said[-KEPT_CHARACTERS:], None
+            said = STACK.sub("", Path(self.stderr.name).read_text(errors="replace"))[-KEPT_CHARACTERS:]
+            self.doing.death, self.doing.said, self.doing = death, said, None
         self.stderr.close()
 
 

@@ -13,7 +13,7 @@ from experiments.children import in_children
 def work(task):
     yield os.getpid()
     if task == "abort":
-        os.write(2, b"why it died")
+        os.write(2, b"why it died\n    @     0x7fb8 xla::Run()\n")
         os.abort()
     if task == "hang":
         time.sleep(60)
@@ -30,7 +30,8 @@ def test_what_dies_or_hangs_takes_its_own_task_alone():
     assert deaths == dict.fromkeys("abc") | {"abort": "SIGABRT", "hang": "no answer in 1.5 s", "raise": "exit code 1"}
     assert all(one.results[1:] == ([] if one.death else [one.task]) for one in done)
     said = {one.task: one.said for one in done}
-    assert said["abort"].startswith("why it died") and "a mistake in the work" in said["raise"] and not said["c"]
+    assert said["abort"].startswith("why it died") and "xla" not in said["abort"]
+    assert "a mistake in the work" in said["raise"] and not said["c"]
     assert len({one.results[0] for one in done}) <= 5
 
 
