@@ -45,13 +45,12 @@ def in_children(
 
     `work`, a function of a module, gives the results of a task one by one; a process that gives none for `limit`
     seconds, and does not end the task, is killed. Tasks are taken as processes are free. What processes write to
-    stderr is kept for those that die. Allocators of several processes on one GPU leave memory to each other, unless
-    the environment says otherwise.
+    stderr is kept for those that die. Processes share GPUs.
 
     Raises:
       RuntimeError: a process dies before it begins its first task.
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    share_gpus()
     tasks, children, order = iter(tasks), [], collections.deque()
     try:
         while True:
@@ -78,6 +77,11 @@ def in_children(
     finally:
         for child in children:
             child.kill()
+
+
+def share_gpus() -> None:
+    """Leaves memory of GPUs to other processes, unless the environment says otherwise; before JAX looks for them."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 class _Child:

@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 import tyro
 
-from experiments.children import Done, in_children
+from experiments.children import Done, in_children, share_gpus
 from experiments.fuzz.cases import DATA
 from experiments.fuzz.work import REFUSED, Task, reproducer, work
 from experiments.output.errors import UserError, exit_code, kept_in
@@ -134,6 +134,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def _main(args: Sequence[str]) -> int:
     config = tyro.cli(FuzzConfig, args=args, prog="python -m experiments.fuzz", config=(tyro.conf.FlagCreatePairsOff,))
     found, seed = _start(config, np.random.SeedSequence().entropy % 2**32 if config.seed is None else config.seed)
+    share_gpus()
     whole = Task(seed, 0, _ops(config.ops), kernels_run())
     head = provenance(shlex.join(["python", "-m", "experiments.fuzz", *args]))
     print(f"seed {seed}, from case {found.cases}", flush=True)
