@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -30,6 +31,15 @@ def test_shapes_options_dtypes_and_transformations_vary():
         assert len({str(getattr(program, field)) for program in drawn}) > 1
     assert len({program.case.options["axis"] for program in drawn}) > 5
     assert any(0 in argument.shape for program in drawn for argument in program.case.arguments)
+
+
+@pytest.fixture(autouse=True)
+def settings():
+    """Lines that show a failure set these for the whole process."""
+    before = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_default_matmul_precision")}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.fixture
