@@ -519,11 +519,18 @@ def fuzz(page: Path, pattern: str) -> str:
         report = load(path.stem)
         link = os.path.relpath(path, page.parent)
         counts = (report["cases"], report["refused"], len(report["failures"]))
+        crashed = f"{len(report['crashes']):,}" if "crashes" in report else ""  # it would have ended the run
         where = f"{report['device']}, jax {report['versions']['jax']}, {str(report['date'])[:10]}"
         lines.append(
-            [f"[seed {report['seed']}]({link})", where, *map("{:,}".format, counts), number(report["seconds"])]
+            [
+                f"[seed {report['seed']}]({link})",
+                where,
+                *map("{:,}".format, counts),
+                crashed,
+                number(report["seconds"]),
+            ]
         )
-    return markdown(["cases", "device", "drawn", "no kernel takes", "failed", "seconds"], lines)
+    return markdown(["cases", "device", "drawn", "no kernel takes", "failed", "crashed", "seconds"], lines)
 
 
 def sanitizer(page: Path, name: str) -> str:

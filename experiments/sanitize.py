@@ -4,14 +4,30 @@
     python -m experiments.sanitize --json sanitizer.json
     python -m experiments.sanitize relu conv2d --tools memcheck racecheck
 
+    python -m experiments.sanitize --processes 8 --limit 500
+
 A process computes the op's value and gradients with `implementation="pallas"` at its small case, in float32 and
 bfloat16, so that a crash tells which op it was. Memory is allocated by CUDA's own allocator, else accesses beyond one
 array would land in another, and programs are not made into CUDA graphs. Prints a line a process, and the findings.
-Exits with 1 where a tool found something or a process failed. The JSON file is written after each; beside what all
-result files have (`experiments/output/results.py`) it has `rows`: op, tool, outcome ("clean", "found", "failed" or
-"timed out"), the count of findings, the exit code, seconds, and the last lines printed where it is not clean.
+What is known to be harmless, or not this project's, is in `EXPLAINED` with its reason. Exits with 1 where a tool found
+something else, where a process failed, or took longer than its limit. The JSON file is written after each; beside what
+all result files have (`experiments/output/results.py`) it has
+
+    explained      name -> reason
+    rows           an object a process: op, tool, outcome, code (the exit code), seconds, findings, and output, the last
+                   lines printed where that is of use
+
+A finding has its message, its kernel, its count, and the name of what explains it or null. The outcome is
+
+    clean              the tool found nothing
+    explained          it found nothing that is not explained
+    found              it found something else
+    crashed at exit    as clean or explained: all kernels ran and the tool gave its summary, then the process died
+    failed             a kernel did not run, or there is no summary
+    timed out          nothing was found until then
 """
 
+import collections
 import dataclasses
 import importlib.util
 import os
@@ -23,16 +39,53 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from experiments.output.errors import UserError, exit_code
+from experiments.output.errors import UserError, exit_code, kept_in
 from experiments.output.files import write_atomically
 
+
+@dataclasses.dataclass(frozen=True)
+class Explained:
+    """Findings that are none of this project's mistakes. Each pattern is looked for at the start of what it names."""
+
+    name: str
+    reason: str
+    tool: str
+    op: str = ""
+    kernel: str = ""
+    text: str = ""
+    """Of the finding, its lines joined by spaces."""
+
+
+EXPLAINED = (
+    Explained(
+        "equal writes of a warp",
+        "the lanes of a warp write the same sum to the same place, by one instruction of a reduction of Mosaic GPU",
+        tool="racecheck",
+        kernel="layer_norm|rms_norm",
+        text=r".* between Write access at (\S+\+0x[0-9a-f]+) in \S+ and Write access at \1 ",
+    ),
+    Explained(
+        "products of the library",
+        "a kernel of cuBLAS or CUTLASS, which come with XLA and compute the op's products of matrices",
+        tool="initcheck",
+        op="linear$|matmul$|layer_norm_linear$|mlp_",
+        kernel="nvjet|cublas|(void )?cutlass|.*gemm",
+    ),
+)
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-FINDINGS = re.compile(r"========= (?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)")
+SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) \w+(?! were)\b", re.MULTILINE)
+UNPRINTED = re.compile(r"^=+ \w+ SUMMARY: (\d+) \w+ were not printed", re.MULTILINE)
+BLOCK = re.compile(r"^=+ (?!COMPUTE-SANITIZER|\w+ SUMMARY|Target|Error: process)(\S.*(?:\n=+  +\S.*)*)", re.MULTILINE)
+"""A finding: a line, and those that belong to it, which are indented."""
+KERNEL = re.compile(r"\bat (?:0x[0-9a-f]+ in ([^(\n]+)|(\S.*?)\+0x)")
+PRINTED = 1000
+"""Findings of a process that the tool prints."""
 FOUND = 99
 """The exit code of compute-sanitizer where it found something."""
 ENVIRONMENT = {
@@ -55,6 +108,8 @@ class SanitizeConfig:
     """Tools of compute-sanitizer."""
     limit: float = 300.0
     """Seconds for a process, which is ended then."""
+    processes: int = 1
+    """So many at a time."""
     json: Path | None = None
     """File to keep the rows in."""
     child: bool = False
@@ -62,8 +117,12 @@ class SanitizeConfig:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 1 if something was found, 2 for a mistake of the user."""
+    """Runs the command line. Returns the exit code: 1 for what nothing explains, else that of `errors.py`."""
     args = sys.argv[1:] if args is None else list(args)
+    return exit_code(lambda: _main(args))
+
+
+def _main(args: Sequence[str]) -> int:
     config = tyro.cli(
         SanitizeConfig, args=args, prog="python -m experiments.sanitize", config=(tyro.conf.FlagCreatePairsOff,)
     )
@@ -71,27 +130,29 @@ def main(args: Sequence[str] | None = None) -> int:
         return run_kernels(*config.ops)
     from experiments.output.results import provenance, to_json
 
-    try:
-        sanitizer, names = find_sanitizer(), _names(config.ops)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    report: dict[str, Any] = {**provenance(shlex.join(["python", "-m", "experiments.sanitize", *args])), "rows": []}
-    for name in names:
-        for tool in config.tools:
-            row = sanitized(sanitizer, tool, name, config.limit)
+    if config.processes < 1:
+        raise UserError(f"--processes is {config.processes}: wanted at least 1")
+    sanitizer, names = find_sanitizer(), _names(config.ops)
+    report: dict[str, Any] = {
+        **provenance(shlex.join(["python", "-m", "experiments.sanitize", *args])),
+        "explained": {explained.name: explained.reason for explained in EXPLAINED},
+        "rows": [],
+    }
+    with kept_in(config.json), ThreadPoolExecutor(config.processes) as pool:
+        tasks = [(name, tool) for name in names for tool in config.tools]
+        for row in pool.map(lambda task: sanitized(sanitizer, task[1], task[0], config.limit), tasks):
             report["rows"].append(row)
-            print(
-                f"{name:40} {tool:10} {row['outcome']:10} {row['findings']:4} findings {row['seconds']:6.1f} s",
-                flush=True,
-            )
+            print(f"{row['op']:40} {row['tool']:10} {row['outcome']:15} {row['seconds']:6.1f} s", flush=True)
+            for finding in row["findings"]:
+                why = "unexplained" if finding["explained"] is None else f"explained: {finding['explained']}"
+                print(f"    {finding['count']} x {finding['message']}, {finding['kernel']}: {why}", flush=True)
             if row["output"]:
                 print(row["output"], flush=True)
             if config.json is not None:
                 write_atomically(config.json, to_json(report))
     outcomes = [row["outcome"] for row in report["rows"]]
     print(", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes)))
-    return 0 if set(outcomes) == {"clean"} else 1
+    return 0 if {"clean", "explained", "crashed at exit"}.issuperset(outcomes) else 1
 
 
 def find_sanitizer() -> str:
@@ -116,7 +177,16 @@ def _names(names: Sequence[str]) -> list[str]:
 
 def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, Any]:
     """One process under one tool, as a row."""
-    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20", "--target-processes", "all"]
+    options = [
+        "--tool",
+        tool,
+        "--error-exitcode",
+        str(FOUND),
+        "--print-limit",
+        str(PRINTED),
+        "--target-processes",
+        "all",
+    ]
     command = [sanitizer, *options, sys.executable, "-m", "experiments.sanitize", name, "--child"]
     flags = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
     environment = os.environ | ENVIRONMENT | {"XLA_FLAGS": flags}
@@ -130,19 +200,58 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
         os.killpg(process.pid, signal.SIGKILL)  # with the process that the sanitizer started
         printed, code = process.communicate()[0], None
     text = printed.decode(errors="replace")
-    found = [int(count) for count in FINDINGS.findall(text)]
-    if code is None:
-        outcome = "timed out"
-    elif code == FOUND or any(found):
-        outcome = "found"
-    else:
-        # Without its last line the op's own process has died, whatever code the sanitizer gives.
-        outcome = "clean" if code == 0 and DONE in text else "failed"
-    lines = [] if outcome == "clean" else text.splitlines()[-KEPT_LINES:]
-    seconds = round(time.perf_counter() - start, 1)
+    findings = findings_in(text, tool, name)
+    outcome = outcome_of(text, code, findings)
     return dict(
-        op=name, tool=tool, outcome=outcome, findings=sum(found), code=code, seconds=seconds, output="\n".join(lines)
+        op=name,
+        tool=tool,
+        outcome=outcome,
+        code=code,
+        seconds=round(time.perf_counter() - start, 1),
+        findings=findings,
+        output="" if outcome in ("clean", "explained") else "\n".join(text.splitlines()[-KEPT_LINES:]),
     )
+
+
+def findings_in(text: str, tool: str, op: str) -> list[dict[str, Any]]:
+    """What a tool has printed of an op, equal findings together."""
+    counts: collections.Counter = collections.Counter()
+    for block in BLOCK.findall(text):
+        lines = [line.lstrip("= ") for line in block.splitlines()]
+        message, flat = lines[0].partition(" at ")[0], " ".join(lines)
+        kernel = match[1] or match[2] if (match := KERNEL.search("\n".join(lines))) else None
+        explained = next(
+            (
+                each.name
+                for each in EXPLAINED
+                if each.tool == tool
+                and re.match(each.op, op)
+                and re.match(each.kernel, kernel or "")
+                and re.match(each.text, flat)
+            ),
+            None,
+        )
+        counts[message, kernel, explained] += 1
+    if unprinted := sum(map(int, UNPRINTED.findall(text))):
+        counts["not printed", None, None] = unprinted
+    return [
+        dict(message=message, kernel=kernel, count=count, explained=explained)
+        for (message, kernel, explained), count in counts.items()
+    ]
+
+
+def outcome_of(text: str, code: int | None, findings: Sequence[dict[str, Any]]) -> str:
+    """In a word, from what was printed, the exit code (None: the limit was reached), and the findings."""
+    summaries = [int(count) for count in SUMMARY.findall(text)]
+    if any(finding["explained"] is None for finding in findings) or (any(summaries) and not findings):
+        return "found"
+    if code is None:
+        return "timed out"
+    if DONE not in text or not summaries:
+        return "failed"
+    if code not in (0, FOUND):
+        return "crashed at exit"
+    return "explained" if findings else "clean"
 
 
 def run_kernels(name: str) -> int:
@@ -171,7 +280,7 @@ def run_kernels(name: str) -> int:
             print(f"{name}, {dtype}: ran")
         except NotImplementedError as refused:
             print(f"{name}, {dtype}: {refused}")
-    print(DONE)
+    print(DONE, flush=True)
     return 0
 
 

@@ -41,6 +41,8 @@ x, w = jnp.ones((2, 4)), jnp.ones((3, 4))
 y: jax.Array = jaxbp.relu(jaxbp.linear(x, w, implementation="xla"))
 dx, dw, db = jaxbp.linear_backward(y, x, w)
 slope: jax.Array = jax.grad(lambda w: jaxbp.linear(x, w).sum())(w)
+rows = np.ones((2, 4), np.float32)
+loss: jax.Array = jaxbp.softmax_cross_entropy(jaxbp.linear(rows, np.ones((3, 4), np.float32)), np.array([0, 2]))
 
 wires = jaxbp.Wires.from_pairs(np.array([0, 1]), np.array([1, 0]), inputs=2)
 bits: np.ndarray = jaxbp.Circuit.of([(np.array([6, 1], np.uint8), wires)])(np.array([[True, False]]))
@@ -55,12 +57,15 @@ from typing import assert_type
 import jax
 import jax.numpy as jnp
 import jaxbp
+import numpy as np
 
 x = jnp.ones((2, 4))
 assert_type(jaxbp.relu(x), jax.Array)
 assert_type(jaxbp.linear_backward(x, x, x)[2], jax.Array)
 jaxbp.relu(x, implementation="palas")  # wrong
 jaxbp.relu("x")  # wrong
+jaxbp.relu([1.0])  # wrong
+assert_type(jaxbp.relu(np.ones(3)), jax.Array)
 jaxbp.linaer(x, x)  # wrong
 text: str = jaxbp.layer_norm(x, jnp.ones(4), jnp.ones(4))  # wrong
 jaxbp.Wires.random(8, gates="8", seed=0)  # wrong

@@ -10,15 +10,22 @@ a transformation of JAX (vmap, scan, remat, donation, a gradient of the gradient
 zero, of few values (zeros and ties), or with infinities, NaN, the largest and the least. It depends on its seed and
 number alone. The reference is JAX's own differentiation of the plain formula in float64: see `judge.py`.
 
-A failure prints lines of Python that show it by themselves, from a case made as small as it still fails. Exits
-with 1 then.
-The JSON file, beside what all result files have (`experiments/output/results.py`):
+Cases run in child processes, `--processes` of them, which a GPU may be shared by: one that dies, as when a compiler
+aborts, or that gives no answer for `--case-seconds`, is a finding, and another goes on. The same case is then run
+with JAX's own differentiation alone: if that ends the same way, it is the library's fault and not ours.
+
+A failure prints lines of Python that show it by themselves, from a case made as small as it still fails. Exits with 1
+for a failure, and for a crash that is not the library's. The JSON file, beside what all result files have
+(`experiments/output/results.py`):
 
     seed, cases            numbers 0 to cases - 1 were drawn
     seconds                that took
     refused                cases that a kernel does not take (NotImplementedError)
-    counts                 field -> value -> how many cases
+    lost                   cases that did not run, for the process died in one of the same program
+    counts                 field (op, implementation, transformation, dtype, data) -> value -> how many cases ran
     failures               an object each: number, op, what is wrong, and the lines that show it
+    crashes                an object each: number, op, how the process ended and what it said, how it ended with
+                           JAX's own differentiation (null: well), and the lines that show it
 """
 
 import collections
@@ -31,25 +38,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import tyro
 
-from experiments.fuzz.cases import DATA, Program, draw_program, smaller
-from experiments.fuzz.judge import Trial, cotangents_of
-from experiments.fuzz.reproducer import lines_of
-from experiments.output.errors import UserError, exit_code
+from experiments.children import Done, in_children, share_gpus
+from experiments.fuzz.cases import DATA
+from experiments.fuzz.work import REFUSED, Task, reproducer, work
+from experiments.output.errors import UserError, exit_code, kept_in
 from experiments.output.files import write_atomically
 from experiments.output.results import provenance, to_json
 from jaxbp.catalogue import CATALOGUE
 from pallas_kernels.core.device import kernels_run
 
-MOST_TRIALS = 15
-"""To make a failing case smaller."""
 KEPT_EVERY = 20
 """Seconds between writes of the JSON file."""
-CLEARED_EVERY = 200
-"""Programs after which JAX forgets what it compiled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,10 @@ class FuzzConfig:
     """Names of ops, each by itself; by default all."""
     only: int | None = None
     """Run the case of this number alone."""
+    processes: int = 1
+    """Child processes that cases run in; 0 for this process, with which a crash makes an end."""
+    case_seconds: float = 120.0
+    """A process that takes longer for a case, or to make a failure smaller by a step, is ended."""
     json: Path | None = None
     """File to keep the counts and failures in."""
     resume: bool = False
@@ -79,59 +85,123 @@ class Found:
     cases: int = 0
     seconds: float = 0.0
     refused: int = 0
+    lost: int = 0
     counts: dict[str, collections.Counter] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(collections.Counter)
     )
     failures: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    crashes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def add(self, done: Done) -> Iterator[str]:
+        """Counts what came of a task, and gives a text for what was found."""
+        task, program = done.task, done.task.program
+        outcomes = {outcome.draw: outcome for outcome in done.results}  # of two, the smaller case comes later
+        for draw, outcome in outcomes.items():
+            for field in ("dtype", "implementation", "transformation"):
+                self.counts[field][str(getattr(program, field))] += 1
+            self.counts["op"][program.entry.name] += 1
+            self.counts["data"][DATA[draw]] += 1
+            if outcome.message == REFUSED:
+                self.refused += 1
+            elif outcome.message is not None:
+                number = task.number * len(DATA) + draw
+                failure = dict(number=number, op=program.entry.name, message=outcome.message, lines=outcome.lines)
+                self.failures.append(failure)
+                yield f"failed: case {number}, {program.entry.name}: {outcome.message}\n{outcome.lines}"
+        missing = [draw for draw in task.draws if draw not in outcomes]
+        if done.death is not None and missing:
+            number = task.number * len(DATA) + missing[0]
+            self.lost += len(missing) - 1
+            self.crashes.append(
+                dict(
+                    number=number,
+                    op=program.entry.name,
+                    death=done.death,
+                    said=done.said,
+                    autodiff=None,
+                    lines=reproducer(task, missing[0]),
+                )
+            )
+            yield f"crashed: case {number}, {program.entry.name}: {done.death}\n{done.said}"
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 1 if a case failed, 2 for a mistake of the user."""
+    """Runs the command line. Returns the exit code: 1 if a case failed, else that of `errors.py`."""
     args = sys.argv[1:] if args is None else list(args)
+    return exit_code(lambda: _main(args))
+
+
+def _main(args: Sequence[str]) -> int:
     config = tyro.cli(FuzzConfig, args=args, prog="python -m experiments.fuzz", config=(tyro.conf.FlagCreatePairsOff,))
-    try:
-        seed = np.random.SeedSequence().entropy % 2**32 if config.seed is None else config.seed
-        found, seed = _start(config, seed)
-        entries = _entries(config.ops)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    found, seed = _start(config, np.random.SeedSequence().entropy % 2**32 if config.seed is None else config.seed)
+    share_gpus()
+    whole = Task(seed, 0, _ops(config.ops), kernels_run())
     head = provenance(shlex.join(["python", "-m", "experiments.fuzz", *args]))
     print(f"seed {seed}, from case {found.cases}", flush=True)
     start, kept, before = time.perf_counter(), 0.0, found.seconds
     limit = 60.0 if (config.seconds, config.cases, config.only) == (None, None, None) else config.seconds
-    until = lambda: limit is not None and time.perf_counter() - start > limit  # noqa: E731
 
-    def keep():
+    def tasks() -> Iterator[Task]:
+        if config.only is not None:
+            number, draw = divmod(config.only, len(DATA))
+            yield dataclasses.replace(whole, number=number, draws=(draw,))
+            return
+        for number in range(found.cases // len(DATA), sys.maxsize):
+            if limit is not None and time.perf_counter() - start > limit:
+                return
+            if config.cases is not None and number * len(DATA) >= config.cases:
+                return
+            yield dataclasses.replace(whole, number=number)
+
+    def keep() -> None:
         found.seconds = round(before + time.perf_counter() - start, 1)
         if config.json is not None:
             counts = {field: dict(sorted(each.items())) for field, each in sorted(found.counts.items())}
             write_atomically(config.json, to_json({**head, "seed": seed, **vars(found), "counts": counts}))
 
-    on_gpu = kernels_run()
-    first = found.cases // len(DATA) if config.only is None else config.only // len(DATA)
-    for number in range(first, sys.maxsize):
-        draws = range(len(DATA)) if config.only is None else (config.only % len(DATA),)
-        for failure in _run(found, seed, number, draw_program(seed, number, entries, on_gpu), draws):
-            print(f"\nfailed: case {failure['number']}, {failure['op']}: {failure['message']}\n{failure['lines']}")
-            sys.stdout.flush()
-        found.cases = (number + 1) * len(DATA) if config.only is None else 1
-        if number % CLEARED_EVERY == CLEARED_EVERY - 1:
-            jax.clear_caches()
-        if config.only is not None or until() or (config.cases is not None and found.cases >= config.cases):
-            break
-        if time.perf_counter() - start > kept + KEPT_EVERY:
-            kept = time.perf_counter() - start
-            keep()
-    keep()
-    failed = len(found.failures)
-    print(f"{found.cases} cases in {found.seconds:.0f} s: {failed} failed, {found.refused} refused by a kernel")
-    return 1 if failed else 0
+    with kept_in(config.json):
+        for done in _done(tasks(), config):
+            for text in found.add(done):
+                print(f"\n{text}", flush=True)
+            found.cases += len(done.task.draws)
+            if time.perf_counter() - start > kept + KEPT_EVERY:
+                kept = time.perf_counter() - start
+                keep()
+        _by_autodiff(found.crashes, whole, config)
+        keep()
+    ours = [crash for crash in found.crashes if crash["autodiff"] is None]
+    print(
+        f"{found.cases} cases in {found.seconds:.0f} s: {len(found.failures)} failed, {found.refused} refused by a "
+        f"kernel, {len(found.crashes)} crashed, of which {len(found.crashes) - len(ours)} by JAX alone as well"
+    )
+    return 1 if found.failures or ours else 0
+
+
+def _done(tasks: Iterable[Task], config: FuzzConfig) -> Iterator[Done]:
+    if config.processes == 0:
+        return (Done(task, list(work(task))) for task in tasks)
+    return in_children(work, tasks, config.processes, config.case_seconds)
+
+
+def _by_autodiff(crashes: Sequence[dict[str, Any]], whole: Task, config: FuzzConfig) -> None:
+    """Says of each crash how the case ends with JAX's own differentiation."""
+    tasks = [
+        dataclasses.replace(whole, number=number, draws=(draw,), implementation="autodiff")
+        for number, draw in (divmod(crash["number"], len(DATA)) for crash in crashes)
+    ]
+    for crash, done in zip(crashes, _done(tasks, config), strict=True):
+        crash["autodiff"] = done.death
+        ends = "ends well: the crash is ours" if done.death is None else f"{done.death}: the crash is the library's"
+        print(f"case {crash['number']}, {crash['op']}, {crash['death']}; by JAX alone {ends}", flush=True)
 
 
 def _start(config: FuzzConfig, seed: int) -> tuple[Found, int]:
     if config.json is not None and not config.json.parent.is_dir():
         raise UserError(f"{config.json} cannot be written: there is no folder {config.json.parent}")
+    if config.processes < 0 or not config.case_seconds > 0:
+        raise UserError(
+            f"--processes is {config.processes}, --case-seconds {config.case_seconds}: wanted at least 0, more than 0"
+        )
     if not config.resume:
         return Found(), seed
     if config.json is None or not config.json.exists():
@@ -141,7 +211,7 @@ def _start(config: FuzzConfig, seed: int) -> tuple[Found, int]:
         counts = collections.defaultdict(
             collections.Counter, {field: collections.Counter(each) for field, each in kept["counts"].items()}
         )
-        found = Found(kept["cases"], kept["seconds"], kept["refused"], counts, kept["failures"])
+        found = Found(**{name: kept[name] for name in Found.__dataclass_fields__} | {"counts": counts})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{config.json} is no file of this command: {error}") from None
     if config.seed not in (None, kept["seed"]):
@@ -149,77 +219,11 @@ def _start(config: FuzzConfig, seed: int) -> tuple[Found, int]:
     return found, kept["seed"]
 
 
-def _entries(names):
-    known = {entry.name: entry for entry in CATALOGUE}
+def _ops(names: Sequence[str]) -> tuple[str, ...]:
+    known = [entry.name for entry in CATALOGUE]
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"unknown op {', '.join(unknown)}: wanted some of {', '.join(known)}")
-    return [known[name] for name in names] or list(CATALOGUE)
-
-
-def _run(found: Found, seed: int, number: int, program: Program, draws: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """Runs a program with numbers of some draws, counts, and gives the failures."""
-    for draw, message in outcomes(program, seed, number, draws):
-        for field in ("dtype", "implementation", "transformation"):
-            found.counts[field][str(getattr(program, field))] += 1
-        found.counts["op"][program.entry.name] += 1
-        found.counts["data"][DATA[draw]] += 1
-        if message is REFUSED:
-            found.refused += 1
-        elif message is not None:
-            small = _smallest(program, seed, number, draw)
-            failure = {
-                "number": number * len(DATA) + draw,
-                "op": program.entry.name,
-                "message": message,
-                "lines": lines_of(small, *_numbers(small, seed, number, draw)),
-            }
-            found.failures.append(failure)
-            yield failure
-
-
-REFUSED = "refused"
-
-
-def outcomes(program: Program, seed: int, number: int, draws: Iterable[int]) -> Iterator[tuple[int, str | None]]:
-    """(draw, what is wrong or `REFUSED` or None) for numbers of each draw."""
-    trial = None
-    precision = "highest" if program.exact else "default"
-    with jax.enable_x64(program.dtype == "float64"), jax.default_matmul_precision(precision):
-        for draw in draws:
-            try:
-                arguments, cotangents = _numbers(program, seed, number, draw)
-                trial = trial or Trial(program, arguments)
-                yield draw, trial.run(arguments.floats, cotangents)
-            except NotImplementedError as refused:
-                message = str(refused)
-                yield draw, REFUSED if program.implementation == "pallas" else f"raises NotImplementedError: {message}"
-            except Exception as error:
-                yield draw, f"raises {type(error).__name__}: {error}"[:1000]
-
-
-def _numbers(program, seed, number, draw):
-    random = np.random.default_rng([seed, number, draw])
-    with jax.enable_x64(program.dtype == "float64"):
-        arguments = program.arguments(random, DATA[draw])
-        results = jax.eval_shape(program.function(arguments, "autodiff"), *arguments.floats)
-    return arguments, cotangents_of(random, results)
-
-
-def _smallest(program: Program, seed: int, number: int, draw: int) -> Program:
-    """The program, made simpler step by step as long as it fails."""
-    tried = 0
-    while tried < MOST_TRIALS:
-        for simpler in smaller(program):
-            tried += 1
-            ((_, message),) = outcomes(simpler, seed, number, (draw,))
-            if message not in (None, REFUSED):
-                program = simpler
-                break
-            if tried >= MOST_TRIALS:
-                return program
-        else:
-            return program
-    return program
+    return tuple(names or known)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from experiments.fuzz.transformations import SECOND_ORDER, TRANSFORMATIONS
 from jaxbp.catalogue import CATALOGUE, Argument, Case, Entry, WiresArgument
 from jaxbp.logic.gates import PARAMETERS
 from jaxbp.ops._checks import KERNEL_DTYPES
-from jaxbp.verify.arguments import Arguments, bind, floats, is_float, take_apart
+from jaxbp.verify.arguments import Arguments, bind, floats, take_apart
 
 DATA = ("normal", "moved", "of few values", "with special values") * 2
 """Each program is given numbers of all four kinds, twice: compilation is what takes the time."""
@@ -330,7 +330,3 @@ def smaller(program: Program) -> list[Program]:
             if takes(program.entry.function, case):
                 found.append(dataclasses.replace(program, case=case))
     return found
-
-
-def floats_of(arguments: Arguments) -> list[np.ndarray]:
-    return [np.asarray(a) for a in arguments.leaves if is_float(a)]

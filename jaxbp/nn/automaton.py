@@ -15,6 +15,7 @@ from jaxbp.logic.automaton import CENTRE, NEIGHBOURHOOD, Automaton
 from jaxbp.logic.cellular_circuit import CellularCircuit
 from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.netlist import Netlist
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops.automaton import Logits, automaton_rollout
 from jaxbp.pairing import Implementation
 
@@ -70,7 +71,7 @@ class LogicAutomaton(nnx.Module):
 
     def __call__(
         self,
-        state: Float[Array, "batch height width channels"],
+        state: Float[AnyArray, "batch height width channels"],
         steps: int = 1,
         *,
         key: PRNGKeyArray | None = None,
@@ -126,7 +127,7 @@ class LogicAutomaton(nnx.Module):
         netlist = Netlist.from_gates(inputs.size, numbers, a, b, sources.ravel())
         return CellularCircuit(netlist, channels, automaton.periodic)
 
-    def _numbers(self, logits: Float[Array, "*kernels gates parameters"]) -> Array:
+    def _numbers(self, logits: Float[AnyArray, "*kernels gates parameters"]) -> Array:
         """The most probable functions, `(*kernels, gates)`."""
         return gates.harden(logits.reshape(-1, logits.shape[-1]), self.parametrization).reshape(logits.shape[:-1])
 

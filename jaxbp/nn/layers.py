@@ -8,6 +8,7 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops.conv2d import Padding, Size, conv2d
 from jaxbp.ops.layer_norm import layer_norm
 from jaxbp.ops.layer_norm_linear import layer_norm_linear
@@ -55,7 +56,7 @@ class Conv2d(nnx.Module):
         """Weight and bias in the dtype of the computation."""
         return self.weight[...].astype(self.dtype), self.bias[...].astype(self.dtype)
 
-    def __call__(self, x: Float[Array, "batch in_channels height width"]) -> Float[Array, "batch out_channels h w"]:
+    def __call__(self, x: Float[AnyArray, "batch in_channels height width"]) -> Float[Array, "batch out_channels h w"]:
         return conv2d(
             x.astype(self.dtype),
             *self.parameters(),
@@ -93,7 +94,7 @@ class Linear(nnx.Module):
         """Weight and bias in the dtype of the computation."""
         return self.weight[...].astype(self.dtype), self.bias[...].astype(self.dtype)
 
-    def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
+    def __call__(self, x: Float[AnyArray, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
         w, b = self.parameters()
         return linear(x.astype(self.dtype), w, b, precision=self.precision, implementation=self.implementation)
 
@@ -122,7 +123,7 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(hidden, param_dtype))
         self.eps, self.implementation, self.dtype = eps, implementation, dtype
 
-    def __call__(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
+    def __call__(self, x: Float[AnyArray, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
         scale, bias = (a[...].astype(self.dtype) for a in (self.scale, self.bias))
         return layer_norm(x.astype(self.dtype), scale, bias, self.eps, implementation=self.implementation)
 
@@ -152,7 +153,7 @@ class LayerNormLinear(nnx.Module):
         self.linear = Linear(in_features, out_features, param_dtype=param_dtype, rngs=rngs)
         self.precision, self.implementation, self.dtype = precision, implementation, dtype
 
-    def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
+    def __call__(self, x: Float[AnyArray, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
         parameters = self.norm.scale, self.norm.bias, self.linear.weight, self.linear.bias
         return layer_norm_linear(
             x.astype(self.dtype),

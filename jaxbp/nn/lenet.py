@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 
 from jaxbp.nn.layers import Conv2d, Linear
 from jaxbp.ops import mlp_softmax_cross_entropy as mlp
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops.activations import relu
 from jaxbp.ops.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_places
 from jaxbp.ops.max_pool2d import max_pool2d_with_indices
@@ -56,12 +57,12 @@ class LeNet(nnx.Module):
         self.fc3 = Linear(84, 10, **options)
         self.fused, self.implementation, self.dtype = fused, implementation, dtype
 
-    def __call__(self, images: Float[Array, "batch 1 28 28"]) -> Float[Array, "batch 10"]:
+    def __call__(self, images: Float[AnyArray, "batch 1 28 28"]) -> Float[Array, "batch 10"]:
         """The logits."""
         return self._logits(self._features(images, _drop), _drop)
 
     def loss(
-        self, images: Float[Array, "batch 1 28 28"], labels: Int[Array, "batch"]
+        self, images: Float[AnyArray, "batch 1 28 28"], labels: Int[AnyArray, "batch"]
     ) -> tuple[Float[Array, "batch"], Int[Array, "batch"]]:
         """The softmax cross-entropy of the logits, in float32 or wider, and the likeliest class, of each image.
 
@@ -126,7 +127,7 @@ def _drop(name: str, value: Array) -> None:
 
 
 def lenet_saved_tensors(
-    model: LeNet, images: Float[Array, "batch 1 28 28"], labels: Int[Array, "batch"]
+    model: LeNet, images: Float[AnyArray, "batch 1 28 28"], labels: Int[AnyArray, "batch"]
 ) -> tuple[Float[Array, "batch"], dict[str, Array]]:
     """LeNet's forward and loss, with every tensor its backward needs, by name.
 

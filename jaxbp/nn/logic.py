@@ -12,6 +12,7 @@ from jaxtyping import Float
 from jaxbp.logic.circuit import Circuit
 from jaxbp.logic.gates import Parametrization, group_sum, hard_logits, harden, initial_logits
 from jaxbp.logic.wires import Wires
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops.gate_layer import gate_layer
 from jaxbp.pairing import Implementation
 
@@ -19,7 +20,7 @@ Wiring = Callable[[int, int, int], Wires]
 """`wiring(inputs, gates, seed)`, as `Wires.unique` and `Wires.random`."""
 
 
-def thermometer(x: Float[Array, "*batch features"], thresholds: ArrayLike) -> Float[Array, "*batch bits"]:
+def thermometer(x: Float[AnyArray, "*batch features"], thresholds: ArrayLike) -> Float[Array, "*batch bits"]:
     """Bits of numbers, `x > t` for each threshold t: of each feature, as many beside each other."""
     return (x[..., None] > jnp.asarray(thresholds, x.dtype)).astype(x.dtype).reshape(*x.shape[:-1], -1)
 
@@ -50,7 +51,7 @@ class LogicLayer(nnx.Module):
         self.wires = nnx.Variable(wires)
         self.parametrization, self.implementation, self.dtype = parametrization, implementation, dtype
 
-    def __call__(self, x: Float[Array, "*batch inputs"], *, hard: bool = False) -> Float[Array, "*batch gates"]:
+    def __call__(self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False) -> Float[Array, "*batch gates"]:
         """The gates' outputs; with `hard`, those of each gate's most probable function alone."""
         logits = hard_logits(self.harden(), self.parametrization) if hard else self.logits[...]
         return gate_layer(
@@ -109,7 +110,7 @@ class LogicNetwork(nnx.Module):
         )
         self.classes, self.tau = classes, tau
 
-    def __call__(self, x: Float[Array, "*batch inputs"], *, hard: bool = False) -> Float[Array, "*batch classes"]:
+    def __call__(self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False) -> Float[Array, "*batch classes"]:
         """The classes' scores; with `hard`, those of the hardened network, which wants bits."""
         for layer in self.layers:
             x = layer(x, hard=hard)

@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jaxbp.nn.layers import LayerNorm, LayerNormLinear, Linear
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops.activations import relu
 from jaxbp.pairing import Implementation
 
@@ -32,7 +33,7 @@ class MixerBlock(nnx.Module):
         self.channels2 = Linear(channels_hidden, channels, **options)
         self.implementation = options.get("implementation")
 
-    def __call__(self, x: Float[Array, "batch patches channels"]) -> Float[Array, "batch patches channels"]:
+    def __call__(self, x: Float[AnyArray, "batch patches channels"]) -> Float[Array, "batch patches channels"]:
         across_patches = self.patches1(self.norm(x).swapaxes(1, 2))
         x = x + self.patches2(relu(across_patches, implementation=self.implementation)).swapaxes(1, 2)
         return x + self.channels2(relu(self.channels1(x), implementation=self.implementation))
@@ -79,7 +80,7 @@ class Mixer(nnx.Module):
         self.head = LayerNormLinear(channels, 10, **options)
         self.patch, self.dtype = patch, dtype
 
-    def __call__(self, images: Float[Array, "batch 1 28 28"]) -> Float[Array, "batch 10"]:
+    def __call__(self, images: Float[AnyArray, "batch 1 28 28"]) -> Float[Array, "batch 10"]:
         """The logits."""
         if images.ndim != 4 or images.shape[1:] != (1, IMAGE_SIZE, IMAGE_SIZE):
             raise ValueError(f"Mixer: images has shape {images.shape}; wants (batch, 1, {IMAGE_SIZE}, {IMAGE_SIZE})")

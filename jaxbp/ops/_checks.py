@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+AnyArray = Array | np.ndarray
+"""What ops take for arrays. They give JAX's."""
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 

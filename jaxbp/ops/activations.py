@@ -9,6 +9,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._elementwise import Elementwise
 from jaxbp.ops._fastest import KEPT, KEPT_EVERYWHERE, KEPT_ON_GPU
 from jaxbp.ops._numerics import largest_and_total, widen
@@ -19,7 +20,7 @@ from pallas_kernels.pointwise.reductions import sum_over
 _RELU = Elementwise("relu", jax.nn.relu, lambda dy, x: jnp.where(x > 0, dy, 0.0))
 
 
-def relu(x: Float[Array, "..."], *, implementation: Implementation = None) -> Float[Array, "..."]:
+def relu(x: Float[AnyArray, "..."], *, implementation: Implementation = None) -> Float[Array, "..."]:
     """Rectified linear unit, `y = max(x, 0)`, element by element.
 
     Args:
@@ -38,7 +39,7 @@ def relu(x: Float[Array, "..."], *, implementation: Implementation = None) -> Fl
 
 
 def relu_backward(
-    dy: Float[Array, "..."], x: Float[Array, "..."], *, implementation: Implementation = None
+    dy: Float[AnyArray, "..."], x: Float[AnyArray, "..."], *, implementation: Implementation = None
 ) -> Float[Array, "..."]:
     """Gradient of `relu`: `dx = dy where x > 0, else 0`. At x = 0 it is 0.
 
@@ -143,32 +144,32 @@ _SOFTMAX = _normalised("softmax", jax.nn.softmax, lambda dy, p: dy * p)
 _LOG_SOFTMAX = _normalised("log_softmax", jax.nn.log_softmax, lambda dy, p: dy, fastest=KEPT_EVERYWHERE)
 
 
-def sigmoid(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def sigmoid(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
     """The logistic function, `y = σ(x) = 1 / (1 + e⁻ˣ)`."""
     return _SIGMOID.of(implementation, {"x": x})
 
 
 def sigmoid_backward(
-    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Gradient of `sigmoid`: `dx = dy σ(x) (1 - σ(x))`, computed as `σ(x) σ(-x)`."""
     return _SIGMOID.backward_of(implementation, dy, {"x": x})
 
 
-def tanh(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def tanh(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
     """The hyperbolic tangent, `y = tanh x`."""
     return _TANH.of(implementation, {"x": x})
 
 
 def tanh_backward(
-    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Gradient of `tanh`: `dx = dy (1 - tanh² x)`."""
     return _TANH.backward_of(implementation, dy, {"x": x})
 
 
 def leaky_relu(
-    x: Float[Array, "*shape"], negative_slope: float = 0.01, *, implementation: Implementation = None
+    x: Float[AnyArray, "*shape"], negative_slope: float = 0.01, *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Leaky ReLU, `y = x where x > 0, else negative_slope x`.
 
@@ -180,8 +181,8 @@ def leaky_relu(
 
 
 def leaky_relu_backward(
-    dy: Float[Array, "*shape"],
-    x: Float[Array, "*shape"],
+    dy: Float[AnyArray, "*shape"],
+    x: Float[AnyArray, "*shape"],
     negative_slope: float = 0.01,
     *,
     implementation: Implementation = None,
@@ -196,7 +197,7 @@ def leaky_relu_backward(
 
 
 def prelu(
-    x: Float[Array, "*shape"], alpha: Float[Array, "*alpha_shape"], *, implementation: Implementation = None
+    x: Float[AnyArray, "*shape"], alpha: Float[AnyArray, "*alpha_shape"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Leaky ReLU with slopes that are learnt, `y = x where x > 0, else alpha x`.
 
@@ -212,9 +213,9 @@ def prelu(
 
 
 def prelu_backward(
-    dy: Float[Array, "*shape"],
-    x: Float[Array, "*shape"],
-    alpha: Float[Array, "*alpha_shape"],
+    dy: Float[AnyArray, "*shape"],
+    x: Float[AnyArray, "*shape"],
+    alpha: Float[AnyArray, "*alpha_shape"],
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*alpha_shape"]]:
@@ -231,7 +232,7 @@ def _check_alpha(op, x, alpha):
 
 
 def elu(
-    x: Float[Array, "*shape"], alpha: float = 1.0, *, implementation: Implementation = None
+    x: Float[AnyArray, "*shape"], alpha: float = 1.0, *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Exponential linear unit, `y = x where x > 0, else alpha (eˣ - 1)`.
 
@@ -242,14 +243,18 @@ def elu(
 
 
 def elu_backward(
-    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], alpha: float = 1.0, *, implementation: Implementation = None
+    dy: Float[AnyArray, "*shape"],
+    x: Float[AnyArray, "*shape"],
+    alpha: float = 1.0,
+    *,
+    implementation: Implementation = None,
 ) -> Float[Array, "*shape"]:
     """Gradient of `elu`: `dx = dy where x > 0, else dy alpha eˣ`."""
     return _ELU.backward_of(implementation, dy, {"x": x}, alpha=_checks.number("elu_backward", "alpha", alpha))
 
 
 def gelu(
-    x: Float[Array, "*shape"], approximate: bool = True, *, implementation: Implementation = None
+    x: Float[AnyArray, "*shape"], approximate: bool = True, *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Gaussian error linear unit, `y = x Φ(x)`, Φ the normal distribution's.
 
@@ -264,8 +269,8 @@ def gelu(
 
 
 def gelu_backward(
-    dy: Float[Array, "*shape"],
-    x: Float[Array, "*shape"],
+    dy: Float[AnyArray, "*shape"],
+    x: Float[AnyArray, "*shape"],
     approximate: bool = True,
     *,
     implementation: Implementation = None,
@@ -275,7 +280,7 @@ def gelu_backward(
     return _GELU.backward_of(implementation, dy, {"x": x}, approximate=bool(approximate))
 
 
-def silu(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def silu(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
     """Sigmoid linear unit, `y = x σ(x)`, also called swish.
 
     Source: S. Elfwing, E. Uchibe and K. Doya, "Sigmoid-weighted linear units", arXiv:1702.03118.
@@ -284,13 +289,13 @@ def silu(x: Float[Array, "*shape"], *, implementation: Implementation = None) ->
 
 
 def silu_backward(
-    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Gradient of `silu`: `dx = dy (σ(x) + x σ(x) (1 - σ(x)))`."""
     return _SILU.backward_of(implementation, dy, {"x": x})
 
 
-def mish(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def mish(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
     """Mish, `y = x tanh(softplus(x))`.
 
     Source: D. Misra, "Mish: a self regularized non-monotonic activation function", BMVC 2020.
@@ -299,26 +304,26 @@ def mish(x: Float[Array, "*shape"], *, implementation: Implementation = None) ->
 
 
 def mish_backward(
-    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Gradient of `mish`: `dx = dy (t + x σ(x) (1 - t²))`, `t = tanh(softplus(x))`."""
     return _MISH.backward_of(implementation, dy, {"x": x})
 
 
-def softplus(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def softplus(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
     """Softplus, `y = ln(1 + eˣ)`, computed so that nothing overflows."""
     return _SOFTPLUS.of(implementation, {"x": x})
 
 
 def softplus_backward(
-    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Gradient of `softplus`: `dx = dy σ(x)`."""
     return _SOFTPLUS.backward_of(implementation, dy, {"x": x})
 
 
 def softmax(
-    x: Float[Array, "*shape"], axis: int | Sequence[int] = -1, *, implementation: Implementation = None
+    x: Float[AnyArray, "*shape"], axis: int | Sequence[int] = -1, *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, over an axis or several. The largest x is subtracted first."""
     (x,) = _checks.floating("softmax", x=x)
@@ -326,8 +331,8 @@ def softmax(
 
 
 def softmax_backward(
-    dy: Float[Array, "*shape"],
-    x: Float[Array, "*shape"],
+    dy: Float[AnyArray, "*shape"],
+    x: Float[AnyArray, "*shape"],
     axis: int | Sequence[int] = -1,
     *,
     implementation: Implementation = None,
@@ -340,7 +345,7 @@ def softmax_backward(
 
 
 def log_softmax(
-    x: Float[Array, "*shape"], axis: int | Sequence[int] = -1, *, implementation: Implementation = None
+    x: Float[AnyArray, "*shape"], axis: int | Sequence[int] = -1, *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, over an axis or several. The largest x is subtracted
     first."""
@@ -349,8 +354,8 @@ def log_softmax(
 
 
 def log_softmax_backward(
-    dy: Float[Array, "*shape"],
-    x: Float[Array, "*shape"],
+    dy: Float[AnyArray, "*shape"],
+    x: Float[AnyArray, "*shape"],
     axis: int | Sequence[int] = -1,
     *,
     implementation: Implementation = None,

@@ -13,6 +13,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._elementwise import Elementwise
 from jaxbp.ops._fastest import FUSED, KEPT, KEPT_EVERYWHERE
 from jaxbp.pairing import Implementation, Pair
@@ -142,16 +143,16 @@ _MINIMUM = Elementwise(
 
 
 def add(
-    x1: Float[Array, "*shape1"], x2: Float[Array, "*shape2"], *, implementation: Implementation = None
+    x1: Float[AnyArray, "*shape1"], x2: Float[AnyArray, "*shape2"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """The sum, `y = x1 + x2`."""
     return _ADD.of(implementation, {"x1": x1, "x2": x2})
 
 
 def add_backward(
-    dy: Float[Array, "*shape"],
-    x1: Float[Array, "*shape1"],
-    x2: Float[Array, "*shape2"],
+    dy: Float[AnyArray, "*shape"],
+    x1: Float[AnyArray, "*shape1"],
+    x2: Float[AnyArray, "*shape2"],
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
@@ -160,16 +161,16 @@ def add_backward(
 
 
 def subtract(
-    x1: Float[Array, "*shape1"], x2: Float[Array, "*shape2"], *, implementation: Implementation = None
+    x1: Float[AnyArray, "*shape1"], x2: Float[AnyArray, "*shape2"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """The difference, `y = x1 - x2`."""
     return _SUBTRACT.of(implementation, {"x1": x1, "x2": x2})
 
 
 def subtract_backward(
-    dy: Float[Array, "*shape"],
-    x1: Float[Array, "*shape1"],
-    x2: Float[Array, "*shape2"],
+    dy: Float[AnyArray, "*shape"],
+    x1: Float[AnyArray, "*shape1"],
+    x2: Float[AnyArray, "*shape2"],
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
@@ -178,16 +179,16 @@ def subtract_backward(
 
 
 def multiply(
-    x1: Float[Array, "*shape1"], x2: Float[Array, "*shape2"], *, implementation: Implementation = None
+    x1: Float[AnyArray, "*shape1"], x2: Float[AnyArray, "*shape2"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """The product, `y = x1 x2`."""
     return _MULTIPLY.of(implementation, {"x1": x1, "x2": x2})
 
 
 def multiply_backward(
-    dy: Float[Array, "*shape"],
-    x1: Float[Array, "*shape1"],
-    x2: Float[Array, "*shape2"],
+    dy: Float[AnyArray, "*shape"],
+    x1: Float[AnyArray, "*shape1"],
+    x2: Float[AnyArray, "*shape2"],
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
@@ -196,16 +197,16 @@ def multiply_backward(
 
 
 def divide(
-    x1: Float[Array, "*shape1"], x2: Float[Array, "*shape2"], *, implementation: Implementation = None
+    x1: Float[AnyArray, "*shape1"], x2: Float[AnyArray, "*shape2"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """The quotient, `y = x1 / x2`: infinite where x2 is 0, NaN where both are."""
     return _DIVIDE.of(implementation, {"x1": x1, "x2": x2})
 
 
 def divide_backward(
-    dy: Float[Array, "*shape"],
-    x1: Float[Array, "*shape1"],
-    x2: Float[Array, "*shape2"],
+    dy: Float[AnyArray, "*shape"],
+    x1: Float[AnyArray, "*shape1"],
+    x2: Float[AnyArray, "*shape2"],
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
@@ -217,7 +218,7 @@ def divide_backward(
 
 
 def power(
-    x1: Float[Array, "*shape1"], x2: Float[Array, "*shape2"], *, implementation: Implementation = None
+    x1: Float[AnyArray, "*shape1"], x2: Float[AnyArray, "*shape2"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """The power, `y = x1 ** x2`.
 
@@ -227,9 +228,9 @@ def power(
 
 
 def power_backward(
-    dy: Float[Array, "*shape"],
-    x1: Float[Array, "*shape1"],
-    x2: Float[Array, "*shape2"],
+    dy: Float[AnyArray, "*shape"],
+    x1: Float[AnyArray, "*shape1"],
+    x2: Float[AnyArray, "*shape2"],
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
@@ -243,16 +244,16 @@ def power_backward(
 
 
 def maximum(
-    x1: Float[Array, "*shape1"], x2: Float[Array, "*shape2"], *, implementation: Implementation = None
+    x1: Float[AnyArray, "*shape1"], x2: Float[AnyArray, "*shape2"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """The larger of each two, `y = max(x1, x2)`; NaN if one is."""
     return _MAXIMUM.of(implementation, {"x1": x1, "x2": x2})
 
 
 def maximum_backward(
-    dy: Float[Array, "*shape"],
-    x1: Float[Array, "*shape1"],
-    x2: Float[Array, "*shape2"],
+    dy: Float[AnyArray, "*shape"],
+    x1: Float[AnyArray, "*shape1"],
+    x2: Float[AnyArray, "*shape2"],
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
@@ -261,16 +262,16 @@ def maximum_backward(
 
 
 def minimum(
-    x1: Float[Array, "*shape1"], x2: Float[Array, "*shape2"], *, implementation: Implementation = None
+    x1: Float[AnyArray, "*shape1"], x2: Float[AnyArray, "*shape2"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """The smaller of each two, `y = min(x1, x2)`; NaN if one is."""
     return _MINIMUM.of(implementation, {"x1": x1, "x2": x2})
 
 
 def minimum_backward(
-    dy: Float[Array, "*shape"],
-    x1: Float[Array, "*shape1"],
-    x2: Float[Array, "*shape2"],
+    dy: Float[AnyArray, "*shape"],
+    x1: Float[AnyArray, "*shape1"],
+    x2: Float[AnyArray, "*shape2"],
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
@@ -278,13 +279,15 @@ def minimum_backward(
     return _MINIMUM.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
-def negative(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def negative(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
     """The negative, `y = -x`, of one array."""
     (x,) = _checks.floating("negative", x=x)
     return _NEGATIVE(x, implementation=implementation, shape=x.shape)
 
 
-def negative_backward(dy: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def negative_backward(
+    dy: Float[AnyArray, "*shape"], *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
     """Gradient of `negative`: `dx = -dy`."""
     (dy,) = _checks.floating("negative_backward", dy=dy)
     return _NEGATIVE.vjp(dy, implementation=implementation, shape=dy.shape)

@@ -21,6 +21,7 @@ from jaxbp.logic import gates
 from jaxbp.logic.automaton import Automaton
 from jaxbp.logic.gates import Parametrization
 from jaxbp.ops import _automaton_formula, _automaton_kernels, _checks
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops.gate_layer import COEFFICIENTS
 from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
 
@@ -187,7 +188,7 @@ _STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
 def automaton_step(
     logits: Logits,
     automaton: Automaton,
-    state: Float[Array, "batch height width channels"],
+    state: Float[AnyArray, "batch height width channels"],
     *,
     key: PRNGKeyArray | None = None,
     fire_rate: float = 1.0,
@@ -230,10 +231,10 @@ def automaton_step(
 
 
 def automaton_step_backward(
-    dnext: Float[Array, "batch height width channels"],
+    dnext: Float[AnyArray, "batch height width channels"],
     logits: Logits,
     automaton: Automaton,
-    state: Float[Array, "batch height width channels"],
+    state: Float[AnyArray, "batch height width channels"],
     *,
     key: PRNGKeyArray | None = None,
     fire_rate: float = 1.0,
@@ -267,7 +268,7 @@ def automaton_step_backward(
 def automaton_rollout(
     logits: Logits,
     automaton: Automaton,
-    state: Float[Array, "batch height width channels"],
+    state: Float[AnyArray, "batch height width channels"],
     steps: int,
     *,
     key: PRNGKeyArray | None = None,
@@ -306,10 +307,10 @@ def automaton_rollout(
 
 
 def automaton_rollout_backward(
-    dlast: Float[Array, "batch height width channels"],
+    dlast: Float[AnyArray, "batch height width channels"],
     logits: Logits,
     automaton: Automaton,
-    state: Float[Array, "batch height width channels"],
+    state: Float[AnyArray, "batch height width channels"],
     steps: int,
     *,
     key: PRNGKeyArray | None = None,

@@ -5,6 +5,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._fastest import FUSED
 from jaxbp.ops._numerics import widen
 from jaxbp.ops._windows import Padding, Size, output_size, pool_options
@@ -77,7 +78,7 @@ _GLOBAL_AVG_POOL2D = Pair(
 
 
 def avg_pool2d(
-    x: Float[Array, "batch channels height width"],
+    x: Float[AnyArray, "batch channels height width"],
     window: Size,
     *,
     stride: Size | None = None,
@@ -109,7 +110,7 @@ def avg_pool2d(
 
 
 def avg_pool2d_backward(
-    dy: Float[Array, "batch channels out_height out_width"],
+    dy: Float[AnyArray, "batch channels out_height out_width"],
     input_size: tuple[int, int],
     window: Size,
     *,
@@ -138,7 +139,7 @@ def avg_pool2d_backward(
 
 
 def global_avg_pool2d(
-    x: Float[Array, "batch channels height width"], *, implementation: Implementation = None
+    x: Float[AnyArray, "batch channels height width"], *, implementation: Implementation = None
 ) -> Float[Array, "batch channels"]:
     """The mean of each channel's image, `y[n, c] = 1/(H W) Σ over h, l of x[n, c, h, l]`.
 
@@ -153,7 +154,7 @@ def global_avg_pool2d(
 
 
 def global_avg_pool2d_backward(
-    dy: Float[Array, "batch channels"], input_size: tuple[int, int], *, implementation: Implementation = None
+    dy: Float[AnyArray, "batch channels"], input_size: tuple[int, int], *, implementation: Implementation = None
 ) -> Float[Array, "batch channels height width"]:
     """Gradient of `global_avg_pool2d`: `dx[n, c, h, l] = dy[n, c] / (H W)`, H and W the `input_size`."""
     op = "global_avg_pool2d_backward"

@@ -7,6 +7,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._fastest import FUSED
 from jaxbp.ops._numerics import mean_and_rest, widen
 from jaxbp.pairing import Implementation, Pair
@@ -91,9 +92,9 @@ _BATCH_NORM = Pair(
 
 
 def batch_norm(
-    x: Float[Array, "batch channels *space"],
-    scale: Float[Array, "channels"],
-    bias: Float[Array, "channels"],
+    x: Float[AnyArray, "batch channels *space"],
+    scale: Float[AnyArray, "channels"],
+    bias: Float[AnyArray, "channels"],
     *,
     epsilon: float = 1e-5,
     implementation: Implementation = None,
@@ -123,9 +124,9 @@ def batch_norm(
 
 
 def batch_norm_backward(
-    dy: Float[Array, "batch channels *space"],
-    x: Float[Array, "batch channels *space"],
-    scale: Float[Array, "channels"],
+    dy: Float[AnyArray, "batch channels *space"],
+    x: Float[AnyArray, "batch channels *space"],
+    scale: Float[AnyArray, "channels"],
     *,
     epsilon: float = 1e-5,
     implementation: Implementation = None,

@@ -16,6 +16,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float
 
 from jaxbp.ops import _checks, _filter_matrix
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import on_tensor_cores
 from jaxbp.ops._windows import Padding, Size, output_size, window_padding
 from jaxbp.pairing import Fastest, Implementation, Op, Pair, composed, differentiable, transpose
@@ -360,9 +361,9 @@ _CONV2D = Pair(
 
 
 def conv2d(
-    x: Float[Array, "batch in_channels height width"],
-    w: Float[Array, "out_channels in_channels/groups filter_height filter_width"],
-    b: Float[Array, "out_channels"] | None = None,
+    x: Float[AnyArray, "batch in_channels height width"],
+    w: Float[AnyArray, "out_channels in_channels/groups filter_height filter_width"],
+    b: Float[AnyArray, "out_channels"] | None = None,
     *,
     stride: Size = 1,
     padding: Padding = 0,
@@ -406,8 +407,8 @@ def conv2d(
 
 
 def conv2d_backward_input(
-    dy: Float[Array, "batch out_channels out_height out_width"],
-    w: Float[Array, "out_channels in_channels/groups filter_height filter_width"],
+    dy: Float[AnyArray, "batch out_channels out_height out_width"],
+    w: Float[AnyArray, "out_channels in_channels/groups filter_height filter_width"],
     input_size: tuple[int, int],
     *,
     stride: Size = 1,
@@ -445,8 +446,8 @@ def conv2d_backward_input(
 
 
 def conv2d_backward_weights(
-    dy: Float[Array, "batch out_channels out_height out_width"],
-    x: Float[Array, "batch in_channels height width"],
+    dy: Float[AnyArray, "batch out_channels out_height out_width"],
+    x: Float[AnyArray, "batch in_channels height width"],
     filter_size: Size,
     *,
     stride: Size = 1,
@@ -484,7 +485,7 @@ def conv2d_backward_weights(
 
 
 def conv2d_backward_bias(
-    dy: Float[Array, "batch out_channels out_height out_width"], *, implementation: Implementation = None
+    dy: Float[AnyArray, "batch out_channels out_height out_width"], *, implementation: Implementation = None
 ) -> Float[Array, "out_channels"]:
     """Gradient of `conv2d` in b: `db[k] = Σ_{n, i, j} dy[n, k, i, j]`.
 

@@ -9,6 +9,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float, Integer
 
 from jaxbp.ops import _checks, _filter_matrix, conv2d, max_pool2d
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import on_tensor_cores
 from jaxbp.ops._windows import Padding, Size, output_size, pool_options
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
@@ -130,9 +131,9 @@ _CONV2D_RELU_MAX_POOL2D = Pair(
 
 
 def conv2d_relu_max_pool2d(
-    x: Float[Array, "batch in_channels height width"],
-    w: Float[Array, "out_channels in_channels filter_height filter_width"],
-    b: Float[Array, "out_channels"] | None = None,
+    x: Float[AnyArray, "batch in_channels height width"],
+    w: Float[AnyArray, "out_channels in_channels filter_height filter_width"],
+    b: Float[AnyArray, "out_channels"] | None = None,
     *,
     window: Size,
     stride: Size = 1,
@@ -163,9 +164,9 @@ def conv2d_relu_max_pool2d(
 
 
 def conv2d_relu_max_pool2d_with_places(
-    x: Float[Array, "batch in_channels height width"],
-    w: Float[Array, "out_channels in_channels filter_height filter_width"],
-    b: Float[Array, "out_channels"] | None = None,
+    x: Float[AnyArray, "batch in_channels height width"],
+    w: Float[AnyArray, "out_channels in_channels filter_height filter_width"],
+    b: Float[AnyArray, "out_channels"] | None = None,
     *,
     window: Size,
     stride: Size = 1,
@@ -192,10 +193,10 @@ def conv2d_relu_max_pool2d_with_places(
 
 
 def conv2d_relu_max_pool2d_backward(
-    dy: Float[Array, "batch out_channels out_height out_width"],
-    places: Integer[Array, "batch out_channels out_height out_width"],
-    x: Float[Array, "batch in_channels height width"],
-    w: Float[Array, "out_channels in_channels filter_height filter_width"],
+    dy: Float[AnyArray, "batch out_channels out_height out_width"],
+    places: Integer[AnyArray, "batch out_channels out_height out_width"],
+    x: Float[AnyArray, "batch in_channels height width"],
+    w: Float[AnyArray, "out_channels in_channels filter_height filter_width"],
     *,
     window: Size,
     stride: Size = 1,

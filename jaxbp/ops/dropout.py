@@ -6,6 +6,7 @@ from jax import Array
 from jaxtyping import Float, Key, UInt32
 
 from jaxbp.ops import _checks
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._fastest import FUSED
 from jaxbp.ops._numerics import widen
 from jaxbp.pairing import Implementation, Pair
@@ -48,8 +49,8 @@ _DROPOUT = Pair(
 
 
 def dropout(
-    x: Float[Array, "*shape"],
-    key: Key[Array, ""] | UInt32[Array, "2"],
+    x: Float[AnyArray, "*shape"],
+    key: Key[Array, ""] | UInt32[AnyArray, "2"],
     rate: float,
     *,
     implementation: Implementation = None,
@@ -73,8 +74,8 @@ def dropout(
 
 
 def dropout_backward(
-    dy: Float[Array, "*shape"],
-    key: Key[Array, ""] | UInt32[Array, "2"],
+    dy: Float[AnyArray, "*shape"],
+    key: Key[Array, ""] | UInt32[AnyArray, "2"],
     rate: float,
     *,
     implementation: Implementation = None,

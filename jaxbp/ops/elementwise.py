@@ -12,6 +12,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._elementwise import Elementwise
 from jaxbp.pairing import Implementation
 
@@ -30,80 +31,80 @@ _CLIP = Elementwise(
 )
 
 
-def exp(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def exp(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
     """The exponential, `y = eˣ`."""
     return _EXP.of(implementation, {"x": x})
 
 
 def exp_backward(
-    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Gradient of `exp`: `dx = dy eˣ`."""
     return _EXP.backward_of(implementation, dy, {"x": x})
 
 
-def log(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def log(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
     """The natural logarithm, `y = ln x`: -inf at 0, NaN below."""
     return _LOG.of(implementation, {"x": x})
 
 
 def log_backward(
-    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Gradient of `log`: `dx = dy / x`, infinite at 0."""
     return _LOG.backward_of(implementation, dy, {"x": x})
 
 
-def sqrt(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def sqrt(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
     """The square root, `y = √x`: NaN below 0."""
     return _SQRT.of(implementation, {"x": x})
 
 
 def sqrt_backward(
-    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Gradient of `sqrt`: `dx = dy / (2 √x)`, infinite at 0."""
     return _SQRT.backward_of(implementation, dy, {"x": x})
 
 
-def abs(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def abs(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
     """The absolute value, `y = |x|`."""
     return _ABS.of(implementation, {"x": x})
 
 
 def abs_backward(
-    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Gradient of `abs`: `dx = dy sign(x)`. At 0 it is 0, the middle of the two slopes."""
     return _ABS.backward_of(implementation, dy, {"x": x})
 
 
-def sin(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def sin(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
     """The sine of radians, `y = sin x`."""
     return _SIN.of(implementation, {"x": x})
 
 
 def sin_backward(
-    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Gradient of `sin`: `dx = dy cos x`."""
     return _SIN.backward_of(implementation, dy, {"x": x})
 
 
-def cos(x: Float[Array, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def cos(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
     """The cosine of radians, `y = cos x`."""
     return _COS.of(implementation, {"x": x})
 
 
 def cos_backward(
-    dy: Float[Array, "*shape"], x: Float[Array, "*shape"], *, implementation: Implementation = None
+    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Gradient of `cos`: `dx = -dy sin x`."""
     return _COS.backward_of(implementation, dy, {"x": x})
 
 
 def clip(
-    arr: Float[Array, "*shape"],
+    arr: Float[AnyArray, "*shape"],
     min: float | None = None,
     max: float | None = None,
     *,
@@ -124,8 +125,8 @@ def clip(
 
 
 def clip_backward(
-    dy: Float[Array, "*shape"],
-    arr: Float[Array, "*shape"],
+    dy: Float[AnyArray, "*shape"],
+    arr: Float[AnyArray, "*shape"],
     min: float | None = None,
     max: float | None = None,
     *,

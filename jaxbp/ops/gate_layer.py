@@ -27,6 +27,7 @@ from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.wires import Wires
 from jaxbp.ops import _checks, _gates
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import widen
 from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
@@ -227,9 +228,9 @@ _GATE_LAYER_BACKWARD = Op(
 
 
 def gate_layer(
-    logits: Float[Array, "gates parameters"],
+    logits: Float[AnyArray, "gates parameters"],
     wires: Wires,
-    x: Float[Array, "*batch inputs"],
+    x: Float[AnyArray, "*batch inputs"],
     *,
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
@@ -267,10 +268,10 @@ def gate_layer(
 
 
 def gate_layer_backward(
-    dy: Float[Array, "*batch gates"],
-    logits: Float[Array, "gates parameters"],
+    dy: Float[AnyArray, "*batch gates"],
+    logits: Float[AnyArray, "gates parameters"],
     wires: Wires,
-    x: Float[Array, "*batch inputs"],
+    x: Float[AnyArray, "*batch inputs"],
     *,
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,

@@ -15,6 +15,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import widen
 from jaxbp.pairing import Fastest, Implementation, Pair, differentiable
 from pallas_kernels.core.launch import on_gpu
@@ -160,9 +161,9 @@ _LAYER_NORM, _RMS_NORM = (
 
 
 def layer_norm(
-    x: Float[Array, "*batch hidden"],
-    scale: Float[Array, "hidden"],
-    bias: Float[Array, "hidden"],
+    x: Float[AnyArray, "*batch hidden"],
+    scale: Float[AnyArray, "hidden"],
+    bias: Float[AnyArray, "hidden"],
     eps: float = 1e-5,
     *,
     implementation: Implementation = None,
@@ -194,9 +195,9 @@ def layer_norm(
 
 
 def layer_norm_backward(
-    dy: Float[Array, "*batch hidden"],
-    x: Float[Array, "*batch hidden"],
-    scale: Float[Array, "hidden"],
+    dy: Float[AnyArray, "*batch hidden"],
+    x: Float[AnyArray, "*batch hidden"],
+    scale: Float[AnyArray, "hidden"],
     eps: float = 1e-5,
     *,
     implementation: Implementation = None,
@@ -227,8 +228,8 @@ def layer_norm_backward(
 
 
 def rms_norm(
-    x: Float[Array, "*batch hidden"],
-    scale: Float[Array, "hidden"],
+    x: Float[AnyArray, "*batch hidden"],
+    scale: Float[AnyArray, "hidden"],
     eps: float = 1e-5,
     *,
     implementation: Implementation = None,
@@ -255,9 +256,9 @@ def rms_norm(
 
 
 def rms_norm_backward(
-    dy: Float[Array, "*batch hidden"],
-    x: Float[Array, "*batch hidden"],
-    scale: Float[Array, "hidden"],
+    dy: Float[AnyArray, "*batch hidden"],
+    x: Float[AnyArray, "*batch hidden"],
+    scale: Float[AnyArray, "hidden"],
     eps: float = 1e-5,
     *,
     implementation: Implementation = None,

@@ -8,6 +8,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float
 
 from jaxbp.ops import _checks, layer_norm
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import widen
 from jaxbp.ops.layer_norm import row_statistics, rows
 from jaxbp.ops.linear import forward_in_float32, linear, parameter_gradients_in_float32
@@ -144,11 +145,11 @@ _LAYER_NORM_LINEAR = Pair(
 
 
 def layer_norm_linear(
-    x: Float[Array, "*batch hidden"],
-    scale: Float[Array, "hidden"],
-    bias: Float[Array, "hidden"],
-    w: Float[Array, "out hidden"],
-    b: Float[Array, "out"] | None = None,
+    x: Float[AnyArray, "*batch hidden"],
+    scale: Float[AnyArray, "hidden"],
+    bias: Float[AnyArray, "hidden"],
+    w: Float[AnyArray, "out hidden"],
+    b: Float[AnyArray, "out"] | None = None,
     eps: float = 1e-5,
     *,
     precision: PrecisionLike = None,
@@ -182,11 +183,11 @@ def layer_norm_linear(
 
 
 def layer_norm_linear_backward(
-    dy: Float[Array, "*batch out"],
-    x: Float[Array, "*batch hidden"],
-    scale: Float[Array, "hidden"],
-    bias: Float[Array, "hidden"],
-    w: Float[Array, "out hidden"],
+    dy: Float[AnyArray, "*batch out"],
+    x: Float[AnyArray, "*batch hidden"],
+    scale: Float[AnyArray, "hidden"],
+    bias: Float[AnyArray, "hidden"],
+    w: Float[AnyArray, "out hidden"],
     eps: float = 1e-5,
     *,
     precision: PrecisionLike = None,

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import on_tensor_cores
 from jaxbp.pairing import Fastest, Implementation, Pair
 from pallas_kernels.core.launch import batch_first, batch_last
@@ -53,9 +54,9 @@ _LINEAR = Pair(
 
 
 def linear(
-    x: Float[Array, "*batch in_features"],
-    w: Float[Array, "out_features in_features"],
-    b: Float[Array, "out_features"] | None = None,
+    x: Float[AnyArray, "*batch in_features"],
+    w: Float[AnyArray, "out_features in_features"],
+    b: Float[AnyArray, "out_features"] | None = None,
     *,
     precision: PrecisionLike = None,
     implementation: Implementation = None,
@@ -84,9 +85,9 @@ def linear(
 
 
 def linear_backward(
-    dy: Float[Array, "*batch out_features"],
-    x: Float[Array, "*batch in_features"],
-    w: Float[Array, "out_features in_features"],
+    dy: Float[AnyArray, "*batch out_features"],
+    x: Float[AnyArray, "*batch in_features"],
+    w: Float[AnyArray, "out_features in_features"],
     *,
     precision: PrecisionLike = None,
     implementation: Implementation = None,
@@ -126,9 +127,9 @@ def _check_shapes(op, x, w, b):
 
 
 def forward_in_float32(
-    x: Float[Array, "rows in_features"],
-    w: Float[Array, "out_features in_features"],
-    b: Float[Array, "out_features"],
+    x: Float[AnyArray, "rows in_features"],
+    w: Float[AnyArray, "out_features in_features"],
+    b: Float[AnyArray, "out_features"],
 ) -> Float[Array, "rows out_features"]:
     """`x wᵀ + b` in x's dtype, summed in float32 and rounded once."""
     z = jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
@@ -136,8 +137,8 @@ def forward_in_float32(
 
 
 def parameter_gradients_in_float32(
-    dy: Float[Array, "rows out_features"],
-    x: Float[Array, "rows in_features"],
+    dy: Float[AnyArray, "rows out_features"],
+    x: Float[AnyArray, "rows in_features"],
     *,
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "out_features in_features"], Float[Array, "out_features"]]:

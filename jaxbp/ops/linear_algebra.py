@@ -17,6 +17,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._fastest import FUSED
 from jaxbp.ops._numerics import on_tensor_cores, wide, widen
 from jaxbp.pairing import Implementation, Op, Pair, composed
@@ -158,8 +159,8 @@ _TRANSPOSE = Pair(
 
 
 def matmul(
-    a: Float[Array, "*batch_a rows inner"],
-    b: Float[Array, "*batch_b inner columns"],
+    a: Float[AnyArray, "*batch_a rows inner"],
+    b: Float[AnyArray, "*batch_b inner columns"],
     *,
     precision: PrecisionLike = None,
     implementation: Implementation = None,
@@ -173,9 +174,9 @@ def matmul(
 
 
 def matmul_backward(
-    dy: Float[Array, "*batch rows columns"],
-    a: Float[Array, "*batch_a rows inner"],
-    b: Float[Array, "*batch_b inner columns"],
+    dy: Float[AnyArray, "*batch rows columns"],
+    a: Float[AnyArray, "*batch_a rows inner"],
+    b: Float[AnyArray, "*batch_b inner columns"],
     *,
     precision: PrecisionLike = None,
     implementation: Implementation = None,
@@ -185,8 +186,8 @@ def matmul_backward(
 
 
 def dot(
-    a: Float[Array, "*rows inner"],
-    b: Float[Array, "*batch inner columns"],
+    a: Float[AnyArray, "*rows inner"],
+    b: Float[AnyArray, "*batch inner columns"],
     *,
     precision: PrecisionLike = None,
     implementation: Implementation = None,
@@ -200,9 +201,9 @@ def dot(
 
 
 def dot_backward(
-    dy: Float[Array, "*rows_and_columns"],
-    a: Float[Array, "*rows inner"],
-    b: Float[Array, "*batch inner columns"],
+    dy: Float[AnyArray, "*rows_and_columns"],
+    a: Float[AnyArray, "*rows inner"],
+    b: Float[AnyArray, "*batch inner columns"],
     *,
     precision: PrecisionLike = None,
     implementation: Implementation = None,
@@ -212,16 +213,16 @@ def dot_backward(
 
 
 def outer(
-    a: Float[Array, "*shape_a"], b: Float[Array, "*shape_b"], *, implementation: Implementation = None
+    a: Float[AnyArray, "*shape_a"], b: Float[AnyArray, "*shape_b"], *, implementation: Implementation = None
 ) -> Float[Array, "size_a size_b"]:
     """Outer product, `yᵢⱼ = aᵢ bⱼ`, of the arrays laid out flat."""
     return _OUTER(*_checks.floating("outer", a=a, b=b), implementation=implementation)
 
 
 def outer_backward(
-    dy: Float[Array, "size_a size_b"],
-    a: Float[Array, "*shape_a"],
-    b: Float[Array, "*shape_b"],
+    dy: Float[AnyArray, "size_a size_b"],
+    a: Float[AnyArray, "*shape_a"],
+    b: Float[AnyArray, "*shape_b"],
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*shape_a"], Float[Array, "*shape_b"]]:
@@ -232,7 +233,7 @@ def outer_backward(
 
 
 def transpose(
-    a: Float[Array, "*shape"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
+    a: Float[AnyArray, "*shape"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
 ) -> Float[Array, "*permuted"]:
     """The array with its axes in another order, `y.shape[i] = a.shape[axes[i]]`, by default the reverse.
 
@@ -243,7 +244,7 @@ def transpose(
 
 
 def transpose_backward(
-    dy: Float[Array, "*permuted"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
+    dy: Float[AnyArray, "*permuted"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
     """Gradient of `transpose`: `da.shape[axes[i]] = dy.shape[i]`, dy with its axes in the inverse order."""
     (dy,) = _checks.floating("transpose_backward", dy=dy)

@@ -9,6 +9,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._elementwise import Elementwise
 from jaxbp.ops._fastest import FUSED
 from jaxbp.ops._numerics import widen
@@ -140,8 +141,8 @@ def _checked(op, shape_of_dy=lambda shape: shape, **arrays):
 
 
 def mean_squared_error(
-    predictions: Float[Array, "*shape"],
-    targets: Float[Array, "*shape"],
+    predictions: Float[AnyArray, "*shape"],
+    targets: Float[AnyArray, "*shape"],
     *,
     implementation: Implementation = None,
 ) -> Float[Array, ""]:
@@ -156,9 +157,9 @@ def mean_squared_error(
 
 
 def mean_squared_error_backward(
-    dy: Float[Array, ""],
-    predictions: Float[Array, "*shape"],
-    targets: Float[Array, "*shape"],
+    dy: Float[AnyArray, ""],
+    predictions: Float[AnyArray, "*shape"],
+    targets: Float[AnyArray, "*shape"],
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
@@ -169,8 +170,8 @@ def mean_squared_error_backward(
 
 
 def mean_absolute_error(
-    predictions: Float[Array, "*shape"],
-    targets: Float[Array, "*shape"],
+    predictions: Float[AnyArray, "*shape"],
+    targets: Float[AnyArray, "*shape"],
     *,
     implementation: Implementation = None,
 ) -> Float[Array, ""]:
@@ -184,9 +185,9 @@ def mean_absolute_error(
 
 
 def mean_absolute_error_backward(
-    dy: Float[Array, ""],
-    predictions: Float[Array, "*shape"],
-    targets: Float[Array, "*shape"],
+    dy: Float[AnyArray, ""],
+    predictions: Float[AnyArray, "*shape"],
+    targets: Float[AnyArray, "*shape"],
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
@@ -197,8 +198,8 @@ def mean_absolute_error_backward(
 
 
 def huber(
-    predictions: Float[Array, "*shape"],
-    targets: Float[Array, "*shape"],
+    predictions: Float[AnyArray, "*shape"],
+    targets: Float[AnyArray, "*shape"],
     delta: float = 1.0,
     *,
     implementation: Implementation = None,
@@ -216,9 +217,9 @@ def huber(
 
 
 def huber_backward(
-    dy: Float[Array, "*shape"],
-    predictions: Float[Array, "*shape"],
-    targets: Float[Array, "*shape"],
+    dy: Float[AnyArray, "*shape"],
+    predictions: Float[AnyArray, "*shape"],
+    targets: Float[AnyArray, "*shape"],
     delta: float = 1.0,
     *,
     implementation: Implementation = None,
@@ -231,8 +232,8 @@ def huber_backward(
 
 
 def binary_cross_entropy(
-    probabilities: Float[Array, "*shape"],
-    labels: Float[Array, "*shape"],
+    probabilities: Float[AnyArray, "*shape"],
+    labels: Float[AnyArray, "*shape"],
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*shape"]:
@@ -254,9 +255,9 @@ def binary_cross_entropy(
 
 
 def binary_cross_entropy_backward(
-    dy: Float[Array, "*shape"],
-    probabilities: Float[Array, "*shape"],
-    labels: Float[Array, "*shape"],
+    dy: Float[AnyArray, "*shape"],
+    probabilities: Float[AnyArray, "*shape"],
+    labels: Float[AnyArray, "*shape"],
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
@@ -269,8 +270,8 @@ def binary_cross_entropy_backward(
 
 
 def sigmoid_binary_cross_entropy(
-    logits: Float[Array, "*shape"],
-    labels: Float[Array, "*shape"],
+    logits: Float[AnyArray, "*shape"],
+    labels: Float[AnyArray, "*shape"],
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*shape"]:
@@ -289,9 +290,9 @@ def sigmoid_binary_cross_entropy(
 
 
 def sigmoid_binary_cross_entropy_backward(
-    dy: Float[Array, "*shape"],
-    logits: Float[Array, "*shape"],
-    labels: Float[Array, "*shape"],
+    dy: Float[AnyArray, "*shape"],
+    logits: Float[AnyArray, "*shape"],
+    labels: Float[AnyArray, "*shape"],
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
@@ -301,8 +302,8 @@ def sigmoid_binary_cross_entropy_backward(
 
 
 def kl_divergence(
-    log_predictions: Float[Array, "*batch classes"],
-    targets: Float[Array, "*batch classes"],
+    log_predictions: Float[AnyArray, "*batch classes"],
+    targets: Float[AnyArray, "*batch classes"],
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch"]:
@@ -325,9 +326,9 @@ def kl_divergence(
 
 
 def kl_divergence_backward(
-    dy: Float[Array, "*batch"],
-    log_predictions: Float[Array, "*batch classes"],
-    targets: Float[Array, "*batch classes"],
+    dy: Float[AnyArray, "*batch"],
+    log_predictions: Float[AnyArray, "*batch classes"],
+    targets: Float[AnyArray, "*batch classes"],
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:

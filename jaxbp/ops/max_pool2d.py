@@ -6,6 +6,7 @@ from jax import Array, lax
 from jaxtyping import Float, Integer
 
 from jaxbp.ops import _checks
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._windows import Padding, Size, output_size, pool_options, side_by_side
 from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable, transpose
 from pallas_kernels.conv import max_pool2d as kernels
@@ -141,7 +142,7 @@ _MAX_POOL2D = Pair(
 
 
 def max_pool2d(
-    x: Float[Array, "batch channels height width"],
+    x: Float[AnyArray, "batch channels height width"],
     window: Size,
     *,
     stride: Size | None = None,
@@ -172,7 +173,7 @@ def max_pool2d(
 
 
 def max_pool2d_with_indices(
-    x: Float[Array, "batch channels height width"],
+    x: Float[AnyArray, "batch channels height width"],
     window: Size,
     *,
     stride: Size | None = None,
@@ -195,8 +196,8 @@ def max_pool2d_with_indices(
 
 
 def max_pool2d_backward(
-    dy: Float[Array, "batch channels out_height out_width"],
-    indices: Integer[Array, "batch channels out_height out_width"],
+    dy: Float[AnyArray, "batch channels out_height out_width"],
+    indices: Integer[AnyArray, "batch channels out_height out_width"],
     input_size: tuple[int, int],
     window: Size,
     *,

@@ -17,6 +17,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float, Int
 
 from jaxbp.ops import _checks
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import on_tensor_cores
 from jaxbp.ops.softmax_cross_entropy import logits_gradient, losses
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
@@ -225,9 +226,9 @@ _MLP_SOFTMAX_CROSS_ENTROPY = Pair(
 
 
 def mlp_softmax_cross_entropy(
-    x: Float[Array, "*batch in_features"],
-    labels: Int[Array, "*batch"],
-    *layers: Float[Array, "..."],
+    x: Float[AnyArray, "*batch in_features"],
+    labels: Int[AnyArray, "*batch"],
+    *layers: Float[AnyArray, "..."],
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch"]:
@@ -253,9 +254,9 @@ def mlp_softmax_cross_entropy(
 
 
 def mlp_softmax_cross_entropy_with_classes(
-    x: Float[Array, "*batch in_features"],
-    labels: Int[Array, "*batch"],
-    *layers: Float[Array, "..."],
+    x: Float[AnyArray, "*batch in_features"],
+    labels: Int[AnyArray, "*batch"],
+    *layers: Float[AnyArray, "..."],
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch"], Int[Array, "*batch"]]:
@@ -274,10 +275,10 @@ def mlp_softmax_cross_entropy_with_classes(
 
 
 def mlp_softmax_cross_entropy_backward(
-    dy: Float[Array, "*batch"],
-    x: Float[Array, "*batch in_features"],
-    labels: Int[Array, "*batch"],
-    *layers: Float[Array, "..."],
+    dy: Float[AnyArray, "*batch"],
+    x: Float[AnyArray, "*batch in_features"],
+    labels: Int[AnyArray, "*batch"],
+    *layers: Float[AnyArray, "..."],
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Array, ...]:

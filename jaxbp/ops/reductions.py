@@ -16,6 +16,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._fastest import FUSED, KEPT
 from jaxbp.ops._numerics import largest_and_total, mean_and_rest, widen
 from jaxbp.pairing import Implementation, Pair
@@ -178,7 +179,7 @@ def _backward_of_shape(op, implementation, dy, a, axis, keepdims):
 
 
 def sum(
-    a: Float[Array, "*shape"],
+    a: Float[AnyArray, "*shape"],
     axis: Axis = None,
     keepdims: bool = False,
     *,
@@ -189,8 +190,8 @@ def sum(
 
 
 def sum_backward(
-    dy: Float[Array, "*reduced"],
-    a: Float[Array, "*shape"],
+    dy: Float[AnyArray, "*reduced"],
+    a: Float[AnyArray, "*shape"],
     axis: Axis = None,
     keepdims: bool = False,
     *,
@@ -201,7 +202,7 @@ def sum_backward(
 
 
 def mean(
-    a: Float[Array, "*shape"],
+    a: Float[AnyArray, "*shape"],
     axis: Axis = None,
     keepdims: bool = False,
     *,
@@ -212,8 +213,8 @@ def mean(
 
 
 def mean_backward(
-    dy: Float[Array, "*reduced"],
-    a: Float[Array, "*shape"],
+    dy: Float[AnyArray, "*reduced"],
+    a: Float[AnyArray, "*shape"],
     axis: Axis = None,
     keepdims: bool = False,
     *,
@@ -224,7 +225,7 @@ def mean_backward(
 
 
 def var(
-    a: Float[Array, "*shape"],
+    a: Float[AnyArray, "*shape"],
     axis: Axis = None,
     ddof: int = 0,
     keepdims: bool = False,
@@ -239,8 +240,8 @@ def var(
 
 
 def var_backward(
-    dy: Float[Array, "*reduced"],
-    a: Float[Array, "*shape"],
+    dy: Float[AnyArray, "*reduced"],
+    a: Float[AnyArray, "*shape"],
     axis: Axis = None,
     ddof: int = 0,
     keepdims: bool = False,
@@ -252,7 +253,7 @@ def var_backward(
 
 
 def max(
-    a: Float[Array, "*shape"],
+    a: Float[AnyArray, "*shape"],
     axis: Axis = None,
     keepdims: bool = False,
     *,
@@ -263,8 +264,8 @@ def max(
 
 
 def max_backward(
-    dy: Float[Array, "*reduced"],
-    a: Float[Array, "*shape"],
+    dy: Float[AnyArray, "*reduced"],
+    a: Float[AnyArray, "*shape"],
     axis: Axis = None,
     keepdims: bool = False,
     *,
@@ -278,7 +279,7 @@ def max_backward(
 
 
 def min(
-    a: Float[Array, "*shape"],
+    a: Float[AnyArray, "*shape"],
     axis: Axis = None,
     keepdims: bool = False,
     *,
@@ -289,8 +290,8 @@ def min(
 
 
 def min_backward(
-    dy: Float[Array, "*reduced"],
-    a: Float[Array, "*shape"],
+    dy: Float[AnyArray, "*reduced"],
+    a: Float[AnyArray, "*shape"],
     axis: Axis = None,
     keepdims: bool = False,
     *,
@@ -304,7 +305,7 @@ def min_backward(
 
 
 def logsumexp(
-    a: Float[Array, "*shape"],
+    a: Float[AnyArray, "*shape"],
     axis: Axis = None,
     keepdims: bool = False,
     *,
@@ -315,8 +316,8 @@ def logsumexp(
 
 
 def logsumexp_backward(
-    dy: Float[Array, "*reduced"],
-    a: Float[Array, "*shape"],
+    dy: Float[AnyArray, "*reduced"],
+    a: Float[AnyArray, "*shape"],
     axis: Axis = None,
     keepdims: bool = False,
     *,

@@ -6,9 +6,10 @@ from jax import Array
 from jaxtyping import Shaped
 
 from jaxbp.ops import _checks
+from jaxbp.ops._checks import AnyArray
 
 
-def flatten(x: Shaped[Array, "batch ..."]) -> Shaped[Array, "batch features"]:
+def flatten(x: Shaped[AnyArray, "batch ..."]) -> Shaped[Array, "batch features"]:
     """`(batch, ...) -> (batch, features)`: a reshape, and its backward is the reshape back, so there is none to write.
 
     Args:

@@ -8,6 +8,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxbp.ops import _checks
+from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import largest_and_total, widen
 from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable
 from pallas_kernels.core.launch import batch_first, batch_last
@@ -113,8 +114,8 @@ _SOFTMAX_CROSS_ENTROPY = Pair(
 
 
 def softmax_cross_entropy(
-    logits: Float[Array, "*batch classes"],
-    labels: Int[Array, "*batch"] | Float[Array, "*batch classes"],
+    logits: Float[AnyArray, "*batch classes"],
+    labels: Int[AnyArray, "*batch"] | Float[AnyArray, "*batch classes"],
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch"]:
@@ -142,9 +143,9 @@ def softmax_cross_entropy(
 
 
 def softmax_cross_entropy_backward(
-    dy: Float[Array, "*batch"],
-    logits: Float[Array, "*batch classes"],
-    labels: Int[Array, "*batch"] | Float[Array, "*batch classes"],
+    dy: Float[AnyArray, "*batch"],
+    logits: Float[AnyArray, "*batch classes"],
+    labels: Int[AnyArray, "*batch"] | Float[AnyArray, "*batch classes"],
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch classes"]:

@@ -15,9 +15,33 @@ if op == "tanh":
     os.kill(os.getpid(), 11)
 if op == "sin":
     time.sleep(60)
+if op == "exp":
+    print("========= Invalid __global__ write of size 4 bytes")
+    print("=========     at exp_mosaic_gpu_kernel+0x10 in launch.py:1")
+    print("=========     by thread (0,0,0) in block (0,0,0)")
 print("all kernels ran")
-print("========= ERROR SUMMARY: %d errors" % (3 if op == "exp" else 0))
+print("========= ERROR SUMMARY: %d errors" % (op == "exp"), flush=True)
+if op == "cos":
+    os.kill(os.getpid(), 11)
 sys.exit(99 if op == "exp" else 0)
+"""
+INITCHECK = """========= COMPUTE-SANITIZER
+{op}, float32: ran
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at {kernel}+0x150
+=========     by thread (0,0,0) in block (0,0,0)
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame: cuLaunchKernelEx [0x1] in libcuda.so
+=========
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at 0x160 in {kernel}(float *)
+all kernels ran
+========= ERROR SUMMARY: 2 errors
+"""
+RACE = """========= Error: Race reported between Write access at {kernel}+0x3b0 in pairing.py:363
+=========     and Write access at {kernel}+{other} in pairing.py:363 [62 hazards]
+all kernels ran
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
 
 
@@ -31,13 +55,51 @@ def fake(tmp_path, monkeypatch):
 
 def test_findings_crashes_and_long_runs_are_told_apart(fake, tmp_path):
     path = tmp_path / "rows.json"
-    code = sanitize.main(["relu", "exp", "tanh", "sin", "--tools", "memcheck", "--limit", "2", "--json", str(path)])
+    ops, options = ["relu", "exp", "tanh", "sin", "cos"], ["--limit", "2", "--processes", "3", "--json", str(path)]
+    assert sanitize.main([*ops, "--tools", "memcheck", *options]) == 1
     rows = json.loads(path.read_text())["rows"]
-    found = {row["op"]: (row["outcome"], row["findings"], row["code"]) for row in rows}
-    assert found == {
-        "relu": ("clean", 0, 0), "exp": ("found", 3, 99), "tanh": ("failed", 0, -11), "sin": ("timed out", 0, None)
-    }  # fmt: skip
-    assert code == 1
+    assert [(row["op"], row["outcome"], row["code"]) for row in rows] == [
+        ("relu", "clean", 0),
+        ("exp", "found", 99),
+        ("tanh", "failed", -11),
+        ("sin", "timed out", None),
+        ("cos", "crashed at exit", -11),
+    ]
+    message, kernel = "Invalid __global__ write of size 4 bytes", "exp_mosaic_gpu_kernel"
+    assert rows[1]["findings"] == [dict(message=message, kernel=kernel, count=1, explained=None)]
+    assert sanitize.main(["relu", "cos", "--tools", "memcheck"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("printed", "tool", "op", "name", "explained"),
+    [
+        (INITCHECK, "initcheck", "linear", "nvjet_hsh_64x8", True),
+        (INITCHECK, "initcheck", "matmul", "void cutlass::Kernel2<a, b>", True),
+        (INITCHECK, "initcheck", "matmul", "loop_fusion", False),
+        (INITCHECK, "initcheck", "conv2d", "nvjet_hsh_64x8", False),
+        (INITCHECK, "memcheck", "linear", "nvjet_hsh_64x8", False),
+        (RACE, "racecheck", "layer_norm", "layer_norm_mosaic_gpu_kernel", True),
+        (RACE.replace("{other}", "0x3c0"), "racecheck", "layer_norm", "layer_norm_mosaic_gpu_kernel", False),
+        (RACE.replace("and Write", "and Read"), "racecheck", "layer_norm", "layer_norm_mosaic_gpu_kernel", False),
+        (RACE, "racecheck", "relu", "relu_mosaic_gpu_kernel", False),
+    ],
+)
+def test_a_finding_is_explained_by_its_tool_op_kernel_and_text(printed, tool, op, name, explained):
+    text = printed.format(op=op, kernel=name, other="0x3b0")
+    (finding,) = findings = sanitize.findings_in(text, tool, op)
+    assert finding["kernel"] == name and (finding["explained"] is not None) == explained
+    assert finding["count"] == (2 if printed is INITCHECK else 1)
+    assert sanitize.outcome_of(text, sanitize.FOUND, findings) == ("explained" if explained else "found")
+    assert sanitize.outcome_of(text, None, findings) == ("timed out" if explained else "found")
+    assert sanitize.outcome_of(text, -11, findings) == ("crashed at exit" if explained else "found")
+
+
+def test_what_the_tool_counts_and_does_not_print_is_not_explained():
+    text = (
+        INITCHECK.format(op="linear", kernel="nvjet") + "========= ERROR SUMMARY: 50 errors were not printed. Use x\n"
+    )
+    assert {f["message"]: f["count"] for f in sanitize.findings_in(text, "initcheck", "linear")}["not printed"] == 50
+    assert sanitize.outcome_of("all kernels ran\n========= ERROR SUMMARY: 3 errors\n", 99, []) == "found"
 
 
 def test_one_process_runs_the_kernels_of_one_op(capsys):

@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+import os
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxbp
+from experiments.children import Done
 from experiments.fuzz import __main__ as fuzz
+from experiments.fuzz import work
 from experiments.fuzz.cases import DATA, draw_program
 from jaxbp.catalogue import CATALOGUE
 from jaxbp.pairing import Pair
@@ -29,6 +33,15 @@ def test_shapes_options_dtypes_and_transformations_vary():
     assert any(0 in argument.shape for program in drawn for argument in program.case.arguments)
 
 
+@pytest.fixture(autouse=True)
+def settings():
+    """Lines that show a failure set these for the whole process."""
+    before = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_default_matmul_precision")}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
 @pytest.fixture
 def wrong(monkeypatch):
     """`tanh` with a gradient that forgets its slope."""
@@ -38,13 +51,14 @@ def wrong(monkeypatch):
         return pair(x, implementation="autodiff" if implementation == "autodiff" else "xla")
 
     entry = dataclasses.replace(ENTRIES["tanh"], function=tanh)
-    monkeypatch.setattr(fuzz, "CATALOGUE", (entry,))
+    for module in (fuzz, work):
+        monkeypatch.setattr(module, "CATALOGUE", (entry,))
     monkeypatch.setattr(jaxbp, "tanh", tanh)
 
 
 def test_a_mistake_is_found_and_its_lines_show_it(wrong, tmp_path, capsys):
     path = tmp_path / "fuzz.json"
-    assert fuzz.main(["--seed", "0", "--cases", "24", "--json", str(path)]) == 1
+    assert fuzz.main(["--seed", "0", "--cases", "24", "--processes", "0", "--json", str(path)]) == 1
     report = json.loads(path.read_text())
     assert report["cases"] == 24 and sum(report["counts"]["dtype"].values()) == 24
     failure = report["failures"][0]
@@ -53,7 +67,7 @@ def test_a_mistake_is_found_and_its_lines_show_it(wrong, tmp_path, capsys):
     exec(failure["lines"], {})
     assert capsys.readouterr().out.count("Array") >= 3
     # It goes on where it stopped.
-    assert fuzz.main(["--resume", "--cases", "32", "--json", str(path)]) == 1
+    assert fuzz.main(["--resume", "--cases", "32", "--processes", "0", "--json", str(path)]) == 1
     again = json.loads(path.read_text())
     assert (again["cases"], again["seed"]) == (32, 0) and again["failures"][: len(report["failures"])] == report[
         "failures"
@@ -67,11 +81,54 @@ def test_a_mistake_is_found_and_its_lines_show_it(wrong, tmp_path, capsys):
         (["--ops", "gelu_"], "unknown op gelu_"),
         (["--resume"], "no file to go on from"),
         (["--json", "no/x"], "no folder"),
+        (["--processes", "-1"], "--processes is -1"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line(args, message, capsys):
     assert fuzz.main(args) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_crash_is_a_finding_and_said_to_be_the_librarys_where_jax_alone_crashes_too(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "fuzz.json"
+
+    def in_children(_, tasks, processes, limit):
+        """Program 1 kills every process at its third draw, and program 2 at once, in our implementation alone."""
+        assert (processes, limit) == (3, 9.0)
+        for task in tasks:
+            passed = [work.Outcome(draw, None) for draw in task.draws]
+            ours = task.implementation == "drawn"
+            if task.number == 1:
+                yield Done(task, passed[: 2 * ours], "SIGABRT", "why")
+            else:
+                yield Done(task, *([], "no answer in 9 s") if task.number == 2 and ours else (passed,))
+
+    monkeypatch.setattr(fuzz, "in_children", in_children)
+    args = ["--ops", "tanh", "--seed", "0", "--cases", "32", "--processes", "3", "--case-seconds", "9"]
+    assert fuzz.main([*args, "--json", str(path)]) == 1
+    report = json.loads(path.read_text())
+    assert (report["cases"], report["lost"], report["failures"]) == (32, 5 + 7, [])
+    assert report["counts"]["op"] == {"tanh": 32 - 5 - 7 - 2}
+    theirs, ours = report["crashes"]
+    assert (theirs["number"], theirs["death"], theirs["said"], theirs["autodiff"]) == (10, "SIGABRT", "why", "SIGABRT")
+    assert (ours["number"], ours["death"], ours["autodiff"]) == (16, "no answer in 9 s", None)
+    exec(theirs["lines"], {})
+    printed = capsys.readouterr().out
+    assert "2 crashed, of which 1 by JAX alone as well" in printed and printed.count("Array") >= 3
+
+
+def dying(task):
+    """Work that dies, but with JAX's own differentiation alone."""
+    if task.implementation == "drawn":
+        os.abort()
+    return work.work(task)
+
+
+@pytest.mark.once
+def test_a_process_that_dies_does_not_end_the_run(monkeypatch, capsys):
+    monkeypatch.setattr(fuzz, "work", dying)
+    assert fuzz.main(["--ops", "relu", "--seed", "0", "--cases", "16", "--processes", "2"]) == 1
+    assert "16 cases" in (printed := capsys.readouterr().out) and printed.count("the crash is ours") == 2
 
 
 @pytest.mark.once

@@ -1,12 +1,14 @@
 """What every op refuses, and in which words. What each op wants is in test_bad_input.py."""
 
 import re
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxbp.catalogue import CATALOGUE
 from jaxbp.ops import _checks
 
 
@@ -88,3 +90,17 @@ def test_a_numpy_scalar_is_a_number():
 def test_floats_of_8_bits_are_refused_alike():
     message = "op: x has dtype float8_e4m3fn; wants 16 bits or more, say x.astype(jnp.bfloat16)"
     refuses(TypeError, message, _checks.floating, x=jnp.ones(2, jnp.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("entry", CATALOGUE, ids=lambda entry: entry.name)
+def test_the_types_say_that_ops_take_arrays_of_numpy_and_give_those_of_jax(entry):
+    hints = typing.get_type_hints(entry.function)
+    given = _array_types(hints.pop("return"))
+    taken = {name: types for name, hint in hints.items() if (types := _array_types(hint))}
+    assert given <= {jax.Array} and taken
+    assert all(types == {jax.Array, np.ndarray} for types in taken.values()), taken
+
+
+def _array_types(hint):
+    """Those of jaxtyping's annotations within a type."""
+    return set().union({getattr(hint, "array_type", None)} - {None}, *map(_array_types, typing.get_args(hint)))

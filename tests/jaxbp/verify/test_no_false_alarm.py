@@ -1,14 +1,23 @@
 """JAX's own gradient never fails a check, whatever the data and its dtype.
 
-CI runs a part that differs from day to day; this runs all of it, and the whole catalogue:
+CI runs a part that differs from day to day; this runs all of it, and the whole catalogue, here with 14 processes:
 
-    python tests/jaxbp/verify/test_no_false_alarm.py
+    python tests/jaxbp/verify/test_no_false_alarm.py --processes 14
+    python tests/jaxbp/verify/test_no_false_alarm.py functions
+
+It prints every alarm, progress to stderr, and last a line of JSON. It exits with 1 if there was an alarm.
 """
 
+import argparse
 import datetime
 import functools
 import itertools
+import json
+import os
 import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +25,9 @@ import numpy as np
 import pytest
 
 import jaxbp
+from experiments.check import CheckConfig, check_entry
+from experiments.children import Done, in_children
+from jaxbp.catalogue import CATALOGUE
 from jaxbp.verify import check
 
 pytestmark = pytest.mark.once
@@ -121,29 +133,76 @@ def test_right_functions_pass_in_half_precision(seed):
     check(jaxbp.layer_norm, *data, order=1, implementations=["xla", "autodiff"], seed=seed).raise_if_failed()
 
 
-def main(parts):
-    """Everything, or `parts` of it: functions, catalogue. Prints every alarm; returns 1 if there is one."""
-    found = run = 0
-    for case in ALL if "functions" in parts else []:
-        lines, run = alarms(*case), run + 1
-        if run % 500 == 0:
-            print(run, "checks", file=sys.stderr, flush=True)
-        found += bool(lines)
-        if lines:
-            print(*case, *lines, sep="\n    ", flush=True)
-    if "catalogue" in parts:
-        from experiments.check import CheckConfig, check_entry
-        from jaxbp.catalogue import CATALOGUE
+def test_the_program_counts_checks_and_alarms(monkeypatch, capsys):
+    @jax.custom_vjp
+    def wrong(x):
+        return jnp.sin(x)
 
-        for entry, seed, scale, dtype in itertools.product(CATALOGUE, SEEDS, SCALES, DTYPES):
+    wrong.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (dy,))
+    monkeypatch.setitem(FUNCTIONS, "wrong", (wrong, (X,)))
+    names = ("jnp.sin", "wrong", "relu", "hung")
+
+    def in_children(work, tasks, processes, limit):
+        for part, name, _ in [task for task in tasks if task[1] in names]:
+            yield Done((part, name), [next(alarms_of(part, name))])
+        yield Done(("functions", "hung"), [[]], "no answer in 1 s")
+
+    monkeypatch.setitem(globals(), "in_children", in_children)
+    assert main(["--processes", "2"]) == 1
+    *lines, summary = capsys.readouterr().out.splitlines()
+    found = json.loads(summary)
+    assert (found["checks"], found["alarms"], found["died"]) == (4, 1, 1)
+    assert {line.split(",")[0] for line in lines if line} == {"wrong", "functions hung: no answer in 1 s"}
+
+
+# ------------------------------------------------------------------------------------------------ the program for all
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    names = {"catalogue": [entry.name for entry in CATALOGUE], "functions": list(FUNCTIONS)}
+    parser.add_argument("part", nargs="?", choices=names, help="by default both")
+    parser.add_argument("--processes", type=int, default=1)
+    config = parser.parse_args(args)
+    checks = alarms = died = 0
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = [(part, name, folder) for part in names if config.part in (None, part) for name in names[part]]
+        for i, done in enumerate(in_children(work, tasks, config.processes, limit=600), start=1):
+            part, name, *_ = done.task
+            checks, alarms = checks + len(done.results), alarms + sum(map(bool, done.results))
+            for line in itertools.chain(*done.results):
+                print(line, flush=True)
+            if done.death is not None:
+                died += 1
+                print(f"{part} {name}: {done.death}", done.said, sep="\n", flush=True)
+            seconds = time.perf_counter() - start
+            print(f"{i} of {len(tasks)}, {seconds:.0f} s: {checks} checks, {name}", file=sys.stderr, flush=True)
+    seconds = round(time.perf_counter() - start, 1)
+    print(json.dumps(dict(checks=checks, alarms=alarms, died=died, seconds=seconds, processes=config.processes)))
+    return 1 if alarms or died else 0
+
+
+def work(task: tuple[str, str, str]) -> Iterator[list[str]]:
+    """What a process does: the checks of one function, in which most programs are the same but for their data."""
+    part, name, folder = task
+    jax.config.update("jax_compilation_cache_dir", os.path.join(folder, str(os.getpid())))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    yield from alarms_of(part, name)
+
+
+def alarms_of(part: str, name: str) -> Iterator[list[str]]:
+    """The failures of a right function, for each data and dtype."""
+    for seed, scale, dtype in itertools.product(SEEDS, SCALES, DTYPES):
+        if part == "functions":
+            lines = alarms(name, seed, scale, dtype)
+        else:
+            (entry,) = (entry for entry in CATALOGUE if entry.name == name)
             config = CheckConfig(implementations=("xla", "autodiff"), order=1, seed=seed, scale=scale)
-            result, run = check_entry(entry, dtype, config), run + 1
-            found += not result
-            for failure in result.failures:
-                print(entry.name, seed, scale, failure, flush=True)
-    print(f"{found} alarms in {run} checks")
-    return 1 if found else 0
+            lines = list(map(str, check_entry(entry, dtype, config).failures))
+        yield [f"{name}, seed {seed}, scale {scale:g}: {line}" for line in lines]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or ["functions", "catalogue"]))
+    sys.exit(main())

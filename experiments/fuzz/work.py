@@ -1,0 +1,113 @@
+"""What a child process does: a program, given numbers of several draws, and what came of each."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from experiments.fuzz.cases import DATA, Program, draw_program, smaller
+from experiments.fuzz.judge import Trial, cotangents_of
+from experiments.fuzz.reproducer import lines_of
+from jaxbp.catalogue import CATALOGUE
+from jaxbp.verify.arguments import Arguments
+
+MOST_TRIALS = 15
+"""To make a failing case smaller."""
+CLEARED_EVERY = 200
+"""Programs after which JAX forgets what it compiled."""
+REFUSED = "refused"
+"""A kernel does not take the program."""
+_tasks = itertools.count(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A program and the draws of its numbers, by what they depend on."""
+
+    seed: int
+    number: int
+    ops: tuple[str, ...]
+    on_gpu: bool
+    draws: tuple[int, ...] = tuple(range(len(DATA)))
+    implementation: str | None = "drawn"
+    """"autodiff" in place of the one that is drawn."""
+
+    @functools.cached_property
+    def program(self) -> Program:
+        entries = {entry.name: entry for entry in CATALOGUE}
+        program = draw_program(self.seed, self.number, [entries[name] for name in self.ops], self.on_gpu)
+        return program if self.implementation == "drawn" else dataclasses.replace(program, implementation="autodiff")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Of one draw: what is wrong, `REFUSED`, or None; and lines of Python that show what is wrong."""
+
+    draw: int
+    message: str | None
+    lines: str | None = None
+
+
+def work(task: Task) -> Iterator[Outcome]:
+    """An outcome for each draw. One that fails is given again, with lines of a case as small as it still fails."""
+    if next(_tasks) % CLEARED_EVERY == 0:
+        jax.clear_caches()
+    for draw, message in _outcomes(task.program, task, task.draws):
+        failed = message not in (None, REFUSED)
+        yield Outcome(draw, message, reproducer(task, draw) if failed else None)
+        if failed and (small := _smallest(task.program, task, draw)) is not task.program:
+            yield Outcome(draw, message, reproducer(task, draw, small))
+
+
+def reproducer(task: Task, draw: int, program: Program | None = None) -> str:
+    """Lines that show what a program, by default the task's, does with numbers of a draw."""
+    program = program or task.program
+    return lines_of(program, *_numbers(program, task, draw))
+
+
+def _outcomes(program: Program, task: Task, draws: Iterable[int]) -> Iterator[tuple[int, str | None]]:
+    """(draw, what is wrong or `REFUSED` or None) for numbers of each draw."""
+    trial = None
+    precision = "highest" if program.exact else "default"
+    with jax.enable_x64(program.dtype == "float64"), jax.default_matmul_precision(precision):
+        for draw in draws:
+            try:
+                arguments, cotangents = _numbers(program, task, draw, trial and trial.results)
+                trial = trial or Trial(program, arguments)
+                yield draw, trial.run(arguments.floats, cotangents)
+            except NotImplementedError as refused:
+                message = str(refused)
+                yield draw, REFUSED if program.implementation == "pallas" else f"raises NotImplementedError: {message}"
+            except Exception as error:
+                yield draw, f"raises {type(error).__name__}: {error}"[:1000]
+
+
+def _numbers(
+    program: Program, task: Task, draw: int, results: Sequence[jax.ShapeDtypeStruct] | None = None
+) -> tuple[Arguments, list[np.ndarray]]:
+    """Arguments and cotangents. They depend on the program's shapes, and on the task's seed and number."""
+    random = np.random.default_rng([task.seed, task.number, draw])
+    with jax.enable_x64(program.dtype == "float64"):
+        arguments = program.arguments(random, DATA[draw])
+        results = results or jax.eval_shape(program.function(arguments, "autodiff"), *arguments.floats)
+    return arguments, cotangents_of(random, results)
+
+
+def _smallest(program: Program, task: Task, draw: int) -> Program:
+    """The program, made simpler step by step as long as it fails."""
+    tried = 0
+    while tried < MOST_TRIALS:
+        for simpler in smaller(program):
+            tried += 1
+            ((_, message),) = _outcomes(simpler, task, (draw,))
+            if message not in (None, REFUSED):
+                program = simpler
+                break
+            if tried >= MOST_TRIALS:
+                return program
+        else:
+            return program
+    return program
