@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxbp.sharding import Examples, mesh_of, on_explicit_axes, over_devices, with_automatic_axes
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import vary_alike
 
@@ -74,18 +75,20 @@ def _remembered(build: Callable[..., Callable]) -> Callable[[Mapping[str, Any]],
     return lambda options: cached(_Options(options))
 
 
-def differentiable(kernel: Callable, formula: Callable) -> Callable:
+def differentiable(kernel: Callable, formula: Callable, examples: Examples | None = None) -> Callable:
     """`kernel` for values, `formula` for derivatives: kernels are opaque to JAX, the same function in jnp is not.
 
     Both take `(*arrays, **options)` and compute the same function. Every kernel call of the library is wrapped in
-    this once, so gradients of gradients, Hessian-vector products and forward-over-reverse go through kernels.
+    this once, so gradients of gradients, Hessian-vector products and forward-over-reverse go through kernels. By
+    `examples` the devices of a mesh share its work: see `jaxbp.sharding`.
     """
 
     @_remembered
     def bind(**options):
         formula_ = functools.partial(formula, **options)
         # Without jit around it, JAX would trace and compile the kernel at every call.
-        call = jax.custom_jvp(jax.jit(functools.partial(kernel, **options), inline=True))
+        shared = over_devices(functools.partial(kernel, **options), formula_, examples)
+        call = jax.custom_jvp(jax.jit(shared, inline=True))
 
         @call.defjvp
         def _(primals, tangents):
@@ -113,6 +116,7 @@ class Op:
       unsupported: `(*arrays, **options) -> str | None`, what of these arguments the kernel does not take.
       fastest: what `None` stands for; or a function of the arguments, `(*arrays, **options) -> Fastest`, where that
         depends on them.
+      shares: the kernel is shared among the devices of a mesh. On a mesh, `None` takes one that is not for none.
     """
 
     def __init__(
@@ -122,14 +126,19 @@ class Op:
         *,
         unsupported: Callable[..., str | None] | None = None,
         fastest: Fastest | Callable[..., Fastest] | None = None,
+        shares: bool = False,
     ):
         if unknown := set(implementations) - {*IMPLEMENTATIONS, None}:
             raise ValueError(f"{name}: implementations has {sorted(unknown)}; wants names among {IMPLEMENTATIONS}")
-        self._made_of = Op, dict(name=name, implementations=implementations, unsupported=unsupported, fastest=fastest)
+        self._made_of = (
+            Op,
+            dict(name=name, implementations=implementations, unsupported=unsupported, fastest=fastest, shares=shares),
+        )
         self.name = name
         self.implementations = {key: jax.named_scope(name)(value) for key, value in implementations.items()}
         self.unsupported = unsupported or (lambda *arrays, **options: None)
         self.fastest = fastest or Fastest()
+        self.shares = shares
         self._bound = {
             key: _remembered(functools.partial(functools.partial, f)) for key, f in self.implementations.items()
         }
@@ -143,6 +152,9 @@ class Op:
           NotImplementedError: an implementation this op lacks, or arguments its kernel does not take.
         """
         arrays = vary_alike(arrays)
+        if "autodiff" in self.implementations and on_explicit_axes(arrays):
+            function = functools.partial(self, implementation=implementation, **options)
+            return with_automatic_axes(function, self._bind("autodiff", options), arrays)
         if implementation is None and None not in self.implementations:
             return self._by_platform(arrays, options)
         if implementation not in (*IMPLEMENTATIONS, None):
@@ -161,7 +173,11 @@ class Op:
         """The fastest: for the GPU by its architecture, for everything else by measurement, told apart when lowered."""
         fastest = self.fastest(*arrays, **options) if callable(self.fastest) else self.fastest
         gpu, older_gpu, elsewhere = map(self._available, (fastest.gpu, fastest.older_gpu, fastest.elsewhere))
-        if gpu == "pallas" and (not device.kernels_run() or self.unsupported(*arrays, **options)):
+        if gpu == "pallas" and not (
+            device.kernels_run()
+            and (self.shares or mesh_of(arrays) is None)
+            and self.unsupported(*arrays, **options) is None
+        ):
             gpu = older_gpu
         if gpu == elsewhere:
             return self._bind(gpu, options)(*arrays)
@@ -232,7 +248,9 @@ class Pair(Op):
         `save` keeps. Where that is the arguments, the forward is not run.
       has_aux: the forward gives `(y, *aux)`, of which y alone has a gradient: dy is y's.
       linear: the forward is linear in its one array, whose shape is the option `shape`; nothing is saved.
-      name, unsupported, fastest: as in `Op`.
+      examples: for the kernel, which of `(dy, *saved)` have an example in each row of their leading axis: see
+        `jaxbp.sharding`.
+      name, unsupported, fastest, shares: as in `Op`; with `examples` the kernel is shared.
       fastest_vjp: what `None` stands for in `vjp`, of `(dy, *arrays)`; by default the same.
 
     Attributes:
@@ -260,6 +278,8 @@ class Pair(Op):
         unsupported: Callable[..., str | None] | None = None,
         fastest: Fastest | Callable[..., Fastest] | None = None,
         fastest_vjp: Fastest | Callable[..., Fastest] | None = None,
+        examples: Examples | None = None,
+        shares: bool = False,
     ):
         name = name or _name_of(forward)
         made_of = dict(
@@ -273,9 +293,12 @@ class Pair(Op):
             unsupported=unsupported,
             fastest=fastest,
             fastest_vjp=fastest_vjp,
+            examples=examples,
+            shares=shares,
         )
+        shares = shares or examples is not None
         if not isinstance(backward, Op):
-            backward = Op(f"{name}_backward", _kernels_differentiable(backward))
+            backward = Op(f"{name}_backward", _kernels_differentiable(backward, examples))
         if linear:
             save = functools.partial(_saving_nothing, forward)
         elif save is None:
@@ -293,7 +316,7 @@ class Pair(Op):
         }
         vjps = {key: _vjp(name, forward, save_, residuals, rule, linear) for key, (save_, rule) in rules.items()}
         native = functools.partial(_transposed if linear else _differentiated, forward, has_aux)
-        super().__init__(name, paired | {"autodiff": forward}, unsupported=unsupported, fastest=fastest)
+        super().__init__(name, paired | {"autodiff": forward}, unsupported=unsupported, fastest=fastest, shares=shares)
         self._made_of = Pair, made_of
         self.forward = forward
         self.backward = backward
@@ -302,6 +325,7 @@ class Pair(Op):
             vjps | {"autodiff": native},
             unsupported=self.unsupported if linear else functools.partial(_behind_dy, self.unsupported),
             fastest=fastest_vjp or (functools.partial(_behind_dy, fastest) if callable(fastest) else fastest),
+            shares=shares,
         )
 
 
@@ -311,11 +335,11 @@ def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Arra
     return jax.vjp(linear, zero)[1](dy)[0]
 
 
-def _kernels_differentiable(implementations: Mapping[str, Callable]) -> dict[str, Callable]:
+def _kernels_differentiable(implementations: Mapping[str, Callable], examples: Examples | None) -> dict[str, Callable]:
     implementations = dict(implementations)
     kernel, formula = implementations.get("pallas"), implementations.get("xla")
     if kernel is not None and formula is not None and kernel is not formula:
-        implementations["pallas"] = differentiable(kernel, formula)
+        implementations["pallas"] = differentiable(kernel, formula, examples)
     return implementations
 
 

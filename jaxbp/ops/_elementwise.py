@@ -14,6 +14,7 @@ from jaxbp.ops import _checks
 from jaxbp.ops._fastest import FUSED
 from jaxbp.ops._numerics import widen
 from jaxbp.pairing import Fastest, Implementation, Pair
+from jaxbp.sharding import Axes
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
 
@@ -53,6 +54,7 @@ class Elementwise(Pair):
             in_dtype,
             {"xla": formula, "pallas": kernel},
             name=name,
+            examples=_of_full_rank,
             unsupported=_checks.unsupported,
             fastest=fastest,
             fastest_vjp=fastest_vjp,
@@ -70,6 +72,12 @@ class Elementwise(Pair):
         dy, *values = _checks.floating(op, dy=dy, **arrays)
         _checks.shape(op, "dy", dy, *_checks.broadcast(op, **dict(zip(arrays, values, strict=True))))
         return self.vjp(dy, *values, implementation=implementation, **options)
+
+
+def _of_full_rank(dy, *arrays):
+    """The leading axis of those arrays that are not broadcast along it."""
+    of_full_rank = [i for i, a in enumerate((dy, *arrays)) if a.ndim and a.ndim == dy.ndim and len(a) == len(dy)]
+    return Axes(dict.fromkeys(of_full_rank, 0))
 
 
 def _in_shapes_of(arrays, gradients):

@@ -20,6 +20,7 @@ from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import on_tensor_cores
 from jaxbp.ops._windows import Padding, Size, output_size, window_padding
 from jaxbp.pairing import Fastest, Implementation, Op, Pair, composed, differentiable, transpose
+from jaxbp.sharding import leading
 from pallas_kernels.conv import conv2d as kernels
 from pallas_kernels.conv import weights_gradient_sm90
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
@@ -288,8 +289,9 @@ def _fastest_input_gradient(dy, w, *, input_size, precision, **options):
 
 _FORWARD = Op(
     "conv2d",
-    {"xla": forward_formula, "pallas": differentiable(_forward_kernel, forward_formula)},
+    {"xla": forward_formula, "pallas": differentiable(_forward_kernel, forward_formula, leading(0))},
     unsupported=_unsupported,
+    shares=True,
     fastest=_fastest_forward,
 )
 _INPUT_GRADIENT = Op(
@@ -297,9 +299,10 @@ _INPUT_GRADIENT = Op(
     {
         "autodiff": _input_gradient_autodiff,
         "xla": input_gradient_formula,
-        "pallas": differentiable(_input_gradient_kernel, input_gradient_formula),
+        "pallas": differentiable(_input_gradient_kernel, input_gradient_formula, leading(0)),
     },
     unsupported=_unsupported,
+    shares=True,
     fastest=_fastest_input_gradient,
 )
 _WEIGHTS_GRADIENT = Op(
@@ -307,18 +310,20 @@ _WEIGHTS_GRADIENT = Op(
     {
         "autodiff": _weights_gradient_autodiff,
         "xla": weights_gradient_formula,
-        "pallas": differentiable(_weights_gradient_kernel, weights_gradient_formula),
+        "pallas": differentiable(_weights_gradient_kernel, weights_gradient_formula, leading(0, 1)),
     },
     unsupported=_unsupported,
+    shares=True,
 )
 _BIAS_GRADIENT = Op(
     "conv2d_backward_bias",
     {
         "autodiff": _bias_gradient_autodiff,
         "xla": bias_gradient_formula,
-        "pallas": differentiable(_bias_gradient_kernel, bias_gradient_formula),
+        "pallas": differentiable(_bias_gradient_kernel, bias_gradient_formula, leading(0)),
     },
     unsupported=_unsupported,
+    shares=True,
     fastest=_LIBRARY,
 )
 # Both, for where the tensor cores make them in one pass.
@@ -326,9 +331,10 @@ _PARAMETER_GRADIENTS = Op(
     "conv2d_backward_parameters",
     {
         "xla": _parameter_gradients_formula,
-        "pallas": differentiable(_parameter_gradients_kernel, _parameter_gradients_formula),
+        "pallas": differentiable(_parameter_gradients_kernel, _parameter_gradients_formula, leading(0, 1)),
     },
     unsupported=_unsupported,
+    shares=True,
 )
 
 

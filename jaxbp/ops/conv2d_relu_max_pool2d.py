@@ -13,6 +13,7 @@ from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import on_tensor_cores
 from jaxbp.ops._windows import Padding, Size, output_size, pool_options
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
+from jaxbp.sharding import leading
 from pallas_kernels.conv import conv2d_relu_max_pool2d as kernels
 from pallas_kernels.conv import input_gradient_sm90, weights_gradient_sm90
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
@@ -116,17 +117,19 @@ _CONV2D_RELU_MAX_POOL2D = Pair(
         {
             "autodiff": _gradients_autodiff,
             "xla": _gradients_formula,
-            "pallas": differentiable(_gradients_kernel, _gradients_formula),
+            "pallas": differentiable(_gradients_kernel, _gradients_formula, leading(0, 1, 2)),
         },
         unsupported=_unsupported,
+        shares=True,
     ),
     save={
         "xla": functools.partial(_save, _forward_and_places),
-        "pallas": functools.partial(_save, differentiable(_forward_and_places_kernel, _forward_and_places)),
+        "pallas": functools.partial(_save, differentiable(_forward_and_places_kernel, _forward_and_places, leading(0))),
     },
     has_aux=True,
     name="conv2d_relu_max_pool2d",
     unsupported=_unsupported,
+    shares=True,
 )
 
 

@@ -30,6 +30,7 @@ from jaxbp.ops import _checks, _gates
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import widen
 from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
+from jaxbp.sharding import leading
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.logic import backward as backward_kernels
 from pallas_kernels.logic import forward as forward_kernel
@@ -164,7 +165,7 @@ _GATES_BACKWARD = Op(
     "gates_backward",
     {
         "xla": differentiable(_gradients, _gradients_by_autodiff),
-        "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff),
+        "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff, leading(0, 3)),
     },
 )
 _GATES = Op(
@@ -172,7 +173,8 @@ _GATES = Op(
     {
         "xla": functools.partial(Pair(_forward, _GATES_BACKWARD, name="gates"), implementation="xla"),
         "pallas": functools.partial(
-            Pair(differentiable(_forward_kernel, _forward), _GATES_BACKWARD, name="gates"), implementation="pallas"
+            Pair(differentiable(_forward_kernel, _forward, leading(2)), _GATES_BACKWARD, name="gates"),
+            implementation="pallas",
         ),
     },
 )
@@ -216,11 +218,12 @@ def _unsupported(*arrays, parametrization):
     return _checks.unsupported_dtype(*jax.tree.leaves(arrays))
 
 
-_GATE_LAYER = Op("gate_layer", {"autodiff": _definition, **composed(_layer)}, unsupported=_unsupported)
+_GATE_LAYER = Op("gate_layer", {"autodiff": _definition, **composed(_layer)}, unsupported=_unsupported, shares=True)
 _GATE_LAYER_BACKWARD = Op(
     "gate_layer_backward",
     {"autodiff": _definition_backward, **composed(_layer_backward)},
     unsupported=_unsupported,
+    shares=True,
 )
 
 

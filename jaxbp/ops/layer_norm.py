@@ -18,6 +18,7 @@ from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import widen
 from jaxbp.pairing import Fastest, Implementation, Pair, differentiable
+from jaxbp.sharding import leading
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.norm import layer_norm as kernels
 from pallas_kernels.norm import layer_norm_streamed
@@ -148,9 +149,11 @@ _LAYER_NORM, _RMS_NORM = (
         },
         save={
             "xla": functools.partial(_save, normalise),
-            "pallas": functools.partial(_save, differentiable(normalise_kernel, normalise)),
+            "pallas": functools.partial(_save, differentiable(normalise_kernel, normalise, leading(0))),
         },
         residuals=_residuals,
+        # Of (dy, x, scale, offset, inv_std).
+        examples=leading(0, 1, 3, 4),
         name=name,
         unsupported=unsupported,
         fastest=fastest,

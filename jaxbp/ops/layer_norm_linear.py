@@ -13,6 +13,7 @@ from jaxbp.ops._numerics import widen
 from jaxbp.ops.layer_norm import row_statistics, rows
 from jaxbp.ops.linear import forward_in_float32, linear, parameter_gradients_in_float32
 from jaxbp.pairing import Fastest, Implementation, Pair, differentiable
+from jaxbp.sharding import leading
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.dense import linear_sm90
 from pallas_kernels.norm import layer_norm_linear_sm90
@@ -135,9 +136,11 @@ _LAYER_NORM_LINEAR = Pair(
     },
     save={
         "xla": functools.partial(_save, _results),
-        "pallas": functools.partial(_save, differentiable(_results_kernel, _results)),
+        "pallas": functools.partial(_save, differentiable(_results_kernel, _results, leading(0))),
     },
     residuals=_residuals,
+    # Of (dy, x, scale, bias, w, b, offset, inv_std).
+    examples=leading(0, 1, 6, 7),
     name="layer_norm_linear",
     unsupported=layer_norm.unsupported,
     fastest=_fastest,

@@ -12,6 +12,7 @@ from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import on_tensor_cores
 from jaxbp.pairing import Fastest, Implementation, Pair
+from jaxbp.sharding import leading
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import linear as kernels
 
@@ -47,6 +48,7 @@ _LINEAR = Pair(
     _forward,
     {"xla": _gradients, "pallas": _gradients_kernel},
     name="linear",
+    examples=leading(0, 1),
     unsupported=_unsupported,
     # Also without the tensor cores, the library's products are faster.
     fastest=Fastest(gpu="xla"),

@@ -14,6 +14,7 @@ from jaxbp.ops._elementwise import Elementwise
 from jaxbp.ops._fastest import FUSED
 from jaxbp.ops._numerics import widen
 from jaxbp.pairing import Implementation, Pair
+from jaxbp.sharding import leading
 from pallas_kernels.pointwise.elementwise import elementwise
 
 
@@ -119,6 +120,7 @@ _KL_DIVERGENCE = Pair(
     _kl_divergence,
     {"xla": _kl_formula, "pallas": _kl_kernel},
     name="kl_divergence",
+    examples=leading(0, 1, 2, features=0),
     unsupported=_checks.unsupported,
     fastest=FUSED,
 )

@@ -9,6 +9,7 @@ from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._windows import Padding, Size, output_size, pool_options, side_by_side
 from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable, transpose
+from jaxbp.sharding import leading
 from pallas_kernels.conv import max_pool2d as kernels
 from pallas_kernels.core.launch import batch_first, batch_last
 
@@ -122,7 +123,7 @@ _MAX_POOL2D_BACKWARD = Op(
     {
         "autodiff": _route_autodiff,
         "xla": route_formula,
-        "pallas": differentiable(_route_kernel, route_formula),
+        "pallas": differentiable(_route_kernel, route_formula, leading(0, 1)),
     },
     unsupported=_unsupported,
     # On NCHW images the transposes around the kernel cost more than it saves.

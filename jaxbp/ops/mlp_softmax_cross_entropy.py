@@ -21,7 +21,9 @@ from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import on_tensor_cores
 from jaxbp.ops.softmax_cross_entropy import logits_gradient, losses
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
+from jaxbp.sharding import Axes, Examples
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
 
 # --------------------------------------------------------------------------------------------------------- the formula
@@ -138,19 +140,31 @@ def _weighed_gradients(dy, x_last, hidden, gradients, *, sizes):
     return dx * dy, *_layer_gradients(weighed, _narrow((x_last.T, *hidden), sizes[:-1]))
 
 
-def _with_kernel(kernel: Callable, formula: Callable) -> Callable:
+def _with_kernel(kernel: Callable, formula: Callable, examples: Examples) -> Callable:
     """`kernel` for values on GPUs; for values elsewhere and for derivatives `formula`, of the same arguments."""
 
     def call(*arrays, **options):
         return on_gpu(functools.partial(kernel, **options), functools.partial(formula, **options), *arrays)
 
-    return differentiable(call, formula)
+    return differentiable(call, formula, examples)
 
 
-_WIDE_ROWS = _with_kernel(kernels.forward, _wide_rows)
-_WIDE_ROW_GRADIENTS = _with_kernel(kernels.backward, _wide_row_gradients)
-_WIDE_ROWS_AND_GRADIENTS = _with_kernel(kernels.forward_and_gradients, _wide_rows_and_gradients)
-_WEIGHED_GRADIENTS = _with_kernel(kernels.weighed_gradients, _weighed_gradients)
+def _lanes_of_inputs(x_last, labels, weights, biases):
+    return Axes({0: 1, 1: 0}, multiple_of=LANES)
+
+
+def _lanes_of_rows(dy, labels, logits, hidden, weights):
+    return Axes(dict.fromkeys(range(4), 0), multiple_of=LANES)
+
+
+def _lanes_of_gradients(dy, x_last, hidden, gradients):
+    return Axes({0: 0, 1: 1, 2: 0, 3: (0,) * (len(gradients) - 1) + (1,)}, multiple_of=LANES)
+
+
+_WIDE_ROWS = _with_kernel(kernels.forward, _wide_rows, _lanes_of_inputs)
+_WIDE_ROW_GRADIENTS = _with_kernel(kernels.backward, _wide_row_gradients, _lanes_of_rows)
+_WIDE_ROWS_AND_GRADIENTS = _with_kernel(kernels.forward_and_gradients, _wide_rows_and_gradients, _lanes_of_inputs)
+_WEIGHED_GRADIENTS = _with_kernel(kernels.weighed_gradients, _weighed_gradients, _lanes_of_gradients)
 
 
 def _save_kernel(x, labels, *layers, precision):
@@ -222,6 +236,7 @@ _MLP_SOFTMAX_CROSS_ENTROPY = Pair(
     has_aux=True,
     name="mlp_softmax_cross_entropy",
     unsupported=_unsupported,
+    shares=True,
 )
 
 

@@ -11,6 +11,7 @@ from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import largest_and_total, widen
 from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable
+from jaxbp.sharding import leading
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import softmax_cross_entropy as kernels
 
@@ -93,8 +94,8 @@ def _gradients_kernel(dy, logits, labels, *statistics):
     return _gradients(dy, logits, labels, of_logits=of_logits)
 
 
-_LOSSES_AND_STATISTICS = differentiable(_losses_and_statistics_kernel, _losses_and_statistics)
-_LOGITS_GRADIENT = differentiable(_logits_gradient_kernel, _logits_gradient)
+_LOSSES_AND_STATISTICS = differentiable(_losses_and_statistics_kernel, _losses_and_statistics, leading(0, 1))
+_LOGITS_GRADIENT = differentiable(_logits_gradient_kernel, _logits_gradient, leading(0, 1, 2, 3, features=0))
 
 
 def _save(logits, labels):
