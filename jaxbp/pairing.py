@@ -152,7 +152,7 @@ class Op:
           NotImplementedError: an implementation this op lacks, or arguments its kernel does not take.
         """
         arrays = vary_alike(arrays)
-        if "autodiff" in self.implementations and on_explicit_axes(arrays):
+        if implementation != "autodiff" and "autodiff" in self.implementations and on_explicit_axes(arrays):
             function = functools.partial(self, implementation=implementation, **options)
             return with_automatic_axes(function, self._bind("autodiff", options), arrays)
         if implementation is None and None not in self.implementations:

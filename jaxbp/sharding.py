@@ -67,7 +67,7 @@ def with_automatic_axes(function: Callable, native: Callable, arrays: tuple) -> 
     With explicit axes each product has to say how its result is sharded. JAX says so in the gradients that it derives,
     so that rules written by hand need not.
     """
-    specs = jax.tree.map(lambda a: a.sharding.spec, jax.eval_shape(native, *arrays))
+    specs = jax.tree.map(lambda a: a.sharding.spec if a.sharding else PartitionSpec(), jax.eval_shape(native, *arrays))
     with jax.sharding.use_abstract_mesh(mesh_of(arrays)):
         return jax.sharding.auto_axes(function, out_sharding=specs)(*arrays)
 
