@@ -10,7 +10,7 @@ import tempfile
 if shutil.which("nvidia-smi") is None:
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "")
-        + " --xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+        + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
         + " --xla_disable_hlo_passes=simplify-while-loops,while-loop-invariant-code-motion"
         + " --xla_cpu_multi_thread_eigen=false"
     )

@@ -32,7 +32,7 @@ from helpers import (
     results_of,
     value_and_gradients,
 )
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxbp
@@ -388,6 +388,34 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
     function = of_floats(lambda *arrays: sharded_loss(list(arrays), cotangents), arrays)
     gradients = jax.jit(jax.grad(lambda values: function(*values)[0]))(floats(arrays))
     assert_close(gradients, reference(name, place, batch=4)[1], "float32")
+
+
+@pytest.mark.once
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over")
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
+@every_pair_of_ours
+def test_on_a_mesh_the_gradients_are_those_of_one_device(name, implementation, axes):
+    if implementation == "xla" and axes == AxisType.Auto:
+        return  # a formula alone is XLA's to partition
+    mesh = jax.make_mesh((8,), ("examples",), axis_types=(axes,))
+    op, (arrays, cotangents) = op_of(name, None, implementation), drawn(name, batch=16)
+    placed = [_sharded(arrays, drawn(name, batch=8)[0], mesh), _sharded(cotangents, drawn(name, batch=8)[1], mesh)]
+    traced = value_and_gradients(op).trace(*placed)
+    jaxpr = str(traced.jaxpr)
+    assert "launch[" not in jaxpr or "custom_partitioning[" in jaxpr  # a kernel is every device's, for its examples
+    program = traced.lower().compile()
+    assert_close(program(*placed), reference(name, batch=16), "float32")
+    assert "all-gather" not in program.as_text()
+
+
+def _sharded(arrays, smaller, mesh):
+    """The arrays with the axis that is another in `smaller`, the batch's, sharded over the mesh; others replicated."""
+
+    def place(a, b):
+        axis = next((i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n), None)
+        return jax.device_put(a, NamedSharding(mesh, P() if axis is None else P(*[None] * axis, "examples")))
+
+    return jax.tree.map(place, list(arrays), list(smaller))
 
 
 def _smallest_place(name):
