@@ -1,0 +1,123 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, normal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxbp
+from jaxbp.sharding import Axes, leading, mesh_of, over_devices
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over"),
+]
+
+
+def on_mesh(array, *spec, axes=AxisType.Auto):
+    mesh = jax.make_mesh((8,), ("examples",), axis_types=(axes,))
+    return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+
+@pytest.fixture
+def product():
+    """A kernel and its formula, `(x, w) -> (x w, sum of x)`; and the shapes of x that each device was given."""
+    seen = []
+
+    def formula(x, w):
+        return x @ w, jnp.sum(x, axis=0)
+
+    def kernel(x, w):
+        seen.append(x.shape)
+        return formula(x, w)
+
+    return kernel, formula, seen
+
+
+def test_each_device_has_its_own_examples_and_sums_are_over_all(product):
+    kernel, formula, seen = product
+    x, w = normal((16, 4), (4, 3))
+    run = jax.jit(over_devices(kernel, formula, leading(0)))
+    y, total = run(on_mesh(x, "examples"), on_mesh(w))
+    assert seen[-1] == (2, 4)
+    assert y.sharding.spec == P("examples") and total.sharding.spec == P()
+    assert_close((y, total), formula(x, w), "float32")
+
+
+@pytest.mark.parametrize(("examples", "axes"), [(12, {0: 0}), (16, {})])
+def test_what_cannot_be_divided_evenly_or_has_no_examples_is_whole(product, examples, axes):
+    kernel, formula, seen = product
+    x, w = normal((examples, 4), (4, 3))
+    run = jax.jit(over_devices(kernel, formula, lambda *_: Axes(axes)))
+    divided = on_mesh(np.zeros(8), "examples").sharding  # of 12, XLA gives the first six devices two each
+    constrained = jax.jit(lambda x, w: run(jax.lax.with_sharding_constraint(x, divided), w))
+    assert_close(constrained(on_mesh(x), on_mesh(w)), formula(x, w), "float32")
+    assert {shape[0] for shape in seen} <= {examples, 2 * examples}
+
+
+def test_a_device_may_need_a_multiple_of_examples(product):
+    kernel, formula, seen = product
+    x, w = normal((32, 4), (4, 3))
+    for multiple_of, rows in ((4, 4), (8, 32)):
+        run = jax.jit(over_devices(kernel, formula, lambda *_, m=multiple_of: Axes({0: 0}, m)))
+        assert_close(run(on_mesh(x, "examples"), on_mesh(w)), formula(x, w), "float32")
+        assert seen[-1] == (rows, 4)
+
+
+def test_sums_of_half_precisions_over_devices_are_made_in_float32():
+    total = lambda x: jnp.sum(x, axis=0)  # noqa: E731
+    run = jax.jit(over_devices(total, total, leading(0)))
+    # In bfloat16, 256 + 1 is 256.
+    x = jnp.ones((8, 2), jnp.bfloat16).at[0].set(256)
+    assert (run(on_mesh(x, "examples")) == 264).all()
+    assert "f32[2]" in run.lower(on_mesh(x, "examples")).compile().as_text()
+
+
+def test_under_vmap_it_is_the_same(product):
+    kernel, formula, _ = product
+    x, w = normal((3, 16, 4), (4, 3))
+    run = jax.jit(jax.vmap(over_devices(kernel, formula, leading(0)), (0, None)))
+    assert_close(run(on_mesh(x, None, "examples"), on_mesh(w)), jax.vmap(formula, (0, None))(x, w), "float32")
+
+
+def test_on_one_device_and_within_shard_map_there_is_no_mesh():
+    x = on_mesh(np.ones(8, np.float32), "examples")
+    assert mesh_of((x,)) is not None and mesh_of((jnp.ones(8),)) is None
+    inside = []
+    jax.jit(
+        jax.shard_map(
+            lambda x: (inside.append(mesh_of((x,))), x)[1],
+            in_specs=P("examples"),
+            out_specs=P("examples"),
+            mesh=jax.make_mesh((8,), ("examples",), axis_types=(AxisType.Auto,)),
+        )
+    )(x)
+    assert inside == [None]
+
+
+@functools.cache
+def _scaled(shared):
+    def gradients(dy, x, scale):
+        return dy * scale, jnp.sum(dy * x, axis=0)
+
+    kernel = lambda dy, x, scale: gradients(dy, x, scale)  # noqa: E731
+    options = dict(examples=leading(0, 1)) if shared else {}
+    return jaxbp.Pair(lambda x, scale: x * scale, {"xla": gradients, "pallas": kernel}, name="scaled", **options)
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_pair_of_a_users_own_works_on_a_mesh(shared, axes):
+    pair = _scaled(shared)
+    x, scale = normal((16, 4), (4,))
+    x_, scale_ = on_mesh(x, "examples", axes=axes), on_mesh(scale, axes=axes)
+    for implementation in ("pallas", "xla", None):
+        loss = lambda x, scale, of=implementation: jnp.sum(jnp.sin(pair(x, scale, implementation=of)))  # noqa: E731
+        traced = jax.jit(jax.grad(loss, (0, 1))).trace(x_, scale_)
+        assert ("custom_partitioning[" in str(traced.jaxpr)) == (shared and implementation == "pallas")
+        assert_close(traced.lower().compile()(x_, scale_), jax.grad(loss, (0, 1))(x, scale), "float32")
+    hessian = jax.jit(jax.hessian(lambda s: jnp.sum(jnp.sin(pair(x_, s, implementation="pallas")))))
+    assert_close(hessian(scale_), jax.hessian(lambda s: jnp.sum(jnp.sin(x * s)))(scale), 1e-4)
