@@ -4,9 +4,10 @@ A process can do so for one architecture only. Mosaic GPU compiles kernels for t
 remembers them by their program alone: for a second architecture it would give back what it has.
 """
 
+import contextlib
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,18 @@ def missing() -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def gpus(device: Device, count: int = 1) -> Iterator[Sequence[jax.Device]]:
+    """So many GPUs of one host, which need not be there, as what programs are traced, lowered and compiled for."""
+    major, minor = device.capability
+    target = _TARGET.format(device=device, major=major, minor=minor, shared_per_core=device.shared_bytes + 1024)
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{count}")
+    # Mosaic GPU reads the architecture from the default device, but for shared memory it asks the machine's own.
+    memory = artificial_shared_memory_limit(device.shared_bytes)
+    with targeting(device), jax.default_device(topology.devices[0]), memory:
+        yield topology.devices
+
+
 def kernels_compiled(device: Device, function: Callable, *structs: Any) -> int:
     """How many kernels are in `function` of arrays like `structs`, chosen, traced, lowered and compiled for a GPU that
     need not be there. A program without one is lowered only: what is left of it is XLA's to compile.
@@ -80,14 +93,9 @@ def kernels_compiled(device: Device, function: Callable, *structs: Any) -> int:
       ValueError: a kernel wants more shared memory than that GPU has.
       jax.errors.JaxRuntimeError: a compiler refuses. LLVM may also end the process.
     """
-    major, minor = device.capability
-    target = _TARGET.format(device=device, major=major, minor=minor, shared_per_core=device.shared_bytes + 1024)
-    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
-    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), structs)
-    # Mosaic GPU reads the architecture from the default device, but for shared memory it asks the machine's own.
-    memory = artificial_shared_memory_limit(device.shared_bytes)
-    with targeting(device), jax.default_device(topology.devices[0]), memory:
+    with gpus(device) as (gpu,):
+        sharding = jax.sharding.SingleDeviceSharding(gpu)
+        structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), structs)
         lowered = jax.jit(function).trace(*structs).lower(lowering_platforms=("cuda",))
         if "@mosaic_gpu" not in lowered.as_text():
             return 0
