@@ -9,6 +9,7 @@ mesh of all, with XLA's defaults and with `OVERLAPPING`; and the sum over device
 """
 
 import argparse
+import concurrent.futures
 import functools
 import math
 import re
@@ -36,7 +37,7 @@ OVERLAPPING = {
     "xla_gpu_all_reduce_combine_threshold_bytes": 2**17,
 }
 """XLA's options for a sum a layer, each of which runs while the backward of the layer before it does."""
-EXAMPLES = {"lenet": (1024, 8192, 65536), "logic": (128, 1024), "logic-large": (128, 1024), "mixer": (8192,)}
+EXAMPLES = {"lenet": (8192, 65536), "logic": (128, 1024), "logic-large": (128, 1024), "mixer": (8192,)}
 """Work -> examples a device."""
 SUMMED_BYTES = (4, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 SECONDS = 0.03
@@ -71,9 +72,12 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
 # ------------------------------------------------------------------------------------------------------------- measured
 
 
-def measured() -> dict[str, Any]:
+def measured() -> Iterator[dict[str, Any]]:
     devices = jax.devices()
-    return {"devices": len(devices), "sums": list(sums(devices)), "rows": list(steps(devices))}
+    report = {"devices": len(devices), "sums": list(sums(devices)), "rows": []}
+    for row in steps(devices):
+        report["rows"].append(row)
+        yield report
 
 
 def sums(devices: Sequence[jax.Device]) -> Iterator[dict[str, Any]]:
@@ -93,31 +97,47 @@ def sums(devices: Sequence[jax.Device]) -> Iterator[dict[str, Any]]:
 
 
 def steps(devices: Sequence[jax.Device]) -> Iterator[dict[str, Any]]:
-    for work in works().values():
-        for examples in EXAMPLES[work.op]:
-            time = functools.partial(timed, work, examples)
-            row = {"work": work.title, "examples": examples, "alone": time(None)}
-            row |= {"mesh_of_one": time(mesh_of(devices[:1])), "mesh": time(mesh_of(devices))}
-            row |= {"mesh_overlapping": time(mesh_of(devices), OVERLAPPING)}
+    """The microseconds of each step, by where it runs. All are compiled first, side by side."""
+    one, every = mesh_of(devices[:1]), mesh_of(devices)
+    places = {
+        "alone": (None, {}),
+        "mesh_of_one": (one, {}),
+        "mesh": (every, {}),
+        "mesh_overlapping": (every, OVERLAPPING),
+    }
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = {
+            (work, examples): {
+                place: pool.submit(program(work, examples, *where).compile) for place, where in places.items()
+            }
+            for work in works().values()
+            for examples in EXAMPLES[work.op]
+        }
+        for (work, examples), compiled in programs.items():
+            row = {"work": work.title, "examples": examples}
+            for place, (mesh, _) in places.items():
+                arguments = work.draw(0, examples * (mesh.size if mesh else 1), "float32")
+                if mesh is not None:
+                    shardings = jax.tree.map(lambda a: a.sharding, data_parallel(work, examples, mesh))
+                    arguments = jax.device_put(arguments, shardings)
+                seconds, _ = device_seconds(compiled[place].result(), ((arguments,),), SECONDS)
+                row[place] = seconds / work.steps * 1e6
             print(row, file=sys.stderr, flush=True)
             yield row
 
 
-def timed(work: Work, examples: int, mesh: Mesh | None, options: Mapping[str, Any] | None = None) -> float:
-    """Microseconds of a step."""
-    arguments = work.draw(0, examples * (mesh.size if mesh else 1), "float32")
-    if mesh is not None:
-        placed = jax.tree.map(lambda a: a.sharding, data_parallel(work, examples, mesh))
-        arguments = jax.device_put(arguments, placed)
-    program = jax.jit(work.chain(work.function(None, "float32"), work.steps), compiler_options=dict(options or {}))
-    seconds, _ = device_seconds(program.lower((arguments,)).compile(), ((arguments,),), SECONDS)
-    return seconds / work.steps * 1e6
+def program(work: Work, examples: int, mesh: Mesh | None, options: Mapping[str, Any]) -> jax.stages.Lowered:
+    """Ten steps, with so many examples a device."""
+    function = jax.jit(work.chain(work.function(None, "float32"), work.steps), compiler_options=dict(options))
+    if mesh is None:
+        return function.lower((jax.eval_shape(lambda: work.draw(0, examples, "float32")),))
+    return function.lower((data_parallel(work, examples, mesh),))
 
 
 # ------------------------------------------------------------------------------------------------------------- compiled
 
 
-def compiled() -> dict[str, Any]:
+def compiled() -> Iterator[dict[str, Any]]:
     sys.path.insert(0, str(TESTS))
     from ahead_of_time import gpus
 
@@ -133,7 +153,7 @@ def compiled() -> dict[str, Any]:
                 options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
                 program = lowered.compile(compiler_options=options | (OVERLAPPING if overlapping else {})).as_text()
                 rows.append({"work": work.title, "overlapping": overlapping} | communicated(program))
-    return {"devices": 8, "rows": rows}
+    yield {"devices": 8, "rows": rows}
 
 
 def one_step(function: Callable) -> Callable:
@@ -187,12 +207,11 @@ def main(args: Sequence[str] | None = None) -> int:
     given = parser.parse_args(args)
     if given.what == "compile":
         jax.config.update("jax_platforms", "cpu")  # a GPU that is here would be taken for those that are not
-    kinds: Mapping[str, Callable[[], dict[str, Any]]] = {"measure": measured, "compile": compiled}
-    report = provenance(shlex.join(["python", "docs/lab/many_devices.py", *args])) | kinds[given.what]()
-    for row in report["rows"]:
-        print(row)
-    if given.json:
-        write_atomically(given.json, to_json(report))
+    head = provenance(shlex.join(["python", "docs/lab/many_devices.py", *args]))
+    for report in {"measure": measured, "compile": compiled}[given.what]():
+        if given.json:
+            write_atomically(given.json, to_json(head | report))
+    print(*report["rows"], sep="\n")
     return 0
 
 
