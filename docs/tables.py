@@ -545,7 +545,132 @@ def sanitizer(page: Path, name: str) -> str:
     return markdown(["op with its gradients", *tools], lines) + "\n" + provenance(page, name, report)
 
 
+def dtypes(page: Path, *names: str) -> str:
+    """A line for each work and batch in each dtype: its time and memory beside those in float32 of the same run."""
+    reports = {name: report for name in names if (report := load(name))}
+    if not reports:
+        return no_file(names[0])
+    lines = []
+    for report in reports.values():
+        found = {
+            (row["op"], row["place"], row["batch"], row["dtype"], row["implementation"]): row for row in report["rows"]
+        }
+        for (op, place, batch, dtype, implementation), row in found.items():
+            if row.get("peer") or not time(row):
+                continue
+            wide = found.get((op, place, batch, "float32", implementation))
+            same = {key[4]: other for key, other in found.items() if key[:4] == (op, place, batch, dtype)}
+            name = " ".join(part for part in (op.partition("-")[0], place) if part)
+            memory, wide_memory = (row_bytes(a) for a in (row, wide))
+            share = f"{memory / wide_memory:.0%}" if memory and wide_memory else ""
+            cells = [microseconds(row), ratio(row, wide), number(memory / 2**20), share, ratio(row, best_peer(same))]
+            lines.append([f"{name}, batch {batch:,}", dtype, *cells])
+    head = ["step", "computed in", "µs", "over float32", "MiB", "of float32's", "over the best peer"]
+    sources = "\n".join(provenance(page, name, report, report["rows"]) for name, report in reports.items())
+    return f"{markdown(head, lines)}\n{sources}"
+
+
+def row_bytes(row: Row | None) -> int | None:
+    """Arguments, results and temporaries."""
+    if row is None or row.get("temporary_bytes") is None:
+        return None
+    return row["argument_bytes"] + row["result_bytes"] + row["temporary_bytes"]
+
+
+def precisions(page: Path, name: str) -> str:
+    """A line for each experiment: the accuracy in each precision, its mean and deviation over the seeds."""
+    if (report := load(name)) is None:
+        return no_file(name)
+    runs = [row for row in report["rows"] if "test_accuracy" in row]
+    columns = list(
+        dict.fromkeys(row["precision"] for row in sorted(runs, key=lambda row: row["precision"] != "float32"))
+    )
+    lines = []
+    for experiment in dict.fromkeys(row["experiment"] for row in runs):
+        cells = []
+        for precision in columns:
+            of = [row for row in runs if (row["experiment"], row["precision"]) == (experiment, precision)]
+            accuracies, skipped = [row["test_accuracy"] for row in of], sum(row["skipped_steps"] for row in of)
+            if not of:
+                cells.append("")
+                continue
+            spread = statistics.stdev(accuracies) if len(of) > 1 else 0.0
+            steps = f", skipped steps: {skipped}" if skipped else ""
+            cells.append(f"{statistics.mean(accuracies):.4f} ± {spread:.4f} ({len(of)} seeds{steps})")
+        lines.append([experiment, *cells])
+    return markdown(["experiment", *columns], lines) + "\n" + provenance(page, name, report)
+
+
+def many_devices(page: Path, name: str) -> str:
+    """A line for each step with as many examples a device: on one, on a mesh of one, and on a mesh of all."""
+    if (report := load(name)) is None:
+        return no_file(name)
+    lines = [
+        [
+            f"{row['work'].replace(' training step', '')}, {row['examples']:,} a device",
+            number(row["alone"]),
+            f"{row['mesh_of_one'] / row['alone'] - 1:+.1%}",
+            f"{row['alone'] / row['mesh']:.1%}",
+            f"{row['alone'] / row['mesh_overlapping']:.1%}",
+        ]
+        for row in report["rows"]
+    ]
+    count = report["devices"]
+    head = ["step", "one device, µs", "mesh of one", f"efficiency on {count}", "with overlap"]
+    return markdown(head, lines) + "\n" + provenance(page, name, report)
+
+
+def communication(page: Path, name: str, measured: str) -> str:
+    """A line for each step: what it communicates, and from which batch on that is a twentieth of its time."""
+    if (report := load(name)) is None:
+        return no_file(name)
+    model = summing(report["devices"], load(measured))
+    lines = []
+    for plain, overlapping in zip(report["rows"][::2], report["rows"][1::2], strict=True):
+        sums = ", ".join(f"{count} {kind}" for kind, count in plain["collectives"].items())
+        parts = sum(overlapping["collectives"].values())
+        meanwhile = f"{parts}, {overlapping['kernels_meanwhile']} of {overlapping['kernels']} kernels meanwhile"
+        time_of_sum, batch = model(plain["work"], plain["bytes"]) if model else (None, None)
+        needed = "" if batch is None else "any" if batch <= report["devices"] else f"{batch:,}"
+        cells = [f"{plain['bytes']:,}", sums, meanwhile, number(time_of_sum), needed]
+        lines.append([plain["work"].replace(" training step", ""), *cells])
+    head = ["step", "bytes", "collectives", "overlapping", "a sum, µs", "batch for 95%"]
+    return markdown(head, lines) + "\n" + provenance(page, name, report)
+
+
+def summing(devices: int, measured: Report | None) -> Callable[[str, int], tuple[float, int | None]] | None:
+    """Work, bytes -> the microseconds of a sum over so many devices in a ring, and the batch of which that is 1/19.
+
+    A ring of n makes 2 (n - 1) hops and moves 2 (n - 1)/n of the bytes over each link; what one hop and one byte take
+    is known from the ring that was measured. A step's time is a line through its times alone, or proportional to one.
+    """
+    if measured is None:
+        return None
+    ring = measured["devices"]
+    first, last = measured["sums"][0], measured["sums"][-1]
+    a_hop = first["microseconds"] / (2 * (ring - 1))
+    a_byte = (last["microseconds"] - first["microseconds"]) / (2 * (ring - 1) / ring * last["bytes"])
+
+    def model(work: str, size: int) -> tuple[float, int | None]:
+        sum_time = 2 * (devices - 1) * a_hop + 2 * (devices - 1) / devices * size * a_byte
+        rows = [row for row in measured["rows"] if row["work"] == work]
+        if not rows:
+            return sum_time, None
+        low, high = rows[0], rows[-1]
+        slope = high["alone"] / high["examples"]
+        if len(rows) > 1:
+            slope = (high["alone"] - low["alone"]) / (high["examples"] - low["examples"])
+        fixed = low["alone"] - slope * low["examples"]
+        return sum_time, devices * max(1, math.ceil((19 * sum_time - fixed) / slope))
+
+    return model
+
+
 TABLES: dict[str, Callable[..., str]] = {
+    "dtypes": dtypes,
+    "precisions": precisions,
+    "many_devices": many_devices,
+    "communication": communication,
     "sanitizer": sanitizer,
     "accuracy": accuracy,
     "fuzz": fuzz,

@@ -388,3 +388,45 @@ def test_no_page_types_a_figure_that_a_run_measures(tables):
 )
 def test_a_typed_figure_is_seen(text, typed):
     assert FIGURE.findall(prose(text)) == typed
+
+
+def test_half_precision_stands_beside_float32(book):
+    fields = dict(argument_bytes=2**20, result_bytes=0)
+    run = report(
+        row("step in float32", dtype="float32", **fields),
+        row("step in float16", dtype="float16", microseconds=5.0, **fields | dict(temporary_bytes=2**20)),
+        row("step in float16", "PyTorch", dtype="float16", microseconds=20.0, peer="PyTorch", **fields),
+    )
+    head, wide, half = cells(book("dtypes run", run=run))
+    assert head[2:] == ["µs", "over float32", "MiB", "of float32's", "over the best peer"]
+    assert wide[1:] == ["float32", "10", "1.00x", "4", "100%", ""]
+    assert half == ["step, batch 128", "float16", "5", "2.00x", "2", "50%", "4.00x"]
+
+
+def test_accuracies_are_means_over_seeds(book):
+    runs = [
+        {"experiment": "lenet", "precision": precision, "seed": seed, "test_accuracy": accuracy, "skipped_steps": seed}
+        for precision, accuracies in (("mixed_float16", (0.5, 0.7)), ("float32", (0.75, 0.75)))
+        for seed, accuracy in enumerate(accuracies)
+    ]
+    failed = {"experiment": "lenet", "precision": "float32", "seed": 9, "failed": "no GPU"}
+    head, line = cells(book("precisions run", run=report(*runs, failed)))
+    assert head == ["experiment", "float32", "mixed_float16"]
+    assert line[1:] == ["0.7500 ± 0.0000 (2 seeds, skipped steps: 1)", "0.6000 ± 0.1414 (2 seeds, skipped steps: 1)"]
+
+
+def test_what_many_devices_cost_is_a_share_and_a_batch(book):
+    steps = [
+        {"work": "a training step", "examples": n, "alone": t, "mesh_of_one": t, "mesh": 2 * t, "mesh_overlapping": t}
+        for n, t in ((100, 200.0), (200, 300.0))
+    ]
+    # A hop takes 5 µs, and a byte 1e-3 µs.
+    sums = [{"bytes": 4, "microseconds": 10.0}, {"bytes": 10_000, "microseconds": 20.0}]
+    measured = report(*steps) | {"devices": 2, "sums": sums}
+    head, first, _ = cells(book("many_devices run", run=measured))
+    assert head[3] == "efficiency on 2" and first == ["a, 100 a device", "200", "+0.0%", "50.0%", "100.0%"]
+    each = {"work": "a training step", "collectives": {"all-reduce": 1}, "bytes": 8000, "kernels": 3}
+    compiled = report(each | {"kernels_meanwhile": 0}, each | {"kernels_meanwhile": 2}) | {"devices": 8}
+    _, line = cells(book("communication compiled run", compiled=compiled, run=measured))
+    # 14 hops and 1.75 times the bytes: 84 µs; a step 19 times as long has 1,496 examples a device.
+    assert line == ["a", "8,000", "1 all-reduce", "1, 2 of 3 kernels meanwhile", "84", "11,968"]

@@ -10,7 +10,6 @@ mesh of all, with XLA's defaults and with `OVERLAPPING`; and the sum over device
 
 import argparse
 import concurrent.futures
-import functools
 import math
 import re
 import shlex
@@ -43,14 +42,14 @@ SUMMED_BYTES = (4, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 SECONDS = 0.03
 
 
-@functools.cache
-def works() -> Mapping[str, Work]:
-    return {
+def works(names: tuple[str, ...]) -> Mapping[str, Work]:
+    every = {
         "lenet": lenet_work(),
         "logic": logic_work("logic", 8000, ()),
         "logic-large": logic_work("logic-large", 64000, ()),
         "mixer": mixer_work(),
     }
+    return {name: every[name] for name in names}
 
 
 def data_parallel(work: Work, examples: int, mesh: Mesh) -> tuple[Any, ...]:
@@ -72,10 +71,10 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
 # ------------------------------------------------------------------------------------------------------------- measured
 
 
-def measured() -> Iterator[dict[str, Any]]:
+def measured(works: Mapping[str, Work]) -> Iterator[dict[str, Any]]:
     devices = jax.devices()
     report = {"devices": len(devices), "sums": list(sums(devices)), "rows": []}
-    for row in steps(devices):
+    for row in steps(works, devices):
         report["rows"].append(row)
         yield report
 
@@ -96,7 +95,7 @@ def sums(devices: Sequence[jax.Device]) -> Iterator[dict[str, Any]]:
         yield {"bytes": size, "microseconds": seconds / calls * 1e6}
 
 
-def steps(devices: Sequence[jax.Device]) -> Iterator[dict[str, Any]]:
+def steps(works: Mapping[str, Work], devices: Sequence[jax.Device]) -> Iterator[dict[str, Any]]:
     """The microseconds of each step, by where it runs. All are compiled first, side by side."""
     one, every = mesh_of(devices[:1]), mesh_of(devices)
     places = {
@@ -110,7 +109,7 @@ def steps(devices: Sequence[jax.Device]) -> Iterator[dict[str, Any]]:
             (work, examples): {
                 place: pool.submit(program(work, examples, *where).compile) for place, where in places.items()
             }
-            for work in works().values()
+            for work in works.values()
             for examples in EXAMPLES[work.op]
         }
         for (work, examples), compiled in programs.items():
@@ -137,15 +136,15 @@ def program(work: Work, examples: int, mesh: Mesh | None, options: Mapping[str, 
 # ------------------------------------------------------------------------------------------------------------- compiled
 
 
-def compiled() -> Iterator[dict[str, Any]]:
+def compiled(works: Mapping[str, Work]) -> Iterator[dict[str, Any]]:
     sys.path.insert(0, str(TESTS))
     from ahead_of_time import gpus
 
     # Where a GPU that is not there is the default, nothing can be computed.
-    steps = {name: one_step(work.function(None, "float32")) for name, work in works().items()}
+    steps = {name: one_step(work.function(None, "float32")) for name, work in works.items()}
     rows = []
     with gpus(HOPPER, 8) as devices:
-        for name, work in works().items():
+        for name, work in works.items():
             arguments = data_parallel(work, EXAMPLES[name][0], mesh_of(devices))
             lowered = jax.jit(steps[name]).trace(*arguments).lower(lowering_platforms=("cuda",))
             for overlapping in (False, True):
@@ -203,12 +202,13 @@ def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["measure", "compile"])
+    parser.add_argument("--works", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(args)
     if given.what == "compile":
         jax.config.update("jax_platforms", "cpu")  # a GPU that is here would be taken for those that are not
     head = provenance(shlex.join(["python", "docs/lab/many_devices.py", *args]))
-    for report in {"measure": measured, "compile": compiled}[given.what]():
+    for report in {"measure": measured, "compile": compiled}[given.what](works(tuple(given.works))):
         if given.json:
             write_atomically(given.json, to_json(head | report))
     print(*report["rows"], sep="\n")
