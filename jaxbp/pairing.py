@@ -117,6 +117,8 @@ class Op:
       fastest: what `None` stands for; or a function of the arguments, `(*arrays, **options) -> Fastest`, where that
         depends on them.
       shares: the kernel is shared among the devices of a mesh. On a mesh, `None` takes one that is not for none.
+      sharded_like: `(*arrays) -> results` that are sharded as the op's, where JAX's own differentiation cannot say so
+        on a mesh of explicit axes.
     """
 
     def __init__(
@@ -127,18 +129,17 @@ class Op:
         unsupported: Callable[..., str | None] | None = None,
         fastest: Fastest | Callable[..., Fastest] | None = None,
         shares: bool = False,
+        sharded_like: Callable | None = None,
     ):
         if unknown := set(implementations) - {*IMPLEMENTATIONS, None}:
             raise ValueError(f"{name}: implementations has {sorted(unknown)}; wants names among {IMPLEMENTATIONS}")
-        self._made_of = (
-            Op,
-            dict(name=name, implementations=implementations, unsupported=unsupported, fastest=fastest, shares=shares),
-        )
+        made_of = dict(name=name, implementations=implementations, unsupported=unsupported, fastest=fastest)
+        self._made_of = Op, made_of | dict(shares=shares, sharded_like=sharded_like)
         self.name = name
         self.implementations = {key: jax.named_scope(name)(value) for key, value in implementations.items()}
         self.unsupported = unsupported or (lambda *arrays, **options: None)
         self.fastest = fastest or Fastest()
-        self.shares = shares
+        self.shares, self.sharded_like = shares, sharded_like
         self._bound = {
             key: _remembered(functools.partial(functools.partial, f)) for key, f in self.implementations.items()
         }
@@ -152,9 +153,8 @@ class Op:
           NotImplementedError: an implementation this op lacks, or arguments its kernel does not take.
         """
         arrays = vary_alike(arrays)
-        if implementation != "autodiff" and "autodiff" in self.implementations and on_explicit_axes(arrays):
-            function = functools.partial(self, implementation=implementation, **options)
-            return with_automatic_axes(function, self._bind("autodiff", options), arrays)
+        if on_explicit_axes(arrays) and (like := self._sharded_like(implementation, options)):
+            return with_automatic_axes(functools.partial(self, implementation=implementation, **options), like, arrays)
         if implementation is None and None not in self.implementations:
             return self._by_platform(arrays, options)
         if implementation not in (*IMPLEMENTATIONS, None):
@@ -168,6 +168,12 @@ class Op:
                 f"{self.name}: implementation='pallas' does not take {reason}; 'xla', 'autodiff' and None do"
             )
         return self._bind(implementation, options)(*arrays)
+
+    def _sharded_like(self, implementation: str | None, options: Mapping[str, Any]) -> Callable | None:
+        """What an implementation's results are sharded like, if it leaves that to the compiler."""
+        if self.sharded_like or implementation == "autodiff" or "autodiff" not in self.implementations:
+            return self.sharded_like
+        return self._bind("autodiff", options)
 
     def _by_platform(self, arrays: tuple, options: Mapping[str, Any]) -> Any:
         """The fastest: for the GPU by its architecture, for everything else by measurement, told apart when lowered."""

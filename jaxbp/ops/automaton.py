@@ -163,6 +163,14 @@ def _definition_backward(dlast, logits, automaton, state, keys, **options):
     return jax.vjp(lambda p, s: _definition(p, automaton, s, keys, **options), logits, state)[1](dlast)
 
 
+def _state(logits, automaton, state, keys):
+    return state
+
+
+def _logits_and_state(dlast, logits, automaton, state, keys):
+    return logits, state
+
+
 def _unsupported(*arrays, **options):
     """Of `(logits, automaton, state, keys)`, behind dlast or not."""
     automaton, state = arrays[-3:-1]
@@ -172,12 +180,18 @@ def _unsupported(*arrays, **options):
 
 
 _STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
-    Op(name, {"autodiff": definition, **composed(function, tuple(_TICKS))}, unsupported=_unsupported)
-    for name, definition, function in (
-        ("automaton_step", _definition, _rollout),
-        ("automaton_step_backward", _definition_backward, _rollout_backward),
-        ("automaton_rollout", _definition, _rollout),
-        ("automaton_rollout_backward", _definition_backward, _rollout_backward),
+    Op(
+        name,
+        {"autodiff": definition, **composed(function, tuple(_TICKS))},
+        unsupported=_unsupported,
+        # Cells of all grids lie side by side in it, an array whose sharding JAX does not say.
+        sharded_like=like,
+    )
+    for name, definition, function, like in (
+        ("automaton_step", _definition, _rollout, _state),
+        ("automaton_step_backward", _definition_backward, _rollout_backward, _logits_and_state),
+        ("automaton_rollout", _definition, _rollout, _state),
+        ("automaton_rollout_backward", _definition_backward, _rollout_backward, _logits_and_state),
     )
 )
 

@@ -121,3 +121,17 @@ def test_a_pair_of_a_users_own_works_on_a_mesh(shared, axes):
         assert_close(traced.lower().compile()(x_, scale_), jax.grad(loss, (0, 1))(x, scale), "float32")
     hessian = jax.jit(jax.hessian(lambda s: jnp.sum(jnp.sin(pair(x_, s, implementation="pallas")))))
     assert_close(hessian(scale_), jax.hessian(lambda s: jnp.sum(jnp.sin(x * s)))(scale), 1e-4)
+
+
+def test_an_automaton_on_explicit_axes_has_the_gradients_of_one_device():
+    automaton = jaxbp.Automaton.create(2, 1, [8, 4, 2], [4, 2], periodic=True, seed=0)
+    layers = [normal((automaton.kernels, w.gates, 16))[0] for w in automaton.perception]
+    logits = layers, [normal((w.gates, 16))[0] for w in automaton.update]
+    state = jax.random.uniform(jax.random.key(0), (8, 2, 2, 2))
+    gradient = jax.jit(
+        jax.grad(lambda logits, s: jnp.sum(jnp.sin(jaxbp.automaton_rollout(logits, automaton, s, 2))), (0, 1))
+    )
+    placed = jax.tree.map(lambda a: on_mesh(a, axes=AxisType.Explicit), logits)
+    found = gradient(placed, on_mesh(state, "examples", axes=AxisType.Explicit))
+    assert_close(found, gradient(logits, state), "float32")
+    assert found[1].sharding.spec == P("examples", None, None, None)
