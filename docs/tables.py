@@ -202,6 +202,7 @@ def provenance(page: Path, name: str, report: Report, rows: Sequence[Row] = ()) 
     starred = any(microseconds(row).endswith("*") for row in rows)
     parts = [
         f"[{name}.json]({link}): {where}.",
+        report.get("note", ""),
         errors(rows),
         "\\*: the device waited for the host, so its own time is less." if starred else "",
     ]
@@ -624,42 +625,41 @@ def communication(page: Path, name: str, measured: str) -> str:
     """A line for each step: what it communicates, and from which batch on that is a twentieth of its time."""
     if (report := load(name)) is None:
         return no_file(name)
-    model = summing(report["devices"], load(measured))
+    model = summing(report, load(measured))
     lines = []
     for plain, overlapping in zip(report["rows"][::2], report["rows"][1::2], strict=True):
         sums = ", ".join(f"{count} {kind}" for kind, count in plain["collectives"].items())
         parts = sum(overlapping["collectives"].values())
         meanwhile = f"{parts}, {overlapping['kernels_meanwhile']} of {overlapping['kernels']} kernels meanwhile"
-        time_of_sum, batch = model(plain["work"], plain["bytes"]) if model else (None, None)
-        needed = "" if batch is None else "any" if batch <= report["devices"] else f"{batch:,}"
-        cells = [f"{plain['bytes']:,}", sums, meanwhile, number(time_of_sum), needed]
+        time_of_sum, batch = model(plain["work"]) if model else (None, None)
+        cells = [f"{plain['bytes']:,}", sums, meanwhile, number(time_of_sum), "" if batch is None else f"{batch:,}"]
         lines.append([plain["work"].replace(" training step", ""), *cells])
-    head = ["step", "bytes", "collectives", "overlapping", "a sum, µs", "batch for 95%"]
+    head = ["step", "bytes", "collectives", "overlapping", "a sum over 8, µs", "batch for 95%"]
     return markdown(head, lines) + "\n" + provenance(page, name, report)
 
 
-def summing(devices: int, measured: Report | None) -> Callable[[str, int], tuple[float, int | None]] | None:
-    """Work, bytes -> the microseconds of a sum over so many devices in a ring, and the batch of which that is 1/19.
+def summing(compiled: Report, measured: Report | None) -> Callable[[str], tuple[float, int]] | None:
+    """Work -> the microseconds that the sum over the compiled devices would take, and the batch of which it is 1/19.
 
-    A ring of n makes 2 (n - 1) hops and moves 2 (n - 1)/n of the bytes over each link; what one hop and one byte take
-    is known from the ring that was measured. A step's time is a line through its times alone, or proportional to one.
+    What a sum over two devices takes is what a step takes longer on both: a line through all steps that were measured
+    says how much of it is a hop's, and how much a byte's. A tree over n devices has log2 n times the hops, and each
+    link moves 2 (n - 1)/n times the bytes. A step's time is a line through its times alone, or proportional to one.
     """
     if measured is None:
         return None
-    ring = measured["devices"]
-    first, last = measured["sums"][0], measured["sums"][-1]
-    a_hop = first["microseconds"] / (2 * (ring - 1))
-    a_byte = (last["microseconds"] - first["microseconds"]) / (2 * (ring - 1) / ring * last["bytes"])
+    sizes = {row["work"]: row["bytes"] for row in compiled["rows"]}
+    rows = [row for row in measured["rows"] if row["work"] in sizes]
+    longer = [row["mesh"] - row["alone"] for row in rows]
+    ring, devices = measured["devices"], compiled["devices"]
+    a_byte, a_hop = statistics.linear_regression([sizes[row["work"]] for row in rows], longer)
+    hops, link = (math.log2(n) for n in (ring, devices)), [2 * (n - 1) / n for n in (ring, devices)]
+    few, many = hops
 
-    def model(work: str, size: int) -> tuple[float, int | None]:
-        sum_time = 2 * (devices - 1) * a_hop + 2 * (devices - 1) / devices * size * a_byte
-        rows = [row for row in measured["rows"] if row["work"] == work]
-        if not rows:
-            return sum_time, None
-        low, high = rows[0], rows[-1]
-        slope = high["alone"] / high["examples"]
-        if len(rows) > 1:
-            slope = (high["alone"] - low["alone"]) / (high["examples"] - low["examples"])
+    def model(work: str) -> tuple[float, int]:
+        sum_time = a_hop * many / few + a_byte * sizes[work] * link[1] / link[0]
+        low, *_, high = [row for row in rows if row["work"] == work] * 2
+        slope = (high["alone"] - low["alone"]) / ((high["examples"] - low["examples"]) or math.nan)
+        slope = slope if math.isfinite(slope) else low["alone"] / low["examples"]
         fixed = low["alone"] - slope * low["examples"]
         return sum_time, devices * max(1, math.ceil((19 * sum_time - fixed) / slope))
 

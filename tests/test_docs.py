@@ -420,13 +420,18 @@ def test_what_many_devices_cost_is_a_share_and_a_batch(book):
         {"work": "a training step", "examples": n, "alone": t, "mesh_of_one": t, "mesh": 2 * t, "mesh_overlapping": t}
         for n, t in ((100, 200.0), (200, 300.0))
     ]
-    # A hop takes 5 µs, and a byte 1e-3 µs.
-    sums = [{"bytes": 4, "microseconds": 10.0}, {"bytes": 10_000, "microseconds": 20.0}]
-    measured = report(*steps) | {"devices": 2, "sums": sums}
+    measured = report(*steps) | {"devices": 2}
     head, first, _ = cells(book("many_devices run", run=measured))
     assert head[3] == "efficiency on 2" and first == ["a, 100 a device", "200", "+0.0%", "50.0%", "100.0%"]
-    each = {"work": "a training step", "collectives": {"all-reduce": 1}, "bytes": 8000, "kernels": 3}
-    compiled = report(each | {"kernels_meanwhile": 0}, each | {"kernels_meanwhile": 2}) | {"devices": 8}
-    _, line = cells(book("communication compiled run", compiled=compiled, run=measured))
-    # 14 hops and 1.75 times the bytes: 84 µs; a step 19 times as long has 1,496 examples a device.
-    assert line == ["a", "8,000", "1 all-reduce", "1, 2 of 3 kernels meanwhile", "84", "11,968"]
+    small = {"work": "b training step", "examples": 1, "alone": 1.0, "mesh": 51.0}
+    measured = report(steps[0], small) | {"devices": 2}
+    each = {"collectives": {"all-reduce": 1}, "kernels": 3}
+    programs = [
+        each | {"work": f"{name} training step", "bytes": size, "kernels_meanwhile": meanwhile}
+        for name, size in (("a", 20_000), ("b", 5_000))
+        for meanwhile in (0, 2)
+    ]
+    compiled = report(*programs) | {"devices": 8}
+    _, line, _ = cells(book("communication compiled run", compiled=compiled, run=measured))
+    # On two, 0.01 µs a byte and no hop: 200 µs; on eight 1.75 times that, and a step 19 times as long has 3,325.
+    assert line == ["a", "20,000", "1 all-reduce", "1, 2 of 3 kernels meanwhile", "350", "26,600"]

@@ -4,7 +4,7 @@
     python docs/lab/many_devices.py compile --json docs/results/collectives.json      # anywhere, with CUDA's compiler
 
 `measure` times training steps with the same examples a device: on one GPU without a mesh, on a mesh of one, and on a
-mesh of all, with XLA's defaults and with `OVERLAPPING`; and the sum over devices of arrays of several sizes by itself.
+mesh of all, with XLA's defaults and with `OVERLAPPING`.
 `compile` compiles the same steps for eight H200 that need not be there, and lists what they communicate.
 """
 
@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.bench.works import Work, lenet_work, logic_work, mixer_work
@@ -38,7 +36,6 @@ OVERLAPPING = {
 """XLA's options for a sum a layer, each of which runs while the backward of the layer before it does."""
 EXAMPLES = {"lenet": (8192, 65536), "logic": (128, 1024), "logic-large": (128, 1024), "mixer": (8192,)}
 """Work -> examples a device."""
-SUMMED_BYTES = (4, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 SECONDS = 0.03
 
 
@@ -73,26 +70,10 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
 
 def measured(works: Mapping[str, Work]) -> Iterator[dict[str, Any]]:
     devices = jax.devices()
-    report = {"devices": len(devices), "sums": list(sums(devices)), "rows": []}
+    report = {"devices": len(devices), "rows": []}
     for row in steps(works, devices):
         report["rows"].append(row)
         yield report
-
-
-def sums(devices: Sequence[jax.Device]) -> Iterator[dict[str, Any]]:
-    """The time of a sum over the devices, for each size: one of a hundred, each of which needs the one before."""
-    mesh, calls = mesh_of(devices), 100
-    for size in SUMMED_BYTES:
-        x = jax.device_put(jnp.ones(size // 4), NamedSharding(mesh, PartitionSpec()))
-
-        def program(x):
-            step = lambda x, _: (lax.psum(x, "examples") * (1 / len(devices)), None)  # noqa: E731
-            return lax.scan(step, x, length=calls)[0]
-
-        replicated = PartitionSpec()
-        shared = jax.shard_map(program, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False)
-        seconds, _ = device_seconds(jax.jit(shared).lower(x).compile(), (x,), SECONDS)
-        yield {"bytes": size, "microseconds": seconds / calls * 1e6}
 
 
 def steps(works: Mapping[str, Work], devices: Sequence[jax.Device]) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ compiled while another is timed: compilers use the host's cores, and XLA tries a
 import functools
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +21,9 @@ from jaxbp.verify.timing import compile_program
 
 Row = dict[str, Any]
 
-CASES_AT_ONCE = 6
-"""Cases whose programs are compiled before the first of them is timed: a bound on the memory of executables."""
+CASES_AT_ONCE, TRACING_SECONDS = 6, 20.0
+"""Cases whose programs are compiled before the first of them is timed, a bound on the memory of executables; and how long
+they are traced before that, so that a run with a time limit has rows although its programs are large."""
 
 
 class Settings(NamedTuple):
@@ -208,19 +210,20 @@ class Case:
 
 def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iterator[Row]:
     """The rows of all cases, as far as they are measured before `keep_going()` is false."""
-    accuracies = {}
+    accuracies, cases = {}, list(cases)
     with Compiler() as compiler:
-        for group in _groups(cases, CASES_AT_ONCE):
-            if not keep_going():
-                return
-            for case in group:
+        while cases and keep_going():
+            group, started = [], time.monotonic()
+            while cases and len(group) < CASES_AT_ONCE and time.monotonic() - started < TRACING_SECONDS:
+                case = cases.pop(0)
                 if case.settings.compile_seconds:
+                    compiler.wait()
                     case.time_compilation()
-            for case in group:
                 key = case.work, min(case.batch, case.work.error_batch), case.settings.dtype
                 if key not in accuracies:
                     accuracies[key] = Accuracy(*key, compiler)
                 case.submit(compiler, accuracies[key])
+                group.append(case)
             compiler.wait()
             for case in group:
                 yield from case.rows(keep_going)
@@ -236,7 +239,3 @@ def with_speedups(rows: Iterable[Row]) -> list[Row]:
 def ratio(a: float | None, b: float | None) -> float | None:
     """a / b, or None without one of them."""
     return None if a is None or b is None else a / b
-
-
-def _groups(cases, size):
-    return [cases[i : i + size] for i in range(0, len(cases), size)]

@@ -9,6 +9,7 @@ A result file is a JSON object with these fields and those of its command:
     device     the device's kind, as JAX names it
     platform   "cpu", "gpu", ...
     versions   of Python, this library and what it stands on
+    note       what a reader must know beside that; only where there is something
 """
 
 import json
