@@ -22,8 +22,8 @@ from jaxbp.verify.timing import compile_program
 Row = dict[str, Any]
 
 CASES_AT_ONCE, TRACING_SECONDS = 6, 20.0
-"""Cases whose programs are compiled before the first of them is timed, a bound on the memory of executables; and how long
-they are traced before that, so that a run with a time limit has rows although its programs are large."""
+"""Cases whose programs are compiled before the first of them is timed, a bound on the memory of executables; and how
+long they are traced before that, so that a run with a time limit has rows although its programs are large."""
 
 
 class Settings(NamedTuple):

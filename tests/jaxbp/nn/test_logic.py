@@ -9,6 +9,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import assert_close
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxbp
 from jaxbp import Wires
@@ -103,3 +106,31 @@ def test_a_network_learns_the_parity_of_three_bits_and_keeps_it_when_hardened():
 
     nnx.update(network, train(params))
     assert (jnp.argmax(network(x, hard=True), axis=-1) == parity).all()
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over")
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_layers_may_be_sharded_over_their_gates(implementation):
+    network = LogicNetwork(32, [256, 256], 8, initialization="normal", implementation=implementation, rngs=nnx.Rngs(0))
+    graph, logits, wires = nnx.split(network, nnx.Param, ...)
+    mesh = jax.make_mesh((8,), ("gates",), axis_types=(AxisType.Auto,))
+    sharded = jax.device_put(logits, NamedSharding(mesh, P("gates")))
+    x = jax.device_put(bits((32, 32)), NamedSharding(mesh, P()))
+
+    def loss(logits, x):
+        return jnp.sum(jnp.sin(nnx.merge(graph, logits, wires)(x)))
+
+    one, eight = (
+        jax.jit(jax.grad(loss), out_shardings=jax.tree.map(lambda a: a.sharding, of)).lower(of, a).compile()
+        for of, a in ((logits, bits((32, 32))), (sharded, x))
+    )
+    found = eight(sharded, x)
+    assert_close(found, one(logits, bits((32, 32))), "float32")
+    assert {a.sharding.spec for a in jax.tree.leaves(found)} == {P("gates")}
+    of_logits = sum(a.nbytes for a in jax.tree.leaves(logits))
+    memory = [program.memory_analysis() for program in (one, eight)]
+    assert memory[0].argument_size_in_bytes - memory[1].argument_size_in_bytes == of_logits * 7 // 8
+    if implementation == "xla":  # the gates are the device's own, too, and a layer's outputs are gathered
+        assert memory[1].temp_size_in_bytes < memory[0].temp_size_in_bytes / 2
+    else:  # what is gathered are the four coefficients a gate
+        assert set(re.findall(r"(\S+)\{[\d,]*\} all-gather", eight.as_text())) == {"f32[256,4]"}
