@@ -63,18 +63,18 @@ class CheckConfig:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 1 if a check failed, 2 for a mistake of the user."""
+    """Runs the command line. Returns the exit code: 1 if a check failed, else `errors.py`'s."""
     args = sys.argv[1:] if args is None else list(args)
+    return exit_code(lambda: _main(args))
+
+
+def _main(args: Sequence[str]) -> int:
     config = tyro.cli(
         CheckConfig, args=args, prog="python -m experiments.check", config=(tyro.conf.FlagCreatePairsOff,)
     )
-    try:
-        entries = selected(config.ops)
-        if config.json is not None and not config.json.parent.is_dir():
-            raise UserError(f"{config.json} cannot be written: there is no folder {config.json.parent}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    entries = selected(config.ops)
+    if config.json is not None and not config.json.parent.is_dir():
+        raise UserError(f"{config.json} cannot be written: there is no folder {config.json.parent}")
     console, rows = Console(), []
     if not console.is_terminal:
         console = Console(width=150 if config.verbose or config.accuracy else WIDTH)
@@ -146,4 +146,4 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(main())

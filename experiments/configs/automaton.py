@@ -207,9 +207,7 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """A setting as of an update. What grows is 0 in the first `hard_from` of them, then on a line to its value."""
-        if field == "rounded_share":
-            return jnp.float32(self.rounded_share)
+        """`hard_share` or `certainty` as of an update: 0 in the first `hard_from` of them, then on a line to its value."""
         first = self.hard_from * self.updates
         return getattr(self, field) * jnp.clip((update - first) / max(self.updates - 1 - first, 1), 0, 1)
 
@@ -227,8 +225,7 @@ class AutomatonConfig(TrainingConfig):
             options["parametrization"] = "softmax"
         state, automaton = starts.astype(self.policy.compute_dtype), model.automaton.get_value()
         if self.rounded_share:
-            share = self.as_of(update, "rounded_share")
-            last = self._rounding_rollout(of_cells, logits, automaton, state, share, options)
+            last = self._rounding_rollout(of_cells, logits, automaton, state, options)
         else:
             options |= dict(key=of_cells, fire_rate=self.fire_rate)
             last = jaxbp.automaton_rollout(logits, automaton, state, self.steps, **options)
@@ -240,13 +237,13 @@ class AutomatonConfig(TrainingConfig):
         variances = [jnp.sum(gates.variance(layer, self.parametrization)) for layer in jax.tree.leaves(logits)]
         return self.as_of(update, "certainty") * sum(variances)
 
-    def _rounding_rollout(self, key, logits, automaton, state, share, options):
-        """The last state of ticks before each of which a share of the state's values is rounded."""
+    def _rounding_rollout(self, key, logits, automaton, state, options):
+        """The last state of ticks before each of which `rounded_share` of the state's values are rounded."""
 
         def tick(state, key):
             of_cells, of_values = jax.random.split(key)
             rounded = state + lax.stop_gradient(jnp.round(state) - state)
-            state = jnp.where(jax.random.uniform(of_values, state.shape) < share, rounded, state)
+            state = jnp.where(jax.random.uniform(of_values, state.shape) < self.rounded_share, rounded, state)
             step = functools.partial(jaxbp.automaton_step, key=of_cells, fire_rate=self.fire_rate, **options)
             return step(logits, automaton, state), None
 

@@ -122,15 +122,14 @@ def test_noise_is_of_training_alone_and_follows_from_the_seeds(tiny_automaton):
     assert hard(model, examples(5, 7), None)[0][1] == hard(model, examples(6, 7), None)[0][1]
 
 
-@pytest.mark.parametrize("field", ["hard_share", "certainty", "rounded_share"])
-def test_hard_gates_and_certainty_grow_in_a_line_and_rounding_does_not(field):
+@pytest.mark.parametrize("field", ["hard_share", "certainty"])
+def test_hard_gates_and_certainty_grow_in_a_line(field):
     config = LifeConfig(updates=101, hard_from=0.2, **{field: 0.8})
     values = [float(config.as_of(jnp.float32(update), field)) for update in (0, 20, 60, 100)]
-    wanted = [0.8] * 4 if field == "rounded_share" else [0, 0, 0.8 * 39.8 / 79.8, 0.8]
-    np.testing.assert_allclose(values, wanted, rtol=1e-5)
+    np.testing.assert_allclose(values, [0, 0, 0.8 * 39.8 / 79.8, 0.8], rtol=1e-5)
 
 
-def test_values_are_rounded_before_a_tick_with_their_own_gradients(tiny_automaton):
+def test_values_are_rounded_before_a_tick_with_their_own_gradients_from_the_first_update(tiny_automaton):
     config = tiny_automaton(pass_through=3.0, hard_share=0.0, rounded_share=1.0)
     model, loss = config.build(jax.random.key(0))
     automaton = model.automaton.get_value()

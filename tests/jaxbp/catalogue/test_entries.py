@@ -34,6 +34,7 @@ from helpers import (
 )
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
 
 import jaxbp
 from jaxbp.catalogue import BATCH, CATALOGUE
@@ -155,6 +156,16 @@ def test_forward_over_reverse_equals_reverse_over_reverse(name, implementation):
         (direction,) = _directions(arrays, 1)
         reverse_over_reverse, forward_over_reverse = _hessian_products(name, implementation)(arrays, direction)
         assert_close(forward_over_reverse, reverse_over_reverse, dtype)
+
+
+@pytest.mark.once
+@every_op
+def test_check_grads_to_second_order(name):
+    # Kernels take no float64, and JAX's steps are too small for float32.
+    with jax.enable_x64(True):
+        arrays, _ = drawn(name, dtype="float64")
+        function = jax.jit(of_floats(op_of(name, None, "xla"), arrays))
+        check_grads(function, floats(arrays), order=2, modes=("rev",))
 
 
 # ------------------------------------------------------------------------------------------------------ against float64
