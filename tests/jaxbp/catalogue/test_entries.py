@@ -159,7 +159,7 @@ def test_forward_over_reverse_equals_reverse_over_reverse(name, implementation):
 
 
 @pytest.mark.once
-@every_op
+@every_pair
 def test_check_grads_to_second_order(name):
     # Kernels take no float64, and JAX's steps are too small for float32.
     with jax.enable_x64(True):
