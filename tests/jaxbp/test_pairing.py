@@ -371,11 +371,18 @@ def scaled_by_option(x, *, f):
     return f(x)
 
 
+@pytest.fixture
+def few_objects():
+    """Whatever the tests before have left is not looked at in search of what is alive."""
+    gc.freeze()
+
+
 def count_alive(references):
     gc.collect()
     return sum(reference() is not None for reference in references)
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("implementation", ["pallas", "xla"])
 def test_no_more_options_are_kept_than_said_and_none_after_the_pair(implementation):
     gradient = lambda dy, x, *, f: f(dy)  # noqa: E731
@@ -393,6 +400,7 @@ def test_no_more_options_are_kept_than_said_and_none_after_the_pair(implementati
     assert count_alive(references) == 0
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("implementation", ["pallas", "xla", None])
 def test_pairs_over_arrays_are_let_go_with_their_arrays(implementation):
     references = []
