@@ -207,7 +207,7 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """`hard_share` or `certainty` as of an update: 0 in the first `hard_from` of them, then on a line to its value."""
+        """`hard_share` or `certainty` as of an update: 0 in the first `hard_from` of them, then in a line up."""
         first = self.hard_from * self.updates
         return getattr(self, field) * jnp.clip((update - first) / max(self.updates - 1 - first, 1), 0, 1)
 

@@ -3,6 +3,7 @@ import functools
 import json
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -14,6 +15,7 @@ from experiments import compare
 from experiments.configs import Recipe, TrainingConfig
 from experiments.configs.automaton import CheckerboardConfig
 from experiments.data.datasets import Dataset
+from experiments.training import loop as training
 from jaxbp.nn import Linear
 
 
@@ -59,6 +61,26 @@ class ToyConfig(TrainingConfig):
 @pytest.fixture(scope="session")
 def toy_config():
     return ToyConfig
+
+
+@pytest.fixture(scope="module")
+def prepared_once():
+    """Training is prepared, and so compiled, once for all runs of a module with the same model and settings."""
+    prepare = training.prepare
+
+    @functools.cache
+    def prepared(build, config):
+        made = prepare(config, config.load())
+        # Training works in the buffers of the state that it begins with.
+        return dataclasses.replace(made, state=jax.tree.map(np.array, made.state))
+
+    def once(config, dataset):
+        settings = dataclasses.replace(config, run_dir=None, resume=False, target_accuracy=None)
+        return prepared(type(config).build, settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "prepare", once)
+        yield
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

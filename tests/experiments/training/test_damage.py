@@ -4,7 +4,6 @@ All of it goes through the command line's `main`. What takes long is done once: 
 case, the picture of the curves is a stand-in, and nothing waits for the disk.
 """
 
-import dataclasses
 import errno
 import functools
 import json
@@ -12,13 +11,11 @@ import os
 import shutil
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from experiments import configs, train
 from experiments.training import checkpoints, curves, run_directory
-from experiments.training import loop as training
 from experiments.training.loop import TIMINGS
 
 pytestmark = pytest.mark.once
@@ -28,16 +25,8 @@ POSITIONS = 2
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick(toy_config, tmp_path_factory):
+def quick(toy_config, prepared_once, tmp_path_factory):
     """The toy experiment on the command line, compiled once; the same arrays are written by Orbax once."""
-    prepare = training.prepare
-
-    @functools.cache
-    def prepared(epochs):
-        made = prepare(toy_config(epochs=epochs), toy_config().load())
-        # Training works in the buffers of the state that it begins with.
-        return dataclasses.replace(made, state=jax.tree.map(np.array, made.state))
-
     save, written = checkpoints.save_state, []
 
     def saved(path, arrays):
@@ -51,7 +40,6 @@ def quick(toy_config, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(configs.EXPERIMENTS, "toy", toy_config)
-        patch.setattr(training, "prepare", lambda config, dataset: prepared(config.epochs))
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(checkpoints, "save_state", saved)
         patch.setattr(curves, "draw", lambda title, *_: b"\x89PNG" + title.encode() * 50)

@@ -14,7 +14,7 @@ from experiments.training import loop as training
 from experiments.training.loop import TIMINGS
 from experiments.training.run_directory import RunDirectory
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("prepared_once")]
 
 
 def epochs_of(run_dir):
@@ -35,7 +35,7 @@ def assert_same_run(one, other):
 
 
 @pytest.fixture(scope="module")
-def whole_run(toy_config, tmp_path_factory):
+def whole_run(toy_config, prepared_once, tmp_path_factory):
     """The directory of a run that nothing disturbed, to be read only."""
     config = toy_config(run_dir=tmp_path_factory.mktemp("runs") / "whole")
     # As around every test: a fixture of a module is made outside of that.
