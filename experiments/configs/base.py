@@ -52,6 +52,8 @@ class TrainingConfig:
     name: ClassVar[str]
     gradient_clip: ClassVar[float | None] = None
     """Bound on the absolute value of every element of the gradients."""
+    independent: ClassVar[bool] = True
+    """Whether the loss of an example is the same whatever else is in its batch."""
     examples: ClassVar[str] = "images"
     """What the examples are, in the plural."""
     curves: ClassVar[tuple[str, str]] = ("train", "test")

@@ -1,10 +1,11 @@
 """The devices of a run: each holds the parameters and the data, and computes its share of every batch.
 
-They form a mesh with one axis, over which the examples of a batch are divided. The compiler adds what is left: sums
-over the batch become sums over devices. A run on one device is one on a mesh of one.
+They form a mesh with one axis, over which the examples of a batch are divided. A run on one device is one on a mesh of
+one.
 """
 
 import collections
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -60,6 +61,17 @@ def whole(mesh: Mesh) -> NamedSharding:
 def shares(mesh: Mesh) -> NamedSharding:
     """Each device's share of the examples."""
     return NamedSharding(mesh, PartitionSpec(EXAMPLES))
+
+
+def shared(loss: Callable, mesh: Mesh) -> Callable:
+    """`loss(params, inputs, targets)` of a batch that is divided: each device computes those of its own examples.
+
+    Its gradient in the parameters is the sum of the devices', each of the parameters' own dtype. Left to the compiler,
+    the sum would be one of what the model computes in.
+    """
+    batch = PartitionSpec(EXAMPLES)
+    # Kernels do not say over which axes their results vary, which `check_vma` asks for.
+    return jax.shard_map(loss, mesh=mesh, in_specs=(PartitionSpec(), batch, batch), out_specs=batch, check_vma=False)
 
 
 def on_each(mesh: Mesh, tree: PyTree) -> PyTree:

@@ -110,6 +110,8 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     model, loss = config.build(init_key)
     params, pure_loss = split(model, loss)
     _, evaluation = split(model, config.evaluation(loss))
+    if config.independent:
+        pure_loss, evaluation = (devices.shared(function, mesh) for function in (pure_loss, evaluation))
     steps = config.epochs * steps_per_epoch
     optimizer = config.optimizer(steps) or make_optimizer(config.learning_rate, steps, config.gradient_clip)
     scaled = config.policy.compute_dtype == jnp.float16
@@ -272,7 +274,7 @@ def run(
       FloatingPointError: at the first epoch with a loss that is not finite, naming the epoch and the step. With a loss
         scale, at the first without a finite loss, or after `MOST_SKIPPED` skipped steps in a row.
     """
-    compile_seconds, state = training.compile_seconds, devices.on_each(training.mesh, state)
+    compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):
         started = time.perf_counter()
         state, losses, accuracies, finite = training.train_epoch(state, epoch)
