@@ -233,9 +233,9 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
     """The result file of a run, of the metrics of all its epochs.
 
-    Next to what all result files have (`experiments/output/results.py`): `dataset`, `settings`, `devices`, `epochs` (run),
-    `train_seconds`, `evaluation_seconds` and `compile_seconds` (sums over the epochs), `test_accuracy` (of the last
-    epoch), `images_per_second` (of training, over all epochs).
+    Next to what all result files have (`experiments/output/results.py`): `dataset`, `settings`, `devices` (how many),
+    `epochs` (run), `train_seconds`, `evaluation_seconds` and `compile_seconds` (sums over the epochs), `test_accuracy`
+    (of the last epoch), `images_per_second` (of training, over all epochs).
     """
     seconds = _seconds(metrics)
     images = metrics[-1].step * config.batch_size
