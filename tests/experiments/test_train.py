@@ -14,7 +14,7 @@ from rich.console import Console
 from experiments import configs, train
 from experiments.configs import LeNetConfig
 from experiments.data import datasets
-from experiments.training import curves, devices, loop
+from experiments.training import curves, loop
 from experiments.training.loop import Metrics
 
 ROOT = Path(__file__).parents[2]
@@ -163,7 +163,7 @@ def test_the_result_is_a_file_with_what_was_measured_where(toy_config, tmp_path,
         assert (result["dataset"], result["epochs"], len(lines)) == ("toy", 3, 3)
         assert result["settings"]["experiment"] == "toy" and result["settings"]["batch_size"] == 16
         assert not set(result["settings"]) & {"run_dir", "resume", "data_dir", "devices"}
-        assert result["devices"] == devices.number_of(toy_config())
+        assert result["devices"] == 1
         assert result["test_accuracy"] == lines[-1]["test_accuracy"]
         assert result["train_seconds"] == pytest.approx(sum(line["seconds"] for line in lines))
         assert result["evaluation_seconds"] == pytest.approx(sum(line["evaluation_seconds"] for line in lines))

@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -78,17 +77,16 @@ def test_two_processes_go_on_with_a_run_in_the_bits_of_one_with_two_devices(star
 
 
 @pytest.mark.parametrize("killed", [1, 0])
-def test_a_killed_process_ends_the_other_in_one_line(start, tmp_path, killed):
-    processes = start("toy", "--epochs", "100000", "--run-dir", tmp_path / "run")
+def test_a_killed_process_ends_the_other_with_a_line(start, tmp_path, killed):
+    processes = start("toy", "--devices", "2", "--epochs", "100000", "--run-dir", tmp_path / "run")
     while not (processes[0].stdout.readline()).startswith("epoch 3/"):
         assert processes[0].poll() is None, processes[0].stderr.read()
     processes[killed].kill()
-    died = time.monotonic()
-    # The pipe has room for what is printed until then.
     assert processes[1 - killed].wait(timeout=30) == 1
-    assert time.monotonic() - died < 30
-    errors = [line for line in processes[1 - killed].stderr.read().splitlines() if "[Gloo]" not in line]
-    assert errors == [f"error: process {killed} stopped answering: the run ends, and --resume goes on"]
+    errors = processes[1 - killed].stderr.read().splitlines()
+    assert f"error: process {killed} stopped answering: the run ends, and --resume goes on" in errors
+    # Where process 0 is gone, JAX may have had the time to say so in its own words.
+    assert len(errors) == 1 or killed == 0
 
 
 MISTAKES = {
