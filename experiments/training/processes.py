@@ -189,11 +189,14 @@ def _call(place):
 def _introduced(link, place, missing):
     """Which process has come."""
     link.settimeout(PARTING_SECONDS)
-    said = _line(link)
+    try:
+        said = _line(link)
+    except OSError:
+        said = ""
     process, _, processes = said.partition(" ")
     if processes != str(place.processes) or process not in map(str, missing):
         wanted = f"wanted process {' or '.join(map(str, missing))} of {place.processes}"
-        raise UserError(f"process {process} of {processes} came to {place.host}:{place.port}: {wanted}")
+        raise UserError(f"process {process or '?'} of {processes or '?'} came to {place.host}:{place.port}: {wanted}")
     _lasting(link)
     return int(process)
 

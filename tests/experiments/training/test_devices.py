@@ -15,7 +15,7 @@ from experiments.training import loop as training
 
 pytestmark = [
     pytest.mark.once,
-    pytest.mark.skipif(jax.device_count() != 8, reason="eight virtual devices of the CPU"),
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over"),
 ]
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from experiments import kill, train
@@ -62,6 +63,7 @@ def free_port():
                 continue
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs two devices to shard over, of the CPU")
 def test_two_processes_go_on_with_a_run_in_the_bits_of_one_with_two_devices(start, toy_config, tmp_path):
     alone, both = tmp_path / "alone", tmp_path / "both"
     train.train(toy_config(run_dir=alone, devices=2))
