@@ -3,6 +3,8 @@
     python -m experiments.train lenet --dataset mnist --data-dir data --implementation xla
     python -m experiments.train logic --json logic.json          # and the result as a file
     python -m experiments.train ca-checkerboard
+    python -m experiments.train lenet --devices 4
+    python -m experiments.train lenet --coordinator HOST:PORT --process 0 --processes 2      # docs/many_devices.md
 
 The last line printed is the test accuracy. `--help` lists the experiments, and after an experiment's name its settings.
 """
@@ -10,6 +12,7 @@ The last line printed is the test accuracy. `--help` lists the experiments, and 
 import argparse
 import contextlib
 import dataclasses
+import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +20,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from flax import nnx
@@ -31,9 +36,9 @@ from experiments.data.datasets import Dataset
 from experiments.output.errors import Stopped, UserError, exit_code
 from experiments.output.files import write_atomically
 from experiments.output.results import provenance, to_json
-from experiments.training import automaton, curves, logic, run_directory
+from experiments.training import automaton, curves, devices, logic, processes, run_directory
 from experiments.training import loop as training
-from experiments.training.loop import Metrics
+from experiments.training.loop import Metrics, Training, TrainState
 from experiments.training.run_directory import RunDirectory
 
 PROGRAM = "python -m experiments.train"
@@ -52,6 +57,12 @@ REPORTS: Mapping[str, Report] = {
     **dict.fromkeys(AUTOMATA, Report(automaton.report, automaton.FILES)),
 }
 CURVES = "curves.png"
+OPTIONS: Mapping[str, tuple[type, str]] = {
+    "json": (Path, "File to write the result to: accuracy, times, settings, device and versions."),
+    "coordinator": (str, "HOST:PORT of process 0, of a run in several processes; it takes the next port as well."),
+    "process": (int, "Which process this is, from 0. The others have process 0's settings."),
+    "processes": (int, "How many processes there are."),
+}
 
 
 class Command(NamedTuple):
@@ -68,9 +79,22 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _main(args: Sequence[str]) -> int:
-    config, path = parse(args)
-    if path is not None and not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
+    place = processes.Place.of(args)
+    if place is not None and place.process:
+        processes.run(place, _follow)
+    command = parse(args)
+    if command.json is not None and not command.json.parent.is_dir():
+        raise UserError(f"{command.json} cannot be written: there is no folder {command.json.parent}")
+    if place is not None:
+        settings = json.dumps(configs.to_dict(command.experiment))
+        processes.run(place, lambda _: _lead(args, command), settings)
+    return _lead(args, command)
+
+
+def _lead(args: Sequence[str], command: "Command") -> int:
+    """The run, of one process or of process 0."""
+    config, path = command
+    config = dataclasses.replace(config, devices=devices.number_of(config))
     print(configs.to_json(config), end="", flush=True)
     metrics = train(config)
     if path is not None:
@@ -78,6 +102,27 @@ def _main(args: Sequence[str]) -> int:
         write_atomically(path, to_json(report))
     print(f"test accuracy {metrics.test_accuracy:.4f}")
     return 0
+
+
+def _follow(settings: str) -> int:
+    """The run of another process: the same computation, of its own examples, and no files."""
+    saved = json.loads(settings)
+    config = configs.from_dict(configs.EXPERIMENTS[saved["experiment"]], saved)
+    prepared = training.prepare(config, config.load())
+    state, epochs_done, is_done = _shared(prepared, prepared.state, 0, False)
+    if is_done:
+        np.asarray(prepared.evaluate(state.params)[0])
+        return 0
+    for metrics, *_ in training.run(prepared, state, epochs_done):
+        if config.is_last(metrics.epoch, metrics.test_accuracy):
+            break
+    return 0
+
+
+def _shared(prepared: Training, state: TrainState, epochs_done: int, is_done: bool) -> tuple[TrainState, int, bool]:
+    """Process 0's state to go on from, on the devices of all, after how many epochs, and whether these are all."""
+    state, epochs_done, is_done = processes.of_process_0((state, np.int32(epochs_done), np.bool(is_done)))
+    return devices.on_each(prepared.mesh, state), int(epochs_done), bool(is_done)
 
 
 def parse(args: Sequence[str]) -> Command:
@@ -91,15 +136,15 @@ def parse(args: Sequence[str]) -> Command:
     """
     saved, options = _run_to_resume(args), dict(args=args, prog=PROGRAM)
     if saved is None:
-        experiments = {name: _with_json(config) for name, config in configs.EXPERIMENTS.items()}
+        experiments = {name: _with_options(config) for name, config in configs.EXPERIMENTS.items()}
         flags = (tyro.conf.FlagCreatePairsOff,)
         parsed = tyro.extras.subcommand_cli_from_dict(experiments, config=flags, **options)
     else:
         if args[0] == saved.name:
             options["args"] = args[1:]
-        parsed = tyro.cli(_with_json(type(saved)), default=_with_json(type(saved))(**vars(saved)), **options)
+        parsed = tyro.cli(_with_options(type(saved)), default=_with_options(type(saved))(**vars(saved)), **options)
     settings = dict(vars(parsed))
-    path = settings.pop("json")
+    path, *_ = [settings.pop(name) for name in OPTIONS]
     if settings["run_dir"] is None:
         settings["run_dir"] = Path("runs") / f"{parsed.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     config = configs.EXPERIMENTS[parsed.name](**settings)
@@ -120,12 +165,11 @@ def _run_to_resume(args: Sequence[str]) -> TrainingConfig | None:
     return dataclasses.replace(saved, resume=True)
 
 
-def _with_json(config: type[TrainingConfig]) -> type[TrainingConfig]:
-    """The config with the option `--json`, which is no setting of a run."""
-    help = "File to write the result to: accuracy, times, settings, device and versions."
-    field = ("json", Annotated[Path | None, tyro.conf.arg(help=help)], None)
+def _with_options(config: type[TrainingConfig]) -> type[TrainingConfig]:
+    """The config with the options that are no settings of a run."""
+    fields = [(name, Annotated[kind | None, tyro.conf.arg(help=help)], None) for name, (kind, help) in OPTIONS.items()]
     options = dict(bases=(config,), frozen=True, kw_only=True, namespace={"__doc__": config.__doc__})
-    return dataclasses.make_dataclass(config.__name__, [field], **options)
+    return dataclasses.make_dataclass(config.__name__, fields, **options)
 
 
 def train(config: TrainingConfig) -> Metrics:
@@ -148,6 +192,7 @@ def train(config: TrainingConfig) -> Metrics:
             dataset = config.load()
             prepared = training.prepare(config, dataset)
             state = directory.begin(prepared.state, prepared.constants_checksum)
+            state, _, _ = _shared(prepared, state, len(directory.metrics), directory.is_done)
             with _progress(config, len(directory.metrics)) as show:
                 if not directory.is_done:
                     for epoch in training.run(prepared, state, len(directory.metrics)):
@@ -160,7 +205,7 @@ def train(config: TrainingConfig) -> Metrics:
                 _, _, predictions = map(np.asarray, prepared.evaluate(state.params))
             _draw(directory, dataset, predictions)
             print(_total(directory.metrics))
-            nnx.update(prepared.model, state.params)
+            nnx.update(prepared.model, jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), state.params))
             if report:
                 print(report.of(config, prepared.model, dataset))
             directory.seal(files)
@@ -188,9 +233,9 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
     """The result file of a run, of the metrics of all its epochs.
 
-    Next to what all result files have (`experiments/output/results.py`): `dataset`, `settings`, `epochs` (run),
-    `train_seconds`, `evaluation_seconds` and `compile_seconds` (sums over the epochs), `test_accuracy` (of the last
-    epoch), `images_per_second` (of training, over all epochs).
+    Next to what all result files have (`experiments/output/results.py`): `dataset`, `settings`, `devices` (how many),
+    `epochs` (run), `train_seconds`, `evaluation_seconds` and `compile_seconds` (sums over the epochs), `test_accuracy`
+    (of the last epoch), `images_per_second` (of training, over all epochs).
     """
     seconds = _seconds(metrics)
     images = metrics[-1].step * config.batch_size
@@ -198,6 +243,7 @@ def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> 
         **provenance(command),
         "dataset": getattr(config, "dataset", config.name),
         "settings": {k: v for k, v in configs.to_dict(config).items() if k not in FIELDS_WITHOUT_EFFECT},
+        "devices": config.devices,
         "epochs": len(metrics),
         **seconds,
         "test_accuracy": metrics[-1].test_accuracy,

@@ -64,6 +64,8 @@ class AutomatonConfig(TrainingConfig):
     """
 
     gradient_clip: ClassVar[float | None] = 100.0
+    independent: ClassVar[bool] = False
+    """The examples of a batch have a key in common, from which hard gates and firing cells are drawn."""
     examples: ClassVar[str] = "grids"
 
     grid: ClassVar[tuple[int, int]]

@@ -37,8 +37,8 @@ class Recipe(NamedTuple):
     learning_rate: float
 
 
-FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data_dir"})
-"""Where the run and the data lie does not change what the run computes."""
+FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data_dir", "devices"})
+"""Where the run and the data lie does not change what the run computes; on how many devices, its rounding alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,8 @@ class TrainingConfig:
     name: ClassVar[str]
     gradient_clip: ClassVar[float | None] = None
     """Bound on the absolute value of every element of the gradients."""
+    independent: ClassVar[bool] = True
+    """Whether the loss of an example is the same whatever else is in its batch."""
     examples: ClassVar[str] = "images"
     """What the examples are, in the plural."""
     curves: ClassVar[tuple[str, str]] = ("train", "test")
@@ -70,6 +72,8 @@ class TrainingConfig:
     loss."""
     target_accuracy: float | None = None
     """Stop after the first epoch with this test accuracy, a share from 0 to 1. None: train all epochs."""
+    devices: int | None = None
+    """Devices that divide each batch among them. None: all, or the largest number that divides batch_size."""
     run_dir: Path | None = None
     """Where the run is kept; None: a new folder under runs/, named after the experiment and the time."""
     resume: bool = False
@@ -90,6 +94,8 @@ class TrainingConfig:
         target = self.target_accuracy
         is_share = target is None or (isinstance(target, int | float) and 0 <= target <= 1)
         self._check("target_accuracy", is_share, "a number from 0 to 1")
+        is_number = self.devices is None or (is_whole(self.devices) and self.devices >= 1)
+        self._check("devices", is_number, "a whole number of at least 1")
         self._check("resume", not self.resume or self.run_dir is not None, "run_dir as well, to know which run")
 
     @property

@@ -56,7 +56,7 @@ class Checkpoint:
     def arrays(self) -> Mapping[str, np.ndarray]:
         """Path -> array of the state, read when they are asked for."""
         path = (self.path / STATE).resolve()  # Orbax takes absolute paths alone
-        with ocp.PyTreeCheckpointer() as orbax:
+        with _orbax() as orbax:
             like = orbax.metadata(path).item_metadata.tree
             restore = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
             return traverse_util.flatten_dict(orbax.restore(path, restore_args=restore), sep="/")
@@ -90,8 +90,16 @@ def write_run(checkpoint: Checkpoint, path: Path) -> None:
 
 def save_state(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes the arrays, named by their paths, as a tree of Orbax."""
-    with ocp.PyTreeCheckpointer() as orbax:
+    with _orbax() as orbax:
         orbax.save(path.resolve(), traverse_util.unflatten_dict(dict(arrays), sep="/"))
+
+
+def _orbax():
+    """Orbax of this process alone, which waits for no other one."""
+    process = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=process, active_processes={process})
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def read(path: Path) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""The training loop: a whole epoch is one compiled scan over batches of data that stay on the device.
+"""The training loop: a whole epoch is one compiled scan over batches of data that stay on the devices.
 
 The loop gets the model and its loss from a config's `build`, and random changes of the examples from its
 `augmentation`. The module is split once; after that everything is a pure function of pytrees, and `TrainState` is the
@@ -17,15 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from experiments.configs import Augment, TrainingConfig
 from experiments.data.datasets import Dataset
 from experiments.output.errors import UserError
+from experiments.training import devices
 from jaxbp.precision import LossScale, where_finite
 
 PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]]
 """`loss(params, inputs, targets) -> (loss of each example, predictions)`."""
+
+Share = Callable[[Array], Array]
+"""Lays a batch on the devices, on each its share of the examples."""
 
 # cuDNN's fastest convolution gradients add up in no fixed order, and its autotuner may choose another one in every
 # process: without this, neither a second run nor a resumed one would give the same bits on a GPU.
@@ -71,8 +76,9 @@ TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_second
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A run ready to go: its initial state, and its two compiled functions bound to the data on the device."""
+    """A run ready to go: its initial state, and its two compiled functions bound to the data on the devices."""
 
+    mesh: Mesh
     state: TrainState
     model: nnx.Module
     """The module whose parameters the state holds."""
@@ -92,23 +98,28 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     """Builds the config's model, loss and optimiser, and compiles their epoch and their evaluation.
 
     Raises:
-      UserError: (a ValueError) if the training set does not fill a single batch.
+      UserError: (a ValueError) if the training set does not fill a single batch, or for devices that do not fit.
     """
     examples = len(dataset.train_images)
     if config.batch_size > examples:
         raise UserError(f"batch_size = {config.batch_size}: wanted at most {examples}, the size of the training set")
+    mesh = devices.mesh_of(config)
+    share = functools.partial(jax.lax.with_sharding_constraint, shardings=devices.shares(mesh))
     steps_per_epoch = examples // config.batch_size
     init_key, shuffle_key = jax.random.split(jax.random.key(config.seed))
     model, loss = config.build(init_key)
     params, pure_loss = split(model, loss)
     _, evaluation = split(model, config.evaluation(loss))
+    if config.independent:
+        pure_loss, evaluation = (devices.shared(function, mesh) for function in (pure_loss, evaluation))
     steps = config.epochs * steps_per_epoch
     optimizer = config.optimizer(steps) or make_optimizer(config.learning_rate, steps, config.gradient_clip)
     scaled = config.policy.compute_dtype == jnp.float16
     state = TrainState(params, optimizer.init(params), LossScale.create() if scaled else None)
+    state = devices.on_each(mesh, state)
 
-    train_data = jnp.asarray(dataset.train_images), jnp.asarray(dataset.train_labels)
-    test_data = jnp.asarray(dataset.test_images), jnp.asarray(dataset.test_labels)
+    train_data = devices.on_each(mesh, (dataset.train_images, dataset.train_labels))
+    test_data = devices.on_each(mesh, (dataset.test_images, dataset.test_labels))
     started = time.perf_counter()
     compiled_epoch = _compile(
         functools.partial(
@@ -117,14 +128,19 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
             optimizer=optimizer,
             batch_size=config.batch_size,
             augment=config.augmentation(),
+            share=share,
         ),
         (state, *train_data, shuffle_key, jnp.int32(0)),
         donate_argnums=0,
+        out_shardings=devices.whole(mesh),
     )
     compiled_evaluation = _compile(
-        functools.partial(evaluate, loss=evaluation, batch_size=config.batch_size), (params, *test_data)
+        functools.partial(evaluate, loss=evaluation, batch_size=config.batch_size, share=share),
+        (state.params, *test_data),
+        out_shardings=devices.whole(mesh),
     )
     return Training(
+        mesh=mesh,
         state=state,
         model=model,
         constants_checksum=constants_checksum(model),
@@ -177,6 +193,7 @@ def train_epoch(
     optimizer: optax.GradientTransformation,
     batch_size: int,
     augment: Augment | None = None,
+    share: Share = lambda batch: batch,
 ) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"], Bool[Array, " steps"]]:
     """One pass over `inputs (N, ...)` and `targets (N, ...)` in an order that `key` and `epoch` alone decide.
 
@@ -199,9 +216,10 @@ def train_epoch(
 
     def step(state: TrainState, drawn: tuple[Int[Array, " batch"], PRNGKeyArray | None, Int[Array, ""]]):
         batch, key, number = drawn
+        batch = share(batch)
         batch_inputs, batch_targets = inputs[batch], targets[batch]
         if augment:
-            batch_inputs = augment(key, batch_inputs, number)
+            batch_inputs = share(augment(key, batch_inputs, number))
         params, opt_state, scale = state
         if scale is None:
             differentiated = jax.value_and_grad(mean_loss, has_aux=True)
@@ -222,13 +240,24 @@ def train_epoch(
 
 
 def evaluate(
-    params: PyTree, inputs: Array, targets: Array, *, loss: PureLoss, batch_size: int
+    params: PyTree,
+    inputs: Array,
+    targets: Array,
+    *,
+    loss: PureLoss,
+    batch_size: int,
+    share: Share = lambda batch: batch,
 ) -> tuple[Float[Array, ""], Int[Array, ""], Array]:
     """The mean loss over `inputs (N, ...)`, the number of right predictions, and the predictions `(N, ...)`."""
     batches = -(-len(inputs) // batch_size)
     # The last batch is filled up with the last example, whose repetitions are cut off below.
     indices = jnp.minimum(jnp.arange(batches * batch_size), len(inputs) - 1).reshape(batches, batch_size)
-    losses, predictions = jax.lax.map(lambda batch: loss(params, inputs[batch], targets[batch]), indices)
+
+    def of_batch(batch: Int[Array, " batch"]) -> tuple[Float[Array, " batch"], Array]:
+        batch = share(batch)
+        return loss(params, inputs[batch], targets[batch])
+
+    losses, predictions = jax.lax.map(of_batch, indices)
     losses, predictions = (x.reshape(-1, *x.shape[2:])[: len(inputs)] for x in (losses, predictions))
     return jnp.mean(losses), jnp.sum(predictions == targets), predictions
 

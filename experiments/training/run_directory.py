@@ -164,8 +164,9 @@ class RunDirectory:
                 f"training (SHA-256 saved {saved}, now {constants}): wanted the version of jaxbp that began it"
             )
         state = checkpoints.from_arrays(self._checkpoint.arrays, initial)
-        if configs.differences(configs.from_dict(type(self.config), self._checkpoint.config), self.config):
-            # More epochs: so that a run stopped before the next checkpoint still knows of them.
+        saved = configs.from_dict(type(self.config), self._checkpoint.config)
+        if configs.differences(saved, self.config) or saved.devices != self.config.devices:
+            # More epochs, or other devices: so that a run stopped before the next checkpoint still knows of them.
             extended = {**configs.to_dict(self.config), "run_dir": self._checkpoint.config["run_dir"], "resume": False}
             self._checkpoint = dataclasses.replace(self._checkpoint, config=extended)
             checkpoints.write_run(self._checkpoint, self._checkpoint.path)

@@ -41,6 +41,8 @@ class ToyConfig(TrainingConfig):
 
     name: ClassVar[str] = "toy"
 
+    devices: int | None = 1
+
     def defaults(self):
         return Recipe(batch_size=16, epochs=4, learning_rate=1e-2)
 

@@ -142,6 +142,7 @@ def test_every_option_reaches_the_config(tmp_path):
         "implementation": "xla",
         "precision": "mixed_bfloat16",
         "shift": 2,
+        "devices": 4,
     }
     args = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     config = train.parse(["lenet", *args, "--no-fused"]).experiment
@@ -161,7 +162,8 @@ def test_the_result_is_a_file_with_what_was_measured_where(toy_config, tmp_path,
         assert {"date", "commit", "device", "platform", "versions"} < set(result)
         assert (result["dataset"], result["epochs"], len(lines)) == ("toy", 3, 3)
         assert result["settings"]["experiment"] == "toy" and result["settings"]["batch_size"] == 16
-        assert not set(result["settings"]) & {"run_dir", "resume", "data_dir"}
+        assert not set(result["settings"]) & {"run_dir", "resume", "data_dir", "devices"}
+        assert result["devices"] == 1
         assert result["test_accuracy"] == lines[-1]["test_accuracy"]
         assert result["train_seconds"] == pytest.approx(sum(line["seconds"] for line in lines))
         assert result["evaluation_seconds"] == pytest.approx(sum(line["evaluation_seconds"] for line in lines))

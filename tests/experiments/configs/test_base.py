@@ -12,6 +12,7 @@ INVALID = [
     ("learning_rate", -0.1),
     ("learning_rate", float("nan")),
     ("target_accuracy", 1.1),
+    ("devices", 0),
     ("resume", True),
 ]
 

@@ -78,6 +78,7 @@ def test_a_run_leaves_its_config_metrics_curves_and_two_checkpoints(toy_config, 
         "learning_rate": 0.01,
         "precision": "float32",
         "target_accuracy": None,
+        "devices": 1,
         "run_dir": str(whole_run),
         "resume": False,
     }

@@ -1,0 +1,140 @@
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments import train
+from experiments.configs import LeNetConfig, LogicConfig
+from experiments.data.datasets import Dataset
+from experiments.training import curves, devices, run_directory
+from experiments.training import loop as training
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over"),
+]
+
+
+def noise(train=48, test=21):
+    random, total = np.random.default_rng(0), train + test
+    numbers = random.random((total, 1, 28, 28), np.float32), random.integers(0, 10, total, np.int32)
+    return Dataset(*(part[:train] for part in numbers), *(part[train:] for part in numbers), "noise")
+
+
+def run(config, dataset=None):
+    """The metrics of all epochs, and the last state."""
+    prepared = training.prepare(config, dataset or config.load())
+    epochs = list(training.run(prepared, prepared.state))
+    return [epoch[0] for epoch in epochs], jax.tree.map(np.asarray, epochs[-1][1])
+
+
+def assert_within_rounding(one, other, tolerance=1e-5):
+    (metrics, state), (other_metrics, other_state) = one, other
+    for a, b in zip(metrics, other_metrics, strict=True):
+        assert a.train_loss == pytest.approx(b.train_loss, rel=tolerance)
+        assert a.test_loss == pytest.approx(b.test_loss, rel=tolerance)
+        assert (a.loss_scale, a.skipped_steps) == (b.loss_scale, b.skipped_steps)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(other_state.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(a).max())
+
+
+@pytest.fixture
+def sgd(monkeypatch):
+    """Lets a config's experiment train without Adam, whose step is as large for a gradient that is all rounding."""
+    return lambda config: monkeypatch.setattr(type(config), "optimizer", lambda config, steps: optax.sgd(0.1))
+
+
+def test_the_same_number_of_devices_gives_the_same_bits(toy_config):
+    one, other = (run(toy_config(devices=4))[1] for _ in range(2))
+    assert [a.tobytes() for a in jax.tree.leaves(one)] == [a.tobytes() for a in jax.tree.leaves(other)]
+
+
+TINY = dict(layers=2, gates=100, levels=1, wiring="random", implementation="pallas")
+CONFIGS = {
+    "lenet": LeNetConfig(batch_size=24, epochs=1),
+    "logic in kernels": LogicConfig(batch_size=24, epochs=1, **TINY),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_eight_devices_train_within_rounding_of_one(config, sgd):
+    sgd(config)
+    assert_within_rounding(*(run(dataclasses.replace(config, devices=n), noise()) for n in (1, 8)))
+
+
+def test_a_loss_that_depends_on_the_whole_batch_is_that_of_the_whole_batch(toy_config, sgd, monkeypatch):
+    build = toy_config.build
+
+    def with_the_first(config, key):
+        model, loss = build(config, key)
+
+        def scaled(model, images, labels):
+            losses, predictions = loss(model, images, labels)
+            return losses * jnp.sum(images[0]) / 100, predictions
+
+        return model, scaled
+
+    monkeypatch.setattr(toy_config, "build", with_the_first)
+    monkeypatch.setattr(toy_config, "independent", False)
+    sgd(toy_config())
+    assert_within_rounding(*(run(toy_config(epochs=1, devices=n)) for n in (1, 4)))
+
+
+def test_a_step_that_is_not_finite_on_one_device_is_skipped_by_all(toy_config, sgd):
+    config = toy_config(precision="mixed_float16", epochs=2, batch_size=48)
+    sgd(config)
+    data = noise(train=96)
+    data.train_images[7] = np.nan  # of two steps, one has the image
+    one, eight = (run(dataclasses.replace(config, devices=n), data) for n in (1, 8))
+    assert [metrics.skipped_steps for metrics in eight[0]] == [1, 1]
+    assert eight[0][-1].loss_scale == 2.0**13
+    assert_within_rounding(one, eight)
+
+
+def test_gradients_are_summed_in_the_parameters_dtype_and_not_in_that_of_the_computation():
+    mesh = jax.make_mesh((8,), (devices.EXAMPLES,), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(w, x, y):
+        return w.astype(jnp.float16) * x, y
+
+    def total(w, x):
+        return jnp.sum(devices.shared(loss, mesh)(w, x, x)[0].astype(jnp.float32))
+
+    gradients = jnp.array([2048, *[1] * 7], jnp.float16)  # 2048 + 1 is 2048 in float16
+    assert jax.jit(jax.grad(total))(jnp.float32(1), gradients) == 2055
+
+
+def test_a_run_of_four_devices_goes_on_with_two(toy_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(curves, "draw", lambda *_: b"\x89PNG")
+    four, mixed = tmp_path / "four", tmp_path / "mixed"
+    train.train(toy_config(run_dir=four, devices=4))
+    shutil.copytree(four, mixed)
+    shutil.rmtree(mixed / "checkpoints" / "4")
+    resumed = train.train(toy_config(run_dir=mixed, devices=2, resume=True))
+    assert [run_directory.newest(path).config["devices"] for path in (four, mixed)] == [4, 2]
+    assert resumed.test_loss == pytest.approx(run_directory.read_metrics(four)[-1].test_loss, rel=1e-4)
+
+
+NUMBERS = [(16, None, 8), (20, None, 5), (1, None, 1), (16, 2, 2), (24, 3, 3)]
+
+
+@pytest.mark.parametrize(("batch", "asked", "taken"), NUMBERS)
+def test_left_open_a_run_takes_the_most_devices_that_divide_its_batch(toy_config, batch, asked, taken):
+    config = toy_config(batch_size=batch, devices=asked)
+    assert devices.number_of(config) == taken == devices.mesh_of(config).size
+
+
+MISTAKES = [
+    (16, 9, "devices = 9: wanted at most 8, as many as there are"),
+    (100, 8, "batch_size = 100: wanted a multiple of devices = 8"),
+]
+
+
+@pytest.mark.parametrize(("batch", "asked", "message"), MISTAKES)
+def test_devices_that_do_not_fit_are_refused(toy_config, batch, asked, message):
+    with pytest.raises(ValueError, match=message):
+        devices.number_of(toy_config(batch_size=batch, devices=asked))

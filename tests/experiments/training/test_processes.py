@@ -1,0 +1,110 @@
+"""The real thing: two processes on this machine, each with one device."""
+
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from experiments import kill, train
+from experiments.output.errors import UserError
+from experiments.training.processes import Place
+
+pytestmark = pytest.mark.once
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+import sys
+from conftest import ToyConfig
+from experiments import configs, train
+configs.EXPERIMENTS["toy"] = ToyConfig
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Starts the toy experiment in two processes, of which the first has the settings."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "experiments"))))
+    monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    flags = os.environ.get("XLA_FLAGS", "")
+    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_force_host_platform_device_count=1")
+    started = []
+
+    def both(*settings):
+        place = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2"]
+        for i, arguments in enumerate((settings, ())):
+            command = [sys.executable, "-c", SCRIPT, *map(str, arguments), *place, "--process", str(i)]
+            pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            started.append(subprocess.Popen(command, **pipes))
+        return started[-2:]
+
+    yield both
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def free_port():
+    """One with a free port after it."""
+    for port in itertools.count(20000 + os.getpid() % 20000, 2):
+        with socket.socket() as one, socket.socket() as next_one:
+            try:
+                one.bind(("127.0.0.1", port))
+                next_one.bind(("127.0.0.1", port + 1))
+                return port
+            except OSError:
+                continue
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs two devices to shard over, of the CPU")
+def test_two_processes_go_on_with_a_run_in_the_bits_of_one_with_two_devices(start, toy_config, tmp_path):
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    train.train(toy_config(run_dir=alone, devices=2))
+    shutil.copytree(alone, both)
+    shutil.rmtree(both / "checkpoints" / "4")
+    (both / "files.sha256").unlink()
+    first, other = start("--resume", "--run-dir", both)
+    said, errors = first.communicate(timeout=100)
+    assert (first.returncode, other.wait(timeout=10)) == (0, 0), errors
+    assert [line.split()[1] for line in said.splitlines() if line.startswith("epoch")] == ["4/4"]
+    assert "epoch" not in other.stdout.read() and '"devices": 2' in said
+    assert kill.outcome(both) == kill.outcome(alone)
+
+
+@pytest.mark.parametrize("killed", [1, 0])
+def test_a_killed_process_ends_the_other_with_a_line(start, tmp_path, killed):
+    processes = start("toy", "--devices", "2", "--epochs", "100000", "--run-dir", tmp_path / "run")
+    while not (processes[0].stdout.readline()).startswith("epoch 3/"):
+        assert processes[0].poll() is None, processes[0].stderr.read()
+    processes[killed].kill()
+    assert processes[1 - killed].wait(timeout=30) == 1
+    errors = processes[1 - killed].stderr.read().splitlines()
+    assert f"error: process {killed} stopped answering: the run ends, and --resume goes on" in errors
+    # Where process 0 is gone, JAX may have had the time to say so in its own words.
+    assert len(errors) == 1 or killed == 0
+
+
+MISTAKES = {
+    "one option": ("--process 1", "coordinator = None: wanted coordinator, process and processes, or none of them"),
+    "no port": ("--coordinator host --process 0 --processes 2", "coordinator = host: wanted HOST:PORT"),
+    "too large": ("--coordinator host:1 --process 2 --processes 2", "process = 2: wanted one from 0 to processes - 1"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_options_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        Place.of(["lenet", *arguments.split()])
+
+
+def test_options_are_found_among_others():
+    words = ["lenet", "--epochs", "3", "--process=1", "--coordinator", "[::1]:9000", "--processes", "2"]
+    assert Place.of(words) == Place("::1", 9000, 1, 2)
+    assert Place.of(words[:3]) is None
