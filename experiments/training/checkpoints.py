@@ -8,6 +8,7 @@ A folder gets its name once all of it is on the disk. Nothing is read whose chec
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -75,8 +76,11 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
         write_run(checkpoint, unfinished)
         remove(checkpoint.path)  # one of this epoch is damaged: a run goes on from the newest that is whole
         os.rename(unfinished, checkpoint.path)
-    finally:
-        remove(unfinished)
+    except BaseException:
+        # After Ctrl-C, threads of Orbax may still write into it: what stays goes when the run goes on.
+        with contextlib.suppress(OSError):
+            remove(unfinished)
+        raise
     to_disk(checkpoint.folder)
     return checkpoint
 
