@@ -1,8 +1,10 @@
 import atexit
+import datetime
 import gc
 import os
 import shutil
 import tempfile
+import zlib
 
 # Before JAX starts: devices to shard over, and fast compilation of the interpreted kernels, which are loops with long
 # bodies and run briefly. A product that wants more threads would wait for ever for those that wait for it in the
@@ -23,7 +25,8 @@ if shutil.which("nvidia-smi") is None:
 
 import jax
 import pytest
-from skip_rule import pytest_addoption, pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
+import skip_rule
+from skip_rule import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
 
 from jaxbp.catalogue import CATALOGUE
 from pallas_kernels.core.device import HOPPER, kernels_run, targeting
@@ -43,7 +46,29 @@ def _op(item):
     return params.get("family", name if name in {entry.name for entry in CATALOGUE} else "")
 
 
-def pytest_collection_modifyitems(items):
+# Processes of pytest-xdist inherit it, and agree past midnight as well.
+TODAY = os.environ.setdefault("JAXBP_TESTS_DAY", str(datetime.date.today().toordinal()))
+
+
+def pytest_addoption(parser):
+    skip_rule.pytest_addoption(parser)
+    help = "of the tests that are marked rotating run one in N, others each day, and all within N days"
+    parser.getgroup("rotation").addoption("--rotate", type=int, default=1, metavar="N", help=help)
+
+
+def _rotated(config, items):
+    """The items of today: a test is drawn by its name, so that a new one changes no other's day."""
+    parts = config.getoption("rotate")
+    others_day = lambda item: (zlib.crc32(item.nodeid.encode()) + int(TODAY)) % parts  # noqa: E731
+    left_out = [item for item in items if "rotating" in item.keywords and others_day(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        kept = set(items) - set(left_out)
+        items[:] = [item for item in items if item in kept]
+
+
+def pytest_collection_modifyitems(config, items):
+    _rotated(config, items)
     # The tests of one op, or of one family, stand together: with pytest-xdist, whose processes begin with a half or a
     # quarter of all tests, a process compiles what they share once.
     items.sort(key=_op)

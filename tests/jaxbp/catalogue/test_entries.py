@@ -115,6 +115,7 @@ def _hessian_products(name, implementation):
     return run
 
 
+@pytest.mark.rotating
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "implementation"),
@@ -132,6 +133,7 @@ def test_gradients_match_finite_differences(name, implementation):
             np.testing.assert_allclose(dot(gradients, direction), difference, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.rotating
 @pytest.mark.once
 @ours
 @every_pair
@@ -146,6 +148,7 @@ def test_second_derivatives_match_finite_differences_of_the_gradient(name, imple
             np.testing.assert_allclose(product, (a - b) / (2 * step), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.rotating
 @pytest.mark.once
 @ours
 @every_pair
@@ -183,6 +186,7 @@ def _half_precisions():
         yield name, ("bfloat16", "float16")[(i + j) % 2], implementation
 
 
+@pytest.mark.rotating
 @pytest.mark.once
 @pytest.mark.parametrize(("name", "dtype", "implementation"), list(_half_precisions()))
 def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
@@ -205,6 +209,7 @@ def _size(name, place, batch=2):
     return sum(a.size for a in jax.tree.leaves(case_of(name, place).structs(batch=batch)))
 
 
+@pytest.mark.rotating
 @pytest.mark.once
 @pytest.mark.parametrize(("name", "place", "implementation"), list(_for_the_interpreter()))
 def test_value_and_gradients_of_one_example_at_real_shapes_match_float64(name, place, implementation):
@@ -302,6 +307,7 @@ def test_float32_kernels_lower_for_cuda_under_x64(name):
         assert "mosaic_gpu" in _cuda_program(name, None, "float32", batch=2)
 
 
+@pytest.mark.rotating
 @pytest.mark.once
 @every_pair
 def test_kernels_stay_in_bounds_and_write_every_output_in_the_simulator(name):
@@ -313,6 +319,7 @@ def test_kernels_stay_in_bounds_and_write_every_output_in_the_simulator(name):
     assert_close(result, reference(name), "float32")
 
 
+@pytest.mark.rotating
 @pytest.mark.once
 @every_pair
 def test_kernels_give_the_same_bits_whichever_program_runs_first(name):
@@ -352,6 +359,7 @@ def test_unknown_implementation_is_refused(name):
 # ------------------------------------------------------------------------------------------ under JAX's transformations
 
 
+@pytest.mark.rotating
 @pytest.mark.once
 @every_pair_of_ours
 def test_without_jit_the_gradients_are_the_same(name, implementation):
@@ -360,6 +368,7 @@ def test_without_jit_the_gradients_are_the_same(name, implementation):
     assert_close(vjp(cotangents), compiled(name, None, implementation)(arrays, cotangents)[1], "float32")
 
 
+@pytest.mark.rotating
 @pytest.mark.once
 @every_pair_of_ours
 def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, implementation):
@@ -373,6 +382,7 @@ def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, im
     assert_close(scan(stack([stack(row) for row in each])), expected, "float32")
 
 
+@pytest.mark.rotating
 @pytest.mark.once
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices to shard over")
 @every_pair_of_ours
@@ -401,6 +411,7 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
     assert_close(gradients, reference(name, place, batch=4)[1], "float32")
 
 
+@pytest.mark.rotating
 @pytest.mark.once
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over")
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])

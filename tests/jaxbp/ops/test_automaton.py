@@ -57,6 +57,7 @@ def published(automaton, shape, steps, fire_rate=1.0):
     return rollout
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "periodic, shape, fire_rate",
     [
@@ -82,6 +83,7 @@ def test_twenty_ticks_are_those_of_the_published_formulation_in_float64():
     assert_close(got, want, 1e-4)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("implementation", ["pallas", "autodiff", None])
 def test_implementations_agree(implementation):
     wires, (logits, state, dlast) = automaton(True), operands(automaton(True))

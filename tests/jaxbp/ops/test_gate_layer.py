@@ -101,6 +101,7 @@ def test_the_gradient_in_the_logits_is_that_of_the_formula(implementation):
 # ------------------------------------------------------------------------------------------------------ against float64
 
 
+@pytest.mark.rotating
 @ours
 @pytest.mark.parametrize("sizes", [(8, 4), (16, 8), (64, 32)], ids=lambda sizes: f"{sizes[0]}->{sizes[1]}")
 def test_layers_match_float64(sizes, implementation):
@@ -124,6 +125,7 @@ def test_a_gate_that_passes_on_its_a_does(implementation):
     np.testing.assert_allclose(dx, jnp.broadcast_to(jnp.array([1.0, 0.0]), (20, 2)), atol=1e-3)
 
 
+@pytest.mark.rotating
 @every_parametrization
 @every_implementation
 def test_every_parametrization_matches_finite_differences(implementation, parametrization):
@@ -141,6 +143,7 @@ def test_every_parametrization_matches_native_autodiff_in_float64(parametrizatio
     assert_close(of_layer("pallas", parametrization)(*arrays), reference, "float32")
 
 
+@pytest.mark.rotating
 @every_parametrization
 @ours
 def test_check_grads_to_order_two(implementation, parametrization):
@@ -188,6 +191,7 @@ WIRES = {
 }
 
 
+@pytest.mark.rotating
 @ours
 @pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
 def test_gradients_gather_over_every_consumer(wires, implementation):
@@ -234,6 +238,7 @@ def test_no_two_gates_read_one_copy_of_a_row(wires):
     assert np.array_equal(copies // wires.most_consumers, np.stack([wires.a, wires.b], axis=1).ravel())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
 def test_gradients_of_gradients_match_float64(wires):
     def second(implementation):

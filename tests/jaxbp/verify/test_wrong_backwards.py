@@ -14,6 +14,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "wrong_backwards.md").read_text(enc
 pytestmark = pytest.mark.once
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("wrong", CORPUS, ids=lambda wrong: f"{wrong.op} of {wrong.source}")
 def test_a_published_mistake_is_caught_and_is_in_the_book(wrong):
     result = wrong.check()
