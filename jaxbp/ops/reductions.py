@@ -89,7 +89,9 @@ _MEAN = Pair(_reduced(jnp.mean), _spread(_share), linear=True, name="mean", **_K
 
 
 def _var_gradient(dy, a, mean, rest, *, count, ddof):
-    return dy * ((a - mean) - rest) * (2.0 / (count - ddof) if count > ddof else math.nan)
+    if count <= ddof:  # NaN whatever dy is, whose own gradient is therefore 0
+        return jnp.full_like(a, math.nan)
+    return dy * ((a - mean) - rest) * (2.0 / (count - ddof))
 
 
 def _logsumexp_gradient(dy, a, largest, total, *, count):

@@ -75,3 +75,12 @@ def test_an_extreme_saves_its_place_and_not_its_array():
     (a,) = normal((64, 32))
     _, vjp = jax.vjp(lambda a: jaxbp.max(a, 1, implementation="xla"), a)
     assert sum(leaf.size for leaf in jax.tree.leaves(vjp)) <= 64
+
+
+@ours
+def test_the_gradient_of_a_variance_of_too_few_is_nan_whatever_dy_is(implementation):
+    backward = functools.partial(jaxbp.var_backward, axis=(), ddof=1, implementation=implementation)
+    dy, a = normal((3,), (3,))
+    da, vjp = jax.vjp(lambda dy: backward(dy, a), dy)
+    assert jnp.isnan(da).all()
+    np.testing.assert_array_equal(vjp(dy)[0], jnp.zeros(3))

@@ -1,0 +1,56 @@
+"""What is no nearer than rounding allows is right; a mistake is found where the right gradient is 0 or large."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.fuzz.cases import Program
+from experiments.fuzz.judge import Trial
+from jaxbp.catalogue import CATALOGUE, Argument, Case
+from jaxbp.ops._numerics import widen
+from jaxbp.pairing import Pair
+from jaxbp.verify.arguments import take_apart
+
+ENTRIES = {entry.name: entry for entry in CATALOGUE}
+
+
+def judged(entry, values, cotangent, transformation="plain", **options):
+    case = Case(tuple(Argument(a.shape) for a in values), options)
+    program = Program(entry, case, cotangent.dtype.name, "xla", transformation)
+    return Trial(program, take_apart(entry.function, values)).run(values, [cotangent])
+
+
+def drawn(*shapes, size=1.0):
+    random = np.random.default_rng(0)
+    return [(size * random.standard_normal(shape)).astype(jnp.bfloat16) for shape in shapes]
+
+
+def of_one_argument(forward, backward):
+    pair = Pair(forward, {"xla": backward}, name="tanh")
+    return dataclasses.replace(
+        ENTRIES["tanh"], function=lambda x, *, implementation: pair(x, implementation=implementation)
+    )
+
+
+def test_terms_that_cancel_exactly_in_autodiff_by_luck_may_leave_a_rounding():
+    *values, dy = drawn((3, 4, 1), (1,), (1,), (3, 4, 1))
+    assert judged(ENTRIES["layer_norm"], values, dy, "gradient_of_gradient", eps=1e-6) is None
+
+
+@pytest.mark.parametrize("columns", [1, 5])
+def test_a_forgotten_term_is_found_also_where_the_gradient_is_0(columns):
+    centred = lambda x: x - jnp.mean(x, axis=-1, keepdims=True)  # noqa: E731
+    x, dy = drawn((6, columns), (6, columns))
+    assert judged(of_one_argument(centred, lambda dy, x: centred(dy)), [x], dy) is None
+    assert "from float64 in norm" in judged(of_one_argument(centred, lambda dy, x: dy), [x], dy)
+
+
+@pytest.mark.parametrize(("dy", "found"), [(2e3, True), (8e3, False)])
+def test_a_sum_may_overflow_where_autodiff_nearly_does(dy, found):
+    """80 dy - 76 dy, of terms in float16; autodiff adds them in float32."""
+    forward = lambda x: ((wide := widen(x)) * 80 - 76 * wide).astype(x.dtype)  # noqa: E731
+    entry = of_one_argument(forward, lambda dy, x: 80 * dy - 76 * dy)
+    message = judged(entry, [np.ones(3, np.float16)], np.full(3, dy, np.float16))
+    assert (message is not None) == found
