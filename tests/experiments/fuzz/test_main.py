@@ -6,13 +6,14 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxbp
 from experiments.children import Done
 from experiments.fuzz import __main__ as fuzz
 from experiments.fuzz import work
-from experiments.fuzz.cases import DATA, draw_program
+from experiments.fuzz.cases import DATA, Program, draw_program
 from jaxbp.catalogue import CATALOGUE
 from jaxbp.pairing import Pair
 
@@ -31,6 +32,16 @@ def test_shapes_options_dtypes_and_transformations_vary():
         assert len({str(getattr(program, field)) for program in drawn}) > 1
     assert len({program.case.options["axis"] for program in drawn}) > 5
     assert any(0 in argument.shape for program in drawn for argument in program.case.arguments)
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("float32", 1.2e-38), ("float64", 1.5e-154)])
+def test_the_least_number_can_be_held_against_float64(dtype, least):
+    """In float64 its square is no subnormal number, which would be 0."""
+    entry = ENTRIES["kl_divergence"]
+    program = Program(entry, entry.small, dtype, "xla", "plain")
+    with jax.enable_x64(dtype == "float64"):
+        drawn = [program.arguments(np.random.default_rng(seed), "with special values").floats[1] for seed in range(20)]
+    assert np.min([p[p > 0].min() for p in drawn]) == pytest.approx(least, rel=0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -58,21 +69,21 @@ def wrong(monkeypatch):
 
 def test_a_mistake_is_found_and_its_lines_show_it(wrong, tmp_path, capsys):
     path = tmp_path / "fuzz.json"
-    assert fuzz.main(["--seed", "0", "--cases", "24", "--processes", "0", "--json", str(path)]) == 1
+    assert fuzz.main(["--seed", "2", "--cases", "8", "--processes", "0", "--json", str(path)]) == 1
     report = json.loads(path.read_text())
-    assert report["cases"] == 24 and sum(report["counts"]["dtype"].values()) == 24
+    assert report["cases"] == 8 and sum(report["counts"]["dtype"].values()) == 8
     failure = report["failures"][0]
     assert failure["op"] == "tanh" and "from float64" in failure["message"]
     capsys.readouterr()
     exec(failure["lines"], {})
     assert capsys.readouterr().out.count("Array") >= 3
     # It goes on where it stopped.
-    assert fuzz.main(["--resume", "--cases", "32", "--processes", "0", "--json", str(path)]) == 1
+    assert fuzz.main(["--resume", "--cases", "16", "--processes", "0", "--json", str(path)]) == 1
     again = json.loads(path.read_text())
-    assert (again["cases"], again["seed"]) == (32, 0) and again["failures"][: len(report["failures"])] == report[
+    assert (again["cases"], again["seed"]) == (16, 2) and again["failures"][: len(report["failures"])] == report[
         "failures"
     ]
-    assert sum(again["counts"]["data"].values()) == 4 * len(DATA)
+    assert sum(again["counts"]["data"].values()) == 2 * len(DATA)
 
 
 @pytest.mark.parametrize(
