@@ -3,10 +3,12 @@
 A number passes within the tolerance of its dtype. One beyond it is looked at again, in this order:
 
 - JAX's own differentiation of the plain forward, in the same dtype, gives the same, or overflows.
-- How far JAX's own is from float64 is measured on three sets of data near by. Four times that is allowed on top.
-- The gradient in float64 is computed at sixteen points around, as near as rounding may move the data. Where these
-  differ there is a kink, and anything between them is right: one side or the other is a matter of the last bit. If the
-  kink is at the data itself, as at a tie, that holds only for who follows no convention, or in half precisions.
+- How far JAX's own is from float64 is measured on three sets of data near by. Four times that is allowed on top; and
+  likewise four times what float64 itself is off by, as random roundings show it (`jaxbp.verify.rounding`).
+- Infinite or NaN is right where a gradient is a sum over several results, and the part of one of them overflows.
+- The gradient in float64 is computed at points around, as near as rounding may move the data. Where these differ there
+  is a kink, and anything between them is right: one side or the other is a matter of the last bit. If the kink is at
+  the data itself, as at a tie, that holds only for who follows no convention, or in half precisions.
 
 It is called wrong if all of this leaves it so.
 """
@@ -94,6 +96,13 @@ class Judge:
             spread = self._rounding(point, expected.order, i, dtype, checked)
             more, _ = compare(e, ALLOWED * spread)
             wrong, reason = _excused(wrong, more <= 1, reason, "no further off than JAX's own rounding")
+        if wrong.any():
+            own = self.reference.rounding(expected.order, point.values, point.cotangents, self.directions)[i]
+            more, _ = compare(e, ALLOWED * own)
+            wrong, reason = _excused(wrong, more <= 1, reason, "no further off than the rounding of float64")
+        if (wrong & ~np.isfinite(a)).any():
+            fine = ~np.isfinite(a) & self._a_term_overflows(point, expected.order, i, dtype)
+            wrong, reason = _excused(wrong, fine, reason, f"a term of it overflows in {dtype}")
         hint = None
         if wrong.any() and expected.order > 0:
             fine, why, hint = self._at_kinks(point, expected.order, i, a, e, dtype, tolerance)
@@ -128,6 +137,17 @@ class Judge:
             return None
         found = self.native.results(order, point.values, point.cotangents, self.directions)
         return None if found is None else np.asarray(found[i], np.float64)
+
+    def _a_term_overflows(self, point, order, i, dtype):
+        """Where the part of a gradient that comes from one result alone is beyond what the dtype holds.
+
+        The parts are added up in the dtype, in any order, so that what they cancel to may be infinite or NaN.
+        """
+        beyond = np.zeros(point.values[i].shape if order else (), bool)
+        for k in range(len(point.cotangents) if order else 0):
+            alone = [c if j == k else np.zeros_like(c) for j, c in enumerate(point.cotangents)]
+            beyond |= np.abs(self._exactly(order, point.values, alone)[i]) > float(jnp.finfo(dtype).max)
+        return beyond
 
     def _rounding(self, point, order, i, dtype, checked):
         """How far JAX's own differentiation in the dtype is from float64, near the point."""
@@ -167,14 +187,20 @@ class Judge:
         return fine, "any slope at a kink" if (at_it & fine).any() else "within rounding of a kink", hint
 
     def _around(self, point, order, i, share, places):
-        """The i-th gradient at points around, as many again of which have an element in question moved up or down."""
+        """The i-th gradient at points around, and at some with one element moved up or down, further than any other.
+
+        Those are where one of many equals is alone the largest: elements in question, and some of the other arguments.
+        """
         random, found = generator(2), []
-        moves = [(None, 0)] * NEIGHBOURS
-        moves += [(place, sign) for place in places for sign in (2, -2)] if order == 1 else []
-        for place, sign in moves:
+        moves = [(None, None, 0)] * NEIGHBOURS
+        if order == 1:
+            for j, a in enumerate(point.values):
+                some = places if j == i else np.unique(np.linspace(0, a.size - 1, min(a.size, MOST)).astype(int))
+                moves += [(j, place, sign) for place in some for sign in (2, -2)]
+        for j, place, sign in moves:
             values = [a + share * scale_of(a) * random.uniform(-1, 1, a.shape) for a in point.values]
             if place is not None:
-                values[i].flat[place] = point.values[i].flat[place] + sign * share * scale_of(values[i])
+                values[j].flat[place] = point.values[j].flat[place] + sign * share * scale_of(point.values[j])
             found.append(self._exactly(order, values, point.cotangents)[i])
         return np.nan_to_num(np.stack(found), nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -185,11 +211,14 @@ def _excused(wrong, fine, reason, why):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Whether the sums along each axis are among those found: what a tie shares must be all of it, and no more."""
+    """Whether the sums along each axis are as those found: what a tie shares must be all of it, and no more.
+
+    Sums that differ from side to side may lie as far beyond as they differ: few points reach no corner of many ties.
+    """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):
         ours, theirs = a.sum(axis, keepdims=True), found.sum(axis + 1, keepdims=True)
-        slack = limit.sum(axis, keepdims=True)
+        slack = limit.sum(axis, keepdims=True) + np.ptp(theirs, axis=0)
         right &= (ours >= theirs.min(axis=0) - slack) & (ours <= theirs.max(axis=0) + slack)
     return right
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxbp.verify.arguments import Arguments, bind, name_of, takes_implementation
+from jaxbp.verify.rounding import rounding
 
 EPS = float(np.finfo(np.float64).eps)
 STEP = EPS ** (1 / 3)
@@ -128,6 +130,7 @@ class Reference:
         A step of None is one by the scale of the argument.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
+        error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
         arrays = [np.array(g) for g in autodiff]
         contradicted, told = [np.zeros(g.shape, bool) for g in autodiff], True
         for i, (step, gradient) in enumerate(zip(steps, autodiff, strict=True)):
@@ -137,7 +140,7 @@ class Reference:
             a = values[i].ravel()[places]
             by = np.maximum(scale_of(values[i]), np.abs(a)) * STEP if step is None else np.full(a.shape, step)
             look = lambda which, by, i=i, places=places: self._look(values, cotangents, i, places[which], by)  # noqa: E731
-            slope, other, confirmed = _confirmed(gradient.ravel()[places], by, look)
+            slope, other, confirmed = _confirmed(gradient.ravel()[places], by, look, error)
             arrays[i].flat[places], contradicted[i].flat[places] = slope, other
             told &= bool(confirmed.all())
         against = "differences" if told else "differences; autodiff where there is a kink"
@@ -162,7 +165,8 @@ class Reference:
             return (ahead - behind) / (2 * by[0]), *np.sort(slopes, axis=0), noise, noise
 
         flat = _flat(autodiff)
-        slope, other, confirmed = _confirmed(flat, np.full(flat.shape, STEP), look)
+        error = lambda: float(_flat(self.rounding(order - 1, values, cotangents, below)).max())  # noqa: E731
+        slope, other, confirmed = _confirmed(flat, np.full(flat.shape, STEP), look, error)
         against = "differences of gradients" if confirmed.all() else "differences of gradients; autodiff at a kink"
         sizes = np.cumsum([a.size for a in autodiff])[:-1]
         shaped = lambda flat: [p.reshape(a.shape) for p, a in zip(np.split(flat, sizes), autodiff, strict=True)]  # noqa: E731
@@ -180,6 +184,20 @@ class Reference:
                     if reverse or not has_no_forward_mode(error):
                         raise
                     del self._derivatives[order]
+
+    def rounding(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Arrays:
+        """How far rounding moves the results of order 0 and 1, or the derivative of another order, in float64."""
+        with float64():
+            if order < 2:
+                found = rounding(self._gradients, list(values), list(cotangents))
+                return found[len(cotangents) :] if order else found[: len(cotangents)]
+            self.derivative(order, values, cotangents, directions)  # finds the mode that it has
+            return rounding(self._derivatives[order], list(values), list(cotangents), list(directions))
+
+    def _rounding_of_sum(self, values, cotangents):
+        """How far rounding moves `Σ c y` at most."""
+        moved = self.rounding(0, values, cotangents, [])
+        return sum(float(np.sum(np.abs(c) * m)) for c, m in zip(cotangents, moved, strict=True))
 
     def _look(self, values, cotangents, argument, places, by):
         """(slope, the lower and the higher of the one-sided slopes, rounding, rounding at most) in elements.
@@ -220,13 +238,16 @@ class Reference:
         return lax.map(slopes, places)
 
 
-def _confirmed(autodiff: np.ndarray, steps: np.ndarray, look: Callable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _confirmed(
+    autodiff: np.ndarray, steps: np.ndarray, look: Callable, error: Callable[[], float]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(what is expected, where differences contradict autodiff, where they confirm it).
 
     `look(which, steps)` gives slope, lower and higher one-sided slope, their rounding, and that at most. A slope that
     is autodiff's at any step confirms it: a larger step crossed a kink or was too coarse, a smaller one is all
     rounding. Autodiff is contradicted where two steps agree with each other, on both sides, and not with it.
-    Elsewhere, as at a kink, differences can not tell, and autodiff stands.
+    Elsewhere, as at a kink, differences can not tell, and autodiff stands. Nor can they where the slopes are no further
+    apart than the function's rounding `error()` makes them: in steps of its rounding a function is flat, or a ramp.
     """
     expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
     confirmed, open_, before = ~np.isfinite(autodiff), np.isfinite(autodiff), None
@@ -246,6 +267,8 @@ def _confirmed(autodiff: np.ndarray, steps: np.ndarray, look: Callable) -> tuple
             same = np.abs(slope - last) <= 1e-4 * size + 4 * noise
             same &= (high - low <= 1e-2 * size + 8 * noise) & sharp & ~agrees
             same &= np.abs(slope - g) > 10 * np.abs(slope - last) + 8 * at_most
+            if same.any():
+                same &= np.abs(slope - g) > 4 * error() / (steps[which] / NEARER**k)
             expected[which[same]], contradicted[which[same]] = slope[same], True
             open_[which[same]] = False
         before = np.full(autodiff.shape, np.nan)

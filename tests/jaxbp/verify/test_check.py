@@ -202,6 +202,14 @@ def maximum_backward(dy, x, y):
     return jnp.where(x >= y, dy, 0), jnp.where(x < y, dy, 0)
 
 
+def larger_double(x, y):
+    return jnp.maximum(2 * x, 2 * y)
+
+
+def larger_double_backward(dy, x, y):
+    return jnp.where(x >= y, 2 * dy, 0), jnp.where(x < y, 2 * dy, 0)
+
+
 def max_backward(dy, x):
     return jnp.where(x == x.max(axis=-1, keepdims=True), dy[..., None], 0)
 
@@ -265,6 +273,7 @@ MISSED = {
     "ties of max": (functools.partial(jnp.max, axis=-1), max_backward, S, {}),
     "ties of max, no convention": (functools.partial(jnp.max, axis=-1), max_backward, S, dict(kink_convention=False)),
     "ties of maximum": (jnp.maximum, maximum_backward, drawn((3, 4), (3, 4)), {}),
+    "ties of computed numbers": (larger_double, larger_double_backward, drawn((3, 4), (3, 4), dtype="float64"), {}),
     "ties of |a - b|": (distance, distance_backward, drawn((3, 4), (3, 4)), {}),
     "slope at a clip's bound": (clip, lambda dy, x: jnp.where((x >= -0.7) & (x <= 0.5), dy, 0), S, {}),
     "slope at a kink away from 0": (shrink, lambda dy, x: jnp.where((x >= 3) | (x < 0), dy, 0), S, {}),

@@ -133,6 +133,39 @@ def test_right_functions_pass_in_half_precision(seed):
     check(jaxbp.layer_norm, *data, order=1, implementations=["xla", "autodiff"], seed=seed).raise_if_failed()
 
 
+HALF = np.ones((1, 1), np.float16)
+ROWS = np.float32([[0.3, -1.2, 0.8, 0.1], [-0.4, 0.9, 1.7, -2.0]])
+# What is right and was once called wrong: name -> (op, arguments, settings of the check).
+ONCE_WRONG = {
+    "ties that go to the first": (
+        jaxbp.max, [ROWS], dict(axis=1, kink_convention=False, added=["zeros"], seed=2),
+    ),
+    "a side of a tie that few points reach": (
+        jaxbp.max_backward, [ROWS[0, :3], np.stack([ROWS, -ROWS, 2 * ROWS], axis=1)],
+        dict(axis=(0, 2), kink_convention=False, added=["zeros"], seed=7),
+    ),
+    "terms that overflow and cancel": (
+        jaxbp.matmul_backward, [HALF, 3000 * HALF, 3000 * HALF], dict(added=["cotangents"]),
+    ),
+    "a difference between two roundings": (
+        jaxbp.sigmoid_backward, [np.array([900.0, -20.0]), np.array([28.0, 30.0])], dict(added=()),
+    ),
+    "a difference that rounding hides in part": (
+        jaxbp.softmax_backward, [np.array([900.0, -700.0, 30.0]), np.array([23.0, 0.0, -1.0])], dict(added=()),
+    ),
+    "JAX's own rounding in float64": (
+        jaxbp.mish_backward, [np.array([-1830.8034723729559]), np.array([19.500427245410556])],
+        dict(added=(), seed=7),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONCE_WRONG)
+def test_what_was_once_called_wrong_passes(name):
+    op, args, settings = ONCE_WRONG[name]
+    check(op, *args, order=1, implementations=["xla", "autodiff"], **settings).raise_if_failed()
+
+
 def test_the_program_counts_checks_and_alarms(monkeypatch, capsys):
     @jax.custom_vjp
     def wrong(x):

@@ -1,0 +1,52 @@
+"""How far rounding moves a program's results: by one rounding of what is largest in it, and only where it computes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbp.verify.reference import EPS, float64
+from jaxbp.verify.rounding import rounding
+
+pytestmark = pytest.mark.once
+
+
+def moved(function, *args):
+    with float64():
+        (found,) = rounding(function, *(np.asarray(a, np.float64) for a in args))
+    return found
+
+
+def test_a_product_moves_by_one_rounding_of_itself():
+    assert moved(jnp.multiply, [3.0, -1e-5], [7.0, 2.0]) == pytest.approx(np.array([21.0, 2e-5]) * EPS, rel=1)
+
+
+def with_a_jvp(function):
+    wrapped = jax.custom_jvp(function)
+    wrapped.defjvp(lambda primals, tangents: (function(*primals), *tangents))
+    return wrapped
+
+
+def with_a_vjp(function):
+    wrapped = jax.custom_vjp(function)
+    wrapped.defvjp(lambda x: (function(x), None), lambda _, dy: (dy,))
+    return wrapped
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit, with_a_jvp, with_a_vjp, jax.checkpoint])
+def test_what_cancels_moves_by_the_rounding_of_what_it_cancels_from(wrapped):
+    off = moved(wrapped(lambda x: 1 - jax.nn.sigmoid(x)), [28.0])
+    assert EPS / 4 < off[0] < 4 * EPS
+
+
+def test_what_only_chooses_does_not_round():
+    assert not moved(lambda x: jnp.sort(jnp.maximum(x, 0.1))[::-1], [0.3, -0.7, 0.1]).any()
+
+
+def test_a_jump_where_a_tie_is_broken_counts_for_little():
+    slope = jax.grad(lambda x: jnp.maximum(2 * x, 4 * x - 2))
+    assert 0 < moved(slope, 1.0) < 2e-3
+
+
+def test_a_number_that_is_not_finite_does_not_move():
+    assert (moved(jnp.log, [0.0, -1.0, 1.0]) == 0).all()
