@@ -7,7 +7,8 @@ Each result is moved by many roundings, and what comes of it is divided by as ma
 does where a tie is broken, so counts for little: it is no rounding.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,16 +32,37 @@ def rounding(function: Callable, *args: Any) -> list[np.ndarray]:
 
     Loops are run as they are: what is rounded in them is not seen.
     """
-    closed, random = jax.make_jaxpr(function)(*args), np.random.default_rng(0)
-    leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
-    run = lambda random: [np.asarray(y) for y in _run(closed.jaxpr, closed.consts, leaves, random)]  # noqa: E731
-    exactly, moved = run(None), [run(random) for _ in range(RUNS)]
+    random = np.random.default_rng(0)
+    run = lambda moved: [np.asarray(y) for y in jax.tree.leaves(rerun(function, moved)(*args))]  # noqa: E731
+    exactly, moved = run(lambda equation, y: y), [run(functools.partial(_moved, random)) for _ in range(RUNS)]
     with np.errstate(invalid="ignore"):
         off = [[np.abs(m - y) for m in some] for y, *some in zip(exactly, *moved, strict=True)]
     return [np.max([np.where(np.isfinite(m), m, 0.0) for m in some], axis=0) / MANY for some in off]
 
 
-def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], random: np.random.Generator | None) -> list[Any]:
+def _moved(random, equation, y):
+    if equation.primitive.name not in ROUNDED:
+        return y
+    by = MANY * float(jnp.finfo(y.dtype).eps)
+    return y * (1 + by * random.choice((-1, 1), y.shape)).astype(y.dtype)
+
+
+def rerun(function: Callable, moved: Callable[[Any, jax.Array], jax.Array]) -> Callable:
+    """`function`, of which every equation's floating results are what `moved(equation, result)` makes of them.
+
+    Equations are those of its jaxpr and of the calls in it; a loop is one equation.
+    """
+
+    def run(*args):
+        program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
+        results = _run(program.jaxpr, program.consts, leaves, moved)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return run
+
+
+def _run(jaxpr, consts, args, moved):
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     read = lambda variable: variable.val if hasattr(variable, "val") else known[variable]  # noqa: E731
     for equation in jaxpr.eqns:
@@ -48,18 +70,10 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], random: np.rand
         primitive, params = equation.primitive, equation.params
         inner = params.get("jaxpr", params.get("call_jaxpr")) if primitive.name in CALLS else None
         if inner is not None:
-            results = _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs, random)
+            results = _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs, moved)
         else:
             results = primitive.bind(*inputs, **primitive.get_bind_params(params))
             results = results if primitive.multiple_results else [results]
-            if random is not None and primitive.name in ROUNDED:
-                results = [_moved(y, random) for y in results]
+            results = [moved(equation, y) if jnp.issubdtype(y.dtype, jnp.floating) else y for y in results]
         known.update(zip(equation.outvars, results, strict=True))
     return [read(variable) for variable in jaxpr.outvars]
-
-
-def _moved(y: Any, random: np.random.Generator) -> Any:
-    if not jnp.issubdtype(y.dtype, jnp.floating):
-        return y
-    by = MANY * float(jnp.finfo(y.dtype).eps)
-    return y * (1 + by * random.choice((-1, 1), y.shape)).astype(y.dtype)
