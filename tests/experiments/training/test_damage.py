@@ -120,6 +120,7 @@ def test_there_are_more_than_300_cases(runs):
     assert len(files) * (1 + len(DAMAGES)) > 300
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("run", "place"), CASES)
 def test_a_run_with_a_damaged_file_goes_on_to_the_same_bits(run, place, runs, tmp_path, capsys):
     wanted = outcome(runs["finished"])

@@ -174,6 +174,7 @@ def test_check_grads_to_second_order(name):
 # ------------------------------------------------------------------------------------------------------ against float64
 
 
+@pytest.mark.rotating
 @ours
 @every_op
 def test_value_and_gradients_match_float64(name, implementation):
@@ -285,6 +286,7 @@ def _cuda_program(name, place, dtype, batch):
     return cuda_program(value_and_gradients(op), arrays, results_of(op, arrays))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "place", "dtype"), list(_places_and_dtypes()))
 def test_kernels_lower_for_cuda_without_a_gpu(name, place, dtype):
     program = _cuda_program(name, place, dtype, batch=16384)

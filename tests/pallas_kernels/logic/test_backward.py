@@ -59,6 +59,7 @@ def fastest(dy, coefficients, wires, x):
     return op._fastest_gradients(dy, coefficients, op._graph(wires), x)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("function", "wires", "N"),
     [(function, wires, LANES) for function in (BY_INPUT, separate) for wires in WIRES]

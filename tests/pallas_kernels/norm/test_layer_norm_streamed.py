@@ -26,6 +26,7 @@ CASES = {
 }
 
 
+@pytest.mark.rotating
 @can_simulate
 @pytest.mark.parametrize(
     ("name", "center", "known"),
