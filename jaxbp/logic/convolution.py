@@ -1,0 +1,158 @@
+"""Which inputs the trees of a convolution of logic gates read."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Int
+
+from jaxbp.ops import _checks
+from jaxbp.ops._windows import Size
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["leaves", "readers", "reader_offsets"],
+    meta_fields=["channels", "window"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class TreeWires:
+    """The leaves of a convolution's kernels, each a complete binary tree of two-input gates over a window.
+
+    A kernel of depth d has `2^d` leaves and `2^d - 1` gates, level by level: of each level, gate g reads the leaves,
+    or the gates of the level before, 2 g as its a and 2 g + 1 as its b. The last gate is the root. Made on the host,
+    once, by `random` or `from_leaves`.
+
+    A pytree: an argument of jitted functions, or a constant in them.
+
+    Attributes:
+      leaves: of each kernel, the channel and the row and column in its window that a leaf reads; int32.
+      readers: for each input channel the kernels that read it, one channel after the other.
+      reader_offsets: where those of a channel begin, and where the last ones end.
+      channels: of the input.
+      window: its height and width.
+    """
+
+    leaves: Int[Array, "kernels leaves 3"]
+    readers: Int[Array, " readers"]
+    reader_offsets: Int[Array, " channels+1"]
+    channels: int
+    window: tuple[int, int]
+
+    @property
+    def kernels(self) -> int:
+        return self.leaves.shape[-3]
+
+    @property
+    def depth(self) -> int:
+        return self.leaves.shape[-2].bit_length() - 1
+
+    @property
+    def gates(self) -> int:
+        """Of each kernel."""
+        return self.leaves.shape[-2] - 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of all arrays: int32."""
+        return self.leaves.dtype
+
+    @classmethod
+    def from_leaves(cls, leaves: ArrayLike, channels: int, window: Size) -> "TreeWires":
+        """Trees as listed: leaf l of kernel k reads `leaves[k, l]`, a channel, and a row and a column in the window.
+
+        Raises:
+          TypeError: leaves are not integers.
+          ValueError: leaves that are not `(kernels, 2^depth, 3)`, or outside of the channels or the window.
+        """
+        channels = _count("from_leaves", "channels", channels)
+        window = _checks.pair("TreeWires.from_leaves", "window", window, at_least=1)
+        leaves = np.asarray(leaves)
+        if not np.issubdtype(leaves.dtype, np.integer):
+            raise TypeError(f"TreeWires.from_leaves: leaves has dtype {leaves.dtype}; wants integers")
+        if leaves.ndim != 3 or leaves.shape[2] != 3 or not leaves.shape[0] or leaves.shape[1].bit_count() != 1:
+            raise ValueError(
+                f"TreeWires.from_leaves: leaves has shape {leaves.shape}; wants (kernels, leaves, 3), "
+                "with a power of two of leaves"
+            )
+        if leaves.shape[1] < 2:
+            raise ValueError("TreeWires.from_leaves: a kernel has 1 leaf; wants at least 2, those of one gate")
+        bounds = np.array([channels, *window])
+        if (wrong := np.argwhere((leaves < 0) | (leaves >= bounds))).size:
+            at = tuple(wrong[0].tolist())
+            raise ValueError(
+                f"TreeWires.from_leaves: leaves[{', '.join(map(str, at))}] is {leaves[at]}; wants at least 0 and below "
+                f"{bounds[at[2]]}, the {('channels', 'height of the window', 'width of the window')[at[2]]}"
+            )
+        read = np.zeros((channels, len(leaves)), bool)
+        read[leaves[..., 0], np.arange(len(leaves))[:, None]] = True
+        arrays = dict(
+            leaves=leaves,
+            readers=np.nonzero(read)[1],
+            reader_offsets=np.concatenate([[0], np.cumsum(read.sum(axis=1))]),
+        )
+        with jax.ensure_compile_time_eval():  # made within jit, they are still the same arrays outside
+            arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
+        return cls(**arrays, channels=channels, window=window)
+
+    @classmethod
+    def random(
+        cls,
+        channels: int,
+        kernels: int,
+        window: Size,
+        *,
+        depth: int = 3,
+        channels_per_kernel: int = 2,
+        seed: int,
+    ) -> "TreeWires":
+        """Random trees. Channels are read by as many kernels, and within a kernel by as many leaves, give or take one.
+
+        A kernel reads no place of a channel twice, unless it has more leaves than places. As many of its leaves as can
+        be are in each of its channels.
+
+        Args:
+          channels_per_kernel: how many channels a kernel reads, at most all.
+
+        Raises:
+          ValueError: a count below 1.
+
+        Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+        """
+        channels, kernels = _count("random", "channels", channels), _count("random", "kernels", kernels)
+        depth = _count("random", "depth", depth)
+        per_kernel = min(_count("random", "channels_per_kernel", channels_per_kernel), channels, 2**depth)
+        window = _checks.pair("TreeWires.random", "window", window, at_least=1)
+        random = np.random.default_rng(seed)
+        places, of_channel = np.indices(window).reshape(2, -1).T, -(-(2**depth) // per_kernel)
+        leaves = np.empty((kernels, 2**depth, 3), int)
+        for kernel, chosen in zip(leaves, _channels_of_kernels(channels, kernels, per_kernel, random), strict=True):
+            drawn = [
+                np.concatenate([random.permutation(places) for _ in range(-(-of_channel // len(places)))])[:of_channel]
+                for _ in chosen
+            ]
+            candidates = np.concatenate([np.insert(d, 0, c, axis=1) for c, d in zip(chosen, drawn, strict=True)])
+            kept = np.arange(len(candidates)).reshape(per_kernel, of_channel).T.ravel()[: 2**depth]
+            kernel[:] = random.permutation(candidates[kept])
+        return cls.from_leaves(leaves, channels, window)
+
+
+def _channels_of_kernels(channels, kernels, per_kernel, random):
+    """Different channels for each kernel, each channel for as many kernels as any other, give or take one."""
+    uses = np.zeros(channels, int)
+    for _ in range(kernels):
+        # Those used least; of equals, any.
+        chosen = np.lexsort([random.random(channels), uses])[:per_kernel]
+        uses[chosen] += 1
+        yield chosen
+
+
+def _count(constructor: str, name: str, value: Any) -> int:
+    if not _checks.is_int(value) or value < 1:
+        raise ValueError(f"TreeWires.{constructor}: {name} is {value!r}; wants an int of at least 1")
+    return int(value)
