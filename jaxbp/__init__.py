@@ -7,6 +7,7 @@ from jaxbp.checkpointing import checkpointed, checkpointed_scan
 from jaxbp.logic.automaton import Automaton
 from jaxbp.logic.cellular_circuit import CellularCircuit
 from jaxbp.logic.circuit import Circuit, bitwise_gate_layer, pack_bits, unpack_bits
+from jaxbp.logic.convolution import TreeWires
 from jaxbp.logic.gates import group_sum, hard_logits, harden, initial_logits
 from jaxbp.logic.netlist import Netlist
 from jaxbp.logic.wires import Wires
@@ -110,6 +111,14 @@ from jaxbp.ops.linear_algebra import (
     transpose,
     transpose_backward,
 )
+from jaxbp.ops.logic_conv2d import (
+    logic_conv2d,
+    logic_conv2d_backward,
+    logic_conv2d_or_pool2d,
+    logic_conv2d_or_pool2d_backward,
+    logic_conv2d_or_pool2d_with_places,
+    logic_or_pool2d,
+)
 from jaxbp.ops.losses import (
     binary_cross_entropy,
     binary_cross_entropy_backward,
@@ -174,6 +183,7 @@ __all__ = [
     "Netlist",
     "Op",
     "Pair",
+    "TreeWires",
     "Wires",
     "abs",
     "abs_backward",
@@ -241,6 +251,12 @@ __all__ = [
     "log_backward",
     "log_softmax",
     "log_softmax_backward",
+    "logic_conv2d",
+    "logic_conv2d_backward",
+    "logic_conv2d_or_pool2d",
+    "logic_conv2d_or_pool2d_backward",
+    "logic_conv2d_or_pool2d_with_places",
+    "logic_or_pool2d",
     "logsumexp",
     "logsumexp_backward",
     "matmul",

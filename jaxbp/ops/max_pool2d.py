@@ -170,7 +170,7 @@ def max_pool2d(
 
     Source: K. Yamaguchi et al., "A neural network for speaker-independent isolated word recognition", ICSLP 1990.
     """
-    return _pool("max_pool2d", x, window, stride, padding, implementation)[0]
+    return pool("max_pool2d", x, window, stride, padding, implementation)[0]
 
 
 def max_pool2d_with_indices(
@@ -193,7 +193,7 @@ def max_pool2d_with_indices(
     Raises:
       TypeError, ValueError: as in `max_pool2d`.
     """
-    return _pool("max_pool2d_with_indices", x, window, stride, padding, implementation)
+    return pool("max_pool2d_with_indices", x, window, stride, padding, implementation)
 
 
 def max_pool2d_backward(
@@ -231,7 +231,7 @@ def max_pool2d_backward(
     return _MAX_POOL2D_BACKWARD(dy, indices, implementation=implementation, **options)
 
 
-def _pool(op, x, window, stride, padding, implementation):
+def pool(op, x, window, stride, padding, implementation):
     (x,) = _checks.floating(op, x=x)
     _checks.shape(op, "x", x, "batch", "channels", "height", "width")
     return _MAX_POOL2D.named(op)(

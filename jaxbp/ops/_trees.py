@@ -1,0 +1,104 @@
+"""Convolutions of trees of gates as formulas in jnp, of images with the examples last: `(channels, height, width, N)`.
+
+Each kernel's tree is computed at all places at once, a kernel after the other: a leaf is a slice of the image, which a
+compiler reads where it stands. With an or-pool only the largest place of each window is kept; the backward computes
+its tree again.
+"""
+
+import functools
+import itertools
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxbp.logic.convolution import TreeWires
+from jaxbp.ops._windows import output_size
+from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
+
+
+def forward(coefficients, wires, x, *, stride, pool):
+    """(y, places): the largest value of each pool's window, and the first place in it that has it, `u * width + v`.
+
+    Args:
+      coefficients: `(kernels, gates, 4)`.
+      x: with its padding.
+
+    Returns:
+      `(kernels, height, width, N)` each; places are None for a pool of one place.
+    """
+    geometry = _Geometry(wires, x, stride, pool)
+
+    def of_kernel(_, kernel):
+        c, leaves = kernel
+        largest = place_of_largest = None
+        for place, (u, v) in enumerate(geometry.places):
+            *_, (value,) = levels_of_tree(c, [geometry.read(x, leaf, u, v) for leaf in leaves])
+            if place == 0:
+                largest, place_of_largest = value, jnp.zeros(value.shape, geometry.place_dtype)
+            else:
+                larger = is_larger(value, largest)
+                largest = jnp.where(larger, value, largest)
+                place_of_largest = jnp.where(larger, jnp.asarray(place, geometry.place_dtype), place_of_largest)
+        return None, (largest, place_of_largest if len(geometry.places) > 1 else None)
+
+    return lax.scan(of_kernel, None, (coefficients, wires.leaves))[1]
+
+
+def gradients(dy, places, coefficients, wires, x, *, stride, pool):
+    """(dc, dx)."""
+    geometry = _Geometry(wires, x, stride, pool)
+
+    def at_place(places, read):
+        """Of each window what `read` gives for its place."""
+        if places is None:
+            return read(0, 0)
+        found = zip(itertools.count(), itertools.starmap(read, geometry.places))
+        return functools.reduce(lambda chosen, new: jnp.where(places == new[0], new[1], chosen), found, 0.0)
+
+    def of_kernel(dx, kernel):
+        dy, places, c, leaves = kernel
+        values = [at_place(places, lambda u, v, leaf=leaf: geometry.read(x, leaf, u, v)) for leaf in leaves]
+        dc, dleaves = gradients_of_tree(c, levels_of_tree(c, values), dy)
+        for leaf, dleaf in zip(leaves, dleaves, strict=True):
+            dx = geometry.add(dx, leaf, dleaf, places)
+        # In two steps, so that no sum has too many terms.
+        return dx, jnp.stack([jnp.stack([jnp.sum(jnp.sum(t, axis=-1)) for t in terms]) for terms in dc])
+
+    dx, dc = lax.scan(of_kernel, jnp.zeros_like(x), (dy, places, coefficients, wires.leaves))
+    return dc, dx
+
+
+def is_larger(value: Array, largest: Array) -> Array:
+    """Whether a value takes the place of the largest before it: of equals the first stays, and so does a NaN."""
+    return ~(value <= largest) & (largest == largest)
+
+
+class _Geometry:
+    """Where trees and pools stand on a padded image."""
+
+    def __init__(self, wires: TreeWires, x: Array, stride: tuple[int, int], pool: tuple[int, int]):
+        self.stride, self.pool = stride, pool
+        trees = output_size(x.shape[1:3], wires.window, stride=stride, padding=((0, 0), (0, 0)))
+        self.size = tuple(n // p for n, p in zip(trees, pool, strict=True))
+        self.places = list(itertools.product(*map(range, pool)))
+        self.place_dtype = jnp.uint8 if len(self.places) <= 256 else jnp.int32
+        self.examples = x.shape[-1]
+
+    def read(self, x: Array, leaf: Array, u: int, v: int) -> Array:
+        """What a leaf reads for the place (u, v) of each pool's window: `(height, width, N)`."""
+        (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
+        channel, row, column = leaf
+        span = (1, (rows - 1) * p * s + 1, (columns - 1) * q * t + 1, self.examples)
+        begin = (channel, row + u * s, column + v * t, jnp.zeros_like(channel))
+        return lax.dynamic_slice(x, begin, span)[0, :: p * s, :: q * t]
+
+    def add(self, dx: Array, leaf: Array, dleaf: Array, places: Array | None) -> Array:
+        """dx with the gradient of a leaf added where each window's place has read it."""
+        (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
+        if places is not None:
+            window = jnp.arange(p * q, dtype=self.place_dtype).reshape(1, p, 1, q, 1)
+            chosen = places[:, None, :, None] == window
+            dleaf = jnp.where(chosen, dleaf[:, None, :, None], 0).reshape(rows * p, columns * q, self.examples)
+        spread = lax.pad(dleaf, jnp.zeros((), dleaf.dtype), [(0, 0, s - 1), (0, 0, t - 1), (0, 0, 0)])[None]
+        begin = (*leaf, jnp.zeros_like(leaf[0]))
+        return lax.dynamic_update_slice(dx, lax.dynamic_slice(dx, begin, spread.shape) + spread, begin)

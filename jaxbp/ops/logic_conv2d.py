@@ -1,0 +1,422 @@
+"""Convolutions of differentiable logic gates: each kernel is a tree of two-input gates, the same at every place.
+
+A kernel of depth d reads `2^d` leaves, places in a window of its input, and combines them by `2^d - 1` gates, each
+`y = c0 + c1 a + c2 b + c3 ab` as in `gate_layer`. An or-pool takes the largest of neighbouring places: of bits that is
+their "or". With both in one, the forward keeps for each pooled output which place was the largest, a byte, and the
+backward computes that one tree again: of all the trees of a window, the others have no gradient.
+
+As in `gate_layer`, an op is made of two pairs: one from parameters to coefficients, one of coefficients and images.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Integer
+
+from jaxbp.logic import gates
+from jaxbp.logic.convolution import TreeWires
+from jaxbp.logic.gates import Parametrization
+from jaxbp.ops import _checks, _trees, max_pool2d
+from jaxbp.ops._checks import AnyArray
+from jaxbp.ops._numerics import widen
+from jaxbp.ops._windows import Padding, Size, output_size, pool_options, window_padding
+from jaxbp.ops.gate_layer import COEFFICIENTS
+from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
+from jaxbp.sharding import leading
+from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.logic import trees as kernels
+
+# ------------------------------------------------------------------------------------- the formulas on coefficients
+
+
+def _forward(coefficients, wires, x, *, stride, padding, pool):
+    padded = jnp.moveaxis(widen(_padded(x, padding)), 0, -1)
+    y, places = _trees.forward(coefficients, wires, padded, stride=stride, pool=pool)
+    return _examples_first((y.astype(x.dtype), places))
+
+
+def _gradients(dy, places, coefficients, wires, x, *, stride, padding, pool):
+    dy, places, padded = jax.tree.map(lambda a: jnp.moveaxis(a, 0, -1), (dy, places, _padded(x, padding)))
+    dc, dx = _trees.gradients(widen(dy), places, coefficients, wires, widen(padded), stride=stride, pool=pool)
+    return dc.astype(coefficients.dtype), None, _cropped(_examples_first(dx.astype(x.dtype)), x, padding)
+
+
+def _padded(x, padding):
+    return jnp.pad(x, ((0, 0), (0, 0), *padding))
+
+
+def _cropped(dx, x, padding):
+    (top, _), (left, _) = padding
+    return dx[:, :, top : top + x.shape[2], left : left + x.shape[3]]
+
+
+def _examples_first(arrays):
+    return jax.tree.map(lambda a: jnp.moveaxis(a, -1, 0), arrays)
+
+
+# -------------------------------------------------------------------------------------------------------- the kernels
+
+
+def _forward_kernel(coefficients, wires, x, *, stride, padding, pool):
+    options = dict(window=wires.window, stride=stride, pool=pool)
+    y, places = kernels.forward(coefficients, wires.leaves, _padded_last(x, padding), **options)
+    return jax.tree.map(lambda a: batch_first(a, x.shape[0]), (y, places))
+
+
+def _gradients_kernel(dy, places, coefficients, wires, x, *, stride, padding, pool):
+    dy, places = jax.tree.map(batch_last, (dy, places))
+    options = dict(window=wires.window, stride=stride, pool=pool)
+    arrays, padded = (dy, places, coefficients), _padded_last(x, padding)
+    dc = kernels.coefficients_gradient(*arrays, wires.leaves, padded, **options)
+    dx = _input_gradient(*arrays, wires, padded, padding=padding, **options)
+    return dc.astype(coefficients.dtype), None, batch_first(dx, x.shape[0])
+
+
+def _input_gradient(dy, places, coefficients, wires, padded, *, window, stride, padding, pool):
+    def kernel(dy, places, coefficients, wires, padded):
+        arrays, options = (dy, places, coefficients, wires.leaves), dict(window=window, stride=stride, pool=pool)
+        return kernels.input_gradient(*arrays, wires.readers, wires.reader_offsets, padded, padding=padding, **options)
+
+    def formula(dy, places, coefficients, wires, padded):
+        wide = widen(dy), places, coefficients, wires, widen(padded)
+        dx = _trees.gradients(*wide, stride=stride, pool=pool)[1].astype(padded.dtype)
+        (top, bottom), (left, right) = padding
+        return dx[:, top : dx.shape[1] - bottom, left : dx.shape[2] - right]
+
+    return on_gpu(kernel, formula, dy, places, coefficients, wires, padded)
+
+
+def _padded_last(x, padding):
+    return jnp.pad(batch_last(x), ((0, 0), *padding, (0, 0)))
+
+
+# ---------------------------------------------------------------------------------------------------------- the pairs
+
+
+def _save(forward, coefficients, wires, x, **options):
+    y, places = forward(coefficients, wires, x, **options)
+    return (y, places), (places, coefficients, wires, x)
+
+
+def _pair(forward):
+    return Pair(forward, _TREES_BACKWARD, save=functools.partial(_save, forward), has_aux=True, name="trees")
+
+
+_TREES_BACKWARD = Op(
+    "trees_backward",
+    {"xla": _gradients, "pallas": differentiable(_gradients_kernel, _gradients, leading(0, 1, 4))},
+)
+_TREES = Op(
+    "trees",
+    {
+        "xla": functools.partial(_pair(_forward), implementation="xla"),
+        "pallas": functools.partial(
+            _pair(differentiable(_forward_kernel, _forward, leading(2))), implementation="pallas"
+        ),
+    },
+)
+"""Of coefficients, wires and x: (y, places)."""
+
+
+def _convolution(parameters, wires, x, *, parametrization, implementation, **options):
+    coefficients = COEFFICIENTS[parametrization](parameters, implementation=implementation)
+    return _TREES(coefficients, wires, x, implementation=implementation, **options)
+
+
+def _convolution_backward(dy, places, parameters, wires, x, *, parametrization, implementation, **options):
+    pair = COEFFICIENTS[parametrization]
+    dc, _, dx = _TREES_BACKWARD(
+        dy, places, pair.forward(parameters), wires, x, implementation=implementation, **options
+    )
+    return pair.backward(dc, parameters, implementation=implementation), dx
+
+
+def _definition(parameters, wires, x, *, parametrization, stride, padding, pool):
+    """The trees for JAX to differentiate: of logits, the 16 functions weighted with their probabilities."""
+    wide = widen(_padded(x, padding))
+    rows, columns = output_size(wide.shape[2:], wires.window, stride=stride, padding=((0, 0), (0, 0)))
+    channel, row, column = jnp.moveaxis(wires.leaves, -1, 0)[..., None, None]
+    row, column = row + stride[0] * jnp.arange(rows)[:, None], column + stride[1] * jnp.arange(columns)
+    values, first = wide[:, channel, row, column], 0  # (batch, kernels, leaves, rows, columns)
+    while (count := values.shape[2] // 2) > 0:
+        of_level = parameters[:, first : first + count, None, None]
+        values, first = _gates(of_level, values[:, :, ::2], values[:, :, 1::2], parametrization), first + count
+    y = values[:, :, 0].astype(x.dtype)
+    if pool == (1, 1):
+        return y, None
+    return max_pool2d.native(y, **_or_pool(y, pool))
+
+
+def _gates(parameters, a, b, parametrization):
+    if parametrization == "softmax":
+        return jnp.sum(jax.nn.softmax(widen(parameters)) * jnp.stack(gates.relaxed_gates(a, b), axis=-1), axis=-1)
+    c0, c1, c2, c3 = jnp.moveaxis(COEFFICIENTS[parametrization].forward(parameters), -1, 0)
+    return c0 + c1 * a + (c2 + c3 * a) * b
+
+
+def _definition_backward(dy, places, parameters, wires, x, *, pool, **options):
+    def at_places(parameters, x):
+        y, _ = _definition(parameters, wires, x, pool=(1, 1), **options)
+        return y if places is None else max_pool2d.select(y, places, **_or_pool(y, pool))
+
+    return jax.vjp(at_places, parameters, x)[1](dy)
+
+
+def _or_pool(y, pool):
+    return dict(window=pool, stride=pool, padding=((0, 0), (0, 0)), input_size=y.shape[2:])
+
+
+def _unsupported(*arrays, stride, padding, pool, **options):
+    wires = arrays[-2]
+    return kernels.supports(wires.leaves.shape, pool) or _checks.unsupported_dtype(*jax.tree.leaves(arrays))
+
+
+_LOGIC_CONV2D = Op(
+    "logic_conv2d", {"autodiff": _definition, **composed(_convolution)}, unsupported=_unsupported, shares=True
+)
+_LOGIC_CONV2D_BACKWARD = Op(
+    "logic_conv2d_backward",
+    {"autodiff": _definition_backward, **composed(_convolution_backward)},
+    unsupported=_unsupported,
+    shares=True,
+)
+
+
+# ------------------------------------------------------------------------------------------------ the public functions
+
+
+def logic_conv2d(
+    logits: Float[AnyArray, "kernels gates parameters"],
+    wires: TreeWires,
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    stride: Size = 1,
+    padding: Padding = 0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> Float[Array, "batch kernels out_height out_width"]:
+    """A convolution of relaxed logic gates: `y[n, k, i, j]` is kernel k's tree of gates on its window at (i, j).
+
+    Leaf l of kernel k reads `x[n, c, i s + u - p, j s + v - p]` with `(c, u, v) = wires.leaves[k, l]`, s the stride and
+    p the padding. Of each level, gate g has the values 2 g and 2 g + 1 of the level before as its a and b, and gives
+    `Σ_i softmax(logits[k, g])_i op_i(a, b)`, as in `gate_layer`; gates are counted level by level, the root last.
+
+    Args:
+      logits: a gate's parameters. They may be of a wider dtype than x.
+      wires: a `jaxbp.TreeWires` of as many kernels and gates, and as many channels as x has.
+      x: images, NCHW: bits, or numbers between them.
+      stride: an int or a pair.
+      padding: zeros on each side: an int, one for rows and one for columns, "SAME" or "VALID".
+      parametrization: as in `gate_layer`.
+      implementation: "pallas" (depths up to 4), "xla", "autodiff", or None for the fastest. "autodiff" is the 16
+        functions, stacked; of the other two parametrizations, the four coefficients.
+
+    Returns:
+      y, in x's dtype, computed in float32 or wider; its height is `(height + 2 p - window) // s + 1`, and its width
+      alike.
+
+    Raises:
+      TypeError: wires that are none, or arguments that are not floating.
+      ValueError: shapes or options that do not fit, or an unknown parametrization.
+
+    Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    """
+    options = dict(stride=stride, padding=padding, pool=1, parametrization=parametrization)
+    logits, x, options = _check("logic_conv2d", logits, wires, x, **options)
+    return _LOGIC_CONV2D(logits, wires, x, implementation=implementation, **options)[0]
+
+
+def logic_conv2d_backward(
+    dy: Float[AnyArray, "batch kernels out_height out_width"],
+    logits: Float[AnyArray, "kernels gates parameters"],
+    wires: TreeWires,
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    stride: Size = 1,
+    padding: Padding = 0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "kernels gates parameters"], Float[Array, "batch channels height width"]]:
+    """Gradients of `logic_conv2d`. From the root to the leaves, with dy the gradient of a gate's value,
+
+        da = dy (c1 + c3 b)
+        db = dy (c2 + c3 a)
+        dc = Σ over examples and places of dy (1, a, b, ab)
+
+    dlogits follows from dc as in `gate_layer_backward`, and dx sums da and db over the leaves that read a place. The
+    values of the gates are computed again.
+
+    Args:
+      dy: gradient of the loss in y, of x's dtype.
+      The rest: the forward's.
+
+    Returns:
+      (dlogits, dx), each in the shape and dtype of what it is the gradient of; the same bits in every run.
+
+    Raises:
+      TypeError, ValueError: as in `logic_conv2d`.
+    """
+    op = "logic_conv2d_backward"
+    options = dict(stride=stride, padding=padding, pool=1, parametrization=parametrization)
+    logits, x, options = _check(op, logits, wires, x, **options)
+    dy = _check_gradient(op, dy, wires, x, options)
+    return _LOGIC_CONV2D_BACKWARD(dy, None, logits, wires, x, implementation=implementation, **options)
+
+
+def logic_conv2d_or_pool2d(
+    logits: Float[AnyArray, "kernels gates parameters"],
+    wires: TreeWires,
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    pool: Size = 2,
+    stride: Size = 1,
+    padding: Padding = 0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> Float[Array, "batch kernels out_height out_width"]:
+    """`logic_or_pool2d(logic_conv2d(logits, wires, x, stride=stride, padding=padding), pool)`, with less to remember.
+
+    The backward needs the input, and for each pooled output which place of its window was the largest: a byte. The
+    values of the gates are neither kept nor, by the kernels, ever written.
+
+    Args:
+      logits, wires, x, stride, padding, parametrization: as in `logic_conv2d`.
+      pool: height and width of the pool's windows, which stand side by side; rows and columns that fill none are left
+        out.
+      implementation: "pallas" (depths up to 4, pools of up to 9 places), "xla", "autodiff", or None for the fastest.
+
+    Returns:
+      y, in x's dtype.
+
+    Raises:
+      TypeError, ValueError: as in `logic_conv2d`.
+
+    Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    """
+    op = "logic_conv2d_or_pool2d"
+    return _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)[0]
+
+
+def logic_conv2d_or_pool2d_with_places(
+    logits: Float[AnyArray, "kernels gates parameters"],
+    wires: TreeWires,
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    pool: Size = 2,
+    stride: Size = 1,
+    padding: Padding = 0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "batch kernels out_height out_width"], Integer[Array, "batch kernels out_height out_width"]]:
+    """`logic_conv2d_or_pool2d`, and what its backward remembers of the windows.
+
+    Args:
+      As in `logic_conv2d_or_pool2d`.
+
+    Returns:
+      (y, places): places are `u * pool_width + v`, the first of the largest values in its window; uint8 for windows of
+      up to 256 places, else int32. They have no gradient.
+
+    Raises:
+      As in `logic_conv2d_or_pool2d`.
+    """
+    op = "logic_conv2d_or_pool2d_with_places"
+    y, places = _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)
+    return y, jnp.zeros(y.shape, jnp.uint8) if places is None else places
+
+
+def logic_conv2d_or_pool2d_backward(
+    dy: Float[AnyArray, "batch kernels out_height out_width"],
+    places: Integer[AnyArray, "batch kernels out_height out_width"],
+    logits: Float[AnyArray, "kernels gates parameters"],
+    wires: TreeWires,
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    pool: Size = 2,
+    stride: Size = 1,
+    padding: Padding = 0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "kernels gates parameters"], Float[Array, "batch channels height width"]]:
+    """Gradients of `logic_conv2d_or_pool2d`: those of `logic_conv2d_backward`, with dy at each window's place.
+
+    Only the tree at that place is computed again.
+
+    Args:
+      dy: gradient of the loss in y, of x's dtype.
+      places: as `logic_conv2d_or_pool2d_with_places` gives them.
+      The rest: the forward's.
+
+    Returns:
+      (dlogits, dx), each in the shape and dtype of what it is the gradient of; the same bits in every run.
+
+    Raises:
+      TypeError, ValueError: as in `logic_conv2d`; places that are not integers of dy's shape.
+    """
+    op = "logic_conv2d_or_pool2d_backward"
+    options = dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
+    logits, x, options = _check(op, logits, wires, x, **options)
+    dy = _check_gradient(op, dy, wires, x, options)
+    places = max_pool2d.check_indices(op, "places", places, dy.shape)
+    if options["pool"] == (1, 1):
+        places = None
+    return _LOGIC_CONV2D_BACKWARD.named(op)(dy, places, logits, wires, x, implementation=implementation, **options)
+
+
+def logic_or_pool2d(
+    x: Float[AnyArray, "batch channels height width"],
+    pool: Size = 2,
+    *,
+    stride: Size | None = None,
+    padding: Padding = 0,
+    implementation: Implementation = None,
+) -> Float[Array, "batch channels out_height out_width"]:
+    """The "or" of each window's bits, relaxed to the largest of its numbers: `max_pool2d`, whose arguments it has.
+
+    The gradient goes to the first of the largest, and `max_pool2d_backward` is its backward.
+
+    Raises:
+      TypeError, ValueError: as in `max_pool2d`.
+
+    Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    """
+    return max_pool2d.pool("logic_or_pool2d", x, pool, stride, padding, implementation)[0]
+
+
+def _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation):
+    options = dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
+    logits, x, options = _check(op, logits, wires, x, **options)
+    return _LOGIC_CONV2D.named(op)(logits, wires, x, implementation=implementation, **options)
+
+
+def _check(op, logits, wires, x, *, stride, padding, pool, parametrization):
+    """The arrays, and the options in one form."""
+    if not isinstance(wires, TreeWires):
+        raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.TreeWires")
+    (logits,) = _checks.floating(op, logits=logits)
+    (x,) = _checks.floating(op, x=x)
+    gates.check_parameters(op, logits, wires.gates, parametrization, kernels=(wires.kernels,))
+    _checks.shape(op, "x", x, "batch", wires.channels, "height", "width")
+    stride = _checks.pair(op, "stride", stride, at_least=1)
+    padding = window_padding(op, padding, x.shape[2:], wires.window, stride)
+    for size, window, around in zip(x.shape[2:], wires.window, padding, strict=True):
+        if size + sum(around) < window:
+            raise ValueError(
+                f"{op}: the window, {wires.window[0]} x {wires.window[1]}, is larger than x, "
+                f"{x.shape[2]} x {x.shape[3]} with padding {padding}"
+            )
+    size = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
+    pool = _checks.pair(op, "pool", pool, at_least=1)
+    pool_options(op, size, pool, None, 0)
+    return logits, x, dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
+
+
+def _check_gradient(op, dy, wires, x, options):
+    dy, _ = _checks.floating(op, dy=dy, x=x)
+    size = output_size(x.shape[2:], wires.window, stride=options["stride"], padding=options["padding"])
+    _checks.shape(
+        op, "dy", dy, x.shape[0], wires.kernels, *(n // p for n, p in zip(size, options["pool"], strict=True))
+    )
+    return dy

@@ -1,0 +1,41 @@
+"""The arithmetic of a complete binary tree of gates, of numbers or arrays: a kernel's registers, or images in jnp.
+
+A tree of depth d has `2^d` leaves. Of each level, gate g reads the numbers 2 g, as its a, and 2 g + 1, as its b, of
+the level before. Its coefficients are `c[g]`, gates counted level by level, the root last.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[list[Any]]:
+    """The numbers of each level, from the leaves to the root: `y = c0 + c1 a + c2 b + c3 ab`."""
+    levels, first = [list(leaves)], 0
+    while (count := len(levels[-1]) // 2) > 0:
+        pairs = zip(levels[-1][::2], levels[-1][1::2], strict=True)
+        levels.append([_gate(c[first + g], a, b) for g, (a, b) in enumerate(pairs)])
+        first += count
+    return levels
+
+
+def gradients_of_tree(
+    c: Sequence[Sequence[Any]], levels: Sequence[Sequence[Any]], dy: Any
+) -> tuple[list[tuple[Any, ...]], list[Any]]:
+    """(dc, dleaves): the terms `dy (1, a, b, ab)` of each gate's coefficients, and the gradients of the leaves."""
+    dc, of_level = [], [dy]
+    last = sum(map(len, levels[1:]))
+    for level in reversed(levels[:-1]):
+        first = last - len(of_level)
+        terms, below = [], []
+        for g, (a, b) in enumerate(zip(level[::2], level[1::2], strict=True)):
+            _, c1, c2, c3 = (c[first + g][i] for i in range(4))
+            da = of_level[g] * a
+            terms.append((of_level[g], da, of_level[g] * b, da * b))
+            below += [of_level[g] * (c1 + c3 * b), of_level[g] * (c2 + c3 * a)]
+        dc, of_level, last = terms + dc, below, first
+    return dc, of_level
+
+
+def _gate(c, a, b):
+    c0, c1, c2, c3 = (c[i] for i in range(4))
+    return c0 + c1 * a + (c2 + c3 * a) * b
