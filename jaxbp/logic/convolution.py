@@ -32,14 +32,15 @@ class TreeWires:
 
     Attributes:
       leaves: of each kernel, the channel and the row and column in its window that a leaf reads; int32.
-      readers: for each input channel the kernels that read it, one channel after the other.
+      readers: the leaves that read each input channel, one channel after the other; leaf l of kernel k is
+        `k 2^depth + l`.
       reader_offsets: where those of a channel begin, and where the last ones end.
       channels: of the input.
       window: its height and width.
     """
 
     leaves: Int[Array, "kernels leaves 3"]
-    readers: Int[Array, " readers"]
+    readers: Int[Array, " kernels*leaves"]
     reader_offsets: Int[Array, " channels+1"]
     channels: int
     window: tuple[int, int]
@@ -89,12 +90,11 @@ class TreeWires:
                 f"TreeWires.from_leaves: leaves[{', '.join(map(str, at))}] is {leaves[at]}; wants at least 0 and below "
                 f"{bounds[at[2]]}, the {('channels', 'height of the window', 'width of the window')[at[2]]}"
             )
-        read = np.zeros((channels, len(leaves)), bool)
-        read[leaves[..., 0], np.arange(len(leaves))[:, None]] = True
+        read = leaves[..., 0].ravel()
         arrays = dict(
             leaves=leaves,
-            readers=np.nonzero(read)[1],
-            reader_offsets=np.concatenate([[0], np.cumsum(read.sum(axis=1))]),
+            readers=np.argsort(read, kind="stable"),
+            reader_offsets=np.searchsorted(read, np.arange(channels + 1), sorter=np.argsort(read, kind="stable")),
         )
         with jax.ensure_compile_time_eval():  # made within jit, they are still the same arrays outside
             arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}

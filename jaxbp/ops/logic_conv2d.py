@@ -66,26 +66,18 @@ def _forward_kernel(coefficients, wires, x, *, stride, padding, pool):
 
 
 def _gradients_kernel(dy, places, coefficients, wires, x, *, stride, padding, pool):
+    geometry = dict(stride=stride, padding=padding, pool=pool)
+    kernel, formula = (functools.partial(f, **geometry) for f in (_gradients_on_gpu, _gradients))
+    return on_gpu(kernel, formula, dy, places, coefficients, wires, x)
+
+
+def _gradients_on_gpu(dy, places, coefficients, wires, x, *, stride, padding, pool):
     dy, places = jax.tree.map(batch_last, (dy, places))
-    options = dict(window=wires.window, stride=stride, pool=pool)
-    arrays, padded = (dy, places, coefficients), _padded_last(x, padding)
-    dc = kernels.coefficients_gradient(*arrays, wires.leaves, padded, **options)
-    dx = _input_gradient(*arrays, wires, padded, padding=padding, **options)
-    return dc.astype(coefficients.dtype), None, batch_first(dx, x.shape[0])
-
-
-def _input_gradient(dy, places, coefficients, wires, padded, *, window, stride, padding, pool):
-    def kernel(dy, places, coefficients, wires, padded):
-        arrays, options = (dy, places, coefficients, wires.leaves), dict(window=window, stride=stride, pool=pool)
-        return kernels.input_gradient(*arrays, wires.readers, wires.reader_offsets, padded, padding=padding, **options)
-
-    def formula(dy, places, coefficients, wires, padded):
-        wide = widen(dy), places, coefficients, wires, widen(padded)
-        dx = _trees.gradients(*wide, stride=stride, pool=pool)[1].astype(padded.dtype)
-        (top, bottom), (left, right) = padding
-        return dx[:, top : dx.shape[1] - bottom, left : dx.shape[2] - right]
-
-    return on_gpu(kernel, formula, dy, places, coefficients, wires, padded)
+    geometry = dict(window=wires.window, stride=stride, pool=pool)
+    dc, dleaves = kernels.leaf_gradients(dy, places, coefficients, wires.leaves, _padded_last(x, padding), **geometry)
+    geometry |= dict(size=x.shape[1:], padding=tuple(before for before, _ in padding))
+    dx = kernels.input_gradient(dleaves, places, wires.leaves, wires.readers, wires.reader_offsets, **geometry)
+    return dc.astype(coefficients.dtype), None, batch_first(dx.astype(x.dtype), x.shape[0])
 
 
 def _padded_last(x, padding):

@@ -121,7 +121,7 @@ def spread(numbers: Array, width: int) -> Array:
         for at, register in np.ndenumerate(numbers.registers):
             number = vector.extract(register, [], [0])
             registers[at] = _row([number] * width)
-        return _fragmented(registers, block_layout(lanes, width))
+        return _fragmented(registers, block_layout(lanes, width), signed=numbers.is_signed)
 
     return spread_(numbers)
 

@@ -5,13 +5,13 @@ stay in registers, and the whole tree is evaluated there. What it reads is rows 
 few channels: from memory once, and then from the caches.
 
 With an or-pool, the forward computes the trees of all places of a window and writes the largest value and its place.
-The backward computes the one tree at that place again. The gradients of coefficients are sums in a program's registers.
-For the gradient of the image a program has an input channel instead, and goes over the kernels that read it: it adds
-what each leaf contributes to rows of shared memory, in a fixed order, so that no two threads add to one number.
+The backward computes the one tree at that place again. The gradients of coefficients are sums in a program's registers,
+and the gradients of leaves go to memory. For the gradient of the image a program has an input channel, and goes over
+the leaves that read it: it adds their gradients to rows of shared memory, in a fixed order, and as a lane is an example
+there, too, no two threads add to one number.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from typing import Any
@@ -23,8 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import device
+from pallas_kernels.core.gathers import columns, gather_elements, lane_and_column, scatter_elements, spread
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import LANES, zeros_like
+from pallas_kernels.core.layouts import LANES, largest_divisor, zeros_like
 from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
@@ -36,6 +37,8 @@ _PROGRAMS = 8
 """A multiprocessor is to have, at least: of fewer, the loads under way do not hide the memory's latency."""
 _BAND_BYTES = 56 * 1024
 """Of shared memory for a program's part of an image's gradient, so that four programs run on a multiprocessor."""
+_UNROLLED = 8
+"""Windows of a leaf whose gradients a program fetches at once, at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,20 +100,21 @@ class _Tree:
         self.c = [[c_ref[k, g, i] for i in range(4)] for g in range(gates)]
         self.pixels = [pixels_ref[k, leaf] for leaf in range(count)]
 
-    def leaves(self, x_ref: Any, first: Any, lanes: Any) -> list[Array]:
-        """What the leaves read of the tree that begins at a pixel."""
-        return [x_ref[first + pixel, lanes].astype(jnp.float32) for pixel in self.pixels]
+    def leaves(self, x_ref: Any, first: Any, lanes: Any, geometry: _Geometry) -> list[list[Array]]:
+        """What the leaves read of the trees in a window that begins at a pixel, place by place."""
+        steps = [geometry.step(place) for place in geometry.places]
+        # One address a leaf: from there it is a constant number of rows to the others.
+        rows = [x_ref.at[pl.ds(first + pixel, 1 + steps[-1])] for pixel in self.pixels]
+        return [[row[step, lanes].astype(jnp.float32) for row in rows] for step in steps]
 
-    def leaves_at(self, x_ref: Any, first: Any, lanes: Any, place: Array | None, geometry: _Geometry) -> list[Array]:
-        """What they read of the trees at the places of the lanes' windows."""
-        if place is None:
-            return self.leaves(x_ref, first, lanes)
-        # All rows of a window are read: the lanes' places are all over it, and so are the bytes that would be fetched.
-        read = [self.leaves(x_ref, first + geometry.step(p), lanes) for p in geometry.places]
-        chosen = read[0]
-        for i, values in enumerate(read[1:], start=1):
-            chosen = [jnp.where(place == i, new, old) for new, old in zip(values, chosen, strict=True)]
-        return chosen
+    def leaves_at(self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: _Geometry) -> list[Array]:
+        """What they read, in an image as one row of numbers, of the tree at each lane's place."""
+        lane = lane_and_column(LANES, 1)[0]
+        step = lane * 0
+        for i, other in enumerate(geometry.places[1:], start=1):
+            step = jnp.where(spread(place, 1) == i, geometry.step(other), step)
+        begin = (first + step) * N + lanes.start + lane
+        return [columns(gather_elements(numbers, begin + pixel * N))[0].astype(jnp.float32) for pixel in self.pixels]
 
 
 def supports(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
@@ -177,10 +181,9 @@ def forward(
         lanes, tree = pl.ds(block * LANES, LANES), _Tree(c_ref, pixels_ref, k)
 
         def window(row, column):
-            first = geometry.first(row, column)
             largest = at = None
-            for i, place in enumerate(geometry.places):
-                *_, (value,) = levels_of_tree(tree.c, tree.leaves(x_ref, first + geometry.step(place), lanes))
+            for i, leaves in enumerate(tree.leaves(x_ref, geometry.first(row, column), lanes, geometry)):
+                *_, (value,) = levels_of_tree(tree.c, leaves)
                 if i == 0:
                     largest, at = value, jnp.where(value != value, 0, 0)
                 else:
@@ -225,15 +228,15 @@ def _for_windows(geometry: _Geometry, part: Any, config: Config, window: Any, ca
     return lax.fori_loop(0, (last - first) * geometry.columns, step, carry)
 
 
-# -------------------------------------------------------------------------------------- the gradient of coefficients
+# ----------------------------------------------------------------------------- gradients of coefficients and of leaves
 
 
-def _coefficients_heuristic(dy, places, coefficients, leaves, x, *, window, stride, pool):
+def _leaves_heuristic(dy, places, coefficients, leaves, x, *, window, stride, pool):
     return Config(_programs_rows(leaves.shape[0] * (x.shape[-1] // LANES), dy.shape[1]))
 
 
-@kernel(supports=_supports_backward, heuristic=_coefficients_heuristic)
-def coefficients_gradient(
+@kernel(supports=_supports_backward, heuristic=_leaves_heuristic)
+def leaf_gradients(
     dy: Array,
     places: Array | None,
     coefficients: Array,
@@ -244,26 +247,36 @@ def coefficients_gradient(
     stride: tuple[int, int],
     pool: tuple[int, int],
     config: Config,
-) -> Array:
-    """dc `(kernels, gates, 4)` float32: for each gate the sums of `dy (1, a, b, ab)`, dy the gradient of its value.
+) -> tuple[Array, Array]:
+    """(dc, dleaves) of the tree at each window's place, computed again. On GPUs and in the simulator.
 
     Args:
       dy: `(kernels, rows, columns, N)`.
       places: of the largest values, of dy's shape, as from `forward`; None for a pool of one place.
       coefficients, leaves, x: as in `forward`.
+
+    Returns:
+      dc `(kernels, gates, 4)`: for each gate the sums of `dy (1, a, b, ab)`, dy the gradient of its value; and
+      `(kernels leaves, rows, columns, N)`; both float32.
     """
     geometry = _Geometry.of(x, window, stride, pool)
-    (kernels, gates, _), N = coefficients.shape, x.shape[-1]
+    (kernels, gates, _), N, count = coefficients.shape, x.shape[-1], leaves.shape[1]
     blocks, parts = N // LANES, -(-geometry.rows // config.rows)
 
     def body(dy_ref, *refs, block, part, k):
-        *place_ref, c_ref, pixels_ref, x_ref, dc_ref = refs
+        *place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _ = refs
         lanes, tree = pl.ds(block * LANES, LANES), _Tree(c_ref, pixels_ref, k)
 
         def window(row, column, sums):
-            at = (k, row, column, lanes)
-            values = tree.leaves_at(x_ref, geometry.first(row, column), lanes, _place(place_ref, at), geometry)
-            dc, _ = gradients_of_tree(tree.c, levels_of_tree(tree.c, values), dy_ref[at].astype(jnp.float32))
+            at, first = (k, row, column, lanes), geometry.first(row, column)
+            if place_ref:
+                place = place_ref[0][at].astype(jnp.int32)
+                values = tree.leaves_at(x_ref, N, first, lanes, place, geometry)
+            else:
+                (values,) = tree.leaves(x_ref, first, lanes, geometry)
+            dc, dleaves = gradients_of_tree(tree.c, levels_of_tree(tree.c, values), dy_ref[at].astype(jnp.float32))
+            for leaf, dleaf in enumerate(dleaves):
+                dleaves_ref[k * count + leaf, row, column, lanes] = dleaf
             terms = itertools.chain.from_iterable(dc)
             return tuple(total + term for total, term in zip(sums, terms, strict=True))
 
@@ -272,127 +285,127 @@ def coefficients_gradient(
         for i, total in enumerate(sums):
             dc_ref[block, part, k, i] = jnp.sum(total)
 
-    dc = launch(
+    dc, dleaves = launch(
         body,
-        *_given(dy, places, coefficients.astype(jnp.float32), geometry.of_leaves(leaves), _as_rows(x)),
-        out=jax.ShapeDtypeStruct((blocks, parts, kernels, 4 * gates), jnp.float32),
+        *_given(dy, places, coefficients.astype(jnp.float32), geometry.of_leaves(leaves)),
+        _as_rows(x) if places is None else x.ravel(),
+        out=(
+            jax.ShapeDtypeStruct((blocks, parts, kernels, 4 * gates), jnp.float32),
+            jax.ShapeDtypeStruct((kernels * count, *dy.shape[1:]), jnp.float32),
+        ),
         grid={"block": blocks, "part": parts, "k": kernels},
-        name="trees_backward_coefficients",
+        scratch=[plgpu.SMEM((LANES,), jnp.float32)],
+        barriers=False,
+        name="trees_backward",
     )
-    return jnp.sum(dc, axis=(0, 1)).reshape(kernels, gates, 4)
+    return jnp.sum(dc, axis=(0, 1)).reshape(kernels, gates, 4), dleaves
 
 
 def _given(*arrays):
     return [a for a in arrays if a is not None]
 
 
-def _place(place_ref, at):
-    return place_ref[0][at].astype(jnp.int32) if place_ref else None
-
-
 # -------------------------------------------------------------------------------------------- the gradient of the image
 
 
-def _input_supports(dy, places, coefficients, leaves, readers, reader_offsets, x, *, window, stride, padding, pool):
-    width, limit = x.shape[2] - sum(padding[1]), device.target().shared_bytes
+def _input_supports(dleaves, places, leaves, readers, reader_offsets, *, size, window, stride, padding, pool):
+    width, limit = size[2], device.target().shared_bytes
     if 4 * LANES * (width + 1) > limit:
         return f"images of width {width}, of which a row of {LANES} examples does not fit into shared memory"
-    return supports(leaves.shape, pool) or _too_many(x)
+    return None
 
 
-def _input_heuristic(dy, places, coefficients, leaves, readers, reader_offsets, x, *, window, stride, padding, pool):
-    height, width = (size - sum(around) for size, around in zip(x.shape[1:3], padding, strict=True))
+def _input_heuristic(dleaves, places, leaves, readers, reader_offsets, *, size, window, stride, padding, pool):
+    _, height, width = size
     return Config(max(1, min(height, (_BAND_BYTES // (4 * LANES) - 1) // width)))
 
 
 @kernel(supports=_input_supports, heuristic=_input_heuristic)
 def input_gradient(
-    dy: Array,
+    dleaves: Array,
     places: Array | None,
-    coefficients: Array,
     leaves: Array,
     readers: Array,
     reader_offsets: Array,
-    x: Array,
     *,
+    size: tuple[int, int, int],
     window: tuple[int, int],
     stride: tuple[int, int],
-    padding: tuple[tuple[int, int], tuple[int, int]],
+    padding: tuple[int, int],
     pool: tuple[int, int],
     config: Config,
 ) -> Array:
-    """dx `(channels, height, width, N)` in x's dtype, of the image without its padding. On GPUs and in the simulator.
+    """dx `(channels, height, width, N)` float32, of the image without its padding. On GPUs and in the simulator.
 
     Args:
-      readers, reader_offsets: int32, the kernels that read a channel are `readers[offsets[c] : offsets[c + 1]]`.
-      padding: rows above and below, and columns to the left and to the right.
-      The rest as in `coefficients_gradient`.
+      dleaves: as from `leaf_gradients`.
+      places: as there.
+      readers, reader_offsets: int32, the leaves that read a channel are `readers[offsets[c] : offsets[c + 1]]`, each
+        `kernel * leaves + leaf`.
+      size: channels, height and width.
+      padding: rows above and columns to the left of the image.
     """
-    geometry = _Geometry.of(x, window, stride, pool)
-    height, width = (size - sum(around) for size, around in zip(x.shape[1:3], padding, strict=True))
-    channels, N, pixels = x.shape[0], x.shape[-1], config.rows * width
-    reach = (pool[0] - 1) * stride[0] + window[0]  # rows that a window's trees read
-    step = pool[0] * stride[0]
+    (_, rows, columns_, N), (channels, height, width), count = dleaves.shape, size, leaves.shape[1]
+    pixels, unrolled = config.rows * width, largest_divisor(columns_, _UNROLLED)
+    (s, t), (p, q) = stride, pool
 
-    def body(dy_ref, *refs, block, band, channel):
-        *place_ref, c_ref, pixels_ref, leaves_ref, readers_ref, offsets_ref, x_ref, dx_ref, sums = refs
+    def body(dleaves_ref, *refs, block, band, channel):
+        *place_ref, leaves_ref, readers_ref, offsets_ref, dx_ref, sums = refs
         lanes = pl.ds(block * LANES, LANES)
-        top = band * config.rows + padding[0][0]  # of the band, in the padded image
-        first = jnp.clip((top - reach + step) // step, 0, geometry.rows)
-        last = jnp.clip((top + config.rows - 1) // step + 1, first, geometry.rows)
+        lane = lane_and_column(LANES, 1)[0]
+        top = band * config.rows + padding[0]  # of the band, in the padded image
 
-        def clear(pixel, _):
-            sums[pixel] = jnp.zeros((LANES,), jnp.float32)
+        def targets(row, column, place):
+            """The numbers of shared memory to which the lanes add for a window that begins at (row, column) of the
+            band: of the pixels that their places read, and elsewhere spare ones."""
+            u = v = lane * 0
+            for i, (down, right) in enumerate(itertools.product(range(p), range(q))):
+                if i:
+                    u, v = (jnp.where(place == i, n, m) for n, m in ((down * s, u), (right * t, v)))
+            row, column = row + u, column + v
+            inside = (row >= 0) & (row < config.rows) & (column >= 0) & (column < width)
+            return jnp.where(inside, row * width + column, pixels) * LANES + lane
 
         def add_reader(e, _):
-            k = readers_ref[e]
-            tree = _Tree(c_ref, pixels_ref, k)
-            at_leaf = [[leaves_ref[k, leaf, i] for i in range(3)] for leaf in range(len(tree.pixels))]
+            leaf = readers_ref[e]
+            k = leaf // count
+            of_row, of_column = leaves_ref[leaf, 1] - top, leaves_ref[leaf, 2] - padding[1]
+            # The rows of windows of which the leaf reads in the band: of the last place at least the first row of it.
+            first = jnp.clip((-of_row - (p - 1) * s + p * s - 1) // (p * s), 0, rows)
+            last = jnp.clip((config.rows - 1 - of_row) // (p * s) + 1, first, rows)
 
-            def add_window(i, _):
-                row, column = first + i // geometry.columns, i % geometry.columns
-                at = (k, row, column, lanes)
-                place, dy = _place(place_ref, at), dy_ref[at].astype(jnp.float32)
-                values = tree.leaves_at(x_ref, geometry.first(row, column), lanes, place, geometry)
-                _, dleaves = gradients_of_tree(tree.c, levels_of_tree(tree.c, values), dy)
-                for (read, of_row, of_column), dleaf in zip(at_leaf, dleaves, strict=True):
-                    begin = row * step + of_row - top, column * (pool[1] * stride[1]) + of_column - padding[1][0]
-                    add = functools.partial(_add, sums, begin, dleaf, place, geometry, config.rows, width)
-                    pl.when(read == channel)(add)
+            def add_windows(i, _):
+                row, begin = first + i // (columns_ // unrolled), i % (columns_ // unrolled) * unrolled
+                found, values = [], []
+                for column in (begin + n for n in range(unrolled)):
+                    place = spread(place_ref[0][k, row, column, lanes].astype(jnp.int32), 1) if place_ref else None
+                    found.append(targets(row * (p * s) + of_row, column * (q * t) + of_column, place))
+                    values.append(spread(dleaves_ref[leaf, row, column, lanes], 1))
+                # Windows of one leaf read different pixels.
+                before = [gather_elements(sums, at) for at in found]
+                for at, old, new in zip(found, before, values, strict=True):
+                    scatter_elements(sums, at, old + new)
 
-            lax.fori_loop(0, (last - first) * geometry.columns, add_window, None)
+            lax.fori_loop(0, (last - first) * (columns_ // unrolled), add_windows, None)
+
+        def clear(pixel, _):
+            sums[pl.ds(pixel * LANES, LANES)] = jnp.zeros((LANES,), jnp.float32)
 
         def write(pixel, _):
             row, column = band * config.rows + pixel // width, pixel % width
-            dx_ref[channel, row, column, lanes] = sums[pixel].astype(dx_ref.dtype)
+            dx_ref[channel, row, column, lanes] = sums[pl.ds(pixel * LANES, LANES)]
 
-        lax.fori_loop(0, pixels, clear, None)
+        lax.fori_loop(0, pixels + 1, clear, None)
         lax.fori_loop(offsets_ref[channel], offsets_ref[channel + 1], add_reader, None)
         lax.fori_loop(0, jnp.minimum(config.rows, height - band * config.rows) * width, write, None)
 
     return launch(
         body,
-        *_given(dy, places, coefficients.astype(jnp.float32), geometry.of_leaves(leaves)),
-        leaves,
-        readers,
-        reader_offsets,
-        _as_rows(x),
-        out=jax.ShapeDtypeStruct((channels, height, width, N), x.dtype),
+        *_given(dleaves, places, leaves.reshape(-1, 3), readers, reader_offsets),
+        out=jax.ShapeDtypeStruct((*size, N), jnp.float32),
         grid={"block": N // LANES, "band": -(-height // config.rows), "channel": channels},
-        scratch=[plgpu.SMEM((pixels + 1, LANES), jnp.float32)],
+        scratch=[plgpu.SMEM(((pixels + 1) * LANES,), jnp.float32)],
         barriers=False,
         sums_across_warps=False,
         name="trees_backward_input",
     )
-
-
-def _add(sums, begin, dleaf, place, geometry, rows, width):
-    """Adds a leaf's gradient to the rows of shared memory that the lanes' places read; elsewhere, to a spare one."""
-    targets = []
-    for u, v in geometry.places:
-        row, column = begin[0] + u * geometry.stride[0], begin[1] + v * geometry.stride[1]
-        inside = (row >= 0) & (row < rows) & (column >= 0) & (column < width)
-        targets.append(jnp.where(inside, row * width + column, rows * width))
-    before = [sums[target] for target in targets]
-    for i, (target, total) in enumerate(zip(targets, before, strict=True)):
-        sums[target] = total + (dleaf if place is None else jnp.where(place == i, dleaf, 0.0))
