@@ -33,10 +33,13 @@ _MOST_LEAVES = 16
 """Of a tree, whose coefficients and values are to fit into registers."""
 _MOST_PLACES = 9
 """Of a pool's window, whose trees are evaluated one after the other in unrolled code."""
-_PROGRAMS = 8
-"""A multiprocessor is to have, at least: of fewer, the loads under way do not hide the memory's latency."""
-_BAND_BYTES = 56 * 1024
-"""Of shared memory for a program's part of an image's gradient, so that four programs run on a multiprocessor."""
+_PROGRAMS = 4
+"""Of the gradients of leaves, that a multiprocessor is to have at least: as many as its registers have room for."""
+_TOGETHER = 2
+"""Windows whose leaves a program reads at once, at most, for their gradients."""
+_BAND_BYTES = 17 * 1024
+"""Of shared memory for a program's part of an image's gradient. Measured: the more programs a multiprocessor has, the
+better they hide each other's latency, until they are so small that most leaves reach over two of them."""
 _UNROLLED = 8
 """Windows of a leaf whose gradients a program fetches at once, at most."""
 
@@ -138,18 +141,11 @@ def _too_many(x):
     return "images of 2^31 or more numbers" if x.size >= 2**31 else None
 
 
-def _programs_rows(programs_per_row: int, rows: int) -> int:
-    """The most rows of a program, of so many, with which there are enough programs."""
-    wanted = _PROGRAMS * device.target().multiprocessors
-    return max(1, min(rows, rows * programs_per_row // wanted))
-
-
 # ------------------------------------------------------------------------------------------------------------- forward
 
 
 def _forward_heuristic(coefficients, leaves, x, *, window, stride, pool):
-    rows = _Geometry.of(x, window, stride, pool).rows
-    return Config(_programs_rows(leaves.shape[0] * (x.shape[-1] // LANES), rows))
+    return Config(rows=1)  # Measured: neighbouring windows find each other's pixels in the cache, rows do not.
 
 
 @kernel(supports=_supports_forward, heuristic=_forward_heuristic)
@@ -194,7 +190,9 @@ def forward(
             if place_ref:
                 place_ref[0][k, row, column, lanes] = at.astype(jnp.uint8)
 
-        _for_windows(geometry, part, config, window)
+        first = part * config.rows
+        last = jnp.minimum(first + config.rows, geometry.rows)
+        _for_windows(first, last, geometry.columns, lambda row, columns, _: window(row, *columns))
 
     shape = (kernels, geometry.rows, geometry.columns, N)
     out = (jax.ShapeDtypeStruct(shape, x.dtype), jax.ShapeDtypeStruct(shape, jnp.uint8))
@@ -216,23 +214,23 @@ def _as_rows(x):
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _for_windows(geometry: _Geometry, part: Any, config: Config, window: Any, carry: Any = None) -> Any:
-    """`window(row, column)`, or `window(row, column, carry) -> carry`, for each of a program's rows and all columns."""
-    first = part * config.rows
-    last = jnp.minimum(first + config.rows, geometry.rows)
+def _for_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, together: int = 1) -> Any:
+    """`body(row, columns, carry) -> carry` for the windows of some rows, neighbouring columns together."""
+    turns = columns // together
 
     def step(i, carry):
-        row, column = first + i // geometry.columns, i % geometry.columns
-        return window(row, column) if carry is None else window(row, column, carry)
+        begin = i % turns * together
+        return body(first + i // turns, [begin + n for n in range(together)], carry)
 
-    return lax.fori_loop(0, (last - first) * geometry.columns, step, carry)
+    return lax.fori_loop(0, (last - first) * turns, step, carry)
 
 
 # ----------------------------------------------------------------------------- gradients of coefficients and of leaves
 
 
 def _leaves_heuristic(dy, places, coefficients, leaves, x, *, window, stride, pool):
-    return Config(_programs_rows(leaves.shape[0] * (x.shape[-1] // LANES), dy.shape[1]))
+    rows, of_row = dy.shape[1], leaves.shape[0] * (x.shape[-1] // LANES)
+    return Config(max(1, min(rows, rows * of_row // (_PROGRAMS * device.target().multiprocessors))))
 
 
 @kernel(supports=_supports_backward, heuristic=_leaves_heuristic)
@@ -267,21 +265,27 @@ def leaf_gradients(
         *place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _ = refs
         lanes, tree = pl.ds(block * LANES, LANES), _Tree(c_ref, pixels_ref, k)
 
-        def window(row, column, sums):
-            at, first = (k, row, column, lanes), geometry.first(row, column)
-            if place_ref:
-                place = place_ref[0][at].astype(jnp.int32)
-                values = tree.leaves_at(x_ref, N, first, lanes, place, geometry)
-            else:
-                (values,) = tree.leaves(x_ref, first, lanes, geometry)
-            dc, dleaves = gradients_of_tree(tree.c, levels_of_tree(tree.c, values), dy_ref[at].astype(jnp.float32))
-            for leaf, dleaf in enumerate(dleaves):
-                dleaves_ref[k * count + leaf, row, column, lanes] = dleaf
-            terms = itertools.chain.from_iterable(dc)
-            return tuple(total + term for total, term in zip(sums, terms, strict=True))
+        def leaves_of(row, column):
+            first = geometry.first(row, column)
+            if not place_ref:
+                return tree.leaves(x_ref, first, lanes, geometry)[0]
+            place = place_ref[0][k, row, column, lanes].astype(jnp.int32)
+            return tree.leaves_at(x_ref, N, first, lanes, place, geometry)
 
+        def windows(row, columns, sums):
+            read = [(leaves_of(row, c), dy_ref[k, row, c, lanes].astype(jnp.float32)) for c in columns]
+            for column, (values, dy) in zip(columns, read, strict=True):
+                dc, dleaves = gradients_of_tree(tree.c, levels_of_tree(tree.c, values), dy)
+                for leaf, dleaf in enumerate(dleaves):
+                    dleaves_ref[k * count + leaf, row, column, lanes] = dleaf
+                terms = itertools.chain.from_iterable(dc)
+                sums = tuple(total + term for total, term in zip(sums, terms, strict=True))
+            return sums
+
+        first = part * config.rows
+        last, together = jnp.minimum(first + config.rows, geometry.rows), largest_divisor(geometry.columns, _TOGETHER)
         zero = zeros_like(dy_ref[k, 0, 0, lanes].astype(jnp.float32))
-        sums = _for_windows(geometry, part, config, window, (zero,) * (4 * gates))
+        sums = _for_windows(first, last, geometry.columns, windows, (zero,) * (4 * gates), together)
         for i, total in enumerate(sums):
             dc_ref[block, part, k, i] = jnp.sum(total)
 
@@ -345,9 +349,8 @@ def input_gradient(
       size: channels, height and width.
       padding: rows above and columns to the left of the image.
     """
-    (_, rows, columns_, N), (channels, height, width), count = dleaves.shape, size, leaves.shape[1]
-    pixels, unrolled = config.rows * width, largest_divisor(columns_, _UNROLLED)
-    (s, t), (p, q) = stride, pool
+    (_, rows, width_of_output, N), (channels, height, width) = dleaves.shape, size
+    pixels, count, (s, t), (p, q) = config.rows * width, leaves.shape[1], stride, pool
 
     def body(dleaves_ref, *refs, block, band, channel):
         *place_ref, leaves_ref, readers_ref, offsets_ref, dx_ref, sums = refs
@@ -374,10 +377,9 @@ def input_gradient(
             first = jnp.clip((-of_row - (p - 1) * s + p * s - 1) // (p * s), 0, rows)
             last = jnp.clip((config.rows - 1 - of_row) // (p * s) + 1, first, rows)
 
-            def add_windows(i, _):
-                row, begin = first + i // (columns_ // unrolled), i % (columns_ // unrolled) * unrolled
+            def add_windows(row, columns, _):
                 found, values = [], []
-                for column in (begin + n for n in range(unrolled)):
+                for column in columns:
                     place = spread(place_ref[0][k, row, column, lanes].astype(jnp.int32), 1) if place_ref else None
                     found.append(targets(row * (p * s) + of_row, column * (q * t) + of_column, place))
                     values.append(spread(dleaves_ref[leaf, row, column, lanes], 1))
@@ -386,7 +388,9 @@ def input_gradient(
                 for at, old, new in zip(found, before, values, strict=True):
                     scatter_elements(sums, at, old + new)
 
-            lax.fori_loop(0, (last - first) * (columns_ // unrolled), add_windows, None)
+            _for_windows(
+                first, last, width_of_output, add_windows, together=largest_divisor(width_of_output, _UNROLLED)
+            )
 
         def clear(pixel, _):
             sums[pl.ds(pixel * LANES, LANES)] = jnp.zeros((LANES,), jnp.float32)
