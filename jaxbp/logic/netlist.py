@@ -1,6 +1,7 @@
 """A circuit as a list of gates: simplified, evaluated on words of bits, and written out as C and as Verilog."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,14 +114,11 @@ class Netlist:
     @classmethod
     def of(cls, circuit: Circuit) -> "Netlist":
         """A circuit's gates, one by one."""
-        functions, a, b, base, widest = [], [], [], 0, circuit.inputs
+        listed = GateList(circuit.inputs)
+        sources = np.arange(circuit.inputs)
         for gates, wires in circuit.layers:
-            functions.append(gates)
-            a.append(base + np.asarray(wires.a))
-            b.append(base + np.asarray(wires.b))
-            base, widest = base + widest, wires.gates
-        outputs = base + np.arange(widest)
-        return cls.from_gates(circuit.inputs, *(np.concatenate(parts) for parts in (functions, a, b)), outputs)
+            sources = listed.add(gates, sources[np.asarray(wires.a)], sources[np.asarray(wires.b)])
+        return listed.netlist(sources)
 
     @property
     def outputs(self) -> int:
@@ -171,6 +169,19 @@ class Netlist:
             literals.append(builder.literal(function, literals[a], literals[b]))
         return builder.netlist([literals[source] for source in self.results.tolist()])
 
+    def cones(self) -> list[list[int]]:
+        """Of each output the gates that it depends on, those first that others of them read."""
+        cones = []
+        for result in self.results.tolist():
+            cone, found = set(), [result - self.inputs]
+            while found:
+                gate = found.pop()
+                if gate >= 0 and gate not in cone:
+                    cone.add(gate)
+                    found += (int(self.a[gate]) - self.inputs, int(self.b[gate]) - self.inputs)
+            cones.append(sorted(cone))
+        return cones
+
     def expressions(self, names: Sequence[str], zero: str, one: str) -> list[str]:
         """Each gate in the operators of C, Verilog and JavaScript.
 
@@ -192,10 +203,18 @@ class Netlist:
         """
         check_name("Netlist", name, C_WORDS)
         check_classes("Netlist", classes, self.outputs)
+        tables, results, rows = self.tables()
+        return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
+
+    def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
+        """The gates as tables of C, the row of each output, and how many rows there are, all counted from a first one,
+        with which the inputs begin."""
         row, rows = self._rows()
         numbers = np.stack([row[self.inputs :] - self.inputs, row[self.a], row[self.b]], axis=1)
-        tables = [Table(int(self.gates[begin]), 0, self.inputs, numbers[begin:end]) for begin, end in self.groups]
-        return c_of_tables(name, self.inputs, rows, tables, row[self.results].tolist(), classes=classes)
+        tables = [
+            Table(int(self.gates[begin]), first, first + self.inputs, numbers[begin:end]) for begin, end in self.groups
+        ]
+        return tables, row[self.results].tolist(), rows
 
     def to_verilog(self, name: str = "circuit") -> str:
         """A combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
@@ -225,6 +244,32 @@ class Netlist:
                 row[source] = free.pop()
             free.extend(row[last].tolist())
         return row, rows
+
+
+class GateList:
+    """Gates listed array by array, for a netlist."""
+
+    def __init__(self, inputs: int):
+        self.inputs, self.sources, self.listed = inputs, inputs, []
+
+    def add(self, gates: ArrayLike, a: ArrayLike, b: ArrayLike) -> Int[np.ndarray, "..."]:
+        """The sources of new gates: arrays of one shape, up to broadcasting."""
+        gates, a, b = np.broadcast_arrays(gates, a, b)
+        self.listed.append(np.stack([gates.ravel(), a.ravel(), b.ravel()]))
+        begin, self.sources = self.sources, self.sources + a.size
+        return np.arange(begin, self.sources).reshape(a.shape)
+
+    def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
+        """The outputs of new gates like a netlist's, at each of several places: `(*places, outputs)`."""
+        places = inputs.shape[:-1]
+        here = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
+        sources = np.concatenate([inputs, here], axis=-1)
+        self.add(netlist.gates, sources[..., netlist.a], sources[..., netlist.b])
+        return sources[..., netlist.results]
+
+    def netlist(self, outputs: ArrayLike) -> "Netlist":
+        functions, a, b = np.concatenate([np.empty((3, 0), int), *self.listed], axis=1)
+        return Netlist.from_gates(self.inputs, functions, a, b, outputs)
 
 
 class _Builder:

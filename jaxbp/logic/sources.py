@@ -103,8 +103,10 @@ static const $wire ${name}_outputs[] = {$output_rows};
    Returns 0, or 1 if there is no memory to work in. */
 int $name(size_t words, const uint32_t *x, uint32_t *y) {
   const size_t block = ${name}_block;
-  uint32_t *values = malloc(block * $rows * sizeof *values);
-  if (!values) return 1;
+  uint32_t *const memory = calloc(block * ($rows + 1), sizeof *memory);
+  if (!memory) return 1;
+  /* On lines of the cache. */
+  uint32_t *const values = memory + (-(uintptr_t)memory / sizeof *memory) % block;
   for (size_t w = 0; w < words; w += block) {
     const size_t n = words - w < block ? words - w : block;
     for (size_t i = 0; i < $inputs; i++)
@@ -115,7 +117,7 @@ $calls
       for (size_t k = 0; k < n; k++) y[i * words + w + k] = from[k];
     }
   }
-  free(values);
+  free(memory);
   return 0;
 }
 """)
@@ -158,11 +160,26 @@ class Table(NamedTuple):
     gates: np.ndarray
 
 
+class Code(NamedTuple):
+    """A function of C that reads and writes values, blocks of words as the tables' gates do.
+
+    Attributes:
+      function: its name.
+      reads, writes: the rows of values that its arguments `const uint32_t *x` and `uint32_t *y` point to.
+      source: its definition.
+    """
+
+    function: str
+    reads: int
+    writes: int
+    source: str
+
+
 def c_of_tables(
     name: str,
     inputs: int,
     rows: int,
-    tables: Iterable[Table],
+    tables: Iterable[Table | Code],
     outputs: Sequence[int],
     last: int = 0,
     classes: int | None = None,
@@ -172,17 +189,22 @@ def c_of_tables(
     Compilers take long over as many lines as a large circuit has gates; a loop over a table compiles in no time.
 
     Args:
-      rows: how many values there is room for. The inputs are in the first ones.
+      rows: how many values there is room for. The inputs are in the first ones; the others are 0 at first.
       outputs: the row of each, counted from `last`.
       classes: with a function `int name_classify(const uint8_t *bits)` of so many classes.
     """
     functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
-    for i, (function, reads, writes, gates) in enumerate(tables):
+    for i, table in enumerate(tables):
+        values = [f"values + block * {row}" if row else "values" for row in (table.reads, table.writes)]
+        if isinstance(table, Code):
+            constants.append(table.source)
+            calls.append(f"    {table.function}({', '.join(values)});")
+            continue
+        function, _, _, gates = table
         expression = EXPRESSIONS[function].format(a="a[k]", b="b[k]", zero="0", one="~(uint32_t)0")
         functions[function] = f"{name}_FUNCTION({name}_function{function}, {expression})"
         lines = "".join(f"  {{{y}, {a}, {b}}},\n" for y, a, b in gates.tolist())
         constants.append(f"static const {name}_gate {name}_table{i}[] = {{\n{lines}}};")
-        values = [f"values + block * {row}" if row else "values" for row in (reads, writes)]
         calls.append(f"    {name}_function{function}({name}_table{i}, {len(gates)}, {', '.join(values)});")
         highest = max(highest, int(gates.max()))
     source = _C_SOURCE.substitute(

@@ -94,8 +94,8 @@ def test_compiled_c_counts_beyond_16_bits_and_may_stand_beside_another(tmp_path)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_compiled_c_says_so_where_there_is_no_memory(tmp_path):
     source, program = tmp_path / "main.c", tmp_path / "main"
-    malloc = "#include <stdlib.h>\n#define malloc(bytes) ((void)(bytes), (void *)0)\n"
-    source.write_text(malloc + CIRCUIT.to_c() + "int main(void) { return circuit(1, 0, 0); }\n")
+    calloc = "#include <stdlib.h>\n#define calloc(n, bytes) ((void)(n), (void)(bytes), (void *)0)\n"
+    source.write_text(calloc + CIRCUIT.to_c() + "int main(void) { return circuit(1, 0, 0); }\n")
     subprocess.run(["cc", "-std=c99", source, "-o", program], check=True)
     assert subprocess.run([program]).returncode == 1
 

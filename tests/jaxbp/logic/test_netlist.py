@@ -215,7 +215,7 @@ def test_compiled_c_gives_the_same_words(tmp_path, netlist):
 
 def test_c_uses_the_rows_of_values_again():
     chain = Netlist.from_gates(2, [14] * 100, [0, *range(2, 101)], [1] * 100, [101])
-    (rows,) = re.findall(r"malloc\(block \* (\d+) ", chain.to_c())
+    (rows,) = re.findall(r"calloc\(block \* \((\d+) ", chain.to_c())
     assert int(rows) == 4
 
 

@@ -1,0 +1,366 @@
+"""Hardened convolutional logic networks: evaluated on words of bits, and written out as C and as Verilog."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, UInt8, UInt32
+
+from jaxbp.logic.circuit import WORD_BITS, Circuit, pack_bits, unpack_bits
+from jaxbp.logic.convolution import TreeWires
+from jaxbp.logic.gates import GATES, PASS_THROUGH
+from jaxbp.logic.netlist import GateList, Netlist
+from jaxbp.logic.sources import (
+    C_WORDS,
+    VERILOG_WORDS,
+    Code,
+    Table,
+    c_of_tables,
+    check_classes,
+    check_name,
+)
+from jaxbp.logic.wires import Wires
+from jaxbp.ops import _checks
+from jaxbp.ops._windows import output_size, window_padding
+
+OR = 7
+"""The gate of pools."""
+WORDS_AT_A_TIME = 32
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Convolution:
+    """Hardened kernels, trees of gates, at all places of images of one size, and an or-pool behind them.
+
+    Attributes:
+      gates: the number of each, level by level, the root last.
+      wires: which inputs they read.
+      shape: channels, height and width of the images.
+      stride: of the kernels, in rows and columns.
+      padding: zeros before and behind, of rows and of columns.
+      pool: rows and columns of a pool's window; pools are side by side, and a remainder that fills none is left out.
+    """
+
+    gates: UInt8[np.ndarray, "kernels gates"]
+    wires: TreeWires
+    shape: tuple[int, int, int]
+    stride: tuple[int, int]
+    padding: tuple[tuple[int, int], tuple[int, int]]
+    pool: tuple[int, int]
+
+    @property
+    def padded_shape(self) -> tuple[int, int, int]:
+        channels, *size = self.shape
+        return (channels, *(n + sum(p) for n, p in zip(size, self.padding, strict=True)))
+
+    @property
+    def output_shape(self) -> tuple[int, int, int]:
+        """Kernels, height and width, after the pool."""
+        places = output_size(self.shape[1:], self.wires.window, stride=self.stride, padding=self.padding)
+        return (self.wires.kernels, *(n // p for n, p in zip(places, self.pool, strict=True)))
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """How many rows and columns of the image are between neighbouring pools."""
+        return tuple(s * p for s, p in zip(self.stride, self.pool, strict=True))
+
+    @property
+    def pooled(self) -> list[tuple[int, int]]:
+        """Where the kernels of a pool's window begin, in rows and columns of the image behind where the first does."""
+        return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
+
+    @property
+    def placed_gates(self) -> int:
+        """Those of kernels at all places that a pool reads, and the pools' own."""
+        pool = math.prod(self.pool)
+        return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
+
+    @functools.cached_property
+    def netlist(self) -> Netlist:
+        """From a window, `(channels, height, width)`, to an output a kernel."""
+        size = (self.shape[0], *self.wires.window)
+        gates, first = GateList(math.prod(size)), 0
+        level = np.ravel_multi_index(tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0)), size)
+        while (count := level.shape[1] // 2) > 0:
+            level = gates.add(self.gates[:, first : first + count], level[:, ::2], level[:, 1::2])
+            first += count
+        return gates.netlist(level[:, 0])
+
+    def windows(self, x: Array) -> Iterator[Array]:
+        """For each place of a pool's window the windows of all pools: from `(channels, height, width, ...)`, with its
+        padding, to `(channels * window's height * window's width, rows, columns, ...)`."""
+        (_, rows, columns), (down, right) = self.output_shape, self.steps
+        channel, row, column = np.indices((self.shape[0], *self.wires.window)).reshape(3, -1, 1, 1)
+        for u, v in self.pooled:
+            yield x[channel, row + u + down * np.arange(rows)[:, None], column + v + right * np.arange(columns)]
+
+    def evaluate(self, x: UInt32[Array, "channels height width words"]) -> Array:
+        """Packed images to packed images."""
+        pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
+        windows = self.windows(pad(x, ((0, 0), *self.padding, (0, 0))))
+        return functools.reduce(lambda y, place: y | place, map(self.netlist.evaluate, windows))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ConvolutionalCircuit:
+    """Convolutions of hardened gates, and behind them layers of gates.
+
+    Between the two an image is flattened in row-major order: channels, rows, columns. So are the inputs.
+
+    Attributes:
+      convolutions: on the host.
+      head: the layers behind them, or None.
+    """
+
+    convolutions: Sequence[Convolution]
+    head: Circuit | None
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, int, int],
+        convolutions: Iterable[tuple[ArrayLike, TreeWires] | tuple[ArrayLike, TreeWires, Mapping[str, Any]]],
+        layers: Iterable[tuple[ArrayLike, Wires]] = (),
+    ) -> "ConvolutionalCircuit":
+        """A circuit of `(gates, wires)`, as from `jaxbp.harden`.
+
+        Args:
+          shape: channels, height and width of an input.
+          convolutions: of each the gates `(kernels, gates)`, the wires, and the options `stride`, `padding` and `pool`
+            that `jaxbp.logic_conv2d_or_pool2d` had; without `pool`, there is none.
+          layers: behind them, as `jaxbp.Circuit` takes them.
+
+        Raises:
+          ValueError: a shape that is not three counts; no convolutions; gates that are not from 0 to 15, or not as many
+            as the wires'; options that are none; a convolution that reads other channels than there are, or has no
+            place; or a layer that reads more or fewer inputs than there are.
+        """
+        shape = tuple(shape)
+        if len(shape) != 3 or not all(_checks.is_int(n) and n >= 1 for n in shape):
+            raise ValueError(f"ConvolutionalCircuit: shape is {shape}; wants channels, height and width")
+        host = []
+        for i, (gates, wires, *options) in enumerate(convolutions):
+            host.append(_convolution(f"ConvolutionalCircuit: convolution {i}", shape, gates, wires, **dict(*options)))
+            shape = host[-1].output_shape
+        if not host:
+            raise ValueError("ConvolutionalCircuit: there are no convolutions; wants at least one")
+        layers = tuple(layers)
+        if layers and layers[0][1].inputs != math.prod(shape):
+            raise ValueError(
+                f"ConvolutionalCircuit: the first layer reads {layers[0][1].inputs} inputs; "
+                f"wants {math.prod(shape)}, the outputs {shape} of the last convolution"
+            )
+        return cls(tuple(host), Circuit.of(layers) if layers else None)
+
+    def __repr__(self) -> str:
+        shapes = " -> ".join(" x ".join(map(str, shape)) for shape in self._shapes)
+        layers = ", ".join(str(wires.gates) for _, wires in self.head.layers) if self.head else "no"
+        return f"ConvolutionalCircuit({shapes}, layers of {layers} gates)"
+
+    @property
+    def _shapes(self):
+        return [self.shape, *(convolution.output_shape for convolution in self.convolutions)]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an input."""
+        return self.convolutions[0].shape
+
+    @property
+    def inputs(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def outputs(self) -> int:
+        return self.head.outputs if self.head else math.prod(self.convolutions[-1].output_shape)
+
+    @property
+    def gates(self) -> int:
+        """How many gates there are, a kernel's once."""
+        return int(self.histogram().sum())
+
+    @property
+    def placed_gates(self) -> int:
+        """How many gates there are where every place has its own, and every pool those of its "or"."""
+        convolutions = sum(convolution.placed_gates for convolution in self.convolutions)
+        return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
+
+    def histogram(self) -> np.ndarray:
+        """How many gates of each number every convolution and every layer has: `(layers, 16)`. A kernel's count once."""
+        kernels = [np.bincount(c.gates.ravel(), minlength=GATES) for c in self.convolutions]
+        return np.stack([*kernels, *(self.head.histogram() if self.head else ())])
+
+    def __call__(self, bits: Bool[np.ndarray, "samples channels height width"]) -> Bool[np.ndarray, "samples outputs"]:
+        """The outputs of each sample."""
+        bits = np.asarray(bits)
+        if bits.shape[1:] != self.shape:
+            raise ValueError(f"ConvolutionalCircuit: bits have shape {bits.shape}; wants (samples, *{self.shape})")
+        y, at_a_time = np.empty((len(bits), self.outputs), bool), WORDS_AT_A_TIME * WORD_BITS
+        for begin in range(0, len(bits), at_a_time):  # what there is between the layers takes memory
+            some = bits[begin : begin + at_a_time].reshape(-1, self.inputs)
+            y[begin : begin + at_a_time] = unpack_bits(self.evaluate(pack_bits(some)), len(some))
+        return y
+
+    def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
+        """The outputs of packed samples. Also within `jax.jit`, of JAX's arrays."""
+        if x.shape[0] != self.inputs:
+            raise ValueError(f"ConvolutionalCircuit: x has shape {x.shape}; wants ({self.inputs}, words)")
+        words = x.shape[1]
+        x = x.reshape(*self.shape, words)
+        for convolution in self.convolutions:
+            x = convolution.evaluate(x)
+        x = x.reshape(math.prod(x.shape[:3]), words)
+        return self.head.evaluate(x) if self.head else x
+
+    @functools.cached_property
+    def _kernels(self) -> list[Netlist]:
+        """Each convolution's, simplified."""
+        return [convolution.netlist.simplify() for convolution in self.convolutions]
+
+    @functools.cached_property
+    def _head(self) -> Netlist | None:
+        """The layers, simplified."""
+        return Netlist.of(self.head).simplify() if self.head else None
+
+    def netlist(self) -> Netlist:
+        """All gates of all places and pools, and of the layers behind them.
+
+        Kernels are simplified, each once, and so are the layers. What `Netlist.simplify` does beyond that crosses
+        places and layers; of a million gates it takes a minute.
+        """
+        gates = GateList(self.inputs)
+        x = np.arange(self.inputs).reshape(self.shape)
+        for convolution, kernels in zip(self.convolutions, self._kernels, strict=True):
+            if x.shape != convolution.padded_shape:
+                x = np.pad(x, ((0, 0), *convolution.padding), constant_values=gates.add(0, 0, 0))
+            places = [gates.place(kernels, np.moveaxis(window, 0, -1)) for window in convolution.windows(x)]
+            x = np.moveaxis(functools.reduce(functools.partial(gates.add, OR), places), -1, 0)
+        return gates.netlist(gates.place(self._head, x.ravel()) if self.head else x.ravel())
+
+    def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
+        """C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes what `evaluate` does.
+
+        Words and classes are as in `Circuit.to_c`. A kernel is written once, simplified, in a loop over the pools,
+        which takes 16 words at a time through all places of a pool. The layers are tables of gates, simplified too.
+        """
+        check_name("ConvolutionalCircuit", name, C_WORDS)
+        check_classes("ConvolutionalCircuit", classes, self.outputs)
+        tables, end = [], 0
+        if any(map(any, self.convolutions[0].padding)):
+            end = self.inputs  # the image comes in without its padding
+        images = []
+        for shape, ((top, _), (left, _)) in (
+            *((c.padded_shape, c.padding) for c in self.convolutions),
+            (self.convolutions[-1].output_shape, ((0, 0), (0, 0))),
+        ):
+            images.append(_Image(end, shape, (top, left)))
+            end += math.prod(shape)
+        if images[0].first:
+            sources = np.arange(self.inputs)
+            numbers = np.stack([images[0].rows(self.shape).ravel(), sources, sources], axis=1)
+            tables.append(Table(PASS_THROUGH, 0, images[0].first, numbers))
+        for i, (convolution, kernels) in enumerate(zip(self.convolutions, self._kernels, strict=True)):
+            tables.append(_c_of_convolution(name, i, convolution, kernels, *images[i : i + 2]))
+        first, results, rows = images[-1].first, range(self.outputs), self.outputs
+        if self.head:
+            layers, results, rows = self._head.tables(first)
+            tables += layers
+        return c_of_tables(name, self.inputs, first + rows, tables, results, first, classes)
+
+
+class _Image(NamedTuple):
+    """Rows of values that hold an image.
+
+    Attributes:
+      first: row of values.
+      shape: channels, height and width, with padding.
+      corner: the row and the column where the image begins, behind the padding.
+    """
+
+    first: int
+    shape: tuple[int, int, int]
+    corner: tuple[int, int]
+
+    def rows(self, shape: tuple[int, int, int]) -> np.ndarray:
+        """Those that hold an image of this shape, without its padding, counted from the first."""
+        (_, height, width), (top, left) = shape, self.corner
+        return np.arange(math.prod(self.shape)).reshape(self.shape)[:, top : top + height, left : left + width]
+
+
+_C_CONVOLUTION = string.Template(r"""
+/* A kernel of convolution $i in $rows x $columns pools. */
+#define ${name}_CONVOLUTION$i(kernel, tree)   static void kernel(const uint32_t *restrict x, uint32_t *restrict y) {     enum { block = ${name}_block };     for (size_t r = 0; r < $rows; r++)       for (size_t c = 0; c < $columns; c++) {         const uint32_t *from = x + block * ($down * r + $right * c);         uint32_t *to = y + block * ($width * r + c);         for (size_t k = 0; k < block; k++) to[k] = $pool;       }   }
+$kernels
+static void ${name}_convolution$i(const uint32_t *x, uint32_t *y) {
+  enum { block = ${name}_block };
+$calls
+}
+""")
+
+
+def _c_of_convolution(
+    name: str, i: int, convolution: Convolution, kernels: Netlist, source: _Image, target: _Image
+) -> Code:
+    """A convolution as a function of C, from an image to an image."""
+    _, height, width = source.shape
+    window = np.indices((source.shape[0], *convolution.wires.window)).reshape(3, -1)
+    reads = np.ravel_multi_index(tuple(window), source.shape).tolist()
+    names = [f"x[{name}_block * {row}]" for row in reads] + [f"g{g}" for g in range(len(kernels))]
+    expressions = kernels.expressions(names, "0", "~(uint32_t)0")
+    functions, calls = [], []
+    writes = target.rows(convolution.output_shape)[:, 0, 0].tolist()
+    for k, (cone, result, to) in enumerate(zip(kernels.cones(), kernels.results.tolist(), writes, strict=True)):
+        tree, kernel = (f"{name}_convolution{i}_{part}{k}" for part in ("tree", "kernel"))
+        lines = [f"const uint32_t g{g} = {expressions[g]};" for g in cone]
+        lines += ["(void)x;", f"return {names[result]};"]
+        body = "\n".join(f"  {line}" for line in lines)
+        functions.append(f"static inline uint32_t {tree}(const uint32_t *x) {{\n{body}\n}}")
+        functions.append(f"{name}_CONVOLUTION{i}({kernel}, {tree})")
+        calls.append(f"  {kernel}(x, y + block * {to});")
+    _, rows, columns = convolution.output_shape
+    down, right = convolution.steps
+    return Code(
+        f"{name}_convolution{i}",
+        source.first,
+        target.first,
+        _C_CONVOLUTION.substitute(
+            name=name,
+            i=i,
+            rows=rows,
+            columns=columns,
+            down=down * width,
+            right=right,
+            width=target.shape[2],
+            pool=" | ".join(f"tree(from + k + block * {u * width + v})" for u, v in convolution.pooled),
+            kernels="\n".join(functions),
+            calls="\n".join(calls),
+        ),
+    )
+
+
+def _convolution(op, shape, gates, wires, *, stride=1, padding=0, pool=1) -> Convolution:
+    gates = np.asarray(gates)
+    if gates.shape != (wires.kernels, wires.gates) or not 0 <= gates.min() <= gates.max() < GATES:
+        came = f" from {gates.min()} to {gates.max()}" if gates.size else ""
+        raise ValueError(
+            f"{op} has gates of shape {gates.shape}{came}; wants {(wires.kernels, wires.gates)} from 0 to 15"
+        )
+    if wires.channels != shape[0]:
+        raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, those of its input")
+    stride, pool = _checks.pair(op, "stride", stride, at_least=1), _checks.pair(op, "pool", pool, at_least=1)
+    padding = window_padding(op, padding, shape[1:], wires.window, stride)
+    convolution = Convolution(gates.astype(np.uint8), wires, shape, stride, padding, pool)
+    if min(convolution.output_shape) < 1:
+        raise ValueError(
+            f"{op} has no place: its windows of {wires.window} and pools of {pool} are larger than its input, "
+            f"{shape[1:]} with padding {padding}"
+        )
+    return convolution
