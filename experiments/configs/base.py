@@ -52,6 +52,8 @@ class TrainingConfig:
     name: ClassVar[str]
     gradient_clip: ClassVar[float | None] = None
     """Bound on the absolute value of every element of the gradients."""
+    weight_decay: ClassVar[float] = 0.0
+    """Of Adam's, for an experiment that leaves the optimiser to the loop."""
     independent: ClassVar[bool] = True
     """Whether the loss of an example is the same whatever else is in its batch."""
     examples: ClassVar[str] = "images"
@@ -124,7 +126,8 @@ class TrainingConfig:
         raise NotImplementedError
 
     def optimizer(self, steps: int) -> optax.GradientTransformation | None:
-        """What updates the parameters, so many times; None: Adam, as `learning_rate` says, after `gradient_clip`."""
+        """What updates the parameters, so many times; None: Adam, as `learning_rate`, `gradient_clip` and
+        `weight_decay` say."""
         return None
 
     def evaluation(self, loss: Loss) -> Loss:

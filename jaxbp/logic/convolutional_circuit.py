@@ -194,11 +194,14 @@ class ConvolutionalCircuit:
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 
     def histogram(self) -> np.ndarray:
-        """How many gates of each number every convolution and every layer has: `(layers, 16)`. A kernel's count once."""
+        """How many gates of each number every convolution and every layer has: `(layers, 16)`. A kernel's count once.
+        """
         kernels = [np.bincount(c.gates.ravel(), minlength=GATES) for c in self.convolutions]
         return np.stack([*kernels, *(self.head.histogram() if self.head else ())])
 
-    def __call__(self, bits: Bool[np.ndarray, "samples channels height width"]) -> Bool[np.ndarray, "samples outputs"]:
+    def __call__(
+        self, bits: Bool[np.ndarray, "samples channels height width"]
+    ) -> Bool[np.ndarray, "samples outputs"]:
         """The outputs of each sample."""
         bits = np.asarray(bits)
         if bits.shape[1:] != self.shape:
