@@ -57,8 +57,9 @@ class BenchConfig:
     """What to time."""
 
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
-    """`lenet`, `logic` (6 x 8000 gates), `logic-large` (6 x 64000), `automaton` (20 ticks), names of ops, `ops` for all
-    of these, or `all`. A forward's name stands for its backwards as well; `op:place` is that at one place."""
+    """`lenet`, `logic` (6 x 8000 gates), `logic-large` (6 x 64000), `logic-conv` (`:mnist-m` and `:cifar-m`), `automaton`
+    (20 ticks), names of ops, `ops` for all of these, or `all`. A forward's name stands for its backwards as well;
+    `op:place` is that at one place."""
     batch: tuple[int, ...] = ()
     """Batch sizes. By default 16384 for ops, or what their catalogue entry says, 128, 1024, 8192, 65536 for LeNet and
     128, 1024 for logic networks; without a GPU 256 for ops, else 128."""

@@ -24,7 +24,7 @@ class Task:
     """What a peer is asked to do.
 
     Attributes:
-      op, options: of the catalogue; "lenet", "logic", "logic-large" and "automaton" are training steps.
+      op, options: of the catalogue; "lenet", "logic", "logic-large", "logic-conv" and "automaton" are training steps.
       sets: arguments of each call, as our function takes them; for training steps one set. Empty if only the names of
         the variants are wanted.
       small: arguments for the results that are compared with float64.

@@ -27,6 +27,7 @@ def test_a_place_may_be_named_and_ops_are_all_but_the_training_steps():
         "mixer",
         "logic",
         "logic-large",
+        "logic-conv",
         "automaton",
     }
     with pytest.raises(ValueError, match="unknown case relu:32x32: wanted all, ops, or some of lenet, conv2d, "):
