@@ -26,6 +26,7 @@ from jaxbp.logic.sources import (
     c_of_tables,
     check_classes,
     check_name,
+    verilog_of,
 )
 from jaxbp.logic.wires import Wires
 from jaxbp.ops import _checks
@@ -275,6 +276,42 @@ class ConvolutionalCircuit:
             tables += layers
         return c_of_tables(name, self.inputs, first + rows, tables, results, first, classes)
 
+    def to_verilog(self, name: str = "circuit", pipelined: bool = False) -> str:
+        """Verilog of `{name}`, a module from `input [inputs-1:0] x` to `output [outputs-1:0] y`, and of its parts.
+
+        A convolution is a module that places another one, of its kernels, by generate loops. The parts are simplified,
+        each by itself.
+
+        Args:
+          pipelined: with registers behind every convolution with its pool, and behind every layer. The module then has
+            an `input clock`, takes a new x at each rising edge, and as many edges later as there are convolutions and
+            layers, the one that takes x included, y is its result. Without, all of it is combinational.
+        """
+        check_name("ConvolutionalCircuit", name, VERILOG_WORDS)
+        modules, parts = [], []
+        for i, (convolution, kernels) in enumerate(zip(self.convolutions, self._kernels, strict=True)):
+            parts.append((f"{name}_convolution{i}", math.prod(convolution.output_shape)))
+            modules += [kernels.to_verilog(f"{name}_kernels{i}"), _verilog_of_convolution(name, i, convolution)]
+        if self.head:
+            layers = [self._head]
+            if pipelined:
+                layers = [Netlist.of(Circuit.of([layer])).simplify() for layer in self.head.layers]
+            for i, layer in enumerate(layers):
+                parts.append((f"{name}_layer{i}", layer.outputs))
+                modules.append(layer.to_verilog(parts[-1][0]))
+        lines, source = [], "x"
+        for i, (module, outputs) in enumerate(parts):
+            lines += [f"wire [{outputs - 1}:0] y{i};", f"{module} part{i} (.x({source}), .y(y{i}));"]
+            source = f"y{i}"
+            if pipelined:
+                lines += [f"reg [{outputs - 1}:0] held{i};", f"always @(posedge clock) held{i} <= y{i};"]
+                source = f"held{i}"
+        lines.append(f"assign y = {source};")
+        if pipelined:
+            modules.append(f"// y is the result of the x that stood there {len(parts)} rising edges of the clock ago.\n")
+        modules.append(verilog_of(name, self.inputs, self.outputs, lines, clocked=pipelined))
+        return "\n".join(modules)
+
 
 class _Image(NamedTuple):
     """Rows of values that hold an image.
@@ -343,6 +380,84 @@ def _c_of_convolution(
             kernels="\n".join(functions),
             calls="\n".join(calls),
         ),
+    )
+
+
+_VERILOG_CONVOLUTION = string.Template(r"""
+// Bit (channel * height + row) * width + column of an image is that place of that channel.
+module ${name}_convolution$i (
+  input wire [$channels * $height * $width - 1:0] x,
+  output wire [$kernels * $rows * $columns - 1:0] y
+);
+  localparam CHANNELS = $channels, HEIGHT = $height, WIDTH = $width, TOP = $top, LEFT = $left;
+  localparam PADDED_HEIGHT = $padded_height, PADDED_WIDTH = $padded_width;
+  localparam WINDOW_HEIGHT = $window_height, WINDOW_WIDTH = $window_width, KERNELS = $kernels;
+  localparam ROWS = $rows, COLUMNS = $columns, POOL_ROWS = $pool_rows, POOL_COLUMNS = $pool_columns;
+  genvar channel, row, column, r, c, u, v;
+  wire [CHANNELS * PADDED_HEIGHT * PADDED_WIDTH - 1:0] padded;
+  generate
+    for (channel = 0; channel < CHANNELS; channel = channel + 1) begin : channels
+      for (row = 0; row < PADDED_HEIGHT; row = row + 1) begin : image_rows
+        for (column = 0; column < PADDED_WIDTH; column = column + 1) begin : image_columns
+          localparam BIT = (channel * PADDED_HEIGHT + row) * PADDED_WIDTH + column;
+          if (row >= TOP && row < TOP + HEIGHT && column >= LEFT && column < LEFT + WIDTH) begin : interior
+            assign padded[BIT] = x[(channel * HEIGHT + row - TOP) * WIDTH + column - LEFT];
+          end else begin : exterior
+            assign padded[BIT] = 1'b0;
+          end
+        end
+      end
+    end
+    for (r = 0; r < ROWS; r = r + 1) begin : rows
+      for (c = 0; c < COLUMNS; c = c + 1) begin : columns
+        wire [POOL_ROWS * POOL_COLUMNS * KERNELS - 1:0] found;
+        for (u = 0; u < POOL_ROWS; u = u + 1) begin : pool_rows
+          for (v = 0; v < POOL_COLUMNS; v = v + 1) begin : pool_columns
+            localparam ROW = (r * POOL_ROWS + u) * $row_stride, COLUMN = (c * POOL_COLUMNS + v) * $column_stride;
+            wire [CHANNELS * WINDOW_HEIGHT * WINDOW_WIDTH - 1:0] window;
+            for (channel = 0; channel < CHANNELS; channel = channel + 1) begin : window_channels
+              for (row = 0; row < WINDOW_HEIGHT; row = row + 1) begin : window_rows
+                assign window[(channel * WINDOW_HEIGHT + row) * WINDOW_WIDTH +: WINDOW_WIDTH] =
+                  padded[(channel * PADDED_HEIGHT + ROW + row) * PADDED_WIDTH + COLUMN +: WINDOW_WIDTH];
+              end
+            end
+            ${name}_kernels$i kernels (.x(window), .y(found[(u * POOL_COLUMNS + v) * KERNELS +: KERNELS]));
+          end
+        end
+        for (channel = 0; channel < KERNELS; channel = channel + 1) begin : pools
+          assign y[(channel * ROWS + r) * COLUMNS + c] = $pool;
+        end
+      end
+    end
+  endgenerate
+endmodule
+""")
+
+
+def _verilog_of_convolution(name: str, i: int, convolution: Convolution) -> str:
+    """A convolution as a module of Verilog, which places the module of its kernels."""
+    (channels, height, width), (kernels, rows, columns) = convolution.shape, convolution.output_shape
+    (top, _), (left, _) = convolution.padding
+    return _VERILOG_CONVOLUTION.substitute(
+        name=name,
+        i=i,
+        channels=channels,
+        height=height,
+        width=width,
+        top=top,
+        left=left,
+        padded_height=convolution.padded_shape[1],
+        padded_width=convolution.padded_shape[2],
+        window_height=convolution.wires.window[0],
+        window_width=convolution.wires.window[1],
+        kernels=kernels,
+        rows=rows,
+        columns=columns,
+        pool_rows=convolution.pool[0],
+        pool_columns=convolution.pool[1],
+        row_stride=convolution.stride[0],
+        column_stride=convolution.stride[1],
+        pool=" | ".join(f"found[{place} * KERNELS + channel]" for place in range(math.prod(convolution.pool))),
     )
 
 
