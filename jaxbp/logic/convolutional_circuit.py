@@ -4,8 +4,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, UInt8, UInt32
 
-from jaxbp.logic.circuit import WORD_BITS, Circuit, pack_bits, unpack_bits
+from jaxbp.logic.circuit import WORD_BITS, Circuit, bitwise_gates, pack_bits, unpack_bits
 from jaxbp.logic.convolution import TreeWires
 from jaxbp.logic.gates import GATES, PASS_THROUGH
 from jaxbp.logic.netlist import GateList, Netlist
@@ -84,30 +85,52 @@ class Convolution:
         pool = math.prod(self.pool)
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
-    @functools.cached_property
     def netlist(self) -> Netlist:
         """From a window, `(channels, height, width)`, to an output a kernel."""
         size = (self.shape[0], *self.wires.window)
-        gates, first = GateList(math.prod(size)), 0
-        level = np.ravel_multi_index(tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0)), size)
-        while (count := level.shape[1] // 2) > 0:
-            level = gates.add(self.gates[:, first : first + count], level[:, ::2], level[:, 1::2])
-            first += count
-        return gates.netlist(level[:, 0])
+        gates = GateList(math.prod(size))
+        return gates.netlist(self._roots(np.ravel_multi_index(self._leaves, size), gates.add))
 
-    def windows(self, x: Array) -> Iterator[Array]:
-        """For each place of a pool's window the windows of all pools: from `(channels, height, width, ...)`, with its
-        padding, to `(channels * window's height * window's width, rows, columns, ...)`."""
+    @property
+    def _leaves(self) -> tuple[np.ndarray, ...]:
+        """Of each kernel's leaves the channels, the rows and the columns."""
+        return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
+
+    def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
+        """Of each kernel what the gates make of its leaves: `(kernels, leaves, ...)` to `(kernels, ...)`."""
+        first = 0
+        while (count := values.shape[1] // 2) > 0:
+            values = of_gates(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])
+            first += count
+        return values[:, 0]
+
+    def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
+        """For each place in a pool's window, what the windows of all pools have at these channels, rows and columns.
+
+        Args:
+          x: `(channels, height, width, ...)`, with its padding.
+
+        Returns:
+          `(*places, rows, columns, ...)` each.
+        """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
-        channel, row, column = np.indices((self.shape[0], *self.wires.window)).reshape(3, -1, 1, 1)
-        for u, v in self.pooled:
-            yield x[channel, row + u + down * np.arange(rows)[:, None], column + v + right * np.arange(columns)]
+        channel, row, column = (place[..., None, None] for place in places)
+        row, column = row + down * np.arange(rows)[:, None], column + right * np.arange(columns)
+        return [x[channel, row + u, column + v] for u, v in self.pooled]
 
     def evaluate(self, x: UInt32[Array, "channels height width words"]) -> Array:
         """Packed images to packed images."""
         pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
-        windows = self.windows(pad(x, ((0, 0), *self.padding, (0, 0))))
-        return functools.reduce(lambda y, place: y | place, map(self.netlist.evaluate, windows))
+        leaves = self._windows(pad(x, ((0, 0), *self.padding, (0, 0))), self._leaves)
+        return functools.reduce(operator.or_, (self._roots(place, bitwise_gates) for place in leaves))
+
+    def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
+        """From the sources of images to the sources of images, with new gates: those of kernels at all places."""
+        if any(map(any, self.padding)):
+            x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))
+        window = tuple(np.indices((self.shape[0], *self.wires.window)).reshape(3, -1))
+        places = [gates.place(kernels, np.moveaxis(found, 0, -1)) for found in self._windows(x, window)]
+        return np.moveaxis(functools.reduce(functools.partial(gates.add, OR), places), -1, 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -149,7 +172,7 @@ class ConvolutionalCircuit:
             raise ValueError(f"ConvolutionalCircuit: shape is {shape}; wants channels, height and width")
         host = []
         for i, (gates, wires, *options) in enumerate(convolutions):
-            host.append(_convolution(f"ConvolutionalCircuit: convolution {i}", shape, gates, wires, **dict(*options)))
+            host.append(_convolution(f"ConvolutionalCircuit: convolution {i}", shape, gates, wires, dict(*options)))
             shape = host[-1].output_shape
         if not host:
             raise ValueError("ConvolutionalCircuit: there are no convolutions; wants at least one")
@@ -157,18 +180,16 @@ class ConvolutionalCircuit:
         if layers and layers[0][1].inputs != math.prod(shape):
             raise ValueError(
                 f"ConvolutionalCircuit: the first layer reads {layers[0][1].inputs} inputs; "
-                f"wants {math.prod(shape)}, the outputs {shape} of the last convolution"
+                f"wants {math.prod(shape)}, the outputs {_sizes(shape)} of the convolutions"
             )
         return cls(tuple(host), Circuit.of(layers) if layers else None)
 
     def __repr__(self) -> str:
-        shapes = " -> ".join(" x ".join(map(str, shape)) for shape in self._shapes)
-        layers = ", ".join(str(wires.gates) for _, wires in self.head.layers) if self.head else "no"
-        return f"ConvolutionalCircuit({shapes}, layers of {layers} gates)"
-
-    @property
-    def _shapes(self):
-        return [self.shape, *(convolution.output_shape for convolution in self.convolutions)]
+        shapes = " -> ".join(
+            map(_sizes, [self.shape, *(convolution.output_shape for convolution in self.convolutions)])
+        )
+        layers = ", ".join(str(wires.gates) for _, wires in self.head.layers) if self.head else ""
+        return f"ConvolutionalCircuit({shapes}{f', layers of {layers} gates' if layers else ''})"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -203,7 +224,8 @@ class ConvolutionalCircuit:
         """The outputs of each sample."""
         bits = np.asarray(bits)
         if bits.shape[1:] != self.shape:
-            raise ValueError(f"ConvolutionalCircuit: bits have shape {bits.shape}; wants (samples, *{self.shape})")
+            wanted = ", ".join(map(str, self.shape))
+            raise ValueError(f"ConvolutionalCircuit: bits has shape {bits.shape}; wants (samples, {wanted})")
         y, at_a_time = np.empty((len(bits), self.outputs), bool), WORDS_AT_A_TIME * WORD_BITS
         for begin in range(0, len(bits), at_a_time):  # what there is between the layers takes memory
             some = bits[begin : begin + at_a_time].reshape(-1, self.inputs)
@@ -224,7 +246,7 @@ class ConvolutionalCircuit:
     @functools.cached_property
     def _kernels(self) -> list[Netlist]:
         """Each convolution's, simplified."""
-        return [convolution.netlist.simplify() for convolution in self.convolutions]
+        return [convolution.netlist().simplify() for convolution in self.convolutions]
 
     @functools.cached_property
     def _head(self) -> Netlist | None:
@@ -240,10 +262,7 @@ class ConvolutionalCircuit:
         gates = GateList(self.inputs)
         x = np.arange(self.inputs).reshape(self.shape)
         for convolution, kernels in zip(self.convolutions, self._kernels, strict=True):
-            if x.shape != convolution.padded_shape:
-                x = np.pad(x, ((0, 0), *convolution.padding), constant_values=gates.add(0, 0, 0))
-            places = [gates.place(kernels, np.moveaxis(window, 0, -1)) for window in convolution.windows(x)]
-            x = np.moveaxis(functools.reduce(functools.partial(gates.add, OR), places), -1, 0)
+            x = convolution.place(x, kernels, gates)
         return gates.netlist(gates.place(self._head, x.ravel()) if self.head else x.ravel())
 
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
@@ -308,7 +327,9 @@ class ConvolutionalCircuit:
                 source = f"held{i}"
         lines.append(f"assign y = {source};")
         if pipelined:
-            modules.append(f"// y is the result of the x that stood there {len(parts)} rising edges of the clock ago.\n")
+            modules.append(
+                f"// y is the result of the x that stood there {len(parts)} rising edges of the clock ago.\n"
+            )
         modules.append(verilog_of(name, self.inputs, self.outputs, lines, clocked=pipelined))
         return "\n".join(modules)
 
@@ -461,7 +482,7 @@ def _verilog_of_convolution(name: str, i: int, convolution: Convolution) -> str:
     )
 
 
-def _convolution(op, shape, gates, wires, *, stride=1, padding=0, pool=1) -> Convolution:
+def _convolution(op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options) -> Convolution:
     gates = np.asarray(gates)
     if gates.shape != (wires.kernels, wires.gates) or not 0 <= gates.min() <= gates.max() < GATES:
         came = f" from {gates.min()} to {gates.max()}" if gates.size else ""
@@ -470,12 +491,15 @@ def _convolution(op, shape, gates, wires, *, stride=1, padding=0, pool=1) -> Con
         )
     if wires.channels != shape[0]:
         raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, those of its input")
-    stride, pool = _checks.pair(op, "stride", stride, at_least=1), _checks.pair(op, "pool", pool, at_least=1)
-    padding = window_padding(op, padding, shape[1:], wires.window, stride)
-    convolution = Convolution(gates.astype(np.uint8), wires, shape, stride, padding, pool)
-    if min(convolution.output_shape) < 1:
-        raise ValueError(
-            f"{op} has no place: its windows of {wires.window} and pools of {pool} are larger than its input, "
-            f"{shape[1:]} with padding {padding}"
-        )
-    return convolution
+    if unknown := options.keys() - {"stride", "padding", "pool"}:
+        raise TypeError(f"{op} has the options {', '.join(unknown)}; wants stride, padding and pool")
+    stride, pool = (_checks.pair(op, name, options.get(name, 1), at_least=1) for name in ("stride", "pool"))
+    padding = window_padding(op, options.get("padding", 0), shape[1:], wires.window, stride)
+    places = output_size(shape[1:], wires.window, stride=stride, padding=padding)
+    if any(n < p for n, p in zip(places, pool, strict=True)):
+        raise ValueError(f"{op} has {_sizes(np.maximum(places, 0))} places; wants at least one pool of {_sizes(pool)}")
+    return Convolution(gates.astype(np.uint8), wires, shape, stride, padding, pool)
+
+
+def _sizes(shape) -> str:
+    return " x ".join(map(str, shape))
