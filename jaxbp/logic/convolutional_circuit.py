@@ -185,11 +185,11 @@ class ConvolutionalCircuit:
         return cls(tuple(host), Circuit.of(layers) if layers else None)
 
     def __repr__(self) -> str:
-        shapes = " -> ".join(
-            map(_sizes, [self.shape, *(convolution.output_shape for convolution in self.convolutions)])
-        )
-        layers = ", ".join(str(wires.gates) for _, wires in self.head.layers) if self.head else ""
-        return f"ConvolutionalCircuit({shapes}{f', layers of {layers} gates' if layers else ''})"
+        shapes = [self.shape, *(convolution.output_shape for convolution in self.convolutions)]
+        sizes = " -> ".join(map(_sizes, shapes))
+        if self.head:
+            sizes += f", layers of {', '.join(str(wires.gates) for _, wires in self.head.layers)} gates"
+        return f"ConvolutionalCircuit({sizes})"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -216,7 +216,7 @@ class ConvolutionalCircuit:
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 
     def histogram(self) -> np.ndarray:
-        """How many gates of each number every convolution and every layer has: `(layers, 16)`. A kernel's count once."""
+        """How many gates of each number every convolution and every layer has: `(layers, 16)`. Kernels count once."""
         kernels = [np.bincount(c.gates.ravel(), minlength=GATES) for c in self.convolutions]
         return np.stack([*kernels, *(self.head.histogram() if self.head else ())])
 
@@ -327,9 +327,7 @@ class ConvolutionalCircuit:
                 source = f"held{i}"
         lines.append(f"assign y = {source};")
         if pipelined:
-            modules.append(
-                f"// y is the result of the x that stood there {len(parts)} rising edges of the clock ago.\n"
-            )
+            modules.append(f"// y is the result of the x of {len(parts)} rising edges of the clock ago.\n")
         modules.append(verilog_of(name, self.inputs, self.outputs, lines, clocked=pipelined))
         return "\n".join(modules)
 
@@ -355,7 +353,16 @@ class _Image(NamedTuple):
 
 _C_CONVOLUTION = string.Template(r"""
 /* A kernel of convolution $i in $rows x $columns pools. */
-#define ${name}_CONVOLUTION$i(kernel, tree)   static void kernel(const uint32_t *restrict x, uint32_t *restrict y) {     enum { block = ${name}_block };     for (size_t r = 0; r < $rows; r++)       for (size_t c = 0; c < $columns; c++) {         const uint32_t *from = x + block * ($down * r + $right * c);         uint32_t *to = y + block * ($width * r + c);         for (size_t k = 0; k < block; k++) to[k] = $pool;       }   }
+#define ${name}_CONVOLUTION$i(kernel, tree) \
+  static void kernel(const uint32_t *restrict x, uint32_t *restrict y) { \
+    enum { block = ${name}_block }; \
+    for (size_t r = 0; r < $rows; r++) \
+      for (size_t c = 0; c < $columns; c++) { \
+        const uint32_t *from = x + block * ($down * r + $right * c); \
+        uint32_t *to = y + block * ($width * r + c); \
+        for (size_t k = 0; k < block; k++) to[k] = $pool; \
+      } \
+  }
 $kernels
 static void ${name}_convolution$i(const uint32_t *x, uint32_t *y) {
   enum { block = ${name}_block };
@@ -368,7 +375,6 @@ def _c_of_convolution(
     name: str, i: int, convolution: Convolution, kernels: Netlist, source: _Image, target: _Image
 ) -> Code:
     """A convolution as a function of C, from an image to an image."""
-    _, height, width = source.shape
     window = np.indices((source.shape[0], *convolution.wires.window)).reshape(3, -1)
     reads = np.ravel_multi_index(tuple(window), source.shape).tolist()
     names = [f"x[{name}_block * {row}]" for row in reads] + [f"g{g}" for g in range(len(kernels))]
@@ -394,10 +400,10 @@ def _c_of_convolution(
             i=i,
             rows=rows,
             columns=columns,
-            down=down * width,
+            down=down * source.shape[2],
             right=right,
             width=target.shape[2],
-            pool=" | ".join(f"tree(from + k + block * {u * width + v})" for u, v in convolution.pooled),
+            pool=" | ".join(f"tree(from + k + block * {u * source.shape[2] + v})" for u, v in convolution.pooled),
             kernels="\n".join(functions),
             calls="\n".join(calls),
         ),

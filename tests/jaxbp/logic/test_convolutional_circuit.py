@@ -1,4 +1,4 @@
-"""Hardened convolutional networks: place by place, in words, as one netlist, as compiled C, and as simulated Verilog."""
+"""Hardened convolutional networks: place by place, in words, as one netlist, as compiled C and as simulated Verilog."""
 
 import itertools
 import re
