@@ -115,11 +115,11 @@ def seconds_of_an_epoch(training: loop.Training) -> float:
 
 def trained(config: LogicConvConfig, training: loop.Training) -> tuple[dict[str, Any], LogicConvNetwork]:
     """A run's row, and its model. The hardened accuracy is that after the last epoch."""
-    started, seconds, best = time.perf_counter(), 0.0, 0.0
+    started, epochs = time.perf_counter(), []
     for metrics, state, _ in loop.run(training, training.state):
-        seconds += metrics.seconds
-        best = max(best, metrics.test_accuracy)
-    nnx.update(training.model, state.params)
+        epochs.append(metrics)
+        nnx.update(training.model, state.params)
+    seconds = sum(metrics.seconds for metrics in epochs)
     steps = training.steps_per_epoch * training.epochs
     return {
         "kernels": config.kernels,
@@ -127,9 +127,9 @@ def trained(config: LogicConvConfig, training: loop.Training) -> tuple[dict[str,
         "batch_size": config.batch_size,
         "learning_rate": config.learning_rate,
         "epochs": training.epochs,
-        "train_accuracy": metrics.train_accuracy,
-        "hardened": metrics.test_accuracy,
-        "best_of_any_epoch": best,
+        "train_accuracy": epochs[-1].train_accuracy,
+        "hardened": epochs[-1].test_accuracy,
+        "best_of_any_epoch": max(metrics.test_accuracy for metrics in epochs),
         "seconds": time.perf_counter() - started,
         "train_seconds": seconds,
         "step_microseconds": 1e6 * seconds / steps,

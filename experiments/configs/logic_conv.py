@@ -93,8 +93,8 @@ class LogicConvConfig(ImageConfig):
     and 1,270,000. The paper has padding in the second and the third convolution and a pool behind the third, which
     would be 11,564 k gates and 999 k.
 
-    For CIFAR-10, four convolutions of k, 4 k, 16 k and 32 k kernels of 3 x 3 with padding, each with an or-pool, and the
-    same layers. For digits, two convolutions, the first of stride 2, and two layers.
+    For CIFAR-10, four convolutions of k, 4 k, 16 k and 32 k kernels of 3 x 3 with padding, each with an or-pool, and
+    the same layers. For digits, two convolutions, the first of stride 2, and two layers.
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """

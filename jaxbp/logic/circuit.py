@@ -51,9 +51,13 @@ def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Arr
     Args:
       gates: their numbers, as `jaxbp.harden` gives them.
     """
-    a, b = x[wires.a], x[wires.b]
-    masks = _MASKS if isinstance(x, np.ndarray) else jnp.asarray(_MASKS)
-    c0, c1, c2, c3 = masks[gates].T[..., None]
+    return bitwise_gates(gates, x[wires.a], x[wires.b])
+
+
+def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UInt32[Array, "..."]) -> Array:
+    """Hardened gates of words: the gates' axes are the first ones of a and b."""
+    masks = _MASKS if isinstance(a, np.ndarray) else jnp.asarray(_MASKS)
+    c0, c1, c2, c3 = masks.T[:, gates].reshape(4, *gates.shape, *[1] * (a.ndim - gates.ndim))
     return c0 ^ (c1 & a) ^ ((c2 ^ (c3 & a)) & b)
 
 

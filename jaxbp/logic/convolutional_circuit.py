@@ -4,8 +4,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, UInt8, UInt32
 
-from jaxbp.logic.circuit import WORD_BITS, Circuit, pack_bits, unpack_bits
+from jaxbp.logic.circuit import WORD_BITS, Circuit, bitwise_gates, pack_bits, unpack_bits
 from jaxbp.logic.convolution import TreeWires
 from jaxbp.logic.gates import GATES, PASS_THROUGH
 from jaxbp.logic.netlist import GateList, Netlist
@@ -26,6 +27,7 @@ from jaxbp.logic.sources import (
     c_of_tables,
     check_classes,
     check_name,
+    verilog_of,
 )
 from jaxbp.logic.wires import Wires
 from jaxbp.ops import _checks
@@ -83,30 +85,52 @@ class Convolution:
         pool = math.prod(self.pool)
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
-    @functools.cached_property
     def netlist(self) -> Netlist:
         """From a window, `(channels, height, width)`, to an output a kernel."""
         size = (self.shape[0], *self.wires.window)
-        gates, first = GateList(math.prod(size)), 0
-        level = np.ravel_multi_index(tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0)), size)
-        while (count := level.shape[1] // 2) > 0:
-            level = gates.add(self.gates[:, first : first + count], level[:, ::2], level[:, 1::2])
-            first += count
-        return gates.netlist(level[:, 0])
+        gates = GateList(math.prod(size))
+        return gates.netlist(self._roots(np.ravel_multi_index(self._leaves, size), gates.add))
 
-    def windows(self, x: Array) -> Iterator[Array]:
-        """For each place of a pool's window the windows of all pools: from `(channels, height, width, ...)`, with its
-        padding, to `(channels * window's height * window's width, rows, columns, ...)`."""
+    @property
+    def _leaves(self) -> tuple[np.ndarray, ...]:
+        """Of each kernel's leaves the channels, the rows and the columns."""
+        return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
+
+    def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
+        """Of each kernel what the gates make of its leaves: `(kernels, leaves, ...)` to `(kernels, ...)`."""
+        first = 0
+        while (count := values.shape[1] // 2) > 0:
+            values = of_gates(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])
+            first += count
+        return values[:, 0]
+
+    def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
+        """For each place in a pool's window, what the windows of all pools have at these channels, rows and columns.
+
+        Args:
+          x: `(channels, height, width, ...)`, with its padding.
+
+        Returns:
+          `(*places, rows, columns, ...)` each.
+        """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
-        channel, row, column = np.indices((self.shape[0], *self.wires.window)).reshape(3, -1, 1, 1)
-        for u, v in self.pooled:
-            yield x[channel, row + u + down * np.arange(rows)[:, None], column + v + right * np.arange(columns)]
+        channel, row, column = (place[..., None, None] for place in places)
+        row, column = row + down * np.arange(rows)[:, None], column + right * np.arange(columns)
+        return [x[channel, row + u, column + v] for u, v in self.pooled]
 
     def evaluate(self, x: UInt32[Array, "channels height width words"]) -> Array:
         """Packed images to packed images."""
         pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
-        windows = self.windows(pad(x, ((0, 0), *self.padding, (0, 0))))
-        return functools.reduce(lambda y, place: y | place, map(self.netlist.evaluate, windows))
+        leaves = self._windows(pad(x, ((0, 0), *self.padding, (0, 0))), self._leaves)
+        return functools.reduce(operator.or_, (self._roots(place, bitwise_gates) for place in leaves))
+
+    def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
+        """From the sources of images to the sources of images, with new gates: those of kernels at all places."""
+        if any(map(any, self.padding)):
+            x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))
+        window = tuple(np.indices((self.shape[0], *self.wires.window)).reshape(3, -1))
+        places = [gates.place(kernels, np.moveaxis(found, 0, -1)) for found in self._windows(x, window)]
+        return np.moveaxis(functools.reduce(functools.partial(gates.add, OR), places), -1, 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,7 +172,7 @@ class ConvolutionalCircuit:
             raise ValueError(f"ConvolutionalCircuit: shape is {shape}; wants channels, height and width")
         host = []
         for i, (gates, wires, *options) in enumerate(convolutions):
-            host.append(_convolution(f"ConvolutionalCircuit: convolution {i}", shape, gates, wires, **dict(*options)))
+            host.append(_convolution(f"ConvolutionalCircuit: convolution {i}", shape, gates, wires, dict(*options)))
             shape = host[-1].output_shape
         if not host:
             raise ValueError("ConvolutionalCircuit: there are no convolutions; wants at least one")
@@ -156,18 +180,16 @@ class ConvolutionalCircuit:
         if layers and layers[0][1].inputs != math.prod(shape):
             raise ValueError(
                 f"ConvolutionalCircuit: the first layer reads {layers[0][1].inputs} inputs; "
-                f"wants {math.prod(shape)}, the outputs {shape} of the last convolution"
+                f"wants {math.prod(shape)}, the outputs {_sizes(shape)} of the convolutions"
             )
         return cls(tuple(host), Circuit.of(layers) if layers else None)
 
     def __repr__(self) -> str:
-        shapes = " -> ".join(" x ".join(map(str, shape)) for shape in self._shapes)
-        layers = ", ".join(str(wires.gates) for _, wires in self.head.layers) if self.head else "no"
-        return f"ConvolutionalCircuit({shapes}, layers of {layers} gates)"
-
-    @property
-    def _shapes(self):
-        return [self.shape, *(convolution.output_shape for convolution in self.convolutions)]
+        shapes = [self.shape, *(convolution.output_shape for convolution in self.convolutions)]
+        sizes = " -> ".join(map(_sizes, shapes))
+        if self.head:
+            sizes += f", layers of {', '.join(str(wires.gates) for _, wires in self.head.layers)} gates"
+        return f"ConvolutionalCircuit({sizes})"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -194,18 +216,16 @@ class ConvolutionalCircuit:
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 
     def histogram(self) -> np.ndarray:
-        """How many gates of each number every convolution and every layer has: `(layers, 16)`. A kernel's count once.
-        """
+        """How many gates of each number every convolution and every layer has: `(layers, 16)`. Kernels count once."""
         kernels = [np.bincount(c.gates.ravel(), minlength=GATES) for c in self.convolutions]
         return np.stack([*kernels, *(self.head.histogram() if self.head else ())])
 
-    def __call__(
-        self, bits: Bool[np.ndarray, "samples channels height width"]
-    ) -> Bool[np.ndarray, "samples outputs"]:
+    def __call__(self, bits: Bool[np.ndarray, "samples channels height width"]) -> Bool[np.ndarray, "samples outputs"]:
         """The outputs of each sample."""
         bits = np.asarray(bits)
         if bits.shape[1:] != self.shape:
-            raise ValueError(f"ConvolutionalCircuit: bits have shape {bits.shape}; wants (samples, *{self.shape})")
+            wanted = ", ".join(map(str, self.shape))
+            raise ValueError(f"ConvolutionalCircuit: bits has shape {bits.shape}; wants (samples, {wanted})")
         y, at_a_time = np.empty((len(bits), self.outputs), bool), WORDS_AT_A_TIME * WORD_BITS
         for begin in range(0, len(bits), at_a_time):  # what there is between the layers takes memory
             some = bits[begin : begin + at_a_time].reshape(-1, self.inputs)
@@ -226,7 +246,7 @@ class ConvolutionalCircuit:
     @functools.cached_property
     def _kernels(self) -> list[Netlist]:
         """Each convolution's, simplified."""
-        return [convolution.netlist.simplify() for convolution in self.convolutions]
+        return [convolution.netlist().simplify() for convolution in self.convolutions]
 
     @functools.cached_property
     def _head(self) -> Netlist | None:
@@ -242,10 +262,7 @@ class ConvolutionalCircuit:
         gates = GateList(self.inputs)
         x = np.arange(self.inputs).reshape(self.shape)
         for convolution, kernels in zip(self.convolutions, self._kernels, strict=True):
-            if x.shape != convolution.padded_shape:
-                x = np.pad(x, ((0, 0), *convolution.padding), constant_values=gates.add(0, 0, 0))
-            places = [gates.place(kernels, np.moveaxis(window, 0, -1)) for window in convolution.windows(x)]
-            x = np.moveaxis(functools.reduce(functools.partial(gates.add, OR), places), -1, 0)
+            x = convolution.place(x, kernels, gates)
         return gates.netlist(gates.place(self._head, x.ravel()) if self.head else x.ravel())
 
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
@@ -278,6 +295,42 @@ class ConvolutionalCircuit:
             tables += layers
         return c_of_tables(name, self.inputs, first + rows, tables, results, first, classes)
 
+    def to_verilog(self, name: str = "circuit", pipelined: bool = False) -> str:
+        """Verilog of `{name}`, a module from `input [inputs-1:0] x` to `output [outputs-1:0] y`, and of its parts.
+
+        A convolution is a module that places another one, of its kernels, by generate loops. The parts are simplified,
+        each by itself.
+
+        Args:
+          pipelined: with registers behind every convolution with its pool, and behind every layer. The module then has
+            an `input clock`, takes a new x at each rising edge, and as many edges later as there are convolutions and
+            layers, the one that takes x included, y is its result. Without, all of it is combinational.
+        """
+        check_name("ConvolutionalCircuit", name, VERILOG_WORDS)
+        modules, parts = [], []
+        for i, (convolution, kernels) in enumerate(zip(self.convolutions, self._kernels, strict=True)):
+            parts.append((f"{name}_convolution{i}", math.prod(convolution.output_shape)))
+            modules += [kernels.to_verilog(f"{name}_kernels{i}"), _verilog_of_convolution(name, i, convolution)]
+        if self.head:
+            layers = [self._head]
+            if pipelined:
+                layers = [Netlist.of(Circuit.of([layer])).simplify() for layer in self.head.layers]
+            for i, layer in enumerate(layers):
+                parts.append((f"{name}_layer{i}", layer.outputs))
+                modules.append(layer.to_verilog(parts[-1][0]))
+        lines, source = [], "x"
+        for i, (module, outputs) in enumerate(parts):
+            lines += [f"wire [{outputs - 1}:0] y{i};", f"{module} part{i} (.x({source}), .y(y{i}));"]
+            source = f"y{i}"
+            if pipelined:
+                lines += [f"reg [{outputs - 1}:0] held{i};", f"always @(posedge clock) held{i} <= y{i};"]
+                source = f"held{i}"
+        lines.append(f"assign y = {source};")
+        if pipelined:
+            modules.append(f"// y is the result of the x of {len(parts)} rising edges of the clock ago.\n")
+        modules.append(verilog_of(name, self.inputs, self.outputs, lines, clocked=pipelined))
+        return "\n".join(modules)
+
 
 class _Image(NamedTuple):
     """Rows of values that hold an image.
@@ -300,7 +353,16 @@ class _Image(NamedTuple):
 
 _C_CONVOLUTION = string.Template(r"""
 /* A kernel of convolution $i in $rows x $columns pools. */
-#define ${name}_CONVOLUTION$i(kernel, tree)   static void kernel(const uint32_t *restrict x, uint32_t *restrict y) {     enum { block = ${name}_block };     for (size_t r = 0; r < $rows; r++)       for (size_t c = 0; c < $columns; c++) {         const uint32_t *from = x + block * ($down * r + $right * c);         uint32_t *to = y + block * ($width * r + c);         for (size_t k = 0; k < block; k++) to[k] = $pool;       }   }
+#define ${name}_CONVOLUTION$i(kernel, tree) \
+  static void kernel(const uint32_t *restrict x, uint32_t *restrict y) { \
+    enum { block = ${name}_block }; \
+    for (size_t r = 0; r < $rows; r++) \
+      for (size_t c = 0; c < $columns; c++) { \
+        const uint32_t *from = x + block * ($down * r + $right * c); \
+        uint32_t *to = y + block * ($width * r + c); \
+        for (size_t k = 0; k < block; k++) to[k] = $pool; \
+      } \
+  }
 $kernels
 static void ${name}_convolution$i(const uint32_t *x, uint32_t *y) {
   enum { block = ${name}_block };
@@ -313,7 +375,6 @@ def _c_of_convolution(
     name: str, i: int, convolution: Convolution, kernels: Netlist, source: _Image, target: _Image
 ) -> Code:
     """A convolution as a function of C, from an image to an image."""
-    _, height, width = source.shape
     window = np.indices((source.shape[0], *convolution.wires.window)).reshape(3, -1)
     reads = np.ravel_multi_index(tuple(window), source.shape).tolist()
     names = [f"x[{name}_block * {row}]" for row in reads] + [f"g{g}" for g in range(len(kernels))]
@@ -339,17 +400,95 @@ def _c_of_convolution(
             i=i,
             rows=rows,
             columns=columns,
-            down=down * width,
+            down=down * source.shape[2],
             right=right,
             width=target.shape[2],
-            pool=" | ".join(f"tree(from + k + block * {u * width + v})" for u, v in convolution.pooled),
+            pool=" | ".join(f"tree(from + k + block * {u * source.shape[2] + v})" for u, v in convolution.pooled),
             kernels="\n".join(functions),
             calls="\n".join(calls),
         ),
     )
 
 
-def _convolution(op, shape, gates, wires, *, stride=1, padding=0, pool=1) -> Convolution:
+_VERILOG_CONVOLUTION = string.Template(r"""
+// Bit (channel * height + row) * width + column of an image is that place of that channel.
+module ${name}_convolution$i (
+  input wire [$channels * $height * $width - 1:0] x,
+  output wire [$kernels * $rows * $columns - 1:0] y
+);
+  localparam CHANNELS = $channels, HEIGHT = $height, WIDTH = $width, TOP = $top, LEFT = $left;
+  localparam PADDED_HEIGHT = $padded_height, PADDED_WIDTH = $padded_width;
+  localparam WINDOW_HEIGHT = $window_height, WINDOW_WIDTH = $window_width, KERNELS = $kernels;
+  localparam ROWS = $rows, COLUMNS = $columns, POOL_ROWS = $pool_rows, POOL_COLUMNS = $pool_columns;
+  genvar channel, row, column, r, c, u, v;
+  wire [CHANNELS * PADDED_HEIGHT * PADDED_WIDTH - 1:0] padded;
+  generate
+    for (channel = 0; channel < CHANNELS; channel = channel + 1) begin : channels
+      for (row = 0; row < PADDED_HEIGHT; row = row + 1) begin : image_rows
+        for (column = 0; column < PADDED_WIDTH; column = column + 1) begin : image_columns
+          localparam BIT = (channel * PADDED_HEIGHT + row) * PADDED_WIDTH + column;
+          if (row >= TOP && row < TOP + HEIGHT && column >= LEFT && column < LEFT + WIDTH) begin : interior
+            assign padded[BIT] = x[(channel * HEIGHT + row - TOP) * WIDTH + column - LEFT];
+          end else begin : exterior
+            assign padded[BIT] = 1'b0;
+          end
+        end
+      end
+    end
+    for (r = 0; r < ROWS; r = r + 1) begin : rows
+      for (c = 0; c < COLUMNS; c = c + 1) begin : columns
+        wire [POOL_ROWS * POOL_COLUMNS * KERNELS - 1:0] found;
+        for (u = 0; u < POOL_ROWS; u = u + 1) begin : pool_rows
+          for (v = 0; v < POOL_COLUMNS; v = v + 1) begin : pool_columns
+            localparam ROW = (r * POOL_ROWS + u) * $row_stride, COLUMN = (c * POOL_COLUMNS + v) * $column_stride;
+            wire [CHANNELS * WINDOW_HEIGHT * WINDOW_WIDTH - 1:0] window;
+            for (channel = 0; channel < CHANNELS; channel = channel + 1) begin : window_channels
+              for (row = 0; row < WINDOW_HEIGHT; row = row + 1) begin : window_rows
+                assign window[(channel * WINDOW_HEIGHT + row) * WINDOW_WIDTH +: WINDOW_WIDTH] =
+                  padded[(channel * PADDED_HEIGHT + ROW + row) * PADDED_WIDTH + COLUMN +: WINDOW_WIDTH];
+              end
+            end
+            ${name}_kernels$i kernels (.x(window), .y(found[(u * POOL_COLUMNS + v) * KERNELS +: KERNELS]));
+          end
+        end
+        for (channel = 0; channel < KERNELS; channel = channel + 1) begin : pools
+          assign y[(channel * ROWS + r) * COLUMNS + c] = $pool;
+        end
+      end
+    end
+  endgenerate
+endmodule
+""")
+
+
+def _verilog_of_convolution(name: str, i: int, convolution: Convolution) -> str:
+    """A convolution as a module of Verilog, which places the module of its kernels."""
+    (channels, height, width), (kernels, rows, columns) = convolution.shape, convolution.output_shape
+    (top, _), (left, _) = convolution.padding
+    return _VERILOG_CONVOLUTION.substitute(
+        name=name,
+        i=i,
+        channels=channels,
+        height=height,
+        width=width,
+        top=top,
+        left=left,
+        padded_height=convolution.padded_shape[1],
+        padded_width=convolution.padded_shape[2],
+        window_height=convolution.wires.window[0],
+        window_width=convolution.wires.window[1],
+        kernels=kernels,
+        rows=rows,
+        columns=columns,
+        pool_rows=convolution.pool[0],
+        pool_columns=convolution.pool[1],
+        row_stride=convolution.stride[0],
+        column_stride=convolution.stride[1],
+        pool=" | ".join(f"found[{place} * KERNELS + channel]" for place in range(math.prod(convolution.pool))),
+    )
+
+
+def _convolution(op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options) -> Convolution:
     gates = np.asarray(gates)
     if gates.shape != (wires.kernels, wires.gates) or not 0 <= gates.min() <= gates.max() < GATES:
         came = f" from {gates.min()} to {gates.max()}" if gates.size else ""
@@ -358,12 +497,15 @@ def _convolution(op, shape, gates, wires, *, stride=1, padding=0, pool=1) -> Con
         )
     if wires.channels != shape[0]:
         raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, those of its input")
-    stride, pool = _checks.pair(op, "stride", stride, at_least=1), _checks.pair(op, "pool", pool, at_least=1)
-    padding = window_padding(op, padding, shape[1:], wires.window, stride)
-    convolution = Convolution(gates.astype(np.uint8), wires, shape, stride, padding, pool)
-    if min(convolution.output_shape) < 1:
-        raise ValueError(
-            f"{op} has no place: its windows of {wires.window} and pools of {pool} are larger than its input, "
-            f"{shape[1:]} with padding {padding}"
-        )
-    return convolution
+    if unknown := options.keys() - {"stride", "padding", "pool"}:
+        raise TypeError(f"{op} has the options {', '.join(unknown)}; wants stride, padding and pool")
+    stride, pool = (_checks.pair(op, name, options.get(name, 1), at_least=1) for name in ("stride", "pool"))
+    padding = window_padding(op, options.get("padding", 0), shape[1:], wires.window, stride)
+    places = output_size(shape[1:], wires.window, stride=stride, padding=padding)
+    if any(n < p for n, p in zip(places, pool, strict=True)):
+        raise ValueError(f"{op} has {_sizes(np.maximum(places, 0))} places; wants at least one pool of {_sizes(pool)}")
+    return Convolution(gates.astype(np.uint8), wires, shape, stride, padding, pool)
+
+
+def _sizes(shape) -> str:
+    return " x ".join(map(str, shape))

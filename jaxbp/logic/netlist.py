@@ -43,6 +43,8 @@ FUNCTIONS = (
     lambda a, b: ~(a ^ a),
 )
 """The 16 functions, of words, of arrays of words, or of truth tables in the bits of an int."""
+GATES_AT_A_TIME = 4096
+"""Gates of a netlist in C whose values are to be in a cache together."""
 TABULATED_LEAVES = 10
 """The truth tables by which `Netlist.simplify` finds equal gates have at most 1024 rows."""
 _LEAF = np.array([False, True])
@@ -96,15 +98,19 @@ class Netlist:
         depth = [0] * inputs
         for i, j in zip(a.tolist(), b.tolist(), strict=True):
             depth.append(1 + max(depth[i], depth[j]))
-        depth = np.array(depth[inputs:], int)
-        order = np.lexsort([gates, depth])
+        return cls._sorted(int(inputs), gates.astype(np.uint8), a, b, outputs, [gates, depth[inputs:]])
+
+    @classmethod
+    def _sorted(cls, inputs, gates, a, b, outputs, keys):
+        """The gates by the last of the keys, then by those before it. Gates of equal keys are a group."""
+        order = np.lexsort(keys)
+        keys = np.array(keys).reshape(len(keys), gates.size)[:, order]
         now_at = np.arange(inputs + gates.size)
-        now_at[inputs + order] = place
-        gates, depth = gates[order], depth[order]
-        starts = np.flatnonzero((np.diff(depth, prepend=0) != 0) | (np.diff(gates, prepend=-1) != 0)).tolist()
+        now_at[inputs + order] = inputs + np.arange(gates.size)
+        starts = [0, *(1 + np.flatnonzero(np.diff(keys).any(axis=0))).tolist()] if gates.size else []
         return cls(
-            inputs=int(inputs),
-            gates=gates.astype(np.uint8),
+            inputs=inputs,
+            gates=gates[order],
             a=now_at[a[order]],
             b=now_at[b[order]],
             results=now_at[outputs],
@@ -209,12 +215,26 @@ class Netlist:
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
         """The gates as tables of C, the row of each output, and how many rows there are, all counted from a first one,
         with which the inputs begin."""
-        row, rows = self._rows()
-        numbers = np.stack([row[self.inputs :] - self.inputs, row[self.a], row[self.b]], axis=1)
+        netlist = self._by_outputs()
+        row, rows = netlist._rows()
+        numbers = np.stack([row[self.inputs :] - self.inputs, row[netlist.a], row[netlist.b]], axis=1)
         tables = [
-            Table(int(self.gates[begin]), first, first + self.inputs, numbers[begin:end]) for begin, end in self.groups
+            Table(int(netlist.gates[begin]), first, first + self.inputs, numbers[begin:end])
+            for begin, end in netlist.groups
         ]
-        return tables, row[self.results].tolist(), rows
+        return tables, row[netlist.results].tolist(), rows
+
+    def _by_outputs(self) -> "Netlist":
+        """The same gates, those first that some of the outputs depend on: their values are read while in a cache."""
+        blocks = max(1, len(self) // GATES_AT_A_TIME)
+        block = np.full(self.inputs + len(self), blocks)
+        np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
+        for begin, end in reversed(self.groups):
+            for sources in (self.a, self.b):
+                np.minimum.at(block, sources[begin:end], block[self.inputs + begin : self.inputs + end])
+        depth = np.repeat(np.arange(len(self.groups)), [end - begin for begin, end in self.groups])
+        keys = [depth, block[self.inputs :]]
+        return Netlist._sorted(self.inputs, self.gates, self.a, self.b, self.results, keys)
 
     def to_verilog(self, name: str = "circuit") -> str:
         """A combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""

@@ -225,7 +225,8 @@ def c_of_tables(
     return source + _C_CLASSIFY.substitute(name=name, last_class=classes - 1, **sizes)
 
 
-def verilog_of(name: str, inputs: int, outputs: int, lines: Iterable[str]) -> str:
-    """A combinational Verilog module of these lines, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
-    head = [f"module {name} (", f"  input wire [{inputs - 1}:0] x,", f"  output wire [{outputs - 1}:0] y", ");"]
-    return "\n".join([*head, *(f"  {line}" for line in lines), "endmodule", ""])
+def verilog_of(name: str, inputs: int, outputs: int, lines: Iterable[str], clocked: bool = False) -> str:
+    """A Verilog module of these lines, from `input [inputs-1:0] x` to `output [outputs-1:0] y`; also with a `clock`."""
+    clock = ["  input wire clock,"] if clocked else []
+    ports = [*clock, f"  input wire [{inputs - 1}:0] x,", f"  output wire [{outputs - 1}:0] y"]
+    return "\n".join([f"module {name} (", *ports, ");", *(f"  {line}" for line in lines), "endmodule", ""])
