@@ -247,6 +247,7 @@ def logic_network(
         [gates] * 6,
         10,
         tau=math.sqrt(gates / 80),
+        wiring=_unique_wires,
         initialization="normal",
         parametrization=parametrization,
         implementation=implementation,
@@ -310,12 +311,17 @@ def logic_conv_network(
         sizes.widths,
         10,
         tau=sizes.tau,
+        wiring=_unique_wires,
         initialization="normal",
         parametrization=parametrization,
         implementation=implementation,
         dtype=jnp.dtype(dtype),
         rngs=nnx.Rngs(0),
     )
+
+
+# Of hundreds of thousands of gates they take seconds, and each implementation and each peer has a network of its own.
+_unique_wires = functools.cache(jaxbp.Wires.unique)
 
 
 def _logic_step(
