@@ -1,4 +1,4 @@
-"""Tables and charts of the measured runs in docs/results/, for the book and the README.
+"""Tables and charts for the book and the README, of the measured runs in docs/results/.
 
     python docs/tables.py            # writes them again
     python docs/tables.py --check    # names what is stale, and returns 1 if something is
@@ -11,7 +11,8 @@ A table stands in a page between two marks, of which the first says how it is ma
 
 Here `works` is a function of `TABLES`, `backwards` the file docs/results/backwards.json, and the rest the function's
 options: for most of them fields of a row with patterns, as of file names. A table whose file is absent is one line that
-says so. `CHARTS` are pictures, made from the same files.
+says so. `computed_in` alone is of no run: it is found in what JAX traces. `CHARTS` are pictures, made from
+the same files.
 """
 
 import argparse
@@ -666,7 +667,15 @@ def summing(compiled: Report, measured: Report | None) -> Callable[[str], tuple[
     return model
 
 
+def computed_in(page: Path) -> str:
+    """Not from a run: from what JAX traces."""
+    from computed_in import table
+
+    return table()
+
+
 TABLES: dict[str, Callable[..., str]] = {
+    "computed_in": computed_in,
     "dtypes": dtypes,
     "precisions": precisions,
     "many_devices": many_devices,
