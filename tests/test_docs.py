@@ -190,6 +190,8 @@ def row(work="a work", implementation="pallas", microseconds=10.0, peer=None, **
         "op": work.split()[0],
         "place": "",
         "batch": 128,
+        "dtype": "float32",
+        "precision": "default",
         "implementation": implementation,
         "peer": peer,
         "microseconds": microseconds,
@@ -337,11 +339,23 @@ def test_the_summary_takes_the_best_variant_of_any_peer(book, tables):
     assert "3.00x" in tables.speed() and "2.00x" in tables.speed()
 
 
+def test_the_chart_of_kernels_has_the_worst_and_the_best_place_of_each(book, tables):
+    places = [row("gates a", floor_fraction=0.25), row("gates b", floor_fraction=0.75)]
+    places = [of | {"place": of["work"][-1]} for of in places]
+    half = places[0] | {"work": "gates a in float16", "dtype": "float16", "floor_fraction": 0.9}
+    theirs = places[0] | {"implementation": "autodiff", "floor_fraction": 0.99}
+    newer = report(places[1] | {"floor_fraction": 0.5}) | {"date": "2026-11-23T10:00:00+00:00"}
+    book("works run", run=report(*places, half, theirs), another=newer)
+    words = re.findall(r">([^<]+)</text>", tables.floors())
+    assert words[-4:] == ["gates, float16", "90%", "gates", "25% to 50%"]
+    assert (tables.DOCS / "images" / "floor.svg").read_text() == tables.floors()
+
+
 def test_a_table_without_its_file_says_so_until_there_is_one(book, tables):
     assert "*Not measured yet: there is no `docs/results/run.json`.*" in book("works run")
     assert tables.stale() == {}
     (tables.DOCS / "results" / "run.json").write_text(json.dumps(report(row())))
-    assert list(tables.stale()) == [tables.DOCS / "page.md"]
+    assert list(tables.stale()) == [tables.DOCS / "page.md", tables.DOCS / "images" / "floor.svg"]
 
 
 def test_a_table_is_stale_when_its_result_changes(book, tables):
