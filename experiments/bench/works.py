@@ -86,6 +86,18 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Work]:
     return [with_batch_last(work) for work in ops]
 
 
+def quick(works: Sequence[Work], on_gpu: bool) -> dict[Work, int]:
+    """A work of each family, with its batch: of each module of ops the first, which is a forward with its gradient, and
+    of each kind of training step the first that has a batch on this platform."""
+    module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
+    chosen: dict[str, tuple[Work, int]] = {}
+    for work in works:
+        if batches := work.batches[0 if on_gpu else 1]:
+            family = module.get(work.op) or work.op.partition("-")[0]
+            chosen.setdefault(family, (work, batches[len(batches) // 2]))
+    return dict(chosen.values())
+
+
 def op_work(entry: Entry, place: str) -> Work:
     """An op at one of its catalogued places: a backward by itself, a forward with its gradient."""
     case, backward = entry.real[place], "_backward" in entry.name
