@@ -535,16 +535,26 @@ def fuzz(page: Path, pattern: str) -> str:
     return markdown(["cases", "device", "drawn", "no kernel takes", "failed", "crashed", "seconds"], lines)
 
 
-def sanitizer(page: Path, name: str) -> str:
-    """A line for each op: what each tool of compute-sanitizer said."""
-    if (report := load(name)) is None:
-        return no_file(name)
-    tools = list(dict.fromkeys(row["tool"] for row in report["rows"]))
+SAYS_NOTHING = ("failed", "timed out")
+"""Outcomes of the sanitizer after which nothing is known of the kernels."""
+
+
+def sanitizer(page: Path, pattern: str) -> str:
+    """A line for each op: what each tool of compute-sanitizer said, last among the files whose names match."""
+    reports = {path.stem: load(path.stem) for path in (DOCS / "results").glob(f"{pattern}.json")}
+    if not reports:
+        return no_file(pattern)
+    reports = dict(sorted(reports.items(), key=lambda named: named[1]["date"]))
+    rows = [row for report in reports.values() for row in report["rows"]]
+    tools = sorted({row["tool"] for row in rows})
     outcomes: dict[str, dict[str, str]] = {}
-    for row in report["rows"]:
-        outcomes.setdefault(row["op"], {})[row["tool"]] = row["outcome"]
+    for row in rows:
+        of = outcomes.setdefault(row["op"], {})
+        if row["tool"] not in of or of[row["tool"]] in SAYS_NOTHING or row["outcome"] not in SAYS_NOTHING:
+            of[row["tool"]] = row["outcome"]
     lines = [[f"`{op}`", *(of.get(tool, "not run") for tool in tools)] for op, of in sorted(outcomes.items())]
-    return markdown(["op with its gradients", *tools], lines) + "\n" + provenance(page, name, report)
+    sources = "\n".join(provenance(page, name, report) for name, report in reports.items())
+    return f"{markdown(['op with its gradients', *tools], lines)}\n{sources}"
 
 
 def dtypes(page: Path, *names: str) -> str:
