@@ -613,6 +613,42 @@ def precisions(page: Path, name: str) -> str:
     return markdown(["experiment", *columns], lines) + "\n" + provenance(page, name, report)
 
 
+def convolutions(page: Path, pattern: str) -> str:
+    """A line for each size and settings of convolutional logic networks: means over the seeds."""
+    names = sorted(path.stem for path in (DOCS / "results").glob(f"{pattern}.json"))
+    if not names:
+        return no_file(pattern)
+    head = ["size", "seeds", "gates placed", "simplified", "hardened", "relaxed", "epochs", "s a run", "C, samples/s"]
+    tables = []
+    for name in names:
+        report, lines = load(name), []
+        of_line = {}
+        for row in report["rows"]:
+            of_line.setdefault((row["size"], json.dumps(row["settings"])), []).append(row)
+        for (size, settings), rows in of_line.items():
+            accuracies = [row["hardened"] for row in rows]
+            spread = statistics.stdev(accuracies) if len(rows) > 1 else 0.0
+
+            def mean(field: str, digits: int = 0, rows=rows) -> str:
+                of = [row[field] for row in rows if field in row]
+                return f"{statistics.mean(of):,.{digits}f}" if of else ""
+
+            lines.append(
+                [
+                    size if settings == "{}" else f"{size}, `{settings}`",
+                    str(len(rows)),
+                    *(mean(field) for field in ("placed_gates", "simplified_gates")),
+                    f"{statistics.mean(accuracies):.4f} ± {spread:.4f}",
+                    mean("relaxed", 4),
+                    *(mean(field) for field in ("epochs", "seconds", "c_samples_per_second")),
+                ]
+            )
+        tables.append(
+            markdown([f"{report['dataset']}, {head[0]}", *head[1:]], lines) + "\n" + provenance(page, name, report)
+        )
+    return "\n\n".join(tables)
+
+
 def many_devices(page: Path, name: str) -> str:
     """A line for each step with as many examples a device: on one, on a mesh of one, and on a mesh of all."""
     if (report := load(name)) is None:
@@ -688,6 +724,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "computed_in": computed_in,
     "dtypes": dtypes,
     "precisions": precisions,
+    "convolutions": convolutions,
     "many_devices": many_devices,
     "communication": communication,
     "sanitizer": sanitizer,

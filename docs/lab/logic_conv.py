@@ -49,7 +49,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, nargs="+", help="of training, one for all sizes or one each")
     parser.add_argument("--settings", type=json.loads, nargs="+", default=[{}], help="of the config, as JSON objects")
-    parser.add_argument("--no-c", action="store_true", help="do not compile the circuits")
+    parser.add_argument("--c-seeds", type=int, default=1, help="how many seeds' circuits are compiled as C and timed")
     parser.add_argument("--threads", type=int, default=4, help="that compile and report beside the training")
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args(args)
@@ -62,7 +62,7 @@ def main(args: Sequence[str] | None = None) -> int:
         for settings, size in itertools.product(given.settings, given.sizes)
     ]
     dataset = variants[0][1].load()
-    compiler = None if given.no_c else shutil.which("cc")
+    compiler = shutil.which("cc")
     report = provenance(shlex.join(["python", "docs/lab/logic_conv.py", *args])) | {"dataset": given.dataset}
     with ThreadPoolExecutor(given.threads) as compiling, ThreadPoolExecutor(given.threads) as reporting:
         configs = []
@@ -83,7 +83,9 @@ def main(args: Sequence[str] | None = None) -> int:
             rows.append({"size": config.size, "seed": config.seed, "settings": settings} | row)
             print(rows[-1], flush=True)
             write()
-            reports.append(reporting.submit(reported, config, model, dataset, compiler))
+            reports.append(
+                reporting.submit(reported, config, model, dataset, compiler if config.seed < given.c_seeds else None)
+            )
         for row, done in zip(rows, reports, strict=True):
             row |= done.result()
             print(row, flush=True)
@@ -144,6 +146,7 @@ def reported(config: LogicConvConfig, model: LogicConvNetwork, dataset: Dataset,
     row = {
         "gates": circuit.gates,
         "placed_gates": circuit.placed_gates,
+        "simplified_gates": len(circuit.netlist()),
         "relaxed": float(np.mean(relaxed_predictions(model, bits, config.batch_size) == dataset.test_labels)),
         "circuit": float(np.mean(hardened_predictions(circuit, bits, model.classes) == dataset.test_labels)),
     }

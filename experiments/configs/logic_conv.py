@@ -45,9 +45,9 @@ MNIST = Architecture(
     convolutions=(LogicConvolution(1, 5, pool=2), LogicConvolution(3, 3, pool=2), LogicConvolution(9, 3)),
     widths=(1280, 640, 320),
     sizes={
-        "s": Size(16, 6.5, 1, Recipe(batch_size=512, epochs=100, learning_rate=0.01)),
-        "m": Size(64, 28.0, 1, Recipe(batch_size=256, epochs=100, learning_rate=0.01)),
-        "l": Size(132, 35.0, 1, Recipe(batch_size=128, epochs=100, learning_rate=0.01)),
+        "s": Size(16, 6.5, 1, Recipe(batch_size=512, epochs=100, learning_rate=0.01), shift=1),
+        "m": Size(64, 28.0, 1, Recipe(batch_size=256, epochs=100, learning_rate=0.01), shift=1),
+        "l": Size(132, 35.0, 1, Recipe(batch_size=128, epochs=100, learning_rate=0.01), shift=1),
     },
 )
 CIFAR10 = Architecture(
@@ -112,7 +112,7 @@ class LogicConvConfig(ImageConfig):
     levels: int | None = None
     """Bits of a pixel: whether it is above 1 / (levels + 1), 2 / (levels + 1), ... None: the size's."""
     weight_decay: float | None = None
-    """Of the parameters, each step times the learning rate. None: the size's."""
+    """Share of the parameters, times the learning rate, that each of Adam's steps takes from them. None: the size's."""
     shift: int | None = None
     """Pixels, down or up and right or left, that a training image is moved by at most each time it is drawn. None: the
     size's."""
@@ -135,9 +135,6 @@ class LogicConvConfig(ImageConfig):
             value = getattr(self, field)
             is_number = isinstance(value, int | float) and math.isfinite(value) and value > 0
             self._check(field, is_number, "a finite number above 0")
-        decay = self.weight_decay
-        is_number = isinstance(decay, int | float) and math.isfinite(decay) and decay >= 0
-        self._check("weight_decay", is_number, "a finite number of at least 0")
         self._check_choice("initialization", ("residual", "normal"))
         self._check_choice("parametrization", get_args(Parametrization))
         super().__post_init__()

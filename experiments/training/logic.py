@@ -23,8 +23,7 @@ from experiments.data import datasets
 from experiments.data.datasets import Dataset
 from experiments.output.files import write_atomically
 from experiments.training.compiled import compiled
-from jaxbp import Circuit, Netlist, pack_bits
-from jaxbp.logic.convolutional_circuit import ConvolutionalCircuit
+from jaxbp import Circuit, ConvolutionalCircuit, Netlist, pack_bits
 from jaxbp.nn import LogicNetwork
 
 NAMES = ["False", "a∧b", "a∧¬b", "a", "¬a∧b", "b", "a⊕b", "a∨b"]

@@ -10,7 +10,7 @@ from experiments.configs import LogicConvConfig
 from experiments.data.datasets import CLASSES, IMAGE_SHAPES, Dataset
 from experiments.output.files import write_atomically
 from experiments.training.logic import accuracies, histogram, speeds
-from jaxbp.logic.convolutional_circuit import ConvolutionalCircuit
+from jaxbp import ConvolutionalCircuit
 from jaxbp.nn import LogicConvNetwork
 
 FILES = ("gates.png", "circuit.c")
@@ -24,18 +24,20 @@ def report(config: LogicConvConfig, model: LogicConvNetwork, dataset: Dataset) -
     write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
     source = comment(config, circuit) + circuit.to_c("circuit", model.classes)
     write_atomically(config.run_dir / "circuit.c", source.encode())
-    lines = [
-        accuracies(model, circuit, bits, dataset.test_labels, config.batch_size),
-        f"{circuit.gates:,} gates, those of a kernel counted once, {config.run_dir / 'gates.png'} shows which",
-        f"{circuit.placed_gates:,} gates, those of a kernel and of the pools counted at every place",
-        speeds(circuit, bits),
-    ]
+    files = "circuit.c"
     if circuit.placed_gates <= MOST_GATES_OF_VERILOG:
-        netlist = circuit.netlist().simplify()
-        source = comment(config, circuit) + netlist.to_verilog("circuit")
+        source = comment(config, circuit) + circuit.to_verilog("circuit")
         write_atomically(config.run_dir / "circuit.v", source.encode())
-        lines.insert(3, f"{len(netlist):,} gates when simplified, as {config.run_dir / 'circuit.v'} has them")
-    return "\n".join(lines)
+        files = "circuit.c and circuit.v"
+    return "\n".join(
+        [
+            accuracies(model, circuit, bits, dataset.test_labels, config.batch_size),
+            f"{circuit.gates:,} gates, those of a kernel counted once: {config.run_dir / 'gates.png'} shows which",
+            f"{circuit.placed_gates:,} gates, those of kernels and pools counted at every place",
+            f"{len(circuit.netlist()):,} of these when kernels and layers are simplified, as in {files} beside it",
+            speeds(circuit, bits),
+        ]
+    )
 
 
 def comment(config: LogicConvConfig, circuit: ConvolutionalCircuit) -> str:

@@ -6,7 +6,7 @@ from flax import nnx
 
 from experiments.configs.logic_conv import ARCHITECTURES, LogicConvConfig
 from experiments.output.errors import UserError
-from jaxbp.logic.convolutional_circuit import ConvolutionalCircuit
+from jaxbp import ConvolutionalCircuit
 
 
 def shapes(config, images):
