@@ -36,7 +36,7 @@ WITHOUT_WGMMA = {
         "layer_norm_linear",
         "linear",
     ),
-    *("max_pool2d", "relu", "rms_norm", "softmax_cross_entropy"),
+    *("logic_conv2d", "logic_conv2d_or_pool2d", "max_pool2d", "relu", "rms_norm", "softmax_cross_entropy"),
 }
 """What has kernels that need no tensor cores."""
 

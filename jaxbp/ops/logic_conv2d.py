@@ -9,6 +9,7 @@ As in `gate_layer`, an op is made of two pairs: one from parameters to coefficie
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -161,8 +162,11 @@ def _or_pool(y, pool):
 
 
 def _unsupported(*arrays, stride, padding, pool, **options):
-    wires = arrays[-2]
-    return kernels.supports(wires.leaves.shape, pool) or _checks.unsupported_dtype(*jax.tree.leaves(arrays))
+    wires, x = arrays[-2:]
+    rows, columns = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
+    if math.prod(wires.leaves.shape[:2]) * (rows // pool[0]) * (columns // pool[1]) * x.shape[0] >= 2**31:
+        return "2^31 or more leaves of all trees, places and examples"
+    return kernels.supports(wires.leaves.shape, pool) or _checks.unsupported(*arrays)
 
 
 _LOGIC_CONV2D = Op(

@@ -302,3 +302,10 @@ def test_bad_input_is_refused(case):
     call, error, message = REFUSED[case]
     with pytest.raises(error, match="^" + re.escape(message) + "$"):
         call()
+
+
+def test_kernels_refuse_more_leaves_than_an_index_counts():
+    op = functools.partial(jaxbp.logic_conv2d_or_pool2d, implementation="pallas")
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 7, 16), (2**24, 3, 7, 8))]
+    with pytest.raises(NotImplementedError, match=rf"^{OP}: .*does not take 2\^31 or more leaves of all trees"):
+        jax.eval_shape(lambda logits, x: op(logits, WIRES, x), *shapes)
