@@ -33,7 +33,7 @@ from experiments.output.accuracy import measure
 from experiments.output.errors import UserError, exit_code, kept_in
 from experiments.output.files import write_atomically
 from jaxbp.catalogue import CATALOGUE, Entry
-from jaxbp.catalogue.schema import WiresArgument
+from jaxbp.catalogue.schema import FixedArgument
 from jaxbp.verify import ADDED, CheckResult, check
 from jaxbp.verify.check import WIDTH
 
@@ -118,7 +118,7 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
     with jax.enable_x64(dtype == "float64"):
         args = entry.small.draw(config.seed, dtype=jnp.dtype(dtype))
         args = [
-            a if isinstance(kind, WiresArgument) or kind.below is not None or kind.weights else config.scale * a
+            a if isinstance(kind, FixedArgument) or kind.below is not None or kind.weights else config.scale * a
             for a, kind in zip(args, entry.small.arguments, strict=True)
         ]
     return check(

@@ -36,7 +36,7 @@ from experiments.data.datasets import Dataset
 from experiments.output.errors import Stopped, UserError, exit_code
 from experiments.output.files import write_atomically
 from experiments.output.results import provenance, to_json
-from experiments.training import automaton, curves, devices, logic, processes, run_directory
+from experiments.training import automaton, curves, devices, logic, logic_conv, processes, run_directory
 from experiments.training import loop as training
 from experiments.training.loop import Metrics, Training, TrainState
 from experiments.training.run_directory import RunDirectory
@@ -54,6 +54,7 @@ class Report(NamedTuple):
 
 REPORTS: Mapping[str, Report] = {
     "logic": Report(logic.report, logic.FILES),
+    "logic-conv": Report(logic_conv.report, logic_conv.FILES),
     **dict.fromkeys(AUTOMATA, Report(automaton.report, automaton.FILES)),
 }
 CURVES = "curves.png"

@@ -8,6 +8,7 @@ from jaxbp.logic.automaton import Automaton
 from jaxbp.logic.cellular_circuit import CellularCircuit
 from jaxbp.logic.circuit import Circuit, bitwise_gate_layer, pack_bits, unpack_bits
 from jaxbp.logic.convolution import TreeWires
+from jaxbp.logic.convolutional_circuit import ConvolutionalCircuit
 from jaxbp.logic.gates import group_sum, hard_logits, harden, initial_logits
 from jaxbp.logic.netlist import Netlist
 from jaxbp.logic.wires import Wires
@@ -178,6 +179,7 @@ __all__ = [
     "Automaton",
     "CellularCircuit",
     "Circuit",
+    "ConvolutionalCircuit",
     "Fastest",
     "Implementation",
     "Netlist",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from jaxbp.catalogue import CATALOGUE, WiresArgument
+from jaxbp.catalogue import CATALOGUE, FixedArgument
 from jaxbp.pairing import IMPLEMENTATIONS
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -160,7 +160,7 @@ def drawn(name, place=None, dtype="float32", batch=2, seed=0):
 
 def _draw(argument, random, batch, dtype):
     """As `argument.draw`, by NumPy: JAX would compile its generators for every shape."""
-    if isinstance(argument, WiresArgument):
+    if isinstance(argument, FixedArgument):
         return argument.draw(None, batch, dtype)
     struct = argument.struct(batch, dtype)
     if argument.below is not None:

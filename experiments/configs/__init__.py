@@ -20,10 +20,11 @@ from experiments.configs.base import (
 from experiments.configs.images import ImageConfig, classification_loss
 from experiments.configs.lenet import LeNetConfig
 from experiments.configs.logic import LogicConfig
+from experiments.configs.logic_conv import LogicConvConfig
 from experiments.configs.mixer import MixerConfig
 
 EXPERIMENTS: dict[str, type[TrainingConfig]] = {
-    config.name: config for config in (LeNetConfig, MixerConfig, LogicConfig)
+    config.name: config for config in (LeNetConfig, MixerConfig, LogicConfig, LogicConvConfig)
 } | AUTOMATA
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "ImageConfig",
     "LeNetConfig",
     "LogicConfig",
+    "LogicConvConfig",
     "Loss",
     "MixerConfig",
     "Recipe",

@@ -140,7 +140,7 @@ class AutomatonConfig(TrainingConfig):
         self._check_choice("schedule", get_args(Schedule))
         self._check_choice("parametrization", get_args(Parametrization))
         self._check_choice("implementation", (None, *jaxbp.IMPLEMENTATIONS))
-        for field in ("weight_decay", "pass_through", "noise", "certainty"):
+        for field in ("pass_through", "noise", "certainty"):
             value = getattr(self, field)
             is_number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
             self._check(field, is_number, "a finite number of at least 0")

@@ -67,6 +67,8 @@ class TrainingConfig:
     """Passes over the training set; the learning rate's schedule spans them. None: the recipe's."""
     learning_rate: float | None = None
     """Adam's peak learning rate, after a short warm-up and before a cosine decay to zero. None: the recipe's."""
+    weight_decay: float = 0.0
+    """Share of the parameters, times the learning rate, that each of Adam's steps takes from them (AdamW)."""
     precision: PrecisionName = "float32"
     """What the model computes in; parameters, the optimiser's state and the loss are float32. mixed_float16 scales the
     loss."""
@@ -90,6 +92,9 @@ class TrainingConfig:
         rate = self.learning_rate
         is_rate = isinstance(rate, int | float) and math.isfinite(rate) and rate > 0
         self._check("learning_rate", is_rate, "a finite number above 0")
+        decay = self.weight_decay
+        is_number = isinstance(decay, int | float) and math.isfinite(decay) and decay >= 0
+        self._check("weight_decay", is_number, "a finite number of at least 0")
         self._check_choice("precision", get_args(PrecisionName))
         target = self.target_accuracy
         is_share = target is None or (isinstance(target, int | float) and 0 <= target <= 1)
@@ -124,7 +129,8 @@ class TrainingConfig:
         raise NotImplementedError
 
     def optimizer(self, steps: int) -> optax.GradientTransformation | None:
-        """What updates the parameters, so many times; None: Adam, as `learning_rate` says, after `gradient_clip`."""
+        """What updates the parameters, so many times; None: Adam, as `learning_rate`, `gradient_clip` and
+        `weight_decay` say."""
         return None
 
     def evaluation(self, loss: Loss) -> Loss:

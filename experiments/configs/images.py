@@ -1,9 +1,9 @@
 """What the experiments on images share: the dataset, the implementation, the dtype and the loss."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -26,19 +26,23 @@ RECIPES: dict[DatasetName, Recipe] = {
 class ImageConfig(TrainingConfig):
     """The settings of the experiments that classify images."""
 
+    datasets: ClassVar[Sequence[DatasetName]] = ("digits", "mnist", "fashion_mnist")
+    """Those that the experiment is for."""
+
     dataset: DatasetName = "digits"
-    """digits comes with scikit-learn; mnist and fashion_mnist are read from data_dir, or downloaded into it."""
+    """digits comes with scikit-learn; mnist and fashion_mnist are read from data_dir, or downloaded into it; cifar10 is
+    read from it."""
     data_dir: Path | None = None
-    """Folder of the dataset's IDX files; None: a cache folder. digits needs none."""
+    """Folder of the dataset's files; None: a cache folder. digits needs none."""
     implementation: ImplementationName | None = None
     """Which backward passes run; None: the fastest that the platform supports."""
     shift: int = 0
     """Pixels, down or up and right or left, that a training image is moved by at most each time it is drawn."""
 
     def __post_init__(self):
-        self._check_choice("dataset", get_args(DatasetName))
+        self._check_choice("dataset", self.datasets)
         self._check_choice("implementation", (None, *jaxbp.IMPLEMENTATIONS))
-        side = min(datasets.IMAGE_SHAPE)
+        side = min(datasets.IMAGE_SHAPES[self.dataset][1:])
         self._check("shift", is_whole(self.shift) and 0 <= self.shift < side, f"a whole number from 0 to {side - 1}")
         super().__post_init__()
 

@@ -69,7 +69,7 @@ class LogicConfig(ImageConfig):
         self._check_choice("initialization", ("residual", "normal"))
         self._check_choice("parametrization", get_args(Parametrization))
         super().__post_init__()
-        inputs = self.levels * math.prod(datasets.IMAGE_SHAPE)
+        inputs = self.levels * math.prod(datasets.IMAGE_SHAPES[self.dataset])
         fits = self.wiring == "random" or inputs <= 2 * self.gates
         self._check("gates", fits, f"at least half of the {inputs} bits of an image, or wiring random")
 
@@ -78,7 +78,7 @@ class LogicConfig(ImageConfig):
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
         model = LogicNetwork(
-            self.levels * math.prod(datasets.IMAGE_SHAPE),
+            self.levels * math.prod(datasets.IMAGE_SHAPES[self.dataset]),
             [self.gates] * self.layers,
             datasets.CLASSES,
             tau=self.tau,

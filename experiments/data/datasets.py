@@ -1,4 +1,4 @@
-"""The image datasets: scikit-learn's bundled digits, MNIST and Fashion-MNIST."""
+"""The image datasets: scikit-learn's bundled digits, MNIST, Fashion-MNIST and CIFAR-10."""
 
 import gzip
 import hashlib
@@ -15,9 +15,15 @@ from jaxtyping import Float32, Int32, UInt8
 
 from experiments.output.errors import UserError
 
-DatasetName = Literal["digits", "mnist", "fashion_mnist"]
+DatasetName = Literal["digits", "mnist", "fashion_mnist", "cifar10"]
 
-IMAGE_SHAPE = (28, 28)
+IMAGE_SHAPES: Mapping[DatasetName, tuple[int, int, int]] = {
+    "digits": (1, 28, 28),
+    "mnist": (1, 28, 28),
+    "fashion_mnist": (1, 28, 28),
+    "cifar10": (3, 32, 32),
+}
+"""Channels, height and width."""
 CLASSES = 10
 MOST_ITEMS = 1_000_000
 """More than in any dataset of this format, and less than a machine's memory."""
@@ -55,12 +61,17 @@ MD5: Mapping[str, Mapping[str, str]] = {
 }
 
 
+# CIFAR-10's binary files have no header: of each image a byte for the label, and one for each channel, row and column.
+CIFAR10_FILES = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)}
+CIFAR10_RECORD = 1 + math.prod(IMAGE_SHAPES["cifar10"])
+
+
 class Dataset(NamedTuple):
     """Images with values in [0, 1] and their labels, 0 to 9."""
 
-    train_images: Float32[np.ndarray, "train 1 28 28"]
+    train_images: Float32[np.ndarray, "train channels height width"]
     train_labels: Int32[np.ndarray, " train"]
-    test_images: Float32[np.ndarray, "test 1 28 28"]
+    test_images: Float32[np.ndarray, "test channels height width"]
     test_labels: Int32[np.ndarray, " test"]
     name: str
 
@@ -75,27 +86,32 @@ def load(
     """Loads a dataset.
 
     Args:
-      name: `"digits"`, `"mnist"` or `"fashion_mnist"`.
-      data_dir: the folder of the IDX files, plain or gzipped; a missing file is downloaded into it.
-        None: `jaxbp/<name>` in the user's cache folder. Digits needs none.
+      name: `"digits"`, `"mnist"`, `"fashion_mnist"` or `"cifar10"`.
+      data_dir: the folder of the IDX files, plain or gzipped; a missing file is downloaded into it. Of CIFAR-10, that
+        of its binary files, which are never downloaded. None: `jaxbp/<name>` in the user's cache folder. Digits needs
+        none.
       mirrors: base addresses to download from, tried in turn; None: the official ones.
       md5: the checksum of every file that may be downloaded, by name; None: those of the official files.
 
     Raises:
       UserError: (a ValueError) for an unknown name, or a file with damaged or wrong content, with what is wanted.
-      FileNotFoundError: for a file that is neither in the folder nor can be downloaded.
+      FileNotFoundError: for a file that is neither in the folder nor can be downloaded, and one of CIFAR-10 that is
+        not in the folder.
     """
     if name == "digits":
         return _digits()
-    if name not in MIRRORS:
-        raise UserError(f"dataset {name!r}: wanted one of digits, {', '.join(MIRRORS)}")
+    if name not in IMAGE_SHAPES:
+        raise UserError(f"dataset {name!r}: wanted one of {', '.join(IMAGE_SHAPES)}")
     folder = default_data_dir(name) if data_dir is None else Path(data_dir)
+    if name == "cifar10":
+        return Dataset(*_read_cifar10_split(folder, "train"), *_read_cifar10_split(folder, "test"), name)
     mirrors = MIRRORS[name] if mirrors is None else mirrors
     md5 = MD5[name] if md5 is None else md5
     paths = {split: [_find_or_download(folder, file, mirrors, md5) for file in files] for split, files in FILES.items()}
     for path in (*paths["train"], *paths["test"]):
         _refuse_files_of_another_dataset(path, name)
-    return Dataset(*_read_split(*paths["train"]), *_read_split(*paths["test"]), name)
+    shape = IMAGE_SHAPES[name][1:]
+    return Dataset(*_read_split(*paths["train"], shape), *_read_split(*paths["test"], shape), name)
 
 
 def default_data_dir(name: str) -> Path:
@@ -156,13 +172,48 @@ def _digits() -> Dataset:
     return Dataset(train_images, train_labels, test_images, test_labels, "digits")
 
 
-def _read_split(images_path: Path, labels_path: Path) -> tuple[np.ndarray, np.ndarray]:
-    images, labels = read_idx(images_path, IMAGE_SHAPE), read_idx(labels_path, ())
+def read_cifar10(path: Path) -> tuple[UInt8[np.ndarray, "images 3 32 32"], UInt8[np.ndarray, " images"]]:
+    """Reads one of CIFAR-10's binary files: images and labels.
+
+    Raises:
+      UserError: (a ValueError) naming the file, what came and what is wanted, for a file that is no whole number of
+        images, none or more than `MOST_ITEMS`, or labels beyond 9.
+      FileNotFoundError: for a file that is not there.
+    """
+    if not path.is_file():
+        files = ", ".join(name for names in CIFAR10_FILES.values() for name in names)
+        raise FileNotFoundError(f"{path.name} is not in {path.parent}: wanted there CIFAR-10's binary files, {files}")
+    size = path.stat().st_size
+    images, rest = divmod(size, CIFAR10_RECORD)
+    if rest or not 1 <= images <= MOST_ITEMS:
+        raise UserError(
+            f"{path}: {size} bytes: wanted {CIFAR10_RECORD} for each image, of at least 1 and at most {MOST_ITEMS}"
+        )
+    records = np.fromfile(path, np.uint8).reshape(images, CIFAR10_RECORD)
+    _refuse_labels(path, records[:, 0])
+    return records[:, 1:].reshape(images, *IMAGE_SHAPES["cifar10"]), records[:, 0]
+
+
+def _read_cifar10_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    images, labels = zip(*(read_cifar10(folder / file) for file in CIFAR10_FILES[split]), strict=True)
+    return _scaled(np.concatenate(images)), np.concatenate(labels).astype(np.int32)
+
+
+def _read_split(images_path: Path, labels_path: Path, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    images, labels = read_idx(images_path, shape), read_idx(labels_path, ())
     if len(images) != len(labels):
         raise UserError(f"{labels_path}: {len(labels)} labels: wanted {len(images)}, one an image of {images_path}")
+    _refuse_labels(labels_path, labels)
+    return _scaled(images[:, None]), labels.astype(np.int32)
+
+
+def _scaled(images: UInt8[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
+    return images.astype(np.float32) / np.float32(255)
+
+
+def _refuse_labels(path: Path, labels: UInt8[np.ndarray, " items"]) -> None:
     if labels.max() >= CLASSES:
-        raise UserError(f"{labels_path}: label {labels.max()}: wanted labels from 0 to {CLASSES - 1}")
-    return images[:, None].astype(np.float32) / np.float32(255), labels.astype(np.int32)
+        raise UserError(f"{path}: label {labels.max()}: wanted labels from 0 to {CLASSES - 1}")
 
 
 def _refuse_files_of_another_dataset(path: Path, name: str) -> None:

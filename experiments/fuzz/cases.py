@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.fuzz.transformations import SECOND_ORDER, TRANSFORMATIONS
-from jaxbp.catalogue import CATALOGUE, Argument, Case, Entry, WiresArgument
+from jaxbp.catalogue import CATALOGUE, Argument, Case, Entry, FixedArgument, TreeWiresArgument, WiresArgument
 from jaxbp.logic.gates import PARAMETERS
 from jaxbp.ops._checks import KERNEL_DTYPES
 from jaxbp.verify.arguments import Arguments, bind, floats, take_apart
@@ -45,7 +45,7 @@ class Program:
         apart = self.entry.name.partition("_backward")[0] in FIRST_OF_EQUALS
         drawn = [
             argument.draw(None, 0, self.dtype)
-            if isinstance(argument, WiresArgument)
+            if isinstance(argument, FixedArgument)
             else integers.integers(0, argument.below, argument.shape).astype(argument.dtype)
             if argument.below is not None
             else _floats(
@@ -168,7 +168,7 @@ def _renamed(random: np.random.Generator, entry: Entry) -> Case:
     options = dict(small.options) | (dict(parametrization=str(random.choice(list(PARAMETERS)))) if layer else {})
     arguments = []
     for argument in small.arguments:
-        if isinstance(argument, WiresArgument):
+        if isinstance(argument, FixedArgument):
             try:
                 argument = WiresArgument(new(argument.inputs), new(argument.gates))
                 argument.draw(None, 0, "float32")
@@ -268,6 +268,19 @@ def _convolution(random, entry):
     return Case(tuple(_without_bias(random, entry, arguments)), options)
 
 
+def _trees(random, entry):
+    batch, channels, height, width = _images(random)
+    wires = TreeWiresArgument(
+        channels, int(random.integers(1, 6)), tuple(map(int, random.integers(1, 4, 2))), int(random.integers(1, 4))
+    )
+    parametrization = str(random.choice(list(PARAMETERS)))
+    options = dict(stride=_pair(random, 1, 2), padding=_pair(random, 0, 2), parametrization=parametrization)
+    if "or_pool2d" in entry.name:
+        options["pool"] = _pair(random, 1, 3)
+    logits = Argument((wires.kernels, 2**wires.depth - 1, PARAMETERS[parametrization]))
+    return Case((logits, wires, Argument((batch, channels, height, width))), options)
+
+
 def _pool(random, entry):
     options = dict(window=_pair(random, 1, 4), padding=_pair(random, 0, 1))
     if random.random() < 0.7:
@@ -278,19 +291,20 @@ def _pool(random, entry):
 
 _GEOMETRY: Mapping[str, Callable[[np.random.Generator, Entry], Case]] = {
     **dict.fromkeys(("conv2d", "conv2d_relu_max_pool2d", "conv2d_relu_max_pool2d_with_places"), _convolution),
+    **dict.fromkeys(("logic_conv2d", "logic_conv2d_or_pool2d", "logic_conv2d_or_pool2d_with_places"), _trees),
     **dict.fromkeys(("max_pool2d", "max_pool2d_with_indices", "avg_pool2d"), _pool),
 }
 
 
 def _of_backward(random, entry: Entry, forward: Entry, case: Case, dy: tuple[int, ...]) -> Case:
     """What a public backward takes, by the names of its parameters, which are those of the forward."""
-    window = case.options.get("window", 1)
+    window = case.options.get("pool", case.options.get("window", 1))
     places = int(np.prod([window] * 2 if isinstance(window, int) else window))
     given: dict[str, Any] = dict(zip(_names(forward, case), case.arguments, strict=False))
     given |= dict(
         dy=Argument(dy),
         indices=Argument(dy, below=places, dtype=jnp.uint8),
-        places=Argument(dy, below=places + 1, dtype=jnp.uint8),
+        places=Argument(dy, below=places + ("relu" in entry.name), dtype=jnp.uint8),
     )
     sizes = {}
     for name, of in (("input_size", 0), ("filter_size", 1)):
@@ -318,13 +332,13 @@ def smaller(program: Program) -> list[Program]:
     if program.transformation != "plain":
         found.append(dataclasses.replace(program, transformation="plain"))
     shapes = [a.shape for a in program.case.arguments if isinstance(a, Argument)]
-    if program.entry.name.startswith("gate_layer"):
+    if any(isinstance(a, FixedArgument) for a in program.case.arguments):
         return found
     for size in sorted({size for shape in shapes for size in shape if size > 1}, reverse=True):
         for less in (1, size // 2):
             arguments = [
                 a
-                if isinstance(a, WiresArgument) or a.dtype == jnp.uint32
+                if isinstance(a, FixedArgument) or a.dtype == jnp.uint32
                 else dataclasses.replace(a, shape=tuple(less if n == size else n for n in a.shape))
                 for a in program.case.arguments
             ]

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from experiments.fuzz.cases import Program
-from jaxbp.catalogue import WiresArgument
+from jaxbp.catalogue import FixedArgument
 from jaxbp.verify.arguments import Arguments
 
 
@@ -26,8 +26,8 @@ def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.nda
     for i, argument in enumerate(program.case.arguments):
         name = f"a{i}"
         names.append(name)
-        if isinstance(argument, WiresArgument):
-            lines.append(f"{name} = jaxbp.Wires.random({argument.inputs}, {argument.gates}, seed=0)")
+        if isinstance(argument, FixedArgument):
+            lines.append(f"{name} = {argument.code}")
             _skip(leaves, argument)
         else:
             lines.append(f"{name} = {_array(next(leaves))}")

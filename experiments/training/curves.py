@@ -82,5 +82,6 @@ def _draw_mistakes(figure: SubFigure, dataset: Dataset, predictions: np.ndarray,
     for axes in grid:
         axes.set_axis_off()
     for axes, index in zip(grid, mistakes, strict=False):
-        axes.imshow(dataset.test_images[index, 0], cmap="gray_r", vmin=0, vmax=1)
+        pixels = np.moveaxis(dataset.test_images[index], 0, -1)  # of one channel in grey, of three in colour
+        axes.imshow(pixels, cmap="gray_r", vmin=0, vmax=1)
         axes.set_title(f"{dataset.test_labels[index]} → {predictions[index]}", fontsize=9)

@@ -23,43 +23,54 @@ from experiments.data import datasets
 from experiments.data.datasets import Dataset
 from experiments.output.files import write_atomically
 from experiments.training.compiled import compiled
-from jaxbp import Circuit, Netlist, pack_bits
+from jaxbp import Circuit, ConvolutionalCircuit, Netlist, pack_bits
 from jaxbp.nn import LogicNetwork
 
 NAMES = ["False", "a∧b", "a∧¬b", "a", "¬a∧b", "b", "a⊕b", "a∨b"]
 NAMES += ["¬(a∨b)", "¬(a⊕b)", "¬b", "a∨¬b", "¬a", "¬a∨b", "¬(a∧b)", "True"]
 FILES = ("gates.png", "circuit.c", "circuit.v")
 TIMED_SAMPLES, TIMED_SECONDS = 8192, 0.3
+AnyCircuit = Circuit | ConvolutionalCircuit | Netlist
 
 
 def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:
     """Lines about the model. Writes the files."""
     circuit = model.harden()
-    images, labels = dataset.test_images, dataset.test_labels
-    bits = np.asarray(config.bits(jnp.asarray(images))) > 0
-    hardened = np.argmax(circuit(bits).reshape(len(bits), model.classes, -1).sum(axis=-1), axis=-1)
-    relaxed = relaxed_predictions(model, bits, config.batch_size)
+    bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
     write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
     netlist = Netlist.of(circuit).simplify()
     source = comment(config) + netlist.to_c("circuit", model.classes)
     write_atomically(config.run_dir / "circuit.c", source.encode())
     write_atomically(config.run_dir / "circuit.v", (comment(config) + netlist.to_verilog("circuit")).encode())
     lines = [
-        f"relaxed test accuracy {np.mean(relaxed == labels):.4f}, hardened {np.mean(hardened == labels):.4f}",
+        accuracies(model, circuit, bits, dataset.test_labels, config.batch_size),
         f"{circuit.histogram().sum():,} gates, {config.run_dir / 'gates.png'} shows which",
         f"{len(netlist):,} gates when simplified, as {config.run_dir / 'circuit.c'} and circuit.v have them",
-        f"hardened, on one CPU core: {samples_per_second(netlist.evaluate, bits):,.0f} samples/s in NumPy",
+        speeds(netlist, bits),
     ]
+    return "\n".join(lines)
+
+
+def accuracies(model: nnx.Module, circuit: AnyCircuit, bits: np.ndarray, labels: np.ndarray, batch_size: int) -> str:
+    """A line with both test accuracies, the hardened one that of the circuit."""
+    relaxed = np.mean(relaxed_predictions(model, bits, batch_size) == labels)
+    hardened = np.mean(hardened_predictions(circuit, bits, model.classes) == labels)
+    return f"relaxed test accuracy {relaxed:.4f}, hardened {hardened:.4f}"
+
+
+def speeds(circuit: AnyCircuit, bits: np.ndarray) -> str:
+    """A line with the samples a second of what is evaluated in words."""
+    line = f"hardened, on one CPU core: {samples_per_second(circuit.evaluate, bits):,.0f} samples/s in NumPy"
     if compiler := shutil.which("cc"):
         with tempfile.TemporaryDirectory() as folder:
-            function = compiled(netlist, compiler, Path(folder))
-            lines[-1] += f", {samples_per_second(function, bits):,.0f} as compiled C"
-    return "\n".join(lines)
+            function = compiled(circuit, compiler, Path(folder))
+            line += f", {samples_per_second(function, bits):,.0f} as compiled C"
+    return line
 
 
 def comment(config: LogicConfig) -> str:
     """What the circuit's inputs and outputs are, at the head of its source."""
-    levels, width, group = config.levels, datasets.IMAGE_SHAPE[1], config.gates // datasets.CLASSES
+    levels, width, group = config.levels, datasets.IMAGE_SHAPES[config.dataset][2], config.gates // datasets.CLASSES
     return (
         f"/* Input {levels} * ({width} * row + column) + level: whether a pixel is above (level + 1) / {levels + 1},\n"
         f"   pixels being from 0 to 1. Of the {config.gates} outputs, those of class c are {group} c to "
@@ -67,7 +78,12 @@ def comment(config: LogicConfig) -> str:
     )
 
 
-def relaxed_predictions(model: LogicNetwork, bits: np.ndarray, batch_size: int) -> np.ndarray:
+def hardened_predictions(circuit: AnyCircuit, bits: np.ndarray, classes: int) -> np.ndarray:
+    """The classes of which the most outputs are on."""
+    return np.argmax(circuit(bits).reshape(len(bits), classes, -1).sum(axis=-1), axis=-1)
+
+
+def relaxed_predictions(model: nnx.Module, bits: np.ndarray, batch_size: int) -> np.ndarray:
     """The classes that the relaxed network predicts."""
     graph, state = nnx.split(model)
     predict = jax.jit(lambda state, x: jnp.argmax(nnx.merge(graph, state)(x), axis=-1))
@@ -77,7 +93,7 @@ def relaxed_predictions(model: LogicNetwork, bits: np.ndarray, batch_size: int) 
 
 def samples_per_second(evaluate, bits: np.ndarray) -> float:
     """Samples a second of a function of packed samples."""
-    words = pack_bits(np.resize(bits, (TIMED_SAMPLES, bits.shape[1])))
+    words = pack_bits(np.resize(bits.reshape(len(bits), -1), (TIMED_SAMPLES, bits[0].size)))
     evaluate(words)
     times = []
     while sum(times) < TIMED_SECONDS:
@@ -87,7 +103,7 @@ def samples_per_second(evaluate, bits: np.ndarray) -> float:
     return TIMED_SAMPLES / float(np.median(times))
 
 
-def histogram(circuit: Circuit, title: str) -> bytes:
+def histogram(circuit: AnyCircuit, title: str) -> bytes:
     """A PNG with a bar chart a layer: how many gates have which function."""
     counts = circuit.histogram()
     figure = Figure(figsize=(10, 1.5 + 1.4 * len(counts)), layout="constrained")

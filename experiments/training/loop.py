@@ -113,7 +113,8 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     if config.independent:
         pure_loss, evaluation = (devices.shared(function, mesh) for function in (pure_loss, evaluation))
     steps = config.epochs * steps_per_epoch
-    optimizer = config.optimizer(steps) or make_optimizer(config.learning_rate, steps, config.gradient_clip)
+    options = dict(clip=config.gradient_clip, weight_decay=config.weight_decay)
+    optimizer = config.optimizer(steps) or make_optimizer(config.learning_rate, steps, **options)
     scaled = config.policy.compute_dtype == jnp.float16
     state = TrainState(params, optimizer.init(params), LossScale.create() if scaled else None)
     state = devices.on_each(mesh, state)
@@ -172,13 +173,17 @@ def constants_checksum(model: nnx.Module) -> str | None:
     return checksum.hexdigest() if variables else None
 
 
-def make_optimizer(peak: float, steps: int, clip: float | None = None) -> optax.GradientTransformation:
+def make_optimizer(
+    peak: float, steps: int, clip: float | None = None, weight_decay: float = 0.0
+) -> optax.GradientTransformation:
     """Adam, its learning rate rising linearly to `peak` over the first 5% of `steps`, then a cosine's half to 0.
 
-    With `clip`, no element of the gradients that it gets is beyond ±clip.
+    With `clip`, no element of the gradients that it gets is beyond ±clip. With `weight_decay`, a step also takes that
+    share of the parameters, times the learning rate (AdamW).
     """
     warmup_steps = steps // 20
-    adam = optax.adam(optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, steps))
+    rate = optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, steps)
+    adam = optax.adamw(rate, weight_decay=weight_decay) if weight_decay else optax.adam(rate)
     return adam if clip is None else optax.chain(optax.clip(clip), adam)
 
 

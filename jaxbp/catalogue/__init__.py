@@ -1,6 +1,6 @@
 """The one table of ops."""
 
 from jaxbp.catalogue.entries import CATALOGUE
-from jaxbp.catalogue.schema import BATCH, Argument, Case, Entry, WiresArgument
+from jaxbp.catalogue.schema import BATCH, Argument, Case, Entry, FixedArgument, TreeWiresArgument, WiresArgument
 
-__all__ = ["BATCH", "CATALOGUE", "Argument", "Case", "Entry", "WiresArgument"]
+__all__ = ["BATCH", "CATALOGUE", "Argument", "Case", "Entry", "FixedArgument", "TreeWiresArgument", "WiresArgument"]

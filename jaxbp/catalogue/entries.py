@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxbp.catalogue.schema import BATCH, Argument, Case, Entry, WiresArgument
+from jaxbp.catalogue.schema import BATCH, Argument, Case, Entry, TreeWiresArgument, WiresArgument
 from jaxbp.ops import (
     activations,
     arithmetic,
@@ -27,6 +27,7 @@ from jaxbp.ops import (
     layer_norm_linear,
     linear,
     linear_algebra,
+    logic_conv2d,
     losses,
     max_pool2d,
     reductions,
@@ -145,6 +146,16 @@ _PROJECTED_ROWS = (65536, 1024, 4096), (65536, 1024, 1024), (32768, 4096, 4096),
 def _gates(inputs: int, gates: int, *dy: tuple) -> Case:
     case = _case(*dy, (gates, 16), WiresArgument(inputs, gates), (BATCH, inputs))
     return dataclasses.replace(case, batch=8192)
+
+
+_TREES = TreeWiresArgument(2, 2, (2, 2), depth=2)
+
+
+def _trees(channels: int, size: int, kernels: int, *dy: Argument | tuple, window: int = 3, **options: Any) -> Case:
+    """A layer of the published networks: 3 x 3 with padding, or the first one of MNIST."""
+    wires, x = TreeWiresArgument(channels, kernels, (window, window)), (BATCH, channels, size, size)
+    case = _case(*dy, (kernels, 7, 16), wires, x, padding=1 if window == 3 else 0, **options)
+    return dataclasses.replace(case, batch=128)
 
 
 CATALOGUE: tuple[Entry, ...] = (
@@ -453,6 +464,52 @@ CATALOGUE: tuple[Entry, ...] = (
         gate_layer.gate_layer_backward,
         _case((2, 3, 6), (6, 16), WiresArgument(6, 6), (2, 3, 6)),  # regular, which the layer's are not
         {"4096->8192": _gates(4096, 8192, (BATCH, 8192))},
+    ),
+    Entry(
+        logic_conv2d.logic_conv2d,
+        _case((2, 3, 16), _TREES, (2, 2, 4, 5), **_ANY),
+        {"mnist-m2": _trees(64, 12, 192)},
+    ),
+    Entry(
+        logic_conv2d.logic_conv2d_backward,
+        _case((2, 2, 3, 4), (2, 3, 16), _TREES, (2, 2, 4, 5), **_ANY),
+        {"mnist-m2": _trees(64, 12, 192, (BATCH, 192, 12, 12))},
+    ),
+    Entry(
+        logic_conv2d.logic_conv2d_or_pool2d,
+        _case((2, 3, 16), _TREES, (2, 2, 4, 5), pool=(2, 1), padding=(1, 0)),
+        {
+            "mnist-m1": _trees(1, 28, 64, pool=2, window=5),
+            "mnist-m2": _trees(64, 12, 192, pool=2),
+            "cifar-m2": _trees(256, 16, 1024, pool=2),
+        },
+    ),
+    Entry(
+        logic_conv2d.logic_conv2d_or_pool2d_with_places,
+        _case((2, 3, 16), _TREES, (2, 2, 4, 5), pool=(2, 1), padding=(1, 0)),
+        {"mnist-m2": _trees(64, 12, 192, pool=2)},
+    ),
+    Entry(
+        logic_conv2d.logic_conv2d_or_pool2d_backward,
+        _case(
+            *((2, 2, 2, 4), Argument((2, 2, 2, 4), below=2, dtype=jnp.uint8)),
+            *((2, 3, 16), _TREES, (2, 2, 4, 5)),
+            pool=(2, 1),
+            padding=(1, 0),
+        ),
+        {
+            "mnist-m2": _trees(
+                *(64, 12, 192),
+                (BATCH, 192, 6, 6),
+                Argument((BATCH, 192, 6, 6), below=4, dtype=jnp.uint8),
+                pool=2,
+            ),
+        },
+    ),
+    Entry(
+        logic_conv2d.logic_or_pool2d,
+        _case(_APART, pool=2),
+        {"pool1": _case((BATCH, 64, 24, 24), pool=2)},
     ),
 )
 """Every op, once."""

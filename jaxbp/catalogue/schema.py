@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jaxbp.logic.convolution import TreeWires
 from jaxbp.logic.wires import Wires
 from jaxbp.ops import _checks
 
@@ -47,40 +48,78 @@ class Argument:
         return jax.nn.softmax(x) if self.weights else jnp.abs(x) + 0.5 if self.positive else x
 
 
-@dataclasses.dataclass(frozen=True)
-class WiresArgument:
-    """Random wires, the same for every key."""
+class FixedArgument:
+    """Wires: random, the same for every key and dtype.
 
-    inputs: int
-    gates: int
+    Attributes:
+      code: the expression of `jaxbp`'s names that makes them.
+    """
+
     shape: ClassVar[tuple[()]] = ()
     """They have no batch."""
+    code: str
 
-    def struct(self, batch: int, dtype: DTypeLike) -> Wires:
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), _wires(self.inputs, self.gates))
+    def struct(self, batch: int, dtype: DTypeLike) -> Any:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), _fixed(self))
 
-    def draw(self, key: Array, batch: int, dtype: DTypeLike) -> Wires:
-        return _wires(self.inputs, self.gates)
+    def draw(self, key: Array, batch: int, dtype: DTypeLike) -> Any:
+        return _fixed(self)
+
+    def made(self) -> Wires | TreeWires:
+        raise NotImplementedError
 
 
 @functools.cache
-def _wires(inputs: int, gates: int) -> Wires:
-    return Wires.random(inputs, gates, seed=0)
+def _fixed(argument: FixedArgument) -> Wires | TreeWires:
+    return argument.made()
+
+
+@dataclasses.dataclass(frozen=True)
+class WiresArgument(FixedArgument):
+    """Of a layer of gates."""
+
+    inputs: int
+    gates: int
+
+    @property
+    def code(self) -> str:
+        return f"jaxbp.Wires.random({self.inputs}, {self.gates}, seed=0)"
+
+    def made(self) -> Wires:
+        return Wires.random(self.inputs, self.gates, seed=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeWiresArgument(FixedArgument):
+    """Of a convolution of trees of gates."""
+
+    channels: int
+    kernels: int
+    window: tuple[int, int]
+    depth: int = 3
+
+    @property
+    def code(self) -> str:
+        sizes = f"{self.channels}, {self.kernels}, {self.window}, depth={self.depth}"
+        return f"jaxbp.TreeWires.random({sizes}, seed=0)"
+
+    def made(self) -> TreeWires:
+        return TreeWires.random(self.channels, self.kernels, self.window, depth=self.depth, seed=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """An op's arguments and options at one place, and how many examples to time it with, if not the bench's default."""
 
-    arguments: tuple[Argument | WiresArgument, ...]
+    arguments: tuple[Argument | FixedArgument, ...]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     batch: int | None = None
 
-    def structs(self, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[jax.ShapeDtypeStruct | Wires, ...]:
+    def structs(self, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[Any, ...]:
         """The arguments' shapes and dtypes."""
         return tuple(argument.struct(batch, dtype) for argument in self.arguments)
 
-    def draw(self, seed: int, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[Array | Wires, ...]:
+    def draw(self, seed: int, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[Any, ...]:
         """Fresh random arguments."""
         keys = jax.random.split(jax.random.key(seed), len(self.arguments))
         return tuple(argument.draw(key, batch, dtype) for argument, key in zip(self.arguments, keys, strict=True))

@@ -51,9 +51,13 @@ def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Arr
     Args:
       gates: their numbers, as `jaxbp.harden` gives them.
     """
-    a, b = x[wires.a], x[wires.b]
-    masks = _MASKS if isinstance(x, np.ndarray) else jnp.asarray(_MASKS)
-    c0, c1, c2, c3 = masks[gates].T[..., None]
+    return bitwise_gates(gates, x[wires.a], x[wires.b])
+
+
+def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UInt32[Array, "..."]) -> Array:
+    """Hardened gates of words: the gates' axes are the first ones of a and b."""
+    masks = _MASKS if isinstance(a, np.ndarray) else jnp.asarray(_MASKS)
+    c0, c1, c2, c3 = masks.T[:, gates].reshape(4, *gates.shape, *[1] * (a.ndim - gates.ndim))
     return c0 ^ (c1 & a) ^ ((c2 ^ (c3 & a)) & b)
 
 
@@ -132,8 +136,9 @@ class Circuit:
         Pass-throughs are gates here; `Netlist.simplify` folds them.
 
         Args:
-          classes: with `int name_classify(const uint8_t *bits)` as well: the class of one sample, whose outputs, a
-            group of equal size a class, are on most often; the first one if several are; -1 if there is no memory.
+          classes: with `int name_classify_words(size_t words, const uint32_t *x, int *classes)` as well: the class of
+            each sample in x, whose outputs, a group of equal size a class, are on most often; the first one if several
+            are. And with `int name_classify(const uint8_t *bits)`, the class of one sample; -1 if there is no memory.
         """
         check_name("Circuit", name, C_WORDS)
         check_classes("Circuit", classes, self.outputs)

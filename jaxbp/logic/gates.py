@@ -157,15 +157,15 @@ def harden(
 
 
 def hard_logits(
-    gates: UInt8[Array, "gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
-) -> Float[Array, "gates parameters"]:
+    gates: UInt8[Array, "*kernels gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
+) -> Float[Array, "*kernels gates parameters"]:
     """Parameters whose gates are exactly those of these numbers: `harden` gives them back.
 
     A layer of them is exact on bits: its probabilities are 0 and 1, and so are its results.
     """
     row = jnp.asarray(TRUTH_TABLES, dtype)[gates]
     if parametrization == "softmax":
-        return jnp.where(gates[:, None] == np.arange(GATES), 0.0, -jnp.inf).astype(dtype)
+        return jnp.where(gates[..., None] == np.arange(GATES), 0.0, -jnp.inf).astype(dtype)
     large = jnp.asarray(2.0**10, dtype) * (2 * row - 1)
     return large if parametrization == "input_wise" else _times(large, WALSH) / 4
 

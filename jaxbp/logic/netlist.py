@@ -1,6 +1,7 @@
 """A circuit as a list of gates: simplified, evaluated on words of bits, and written out as C and as Verilog."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ FUNCTIONS = (
     lambda a, b: ~(a ^ a),
 )
 """The 16 functions, of words, of arrays of words, or of truth tables in the bits of an int."""
+GATES_AT_A_TIME = 4096
+"""Gates of a netlist in C whose values are to be in a cache together."""
 TABULATED_LEAVES = 10
 """The truth tables by which `Netlist.simplify` finds equal gates have at most 1024 rows."""
 _LEAF = np.array([False, True])
@@ -95,15 +98,19 @@ class Netlist:
         depth = [0] * inputs
         for i, j in zip(a.tolist(), b.tolist(), strict=True):
             depth.append(1 + max(depth[i], depth[j]))
-        depth = np.array(depth[inputs:], int)
-        order = np.lexsort([gates, depth])
+        return cls._sorted(int(inputs), gates.astype(np.uint8), a, b, outputs, [gates, depth[inputs:]])
+
+    @classmethod
+    def _sorted(cls, inputs, gates, a, b, outputs, keys):
+        """The gates by the last of the keys, then by those before it. Gates of equal keys are a group."""
+        order = np.lexsort(keys)
+        keys = np.array(keys).reshape(len(keys), gates.size)[:, order]
         now_at = np.arange(inputs + gates.size)
-        now_at[inputs + order] = place
-        gates, depth = gates[order], depth[order]
-        starts = np.flatnonzero((np.diff(depth, prepend=0) != 0) | (np.diff(gates, prepend=-1) != 0)).tolist()
+        now_at[inputs + order] = inputs + np.arange(gates.size)
+        starts = [0, *(1 + np.flatnonzero(np.diff(keys).any(axis=0))).tolist()] if gates.size else []
         return cls(
-            inputs=int(inputs),
-            gates=gates.astype(np.uint8),
+            inputs=inputs,
+            gates=gates[order],
             a=now_at[a[order]],
             b=now_at[b[order]],
             results=now_at[outputs],
@@ -113,14 +120,11 @@ class Netlist:
     @classmethod
     def of(cls, circuit: Circuit) -> "Netlist":
         """A circuit's gates, one by one."""
-        functions, a, b, base, widest = [], [], [], 0, circuit.inputs
+        listed = GateList(circuit.inputs)
+        sources = np.arange(circuit.inputs)
         for gates, wires in circuit.layers:
-            functions.append(gates)
-            a.append(base + np.asarray(wires.a))
-            b.append(base + np.asarray(wires.b))
-            base, widest = base + widest, wires.gates
-        outputs = base + np.arange(widest)
-        return cls.from_gates(circuit.inputs, *(np.concatenate(parts) for parts in (functions, a, b)), outputs)
+            sources = listed.add(gates, sources[np.asarray(wires.a)], sources[np.asarray(wires.b)])
+        return listed.netlist(sources)
 
     @property
     def outputs(self) -> int:
@@ -171,6 +175,19 @@ class Netlist:
             literals.append(builder.literal(function, literals[a], literals[b]))
         return builder.netlist([literals[source] for source in self.results.tolist()])
 
+    def cones(self) -> list[list[int]]:
+        """Of each output the gates that it depends on, those first that others of them read."""
+        cones = []
+        for result in self.results.tolist():
+            cone, found = set(), [result - self.inputs]
+            while found:
+                gate = found.pop()
+                if gate >= 0 and gate not in cone:
+                    cone.add(gate)
+                    found += (int(self.a[gate]) - self.inputs, int(self.b[gate]) - self.inputs)
+            cones.append(sorted(cone))
+        return cones
+
     def expressions(self, names: Sequence[str], zero: str, one: str) -> list[str]:
         """Each gate in the operators of C, Verilog and JavaScript.
 
@@ -186,16 +203,38 @@ class Netlist:
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, as `Circuit.to_c` writes it.
 
-        With `classes` it has `name_classify` as well, also as there.
+        With `classes` it has `name_classify_words` and `name_classify` as well, also as there.
 
         The room of a gate's value is used again once no gate reads it any more.
         """
         check_name("Netlist", name, C_WORDS)
         check_classes("Netlist", classes, self.outputs)
-        row, rows = self._rows()
-        numbers = np.stack([row[self.inputs :] - self.inputs, row[self.a], row[self.b]], axis=1)
-        tables = [Table(int(self.gates[begin]), 0, self.inputs, numbers[begin:end]) for begin, end in self.groups]
-        return c_of_tables(name, self.inputs, rows, tables, row[self.results].tolist(), classes=classes)
+        tables, results, rows = self.tables()
+        return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
+
+    def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
+        """The gates as tables of C, the row of each output, and how many rows there are, all counted from a first one,
+        with which the inputs begin."""
+        netlist = self._by_outputs()
+        row, rows = netlist._rows()
+        numbers = np.stack([row[self.inputs :] - self.inputs, row[netlist.a], row[netlist.b]], axis=1)
+        tables = [
+            Table(int(netlist.gates[begin]), first, first + self.inputs, numbers[begin:end])
+            for begin, end in netlist.groups
+        ]
+        return tables, row[netlist.results].tolist(), rows
+
+    def _by_outputs(self) -> "Netlist":
+        """The same gates, those first that some of the outputs depend on: their values are read while in a cache."""
+        blocks = max(1, len(self) // GATES_AT_A_TIME)
+        block = np.full(self.inputs + len(self), blocks)
+        np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
+        for begin, end in reversed(self.groups):
+            for sources in (self.a, self.b):
+                np.minimum.at(block, sources[begin:end], block[self.inputs + begin : self.inputs + end])
+        depth = np.repeat(np.arange(len(self.groups)), [end - begin for begin, end in self.groups])
+        keys = [depth, block[self.inputs :]]
+        return Netlist._sorted(self.inputs, self.gates, self.a, self.b, self.results, keys)
 
     def to_verilog(self, name: str = "circuit") -> str:
         """A combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
@@ -225,6 +264,32 @@ class Netlist:
                 row[source] = free.pop()
             free.extend(row[last].tolist())
         return row, rows
+
+
+class GateList:
+    """Gates listed array by array, for a netlist."""
+
+    def __init__(self, inputs: int):
+        self.inputs, self.sources, self.listed = inputs, inputs, []
+
+    def add(self, gates: ArrayLike, a: ArrayLike, b: ArrayLike) -> Int[np.ndarray, "..."]:
+        """The sources of new gates: arrays of one shape, up to broadcasting."""
+        gates, a, b = np.broadcast_arrays(gates, a, b)
+        self.listed.append(np.stack([gates.ravel(), a.ravel(), b.ravel()]))
+        begin, self.sources = self.sources, self.sources + a.size
+        return np.arange(begin, self.sources).reshape(a.shape)
+
+    def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
+        """The outputs of new gates like a netlist's, at each of several places: `(*places, outputs)`."""
+        places = inputs.shape[:-1]
+        here = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
+        sources = np.concatenate([inputs, here], axis=-1)
+        self.add(netlist.gates, sources[..., netlist.a], sources[..., netlist.b])
+        return sources[..., netlist.results]
+
+    def netlist(self, outputs: ArrayLike) -> "Netlist":
+        functions, a, b = np.concatenate([np.empty((3, 0), int), *self.listed], axis=1)
+        return Netlist.from_gates(self.inputs, functions, a, b, outputs)
 
 
 class _Builder:

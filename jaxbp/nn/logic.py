@@ -1,7 +1,8 @@
 """Networks of differentiable logic gates."""
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -25,12 +26,53 @@ def thermometer(x: Float[AnyArray, "*batch features"], thresholds: ArrayLike) ->
     return (x[..., None] > jnp.asarray(thresholds, x.dtype)).astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
-class LogicLayer(nnx.Module):
+class Gates(nnx.Module):
+    """What layers of gates share: their parameters and fixed wires, and how they harden.
+
+    Args:
+      wires: what the gates read.
+      shape: of the gates.
+      The rest as in `LogicLayer`.
+    """
+
+    def __init__(
+        self,
+        wires: Any,
+        shape: tuple[int, ...],
+        *,
+        initialization: Literal["normal", "residual"],
+        parametrization: Parametrization,
+        residual_logit: float | None,
+        implementation: Implementation,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        options = dict(initialization=initialization, parametrization=parametrization, residual_logit=residual_logit)
+        logits = initial_logits(rngs.params(), math.prod(shape), **options)
+        self.logits = nnx.Param(logits.reshape(*shape, -1))
+        self.wires = nnx.Variable(wires)
+        self.parametrization, self.implementation, self.dtype = parametrization, implementation, dtype
+
+    def harden(self) -> Array:
+        """The numbers of the gates' most probable functions."""
+        logits = self.logits[...]
+        gates = harden(logits.reshape(-1, logits.shape[-1]), self.parametrization)
+        return gates.reshape(logits.shape[:-1])
+
+    def _apply(self, op, x, *, hard, **options):
+        logits = self.logits[...]
+        if hard:
+            logits = hard_logits(self.harden().ravel(), self.parametrization).reshape(logits.shape)
+        options |= dict(parametrization=self.parametrization, implementation=self.implementation)
+        return op(logits, self.wires.get_value(), x.astype(self.dtype), **options)
+
+
+class LogicLayer(Gates):
     """`jaxbp.gate_layer` with its parameters, `logits (gates, parameters)`, and its fixed wires.
 
     Args:
       wires: which inputs each gate reads.
-      initialization, parametrization: as in `jaxbp.initial_logits`.
+      initialization, parametrization, residual_logit: as in `jaxbp.initial_logits`.
       implementation: as in `jaxbp.gate_layer`.
       dtype: of the computation; inputs are cast to it. The parameters stay float32.
       rngs: draws normal parameters from its stream `params`.
@@ -42,29 +84,25 @@ class LogicLayer(nnx.Module):
         *,
         initialization: Literal["normal", "residual"] = "residual",
         parametrization: Parametrization = "softmax",
+        residual_logit: float | None = None,
         implementation: Implementation = None,
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        options = dict(initialization=initialization, parametrization=parametrization)
-        self.logits = nnx.Param(initial_logits(rngs.params(), wires.gates, **options))
-        self.wires = nnx.Variable(wires)
-        self.parametrization, self.implementation, self.dtype = parametrization, implementation, dtype
+        super().__init__(
+            wires,
+            (wires.gates,),
+            initialization=initialization,
+            parametrization=parametrization,
+            residual_logit=residual_logit,
+            implementation=implementation,
+            dtype=dtype,
+            rngs=rngs,
+        )
 
     def __call__(self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False) -> Float[Array, "*batch gates"]:
         """The gates' outputs; with `hard`, those of each gate's most probable function alone."""
-        logits = hard_logits(self.harden(), self.parametrization) if hard else self.logits[...]
-        return gate_layer(
-            logits,
-            self.wires.get_value(),
-            x.astype(self.dtype),
-            parametrization=self.parametrization,
-            implementation=self.implementation,
-        )
-
-    def harden(self) -> Array:
-        """The numbers of the gates' most probable functions."""
-        return harden(self.logits[...], self.parametrization)
+        return self._apply(gate_layer, x, hard=hard)
 
 
 class LogicNetwork(nnx.Module):
@@ -93,6 +131,7 @@ class LogicNetwork(nnx.Module):
         seed: int = 0,
         initialization: Literal["normal", "residual"] = "residual",
         parametrization: Parametrization = "softmax",
+        residual_logit: float | None = None,
         implementation: Implementation = None,
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -100,6 +139,7 @@ class LogicNetwork(nnx.Module):
         options = dict(
             initialization=initialization,
             parametrization=parametrization,
+            residual_logit=residual_logit,
             implementation=implementation,
             dtype=dtype,
             rngs=rngs,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.data import datasets
-from experiments.data.datasets import FILES, load
+from experiments.data.datasets import CIFAR10_FILES, FILES, IMAGE_SHAPES, load
 
 TRAIN_IMAGES, TRAIN_LABELS = FILES["train"]
 TEST_IMAGES, TEST_LABELS = FILES["test"]
@@ -212,3 +212,59 @@ def test_without_files_and_network_the_error_says_what_is_wanted_where(tmp_path)
     with pytest.raises(FileNotFoundError) as error:
         load("fashion_mnist", tmp_path, mirrors=["http://127.0.0.1:1/"])
     assert all(name in str(error.value) for name in (str(tmp_path), *ALL_FILES))
+
+
+# ------------------------------------------------------------------------------------------------------------ CIFAR-10
+
+
+@pytest.fixture
+def batches():
+    """CIFAR-10's six files, of 3 images each."""
+    random = np.random.default_rng(0)
+    names = [name for names in CIFAR10_FILES.values() for name in names]
+    pixels = {name: random.integers(0, 256, (3, 3072), np.uint8) for name in names}
+    return {name: np.insert(p, 0, [i, 9, 3], axis=1).tobytes() for i, (name, p) in enumerate(pixels.items())}
+
+
+def test_cifar_10s_files_become_scaled_images_and_labels_in_their_order(tmp_path, batches):
+    dataset = load("cifar10", write(tmp_path, batches))
+    assert dataset.name == "cifar10"
+    assert dataset.train_images.shape == (15, 3, 32, 32) and dataset.test_images.shape == (3, 3, 32, 32)
+    assert dataset.train_images.dtype == np.float32 and dataset.train_labels.dtype == np.int32
+    assert dataset.train_labels.tolist() == [0, 9, 3, 1, 9, 3, 2, 9, 3, 3, 9, 3, 4, 9, 3]
+    assert dataset.test_labels.tolist() == [5, 9, 3]
+    second = np.frombuffer(batches["data_batch_3.bin"], np.uint8).reshape(3, 3073)[1]
+    # A byte of the label, then the red, the green and the blue rows.
+    assert round(float(dataset.train_images[7, 1, 2, 5]) * 255) == second[1 + 1024 + 2 * 32 + 5]
+
+
+def test_every_dataset_has_the_shape_that_it_is_said_to_have(tmp_path, contents, batches):
+    folder = write(tmp_path, contents | batches)
+    assert {name: load(name, folder).test_images.shape[1:] for name in IMAGE_SHAPES} == IMAGE_SHAPES
+
+
+BROKEN_BATCHES = {
+    "cut short": (lambda data: data[:-1], "9218 bytes: wanted 3073 for each image"),
+    "too long": (lambda data: data + b"\0", "9220 bytes: wanted 3073 for each image"),
+    "empty": (lambda data: b"", "0 bytes: wanted 3073 for each image, of at least 1"),
+    "label out of range": (lambda data: b"\x0a" + data[1:], "label 10: wanted labels from 0 to 9"),
+    "of CIFAR-100": (lambda data: bytes(3074) * 3, "9222 bytes: wanted 3073"),
+}
+
+
+@pytest.mark.parametrize("name", ["data_batch_5.bin", "test_batch.bin"])
+@pytest.mark.parametrize(("damage", "message"), BROKEN_BATCHES.values(), ids=BROKEN_BATCHES)
+def test_a_broken_batch_is_refused_by_name(damage, message, name, tmp_path, batches):
+    batches[name] = damage(batches[name])
+    with pytest.raises(ValueError, match=f"{name}: {message}"):
+        load("cifar10", write(tmp_path, batches))
+
+
+@pytest.mark.parametrize("name", ["data_batch_1.bin", "test_batch.bin"])
+def test_a_missing_batch_is_named_with_where_it_is_wanted(name, tmp_path, batches):
+    del batches[name]
+    with pytest.raises(FileNotFoundError) as error:
+        load("cifar10", write(tmp_path, batches))
+    assert str(error.value).startswith(f"{name} is not in {tmp_path}: wanted there") and "data_batch_2" in str(
+        error.value
+    )

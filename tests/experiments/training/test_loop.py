@@ -310,3 +310,10 @@ def test_data_that_are_never_finite_end_in_an_error(toy_config):
     broken = data._replace(train_images=data.train_images * np.nan)
     with pytest.raises(FloatingPointError, match="the training loss became nan in epoch 1"):
         list(run(config, broken))
+
+
+def test_weight_decay_is_a_share_of_the_parameters_times_the_learning_rate():
+    optimizer = training.make_optimizer(0.1, 10, weight_decay=0.5)
+    params = jnp.array([2.0, -4.0])
+    updates, _ = optimizer.update(jnp.zeros(2), optimizer.init(params), params)
+    np.testing.assert_allclose(updates, -0.1 * 0.5 * params, rtol=1e-6)

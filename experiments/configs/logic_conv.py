@@ -1,0 +1,184 @@
+"""The experiment `logic-conv`."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from experiments.configs.base import Loss, Recipe, is_whole
+from experiments.configs.images import ImageConfig, classification_loss
+from experiments.data import datasets
+from experiments.data.datasets import DatasetName
+from jaxbp.nn import LogicConvNetwork, LogicConvolution, image_thermometer
+from jaxbp.ops.gate_layer import Parametrization
+
+SizeName = Literal["s", "m", "l"]
+
+
+class Size(NamedTuple):
+    """The defaults of the settings that depend on the dataset and the size."""
+
+    kernels: int
+    tau: float
+    levels: int
+    recipe: Recipe
+    weight_decay: float = 0.0
+    shift: int = 0
+
+
+class Architecture(NamedTuple):
+    """A network whose every width is a multiple of k, the kernels of its first convolution."""
+
+    convolutions: Sequence[LogicConvolution]
+    """Their kernels are multiples of k."""
+    widths: Sequence[int]
+    """Of the layers of gates, multiples of k."""
+    sizes: Mapping[SizeName, Size]
+
+
+MNIST = Architecture(
+    convolutions=(LogicConvolution(1, 5, pool=2), LogicConvolution(3, 3, pool=2), LogicConvolution(9, 3)),
+    widths=(1280, 640, 320),
+    sizes={
+        "s": Size(16, 6.5, 1, Recipe(batch_size=512, epochs=100, learning_rate=0.01), shift=1),
+        "m": Size(64, 28.0, 1, Recipe(batch_size=256, epochs=100, learning_rate=0.01), shift=1),
+        "l": Size(132, 35.0, 1, Recipe(batch_size=128, epochs=100, learning_rate=0.01), shift=1),
+    },
+)
+CIFAR10 = Architecture(
+    convolutions=tuple(LogicConvolution(kernels, 3, padding=1, pool=2) for kernels in (1, 4, 16, 32)),
+    widths=(1280, 640, 320),
+    sizes={
+        "s": Size(32, 20.0, 3, Recipe(batch_size=128, epochs=100, learning_rate=0.02), weight_decay=0.002),
+        "m": Size(256, 40.0, 3, Recipe(batch_size=128, epochs=100, learning_rate=0.02), weight_decay=0.002),
+        "l": Size(512, 280.0, 5, Recipe(batch_size=128, epochs=100, learning_rate=0.02), weight_decay=0.002),
+    },
+)
+DIGITS = Architecture(
+    convolutions=(LogicConvolution(1, 5, stride=2, pool=2), LogicConvolution(3, 3)),
+    widths=(40, 20),
+    sizes={
+        "s": Size(32, 6.0, 3, Recipe(batch_size=64, epochs=60, learning_rate=0.05)),
+        "m": Size(64, 8.0, 3, Recipe(batch_size=64, epochs=60, learning_rate=0.05)),
+        "l": Size(128, 12.0, 3, Recipe(batch_size=64, epochs=60, learning_rate=0.05)),
+    },
+)
+ARCHITECTURES: Mapping[DatasetName, Architecture] = {
+    "digits": DIGITS,
+    "mnist": MNIST,
+    "fashion_mnist": MNIST,
+    "cifar10": CIFAR10,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogicConvConfig(ImageConfig):
+    """A convolutional network of differentiable logic gates on the bits of thresholded images.
+
+    The test accuracy is that of the hardened network. For MNIST and Fashion-MNIST, with k kernels in the first
+    convolution, all of them trees of 7 gates:
+
+        k kernels of 5 x 5, no padding      28 x 28 -> 24 x 24, or-pool -> 12 x 12
+        3 k kernels of 3 x 3, no padding            -> 10 x 10, or-pool -> 5 x 5
+        9 k kernels of 3 x 3, no padding            -> 3 x 3
+        layers of 1280 k, 640 k and 320 k gates
+
+    A kernel placed everywhere, those are 8939 k gates, and 657 k more of the or-pools: 143,024 and 10,512 for size s
+    (k = 16), 572,096 and 42,048 for m (64), 1,179,948 and 86,724 for l (132). The published counts are 147,000, 566,000
+    and 1,270,000. The paper has padding in the second and the third convolution and a pool behind the third, which
+    would be 11,564 k gates and 999 k.
+
+    For CIFAR-10, four convolutions of k, 4 k, 16 k and 32 k kernels of 3 x 3 with padding, each with an or-pool, and
+    the same layers. For digits, two convolutions, the first of stride 2, and two layers.
+
+    Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    """
+
+    name: ClassVar[str] = "logic-conv"
+    datasets: ClassVar = get_args(DatasetName)
+    curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
+
+    size: SizeName = "s"
+    """Of the network, and of its settings that are left open."""
+    kernels: int | None = None
+    """Of the first convolution: k. None: the size's."""
+    tau: float | None = None
+    """What the sums of a class's outputs are divided by. None: the size's."""
+    levels: int | None = None
+    """Bits of a pixel: whether it is above 1 / (levels + 1), 2 / (levels + 1), ... None: the size's."""
+    weight_decay: float | None = None
+    """Share of the parameters, times the learning rate, that each of Adam's steps takes from them. None: the size's."""
+    shift: int | None = None
+    """Pixels, down or up and right or left, that a training image is moved by at most each time it is drawn. None: the
+    size's."""
+    initialization: Literal["residual", "normal"] = "residual"
+    """Whether gates pass on an input at first, or are random mixtures."""
+    residual_logit: float = 5.0
+    """How strongly they pass it on: see jaxbp.initial_logits."""
+    parametrization: Parametrization = "softmax"
+    """What a gate's parameters are: see jaxbp.gate_layer."""
+
+    def __post_init__(self):
+        self._check_choice("dataset", self.datasets)
+        self._check_choice("size", get_args(SizeName))
+        for field, value in self._size._asdict().items():
+            if field != "recipe" and getattr(self, field) is None:
+                object.__setattr__(self, field, value)
+        self._check("kernels", is_whole(self.kernels) and self.kernels >= 1, "a whole number of at least 1")
+        self._check("levels", is_whole(self.levels) and self.levels >= 1, "a whole number of at least 1")
+        for field in ("tau", "residual_logit"):
+            value = getattr(self, field)
+            is_number = isinstance(value, int | float) and math.isfinite(value) and value > 0
+            self._check(field, is_number, "a finite number above 0")
+        self._check_choice("initialization", ("residual", "normal"))
+        self._check_choice("parametrization", get_args(Parametrization))
+        super().__post_init__()
+
+    @property
+    def architecture(self) -> Architecture:
+        """Of the dataset."""
+        return ARCHITECTURES[self.dataset]
+
+    @property
+    def _size(self) -> Size:
+        return self.architecture.sizes[self.size]
+
+    def defaults(self) -> Recipe:
+        return self._size.recipe
+
+    def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
+        channels, *size = datasets.IMAGE_SHAPES[self.dataset]
+        convolutions, widths, _ = self.architecture
+        model = LogicConvNetwork(
+            (channels * self.levels, *size),
+            [convolution._replace(kernels=self.kernels * convolution.kernels) for convolution in convolutions],
+            [self.kernels * width for width in widths],
+            datasets.CLASSES,
+            tau=self.tau,
+            seed=self.seed,
+            initialization=self.initialization,
+            residual_logit=self.residual_logit,
+            parametrization=self.parametrization,
+            implementation=self.implementation,
+            dtype=self.policy.compute_dtype,
+            rngs=nnx.Rngs(key),
+        )
+        return model, functools.partial(self._loss, hard=False)
+
+    def evaluation(self, loss: Loss) -> Loss:
+        return functools.partial(self._loss, hard=True)
+
+    def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch bits height width"]:
+        """What the network reads of images."""
+        return image_thermometer(images, jnp.arange(1, self.levels + 1) / (self.levels + 1))
+
+    def _loss(self, model, images, labels, *, hard):
+        scores = functools.partial(model, hard=hard)
+        return classification_loss(
+            lambda images: scores(self.bits(images)), images, labels, implementation=self.implementation
+        )

@@ -1,0 +1,176 @@
+"""Convolutional networks of differentiable logic gates."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Float
+
+from jaxbp.logic.convolution import TreeWires
+from jaxbp.logic.convolutional_circuit import ConvolutionalCircuit
+from jaxbp.logic.gates import Parametrization
+from jaxbp.logic.wires import Wires
+from jaxbp.nn.logic import Gates, LogicNetwork, Wiring, thermometer
+from jaxbp.ops._checks import AnyArray
+from jaxbp.ops._windows import Padding, Size
+from jaxbp.ops.logic_conv2d import logic_conv2d, logic_conv2d_or_pool2d
+from jaxbp.ops.shapes import flatten
+from jaxbp.pairing import Implementation
+
+
+def image_thermometer(
+    x: Float[AnyArray, "batch channels height width"], thresholds: ArrayLike
+) -> Float[Array, "batch channels*thresholds height width"]:
+    """Channels of bits, `x > t` for each threshold t: of each channel, as many one after the other."""
+    return jnp.moveaxis(thermometer(jnp.moveaxis(x, 1, -1), thresholds), -1, 1)
+
+
+class LogicConv2d(Gates):
+    """`jaxbp.logic_conv2d` with its parameters, `logits (kernels, gates, parameters)`, and its fixed wires.
+
+    Args:
+      wires: which places of a window the leaves of each kernel's tree read.
+      pool: height and width of the windows of an or-pool behind it, as in `jaxbp.logic_conv2d_or_pool2d`; None: none.
+      stride, padding: as in `jaxbp.logic_conv2d`.
+      initialization, parametrization, residual_logit: as in `jaxbp.initial_logits`.
+      implementation: as in `jaxbp.logic_conv2d`.
+      dtype: of the computation; inputs are cast to it. The parameters stay float32.
+      rngs: draws normal parameters from its stream `params`.
+
+    Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    """
+
+    def __init__(
+        self,
+        wires: TreeWires,
+        *,
+        pool: Size | None = None,
+        stride: Size = 1,
+        padding: Padding = 0,
+        initialization: Literal["normal", "residual"] = "residual",
+        parametrization: Parametrization = "softmax",
+        residual_logit: float | None = None,
+        implementation: Implementation = None,
+        dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            wires,
+            (wires.kernels, wires.gates),
+            initialization=initialization,
+            parametrization=parametrization,
+            residual_logit=residual_logit,
+            implementation=implementation,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.pool, self.stride, self.padding = pool, stride, padding
+
+    @property
+    def options(self) -> dict[str, Size | Padding]:
+        """Stride and padding, and the pool if there is one."""
+        options = dict(stride=self.stride, padding=self.padding)
+        return options if self.pool is None else options | dict(pool=self.pool)
+
+    def __call__(
+        self, x: Float[AnyArray, "batch channels height width"], *, hard: bool = False
+    ) -> Float[Array, "batch kernels out_height out_width"]:
+        """The kernels' outputs; with `hard`, those of each gate's most probable function alone."""
+        op = logic_conv2d if self.pool is None else logic_conv2d_or_pool2d
+        return self._apply(op, x, hard=hard, **self.options)
+
+
+class LogicConvolution(NamedTuple):
+    """A convolution of a `LogicConvNetwork`.
+
+    Attributes:
+      kernels: how many.
+      window: what each kernel reads places of.
+      stride, padding, pool: as in `LogicConv2d`.
+      depth: of the kernels' trees.
+    """
+
+    kernels: int
+    window: Size
+    stride: Size = 1
+    padding: Padding = 0
+    pool: Size | None = None
+    depth: int = 3
+
+
+class LogicConvNetwork(nnx.Module):
+    """Convolutions of gates with or-pools, and a `LogicNetwork` that reads all values of the last one.
+
+    Args:
+      shape: channels, height and width of the images of bits.
+      convolutions: at least one.
+      widths: the gates of each layer behind them; the last one's are a multiple of the classes.
+      classes: how many.
+      channels_per_kernel: how many channels a kernel reads, as in `jaxbp.TreeWires.random`.
+      tau, wiring: as in `LogicNetwork`.
+      seed: of the wires.
+      The rest as in `LogicConv2d`.
+
+    Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        convolutions: Sequence[LogicConvolution],
+        widths: Sequence[int],
+        classes: int,
+        *,
+        tau: float = 1.0,
+        channels_per_kernel: int = 2,
+        wiring: Wiring = Wires.unique,
+        seed: int = 0,
+        initialization: Literal["normal", "residual"] = "residual",
+        parametrization: Parametrization = "softmax",
+        residual_logit: float | None = None,
+        implementation: Implementation = None,
+        dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options = dict(
+            initialization=initialization,
+            parametrization=parametrization,
+            residual_logit=residual_logit,
+            implementation=implementation,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        layers, channels = [], shape[0]
+        for i, (kernels, window, stride, padding, pool, depth) in enumerate(convolutions):
+            reads = dict(depth=depth, channels_per_kernel=channels_per_kernel, seed=seed + i)
+            wires = TreeWires.random(channels, kernels, window, **reads)
+            layers.append(LogicConv2d(wires, stride=stride, padding=padding, pool=pool, **options))
+            channels = kernels
+        self.shape, self.convolutions = tuple(shape), nnx.List(layers)
+        values = jax.eval_shape(self._convolved, jnp.zeros((1, *shape), dtype)).size
+        options |= dict(tau=tau, wiring=wiring, seed=seed + len(layers))
+        self.head = LogicNetwork(values, widths, classes, **options)
+
+    @property
+    def classes(self) -> int:
+        return self.head.classes
+
+    def __call__(
+        self, x: Float[AnyArray, "batch channels height width"], *, hard: bool = False
+    ) -> Float[Array, "batch classes"]:
+        """The classes' scores; with `hard`, those of the hardened network, which wants bits."""
+        return self.head(flatten(self._convolved(x, hard=hard)), hard=hard)
+
+    def harden(self) -> ConvolutionalCircuit:
+        """The hardened network's gates, without the sums."""
+        convolutions = [(layer.harden(), layer.wires.get_value(), layer.options) for layer in self.convolutions]
+        return ConvolutionalCircuit.of(self.shape, convolutions, self.head.harden().layers)
+
+    def _convolved(self, x, hard=False):
+        for convolution in self.convolutions:
+            x = convolution(x, hard=hard)
+        return x
