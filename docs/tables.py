@@ -579,7 +579,8 @@ def dtypes(page: Path, *names: str) -> str:
             lines.append([f"{name}, batch {batch:,}", dtype, *cells])
     head = ["step", "computed in", "µs", "over float32", "MiB", "of float32's", "over the best peer"]
     sources = "\n".join(provenance(page, name, report, report["rows"]) for name, report in reports.items())
-    return f"{markdown(head, lines)}\n{sources}"
+    missing = "".join(f"\n\n{no_file(name)}" for name in names if name not in reports)
+    return f"{markdown(head, lines)}\n{sources}{missing}"
 
 
 def row_bytes(row: Row | None) -> int | None:

@@ -419,7 +419,9 @@ def test_half_precision_stands_beside_float32(book):
         row("step in float16", dtype="float16", microseconds=5.0, **fields | dict(temporary_bytes=2**20)),
         row("step in float16", "PyTorch", dtype="float16", microseconds=20.0, peer="PyTorch", **fields),
     )
-    head, wide, half = cells(book("dtypes run", run=run))
+    page = book("dtypes run another", run=run)
+    assert "there is no `docs/results/another.json`" in page
+    head, wide, half = cells(page)
     assert head[2:] == ["µs", "over float32", "MiB", "of float32's", "over the best peer"]
     assert wide[1:] == ["float32", "10", "1.00x", "4", "100%", ""]
     assert half == ["step, batch 128", "float16", "5", "2.00x", "2", "50%", "4.00x"]
