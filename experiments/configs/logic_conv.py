@@ -63,8 +63,8 @@ CIFAR10 = Architecture(
     },
 )
 DIGITS_SIZE = Size(
-    kernels=64,
-    tau=8.0,
+    kernels=128,
+    tau=10.0,
     levels=3,
     recipe=Recipe(batch_size=32, epochs=40, learning_rate=0.05),
     shift=1,
@@ -76,8 +76,8 @@ DIGITS = Architecture(
     widths=(80, 40),
     sizes={
         "s": DIGITS_SIZE,
-        "m": DIGITS_SIZE._replace(kernels=128, tau=10.0),
-        "l": DIGITS_SIZE._replace(kernels=256, tau=14.0),
+        "m": DIGITS_SIZE._replace(kernels=256, tau=14.0),
+        "l": DIGITS_SIZE._replace(kernels=512, tau=20.0),
     },
 )
 ARCHITECTURES: Mapping[DatasetName, Architecture] = {
