@@ -1,4 +1,4 @@
-"""Tables and charts of the measured runs in docs/results/, for the book and the README.
+"""Tables and charts for the book and the README, of the measured runs in docs/results/.
 
     python docs/tables.py            # writes them again
     python docs/tables.py --check    # names what is stale, and returns 1 if something is
@@ -11,7 +11,8 @@ A table stands in a page between two marks, of which the first says how it is ma
 
 Here `works` is a function of `TABLES`, `backwards` the file docs/results/backwards.json, and the rest the function's
 options: for most of them fields of a row with patterns, as of file names. A table whose file is absent is one line that
-says so. `CHARTS` are pictures, made from the same files.
+says so. `computed_in` alone is of no run: it is found in what JAX traces. `CHARTS` are pictures, made from
+the same files.
 """
 
 import argparse
@@ -534,16 +535,26 @@ def fuzz(page: Path, pattern: str) -> str:
     return markdown(["cases", "device", "drawn", "no kernel takes", "failed", "crashed", "seconds"], lines)
 
 
-def sanitizer(page: Path, name: str) -> str:
-    """A line for each op: what each tool of compute-sanitizer said."""
-    if (report := load(name)) is None:
-        return no_file(name)
-    tools = list(dict.fromkeys(row["tool"] for row in report["rows"]))
+SAYS_NOTHING = ("failed", "timed out")
+"""Outcomes of the sanitizer after which nothing is known of the kernels."""
+
+
+def sanitizer(page: Path, pattern: str) -> str:
+    """A line for each op: what each tool of compute-sanitizer said, last among the files whose names match."""
+    reports = {path.stem: load(path.stem) for path in (DOCS / "results").glob(f"{pattern}.json")}
+    if not reports:
+        return no_file(pattern)
+    reports = dict(sorted(reports.items(), key=lambda named: named[1]["date"]))
+    rows = [row for report in reports.values() for row in report["rows"]]
+    tools = sorted({row["tool"] for row in rows})
     outcomes: dict[str, dict[str, str]] = {}
-    for row in report["rows"]:
-        outcomes.setdefault(row["op"], {})[row["tool"]] = row["outcome"]
+    for row in rows:
+        of = outcomes.setdefault(row["op"], {})
+        if row["tool"] not in of or of[row["tool"]] in SAYS_NOTHING or row["outcome"] not in SAYS_NOTHING:
+            of[row["tool"]] = row["outcome"]
     lines = [[f"`{op}`", *(of.get(tool, "not run") for tool in tools)] for op, of in sorted(outcomes.items())]
-    return markdown(["op with its gradients", *tools], lines) + "\n" + provenance(page, name, report)
+    sources = "\n".join(provenance(page, name, report) for name, report in reports.items())
+    return f"{markdown(['op with its gradients', *tools], lines)}\n{sources}"
 
 
 def dtypes(page: Path, *names: str) -> str:
@@ -699,7 +710,15 @@ def summing(compiled: Report, measured: Report | None) -> Callable[[str], tuple[
     return model
 
 
+def computed_in(page: Path) -> str:
+    """Not from a run: from what JAX traces."""
+    from computed_in import table
+
+    return table()
+
+
 TABLES: dict[str, Callable[..., str]] = {
+    "computed_in": computed_in,
     "dtypes": dtypes,
     "precisions": precisions,
     "convolutions": convolutions,
@@ -732,6 +751,7 @@ STYLE = """
 
 WIDTH, LEFT, RIGHT, BAR = 860, 355, 60, 15
 """Pixels: of the picture, of its names and of what is right of the longest bar, and the height of a bar."""
+DASHES = 'stroke-dasharray="3 3"'
 
 
 def speed() -> str:
@@ -763,9 +783,53 @@ def speed() -> str:
     head = [text(20, 26, "How many times as fast as ... (logarithmic; 1x is as fast)", "ink")]
     for left, kind, name in ((20, "first", legend[0]), (170, "second", legend[1])):
         head += [f'<rect class="{kind}" x="{left}" y="39" width="12" height="12"/>', text(left + 18, 50, name, "soft")]
-    head.append(f'<line class="even" x1="{x(1):.1f}" x2="{x(1):.1f}" y1="76" y2="{y}" stroke-dasharray="3 3"/>')
+    head.append(f'<line class="even" x1="{x(1):.1f}" x2="{x(1):.1f}" y1="76" y2="{y}" {DASHES}/>')
     head.append(text(x(1), 72, "1x", "soft", "middle"))
     return svg(y + 10, *head, *parts)
+
+
+def floors() -> str:
+    """The chart of strong and weak points: what share of its floor each kernel reaches, over all places of a run."""
+    shares = sorted(kernel_shares().items(), key=lambda item: (-max(item[1]), item[0]))
+    if not shares:
+        return svg(60, text(20, 36, "not measured yet: docs/results/ has no rows of kernels", "soft"))
+
+    def x(share):
+        return LEFT + (WIDTH - LEFT - RIGHT - 40) * share
+
+    bottom = 76 + (BAR + 4) * len(shares)
+    parts = [text(20, 26, "How near to the least time that the device could take (100%: no faster is possible)", "ink")]
+    parts.append(text(20, 46, "full: at the size where it is worst; pale: where it is best", "soft"))
+    for share in (0.25, 0.5, 0.75, 1.0):
+        parts.append(f'<line class="even" x1="{x(share):.1f}" x2="{x(share):.1f}" y1="70" y2="{bottom}" {DASHES}/>')
+        parts.append(text(x(share), 66, f"{share:.0%}", "soft", "middle"))
+    for y, (name, of) in zip(range(76, bottom, BAR + 4), shares, strict=True):
+        worst, best = min(of), max(of)
+        parts.append(text(LEFT - 12, y + 12, name, "ink", "end"))
+        for end, pale in ((best, ' opacity="0.4"'), (worst, "")):
+            width = x(min(end, 1.0)) - LEFT
+            parts.append(f'<rect class="first" x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}"{pale}/>')
+        low, high = f"{worst:.0%}", f"{best:.0%}"
+        parts.append(text(x(min(best, 1.0)) + 5, y + 12, high if low == high else f"{low} to {high}", "soft"))
+    return svg(bottom + 10, *parts)
+
+
+def kernel_shares() -> dict[str, list[float]]:
+    """What runs kernels, with its dtype and layout -> its share of the floor at each place and batch.
+
+    Of several runs of the same place the last counts.
+    """
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in (DOCS / "results").glob("*.json")]
+    latest: dict[str, dict[tuple, float]] = {}
+    for report in sorted(reports, key=lambda report: str(report["date"])):
+        for row in report.get("rows", []):
+            if row.get("implementation") == "pallas" and row.get("floor_fraction"):
+                work, *rest = row["work"].removesuffix(f" in {row['dtype']}").split(", ")
+                name = work.removesuffix(row["place"]).strip().replace("fwd+bwd", "and its gradient")
+                options = [*rest, *([] if row["dtype"] == "float32" else [row["dtype"]])]
+                place = row["place"], row["batch"], row["precision"]
+                latest.setdefault(", ".join([name, *options]), {})[place] = row["floor_fraction"]
+    return {name: list(places.values()) for name, places in latest.items()}
 
 
 def text(x: float, y: float, words: str, kind: str, anchor: str = "start") -> str:
@@ -778,7 +842,7 @@ def svg(height: float, *parts: str) -> str:
     return "\n".join([box, f"<style>{STYLE}</style>", paper, *parts, "</svg>", ""])
 
 
-CHARTS: dict[str, Callable[[], str]] = {"speed": speed}
+CHARTS: dict[str, Callable[[], str]] = {"speed": speed, "floor": floors}
 
 
 if __name__ == "__main__":

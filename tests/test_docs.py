@@ -10,10 +10,13 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxbp.catalogue import CATALOGUE
 from jaxbp.verify import TOLERANCES
+from pallas_kernels.core.launch import launch
 
 pytestmark = pytest.mark.once
 
@@ -187,6 +190,8 @@ def row(work="a work", implementation="pallas", microseconds=10.0, peer=None, **
         "op": work.split()[0],
         "place": "",
         "batch": 128,
+        "dtype": "float32",
+        "precision": "default",
         "implementation": implementation,
         "peer": peer,
         "microseconds": microseconds,
@@ -232,7 +237,8 @@ def test_every_table_of_the_book_is_one_that_can_be_made(tables):
 
 
 def test_every_result_says_where_it_comes_from_and_is_in_a_table(tables):
-    marks = [mark for page in tables.pages() for mark in re.findall(r"<!-- table: \w+ ([^ >]+)", page.read_text())]
+    words = [word for page in tables.pages() for word in re.findall(r"<!-- table: \w+ (.*) -->", page.read_text())]
+    marks = [mark for mark in " ".join(words).split() if "=" not in mark]
     marks += [name for family in tables.FAMILIES for name in family.files]
     for path in (DOCS / "results").glob("*.json"):
         assert json.loads(path.read_text()).keys() >= {"date", "commit", "command", "device", "versions"}, path.name
@@ -267,6 +273,10 @@ def test_a_run_under_the_sanitizer_has_a_line_for_each_op(book):
     head, relu, total = cells(book("sanitizer run", run=run))
     assert head[1:] == ["memcheck", "racecheck"]
     assert (relu, total) == (["`relu`", "clean", "found"], ["`sum`", "timed out", "not run"])
+    rows = [("relu", "memcheck", "failed"), ("relu", "racecheck", "clean"), ("sum", "racecheck", "timed out")]
+    later = {"date": "2026-11-23", "rows": [dict(zip(("op", "tool", "outcome"), row, strict=True)) for row in rows]}
+    _, relu, total = cells(book("sanitizer run*", run=run, run_later=run | later))
+    assert (relu, total) == (["`relu`", "clean", "clean"], ["`sum`", "timed out", "timed out"])
 
 
 def test_a_table_says_where_and_how_it_was_measured(book):
@@ -334,11 +344,23 @@ def test_the_summary_takes_the_best_variant_of_any_peer(book, tables):
     assert "3.00x" in tables.speed() and "2.00x" in tables.speed()
 
 
+def test_the_chart_of_kernels_has_the_worst_and_the_best_place_of_each(book, tables):
+    places = [row("gates a", floor_fraction=0.25), row("gates b", floor_fraction=0.75)]
+    places = [of | {"place": of["work"][-1]} for of in places]
+    half = places[0] | {"work": "gates a in float16", "dtype": "float16", "floor_fraction": 0.9}
+    theirs = places[0] | {"implementation": "autodiff", "floor_fraction": 0.99}
+    newer = report(places[1] | {"floor_fraction": 0.5}) | {"date": "2026-11-23T10:00:00+00:00"}
+    book("works run", run=report(*places, half, theirs), another=newer)
+    words = re.findall(r">([^<]+)</text>", tables.floors())
+    assert words[-4:] == ["gates, float16", "90%", "gates", "25% to 50%"]
+    assert (tables.DOCS / "images" / "floor.svg").read_text() == tables.floors()
+
+
 def test_a_table_without_its_file_says_so_until_there_is_one(book, tables):
     assert "*Not measured yet: there is no `docs/results/run.json`.*" in book("works run")
     assert tables.stale() == {}
     (tables.DOCS / "results" / "run.json").write_text(json.dumps(report(row())))
-    assert list(tables.stale()) == [tables.DOCS / "page.md"]
+    assert list(tables.stale()) == [tables.DOCS / "page.md", tables.DOCS / "images" / "floor.svg"]
 
 
 def test_a_table_is_stale_when_its_result_changes(book, tables):
@@ -450,3 +472,56 @@ def test_what_many_devices_cost_is_a_share_and_a_batch(book):
     _, line, _ = cells(book("communication compiled run", compiled=compiled, run=measured))
     # On two, 0.01 µs a byte and no hop: 200 µs; on eight 1.75 times that, and a step 19 times as long has 3,325.
     assert line == ["a", "20,000", "1 all-reduce", "1, 2 of 3 kernels meanwhile", "350", "26,600"]
+
+
+# ------------------------------------------------------------------------------------------ in which dtypes ops compute
+
+
+@pytest.fixture
+def computed_in(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    return importlib.import_module("computed_in")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.rotating)])
+def test_no_op_adds_up_or_exponentiates_in_half_precision(computed_in, dtype):
+    found = {
+        (entry.name, implementation): computed_in.found(entry.name, implementation, dtype)
+        for entry in CATALOGUE
+        for implementation in computed_in.OURS
+    }
+    assert {op: of.sums for op, of in found.items() if dtype in of.sums} == {}
+    assert {op: of.functions for op, of in found.items() if dtype in of.functions} == {}
+    forwards = {re.sub("_with_.*|_backward.*", "", op) for (op, _), of in found.items() if dtype in of.terms}
+    assert forwards == computed_in.ADD_IN_HALF
+
+
+def test_the_walk_sees_sums_wherever_they_are(computed_in):
+    x = jax.ShapeDtypeStruct((64,), jnp.bfloat16)
+
+    def kernel(x):
+        def body(x_ref, y_ref, *, program):
+            y_ref[:] = jax.lax.fori_loop(0, 2, lambda i, y: y + jnp.exp(x_ref[:]), x_ref[:])
+
+        return launch(body, x, out=x, grid={"program": 1}, name="in_half")
+
+    paths = {
+        "cumsum": (lambda x: jax.lax.cumsum(x), "sums"),
+        "in scan": (lambda x: jax.lax.scan(lambda y, x: (y + x, None), x[0], x)[0], "terms"),
+        "in a gradient": (jax.grad(lambda x: (jnp.broadcast_to(x[:1], 64) * x)[3]), "sums"),
+        "in a kernel": (kernel, "terms"),
+        "a function in a kernel": (kernel, "functions"),
+        "a product": (lambda x: jax.jit(jnp.dot)(x, x), "products"),
+    }
+    for name, (function, kind) in paths.items():
+        assert "bfloat16" in getattr(computed_in.walked(jax.make_jaxpr(function)(x).jaxpr), kind), name
+    wide = computed_in.walked(jax.make_jaxpr(lambda x: jnp.sum(jax.nn.softmax(x.astype(jnp.float32))))(x).jaxpr)
+    assert wide.sums == wide.functions == {"float32"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_product_of_xla_adds_up_in_float32(dtype):
+    # In half precision a sum of ones goes no further than 256, or 2048.
+    ones = jnp.ones((1, 1, 64, 64), dtype)
+    assert jnp.dot(ones.ravel(), ones.ravel()) == 4096
+    assert jax.lax.conv(ones, ones, (1, 1), "VALID").ravel() == 4096

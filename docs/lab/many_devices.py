@@ -100,7 +100,7 @@ def steps(works: Mapping[str, Work], devices: Sequence[jax.Device]) -> Iterator[
                 if mesh is not None:
                     shardings = jax.tree.map(lambda a: a.sharding, data_parallel(work, examples, mesh))
                     arguments = jax.device_put(arguments, shardings)
-                seconds, _ = device_seconds(compiled[place].result(), ((arguments,),), SECONDS)
+                seconds = device_seconds(compiled[place].result(), ((arguments,),), SECONDS).seconds
                 row[place] = seconds / work.steps * 1e6
             print(row, file=sys.stderr, flush=True)
             yield row

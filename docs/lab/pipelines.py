@@ -258,7 +258,7 @@ def draw(task: str, rows: int, hidden: int) -> tuple[list[jax.Array], np.ndarray
 
 
 def fastest(pipeline: str, task: str, rows: int, hidden: int) -> dict[str, Any]:
-    """A row of the results; `error` says why there is none."""
+    """Of a row of the results; `failed` says why there is no time."""
     arguments, expected = draw(task, rows, hidden)
     best, failures = {}, []
     for config in sweep(pipeline, hidden):
@@ -278,9 +278,17 @@ def fastest(pipeline: str, task: str, rows: int, hidden: int) -> dict[str, Any]:
         if not best or found["microseconds"] < best["microseconds"]:
             best = found | dataclasses.asdict(config) | {"group_rows": config.rows}
     best.pop("rows", None)
-    return (
-        best | {"configs": len(sweep(pipeline, hidden)), "failures": failures} | ({} if best else {"error": "none ran"})
-    )
+    best = best or {"failed": "none ran"}
+    return best | {"configs": len(sweep(pipeline, hidden)), "failures": failures}
+
+
+def rows_of(pipeline: str) -> dict[tuple[str, int, int], dict[str, Any]]:
+    """(task, rows, hidden) -> the row of it, without its figures. XLA is asked for a copy alone."""
+    works = [(task, *shape) for shape, task in itertools.product(SHAPES, TASKS if pipeline != "xla" else ("copy",))]
+    return {
+        (task, rows, hidden): dict(work=f"{task} {rows}x{hidden}", implementation=pipeline, rows=rows, hidden=hidden)
+        for task, rows, hidden in works
+    }
 
 
 def measure(pipeline: str) -> None:
@@ -290,15 +298,12 @@ def measure(pipeline: str) -> None:
     versions |= {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     machine = {"device": found.kind, "versions": versions}
     print(json.dumps(machine), flush=True)
-    for (rows, hidden), task in itertools.product(SHAPES, TASKS):
-        row = {"task": task, "pipeline": pipeline, "rows": rows, "hidden": hidden}
+    for (task, rows, hidden), row in rows_of(pipeline).items():
         if pipeline != "xla":
             row |= fastest(pipeline, task, rows, hidden)
-        elif task == "copy":
+        else:
             arguments, _ = draw(task, rows, hidden)
             row |= {"microseconds": microseconds(lambda x: -x, arguments)}
-        else:
-            continue
         print(json.dumps(row), flush=True)
 
 
@@ -330,7 +335,8 @@ def measured_apart(pipeline: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in output.decode().splitlines() if line.startswith("{")]
     if ending:
         print(f"{pipeline}: {ending}", file=sys.stderr)
-        lines.append({"task": "", "pipeline": pipeline, "error": ending})
+        printed = [line.get("work") for line in lines]
+        lines += [row | {"failed": ending} for row in rows_of(pipeline).values() if row["work"] not in printed]
     return lines
 
 
@@ -338,12 +344,12 @@ def with_share_of_copy(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with `percent_of_copy`: the fastest copy's time of their shape over theirs."""
     copies = {}
     for row in rows:
-        if row["task"] == "copy" and "microseconds" in row:
+        if row["work"].startswith("copy") and "microseconds" in row:
             shape = row["rows"], row["hidden"]
             copies[shape] = min(row["microseconds"], copies.get(shape, math.inf))
 
     def share(row):
-        copy = copies.get((row.get("rows"), row.get("hidden")))
+        copy = copies.get((row["rows"], row["hidden"]))
         return {"percent_of_copy": 100 * copy / row["microseconds"]} if copy and "microseconds" in row else {}
 
     return [row | share(row) for row in rows]
@@ -351,9 +357,9 @@ def with_share_of_copy(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def report(rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        name = f"{row['task']:<11}{row.get('rows', '')}x{row.get('hidden', '')} {row['pipeline']:<31}"
+        name = f"{row['work']:<23}{row['implementation']:<31}"
         if "microseconds" not in row:
-            print(name, row["error"])
+            print(name, row["failed"])
             continue
         tile = f"stages {row['stages']}, programs {row['programs']}" if "stages" in row else ""
         terabytes = 2 * 2 * row["rows"] * row["hidden"] / row["microseconds"] / 1e6
@@ -373,7 +379,9 @@ def main() -> None:
         return measure(arguments.pipeline)
     lines = [line for pipeline in ("xla", *PIPELINES) for line in measured_apart(pipeline)]
     machine = next((line for line in lines if "device" in line), {})
-    rows = with_share_of_copy([line for line in lines if "task" in line])
+    works = [row["work"] for row in rows_of(PIPELINES[0]).values()]
+    rows = sorted((line for line in lines if "work" in line), key=lambda row: works.index(row["work"]))
+    rows = with_share_of_copy(rows)
     report(rows)
     if arguments.json:
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)

@@ -4,13 +4,15 @@
     python -m experiments.bench conv2d max_pool2d --json results.json  # some ops, each with its backwards
     python -m experiments.bench lenet --batch 128 8192 --precision highest
     python -m experiments.bench all --peers --json results.json        # and PyTorch on the same arrays
+    python -m experiments.bench --quick --json new.json                # a row of every family
+    python -m experiments.bench compare old.json new.json              # what became slower: exit code 1
 
 A backward is timed by itself, a forward together with its gradient (`fwd+bwd`), LeNet as forward, backward and SGD,
 logic networks, on the bits of an image, as forward, backward and Adam.
 
 - Time is device time: calls follow each other inside one compiled program, each with its own arrays. Together these do
   not fit into the GPU's cache, except at small batches, as there are at most 32 calls. Further programs are queued
-  behind it. The time is the median of several rounds.
+  behind it. The time is the median of several rounds, whose spread is the noise.
 - The floor is the least time in which this device could do the work: see `experiments/bench/floor.py`.
 - Memory is XLA's account of the compiled program: arguments, results and temporaries of one call.
 - The error is the largest relative norm of a result's difference from float64, at a smaller batch. A peer's is that of
@@ -41,15 +43,17 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from experiments.bench import peers
+from experiments.bench import compare, peers
 from experiments.bench.floor import measured_rates
 from experiments.bench.peers import VariantChoice
 from experiments.bench.report import picture, print_table
 from experiments.bench.rows import Case, Settings, measured_rows, with_speedups
-from experiments.bench.works import Work, selected
+from experiments.bench.works import Work, quick, selected
 from experiments.output.errors import UserError, exit_code, kept_in
 from experiments.output.files import write_atomically
 from experiments.output.results import provenance, to_json
+
+IMPLEMENTATIONS = ("pallas", "xla", "autodiff", "None")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +61,12 @@ class BenchConfig:
     """What to time."""
 
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
-    """`lenet`, `logic` (6 x 8000 gates), `logic-large` (6 x 64000), `automaton` (20 ticks), names of ops, `ops` for all
-    of these, or `all`. A forward's name stands for its backwards as well; `op:place` is that at one place."""
+    """`lenet`, `logic` (6 x 8000 gates), `logic-large` (6 x 64000), `logic-conv` (its places are `mnist-m`, `cifar-m`),
+    `automaton` (20 ticks), names of ops, `ops` for all of these, or `all`. A forward's name stands for its backwards as
+    well; `op:place` is that at one place."""
+    quick: bool = False
+    """Of the cases, time one of each family alone, at one batch size, and of ours "pallas" and "None": enough to see
+    with `compare` that something became slower."""
     batch: tuple[int, ...] = ()
     """Batch sizes. By default 16384 for ops, or what their catalogue entry says, 128, 1024, 8192, 65536 for LeNet and
     128, 1024 for logic networks; without a GPU 256 for ops, else 128."""
@@ -67,8 +75,8 @@ class BenchConfig:
     float32, and in float16 scale their loss, as `jaxbp.precision.LossScale` does."""
     precision: Literal["default", "highest"] = "default"
     """Of products of float32: as the library likes it (TF32 on a GPU), or true float32."""
-    implementations: tuple[Literal["pallas", "xla", "autodiff", "None"], ...] = ("pallas", "xla", "autodiff", "None")
-    """Implementations to time."""
+    implementations: tuple[Literal["pallas", "xla", "autodiff", "None"], ...] = ()
+    """Implementations to time. By default all four; with `quick` "pallas" and "None"."""
     batch_last: bool = False
     """Time ops alone, on arrays whose batch is the last axis. Kernels pass such arrays to each other in a network, so
     the compiler can drop the transposes that arrays with the batch first need."""
@@ -76,8 +84,8 @@ class BenchConfig:
     """Time other libraries too, where they are installed: PyTorch; for norms Liger-Kernel, QuACK and tokamax; for logic
     networks torchlogix; and for the automaton the article's formulation in JAX."""
     peer_variants: VariantChoice = "best"
-    """best: the fastest variant of each library (compiled, or in a CUDA graph); all: eager ones too, and for products
-    of float32 both precisions."""
+    """best: the fastest variant of each library alone (compiled, or in a CUDA graph); all: eager ones too, for products
+    of float32 both precisions, and every formulation that a library has."""
     compile_seconds: bool = False
     """Time the compilation of every row, one after the other. By default programs compile concurrently, and no
     row has its seconds."""
@@ -94,6 +102,8 @@ class BenchConfig:
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code: 1 if an implementation failed, else `errors.py`'s."""
     args = sys.argv[1:] if args is None else list(args)
+    if args[:1] == ["compare"]:
+        return compare.main(args[1:])
     return exit_code(lambda: _main(args))
 
 
@@ -142,7 +152,8 @@ def run(works: Sequence[Work], config: BenchConfig, command: str, started: float
       started: the moment from which the time limit counts, of `time.monotonic`.
     """
     on_gpu = jax.default_backend() == "gpu"
-    implementations = [name for name in config.implementations if on_gpu or name != "pallas"]
+    implementations = config.implementations or (("pallas", "None") if config.quick else IMPLEMENTATIONS)
+    implementations = [name for name in implementations if on_gpu or name != "pallas"]
     if not on_gpu:
         print("no GPU: kernels would run in an interpreter, so pallas is left out; times are those of the CPU")
     modules = peers.installed() if config.peers else {}
@@ -168,7 +179,9 @@ def run(works: Sequence[Work], config: BenchConfig, command: str, started: float
             for dtype in config.dtype
         ]
         batches = {work: config.batch or work.batches[0 if on_gpu else 1] for work in works}
-        cases = [Case(work, n, each) for work in works for n in batches[work] for each in settings]
+        if config.quick:
+            batches = {work: config.batch or (n,) for work, n in quick(works, on_gpu).items()}
+        cases = [Case(work, n, each) for work, of_work in batches.items() for n in of_work for each in settings]
         note_progress(report, cases)
         try:
             for row in measured_rows(cases, keep_going):

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 import os
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -18,8 +19,18 @@ from jaxbp.verify.timing import compile_program, device_seconds
 ROUNDS = 5
 NOTHING = 1e-12
 """Of the largest array's norm, what is rounding in float64."""
-MEASURED = ("microseconds", "host_waited", "temporary_bytes", "compile_seconds", "error", "error_reason", "failed")
-"""The fields of a row that a measurement fills in."""
+MEASURED = (
+    "microseconds",
+    "round_microseconds",
+    "host_waited",
+    "temporary_bytes",
+    "compile_seconds",
+    "error",
+    "error_reason",
+    "failed",
+)
+"""The fields of a row that a measurement fills in. `microseconds` is the median of `round_microseconds`, whose spread
+is the noise of the row."""
 MOST_THREADS = 16
 
 
@@ -68,8 +79,14 @@ def time_chain(program: Callable, arguments: tuple, calls: int, seconds: float) 
 
 def time_compiled(compiled: Callable, arguments: tuple, calls: int, seconds: float) -> dict[str, Any]:
     """The device time of a call in an executable of so many calls."""
-    program_seconds, host_waited = device_seconds(compiled, (arguments,), seconds, ROUNDS)
-    return {"microseconds": program_seconds / calls * 1e6, "host_waited": host_waited}
+    timed = device_seconds(compiled, (arguments,), seconds, ROUNDS)
+    return microseconds(timed.rounds, calls) | {"host_waited": timed.host_waited}
+
+
+def microseconds(round_seconds: Sequence[float], calls: int) -> dict[str, Any]:
+    """The fields of a row that its rounds fill in, from the seconds of a program of so many calls in each."""
+    rounds = [seconds / calls * 1e6 for seconds in round_seconds]
+    return {"microseconds": statistics.median(rounds), "round_microseconds": rounds}
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

@@ -15,7 +15,7 @@ import jax
 
 from experiments.bench.floor import Cost, cost, floor_seconds, has_launch
 from experiments.bench.measure import Accuracy, Compiler, attempt, implementation, relative_error, time_compiled
-from experiments.bench.peers import Task, VariantChoice
+from experiments.bench.peers import Task, VariantChoice, is_asked_for
 from experiments.bench.works import CACHE_BYTES, MOST_CALLS, PROGRAM_SECONDS, Work
 from jaxbp.verify.timing import compile_program
 
@@ -196,6 +196,8 @@ class Case:
     def _variants(self, task):
         for peer, adapter in self.settings.peers.items():
             for name, precision, run in adapter.variants(task):
+                if not is_asked_for(peer, name, self.settings.variants):
+                    continue
                 yield f"{peer} {name}", peer, precision or self.settings.precision, run
 
     def _theirs(self, run):

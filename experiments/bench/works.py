@@ -15,7 +15,7 @@ from jax import lax
 import jaxbp
 from experiments.output.errors import UserError
 from jaxbp.catalogue import CATALOGUE, Entry
-from jaxbp.nn import LeNet, LogicNetwork, Mixer
+from jaxbp.nn import LeNet, LogicConvNetwork, LogicConvolution, LogicNetwork, Mixer
 from jaxbp.ops.gate_layer import Parametrization
 from jaxbp.precision import LossScale, where_finite
 
@@ -65,6 +65,7 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Work]:
     """
     works = [lenet_work(), *(op_work(entry, place) for entry in CATALOGUE for place in entry.real)]
     works += [mixer_work(), logic_work("logic", 8000, (128,)), logic_work("logic-large", 64000, ())]
+    works += [logic_conv_work(place) for place in LOGIC_CONV]
     works += [automaton_work(size) for size in AUTOMATON_BATCHES]
     named = [{"all", work.op, f"{work.op}:{work.place}"} | ({"ops"} if work.steps is None else set()) for work in works]
     if unknown := [case for case in cases if not any(case in names for names in named)]:
@@ -83,6 +84,18 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Work]:
     if not ops:
         raise UserError(f"batch_last is for ops: wanted some beside {', '.join(cases)}, which are steps of training")
     return [with_batch_last(work) for work in ops]
+
+
+def quick(works: Sequence[Work], on_gpu: bool) -> dict[Work, int]:
+    """A work of each family, with its batch: of each module of ops the first, which is a forward with its gradient, and
+    of each kind of training step the first that has a batch on this platform."""
+    module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
+    chosen: dict[str, tuple[Work, int]] = {}
+    for work in works:
+        if batches := work.batches[0 if on_gpu else 1]:
+            family = module.get(work.op) or work.op.partition("-")[0]
+            chosen.setdefault(family, (work, batches[len(batches) // 2]))
+    return dict(chosen.values())
 
 
 def op_work(entry: Entry, place: str) -> Work:
@@ -221,34 +234,17 @@ def logic_work(
     name: str, gates: int, cpu_batches: tuple[int, ...], parametrization: Parametrization = "softmax"
 ) -> Work:
     """Loss and gradients of a logic network of six layers, as published for MNIST; each call is a step of training."""
-
-    @functools.cache
-    def parts(implementation, dtype):
-        with jax.ensure_compile_time_eval():
-            return nnx.split(logic_network(gates, parametrization, implementation, dtype), nnx.Param, ...)
-
-    def function(implementation, dtype):
-        graph, _, wires = parts(implementation, dtype)
-
-        def loss(logits, bits, labels):
-            scores = nnx.merge(graph, logits, wires)(bits).astype(jnp.promote_types(bits.dtype, jnp.float32))
-            return jaxbp.softmax_cross_entropy(scores, labels, implementation=implementation).mean()
-
-        return loss_and_gradients(loss)
-
-    def draw(seed, batch, dtype):
-        bits_key, label_key = jax.random.split(jax.random.key(seed))
-        bits = jax.random.bernoulli(bits_key, 0.5, (batch, 784)).astype(dtype)
-        return with_scale(parts(None, dtype)[1], dtype), bits, jax.random.randint(label_key, (batch,), 0, 10)
-
-    place = f"6x{gates}"
-    chain = functools.partial(training, optimiser=optax.adam(0.01))
-    title = f"logic training step {place}"
-    options = {"gates": gates}
-    batches = (128, 1024), cpu_batches
-    # In float64, 16 functions a gate and example take a CPU long.
-    error_batch = max(1, 8000 * 128 // gates)
-    return Work(name, place, title, options, batches, function, draw, chain, steps=10, error_batch=error_batch)
+    network = functools.partial(logic_network, gates, parametrization)
+    return _logic_step(
+        name,
+        f"6x{gates}",
+        {"gates": gates},
+        network,
+        (784,),
+        ((128, 1024), cpu_batches),
+        # In float64, 16 functions a gate and example take a CPU long.
+        error_batch=max(1, 8000 * 128 // gates),
+    )
 
 
 def logic_network(
@@ -263,12 +259,117 @@ def logic_network(
         [gates] * 6,
         10,
         tau=math.sqrt(gates / 80),
+        wiring=_unique_wires,
         initialization="normal",
         parametrization=parametrization,
         implementation=implementation,
         dtype=jnp.dtype(dtype),
         rngs=nnx.Rngs(0),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class LogicConvSizes:
+    """A published convolutional logic network: the shape of its images of bits, its convolutions with their or-pools,
+    the gates of the layers behind them, and what the sums of classes are divided by."""
+
+    shape: tuple[int, int, int]
+    convolutions: tuple[LogicConvolution, ...]
+    widths: tuple[int, ...]
+    tau: float
+    cpu_batches: tuple[int, ...] = ()
+
+
+def _logic_conv_sizes(shape, convolutions, k, tau, **batches):
+    convolutions = tuple(c._replace(kernels=c.kernels * k, pool=2) for c in convolutions)
+    return LogicConvSizes(shape, convolutions, (1280 * k, 640 * k, 320 * k), tau, **batches)
+
+
+LOGIC_CONV = {
+    "mnist-m": _logic_conv_sizes(
+        (1, 28, 28),
+        [LogicConvolution(1, 5), LogicConvolution(3, 3, padding=1), LogicConvolution(9, 3, padding=1)],
+        k=64,
+        tau=28.0,
+        cpu_batches=(16,),
+    ),
+    "cifar-m": _logic_conv_sizes(
+        (9, 32, 32), [LogicConvolution(n, 3, padding=1) for n in (1, 4, 16, 32)], k=256, tau=40.0
+    ),
+}
+"""Of F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024: size M, for MNIST and for
+CIFAR-10 with three bits a colour."""
+
+
+def logic_conv_work(place: str, parametrization: Parametrization = "softmax") -> Work:
+    """Loss and gradients of a convolutional logic network, `LOGIC_CONV[place]`; each call is a step of training."""
+    network = functools.partial(logic_conv_network, place, parametrization)
+    sizes = LOGIC_CONV[place]
+    batches = (128,), sizes.cpu_batches
+    return _logic_step("logic-conv", place, {"place": place}, network, sizes.shape, batches, error_batch=1)
+
+
+def logic_conv_network(
+    place: str,
+    parametrization: Parametrization = "softmax",
+    implementation: str | None = None,
+    dtype: str = "float32",
+) -> LogicConvNetwork:
+    """The network of `logic_conv_work`."""
+    sizes = LOGIC_CONV[place]
+    return LogicConvNetwork(
+        sizes.shape,
+        sizes.convolutions,
+        sizes.widths,
+        10,
+        tau=sizes.tau,
+        wiring=_unique_wires,
+        # Of random gates the places of a window are equal but for rounding: which is the largest would be chance.
+        initialization="residual",
+        parametrization=parametrization,
+        implementation=implementation,
+        dtype=jnp.dtype(dtype),
+        rngs=nnx.Rngs(0),
+    )
+
+
+# Of hundreds of thousands of gates they take seconds, and each implementation and each peer has a network of its own.
+_unique_wires = functools.cache(jaxbp.Wires.unique)
+
+
+def _logic_step(
+    op: str,
+    place: str,
+    options: Mapping[str, Any],
+    network: Callable,
+    shape: tuple[int, ...],
+    batches: tuple[tuple[int, ...], tuple[int, ...]],
+    error_batch: int,
+) -> Work:
+    """A step of training of `network(implementation=, dtype=)` on random bits."""
+
+    @functools.cache
+    def parts(implementation, dtype):
+        with jax.ensure_compile_time_eval():
+            return nnx.split(network(implementation=implementation, dtype=dtype), nnx.Param, ...)
+
+    def function(implementation, dtype):
+        graph, _, wires = parts(implementation, dtype)
+
+        def loss(logits, bits, labels):
+            scores = nnx.merge(graph, logits, wires)(bits).astype(jnp.promote_types(bits.dtype, jnp.float32))
+            return jaxbp.softmax_cross_entropy(scores, labels, implementation=implementation).mean()
+
+        return loss_and_gradients(loss)
+
+    def draw(seed, batch, dtype):
+        bits_key, label_key = jax.random.split(jax.random.key(seed))
+        bits = jax.random.bernoulli(bits_key, 0.5, (batch, *shape)).astype(dtype)
+        return with_scale(parts(None, dtype)[1], dtype), bits, jax.random.randint(label_key, (batch,), 0, 10)
+
+    chain = functools.partial(training, optimiser=optax.adam(0.01))
+    title = f"{op.removesuffix('-large')} training step {place}"
+    return Work(op, place, title, options, batches, function, draw, chain, steps=10, error_batch=error_batch)
 
 
 AUTOMATON_BATCHES = {8: ((), (1,)), 16: ((2,), ()), 32: ((4,), ())}

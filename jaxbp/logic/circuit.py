@@ -136,8 +136,9 @@ class Circuit:
         Pass-throughs are gates here; `Netlist.simplify` folds them.
 
         Args:
-          classes: with `int name_classify(const uint8_t *bits)` as well: the class of one sample, whose outputs, a
-            group of equal size a class, are on most often; the first one if several are; -1 if there is no memory.
+          classes: with `int name_classify_words(size_t words, const uint32_t *x, int *classes)` as well: the class of
+            each sample in x, whose outputs, a group of equal size a class, are on most often; the first one if several
+            are. And with `int name_classify(const uint8_t *bits)`, the class of one sample; -1 if there is no memory.
         """
         check_name("Circuit", name, C_WORDS)
         check_classes("Circuit", classes, self.outputs)

@@ -129,27 +129,34 @@ class TreeWires:
         per_kernel = min(_count("random", "channels_per_kernel", channels_per_kernel), channels, 2**depth)
         window = _checks.pair("TreeWires.random", "window", window, at_least=1)
         random = np.random.default_rng(seed)
-        places, of_channel = np.indices(window).reshape(2, -1).T, -(-(2**depth) // per_kernel)
-        leaves = np.empty((kernels, 2**depth, 3), int)
-        for kernel, chosen in zip(leaves, _channels_of_kernels(channels, kernels, per_kernel, random), strict=True):
-            drawn = [
-                np.concatenate([random.permutation(places) for _ in range(-(-of_channel // len(places)))])[:of_channel]
-                for _ in chosen
-            ]
-            candidates = np.concatenate([np.insert(d, 0, c, axis=1) for c, d in zip(chosen, drawn, strict=True)])
-            kept = np.arange(len(candidates)).reshape(per_kernel, of_channel).T.ravel()[: 2**depth]
-            kernel[:] = random.permutation(candidates[kept])
-        return cls.from_leaves(leaves, channels, window)
+        of_channel, size = -(-(2**depth) // per_kernel), window[0] * window[1]
+        chosen = _channels_of_kernels(channels, kernels, per_kernel, random)[..., None]
+        rounds = [_shuffled(size, kernels * per_kernel, random) for _ in range(-(-of_channel // size))]
+        places = np.concatenate(rounds, axis=1)[:, :of_channel].reshape(kernels, per_kernel, of_channel)
+        leaves = np.stack([np.broadcast_to(chosen, places.shape), *np.divmod(places, window[1])], axis=-1)
+        # A leaf of each channel in turn, so that those left out are of different ones.
+        leaves = leaves.swapaxes(1, 2).reshape(kernels, -1, 3)[:, : 2**depth]
+        order = _shuffled(2**depth, kernels, random)[..., None]
+        return cls.from_leaves(np.take_along_axis(leaves, order, axis=1), channels, window)
 
 
-def _channels_of_kernels(channels, kernels, per_kernel, random):
+def _shuffled(count: int, rows: int, random: np.random.Generator) -> np.ndarray:
+    """Rows with 0 to count - 1, each in an order of its own."""
+    return random.permuted(np.tile(np.arange(count), (rows, 1)), axis=1)
+
+
+def _channels_of_kernels(channels: int, kernels: int, per_kernel: int, random: np.random.Generator) -> np.ndarray:
     """Different channels for each kernel, each channel for as many kernels as any other, give or take one."""
-    uses = np.zeros(channels, int)
-    for _ in range(kernels):
-        # Those used least; of equals, any.
-        chosen = np.lexsort([random.random(channels), uses])[:per_kernel]
-        uses[chosen] += 1
-        yield chosen
+    rounds = _shuffled(channels, -(-kernels * per_kernel // channels), random)
+    chosen = rounds.ravel()[: kernels * per_kernel].reshape(kernels, per_kernel)
+    while True:
+        repeated = (np.diff(np.sort(chosen, axis=1), axis=1) == 0).any(axis=1)
+        if not repeated.any():
+            return chosen
+        for kernel in np.flatnonzero(repeated):
+            # A channel of it for another kernel's.
+            other, i, j = random.integers(kernels), *random.integers(per_kernel, size=2)
+            chosen[kernel, i], chosen[other, j] = chosen[other, j], chosen[kernel, i]
 
 
 def _count(constructor: str, name: str, value: Any) -> int:

@@ -203,7 +203,7 @@ class Netlist:
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, as `Circuit.to_c` writes it.
 
-        With `classes` it has `name_classify` as well, also as there.
+        With `classes` it has `name_classify_words` and `name_classify` as well, also as there.
 
         The room of a gate's value is used again once no gate reads it any more.
         """

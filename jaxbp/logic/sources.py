@@ -99,19 +99,29 @@ $functions
 $tables
 static const $wire ${name}_outputs[] = {$output_rows};
 
+/* The values of the words of x from w on, up to a block of them. The rest of the block is 0. */
+static void ${name}_values(size_t words, size_t w, const uint32_t *x, uint32_t *values) {
+  const size_t block = ${name}_block, n = words - w < block ? words - w : block;
+  for (size_t i = 0; i < $inputs; i++)
+    for (size_t k = 0; k < block; k++) values[i * block + k] = k < n ? x[i * words + w + k] : 0;
+$calls
+}
+
+/* Where the first line of the cache in this memory begins. */
+static uint32_t *${name}_line(uint32_t *memory) {
+  return memory + (-(uintptr_t)memory / sizeof *memory) % ${name}_block;
+}
+
 /* x[$inputs][words] to y[$outputs][words]: bit k of x[i][w] is input i of sample 32 w + k, and so for y.
    Returns 0, or 1 if there is no memory to work in. */
 int $name(size_t words, const uint32_t *x, uint32_t *y) {
   const size_t block = ${name}_block;
-  uint32_t *const memory = calloc(block * ($rows + 1), sizeof *memory);
+  uint32_t *const memory = calloc(${name}_block * ($rows + 1), sizeof *memory);
   if (!memory) return 1;
-  /* On lines of the cache. */
-  uint32_t *const values = memory + (-(uintptr_t)memory / sizeof *memory) % block;
+  uint32_t *const values = ${name}_line(memory);
   for (size_t w = 0; w < words; w += block) {
+    ${name}_values(words, w, x, values);
     const size_t n = words - w < block ? words - w : block;
-    for (size_t i = 0; i < $inputs; i++)
-      for (size_t k = 0; k < block; k++) values[i * block + k] = k < n ? x[i * words + w + k] : 0;
-$calls
     for (size_t i = 0; i < $outputs; i++) {
       const uint32_t *from = values + block * ($last + ${name}_outputs[i]);
       for (size_t k = 0; k < n; k++) y[i * words + w + k] = from[k];
@@ -121,26 +131,77 @@ $calls
   return 0;
 }
 """)
-# A class's outputs stand beside each other.
+# A class's outputs stand beside each other. They are added up in all samples of a block at once: plane p has bit p of
+# each sample's sum.
 _C_CLASSIFY = string.Template(r"""
-/* The class of one sample, 0 to $last_class: that with most outputs on, the first of several; -1 if there is no memory.
-   bits[$inputs] are its inputs, 0 or another number. */
-int ${name}_classify(const uint8_t *bits) {
-  uint32_t *x = malloc(($inputs + $outputs) * sizeof *x);
-  if (!x) return -1;
-  uint32_t *y = x + $inputs;
-  for (size_t i = 0; i < $inputs; i++) x[i] = bits[i] != 0;
-  int best = -1;
-  if (!$name(1, x, y)) {
-    uint32_t most = 0;
-    for (int c = 0; c < $classes; c++) {
-      uint32_t on = 0;
-      for (size_t i = 0; i < $group; i++) on += y[c * $group + i] & 1;
-      if (best < 0 || on > most) best = c, most = on;
-    }
+/* Adds up a class's outputs, as a counter in which each plane's carry waits for another one. */
+static void ${name}_sum(const uint32_t *values, const $wire *outputs, uint32_t (*restrict sum)[${name}_block]) {
+  enum { block = ${name}_block, group = $group, planes = $planes };
+  uint32_t waiting[planes][block], carry[block];
+  for (size_t p = 0; p < planes; p++)
+    for (size_t k = 0; k < block; k++) sum[p][k] = 0;
+  for (size_t i = 0; i < group; i++) {
+    const uint32_t *value = values + block * ($last + outputs[i]);
+    size_t p = 0;
+    for (size_t k = 0; k < block; k++) carry[k] = value[k];
+    for (; i >> p & 1; p++)
+      for (size_t k = 0; k < block; k++) {
+        const uint32_t a = sum[p][k], b = waiting[p][k], odd = a ^ b;
+        sum[p][k] = odd ^ carry[k];
+        carry[k] = (a & b) | (odd & carry[k]);
+      }
+    for (size_t k = 0; k < block; k++) waiting[p][k] = carry[k];
   }
+  for (size_t p = 0; p < planes; p++)
+    for (size_t q = p; group >> p & 1 && q < planes; q++)
+      for (size_t k = 0; k < block; k++) {
+        const uint32_t both = sum[q][k] & waiting[p][k];
+        sum[q][k] ^= waiting[p][k];
+        waiting[p][k] = both;
+      }
+}
+
+/* The class of each of the 32 words samples of x, 0 to $last_class: that with most outputs on, the first of several.
+   Returns 0, or 1 if there is no memory to work in. */
+int ${name}_classify_words(size_t words, const uint32_t *x, int *classes) {
+  enum { block = ${name}_block, planes = $planes, digits = $digits };
+  uint32_t *const memory = calloc(${name}_block * ($rows + 1), sizeof *memory);
+  if (!memory) return 1;
+  uint32_t *const values = ${name}_line(memory);
+  for (size_t w = 0; w < words; w += block) {
+    uint32_t sum[planes][block], most[planes][block] = {{0}}, class[digits][block] = {{0}};
+    ${name}_values(words, w, x, values);
+    for (size_t c = 0; c < $classes; c++) {
+      ${name}_sum(values, ${name}_outputs + c * $group, sum);
+      for (size_t k = 0; k < block; k++) {
+        uint32_t more = 0, less = 0;
+        for (size_t p = planes; p-- > 0;) {
+          more |= sum[p][k] & ~most[p][k] & ~less;
+          less |= ~sum[p][k] & most[p][k] & ~more;
+        }
+        for (size_t p = 0; p < planes; p++) most[p][k] ^= (most[p][k] ^ sum[p][k]) & more;
+        for (size_t d = 0; d < digits; d++) class[d][k] = (class[d][k] & ~more) | (c >> d & 1 ? more : 0);
+      }
+    }
+    for (size_t k = 0; k < block && w + k < words; k++)
+      for (size_t j = 0; j < 32; j++) {
+        classes[32 * (w + k) + j] = 0;
+        for (size_t d = 0; d < digits; d++) classes[32 * (w + k) + j] |= (int)(class[d][k] >> j & 1) << d;
+      }
+  }
+  free(memory);
+  return 0;
+}
+
+/* The class of one sample; -1 if there is no memory. bits[$inputs] are its inputs, 0 or another number. */
+int ${name}_classify(const uint8_t *bits) {
+  int classes[32];
+  uint32_t *const x = malloc($inputs * sizeof *x);
+  if (!x) return -1;
+  for (size_t i = 0; i < $inputs; i++) x[i] = bits[i] != 0;
+  const int failed = ${name}_classify_words(1, x, classes);
   free(x);
-  return best;
+  return failed ? -1 : classes[0];
 }
 """)
 
@@ -191,38 +252,45 @@ def c_of_tables(
     Args:
       rows: how many values there is room for. The inputs are in the first ones; the others are 0 at first.
       outputs: the row of each, counted from `last`.
-      classes: with a function `int name_classify(const uint8_t *bits)` of so many classes.
+      classes: with functions `int name_classify_words(size_t words, const uint32_t *x, int *classes)` and
+        `int name_classify(const uint8_t *bits)` of so many classes.
     """
     functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
     for i, table in enumerate(tables):
         values = [f"values + block * {row}" if row else "values" for row in (table.reads, table.writes)]
         if isinstance(table, Code):
             constants.append(table.source)
-            calls.append(f"    {table.function}({', '.join(values)});")
+            calls.append(f"  {table.function}({', '.join(values)});")
             continue
         function, _, _, gates = table
         expression = EXPRESSIONS[function].format(a="a[k]", b="b[k]", zero="0", one="~(uint32_t)0")
         functions[function] = f"{name}_FUNCTION({name}_function{function}, {expression})"
         lines = "".join(f"  {{{y}, {a}, {b}}},\n" for y, a, b in gates.tolist())
         constants.append(f"static const {name}_gate {name}_table{i}[] = {{\n{lines}}};")
-        calls.append(f"    {name}_function{function}({name}_table{i}, {len(gates)}, {', '.join(values)});")
+        calls.append(f"  {name}_function{function}({name}_table{i}, {len(gates)}, {', '.join(values)});")
         highest = max(highest, int(gates.max()))
+    sizes = dict(name=name, inputs=inputs, outputs=len(outputs), rows=rows, last=last)
+    wire = "uint16_t" if highest < 2**16 else "uint32_t"
     source = _C_SOURCE.substitute(
-        name=name,
-        wire="uint16_t" if highest < 2**16 else "uint32_t",
+        sizes,
+        wire=wire,
         functions="\n".join(functions[function] for function in sorted(functions)),
         tables="\n".join(constants),
         calls="\n".join(calls),
-        inputs=inputs,
-        rows=rows,
-        outputs=len(outputs),
         output_rows=", ".join(map(str, outputs)),
-        last=last,
     )
     if classes is None:
         return source
-    sizes = dict(inputs=inputs, outputs=len(outputs), classes=classes, group=len(outputs) // classes)
-    return source + _C_CLASSIFY.substitute(name=name, last_class=classes - 1, **sizes)
+    group = len(outputs) // classes
+    return source + _C_CLASSIFY.substitute(
+        sizes,
+        wire=wire,
+        classes=classes,
+        last_class=classes - 1,
+        group=group,
+        planes=group.bit_length(),
+        digits=max(1, (classes - 1).bit_length()),
+    )
 
 
 def verilog_of(name: str, inputs: int, outputs: int, lines: Iterable[str], clocked: bool = False) -> str:

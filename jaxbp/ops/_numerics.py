@@ -37,6 +37,17 @@ def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array
     return largest, jnp.sum(jnp.exp(widen(a) - largest), axis=axis, keepdims=True)
 
 
+def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
+    """`exp(a - largest)` and its sum, of which a softmax is the quotient, in float32 or wider. The sum has size 1 along
+    reduced axes. To divide what it multiplies by the sum is a division for each sum, and not for each element.
+
+    XLA makes one kernel of it, as long as nothing asks whether the largest is finite.
+    """
+    largest = lax.stop_gradient(jnp.max(widen(a), axis=axis, keepdims=True, initial=-jnp.inf))
+    e = jnp.exp(widen(a) - largest)
+    return e, jnp.sum(e, axis=axis, keepdims=True)
+
+
 def on_tensor_cores(dtype: DTypeLike, precision: PrecisionLike) -> bool:
     """Whether products may run there: half precisions as they are, float32 rounded to TF32 unless asked to be exact."""
     precision = jax.config.jax_default_matmul_precision if precision is None else precision

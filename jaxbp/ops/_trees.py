@@ -58,7 +58,9 @@ def gradients(dy, places, coefficients, wires, x, *, stride, pool):
     def of_kernel(dx, kernel):
         dy, places, c, leaves = kernel
         values = [at_place(places, lambda u, v, leaf=leaf: geometry.read(x, leaf, u, v)) for leaf in leaves]
-        dc, dleaves = gradients_of_tree(c, levels_of_tree(c, values), dy)
+        # What the many sums below are made of is computed once: a compiler would fuse it into each of them.
+        levels = levels_of_tree(c, lax.optimization_barrier(values))
+        dc, dleaves = gradients_of_tree(c, lax.optimization_barrier(levels), dy)
         for leaf, dleaf in zip(leaves, dleaves, strict=True):
             dx = geometry.add(dx, leaf, dleaf, places)
         # In two steps, so that no sum has too many terms.

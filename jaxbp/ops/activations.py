@@ -12,7 +12,7 @@ from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._elementwise import Elementwise
 from jaxbp.ops._fastest import KEPT, KEPT_EVERYWHERE, KEPT_ON_GPU
-from jaxbp.ops._numerics import largest_and_total, widen
+from jaxbp.ops._numerics import exponentials, largest_and_total, widen
 from jaxbp.pairing import Implementation, Pair
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
@@ -116,9 +116,9 @@ def _normalised(name, function, term, fastest=KEPT):
         return function(widen(x), axis=axis).astype(x.dtype)
 
     def formula(dy, x, *, axis):
-        p = jax.nn.softmax(widen(x), axis=axis)
-        c = term(widen(dy), p)
-        return (c - p * jnp.sum(c, axis=axis, keepdims=True)).astype(x.dtype)
+        e, total = exponentials(x, axis)
+        c = term(widen(dy), e / total)
+        return (c - e * (jnp.sum(c, axis=axis, keepdims=True) / total)).astype(x.dtype)
 
     def terms(dy, x, largest, total):
         return term(dy, jnp.exp(x - largest) / total)

@@ -153,8 +153,8 @@ def conv2d_relu_max_pool2d(
       x, w, b, stride, padding, precision: as in `conv2d`.
       window: height and width of the pool's windows, which do not overlap.
       implementation: "pallas" (stride 1, filters of at most 64 places, windows of at most 16), "xla", "autodiff" or
-        None. Under "pallas" the gradient in x of small images, in few or in half precision, is products of the library
-        with a matrix of the filters, where the precision lets the tensor cores do them.
+        None. Under "pallas" the gradient in x of small images, if they are few, is products of the library with a
+        matrix of the filters, where the precision lets the tensor cores do them.
 
     Returns:
       y, in x's dtype.

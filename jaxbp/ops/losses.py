@@ -11,7 +11,7 @@ from jaxtyping import Float
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._elementwise import Elementwise
-from jaxbp.ops._fastest import FUSED
+from jaxbp.ops._fastest import FUSED, KEPT_ON_GPU
 from jaxbp.ops._numerics import widen
 from jaxbp.pairing import Implementation, Pair
 from jaxbp.sharding import leading
@@ -64,10 +64,9 @@ def _binary_cross_entropy_gradients(dy, probabilities, labels):
     p, y = probabilities, labels
     # Where label and probability are sure and the same, the quotient is 0 / 0, and so are its derivatives.
     both_0, both_1 = (y == 0) & (p == 0), (y == 1) & (p == 1)
-    quotient = (p - y) / jnp.where(both_0 | both_1, 1.0, p * (1 - p))
-    of_0, of_1 = (1 - y) / jnp.where(both_0, 1 - p, 1.0), -y / jnp.where(both_1, p, 1.0)
-    dp = jnp.where(both_0, of_0, jnp.where(both_1, of_1, quotient))
-    return dy * dp, dy * (_log(1 - p) - _log(p))
+    dividend = jnp.where(both_0, 1 - y, jnp.where(both_1, -y, p - y))
+    divisor = jnp.where(both_0, 1 - p, jnp.where(both_1, p, p * (1 - p)))
+    return dy * (dividend / divisor), dy * (_log(1 - p) - _log(p))
 
 
 def _log(x):
@@ -88,6 +87,8 @@ _BINARY_CROSS_ENTROPY = Elementwise(
     "binary_cross_entropy",
     lambda probabilities, labels: -_x_log_y(labels, probabilities) - _x_log_y(1 - labels, 1 - probabilities),
     _binary_cross_entropy_gradients,
+    # On a GPU JAX's gradient has its logarithms from the forward, and half as many of them; alone, ours is as fast.
+    fastest=KEPT_ON_GPU,
 )
 _SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
     "sigmoid_binary_cross_entropy",

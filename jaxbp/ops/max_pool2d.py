@@ -7,6 +7,7 @@ from jaxtyping import Float, Integer
 
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
+from jaxbp.ops._numerics import wide
 from jaxbp.ops._windows import Padding, Size, output_size, pool_options, side_by_side
 from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable, transpose
 from jaxbp.sharding import leading
@@ -86,7 +87,8 @@ def route_formula(dy, indices, **options):
 
 def _send_to_places(dy, indices, *, window, stride, padding, input_size):
     zero = jnp.zeros((), dy.dtype)
-    dx = jnp.zeros((*dy.shape[:2], *input_size), dy.dtype)
+    # Where windows overlap, it is a sum.
+    dx = jnp.zeros((*dy.shape[:2], *input_size), wide(dy.dtype))
     for i, place in enumerate(_places(window)):
         # Spread out by the stride and moved to its place, each gradient stands where its maximum was.
         spread = [
@@ -94,7 +96,7 @@ def _send_to_places(dy, indices, *, window, stride, padding, input_size):
             for at, (before, _), size, n, s in zip(place, padding, input_size, dy.shape[2:], stride, strict=True)
         ]
         dx += lax.pad(jnp.where(indices == i, dy, zero), zero, [(0, 0, 0), (0, 0, 0), *spread])
-    return dx
+    return dx.astype(dy.dtype)
 
 
 def _fetch_from_windows(dy, indices, *, window):

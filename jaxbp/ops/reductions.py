@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
@@ -94,13 +93,20 @@ def _var_gradient(dy, a, mean, rest, *, count, ddof):
     return dy * ((a - mean) - rest) * (2.0 / (count - ddof))
 
 
+def _logsumexp(a, axis, keepdims):
+    """In what the gradient is made from, too, so that a program of both has that once."""
+    largest, total = largest_and_total(a, axis)
+    y = jnp.log(total) + largest
+    return y if keepdims else jnp.squeeze(y, axis)
+
+
 def _logsumexp_gradient(dy, a, largest, total, *, count):
-    return dy * (jnp.exp(a - largest) / total)
+    return jnp.exp(a - largest) * (dy / total)
 
 
 _VAR = Pair(_reduced(jnp.var), _elementwise_gradient(_var_gradient, mean_and_rest), name="var", **_KERNELS)
 _LOGSUMEXP = Pair(
-    _reduced(jax.nn.logsumexp),
+    _reduced(_logsumexp),
     _elementwise_gradient(_logsumexp_gradient, largest_and_total),
     name="logsumexp",
     unsupported=_checks.unsupported,

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
-from jaxbp.ops._numerics import largest_and_total, widen
+from jaxbp.ops._numerics import exponentials, largest_and_total, widen
 from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable
 from jaxbp.sharding import leading
 from pallas_kernels.core.launch import batch_first, batch_last
@@ -34,15 +34,16 @@ def losses(logits, labels):
 
 
 def logits_gradient(dy, logits, labels):
-    p = jax.nn.softmax(widen(logits))
+    dy = widen(dy)[..., None]
     if _is_class(labels):
+        p = jax.nn.softmax(widen(logits))
         valid = (labels >= 0) & (labels < p.shape[-1])
         gradient = p - jax.nn.one_hot(labels, p.shape[-1], dtype=p.dtype)
-        gradient *= jnp.where(valid, 1.0, jnp.nan).astype(p.dtype)[..., None]
+        gradient = dy * gradient * jnp.where(valid, 1.0, jnp.nan).astype(p.dtype)[..., None]
     else:
-        y = widen(labels)
-        gradient = p * jnp.sum(y, axis=-1, keepdims=True) - y
-    return (widen(dy)[..., None] * gradient).astype(logits.dtype)
+        (e, total), y = exponentials(logits, -1), widen(labels)
+        gradient = e * (dy * jnp.sum(y, axis=-1, keepdims=True) / total) - dy * y
+    return gradient.astype(logits.dtype)
 
 
 def _gradients(dy, logits, labels, *, of_logits=logits_gradient):

@@ -291,7 +291,7 @@ def _run(function: Callable, arguments: tuple, seconds: float) -> tuple[Program,
     results = compiled(*arguments)
     calls = CALLS if jax.default_backend() == "gpu" else 1  # XLA's compiler for the CPU makes slower code of a loop
     program = compiled if calls == 1 else jax.jit(functools.partial(_one_after_another, function, calls, results))
-    program_seconds, host_waited = device_seconds(program, arguments, seconds)
+    program_seconds, host_waited, _ = device_seconds(program, arguments, seconds)
     memory = compiled.memory_analysis()
     whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     temporary = memory.temp_size_in_bytes

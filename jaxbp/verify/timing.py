@@ -4,7 +4,7 @@ import collections
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,10 +20,23 @@ def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
     return compiled, time.perf_counter() - start
 
 
-def device_seconds(program: Callable, arguments: tuple, seconds: float, rounds: int = ROUNDS) -> tuple[float, float]:
-    """The median time of a call with more of them queued, and the share of it that the host waited for the device.
+class Timed(NamedTuple):
+    """The time of a call with more of them queued.
 
-    A share of nearly nothing says that the device waited for the host: then the time is the host's.
+    Attributes:
+      seconds: the median over rounds.
+      host_waited: the share of it that the host waited for the device. Nearly nothing says that the device waited for
+        the host: then the time is the host's.
+      rounds: the seconds of a call in each round.
+    """
+
+    seconds: float
+    host_waited: float
+    rounds: tuple[float, ...]
+
+
+def device_seconds(program: Callable, arguments: tuple, seconds: float, rounds: int = ROUNDS) -> Timed:
+    """Times a program.
 
     Args:
       seconds: least time of a round.
@@ -46,4 +59,4 @@ def device_seconds(program: Callable, arguments: tuple, seconds: float, rounds: 
         elapsed = time.perf_counter() - start
         times.append(elapsed / calls)
         shares.append(waited / elapsed)
-    return statistics.median(times), statistics.median(shares)
+    return Timed(statistics.median(times), statistics.median(shares), tuple(times))

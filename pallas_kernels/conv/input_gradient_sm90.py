@@ -27,6 +27,8 @@ from pallas_kernels.core.tiles import kernel
 
 _EXAMPLES = 64
 """Rows of the tensor cores' tiles."""
+_COLUMNS = 32
+"""Of a tile of the operands: a place of a group's windows takes whole tiles."""
 _MAX_WARPGROUPS = 4
 _MAX_SUMS = 96
 """Of a thread, for the cells that a row of windows reaches: with more it spills them."""
@@ -60,6 +62,7 @@ class _Sizes:
     G: int
     R: int
     S: int
+    itemsize: int
     windows: int
 
     @property
@@ -104,17 +107,17 @@ class _Sizes:
         operands = self.routed * (2 * self.reach * self.cell + self.groups * _EXAMPLES)
         staging = self.warpgroups * _EXAMPLES * self.cell_row
         return (
-            4 * (operands + staging) <= device.target().shared_bytes - _BARRIER_BYTES
+            self.itemsize * (operands + staging) <= device.target().shared_bytes - _BARRIER_BYTES
             and self.warpgroups <= _MAX_WARPGROUPS
             and self.reach * self.cell * _EXAMPLES // 128 <= _MAX_SUMS
             and self.cell_width >= self.G - 1
-            and self.gradients % 32 == 0
+            and self.gradients % _COLUMNS == 0
             and self.cell_row % 8 == 0
         )
 
 
 def _sizes(dy: Any, w: Any, window: tuple[int, int], windows: int) -> _Sizes:
-    return _Sizes(*dy.shape[:3], *w.shape[1:], *window, windows)
+    return _Sizes(*dy.shape[:3], *w.shape[1:], *window, dy.dtype.itemsize, windows)
 
 
 def _smallest_group(dy: Any, w: Any, window: tuple[int, int]) -> int | None:
@@ -123,8 +126,8 @@ def _smallest_group(dy: Any, w: Any, window: tuple[int, int]) -> int | None:
 
 
 def _supports(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_size: tuple[int, int]) -> str | None:
-    if dy.dtype != jnp.float32:
-        return f"dtype {dy.dtype}, only float32"
+    if dy.dtype.itemsize > 4:
+        return f"dtype {dy.dtype}, only float32 and half precisions"
     if _smallest_group(dy, w, window) is None:
         return f"{w.shape} filters with {dy.shape[2]} windows in a row: no group of them fits tiles and shared memory"
     return None
@@ -139,7 +142,7 @@ def _heuristic(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_si
 def input_gradient(
     dy: Array, place: Array, w: Array, *, window: tuple[int, int], input_size: tuple[int, int], config: Config
 ) -> Array:
-    """Gradient of `conv2d_relu_max_pool2d` in x, from float32 arrays rounded to TF32.
+    """Gradient of `conv2d_relu_max_pool2d` in x, from half precisions as they are, or float32 rounded to TF32.
 
     Args:
       dy, place: `(K, P, Q, N)`, the batch N a multiple of 64.
@@ -147,7 +150,7 @@ def input_gradient(
       input_size: H and W.
 
     Returns:
-      dx `(C, H, W, N)`.
+      dx `(C, H, W, N)` in dy's dtype, summed in float32.
     """
     N, sizes = dy.shape[-1], _sizes(dy, w, window, config.windows)
 
@@ -160,16 +163,16 @@ def input_gradient(
         functools.partial(_body, sizes),
         by_groups(dy),
         by_groups(place),
-        _matrices(w, sizes),
+        _matrices(w.astype(dy.dtype), sizes),
         out=jax.ShapeDtypeStruct((rows, sizes.C, columns, N), dy.dtype),
         grid={"block": N // _EXAMPLES},
         warpgroups=sizes.warpgroups,
         scratch=[
-            operand((sizes.reach, 2, sizes.cell, sizes.routed), jnp.float32),
+            operand((sizes.reach, 2, sizes.cell, sizes.routed), dy.dtype, _COLUMNS * sizes.itemsize),
             plgpu.Barrier(num_arrivals=2 * sizes.reach),
-            operand((sizes.groups, _EXAMPLES, sizes.routed), jnp.float32),
+            operand((sizes.groups, _EXAMPLES, sizes.routed), dy.dtype, _COLUMNS * sizes.itemsize),
             plgpu.Barrier(num_arrivals=sizes.warpgroups),
-            plgpu.SMEM((sizes.warpgroups, sizes.cell_row, _EXAMPLES), jnp.float32),
+            plgpu.SMEM((sizes.warpgroups, sizes.cell_row, _EXAMPLES), dy.dtype),
         ],
         name="conv2d_relu_max_pool2d_backward_input_tensor_cores",
     )
@@ -183,7 +186,8 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
     row, column = a * R + r - tr, b * width + v - (q * S + ts)
     inside = (row >= 0) & (row < sizes.F) & (column >= 0) & (column < sizes.G)
     row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)
-    taps = jnp.where(inside, lax.reduce_precision(w, 8, 10)[:, :, row, column], 0)
+    w = lax.reduce_precision(w, 8, 10) if w.dtype == jnp.float32 else w
+    taps = jnp.where(inside, w[:, :, row, column], 0)
     # K, C, a, b, r, v, tr, ts, q
     return taps.transpose(2, 3, 4, 1, 5, 6, 7, 0, 8).reshape(sizes.reach, 2, sizes.cell, sizes.routed)
 
@@ -269,7 +273,7 @@ class _Program:
         places = plgpu.layout_cast(places.astype(jnp.int32), _SUMS)
         for t in range(sizes.R * sizes.S):
             columns = pl.ds(t * sizes.gradients, sizes.gradients)
-            self.operands[self.group, :, columns] = jnp.where(places == t, gradient, 0.0)
+            self.operands[self.group, :, columns] = jnp.where(places == t, gradient, jnp.zeros_like(gradient))
 
     def meet(self):
         plgpu.barrier_arrive(self.met)
@@ -287,7 +291,7 @@ class _Program:
         for r in range(sizes.R):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             row = cell[:, r * sizes.cell_row : (r + 1) * sizes.cell_row]
-            store(staging.transpose((1, 0)), plgpu.layout_cast(row, _SUMS_TRANSPOSED))
+            store(staging.transpose((1, 0)), plgpu.layout_cast(row.astype(staging.dtype), _SUMS_TRANSPOSED))
             plgpu.commit_smem()
             for c in range(sizes.C):
                 columns = pl.ds(self.warpgroup * sizes.cell_width, sizes.cell_width)

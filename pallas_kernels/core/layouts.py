@@ -59,10 +59,9 @@ def sums_over_lanes(rows: Any, totals: Any) -> None:
         store(totals.at[tile], jnp.sum(load(rows.at[tile], _SUMS_OVER_LANES), axis=1))
 
 
-def operand(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory as the tensor cores read it: in tiles of eight rows of `OPERAND_BYTES`."""
-    columns = OPERAND_BYTES // jnp.dtype(dtype).itemsize
-    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(OPERAND_BYTES)
+def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) -> Any:
+    """Shared memory as the tensor cores read it: in tiles of eight rows of `row_bytes`, of both operands the same."""
+    transforms = plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(row_bytes)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,9 +10,12 @@ from experiments import sanitize
 
 FAKE = """#!{python}
 import os, subprocess, sys, time
+if sys.argv[1:] == ["--version"]:
+    sys.exit(print("NVIDIA (R) Compute Sanitizer\\nVersion 2026.4.0.0 (build 1) (public-release)"))
 tool, op = sys.argv[2], sys.argv[sys.argv.index("experiments.sanitize") + 1]
 assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "platform" and "--child" in sys.argv
-if op == "tanh":
+if op == "tanh" or op == "log" and not os.path.exists(sys.argv[0] + ".ran"):
+    open(sys.argv[0] + ".ran", "w")
     os.kill(os.getpid(), 11)
 if op == "sin":
     time.sleep(60)
@@ -56,8 +60,10 @@ def fake(tmp_path, monkeypatch):
 def test_findings_crashes_and_long_runs_are_told_apart(fake, tmp_path):
     path = tmp_path / "rows.json"
     ops, options = ["relu", "exp", "tanh", "sin", "cos"], ["--limit", "2", "--processes", "3", "--json", str(path)]
-    assert sanitize.main([*ops, "--tools", "memcheck", *options]) == 1
-    rows = json.loads(path.read_text())["rows"]
+    assert sanitize.main([*ops, "--tools", "memcheck", "--attempts", "1", *options]) == 1
+    report = json.loads(path.read_text())
+    rows = report["rows"]
+    assert report["versions"]["compute-sanitizer"] == "2026.4.0.0"
     assert [(row["op"], row["outcome"], row["code"]) for row in rows] == [
         ("relu", "clean", 0),
         ("exp", "found", 99),
@@ -68,6 +74,24 @@ def test_findings_crashes_and_long_runs_are_told_apart(fake, tmp_path):
     message, kernel = "Invalid __global__ write of size 4 bytes", "exp_mosaic_gpu_kernel"
     assert rows[1]["findings"] == [dict(message=message, kernel=kernel, count=1, explained=None)]
     assert sanitize.main(["relu", "cos", "--tools", "memcheck"]) == 0
+
+
+def test_what_fails_is_run_again(fake, tmp_path):
+    path = tmp_path / "rows.json"
+    assert sanitize.main(["log", "tanh", "--tools", "memcheck", "--json", str(path)]) == 1
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["outcome"], row["attempts"]) for row in rows] == [("clean", 2), ("failed", 2)]
+
+
+def test_the_wheels_tool_goes_before_that_on_the_path(monkeypatch, tmp_path):
+    monkeypatch.setattr(sanitize.shutil, "which", lambda name: "/toolkit/compute-sanitizer")
+    monkeypatch.setattr(sanitize.importlib.util, "find_spec", lambda name: None)
+    assert sanitize.find_sanitizer() == "/toolkit/compute-sanitizer"
+    (folder := tmp_path / "cu13" / "bin").mkdir(parents=True)
+    (folder / "compute-sanitizer").touch()
+    wheel = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(sanitize.importlib.util, "find_spec", lambda name: wheel)
+    assert sanitize.find_sanitizer() == str(folder / "compute-sanitizer")
 
 
 @pytest.mark.parametrize(

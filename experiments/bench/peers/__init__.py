@@ -1,6 +1,7 @@
 """Other libraries, timed on the same arrays in the same run: a module each."""
 
 import dataclasses
+import fnmatch
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -16,6 +17,10 @@ PEERS = {
 }
 """Name -> module that times another library: its `VERSION`, and `variants(task)`, the ways in which it does a task."""
 
+FASTEST = {"torchlogix": "light, *", "published automaton": "16 gates"}
+"""Peer -> the pattern of its fastest variant's name, for those that have several ways beside modes of running them. It
+is the fastest in every run of docs/results/ that has all. Of modes `variants` knows the fastest itself."""
+
 VariantChoice = Literal["best", "all"]
 
 
@@ -24,7 +29,7 @@ class Task:
     """What a peer is asked to do.
 
     Attributes:
-      op, options: of the catalogue; "lenet", "logic", "logic-large" and "automaton" are training steps.
+      op, options: of the catalogue; "lenet", "logic", "logic-large", "logic-conv" and "automaton" are training steps.
       sets: arguments of each call, as our function takes them; for training steps one set. Empty if only the names of
         the variants are wanted.
       small: arguments for the results that are compared with float64.
@@ -55,6 +60,11 @@ The function returns the fields of `measure.MEASURED` that it knows, and `result
 arguments, in the order of our function, or None. It may return `reference`, the float64 results to compare them with,
 where its arguments are not the task's; and `error_reason`, why there is no error.
 """
+
+
+def is_asked_for(peer: str, variant: str, choice: VariantChoice) -> bool:
+    """Whether a variant of those that a module gives for this choice is timed."""
+    return choice == "all" or fnmatch.fnmatchcase(variant, FASTEST.get(peer, "*"))
 
 
 def installed() -> dict[str, ModuleType]:

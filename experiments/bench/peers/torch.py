@@ -8,7 +8,6 @@ device times. Errors are always those of the eager functions.
 
 import collections
 import functools
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from flax import nnx
 from torch.nn import functional as F
 
+from experiments.bench.measure import microseconds
 from experiments.bench.peers import Task, Variant
 
 VERSION = torch.__version__
@@ -71,7 +71,7 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
         program = functools.partial(_call_in_turn, call, task.calls)
         if mode.endswith("CUDA graph"):
             program = _captured(program)
-        return measured | {"microseconds": _seconds(program, task.seconds) / task.calls * 1e6}
+        return measured | microseconds(_seconds(program, task.seconds), task.calls)
     finally:
         call = results = program = None
         if torch.cuda.is_available():
@@ -332,12 +332,12 @@ def _captured(program: Callable) -> Callable:
     return graph.replay
 
 
-def _seconds(program: Callable, seconds: float) -> float:
-    """The median time of a program, by CUDA's events where there is a GPU."""
+def _seconds(program: Callable, seconds: float) -> list[float]:
+    """The time of a program in each round, by CUDA's events where there is a GPU."""
     for _ in range(3):
         once = _time(program, 1)
     repeats = max(2, min(2000, int(seconds / once)))
-    return statistics.median(_time(program, repeats) for _ in range(ROUNDS))
+    return [_time(program, repeats) for _ in range(ROUNDS)]
 
 
 def _time(program: Callable, repeats: int) -> float:

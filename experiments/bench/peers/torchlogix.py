@@ -1,4 +1,4 @@
-"""torchlogix's networks of logic gates, as the bench's peer: the same wires, parameters and inputs as ours.
+"""torchlogix's networks of logic gates, also convolutional ones, as the bench's peer: our wires, parameters and inputs.
 
 Each of its parametrisations is timed. `raw` has 16 logits a gate, as our `softmax`; `light` and `warp` have four
 parameters, as our `input_wise` and `walsh`. The formulas of `raw` and `light` are ours, so their results are compared
@@ -8,15 +8,13 @@ with our network's in float64. `warp` computes another function: see `WARP`.
 import functools
 from importlib import metadata
 
-import jax
 import torch
-from flax import nnx
 from torch.nn import functional as F
-from torchlogix.layers import GroupSum, LogicDense
+from torchlogix.layers import GroupSum, LogicConv2d, LogicDense, OrPooling2d
 
 from experiments.bench.measure import Accuracy, Compiler
 from experiments.bench.peers.torch import COMPILED_STEP, tensor, training, variants_of
-from experiments.bench.works import logic_network, logic_work
+from experiments.bench.works import logic_conv_network, logic_conv_work, logic_network, logic_work
 
 VERSION = metadata.version("torchlogix")
 PARAMETRIZATIONS = {"raw": "softmax", "light": "input_wise", "warp": "walsh"}
@@ -37,15 +35,48 @@ def variants(task):
 
 def _network(name, task, arguments):
     _, bits, labels = arguments
-    network, layers = logic_network(**task.options, parametrization=PARAMETRIZATIONS[name]), []
+    build = logic_conv_network if task.op == "logic-conv" else logic_network
+    network = build(**task.options, parametrization=PARAMETRIZATIONS[name])
     bits, labels = tensor(bits), tensor(labels)
-    for layer, parameters in zip(network.layers, jax.tree.leaves(nnx.state(network, nnx.Param)), strict=True):
+    options = dict(device=bits.device, parametrization=name)
+    layers, head = [], network
+    if task.op == "logic-conv":
+        head, size = network.head, network.shape[1]
+        for convolution in network.convolutions:
+            layers += _convolution(convolution, size, options)
+            size = (size + 2 * convolution.padding - convolution.wires.get_value().window[0] + 1) // convolution.pool
+        layers.append(torch.nn.Flatten())
+    for layer in head.layers:
         wires = layer.wires.get_value()
-        layers.append(LogicDense(wires.inputs, wires.gates, device=bits.device, parametrization=name))
+        layers.append(LogicDense(wires.inputs, wires.gates, **options))
         layers[-1].connections.indices = torch.stack([tensor(wires.a), tensor(wires.b)])
-        layers[-1].weight.data = tensor(parameters).clone()
-    model = torch.nn.Sequential(*layers, GroupSum(network.classes, network.tau, device=bits.device))
+        layers[-1].weight.data = tensor(layer.logits[...]).clone()
+    model = torch.nn.Sequential(*layers, GroupSum(network.classes, head.tau, device=bits.device))
     return model, list(model.parameters()), lambda model: F.cross_entropy(model(bits), labels)
+
+
+def _convolution(ours, size, options):
+    """A convolution of square windows and its or-pool."""
+    wires, logits = ours.wires.get_value(), tensor(ours.logits[...])
+    layer = LogicConv2d(
+        size,
+        wires.channels,
+        wires.kernels,
+        wires.depth,
+        wires.window[0],
+        padding=ours.padding,
+        **options,
+    )
+    # Its leaves are (row, column, channel), those of all a and then those of all b.
+    leaves = tensor(wires.leaves)[..., [1, 2, 0]]
+    pairs = torch.stack([leaves[:, 0::2], leaves[:, 1::2]])
+    layer.connections.indices = layer.connections._get_indices_from_kernel_tensor(pairs)
+    first = 0
+    for weights in layer.tree_weights:
+        nodes = len(weights)
+        weights.data = logits[:, first : first + nodes].transpose(0, 1).contiguous()
+        first += nodes
+    return layer, OrPooling2d(ours.pool, ours.pool)
 
 
 def _compared(name, task, run):
@@ -57,6 +88,9 @@ def _compared(name, task, run):
 
 def _reference(name, task):
     """The results in float64 of our network with the same parameters."""
-    work = logic_work(task.op, task.options["gates"], (), PARAMETRIZATIONS[name])
+    if task.op == "logic-conv":
+        work = logic_conv_work(**task.options, parametrization=PARAMETRIZATIONS[name])
+    else:
+        work = logic_work(task.op, task.options["gates"], (), PARAMETRIZATIONS[name])
     with Compiler() as compiler:
         return Accuracy(work, len(task.small[-1]), task.dtype, compiler).reference

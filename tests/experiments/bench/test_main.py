@@ -76,6 +76,13 @@ def test_ctrl_c_keeps_the_rows_that_are_measured(quickly, tmp_path, capsys, monk
     assert [(row["batch"], row["implementation"]) for row in report["rows"]] == [(2, "xla")] and not report["complete"]
 
 
+def test_a_quick_run_has_the_rows_of_ours_that_users_get(quickly, monkeypatch):
+    monkeypatch.setattr(bench, "IMPLEMENTATIONS", ())
+    code, report = quickly("--quick", implementations=())
+    assert code == 0 and report["complete"]
+    assert [row["implementation"] for row in report["rows"]] == [*["pallas"] * (report["platform"] == "gpu"), "None"]
+
+
 def test_compilation_is_timed_where_it_is_asked_for(quickly):
     seconds = [[row["compile_seconds"] for row in quickly(*args)[1]["rows"]] for args in ((), ("--compile-seconds",))]
     assert seconds[0] == [None, None]

@@ -19,6 +19,8 @@ def test_time_includes_the_whole_program():
 
     timed = measure.time_compiled(program, (), calls=1, seconds=0.02)
     assert 5000 <= timed["microseconds"] < 50000
+    assert len(timed["round_microseconds"]) == measure.ROUNDS
+    assert timed["microseconds"] == np.median(timed["round_microseconds"])
     assert timed["host_waited"] < 0.2  # all of it is the host's
 
 

@@ -58,6 +58,7 @@ def test_every_row_has_every_field(finished):
         assert row["failed"] is None and row["peer"] is None
         assert all(row[name] is not None for name in FIELDS - {"failed", "peer", "error_reason"})
         assert row["microseconds"] > 0 and row["compile_seconds"] > 0
+        assert len(row["round_microseconds"]) == 1  # of `finished`
 
 
 def test_errors_are_those_of_the_dtype(finished):

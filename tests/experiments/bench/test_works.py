@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from helpers import assert_close
 
-from experiments.bench.works import logic_work, selected
+from experiments.bench.works import logic_work, quick, selected
+from jaxbp.catalogue import CATALOGUE
 
 pytestmark = pytest.mark.once
 
@@ -27,10 +28,22 @@ def test_a_place_may_be_named_and_ops_are_all_but_the_training_steps():
         "mixer",
         "logic",
         "logic-large",
+        "logic-conv",
         "automaton",
     }
     with pytest.raises(ValueError, match="unknown case relu:32x32: wanted all, ops, or some of lenet, conv2d, "):
         selected(["relu:32x32"])
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_quick_run_has_one_work_of_every_family(on_gpu):
+    chosen = quick(selected(["all"]), on_gpu)
+    module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
+    families = [module.get(work.op, work.op) for work in chosen]
+    assert len(families) == len(set(families)) and set(families) >= {*module.values(), "lenet", "mixer", "logic"}
+    assert families[-1] == "automaton" and "logic-large" not in families
+    assert all(batch in work.batches[0 if on_gpu else 1] for work, batch in chosen.items())
+    assert [work.op for work in quick(selected(["conv2d_backward_bias"]), on_gpu)] == ["conv2d_backward_bias"]
 
 
 def test_with_the_batch_last_it_is_the_same_work():

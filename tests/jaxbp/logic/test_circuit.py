@@ -1,5 +1,6 @@
 """Hardened networks: bit for bit the relaxed one, evaluated in words, as compiled C, and as simulated Verilog."""
 
+import ctypes
 import re
 import shutil
 import subprocess
@@ -95,9 +96,18 @@ def test_compiled_c_counts_beyond_16_bits_and_may_stand_beside_another(tmp_path)
 def test_compiled_c_says_so_where_there_is_no_memory(tmp_path):
     source, program = tmp_path / "main.c", tmp_path / "main"
     calloc = "#include <stdlib.h>\n#define calloc(n, bytes) ((void)(n), (void)(bytes), (void *)0)\n"
-    source.write_text(calloc + CIRCUIT.to_c() + "int main(void) { return circuit(1, 0, 0); }\n")
+    main = "int main(void) { return circuit(1, 0, 0) && circuit_classify_words(1, 0, 0); }\n"
+    source.write_text(calloc + CIRCUIT.to_c(classes=2) + main)
     subprocess.run(["cc", "-std=c99", source, "-o", program], check=True)
     assert subprocess.run([program]).returncode == 1
+
+
+def classified(function, x):
+    """The classes of packed samples by a function of C."""
+    function.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
+    classes = np.empty(32 * x.shape[1], np.intc)
+    assert function(x.shape[1], x.ctypes.data, classes.ctypes.data) == 0
+    return classes
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -108,6 +118,18 @@ def test_compiled_c_classifies_by_the_first_of_the_largest_groups(tmp_path, expe
     assert len(set(wanted.tolist())) > 2  # ties and all
     on = 2 * BITS.astype(np.uint8)  # any number but 0
     assert [library.net_classify(bits.tobytes()) for bits in on] == wanted.tolist()
+    assert classified(library.net_classify_words, jaxbp.pack_bits(BITS))[: len(BITS)].tolist() == wanted.tolist()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize(("classes", "group"), [(1, 3), (2, 1), (9, 3), (3, 64), (2, 255)])
+def test_compiled_c_classifies_blocks_of_words(tmp_path, classes, group):
+    wires = Wires.random(40, classes * group, seed=0)
+    circuit = Circuit.of([(random.integers(1, 15, classes * group), wires)])
+    library = load(circuit.to_c("net", classes=classes), shutil.which("cc"), tmp_path)
+    x = random.integers(0, 2**32, (40, 19), np.uint32)
+    sums = jaxbp.unpack_bits(circuit.evaluate(x), 19 * 32).reshape(-1, classes, group).sum(axis=-1)
+    assert np.array_equal(classified(library.net_classify_words, x), sums.argmax(axis=-1))
 
 
 # -------------------------------------------------------------------------------------------------------------- Verilog

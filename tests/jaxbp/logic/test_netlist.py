@@ -225,7 +225,7 @@ def test_c_of_many_gates_computes_one_group_of_outputs_after_the_other(tmp_path,
 
 def test_c_uses_the_rows_of_values_again():
     chain = Netlist.from_gates(2, [14] * 100, [0, *range(2, 101)], [1] * 100, [101])
-    (rows,) = re.findall(r"calloc\(block \* \((\d+) ", chain.to_c())
+    (rows,) = re.findall(r"calloc\(\w+ \* \((\d+) ", chain.to_c())
     assert int(rows) == 4
 
 

@@ -53,6 +53,14 @@ def test_a_maximum_of_overlapping_windows_gets_the_sum_of_their_gradients(implem
 
 
 @ours
+def test_gradients_of_overlapping_windows_are_added_up_in_float32(implementation):
+    x = jnp.zeros((1, 1, 5, 5), jnp.bfloat16).at[0, 0, 2, 2].set(1)
+    dy = jnp.ones((1, 1, 3, 3), jnp.bfloat16).at[0, 0, [0, 2], [0, 2]].set(256)
+    (_,), (dx,) = results_and_gradients(max_pool2d, (x,), [dy], window=3, stride=1, implementation=implementation)
+    assert dx[0, 0, 2, 2] == 520  # 519, rounded once
+
+
+@ours
 def test_a_window_of_minus_infinity_never_routes_to_padding(implementation):
     y, dx = pool(np.full((3, 3), -np.inf), implementation, window=2, padding=1)
     np.testing.assert_array_equal(y, np.full((2, 2), -np.inf))

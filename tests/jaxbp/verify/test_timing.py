@@ -18,9 +18,10 @@ def test_a_call_takes_the_median_of_the_rounds(monkeypatch):
         now[0] += 0.01 if len(calls) > 7 else 0.001  # slow in the last round alone
         return x
 
-    seconds, waited = device_seconds(program, (jnp.ones(1),), seconds=0.0, rounds=3)
+    seconds, waited, rounds = device_seconds(program, (jnp.ones(1),), seconds=0.0, rounds=3)
     assert len(calls) == 3 + 3 * 2
     assert seconds == pytest.approx(0.001) and waited == 0
+    assert rounds == pytest.approx((0.001, 0.001, 0.01))
 
 
 def test_a_compiled_program_comes_with_its_seconds():

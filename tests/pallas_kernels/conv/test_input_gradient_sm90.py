@@ -20,11 +20,12 @@ can_simulate = pytest.mark.skipif(
 )
 # Channels out, rows and columns of windows, channels in, filter.
 LENET, SMALL, ONE_GROUP = (16, 4, 4, 6, 5), (16, 1, 4, 2, 5), (32, 2, 1, 4, 3)
+DTYPES = ("float32", "bfloat16", "float16")
 
 
-def operands(draw, K, P, Q, C, F, N=LANES):
+def operands(draw, K, P, Q, C, F, N=LANES, dtype="float32"):
     """dy, places and w, and the input's size."""
-    dy, w = draw((K, P, Q, N), (K, C, F, F))
+    dy, w = (a.astype(dtype) for a in draw((K, P, Q, N), (K, C, F, F)))
     place = np.random.default_rng(2).integers(0, 5, (K, P, Q, N), np.uint8)
     return (dy, jnp.asarray(place), w), (2 * P + F - 1, 2 * Q + F - 1)
 
@@ -51,9 +52,13 @@ def asked(dy_shape, w_shape, dtype="float32"):
 
 
 @can_simulate
-@pytest.mark.parametrize(("block", "windows"), [(SMALL, 2), (ONE_GROUP, 1)], ids=["two groups", "one group"])
-def test_the_simulator_finds_it_right(block, windows):
-    arrays, input_size = operands(integers, *block)
+@pytest.mark.parametrize(
+    ("block", "windows", "dtype"),
+    [(SMALL, 2, "bfloat16"), (ONE_GROUP, 1, "float32")],
+    ids=["two groups in half precision", "one group"],
+)
+def test_the_simulator_finds_it_right(block, windows, dtype):
+    arrays, input_size = operands(integers, *block, dtype=dtype)
     kernel, exact = gradients(input_size, windows)
     with on_the_cpu():
         expected = exact(*arrays)
@@ -81,13 +86,16 @@ def test_shapes_without_a_group_are_refused(dy_shape, w_shape):
     assert "no group of them fits" in asked(dy_shape, w_shape)[0]
 
 
-def test_half_precision_is_refused():
-    assert asked((16, 4, 4, 4096), (16, 6, 5, 5), "bfloat16")[0] == "dtype bfloat16, only float32"
+def test_double_precision_is_refused():
+    with jax.enable_x64(True):
+        found = asked((16, 4, 4, 4096), (16, 6, 5, 5), "float64")
+    assert found[0] == "dtype float64, only float32 and half precisions"
 
 
-def test_it_pays_for_large_batches():
-    assert asked((16, 4, 4, 2048), (16, 6, 5, 5)) == (None, Config(2))
-    assert asked((16, 4, 4, 1024), (16, 6, 5, 5)) == (None, None)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_pays_for_large_batches(dtype):
+    assert asked((16, 4, 4, 2048), (16, 6, 5, 5), dtype) == (None, Config(2))
+    assert asked((16, 4, 4, 1024), (16, 6, 5, 5), dtype) == (None, None)
 
 
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])
@@ -101,18 +109,25 @@ def test_less_shared_memory_than_a_group_needs_is_refused():
         assert "shared memory" in asked((16, 4, 4, 4096), (16, 6, 5, 5))[0]
 
 
-@pytest.mark.parametrize(("block", "windows"), [(LENET, 2), (SMALL, 2), (ONE_GROUP, 1)])
-def test_it_lowers_for_cuda(block, windows):
-    arrays, input_size = operands(normal, *block)
+@pytest.mark.parametrize(
+    ("block", "windows", "dtype"),
+    [(LENET, 2, "float32"), (SMALL, 2, "float32"), (ONE_GROUP, 1, "float32"), (LENET, 2, "bfloat16")],
+)
+def test_it_lowers_for_cuda(block, windows, dtype):
+    arrays, input_size = operands(normal, *block, dtype=dtype)
     program = gradients(input_size, windows)[0].trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in program
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("N", [LANES, 5 * LANES, 4096])
-def test_gpu_gradients_match_the_exact_kernel_and_repeat_their_bits(N):
-    arrays, input_size = operands(normal, *LENET, N=N)
+@pytest.mark.parametrize(
+    ("N", "dtype"),
+    [(LANES, "float32"), (5 * LANES, "float32"), (4096, "float32"), (4096, "bfloat16"), (5 * LANES, "float16")],
+)
+def test_gpu_gradients_match_the_exact_kernel_and_repeat_their_bits(N, dtype):
+    arrays, input_size = operands(normal, *LENET, N=N, dtype=dtype)
     kernel, exact = gradients(input_size, 2)
     once, again = kernel(*arrays), kernel(*arrays)
     np.testing.assert_array_equal(once, again)
-    assert relative_error(once, exact(*arrays)) < 1e-3
+    # Both round their results to the dtype.
+    assert relative_error(once, exact(*arrays)) < (5e-3 if dtype == "bfloat16" else 1e-3)

@@ -1,9 +1,13 @@
+import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from experiments.bench import peers
+from experiments.bench.peers import published_automaton
+from experiments.bench.rows import Case, Settings
 
 pytestmark = pytest.mark.once
 
@@ -23,3 +27,28 @@ def test_a_run_without_the_peers_asked_for_goes_on(quickly, monkeypatch):
     monkeypatch.setattr(peers, "PEERS", {"Peer": "no_such_module"})
     code, report = quickly("--peers")
     assert code == 0 and all(row["peer"] is None for row in report["rows"])
+
+
+def test_of_a_peer_with_several_formulations_the_one_that_measured_fastest_is_timed():
+    results = Path(__file__).parents[4] / "docs" / "results"
+    times = {}
+    for path in results.glob("*.json"):
+        for row in json.loads(path.read_text()).get("rows", []):
+            if row.get("peer") in peers.FASTEST and not row["failed"]:
+                variant = row["implementation"].removeprefix(f"{row['peer']} ")
+                key = row["peer"], path.stem, row["work"], row["batch"]
+                times.setdefault(key, {})[variant] = row["microseconds"]
+    several = {key: of for key, of in times.items() if len(of) > 1}
+    assert {peer for peer, *_ in several} == peers.FASTEST.keys()
+    for (peer, *_), of in several.items():
+        kept = [variant for variant in of if peers.is_asked_for(peer, variant, "best")]
+        assert kept == [min(of, key=of.get)]
+        assert all(peers.is_asked_for(peer, variant, "all") for variant in of)
+
+
+@pytest.mark.parametrize(("choice", "rows"), [("best", 1), ("all", 2)])
+def test_only_the_variants_asked_for_are_rows(work_at, choice, rows):
+    settings = Settings(
+        [], {"published automaton": published_automaton}, choice, "float32", "default", 1e-3, False, {"platform": "cpu"}
+    )
+    assert len(Case(work_at("automaton", "8x8"), 1, settings).row_names()) == rows

@@ -1,0 +1,179 @@
+"""Two runs of the bench on the same device: what became slower beyond the noise that they measured.
+
+    python -m experiments.bench compare old.json new.json
+    python -m experiments.bench compare old.json new.json --threshold 0.1
+
+A row is slower if its median is by more than the threshold, and its fastest round took longer than the old run's
+slowest, or if it fails and did not before; a row without rounds, as in older files, is judged by the threshold alone.
+Rows of peers are no code of ours, and left out. The exit code is 1 if a row is slower, and 2 for files that cannot be
+compared.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from experiments.output.errors import UserError, exit_code
+
+Report = Mapping[str, Any]
+Row = Mapping[str, Any]
+Verdict = Literal["slower", "faster", "the same", "fails", "works again"]
+SLOWER = ("slower", "fails")
+FIELDS = ("work", "batch", "dtype", "precision", "implementation")
+"""They tell rows apart."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareConfig:
+    """Which runs to compare."""
+
+    old: Annotated[Path, tyro.conf.Positional]
+    """A file that the bench wrote."""
+    new: Annotated[Path, tyro.conf.Positional]
+    """Another, of the same device."""
+    threshold: float = 0.05
+    """How much longer a row has to take to be slower, as a share: between two processes times differ by a few per cent,
+    whatever the noise within one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A row of both runs."""
+
+    title: str
+    old: Row
+    new: Row
+    verdict: Verdict
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit code."""
+    args = sys.argv[1:] if args is None else list(args)
+    return exit_code(lambda: _main(args))
+
+
+def _main(args: Sequence[str]) -> int:
+    config = tyro.cli(CompareConfig, args=args, prog="python -m experiments.bench compare")
+    if not config.threshold >= 0:
+        raise UserError(f"threshold is {config.threshold}: wanted at least 0")
+    old, new = _read(config.old), _read(config.new)
+    for field in ("device", "platform"):
+        if old[field] != new[field]:
+            raise UserError(
+                f"{config.old} is of the {field} {old[field]} and {config.new} of {new[field]}: wanted runs on the same"
+            )
+    changed = changes(old, new, config.threshold)
+    if not changed:
+        raise UserError(f"{config.old} and {config.new} have no row in common")
+    print_changes(old, new, changed)
+    return 1 if any(change.verdict in SLOWER for change in changed) else 0
+
+
+def _read(path: Path) -> Report:
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON: {error}") from None
+    rows = report.get("rows") if isinstance(report, dict) else None
+    if not rows or any({*FIELDS, "peer", "microseconds", "failed"} - row.keys() for row in rows):
+        raise UserError(f"{path} is no report of the bench: wanted a file that it wrote with --json")
+    return report
+
+
+def changes(old: Report, new: Report, threshold: float) -> list[Change]:
+    """The rows that are in both, those that became slower the most first."""
+    before, after = _rows(old), _rows(new)
+    common = [
+        Change(key, before[key], after[key], verdict(before[key], after[key], threshold))
+        for key in before
+        if key in after
+    ]
+    return sorted(
+        common, key=lambda change: -(ratio(change) or (0.0 if change.verdict == "works again" else float("inf")))
+    )
+
+
+def _rows(report: Report) -> dict[str, Row]:
+    """What tells rows apart -> the row of ours."""
+    rows = [row for row in report["rows"] if row["peer"] is None]
+    return {", ".join(str(row[field]) for field in FIELDS): row for row in rows}
+
+
+def verdict(old: Row, new: Row, threshold: float) -> Verdict:
+    """How the new row stands to the old one."""
+    if new["failed"] or old["failed"]:
+        return "the same" if old["failed"] and new["failed"] else "fails" if new["failed"] else "works again"
+    a, b = old["microseconds"], new["microseconds"]
+    if b > a * (1 + threshold) and _fastest(new) > _slowest(old):
+        return "slower"
+    return "faster" if a > b * (1 + threshold) and _fastest(old) > _slowest(new) else "the same"
+
+
+def _fastest(row: Row) -> float:
+    return min(row.get("round_microseconds") or [row["microseconds"]])
+
+
+def _slowest(row: Row) -> float:
+    return max(row.get("round_microseconds") or [row["microseconds"]])
+
+
+def noise(row: Row) -> float | None:
+    """Half of the way from the fastest round to the slowest, as a share of the median."""
+    return (_slowest(row) - _fastest(row)) / 2 / row["microseconds"] if row.get("round_microseconds") else None
+
+
+def ratio(change: Change) -> float | None:
+    """The new time over the old one."""
+    old, new = change.old["microseconds"], change.new["microseconds"]
+    return new / old if old and new else None
+
+
+def print_changes(old: Report, new: Report, changed: Sequence[Change], console: Console | None = None) -> None:
+    """Prints a line for each row that is not the same, and what is in one run alone."""
+    console = console or Console(width=140)
+    for name, report in (("old", old), ("new", new)):
+        copy = report.get("copy_bytes_per_second")
+        rate = f", a copy moved {copy / 1e12:.3g} TB/s" if copy else ""
+        console.print(
+            f"{name}: {report['device']}, jax {report['versions'].get('jax')}, commit {report.get('commit')}, "
+            f"{report['date']}{rate}",
+            highlight=False,
+        )
+    table = Table("row", "old, µs", "new, µs", "new over old", "")
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    for change in changed:
+        if change.verdict != "the same":
+            style = "red" if change.verdict in SLOWER else "green"
+            cells = (_time(change.old), _time(change.new), f"{ratio(change):.2f}" if ratio(change) else "")
+            table.add_row(Text(change.title), *cells, Text(change.verdict, style=style))
+    if table.row_count:
+        console.print(table)
+    slower = sum(change.verdict in SLOWER for change in changed)
+    same = sum(change.verdict == "the same" for change in changed)
+    console.print(
+        f"{slower} of {len(changed)} rows slower, {same} the same within noise and threshold", highlight=False
+    )
+    if any(
+        not row.get("round_microseconds") for change in changed for row in (change.old, change.new) if not row["failed"]
+    ):
+        console.print("some rows do not have their rounds: they are judged by the threshold alone")
+    of_old, of_new = _rows(old), _rows(new)
+    for name, mine, other in (("old", of_old, of_new), ("new", of_new, of_old)):
+        if alone := [title for title in mine if title not in other]:
+            console.print(Text(f"in the {name} run alone: {'; '.join(alone)}"), soft_wrap=True)
+
+
+def _time(row: Row) -> str:
+    if row["failed"]:
+        return "failed"
+    spread = noise(row)
+    return f"{row['microseconds']:.1f}" + ("" if spread is None else f" ± {spread:.0%}")

@@ -1,0 +1,53 @@
+"""What the library takes of the host's time, beside JAX in the same process: bounds with room for a busy machine."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.once
+
+PROGRAM = """
+import json, time
+from time import process_time as now
+
+def least(run, times):
+    def seconds():
+        start = now()
+        run()
+        return now() - start
+    return min(seconds() for _ in range(times))
+
+start = now()
+import jax
+with_jax = now() - start
+import jaxbp
+print(json.dumps(["import", (now() - start) / with_jax]))
+
+import jax.numpy as jnp
+x, w, b = jnp.ones((8, 16)), jnp.ones((4, 16)), jnp.ones(4)
+ours, theirs = lambda: jaxbp.linear(x, w, b), lambda: jnp.matmul(x, w.T) + b
+print(json.dumps(["call", least(ours, 200) / least(theirs, 200)]))
+
+from flax import nnx
+from jaxbp.nn import LeNet
+
+def trace(implementation):
+    jax.clear_caches()
+    graph, state = nnx.split(nnx.eval_shape(lambda: LeNet(implementation=implementation, rngs=nnx.Rngs(0))))
+    images, labels = jax.ShapeDtypeStruct((128, 1, 28, 28), 'float32'), jax.ShapeDtypeStruct((128,), 'int32')
+    loss = lambda state, *batch: nnx.merge(graph, state).loss(*batch)[0].mean()
+    return least(lambda: jax.jit(jax.grad(loss)).trace(state, images, labels), 1)
+
+trace("autodiff")
+print(json.dumps(["trace", min(trace("pallas") for _ in range(2)) / min(trace("autodiff") for _ in range(2))]))
+"""
+
+
+def test_importing_calling_and_tracing_cost_a_few_times_what_jax_takes():
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    ratios = dict(map(json.loads, run.stdout.splitlines()))
+    assert ratios.keys() == {"import", "call", "trace"}
+    # Pallas is what is imported beside JAX. An eager call goes through custom_vjp, which looks at signatures.
+    assert ratios["import"] < 4 and ratios["call"] < 40 and ratios["trace"] < 6, ratios
