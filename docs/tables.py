@@ -619,35 +619,32 @@ def convolutions(page: Path, pattern: str) -> str:
     names = sorted(path.stem for path in (DOCS / "results").glob(f"{pattern}.json"))
     if not names:
         return no_file(pattern)
-    head = ["size", "seeds", "gates placed", "simplified", "hardened", "relaxed", "epochs", "s a run", "C, samples/s"]
+    columns = ["seeds", "gates placed", "simplified", "hardened", "relaxed", "epochs", "s a run", "C, samples/s"]
     tables = []
     for name in names:
-        report, lines = load(name), []
-        of_line = {}
+        report, of_line = load(name), {}
         for row in report["rows"]:
-            of_line.setdefault((row["size"], json.dumps(row["settings"])), []).append(row)
-        for (size, settings), rows in of_line.items():
-            accuracies = [row["hardened"] for row in rows]
-            spread = statistics.stdev(accuracies) if len(rows) > 1 else 0.0
-
-            def mean(field: str, digits: int = 0, rows=rows) -> str:
-                of = [row[field] for row in rows if field in row]
-                return f"{statistics.mean(of):,.{digits}f}" if of else ""
-
-            lines.append(
-                [
-                    size if settings == "{}" else f"{size}, `{settings}`",
-                    str(len(rows)),
-                    *(mean(field) for field in ("placed_gates", "simplified_gates")),
-                    f"{statistics.mean(accuracies):.4f} ± {spread:.4f}",
-                    mean("relaxed", 4),
-                    *(mean(field) for field in ("epochs", "seconds", "c_samples_per_second")),
-                ]
-            )
-        tables.append(
-            markdown([f"{report['dataset']}, {head[0]}", *head[1:]], lines) + "\n" + provenance(page, name, report)
-        )
+            settings = f", `{json.dumps(row['settings'])}`" if row["settings"] else ""
+            of_line.setdefault(row["size"] + settings, []).append(row)
+        lines = [[line, *_convolutions_cells(rows)] for line, rows in of_line.items()]
+        tables.append(markdown([f"{report['dataset']}, size", *columns], lines) + "\n" + provenance(page, name, report))
     return "\n\n".join(tables)
+
+
+def _convolutions_cells(rows: Sequence[dict[str, Any]]) -> list[str]:
+    def mean(field: str, digits: int = 0) -> str:
+        of = [row[field] for row in rows if field in row]
+        return f"{statistics.mean(of):,.{digits}f}" if of else ""
+
+    accuracies = [row["hardened"] for row in rows]
+    spread = statistics.stdev(accuracies) if len(rows) > 1 else 0.0
+    return [
+        str(len(rows)),
+        *(mean(field) for field in ("placed_gates", "simplified_gates")),
+        f"{statistics.mean(accuracies):.4f} ± {spread:.4f}",
+        mean("relaxed", 4),
+        *(mean(field) for field in ("epochs", "seconds", "c_samples_per_second")),
+    ]
 
 
 def many_devices(page: Path, name: str) -> str:

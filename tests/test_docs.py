@@ -439,6 +439,21 @@ def test_accuracies_are_means_over_seeds(book):
     assert line[1:] == ["0.7500 ± 0.0000 (2 seeds, skipped steps: 1)", "0.6000 ± 0.1414 (2 seeds, skipped steps: 1)"]
 
 
+def test_convolutional_networks_have_a_line_for_each_size_and_settings(book):
+    fields = dict(placed_gates=1000, simplified_gates=500, relaxed=0.75, epochs=9, seconds=3.0)
+    rows = [
+        {"size": size, "seed": seed, "settings": settings, "hardened": hardened} | fields
+        for size, settings, accuracies in (("s", {}, (0.5, 0.7)), ("s", {"shift": 1}, (0.25,)))
+        for seed, hardened in enumerate(accuracies)
+    ]
+    rows[0]["c_samples_per_second"] = 2e6  # of the first seed alone
+    study = report(*rows) | {"dataset": "mnist"}
+    head, first, second = cells(book("convolutions logic-conv-*", **{"logic-conv-mnist": study}))
+    assert head[0] == "mnist, size"
+    assert first == ["s", "2", "1,000", "500", "0.6000 ± 0.1414", "0.7500", "9", "3", "2,000,000"]
+    assert second[0] == 's, `{"shift": 1}`' and second[4] == "0.2500 ± 0.0000" and second[-1] == ""
+
+
 def test_what_many_devices_cost_is_a_share_and_a_batch(book):
     steps = [
         {"work": "a training step", "examples": n, "alone": t, "mesh_of_one": t, "mesh": 2 * t, "mesh_overlapping": t}

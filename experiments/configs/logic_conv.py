@@ -29,6 +29,8 @@ class Size(NamedTuple):
     recipe: Recipe
     weight_decay: float = 0.0
     shift: int = 0
+    parametrization: Parametrization = "softmax"
+    residual_logit: float = 5.0
 
 
 class Architecture(NamedTuple):
@@ -50,22 +52,32 @@ MNIST = Architecture(
         "l": Size(132, 35.0, 1, Recipe(batch_size=128, epochs=100, learning_rate=0.01), shift=1),
     },
 )
+CIFAR10_RECIPE = Recipe(batch_size=128, epochs=100, learning_rate=0.02)
 CIFAR10 = Architecture(
     convolutions=tuple(LogicConvolution(kernels, 3, padding=1, pool=2) for kernels in (1, 4, 16, 32)),
     widths=(1280, 640, 320),
     sizes={
-        "s": Size(32, 20.0, 3, Recipe(batch_size=128, epochs=100, learning_rate=0.02), weight_decay=0.002),
-        "m": Size(256, 40.0, 3, Recipe(batch_size=128, epochs=100, learning_rate=0.02), weight_decay=0.002),
-        "l": Size(512, 280.0, 5, Recipe(batch_size=128, epochs=100, learning_rate=0.02), weight_decay=0.002),
+        "s": Size(32, 20.0, 3, CIFAR10_RECIPE, weight_decay=0.002),
+        "m": Size(256, 40.0, 3, CIFAR10_RECIPE, weight_decay=0.002),
+        "l": Size(512, 280.0, 5, CIFAR10_RECIPE, weight_decay=0.002),
     },
 )
+DIGITS_SIZE = Size(
+    kernels=128,
+    tau=10.0,
+    levels=3,
+    recipe=Recipe(batch_size=32, epochs=40, learning_rate=0.05),
+    shift=1,
+    parametrization="walsh",
+    residual_logit=3.0,
+)
 DIGITS = Architecture(
-    convolutions=(LogicConvolution(1, 5, stride=2, pool=2), LogicConvolution(3, 3)),
-    widths=(40, 20),
+    convolutions=(LogicConvolution(1, 5, stride=2), LogicConvolution(3, 3, pool=2)),
+    widths=(80, 40),
     sizes={
-        "s": Size(32, 6.0, 3, Recipe(batch_size=64, epochs=60, learning_rate=0.05)),
-        "m": Size(64, 8.0, 3, Recipe(batch_size=64, epochs=60, learning_rate=0.05)),
-        "l": Size(128, 12.0, 3, Recipe(batch_size=64, epochs=60, learning_rate=0.05)),
+        "s": DIGITS_SIZE,
+        "m": DIGITS_SIZE._replace(kernels=256, tau=14.0),
+        "l": DIGITS_SIZE._replace(kernels=512, tau=20.0),
     },
 )
 ARCHITECTURES: Mapping[DatasetName, Architecture] = {
@@ -118,10 +130,10 @@ class LogicConvConfig(ImageConfig):
     size's."""
     initialization: Literal["residual", "normal"] = "residual"
     """Whether gates pass on an input at first, or are random mixtures."""
-    residual_logit: float = 5.0
-    """How strongly they pass it on: see jaxbp.initial_logits."""
-    parametrization: Parametrization = "softmax"
-    """What a gate's parameters are: see jaxbp.gate_layer."""
+    residual_logit: float | None = None
+    """How strongly they pass it on: see jaxbp.initial_logits. None: the size's."""
+    parametrization: Parametrization | None = None
+    """What a gate's parameters are: see jaxbp.gate_layer. None: the size's."""
 
     def __post_init__(self):
         self._check_choice("dataset", self.datasets)

