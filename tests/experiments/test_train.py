@@ -135,6 +135,7 @@ def test_every_option_reaches_the_config(tmp_path):
         "batch_size": 8,
         "epochs": 3,
         "learning_rate": 0.5,
+        "weight_decay": 0.25,
         "target_accuracy": 0.99,
         "run_dir": str(tmp_path),
         "dataset": "mnist",

@@ -46,8 +46,10 @@ def test_each_image_of_a_batch_is_moved_by_itself():
 @pytest.mark.parametrize(
     "config", [config for config in EXPERIMENTS.values() if issubclass(config, ImageConfig)], ids=lambda c: c.name
 )
-def test_every_experiment_on_images_can_shift_and_does_not_by_itself(config):
-    assert config().augmentation() is None
+def test_every_experiment_on_images_can_shift_and_need_not(config):
+    assert config(shift=0).augmentation() is None
+    shifts_by_itself = config().augmentation() is not None
+    assert shifts_by_itself == (config.name == "logic-conv")  # whose sizes say by how much
     images = jnp.ones((1, 1, 28, 28))
     moved = config(shift=27).augmentation()(jax.random.key(0), images, 0)
     assert moved.shape == images.shape and 0 < moved.sum() < 28 * 28
