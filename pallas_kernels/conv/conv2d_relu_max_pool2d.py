@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, SUMMED_ROWS, largest_divisor, sums_over_lanes, zeros_like
+from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import check_divides, kernel
 
 MAX_TAPS = 64

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import load, operand, rounded_to_tf32, store
+from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import kernel
 
 _EXAMPLES = 64
@@ -36,7 +36,6 @@ _MIN_BATCH = 2048
 """Below, matrix products of the library are as fast."""
 _BARRIER_BYTES = 1024
 """Shared memory for the barriers, which are followed by operands aligned to 1024 bytes."""
-_SUMS, _SUMS_TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,14 +262,14 @@ class _Program:
         sizes = self.sizes
         rows = pl.ds((p * sizes.groups + self.group) * sizes.gradients, sizes.gradients)
         return [
-            load(ref.at[rows, self.examples].transpose((1, 0)), _SUMS_TRANSPOSED, optimized=False)
+            load(ref.at[rows, self.examples].transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
             for ref in (self.dy, self.place)
         ]
 
     def route(self, gradient, places):
         sizes = self.sizes
-        gradient = rounded_to_tf32(plgpu.layout_cast(gradient, _SUMS))
-        places = plgpu.layout_cast(places.astype(jnp.int32), _SUMS)
+        gradient = rounded_to_tf32(plgpu.layout_cast(gradient, plgpu.Layout.WGMMA))
+        places = plgpu.layout_cast(places.astype(jnp.int32), plgpu.Layout.WGMMA)
         for t in range(sizes.R * sizes.S):
             columns = pl.ds(t * sizes.gradients, sizes.gradients)
             self.operands[self.group, :, columns] = jnp.where(places == t, gradient, jnp.zeros_like(gradient))
@@ -291,7 +290,8 @@ class _Program:
         for r in range(sizes.R):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             row = cell[:, r * sizes.cell_row : (r + 1) * sizes.cell_row]
-            store(staging.transpose((1, 0)), plgpu.layout_cast(row.astype(staging.dtype), _SUMS_TRANSPOSED))
+            row = plgpu.layout_cast(row.astype(staging.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+            store(staging.transpose((1, 0)), row)
             plgpu.commit_smem()
             for c in range(sizes.C):
                 columns = pl.ds(self.warpgroup * sizes.cell_width, sizes.cell_width)

@@ -10,16 +10,14 @@ most 16 bytes. Vectors are `(lanes,)`. Lanes are a multiple of `LANES`.
 import functools
 from typing import Any
 
-import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
 
 from pallas_kernels.core.layouts import LANES
+from pallas_kernels.core.mosaic import mgpu, plgpu
 from pallas_kernels.core.simulator import simulating
 
 
@@ -43,13 +41,13 @@ def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
     @plgpu.inline_mgpu(arg_types=(), return_type=(block, block))
     def iotas(_):
         i32 = ir.IntegerType.get_signless(32)
-        thread = arith.remui(utils.thread_idx(), utils.c(LANES, i32))
+        thread = arith.remui(mgpu.utils.thread_idx(), mgpu.utils.c(LANES, i32))
         of_lanes = np.empty((lanes // LANES,), dtype=object)
         of_columns = np.empty_like(of_lanes)
         for i in range(of_lanes.size):
-            lane = arith.addi(thread, utils.c(i * LANES, i32))
+            lane = arith.addi(thread, mgpu.utils.c(i * LANES, i32))
             of_lanes[i] = _row([lane] * width)
-            of_columns[i] = _row([utils.c(k, i32) for k in range(width)])
+            of_columns[i] = _row([mgpu.utils.c(k, i32) for k in range(width)])
         layout = block_layout(lanes, width)
         return _fragmented(of_lanes, layout, signed=True), _fragmented(of_columns, layout, signed=True)
 
@@ -65,12 +63,12 @@ def gather_rows(ref: Any, rows: Array) -> Array:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), vector_layout(lanes)), return_type=_block(lanes, width, ref.dtype))
     def gather(_, ref, rows):
         element = ir.MemRefType(ref.type).element_type
-        pointer, type_ = utils.memref_ptr(ref), ir.VectorType.get((width,), element)
+        pointer, type_ = mgpu.utils.memref_ptr(ref), ir.VectorType.get((width,), element)
         registers = np.empty_like(rows.registers)
         for at, register in np.ndenumerate(rows.registers):
-            place = arith.muli(vector.extract(register, [], [0]), utils.c(width, ir.IntegerType.get_signless(32)))
-            address = utils.getelementptr(pointer, [place], element)
-            registers[at] = llvm.load(type_, address, alignment=width * utils.bytewidth(element))
+            place = arith.muli(vector.extract(register, [], [0]), mgpu.utils.c(width, ir.IntegerType.get_signless(32)))
+            address = mgpu.utils.getelementptr(pointer, [place], element)
+            registers[at] = llvm.load(type_, address, alignment=width * mgpu.utils.bytewidth(element))
         return _fragmented(registers, block_layout(lanes, width))
 
     return gather(ref, rows)

@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 
 LANES = 128
@@ -38,12 +38,8 @@ def store(ref: Any, value: Array) -> None:
         ref[...] = value
 
 
-# A warp reads four rows, eight threads side by side, and no bank twice.
 SUMMED_ROWS = 32
 """Rows that `sums_over_lanes` takes at a time, or half of them."""
-_SUMS_OVER_LANES = plgpu.Layout.TILED(
-    plgpu.Tiling(((16, 32), (4, 32), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-)
 
 
 def sums_over_lanes(rows: Any, totals: Any) -> None:
@@ -52,11 +48,24 @@ def sums_over_lanes(rows: Any, totals: Any) -> None:
     One by one, sums of vectors would meet at barriers of their own; here at one, before any thread reads a row. n is
     half of `SUMMED_ROWS`, or a multiple of `SUMMED_ROWS`.
     """
+    # A warp reads four rows, eight threads side by side, and no bank twice.
+    tiling = plgpu.Tiling(((16, 32), (4, 32), (4,)))
+    layout = plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
     plgpu.commit_smem()
     count = min(rows.shape[0], SUMMED_ROWS)
     for first in range(0, rows.shape[0], count):
         tile = pl.ds(first, count)
-        store(totals.at[tile], jnp.sum(load(rows.at[tile], _SUMS_OVER_LANES), axis=1))
+        store(totals.at[tile], jnp.sum(load(rows.at[tile], layout), axis=1))
+
+
+def value_a_row() -> Any:
+    """The layout of a number for each row of a product's sums."""
+    return plgpu.Layout.WGMMA.reduce(1)
+
+
+def value_a_column() -> Any:
+    """The layout of a number for each column of a product's sums."""
+    return plgpu.Layout.WGMMA.reduce(0)
 
 
 def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) -> Any:

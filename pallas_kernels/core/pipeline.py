@@ -19,7 +19,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core.mosaic import plgpu
 
 
 @dataclasses.dataclass(frozen=True)

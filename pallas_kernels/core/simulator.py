@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as _simulator
-from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 # A JAX context, not a global: its value is part of jit's cache key.
 _simulation = jax.make_user_context(None)
@@ -27,12 +25,15 @@ def simulated() -> Iterator[None]:
     Memory starts as NaN (integers: their largest value), a read out of bounds raises, and a data race raises
     `RuntimeError` here or an error where it happens.
     """
-    _simulator.reset_gpu_interpret_mode_state()
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as simulator
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    simulator.reset_gpu_interpret_mode_state()
     try:
         with _simulation(InterpretGPUParams(detect_races=True)):
             yield
         jax.effects_barrier()
-        if _simulator.gpu_callbacks._races is not None and _simulator.get_races().races_found:
+        if simulator.gpu_callbacks._races is not None and simulator.get_races().races_found:
             raise RuntimeError("pallas_kernels: the simulator found a data race; its report is on standard output")
     finally:
-        _simulator.reset_gpu_interpret_mode_state()
+        simulator.reset_gpu_interpret_mode_state()

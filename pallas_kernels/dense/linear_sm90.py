@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, store
+from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
 
@@ -385,10 +385,6 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
 
 _ONES = 8
 """Columns of ones: the fewest that the tensor cores multiply."""
-# Two rows a warp.
-_ONES_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((_ONES, _STEP), (2, _STEP), (_STEP // 16,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-)
 
 
 class _WeightsGradientRefs(NamedTuple):
@@ -413,7 +409,9 @@ class _WeightsGradient(_Product):
 
         @pl.when(warpgroup < _PRODUCER)
         def _():
-            refs.ones[warpgroup] = plgpu.layout_cast(jnp.ones((_ONES, _STEP), refs.x.dtype), _ONES_LAYOUT)
+            two_rows_a_warp = plgpu.Tiling(((_ONES, _STEP), (2, _STEP), (_STEP // 16,)))
+            layout = plgpu.Layout.TILED(two_rows_a_warp, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+            refs.ones[warpgroup] = plgpu.layout_cast(jnp.ones((_ONES, _STEP), refs.x.dtype), layout)
             plgpu.commit_smem()
 
         self.run(

@@ -22,11 +22,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import LANES, OPERAND_BYTES, load, operand, rounded_to_tf32, store
+from pallas_kernels.core.layouts import (
+    LANES,
+    OPERAND_BYTES,
+    load,
+    operand,
+    rounded_to_tf32,
+    store,
+    value_a_column,
+    value_a_row,
+)
+from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
 
@@ -47,9 +56,6 @@ them, LeNet's layers have the numbers of stages that were measured on an H200.""
 _MOST_EXAMPLES_AT_ONCE = 1024
 """A batch for which one kernel makes rows and gradients: measured at 1024, where it pays, and at 8192, where it does
 not, on an H200."""
-
-_SUMS, _SUMS_TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
-_BY_EXAMPLE, _BY_COLUMN = _SUMS.reduce(1), _SUMS.reduce(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,9 +263,11 @@ def _read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
     starts = range(0, operand.shape[1], _SLICE)
     for i in range(0, len(starts), loads):
         columns = [pl.ds(k, _SLICE) for k in starts[i : i + loads]]
-        slices = [load(x.at[c, examples].transpose((1, 0)), _SUMS_TRANSPOSED, optimized=False) for c in columns]
+        slices = [
+            load(x.at[c, examples].transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED, optimized=False) for c in columns
+        ]
         for c, values in zip(columns, slices, strict=True):
-            operand[:, c] = rounded_to_tf32(plgpu.layout_cast(values, _SUMS))
+            operand[:, c] = rounded_to_tf32(plgpu.layout_cast(values, plgpu.Layout.WGMMA))
     plgpu.commit_smem()
 
 
@@ -275,7 +283,7 @@ def _put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
 
 def _store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> None:
     for k in range(0, rows.shape[1], _SLICE):
-        values = plgpu.layout_cast(rows[:, k : k + _SLICE], _SUMS_TRANSPOSED)
+        values = plgpu.layout_cast(rows[:, k : k + _SLICE], plgpu.Layout.WGMMA_TRANSPOSED)
         store(columns.at[pl.ds(first + k, _SLICE), examples].transpose((1, 0)), values)
 
 
@@ -284,7 +292,7 @@ def _logits(stream: _Stream, network: _Network, refs: Any, examples: Any, *, bul
     start = sum(inputs * outputs for inputs, outputs in stream.products)
     for layer, ref in enumerate((*refs.hidden, None)):
         width = network.widths[layer + 1]
-        bias = load(refs.biases.at[pl.ds(start, width)], _BY_COLUMN, optimized=False)
+        bias = load(refs.biases.at[pl.ds(start, width)], value_a_column(), optimized=False)
         z = stream.multiply(layer, refs.operands[layer])
         z += lax.broadcast_in_dim(bias, z.shape, [1])
         start += width
@@ -309,7 +317,7 @@ class _Softmax(NamedTuple):
 
 
 def _softmax(z: Array, labels: Array, classes: int) -> _Softmax:
-    column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=_SUMS)
+    column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=plgpu.Layout.WGMMA)
     z = jnp.where(column < classes, z, -jnp.inf)
     shifted = z - _spread(jnp.max(z, axis=1), z)
     exponentials = jnp.exp(shifted)
@@ -345,7 +353,7 @@ def _forward(network: _Network, *refs: Any, block: Any) -> None:
     examples = pl.ds(block * EXAMPLES, EXAMPLES)
     stream = _Stream(network.forward_products, refs.weights, refs.stages, refs.loaded)
     stream.start()
-    labels = _read(refs.labels, examples, _BY_EXAMPLE)
+    labels = _read(refs.labels, examples, value_a_row())
     _read_columns(refs.x, examples, refs.operands[0], loads=4)
     z = _logits(stream, network, refs, examples, bulk=False)
     store(refs.logits.at[examples], z)
@@ -413,15 +421,15 @@ def _backward(network: _Network, *refs: Any, block: Any) -> None:
     examples = pl.ds(block * EXAMPLES, EXAMPLES)
     stream = _Stream(network.backward_products, refs.weights, refs.stages, refs.loaded)
     stream.start()
-    z = _read(refs.logits, examples, _SUMS)
-    dy = _read(refs.dy, examples, _BY_EXAMPLE)
-    labels = _read(refs.labels, examples, _BY_EXAMPLE)
+    z = _read(refs.logits, examples, plgpu.Layout.WGMMA)
+    dy = _read(refs.dy, examples, value_a_row())
+    labels = _read(refs.labels, examples, value_a_row())
     dy = jnp.where(_valid(labels, network.classes), dy, jnp.nan)
     gradient = _spread(dy, z) * _softmax(z, labels, network.classes).gradient()
     for i, layer in enumerate(reversed(range(layers))):
         _put(rounded_to_tf32(gradient), refs.operands[layer], refs.gradients[i].at[examples], bulk=False)
         # Under way while the product is.
-        h = _read(refs.hidden[layer - 1], examples, _SUMS) if layer else None
+        h = _read(refs.hidden[layer - 1], examples, plgpu.Layout.WGMMA) if layer else None
         gradient = stream.multiply(i, refs.operands[layer])
         if layer:
             gradient = jnp.where(h > 0, gradient, 0.0)
@@ -491,7 +499,7 @@ def _forward_and_gradients(network: _Network, *refs: Any, block: Any) -> None:
     examples = pl.ds(block * EXAMPLES, EXAMPLES)
     stream = _Stream(network.all_products, refs.weights, refs.stages, refs.loaded)
     stream.start()
-    labels = _read(refs.labels, examples, _BY_EXAMPLE)
+    labels = _read(refs.labels, examples, value_a_row())
     _read_columns(refs.x, examples, refs.operands[0], loads=8)
     z = _logits(stream, network, refs, examples, bulk=True)
     store(refs.logits.at[examples], z)
@@ -504,7 +512,7 @@ def _forward_and_gradients(network: _Network, *refs: Any, block: Any) -> None:
         operand = refs.operands[layer + 1]
         # The gradient takes the place of h, which nobody reads any more.
         if layer < layers - 1:
-            gradient = jnp.where(load(operand, _SUMS, optimized=False) > 0, gradient, 0.0)
+            gradient = jnp.where(load(operand, plgpu.Layout.WGMMA, optimized=False) > 0, gradient, 0.0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()
         _put(rounded_to_tf32(gradient), operand, refs.gradients[i].at[examples], bulk=True)
@@ -633,19 +641,21 @@ class _WeighedGradients:
     def bring(self, refs, layer, row, column, lanes, examples):
         """A tile's gradients and inputs, turned, the gradients weighed, both rounded, to shared memory."""
         widths, gradients = self.network.widths, refs.gradients[-1 - layer]
-        weight = _read(refs.dy, examples, _BY_EXAMPLE)
+        weight = _read(refs.dy, examples, value_a_row())
         # Where a layer's last tile has half its rows, the other half is not wanted.
         starts = [jnp.minimum(row + n, widths[layer + 1] - _SLICE) for n in (0, _SLICE)]
-        lefts = [load(gradients.at[examples, pl.ds(n, _SLICE)], _SUMS, optimized=False) for n in starts]
+        lefts = [load(gradients.at[examples, pl.ds(n, _SLICE)], plgpu.Layout.WGMMA, optimized=False) for n in starts]
         if layer:
-            right = load(refs.hidden[layer - 1].at[examples, pl.ds(column, _SLICE)], _SUMS, optimized=False)
-            right = plgpu.layout_cast(right, _SUMS_TRANSPOSED)
+            right = load(
+                refs.hidden[layer - 1].at[examples, pl.ds(column, _SLICE)], plgpu.Layout.WGMMA, optimized=False
+            )
+            right = plgpu.layout_cast(right, plgpu.Layout.WGMMA_TRANSPOSED)
         else:
             columns = pl.ds(jnp.minimum(column, widths[0] - _SLICE), _SLICE)
-            right = load(refs.x.at[columns, examples].transpose((1, 0)), _SUMS_TRANSPOSED, optimized=False)
+            right = load(refs.x.at[columns, examples].transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
             right = rounded_to_tf32(jnp.where(column < widths[0], right, 1.0))
         for n, left in zip((0, _SLICE), lefts, strict=True):
-            left = plgpu.layout_cast(rounded_to_tf32(left * _spread(weight, left)), _SUMS_TRANSPOSED)
+            left = plgpu.layout_cast(rounded_to_tf32(left * _spread(weight, left)), plgpu.Layout.WGMMA_TRANSPOSED)
             store(refs.left.at[pl.ds(n, _SLICE), lanes].transpose((1, 0)), left)
         store(refs.right.at[:, lanes].transpose((1, 0)), right)
 

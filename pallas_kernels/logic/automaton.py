@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import device
 from pallas_kernels.core.gathers import (
@@ -39,6 +38,7 @@ from pallas_kernels.core.gathers import (
 )
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, load, zeros_like
+from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import kernel
 
 NEIGHBOURS = 9

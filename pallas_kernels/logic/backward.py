@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, SUMMED_ROWS, largest_divisor, sums_over_lanes, zeros_like
+from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.forward import lane_block_length, part_of_a_warpgroup
 from pallas_kernels.logic.graph import Graph

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import device
 from pallas_kernels.core.gathers import columns, gather_elements, lane_and_column, scatter_elements, spread
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, largest_divisor, zeros_like
+from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import load, multiply_registers, operand, store
+from pallas_kernels.core.layouts import load, multiply_registers, operand, store, value_a_column, value_a_row
+from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
 
@@ -34,9 +34,6 @@ _COLUMNS = 64
 _WARPGROUPS = 2
 _ALIGNMENT = 1024
 """Bytes in which shared memory is dealt out."""
-_SUMS = plgpu.Layout.WGMMA
-_ROW, _COLUMN = _SUMS.reduce(1), _SUMS.reduce(0)
-"""Of a value a row, and of a value a column."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +188,7 @@ class _Forward:
 
         def block(step, _):
             ring.wait(step)
-            x = load(refs.x_stages.at[warpgroup], _SUMS)
+            x = load(refs.x_stages.at[warpgroup], plgpu.Layout.WGMMA)
             # All warps have read it.
             plgpu.commit_smem()
             ring.fetch(step + 1)
@@ -336,7 +333,7 @@ class _InputGradient:
         pl.when(warpgroup == 0)(lambda: plgpu.copy_gmem_to_smem(refs.w, refs.weights, refs.weights_loaded))
         x_ring.fetch(0)
         dz_ring.prefetch(self.config.stages)
-        scales = load(refs.scale.at[columns], _COLUMN, optimized=False)
+        scales = load(refs.scale.at[columns], value_a_column(), optimized=False)
         plgpu.barrier_wait(refs.weights_loaded)
 
         def block(step, _):
@@ -360,12 +357,12 @@ class _InputGradient:
     def _block(self, refs, step, rows, columns, scales, warpgroup, x_ring, dz_ring):
         """Half the columns of a block: dx in x's place, and x̂, on their way to device memory."""
         stage, x_stage = dz_ring.stage(step), refs.x_stages.at[warpgroup]
-        first = load(refs.x.at[rows, 0], _ROW, optimized=False).astype(jnp.float32)
-        offset, inv_std = (load(ref.at[rows], _ROW, optimized=False) for ref in (refs.offset, refs.inv_std))
+        first = load(refs.x.at[rows, 0], value_a_row(), optimized=False).astype(jnp.float32)
+        offset, inv_std = (load(ref.at[rows], value_a_row(), optimized=False) for ref in (refs.offset, refs.inv_std))
         dz_ring.wait(step)
         dn = self._product(refs.dz_stages.at[stage], refs.weights, columns)
         x_ring.wait(step)
-        x = load(x_stage, _SUMS)
+        x = load(x_stage, plgpu.Layout.WGMMA)
 
         def normalised(columns):
             centred = _piece(x, columns).astype(jnp.float32) - _along_rows(first) - _along_rows(offset)
@@ -408,7 +405,7 @@ class _InputGradient:
         plgpu.barrier_wait(refs.sums_stored)
 
         def mean(i):
-            halves = [load(refs.sums.at[stage, i, half], _ROW, optimized=False) for half in range(2)]
+            halves = [load(refs.sums.at[stage, i, half], value_a_row(), optimized=False) for half in range(2)]
             return (halves[0] + halves[1]) * (1 / self.hidden)
 
         return mean(0), mean(1)
@@ -434,13 +431,13 @@ def _along_columns(a: Array) -> Array:
 
 
 def _load_columns(ref: Any, columns: Any) -> Array:
-    return _along_columns(load(ref.at[columns], _COLUMN, optimized=False))
+    return _along_columns(load(ref.at[columns], value_a_column(), optimized=False))
 
 
 def _first(x: Array) -> Array:
     """The first value of each row, whose other values other threads have: they sum it and zeros."""
     some = _piece(x, pl.ds(0, 8)).astype(jnp.float32)
-    column = plgpu.broadcasted_iota(jnp.int32, some.shape, 1, layout=_SUMS)
+    column = plgpu.broadcasted_iota(jnp.int32, some.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.sum(jnp.where(column == 0, some, 0.0), axis=1)
 
 

@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import load, store, zeros_like
+from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
 

@@ -1,0 +1,27 @@
+"""Mosaic GPU, imported when a kernel first asks for a name of it.
+
+It takes half as long to import as JAX, and a program that runs formulas alone does not need it. So kernels import
+`plgpu` from here, and use it within functions only.
+"""
+
+import importlib
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax.experimental.mosaic.gpu as mgpu
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+else:
+
+    class _Module(types.ModuleType):
+        """A module that is imported at its first use."""
+
+        def __getattr__(self, name: str) -> Any:
+            value = getattr(importlib.import_module(self.__name__), name)
+            setattr(self, name, value)
+            return value
+
+    mgpu = _Module("jax.experimental.mosaic.gpu")
+    plgpu = _Module("jax.experimental.pallas.mosaic_gpu")
+
+__all__ = ["mgpu", "plgpu"]
