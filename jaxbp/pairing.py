@@ -119,6 +119,8 @@ class Op:
       shares: the kernel is shared among the devices of a mesh. On a mesh, `None` takes one that is not for none.
       sharded_like: `(*arrays) -> results` that are sharded as the op's, where JAX's own differentiation cannot say so
         on a mesh of explicit axes.
+      jit: a call outside of any transformation is compiled as a whole, which makes small calls several times faster.
+        The functions then see tracers in place of the arrays, as they do under `jax.jit`.
     """
 
     def __init__(
@@ -130,11 +132,12 @@ class Op:
         fastest: Fastest | Callable[..., Fastest] | None = None,
         shares: bool = False,
         sharded_like: Callable | None = None,
+        jit: bool = False,
     ):
         if unknown := set(implementations) - {*IMPLEMENTATIONS, None}:
             raise ValueError(f"{name}: implementations has {sorted(unknown)}; wants names among {IMPLEMENTATIONS}")
         made_of = dict(name=name, implementations=implementations, unsupported=unsupported, fastest=fastest)
-        self._made_of = Op, made_of | dict(shares=shares, sharded_like=sharded_like)
+        self._made_of = Op, made_of | dict(shares=shares, sharded_like=sharded_like, jit=jit)
         self.name = name
         self.implementations = {key: jax.named_scope(name)(value) for key, value in implementations.items()}
         self.unsupported = unsupported or (lambda *arrays, **options: None)
@@ -143,6 +146,7 @@ class Op:
         self._bound = {
             key: _remembered(functools.partial(functools.partial, f)) for key, f in self.implementations.items()
         }
+        self._compiled = self._compiler() if jit else None
 
     def __call__(self, *arrays: Any, implementation: Implementation = None, **options: Any) -> Any:
         """The function of `arrays`, by the implementation asked for.
@@ -152,9 +156,20 @@ class Op:
           ValueError: an unknown implementation.
           NotImplementedError: an implementation this op lacks, or arguments its kernel does not take.
         """
+        if self._compiled and not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(arrays)):
+            try:
+                run = self._compiled({**options, "implementation": implementation})
+            except TypeError:  # what cannot be hashed is named below
+                pass
+            else:
+                return run(*arrays)
+        return self._run(arrays, implementation, options)
+
+    def _run(self, arrays: tuple, implementation: Implementation, options: Mapping[str, Any]) -> Any:
         arrays = vary_alike(arrays)
         if on_explicit_axes(arrays) and (like := self._sharded_like(implementation, options)):
-            return with_automatic_axes(functools.partial(self, implementation=implementation, **options), like, arrays)
+            run = lambda *arrays: self._run(arrays, implementation, options)  # noqa: E731
+            return with_automatic_axes(run, like, arrays)
         if implementation is None and None not in self.implementations:
             return self._by_platform(arrays, options)
         if implementation not in (*IMPLEMENTATIONS, None):
@@ -190,6 +205,14 @@ class Op:
         # A function lowered for the CPU on a machine with a GPU is right, too.
         return lax.platform_dependent(*arrays, cuda=self._bind(gpu, options), default=self._bind(elsewhere, options))
 
+    def _compiler(self) -> Callable[[Mapping[str, Any]], Callable]:
+        """The op with its implementation and options, compiled."""
+
+        def compiled(implementation, **options):
+            return jax.jit(lambda *arrays: self._run(arrays, implementation, options))
+
+        return _remembered(compiled)
+
     def _bind(self, implementation: str | None, options: Mapping[str, Any]) -> Callable:
         """The function with its options, one object for the same options."""
         try:
@@ -212,6 +235,7 @@ class Op:
         """The same op under another name, for error messages."""
         renamed = object.__new__(type(self))
         renamed.__dict__ = self.__dict__ | {"name": name}
+        renamed._compiled = renamed._compiler() if self._compiled else None
         return renamed
 
     def __reduce__(self):
@@ -256,7 +280,7 @@ class Pair(Op):
       linear: the forward is linear in its one array, whose shape is the option `shape`; nothing is saved.
       examples: for the kernel, which of `(dy, *saved)` have an example in each row of their leading axis: see
         `jaxbp.sharding`.
-      name, unsupported, fastest, shares: as in `Op`; with `examples` the kernel is shared.
+      name, unsupported, fastest, shares, jit: as in `Op`; with `examples` the kernel is shared.
       fastest_vjp: what `None` stands for in `vjp`, of `(dy, *arrays)`; by default the same.
 
     Attributes:
@@ -286,6 +310,7 @@ class Pair(Op):
         fastest_vjp: Fastest | Callable[..., Fastest] | None = None,
         examples: Examples | None = None,
         shares: bool = False,
+        jit: bool = False,
     ):
         name = name or _name_of(forward)
         made_of = dict(
@@ -301,10 +326,11 @@ class Pair(Op):
             fastest_vjp=fastest_vjp,
             examples=examples,
             shares=shares,
+            jit=jit,
         )
         shares = shares or examples is not None
         if not isinstance(backward, Op):
-            backward = Op(f"{name}_backward", _kernels_differentiable(backward, examples))
+            backward = Op(f"{name}_backward", _kernels_differentiable(backward, examples), jit=jit)
         if linear:
             save = functools.partial(_saving_nothing, forward)
         elif save is None:
@@ -322,7 +348,9 @@ class Pair(Op):
         }
         vjps = {key: _vjp(name, forward, save_, residuals, rule, linear) for key, (save_, rule) in rules.items()}
         native = functools.partial(_transposed if linear else _differentiated, forward, has_aux)
-        super().__init__(name, paired | {"autodiff": forward}, unsupported=unsupported, fastest=fastest, shares=shares)
+        super().__init__(
+            name, paired | {"autodiff": forward}, unsupported=unsupported, fastest=fastest, shares=shares, jit=jit
+        )
         self._made_of = Pair, made_of
         self.forward = forward
         self.backward = backward
@@ -332,6 +360,7 @@ class Pair(Op):
             unsupported=self.unsupported if linear else functools.partial(_behind_dy, self.unsupported),
             fastest=fastest_vjp or (functools.partial(_behind_dy, fastest) if callable(fastest) else fastest),
             shares=shares,
+            jit=jit,
         )
 
 

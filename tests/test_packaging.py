@@ -141,4 +141,5 @@ def test_a_wheel_has_the_two_rooms_that_people_import_with_their_types_and_tiles
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     rooms = ("jaxbp", "pallas_kernels")
     sources = {path.relative_to(ROOT).as_posix() for room in rooms for path in (ROOT / room).rglob("*.py")}
-    assert names == sources | {"jaxbp/py.typed", "pallas_kernels/py.typed", "pallas_kernels/core/tiles.json"}
+    types = {"jaxbp/__init__.pyi", "jaxbp/py.typed", "pallas_kernels/py.typed"}
+    assert names == sources | types | {"pallas_kernels/core/tiles.json"}

@@ -77,7 +77,7 @@ def unsupported_dtype(*arrays: Array | None) -> str | None:
 def array(op: str, name: str, a: Any) -> Array:
     if not hasattr(a, "shape") or not hasattr(a, "dtype"):
         raise TypeError(f"{op}: {name} is a {type(a).__name__}; wants an array")
-    return jnp.asarray(a)
+    return a if isinstance(a, Array) else jnp.asarray(a)
 
 
 def broadcast(op: str, **arrays: Array) -> tuple[int, ...]:

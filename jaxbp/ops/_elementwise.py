@@ -58,6 +58,7 @@ class Elementwise(Pair):
             unsupported=_checks.unsupported,
             fastest=fastest,
             fastest_vjp=fastest_vjp,
+            jit=True,
         )
 
     def of(self, implementation: Implementation, arrays: dict[str, Any], **options: Any) -> Array:

@@ -137,6 +137,7 @@ def _normalised(name, function, term, fastest=KEPT):
         unsupported=_checks.unsupported,
         fastest=fastest,
         fastest_vjp=KEPT,
+        jit=True,
     )
 
 

@@ -121,6 +121,7 @@ _NEGATIVE = Pair(
     name="negative",
     unsupported=_checks.unsupported,
     fastest=FUSED,
+    jit=True,
 )
 _ADD = Elementwise("add", jnp.add, lambda dy, x1, x2: (dy, dy))
 _SUBTRACT = Elementwise("subtract", jnp.subtract, lambda dy, x1, x2: (dy, -dy))

@@ -186,6 +186,7 @@ _STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
         unsupported=_unsupported,
         # Cells of all grids lie side by side in it, an array whose sharding JAX does not say.
         sharded_like=like,
+        jit=True,
     )
     for name, definition, function, like in (
         ("automaton_step", _definition, _rollout, _state),

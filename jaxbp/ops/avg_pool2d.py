@@ -66,6 +66,7 @@ _AVG_POOL2D = Pair(
     name="avg_pool2d",
     unsupported=_checks.unsupported,
     fastest=FUSED,
+    jit=True,
 )
 _GLOBAL_AVG_POOL2D = Pair(
     _global_forward,
@@ -74,6 +75,7 @@ _GLOBAL_AVG_POOL2D = Pair(
     name="global_avg_pool2d",
     unsupported=_checks.unsupported,
     fastest=FUSED,
+    jit=True,
 )
 
 

@@ -88,6 +88,7 @@ _BATCH_NORM = Pair(
     name="batch_norm",
     unsupported=_checks.unsupported,
     fastest=FUSED,
+    jit=True,
 )
 
 

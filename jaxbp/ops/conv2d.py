@@ -293,6 +293,7 @@ _FORWARD = Op(
     unsupported=_unsupported,
     shares=True,
     fastest=_fastest_forward,
+    jit=True,
 )
 _INPUT_GRADIENT = Op(
     "conv2d_backward_input",
@@ -304,6 +305,7 @@ _INPUT_GRADIENT = Op(
     unsupported=_unsupported,
     shares=True,
     fastest=_fastest_input_gradient,
+    jit=True,
 )
 _WEIGHTS_GRADIENT = Op(
     "conv2d_backward_weights",
@@ -314,6 +316,7 @@ _WEIGHTS_GRADIENT = Op(
     },
     unsupported=_unsupported,
     shares=True,
+    jit=True,
 )
 _BIAS_GRADIENT = Op(
     "conv2d_backward_bias",
@@ -325,6 +328,7 @@ _BIAS_GRADIENT = Op(
     unsupported=_unsupported,
     shares=True,
     fastest=_LIBRARY,
+    jit=True,
 )
 # Both, for where the tensor cores make them in one pass.
 _PARAMETER_GRADIENTS = Op(
@@ -335,6 +339,7 @@ _PARAMETER_GRADIENTS = Op(
     },
     unsupported=_unsupported,
     shares=True,
+    jit=True,
 )
 
 
@@ -356,10 +361,11 @@ def _gradients(dy, x, w, b, *, implementation, **options):
 _EVERY = ("pallas", "xla", None)
 _CONV2D = Pair(
     forward,
-    Op("conv2d_backward", composed(_gradients, _EVERY)),
+    Op("conv2d_backward", composed(_gradients, _EVERY), jit=True),
     save=composed(_save, _EVERY),
     name="conv2d",
     unsupported=_unsupported,
+    jit=True,
 )
 
 

@@ -121,6 +121,7 @@ _CONV2D_RELU_MAX_POOL2D = Pair(
         },
         unsupported=_unsupported,
         shares=True,
+        jit=True,
     ),
     save={
         "xla": functools.partial(_save, _forward_and_places),
@@ -130,6 +131,7 @@ _CONV2D_RELU_MAX_POOL2D = Pair(
     name="conv2d_relu_max_pool2d",
     unsupported=_unsupported,
     shares=True,
+    jit=True,
 )
 
 

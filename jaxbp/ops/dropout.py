@@ -45,6 +45,7 @@ _DROPOUT = Pair(
     name="dropout",
     unsupported=_checks.unsupported,
     fastest=FUSED,
+    jit=True,
 )
 
 

@@ -218,12 +218,15 @@ def _unsupported(*arrays, parametrization):
     return _checks.unsupported_dtype(*jax.tree.leaves(arrays))
 
 
-_GATE_LAYER = Op("gate_layer", {"autodiff": _definition, **composed(_layer)}, unsupported=_unsupported, shares=True)
+_GATE_LAYER = Op(
+    "gate_layer", {"autodiff": _definition, **composed(_layer)}, unsupported=_unsupported, shares=True, jit=True
+)
 _GATE_LAYER_BACKWARD = Op(
     "gate_layer_backward",
     {"autodiff": _definition_backward, **composed(_layer_backward)},
     unsupported=_unsupported,
     shares=True,
+    jit=True,
 )
 
 

@@ -157,6 +157,7 @@ _LAYER_NORM, _RMS_NORM = (
         name=name,
         unsupported=unsupported,
         fastest=fastest,
+        jit=True,
     )
     for name in ("layer_norm", "rms_norm")
 )

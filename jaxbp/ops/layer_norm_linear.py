@@ -144,6 +144,7 @@ _LAYER_NORM_LINEAR = Pair(
     name="layer_norm_linear",
     unsupported=layer_norm.unsupported,
     fastest=_fastest,
+    jit=True,
 )
 
 

@@ -52,6 +52,7 @@ _LINEAR = Pair(
     unsupported=_unsupported,
     # Also without the tensor cores, the library's products are faster.
     fastest=Fastest(gpu="xla"),
+    jit=True,
 )
 
 

@@ -49,7 +49,7 @@ def _matrix_product_kernel(a, b):
     return batch_first(kernels.input_gradient(batch_last(b.T), a.T), b.shape[1]).T
 
 
-_PRODUCT = Op("product", {"xla": _product, "pallas": _product_kernel})
+_PRODUCT = Op("product", {"xla": _product, "pallas": _product_kernel}, jit=True)
 
 
 def _matrices(a, b):
@@ -104,6 +104,7 @@ _MATMUL = Pair(
     name="matmul",
     unsupported=_checks.unsupported,
     fastest=FUSED,
+    jit=True,
 )
 _DOT = Pair(
     _in_float32(jnp.dot),
@@ -111,6 +112,7 @@ _DOT = Pair(
     name="dot",
     unsupported=_checks.unsupported,
     fastest=FUSED,
+    jit=True,
 )
 
 
@@ -143,6 +145,7 @@ _OUTER = Pair(
     name="outer",
     unsupported=_checks.unsupported,
     fastest=FUSED,
+    jit=True,
 )
 # "pallas" is XLA's transpose as well: no kernel was faster.
 _TRANSPOSE = Pair(
@@ -152,6 +155,7 @@ _TRANSPOSE = Pair(
     name="transpose",
     unsupported=_checks.unsupported,
     fastest=FUSED,
+    jit=True,
 )
 
 

@@ -170,13 +170,14 @@ def _unsupported(*arrays, stride, padding, pool, **options):
 
 
 _LOGIC_CONV2D = Op(
-    "logic_conv2d", {"autodiff": _definition, **composed(_convolution)}, unsupported=_unsupported, shares=True
+    "logic_conv2d", {"autodiff": _definition, **composed(_convolution)}, unsupported=_unsupported, shares=True, jit=True
 )
 _LOGIC_CONV2D_BACKWARD = Op(
     "logic_conv2d_backward",
     {"autodiff": _definition_backward, **composed(_convolution_backward)},
     unsupported=_unsupported,
     shares=True,
+    jit=True,
 )
 
 

@@ -37,7 +37,9 @@ def _mean_loss(name, loss, slope):
     def kernel(dy, predictions, targets):
         return elementwise(functools.partial(gradients, size=predictions.size), dy, predictions, targets)
 
-    return Pair(forward, {"xla": formula, "pallas": kernel}, name=name, unsupported=_checks.unsupported, fastest=FUSED)
+    return Pair(
+        forward, {"xla": formula, "pallas": kernel}, name=name, unsupported=_checks.unsupported, fastest=FUSED, jit=True
+    )
 
 
 def _x_log_y(x, y):
@@ -124,6 +126,7 @@ _KL_DIVERGENCE = Pair(
     examples=leading(0, 1, 2, features=0),
     unsupported=_checks.unsupported,
     fastest=FUSED,
+    jit=True,
 )
 
 

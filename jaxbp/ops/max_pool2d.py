@@ -130,6 +130,7 @@ _MAX_POOL2D_BACKWARD = Op(
     unsupported=_unsupported,
     # On NCHW images the transposes around the kernel cost more than it saves.
     fastest=Fastest(gpu="xla"),
+    jit=True,
 )
 
 
@@ -141,6 +142,7 @@ _MAX_POOL2D = Pair(
     name="max_pool2d",
     unsupported=_unsupported,
     fastest=_MAX_POOL2D_BACKWARD.fastest,
+    jit=True,
 )
 
 

@@ -231,12 +231,13 @@ def _unsupported(*arrays, precision):
 _MLP_SOFTMAX_CROSS_ENTROPY = Pair(
     _forward,
     # The kernel's backward takes more than the formula's can: its kernels are differentiable one by one.
-    Op("mlp_softmax_cross_entropy_backward", {"xla": _gradients, "pallas": _gradients_kernel}),
+    Op("mlp_softmax_cross_entropy_backward", {"xla": _gradients, "pallas": _gradients_kernel}, jit=True),
     save={"xla": _save, "pallas": _save_kernel},
     has_aux=True,
     name="mlp_softmax_cross_entropy",
     unsupported=_unsupported,
     shares=True,
+    jit=True,
 )
 
 

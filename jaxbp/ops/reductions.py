@@ -79,7 +79,7 @@ def _share(count):
     return 1.0 / count if count else math.inf
 
 
-_KERNELS = dict(unsupported=_checks.unsupported, fastest=FUSED)
+_KERNELS = dict(unsupported=_checks.unsupported, fastest=FUSED, jit=True)
 _SUM = Pair(_reduced(jnp.sum), _spread(lambda count: 1.0), linear=True, name="sum", **_KERNELS)
 _MEAN = Pair(_reduced(jnp.mean), _spread(_share), linear=True, name="mean", **_KERNELS)
 
@@ -111,6 +111,7 @@ _LOGSUMEXP = Pair(
     name="logsumexp",
     unsupported=_checks.unsupported,
     fastest=KEPT,
+    jit=True,
 )
 
 

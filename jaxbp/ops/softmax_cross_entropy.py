@@ -105,13 +105,14 @@ def _save(logits, labels):
 
 _SOFTMAX_CROSS_ENTROPY = Pair(
     losses,
-    Op("softmax_cross_entropy_backward", {"xla": _gradients, "pallas": _gradients_kernel}),
+    Op("softmax_cross_entropy_backward", {"xla": _gradients, "pallas": _gradients_kernel}, jit=True),
     save={"xla": _save, "pallas": _save_kernel},
     name="softmax_cross_entropy",
     unsupported=_checks.unsupported_dtype,
     # With ten classes a GPU spends the time on launching either way; XLA's fusion needs no transposes. A CPU has less
     # to do in the gradient that JAX derives, which touches one class an example.
     fastest=Fastest(gpu="xla", elsewhere="autodiff"),
+    jit=True,
 )
 
 

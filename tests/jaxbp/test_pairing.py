@@ -160,9 +160,9 @@ def test_an_implementation_that_it_lacks_is_refused_with_those_it_has(op, implem
 def counting(function, calls):
     """`function`, which notes each of its calls."""
 
-    def counted(*arrays):
+    def counted(*arrays, **options):
         calls.append(arrays)
-        return function(*arrays)
+        return function(*arrays, **options)
 
     return counted
 
@@ -192,6 +192,48 @@ def test_without_jit_a_second_call_does_not_trace_the_kernel_again():
     traces = len(calls)
     gradient(X)
     assert len(calls) == traces
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "xla", "autodiff", None])
+def test_with_jit_calls_outside_of_it_are_compiled_once_for_their_shapes_and_options(implementation):
+    traces, backwards = [], []
+    scaled = lambda x, *, k: k * cube(x)  # noqa: E731
+    backward = counting(lambda dy, x, *, k: k * cube_gradient(dy, x), backwards)
+    pair = Pair(counting(scaled, traces), {"xla": backward, "pallas": backward}, name="scaled", jit=True)
+    call = functools.partial(pair, implementation=implementation)
+    for k in (1, 1.0, True, 1, 1.0):
+        y = call(X, k=k)
+        assert_close(y, k * cube(X), "float32")
+        assert y.dtype == X.dtype
+        assert_close(pair.vjp(X, X, k=k, implementation=implementation), k * cube_gradient(X, X), "float32")
+    call(np.ones((2, 3), np.float32), k=1), call(np.ones((2, 3), np.float32), k=1)
+    # Calls of the forward and, under "autodiff", of the gradient: three options and two shapes.
+    assert len(traces) == (4 if implementation != "autodiff" else 7)
+    assert all(isinstance(x, jax.core.Tracer) for (x, *_) in (*traces, *backwards))
+
+
+def test_with_jit_it_is_no_different_under_transformations():
+    pair = Pair(cube, {"xla": cube_gradient}, jit=True)
+    assert_close(jax.jit(jax.vmap(jax.grad(pair)))(X), 3 * X**2, "float32")
+    assert_close(jax.vmap(pair)(X), X**3, "float32")
+    assert float(jax.grad(jax.grad(pair))(2.0)) == 12
+    text = str(jax.make_jaxpr(pair)(X))
+    assert text == str(jax.make_jaxpr(Pair(cube, {"xla": cube_gradient}))(X))
+
+
+def test_with_jit_no_array_need_be_given():
+    assert float(Op("two", {"xla": lambda *, k: jnp.float32(k)}, jit=True)(k=2)) == 2
+
+
+def test_with_jit_wrong_arguments_have_the_same_errors():
+    pair = Pair(lambda x, *, k: k * x, {"xla": lambda dy, x, *, k: k * dy}, name="scaled", jit=True)
+    for renamed in (pair, pair.named("renamed")):
+        with pytest.raises(ValueError, match=rf"^{renamed.name}: implementation is 'cuda'; wants"):
+            renamed(X, k=1, implementation="cuda")
+        with pytest.raises(ValueError, match=rf"^{renamed.name}: implementation is \['xla'\]; wants"):
+            renamed(X, k=1, implementation=["xla"])
+        with pytest.raises(TypeError, match=rf"^{renamed.name}: k is a list; wants something hashable"):
+            renamed(X, k=[1])
 
 
 def test_the_implementation_is_part_of_jits_cache_key():
