@@ -77,8 +77,9 @@ def unsupported_dtype(*arrays: Array | None) -> str | None:
 def array(op: str, name: str, a: Any) -> Array:
     if not hasattr(a, "shape") or not hasattr(a, "dtype"):
         raise TypeError(f"{op}: {name} is a {type(a).__name__}; wants an array")
-    # JAX's own scalars pass for an `Array`, but lack its methods. What has them needs no conversion, which takes 5 us.
-    return a if hasattr(a, "at") else jnp.asarray(a)
+    if isinstance(a, Array) and not isinstance(a, jax.core.Tracer):
+        return a
+    return jnp.asarray(a)  # Within a tracer of `grad` a Python number is one still.
 
 
 def broadcast(op: str, **arrays: Array) -> tuple[int, ...]:
