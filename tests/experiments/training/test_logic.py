@@ -24,7 +24,7 @@ def finished(tmp_path_factory):
         patch.setattr(logic, "TIMED_SAMPLES", 64)
         output = []
         patch.setattr("builtins.print", lambda *words, **options: output.append(" ".join(map(str, words))))
-        size = ["--levels", "2", "--gates", "1000", "--layers", "3", "--epochs", "60"]
+        size = ["--levels", "2", "--gates", "1000", "--layers", "3", "--epochs", "25"]
         code = train.main(["logic", *size, "--run-dir", str(folder)])
     return code, "\n".join(output), folder
 

@@ -26,7 +26,7 @@ def finished(tmp_path_factory):
         output = []
         patch.setattr("builtins.print", lambda *words, **options: output.append(" ".join(map(str, words))))
         size = ["--kernels", "8", "--levels", "1", "--tau", "2"]
-        training = ["--epochs", "4", "--learning-rate", "0.1", "--shift", "0", "--devices", "1"]
+        training = ["--epochs", "2", "--learning-rate", "0.1", "--shift", "0", "--devices", "1"]
         code = train.main(["logic-conv", *size, *training, "--run-dir", str(folder)])
     return code, "\n".join(output), folder
 

@@ -161,6 +161,7 @@ def test_forward_over_reverse_equals_reverse_over_reverse(name, implementation):
         assert_close(forward_over_reverse, reverse_over_reverse, dtype)
 
 
+@pytest.mark.rotating
 @pytest.mark.once
 @every_pair
 def test_check_grads_to_second_order(name):
@@ -217,6 +218,7 @@ def test_value_and_gradients_of_one_example_at_real_shapes_match_float64(name, p
     _check_at_place(name, place, implementation, "float32", batch=1)
 
 
+@pytest.mark.rotating
 @every_implementation
 @every_op
 def test_an_empty_batch_has_gradients_of_every_shape(name, implementation):
@@ -303,6 +305,7 @@ def _left_to_xla(name, place, dtype):
     return dtype != "float32" and name in ("conv2d_backward_input", "linear", "linear_backward")
 
 
+@pytest.mark.rotating
 @every_pair
 def test_float32_kernels_lower_for_cuda_under_x64(name):
     with jax.enable_x64(True), jax.default_matmul_precision("default" if name.startswith("mlp_") else "highest"):

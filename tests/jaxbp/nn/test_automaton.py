@@ -32,6 +32,7 @@ def test_it_is_the_op_with_its_parameters():
     assert jnp.array_equal(model(state, 3, **options), wanted)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("periodic", [False, True], ids=["zero", "periodic"])
 @pytest.mark.parametrize("parametrization", PARAMETERS)
 def test_the_hardened_automaton_is_its_circuit_bit_for_bit(parametrization, periodic):

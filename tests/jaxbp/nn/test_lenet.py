@@ -196,6 +196,7 @@ def in_float64():
     return value, by_name(gradients)
 
 
+@pytest.mark.rotating
 def test_loss_and_all_gradients_agree_with_float64(two_steps):
     value, gradients, _ = two_steps
     expected, expected_gradients = in_float64()

@@ -83,6 +83,7 @@ def test_seeds_tell_the_wires_of_networks_apart():
     assert leaves(0) == leaves(0) != leaves(7)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("parametrization", PARAMETERS)
 def test_the_hardened_network_is_its_circuit(parametrization):
     net = network(parametrization=parametrization)

@@ -50,6 +50,7 @@ def test_patches_are_squares_of_the_image():
     assert_close((model(lit) - model(dark))[0] * 16, model.embed.weight[...][:, 1 * 7 + 3], "float32")
 
 
+@pytest.mark.rotating
 @every_implementation
 def test_gradients_agree_with_float64(implementation):
     (images,) = normal((2, 1, 28, 28))

@@ -69,6 +69,7 @@ STRIDES_AND_PADDINGS = {
 }
 
 
+@pytest.mark.rotating
 @every_implementation
 @pytest.mark.parametrize(("options", "meaning"), STRIDES_AND_PADDINGS.values(), ids=STRIDES_AND_PADDINGS)
 def test_strides_and_paddings_mean_what_they_mean_to_lax(options, meaning, implementation):
@@ -85,6 +86,7 @@ DILATIONS_AND_GROUPS = {
 }
 
 
+@pytest.mark.rotating
 @without_kernels
 @pytest.mark.parametrize(("options", "dilation", "groups"), DILATIONS_AND_GROUPS.values(), ids=DILATIONS_AND_GROUPS)
 def test_dilations_and_groups_mean_what_they_mean_to_lax(options, dilation, groups, implementation):
@@ -179,6 +181,7 @@ def test_none_takes_for_each_part_of_the_gradient_what_is_fastest_on_a_gpu(on_ho
 IN_EIGHTS = (2, 2, 8, 8), (4, 2, 5, 5), (4,)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("gpu", "wgmma"), [(HOPPER, True), (BLACKWELL, False), (BLACKWELL_RTX, False)], ids=["H200", "B200", "RTX"]
 )

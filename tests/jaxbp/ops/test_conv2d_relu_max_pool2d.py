@@ -36,6 +36,7 @@ def three_ops(x, w, b, *, window, **options):
     return max_pool2d(relu(x, implementation="autodiff"), window, implementation="autodiff")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("options", [dict(window=2), dict(window=(1, 3), padding=(2, 1))], ids=str)
 @every_implementation
 def test_values_and_gradients_are_those_of_the_three_ops(options, implementation):

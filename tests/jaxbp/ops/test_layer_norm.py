@@ -131,6 +131,7 @@ def test_the_backwards_of_rms_norm_and_of_layer_norm_agree_on_centred_rows():
     assert relative_error(dx, rms_dx) > 1e-3
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("rows", [1, 129])
 @pytest.mark.parametrize("hidden", [1, 96, 256, 1000, 1152, 4096, 8192, 16384])
 def test_kernels_lower_for_cuda_at_any_size(hidden, rows):

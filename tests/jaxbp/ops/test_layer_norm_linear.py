@@ -121,6 +121,7 @@ def of_kernels(monkeypatch):
         monkeypatch.setattr(module, "_LEAST_ROWS", 64)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("bias_of_outputs", [True, False])
 @FUSED
 def test_products_that_are_kernels_agree_with_the_formula_and_so_do_their_derivatives(
@@ -141,6 +142,7 @@ def test_products_that_are_kernels_agree_with_the_formula_and_so_do_their_deriva
     assert_close(run("pallas", *arrays), in_float64(functools.partial(run, "autodiff"), *arrays), 2e-2)
 
 
+@pytest.mark.rotating
 @FUSED
 def test_products_that_are_kernels_lower_for_cuda_with_and_without_statistics(hidden, out, monkeypatch):
     of_kernels(monkeypatch)
@@ -156,6 +158,7 @@ def test_products_that_are_kernels_lower_for_cuda_with_and_without_statistics(hi
     assert ("layer_norm_linear_backward_input" in program) == (hidden == 128)
 
 
+@pytest.mark.rotating
 @FUSED
 @pytest.mark.parametrize("device", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
 def test_none_programs_the_tensor_cores_on_hopper_alone(device, hidden, out):

@@ -141,6 +141,7 @@ def assert_caught(mistake, dtype):
     assert {row.implementation for row in result.failures} == {"xla"}  # JAX's own is right
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_caught_and_named(mistake):
     assert_caught(mistake, "float32")
@@ -294,6 +295,7 @@ MISSED = {
 }  # fmt: skip
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("mistake", MISSED)
 def test_a_mistake_that_random_numbers_do_not_show_is_caught(mistake):
     forward, wrong, args, settings = MISSED[mistake]
