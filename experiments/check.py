@@ -40,7 +40,7 @@ from jaxbp.verify.check import WIDTH
 
 @dataclasses.dataclass(frozen=True)
 class CheckConfig:
-    """What to check."""
+    """Hold the ops' gradients against finite differences, in every implementation."""
 
     ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
     """Names of ops, or `all`. A forward's name stands for its backwards as well."""

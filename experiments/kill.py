@@ -31,7 +31,7 @@ Command = Callable[[Path], Sequence[str]]
 
 @dataclasses.dataclass(frozen=True)
 class KillConfig:
-    """What to kill, and how often."""
+    """Kill a training again and again, and compare its result with that of one that was not killed."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "lenet"
     """As for experiments.train."""

@@ -105,7 +105,7 @@ KEPT_LINES = 40
 
 @dataclasses.dataclass(frozen=True)
 class SanitizeConfig:
-    """What to run, under which tools."""
+    """Run the ops' kernels under the tools of NVIDIA's compute-sanitizer."""
 
     ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Names of ops, each by itself; by default all that have kernels of their own."""

@@ -206,6 +206,7 @@ def train(config: TrainingConfig) -> Metrics:
                 _, _, predictions = map(np.asarray, prepared.evaluate(state.params))
             _draw(directory, dataset, predictions)
             print(_total(directory.metrics))
+            print(f"curves in {config.run_dir / 'curves.png'}")
             nnx.update(prepared.model, jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), state.params))
             if report:
                 print(report.of(config, prepared.model, dataset))
@@ -288,8 +289,9 @@ def _tested(config: TrainingConfig, metrics: Metrics) -> str:
 
 def _total(metrics: Sequence[Metrics]) -> str:
     training, evaluation, compilation = _seconds(metrics).values()
+    epochs = "1 epoch" if len(metrics) == 1 else f"{len(metrics)} epochs"
     return (
-        f"{len(metrics)} epochs in {training + evaluation:.2f} s: training {training:.2f} s, "
+        f"{epochs} in {training + evaluation:.2f} s: training {training:.2f} s, "
         f"evaluation {evaluation:.2f} s; compilation before that {compilation:.1f} s"
     )
 

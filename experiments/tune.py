@@ -43,7 +43,7 @@ FILTER, WINDOW = (5, 5), (2, 2)
 
 @dataclasses.dataclass(frozen=True)
 class TuneConfig:
-    """What to sweep."""
+    """Time the kernels with other tile sizes, and record the fastest."""
 
     kernels: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Names of kernels; all if none is given."""

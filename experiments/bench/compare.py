@@ -33,15 +33,14 @@ FIELDS = ("work", "batch", "dtype", "precision", "implementation")
 
 @dataclasses.dataclass(frozen=True)
 class CompareConfig:
-    """Which runs to compare."""
+    """List what became slower between two runs of the bench on the same device."""
 
     old: Annotated[Path, tyro.conf.Positional]
     """A file that the bench wrote."""
     new: Annotated[Path, tyro.conf.Positional]
     """Another, of the same device."""
     threshold: float = 0.05
-    """How much longer a row has to take to be slower, as a share: between two processes times differ by a few per cent,
-    whatever the noise within one."""
+    """A row is slower if it takes longer by more than this share, and by more than the noise of both runs."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,8 +112,7 @@ class AutomatonConfig(TrainingConfig):
     hard_share: float | None = None
     """Share of the gates that are hard at the last update, with the relaxed gates' gradients. None: the recipe's."""
     rounded_share: float | None = None
-    """Share of the states' values that are rounded before a tick, drawn anew for each, with the gradients of the values
-    themselves. None: the recipe's."""
+    """Share of a state's values that are rounded before each tick, straight through. None: the recipe's."""
     certainty: float | None = None
     """Weight, at the last update, of the variance that the gates' truth tables have. None: the recipe's."""
     hard_from: float | None = None

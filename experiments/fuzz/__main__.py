@@ -56,7 +56,7 @@ KEPT_EVERY = 20
 
 @dataclasses.dataclass(frozen=True)
 class FuzzConfig:
-    """What to draw, and until when."""
+    """Draw ops, shapes, dtypes, options and numbers at random, and hold results against float64."""
 
     seconds: float | None = None
     """Stop after this time. By default, and without `--cases`, a minute."""

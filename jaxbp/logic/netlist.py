@@ -11,7 +11,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int, Shaped, UInt8
 
-from jaxbp.logic.circuit import Circuit, pack_bits, unpack_bits
+from jaxbp.logic.circuit import Circuit, outputs_of_samples
 from jaxbp.logic.gates import GATES
 from jaxbp.logic.sources import (
     C_WORDS,
@@ -135,7 +135,7 @@ class Netlist:
 
     def __call__(self, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
         """The outputs of each sample."""
-        return unpack_bits(self.evaluate(pack_bits(bits)), len(bits))
+        return outputs_of_samples(self, bits)
 
     def evaluate(self, x: Shaped[Array, "inputs *words"]) -> Shaped[Array, "outputs *words"]:
         """The outputs of packed samples, words of any unsigned type: JAX's, also within `jax.jit`, or NumPy's."""

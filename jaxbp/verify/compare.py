@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxbp.pairing import IMPLEMENTATIONS, Implementation
-from jaxbp.verify.arguments import Arguments, bind, name_of, take_apart
+from jaxbp.verify.arguments import Arguments, bind, name_of, require_function, require_several, take_apart
 from jaxbp.verify.page import page
 from jaxbp.verify.timing import compile_program, device_seconds
 
@@ -194,7 +194,7 @@ def compare(
     *args: Any,
     implementations: Sequence[Implementation] = IMPLEMENTATIONS,
     reference: Implementation = "autodiff",
-    argnums: Sequence[int] | None = None,
+    argnums: int | Sequence[int] | None = None,
     second_order: bool = True,
     seconds: float = 0.05,
     seed: int = 0,
@@ -223,10 +223,13 @@ def compare(
     Raises:
       ValueError: nothing to differentiate. What the reference raises is raised as it is.
     """
+    require_function("compare", "function", function)
+    require_several("compare", "implementations", implementations)
     arguments = take_apart(function, args)
-    chosen = arguments.positions(argnums)
+    chosen = arguments.positions((argnums,) if isinstance(argnums, int) else argnums)
     if not chosen:
-        raise ValueError(f"compare: {name_of(function)} has no floating argument among {argnums or 'its arguments'}")
+        among = "its arguments" if argnums is None else argnums
+        raise ValueError(f"compare: {name_of(function)} has no floating argument among {among}")
     leaves, random = list(arguments.leaves), np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda leaves: arguments.call(bind(function, reference, options), leaves), leaves)
     cotangents = [_normal(random, y) if y.shape else np.ones((), y.dtype) for y in shapes]
