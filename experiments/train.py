@@ -157,9 +157,12 @@ def _run_to_resume(args: Sequence[str]) -> TrainingConfig | None:
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--resume", action="store_true")
     options.add_argument("--run-dir", "--run_dir", type=Path, nargs="?")
+    options.add_argument("-h", "--help", action="store_true")
     found, _ = options.parse_known_args(args)
-    if not found.resume or found.run_dir is None:
+    if not found.resume or found.help:
         return None
+    if found.run_dir is None:
+        raise UserError("resume = True: wanted run_dir as well, to know which run")
     saved, name = run_directory.saved_config(found.run_dir), args[0]
     if name in configs.EXPERIMENTS and name != saved.name:
         raise UserError(f"run_dir = {found.run_dir} holds a run of {saved.name}: wanted one of {name}")

@@ -83,6 +83,7 @@ MISTAKES = {
     "batch of more than the training set": (["--batch-size", "1438"], "batch_size = 1438: wanted at most 1437"),
     "missing data": (["--dataset", "mnist", "--data-dir", "nowhere"], "train-images-idx3-ubyte is neither in nowhere"),
     "occupied run directory": (["--run-dir", "."], "run_dir = . is not empty"),
+    "no run to resume": (["--resume"], "resume = True: wanted run_dir as well"),
 }
 
 
@@ -103,7 +104,6 @@ REFUSED = {
     "unknown choice": (["lenet", "--dataset", "cifar"], "fashion_mnist"),
     "not a number": (["lenet", "--seed", "x"], "--seed"),
     "value out of range": (["lenet", "--batch-size", "0"], "batch_size = 0: wanted a whole number of at least 1"),
-    "no run to resume": (["lenet", "--resume"], "resume = True: wanted run_dir as well"),
 }
 
 
@@ -113,6 +113,11 @@ def test_arguments_that_no_run_can_have_end_in_exit_code_2(args, message, capsys
         train.main(args)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_run_to_resume_is_asked_for_without_an_experiment_too(capsys):
+    assert train.main(["--resume"]) == 2
+    assert capsys.readouterr().err == "error: resume = True: wanted run_dir as well, to know which run\n"
 
 
 def test_help_lists_the_experiments(capsys):
