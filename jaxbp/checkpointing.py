@@ -126,7 +126,7 @@ def retreat(
             return _through(step, state, (start + i) * length, length, unroll=unroll), kept
 
         state = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, slot, keepdims=False), kept)
-        state, kept = lax.fori_loop(0, index - start, again, (state, kept))
+        state, kept = lax.fori_loop(0, index - start, recompute, (state, kept))
         return (back(carry, state, index * length, length), kept), None
 
     return lax.scan(segment, (carry, kept), schedule.visits)[0][0]
@@ -196,15 +196,15 @@ class _Schedule:
 def _schedule(n: int) -> _Schedule:
     slots = max(1, n.bit_length())
     visits = _binomial(n, slots)
-    nowhere = slots
+    spare = slots
     _, _, _, stores = visits[0]
-    first_slots = np.array([0, *(stores.get(i, nowhere) for i in range(1, n))], np.int32)
+    first_slots = np.array([0, *(stores.get(i, spare) for i in range(1, n))], np.int32)
     # The forward has kept what the first visit would keep: that begins at the last of it.
     visits[0] = (n - 1, *max(((slot, i) for i, slot in stores.items()), key=lambda s: s[1], default=(0, 0)), {})
     on_the_way, first = [], []
     for segment, _, start, stores in visits:
         first.append(len(on_the_way))
-        on_the_way += [nowhere if i == start else stores.get(i, nowhere) for i in range(start, segment)]
+        on_the_way += [spare if i == start else stores.get(i, spare) for i in range(start, segment)]
         # What is kept before the visited segment itself was put there by the visit to a later one, or is not needed.
     columns = [np.array(column, np.int32) for column in list(zip(*visits, strict=True))[:3]]
     return _Schedule(slots, first_slots, (*columns, np.array(first, np.int32)), np.array([*on_the_way, 0], np.int32))

@@ -166,9 +166,9 @@ def print_changes(old: Report, new: Report, changed: Sequence[Change], console: 
     ):
         console.print("some rows do not have their rounds: they are judged by the threshold alone")
     of_old, of_new = _rows(old), _rows(new)
-    for name, mine, other in (("old", of_old, of_new), ("new", of_new, of_old)):
-        if alone := [title for title in mine if title not in other]:
-            console.print(Text(f"in the {name} run alone: {'; '.join(alone)}"), soft_wrap=True)
+    for name, rows, other_rows in (("old", of_old, of_new), ("new", of_new, of_old)):
+        if titles := [title for title in rows if title not in other_rows]:
+            console.print(Text(f"in the {name} run alone: {'; '.join(titles)}"), soft_wrap=True)
 
 
 def _time(row: Row) -> str:

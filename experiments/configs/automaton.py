@@ -253,11 +253,11 @@ class AutomatonConfig(TrainingConfig):
     def _evaluation_loss(self, model, examples, targets):
         starts, key = self._starts_and_key(examples)
         advance = functools.partial(model, steps=self.steps, fire_rate=self.fire_rate, hard=True)
-        now, later = jax.random.split(key)
-        last = advance(starts.astype(jnp.float32), key=now)
+        first_key, second_key = jax.random.split(key)
+        last = advance(starts.astype(jnp.float32), key=first_key)
         losses, right = self._losses(last, starts)
         if self.stands:
-            right &= self._losses(advance(last, key=later), starts)[1]
+            right &= self._losses(advance(last, key=second_key), starts)[1]
         return losses, right
 
     def _starts_and_key(self, examples):

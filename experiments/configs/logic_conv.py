@@ -19,7 +19,6 @@ Source: F. Petersen et al., "Convolutional differentiable logic gate networks", 
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple, get_args
@@ -28,8 +27,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from experiments.configs.base import Loss, Recipe, is_whole
-from experiments.configs.images import ImageConfig, classification_loss
+from experiments.configs.base import Recipe, is_whole
+from experiments.configs.logic import GateConfig
 from experiments.data import datasets
 from experiments.data.datasets import DatasetName
 from jaxbp.nn import LogicConvNetwork, LogicConvolution, image_thermometer
@@ -107,7 +106,7 @@ ARCHITECTURES: Mapping[DatasetName, Architecture] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogicConvConfig(ImageConfig):
+class LogicConvConfig(GateConfig):
     """A convolutional network of differentiable logic gates on the bits of thresholded images.
 
     The test accuracy is that of the hardened network.
@@ -115,7 +114,6 @@ class LogicConvConfig(ImageConfig):
 
     name: ClassVar[str] = "logic-conv"
     datasets: ClassVar = get_args(DatasetName)
-    curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
 
     size: SizeName = "s"
     """Of the network, and of its settings that are left open."""
@@ -164,10 +162,10 @@ class LogicConvConfig(ImageConfig):
     def defaults(self) -> Recipe:
         return self._size.recipe
 
-    def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
+    def network(self, key: PRNGKeyArray) -> nnx.Module:
         channels, *size = datasets.IMAGE_SHAPES[self.dataset]
         convolutions, widths, _ = self.architecture
-        model = LogicConvNetwork(
+        return LogicConvNetwork(
             (channels * self.levels, *size),
             [convolution._replace(kernels=self.kernels * convolution.kernels) for convolution in convolutions],
             [self.kernels * width for width in widths],
@@ -181,17 +179,6 @@ class LogicConvConfig(ImageConfig):
             dtype=self.policy.compute_dtype,
             rngs=nnx.Rngs(key),
         )
-        return model, functools.partial(self._loss, hard=False)
-
-    def evaluation(self, loss: Loss) -> Loss:
-        return functools.partial(self._loss, hard=True)
 
     def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch bits height width"]:
-        """What the network reads of images."""
         return image_thermometer(images, jnp.arange(1, self.levels + 1) / (self.levels + 1))
-
-    def _loss(self, model, images, labels, *, hard):
-        scores = functools.partial(model, hard=hard)
-        return classification_loss(
-            lambda images: scores(self.bits(images)), images, labels, implementation=self.implementation
-        )

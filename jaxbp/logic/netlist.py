@@ -282,8 +282,8 @@ class GateList:
     def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
         """The outputs of new gates like a netlist's, at each of several places: `(*places, outputs)`."""
         places = inputs.shape[:-1]
-        here = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
-        sources = np.concatenate([inputs, here], axis=-1)
+        new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
+        sources = np.concatenate([inputs, new], axis=-1)
         self.add(netlist.gates, sources[..., netlist.a], sources[..., netlist.b])
         return sources[..., netlist.results]
 

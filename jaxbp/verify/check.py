@@ -313,16 +313,16 @@ def _rows(
             yield from _of_implementation(op, programs, reference, judge, expected)
             if "dtypes" in added and len(set(dtypes)) == 1:
                 for dtype in ("float32",) if dtypes[0].itemsize == 2 else ("bfloat16", "float16"):
-                    other = programs.in_dtype(dtype)
-                    judge_there = Judge(
+                    in_dtype = programs.in_dtype(dtype)
+                    judge_in_dtype = Judge(
                         reference, native and native.in_dtype(dtype), tolerances, directions, kink_convention
                     )
-                    results = other.result_dtypes()
+                    results = in_dtype.result_dtypes()
                     if results is None:
                         continue
-                    there = [p.rounded([jnp.dtype(dtype)] * len(dtypes), results) for p in (own, large)]
-                    wanted = [(p, _at(reference, p, steps, most_elements)) for p in there]
-                    yield from _compared_all(op, other, reference, judge_there, wanted)
+                    rounded = [p.rounded([jnp.dtype(dtype)] * len(dtypes), results) for p in (own, large)]
+                    wanted = [(p, _at(reference, p, steps, most_elements)) for p in rounded]
+                    yield from _compared_all(op, in_dtype, reference, judge_in_dtype, wanted)
 
 
 def _at(reference: Reference, point: Point, steps: Sequence[float | None], most: int) -> Expected:

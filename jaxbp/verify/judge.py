@@ -145,24 +145,24 @@ class Judge:
         """
         beyond = np.zeros(point.values[i].shape if order else (), bool)
         for k in range(len(point.cotangents) if order else 0):
-            alone = [c if j == k else np.zeros_like(c) for j, c in enumerate(point.cotangents)]
-            beyond |= np.abs(self._exactly(order, point.values, alone)[i]) > float(jnp.finfo(dtype).max)
+            cotangents = [c if j == k else np.zeros_like(c) for j, c in enumerate(point.cotangents)]
+            beyond |= np.abs(self._exactly(order, point.values, cotangents)[i]) > float(jnp.finfo(dtype).max)
         return beyond
 
     def _rounding(self, point, order, i, dtype, checked):
         """How far JAX's own differentiation in the dtype is from float64, near the point."""
-        own = self.native or (None if self.reference.independent else checked)
-        if own is None:
+        native = self.native or (None if self.reference.independent else checked)
+        if native is None:
             return 0.0
         random, found = generator(1), []
         for _ in range(SAMPLES):
-            values = own.rounded([a * (1 + NEAR * random.uniform(-1, 1, a.shape)) for a in point.values])
-            results = own.results(order, values, point.cotangents, self.directions)
+            values = native.rounded([a * (1 + NEAR * random.uniform(-1, 1, a.shape)) for a in point.values])
+            results = native.results(order, values, point.cotangents, self.directions)
             if results is None:
                 return 0.0
             with np.errstate(invalid="ignore", over="ignore"):
-                off = np.abs(np.asarray(results[i], np.float64) - self._exactly(order, values, point.cotangents)[i])
-            found.append(off[np.isfinite(off)].max(initial=0.0))
+                error = np.abs(np.asarray(results[i], np.float64) - self._exactly(order, values, point.cotangents)[i])
+            found.append(error[np.isfinite(error)].max(initial=0.0))
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
@@ -195,8 +195,8 @@ class Judge:
         moves = [(None, None, 0)] * NEIGHBOURS
         if order == 1:
             for j, a in enumerate(point.values):
-                some = places if j == i else np.unique(np.linspace(0, a.size - 1, min(a.size, MOST)).astype(int))
-                moves += [(j, place, sign) for place in some for sign in (2, -2)]
+                chosen = places if j == i else np.unique(np.linspace(0, a.size - 1, min(a.size, MOST)).astype(int))
+                moves += [(j, place, sign) for place in chosen for sign in (2, -2)]
         for j, place, sign in moves:
             values = [a + share * scale_of(a) * random.uniform(-1, 1, a.shape) for a in point.values]
             if place is not None:
@@ -217,9 +217,9 @@ def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.n
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):
-        ours, theirs = a.sum(axis, keepdims=True), found.sum(axis + 1, keepdims=True)
-        slack = limit.sum(axis, keepdims=True) + np.ptp(theirs, axis=0)
-        right &= (ours >= theirs.min(axis=0) - slack) & (ours <= theirs.max(axis=0) + slack)
+        sums, nearby = a.sum(axis, keepdims=True), found.sum(axis + 1, keepdims=True)
+        slack = limit.sum(axis, keepdims=True) + np.ptp(nearby, axis=0)
+        right &= (sums >= nearby.min(axis=0) - slack) & (sums <= nearby.max(axis=0) + slack)
     return right
 
 
