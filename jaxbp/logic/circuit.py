@@ -1,7 +1,6 @@
 """Hardened logic networks: evaluated 32 samples a word with bitwise operations, and written out as C and as Verilog.
 
-Of bits, a gate's `c0 + c1 a + c2 b + c3 ab` is the same formula modulo 2: with exclusive or for the sum, and for the
-product.
+On bits, a gate's `c0 + c1 a + c2 b + c3 ab` is taken modulo 2: the sum is "exclusive or", the product is "and".
 """
 
 import dataclasses

@@ -1,16 +1,14 @@
 """Whether what an implementation gives is right, where neither rounding nor a kink is to be taken for a mistake.
 
-A number passes within the tolerance of its dtype. One beyond it is looked at again, in this order:
+A number passes within the tolerance of its dtype. One beyond it passes nevertheless, in this order, if
 
-- JAX's own differentiation of the plain forward, in the same dtype, gives the same, or overflows.
-- How far JAX's own is from float64 is measured on three sets of data near by. Four times that is allowed on top; and
-  likewise four times what float64 itself is off by, as random roundings show it (`jaxbp.verify.rounding`).
-- Infinite or NaN is right where a gradient is a sum over several results, and the part of one of them overflows.
-- The gradient in float64 is computed at points around, as near as rounding may move the data. Where these differ there
-  is a kink, and anything between them is right: one side or the other is a matter of the last bit. If the kink is at
-  the data itself, as at a tie, that holds only for who follows no convention, or in half precisions.
-
-It is called wrong if all of this leaves it so.
+- JAX's own differentiation of the plain forward, in the same dtype, gives the same, or overflows;
+- it is within four times the error that JAX's own has against float64, measured on three sets of data near by, or
+  within four times the error of float64 itself, as random roundings show it (`jaxbp.verify.rounding`);
+- it is infinite or NaN, and a term of the sum that it stands for, one result's part of a gradient, overflows;
+- it lies between gradients in float64 at points around, as near as rounding may move the data: where these differ there
+  is a kink, and the last bit decides on which side the data is. A kink at the data itself, as at a tie, counts only for
+  an op that follows no convention, or in half precisions.
 """
 
 import dataclasses
@@ -80,7 +78,7 @@ class Judge:
             # The forward sees a kink where the dtype has it, which may be beside the one in float64.
             e = np.where(contradicted | (_compare(native, e, tolerance)[0] <= 1), e, native)
         excess, difference = compare(e)
-        # A NaN out of numbers is JAX's having no answer; infinite is one only for who follows its conventions.
+        # NaN from finite numbers is no expectation; an infinite gradient is one only for an op with JAX's conventions.
         loose = point.beyond or expected.order > 1 or (point.kinks and not self.convention)
         told = np.isfinite(e) if loose else ~np.isnan(e)
         held = told if all(np.isfinite(v).all() for v in point.values) else np.ones(e.shape, bool)
