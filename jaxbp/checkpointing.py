@@ -181,9 +181,9 @@ class _Schedule:
     Attributes:
       slots: of kept states. One more takes what is not kept.
       first_slots: where the forward puts the state before each segment, `(n,)`.
-      visits: of each visit, last segment first: the segment; the slot fetched, and before which segment its state is;
-        where its part of the next array begins. `(n,)` each.
-      slots_on_the_way: where the state before each segment that is computed again is put.
+      visits: for each visit, last segment first: the segment; the slot that is fetched; the segment before which the
+        fetched state is; where the visit's part of `slots_on_the_way` begins. `(n,)` each.
+      slots_on_the_way: the slots for the states before the segments that a visit computes again.
     """
 
     slots: int

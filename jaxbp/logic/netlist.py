@@ -205,7 +205,7 @@ class Netlist:
 
         With `classes` it has `name_classify_words` and `name_classify` as well, also as there.
 
-        The room of a gate's value is used again once no gate reads it any more.
+        The memory of a gate's value is reused after its last reader.
         """
         check_name("Netlist", name, C_WORDS)
         check_classes("Netlist", classes, self.outputs)

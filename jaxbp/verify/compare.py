@@ -22,7 +22,7 @@ from jaxbp.verify.page import page
 from jaxbp.verify.timing import compile_program, device_seconds
 
 CALLS = 10
-"""In a program that is timed on a GPU, so that the device does not wait for the host to start them one by one."""
+"""Calls in a program that is timed on a GPU: the device need not wait for the host between them."""
 
 KINDS = ("value", "gradient", "hessian product")
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}

@@ -22,7 +22,7 @@ ROUNDED = frozenset({
     "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "logistic", "mul", "pow", "reduce_prod", "reduce_sum",
     "reduce_window_sum", "rsqrt", "scatter-add", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
 })  # fmt: skip
-"""Primitives that round; others, such as a maximum, give numbers that they are given."""
+"""Primitives that round; others, such as a maximum, return one of their arguments."""
 CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"})
 """Primitives that are a program of their own, with its arguments and results."""
 

@@ -46,7 +46,7 @@ CENTRE = 4
 _CELLS = (4, 2, 1)
 """Of a program at a time: a thread's widest access of shared memory has four numbers."""
 _CELLS_OF_LATENCY = 2
-"""In the time that a turn takes however few its cells are, so many more could be computed."""
+"""Latency of a turn, as the number of cells that could be computed in its time."""
 WARPGROUPS = 2
 """Of a program at most. They share its rows, and each takes a part of every layer."""
 _RESERVED_BYTES = 2048
