@@ -120,7 +120,7 @@ def retreat(
         carry, kept = carry_and_kept
         index, slot, start, first = visit
 
-        def again(i, state_and_kept):
+        def recompute(i, state_and_kept):
             state, kept = state_and_kept
             kept = _put(kept, slots[first + i], state)
             return _through(step, state, (start + i) * length, length, unroll=unroll), kept

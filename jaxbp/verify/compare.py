@@ -161,14 +161,17 @@ class Comparison:
 
     def _costs(self) -> Table:
         costs = Table(
-            "implementation", "program", "µs", "host waited", "memory, MiB", "of it temporary", "compile, s",
-            "largest difference",
+            "", "program", "µs", "host\nwaited", "MiB,\ntemporary", "compile,\ns", "largest difference",
             title=f"{self.function} on {self.device}",
         )  # fmt: skip
-        for column in costs.columns[2:7]:
+        for column in costs.columns[2:6]:
             column.justify = "right"
+        # In 80 columns a long name goes to a line of its own.
+        for column in costs.columns[:-1]:
+            column.no_wrap = True
+        costs.columns[-1].overflow = "fold"
         for one in self.measured:
-            programs = {"value and gradient": one.gradients, "Hessian product": one.hessian_product}
+            programs = {"gradient": one.gradients, "Hessian": one.hessian_product}
             kinds = (KINDS[1], KINDS[2])
             for (name, program), kind in zip(programs.items(), kinds, strict=True):
                 if program is not None:
@@ -337,8 +340,8 @@ def _times(ratio: float) -> str:
 
 
 def _cells(program: Program) -> list[str]:
-    memory = (f"{size / 2**20:.2f}" for size in (program.peak_bytes, program.temporary_bytes))
-    return [f"{program.microseconds:.1f}", f"{program.host_waited:.0%}", *memory, f"{program.compile_seconds:.2f}"]
+    memory = ", ".join(f"{size / 2**20:.2f}" for size in (program.peak_bytes, program.temporary_bytes))
+    return [f"{program.microseconds:.1f}", f"{program.host_waited:.0%}", memory, f"{program.compile_seconds:.2f}"]
 
 
 def _worst(difference: Difference | None) -> str:
