@@ -176,7 +176,7 @@ class Netlist:
         return builder.netlist([literals[source] for source in self.results.tolist()])
 
     def cones(self) -> list[list[int]]:
-        """Of each output the gates that it depends on, those first that others of them read."""
+        """For each output the gates that it depends on, in topological order."""
         cones = []
         for result in self.results.tolist():
             cone, found = set(), [result - self.inputs]

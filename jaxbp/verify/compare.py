@@ -60,9 +60,9 @@ class Program:
     Attributes:
       microseconds: of a call, with more of them queued behind it. All have the same arguments, so what is small stays
         in the device's cache.
-      host_waited: the share of that time that the host waited for the device; near 0, the time is the host's.
+      host_waited: the share of that time in which the host waited for the device. Near 0 the host bounds the time.
       compile_seconds: from Python to the executable.
-      peak_bytes: arguments, results and temporaries, by XLA's account.
+      peak_bytes: arguments, results and temporaries, as XLA reports them.
       temporary_bytes: the temporaries alone.
     """
 

@@ -20,9 +20,9 @@ class Point:
     Attributes:
       name: for people.
       values, cotangents: in float64, rounded to the dtypes that they are for.
-      of: where it stands for one argument alone, its index.
-      kinks: some numbers are such that the op may have a kink there, and none of them by rounding.
-      beyond: it may lie where the op is not defined, so that what is not finite there tells nothing.
+      of: the index of the argument, if the point tests one argument alone.
+      kinks: whether numbers were put exactly where the op may have a kink.
+      beyond: whether the op may be undefined there, so that an expectation that is not finite tells nothing.
     """
 
     name: str

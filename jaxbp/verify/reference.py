@@ -202,7 +202,8 @@ class Reference:
     def _look(self, values, cotangents, argument, places, by):
         """(slope, the lower and the higher of the one-sided slopes, rounding, rounding at most) in elements.
 
-        What an element does not reach cancels exactly, and is in the last alone: it may have been too small to see.
+        Results that do not depend on an element cancel exactly. Only the last bound counts them, as the dependence may
+        be too small to see.
         """
         x, size, slopes_of_calls = values[argument].ravel()[places], min(AT_ONCE, values[argument].size), []
         masks = [np.float64(i == argument) for i in range(len(values))]

@@ -3,8 +3,8 @@
 This is Monte Carlo arithmetic (Parker, "Monte Carlo Arithmetic", 1997). It sees what neither a program's results nor
 their accuracy in a narrower dtype show: that `1 - s` of a sigmoid is in steps of `ε`, however small it is.
 
-Each result is moved by many roundings, and what comes of it is divided by as many. A number that jumps, as a gradient
-does where a tie is broken, so counts for little: it is no rounding.
+Each result is moved by many roundings, and the change of the program's results is divided by as many. A jump, as of a
+gradient where a tie is broken, then counts for little: it is no rounding.
 """
 
 import functools
