@@ -13,7 +13,6 @@ data (`jaxbp.verify.accuracy`), and exits with 1 where that is more than it allo
 """
 
 import dataclasses
-import difflib
 import itertools
 import json
 import math
@@ -30,7 +29,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.output.accuracy import measure
-from experiments.output.errors import UserError, exit_code, kept_in
+from experiments.output.errors import UserError, exit_code, kept_in, refuse_unknown
 from experiments.output.files import write_atomically
 from jaxbp.catalogue import CATALOGUE, Entry
 from jaxbp.catalogue.schema import FixedArgument
@@ -40,7 +39,7 @@ from jaxbp.verify.check import WIDTH
 
 @dataclasses.dataclass(frozen=True)
 class CheckConfig:
-    """What to check."""
+    """Hold the ops' gradients against finite differences, in every implementation."""
 
     ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
     """Names of ops, or `all`. A forward's name stands for its backwards as well."""
@@ -102,10 +101,7 @@ def _main(args: Sequence[str]) -> int:
 def selected(names: Sequence[str]) -> list[Entry]:
     """The entries of the table that the names stand for, in its order."""
     known = [entry.name for entry in CATALOGUE]
-    if unknown := [name for name in names if name not in (*known, "all")]:
-        like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))
-        wanted = f"did you mean {' or '.join(like)}?" if like else f"wanted all or some of {', '.join(known)}"
-        raise UserError(f"unknown op {', '.join(unknown)}: {wanted}")
+    refuse_unknown("op", [name for name in names if name != "all"], known, "all or some of ")
     return [
         entry
         for entry in CATALOGUE

@@ -10,12 +10,15 @@ writes is one file, with its pictures in it.
 """
 
 import dataclasses
+import functools
+import inspect
 import math
+import operator
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +45,7 @@ Config = TypeVar("Config", bound=TrainingConfig)
 
 @dataclasses.dataclass(frozen=True)
 class CompareConfig(Generic[Config]):
-    """What to compare, next to the settings of the experiment."""
+    """Compare the implementations on one experiment: gradients, cost, training curves."""
 
     experiment: tyro.conf.OmitArgPrefixes[Config]
     steps: int = 50
@@ -85,10 +88,15 @@ def _main(args: Sequence[str]) -> int:
 
 def parse(args: Sequence[str]) -> CompareConfig:
     """The config that the command line asks for."""
-    return tyro.extras.subcommand_cli_from_dict(
-        {name: CompareConfig[config] for name, config in EXPERIMENTS.items()},
+    commands = [
+        Annotated[CompareConfig[config], tyro.conf.subcommand(name, description=inspect.getdoc(config))]
+        for name, config in EXPERIMENTS.items()
+    ]
+    return tyro.cli(
+        functools.reduce(operator.or_, commands),
         args=args,
         prog="python -m experiments.compare",
+        description=CompareConfig.__doc__,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
 

@@ -19,7 +19,8 @@ from typing import Annotated
 
 import tyro
 
-from experiments.output.errors import BrokenRun, UserError, exit_code
+from experiments.configs import EXPERIMENTS
+from experiments.output.errors import BrokenRun, UserError, exit_code, refuse_unknown
 from experiments.output.files import is_leftover
 from experiments.training import checkpoints, run_directory
 from experiments.training.loop import TIMINGS
@@ -31,7 +32,7 @@ Command = Callable[[Path], Sequence[str]]
 
 @dataclasses.dataclass(frozen=True)
 class KillConfig:
-    """What to kill, and how often."""
+    """Kill a training again and again, and compare its result with that of one that was not killed."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "lenet"
     """As for experiments.train."""
@@ -59,6 +60,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return [*train, config.experiment, "--epochs", epochs, "--run-dir", str(run_dir)]
 
     def compare() -> int:
+        refuse_unknown("experiment", [config.experiment], EXPERIMENTS)
         with tempfile.TemporaryDirectory() as folder:
             whole, killed = Path(folder) / "whole", Path(folder) / "killed"
             finish(command, whole)

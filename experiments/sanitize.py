@@ -50,7 +50,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from experiments.output.errors import UserError, exit_code, kept_in
+from experiments.output.errors import UserError, exit_code, kept_in, refuse_unknown
 from experiments.output.files import write_atomically
 
 
@@ -105,7 +105,7 @@ KEPT_LINES = 40
 
 @dataclasses.dataclass(frozen=True)
 class SanitizeConfig:
-    """What to run, under which tools."""
+    """Run the ops' kernels under the tools of NVIDIA's compute-sanitizer."""
 
     ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Names of ops, each by itself; by default all that have kernels of their own."""
@@ -184,8 +184,7 @@ def _names(names: Sequence[str]) -> list[str]:
     from jaxbp.catalogue import CATALOGUE
 
     known = [entry.name for entry in CATALOGUE]
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"unknown op {', '.join(unknown)}: wanted some of {', '.join(known)}")
+    refuse_unknown("op", names, known)
     return list(names) or known
 
 

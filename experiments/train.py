@@ -157,9 +157,12 @@ def _run_to_resume(args: Sequence[str]) -> TrainingConfig | None:
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--resume", action="store_true")
     options.add_argument("--run-dir", "--run_dir", type=Path, nargs="?")
+    options.add_argument("-h", "--help", action="store_true")
     found, _ = options.parse_known_args(args)
-    if not found.resume or found.run_dir is None:
+    if not found.resume or found.help:
         return None
+    if found.run_dir is None:
+        raise UserError("resume = True: wanted run_dir as well, to know which run")
     saved, name = run_directory.saved_config(found.run_dir), args[0]
     if name in configs.EXPERIMENTS and name != saved.name:
         raise UserError(f"run_dir = {found.run_dir} holds a run of {saved.name}: wanted one of {name}")
@@ -206,6 +209,7 @@ def train(config: TrainingConfig) -> Metrics:
                 _, _, predictions = map(np.asarray, prepared.evaluate(state.params))
             _draw(directory, dataset, predictions)
             print(_total(directory.metrics))
+            print(f"curves in {config.run_dir / 'curves.png'}")
             nnx.update(prepared.model, jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), state.params))
             if report:
                 print(report.of(config, prepared.model, dataset))
@@ -288,8 +292,9 @@ def _tested(config: TrainingConfig, metrics: Metrics) -> str:
 
 def _total(metrics: Sequence[Metrics]) -> str:
     training, evaluation, compilation = _seconds(metrics).values()
+    epochs = "1 epoch" if len(metrics) == 1 else f"{len(metrics)} epochs"
     return (
-        f"{len(metrics)} epochs in {training + evaluation:.2f} s: training {training:.2f} s, "
+        f"{epochs} in {training + evaluation:.2f} s: training {training:.2f} s, "
         f"evaluation {evaluation:.2f} s; compilation before that {compilation:.1f} s"
     )
 

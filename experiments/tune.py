@@ -28,7 +28,7 @@ import tyro
 import pallas_kernels.conv.conv2d_relu_max_pool2d  # noqa: F401  registers its kernels
 from experiments.bench import measure
 from experiments.bench.works import CACHE_BYTES, MOST_CALLS, one_after_another
-from experiments.output.errors import UserError, exit_code
+from experiments.output.errors import UserError, exit_code, refuse_unknown
 from experiments.output.files import write_atomically
 from pallas_kernels.core import device, tiles
 
@@ -43,7 +43,7 @@ FILTER, WINDOW = (5, 5), (2, 2)
 
 @dataclasses.dataclass(frozen=True)
 class TuneConfig:
-    """What to sweep."""
+    """Time the kernels with other tile sizes, and record the fastest."""
 
     kernels: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Names of kernels; all if none is given."""
@@ -75,8 +75,7 @@ def tune(config: TuneConfig) -> None:
       UserError: (a ValueError) for unknown kernels, and where no kernels run.
     """
     swept = [name for name, kernel in tiles.KERNELS.items() if kernel.sweep]
-    if unknown := [name for name in config.kernels if name not in swept]:
-        raise UserError(f"unknown kernel {', '.join(unknown)}: wanted some of {', '.join(swept)}")
+    refuse_unknown("kernel", config.kernels, swept)
     if not device.kernels_run():
         raise UserError("tiles are for the GPU that they are timed on: wanted one of compute capability 9.0 or higher")
     for name, block, batch in itertools.product(config.kernels or swept, BLOCKS, config.batch):

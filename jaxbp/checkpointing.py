@@ -120,13 +120,13 @@ def retreat(
         carry, kept = carry_and_kept
         index, slot, start, first = visit
 
-        def again(i, state_and_kept):
+        def recompute(i, state_and_kept):
             state, kept = state_and_kept
             kept = _put(kept, slots[first + i], state)
             return _through(step, state, (start + i) * length, length, unroll=unroll), kept
 
         state = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, slot, keepdims=False), kept)
-        state, kept = lax.fori_loop(0, index - start, again, (state, kept))
+        state, kept = lax.fori_loop(0, index - start, recompute, (state, kept))
         return (back(carry, state, index * length, length), kept), None
 
     return lax.scan(segment, (carry, kept), schedule.visits)[0][0]
@@ -181,9 +181,9 @@ class _Schedule:
     Attributes:
       slots: of kept states. One more takes what is not kept.
       first_slots: where the forward puts the state before each segment, `(n,)`.
-      visits: of each visit, last segment first: the segment; the slot fetched, and before which segment its state is;
-        where its part of the next array begins. `(n,)` each.
-      slots_on_the_way: where the state before each segment that is computed again is put.
+      visits: for each visit, last segment first: the segment; the slot that is fetched; the segment before which the
+        fetched state is; where the visit's part of `slots_on_the_way` begins. `(n,)` each.
+      slots_on_the_way: the slots for the states before the segments that a visit computes again.
     """
 
     slots: int
@@ -196,15 +196,15 @@ class _Schedule:
 def _schedule(n: int) -> _Schedule:
     slots = max(1, n.bit_length())
     visits = _binomial(n, slots)
-    nowhere = slots
+    spare = slots
     _, _, _, stores = visits[0]
-    first_slots = np.array([0, *(stores.get(i, nowhere) for i in range(1, n))], np.int32)
+    first_slots = np.array([0, *(stores.get(i, spare) for i in range(1, n))], np.int32)
     # The forward has kept what the first visit would keep: that begins at the last of it.
     visits[0] = (n - 1, *max(((slot, i) for i, slot in stores.items()), key=lambda s: s[1], default=(0, 0)), {})
     on_the_way, first = [], []
     for segment, _, start, stores in visits:
         first.append(len(on_the_way))
-        on_the_way += [nowhere if i == start else stores.get(i, nowhere) for i in range(start, segment)]
+        on_the_way += [spare if i == start else stores.get(i, spare) for i in range(start, segment)]
         # What is kept before the visited segment itself was put there by the visit to a later one, or is not needed.
     columns = [np.array(column, np.int32) for column in list(zip(*visits, strict=True))[:3]]
     return _Schedule(slots, first_slots, (*columns, np.array(first, np.int32)), np.array([*on_the_way, 0], np.int32))

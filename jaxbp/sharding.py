@@ -1,8 +1,8 @@
 """Ops on arrays that lie on a mesh of devices.
 
-XLA partitions formulas by itself, but not kernels: one of which it knows nothing runs whole on every device. What is
-said of a kernel here is along which axes its arrays have their examples. Devices then run it on their own examples, and
-add up what belongs to no example: the gradients of parameters.
+XLA partitions formulas by itself, but a kernel is opaque to it and would run on every device with all examples. So a
+kernel says along which axes its arrays have their examples. Each device then runs it on its own examples, and results
+without such an axis, the gradients of parameters, are summed over the devices.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Axes:
     Attributes:
       of: the place of an argument -> the axis, or one for each of the argument's leaves. An argument that is not named
         is the same for all examples.
-      multiple_of: of what the number of a device's examples is a multiple.
+      multiple_of: what the number of examples of a device has to be a multiple of.
     """
 
     of: Mapping[int, int | Sequence[int]]

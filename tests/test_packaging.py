@@ -118,6 +118,14 @@ def test_a_users_lines_run_from_any_folder_and_import_flax_and_rich_only_when_ne
     assert printed.endswith("[(2, 4), (3, 4), (3,), (3, 4)] [[True, False]]\n")
 
 
+def test_without_their_packages_the_commands_say_in_one_line_what_to_install():
+    # Isolated from site-packages, as in an environment without any extra.
+    command = [sys.executable, "-S", "-m", "experiments.train", "lenet"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0 and done.stderr.count("\n") == 1
+    assert done.stderr.endswith("pip install -e '.[experiments]')\n")
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
 def test_a_type_checker_finds_the_wrong_lines_and_no_others(installed, user, checker):

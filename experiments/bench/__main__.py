@@ -3,6 +3,7 @@
     python -m experiments.bench                                        # everything
     python -m experiments.bench conv2d max_pool2d --json results.json  # some ops, each with its backwards
     python -m experiments.bench lenet --batch 128 8192 --precision highest
+    python -m experiments.bench logic-conv:mnist-m                     # at one place
     python -m experiments.bench all --peers --json results.json        # and PyTorch on the same arrays
     python -m experiments.bench --quick --json new.json                # a row of every family
     python -m experiments.bench compare old.json new.json              # what became slower: exit code 1
@@ -58,37 +59,28 @@ IMPLEMENTATIONS = ("pallas", "xla", "autodiff", "None")
 
 @dataclasses.dataclass(frozen=True)
 class BenchConfig:
-    """What to time."""
+    """Time ops and training steps, beside JAX's own gradients and other libraries."""
 
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
-    """`lenet`, `logic` (6 x 8000 gates), `logic-large` (6 x 64000), `logic-conv` (its places are `mnist-m`, `cifar-m`),
-    `automaton` (20 ticks), names of ops, `ops` for all of these, or `all`. A forward's name stands for its backwards as
-    well; `op:place` is that at one place."""
+    """`all`, `ops`, a training step (lenet, logic, logic-large, logic-conv, mixer, automaton), an op, or `op:place`."""
     quick: bool = False
-    """Of the cases, time one of each family alone, at one batch size, and of ours "pallas" and "None": enough to see
-    with `compare` that something became slower."""
+    """Time one case of each family, at one batch size, under "pallas" and "None": for comparing runs."""
     batch: tuple[int, ...] = ()
-    """Batch sizes. By default 16384 for ops, or what their catalogue entry says, 128, 1024, 8192, 65536 for LeNet and
-    128, 1024 for logic networks; without a GPU 256 for ops, else 128."""
+    """Batch sizes. By default those of the published tables; without a GPU 256 for ops and 128 for training steps."""
     dtype: tuple[Literal["float32", "bfloat16", "float16"], ...] = ("float32",)
-    """Of the arrays; with several, each piece of work is timed in all of them. Training steps keep their parameters in
-    float32, and in float16 scale their loss, as `jaxbp.precision.LossScale` does."""
+    """Dtypes of the arrays. Training steps keep their parameters in float32, and scale their loss in float16."""
     precision: Literal["default", "highest"] = "default"
-    """Of products of float32: as the library likes it (TF32 on a GPU), or true float32."""
+    """Of products of float32: the library's default (TF32 on a GPU), or true float32."""
     implementations: tuple[Literal["pallas", "xla", "autodiff", "None"], ...] = ()
     """Implementations to time. By default all four; with `quick` "pallas" and "None"."""
     batch_last: bool = False
-    """Time ops alone, on arrays whose batch is the last axis. Kernels pass such arrays to each other in a network, so
-    the compiler can drop the transposes that arrays with the batch first need."""
+    """Time ops on arrays whose batch is the last axis, as kernels pass them to each other, without transposes."""
     peers: bool = False
-    """Time other libraries too, where they are installed: PyTorch; for norms Liger-Kernel, QuACK and tokamax; for logic
-    networks torchlogix; and for the automaton the article's formulation in JAX."""
+    """Time other libraries too, where installed: PyTorch, Liger-Kernel, QuACK, tokamax, torchlogix."""
     peer_variants: VariantChoice = "best"
-    """best: the fastest variant of each library alone (compiled, or in a CUDA graph); all: eager ones too, for products
-    of float32 both precisions, and every formulation that a library has."""
+    """best: the fastest variant of each library; all: eager ones, both precisions and every formulation as well."""
     compile_seconds: bool = False
-    """Time the compilation of every row, one after the other. By default programs compile concurrently, and no
-    row has its seconds."""
+    """Time the compilation of every row. Programs then compile one after the other, and not concurrently."""
     time_limit: float | None = None
     """Seconds after which no further row is started."""
     seconds: float = 0.03

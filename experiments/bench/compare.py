@@ -33,15 +33,14 @@ FIELDS = ("work", "batch", "dtype", "precision", "implementation")
 
 @dataclasses.dataclass(frozen=True)
 class CompareConfig:
-    """Which runs to compare."""
+    """List what became slower between two runs of the bench on the same device."""
 
     old: Annotated[Path, tyro.conf.Positional]
     """A file that the bench wrote."""
     new: Annotated[Path, tyro.conf.Positional]
     """Another, of the same device."""
     threshold: float = 0.05
-    """How much longer a row has to take to be slower, as a share: between two processes times differ by a few per cent,
-    whatever the noise within one."""
+    """A row is slower if it takes longer by more than this share, and by more than the noise of both runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,9 +166,9 @@ def print_changes(old: Report, new: Report, changed: Sequence[Change], console: 
     ):
         console.print("some rows do not have their rounds: they are judged by the threshold alone")
     of_old, of_new = _rows(old), _rows(new)
-    for name, mine, other in (("old", of_old, of_new), ("new", of_new, of_old)):
-        if alone := [title for title in mine if title not in other]:
-            console.print(Text(f"in the {name} run alone: {'; '.join(alone)}"), soft_wrap=True)
+    for name, rows, other_rows in (("old", of_old, of_new), ("new", of_new, of_old)):
+        if titles := [title for title in rows if title not in other_rows]:
+            console.print(Text(f"in the {name} run alone: {'; '.join(titles)}"), soft_wrap=True)
 
 
 def _time(row: Row) -> str:

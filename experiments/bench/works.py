@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 
 import jaxbp
-from experiments.output.errors import UserError
+from experiments.output.errors import UserError, refuse_unknown
 from jaxbp.catalogue import CATALOGUE, Entry
 from jaxbp.nn import LeNet, LogicConvNetwork, LogicConvolution, LogicNetwork, Mixer
 from jaxbp.ops.gate_layer import Parametrization
@@ -68,11 +68,14 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Work]:
     works += [logic_conv_work(place) for place in LOGIC_CONV]
     works += [automaton_work(size) for size in AUTOMATON_BATCHES]
     named = [{"all", work.op, f"{work.op}:{work.place}"} | ({"ops"} if work.steps is None else set()) for work in works]
-    if unknown := [case for case in cases if not any(case in names for names in named)]:
-        ops = ", ".join(dict.fromkeys(work.op for work in works))
-        raise UserError(
-            f"unknown case {', '.join(unknown)}: wanted all, ops, or some of {ops}, each with a :place or not"
-        )
+    unknown = [case for case in cases if not any(case in names for names in named)]
+    ops = list(dict.fromkeys(work.op for work in works))
+    refuse_unknown(
+        "case", (case for case in unknown if case.partition(":")[0] not in ops), ops, "all, ops, or some of "
+    )
+    for op, _, place in (case.partition(":") for case in unknown):
+        places = ", ".join(work.place for work in works if work.op == op)
+        raise UserError(f"unknown place {place} of {op}: wanted {f'one of {places}' if places else 'none'}")
     works = [
         work
         for work, names in zip(works, named, strict=True)

@@ -112,8 +112,7 @@ class AutomatonConfig(TrainingConfig):
     hard_share: float | None = None
     """Share of the gates that are hard at the last update, with the relaxed gates' gradients. None: the recipe's."""
     rounded_share: float | None = None
-    """Share of the states' values that are rounded before a tick, drawn anew for each, with the gradients of the values
-    themselves. None: the recipe's."""
+    """Share of a state's values that are rounded before each tick, straight through. None: the recipe's."""
     certainty: float | None = None
     """Weight, at the last update, of the variance that the gates' truth tables have. None: the recipe's."""
     hard_from: float | None = None
@@ -254,11 +253,11 @@ class AutomatonConfig(TrainingConfig):
     def _evaluation_loss(self, model, examples, targets):
         starts, key = self._starts_and_key(examples)
         advance = functools.partial(model, steps=self.steps, fire_rate=self.fire_rate, hard=True)
-        now, later = jax.random.split(key)
-        last = advance(starts.astype(jnp.float32), key=now)
+        first_key, second_key = jax.random.split(key)
+        last = advance(starts.astype(jnp.float32), key=first_key)
         losses, right = self._losses(last, starts)
         if self.stands:
-            right &= self._losses(advance(last, key=later), starts)[1]
+            right &= self._losses(advance(last, key=second_key), starts)[1]
         return losses, right
 
     def _starts_and_key(self, examples):

@@ -60,18 +60,17 @@ class TrainingConfig:
     """The names of the curves of training and of the evaluation."""
 
     seed: int = 0
-    """Seed of the initial parameters, of the order of the examples and of their random changes."""
+    """Seed of the initial parameters, of the order of the examples and of their augmentation."""
     batch_size: int | None = None
-    """Examples a step; what an epoch's shuffle leaves over for an incomplete batch is dropped. None: the recipe's."""
+    """Examples a step; an epoch's last, incomplete batch is dropped. None: the default for the dataset."""
     epochs: int | None = None
-    """Passes over the training set; the learning rate's schedule spans them. None: the recipe's."""
+    """Passes over the training set; the learning rate's schedule spans them. None: the default for the dataset."""
     learning_rate: float | None = None
-    """Adam's peak learning rate, after a short warm-up and before a cosine decay to zero. None: the recipe's."""
+    """Adam's peak learning rate: a short warm-up, then a cosine decay to zero. None: the default for the dataset."""
     weight_decay: float = 0.0
     """Share of the parameters, times the learning rate, that each of Adam's steps takes from them (AdamW)."""
     precision: PrecisionName = "float32"
-    """What the model computes in; parameters, the optimiser's state and the loss are float32. mixed_float16 scales the
-    loss."""
+    """What the model computes in. Parameters, optimiser and loss are float32; mixed_float16 scales the loss."""
     target_accuracy: float | None = None
     """Stop after the first epoch with this test accuracy, a share from 0 to 1. None: train all epochs."""
     devices: int | None = None
@@ -79,7 +78,7 @@ class TrainingConfig:
     run_dir: Path | None = None
     """Where the run is kept; None: a new folder under runs/, named after the experiment and the time."""
     resume: bool = False
-    """Continue the run in run_dir from its last checkpoint, with its settings; epochs may become more."""
+    """Continue the run in run_dir from its last checkpoint, with its settings; epochs may be larger."""
 
     def __post_init__(self):
         unset = [field for field in Recipe._fields if getattr(self, field) is None]

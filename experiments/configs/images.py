@@ -30,14 +30,13 @@ class ImageConfig(TrainingConfig):
     """Those that the experiment is for."""
 
     dataset: DatasetName = "digits"
-    """digits comes with scikit-learn; mnist and fashion_mnist are read from data_dir, or downloaded into it; cifar10 is
-    read from it."""
+    """digits comes with scikit-learn; mnist and fashion_mnist are downloaded into data_dir; cifar10 has to be in it."""
     data_dir: Path | None = None
     """Folder of the dataset's files; None: a cache folder. digits needs none."""
     implementation: ImplementationName | None = None
     """Which backward passes run; None: the fastest that the platform supports."""
     shift: int = 0
-    """Pixels, down or up and right or left, that a training image is moved by at most each time it is drawn."""
+    """Moves each training image at random, by at most so many pixels in each direction."""
 
     def __post_init__(self):
         self._check_choice("dataset", self.datasets)

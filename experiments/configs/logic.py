@@ -1,4 +1,4 @@
-"""The experiment `logic`."""
+"""The experiment `logic`, and what it shares with `logic-conv`."""
 
 import dataclasses
 import functools
@@ -25,7 +25,34 @@ RECIPES: dict[DatasetName, Recipe] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogicConfig(ImageConfig):
+class GateConfig(ImageConfig):
+    """A network of gates on bits of images: relaxed gates are trained, hard ones evaluated."""
+
+    curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
+
+    def network(self, key: PRNGKeyArray) -> nnx.Module:
+        """The model, called with bits and `hard=`."""
+        raise NotImplementedError
+
+    def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch ..."]:
+        """What the network reads of images."""
+        raise NotImplementedError
+
+    def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
+        return self.network(key), functools.partial(self._loss, hard=False)
+
+    def evaluation(self, loss: Loss) -> Loss:
+        return functools.partial(self._loss, hard=True)
+
+    def _loss(self, model, images, labels, *, hard):
+        scores = functools.partial(model, hard=hard)
+        return classification_loss(
+            lambda images: scores(self.bits(images)), images, labels, implementation=self.implementation
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogicConfig(GateConfig):
     """A network of differentiable logic gates on the bits of thresholded images.
 
     The test accuracy is that of the hardened network. The published networks for MNIST have 6 layers of 8000 gates,
@@ -34,7 +61,6 @@ class LogicConfig(ImageConfig):
 
     name: ClassVar[str] = "logic"
     gradient_clip: ClassVar[float | None] = 100.0
-    curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
 
     layers: int | None = None
     """Of gates. None: 4 for digits, else 6."""
@@ -76,8 +102,8 @@ class LogicConfig(ImageConfig):
     def defaults(self) -> Recipe:
         return RECIPES[self.dataset]
 
-    def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
-        model = LogicNetwork(
+    def network(self, key: PRNGKeyArray) -> nnx.Module:
+        return LogicNetwork(
             self.levels * math.prod(datasets.IMAGE_SHAPES[self.dataset]),
             [self.gates] * self.layers,
             datasets.CLASSES,
@@ -90,18 +116,7 @@ class LogicConfig(ImageConfig):
             dtype=self.policy.compute_dtype,
             rngs=nnx.Rngs(key),
         )
-        return model, functools.partial(self._loss, hard=False)
-
-    def evaluation(self, loss: Loss) -> Loss:
-        return functools.partial(self._loss, hard=True)
 
     def bits(self, images: Float[Array, "batch 1 height width"]) -> Float[Array, "batch bits"]:
-        """What the network reads of images."""
         thresholds = jnp.arange(1, self.levels + 1) / (self.levels + 1)
         return thermometer(jaxbp.flatten(images), thresholds)
-
-    def _loss(self, model, images, labels, *, hard):
-        scores = functools.partial(model, hard=hard)
-        return classification_loss(
-            lambda images: scores(self.bits(images)), images, labels, implementation=self.implementation
-        )

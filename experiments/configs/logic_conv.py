@@ -1,7 +1,24 @@
-"""The experiment `logic-conv`."""
+"""The experiment `logic-conv`.
+
+For MNIST and Fashion-MNIST the network has, with k kernels in the first convolution, all of them trees of 7 gates:
+
+    k kernels of 5 x 5, no padding      28 x 28 -> 24 x 24, or-pool -> 12 x 12
+    3 k kernels of 3 x 3, no padding            -> 10 x 10, or-pool -> 5 x 5
+    9 k kernels of 3 x 3, no padding            -> 3 x 3
+    layers of 1280 k, 640 k and 320 k gates
+
+With a kernel's gates counted at every place these are 8939 k gates, and the or-pools have 657 k more: 143,024 and
+10,512 for size s (k = 16), 572,096 and 42,048 for m (64), 1,179,948 and 86,724 for l (132). The published counts are
+147,000, 566,000 and 1,270,000. The paper has padding in the second and the third convolution and a pool after the
+third, which would be 11,564 k gates and 999 k.
+
+For CIFAR-10 there are four convolutions of k, 4 k, 16 k and 32 k kernels of 3 x 3 with padding, each with an or-pool,
+and the same layers. For digits there are two convolutions, the first of stride 2, and two layers.
+
+Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+"""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple, get_args
@@ -10,8 +27,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from experiments.configs.base import Loss, Recipe, is_whole
-from experiments.configs.images import ImageConfig, classification_loss
+from experiments.configs.base import Recipe, is_whole
+from experiments.configs.logic import GateConfig
 from experiments.data import datasets
 from experiments.data.datasets import DatasetName
 from jaxbp.nn import LogicConvNetwork, LogicConvolution, image_thermometer
@@ -89,31 +106,14 @@ ARCHITECTURES: Mapping[DatasetName, Architecture] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogicConvConfig(ImageConfig):
+class LogicConvConfig(GateConfig):
     """A convolutional network of differentiable logic gates on the bits of thresholded images.
 
-    The test accuracy is that of the hardened network. For MNIST and Fashion-MNIST, with k kernels in the first
-    convolution, all of them trees of 7 gates:
-
-        k kernels of 5 x 5, no padding      28 x 28 -> 24 x 24, or-pool -> 12 x 12
-        3 k kernels of 3 x 3, no padding            -> 10 x 10, or-pool -> 5 x 5
-        9 k kernels of 3 x 3, no padding            -> 3 x 3
-        layers of 1280 k, 640 k and 320 k gates
-
-    A kernel placed everywhere, those are 8939 k gates, and 657 k more of the or-pools: 143,024 and 10,512 for size s
-    (k = 16), 572,096 and 42,048 for m (64), 1,179,948 and 86,724 for l (132). The published counts are 147,000, 566,000
-    and 1,270,000. The paper has padding in the second and the third convolution and a pool behind the third, which
-    would be 11,564 k gates and 999 k.
-
-    For CIFAR-10, four convolutions of k, 4 k, 16 k and 32 k kernels of 3 x 3 with padding, each with an or-pool, and
-    the same layers. For digits, two convolutions, the first of stride 2, and two layers.
-
-    Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    The test accuracy is that of the hardened network.
     """
 
     name: ClassVar[str] = "logic-conv"
     datasets: ClassVar = get_args(DatasetName)
-    curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
 
     size: SizeName = "s"
     """Of the network, and of its settings that are left open."""
@@ -126,8 +126,7 @@ class LogicConvConfig(ImageConfig):
     weight_decay: float | None = None
     """Share of the parameters, times the learning rate, that each of Adam's steps takes from them. None: the size's."""
     shift: int | None = None
-    """Pixels, down or up and right or left, that a training image is moved by at most each time it is drawn. None: the
-    size's."""
+    """Moves each training image at random, by at most so many pixels in each direction. None: the size's."""
     initialization: Literal["residual", "normal"] = "residual"
     """Whether gates pass on an input at first, or are random mixtures."""
     residual_logit: float | None = None
@@ -163,10 +162,10 @@ class LogicConvConfig(ImageConfig):
     def defaults(self) -> Recipe:
         return self._size.recipe
 
-    def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
+    def network(self, key: PRNGKeyArray) -> nnx.Module:
         channels, *size = datasets.IMAGE_SHAPES[self.dataset]
         convolutions, widths, _ = self.architecture
-        model = LogicConvNetwork(
+        return LogicConvNetwork(
             (channels * self.levels, *size),
             [convolution._replace(kernels=self.kernels * convolution.kernels) for convolution in convolutions],
             [self.kernels * width for width in widths],
@@ -180,17 +179,6 @@ class LogicConvConfig(ImageConfig):
             dtype=self.policy.compute_dtype,
             rngs=nnx.Rngs(key),
         )
-        return model, functools.partial(self._loss, hard=False)
-
-    def evaluation(self, loss: Loss) -> Loss:
-        return functools.partial(self._loss, hard=True)
 
     def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch bits height width"]:
-        """What the network reads of images."""
         return image_thermometer(images, jnp.arange(1, self.levels + 1) / (self.levels + 1))
-
-    def _loss(self, model, images, labels, *, hard):
-        scores = functools.partial(model, hard=hard)
-        return classification_loss(
-            lambda images: scores(self.bits(images)), images, labels, implementation=self.implementation
-        )

@@ -235,7 +235,8 @@ def _find_or_download(folder: Path, file: str, mirrors: Sequence[str], md5: Mapp
         try:
             return Path(pooch.retrieve(url, f"md5:{md5[zipped.name]}", fname=zipped.name, path=folder))
         except (OSError, ValueError) as error:
-            failures.append(f"{url}: {error}")
+            # Of an error of the network, the innermost one says in a line what it is.
+            failures.append(f"{url}: {getattr(next(iter(error.args), None), 'reason', error)}")
     if is_new and folder.exists():
         folder.rmdir()  # pooch creates it before the download
     wanted = ", ".join(f"{name}[.gz]" for files in FILES.values() for name in files)

@@ -44,7 +44,7 @@ import tyro
 from experiments.children import Done, in_children, share_gpus
 from experiments.fuzz.cases import DATA
 from experiments.fuzz.work import REFUSED, Task, reproducer, work
-from experiments.output.errors import UserError, exit_code, kept_in
+from experiments.output.errors import UserError, exit_code, kept_in, refuse_unknown
 from experiments.output.files import write_atomically
 from experiments.output.results import provenance, to_json
 from jaxbp.catalogue import CATALOGUE
@@ -56,7 +56,7 @@ KEPT_EVERY = 20
 
 @dataclasses.dataclass(frozen=True)
 class FuzzConfig:
-    """What to draw, and until when."""
+    """Draw ops, shapes, dtypes, options and numbers at random, and hold results against float64."""
 
     seconds: float | None = None
     """Stop after this time. By default, and without `--cases`, a minute."""
@@ -221,8 +221,7 @@ def _start(config: FuzzConfig, seed: int) -> tuple[Found, int]:
 
 def _ops(names: Sequence[str]) -> tuple[str, ...]:
     known = [entry.name for entry in CATALOGUE]
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"unknown op {', '.join(unknown)}: wanted some of {', '.join(known)}")
+    refuse_unknown("op", names, known)
     return tuple(names or known)
 
 

@@ -203,10 +203,10 @@ def _without_bias(random, entry, arguments):
     return arguments[:-1] if optional and random.random() < 0.3 else arguments
 
 
-def _axis(random, ndim, several):
-    if several and random.random() < 0.2:
+def _axis(random, ndim, takes_several):
+    if takes_several and random.random() < 0.2:
         return None
-    if not several or random.random() < 0.4:
+    if not takes_several or random.random() < 0.4:
         return int(random.integers(-ndim, ndim)) if ndim else -1
     axes = random.permutation(ndim)[: random.integers(0, ndim + 1)]
     return tuple(int(axis - ndim * random.integers(2)) for axis in axes)
@@ -234,7 +234,7 @@ def _options(random, entry, options, arguments):
     if entry.name == "elu":
         drawn["alpha"] = [0.3, 1.0, 2.0][random.integers(3)]
     if "axis" in names:
-        drawn["axis"] = _axis(random, ndim, several="keepdims" in names)
+        drawn["axis"] = _axis(random, ndim, takes_several="keepdims" in names)
     if "axes" in names:
         drawn["axes"] = None if random.random() < 0.2 else tuple(map(int, random.permutation(ndim)))
     return drawn

@@ -6,8 +6,9 @@
 """
 
 import contextlib
+import difflib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 
@@ -31,12 +32,29 @@ def exit_code(command: Callable[[], int]) -> int:
     """What the command returns, or the exit code of its end, after one line on stderr."""
     try:
         return command()
-    except (UserError, NotImplementedError, FileNotFoundError) as error:
+    except FileNotFoundError as error:
+        return _said(f"error: {_in_words(error)}", 2)
+    except OSError as error:
+        return _said(f"error: {_in_words(error)}", 1)
+    except (UserError, NotImplementedError) as error:
         return _said(f"error: {error}", 2)
-    except (BrokenRun, OSError, FloatingPointError) as error:
+    except (BrokenRun, FloatingPointError) as error:
         return _said(f"error: {error}", 1)
     except KeyboardInterrupt as stop:
         return _said(str(stop) or "stopped", 130)
+
+
+def refuse_unknown(what: str, names: Iterable[str], known: Iterable[str], wanted: str = "some of ") -> None:
+    """Requires known names. Names that are alike are proposed, else all of them, behind `wanted`.
+
+    Raises:
+      UserError: (a ValueError) for other names.
+    """
+    known = list(dict.fromkeys(known))
+    if unknown := [name for name in names if name not in known]:
+        like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))
+        hint = f"did you mean {' or '.join(like)}?" if like else f"wanted {wanted}{', '.join(known)}"
+        raise UserError(f"unknown {what} {', '.join(unknown)}: {hint}")
 
 
 @contextlib.contextmanager
@@ -47,6 +65,11 @@ def kept_in(path: Path | None) -> Iterator[None]:
     except KeyboardInterrupt:
         kept = path is not None and path.exists()
         raise Stopped(f"stopped; {path} has the results so far" if kept else "stopped") from None
+
+
+def _in_words(error: OSError) -> str:
+    """The file and what is wrong with it, without the number that the system has for that."""
+    return f"{error.filename}: {error.strerror}" if error.filename is not None and error.strerror else str(error)
 
 
 def warn(message: str) -> None:

@@ -155,9 +155,9 @@ def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
     """
     wanted = _named(like)
     for name in (*wanted, *arrays):
-        saved, now = (_described(which.get(name)) for which in (arrays, wanted))
-        if saved != now:
-            raise BrokenRun(f"the checkpoint is of another model or optimiser ({name}: saved {saved}, now {now})")
+        saved, expected = (_described(leaves.get(name)) for leaves in (arrays, wanted))
+        if saved != expected:
+            raise BrokenRun(f"the checkpoint is of another model or optimiser ({name}: saved {saved}, now {expected})")
     return jax.tree.unflatten(jax.tree.structure(like), [jax.numpy.asarray(arrays[name]) for name in wanted])
 
 

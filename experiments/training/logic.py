@@ -44,8 +44,8 @@ def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:
     write_atomically(config.run_dir / "circuit.v", (comment(config) + netlist.to_verilog("circuit")).encode())
     lines = [
         accuracies(model, circuit, bits, dataset.test_labels, config.batch_size),
-        f"{circuit.histogram().sum():,} gates, {config.run_dir / 'gates.png'} shows which",
-        f"{len(netlist):,} gates when simplified, as {config.run_dir / 'circuit.c'} and circuit.v have them",
+        f"{circuit.histogram().sum():,} gates; {config.run_dir / 'gates.png'} shows their functions",
+        f"{len(netlist):,} gates when simplified, in {config.run_dir / 'circuit.c'} and circuit.v",
         speeds(netlist, bits),
     ]
     return "\n".join(lines)

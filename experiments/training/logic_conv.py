@@ -21,7 +21,8 @@ def report(config: LogicConvConfig, model: LogicConvNetwork, dataset: Dataset) -
     """Lines about the model. Writes the files."""
     circuit = model.harden()
     bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
-    write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
+    picture = config.run_dir / "gates.png"
+    write_atomically(picture, histogram(circuit, f"{config.name} on {dataset.name}"))
     source = comment(config, circuit) + circuit.to_c("circuit", model.classes)
     write_atomically(config.run_dir / "circuit.c", source.encode())
     files = "circuit.c"
@@ -32,9 +33,9 @@ def report(config: LogicConvConfig, model: LogicConvNetwork, dataset: Dataset) -
     return "\n".join(
         [
             accuracies(model, circuit, bits, dataset.test_labels, config.batch_size),
-            f"{circuit.gates:,} gates, those of a kernel counted once: {config.run_dir / 'gates.png'} shows which",
+            f"{circuit.gates:,} gates, those of a kernel counted once; {picture} shows their functions",
             f"{circuit.placed_gates:,} gates, those of kernels and pools counted at every place",
-            f"{len(circuit.netlist()):,} of these when kernels and layers are simplified, as in {files} beside it",
+            f"{len(circuit.netlist()):,} of these when kernels and layers are simplified, in {files} beside gates.png",
             speeds(circuit, bits),
         ]
     )

@@ -1,11 +1,11 @@
 """Hardened logic networks: evaluated 32 samples a word with bitwise operations, and written out as C and as Verilog.
 
-Of bits, a gate's `c0 + c1 a + c2 b + c3 ab` is the same formula modulo 2: with exclusive or for the sum, and for the
-product.
+On bits, a gate's `c0 + c1 a + c2 b + c3 ab` is taken modulo 2: the sum is "exclusive or", the product is "and".
 """
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +43,18 @@ def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bo
     """The inverse of `pack_bits`."""
     packed = np.ascontiguousarray(words, dtype="<u4").view(np.uint8)
     return np.unpackbits(packed, axis=1, count=samples, bitorder="little").T.astype(bool)
+
+
+def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
+    """What a circuit evaluates for samples that are not packed.
+
+    Raises:
+      ValueError: samples of another number of inputs.
+    """
+    bits = np.asarray(bits)
+    if bits.shape[1:] != (circuit.inputs,):
+        raise ValueError(f"{type(circuit).__name__}: bits has shape {bits.shape}; wants (samples, {circuit.inputs})")
+    return unpack_bits(circuit.evaluate(pack_bits(bits)), len(bits))
 
 
 def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Array, "inputs words"]) -> Array:
@@ -113,7 +125,7 @@ class Circuit:
 
     def __call__(self, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
         """The outputs of each sample."""
-        return unpack_bits(self.evaluate(pack_bits(bits)), len(bits))
+        return outputs_of_samples(self, bits)
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
         """The outputs of packed samples. Also within `jax.jit`, of JAX's arrays."""

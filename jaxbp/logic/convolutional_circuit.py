@@ -76,7 +76,7 @@ class Convolution:
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """Where the kernels of a pool's window begin, in rows and columns of the image behind where the first does."""
+        """Offsets of the places in a pool's window from the first one, in rows and columns of the image."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property
@@ -97,7 +97,7 @@ class Convolution:
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Of each kernel what the gates make of its leaves: `(kernels, leaves, ...)` to `(kernels, ...)`."""
+        """The root of each kernel's tree, from its leaves: `(kernels, leaves, ...)` to `(kernels, ...)`."""
         first = 0
         while (count := values.shape[1] // 2) > 0:
             values = of_gates(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])
@@ -125,7 +125,7 @@ class Convolution:
         return functools.reduce(operator.or_, (self._roots(place, bitwise_gates) for place in leaves))
 
     def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
-        """From the sources of images to the sources of images, with new gates: those of kernels at all places."""
+        """From the sources of the input images to those of the output images: adds the kernels' gates at all places."""
         if any(map(any, self.padding)):
             x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))
         window = tuple(np.indices((self.shape[0], *self.wires.window)).reshape(3, -1))

@@ -11,7 +11,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int, Shaped, UInt8
 
-from jaxbp.logic.circuit import Circuit, pack_bits, unpack_bits
+from jaxbp.logic.circuit import Circuit, outputs_of_samples
 from jaxbp.logic.gates import GATES
 from jaxbp.logic.sources import (
     C_WORDS,
@@ -135,7 +135,7 @@ class Netlist:
 
     def __call__(self, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
         """The outputs of each sample."""
-        return unpack_bits(self.evaluate(pack_bits(bits)), len(bits))
+        return outputs_of_samples(self, bits)
 
     def evaluate(self, x: Shaped[Array, "inputs *words"]) -> Shaped[Array, "outputs *words"]:
         """The outputs of packed samples, words of any unsigned type: JAX's, also within `jax.jit`, or NumPy's."""
@@ -176,7 +176,7 @@ class Netlist:
         return builder.netlist([literals[source] for source in self.results.tolist()])
 
     def cones(self) -> list[list[int]]:
-        """Of each output the gates that it depends on, those first that others of them read."""
+        """For each output the gates that it depends on, in topological order."""
         cones = []
         for result in self.results.tolist():
             cone, found = set(), [result - self.inputs]
@@ -205,7 +205,7 @@ class Netlist:
 
         With `classes` it has `name_classify_words` and `name_classify` as well, also as there.
 
-        The room of a gate's value is used again once no gate reads it any more.
+        The memory of a gate's value is reused after its last reader.
         """
         check_name("Netlist", name, C_WORDS)
         check_classes("Netlist", classes, self.outputs)
@@ -282,8 +282,8 @@ class GateList:
     def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
         """The outputs of new gates like a netlist's, at each of several places: `(*places, outputs)`."""
         places = inputs.shape[:-1]
-        here = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
-        sources = np.concatenate([inputs, here], axis=-1)
+        new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
+        sources = np.concatenate([inputs, new], axis=-1)
         self.add(netlist.gates, sources[..., netlist.a], sources[..., netlist.b])
         return sources[..., netlist.results]
 

@@ -231,7 +231,7 @@ def _first_of_each_pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _without_repeats(a: np.ndarray, b: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The same a's and b's, with no pair twice and none of equals: wherever one is, it exchanges its b with another."""
+    """The pairs, with b's exchanged at random until no pair stands twice and no gate reads one input twice."""
     while True:
         wrong = np.ones(a.size, bool)
         wrong[_first_of_each_pair(a, b)] = False

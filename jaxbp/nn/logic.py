@@ -22,7 +22,7 @@ Wiring = Callable[[int, int, int], Wires]
 
 
 def thermometer(x: Float[AnyArray, "*batch features"], thresholds: ArrayLike) -> Float[Array, "*batch bits"]:
-    """Bits of numbers, `x > t` for each threshold t: of each feature, as many beside each other."""
+    """Bits of numbers, `x > t` for each threshold t. The bits of a feature are neighbours."""
     return (x[..., None] > jnp.asarray(thresholds, x.dtype)).astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 

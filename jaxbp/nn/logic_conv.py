@@ -25,7 +25,7 @@ from jaxbp.pairing import Implementation
 def image_thermometer(
     x: Float[AnyArray, "batch channels height width"], thresholds: ArrayLike
 ) -> Float[Array, "batch channels*thresholds height width"]:
-    """Channels of bits, `x > t` for each threshold t: of each channel, as many one after the other."""
+    """Channels of bits, `x > t` for each threshold t. The bits of a channel follow each other."""
     return jnp.moveaxis(thermometer(jnp.moveaxis(x, 1, -1), thresholds), -1, 1)
 
 

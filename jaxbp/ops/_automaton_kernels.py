@@ -21,7 +21,7 @@ from pallas_kernels.logic import automaton as kernels
 from pallas_kernels.logic.automaton import Plan, whole
 
 UNROLL = 16
-"""Ticks in the body of a compiled loop: a GPU starts a kernel by itself later than one of a graph."""
+"""Ticks in the body of a compiled loop: a kernel launched alone starts later than one in a CUDA graph."""
 KEEPS_ROWS = False
 """Whether the forward can keep what every gate reads."""
 

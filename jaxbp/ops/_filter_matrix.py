@@ -1,6 +1,6 @@
 """Convolutions of small images as products with one matrix of the filters, which XLA's library runs on tensor cores.
 
-They multiply more, by the matrix' zeros, at a much higher rate.
+Most of the multiplications are by the matrix' zeros, but the tensor cores are faster by more than that.
 """
 
 import math

@@ -94,7 +94,7 @@ def avg_pool2d(
       window: F and G, height and width of the windows, an int or a pair.
       stride: s, an int or a pair; the window's size if None.
       padding: p, zeros on each side, which count: an int, a pair, "SAME" or "VALID"; less than the window.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
       y, in x's dtype, of height `(height + 2 p - F) // s + 1`, and width alike.

@@ -122,8 +122,8 @@ def _gradients_kernel(dy, coefficients, wires, x):
 
 
 def _fastest_gradients(dy, coefficients, graph, x):
-    """(dx, dc), features first, by the fastest kernels for these wires. Elsewhere than on a GPU, which alone has the
-    shared memory that the others use, input by input."""
+    """(dx, dc), features first, by the fastest kernels for these wires. Without a GPU, and so without shared memory, by
+    `gradients_by_input`."""
     arrays = dy, coefficients, graph, x
     by_input = backward_kernels.gradients_by_input
     if backward_kernels.gradients_along_trail.pays(*arrays):

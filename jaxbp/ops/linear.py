@@ -126,7 +126,7 @@ def _check_shapes(op, x, w, b):
         _checks.shape(op, "b", b, w.shape[0])
 
 
-# ------------------------------------------------ what kernels of half precisions compute, where they are not to be had
+# ----------------------------------- in place of the kernels of half precisions, on devices that do not run them
 
 
 def forward_in_float32(

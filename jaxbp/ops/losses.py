@@ -45,7 +45,7 @@ def _mean_loss(name, loss, slope):
 def _x_log_y(x, y):
     """`x ln y`, 0 where x and y are 0, in a form whose own derivatives are right there: -inf in x, 0 in y."""
     at_zero = (x == 0) & (y == 0)
-    # Nothing, but with a slope of -inf in x.
+    # The term is 0, with a slope of -inf in x.
     gap = jnp.where(at_zero, x - lax.stop_gradient(x), 1.0)
     return x * jnp.log(jnp.where(at_zero, 1.0, y)) - jnp.where(at_zero, jnp.sqrt(gap), 0.0)
 
@@ -72,8 +72,7 @@ def _binary_cross_entropy_gradients(dy, probabilities, labels):
 
 
 def _log(x):
-    """`ln x`, without its infinite slope at 0, which makes NaN of the 0 by which a gradient that nobody wants is
-    weighed."""
+    """`ln x`, without its infinite slope at 0: times a cotangent of 0 that would be NaN."""
     at_zero = x == 0
     return jnp.where(at_zero, -jnp.inf, jnp.log(jnp.where(at_zero, 1.0, x)))
 
@@ -251,7 +250,7 @@ def binary_cross_entropy(
     Args:
       probabilities: p, in [0, 1].
       labels: y, in [0, 1].
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Raises:
       TypeError, ValueError: as in `mean_squared_error`.
@@ -286,7 +285,7 @@ def sigmoid_binary_cross_entropy(
     Args:
       logits: x.
       labels: y, in [0, 1].
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Raises:
       TypeError, ValueError: as in `mean_squared_error`.
@@ -320,7 +319,7 @@ def kl_divergence(
     Args:
       log_predictions: q, of any leading axes, the classes last.
       targets: p, probabilities.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Raises:
       TypeError, ValueError: as in `mean_squared_error`.

@@ -161,7 +161,7 @@ def max_pool2d(
       window: height and width of the windows, an int or a pair.
       stride: an int or a pair; the window's size if None.
       padding: -inf on each side: an int, one for rows and one for columns, "SAME" or "VALID"; less than the window.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest here. Where every position is in exactly one
+      implementation: "pallas", "xla", "autodiff", or None for the fastest. Where every position is in exactly one
         window, XLA routes the gradients as fast as it copies, and "pallas" leaves it to that.
 
     Returns:

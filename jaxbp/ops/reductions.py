@@ -59,7 +59,7 @@ def _spread(scale):
 def _elementwise_gradient(formula, statistics):
     """The backward of what saves a: `formula(dy, a, *statistics(a, axis), **options)`, element by element.
 
-    The forward's result would be rounded. What is computed of a again is, in one program with the forward, but once.
+    The forward's result would be rounded. XLA computes the statistics once if the forward is in the same program.
     """
 
     def in_jnp(dy, a, *, axis, keepdims, shape, **options):
@@ -75,7 +75,7 @@ def _elementwise_gradient(formula, statistics):
 
 
 def _share(count):
-    """Of an element in a mean; the mean of nothing is NaN, and so is what depends on it."""
+    """The weight of an element in a mean. The mean of no elements is NaN, and so is its gradient."""
     return 1.0 / count if count else math.inf
 
 
@@ -282,7 +282,7 @@ def max_backward(
 ) -> Float[Array, "*shape"]:
     """Gradient of `max`: `daᵢ = dy` at the first maximum (or NaN) in row-major order, else 0.
 
-    Native autodiff divides dy among equals.
+    JAX's own gradient divides dy among equals.
     """
     return _backward_of_array(_MAX.vjp, implementation, dy, a, axis, keepdims)
 
@@ -308,7 +308,7 @@ def min_backward(
 ) -> Float[Array, "*shape"]:
     """Gradient of `min`: `daᵢ = dy` at the first minimum (or NaN) in row-major order, else 0.
 
-    Native autodiff divides dy among equals.
+    JAX's own gradient divides dy among equals.
     """
     return _backward_of_array(_MIN.vjp, implementation, dy, a, axis, keepdims)
 

@@ -82,23 +82,21 @@ def accuracy(
       draws: of the arguments, in each place.
     """
     drawn = _draw(cases, draws)
-    native, *ours = (_program(drawn, implementation) for implementation in ("autodiff", *implementations))
+    native, *programs = (_program(drawn, implementation) for implementation in ("autodiff", *implementations))
     for dtype in dtypes:
         places, arrays = {}, {}
         for name, each in drawn.items():
             places[name], values = each.moved(offsets, scales, dtype)
             arrays[name] = values, each.cotangents(dtype, len(places[name]))
-        exact, of_native = _in_float64(native, arrays), _numpy(native(arrays))
-        for implementation, run in zip(implementations, ours, strict=True):
-            of_ours = _numpy(run(arrays))
+        exact, reference = _in_float64(native, arrays), _numpy(native(arrays))
+        for implementation, run in zip(implementations, programs, strict=True):
+            actual = _numpy(run(arrays))
             for name in cases:
-                compared = functools.partial(
-                    _compared, dtype, places[name], of_ours[name], of_native[name], exact[name]
-                )
+                compared = functools.partial(_compared, dtype, places[name], actual[name], reference[name], exact[name])
                 found = compared(exact[name])
                 if any(errors.excess > 1 for *_, errors in found):
-                    again = _in_float64(_program({name: drawn[name]}, "xla"), {name: arrays[name]})
-                    found = compared(again[name])
+                    by_formula = _in_float64(_program({name: drawn[name]}, "xla"), {name: arrays[name]})
+                    found = compared(by_formula[name])
                 for result, place, errors in found:
                     yield Accuracy(name, dtype, implementation, result, place, *errors)
 
@@ -209,7 +207,7 @@ class _Errors(NamedTuple):
     excess: float
 
 
-def _errors(dtype, actual, native, exact, again):
+def _errors(dtype, actual, native, exact, by_formula):
     """(error, native error, excess), where the dtype can hold what is exact; None where it nowhere can.
 
     What is exact is known as far as two ways to compute it in float64 agree. Where JAX's own is right to a few
@@ -220,7 +218,7 @@ def _errors(dtype, actual, native, exact, again):
     if not held.any():
         return None
     size, error, of_native, unknown = (
-        _norms(np.where(held, a, 0.0)) for a in (exact, actual - exact, native - exact, again - exact)
+        _norms(np.where(held, a, 0.0)) for a in (exact, actual - exact, native - exact, by_formula - exact)
     )
     least = ROUNDINGS[dtype] * float(limits.eps) / 2 * size + float(limits.tiny)
     excess = np.where(of_native < size, error / (np.maximum(ALLOWED * of_native, least) + unknown), 0.0)

@@ -92,6 +92,17 @@ def takes_implementation(function: Callable) -> bool:
     return "implementation" in inspect.signature(function).parameters
 
 
+def require_function(op: str, name: str, value: Any) -> None:
+    if not callable(value):
+        raise TypeError(f"{op}: {name} is {value!r}; wants a function, say jaxbp.relu")
+
+
+def require_several(op: str, name: str, value: Any) -> None:
+    """Requires more than one name: of a string, each letter would be taken for one."""
+    if isinstance(value, str):
+        raise TypeError(f"{op}: {name} is {value!r}; wants a sequence, say [{value!r}]")
+
+
 def name_of(function: Callable) -> str:
     if isinstance(function, functools.partial):
         return name_of(function.func)

@@ -21,7 +21,16 @@ from rich.text import Text
 
 from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 from jaxbp.verify import points as at
-from jaxbp.verify.arguments import Arguments, bind, is_float, name_of, take_apart, takes_implementation
+from jaxbp.verify.arguments import (
+    Arguments,
+    bind,
+    is_float,
+    name_of,
+    require_function,
+    require_several,
+    take_apart,
+    takes_implementation,
+)
 from jaxbp.verify.judge import Judge, Tolerance
 from jaxbp.verify.points import ADDED, OWN, Point
 from jaxbp.verify.reference import (
@@ -147,6 +156,8 @@ class CheckResult:
                 lines.append(Text(f"        {failed[0].dtype}, order {failed[0].order}: {failed[0].finding}"))
             elif verdict == "skipped":
                 lines.append(Text(f"        {skipped[0].reason}"))
+            else:
+                lines += [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in _excused(rows)]
             if len(failed) > 1:
                 lines.append(Text(f"        and {len(failed) - 1} more, on {_listed(row.data for row in failed)}"))
         if self.tried:
@@ -238,6 +249,8 @@ def check(
         raise ValueError(f"check: order is {order!r}; wants 1, 2 or 3")
     if unknown := set(added) - set(ADDED):
         raise ValueError(f"check: added has {', '.join(map(repr, sorted(unknown)))}; wants some of {', '.join(ADDED)}")
+    require_function("check", "op", op)
+    require_several("check", "implementations", implementations)
     if implementations is None:
         implementations = IMPLEMENTATIONS if takes_implementation(op) else (None,)
     settings = dict(
@@ -300,16 +313,16 @@ def _rows(
             yield from _of_implementation(op, programs, reference, judge, expected)
             if "dtypes" in added and len(set(dtypes)) == 1:
                 for dtype in ("float32",) if dtypes[0].itemsize == 2 else ("bfloat16", "float16"):
-                    other = programs.in_dtype(dtype)
-                    judge_there = Judge(
+                    in_dtype = programs.in_dtype(dtype)
+                    judge_in_dtype = Judge(
                         reference, native and native.in_dtype(dtype), tolerances, directions, kink_convention
                     )
-                    results = other.result_dtypes()
+                    results = in_dtype.result_dtypes()
                     if results is None:
                         continue
-                    there = [p.rounded([jnp.dtype(dtype)] * len(dtypes), results) for p in (own, large)]
-                    wanted = [(p, _at(reference, p, steps, most_elements)) for p in there]
-                    yield from _compared_all(op, other, reference, judge_there, wanted)
+                    rounded = [p.rounded([jnp.dtype(dtype)] * len(dtypes), results) for p in (own, large)]
+                    wanted = [(p, _at(reference, p, steps, most_elements)) for p in rounded]
+                    yield from _compared_all(op, in_dtype, reference, judge_in_dtype, wanted)
 
 
 def _at(reference: Reference, point: Point, steps: Sequence[float | None], most: int) -> Expected:
@@ -422,12 +435,21 @@ def _grouped(rows: Sequence[CheckRow]) -> dict[tuple, list[CheckRow]]:
 
 
 def _off(rows: Sequence[CheckRow]) -> str:
-    """The largest relative difference in each dtype."""
+    """The largest relative difference in each dtype, of what is within the tolerance."""
     found = {}
     for row in rows:
-        if row.relative is not None:
+        if row.relative is not None and not row.reason:
             found[row.dtype] = max(found.get(row.dtype, 0.0), row.relative)
-    return ", ".join(f"{dtype.replace('loat', '')} {value:.0e}" for dtype, value in found.items())
+    return " ".join(f"{dtype.replace('loat', '')} {value:.0e}" for dtype, value in found.items())
+
+
+def _excused(rows: Sequence[CheckRow]) -> list[str]:
+    """On which data right results are beyond the tolerance, and why."""
+    data = {}
+    for row in rows:
+        if row.verdict == "ok" and row.reason:
+            data.setdefault(row.reason, []).append(row.data)
+    return [f"        beyond that, {reason}: on {_listed(names)}" for reason, names in data.items()]
 
 
 def _untried(options, cases, added, kinks) -> str:

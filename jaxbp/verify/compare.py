@@ -17,12 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxbp.pairing import IMPLEMENTATIONS, Implementation
-from jaxbp.verify.arguments import Arguments, bind, name_of, take_apart
+from jaxbp.verify.arguments import Arguments, bind, name_of, require_function, require_several, take_apart
 from jaxbp.verify.page import page
 from jaxbp.verify.timing import compile_program, device_seconds
 
 CALLS = 10
-"""In a program that is timed on a GPU, so that the device does not wait for the host to start them one by one."""
+"""Calls in a program that is timed on a GPU: the device need not wait for the host between them."""
 
 KINDS = ("value", "gradient", "hessian product")
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
@@ -60,9 +60,9 @@ class Program:
     Attributes:
       microseconds: of a call, with more of them queued behind it. All have the same arguments, so what is small stays
         in the device's cache.
-      host_waited: the share of that time that the host waited for the device; near 0, the time is the host's.
+      host_waited: the share of that time in which the host waited for the device. Near 0 the host bounds the time.
       compile_seconds: from Python to the executable.
-      peak_bytes: arguments, results and temporaries, by XLA's account.
+      peak_bytes: arguments, results and temporaries, as XLA reports them.
       temporary_bytes: the temporaries alone.
     """
 
@@ -161,14 +161,17 @@ class Comparison:
 
     def _costs(self) -> Table:
         costs = Table(
-            "implementation", "program", "µs", "host waited", "memory, MiB", "of it temporary", "compile, s",
-            "largest difference",
+            "", "program", "µs", "host\nwaited", "MiB,\ntemporary", "compile,\ns", "largest difference",
             title=f"{self.function} on {self.device}",
         )  # fmt: skip
-        for column in costs.columns[2:7]:
+        for column in costs.columns[2:6]:
             column.justify = "right"
+        # In 80 columns a long name goes to a line of its own.
+        for column in costs.columns[:-1]:
+            column.no_wrap = True
+        costs.columns[-1].overflow = "fold"
         for one in self.measured:
-            programs = {"value and gradient": one.gradients, "Hessian product": one.hessian_product}
+            programs = {"gradient": one.gradients, "Hessian": one.hessian_product}
             kinds = (KINDS[1], KINDS[2])
             for (name, program), kind in zip(programs.items(), kinds, strict=True):
                 if program is not None:
@@ -194,7 +197,7 @@ def compare(
     *args: Any,
     implementations: Sequence[Implementation] = IMPLEMENTATIONS,
     reference: Implementation = "autodiff",
-    argnums: Sequence[int] | None = None,
+    argnums: int | Sequence[int] | None = None,
     second_order: bool = True,
     seconds: float = 0.05,
     seed: int = 0,
@@ -223,10 +226,13 @@ def compare(
     Raises:
       ValueError: nothing to differentiate. What the reference raises is raised as it is.
     """
+    require_function("compare", "function", function)
+    require_several("compare", "implementations", implementations)
     arguments = take_apart(function, args)
-    chosen = arguments.positions(argnums)
+    chosen = arguments.positions((argnums,) if isinstance(argnums, int) else argnums)
     if not chosen:
-        raise ValueError(f"compare: {name_of(function)} has no floating argument among {argnums or 'its arguments'}")
+        among = "its arguments" if argnums is None else argnums
+        raise ValueError(f"compare: {name_of(function)} has no floating argument among {among}")
     leaves, random = list(arguments.leaves), np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda leaves: arguments.call(bind(function, reference, options), leaves), leaves)
     cotangents = [_normal(random, y) if y.shape else np.ones((), y.dtype) for y in shapes]
@@ -334,8 +340,8 @@ def _times(ratio: float) -> str:
 
 
 def _cells(program: Program) -> list[str]:
-    memory = (f"{size / 2**20:.2f}" for size in (program.peak_bytes, program.temporary_bytes))
-    return [f"{program.microseconds:.1f}", f"{program.host_waited:.0%}", *memory, f"{program.compile_seconds:.2f}"]
+    memory = ", ".join(f"{size / 2**20:.2f}" for size in (program.peak_bytes, program.temporary_bytes))
+    return [f"{program.microseconds:.1f}", f"{program.host_waited:.0%}", memory, f"{program.compile_seconds:.2f}"]
 
 
 def _worst(difference: Difference | None) -> str:

@@ -1,16 +1,14 @@
 """Whether what an implementation gives is right, where neither rounding nor a kink is to be taken for a mistake.
 
-A number passes within the tolerance of its dtype. One beyond it is looked at again, in this order:
+A number passes within the tolerance of its dtype. One beyond it passes nevertheless, in this order, if
 
-- JAX's own differentiation of the plain forward, in the same dtype, gives the same, or overflows.
-- How far JAX's own is from float64 is measured on three sets of data near by. Four times that is allowed on top; and
-  likewise four times what float64 itself is off by, as random roundings show it (`jaxbp.verify.rounding`).
-- Infinite or NaN is right where a gradient is a sum over several results, and the part of one of them overflows.
-- The gradient in float64 is computed at points around, as near as rounding may move the data. Where these differ there
-  is a kink, and anything between them is right: one side or the other is a matter of the last bit. If the kink is at
-  the data itself, as at a tie, that holds only for who follows no convention, or in half precisions.
-
-It is called wrong if all of this leaves it so.
+- JAX's own differentiation of the plain forward, in the same dtype, gives the same, or overflows;
+- it is within four times the error that JAX's own has against float64, measured on three sets of data near by, or
+  within four times the error of float64 itself, as random roundings show it (`jaxbp.verify.rounding`);
+- it is infinite or NaN, and a term of the sum that it stands for, one result's part of a gradient, overflows;
+- it lies between gradients in float64 at points around, as near as rounding may move the data: where these differ there
+  is a kink, and the last bit decides on which side the data is. A kink at the data itself, as at a tie, counts only for
+  an op that follows no convention, or in half precisions.
 """
 
 import dataclasses
@@ -80,7 +78,7 @@ class Judge:
             # The forward sees a kink where the dtype has it, which may be beside the one in float64.
             e = np.where(contradicted | (_compare(native, e, tolerance)[0] <= 1), e, native)
         excess, difference = compare(e)
-        # A NaN out of numbers is JAX's having no answer; infinite is one only for who follows its conventions.
+        # NaN from finite numbers is no expectation; an infinite gradient is one only for an op with JAX's conventions.
         loose = point.beyond or expected.order > 1 or (point.kinks and not self.convention)
         told = np.isfinite(e) if loose else ~np.isnan(e)
         held = told if all(np.isfinite(v).all() for v in point.values) else np.ones(e.shape, bool)
@@ -145,24 +143,24 @@ class Judge:
         """
         beyond = np.zeros(point.values[i].shape if order else (), bool)
         for k in range(len(point.cotangents) if order else 0):
-            alone = [c if j == k else np.zeros_like(c) for j, c in enumerate(point.cotangents)]
-            beyond |= np.abs(self._exactly(order, point.values, alone)[i]) > float(jnp.finfo(dtype).max)
+            cotangents = [c if j == k else np.zeros_like(c) for j, c in enumerate(point.cotangents)]
+            beyond |= np.abs(self._exactly(order, point.values, cotangents)[i]) > float(jnp.finfo(dtype).max)
         return beyond
 
     def _rounding(self, point, order, i, dtype, checked):
         """How far JAX's own differentiation in the dtype is from float64, near the point."""
-        own = self.native or (None if self.reference.independent else checked)
-        if own is None:
+        native = self.native or (None if self.reference.independent else checked)
+        if native is None:
             return 0.0
         random, found = generator(1), []
         for _ in range(SAMPLES):
-            values = own.rounded([a * (1 + NEAR * random.uniform(-1, 1, a.shape)) for a in point.values])
-            results = own.results(order, values, point.cotangents, self.directions)
+            values = native.rounded([a * (1 + NEAR * random.uniform(-1, 1, a.shape)) for a in point.values])
+            results = native.results(order, values, point.cotangents, self.directions)
             if results is None:
                 return 0.0
             with np.errstate(invalid="ignore", over="ignore"):
-                off = np.abs(np.asarray(results[i], np.float64) - self._exactly(order, values, point.cotangents)[i])
-            found.append(off[np.isfinite(off)].max(initial=0.0))
+                error = np.abs(np.asarray(results[i], np.float64) - self._exactly(order, values, point.cotangents)[i])
+            found.append(error[np.isfinite(error)].max(initial=0.0))
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
@@ -195,8 +193,8 @@ class Judge:
         moves = [(None, None, 0)] * NEIGHBOURS
         if order == 1:
             for j, a in enumerate(point.values):
-                some = places if j == i else np.unique(np.linspace(0, a.size - 1, min(a.size, MOST)).astype(int))
-                moves += [(j, place, sign) for place in some for sign in (2, -2)]
+                chosen = places if j == i else np.unique(np.linspace(0, a.size - 1, min(a.size, MOST)).astype(int))
+                moves += [(j, place, sign) for place in chosen for sign in (2, -2)]
         for j, place, sign in moves:
             values = [a + share * scale_of(a) * random.uniform(-1, 1, a.shape) for a in point.values]
             if place is not None:
@@ -217,9 +215,9 @@ def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.n
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):
-        ours, theirs = a.sum(axis, keepdims=True), found.sum(axis + 1, keepdims=True)
-        slack = limit.sum(axis, keepdims=True) + np.ptp(theirs, axis=0)
-        right &= (ours >= theirs.min(axis=0) - slack) & (ours <= theirs.max(axis=0) + slack)
+        sums, nearby = a.sum(axis, keepdims=True), found.sum(axis + 1, keepdims=True)
+        slack = limit.sum(axis, keepdims=True) + np.ptp(nearby, axis=0)
+        right &= (sums >= nearby.min(axis=0) - slack) & (sums <= nearby.max(axis=0) + slack)
     return right
 
 

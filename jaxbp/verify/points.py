@@ -20,9 +20,9 @@ class Point:
     Attributes:
       name: for people.
       values, cotangents: in float64, rounded to the dtypes that they are for.
-      of: where it stands for one argument alone, its index.
-      kinks: some numbers are such that the op may have a kink there, and none of them by rounding.
-      beyond: it may lie where the op is not defined, so that what is not finite there tells nothing.
+      of: the index of the argument, if the point tests one argument alone.
+      kinks: whether numbers were put exactly where the op may have a kink.
+      beyond: whether the op may be undefined there, so that an expectation that is not finite tells nothing.
     """
 
     name: str
@@ -59,8 +59,8 @@ def points(
     yield own
     if "cotangents" in added:
         yield dataclasses.replace(own, name="dy times -30", cotangents=[-30 * c for c in own.cotangents])
-        some = [c * (random.random(c.shape) < 0.5) for c in own.cotangents]
-        yield dataclasses.replace(own, name="dy with zeros", cotangents=some)
+        masked = [c * (random.random(c.shape) < 0.5) for c in own.cotangents]
+        yield dataclasses.replace(own, name="dy with zeros", cotangents=masked)
     if "kinks" in added and len(kinks):
         for i, name in enumerate(names):
             yield from _with_kinks(own, i, name, kinks)
@@ -86,16 +86,16 @@ def everywhere_large(own: Point, random: np.random.Generator) -> Point:
 
 def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
     """Kinks put into an argument, twice each where there is room: once with zeros there in arguments of its shape."""
-    size, rest = own.values[i].size, list(kinks)
-    while size and rest:
-        some, rest = rest[:size], rest[size:]
-        places = np.unique(np.linspace(0, size - 1, min(size, 2 * len(some))).astype(int))
+    size, remaining = own.values[i].size, list(kinks)
+    while size and remaining:
+        chosen, remaining = remaining[:size], remaining[size:]
+        places = np.unique(np.linspace(0, size - 1, min(size, 2 * len(chosen))).astype(int))
         values = [np.array(a) for a in own.values]
-        values[i].flat[places] = np.resize(some, places.size)
+        values[i].flat[places] = np.resize(chosen, places.size)
         for j, other in enumerate(values):
             if j != i and other.shape == values[i].shape:
-                other.flat[places[len(some) :]] = 0
-        shown = ", ".join(f"{kink:.4g}" for kink in some)
+                other.flat[places[len(chosen) :]] = 0
+        shown = ", ".join(f"{kink:.4g}" for kink in chosen)
         yield dataclasses.replace(own, name=f"{name} at {shown}", values=values, of=i, kinks=True)
 
 

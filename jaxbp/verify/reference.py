@@ -144,25 +144,25 @@ class Reference:
             arrays[i].flat[places], contradicted[i].flat[places] = slope, other
             told &= bool(confirmed.all())
         against = "differences" if told else "differences; autodiff where there is a kink"
-        nowhere = [np.zeros(a.shape, bool) for a in y]
-        return Expected(0, "float64", y, nowhere), Expected(1, against, arrays, contradicted)
+        uncontradicted = [np.zeros(a.shape, bool) for a in y]
+        return Expected(0, "float64", y, uncontradicted), Expected(1, against, arrays, contradicted)
 
     def higher(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Expected:
         """The derivative of this order by JAX, confirmed by differences of the order below."""
         autodiff = self.derivative(order, values, cotangents, directions)
         below = directions[: order - 2]
-        here = _flat(self.derivative(order - 1, values, cotangents, below))
+        gradient = _flat(self.derivative(order - 1, values, cotangents, below))
 
         def look(which, by):
             found = []
             for sign in (1, -1):
                 moved = [a + sign * by[0] * d for a, d in zip(values, directions[order - 2], strict=True)]
                 found.append(_flat(self.derivative(order - 1, moved, cotangents, below))[which])
-            ahead, behind = found
-            noise = 8 * EPS * scale_of(here) / by[0]
-            slopes = (ahead - here[which]) / by[0], (here[which] - behind) / by[0]
-            noise = np.full(ahead.shape, noise)
-            return (ahead - behind) / (2 * by[0]), *np.sort(slopes, axis=0), noise, noise
+            upper, lower = found
+            noise = 8 * EPS * scale_of(gradient) / by[0]
+            slopes = (upper - gradient[which]) / by[0], (gradient[which] - lower) / by[0]
+            noise = np.full(upper.shape, noise)
+            return (upper - lower) / (2 * by[0]), *np.sort(slopes, axis=0), noise, noise
 
         flat = _flat(autodiff)
         error = lambda: float(_flat(self.rounding(order - 1, values, cotangents, below)).max())  # noqa: E731
@@ -202,17 +202,18 @@ class Reference:
     def _look(self, values, cotangents, argument, places, by):
         """(slope, the lower and the higher of the one-sided slopes, rounding, rounding at most) in elements.
 
-        What an element does not reach cancels exactly, and is in the last alone: it may have been too small to see.
+        Results that do not depend on an element cancel exactly. Only the last bound counts them, as the dependence may
+        be too small to see.
         """
-        here, size, found = values[argument].ravel()[places], min(AT_ONCE, values[argument].size), []
+        x, size, slopes_of_calls = values[argument].ravel()[places], min(AT_ONCE, values[argument].size), []
         masks = [np.float64(i == argument) for i in range(len(values))]
         with float64():
             for start in range(0, len(places), AT_ONCE):
                 # One size of call, so one program.
-                some = (np.resize(a[start : start + AT_ONCE], size) for a in (places, here, here + by, here - by))
-                slopes = self._slopes(list(values), list(cotangents), masks, *some)
-                found.append(np.stack(slopes)[:, : len(places) - start])
-        return tuple(np.concatenate(found, axis=1))
+                call = (np.resize(a[start : start + AT_ONCE], size) for a in (places, x, x + by, x - by))
+                slopes = self._slopes(list(values), list(cotangents), masks, *call)
+                slopes_of_calls.append(np.stack(slopes)[:, : len(places) - start])
+        return tuple(np.concatenate(slopes_of_calls, axis=1))
 
     def _slopes_of_elements(self, values, cotangents, masks, *places):
         results = lambda values: jnp.concatenate([y.ravel() for y in self.function(*values)])  # noqa: E731
@@ -227,13 +228,13 @@ class Reference:
             ]
 
         def slopes(of):
-            place, here, ahead, behind = of
-            after, before = (results(with_element(place, value)) for value in (ahead, behind))
-            rounding = 8 * EPS * largest / (ahead - behind)
-            noise = rounding * jnp.sum(jnp.where(after != before, jnp.abs(c), 0.0))
-            right, left = c * (after - y) / (ahead - here), c * (y - before) / (here - behind)
+            place, x, upper, lower = of
+            y_upper, y_lower = (results(with_element(place, value)) for value in (upper, lower))
+            rounding = 8 * EPS * largest / (upper - lower)
+            noise = rounding * jnp.sum(jnp.where(y_upper != y_lower, jnp.abs(c), 0.0))
+            right, left = c * (y_upper - y) / (upper - x), c * (y - y_lower) / (x - lower)
             low, high = jnp.sum(jnp.minimum(left, right)), jnp.sum(jnp.maximum(left, right))
-            return c @ (after - before) / (ahead - behind), low, high, noise, rounding * jnp.sum(jnp.abs(c))
+            return c @ (y_upper - y_lower) / (upper - lower), low, high, noise, rounding * jnp.sum(jnp.abs(c))
 
         return lax.map(slopes, places)
 

@@ -3,8 +3,8 @@
 This is Monte Carlo arithmetic (Parker, "Monte Carlo Arithmetic", 1997). It sees what neither a program's results nor
 their accuracy in a narrower dtype show: that `1 - s` of a sigmoid is in steps of `ε`, however small it is.
 
-Each result is moved by many roundings, and what comes of it is divided by as many. A number that jumps, as a gradient
-does where a tie is broken, so counts for little: it is no rounding.
+Each result is moved by many roundings, and the change of the program's results is divided by as many. A jump, as of a
+gradient where a tie is broken, then counts for little: it is no rounding.
 """
 
 import functools
@@ -22,7 +22,7 @@ ROUNDED = frozenset({
     "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "logistic", "mul", "pow", "reduce_prod", "reduce_sum",
     "reduce_window_sum", "rsqrt", "scatter-add", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
 })  # fmt: skip
-"""Primitives that round; others, such as a maximum, give numbers that they are given."""
+"""Primitives that round; others, such as a maximum, return one of their arguments."""
 CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"})
 """Primitives that are a program of their own, with its arguments and results."""
 

@@ -136,7 +136,7 @@ class _ForwardProgram:
     """A part of a row of windows, for a few output channels and a lane block.
 
     Attributes:
-      turns: how many times it takes `windows` windows.
+      turns: how many groups of `windows` windows it computes, one after the other.
     """
 
     window: tuple[int, int]
@@ -226,7 +226,7 @@ def _filter_size(dy, x, window):
 
 
 def _sums(channels: int, taps: int) -> int:
-    """Of the weights and biases of so many output channels, filled up to what `sums_over_lanes` takes."""
+    """Sums of the weights and biases of so many output channels, rounded up to a number `sums_over_lanes` takes."""
     return -(-channels * (taps + 1) // SUMMED_ROWS) * SUMMED_ROWS
 
 

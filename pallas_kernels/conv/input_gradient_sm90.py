@@ -179,7 +179,7 @@ def input_gradient(
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """`[a, b, (r, c, v), (t, k, q)]`: what a place of a group's window adds to a position of the cell (a, b) on."""
+    """`[a, b, (r, c, v), (t, k, q)]`: the weight of place t of a group's window q at (r, v) of the cell (a, b) away."""
     R, S, width = sizes.R, sizes.S, sizes.cell_width
     a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
     row, column = a * R + r - tr, b * width + v - (q * S + ts)
@@ -205,7 +205,7 @@ class _Program:
       weights: the matrices, in shared memory.
       loaded: where their copies arrive.
       operands: each group's routed gradients, of a row of windows.
-      met: where the warpgroups meet.
+      met: the barrier of all warpgroups.
       staging: a row of each warpgroup's cell on its way to dx.
       group: whose gradients the warpgroup routes; the last warpgroup has none.
     """

@@ -158,7 +158,7 @@ class _Sizes:
         )
 
     def clocks(self) -> int:
-        """Of all programs: half a column a tensor-core instruction of 8 values, and 24 bytes from the cache."""
+        """Of all programs: half a clock for each column of a product of 8 values, and one for 24 bytes of the cache."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 
@@ -382,7 +382,7 @@ class _Program:
       xs: stages of x's rows, with the ones behind them.
       routed: the routed gradient.
       loaded: where a stage's copies arrive.
-      ready: where the warpgroups meet once all have routed.
+      ready: the barrier at which the warpgroups wait until all have routed.
       sums: the accumulator.
       split, c, t: the program's place in the grid.
       first: the split's first unit, of `steps`.

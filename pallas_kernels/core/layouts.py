@@ -45,8 +45,8 @@ SUMMED_ROWS = 32
 def sums_over_lanes(rows: Any, totals: Any) -> None:
     """Writes the sum of each of `rows (n, LANES)` in shared memory to `totals (n,)` in device memory.
 
-    One by one, sums of vectors would meet at barriers of their own; here at one, before any thread reads a row. n is
-    half of `SUMMED_ROWS`, or a multiple of `SUMMED_ROWS`.
+    Sums of single vectors would need a barrier each. These need one, before any thread reads a row. n is half of
+    `SUMMED_ROWS`, or a multiple of `SUMMED_ROWS`.
     """
     # A warp reads four rows, eight threads side by side, and no bank twice.
     tiling = plgpu.Tiling(((16, 32), (4, 32), (4,)))
@@ -69,7 +69,7 @@ def value_a_column() -> Any:
 
 
 def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) -> Any:
-    """Shared memory as the tensor cores read it: in tiles of eight rows of `row_bytes`, of both operands the same."""
+    """Shared memory as the tensor cores read it: in tiles of eight rows of `row_bytes`, the same for both operands."""
     transforms = plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(row_bytes)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
@@ -77,7 +77,7 @@ def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) 
 def multiply_registers(sums: Any, left: Array, right: Any, spare: Any) -> None:
     """`plgpu.wgmma` of registers and shared memory.
 
-    The simulator multiplies shared memory alone: there, `left` goes through `spare`, from where copies may be leaving.
+    The simulator multiplies shared memory alone: it stores `left` in `spare`, once bulk copies have read that.
     """
     if simulating() is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -94,7 +94,7 @@ def rounded_to_tf32(x: Array) -> Array:
     if x.dtype != jnp.float32:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    # A NaN of all ones, which GPUs make, would run over.
+    # The bits of a NaN may all be ones, as a GPU's are: the sum would overflow.
     return jnp.where(x != x, x, lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32))
 
 

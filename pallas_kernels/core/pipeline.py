@@ -33,7 +33,8 @@ class Ring:
       loaded: a barrier a stage, at which a step's copies arrive.
       steps: how many steps there are, or None if no step is ever fetched that does not exist.
       free: a barrier a stage, at which consumers arrive when they have read it; None without a producer.
-      only: the one stage of a ring of one, in memory and barriers that rings share, as one for each warpgroup.
+      only: the index of the one stage of this ring, where rings of one stage share memory and barriers, as the rings
+        of several warpgroups do.
     """
 
     stages: int

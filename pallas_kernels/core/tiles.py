@@ -68,7 +68,7 @@ class Kernel:
         return self._supports(*arrays, **options) if self._supports else None
 
     def heuristic(self, *arrays: Any, **options: Any) -> Any | None:
-        """The config for these arguments; None where the kernel does not pay. To be asked of what it supports."""
+        """The config for arguments that it supports; None where the kernel does not pay."""
         return self._heuristic(*arrays, **options)
 
     def pays(self, *arrays: Any, **options: Any) -> bool:

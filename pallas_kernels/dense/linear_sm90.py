@@ -1,4 +1,4 @@
-"""A dense layer's products in half precisions on Hopper's tensor cores, each with what the bias needs beside it.
+"""A dense layer's products in half precisions on Hopper's tensor cores, with the bias and its gradient.
 
     z[n, o] = Σ x[n, i] * w[o, i] + b[o],    over the inputs i,
     dw[o, i] = Σ dy[n, o] * x[n, i],    db[o] = Σ dy[n, o],    over the rows n.

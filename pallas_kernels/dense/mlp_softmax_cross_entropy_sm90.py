@@ -510,7 +510,7 @@ def _forward_and_gradients(network: _Network, *refs: Any, block: Any) -> None:
     gradient = jnp.where(valid, softmax.gradient(), jnp.nan)
     for i, layer in enumerate(reversed(range(layers))):
         operand = refs.operands[layer + 1]
-        # The gradient takes the place of h, which nobody reads any more.
+        # The gradient overwrites h, which is not read again.
         if layer < layers - 1:
             gradient = jnp.where(load(operand, plgpu.Layout.WGMMA, optimized=False) > 0, gradient, 0.0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -46,7 +46,7 @@ CENTRE = 4
 _CELLS = (4, 2, 1)
 """Of a program at a time: a thread's widest access of shared memory has four numbers."""
 _CELLS_OF_LATENCY = 2
-"""In the time that a turn takes however few its cells are, so many more could be computed."""
+"""Latency of a turn, as the number of cells that could be computed in its time."""
 WARPGROUPS = 2
 """Of a program at most. They share its rows, and each takes a part of every layer."""
 _RESERVED_BYTES = 2048
@@ -326,7 +326,7 @@ def tick_backward(
       dkept: as the state, float32.
       total: `(programs, plan.gates, 4)` float32, to which the gradients of the coefficients are added.
     """
-    several = _turns(plan, config) > 1
+    has_turns = _turns(plan, config) > 1
 
     def body(c_ref, w_ref, k_ref, state_ref, *refs, program, warpgroup):
         *fires_ref, dseen_ref, dkept_ref, total_in, dseen_out, dkept_out, total_out, rows, sums, met = refs
@@ -334,8 +334,8 @@ def tick_backward(
         circuit = _Circuit(plan, team, c_ref, w_ref, rows)
         total_in, total_out = total_in.at[program], total_out.at[program]
         # Of several groups of cells only the first would find in the one what the tick before has left.
-        backward = _Backward(circuit, k_ref, sums, (total_out if several else total_in, total_out))
-        if several:
+        backward = _Backward(circuit, k_ref, sums, (total_out if has_turns else total_in, total_out))
+        if has_turns:
             for gates in (circuit.gates(part) for layer in plan.layers for part, _ in team.parts(layer)):
                 total_out[gates] = load(total_in.at[gates], block_layout(gates.size, 4))
         sums[pl.ds(plan.gradients.zeros + warpgroup * LANES, LANES)] = jnp.zeros((LANES, config.cells), jnp.float32)

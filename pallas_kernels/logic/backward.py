@@ -14,7 +14,7 @@ Three ways to make both:
 
 Arguments: dy `(gates, N)`, the batch N a multiple of `LANES`; coefficients `(gates, 4)`; a `Graph`; x `(inputs, N)` of
 dy's dtype. dx comes in that dtype, dc in float32, both summed in float32. The batch is the slow axis of every grid, as
-in forward.py. What bounds the kernels, and what was tried: docs/logic_gates.md.
+in forward.py. What bounds the kernels: docs/kernels/logic.md; what was tried: docs/lab/2026-11-22-logic.md.
 """
 
 import dataclasses

@@ -2,9 +2,9 @@
 
 Gate g computes `y = c0 + c1 a + c2 b + c3 a b` of its inputs a and b, with four coefficients of its own.
 
-The batch is the slow axis of every grid: a lane block, a vector of it, is done for all gates before the next begins, so
-that its part of x, which gates read in random places, comes from memory once and then from the L2 cache. What bounds
-the kernel, and what was tried: docs/logic_gates.md.
+The batch is the slow axis of every grid: all gates are computed for a lane block, a vector of the batch, before the
+next block begins. Its part of x, which gates read in random places, then comes from memory once and afterwards from the
+L2 cache. What bounds the kernel: docs/kernels/logic.md; what was tried: docs/lab/2026-11-22-logic.md.
 """
 
 import dataclasses

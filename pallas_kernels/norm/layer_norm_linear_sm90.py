@@ -276,7 +276,7 @@ def input_gradient(
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=_WARPGROUPS),
         ],
-        # Of what another warpgroup, or warp, stored a thread reads nothing but behind `sums_stored` and `commit_smem`.
+        # A thread reads what other warps have stored only after `sums_stored` and `commit_smem`.
         barriers=False,
         sums_across_warps=False,
         name="layer_norm_linear_backward_input",
@@ -395,12 +395,12 @@ class _InputGradient:
         return pl.run_scoped(multiply, plgpu.ACC((_ROWS, self.hidden // 2)))
 
     def _means(self, refs, stage, warpgroup, t, normalised):
-        """mean(t) and mean(t * x̂) of each row: the two halves add up their columns and meet."""
+        """mean(t) and mean(t * x̂) of each row: each half adds up its columns, then both meet at a barrier."""
         pieces = _pieces(self.hidden // 2)
         sums = [_sum(t, pieces), _sum(lambda columns: t(columns) * normalised(columns), pieces)]
         for i, a in enumerate(sums):
             store(refs.sums.at[stage, i, warpgroup], a)
-        # From then on the other half, too, has multiplied what dz's stage holds.
+        # Past this barrier the other half has multiplied dz's stage as well.
         plgpu.barrier_arrive(refs.sums_stored)
         plgpu.barrier_wait(refs.sums_stored)
 

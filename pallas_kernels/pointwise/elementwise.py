@@ -36,7 +36,7 @@ class Config:
 
 
 def supports_indices(*shapes: tuple[int, ...]) -> str | None:
-    """What of the shapes the kernels' indices, of 32 bits, do not reach."""
+    """That an array has more elements than the kernels' 32-bit indices reach, or None."""
     return "2^31 or more elements" if any(math.prod(shape) >= 2**31 for shape in shapes) else None
 
 
@@ -94,7 +94,7 @@ def elementwise(
                 ref[pl.ds(row * rows.length + start, length)] = value.astype(dtype)
 
         def compute_remainder(i, _):
-            # What is no whole vector is computed as part of the vector before.
+            # The end of a row that fills no vector is computed with elements of the vector before.
             compute(jnp.minimum(blocks * length + i * LANES, rows.length - LANES), LANES)
 
         compute(block * length, length)

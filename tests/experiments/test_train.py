@@ -1,4 +1,6 @@
+import ast
 import io
+import itertools
 import json
 import os
 import re
@@ -46,6 +48,7 @@ def test_the_config_is_printed_as_it_is_saved(default_run):
     (run_dir,) = (folder / "runs").iterdir()
     assert output.startswith((run_dir / "config.json").read_text())
     assert re.match("(lenet|mixer)-", run_dir.name)
+    assert f"\ncurves in {Path('runs') / run_dir.name / 'curves.png'}\n" in output
 
 
 def test_away_from_a_terminal_every_epoch_is_a_line(default_run):
@@ -80,6 +83,7 @@ MISTAKES = {
     "batch of more than the training set": (["--batch-size", "1438"], "batch_size = 1438: wanted at most 1437"),
     "missing data": (["--dataset", "mnist", "--data-dir", "nowhere"], "train-images-idx3-ubyte is neither in nowhere"),
     "occupied run directory": (["--run-dir", "."], "run_dir = . is not empty"),
+    "no run to resume": (["--resume"], "resume = True: wanted run_dir as well"),
 }
 
 
@@ -100,7 +104,6 @@ REFUSED = {
     "unknown choice": (["lenet", "--dataset", "cifar"], "fashion_mnist"),
     "not a number": (["lenet", "--seed", "x"], "--seed"),
     "value out of range": (["lenet", "--batch-size", "0"], "batch_size = 0: wanted a whole number of at least 1"),
-    "no run to resume": (["lenet", "--resume"], "resume = True: wanted run_dir as well"),
 }
 
 
@@ -112,12 +115,27 @@ def test_arguments_that_no_run_can_have_end_in_exit_code_2(args, message, capsys
     assert message in capsys.readouterr().err
 
 
+def test_a_run_to_resume_is_asked_for_without_an_experiment_too(capsys):
+    assert train.main(["--resume"]) == 2
+    assert capsys.readouterr().err == "error: resume = True: wanted run_dir as well, to know which run\n"
+
+
 def test_help_lists_the_experiments(capsys):
     with pytest.raises(SystemExit) as stopped:
         train.main(["--help"])
     assert stopped.value.code == 0
     output = capsys.readouterr().out
     assert all(name in output for name in configs.EXPERIMENTS)
+
+
+def test_help_breaks_no_sentence():
+    # tyro breaks the help of a setting where its docstring has a line's end.
+    modules = [ast.parse(file.read_text()) for file in (ROOT / "experiments").rglob("*.py")]
+    nodes = [node for module in modules for node in ast.walk(module) if isinstance(node, ast.ClassDef)]
+    configs = [node for node in nodes if node.name.endswith("Config")]
+    pairs = [pair for config in configs for pair in itertools.pairwise(config.body)]
+    docs = [doc.value.value for field, doc in pairs if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr)]
+    assert len(docs) > 50 and [doc for doc in docs if "\n" in doc] == []
 
 
 def test_an_error_inside_a_model_keeps_its_traceback(monkeypatch, tmp_path):

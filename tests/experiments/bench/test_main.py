@@ -95,7 +95,8 @@ def test_compilation_is_timed_where_it_is_asked_for(quickly):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["alexnet"], "unknown case alexnet: wanted all, ops, or some of lenet, conv2d,"),
+        (["xyz"], "unknown case xyz: wanted all, ops, or some of lenet, conv2d,"),
+        (["rleu"], "unknown case rleu: did you mean relu"),
         (["relu", "--batch", "0"], "batch is 0: wanted at least 1"),
         (["relu", "--batch-last", "--peers"], "batch_last is not for peers"),
         (["lenet", "logic", "--batch-last"], "batch_last is for ops: wanted some beside lenet, logic"),

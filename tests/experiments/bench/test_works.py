@@ -31,7 +31,7 @@ def test_a_place_may_be_named_and_ops_are_all_but_the_training_steps():
         "logic-conv",
         "automaton",
     }
-    with pytest.raises(ValueError, match="unknown case relu:32x32: wanted all, ops, or some of lenet, conv2d, "):
+    with pytest.raises(ValueError, match="unknown place 32x32 of relu: wanted one of "):
         selected(["relu:32x32"])
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.configs import logic_conv
 from experiments.configs.logic_conv import ARCHITECTURES, LogicConvConfig
 from experiments.output.errors import UserError
 from jaxbp import ConvolutionalCircuit
@@ -44,7 +45,7 @@ def test_the_network_for_cifar_10_ends_in_2_x_2_places():
     ("size", "gates", "pools"), [("s", 143_024, 10_512), ("m", 572_096, 42_048), ("l", 1_179_948, 86_724)]
 )
 def test_the_placed_gates_of_mnists_sizes_are_those_of_the_docstring(size, gates, pools):
-    text, k = LogicConvConfig.__doc__, LogicConvConfig(dataset="mnist", size=size).kernels
+    text, k = logic_conv.__doc__, LogicConvConfig(dataset="mnist", size=size).kernels
     assert (8939 * k, 657 * k) == (gates, pools)
     assert f"{gates:,}" in text and f"{pools:,}" in text and f"{k})" in text
 

@@ -8,6 +8,8 @@ from experiments.output.errors import BrokenRun, Stopped, UserError, exit_code, 
     [
         (UserError("seed = -1:\n wanted more"), 2, "error: seed = -1: wanted more\n"),
         (FileNotFoundError("no data"), 2, "error: no data\n"),
+        (FileNotFoundError(2, "No such file or directory", "a.json"), 2, "error: a.json: No such file or directory\n"),
+        (PermissionError(13, "Permission denied", "runs"), 1, "error: runs: Permission denied\n"),
         (BrokenRun("damaged"), 1, "error: damaged\n"),
         (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device\n"),
         (FloatingPointError("nan"), 1, "error: nan\n"),

@@ -67,6 +67,6 @@ def test_the_code_is_of_the_simplified_gates_and_says_what_its_bits_are(finished
 
 def test_the_gates_are_counted_drawn_and_timed(finished):
     _, output, folder = finished
-    assert f"3,000 gates, {folder / 'gates.png'} shows which" in output
+    assert f"3,000 gates; {folder / 'gates.png'} shows their functions" in output
     assert min(image.imread(folder / "gates.png").shape[:2]) > 100
     assert re.search(r"on one CPU core: [\d,]+ samples/s in NumPy", output)

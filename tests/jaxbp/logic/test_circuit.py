@@ -170,6 +170,11 @@ REFUSED = {
     ),
     "other inputs": (
         lambda: CIRCUIT(BITS[:, :4]),
+        f"Circuit: bits has shape ({len(BITS)}, 4); wants (samples, 9)",
+    ),
+    "one sample": (lambda: CIRCUIT(BITS[0]), "Circuit: bits has shape (9,); wants (samples, 9)"),
+    "words of other inputs": (
+        lambda: CIRCUIT.evaluate(np.zeros((4, 3), np.uint32)),
         "Circuit: x has shape (4, 3); wants (9, words)",
     ),
     "a name with a space": (lambda: CIRCUIT.to_c("my net"), "Circuit: name is 'my net'; wants an identifier"),

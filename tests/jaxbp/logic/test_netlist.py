@@ -273,6 +273,10 @@ REFUSED = {
     ),
     "other inputs": (
         lambda: NETLIST(BITS[:, :4]),
+        f"Netlist: bits has shape ({len(BITS)}, 4); wants (samples, 14)",
+    ),
+    "words of other inputs": (
+        lambda: NETLIST.evaluate(np.zeros((4, 7), np.uint32)),
         "Netlist: x has shape (4, 7); wants (14, words)",
     ),
     "a keyword of C": (lambda: NETLIST.to_c("while"), "Netlist: name is 'while', a word of C; wants another"),

@@ -458,6 +458,8 @@ def test_elements_beyond_the_most_are_held_against_autodiff():
     [
         (lambda: check(jaxbp.relu, np.ones(2), order=4), ValueError, "check: order is 4; wants 1, 2 or 3"),
         (lambda: check(jaxbp.relu, np.ones(2), added=["tie"]), ValueError, "check: added has 'tie'; wants some of"),
+        (lambda: check("relu", np.ones(2)), TypeError, "check: op is 'relu'; wants a function"),
+        (lambda: check(jaxbp.relu, np.ones(2), implementations="xla"), TypeError, "'xla'; wants a sequence, say"),
         (lambda: check(lambda i: i, np.arange(3)), ValueError, "check: <lambda> has no floating argument"),
         (lambda: check(lambda x: jnp.argmax(x), np.ones(3)), ValueError, "check: <lambda> has no floating result"),
         (
@@ -471,3 +473,11 @@ def test_elements_beyond_the_most_are_held_against_autodiff():
 def test_what_cannot_be_checked_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_the_summary_says_apart_from_the_others_what_is_right_beyond_the_tolerance():
+    length = Pair(lambda x: jnp.sqrt(1 + x * x), {"xla": lambda dy, x: dy * x / jnp.sqrt(1 + x * x)}, name="length")
+    first, second, *_ = str(quickly(length, *drawn((40,)), implementations=["xla"])).splitlines()
+    assert first.startswith("ok      length, xla: ") and all(float(off) < 0.05 for off in first.split()[-3::2])
+    assert second == "        beyond that, as JAX's own in float16: on large"
+    assert max(map(len, (first, second))) <= 80

@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import html
+import io
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -9,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 
 import jaxbp
 from jaxbp import Pair
 from jaxbp.nn import Linear
 from jaxbp.verify import compare
-from jaxbp.verify.compare import Difference, Measured, _one_after_another
+from jaxbp.verify.compare import Comparison, Difference, Measured, Program, _one_after_another
 
 pytestmark = pytest.mark.once
 
@@ -109,11 +111,26 @@ def test_integers_and_keys_are_arguments_like_others():
     assert xla.failed is None and [one.name for one in xla.differences] == ["value", "x", "x"]
 
 
+def test_the_costs_fit_80_columns():
+    program = Program(12345.6, 1.0, 12.34, 2**27, 2**27)
+    differences = (Difference("gradient", "params.block.weight", (3,), 1e-7, 1e-7),)
+    measured = Measured("autodiff", differences, program, program)
+    text = io.StringIO()
+    Comparison("f", "cpu", "autodiff", (measured,)).show(Console(file=text, width=80))
+    costs, _ = text.getvalue().split("differences from")
+    assert all(len(line) <= 80 for line in costs.splitlines()) and "…" not in costs
+    assert re.search(r"│ autodiff │ gradient │ 12345.6 │ +100% │ 128.00, 128.00 │ +12.34 │ 1.0e-07 +│", costs)
+
+
 def test_a_reference_that_fails_and_nothing_to_differentiate_are_refused():
     with pytest.raises(NotImplementedError, match="sine: has no implementation 'pallas'"):
         quickly(RIGHT, X, reference="pallas")
     with pytest.raises(ValueError, match="compare: sine has no floating argument"):
         quickly(RIGHT, np.arange(3))
+    with pytest.raises(ValueError, match="compare: sine has no floating argument among 1"):
+        quickly(RIGHT, X, argnums=1)
+    with pytest.raises(TypeError, match="compare: implementations is 'xla'; wants a sequence"):
+        quickly(RIGHT, X, implementations="xla")
 
 
 def test_a_function_that_ignores_the_implementation_is_told_so():
