@@ -9,6 +9,7 @@ backward. Calling either with `implementation=`
     None        takes the fastest of these that the platform supports.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -157,12 +158,9 @@ class Op:
           NotImplementedError: an implementation this op lacks, or arguments its kernel does not take.
         """
         if self._compiled and not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(arrays)):
-            try:
-                run = self._compiled({**options, "implementation": implementation})
-            except TypeError:  # what cannot be hashed is named below
-                pass
-            else:
-                return run(*arrays)
+            # What is wrong is said below in this library's words, without JAX's on tracing and hashing.
+            with contextlib.suppress(NotImplementedError, TypeError, ValueError):
+                return self._compiled({**options, "implementation": implementation})(*arrays)
         return self._run(arrays, implementation, options)
 
     def _run(self, arrays: tuple, implementation: Implementation, options: Mapping[str, Any]) -> Any:
@@ -313,23 +311,12 @@ class Pair(Op):
         jit: bool = False,
     ):
         name = name or _name_of(forward)
-        made_of = dict(
-            forward=forward,
-            backward=backward,
-            save=save,
-            residuals=residuals,
-            has_aux=has_aux,
-            linear=linear,
-            name=name,
-            unsupported=unsupported,
-            fastest=fastest,
-            fastest_vjp=fastest_vjp,
-            examples=examples,
-            shares=shares,
-            jit=jit,
-        )
+        made_of = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         shares = shares or examples is not None
         if not isinstance(backward, Op):
+            if not isinstance(backward, Mapping):
+                got = f"{name}: backward is a {type(backward).__name__}"
+                raise TypeError(f'{got}; wants a dict, implementation -> function, say {{"xla": ...}}, or an Op')
             backward = Op(f"{name}_backward", _kernels_differentiable(backward, examples), jit=jit)
         if linear:
             save = functools.partial(_saving_nothing, forward)

@@ -58,4 +58,11 @@ def test_importing_every_name_leaves_mosaic_gpu_to_the_first_kernel():
     program = "import sys; from jaxbp import *; print(*(m for m in sys.modules if m.startswith('jax.experimental.')))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "jax.experimental.pallas" in run.stdout.split()
-    assert not [m for m in run.stdout.split() if "mosaic" in m]
+    assert not [m for m in run.stdout.split() if m.endswith(("mosaic.gpu", "mosaic_gpu"))]
+
+
+def test_a_mistyped_name_is_answered_with_the_right_one():
+    run = subprocess.run([sys.executable, "-c", "import jaxbp; jaxbp.layer_nrom"], capture_output=True, text=True)
+    assert run.stderr.endswith(
+        "AttributeError: module 'jaxbp' has no attribute 'layer_nrom'. Did you mean: 'layer_norm'?\n"
+    )

@@ -503,6 +503,13 @@ def test_the_implementation_asked_for_is_taken_on_every_platform(implementation,
     assert taken_in(cuda_program(call, POINTS)) == implementation
 
 
+def test_a_backward_that_is_no_dict_is_refused_with_what_is_wanted():
+    with pytest.raises(
+        TypeError, match=r'^cube: backward is a function; wants a dict, .*, say {"xla": ...}, or an Op$'
+    ):
+        Pair(cube, cube_gradient)
+
+
 def test_an_op_with_an_unknown_implementation_cannot_be_made():
     with pytest.raises(
         ValueError, match=r"^marked: implementations has \['cuda', 'triton'\]; wants names among \('pallas'"
