@@ -283,7 +283,7 @@ REFUSED = {
     "a large pool": (
         call(pool=6),
         ValueError,
-        f"{OP}: the window, 6 x 6, is larger than the input, 5 x 7 with padding ((0, 0), (0, 0))",
+        f"{OP}: pool is 6 x 6, larger than the trees' places, 5 x 7",
     ),
     "a pool of none": (call(pool=0), ValueError, f"{OP}: pool is 0; wants an int of at least 1, or a pair of them"),
     "other wires": (
