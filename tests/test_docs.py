@@ -76,7 +76,7 @@ def test_the_site_builds_without_a_warning_and_asks_for_nothing_from_elsewhere(t
     sheet, api = (html / "formulas" / "conv2d.html").read_text(), (html / "api.html").read_text()
     assert "<math" in sheet and 'href="../_modules/jaxbp/ops/conv2d.html#conv2d_backward_input"' in sheet
     framework = ("Pair", "Op", "Fastest", "differentiable", "verify.check", "verify.compare")
-    for name in (*framework, "Wires", "Circuit", "ConvolutionalCircuit", "Netlist", "CellularCircuit"):
+    for name in (*framework, "Wires", "TreeWires", "Circuit", "ConvolutionalCircuit", "Netlist", "CellularCircuit"):
         assert re.search(rf'id="jaxbp\.{name}"', api), name
 
 

@@ -122,7 +122,7 @@ class LogicConvNetwork(nnx.Module):
       The rest as in `LogicConv2d`.
 
     Raises:
-      TypeError: convolutions that are not `LogicConvolution`s.
+      TypeError: a convolution that is no `LogicConvolution`.
       ValueError: a shape that is not three counts, no convolutions, or widths that do not fit.
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
