@@ -193,6 +193,7 @@ def provenance(page: Path, name: str, report: Report, rows: Sequence[Row] = ()) 
     libraries = ", ".join(f"{library} {versions[library]}" for library in shown if library in versions)
     commit = f", commit {report['commit'][:10]}" if report.get("commit") else ""
     where = f"{report['device']}, {libraries}, {str(report['date'])[:10]}{commit}"
+    where += "".join(f"; {report[of]}" for of in ("processor", "compiler") if of in report)
     if "dtype" in report:
         where += f"; {report['dtype']}, {report.get('precision', 'default')} precision"
     if "copy_bytes_per_second" in report:

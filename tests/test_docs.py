@@ -76,7 +76,7 @@ def test_the_site_builds_without_a_warning_and_asks_for_nothing_from_elsewhere(t
     sheet, api = (html / "formulas" / "conv2d.html").read_text(), (html / "api.html").read_text()
     assert "<math" in sheet and 'href="../_modules/jaxbp/ops/conv2d.html#conv2d_backward_input"' in sheet
     framework = ("Pair", "Op", "Fastest", "differentiable", "verify.check", "verify.compare")
-    for name in (*framework, "Wires", "Circuit", "ConvolutionalCircuit", "Netlist", "CellularCircuit"):
+    for name in (*framework, "Wires", "TreeWires", "Circuit", "ConvolutionalCircuit", "Netlist", "CellularCircuit"):
         assert re.search(rf'id="jaxbp\.{name}"', api), name
 
 
@@ -447,11 +447,12 @@ def test_convolutional_networks_have_a_line_for_each_size_and_settings(book):
         for seed, hardened in enumerate(accuracies)
     ]
     rows[0]["c_samples_per_second"] = 2e6  # of the first seed alone
-    study = report(*rows) | {"dataset": "mnist"}
+    study = report(*rows) | {"dataset": "mnist", "processor": "A CPU", "compiler": "gcc 12, -O3"}
     head, first, second = cells(book("convolutions logic-conv-*", **{"logic-conv-mnist": study}))
     assert head[0] == "mnist, size"
     assert first == ["s", "2", "1,000", "500", "0.6000 ± 0.1414", "0.7500", "9", "3", "2,000,000"]
     assert second[0] == 's, `{"shift": 1}`' and second[4] == "0.2500 ± 0.0000" and second[-1] == ""
+    assert "; A CPU; gcc 12, -O3" in book("convolutions logic-conv-*", **{"logic-conv-mnist": study})
 
 
 def test_what_many_devices_cost_is_a_share_and_a_batch(book):

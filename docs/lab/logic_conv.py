@@ -2,18 +2,24 @@
 
     python docs/lab/logic_conv.py --data-dir data --json docs/results/logic-conv-mnist.json
     python docs/lab/logic_conv.py --sizes l --seconds 60 --settings '{"shift": 1}' '{"shift": 2}' --json shifts.json
+    python docs/lab/logic_conv.py --sizes m --seeds 1 --images 2048 --seconds 300 --json one-core.json
 
 An epoch of each size and settings is timed, and the runs have as many as fit into the seconds, the learning rate's
 schedule with them. All is one process: one run trains at a time, while later ones are compiled and earlier ones are
 hardened, written as C and timed. The rows are written whenever there is a new figure.
+
+The last of these is for a machine without a GPU, and for the speed of the C code alone: it trains briefly, on a few
+images.
 """
 
 import argparse
 import dataclasses
 import itertools
 import json
+import platform
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,8 +38,9 @@ from experiments.data.datasets import Dataset
 from experiments.output.files import write_atomically
 from experiments.output.results import provenance, to_json
 from experiments.training import loop
-from experiments.training.compiled import compiled
+from experiments.training.compiled import FLAGS, compiled_classifier
 from experiments.training.logic import hardened_predictions, relaxed_predictions, samples_per_second
+from jaxbp import pack_bits
 from jaxbp.nn import LogicConvNetwork
 
 SECONDS = {"s": 15.0, "m": 25.0, "l": 60.0}
@@ -51,6 +58,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--settings", type=json.loads, nargs="+", default=[{}], help="of the config, as JSON objects")
     parser.add_argument("--c-seeds", type=int, default=1, help="how many seeds' circuits are compiled as C and timed")
     parser.add_argument("--threads", type=int, default=4, help="that compile and report beside the training")
+    parser.add_argument("--images", type=int, help="train on the first so many alone; by default on all")
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args(args)
     seconds = given.seconds or [SECONDS[size] for size in given.sizes]
@@ -62,8 +70,13 @@ def main(args: Sequence[str] | None = None) -> int:
         for settings, size in itertools.product(given.settings, given.sizes)
     ]
     dataset = variants[0][1].load()
+    images, labels = dataset.train_images[: given.images], dataset.train_labels[: given.images]
+    dataset = dataset._replace(train_images=images, train_labels=labels)
     compiler = shutil.which("cc")
-    report = provenance(shlex.join(["python", "docs/lab/logic_conv.py", *args])) | {"dataset": given.dataset}
+    report = provenance(shlex.join(["python", "docs/lab/logic_conv.py", *args]))
+    report |= {"dataset": given.dataset, "training_images": len(images)}
+    if compiler and given.c_seeds:
+        report |= {"processor": processor(), "compiler": compiler_version(compiler)}
     with ThreadPoolExecutor(given.threads) as compiling, ThreadPoolExecutor(given.threads) as reporting:
         configs = []
         for (settings, config), one_epoch in zip(
@@ -152,9 +165,26 @@ def reported(config: LogicConvConfig, model: LogicConvNetwork, dataset: Dataset,
     }
     if compiler:
         with tempfile.TemporaryDirectory() as folder:
-            function = compiled(circuit, compiler, Path(folder))
-            row["c_samples_per_second"] = samples_per_second(function, bits)
+            classify = compiled_classifier(circuit, model.classes, compiler, Path(folder))
+            of_samples = classify(pack_bits(bits.reshape(len(bits), -1)))[: len(bits)]
+            row["c_accuracy"] = float(np.mean(of_samples == dataset.test_labels))
+            row["c_samples_per_second"] = samples_per_second(classify, bits)
     return row
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def compiler_version(compiler: str) -> str:
+    """As the compiler names itself, with the options that count here."""
+    named = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    return f"{named}, {' '.join(flag for flag in FLAGS if flag.startswith('-O'))}"
 
 
 def means(rows: Sequence[dict[str, Any]]) -> Iterable[str]:

@@ -9,7 +9,7 @@
     python -m experiments.bench compare old.json new.json              # what became slower: exit code 1
 
 A backward is timed by itself, a forward together with its gradient (`fwd+bwd`), LeNet as forward, backward and SGD,
-logic networks, on the bits of an image, as forward, backward and Adam.
+logic networks, on random bits, convolutional ones on random numbers, as forward, backward and Adam.
 
 - Time is device time: calls follow each other inside one compiled program, each with its own arrays. Together these do
   not fit into the GPU's cache, except at small batches, as there are at most 32 calls. Further programs are queued

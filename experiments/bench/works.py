@@ -309,7 +309,9 @@ def logic_conv_work(place: str, parametrization: Parametrization = "softmax") ->
     network = functools.partial(logic_conv_network, place, parametrization)
     sizes = LOGIC_CONV[place]
     batches = (128,), sizes.cpu_batches
-    return _logic_step("logic-conv", place, {"place": place}, network, sizes.shape, batches, error_batch=1)
+    # On bits many places of a window are equal but for rounding: which is the largest would be chance.
+    images = jax.random.uniform
+    return _logic_step("logic-conv", place, {"place": place}, network, sizes.shape, batches, 1, images)
 
 
 def logic_conv_network(
@@ -327,8 +329,7 @@ def logic_conv_network(
         10,
         tau=sizes.tau,
         wiring=_unique_wires,
-        # Of random gates the places of a window are equal but for rounding: which is the largest would be chance.
-        initialization="residual",
+        initialization="residual",  # of random gates too
         parametrization=parametrization,
         implementation=implementation,
         dtype=jnp.dtype(dtype),
@@ -348,8 +349,10 @@ def _logic_step(
     shape: tuple[int, ...],
     batches: tuple[tuple[int, ...], tuple[int, ...]],
     error_batch: int,
+    draw_inputs: Callable[[jax.Array, tuple[int, ...]], jax.Array] | None = None,
 ) -> Work:
-    """A step of training of `network(implementation=, dtype=)` on random bits."""
+    """A step of training of `network(implementation=, dtype=)` on random bits, or on `draw_inputs(key, shape)`."""
+    draw_inputs = draw_inputs or (lambda key, shape: jax.random.bernoulli(key, 0.5, shape))
 
     @functools.cache
     def parts(implementation, dtype):
@@ -366,9 +369,9 @@ def _logic_step(
         return loss_and_gradients(loss)
 
     def draw(seed, batch, dtype):
-        bits_key, label_key = jax.random.split(jax.random.key(seed))
-        bits = jax.random.bernoulli(bits_key, 0.5, (batch, *shape)).astype(dtype)
-        return with_scale(parts(None, dtype)[1], dtype), bits, jax.random.randint(label_key, (batch,), 0, 10)
+        input_key, label_key = jax.random.split(jax.random.key(seed))
+        inputs = draw_inputs(input_key, (batch, *shape)).astype(dtype)
+        return with_scale(parts(None, dtype)[1], dtype), inputs, jax.random.randint(label_key, (batch,), 0, 10)
 
     chain = functools.partial(training, optimiser=optax.adam(0.01))
     title = f"{op.removesuffix('-large')} training step {place}"

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxbp import CellularCircuit, Circuit, Netlist
+from jaxbp import CellularCircuit, Circuit, ConvolutionalCircuit, Netlist
 from jaxbp.logic.cellular_circuit import pack_grid, unpack_grid
+from jaxbp.logic.circuit import WORD_BITS
 
 FLAGS = ("-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-O3", "-shared", "-fPIC")
 TIMED_SECONDS = 1.0
+AnyCircuit = Circuit | ConvolutionalCircuit | Netlist
 
 
-def compiled(circuit: Circuit | Netlist, compiler: str, folder: Path) -> Callable[[np.ndarray], np.ndarray]:
+def compiled(circuit: AnyCircuit, compiler: str, folder: Path) -> Callable[[np.ndarray], np.ndarray]:
     """`circuit.evaluate` as its C code, compiled into `folder`."""
     function = load(circuit.to_c("circuit"), compiler, folder).circuit
     function.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
@@ -28,6 +30,23 @@ def compiled(circuit: Circuit | Netlist, compiler: str, folder: Path) -> Callabl
         return y
 
     return evaluate
+
+
+def compiled_classifier(
+    circuit: AnyCircuit, classes: int, compiler: str, folder: Path
+) -> Callable[[np.ndarray], np.ndarray]:
+    """The classes of packed samples `(inputs, words)`, by the circuit's C code, compiled into `folder`."""
+    function = load(circuit.to_c("circuit", classes), compiler, folder).circuit_classify_words
+    function.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
+
+    def classify(x):
+        of_samples = np.empty(WORD_BITS * x.shape[1], np.intc)
+        x = np.ascontiguousarray(x, np.uint32)
+        if function(x.shape[1], x.ctypes.data, of_samples.ctypes.data):
+            raise MemoryError("the compiled circuit found no memory")
+        return of_samples
+
+    return classify
 
 
 def compiled_automaton(

@@ -22,15 +22,14 @@ from experiments.configs import LogicConfig
 from experiments.data import datasets
 from experiments.data.datasets import Dataset
 from experiments.output.files import write_atomically
-from experiments.training.compiled import compiled
-from jaxbp import Circuit, ConvolutionalCircuit, Netlist, pack_bits
+from experiments.training.compiled import AnyCircuit, compiled
+from jaxbp import Netlist, pack_bits
 from jaxbp.nn import LogicNetwork
 
 NAMES = ["False", "a∧b", "a∧¬b", "a", "¬a∧b", "b", "a⊕b", "a∨b"]
 NAMES += ["¬(a∨b)", "¬(a⊕b)", "¬b", "a∨¬b", "¬a", "¬a∨b", "¬(a∧b)", "True"]
 FILES = ("gates.png", "circuit.c", "circuit.v")
 TIMED_SAMPLES, TIMED_SECONDS = 8192, 0.3
-AnyCircuit = Circuit | ConvolutionalCircuit | Netlist
 
 
 def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:

@@ -15,6 +15,7 @@ from jaxbp.logic.convolutional_circuit import ConvolutionalCircuit
 from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.wires import Wires
 from jaxbp.nn.logic import Gates, LogicNetwork, Wiring, thermometer
+from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._windows import Padding, Size
 from jaxbp.ops.logic_conv2d import logic_conv2d, logic_conv2d_or_pool2d
@@ -41,6 +42,9 @@ class LogicConv2d(Gates):
       dtype: of the computation; inputs are cast to it. The parameters stay float32.
       rngs: draws normal parameters from its stream `params`.
 
+    Raises:
+      TypeError: wires that are none of trees.
+
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
 
@@ -58,6 +62,8 @@ class LogicConv2d(Gates):
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        if not isinstance(wires, TreeWires):
+            raise TypeError(f"LogicConv2d: wires is a {type(wires).__name__}; wants a jaxbp.TreeWires")
         super().__init__(
             wires,
             (wires.kernels, wires.gates),
@@ -115,6 +121,10 @@ class LogicConvNetwork(nnx.Module):
       seed: of the wires.
       The rest as in `LogicConv2d`.
 
+    Raises:
+      TypeError: a convolution that is no `LogicConvolution`.
+      ValueError: a shape that is not three counts, no convolutions, or widths that do not fit.
+
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
 
@@ -144,6 +154,13 @@ class LogicConvNetwork(nnx.Module):
             dtype=dtype,
             rngs=rngs,
         )
+        if len(shape) != 3 or not all(_checks.is_int(n) and n >= 1 for n in shape):
+            raise ValueError(f"LogicConvNetwork: shape is {tuple(shape)}; wants channels, height and width")
+        if not convolutions:
+            raise ValueError("LogicConvNetwork: no convolutions; wants at least one, or a LogicNetwork without")
+        for convolution in convolutions:
+            if not isinstance(convolution, LogicConvolution):
+                raise TypeError(f"LogicConvNetwork: a convolution is {convolution!r}; wants a LogicConvolution")
         layers, channels = [], shape[0]
         for i, (kernels, window, stride, padding, pool, depth) in enumerate(convolutions):
             reads = dict(depth=depth, channels_per_kernel=channels_per_kernel, seed=seed + i)
@@ -163,6 +180,7 @@ class LogicConvNetwork(nnx.Module):
         self, x: Float[AnyArray, "batch channels height width"], *, hard: bool = False
     ) -> Float[Array, "batch classes"]:
         """The classes' scores; with `hard`, those of the hardened network, which wants bits."""
+        _checks.shape("LogicConvNetwork", "x", x, "batch", *self.shape)
         return self.head(flatten(self._convolved(x, hard=hard)), hard=hard)
 
     def harden(self) -> ConvolutionalCircuit:

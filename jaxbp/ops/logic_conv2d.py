@@ -22,7 +22,7 @@ from jaxbp.logic.gates import Parametrization
 from jaxbp.ops import _checks, _trees, max_pool2d
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import widen
-from jaxbp.ops._windows import Padding, Size, output_size, pool_options, window_padding
+from jaxbp.ops._windows import Padding, Size, output_size, window_padding
 from jaxbp.ops.gate_layer import COEFFICIENTS
 from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
 from jaxbp.sharding import leading
@@ -343,7 +343,8 @@ def logic_conv2d_or_pool2d_backward(
 
     Args:
       dy: gradient of the loss in y, of x's dtype.
-      places: as `logic_conv2d_or_pool2d_with_places` gives them.
+      places: as `logic_conv2d_or_pool2d_with_places` gives them. Numbers beyond a window's places are not refused, and
+        what they give is not defined.
       The rest: the forward's.
 
     Returns:
@@ -406,7 +407,8 @@ def _check(op, logits, wires, x, *, stride, padding, pool, parametrization):
             )
     size = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
     pool = _checks.pair(op, "pool", pool, at_least=1)
-    pool_options(op, size, pool, None, 0)
+    if any(p > n for p, n in zip(pool, size, strict=True)):
+        raise ValueError(f"{op}: pool is {pool[0]} x {pool[1]}, larger than the trees' places, {size[0]} x {size[1]}")
     return logits, x, dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
 
 

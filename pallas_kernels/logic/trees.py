@@ -12,6 +12,7 @@ there, too, no two threads add to one number.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
@@ -260,37 +261,8 @@ def leaf_gradients(
     geometry = _Geometry.of(x, window, stride, pool)
     (kernels, gates, _), N, count = coefficients.shape, x.shape[-1], leaves.shape[1]
     blocks, parts = N // LANES, -(-geometry.rows // config.rows)
-
-    def body(dy_ref, *refs, block, part, k):
-        *place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _ = refs
-        lanes, tree = pl.ds(block * LANES, LANES), _Tree(c_ref, pixels_ref, k)
-
-        def leaves_of(row, column):
-            first = geometry.first(row, column)
-            if not place_ref:
-                return tree.leaves(x_ref, first, lanes, geometry)[0]
-            place = place_ref[0][k, row, column, lanes].astype(jnp.int32)
-            return tree.leaves_at(x_ref, N, first, lanes, place, geometry)
-
-        def windows(row, columns, sums):
-            read = [(leaves_of(row, c), dy_ref[k, row, c, lanes].astype(jnp.float32)) for c in columns]
-            for column, (values, dy) in zip(columns, read, strict=True):
-                dc, dleaves = gradients_of_tree(tree.c, levels_of_tree(tree.c, values), dy)
-                for leaf, dleaf in enumerate(dleaves):
-                    dleaves_ref[k * count + leaf, row, column, lanes] = dleaf
-                terms = itertools.chain.from_iterable(dc)
-                sums = tuple(total + term for total, term in zip(sums, terms, strict=True))
-            return sums
-
-        first = part * config.rows
-        last, together = jnp.minimum(first + config.rows, geometry.rows), largest_divisor(geometry.columns, _TOGETHER)
-        zero = zeros_like(dy_ref[k, 0, 0, lanes].astype(jnp.float32))
-        sums = _for_windows(first, last, geometry.columns, windows, (zero,) * (4 * gates), together)
-        for i, total in enumerate(sums):
-            dc_ref[block, part, k, i] = jnp.sum(total)
-
     dc, dleaves = launch(
-        body,
+        functools.partial(_leaf_gradients_of_rows, geometry=geometry, rows=config.rows),
         *_given(dy, places, coefficients.astype(jnp.float32), geometry.of_leaves(leaves)),
         _as_rows(x) if places is None else x.ravel(),
         out=(
@@ -303,6 +275,37 @@ def leaf_gradients(
         name="trees_backward",
     )
     return jnp.sum(dc, axis=(0, 1)).reshape(kernels, gates, 4), dleaves
+
+
+def _leaf_gradients_of_rows(dy_ref, *refs, block, part, k, geometry, rows):
+    """The body: a kernel, some rows of its windows, and a block of examples."""
+    *place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _ = refs
+    lanes, tree = pl.ds(block * LANES, LANES), _Tree(c_ref, pixels_ref, k)
+    (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
+
+    def leaves_of(row, column):
+        first = geometry.first(row, column)
+        if not place_ref:
+            return tree.leaves(x_ref, first, lanes, geometry)[0]
+        place = place_ref[0][k, row, column, lanes].astype(jnp.int32)
+        return tree.leaves_at(x_ref, N, first, lanes, place, geometry)
+
+    def windows(row, columns, sums):
+        read = [(leaves_of(row, c), dy_ref[k, row, c, lanes].astype(jnp.float32)) for c in columns]
+        for column, (values, dy) in zip(columns, read, strict=True):
+            dc, dleaves = gradients_of_tree(tree.c, levels_of_tree(tree.c, values), dy)
+            for leaf, dleaf in enumerate(dleaves):
+                dleaves_ref[k * count + leaf, row, column, lanes] = dleaf
+            terms = itertools.chain.from_iterable(dc)
+            sums = tuple(total + term for total, term in zip(sums, terms, strict=True))
+        return sums
+
+    first = part * rows
+    last, together = jnp.minimum(first + rows, geometry.rows), largest_divisor(geometry.columns, _TOGETHER)
+    zero = zeros_like(dy_ref[k, 0, 0, lanes].astype(jnp.float32))
+    sums = _for_windows(first, last, geometry.columns, windows, (zero,) * (4 * gates), together)
+    for i, total in enumerate(sums):
+        dc_ref[block, part, k, i] = jnp.sum(total)
 
 
 def _given(*arrays):
@@ -349,67 +352,106 @@ def input_gradient(
       size: channels, height and width.
       padding: rows above and columns to the left of the image.
     """
-    (_, rows, width_of_output, N), (channels, height, width) = dleaves.shape, size
-    pixels, count, (s, t), (p, q) = config.rows * width, leaves.shape[1], stride, pool
-
-    def body(dleaves_ref, *refs, block, band, channel):
-        *place_ref, leaves_ref, readers_ref, offsets_ref, dx_ref, sums = refs
-        lanes = pl.ds(block * LANES, LANES)
-        lane = lane_and_column(LANES, 1)[0]
-        top = band * config.rows + padding[0]  # of the band, in the padded image
-
-        def targets(row, column, place):
-            """The numbers of shared memory to which the lanes add for a window that begins at (row, column) of the
-            band: of the pixels that their places read, and elsewhere spare ones."""
-            u = v = lane * 0
-            for i, (down, right) in enumerate(itertools.product(range(p), range(q))):
-                if i:
-                    u, v = (jnp.where(place == i, n, m) for n, m in ((down * s, u), (right * t, v)))
-            row, column = row + u, column + v
-            inside = (row >= 0) & (row < config.rows) & (column >= 0) & (column < width)
-            return jnp.where(inside, row * width + column, pixels) * LANES + lane
-
-        def add_reader(e, _):
-            leaf = readers_ref[e]
-            k = leaf // count
-            of_row, of_column = leaves_ref[leaf, 1] - top, leaves_ref[leaf, 2] - padding[1]
-            # The rows of windows of which the leaf reads in the band: of the last place at least the first row of it.
-            first = jnp.clip((-of_row - (p - 1) * s + p * s - 1) // (p * s), 0, rows)
-            last = jnp.clip((config.rows - 1 - of_row) // (p * s) + 1, first, rows)
-
-            def add_windows(row, columns, _):
-                found, values = [], []
-                for column in columns:
-                    place = spread(place_ref[0][k, row, column, lanes].astype(jnp.int32), 1) if place_ref else None
-                    found.append(targets(row * (p * s) + of_row, column * (q * t) + of_column, place))
-                    values.append(spread(dleaves_ref[leaf, row, column, lanes], 1))
-                # Windows of one leaf read different pixels.
-                before = [gather_elements(sums, at) for at in found]
-                for at, old, new in zip(found, before, values, strict=True):
-                    scatter_elements(sums, at, old + new)
-
-            _for_windows(
-                first, last, width_of_output, add_windows, together=largest_divisor(width_of_output, _UNROLLED)
-            )
-
-        def clear(pixel, _):
-            sums[pl.ds(pixel * LANES, LANES)] = jnp.zeros((LANES,), jnp.float32)
-
-        def write(pixel, _):
-            row, column = band * config.rows + pixel // width, pixel % width
-            dx_ref[channel, row, column, lanes] = sums[pl.ds(pixel * LANES, LANES)]
-
-        lax.fori_loop(0, pixels + 1, clear, None)
-        lax.fori_loop(offsets_ref[channel], offsets_ref[channel + 1], add_reader, None)
-        lax.fori_loop(0, jnp.minimum(config.rows, height - band * config.rows) * width, write, None)
-
+    (channels, height, width), N = size, dleaves.shape[-1]
+    bands = _Bands(config.rows, height, width, stride, padding, pool)
     return launch(
-        body,
+        functools.partial(_input_gradient_of_band, bands=bands, count=leaves.shape[1]),
         *_given(dleaves, places, leaves.reshape(-1, 3), readers, reader_offsets),
         out=jax.ShapeDtypeStruct((*size, N), jnp.float32),
         grid={"block": N // LANES, "band": -(-height // config.rows), "channel": channels},
-        scratch=[plgpu.SMEM(((pixels + 1) * LANES,), jnp.float32)],
+        scratch=[plgpu.SMEM(((bands.pixels + 1) * LANES,), jnp.float32)],
         barriers=False,
         sums_across_warps=False,
         name="trees_backward_input",
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bands:
+    """Rows of an image, so many a band, and the windows that read them.
+
+    Attributes:
+      rows: of a band.
+      height, width: of the image without its padding.
+      stride, padding, pool: as in `input_gradient`.
+    """
+
+    rows: int
+    height: int
+    width: int
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    pool: tuple[int, int]
+
+    @property
+    def pixels(self) -> int:
+        """Of a band."""
+        return self.rows * self.width
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """From a window to the next, in rows and in columns of the image."""
+        return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
+
+    def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
+        """The rows of windows, from the first to before the last of so many, of which a leaf reads in a band.
+
+        Args:
+          leaf_row: what it reads of the first window, as a row of the band.
+        """
+        p, s, step = self.pool[0], self.stride[0], self.steps[0]
+        # Of a window's last place the leaf reads at least the band's first row.
+        first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
+        last = jnp.clip((self.rows - 1 - leaf_row) // step + 1, first, rows)
+        return first, last
+
+    def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
+        """The numbers of shared memory to which the lanes add for a window that begins at (row, column) of a band: of
+        the pixels that their places read, and elsewhere spare ones."""
+        (s, t), u = self.stride, lane * 0
+        v = u
+        for i, (down, right) in enumerate(itertools.product(*map(range, self.pool))):
+            if i:
+                u, v = (jnp.where(place == i, n, m) for n, m in ((down * s, u), (right * t, v)))
+        row, column = row + u, column + v
+        inside = (row >= 0) & (row < self.rows) & (column >= 0) & (column < self.width)
+        return jnp.where(inside, row * self.width + column, self.pixels) * LANES + lane
+
+
+def _input_gradient_of_band(dleaves_ref, *refs, block, band, channel, bands, count):
+    """The body: a channel's band, and a block of examples."""
+    *place_ref, leaves_ref, readers_ref, offsets_ref, dx_ref, sums = refs
+    _, rows, columns, _ = dleaves_ref.shape
+    lanes = pl.ds(block * LANES, LANES)
+    lane = lane_and_column(LANES, 1)[0]
+    top = band * bands.rows + bands.padding[0]  # of the band, in the padded image
+
+    def add_reader(e, _):
+        leaf = readers_ref[e]
+        k = leaf // count
+        leaf_row, leaf_column = leaves_ref[leaf, 1] - top, leaves_ref[leaf, 2] - bands.padding[1]
+        first, last = bands.windows(leaf_row, rows)
+
+        def add_windows(row, columns, _):
+            found, values, (down, right) = [], [], bands.steps
+            for column in columns:
+                place = spread(place_ref[0][k, row, column, lanes].astype(jnp.int32), 1) if place_ref else None
+                found.append(bands.targets(row * down + leaf_row, column * right + leaf_column, place, lane))
+                values.append(spread(dleaves_ref[leaf, row, column, lanes], 1))
+            # Windows of one leaf read different pixels.
+            before = [gather_elements(sums, at) for at in found]
+            for at, old, new in zip(found, before, values, strict=True):
+                scatter_elements(sums, at, old + new)
+
+        _for_windows(first, last, columns, add_windows, together=largest_divisor(columns, _UNROLLED))
+
+    def clear(pixel, _):
+        sums[pl.ds(pixel * LANES, LANES)] = jnp.zeros((LANES,), jnp.float32)
+
+    def write(pixel, _):
+        row, column = band * bands.rows + pixel // bands.width, pixel % bands.width
+        dx_ref[channel, row, column, lanes] = sums[pl.ds(pixel * LANES, LANES)]
+
+    lax.fori_loop(0, bands.pixels + 1, clear, None)
+    lax.fori_loop(offsets_ref[channel], offsets_ref[channel + 1], add_reader, None)
+    lax.fori_loop(0, jnp.minimum(bands.rows, bands.height - band * bands.rows) * bands.width, write, None)

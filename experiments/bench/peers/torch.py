@@ -1,9 +1,9 @@
 """PyTorch as the bench's peer: the same work on the same arrays, timed in the same run.
 
 Variants: eager; the same calls captured in a CUDA graph; and compiled: ops captured in a CUDA graph too, training steps
-with `mode="reduce-overhead"`. Products of float32 run in float32 and in TF32. The best variant is the last of these, in
-the precision of our rows. Eager times are the host's where the host is slower than the device; those of graphs are
-device times. Errors are always those of the eager functions.
+with `mode="reduce-overhead"`, or layer by layer and then captured. Products of float32 run in float32 and in TF32. The
+best variant is the last of these, in the precision of our rows. Eager times are the host's where the host is slower
+than the device; those of graphs are device times. Errors are always those of the eager functions.
 """
 
 import collections
@@ -37,18 +37,24 @@ def variants(task: Task) -> Iterator[Variant]:
         yield from variants_of(task, ops(FORWARDS, BACKWARDS), ["compile, CUDA graph"])
 
 
-COMPILED_STEP = "compile, reduce-overhead"
-Build = Callable[[Task, str], tuple[Callable, Callable]]
-"""`build(task, mode) -> (the i-th call of the task, its results from the small arguments)`."""
+COMPILED_STEP, COMPILED_LAYERS = "compile, reduce-overhead", "compiled layers, CUDA graph"
+COMPILE_SECONDS = 45.0
+"""After which no further layer is compiled."""
+Build = Callable[[Task, str], tuple[Callable, Callable, dict[str, Any]]]
+"""`build(task, mode) -> (the i-th call of the task, its results from the small arguments, other fields of its row)`."""
 
 
-def variants_of(task: Task, build: Build, modes: Sequence[str]) -> Iterator[Variant]:
-    """The variants of a task on PyTorch's tensors: eager, on a GPU in a CUDA graph, and `modes`, the fastest last."""
+def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
+    """The variants of a task on PyTorch's tensors: eager, on a GPU in a CUDA graph, and `modes`, the fastest last.
+
+    Args:
+      best: how many of the last are timed where the choice is "best".
+    """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
         precisions = {", float32": "highest", ", TF32": "default"}
     if task.choice == "best":
-        modes = modes[-1:]
+        modes = modes[-best:]
         precisions = {suffix: name for suffix, name in precisions.items() if name in (None, task.precision)}
     for suffix, precision in precisions.items():
         for mode in modes:
@@ -64,8 +70,8 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
     torch.backends.cudnn.benchmark = True  # look for the fastest algorithm, as XLA does
     torch.compiler.reset()
     try:
-        call, results = build(task, mode)
-        measured = {"results": results()}
+        call, results, fields = build(task, mode)
+        measured = fields | {"results": results()}
         if mode != COMPILED_STEP:
             measured["temporary_bytes"] = _temporary_bytes(call)
         program = functools.partial(_call_in_turn, call, task.calls)
@@ -99,7 +105,7 @@ def _op(forwards, backwards, task, mode):
     def results():
         return _numpy(eager(*_tensors(task, task.small)))
 
-    return lambda i: function(*sets[i % len(sets)]), results
+    return lambda i: function(*sets[i % len(sets)]), results, {}
 
 
 def _tensors(task, arguments):
@@ -265,6 +271,7 @@ def _training(make, optimiser_of, task, mode):
     optimiser, scaler = optimiser_of(parameters), _scaler(task, parameters)
     if mode == COMPILED_STEP:
         loss_of = torch.compile(loss_of, mode="reduce-overhead", dynamic=False)
+    fields = compile_layers(model, loss_of) if mode == COMPILED_LAYERS else {}
 
     def step(i):
         if mode == COMPILED_STEP:
@@ -284,7 +291,27 @@ def _training(make, optimiser_of, task, mode):
         scale = [scaler._scale] if scaler.is_enabled() else []
         return _numpy([loss, *(a.grad for a in parameters), *scale])
 
-    return step, results
+    return step, results, fields
+
+
+def compile_layers(model: torch.nn.Sequential, loss_of: Callable) -> dict[str, Any]:
+    """Compiles the layers that have parameters, one after the other, with their gradients, until it has taken long.
+
+    A layer's graph is small, where compiling that of a whole model can take many minutes. Layers that are left stay
+    eager, as the row then says.
+    """
+    layers = [layer for layer in model if next(layer.parameters(), None) is not None]
+    started, compiled = time.perf_counter(), 0
+    for layer in layers:
+        layer.compile(dynamic=False)
+        loss_of(model).backward()
+        compiled += 1
+        if (seconds := time.perf_counter() - started) > COMPILE_SECONDS:
+            break
+    fields = {"compile_seconds": seconds}
+    if compiled < len(layers):
+        fields["note"] = f"{compiled} of {len(layers)} layers were compiled in {seconds:.0f} s, the others are eager"
+    return fields
 
 
 def _scaler(task, parameters):

@@ -8,13 +8,15 @@ with our network's in float64. `warp` computes another function: see `WARP`.
 import functools
 from importlib import metadata
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from torchlogix.layers import GroupSum, LogicConv2d, LogicDense, OrPooling2d
 
 from experiments.bench.measure import Accuracy, Compiler
-from experiments.bench.peers.torch import COMPILED_STEP, tensor, training, variants_of
-from experiments.bench.works import logic_conv_network, logic_conv_work, logic_network, logic_work
+from experiments.bench.peers.torch import COMPILED_LAYERS, COMPILED_STEP, tensor, training, variants_of
+from experiments.bench.peers.tree_layout import from_levels, pairs_of_leaves, to_levels
+from experiments.bench.works import LOGIC_CONV, logic_conv_network, logic_conv_work, logic_network, logic_work
 
 VERSION = metadata.version("torchlogix")
 PARAMETRIZATIONS = {"raw": "softmax", "light": "input_wise", "warp": "walsh"}
@@ -23,13 +25,18 @@ WARP = "warp takes the sigmoid of a sum at relaxed inputs, our walsh interpolate
 
 
 def variants(task):
-    """Each parametrisation: eager, in a CUDA graph, and compiled; none where the library has no counterpart."""
+    """Each parametrisation: eager, in a CUDA graph, and compiled; none where the library has no counterpart.
+
+    Convolutional networks are compiled layer by layer, and timed in a CUDA graph first: compiling takes long, and the
+    rows are then not without the library if the run ends before.
+    """
     if not task.op.startswith("logic"):
         return
+    modes, best = ([COMPILED_LAYERS], 2) if task.op == "logic-conv" else ([COMPILED_STEP], 1)
     adam = functools.partial(torch.optim.Adam, lr=0.01, fused=True, capturable=torch.cuda.is_available())
     for name in PARAMETRIZATIONS:
         build = training(functools.partial(_network, name), adam)
-        for mode, precision, run in variants_of(task, build, [COMPILED_STEP]):
+        for mode, precision, run in variants_of(task, build, modes, best):
             yield f"{name}, {mode}", precision, functools.partial(_compared, name, task, run)
 
 
@@ -43,7 +50,7 @@ def _network(name, task, arguments):
     if task.op == "logic-conv":
         head, size = network.head, network.shape[1]
         for convolution in network.convolutions:
-            layers += _convolution(convolution, size, options)
+            layers.append(_convolution(convolution, size, options))
             size = (size + 2 * convolution.padding - convolution.wires.get_value().window[0] + 1) // convolution.pool
         layers.append(torch.nn.Flatten())
     for layer in head.layers:
@@ -57,7 +64,7 @@ def _network(name, task, arguments):
 
 def _convolution(ours, size, options):
     """A convolution of square windows and its or-pool."""
-    wires, logits = ours.wires.get_value(), tensor(ours.logits[...])
+    wires, logits = ours.wires.get_value(), np.asarray(ours.logits[...])
     layer = LogicConv2d(
         size,
         wires.channels,
@@ -67,20 +74,27 @@ def _convolution(ours, size, options):
         padding=ours.padding,
         **options,
     )
-    # Its leaves are (row, column, channel), those of all a and then those of all b.
-    leaves = tensor(wires.leaves)[..., [1, 2, 0]]
-    pairs = torch.stack([leaves[:, 0::2], leaves[:, 1::2]])
+    pairs = torch.as_tensor(pairs_of_leaves(np.asarray(wires.leaves)), device=layer.device).long()
     layer.connections.indices = layer.connections._get_indices_from_kernel_tensor(pairs)
-    first = 0
-    for weights in layer.tree_weights:
-        nodes = len(weights)
-        weights.data = logits[:, first : first + nodes].transpose(0, 1).contiguous()
-        first += nodes
-    return layer, OrPooling2d(ours.pool, ours.pool)
+    for weights, of_level in zip(layer.tree_weights, to_levels(logits), strict=True):
+        weights.data = torch.tensor(of_level, device=layer.device)
+    return torch.nn.Sequential(layer, OrPooling2d(ours.pool, ours.pool))
+
+
+def _joined(results, place):
+    """The loss and the gradients, those of a convolution's levels as one array."""
+    loss, *gradients = results
+    joined = [loss]
+    for convolution in LOGIC_CONV[place].convolutions:
+        joined.append(from_levels(gradients[: convolution.depth]))
+        del gradients[: convolution.depth]
+    return joined + gradients
 
 
 def _compared(name, task, run):
     measured = run()
+    if task.op == "logic-conv":
+        measured["results"] = _joined(measured["results"], task.options["place"])
     if name == "light":
         return measured | {"reference": _reference(name, task)}
     return measured | {"results": None, "error_reason": WARP} if name == "warp" else measured

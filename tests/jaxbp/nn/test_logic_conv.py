@@ -1,5 +1,7 @@
 """Convolutional networks of logic gates: what they compute, and that they harden to what they compute."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,3 +115,44 @@ def test_every_logit_has_a_gradient():
 def test_convolutions_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="the window, 7 x 7, is larger than x, 6 x 6"):
         network([LogicConvolution(4, 7)])
+
+
+def build(shape=(2, 6, 6), convolutions=CONVOLUTIONS):
+    return lambda: LogicConvNetwork(shape, convolutions, [15, 10], 5, rngs=nnx.Rngs(0))
+
+
+NETWORK = "LogicConvNetwork"
+REFUSED = {
+    "other wires": (
+        lambda: LogicConv2d(jaxbp.Wires.moore(), rngs=nnx.Rngs(0)),
+        TypeError,
+        "LogicConv2d: wires is a Wires; wants a jaxbp.TreeWires",
+    ),
+    "an image of one channel": (
+        build(shape=(6, 6)),
+        ValueError,
+        f"{NETWORK}: shape is (6, 6); wants channels, height and width",
+    ),
+    "no convolutions": (
+        build(convolutions=[]),
+        ValueError,
+        f"{NETWORK}: no convolutions; wants at least one, or a LogicNetwork without",
+    ),
+    "a convolution as a tuple": (
+        build(convolutions=[(4, 3)]),
+        TypeError,
+        f"{NETWORK}: a convolution is (4, 3); wants a LogicConvolution",
+    ),
+    "images of another size": (
+        lambda: network()(bits((3, 2, 6, 5))),
+        ValueError,
+        f"{NETWORK}: x has shape (3, 2, 6, 5); wants (batch, 2, 6, 6)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused(case):
+    call, error, message = REFUSED[case]
+    with pytest.raises(error, match="^" + re.escape(message) + "$"):
+        call()

@@ -234,6 +234,27 @@ def test_the_program_of_a_gradient_keeps_a_byte_for_each_pooled_output():
     assert sorted((a.dtype.name, a.size) for a in kept) == [("float32", x.size), ("uint8", 64 * 32 * 6 * 6)]
 
 
+@pytest.mark.parametrize("pool", [1, 2])
+def test_a_gradient_in_the_logits_alone_computes_none_in_the_image(pool):
+    wires = TreeWires.random(3, 8, 3, seed=0)
+    structs = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 7, 16), (4, 3, 12, 12))]
+
+    def program(implementation, arguments, platform):
+        def loss(logits, x):
+            op = functools.partial(jaxbp.logic_conv2d_or_pool2d, pool=pool, implementation=implementation)
+            return jnp.sum(op(logits, wires, x) ** 2)
+
+        trace = jax.jit(jax.grad(loss, arguments)).trace(*structs)
+        return trace.lower(lowering_platforms=(platform,)).as_text()
+
+    for arguments, gradients in (((0,), 0), ((0, 1), 1)):
+        launched = set(re.findall(r"trees\w*?(?=_mosaic_gpu)", program("pallas", arguments, "cuda")))
+        assert launched == {"trees", "trees_backward", *["trees_backward_input"] * gradients}
+    # The formula adds each of a kernel's 8 leaves to the image's gradient.
+    of_both, of_logits = (program("xla", which, "cpu").count("dynamic_update_slice") for which in ((0, 1), (0,)))
+    assert of_both - of_logits == 8
+
+
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -262,7 +283,7 @@ REFUSED = {
     "a large pool": (
         call(pool=6),
         ValueError,
-        f"{OP}: the window, 6 x 6, is larger than the input, 5 x 7 with padding ((0, 0), (0, 0))",
+        f"{OP}: pool is 6 x 6, larger than the trees' places, 5 x 7",
     ),
     "a pool of none": (call(pool=0), ValueError, f"{OP}: pool is 0; wants an int of at least 1, or a pair of them"),
     "other wires": (
