@@ -188,6 +188,7 @@ class Study:
                 return self.values[field]
 
         settings = dict(hard_share=1.0, rounded_share=1.0, certainty=1.0)  # all are compiled, with values from a recipe
+        settings |= dict(first_gates="a", shrink=1, restart_after=0)
         self.config = Studied(seed=seed, updates=updates, epochs=1, implementation=implementation, **settings)
         self.updates, self.key = updates, jax.random.key(seed)
         model = self.config.build(self.key)[0]

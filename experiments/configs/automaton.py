@@ -162,6 +162,8 @@ class AutomatonConfig(TrainingConfig):
         self._check_choice("parametrization", get_args(Parametrization))
         self._check_choice("implementation", (None, *jaxbp.IMPLEMENTATIONS))
         self._check_choice("first_gates", get_args(FirstGates))
+        possible = self.first_gates != "returning" or self.channels > 1
+        self._check("first_gates", possible, "another one: an automaton of one channel cannot return")
         self._check("restart_after", is_whole(self.restart_after) and self.restart_after >= 0, "a whole number from 0")
         most = min(*self.grid, self.steps) if self.any_grid else 1
         self._check("shrink", is_whole(self.shrink) and 1 <= self.shrink <= most, f"a whole number from 1 to {most}")
@@ -240,10 +242,12 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """`hard_share` or `certainty` as of an update: 0 in the first `hard_from` of them, then in a line up."""
-        updates = self.restart_after or self.updates
+        """`hard_share` or `certainty` as of an update: 0 in the first `hard_from` of an attempt, then in a line up."""
+        updates = self.updates
+        if self.restart_after:
+            updates, update = self.restart_after, update % self.restart_after
         first = self.hard_from * updates
-        return getattr(self, field) * jnp.clip((update % updates - first) / max(updates - 1 - first, 1), 0, 1)
+        return getattr(self, field) * jnp.clip((update - first) / max(updates - 1 - first, 1), 0, 1)
 
     def _training_loss(self, model, examples, targets):
         grid = tuple(n // self.shrink for n in self.grid) if self.shrink > 1 else None
@@ -302,11 +306,13 @@ class AutomatonConfig(TrainingConfig):
     def _draw_first_gates(self, model, key):
         """Has every gate pass on its a or its b, drawn by the key."""
         random = np.random.default_rng(np.asarray(jax.random.bits(key, (4,))))
-        parts = model.perception, model.update
-        while True:
+        parts, automaton = (model.perception, model.update), model.automaton.get_value()
+        for _ in range(_MOST_DRAWS):
             drawn = [[random.random(layer.shape[:-1]) < 0.5 for layer in part] for part in parts]
-            if self.first_gates == "drawn" or _returns(_sources(model.automaton.get_value(), *drawn)):
+            if self.first_gates == "drawn" or _returns(_sources(automaton, *drawn)):
                 break
+        else:
+            self._check("first_gates", False, f"another one: these wires gave no such start in {_MOST_DRAWS:,} draws")
         for part, passes_on_b in zip(parts, drawn, strict=True):
             for layer, chosen in zip(part, passes_on_b, strict=True):
                 exchanged = _with_inputs_exchanged(layer[...], self.parametrization)
@@ -325,6 +331,10 @@ class AutomatonConfig(TrainingConfig):
             return gates.straight_through(layer, hard, self.parametrization)
 
         return _each(partly_hard, key, logits)
+
+
+_MOST_DRAWS = 20_000
+"""Of first gates; the checkerboard needs about 400, where they have to return."""
 
 
 def _each(function: Callable[[PRNGKeyArray, Array], Array], key: PRNGKeyArray, logits: PyTree) -> PyTree:
