@@ -5,7 +5,7 @@
 Every recipe trains the same automata, one a seed, by the experiment's own loss and data. After each 50 updates the hard
 automaton runs on unseen starts, and training ends when all come out right, there and as many ticks later. The hardened
 circuit then runs on 256 other starts, four times as long, and after damage. A seed is compiled once for all recipes:
-what they differ in are numbers.
+what they differ in are numbers. `--default` runs the experiment's own recipe instead, as `experiments.train` does.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from jax import lax
 from experiments.configs.automaton import AUTOMATA, LifeConfig
 from experiments.output import results
 from experiments.output.files import write_atomically
+from experiments.training import loop
 from experiments.training.automaton import life, trials
 
 UPDATES_A_PART = 50
@@ -97,6 +98,7 @@ def main(args=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("experiment", choices=AUTOMATA)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--default", action="store_true", help="the experiment's default recipe, and no other")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(16)))
     parser.add_argument(
         "--best", type=int, help="so many of the recipes, those best on --seeds, run on --more-seeds too"
@@ -108,18 +110,26 @@ def main(args=None):
     parser.add_argument("--implementation", choices=("pallas", "xla", "autodiff"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(args)
+    if options.default:
+        options.recipes = ["default"]
     end = time.monotonic() + options.seconds
     report = results.provenance(" ".join(["python", "docs/lab/hardening.py", *(args or sys.argv[1:])]))
     report |= {"experiment": options.experiment, "updates": options.updates, "runs": []}
-    report["recipes"] = {name: RECIPES[name].title for name in options.recipes}
+    titles = {name: recipe.title for name, recipe in RECIPES.items()} | {"default": "the default"}
+    report["recipes"] = {name: titles[name] for name in options.recipes}
 
     def runs_of(seeds, names):
         def of_seed(seed):
-            study, runs = Study(options.experiment, seed, options.updates, options.implementation), []
+            study, runs = (
+                (Default if options.default else Study)(
+                    options.experiment, seed, options.updates, options.implementation
+                ),
+                [],
+            )
             for name in names:
                 if time.monotonic() > end:
                     break
-                runs.append({"recipe": name, "seed": seed} | study.run(RECIPES[name]))
+                runs.append({"recipe": name, "seed": seed} | study.run(RECIPES.get(name)))
                 print(json.dumps(runs[-1]), flush=True)
             return runs
 
@@ -142,6 +152,31 @@ def main(args=None):
         print(f"{name:24} {exact(name)} of {len(runs)} exact, {stands} stand; updates {updates}")
 
 
+def evaluated(config, model):
+    """What the hardened circuit does, and its gates."""
+    circuit = model.harden().seen(config.visible)
+    return (life if isinstance(config, LifeConfig) else trials)(config, circuit)[0] | {"gates": circuit.gates}
+
+
+class Default:
+    """One seed of an experiment, by its own recipe and the training loop."""
+
+    def __init__(self, experiment, seed, updates, implementation):
+        self.config = AUTOMATA[experiment](seed=seed, updates=updates, implementation=implementation, devices=1)
+
+    def run(self, _):
+        """As a study's."""
+        started, prepared = time.monotonic(), loop.prepare(self.config, self.config.load())
+        for metrics, state, _ in loop.run(prepared, prepared.state):  # noqa: B007
+            if self.config.is_last(metrics.epoch, metrics.test_accuracy):
+                break
+        nnx.update(prepared.model, state.params)
+        figures = {"attempts": 1 + self.config.attempt(metrics.epoch)} | evaluated(self.config, prepared.model)
+        figures |= {"relaxed_loss": round(metrics.train_loss, 2), "hard_loss": round(metrics.test_loss, 2)}
+        seconds = {"seconds": round(time.monotonic() - started, 2), "compile_seconds": prepared.compile_seconds}
+        return {"updates": metrics.step} | seconds | figures
+
+
 class Study:
     """One seed of an experiment, compiled."""
 
@@ -153,6 +188,7 @@ class Study:
                 return self.values[field]
 
         settings = dict(hard_share=1.0, rounded_share=1.0, certainty=1.0)  # all are compiled, with values from a recipe
+        settings |= dict(first_gates="a", shrink=1, restart_after=0)
         self.config = Studied(seed=seed, updates=updates, epochs=1, implementation=implementation, **settings)
         self.updates, self.key = updates, jax.random.key(seed)
         model = self.config.build(self.key)[0]
@@ -172,9 +208,8 @@ class Study:
             hard, right = self.evaluate(state[0])
             if right == 1:
                 break
-        circuit = nnx.merge(self.graph, state[0], self.rest).harden().seen(self.config.visible)
-        figures = (life if isinstance(self.config, LifeConfig) else trials)(self.config, circuit)[0]
-        figures |= {"gates": circuit.gates, "grown": round(float(state[2]), 3)}
+        figures = evaluated(self.config, nnx.merge(self.graph, state[0], self.rest))
+        figures |= {"grown": round(float(state[2]), 3)}
         figures |= {"relaxed_loss": round(float(loss), 2), "hard_loss": round(float(hard), 2)}
         return {"updates": updates, "seconds": round(time.monotonic() - started, 2)} | figures
 

@@ -24,11 +24,13 @@ from experiments.configs.images import ImplementationName
 from experiments.data import patterns
 from experiments.data.datasets import Dataset
 from jaxbp.logic import gates
+from jaxbp.logic.automaton import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
 from jaxbp.nn import LogicAutomaton
 
 RecipeName = Literal["hardening", "published"]
 Schedule = Literal["constant", "cosine"]
+FirstGates = Literal["a", "drawn", "returning"]
 
 Settings = Mapping[str, Any]
 PUBLISHED: Settings = dict(
@@ -38,6 +40,9 @@ PUBLISHED: Settings = dict(
     rounded_share=0.0,
     certainty=0.0,
     hard_from=0.0,
+    first_gates="a",
+    shrink=1,
+    restart_after=0,
     target_accuracy=None,
 )
 HARD_GATES: Settings = dict(
@@ -47,11 +52,16 @@ HARD_GATES: Settings = dict(
     rounded_share=0.0,
     certainty=0.0,
     hard_from=0.15,
+    first_gates="a",
+    shrink=1,
+    restart_after=0,
     target_accuracy=1.0,
 )
 """Gates become hard, more and more of them."""
 ROUNDED_STATES: Settings = {**HARD_GATES, "hard_share": 0.0, "rounded_share": 0.1}
 """A tenth of the states' values are rounded before each tick."""
+RESTARTS: Settings = ROUNDED_STATES | dict(learning_rate=0.2, first_gates="returning", shrink=2, restart_after=100)
+"""Many short attempts on a small grid, each from other first functions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +83,8 @@ class AutomatonConfig(TrainingConfig):
     channels: ClassVar[int]
     visible: ClassVar[int] = 1
     """The first channels, which the loss is on."""
+    any_grid: ClassVar[bool] = False
+    """Whether it is known what is to be seen on grids of other sizes."""
     steps: ClassVar[int]
     """Ticks from the start to the loss."""
     fire_rate: ClassVar[float] = 1.0
@@ -117,6 +129,15 @@ class AutomatonConfig(TrainingConfig):
     """Weight, at the last update, of the variance that the gates' truth tables have. None: the recipe's."""
     hard_from: float | None = None
     """Share of the updates in which `hard_share` and `certainty` are 0; they grow in a line. None: the recipe's."""
+    first_gates: FirstGates | None = None
+    """Which input the gates pass on at first: their a; a or b, drawn for each; or drawn until the first channel comes
+    back to itself after two ticks, from two cells away along a diagonal. None: the recipe's."""
+    shrink: int | None = None
+    """By how much the grid of training is less high and wide, and its ticks fewer, than those of the evaluation. None:
+    the recipe's."""
+    restart_after: int | None = None
+    """Updates after which training begins again, with the same wires; counted from one epoch's end to another's. 0:
+    never. None: the recipe's."""
     noise: float = 0.0
     """Scale of the Gumbel noise in the parameters, drawn for every update."""
     parametrization: Parametrization = "softmax"
@@ -139,6 +160,12 @@ class AutomatonConfig(TrainingConfig):
         self._check_choice("schedule", get_args(Schedule))
         self._check_choice("parametrization", get_args(Parametrization))
         self._check_choice("implementation", (None, *jaxbp.IMPLEMENTATIONS))
+        self._check_choice("first_gates", get_args(FirstGates))
+        possible = self.first_gates != "returning" or self.channels > 1
+        self._check("first_gates", possible, "another one: an automaton of one channel cannot return")
+        self._check("restart_after", is_whole(self.restart_after) and self.restart_after >= 0, "a whole number from 0")
+        most = min(*self.grid, self.steps) if self.any_grid else 1
+        self._check("shrink", is_whole(self.shrink) and 1 <= self.shrink <= most, f"a whole number from 1 to {most}")
         for field in ("pass_through", "noise", "certainty"):
             value = getattr(self, field)
             is_number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
@@ -171,7 +198,12 @@ class AutomatonConfig(TrainingConfig):
             implementation=self.implementation,
             rngs=nnx.Rngs(key),
         )
+        if self.first_gates != "a":
+            self._draw_first_gates(model, key)
         return model, self._training_loss
+
+    def attempt(self, epoch):
+        return (epoch - 1) * -(-self.updates // self.epochs) // self.restart_after if self.restart_after else 0
 
     def evaluation(self, loss: Loss) -> Loss:
         return self._evaluation_loss
@@ -193,6 +225,7 @@ class AutomatonConfig(TrainingConfig):
         return drawn
 
     def optimizer(self, steps: int) -> optax.GradientTransformation | None:
+        steps = self.restart_after or steps
         rate = optax.cosine_decay_schedule(self.learning_rate, steps) if self.schedule == "cosine" else None
         adamw = optax.adamw(rate or self.learning_rate, b1=0.9, b2=0.99, weight_decay=self.weight_decay)
         return optax.chain(optax.clip(self.gradient_clip), adamw)
@@ -208,12 +241,16 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """`hard_share` or `certainty` as of an update: 0 in the first `hard_from` of them, then in a line up."""
-        first = self.hard_from * self.updates
-        return getattr(self, field) * jnp.clip((update - first) / max(self.updates - 1 - first, 1), 0, 1)
+        """`hard_share` or `certainty` as of an update: 0 in the first `hard_from` of an attempt, then in a line up."""
+        updates = self.updates
+        if self.restart_after:
+            updates, update = self.restart_after, update % self.restart_after
+        first = self.hard_from * updates
+        return getattr(self, field) * jnp.clip((update - first) / max(updates - 1 - first, 1), 0, 1)
 
     def _training_loss(self, model, examples, targets):
-        starts, key = self._starts_and_key(examples)
+        grid = tuple(n // self.shrink for n in self.grid) if self.shrink > 1 else None
+        starts, key = self._starts_and_key(examples, grid)
         update = examples[0, 1].astype(jnp.float32)
         of_gates, of_cells = jax.random.split(key)
         logits, options = model.logits, dict(parametrization=self.parametrization, implementation=self.implementation)
@@ -229,7 +266,7 @@ class AutomatonConfig(TrainingConfig):
             last = self._rounding_rollout(of_cells, logits, automaton, state, options)
         else:
             options |= dict(key=of_cells, fire_rate=self.fire_rate)
-            last = jaxbp.automaton_rollout(logits, automaton, state, self.steps, **options)
+            last = jaxbp.automaton_rollout(logits, automaton, state, self.steps // self.shrink, **options)
         losses, right = self._losses(last, starts)
         return losses + penalty, right
 
@@ -248,7 +285,8 @@ class AutomatonConfig(TrainingConfig):
             step = functools.partial(jaxbp.automaton_step, key=of_cells, fire_rate=self.fire_rate, **options)
             return step(logits, automaton, state), None
 
-        return jaxbp.checkpointed_scan(tick, state, jax.random.split(key, self.steps), memory="states")[0]
+        keys = jax.random.split(key, self.steps // self.shrink)
+        return jaxbp.checkpointed_scan(tick, state, keys, memory="states")[0]
 
     def _evaluation_loss(self, model, examples, targets):
         starts, key = self._starts_and_key(examples)
@@ -260,9 +298,24 @@ class AutomatonConfig(TrainingConfig):
             right &= self._losses(advance(last, key=second_key), starts)[1]
         return losses, right
 
-    def _starts_and_key(self, examples):
+    def _starts_and_key(self, examples, grid=None):
         """The examples' starts, and a key for everything else that is random."""
-        return self.starts(examples[:, 0]), jax.random.fold_in(jax.random.key(examples[0, 0]), 1)
+        return self.starts(examples[:, 0], grid), jax.random.fold_in(jax.random.key(examples[0, 0]), 1)
+
+    def _draw_first_gates(self, model, key):
+        """Has every gate pass on its a or its b, drawn by the key."""
+        random = np.random.default_rng(np.asarray(jax.random.bits(key, (4,))))
+        parts, automaton = (model.perception, model.update), model.automaton.get_value()
+        for _ in range(_MOST_DRAWS):
+            drawn = [[random.random(layer.shape[:-1]) < 0.5 for layer in part] for part in parts]
+            if self.first_gates == "drawn" or _returns(_sources(automaton, *drawn)):
+                break
+        else:
+            self._check("first_gates", False, f"another one: these wires gave no such start in {_MOST_DRAWS:,} draws")
+        for part, passes_on_b in zip(parts, drawn, strict=True):
+            for layer, chosen in zip(part, passes_on_b, strict=True):
+                exchanged = _with_inputs_exchanged(layer[...], self.parametrization)
+                layer[...] = jnp.where(chosen[..., None], exchanged, layer[...])
 
     def _losses(self, last, starts):
         errors = self.policy.cast_to_output(last[..., : self.visible]) - self.targets(starts)
@@ -279,11 +332,56 @@ class AutomatonConfig(TrainingConfig):
         return _each(partly_hard, key, logits)
 
 
+_MOST_DRAWS = 20_000
+"""Of first gates; the checkerboard needs about 400, where they have to return."""
+
+
 def _each(function: Callable[[PRNGKeyArray, Array], Array], key: PRNGKeyArray, logits: PyTree) -> PyTree:
     """The function of every layer, with a key of its own."""
     layers, structure = jax.tree.flatten(logits)
     keys = jax.random.split(key, len(layers))
     return jax.tree.unflatten(structure, [function(*pair) for pair in zip(keys, layers, strict=True)])
+
+
+def _with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Array:
+    """The parameters of gates whose a is their b."""
+    order = [0, 2, 1, 3]  # of the rows of a truth table, and of 1, a, b, ab
+    if parametrization == "softmax":
+        order = [list(map(tuple, gates.TRUTH_TABLES)).index(tuple(table[order])) for table in gates.TRUTH_TABLES]
+    return logits[..., np.array(order)]
+
+
+def _sources(
+    automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
+) -> list[tuple[int, int]]:
+    """What each channel is after a tick if every gate passes on one input, where chosen its b: a channel, and of which
+    of the nine cells around it, in row-major order."""
+
+    def passed_on(part, chosen):
+        return [np.where(c, np.asarray(w.b), np.asarray(w.a)) for w, c in zip(part, chosen, strict=True)]
+
+    perceived, updated = passed_on(automaton.perception, perception), passed_on(automaton.update, update)
+    sources = []
+    for place in range(automaton.channels):
+        for layer in reversed(updated):
+            place = layer[place]
+        if place < automaton.channels:
+            sources.append((int(place), CENTRE))
+            continue
+        channel, bit, kernel = np.unravel_index(
+            place - automaton.channels, (automaton.channels, automaton.bits, automaton.kernels)
+        )
+        for layer in reversed(perceived):
+            bit = layer[kernel, bit]
+        sources.append((int(channel), int(bit)))
+    return sources
+
+
+def _returns(sources: Sequence[tuple[int, int]]) -> bool:
+    """Whether the first channel is that of another channel's neighbour along a diagonal, and this one's the first's in
+    the same direction."""
+    channel, direction = sources[0]
+    return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
 
 
 def _random_states(seeds: UInt32[Array, " batch"], *shape: int) -> Bool[Array, "batch ..."]:
@@ -325,7 +423,7 @@ class PatternConfig(AutomatonConfig):
         raise NotImplementedError
 
     def targets(self, starts):
-        return jnp.asarray(self.pattern())
+        return jnp.asarray(self.pattern(starts.shape[1:3]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -333,6 +431,8 @@ class CheckerboardConfig(PatternConfig):
     """A checkerboard of squares of 2 x 2 cells, from random states."""
 
     name: ClassVar[str] = "ca-checkerboard"
+    settings: ClassVar = RESTARTS
+    any_grid: ClassVar = True
     grid: ClassVar = (16, 16)
     periodic: ClassVar = False
     channels: ClassVar = 8
@@ -342,7 +442,7 @@ class CheckerboardConfig(PatternConfig):
     published: ClassVar = (Recipe(batch_size=2, epochs=20, learning_rate=0.05), 500)
     hardening: ClassVar = (2000, 40)
     stands: ClassVar = True
-    test_examples: ClassVar = 128
+    test_examples: ClassVar = 64
 
     def starts(self, seeds, grid=None):
         return _random_states(seeds, *(grid or self.grid), self.channels)
@@ -356,6 +456,7 @@ class AsyncCheckerboardConfig(CheckerboardConfig):
     """The checkerboard, by cells that update at a tick with a probability of 0.6."""
 
     name: ClassVar[str] = "ca-checkerboard-async"
+    settings: ClassVar = ROUNDED_STATES
     grid: ClassVar = (14, 14)
     steps: ClassVar = 50
     fire_rate: ClassVar = 0.6

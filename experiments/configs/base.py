@@ -111,6 +111,10 @@ class TrainingConfig:
         """Whether training ends with this epoch."""
         return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
 
+    def attempt(self, epoch: int) -> int:
+        """Which attempt an epoch is of, from 0: the first epoch of each begins with new parameters."""
+        return 0
+
     def extended(self: Config, epochs: int) -> Config:
         """The same run with more epochs, each of as many steps. The learning rate's schedule spans them all."""
         return dataclasses.replace(self, epochs=epochs)

@@ -88,6 +88,8 @@ class Training:
     """`(state, epoch) -> (state, losses, accuracies, finite)`, in the buffers of `state`: as the function."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
     """`params -> (loss, correct, predictions)` on the test set."""
+    restarted: Callable[[int], TrainState | None]
+    """`epoch -> state` to begin an epoch with that is the first of a new attempt; None for the others."""
     compile_seconds: float
     epochs: int
     steps_per_epoch: int
@@ -109,6 +111,16 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     init_key, shuffle_key = jax.random.split(jax.random.key(config.seed))
     model, loss = config.build(init_key)
     params, pure_loss = split(model, loss)
+
+    def initial(params: PyTree) -> TrainState:
+        return devices.on_each(mesh, TrainState(params, optimizer.init(params), LossScale.create() if scaled else None))
+
+    def restarted(epoch: int) -> TrainState | None:
+        attempt = config.attempt(epoch)
+        if epoch == 1 or attempt == config.attempt(epoch - 1):
+            return None
+        return initial(split(*config.build(jax.random.fold_in(init_key, attempt)))[0])
+
     _, evaluation = split(model, config.evaluation(loss))
     if config.independent:
         pure_loss, evaluation = (devices.shared(function, mesh) for function in (pure_loss, evaluation))
@@ -116,8 +128,7 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     options = dict(clip=config.gradient_clip, weight_decay=config.weight_decay)
     optimizer = config.optimizer(steps) or make_optimizer(config.learning_rate, steps, **options)
     scaled = config.policy.compute_dtype == jnp.float16
-    state = TrainState(params, optimizer.init(params), LossScale.create() if scaled else None)
-    state = devices.on_each(mesh, state)
+    state = initial(params)
 
     train_data = devices.on_each(mesh, (dataset.train_images, dataset.train_labels))
     test_data = devices.on_each(mesh, (dataset.test_images, dataset.test_labels))
@@ -147,6 +158,7 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
         constants_checksum=constants_checksum(model),
         train_epoch=lambda state, epoch: compiled_epoch(state, *train_data, shuffle_key, jnp.int32(epoch)),
         evaluate=lambda params: compiled_evaluation(params, *test_data),
+        restarted=restarted,
         compile_seconds=time.perf_counter() - started,
         epochs=config.epochs,
         steps_per_epoch=steps_per_epoch,
@@ -281,6 +293,8 @@ def run(
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):
+        if (new := training.restarted(epoch)) is not None:
+            state = new
         started = time.perf_counter()
         state, losses, accuracies, finite = training.train_epoch(state, epoch)
         losses, accuracies, finite = map(np.asarray, (losses, accuracies, finite))

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxbp
-from experiments.configs import AUTOMATA
+from experiments.configs import AUTOMATA, automaton
 from experiments.configs.automaton import CheckerboardConfig, LetterConfig, LifeConfig, LizardConfig
 from experiments.data import patterns
 from jaxbp import Automaton
@@ -49,6 +49,7 @@ def test_the_published_settings(name):
         "constant",
     )
     assert (config.hard_share, config.noise, config.target_accuracy) == (0, 0, None)
+    assert (config.first_gates, config.shrink, config.restart_after) == ("a", 1, 0)
     assert len(config.load().train_images) == batch * updates // config.epochs
     targets = config.targets(config.starts(seeds(0)))
     assert targets.shape[-3:] == (*config.grid, config.visible)
@@ -151,6 +152,58 @@ def test_values_are_rounded_before_a_tick_with_their_own_gradients_from_the_firs
     assert abs(relaxed[0][0] - value) > 0.1
 
 
+def test_training_on_a_smaller_grid_has_fewer_ticks_and_its_own_target(tiny_automaton, monkeypatch):
+    monkeypatch.setattr(tiny_automaton.func, "pattern", lambda config, grid=None: patterns.checkerboard(*grid))
+    config = tiny_automaton(pass_through=2.0, hard_share=0.0, shrink=2)  # 2 x 1 cells, a tick
+    model, loss = config.build(jax.random.key(0))
+    starts = config.starts(seeds(5, 6), (2, 1)).astype(jnp.float32)
+    wanted = ((model(starts, 1)[..., :1] - patterns.checkerboard(2, 1)) ** 2).sum(axis=(1, 2, 3))
+    np.testing.assert_allclose(loss(model, examples(5, 6), None)[0], wanted, rtol=1e-5)
+
+
+def test_attempts_are_of_as_many_updates_and_schedules_are_theirs(tiny_automaton):
+    config = tiny_automaton(updates=80, epochs=8, restart_after=20, hard_from=0.0, schedule="cosine")
+    assert [config.attempt(epoch) for epoch in range(1, 9)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [float(config.as_of(jnp.float32(update), "hard_share")) for update in (0, 19, 20, 39)] == [0, 1, 0, 1]
+    assert tiny_automaton().attempt(4) == 0
+    state = config.optimizer(80).init(jnp.ones(1))
+    updates = []
+    for _ in range(21):
+        update, state = config.optimizer(80).update(jnp.ones(1), state, jnp.zeros(1))
+        updates.append(float(update[0]))
+    assert updates[0] < 0 and updates[20] == 0
+
+
+@pytest.mark.parametrize("parametrization", ["softmax", "walsh", "input_wise"])
+def test_gates_pass_on_either_input_at_first(tiny_automaton, parametrization):
+    drawn = [
+        tiny_automaton(first_gates="drawn", pass_through=5.0, parametrization=parametrization).build(jax.random.key(k))
+        for k in (0, 0, 1)
+    ]
+    numbers = [
+        np.concatenate([gates.harden(x.reshape(-1, x.shape[-1]), parametrization) for x in jax.tree.leaves(m.logits)])
+        for m, _ in drawn
+    ]
+    assert set(numbers[0].tolist()) == {3, 5}  # a, b
+    assert (numbers[0] == numbers[1]).all() and (numbers[0] != numbers[2]).any()
+
+
+def test_the_first_channel_comes_back_along_a_diagonal(tiny_automaton):
+    model, _ = tiny_automaton(first_gates="returning").build(jax.random.key(0))
+    start = jax.random.bernoulli(jax.random.key(1), shape=(1, 12, 12, 2)).astype(jnp.float32)
+    end = model(start, 2, hard=True)[0, 2:-2, 2:-2, 0]
+    diagonals = [start[0, 2 + i : 10 + i, 2 + j : 10 + j, 0] for i in (-2, 2) for j in (-2, 2)]
+    assert sum(bool((end == diagonal).all()) for diagonal in diagonals) == 1
+
+
+def test_automata_that_cannot_return_are_refused(tiny_automaton, monkeypatch):
+    with pytest.raises(ValueError, match="first_gates = 'returning': wanted another one: an automaton of one channel"):
+        LifeConfig(first_gates="returning")
+    monkeypatch.setattr(automaton, "_MOST_DRAWS", 1)
+    with pytest.raises(ValueError, match="these wires gave no such start in 1 draws"):
+        tiny_automaton(first_gates="returning").build(jax.random.key(0))
+
+
 def test_certainty_adds_the_variance_of_the_truth_tables(tiny_automaton):
     with_it, without = (tiny_automaton(pass_through=0.5, hard_share=0.0, certainty=c) for c in (0.3, 0.0))
     model, loss = with_it.build(jax.random.key(0))
@@ -184,6 +237,9 @@ def test_our_recipe_stops_when_the_hard_automaton_is_right():
         ("rounded_share", -0.5),
         ("certainty", float("nan")),
         ("hard_from", -0.1),
+        ("first_gates", "b"),
+        ("shrink", 2),
+        ("restart_after", -1),
         ("schedule", "linear"),
         ("parametrization", "sigmoid"),
         ("implementation", "cuda"),

@@ -99,6 +99,8 @@ def test_every_setting_is_an_option_of_the_command_line(tmp_path):
         "noise": 0.25,
         "hard_share": 0.5,
         "hard_from": 0.1,
+        "first_gates": "drawn",
+        "restart_after": 20,
         "implementation": "xla",
     }
     args = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]

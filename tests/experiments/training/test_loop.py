@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from experiments.data import augmentation
 from experiments.training import loop as training
@@ -53,6 +54,21 @@ def test_going_on_from_an_epoch_gives_the_same_bits_as_never_stopping(toy_config
     for (metrics, state), (wanted_metrics, wanted_state) in zip(resumed, (third, fourth), strict=True):
         assert deterministic(metrics) == deterministic(wanted_metrics)
         assert same_bits(state, wanted_state)
+
+
+def test_every_attempt_begins_anew_also_in_a_resumed_run(toy_config, monkeypatch):
+    *_, (_, without) = run(toy_config())
+    monkeypatch.setattr(toy_config, "attempt", lambda config, epoch: (epoch - 1) // 2)
+    config = toy_config()
+    prepared = training.prepare(config, config.load())
+    assert [prepared.restarted(epoch) is None for epoch in (1, 2, 3, 4)] == [True, True, False, True]
+    anew = config.build(jax.random.fold_in(jax.random.split(jax.random.key(config.seed))[0], 1))[0]
+    assert same_bits(prepared.restarted(3), prepared.state._replace(params=nnx.state(anew, nnx.Param)))
+    assert not same_bits(prepared.restarted(3), prepared.state)
+    *_, second, third, fourth = run(config)
+    resumed = [list(run(config, state=state, epochs_done=done)) for state, done in ((second[1], 2), (third[1], 3))]
+    assert same_bits(resumed[0][0][1], third[1]) and same_bits(resumed[1][0][1], fourth[1])
+    assert not same_bits(fourth[1].params, without.params)
 
 
 def test_training_learns(toy_config):
