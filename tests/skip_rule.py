@@ -1,7 +1,7 @@
 """A test that is skipped everywhere has never run: with `--fail-on-skip` a skipped test has failed.
 
-Allowed are reasons that another machine has not: a GPU, or its absence, and CUDA's compilers, which take longer to
-install than CI has. `--may-skip REASON` allows one more: a tool that CI could not install.
+Allowed are reasons that another machine has not: a GPU, or its absence, and CUDA's compilers and PyTorch, which take
+longer to install than CI has. `--may-skip REASON` allows one more: a tool that CI could not install.
 """
 
 import re
@@ -10,7 +10,7 @@ import pytest
 
 ALLOWED = re.compile(
     r"needs a GPU of compute capability|says what is missing without a GPU|needs (?:two|eight) devices to shard over"
-    r"|needs (?:JAX's plugin for CUDA|ptxas):"
+    r"|needs (?:JAX's plugin for CUDA|ptxas|PyTorch and torchlogix):"
 )
 
 

@@ -130,14 +130,11 @@ class AutomatonConfig(TrainingConfig):
     hard_from: float | None = None
     """Share of the updates in which `hard_share` and `certainty` are 0; they grow in a line. None: the recipe's."""
     first_gates: FirstGates | None = None
-    """Which input the gates pass on at first: their a; a or b, drawn for each; or drawn until the first channel comes
-    back to itself after two ticks, from two cells away along a diagonal. None: the recipe's."""
+    """The input that gates pass on at first: a, drawn, or drawn until a channel comes back. None: the recipe's."""
     shrink: int | None = None
-    """By how much the grid of training is less high and wide, and its ticks fewer, than those of the evaluation. None:
-    the recipe's."""
+    """The grid of training is smaller by this factor, and its ticks fewer. None: the recipe's."""
     restart_after: int | None = None
-    """Updates after which training begins again, with the same wires; counted from one epoch's end to another's. 0:
-    never. None: the recipe's."""
+    """Updates after which training begins again, at the end of an epoch; 0: never. None: the recipe's."""
     noise: float = 0.0
     """Scale of the Gumbel noise in the parameters, drawn for every update."""
     parametrization: Parametrization = "softmax"
