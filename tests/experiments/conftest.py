@@ -11,10 +11,11 @@ import pytest
 from flax import nnx
 
 import jaxbp
-from experiments import compare
+from experiments import compare, train
 from experiments.configs import Recipe, TrainingConfig
 from experiments.configs.automaton import CheckerboardConfig
 from experiments.data.datasets import Dataset
+from experiments.training import logic
 from experiments.training import loop as training
 from jaxbp.nn import Linear
 
@@ -174,3 +175,19 @@ def comparison(compare_toy, tmp_path_factory):
         pair=WRONG,
     )
     return code, json.loads(json_path.read_text()), html_path.read_text()
+
+
+@pytest.fixture(scope="module")
+def gates_run(tmp_path_factory):
+    """Runs the command line of an experiment on gates, timed briefly: its exit code, its output and its folder."""
+
+    def run(experiment, *options):
+        folder, output = tmp_path_factory.mktemp(experiment) / "run", []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(logic, "TIMED_SECONDS", 0.01)
+            patch.setattr(logic, "TIMED_SAMPLES", 64)
+            patch.setattr("builtins.print", lambda *words, **options: output.append(" ".join(map(str, words))))
+            code = train.main([experiment, *options, "--run-dir", str(folder)])
+        return code, "\n".join(output), folder
+
+    return run

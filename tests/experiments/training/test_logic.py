@@ -8,25 +8,16 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from experiments import train
-from experiments.training import logic, run_directory
+from experiments.training import run_directory
 from experiments.training.compiled import load
 
 pytestmark = pytest.mark.once
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(gates_run):
     """A smaller and shorter run of the command line than the default: its output and its folder."""
-    folder = tmp_path_factory.mktemp("logic") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logic, "TIMED_SECONDS", 0.01)
-        patch.setattr(logic, "TIMED_SAMPLES", 64)
-        output = []
-        patch.setattr("builtins.print", lambda *words, **options: output.append(" ".join(map(str, words))))
-        size = ["--levels", "2", "--gates", "1000", "--layers", "3", "--epochs", "25"]
-        code = train.main(["logic", *size, "--run-dir", str(folder)])
-    return code, "\n".join(output), folder
+    return gates_run("logic", "--levels", "2", "--gates", "1000", "--layers", "3", "--epochs", "25")
 
 
 def test_it_reaches_93_percent_hardened_and_says_so_last(finished):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from experiments import train
 from experiments.configs import LogicConvConfig
 from experiments.training import logic, logic_conv, run_directory
 from experiments.training.compiled import load
@@ -17,18 +16,11 @@ pytestmark = pytest.mark.once
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(gates_run):
     """A smaller and shorter run of the command line than the default: its output and its folder."""
-    folder = tmp_path_factory.mktemp("logic-conv") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logic, "TIMED_SECONDS", 0.01)
-        patch.setattr(logic, "TIMED_SAMPLES", 64)
-        output = []
-        patch.setattr("builtins.print", lambda *words, **options: output.append(" ".join(map(str, words))))
-        size = ["--kernels", "8", "--levels", "1", "--tau", "2"]
-        training = ["--epochs", "2", "--learning-rate", "0.1", "--shift", "0", "--devices", "1"]
-        code = train.main(["logic-conv", *size, *training, "--run-dir", str(folder)])
-    return code, "\n".join(output), folder
+    size = ["--kernels", "8", "--levels", "1", "--tau", "2"]
+    training = ["--epochs", "2", "--learning-rate", "0.1", "--shift", "0", "--devices", "1"]
+    return gates_run("logic-conv", *size, *training)
 
 
 def test_it_learns_hardened_and_says_so_last(finished):
