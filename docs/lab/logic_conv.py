@@ -1,12 +1,12 @@
-"""How accurate do convolutional logic networks become? Sizes and settings, over several seeds, each as long as given.
+"""How accurate do convolutional logic networks become? Sizes and settings, over several seeds.
 
     python docs/lab/logic_conv.py --data-dir data --json docs/results/logic-conv-mnist.json
     python docs/lab/logic_conv.py --sizes l --seconds 60 --settings '{"shift": 1}' '{"shift": 2}' --json shifts.json
     python docs/lab/logic_conv.py --sizes m --seeds 1 --images 2048 --seconds 300 --json one-core.json
 
-An epoch of each size and settings is timed, and the runs have as many as fit into the seconds, the learning rate's
-schedule with them. All is one process: one run trains at a time, while later ones are compiled and earlier ones are
-hardened, written as C and timed. The rows are written whenever there is a new figure.
+Runs have the epochs of their config; with --seconds an epoch of each size and settings is timed, and the runs have as
+many as fit, the learning rate's schedule with them. All is one process: one run trains at a time, while later ones are
+compiled and earlier ones are hardened, written as C and timed. The rows are written whenever there is a new figure.
 
 The last of these is for a machine without a GPU, and for the speed of the C code alone: it trains briefly, on a few
 images.
@@ -23,10 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.configs import LogicConvConfig
+from experiments.configs.logic_conv import SizeName
 from experiments.data.datasets import Dataset
 from experiments.output.files import write_atomically
 from experiments.output.results import provenance, to_json
@@ -43,8 +44,8 @@ from experiments.training.logic import hardened_predictions, relaxed_predictions
 from jaxbp import pack_bits
 from jaxbp.nn import LogicConvNetwork
 
-SECONDS = {"s": 15.0, "m": 25.0, "l": 60.0}
-"""Of training, for 400 in all with three seeds of each."""
+Variant = tuple[dict[str, Any], LogicConvConfig]
+"""Settings as they were given, and the config that has them."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -52,7 +53,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dataset", default="mnist")
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--sizes", nargs="+", default=list(SECONDS), choices=list(SECONDS))
+    parser.add_argument("--sizes", nargs="+", default=get_args(SizeName), choices=get_args(SizeName))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, nargs="+", help="of training, one for all sizes or one each")
     parser.add_argument("--settings", type=json.loads, nargs="+", default=[{}], help="of the config, as JSON objects")
@@ -61,8 +62,8 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--images", type=int, help="train on the first so many alone; by default on all")
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args(args)
-    seconds = given.seconds or [SECONDS[size] for size in given.sizes]
-    if len(seconds) not in (1, len(given.sizes)):
+    seconds = given.seconds or []
+    if len(seconds) not in (0, 1, len(given.sizes)):
         parser.error(f"--seconds are {len(seconds)}; wants 1 or {len(given.sizes)}, one each size")
     seconds = dict(zip(given.sizes, itertools.cycle(seconds), strict=False))
     variants = [
@@ -78,14 +79,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if compiler and given.c_seeds:
         report |= {"processor": processor(), "compiler": compiler_version(compiler)}
     with ThreadPoolExecutor(given.threads) as compiling, ThreadPoolExecutor(given.threads) as reporting:
-        configs = []
-        for (settings, config), one_epoch in zip(
-            variants, ahead(compiling, [dataclasses.replace(c, epochs=1) for _, c in variants], dataset), strict=True
-        ):
-            epochs = max(1, int(seconds[config.size] / seconds_of_an_epoch(one_epoch.result())))
-            configs.append((settings, dataclasses.replace(config, epochs=epochs)))
-            print(f"{config.size} {settings}: {epochs} epochs in {seconds[config.size]:g} s", flush=True)
-        runs = [(s, dataclasses.replace(c, seed=seed)) for seed in range(given.seeds) for s, c in configs]
+        if seconds:
+            variants = list(that_fit(seconds, variants, dataset, compiling))
+        runs = [(s, dataclasses.replace(c, seed=seed)) for seed in range(given.seeds) for s, c in variants]
         rows, reports = report.setdefault("rows", []), []
 
         def write() -> None:
@@ -106,6 +102,17 @@ def main(args: Sequence[str] | None = None) -> int:
     for line in means(rows):
         print(line)
     return 0
+
+
+def that_fit(
+    seconds: Mapping[str, float], variants: Sequence[Variant], dataset: Dataset, pool: ThreadPoolExecutor
+) -> Iterator[Variant]:
+    """The variants with as many epochs as fit into the seconds of their size."""
+    single = [dataclasses.replace(config, epochs=1) for _, config in variants]
+    for (settings, config), one_epoch in zip(variants, ahead(pool, single, dataset), strict=True):
+        epochs = max(1, int(seconds[config.size] / seconds_of_an_epoch(one_epoch.result())))
+        print(f"{config.size} {settings}: {epochs} epochs in {seconds[config.size]:g} s", flush=True)
+        yield settings, dataclasses.replace(config, epochs=epochs)
 
 
 def ahead(

@@ -15,6 +15,7 @@ for longest, in cycles an instruction.
 """
 
 import argparse
+import contextlib
 import csv
 import ctypes
 import io
@@ -129,19 +130,17 @@ def run(asked: Sequence[Asked]) -> None:
             jax.block_until_ready(program(arguments))
 
 
-class seen_by_the_profiler:  # noqa: N801, read as a word
+@contextlib.contextmanager
+def seen_by_the_profiler() -> Iterator[None]:
     """Nsight Compute profiles the kernels that are launched within."""
-
-    def __enter__(self):
-        self.driver, context, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_int()
-        self.driver.cuDeviceGet(ctypes.byref(device), 0)
-        self.driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-        self.driver.cuCtxSetCurrent(context)
-        if failed := self.driver.cuProfilerStart():
-            raise RuntimeError(f"cuProfilerStart failed with CUDA's error {failed}")
-
-    def __exit__(self, *exception):
-        self.driver.cuProfilerStop()
+    driver, context, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_int()
+    driver.cuDeviceGet(ctypes.byref(device), 0)
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    driver.cuCtxSetCurrent(context)
+    if failed := driver.cuProfilerStart():
+        raise RuntimeError(f"cuProfilerStart failed with CUDA's error {failed}")
+    yield
+    driver.cuProfilerStop()
 
 
 def profiled(works: Sequence[str], kept: Path | None) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -37,12 +38,16 @@ class ImageConfig(TrainingConfig):
     """Which backward passes run; None: the fastest that the platform supports."""
     shift: int = 0
     """Moves each training image at random, by at most so many pixels in each direction."""
+    distortion: float = 0.0
+    """Bends each training image at random: the standard deviation of a smooth field of displacements, in pixels."""
 
     def __post_init__(self):
         self._check_choice("dataset", self.datasets)
         self._check_choice("implementation", (None, *jaxbp.IMPLEMENTATIONS))
         side = min(datasets.IMAGE_SHAPES[self.dataset][1:])
         self._check("shift", is_whole(self.shift) and 0 <= self.shift < side, f"a whole number from 0 to {side - 1}")
+        is_number = isinstance(self.distortion, int | float) and 0 <= self.distortion < side
+        self._check("distortion", is_number, f"a number of pixels from 0, below {side}")
         super().__post_init__()
 
     def defaults(self) -> Recipe:
@@ -52,7 +57,12 @@ class ImageConfig(TrainingConfig):
         return datasets.load(self.dataset, self.data_dir)
 
     def augmentation(self) -> Augment | None:
-        return (lambda key, images, step: augmentation.shift(key, images, self.shift)) if self.shift else None
+        return self._augmented if self.shift or self.distortion else None
+
+    def _augmented(self, key, images, step):
+        if self.distortion:
+            images = augmentation.distort(jax.random.fold_in(key, 1), images, self.distortion)
+        return augmentation.shift(key, images, self.shift) if self.shift else images
 
 
 def classification_loss(

@@ -46,6 +46,7 @@ class Size(NamedTuple):
     recipe: Recipe
     weight_decay: float = 0.0
     shift: int = 0
+    distortion: float = 0.0
     parametrization: Parametrization = "softmax"
     residual_logit: float = 5.0
 
@@ -60,13 +61,15 @@ class Architecture(NamedTuple):
     sizes: Mapping[SizeName, Size]
 
 
+_WALSH = {"parametrization": "walsh", "residual_logit": 1.5}
+_MNIST_M = Size(64, 28.0, 3, Recipe(batch_size=128, epochs=100, learning_rate=0.02), shift=1, distortion=0.7, **_WALSH)
 MNIST = Architecture(
     convolutions=(LogicConvolution(1, 5, pool=2), LogicConvolution(3, 3, pool=2), LogicConvolution(9, 3)),
     widths=(1280, 640, 320),
     sizes={
-        "s": Size(16, 6.5, 1, Recipe(batch_size=512, epochs=100, learning_rate=0.01), shift=1),
-        "m": Size(64, 28.0, 1, Recipe(batch_size=256, epochs=100, learning_rate=0.01), shift=1),
-        "l": Size(132, 35.0, 1, Recipe(batch_size=128, epochs=100, learning_rate=0.01), shift=1),
+        "s": Size(16, 12.0, 3, Recipe(batch_size=128, epochs=60, learning_rate=0.03), shift=1, **_WALSH),
+        "m": _MNIST_M,
+        "l": _MNIST_M._replace(kernels=132, tau=40.0, recipe=_MNIST_M.recipe._replace(epochs=80)),
     },
 )
 CIFAR10_RECIPE = Recipe(batch_size=128, epochs=100, learning_rate=0.02)
@@ -114,6 +117,7 @@ class LogicConvConfig(GateConfig):
 
     name: ClassVar[str] = "logic-conv"
     datasets: ClassVar = get_args(DatasetName)
+    before: ClassVar = {"distortion": 0.0}
 
     size: SizeName = "s"
     """Of the network, and of its settings that are left open."""
@@ -127,6 +131,8 @@ class LogicConvConfig(GateConfig):
     """Share of the parameters, times the learning rate, that each of Adam's steps takes from them. None: the size's."""
     shift: int | None = None
     """Moves each training image at random, by at most so many pixels in each direction. None: the size's."""
+    distortion: float | None = None
+    """Bends each training image at random: how far, in pixels, as a standard deviation. None: the size's."""
     initialization: Literal["residual", "normal"] = "residual"
     """Whether gates pass on an input at first, or are random mixtures."""
     residual_logit: float | None = None

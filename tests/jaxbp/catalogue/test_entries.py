@@ -266,6 +266,11 @@ def _check_at_place(name, place, implementation, dtype, batch):
         actual, exact, native = map(jax.tree.leaves, (actual, exact, compiled(name, place, "autodiff")(*arrays)))
         for a, n, e in zip(actual, native, exact, strict=True):
             assert_close(a, e, max(TOLERANCE[dtype], 1.2 * relative_error(n, e)))
+    elif place and name.startswith("logic_conv2d_or_pool2d") and "backward" not in name:
+        # Of millions of windows a few have values so nearly equal that float64 finds another one the largest, and the
+        # gradient goes there.
+        assert_close(actual[0], exact[0], dtype)
+        assert_close(actual[1], exact[1], max(TOLERANCE[dtype], 1e-3))
     else:
         assert_close(actual, exact, dtype)
 
