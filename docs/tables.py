@@ -541,7 +541,8 @@ SAYS_NOTHING = ("failed", "timed out")
 
 
 def sanitizer(page: Path, pattern: str) -> str:
-    """A line for each op: what each tool of compute-sanitizer said, last among the files whose names match."""
+    """What each tool of compute-sanitizer said of each op, last among the files whose names match. The ops with
+    the same answers are one line."""
     reports = {path.stem: load(path.stem) for path in (DOCS / "results").glob(f"{pattern}.json")}
     if not reports:
         return no_file(pattern)
@@ -553,9 +554,12 @@ def sanitizer(page: Path, pattern: str) -> str:
         of = outcomes.setdefault(row["op"], {})
         if row["tool"] not in of or of[row["tool"]] in SAYS_NOTHING or row["outcome"] not in SAYS_NOTHING:
             of[row["tool"]] = row["outcome"]
-    lines = [[f"`{op}`", *(of.get(tool, "not run") for tool in tools)] for op, of in sorted(outcomes.items())]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for op, of in sorted(outcomes.items()):
+        alike.setdefault(tuple(of.get(tool, "not run") for tool in tools), []).append(f"`{op}`")
+    lines = [[", ".join(ops), *of] for of, ops in alike.items()]
     sources = "\n".join(provenance(page, name, report) for name, report in reports.items())
-    return f"{markdown(['op with its gradients', *tools], lines)}\n{sources}"
+    return f"{markdown(['ops, each with its gradients', *tools], lines)}\n{sources}"
 
 
 def dtypes(page: Path, *names: str) -> str:
