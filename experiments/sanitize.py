@@ -28,8 +28,8 @@ A finding has its message, its kernel, its count, and the name of what explains 
     timed out          nothing was found until then
 
 The last two say nothing of the kernels. Under the tools processes die at their end, or hang in XLA's compiler, now and
-then, and do not when they are run again: `--attempts` says how often. Initcheck does not know of bulk copies of tensors to
-device memory, up to version 2026.4 at least, and finds fault with whoever reads what they wrote.
+then, and do not when they are run again: `--attempts` says how often. Initcheck does not know of bulk copies of tensors
+to device memory, up to version 2026.4 at least, and finds fault with whoever reads what they wrote.
 """
 
 import collections

@@ -99,7 +99,9 @@ def test_the_wheels_tool_goes_before_that_on_the_path(monkeypatch, tmp_path):
     [
         (INITCHECK, "initcheck", "linear", "nvjet_hsh_64x8", True),
         (INITCHECK, "initcheck", "matmul", "void cutlass::Kernel2<a, b>", True),
-        (INITCHECK, "initcheck", "matmul", "loop_fusion", False),
+        (INITCHECK, "initcheck", "matmul", "loop_fusion", True),
+        (INITCHECK, "initcheck", "matmul", "matmul_mosaic_gpu_kernel", False),
+        (INITCHECK, "initcheck", "relu", "loop_fusion", False),
         (INITCHECK, "initcheck", "conv2d", "nvjet_hsh_64x8", False),
         (INITCHECK, "memcheck", "linear", "nvjet_hsh_64x8", False),
         (RACE, "racecheck", "layer_norm", "layer_norm_mosaic_gpu_kernel", True),
