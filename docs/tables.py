@@ -425,6 +425,11 @@ FAMILIES = (
         "the L2 cache, as for one layer; activations of all layers are written and read",
     ),
     Family(
+        "convolutional logic network step, M for MNIST, batch 128", "logic", ("logic-conv",),
+        {"op": "logic-conv", "place": "mnist-m"},
+        "instructions of the trees and their latency; the gradients of leaves are written and read again",
+    ),
+    Family(
         "automaton step, 16x16, 20 ticks, batch 2", "logic", ("automaton",), {"op": "automaton", "place": "16x16"},
         "layers of a tick wait for one another, and few cells hide it: gathers from shared memory, one after the other",
     ),

@@ -1,4 +1,4 @@
-"""Random changes of training examples: what a shift is, and which shifts there are."""
+"""Random changes of training examples: what a shift and a distortion are, and which there are."""
 
 import collections
 import itertools
@@ -43,9 +43,50 @@ def test_each_image_of_a_batch_is_moved_by_itself():
         assert any(np.array_equal(one, translate(image, *at)) for at in itertools.product(range(-2, 3), repeat=2))
 
 
-@pytest.mark.parametrize(
-    "config", [config for config in EXPERIMENTS.values() if issubclass(config, ImageConfig)], ids=lambda c: c.name
-)
+def bilinear(image, row, column):
+    """The value of `image (height, width)` between its pixels, by the definition: zeros beyond the edges."""
+    top, left = int(np.floor(row)), int(np.floor(column))
+    value = 0.0
+    for r, c in itertools.product((top, top + 1), (left, left + 1)):
+        if 0 <= r < image.shape[0] and 0 <= c < image.shape[1]:
+            value += (1 - abs(row - r)) * (1 - abs(column - c)) * image[r, c]
+    return value
+
+
+def test_a_distorted_image_is_read_between_its_pixels_where_the_field_says():
+    images, key = np.random.default_rng(0).random((2, 3, 5, 4), np.float32), jax.random.key(3)
+    # With a single knot the field is constant.
+    distorted, moves = augmentation.distort(key, images, 1.5, knots=1), 1.5 * jax.random.normal(key, (2, 2, 1, 1))
+    for (n, channel, row, column), value in np.ndenumerate(np.asarray(distorted)):
+        down, right = np.asarray(moves[n]).ravel()
+        np.testing.assert_allclose(value, bilinear(images[n, channel], row + down, column + right), atol=1e-5)
+
+
+def test_a_distortion_is_smooth_as_large_as_asked_for_and_none_of_0_pixels():
+    ramps = jnp.broadcast_to(jnp.arange(28.0), (1000, 1, 28, 28))  # a pixel's value is its column
+    by = augmentation.distort(jax.random.key(0), ramps, 0.7)[:, 0, 7:21, 7:21] - ramps[:, 0, 7:21, 7:21]
+    assert 0.7 * 0.6 < jnp.std(by) < 0.7  # less between the knots than at them
+    assert jnp.std(jnp.diff(by, axis=-1)) < 0.25 * jnp.std(by)
+    np.testing.assert_array_equal(augmentation.distort(jax.random.key(0), ramps, 0.0), ramps)
+
+
+EXPERIMENTS_ON_IMAGES = [config for config in EXPERIMENTS.values() if issubclass(config, ImageConfig)]
+
+
+@pytest.mark.parametrize("config", EXPERIMENTS_ON_IMAGES, ids=lambda c: c.name)
+def test_every_experiment_on_images_can_distort_before_it_shifts(config):
+    images, key = jnp.asarray(np.random.default_rng(0).random((2, 1, 28, 28), np.float32)), jax.random.key(0)
+    shift = config(shift=1).augmentation()
+    both = config(shift=1, distortion=0.5).augmentation()(key, images, 0)
+    alone = config(shift=0, distortion=0.5).augmentation()(key, images, 0)
+    assert not jnp.array_equal(alone, images)
+    np.testing.assert_array_equal(both, shift(key, alone, 0))
+    for pixels in (-0.1, 28, float("nan"), "1"):
+        with pytest.raises(UserError, match=f"^distortion = {pixels!r}: wanted a number of pixels from 0, below 28"):
+            config(distortion=pixels)
+
+
+@pytest.mark.parametrize("config", EXPERIMENTS_ON_IMAGES, ids=lambda c: c.name)
 def test_every_experiment_on_images_can_shift_and_need_not(config):
     assert config(shift=0).augmentation() is None
     shifts_by_itself = config().augmentation() is not None
