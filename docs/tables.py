@@ -425,7 +425,7 @@ FAMILIES = (
         "the L2 cache, as for one layer; activations of all layers are written and read",
     ),
     Family(
-        "convolutional logic network step, M for MNIST, batch 128", "logic", ("logic-conv",),
+        "convolutional gates, M for MNIST, batch 128", "logic", ("logic-conv",),
         {"op": "logic-conv", "place": "mnist-m"},
         "instructions of the trees and their latency; the gradients of leaves are written and read again",
     ),
@@ -760,7 +760,7 @@ STYLE = """
 """
 """A paper of its own keeps a picture readable where a page's scheme is not the browser's."""
 
-WIDTH, LEFT, RIGHT, BAR = 860, 355, 60, 15
+WIDTH, LEFT, RIGHT, BAR = 880, 375, 60, 15
 """Pixels: of the picture, of its names and of what is right of the longest bar, and the height of a bar."""
 DASHES = 'stroke-dasharray="3 3"'
 
