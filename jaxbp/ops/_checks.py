@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
+from jax.lax import PrecisionLike
 
 AnyArray = Array | np.ndarray
 """What ops take for arrays. They give JAX's."""
@@ -48,6 +49,20 @@ def pair(op: str, name: str, value: Any, *, at_least: int) -> tuple[int, int]:
     if not ints or min(both) < at_least:
         raise ValueError(f"{op}: {name} is {value!r}; wants an int of at least {at_least}, or a pair of them")
     return int(both[0]), int(both[1])
+
+
+def precision(op: str, value: PrecisionLike) -> PrecisionLike:
+    """What `jax.lax.dot` takes as its precision."""
+    both = value if isinstance(value, tuple) and len(value) == 2 else () if value is None else (value,)
+    for one in both:
+        named = isinstance(one, str) and (one in _PRECISIONS or one in lax.DotAlgorithmPreset.__members__)
+        if not named and not isinstance(one, lax.Precision | lax.DotAlgorithm | lax.DotAlgorithmPreset):
+            wanted = "None, 'default', 'high', 'highest', another that jax.lax.dot takes, or a pair of them"
+            raise ValueError(f"{op}: precision is {value!r}; wants {wanted}")
+    return value
+
+
+_PRECISIONS = ("default", "fastest", "bfloat16", "high", "bfloat16_3x", "tensorfloat32", "highest", "float32")
 
 
 def is_int(value: Any) -> bool:

@@ -540,6 +540,7 @@ def _options(op, input_size, filter_size, stride, padding, dilation, groups, pre
                 f"{op}: the filter, {extent[0]} x {extent[1]} with its dilation, is larger than the input, "
                 f"{input_size[0]} x {input_size[1]} with padding {padding}"
             )
+    precision = _checks.precision(op, precision)
     return dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
 
 

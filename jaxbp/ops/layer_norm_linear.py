@@ -182,7 +182,7 @@ def layer_norm_linear(
     """
     x, scale, bias, w, b = _checks.floating("layer_norm_linear", x=x, scale=scale, bias=bias, w=w, b=b)
     _check("layer_norm_linear", x, scale, bias, w, b, eps)
-    options = dict(eps=eps, precision=precision, implementation=implementation)
+    options = dict(eps=eps, precision=_checks.precision("layer_norm_linear", precision), implementation=implementation)
     return _LAYER_NORM_LINEAR(x, scale, bias, w, b, **options)
 
 
@@ -229,7 +229,7 @@ def layer_norm_linear_backward(
     _check(op, x, scale, bias, w, None, eps)
     _checks.shape(op, "dy", dy, *x.shape[:-1], w.shape[0])
     b = jnp.zeros(w.shape[:1], w.dtype)
-    options = dict(eps=eps, precision=precision, implementation=implementation)
+    options = dict(eps=eps, precision=_checks.precision(op, precision), implementation=implementation)
     return _LAYER_NORM_LINEAR.vjp(dy, x, scale, bias, w, b, **options)
 
 

@@ -80,10 +80,11 @@ def linear(
 
     Raises:
       TypeError: arguments that are not of one floating dtype.
-      ValueError: shapes that do not fit.
+      ValueError: shapes that do not fit; no precision.
     """
     x, w, b = _checks.floating("linear", x=x, w=w, b=b)
     _check_shapes("linear", x, w, b)
+    precision = _checks.precision("linear", precision)
     return _LINEAR(x, w, b, precision=precision, implementation=implementation)
 
 
@@ -114,6 +115,7 @@ def linear_backward(
     dy, x, w = _checks.floating("linear_backward", dy=dy, x=x, w=w)
     _check_shapes("linear_backward", x, w, None)
     _checks.shape("linear_backward", "dy", dy, *x.shape[:-1], w.shape[0])
+    precision = _checks.precision("linear_backward", precision)
     b = jnp.zeros(w.shape[:1], w.dtype)
     return _LINEAR.vjp(dy, x, w, b, precision=precision, implementation=implementation)
 

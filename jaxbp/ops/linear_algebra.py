@@ -174,6 +174,7 @@ def matmul(
     A vector on the left is a row, one on the right a column; their axis is not in the result.
     """
     a, b = _checked("matmul", a, b)
+    precision = _checks.precision("matmul", precision)
     return _MATMUL(a, b, precision=precision, implementation=implementation)
 
 
@@ -201,6 +202,7 @@ def dot(
     Of two vectors it is a number. Unlike those of `matmul`, axes before the last two are not matched to each other.
     """
     a, b = _checked("dot", a, b)
+    precision = _checks.precision("dot", precision)
     return _DOT(a, b, precision=precision, implementation=implementation)
 
 
@@ -286,4 +288,5 @@ def _products_backward(pair, function, dy, a, b, precision, implementation):
     dy, a, b = _checks.floating(op, dy=dy, a=a, b=b)
     a, b = _checked(op, a, b)
     _checks.shape(op, "dy", dy, *jax.eval_shape(function, a, b).shape)
+    precision = _checks.precision(op, precision)
     return pair.vjp(dy, a, b, precision=precision, implementation=implementation)

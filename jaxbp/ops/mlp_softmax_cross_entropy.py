@@ -326,7 +326,7 @@ def mlp_softmax_cross_entropy_backward(
         x.reshape(count, x.shape[-1]),
         labels.reshape(count),
         *layers,
-        precision=precision,
+        precision=_checks.precision(op, precision),
         implementation=implementation,
     )
     return dx.reshape(x.shape), *dlayers
@@ -339,7 +339,7 @@ def _call(op, x, labels, layers, precision, implementation):
         x.reshape(count, x.shape[-1]),
         labels.reshape(count),
         *layers,
-        precision=precision,
+        precision=_checks.precision(op, precision),
         implementation=implementation,
     )
     return tuple(a.reshape(labels.shape) for a in results)

@@ -1,5 +1,7 @@
 """What every op refuses, and in which words. What each op wants is in test_bad_input.py."""
 
+import functools
+import inspect
 import re
 import typing
 
@@ -50,6 +52,51 @@ def test_an_int_stands_for_rows_and_columns(value, both):
 def test_what_is_no_pair_is_refused(value):
     message = f"op: stride is {value!r}; wants an int of at least 1, or a pair of them"
     refuses(ValueError, message, _checks.pair, "stride", value, at_least=1)
+
+
+PRECISIONS = [
+    None,
+    jax.lax.Precision.HIGH,
+    jax.lax.DotAlgorithmPreset.F32_F32_F32,
+    *jax.lax.DotAlgorithmPreset.__members__,
+]
+PRECISIONS += ["default", "fastest", "bfloat16", "high", "bfloat16_3x", "tensorfloat32", "highest", "float32"]
+PRECISIONS += [
+    "hi",
+    "HIGHEST",
+    "",
+    3,
+    1.0,
+    True,
+    ("high", "highest"),
+    (None, "high"),
+    ("high",),
+    ("high", "hi"),
+    ["high"],
+]
+
+
+@pytest.mark.parametrize("value", PRECISIONS, ids=str)
+def test_a_precision_is_what_jax_takes_for_one(value):
+    try:
+        jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=value), jnp.ones(2))
+    except (ValueError, TypeError):
+        message = (
+            f"op: precision is {value!r}; wants None, 'default', 'high', 'highest', another that jax.lax.dot takes"
+        )
+        refuses(ValueError, f"{message}, or a pair of them", _checks.precision, value)
+    else:
+        assert _checks.precision("op", value) is value
+
+
+@pytest.mark.parametrize(
+    "entry", [e for e in CATALOGUE if "precision" in inspect.signature(e.function).parameters], ids=lambda e: e.name
+)
+def test_every_op_refuses_a_precision_that_is_none(entry):
+    with pytest.raises(ValueError, match=f"^{entry.name}: precision is 'hi'; wants None"):
+        jax.eval_shape(
+            functools.partial(entry.function, **entry.small.options | {"precision": "hi"}), *entry.small.structs(2)
+        )
 
 
 def test_axes_are_counted_from_the_front_in_order():
