@@ -63,11 +63,17 @@ def gradients(dy, places, coefficients, wires, x, *, stride, pool):
         dc, dleaves = gradients_of_tree(c, lax.optimization_barrier(levels), dy)
         for leaf, dleaf in zip(leaves, dleaves, strict=True):
             dx = geometry.add(dx, leaf, dleaf, places)
-        # In two steps, so that no sum has too many terms.
-        return dx, jnp.stack([jnp.stack([jnp.sum(jnp.sum(t, axis=-1)) for t in terms]) for terms in dc])
+        return dx, jnp.stack([jnp.stack([_sum(t) for t in terms]) for terms in dc])
 
     dx, dc = lax.scan(of_kernel, jnp.zeros_like(x), (dy, places, coefficients, wires.leaves))
     return dc, dx
+
+
+def _sum(a: Array) -> Array:
+    """Axis by axis, so that no sum has too many terms. XLA would make one sum of them, but for the barriers."""
+    for _ in range(a.ndim):
+        a = lax.optimization_barrier(jnp.sum(a, axis=-1))
+    return a
 
 
 def is_larger(value: Array, largest: Array) -> Array:

@@ -330,3 +330,18 @@ def test_kernels_refuse_more_leaves_than_an_index_counts():
     shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 7, 16), (2**24, 3, 7, 8))]
     with pytest.raises(NotImplementedError, match=rf"^{OP}: .*does not take 2\^31 or more leaves of all trees"):
         jax.eval_shape(lambda logits, x: op(logits, WIRES, x), *shapes)
+
+
+def test_a_sum_over_thousands_of_places_is_as_accurate_as_autodiffs():
+    random = np.random.default_rng(0)
+    wires = TreeWires.random(2, 2, 3, depth=2, seed=0)
+    x, logits = random.random((16, 2, 12, 12), np.float32), random.normal(size=(2, 3, 16)).astype(np.float32)
+    dy = random.normal(size=(16, 2, 10, 10)).astype(np.float32)
+
+    def gradient(implementation):
+        return jaxbp.logic_conv2d_backward(dy, logits, wires, x, implementation=implementation)[0]
+
+    wide = functools.partial(jaxbp.logic_conv2d_backward, implementation="autodiff")
+    exact = in_float64(lambda dy, logits, x: wide(dy, logits, wires, x)[0], dy, logits, x)
+    error, native = (relative_error(gradient(of), exact) for of in ("xla", "autodiff"))
+    assert error < 2 * native
