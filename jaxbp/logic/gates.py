@@ -60,7 +60,12 @@ def softmax(logits: Array) -> Array:
 
 def softmax_backward(dc: Array, logits: Array) -> Array:
     """`dlogits = p (u - Σ p u)`, with p the probabilities and `u = T dc`, T the coefficients of the 16 functions."""
-    p, du = jax.nn.softmax(widen(logits)), _times(dc, COEFFICIENTS.T)
+    wide = widen(logits)
+    p, du = jax.nn.softmax(wide), _times(dc, COEFFICIENTS.T)
+    # Relative to the u of the most probable function, which changes nothing but rounding: where its p is nearly 1,
+    # u - Σ p u would cancel.
+    is_largest = wide == jnp.max(wide, axis=-1, keepdims=True)
+    du -= lax.stop_gradient(jnp.max(jnp.where(is_largest, du, -jnp.inf), axis=-1, keepdims=True))
     return (p * (du - jnp.sum(p * du, axis=-1, keepdims=True))).astype(logits.dtype)
 
 

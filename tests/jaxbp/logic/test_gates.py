@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import in_float64, normal
+from helpers import in_float64, normal, relative_error
 
 import jaxbp
 from jaxbp import Wires
@@ -184,3 +184,16 @@ def test_the_variance_is_that_of_the_truth_table(parametrization):
     np.testing.assert_allclose(logic_gates.variance(logits.reshape(7, 1, -1), parametrization)[:, 0], wanted, rtol=1e-5)
     hard = jaxbp.hard_logits(jaxbp.harden(logits, parametrization), parametrization)
     np.testing.assert_allclose(logic_gates.variance(hard, parametrization), 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("logit", [0.0, 12.0, 17.0, 20.0])
+def test_the_logit_of_a_function_that_is_nearly_sure_has_its_gradient(logit):
+    # Its probability is 1 in float32, and `u - Σ p u` would be 0 or rounding.
+    random, gate = np.random.default_rng(0), np.arange(50)
+    logits, dc = random.normal(size=(50, 16)).astype(np.float32), random.normal(size=(50, 4)).astype(np.float32)
+    largest = random.integers(16, size=50)
+    logits[gate, largest] += logit
+    exact = in_float64(lambda dc, logits: jax.vjp(logic_gates.softmax, logits)[1](dc)[0], dc, logits)
+    gradient = logic_gates.softmax_backward(dc, logits)
+    assert relative_error(gradient, exact) < 1e-5
+    assert relative_error(gradient[gate, largest], exact[gate, largest]) < 1e-5
