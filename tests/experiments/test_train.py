@@ -161,6 +161,7 @@ def test_every_option_reaches_the_config(tmp_path):
         "implementation": "xla",
         "precision": "mixed_bfloat16",
         "shift": 2,
+        "distortion": 0.5,
         "devices": 4,
     }
     args = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
