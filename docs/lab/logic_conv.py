@@ -8,8 +8,8 @@ Runs have the epochs of their config; with --seconds an epoch of each size and s
 many as fit, the learning rate's schedule with them. All is one process: one run trains at a time, while later ones are
 compiled and earlier ones are hardened, written as C and timed. The rows are written whenever there is a new figure.
 
-The last of these is for a machine without a GPU, and for the speed of the C code alone: it trains briefly, on a few
-images.
+The last of the commands is for a machine without a GPU, and for the speed of the C code alone: it trains briefly, on a
+few images.
 """
 
 import argparse
