@@ -38,7 +38,7 @@ def variants(task: Task) -> Iterator[Variant]:
 
 
 COMPILED_STEP, COMPILED_LAYERS = "compile, reduce-overhead", "compiled layers, CUDA graph"
-COMPILE_SECONDS = 45.0
+COMPILE_SECONDS = 180.0
 """After which no further layer is compiled."""
 Build = Callable[[Task, str], tuple[Callable, Callable, dict[str, Any]]]
 """`build(task, mode) -> (the i-th call of the task, its results from the small arguments, other fields of its row)`."""
