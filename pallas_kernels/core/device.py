@@ -40,10 +40,11 @@ class Device:
         return self.capability >= (9, 0)
 
 
-HOPPER = Device("NVIDIA H200", (9, 0), 132, 232_448, 52_428_800)
+HOPPER = Device("NVIDIA H200", (9, 0), 132, 232_448, 62_914_560)
 BLACKWELL = Device("NVIDIA B200", (10, 0), 148, 232_448, 132_644_864)
 BLACKWELL_RTX = Device("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 101_376, 134_217_728)
-"""Devices to compile for where they are not: figures of their drivers, as XLA's target configurations list them."""
+"""Devices to compile for where they are not: figures of their drivers, of the H200's own, and of the others as XLA's
+target configurations list them."""
 
 # A JAX context, not a global: its value is part of jit's cache key.
 _targeted = jax.make_user_context(None)

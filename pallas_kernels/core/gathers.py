@@ -163,6 +163,22 @@ def sums_of_rows(*blocks: Array) -> Array:
     return sums(*blocks)
 
 
+def in_order() -> None:
+    """Of what a thread does in shared memory, all before this is done before all that follows.
+
+    LLVM takes shared memory for an object of no size, and so may believe that an element is not the one which a vector
+    of that thread stored. In a program of short loops it then forwards the vector past what was added to it.
+    """
+    if simulating() is not None:
+        return
+
+    @plgpu.inline_mgpu(arg_types=())
+    def fence(_):
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "", "~{memory}", has_side_effects=True)
+
+    fence()
+
+
 def meet(barrier: Any) -> None:
     """Waits until all warpgroups of a program have come here, and sees what they have written to shared memory.
 

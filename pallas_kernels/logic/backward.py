@@ -228,8 +228,10 @@ def _gathered_from_trail(sums, graph, config):
 
 # --------------------------------------------------------------------------- input's and coefficients', of short rows
 
-_SHORT_ROW = 1024
+_SHORT_ROW = 512
 """Examples up to which two kernels are faster than one, measured."""
+_SHORT_ROW_IN_L2 = 1024
+"""The same where the L2 cache holds x."""
 _L2_SHARE = 0.8
 """Of the L2 cache, what x may fill: it is read in random places, while dy streams through the rest. Measured on an
 H200, 48 MiB of its 60."""
@@ -257,8 +259,9 @@ class CoefficientsConfig:
     blocks: int
 
 
-def _is_short_and_in_l2(x):
-    return x.shape[1] <= _SHORT_ROW and x.size * x.dtype.itemsize <= _L2_SHARE * device.target().l2_bytes
+def _is_short(x):
+    in_l2 = x.size * x.dtype.itemsize <= _L2_SHARE * device.target().l2_bytes
+    return x.shape[1] <= (_SHORT_ROW_IN_L2 if in_l2 else _SHORT_ROW)
 
 
 def _input_supports(dy, coefficients, graph, x):
@@ -266,7 +269,7 @@ def _input_supports(dy, coefficients, graph, x):
 
 
 def _input_heuristic(dy, coefficients, graph, x):
-    if not _is_short_and_in_l2(x):
+    if not _is_short(x):
         return None
     most = graph.most_consumers
     consumers = most if most <= _CONSUMERS else 2
@@ -327,7 +330,7 @@ def _coefficients_supports(dy, graph, x):
 
 
 def _coefficients_heuristic(dy, graph, x):
-    return CoefficientsConfig(largest_divisor(x.shape[1] // LANES, _GATE_BLOCKS)) if _is_short_and_in_l2(x) else None
+    return CoefficientsConfig(largest_divisor(x.shape[1] // LANES, _GATE_BLOCKS)) if _is_short(x) else None
 
 
 @kernel(supports=_coefficients_supports, heuristic=_coefficients_heuristic)
