@@ -351,6 +351,33 @@ def hardening(page: Path, *names: str) -> str:
     return "\n\n".join([markdown(head, lines), *(provenance(page, name, reports[name]) for name in reports)])
 
 
+def profile(page: Path, name: str, least: str = "5", **where: str) -> str:
+    """A line for each kernel that took at least so many microseconds in a run of docs/lab/profiles.py, with how busy it
+    kept the device. Launches of one kernel in one work are added up, and their shares weighed by their times."""
+    if (report := load(name)) is None:
+        return no_file(name)
+    shares = ("dram", "l2", "l1", "sm", "warps")
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows_of(report, where):
+        groups.setdefault((row["work"], row["dtype"], row["kernel"].removesuffix("_mosaic_gpu_kernel")), []).append(row)
+    lines = []
+    for (work, dtype, kernel), rows in groups.items():
+        total = sum(row["microseconds"] for row in rows)
+        longest = max(rows, key=lambda row: row["microseconds"])
+        if total < float(least):
+            continue
+
+        def mean(key, rows=rows, total=total):
+            values = [(row[key], row["microseconds"]) for row in rows if row.get(key) is not None]
+            return f"{sum(share * us for share, us in values) / total:.0f}%" if values else ""
+
+        waits = f"{longest['waits_for'].replace('_', ' ')}, {number(longest['waited_cycles'])}"
+        cells = (str(len(rows)), number(total), *map(mean, shares), number(longest.get("issued")))
+        lines.append([f"{work}, {dtype}", f"`{kernel}`", *cells, number(longest.get("registers")), waits])
+    head = ["work", "kernel", "launches", "µs", "DRAM", "L2", "L1, shared", "busiest unit", "warps", "issued a cycle"]
+    return markdown([*head, "registers", "waits for, cycles"], lines) + "\n" + provenance(page, name, report)
+
+
 # -------------------------------------------------------------------------------------------------------------- summary
 
 
@@ -744,6 +771,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "training": training,
     "summary": summary,
     "hardening": hardening,
+    "profile": profile,
 }
 
 

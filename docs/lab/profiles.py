@@ -10,9 +10,10 @@ products of XLA's libraries; under "None" XLA's fusions as well.
 All works are compiled first, without the profiler, into a cache of their own. Then each has a process under the
 profiler, whose end does not touch the others. Each kernel runs once for every few counters, with its memory restored
 and the caches flushed in between: the times are those of a kernel by itself with cold caches, longer than in the
-program. Programs are not made into CUDA graphs. The rows have the time in microseconds and percentages of what the
-device could do at most: DRAM, L2, L1 (with shared memory), the tensor cores, instructions issued, and warps under way;
-registers a thread; and what a warp waited for longest, in cycles an instruction.
+program. Programs are not made into CUDA graphs. The rows have the time in microseconds; percentages of what the device
+could do at most: DRAM, L2, L1 (with shared memory), the busiest unit of the multiprocessors (which for products are the
+tensor cores), and warps under way; instructions issued in a cycle, of four; registers a thread; and what a warp waited
+for longest, in cycles an instruction.
 """
 
 import argparse
@@ -57,14 +58,14 @@ KERNELS = "conv2d|correlate|pool|cross_entropy|layer|linear|tree|automaton|sum_|
 """Parts of the names of the kernels that are profiled."""
 SECONDS = 100
 """After which a process under the profiler is ended."""
-PERCENTAGES = {
-    "dram": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+METRICS = {
+    "dram": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
     "l2": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "l1": "l1tex__throughput.avg.pct_of_peak_sustained_active",
     "sm": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-    "tensor": "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
-    "issued": "sm__inst_issued.avg.pct_of_peak_sustained_active",
+    "issued": "sm__inst_issued.avg.per_cycle_active",
     "warps": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "registers": "launch__registers_per_thread",
 }
 STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_per_issue_active)?\.ratio$")
 
@@ -161,8 +162,7 @@ def rows_of(text: str, asked: Asked) -> Iterator[dict[str, Any]]:
             "implementation": asked.implementation,
             "kernel": line["Kernel Name"].split("(")[0],
             "microseconds": number(line["gpu__time_duration.sum"]) / 1e3,
-            **{key: number(line.get(metric)) for key, metric in PERCENTAGES.items()},
-            "registers": number(line.get("launch__registers_per_thread")),
+            **{key: number(line.get(metric)) for key, metric in METRICS.items()},
             "waits_for": waited,
             "waited_cycles": stalls.get(waited),
         }
