@@ -270,14 +270,14 @@ def test_a_study_of_recipes_counts_the_seeds_that_came_out_exact(book):
 def test_a_profile_adds_up_the_launches_of_a_kernel_and_weighs_their_shares(book):
     fields = dict(work="a step", dtype="float32", l2=1, l1=2, sm=3, warps=4, issued=0.5, registers=32)
     rows = [
-        dict(kernel="relu_mosaic_gpu_kernel", microseconds=30.0, dram=80, waits_for="long_scoreboard", waited_cycles=9.1),
         dict(kernel="relu_mosaic_gpu_kernel", microseconds=10.0, dram=40, waits_for="barrier", waited_cycles=2.0),
+        dict(kernel="relu_mosaic_gpu_kernel", microseconds=30.0, dram=80, waits_for="selected", waited_cycles=9.1),
         dict(kernel="gemm", microseconds=4.0, dram=10, waits_for="barrier", waited_cycles=2.0),
     ]
     run = report() | {"rows": [row | fields for row in rows]}
     _, relu = cells(book("profile run", run=run))
     shares = ["70%", "1%", "2%", "3%", "4%", "0.5", "32"]
-    assert relu == ["a step, float32", "`relu`", "2", "40", *shares, "long scoreboard, 9.1"]
+    assert relu == ["a step, float32", "`relu`", "2", "40", *shares, "selected, 9.1"]
 
 
 def test_a_run_under_the_sanitizer_has_a_line_for_ops_of_which_all_tools_say_the_same(book):
