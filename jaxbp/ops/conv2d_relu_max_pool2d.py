@@ -15,7 +15,7 @@ from jaxbp.ops._windows import Padding, Size, output_size, pool_options
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from jaxbp.sharding import leading
 from pallas_kernels.conv import conv2d_relu_max_pool2d as kernels
-from pallas_kernels.conv import input_gradient_sm90, weights_gradient_sm90
+from pallas_kernels.conv import forward_sm90, input_gradient_sm90, weights_gradient_sm90
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 
 
@@ -48,8 +48,15 @@ def _places(z, **pool):
 def _forward_and_places_kernel(x, w, b, *, window, stride, padding, precision):
     x_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*p, 0) for p in padding), (0, 0, 0)])
     b = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
-    y, places = kernels.forward(x_last, w, b, window=window)
+    y, places = _forward_kernel(x_last, w, b, on_tensor_cores(x.dtype, precision), window=window)
     return batch_first(y, x.shape[0]), batch_first(places, x.shape[0])
+
+
+def _forward_kernel(x, w, b, tensor_cores, **options):
+    arrays, kernel, exact = (x, w, b), forward_sm90.forward, functools.partial(kernels.forward, **options)
+    if tensor_cores and kernel.pays(*arrays, **options):
+        return on_gpu(functools.partial(kernel, **options), exact, *arrays)
+    return exact(*arrays)
 
 
 def _gradients_autodiff(dy, places, x, w, b, **options):

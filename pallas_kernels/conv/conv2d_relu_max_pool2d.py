@@ -156,7 +156,7 @@ class _ForwardProgram:
             sums = [[zero] * places] * (self.channels * self.windows)
             sums = add_channel(0, sums) if C == 1 else lax.fori_loop(0, C, add_channel, sums)
             for (o, n), window in zip(self.windows_by_channel(), sums, strict=True):
-                largest, at = _first_maximum(window)
+                largest, at = first_maximum(window)
                 largest += b[k * self.channels + o]
                 y[k * self.channels + o, p, q + n, lanes] = jnp.maximum(largest, 0.0).astype(y.dtype)
                 at = jnp.where(largest > 0, at, places)
@@ -184,7 +184,7 @@ class _ForwardProgram:
         return list(sums.values())
 
 
-def _first_maximum(values):
+def first_maximum(values):
     """The largest of a list of vectors, and the first place that has it."""
     largest, *rest = values
     place = jnp.where(largest != largest, 0, 0)

@@ -74,6 +74,35 @@ def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) 
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for bulk copies of any number of axes, whose last axis is a row of at most `OPERAND_BYTES`.
+
+    Rows are swizzled, so that no bank is met twice where threads store a product's sums.
+    """
+    row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(row_bytes),))
+
+
+def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
+    """An `operand` that is also `swizzled` memory of shape `box`, in which its tiles' rows lie one after the other.
+
+    Bulk copies into tiles begin where tiles of the array in device memory do; those into a box begin anywhere.
+    `as_operand` and `as_box` are the two faces. The simulator, which has no such memory, has the operand alone.
+    """
+    tiled = operand(shape, dtype, row_bytes)
+    return tiled if simulating() is not None else plgpu.RefUnion(tiled, swizzled(box, dtype))
+
+
+def as_operand(ref: Any) -> Any:
+    """What `operand_and_box` made, for products, loads and stores."""
+    return ref if simulating() is not None else ref[0]
+
+
+def as_box(ref: Any) -> Any:
+    """What `operand_and_box` made, for bulk copies."""
+    return ref[1]
+
+
 def multiply_registers(sums: Any, left: Array, right: Any, spare: Any) -> None:
     """`plgpu.wgmma` of registers and shared memory.
 

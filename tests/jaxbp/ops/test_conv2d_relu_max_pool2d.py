@@ -110,6 +110,18 @@ def test_only_hopper_gets_kernels_with_its_own_tensor_core_instructions(implemen
     assert ("dot_general" in program) == (gpu is not HOPPER)
 
 
+@pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=["H200", "B200", "RTX"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("implementation", ["pallas", None])
+def test_only_hopper_has_a_forward_on_the_tensor_cores_for_half_precisions(implementation, dtype, gpu):
+    _, x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in LARGE)
+    forward = functools.partial(conv2d_relu_max_pool2d, window=2, implementation=implementation)
+    with targeting(gpu):
+        program = cuda_program(lambda *arrays: jax.vjp(forward, *arrays)[0], x, w)
+    assert program.count("custom_call @mosaic_gpu") == 1
+    assert ("wgmma" in program) == (gpu is HOPPER and dtype != "float32")
+
+
 def test_without_a_gpu_the_exact_kernels_take_the_place_of_those_on_the_tensor_cores():
     dy, x, w = normal(*LARGE)
     places = jnp.asarray(np.random.default_rng(2).integers(0, 5, dy.shape, np.uint8))

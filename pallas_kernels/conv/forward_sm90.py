@@ -1,0 +1,422 @@
+"""The forward of `conv2d_relu_max_pool2d` on Hopper's tensor cores, in half precisions, with the batch last.
+
+A tile is a few windows below and beside each other, of all output channels, for 64 examples. For each place (r, s) of a
+window it is one product: the filters, laid out in a band, by the patch of the images under the tile,
+
+    sums[r, s][(p, k, q), n] = sum over i, c, j of weights[s][(p, k, q), (i, c, j)] * patch[(r + i, c, j), n].
+
+All places of a window thereby lie in the same registers of R * S accumulators, and the maximum, its place, bias and
+ReLU need no exchange between threads. The places one row down take the same weights by the patch one row down, so there
+are S matrices of weights, which stay in shared memory.
+
+A program takes one tile after the other. Its warpgroups work for themselves, each with stages of its own: one's maxima
+are found while the tensor cores multiply for another.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.conv.conv2d_relu_max_pool2d import first_maximum
+from pallas_kernels.core import device
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import as_box, as_operand, load, operand, operand_and_box, store, swizzled, value_a_row
+from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.core.pipeline import Ring
+from pallas_kernels.core.simulator import simulating
+from pallas_kernels.core.tiles import kernel
+
+_ITEM_BYTES = 2
+_FEATURES = 64
+"""Rows of the tensor cores' tiles: the windows of a tile, of all channels."""
+_EXAMPLES = 64
+"""Of a tile: a thread has 32 sums for each place of a window."""
+_MAX_PLACES = 4
+"""Of a window: with more, a thread's sums and what it makes of them do not fit its registers."""
+_MAX_BOX = 256
+"""The longest axis of a bulk copy."""
+_WARPGROUPS = 2
+_MAX_STAGES = 4
+"""A warpgroup."""
+_BARRIER_BYTES = 1024
+"""Shared memory for the barriers, which are followed by operands aligned to 1024 bytes."""
+_EPILOGUE_CLOCKS = 800
+"""Of a tile, to find the maxima of its sums: some 12 instructions a window, at two clocks each."""
+_MIN_BATCH = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles of `forward`.
+
+    Attributes:
+      rows, columns: of windows in a tile.
+      operand_bytes: of a row of the tensor cores' operands. The summed axis is filled up to whole rows.
+      warpgroups: a program.
+      stages: of patches, a warpgroup.
+    """
+
+    rows: int
+    columns: int
+    operand_bytes: int
+    warpgroups: int
+    stages: int
+
+
+# --------------------------------------------------------------------------------------------------------------- sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """What follows from the shapes and a config. P and Q count windows."""
+
+    K: int
+    P: int
+    Q: int
+    N: int
+    C: int
+    F: int
+    G: int
+    R: int
+    S: int
+    config: Config
+
+    @property
+    def group(self) -> int:
+        """Elements of a row of an operand."""
+        return self.config.operand_bytes // _ITEM_BYTES
+
+    @property
+    def panels(self) -> int:
+        """Rows of an operand that hold a pixel of all examples of a tile."""
+        return _EXAMPLES // self.group
+
+    @property
+    def features(self) -> int:
+        """Of a tile; zeros fill up the 64 rows of a product."""
+        return self.config.rows * self.K * self.config.columns
+
+    @property
+    def patch(self) -> tuple[int, int]:
+        """Rows and columns of the images under a tile."""
+        return self.config.rows * self.R + self.F - 1, self.config.columns * self.S + self.G - 1
+
+    @property
+    def row(self) -> int:
+        """Pixels of a row of the patch, of all channels."""
+        return self.C * self.patch[1]
+
+    @property
+    def pixels(self) -> int:
+        return self.patch[0] * self.row
+
+    @property
+    def band(self) -> int:
+        """Rows of the patch under one place of the windows."""
+        return self.patch[0] - self.R + 1
+
+    @property
+    def summed(self) -> int:
+        """Of a product: zeros among the weights fill up the last row of the operand."""
+        return -(-self.band * self.row // self.group) * self.group
+
+    @property
+    def stage_rows(self) -> int:
+        """Of shared memory for a patch: to where the product of the last place reads."""
+        return max(self.pixels, (self.R - 1) * self.row + self.summed)
+
+    @property
+    def tail(self) -> int:
+        """Of these, beyond the patch."""
+        return self.stage_rows - self.pixels
+
+    @property
+    def ring(self) -> int:
+        """Stages of all warpgroups."""
+        return self.config.warpgroups * self.config.stages
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return self.P // self.config.rows, self.Q // self.config.columns
+
+    @property
+    def units(self) -> int:
+        """The work to share out: tiles of 64 examples."""
+        return self.tiles[0] * self.tiles[1] * (self.N // _EXAMPLES)
+
+    @property
+    def other_bytes(self) -> int:
+        """Shared memory beside the patches: weights, and results on their way out."""
+        results = self.config.warpgroups * _FEATURES * _EXAMPLES * (_ITEM_BYTES + 1)
+        return _ITEM_BYTES * self.S * _FEATURES * self.summed + results + _BARRIER_BYTES
+
+    @property
+    def stages(self) -> int:
+        """A warpgroup, as many as fit."""
+        stage = _ITEM_BYTES * self.stage_rows * _EXAMPLES * self.config.warpgroups
+        return min(_MAX_STAGES, (device.target().shared_bytes - self.other_bytes) // stage)
+
+    def fit(self) -> bool:
+        """Whether they suit the tensor cores' tiles, the copies' boxes and shared memory."""
+        return (
+            self.features <= _FEATURES
+            # Operands are tiled by eights, and so must be where places one row down begin.
+            and self.row % 8 == 0
+            # Pixels come eight at a time where they are more than a row of an operand.
+            and (self.panels == 1 or self.patch[1] == 8)
+            and max(self.C, *self.patch) <= _MAX_BOX
+            and self.stages >= max(1, self.config.stages)
+        )
+
+    def clocks(self) -> int:
+        """For 64 examples: two for each 64 x 64 sums of a product's step, unless the epilogue takes longer."""
+        return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
+
+
+def _sizes(x: Any, w: Any, window: tuple[int, int], config: Config) -> _Sizes:
+    (_, H, W, N), (K, C, F, G), (R, S) = x.shape, w.shape, window
+    return _Sizes(K, (H - F + 1) // R, (W - G + 1) // S, N, C, F, G, R, S, config)
+
+
+def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
+    """The config of the fewest clocks, or None if nothing fits."""
+    sizes = functools.partial(_sizes, x, w, window)
+    of = sizes(Config(1, 1, 0, 0, 0))
+    candidates = (
+        sizes(Config(rows, columns, operand_bytes, _WARPGROUPS, 0))
+        for rows, columns in itertools.product(range(1, of.P + 1), range(1, of.Q + 1))
+        if of.P % rows == 0 and of.Q % columns == 0
+        for operand_bytes in (128, 64)
+    )
+    best = min((found for found in candidates if found.fit()), key=_Sizes.clocks, default=None)
+    return best and dataclasses.replace(best.config, stages=best.stages)
+
+
+# -------------------------------------------------------------------------------------------------------------- kernel
+
+
+def _supports(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {x.dtype}, only bfloat16 and float16"
+    if window[0] * window[1] > _MAX_PLACES:
+        return f"window={window}, more than {_MAX_PLACES} places"
+    if _cheapest(x, w, window) is None:
+        return f"{w.shape} filters on {x.shape}: no tile of the windows fits the tensor cores' and shared memory"
+    return None
+
+
+def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | None:
+    return _cheapest(x, w, window) if x.shape[-1] >= _MIN_BATCH else None
+
+
+@kernel(supports=_supports, heuristic=_heuristic, capability=(9, 0))
+def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
+    """`conv2d_relu_max_pool2d.forward` of half precisions: their products, summed in float32, y rounded once.
+
+    A NaN or an infinity in an image makes all windows of its tile NaN: zeros of the band are multiplied too.
+
+    Args:
+      x: `(C, H, W, N)`, the batch N a multiple of 64.
+      w: `(K, C, F, G)`, rounded to x's dtype.
+      b: `(K,)`.
+      window: R and S.
+
+    Returns:
+      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the places `r * S + s`, uint8 of that shape,
+      R * S where ReLU is off.
+    """
+    sizes = _sizes(x, w, window, config)
+    if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
+        raise ValueError(f"forward_sm90.forward: {config} does not fit {w.shape} filters on {x.shape}")
+    C, H, W, N = x.shape
+    programs = min(device.target().multiprocessors, -(-sizes.units // config.warpgroups))
+    y, place = launch(
+        functools.partial(_body, sizes, programs),
+        x.reshape(C, H, W, N // sizes.group, sizes.group),
+        _matrices(w.astype(x.dtype), sizes),
+        jnp.zeros((max(sizes.tail, 8), _EXAMPLES), x.dtype),
+        _by_features(b.astype(jnp.float32), sizes),
+        out=(
+            jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N), x.dtype),
+            # By rows of windows, as the backward wants them.
+            jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
+        ),
+        grid={"program": programs},
+        warpgroups=config.warpgroups,
+        scratch=[
+            operand((sizes.S, _FEATURES, sizes.summed), x.dtype, config.operand_bytes),
+            plgpu.Barrier(num_arrivals=sizes.S + (sizes.ring if sizes.tail else 0)),
+            _patches(sizes, x.dtype),
+            plgpu.Barrier(num_arrivals=_copies(sizes), num_barriers=sizes.ring),
+            *(swizzled((config.warpgroups, _FEATURES, _EXAMPLES), dtype) for dtype in (x.dtype, jnp.uint8)),
+        ],
+        sums_across_warps=False,
+        name="conv2d_relu_max_pool2d_tensor_cores",
+    )
+    return y, place.swapaxes(0, 1)
+
+
+def _matrices(w: Array, sizes: _Sizes) -> Array:
+    """`[s, (p, k, q), (i, c, j)]`: the weight of the patch's pixel (i, j) for place (0, s) of window (p, q)."""
+    config = sizes.config
+    s, p, q, i, j = np.ix_(*map(range, (sizes.S, config.rows, config.columns, sizes.band, sizes.patch[1])))
+    row, column = i - p * sizes.R, j - (q * sizes.S + s)
+    inside = (row >= 0) & (row < sizes.F) & (column >= 0) & (column < sizes.G)
+    row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)
+    taps = jnp.where(inside, w[:, :, row, column], 0)
+    # From K, C, s, p, q, i, j.
+    taps = taps.transpose(2, 3, 0, 4, 5, 1, 6).reshape(sizes.S, sizes.features, -1)
+    return jnp.pad(taps, ((0, 0), (0, _FEATURES - sizes.features), (0, sizes.summed - taps.shape[2])))
+
+
+def _by_features(b: Array, sizes: _Sizes) -> Array:
+    """The bias of each row of a product."""
+    b = jnp.broadcast_to(b[:, None], (sizes.config.rows, sizes.K, sizes.config.columns))
+    return jnp.pad(b.reshape(-1), (0, _FEATURES - sizes.features))
+
+
+def _patches(sizes: _Sizes, dtype: Any) -> Any:
+    """Stages of patches, which one bulk copy fills, and the products read."""
+    box = sizes.ring, sizes.stage_rows // 8, sizes.panels, 8, sizes.group
+    return operand_and_box((sizes.ring, sizes.stage_rows, _EXAMPLES), box, dtype, sizes.config.operand_bytes)
+
+
+def _copies(sizes: _Sizes) -> int:
+    """That fill a stage. The simulator has no boxes, and copies rows."""
+    return 1 if simulating() is None else sizes.patch[0] * sizes.C * sizes.panels
+
+
+# ------------------------------------------------------------------------------------------------------------- program
+
+
+def _body(sizes, programs, *refs, program, warpgroup):
+    steps = (sizes.units - program + programs - 1) // programs
+    _Program(sizes, *refs, program=program, programs=programs, warpgroup=warpgroup, steps=steps).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """Every `programs`th tile, of which a warpgroup takes its share. Its references, and its steps.
+
+    Attributes:
+      x, matrices, zeros, bias, y, place: in device memory.
+      weights: the matrices, in shared memory.
+      constants_loaded: where their copies, and those of zeros, arrive.
+      patches: stages of the images under a tile.
+      loaded: where their copies arrive.
+      y_tiles, place_tiles: results of each warpgroup on their way out.
+      program, warpgroup: the program's and the warpgroup's number.
+      steps: tiles of the program.
+    """
+
+    sizes: _Sizes
+    x: Any
+    matrices: Any
+    zeros: Any
+    bias: Any
+    y: Any
+    place: Any
+    weights: Any
+    constants_loaded: Any
+    patches: Any
+    loaded: Any
+    y_tiles: Any
+    place_tiles: Any
+    program: Any
+    programs: Any
+    warpgroup: Any
+    steps: Any
+
+    def run(self):
+        config = self.sizes.config
+        # A warpgroup's steps, and so its stages, are every `config.warpgroups`th.
+        ring = Ring(self.sizes.ring, self.copy, self.loaded, self.steps)
+        pl.when(self.warpgroup == 0)(self.fetch_constants)
+        for n in range(config.stages):
+            ring.fetch(n * config.warpgroups + self.warpgroup)
+        bias = load(self.bias, value_a_row(), optimized=False)
+        plgpu.barrier_wait(self.constants_loaded)
+        turns = (self.steps - self.warpgroup + config.warpgroups - 1) // config.warpgroups
+        lax.fori_loop(0, turns, functools.partial(self.take_tile, ring, bias), None)
+        plgpu.wait_smem_to_gmem(0)
+
+    def fetch_constants(self):
+        """The weights, and zeros where products read beyond a patch: there, weights of zero would keep a NaN."""
+        sizes = self.sizes
+        for s in range(sizes.S):
+            plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)
+        for stage in range(sizes.ring if sizes.tail else 0):
+            beyond = as_operand(self.patches).at[stage, pl.ds(sizes.pixels, sizes.tail)]
+            plgpu.copy_gmem_to_smem(self.zeros, beyond, self.constants_loaded)
+
+    def tile(self, step):
+        """First row and column of a step's windows, and its block of the batch. Programs share the images in L2."""
+        (below, beside), config = self.sizes.tiles, self.sizes.config
+        unit = step * self.programs + self.program
+        tile, block = unit % (below * beside), unit // (below * beside)
+        return tile // beside * config.rows, tile % beside * config.columns, block
+
+    def copy(self, step, stage, barrier):
+        """Starts the copy of the patch under a tile."""
+        sizes, (p, q, block) = self.sizes, self.tile(step)
+        (rows, columns), C = sizes.patch, sizes.C
+        row, column, panel = p * sizes.R, q * sizes.S, block * sizes.panels
+        if simulating() is None:
+            patch = as_box(self.patches).at[stage, pl.ds(0, sizes.pixels // 8)]
+            patch = patch.reshape(rows, C, sizes.panels, columns, sizes.group).transpose((1, 0, 3, 2, 4))
+            images = self.x.at[:, pl.ds(row, rows), pl.ds(column, columns), pl.ds(panel, sizes.panels)]
+            plgpu.copy_gmem_to_smem(images, patch, barrier)
+            return
+        for i, c, n in itertools.product(range(rows), range(C), range(sizes.panels)):
+            images = self.x.at[c, row + i, pl.ds(column, columns), panel + n]
+            to = pl.ds((i * C + c) * columns, columns), pl.ds(n * sizes.group, sizes.group)
+            plgpu.copy_gmem_to_smem(images, self.patches.at[stage, *to], barrier)
+
+    def take_tile(self, ring, bias, turn, _):
+        places, step = self.sizes.R * self.sizes.S, turn * self.sizes.config.warpgroups + self.warpgroup
+        accumulators = [plgpu.ACC((_FEATURES, _EXAMPLES))] * places
+        sums = pl.run_scoped(functools.partial(self.multiply, ring, step), *accumulators)
+        largest, at = first_maximum(sums)
+        largest += lax.broadcast_in_dim(bias, largest.shape, [0])
+        at = jnp.where(largest > 0, at, places).astype(jnp.uint8)
+        self.write(step, jnp.maximum(largest, 0.0).astype(self.y.dtype), at)
+
+    def multiply(self, ring, step, *sums):
+        """The sums of every place."""
+        sizes, stage = self.sizes, ring.stage(step)
+        patch = as_operand(self.patches).at[stage]
+        ring.wait(step)
+        for t, total in enumerate(sums):
+            r, s = divmod(t, sizes.S)
+            plgpu.wgmma(total, self.weights.at[s], patch.at[pl.ds(r * sizes.row, sizes.summed)])
+        plgpu.wgmma_wait(0)
+        # The patch has been read: the copy is under way while the maxima are found.
+        ring.fetch(step + ring.stages)
+        return [total[...] for total in sums]
+
+    def write(self, step, y, at):
+        """Copies a tile's results to device memory."""
+        sizes, config, (p, q, block) = self.sizes, self.sizes.config, self.tile(step)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        store(self.y_tiles.at[self.warpgroup], y)
+        store(self.place_tiles.at[self.warpgroup], at)
+        plgpu.commit_smem()
+        columns, examples = pl.ds(q, config.columns), pl.ds(block * _EXAMPLES, _EXAMPLES)
+        if simulating() is None:
+            rows, shape = pl.ds(p, config.rows), (config.rows, sizes.K, config.columns, _EXAMPLES)
+            tiles = [ref.at[self.warpgroup, pl.ds(0, sizes.features)] for ref in (self.y_tiles, self.place_tiles)]
+            y, at = (tile.reshape(*shape) for tile in tiles)
+            plgpu.copy_smem_to_gmem(y.transpose((1, 0, 2, 3)), self.y.at[:, rows, columns, examples])
+            plgpu.copy_smem_to_gmem(at, self.place.at[rows, :, columns, examples])
+            return
+        for row, k in itertools.product(range(config.rows), range(sizes.K)):
+            under = self.warpgroup, pl.ds((row * sizes.K + k) * config.columns, config.columns)
+            plgpu.copy_smem_to_gmem(self.y_tiles.at[under], self.y.at[k, p + row, columns, examples])
+            plgpu.copy_smem_to_gmem(self.place_tiles.at[under], self.place.at[p + row, k, columns, examples])
