@@ -126,8 +126,9 @@ def _fastest_gradients(dy, coefficients, graph, x):
     `gradients_by_input`."""
     arrays = dy, coefficients, graph, x
     by_input = backward_kernels.gradients_by_input
-    if backward_kernels.gradients_along_trail.pays(*arrays):
-        return on_gpu(backward_kernels.gradients_along_trail, by_input, *arrays)
+    for kernel in (backward_kernels.gradients_by_gate, backward_kernels.gradients_along_trail):
+        if kernel.pays(*arrays):
+            return on_gpu(kernel, by_input, *arrays)
     if backward_kernels.input_gradient.pays(*arrays) and backward_kernels.coefficients_gradient.pays(dy, graph, x):
         return on_gpu(_gradients_by_two_kernels, by_input, *arrays)
     return by_input(*arrays)

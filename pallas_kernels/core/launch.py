@@ -52,6 +52,7 @@ def launch(
     scratch: Sequence[Any] = (),
     barriers: bool = True,
     sums_across_warps: bool = True,
+    in_place: tuple[int, int] | None = None,
 ) -> Any:
     """Runs `body(*array_refs, *out_refs, *scratch_refs, **program_ids)` once for every point of `grid`.
 
@@ -70,6 +71,8 @@ def launch(
         wrote, or only behind a barrier of the body's own, as `plgpu.commit_smem`.
       sums_across_warps: whether the body sums along an axis that several warps share. Without, the 2 KiB of shared
         memory for them are free.
+      in_place: an array and an output of its shape and dtype, by their numbers, that may share memory: each element is
+        written by the program alone that reads it, afterwards. XLA copies the array first if it is still needed.
 
     Returns:
       An array for each entry of `out`, in its structure.
@@ -88,19 +91,32 @@ def launch(
     else:
         if not scratch and jax.default_backend() == "cpu":
             _warn_interpreted()
-        results = _bind(name, mosaic, interpreted, arrays, out)
+        shared = in_place and _REFERENCES and functools.partial(mosaic, in_place=in_place)
+        results = _bind(name, mosaic, interpreted, arrays, out, shared or mosaic)
     return vary_alike((arrays, results))[1]
 
 
-def _mosaic(body, *arrays, out, grid, name, scratch, cluster, warpgroups, options, interpret=None):
+_REFERENCES = jax.__version_info__ >= (0, 11)
+"""Whether kernels take mutable references, which they change in place."""
+
+
+def _mosaic(body, *arrays, out, grid, name, scratch, cluster, warpgroups, options, in_place=None, interpret=None):
+    arrays, out_type, taken = list(arrays), out, None
+    if in_place is not None:
+        taken, given = in_place
+        arrays[taken] = jax.new_ref(arrays[taken])
+        out_type = tuple(a for i, a in enumerate(out) if i != given)
+
     def numbered(*refs):
+        if taken is not None:
+            refs = [*refs[: len(arrays) + given], refs[taken], *refs[len(arrays) + given :]]
         axes = [*grid, *cluster, "warpgroup"] if warpgroups else [*grid, *cluster]
         body(*refs, **{axis: lax.axis_index(axis) for axis in axes})
 
     numbered.__name__ = name
-    return plgpu.kernel(
+    results = plgpu.kernel(
         numbered,
-        out_type=out,
+        out_type=out_type,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         cluster=tuple(cluster.values()),
@@ -111,6 +127,7 @@ def _mosaic(body, *arrays, out, grid, name, scratch, cluster, warpgroups, option
         compiler_params=plgpu.CompilerParams(**options),
         interpret=interpret,
     )(*arrays)
+    return results if taken is None else (*results[:given], arrays[taken][...], *results[given:])
 
 
 def _interpreted(body, *arrays, out, grid, name, scratch):
@@ -131,16 +148,17 @@ _launch_p.def_impl(functools.partial(apply_primitive, _launch_p))
 
 
 @_launch_p.def_abstract_eval
-def _(*_, shapes, **options):
+def _(*_, shapes, **functions):
     return [jax.core.ShapedArray(a.shape, a.dtype) for a in shapes]
 
 
-def _bind(name, mosaic, interpreted, arrays, out):
+def _bind(name, mosaic, interpreted, arrays, out, in_place):
     leaves, structure = jax.tree.flatten(out)
     shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
     # A body is traced when it is lowered, in the contexts of that moment: those that matter to it come along.
-    cuda, default = (_traced_later(function, jax.config.jax_enable_x64) for function in (mosaic, interpreted))
-    return structure.unflatten(_launch_p.bind(*arrays, name=name, cuda=cuda, default=default, shapes=shapes))
+    functions = dict(cuda=in_place, batched=mosaic, default=interpreted)
+    functions = {key: _traced_later(function, jax.config.jax_enable_x64) for key, function in functions.items()}
+    return structure.unflatten(_launch_p.bind(*arrays, name=name, shapes=shapes, **functions))
 
 
 def _traced_later(function, x64):
@@ -159,11 +177,13 @@ mlir.register_lowering(
 )
 
 
-def _batch(arrays, axes, *, name, cuda, default, shapes):
+def _batch(arrays, axes, *, name, shapes, batched, default, **_):
     size = next(a.shape[axis] for a, axis in zip(arrays, axes, strict=True) if axis is not None)
-    cuda, default = (jax.vmap(function, tuple(axes)) for function in (cuda, default))
+    # JAX does not batch kernels that change an array in place.
+    batched, default = (jax.vmap(function, tuple(axes)) for function in (batched, default))
     shapes = tuple(jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a in shapes)
-    return _launch_p.bind(*arrays, name=name, cuda=cuda, default=default, shapes=shapes), (0,) * len(shapes)
+    functions = dict(cuda=batched, batched=batched, default=default)
+    return _launch_p.bind(*arrays, name=name, shapes=shapes, **functions), (0,) * len(shapes)
 
 
 batching.primitive_batchers[_launch_p] = _batch

@@ -4,8 +4,9 @@
              + sum over those that read it as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
     dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-Three ways to make both:
+Four ways to make both:
 
+- `gradients_by_gate`: a program owns a few gates, and the inputs that they read. Every input has one consumer.
 - `gradients_by_input`: a program owns an input, and goes over its consumers. Any wires.
 - `gradients_along_trail`: a program owns inputs that follow each other on the Euler trail, and reads all that it needs
   at once. Inputs have two consumers each, or four.
@@ -19,6 +20,7 @@ in forward.py. What bounds the kernels: docs/kernels/logic.md; what was tried: d
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,6 +66,98 @@ def _slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
 def _lacks_shared_memory(rows: int) -> str | None:
     needed, has = rows * LANES * 4, device.target().shared_bytes
     return f"{needed} bytes of shared memory in a program, only {has}" if needed > has else None
+
+
+# ---------------------------------------------------------------------------------------------------------- by gate
+
+_GATES = SUMMED_ROWS // _GATE_SUMS
+"""In a program, so that their sums fill whole tiles."""
+_GATE_BLOCKS = 4
+"""Lane blocks of a program's gates, at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GatesConfig:
+    """How many lane blocks of `LANES` a program has, for `_GATES` gates."""
+
+    blocks: int
+
+
+def _gates_config(x):
+    return GatesConfig(largest_divisor(x.shape[1] // LANES, _GATE_BLOCKS))
+
+
+def _by_gate_supports(dy, coefficients, graph, x):
+    if not graph.regular or graph.most_consumers != 1:
+        return f"wires of {graph.most_consumers} consumers, only 1 of every input"
+    return part_of_a_warpgroup(x) or _lacks_shared_memory(_GATE_SUMS * _GATES)
+
+
+def _by_gate_heuristic(dy, coefficients, graph, x):
+    return _gates_config(x)
+
+
+@kernel(supports=_by_gate_supports, heuristic=_by_gate_heuristic)
+def gradients_by_gate(
+    dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
+) -> tuple[Array, Array]:
+    """(dx, dc). A program owns `_GATES` gates and some lane blocks, and reads each row that it needs once. No other
+    reads what it reads of x: dx may take x's place."""
+
+    def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
+        lanes = _lanes(block, config.blocks)
+        owned = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(dy_ref, group)]
+        slopes = [[c_ref[g, k] for k in (1, 2, 3)] for g, _, _ in owned]
+        values = _values_of_gates(dy_ref, x_ref, owned, lanes)
+        for (_, a, b), (by_a, by_b, curve), of_gate in zip(owned, slopes, values, strict=True):
+            for lane_block, (dy, value_a, value_b) in zip(lanes, of_gate, strict=True):
+                dx_ref[a, lane_block] = (dy * (by_a + curve * value_b)).astype(dx_ref.dtype)
+                dx_ref[b, lane_block] = (dy * (by_b + curve * value_a)).astype(dx_ref.dtype)
+        _write_sums_of_gates(values, rows_ref, dc_ref, block, group)
+
+    arrays = dy, coefficients.astype(jnp.float32), graph.a, graph.b, x
+    name = "gate_layer_backward_by_gate"
+    dx, dc = _launch_by_gates(body, *arrays, out=(x,), blocks=config.blocks, name=name, in_place=(4, 0))
+    return dx, dc
+
+
+def _launch_by_gates(body, dy, *arrays, out, blocks, **options):
+    """(*out, dc), of programs of `_GATES` gates and so many lane blocks."""
+    gates, N = dy.shape
+    blocks, groups, rows = N // (LANES * blocks), -(-gates // _GATES), _GATE_SUMS * _GATES
+    *results, dc = launch(
+        body,
+        dy,
+        *arrays,
+        out=(*out, jax.ShapeDtypeStruct((blocks, groups * rows), jnp.float32)),
+        grid={"block": blocks, "group": groups},
+        scratch=[plgpu.SMEM((rows, LANES), jnp.float32)],
+        barriers=False,
+        **options,
+    )
+    return *results, jnp.sum(dc, axis=0)[: _GATE_SUMS * gates].reshape(gates, _GATE_SUMS)
+
+
+def _owned_gates(dy_ref, group):
+    """A program's gates; the last one's may be the same gate several times."""
+    return [jnp.minimum(group * _GATES + k, dy_ref.shape[0] - 1) for k in range(_GATES)]
+
+
+def _values_of_gates(dy_ref, x_ref, owned, lanes):
+    """Of each gate, given with its inputs, (dy, a, b) in each lane block, all of which are read at once."""
+    reads = [((dy_ref, g), (x_ref, a), (x_ref, b)) for g, a, b in owned]
+    return [[_load_each(read, lane_block) for lane_block in lanes] for read in reads]
+
+
+def _load_each(rows, lane_block):
+    return [ref[row, lane_block].astype(jnp.float32) for ref, row in rows]
+
+
+def _write_sums_of_gates(values, rows_ref, dc_ref, block, group):
+    rows = itertools.chain.from_iterable(map(_gate_sums, values))
+    for n, vector in enumerate(rows):
+        rows_ref[n] = vector
+    sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * _GATE_SUMS * _GATES, _GATE_SUMS * _GATES)])
 
 
 # --------------------------------------------------------------------------------------------------------- by input
@@ -237,10 +331,6 @@ _L2_SHARE = 0.8
 H200, 48 MiB of its 60."""
 _INPUTS, _CONSUMERS = 4, 4
 """Inputs in a program, at most, and consumers of each that it reads at a time; of inputs with more, two."""
-_GATES = SUMMED_ROWS // _GATE_SUMS
-"""In a program, so that their sums fill whole tiles."""
-_GATE_BLOCKS = 4
-"""Lane blocks of a program's gates, at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,13 +340,6 @@ class InputConfig:
     inputs: int
     consumers: int
     length: int
-
-
-@dataclasses.dataclass(frozen=True)
-class CoefficientsConfig:
-    """How many lane blocks of `LANES` a program has, for `_GATES` gates."""
-
-    blocks: int
 
 
 def _is_short(x):
@@ -330,39 +413,18 @@ def _coefficients_supports(dy, graph, x):
 
 
 def _coefficients_heuristic(dy, graph, x):
-    return CoefficientsConfig(largest_divisor(x.shape[1] // LANES, _GATE_BLOCKS)) if _is_short(x) else None
+    return _gates_config(x) if _is_short(x) else None
 
 
 @kernel(supports=_coefficients_supports, heuristic=_coefficients_heuristic)
-def coefficients_gradient(dy: Array, graph: Graph, x: Array, *, config: CoefficientsConfig) -> Array:
+def coefficients_gradient(dy: Array, graph: Graph, x: Array, *, config: GatesConfig) -> Array:
     """dc. A program owns `_GATES` gates and some lane blocks, and reads all of them at once."""
-    gates, N = dy.shape
-    blocks, groups, rows = N // (LANES * config.blocks), -(-gates // _GATES), _GATE_SUMS * _GATES
 
     def body(dy_ref, a_ref, b_ref, x_ref, dc_ref, rows_ref, *, block, group):
-        owned_gates = [jnp.minimum(group * _GATES + k, gates - 1) for k in range(_GATES)]
-        lanes = _lanes(block, config.blocks)
-        reads = [((dy_ref, g), (x_ref, a_ref[g]), (x_ref, b_ref[g])) for g in owned_gates]
-        values = [[_load_each(read, lane_block) for lane_block in lanes] for read in reads]
-        for n, of_gate in enumerate(values):
-            for k, vector in enumerate(_gate_sums(of_gate)):
-                rows_ref[_GATE_SUMS * n + k] = vector
-        sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * _GATE_SUMS * _GATES, rows)])
+        owned = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(dy_ref, group)]
+        values = _values_of_gates(dy_ref, x_ref, owned, _lanes(block, config.blocks))
+        _write_sums_of_gates(values, rows_ref, dc_ref, block, group)
 
-    dc = launch(
-        body,
-        dy,
-        graph.a,
-        graph.b,
-        x,
-        out=jax.ShapeDtypeStruct((blocks, groups * rows), jnp.float32),
-        grid={"block": blocks, "group": groups},
-        scratch=[plgpu.SMEM((rows, LANES), jnp.float32)],
-        barriers=False,
-        name="gate_layer_backward_coefficients",
-    )
-    return jnp.sum(dc, axis=0)[: _GATE_SUMS * gates].reshape(gates, _GATE_SUMS)
-
-
-def _load_each(rows, lane_block):
-    return [ref[row, lane_block].astype(jnp.float32) for ref, row in rows]
+    arrays, name = (dy, graph.a, graph.b, x), "gate_layer_backward_coefficients"
+    (dc,) = _launch_by_gates(body, *arrays, out=(), blocks=config.blocks, name=name)
+    return dc

@@ -41,6 +41,8 @@ _TOGETHER = 2
 _BAND_BYTES = 17 * 1024
 """Of shared memory for a program's part of an image's gradient. Measured: the more programs a multiprocessor has, the
 better they hide each other's latency, until they are so small that most leaves reach over two of them."""
+_BANDS = 8
+"""For a multiprocessor, at least, if images have so many rows: a band waits most of the time."""
 _UNROLLED = 8
 """Windows of a leaf whose gradients a program fetches at once, at most."""
 
@@ -323,8 +325,11 @@ def _input_supports(dleaves, places, leaves, readers, reader_offsets, *, size, w
 
 
 def _input_heuristic(dleaves, places, leaves, readers, reader_offsets, *, size, window, stride, padding, pool):
-    _, height, width = size
-    return Config(max(1, min(height, (_BAND_BYTES // (4 * LANES) - 1) // width)))
+    channels, height, width = size
+    rows = max(1, min(height, (_BAND_BYTES // (4 * LANES) - 1) // width))
+    wanted = _BANDS * device.target().multiprocessors * LANES / (channels * dleaves.shape[-1])
+    # As many rows in the last band of an image as in its others, if it can be.
+    return Config(-(-height // min(height, max(-(-height // rows), math.ceil(wanted)))))
 
 
 @kernel(supports=_input_supports, heuristic=_input_heuristic)

@@ -100,6 +100,33 @@ def test_an_example_that_is_the_same_for_all_is_not_copied_by_vmap():
     np.testing.assert_array_equal(y, x + rows())
 
 
+def doubled_and_half(x):
+    """2 x, which may take x's place, and x / 2."""
+
+    def body(x_ref, half_ref, double_ref, *, i):
+        value = x_ref[i]
+        half_ref[i] = 0.5 * value
+        double_ref[i] = 2.0 * value
+
+    return launch(body, x, out=(x, x), grid={"i": x.shape[0]}, in_place=(0, 1), name="doubled_and_half")
+
+
+def test_a_result_may_take_the_place_of_an_array():
+    x = jnp.arange(3.0 * LANES).reshape(3, LANES)
+    np.testing.assert_array_equal(doubled_and_half(x), (x / 2, 2 * x))
+    np.testing.assert_array_equal(jax.vmap(doubled_and_half)(x[None]), (x[None] / 2, 2 * x[None]))
+    in_place = jax.__version_info__ >= (0, 11)  # else it has memory of its own
+    assert cuda_program(doubled_and_half, x).count("#stablehlo.output_operand_alias") == in_place
+    assert "output_operand_alias" not in cuda_program(jax.vmap(doubled_and_half), x[None])
+
+
+@pytest.mark.gpu
+def test_a_result_in_the_place_of_an_array_that_is_still_needed():
+    x = jnp.arange(3.0 * LANES).reshape(3, LANES)
+    results = jax.jit(lambda x: (*doubled_and_half(x + 1), x + 1))(x)
+    np.testing.assert_array_equal(results, ((x + 1) / 2, 2 * (x + 1), x + 1))
+
+
 def test_shared_memory_wants_a_gpu_or_the_simulator():
     def body(x_ref, y_ref, scratch, *, i):
         y_ref[i, FIRST] = x_ref[i, FIRST]

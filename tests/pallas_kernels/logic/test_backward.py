@@ -26,7 +26,11 @@ REGULAR = {
     "four consumers": lambda: Wires.random(5, 10, seed=0),
     "one input twice": lambda: Wires.from_pairs([2, 0, 1], [2, 1, 0], 3),
 }
-BY_INPUT, ALONG_TRAIL = kernels.gradients_by_input, kernels.gradients_along_trail
+ONE_CONSUMER = {
+    "one consumer": lambda: Wires.unique(20, 10, seed=0),
+    "one gate": lambda: Wires.from_pairs([1], [0], 2),
+}
+BY_GATE, BY_INPUT, ALONG_TRAIL = kernels.gradients_by_gate, kernels.gradients_by_input, kernels.gradients_along_trail
 SEPARATE = (kernels.input_gradient, kernels.coefficients_gradient)
 
 
@@ -64,13 +68,15 @@ def fastest(dy, coefficients, wires, x):
     ("function", "wires", "N"),
     [(function, wires, LANES) for function in (BY_INPUT, separate) for wires in WIRES]
     + [(ALONG_TRAIL, wires, LANES) for wires in REGULAR]
+    + [(BY_GATE, wires, LANES) for wires in ONE_CONSUMER]
+    + [(BY_GATE, "one consumer", 12 * LANES)]  # three programs of four vectors
     + [(ALONG_TRAIL, "one input twice", 15 * LANES)],  # three programs of five vectors
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_simulator_finds_them_right(function, wires, N):
     if function is not BY_INPUT and jax.__version_info__ < (0, 12):
         pytest.skip("older simulators lack layouts of shared memory")
-    dy, coefficients, wires, x = operands((WIRES | REGULAR)[wires](), N)
+    dy, coefficients, wires, x = operands((WIRES | REGULAR | ONE_CONSUMER)[wires](), N)
     with on_the_cpu(), simulated():
         results = jax.jit(function)(dy, coefficients, op._graph(wires), x)
     assert_close(results, reference(dy, coefficients, wires, x), "float32")
@@ -79,7 +85,7 @@ def test_the_simulator_finds_them_right(function, wires, N):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("N", [128, 384, 4096])
 def test_they_lower_for_cuda(N, dtype):
-    for name, wires in (WIRES | REGULAR).items():
+    for name, wires in (WIRES | REGULAR | ONE_CONSUMER).items():
         text = cuda_program(fastest, *operands(wires(), N, dtype))
         assert text.count("custom_call @mosaic_gpu") == (2 if name in WIRES and N <= kernels._SHORT_ROW_IN_L2 else 1)
 
@@ -104,7 +110,8 @@ L2_BYTES = (HOPPER.l2_bytes, 50 * 2**20)
         (63999, 64000, 128, "float32", "input"),
         (7999, 8000, 1152, "float32", ""),
         (63999, 64000, 256, "float32", "input"),
-        (327680, 163840, 128, "float32", "input"),
+        (327680, 163840, 128, "float32", "by_gate"),
+        (16000, 8000, 8192, "bfloat16", "by_gate"),
         (63999, 64000, 640, "float32", ""),
         (63999, 64000, 1024, "bfloat16", ""),
         (1000, 8000, 2048, "float32", ""),
@@ -114,7 +121,7 @@ L2_BYTES = (HOPPER.l2_bytes, 50 * 2**20)
 def test_which_kernel_makes_them(inputs, gates, N, dtype, kernel, l2_bytes):
     with targeting(dataclasses.replace(HOPPER, l2_bytes=l2_bytes)):
         program = str(jax.make_jaxpr(op._fastest_gradients)(*structs(inputs, gates, N, dtype)))
-    names = {name: f"gate_layer_backward_{name}" in program for name in ("along_trail", "input")}
+    names = {name: f"gate_layer_backward_{name}" in program for name in ("by_gate", "along_trail", "input")}
     assert names == {name: name == kernel for name in names}
 
 
@@ -126,9 +133,9 @@ def arguments(kernel, *operands):
     return (dy, graph, x) if kernel is kernels.coefficients_gradient else operands
 
 
-@pytest.mark.parametrize("kernel", [BY_INPUT, ALONG_TRAIL, *SEPARATE], ids=repr)
+@pytest.mark.parametrize("kernel", [BY_INPUT, BY_GATE, ALONG_TRAIL, *SEPARATE], ids=repr)
 def test_a_batch_of_part_of_a_warpgroup_is_refused(kernel):
-    reason = kernel.supports(*arguments(kernel, *structs(8, 8, 130)))
+    reason = kernel.supports(*arguments(kernel, *structs(16 if kernel is BY_GATE else 8, 8, 130)))
     assert reason == "a batch of 130, only multiples of 128"
 
 
@@ -138,10 +145,16 @@ def test_the_trail_is_for_inputs_of_two_consumers_or_four(inputs, gates, most):
     assert reason == f"wires of {most} consumers, only 2 or 4 of every input"
 
 
-@pytest.mark.parametrize("kernel", [ALONG_TRAIL, kernels.coefficients_gradient], ids=repr)
+@pytest.mark.parametrize(("inputs", "gates", "most"), [(8, 8, 2), (7, 8, 3), (18, 8, 1)])
+def test_one_pass_by_gate_is_for_inputs_of_one_consumer(inputs, gates, most):
+    assert BY_GATE.supports(*structs(inputs, gates, 128)) == f"wires of {most} consumers, only 1 of every input"
+    assert BY_GATE.supports(*structs(16, 8, 128)) is None
+
+
+@pytest.mark.parametrize("kernel", [ALONG_TRAIL, BY_GATE, kernels.coefficients_gradient], ids=repr)
 def test_a_gpu_of_less_shared_memory_than_their_sums_is_refused(kernel):
     needed = (kernels._TRAIL_ROWS if kernel is ALONG_TRAIL else kernels._GATE_SUMS * kernels._GATES) * LANES * 4
-    given = arguments(kernel, *structs(8, 8, 128))
+    given = arguments(kernel, *structs(16 if kernel is BY_GATE else 8, 8, 128))
     for has, reason in (
         (needed, None),
         (needed - 1, f"{needed} bytes of shared memory in a program, only {needed - 1}"),
@@ -155,6 +168,7 @@ def test_newer_gpus_are_supported(gpu):
     with targeting(gpu):
         given = structs(8, 8, 128)
         assert all(k.supports(*arguments(k, *given)) is None for k in (BY_INPUT, ALONG_TRAIL, *SEPARATE))
+        assert BY_GATE.supports(*structs(16, 8, 128)) is None
 
 
 def test_any_wires_and_batch_have_a_config_by_input():
@@ -187,7 +201,7 @@ def test_the_config_asked_for_is_taken():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("N", [128, 384, 1024, 1152])
-@pytest.mark.parametrize("inputs", [784, 4000, 7999, 8000])
+@pytest.mark.parametrize("inputs", [784, 4000, 7999, 8000, 16000])
 def test_gpu_results_match_float64_and_repeat_their_bits(inputs, N, dtype):
     arrays = operands(Wires.unique(inputs, 8000, seed=0), N, dtype)
     run = jax.jit(fastest)

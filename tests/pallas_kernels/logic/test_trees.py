@@ -25,10 +25,11 @@ WIRES = TreeWires.random(CHANNELS, KERNELS, 3, seed=0)
 @pytest.mark.parametrize("size", range(1, 9))
 def test_gradients_of_small_images(size, pool):
     options = dict(padding=2 if size == 1 else 1, pool=pool)
-    logits, x = normal((KERNELS, 7, 16), 0), jax.nn.sigmoid(normal((3, CHANNELS, size, size), 1))
+    logits, x = normal((KERNELS, 7, 16), (3, CHANNELS, size, size))
+    x = jax.nn.sigmoid(x)
     forward = jaxbp.logic_conv2d_or_pool2d_with_places
     y, places = forward(logits, WIRES, x, **options, implementation="pallas")
-    dy = normal(y.shape, 2)
+    (dy,) = normal(y.shape, seed=1)
     expected = in_float64(
         lambda *arrays: jaxbp.logic_conv2d_or_pool2d_backward(*arrays, **options, implementation="autodiff"),
         *(dy, places, logits, WIRES, x),
