@@ -229,6 +229,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
     "peer": ("ours over the best peer", lambda rows: ratio(library(rows), best_peer(rows))),
     "floor": ("ours, % of the floor", lambda rows: floor(library(rows))),
     "memory": ("temporaries, MiB", lambda rows: mebibytes(library(rows))),
+    "peer_memory": ("the best peer's, MiB", lambda rows: mebibytes(best_peer(rows))),
     "autodiff_memory": ("autodiff's, MiB", lambda rows: mebibytes(rows.get("autodiff"))),
     "compilation": ("compilation, s", lambda rows: seconds(library(rows))),
 }
