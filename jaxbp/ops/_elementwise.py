@@ -26,6 +26,8 @@ class Elementwise(Pair):
       forward: `forward(*arrays, **options)`, in jnp.
       gradient: `gradient(dy, *arrays, **options)`, a gradient for each array.
       in_kernels: the same formula in operations that kernels have, where `gradient` uses others.
+      keeps_result: `gradient(dy, y)` is the same as `gradient(dy, x)`, of one array: y is kept for the backward. What
+        follows often keeps it as well, and then x is not needed.
       fastest, fastest_vjp: as in `Pair`; by default `FUSED`.
     """
 
@@ -36,6 +38,7 @@ class Elementwise(Pair):
         gradient: Callable,
         *,
         in_kernels: Callable | None = None,
+        keeps_result: bool = False,
         fastest: Fastest = FUSED,
         fastest_vjp: Fastest = FUSED,
     ):
@@ -50,9 +53,15 @@ class Elementwise(Pair):
             in_kernel = functools.partial(in_kernels or gradient, **options)
             return _in_shapes_of(arrays, _gradient_kernels(in_kernel, dy, arrays))
 
+        def save_result(x, **options):
+            y = in_dtype(x, **options)
+            return y, (y,)
+
         super().__init__(
             in_dtype,
             {"xla": formula, "pallas": kernel},
+            save=save_result if keeps_result else None,
+            residuals=(lambda *arrays, **options: arrays) if keeps_result else None,
             name=name,
             examples=_of_full_rank,
             unsupported=_checks.unsupported,

@@ -1,11 +1,12 @@
 """ReLU at the values where it could go either way."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_numerical_gradients_agree, every_implementation, gradients_of
 
-from jaxbp import relu, relu_backward
+from jaxbp import linear, relu, relu_backward
 
 
 @every_implementation
@@ -39,3 +40,13 @@ def test_any_shape_works(shape, implementation):
     x = jnp.ones(shape)
     (dx,) = gradients_of(relu, (x,), [x], implementation=implementation)
     np.testing.assert_array_equal(dx, x)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_relu_keeps_its_result_which_the_next_layer_keeps_too(implementation):
+    def gradients_later(x, w):
+        return jax.vjp(lambda x, w: linear(relu(x, implementation=implementation), w), x, w)[1]
+
+    program = jax.make_jaxpr(gradients_later)(jnp.ones((64, 32)), jnp.ones((2, 32)))
+    kept = {variable for variable in program.jaxpr.outvars if variable.aval.size == 64 * 32}
+    assert len(kept) == 1
