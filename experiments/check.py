@@ -5,14 +5,17 @@
     python -m experiments.check conv2d --implementations xla --json conv2d.json
     python -m experiments.check layer_norm --verbose             # a row for every result that was compared
     python -m experiments.check --accuracy --dtype float32 bfloat16 float16 --implementations xla pallas
+    python -m experiments.check --repeat 100                     # the same bits, 100 times
 
 Exits with 1 if an implementation failed, after a line for each failure with the worst element. See
 `jaxbp.verify.check`, which checks your own ops as well, for what is compared. With `--accuracy` it measures how far
 from float64 each implementation is, next to JAX's own differentiation in the same dtype, over offsets and scales of the
-data (`jaxbp.verify.accuracy`), and exits with 1 where that is more than it allows.
+data (`jaxbp.verify.accuracy`), and exits with 1 where that is more than it allows. With `--repeat` it runs each op with
+its gradients again and again, on a GPU at real sizes, and exits with 1 where the bits are not those of the first run.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -24,6 +27,7 @@ from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tyro
 from rich.console import Console
 from rich.text import Text
@@ -32,9 +36,11 @@ from experiments.output.accuracy import measure
 from experiments.output.errors import UserError, exit_code, kept_in, refuse_unknown
 from experiments.output.files import write_atomically
 from jaxbp.catalogue import CATALOGUE, Entry
-from jaxbp.catalogue.schema import FixedArgument
-from jaxbp.verify import ADDED, CheckResult, check
+from jaxbp.catalogue.schema import Case, FixedArgument
+from jaxbp.verify import ADDED, CheckResult, CheckRow, check
+from jaxbp.verify.arguments import bind, take_apart
 from jaxbp.verify.check import WIDTH
+from jaxbp.verify.reference import value_and_gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +57,8 @@ class CheckConfig:
     """1 for values and gradients alone, 2 and 3 for second and third derivatives as well."""
     accuracy: bool = False
     """Measure the distance from float64 instead, also where the data is far from zero, large or small."""
+    repeat: int | None = None
+    """Run each op with its gradients so many times instead, and compare the bits."""
     seed: int = 0
     """Seed of the arguments."""
     scale: float = 1.0
@@ -74,6 +82,8 @@ def _main(args: Sequence[str]) -> int:
     entries = selected(config.ops)
     if config.json is not None and not config.json.parent.is_dir():
         raise UserError(f"{config.json} cannot be written: there is no folder {config.json.parent}")
+    if config.repeat is not None and config.repeat < 2:
+        raise UserError(f"repeat is {config.repeat}; wanted at least 2 runs, to compare")
     console, rows = Console(), []
     if not console.is_terminal:
         console = Console(width=150 if config.verbose or config.accuracy else WIDTH)
@@ -84,7 +94,7 @@ def _main(args: Sequence[str]) -> int:
     with kept_in(config.json):
         for i, (entry, dtype) in enumerate(cases := list(itertools.product(entries, config.dtype)), start=1):
             print(f"{entry.name}, {dtype}", file=sys.stderr, flush=True)
-            result = check_entry(entry, dtype, config)
+            result = (check_entry if config.repeat is None else repeat_entry)(entry, dtype, config)
             console.print(result.table() if config.verbose else result.summary())
             rows += result.rows
             if config.json is not None:
@@ -128,6 +138,34 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
         seed=config.seed,
         **entry.small.options,
     )
+
+
+def repeat_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
+    """Whether an op and its gradients have the same bits in every run: at its small case, on a GPU at the real ones."""
+    cases, rows = entry.real.values() if jax.default_backend() == "gpu" else [entry.small], []
+    for case, implementation in itertools.product(cases, config.implementations):
+        data = f"{config.repeat} runs"
+        row = functools.partial(CheckRow, entry.name, implementation, dtype, "all", 1, "the first run", data=data)
+        try:
+            others = _runs_with_other_bits(entry.function, case, implementation, dtype, config)
+        except NotImplementedError as error:
+            rows.append(row("skipped", reason=str(error)))
+            continue
+        reason = f"{others} of {data} have other bits than the first"
+        rows.append(row("failed", reason=reason) if others else row("ok", relative=0.0))
+    return CheckResult(tuple(rows))
+
+
+def _runs_with_other_bits(function, case: Case, implementation: str, dtype: str, config: CheckConfig) -> int:
+    with jax.enable_x64(dtype == "float64"):
+        args = case.draw(config.seed, batch=case.batch or 128, dtype=jnp.dtype(dtype))
+        arguments = take_apart(function, args)
+        op = arguments.of_floats(bind(function, implementation, case.options))
+        run, values, random = value_and_gradients(op), list(arguments.floats), np.random.default_rng(config.seed)
+        cotangents = [random.standard_normal(y.shape).astype(y.dtype) for y in jax.eval_shape(op, *values)]
+        bits = lambda: [np.asarray(a).tobytes() for a in jax.tree.leaves(run(values, cotangents))]  # noqa: E731
+        first = bits()
+        return sum(bits() != first for _ in range(config.repeat - 1))
 
 
 def to_json(command: str, result: CheckResult, complete: bool) -> bytes:

@@ -220,9 +220,10 @@ class Op:
                 try:
                     hash(value)
                 except TypeError:
-                    raise TypeError(
-                        f"{self.name}: {name} is a {type(value).__name__}; wants something hashable: options are static"
-                    ) from None
+                    is_array = isinstance(value, Array | np.ndarray)
+                    got = "an array" if is_array else f"a {type(value).__name__}"
+                    why = "options are static" + (", arrays are given by position" if is_array else "")
+                    raise TypeError(f"{self.name}: {name} is {got}; wants something hashable: {why}") from None
             raise
 
     def _available(self, implementation: str) -> str:

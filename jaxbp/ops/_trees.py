@@ -8,6 +8,7 @@ its tree again.
 import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -60,13 +61,24 @@ def gradients(dy, places, coefficients, wires, x, *, stride, pool):
         values = [at_place(places, lambda u, v, leaf=leaf: geometry.read(x, leaf, u, v)) for leaf in leaves]
         # What the many sums below are made of is computed once: a compiler would fuse it into each of them.
         levels = levels_of_tree(c, lax.optimization_barrier(values))
-        dc, dleaves = gradients_of_tree(c, lax.optimization_barrier(levels), dy)
+        dc, dleaves = gradients_of_tree(c, _kept(levels), dy)
         for leaf, dleaf in zip(leaves, dleaves, strict=True):
             dx = geometry.add(dx, leaf, dleaf, places)
         return dx, jnp.stack([jnp.stack([_sum(t) for t in terms]) for terms in dc])
 
     dx, dc = lax.scan(of_kernel, jnp.zeros_like(x), (dy, places, coefficients, wires.leaves))
     return dc, dx
+
+
+@jax.custom_jvp
+def _kept(arrays):
+    return lax.optimization_barrier(arrays)
+
+
+@_kept.defjvp
+def _(arrays, tangents):
+    # One by one: of several, JAX wants all or none to depend on what it differentiates in.
+    return _kept(*arrays), jax.tree.map(lax.optimization_barrier, *tangents)
 
 
 def _sum(a: Array) -> Array:

@@ -22,6 +22,7 @@ from jaxbp.logic.automaton import Automaton
 from jaxbp.logic.gates import Parametrization
 from jaxbp.ops import _automaton_formula, _automaton_kernels, _checks
 from jaxbp.ops._checks import AnyArray
+from jaxbp.ops._numerics import widen
 from jaxbp.ops.gate_layer import COEFFICIENTS
 from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
 
@@ -125,7 +126,7 @@ def _coefficients(logits: Logits, *, parametrization: str, implementation: Imple
     """`(4, gates, kernels)` of each layer of perception, and `(4, gates)` of each of update."""
     layers = [*logits[0], *logits[1]]
     flat = jnp.concatenate([layer.reshape(-1, layer.shape[-1]) for layer in layers])
-    of_gates = COEFFICIENTS[parametrization](flat, implementation=implementation).T
+    of_gates = COEFFICIENTS[parametrization](widen(flat), implementation=implementation).T
     ends = np.cumsum([layer.size // layer.shape[-1] for layer in layers])[:-1]
     split = [
         jnp.swapaxes(c.reshape(4, *layer.shape[:-1]), 1, -1) if layer.ndim == 3 else c

@@ -192,14 +192,15 @@ COEFFICIENTS = {
 
 
 def _layer(parameters, wires, x, *, parametrization, implementation):
-    coefficients = COEFFICIENTS[parametrization](parameters, implementation=implementation)
+    coefficients = COEFFICIENTS[parametrization](widen(parameters), implementation=implementation)
     return _GATES(coefficients, wires, x, implementation=implementation)
 
 
 def _layer_backward(dy, parameters, wires, x, *, parametrization, implementation):
-    pair = COEFFICIENTS[parametrization]
-    dc, _, dx = _GATES_BACKWARD(dy, pair.forward(parameters), wires, x, implementation=implementation)
-    return pair.backward(dc, parameters, implementation=implementation), dx
+    # Widened once: what both uses add to a gradient of this one is then rounded, and may overflow, as a sum alone.
+    pair, wide = COEFFICIENTS[parametrization], widen(parameters)
+    dc, _, dx = _GATES_BACKWARD(dy, pair.forward(wide), wires, x, implementation=implementation)
+    return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
 
 
 def _definition(parameters, wires, x, *, parametrization):

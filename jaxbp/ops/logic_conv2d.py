@@ -114,16 +114,14 @@ _TREES = Op(
 
 
 def _convolution(parameters, wires, x, *, parametrization, implementation, **options):
-    coefficients = COEFFICIENTS[parametrization](parameters, implementation=implementation)
+    coefficients = COEFFICIENTS[parametrization](widen(parameters), implementation=implementation)
     return _TREES(coefficients, wires, x, implementation=implementation, **options)
 
 
 def _convolution_backward(dy, places, parameters, wires, x, *, parametrization, implementation, **options):
-    pair = COEFFICIENTS[parametrization]
-    dc, _, dx = _TREES_BACKWARD(
-        dy, places, pair.forward(parameters), wires, x, implementation=implementation, **options
-    )
-    return pair.backward(dc, parameters, implementation=implementation), dx
+    pair, wide = COEFFICIENTS[parametrization], widen(parameters)  # once, as in `gate_layer`'s
+    dc, _, dx = _TREES_BACKWARD(dy, places, pair.forward(wide), wires, x, implementation=implementation, **options)
+    return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
 
 
 def _definition(parameters, wires, x, *, parametrization, stride, padding, pool):

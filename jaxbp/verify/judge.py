@@ -4,7 +4,7 @@ A number passes within the tolerance of its dtype. One beyond it passes neverthe
 
 - JAX's own differentiation of the plain forward, in the same dtype, gives the same, or overflows;
 - it is within four times the error that JAX's own has against float64, measured on three sets of data near by, or
-  within four times the error of float64 itself, as random roundings show it (`jaxbp.verify.rounding`);
+  within four times what random roundings change in JAX's own at the data itself (`jaxbp.verify.rounding`);
 - it is infinite or NaN, and a term of the sum that it stands for, one result's part of a gradient, overflows;
 - it lies between gradients in float64 at points around, as near as rounding may move the data: where these differ there
   is a kink, and the last bit decides on which side the data is. A kink at the data itself, as at a tie, counts only for
@@ -95,9 +95,10 @@ class Judge:
             more, _ = compare(e, ALLOWED * spread)
             wrong, reason = _excused(wrong, more <= 1, reason, "no further off than JAX's own rounding")
         if wrong.any():
-            own = self.reference.rounding(expected.order, point.values, point.cotangents, self.directions)[i]
-            more, _ = compare(e, ALLOWED * own)
-            wrong, reason = _excused(wrong, more <= 1, reason, "no further off than the rounding of float64")
+            at_least = np.promote_types(dtype, np.float32)  # what computes in half precision adds up in float32
+            own = self.reference.rounding(expected.order, point.values, point.cotangents, self.directions, at_least)
+            more, _ = compare(e, ALLOWED * own[i])
+            wrong, reason = _excused(wrong, more <= 1, reason, f"no further off than roundings in {at_least} move it")
         if (wrong & ~np.isfinite(a)).any():
             fine = ~np.isfinite(a) & self._a_term_overflows(point, expected.order, i, dtype)
             wrong, reason = _excused(wrong, fine, reason, f"a term of it overflows in {dtype}")

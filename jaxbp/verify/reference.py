@@ -185,14 +185,16 @@ class Reference:
                         raise
                     del self._derivatives[order]
 
-    def rounding(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Arrays:
-        """How far rounding moves the results of order 0 and 1, or the derivative of another order, in float64."""
+    def rounding(
+        self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays], dtype: Any = np.float64
+    ) -> Arrays:
+        """How far rounding to a dtype moves the results of order 0 and 1, or the derivative of another order."""
         with float64():
             if order < 2:
-                found = rounding(self._gradients, list(values), list(cotangents))
+                found = rounding(self._gradients, list(values), list(cotangents), dtype=dtype)
                 return found[len(cotangents) :] if order else found[: len(cotangents)]
             self.derivative(order, values, cotangents, directions)  # finds the mode that it has
-            return rounding(self._derivatives[order], list(values), list(cotangents), list(directions))
+            return rounding(self._derivatives[order], list(values), list(cotangents), list(directions), dtype=dtype)
 
     def _rounding_of_sum(self, values, cotangents):
         """How far rounding moves `Σ c y` at most."""

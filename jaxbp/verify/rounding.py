@@ -27,23 +27,23 @@ CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "
 """Primitives that are a program of their own, with its arguments and results."""
 
 
-def rounding(function: Callable, *args: Any) -> list[np.ndarray]:
-    """How far one rounding of everything moves each element of the results, in a flat list, at most in a few runs.
+def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
+    """How far one rounding to `dtype` of everything moves each element of the results, at most in a few runs.
 
-    Loops are run as they are: what is rounded in them is not seen.
+    The results are in a flat list. Loops are run as they are: what is rounded in them is not seen.
     """
+    by = MANY * float(jnp.finfo(dtype).eps)
     random = np.random.default_rng(0)
     run = lambda moved: [np.asarray(y) for y in jax.tree.leaves(rerun(function, moved)(*args))]  # noqa: E731
-    exactly, moved = run(lambda equation, y: y), [run(functools.partial(_moved, random)) for _ in range(RUNS)]
+    exactly, moved = run(lambda equation, y: y), [run(functools.partial(_moved, random, by)) for _ in range(RUNS)]
     with np.errstate(invalid="ignore"):
         off = [[np.abs(m - y) for m in some] for y, *some in zip(exactly, *moved, strict=True)]
     return [np.max([np.where(np.isfinite(m), m, 0.0) for m in some], axis=0) / MANY for some in off]
 
 
-def _moved(random, equation, y):
+def _moved(random, by, equation, y):
     if equation.primitive.name not in ROUNDED:
         return y
-    by = MANY * float(jnp.finfo(y.dtype).eps)
     return y * (1 + by * random.choice((-1, 1), y.shape)).astype(y.dtype)
 
 

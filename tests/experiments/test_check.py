@@ -1,6 +1,8 @@
 import json
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxbp
@@ -62,6 +64,25 @@ def test_what_was_found_before_an_interruption_is_kept_and_has_not_passed(tmp_pa
     assert {row["op"] for row in report["rows"]} == {"relu"}
 
 
+def test_repeated_runs_have_the_same_bits(capsys):
+    assert check.main(["relu", "--repeat", "3", "--dtype", "bfloat16"]) == 0
+    printed = capsys.readouterr().out
+    assert "ok      relu_backward, pallas: 1 results, off by bf16 0e+00" in printed and "tried: 3 runs" in printed
+    assert "6 ok, 0 failed, 0 skipped" in printed
+
+
+def test_a_run_with_other_bits_fails(capsys, monkeypatch):
+    noise = np.random.default_rng(0)
+
+    def noisy(x, *, implementation=None):
+        drawn = jax.pure_callback(lambda: noise.random(dtype="float32"), jax.ShapeDtypeStruct((), "float32"))
+        return x * drawn
+
+    monkeypatch.setattr(check, "CATALOGUE", (Entry(noisy, Case((Argument((4,)),)), {}),))
+    assert check.main(["noisy", "--repeat", "3", "--implementations", "xla"]) == 1
+    assert "failed: noisy, xla, float32, order 1: all: 2 of 3 runs have other bits" in capsys.readouterr().out
+
+
 def test_all_is_the_whole_catalogue():
     assert check.selected(["all"]) == list(check.CATALOGUE)
 
@@ -72,6 +93,7 @@ def test_all_is_the_whole_catalogue():
         (["relu", "layer_nrom"], "unknown op layer_nrom: did you mean layer_norm or"),
         (["xyz"], "unknown op xyz: wanted all or some of"),
         (["relu", "--json", "no/such/file"], "no folder"),
+        (["relu", "--repeat", "1"], "repeat is 1; wanted at least 2 runs, to compare"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line(args, message, capsys):

@@ -404,6 +404,8 @@ def test_an_option_that_is_not_hashable_is_refused_with_op_and_option(implementa
     with pytest.raises(TypeError) as error:
         POWER(X, power=2, scale=[3.0], implementation=implementation)
     assert str(error.value) == "power: scale is a list; wants something hashable: options are static"
+    with pytest.raises(TypeError, match=r"scale is an array; .* options are static, arrays are given by position"):
+        POWER(X, power=2, scale=X[0], implementation=implementation)
 
 
 # --------------------------------------------------------------------------------------------------- what is remembered

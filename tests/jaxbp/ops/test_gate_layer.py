@@ -252,6 +252,20 @@ def test_gradients_of_gradients_match_float64(wires):
 
 
 @ours
+def test_a_gradient_of_a_gradient_in_half_precision_is_rounded_once(implementation):
+    # In the logits it has two parts, through dlogits and dx. Rounded apart, one may overflow and the sum not.
+    dy, logits, x = (a.astype(jnp.float16) for a in normal((3, 6), (6, 16), (3, 5), seed=6))
+
+    def second(dtype):
+        arrays = [a.astype(dtype) for a in (dy, 50 * x, logits)]
+        layer = functools.partial(jaxbp.gate_layer_backward, implementation=implementation)
+        _, vjp = jax.vjp(lambda logits: layer(arrays[0], logits, SHARED, arrays[1]), arrays[2])
+        return np.float64(vjp((arrays[2], arrays[1]))[0])
+
+    np.testing.assert_allclose(second(jnp.float16), second(jnp.float32), rtol=1.001 * 2**-11, atol=2**-24)
+
+
+@ours
 def test_logits_may_be_wider_than_what_flows_through_the_gates(implementation):
     dy, logits, x = normal((3, 6), (6, 16), (3, 5), seed=6)
     half = [dy.astype(jnp.bfloat16), logits, SHARED, x.astype(jnp.bfloat16)]

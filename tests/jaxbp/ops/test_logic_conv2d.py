@@ -181,6 +181,20 @@ def test_batches_of_none_and_of_one(implementation):
 
 
 @ours
+def test_a_gradient_of_a_gradient_in_half_precision_is_rounded_once(implementation):
+    wires = TreeWires.random(1, 2, (1, 2), depth=1, seed=0)
+    dy, logits, x = (a.astype(jnp.float16) for a in normal((9, 2, 1, 1), (2, 1, 16), (9, 1, 1, 2), seed=6))
+
+    def second(dtype):
+        dy_, x_, logits_ = (a.astype(dtype) for a in (dy, 5 * x, logits))
+        backward = functools.partial(jaxbp.logic_conv2d_backward, implementation=implementation)
+        _, vjp = jax.vjp(lambda logits: backward(dy_, logits, wires, x_), logits_)
+        return np.float64(vjp((logits_, x_))[0])
+
+    np.testing.assert_allclose(second(jnp.float16), second(jnp.float32), rtol=1.001 * 2**-11, atol=2**-24)
+
+
+@ours
 def test_a_hundred_runs_give_the_same_bits(implementation):
     (logits,) = normal((4, 7, 16), seed=1)
     run = of_op(implementation, pool=2)

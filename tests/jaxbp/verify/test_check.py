@@ -275,6 +275,7 @@ MISSED = {
     "ties of max, no convention": (functools.partial(jnp.max, axis=-1), max_backward, S, dict(kink_convention=False)),
     "ties of maximum": (jnp.maximum, maximum_backward, drawn((3, 4), (3, 4)), {}),
     "ties of computed numbers": (larger_double, larger_double_backward, 2 * [S[0].astype(float)], dict(added=())),
+    "ties of computed numbers, float32": (larger_double, larger_double_backward, 2 * S, dict(added=())),
     "ties of |a - b|": (distance, distance_backward, drawn((3, 4), (3, 4)), {}),
     "slope at a clip's bound": (clip, lambda dy, x: jnp.where((x >= -0.7) & (x <= 0.5), dy, 0), S, {}),
     "slope at a kink away from 0": (shrink, lambda dy, x: jnp.where((x >= 3) | (x < 0), dy, 0), S, {}),

@@ -135,6 +135,9 @@ def test_right_functions_pass_in_half_precision(seed):
 
 HALF = np.ones((1, 1), np.float16)
 ROWS = np.float32([[0.3, -1.2, 0.8, 0.1], [-0.4, 0.9, 1.7, -2.0]])
+_RANDOM = np.random.default_rng(1200)
+_DY, _LOGITS, _INPUTS = (np.float32(1000 * _RANDOM.standard_normal(shape)) for shape in ((1, 1), (1, 16), (1, 2)))
+ONE_GATE = [_DY, _LOGITS, jaxbp.Wires.from_pairs([0], [1], 2), _INPUTS]
 # What is right and was once called wrong: name -> (op, arguments, settings of the check).
 ONCE_WRONG = {
     "ties that go to the first": (
@@ -156,6 +159,9 @@ ONCE_WRONG = {
     "JAX's own rounding in float64": (
         jaxbp.mish_backward, [np.array([-1830.8034723729559]), np.array([19.500427245410556])],
         dict(added=(), seed=7),
+    ),
+    "what float32 rounds at this data, and not beside it": (
+        jaxbp.gate_layer_backward, ONE_GATE, dict(added=()),
     ),
 }  # fmt: skip
 

@@ -11,9 +11,9 @@ from jaxbp.verify.rounding import rounding
 pytestmark = pytest.mark.once
 
 
-def moved(function, *args):
+def moved(function, *args, **settings):
     with float64():
-        (found,) = rounding(function, *(np.asarray(a, np.float64) for a in args))
+        (found,) = rounding(function, *(np.asarray(a, np.float64) for a in args), **settings)
     return found
 
 
@@ -39,13 +39,20 @@ def test_what_cancels_moves_by_the_rounding_of_what_it_cancels_from(wrapped):
     assert EPS / 4 < off[0] < 4 * EPS
 
 
+def test_roundings_are_those_of_a_dtype():
+    off = moved(lambda x: 1 - jax.nn.sigmoid(x), [8.0], dtype=np.float32)
+    eps = float(np.finfo(np.float32).eps)
+    assert eps / 4 < off[0] < 4 * eps
+
+
 def test_what_only_chooses_does_not_round():
     assert not moved(lambda x: jnp.sort(jnp.maximum(x, 0.1))[::-1], [0.3, -0.7, 0.1]).any()
 
 
-def test_a_jump_where_a_tie_is_broken_counts_for_little():
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_jump_where_a_tie_is_broken_counts_for_little(dtype):
     slope = jax.grad(lambda x: jnp.maximum(2 * x, 4 * x - 2))
-    assert 0 < moved(slope, 1.0) < 2e-3
+    assert 0 < moved(slope, 1.0, dtype=dtype) < 2e-3
 
 
 def test_a_number_that_is_not_finite_does_not_move():

@@ -279,6 +279,26 @@ def swiglu_rows_to_row_0(dy, a, b):
     return jnp.zeros_like(a).at[0].set(da[-1]), jnp.zeros_like(b).at[0].set(db[-1])
 
 
+# What each of two kernels reads: its channels, rows and columns.
+WIRES = np.array([[[0, 1, 0], [0, 2, 1], [1, 0, 2]], [[1, 0, 1], [0, 2, 0], [1, 1, 2]]])
+
+
+def read(x):
+    return x[tuple(np.moveaxis(WIRES, -1, 0))]
+
+
+def put(dy, wires):
+    return jnp.zeros((2, 3, 3), dy.dtype).at[tuple(np.moveaxis(wires, -1, 0))].add(dy)
+
+
+def read_alike(dy, x):
+    return put(dy, WIRES[[0, 0]])
+
+
+def read_elsewhere(dy, x):
+    return put(dy, WIRES[..., [0, 2, 1]])
+
+
 X, FEATURES = (4, 3), (3,)
 NORM = (X, FEATURES, FEATURES)
 
@@ -317,6 +337,17 @@ CORPUS = (
         decayed,
         decayed_not_zeroed,
         ((4,), (4,)),
+    ),
+    WrongBackward(
+        "logic_conv", "ligerlac/torchlogix#6", "all kernels have the wires of the first", read, read_alike, ((2, 3, 3),)
+    ),
+    WrongBackward(
+        "logic_conv",
+        "ligerlac/torchlogix#26",
+        "the indices of the wires are mixed up, once a compiler unpacks them",
+        read,
+        read_elsewhere,
+        ((2, 3, 3),),
     ),
     WrongBackward(
         "layer_norm",
