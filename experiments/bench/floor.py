@@ -33,7 +33,7 @@ from jaxbp.verify.timing import device_seconds
 
 MIB = 2**20
 GPU_WORKING_SETS = (8 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 512 * MIB)
-"""Bytes that a program touches: within the L2 cache of an H200 (50 MiB), around it, and so far beyond that it is
+"""Bytes that a program touches: within the L2 cache of an H200 (60 MiB), around it, and so far beyond that it is
 memory's rate."""
 CPU_WORKING_SETS = (*(4**k for k in range(7, 14)), 128 * MIB)
 """From a first-level cache to memory, 16 KiB to 128 MiB."""

@@ -22,7 +22,7 @@ from jaxbp.precision import LossScale, where_finite
 PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
 """A program has so many calls that the device needs at least this long, ten times what dispatching it takes."""
 CACHE_BYTES = 128 * 2**20
-"""The arguments of a program's calls together exceed this, twice the L2 cache of an H200."""
+"""The arguments of a program's calls together exceed this, more than twice the L2 cache of an H200."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from jaxbp.ops._windows import Padding, Size, output_size, window_padding
 from jaxbp.pairing import Fastest, Implementation, Op, Pair, composed, differentiable, transpose
 from jaxbp.sharding import leading
 from pallas_kernels.conv import conv2d as kernels
-from pallas_kernels.conv import weights_gradient_sm90
+from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient_sm90
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.core.layouts import LANES
 

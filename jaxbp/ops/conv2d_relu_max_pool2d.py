@@ -15,7 +15,9 @@ from jaxbp.ops._windows import Padding, Size, output_size, pool_options
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from jaxbp.sharding import leading
 from pallas_kernels.conv import conv2d_relu_max_pool2d as kernels
-from pallas_kernels.conv import forward_sm90, input_gradient_sm90, weights_gradient_sm90
+from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_sm90 as forward_sm90
+from pallas_kernels.conv import conv2d_relu_max_pool2d_input_gradient_sm90 as input_gradient_sm90
+from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient_sm90
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 
 

@@ -326,34 +326,8 @@ def tick_backward(
       dkept: as the state, float32.
       total: `(programs, plan.gates, 4)` float32, to which the gradients of the coefficients are added.
     """
-    has_turns = _turns(plan, config) > 1
-
-    def body(c_ref, w_ref, k_ref, state_ref, *refs, program, warpgroup):
-        *fires_ref, dseen_ref, dkept_ref, total_in, dseen_out, dkept_out, total_out, rows, sums, met = refs
-        team = _Team(config, warpgroup, met)
-        circuit = _Circuit(plan, team, c_ref, w_ref, rows)
-        total_in, total_out = total_in.at[program], total_out.at[program]
-        # Of several groups of cells only the first would find in the one what the tick before has left.
-        backward = _Backward(circuit, k_ref, sums, (total_out if has_turns else total_in, total_out))
-        if has_turns:
-            for gates in (circuit.gates(part) for layer in plan.layers for part, _ in team.parts(layer)):
-                total_out[gates] = load(total_in.at[gates], block_layout(gates.size, 4))
-        sums[pl.ds(plan.gradients.zeros + warpgroup * LANES, LANES)] = jnp.zeros((LANES, config.cells), jnp.float32)
-        gradient_of_state = functools.partial(_of_next_state, dseen_ref, dkept_ref, fires_ref, dkept_out)
-
-        def group(cells):
-            dlast = [
-                gradient_of_state(cells, part.first - plan.layers[-1].first, part.lanes)
-                for part, _ in team.parts(plan.layers[-1])
-            ]
-            steps = [*circuit.steps(plan.layers[:-1]), *backward.steps(dlast)]
-            team.run(steps, meanwhile=lambda: cells.see(state_ref, rows))
-            cells.scatter_seen(backward.of_inputs(), dseen_out)
-
-        _for_groups(plan, config, program, team, group)
-
     return launch(
-        body,
+        functools.partial(_tick_backward, plan=plan, config=config),
         *_present(coefficients, wires, consumers, state, fires, dseen, dkept, total),
         out=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (dseen, dkept, total)),
         grid={"program": config.programs},
@@ -367,6 +341,32 @@ def tick_backward(
         barriers=False,
         sums_across_warps=False,
     )
+
+
+def _tick_backward(c_ref, w_ref, k_ref, state_ref, *refs, program, warpgroup, plan, config):
+    """The body: the cells of a program, one group after the other."""
+    *fires_ref, dseen_ref, dkept_ref, total_in, dseen_out, dkept_out, total_out, rows, sums, met = refs
+    team, has_turns = _Team(config, warpgroup, met), _turns(plan, config) > 1
+    circuit = _Circuit(plan, team, c_ref, w_ref, rows)
+    total_in, total_out = total_in.at[program], total_out.at[program]
+    # Of several groups of cells only the first would find in the one what the tick before has left.
+    backward = _Backward(circuit, k_ref, sums, (total_out if has_turns else total_in, total_out))
+    if has_turns:
+        for gates in (circuit.gates(part) for layer in plan.layers for part, _ in team.parts(layer)):
+            total_out[gates] = load(total_in.at[gates], block_layout(gates.size, 4))
+    sums[pl.ds(plan.gradients.zeros + warpgroup * LANES, LANES)] = jnp.zeros((LANES, config.cells), jnp.float32)
+    gradient_of_state = functools.partial(_of_next_state, dseen_ref, dkept_ref, fires_ref, dkept_out)
+
+    def group(cells):
+        dlast = [
+            gradient_of_state(cells, part.first - plan.layers[-1].first, part.lanes)
+            for part, _ in team.parts(plan.layers[-1])
+        ]
+        steps = [*circuit.steps(plan.layers[:-1]), *backward.steps(dlast)]
+        team.run(steps, meanwhile=lambda: cells.see(state_ref, rows))
+        cells.scatter_seen(backward.of_inputs(), dseen_out)
+
+    _for_groups(plan, config, program, team, group)
 
 
 def _present(*arrays):

@@ -36,7 +36,7 @@ _MOST_PLACES = 9
 """Of a pool's window, whose trees are evaluated one after the other in unrolled code."""
 _PROGRAMS = 4
 """Of the gradients of leaves, that a multiprocessor is to have at least: as many as its registers have room for."""
-_TOGETHER = 2
+_COLUMNS_A_TURN = 2
 """Windows whose leaves a program reads at once, at most, for their gradients."""
 _BAND_BYTES = 17 * 1024
 """Of shared memory for a program's part of an image's gradient. Measured: the more programs a multiprocessor has, the
@@ -217,13 +217,13 @@ def _as_rows(x):
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _for_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, together: int = 1) -> Any:
-    """`body(row, columns, carry) -> carry` for the windows of some rows, neighbouring columns together."""
-    turns = columns // together
+def _for_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, a_turn: int = 1) -> Any:
+    """`body(row, columns, carry) -> carry` for the windows of some rows, so many neighbouring columns in a turn."""
+    turns = columns // a_turn
 
     def step(i, carry):
-        begin = i % turns * together
-        return body(first + i // turns, [begin + n for n in range(together)], carry)
+        begin = i % turns * a_turn
+        return body(first + i // turns, [begin + n for n in range(a_turn)], carry)
 
     return lax.fori_loop(0, (last - first) * turns, step, carry)
 
@@ -303,9 +303,9 @@ def _leaf_gradients_of_rows(dy_ref, *refs, block, part, k, geometry, rows):
         return sums
 
     first = part * rows
-    last, together = jnp.minimum(first + rows, geometry.rows), largest_divisor(geometry.columns, _TOGETHER)
+    last, a_turn = jnp.minimum(first + rows, geometry.rows), largest_divisor(geometry.columns, _COLUMNS_A_TURN)
     zero = zeros_like(dy_ref[k, 0, 0, lanes].astype(jnp.float32))
-    sums = _for_windows(first, last, geometry.columns, windows, (zero,) * (4 * gates), together)
+    sums = _for_windows(first, last, geometry.columns, windows, (zero,) * (4 * gates), a_turn)
     for i, total in enumerate(sums):
         dc_ref[block, part, k, i] = jnp.sum(total)
 
@@ -448,7 +448,7 @@ def _input_gradient_of_band(dleaves_ref, *refs, block, band, channel, bands, cou
             for at, old, new in zip(found, before, values, strict=True):
                 scatter_elements(sums, at, old + new)
 
-        _for_windows(first, last, columns, add_windows, together=largest_divisor(columns, _UNROLLED))
+        _for_windows(first, last, columns, add_windows, a_turn=largest_divisor(columns, _UNROLLED))
 
     def clear(pixel, _):
         sums[pl.ds(pixel * LANES, LANES)] = jnp.zeros((LANES,), jnp.float32)

@@ -10,7 +10,7 @@ import pytest
 from helpers import cuda_program, normal, on_the_cpu, relative_error
 
 from pallas_kernels.conv.conv2d_relu_max_pool2d import forward as exact_forward
-from pallas_kernels.conv.forward_sm90 import Config, forward
+from pallas_kernels.conv.conv2d_relu_max_pool2d_forward_sm90 import Config, forward
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated

@@ -234,7 +234,9 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
     """
     sizes = _sizes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
-        raise ValueError(f"forward_sm90.forward: {config} does not fit {w.shape} filters on {x.shape}")
+        raise ValueError(
+            f"conv2d_relu_max_pool2d_forward_sm90.forward: {config} does not fit {w.shape} filters on {x.shape}"
+        )
     C, H, W, N = x.shape
     programs = min(device.target().multiprocessors, -(-sizes.units // config.warpgroups))
     y, place = launch(
