@@ -510,6 +510,8 @@ def summary(page: Path, *_: str) -> str:
         autodiff = next((rows["autodiff"] for rows in runs if time(rows.get("autodiff"))), None)
         peer = next(filter(None, map(best_peer, runs)), None)
         over_autodiff, over_peer = map(times, family.speedups())
+        if over_peer and any((load(name) or {}).get("joined") for name in family.files):
+            over_peer += "†"
         named = f"{microseconds(peer)} ({peer['implementation']})" if peer else ""
         cells = [microseconds(best), microseconds(autodiff), over_autodiff, named, over_peer, floor(best), family.why]
         lines.append([f"[{family.name}]({link})", *cells])
@@ -518,7 +520,10 @@ def summary(page: Path, *_: str) -> str:
     days = sorted({str(run["date"])[:10] for run in runs})
     files = ", ".join(f"[{name}]({os.path.relpath(DOCS / 'results' / name, page.parent)}.json)" for name in measured)
     dates = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    return f"{markdown(head, lines)}\n\nMeasured on one {devices}, {dates}: {files}."
+    joined = " †: ours and the peer's are of two runs on the same kind of machine." * any(
+        "†" in line[5] for line in lines
+    )
+    return f"{markdown(head, lines)}\n\nMeasured on one {devices}, {dates}: {files}.{joined}"
 
 
 def accuracy(page: Path, pattern: str) -> str:

@@ -267,6 +267,15 @@ def test_a_study_of_recipes_counts_the_seeds_that_came_out_exact(book):
     assert worst == ["ca-x: another", "0 of 1", "0", "0", "", ""]
 
 
+def test_the_summary_says_where_ours_and_the_peer_are_of_two_runs(book, tables):
+    family = next(family for family in tables.FAMILIES if family.files == ("logic-conv",))
+    fields = {key: value for key, value in family.where.items() if key != "batch"}
+    rows = [row(**fields), row(implementation="torchlogix", peer="torchlogix", microseconds=25.0, **fields)]
+    text = book("summary", **{"logic-conv": report(*rows) | {"joined": True}})
+    assert "| 2.50x† |" in text and "†: ours and the peer's are of two runs" in text
+    assert "†" not in book("summary", **{"logic-conv": report(*rows)})
+
+
 def test_a_profile_adds_up_the_launches_of_a_kernel_and_weighs_their_shares(book):
     fields = dict(work="a step", dtype="float32", l2=1, l1=2, sm=3, warps=4, issued=0.5, registers=32)
     rows = [

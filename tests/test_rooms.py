@@ -140,3 +140,37 @@ def test_a_circle_is_found():
     }
     assert circle(import_graph(sources)) == ["a.b", "a.c.d", "e", "a.b"]
     assert circle(import_graph(sources | {"e": "import jax"})) == []
+
+
+# -------------------------------------------------------------------------------------------------- tests mirror rooms
+
+TESTED_ELSEWHERE = {
+    # Parts of a kernel or an op, tested through it.
+    *("pallas_kernels/conv/max_pool2d", "pallas_kernels/core/mosaic", "pallas_kernels/logic/tree"),
+    *(f"jaxbp/ops/_{name}" for name in ("automaton_formula", "automaton_kernels", "fastest", "gates", "trees")),
+    *(f"jaxbp/verify/{name}" for name in ("judge", "page", "points")),
+    *(f"experiments/fuzz/{name}" for name in ("cases", "reproducer", "transformations", "work")),
+    # Libraries that CI lacks.
+    *(f"experiments/bench/peers/{name}" for name in ("liger", "quack", "tokamax", "torch")),
+}
+OF_MORE_THAN_A_MODULE = {
+    *(f"jaxbp/ops/test_{name}" for name in ("any_shape", "bad_input", "formulas")),
+    *(f"jaxbp/verify/test_{name}" for name in ("no_false_alarm", "wrong_backwards")),
+    "experiments/training/test_damage",
+    "experiments/bench/peers/test_init",  # what is in the package itself
+}
+
+
+def test_tests_mirror_the_rooms():
+    def test_of(module):
+        """A private module's, or a `__main__`'s, has no underscores."""
+        return str(module.parent / f"test_{module.name.strip('_')}")
+
+    modules = [path.relative_to(ROOT).with_suffix("") for room in ROOMS for path in files(room)]
+    wanted = {test_of(module) for module in modules if module.name != "__init__"}
+    elsewhere = {test_of(Path(name)) for name in TESTED_ELSEWHERE}
+    found = [path for room in ROOMS for path in (ROOT / "tests" / room).rglob("test_*.py")]
+    tests = {str(path.relative_to(ROOT / "tests").with_suffix("")) for path in found}
+    assert sorted(wanted - tests - elsewhere) == []
+    assert sorted(tests - wanted - OF_MORE_THAN_A_MODULE) == []
+    assert sorted(elsewhere & tests) == [], "no exceptions any more"
