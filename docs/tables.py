@@ -166,7 +166,7 @@ def rate(value: float, unit: str) -> str:
 
 def floor(row: Row | None) -> str:
     fraction = row.get("floor_fraction") if row else None
-    return "" if fraction is None else f"{fraction:.0%}"
+    return "" if fraction is None else f"{min(fraction, 1.0):.0%}"
 
 
 def mebibytes(row: Row | None) -> str:
