@@ -99,11 +99,9 @@ class LeNet(nnx.Module):
                 )
                 keep(f"pool{i}.places", places)
             else:
-                x = conv(x)
-                keep(f"conv{i}.pre_relu", x)
-                x, indices = max_pool2d_with_indices(
-                    relu(x, implementation=implementation), 2, implementation=implementation
-                )
+                x = relu(conv(x), implementation=implementation)
+                keep(f"pool{i}.input", x)  # by relu
+                x, indices = max_pool2d_with_indices(x, 2, implementation=implementation)
                 keep(f"pool{i}.indices", indices)
         return flatten(x)
 
@@ -111,9 +109,7 @@ class LeNet(nnx.Module):
         """The dense layers, as `_features`."""
         for i, fc in enumerate((self.fc1, self.fc2), start=1):
             keep(f"fc{i}.input", x)
-            x = fc(x)
-            keep(f"fc{i}.pre_relu", x)
-            x = relu(x, implementation=self.implementation)
+            x = relu(fc(x), implementation=self.implementation)
         keep("fc3.input", x)
         return self.fc3(x)
 
