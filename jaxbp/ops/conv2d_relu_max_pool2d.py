@@ -16,6 +16,7 @@ from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from jaxbp.sharding import leading
 from pallas_kernels.conv import conv2d_relu_max_pool2d as kernels
 from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_sm90 as forward_sm90
+from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_tf32_sm90 as forward_tf32_sm90
 from pallas_kernels.conv import conv2d_relu_max_pool2d_input_gradient_sm90 as input_gradient_sm90
 from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient_sm90
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
@@ -55,7 +56,8 @@ def _forward_and_places_kernel(x, w, b, *, window, stride, padding, precision):
 
 
 def _forward_kernel(x, w, b, tensor_cores, **options):
-    arrays, kernel, exact = (x, w, b), forward_sm90.forward, functools.partial(kernels.forward, **options)
+    arrays, exact = (x, w, b), functools.partial(kernels.forward, **options)
+    kernel = forward_tf32_sm90.forward if x.dtype == jnp.float32 else forward_sm90.forward
     if tensor_cores and kernel.pays(*arrays, **options):
         return on_gpu(functools.partial(kernel, **options), exact, *arrays)
     return exact(*arrays)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
@@ -192,6 +193,14 @@ def first_maximum(values):
         place = jnp.where(value > largest, t, place)
         largest = jnp.maximum(largest, value)
     return largest, place
+
+
+def taps(w, row, column):
+    """`w[:, :, row, column]` of integer arrays that broadcast against each other, zero where they are beyond the filter."""
+    F, G = w.shape[2:]
+    inside = (row >= 0) & (row < F) & (column >= 0) & (column < G)
+    row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)
+    return jnp.where(inside, w[:, :, row, column], 0)
 
 
 # ---------------------------------------------------------------------------------------------------- weights_gradient

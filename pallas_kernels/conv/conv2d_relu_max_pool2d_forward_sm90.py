@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.conv.conv2d_relu_max_pool2d import first_maximum
+from pallas_kernels.conv.conv2d_relu_max_pool2d import first_maximum, taps
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import as_box, as_operand, load, operand, operand_and_box, store, swizzled, value_a_row
@@ -269,13 +269,10 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
     """`[s, (p, k, q), (i, c, j)]`: the weight of the patch's pixel (i, j) for place (0, s) of window (p, q)."""
     config = sizes.config
     s, p, q, i, j = np.ix_(*map(range, (sizes.S, config.rows, config.columns, sizes.band, sizes.patch[1])))
-    row, column = i - p * sizes.R, j - (q * sizes.S + s)
-    inside = (row >= 0) & (row < sizes.F) & (column >= 0) & (column < sizes.G)
-    row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)
-    taps = jnp.where(inside, w[:, :, row, column], 0)
+    w = taps(w, i - p * sizes.R, j - (q * sizes.S + s))
     # From K, C, s, p, q, i, j.
-    taps = taps.transpose(2, 3, 0, 4, 5, 1, 6).reshape(sizes.S, sizes.features, -1)
-    return jnp.pad(taps, ((0, 0), (0, _FEATURES - sizes.features), (0, sizes.summed - taps.shape[2])))
+    w = w.transpose(2, 3, 0, 4, 5, 1, 6).reshape(sizes.S, sizes.features, -1)
+    return jnp.pad(w, ((0, 0), (0, _FEATURES - sizes.features), (0, sizes.summed - w.shape[2])))
 
 
 def _by_features(b: Array, sizes: _Sizes) -> Array:

@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.conv.conv2d_relu_max_pool2d import taps
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import load, operand, rounded_to_tf32, store
@@ -182,13 +183,10 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
     """`[a, b, (r, c, v), (t, k, q)]`: the weight of place t of a group's window q at (r, v) of the cell (a, b) away."""
     R, S, width = sizes.R, sizes.S, sizes.cell_width
     a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
-    row, column = a * R + r - tr, b * width + v - (q * S + ts)
-    inside = (row >= 0) & (row < sizes.F) & (column >= 0) & (column < sizes.G)
-    row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)
     w = lax.reduce_precision(w, 8, 10) if w.dtype == jnp.float32 else w
-    taps = jnp.where(inside, w[:, :, row, column], 0)
+    w = taps(w, a * R + r - tr, b * width + v - (q * S + ts))
     # K, C, a, b, r, v, tr, ts, q
-    return taps.transpose(2, 3, 4, 1, 5, 6, 7, 0, 8).reshape(sizes.reach, 2, sizes.cell, sizes.routed)
+    return w.transpose(2, 3, 4, 1, 5, 6, 7, 0, 8).reshape(sizes.reach, 2, sizes.cell, sizes.routed)
 
 
 def _body(sizes, *refs, block, warpgroup):

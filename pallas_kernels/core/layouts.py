@@ -43,10 +43,10 @@ SUMMED_ROWS = 32
 
 
 def sums_over_lanes(rows: Any, totals: Any) -> None:
-    """Writes the sum of each of `rows (n, LANES)` in shared memory to `totals (n,)` in device memory.
+    """Writes the sum of each of `rows (n, lanes)` in shared memory to `totals (n,)` in device memory.
 
     Sums of single vectors would need a barrier each. These need one, before any thread reads a row. n is half of
-    `SUMMED_ROWS`, or a multiple of `SUMMED_ROWS`.
+    `SUMMED_ROWS`, or a multiple of `SUMMED_ROWS`; lanes are a multiple of `LANES`.
     """
     # A warp reads four rows, eight threads side by side, and no bank twice.
     tiling = plgpu.Tiling(((16, 32), (4, 32), (4,)))

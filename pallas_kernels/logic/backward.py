@@ -237,30 +237,39 @@ _TRAIL_BLOCKS = 8
 """Lane blocks in a program, at most."""
 _TRAIL_BYTES = 64
 """That a thread reads of dy for one input, at most: of half precisions it has more lane blocks."""
+_TRAIL_LOAD_BYTES = 4
+"""Of a thread's loads: of half precisions two examples, else the loads are twice as many as float32's for their bytes."""
 _TRAIL_ROWS = SUMMED_ROWS // 2
 """Of shared memory: a program sums the terms of at most four gates."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AlongTrailConfig:
-    """A program's inputs, and how many lane blocks of `LANES` it has."""
+    """A program's inputs, how many lane blocks it has, and their length, a multiple of `LANES`."""
 
     inputs: int
     blocks: int
+    length: int
 
 
 def _along_trail_supports(dy, coefficients, graph, x):
     if not graph.regular or graph.most_consumers not in _TRAIL_CONSUMERS:
         wanted = " or ".join(map(str, _TRAIL_CONSUMERS))
         return f"wires of {graph.most_consumers} consumers, only {wanted} of every input"
-    return part_of_a_warpgroup(x) or _lacks_shared_memory(_TRAIL_ROWS)
+    return part_of_a_warpgroup(x) or _lacks_shared_memory(_TRAIL_ROWS * _trail_length(x) // LANES)
+
+
+def _trail_length(x):
+    return LANES * largest_divisor(x.shape[1] // LANES, max(1, _TRAIL_LOAD_BYTES // x.dtype.itemsize))
 
 
 def _along_trail_heuristic(dy, coefficients, graph, x):
-    most = graph.most_consumers
-    blocks = largest_divisor(x.shape[1] // LANES, min(_TRAIL_BLOCKS, _TRAIL_BYTES // (most * x.dtype.itemsize)))
+    most, length = graph.most_consumers, _trail_length(x)
+    examples = LANES * min(_TRAIL_BLOCKS, _TRAIL_BYTES // (most * x.dtype.itemsize))
+    blocks = largest_divisor(x.shape[1] // length, examples // length)
     # Of short rows, eight consumers in a program, else four: as many loads under way.
-    return AlongTrailConfig(inputs=largest_divisor(x.shape[0], (8 if blocks <= 2 else 4) // most), blocks=blocks)
+    inputs = largest_divisor(x.shape[0], (8 if blocks * length <= 2 * LANES else 4) // most)
+    return AlongTrailConfig(inputs, blocks, length)
 
 
 @kernel(supports=_along_trail_supports, heuristic=_along_trail_heuristic)
@@ -273,7 +282,7 @@ def gradients_along_trail(
     leaving = most // 2
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, inputs_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
-        lanes = _lanes(block, config.blocks)
+        lanes = _lanes(block, config.blocks, config.length)
         owned_rows = [inputs_ref[group * config.inputs + k] for k in range(config.inputs)]
         places = [group * config.inputs * most + k for k in range(config.inputs * most)]
         consumers, partner_rows = ([ref[e] for e in places] for ref in (consumers_ref, partners_ref))
@@ -291,7 +300,7 @@ def gradients_along_trail(
                     rows_ref[_GATE_SUMS * gate + t] = vector
         sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * _TRAIL_ROWS, _TRAIL_ROWS)])
 
-    blocks, groups = N // (LANES * config.blocks), inputs // config.inputs
+    blocks, groups = N // (config.length * config.blocks), inputs // config.inputs
     dx, sums = launch(
         body,
         dy,
@@ -302,7 +311,7 @@ def gradients_along_trail(
         x,
         out=(x, jax.ShapeDtypeStruct((blocks, groups * _TRAIL_ROWS), jnp.float32)),
         grid={"block": blocks, "group": groups},
-        scratch=[plgpu.SMEM((_TRAIL_ROWS, LANES), jnp.float32)],
+        scratch=[plgpu.SMEM((_TRAIL_ROWS, config.length), jnp.float32)],
         barriers=False,
         name="gate_layer_backward_along_trail",
     )

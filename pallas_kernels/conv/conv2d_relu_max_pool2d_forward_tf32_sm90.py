@@ -1,0 +1,422 @@
+"""The forward of `conv2d_relu_max_pool2d` on Hopper's tensor cores, of float32 rounded to TF32, with the batch last.
+
+A tile is a few windows of all output channels, for 64 examples, which are the rows of one product:
+
+    sums[n, (t, k, p, q)] = sum over c, i, j of patch[(c, i, j), n] * weights[(t, k, p, q), (c, i, j)],
+
+where the patch is what lies under the windows, and the weights of place t of window (p, q) are the filters at that
+place, zero around them. All places of a window thereby lie in the same thread.
+
+The tensor cores transpose no operands of 32 bits, and examples are last in memory. A patch therefore goes from shared
+memory, where a bulk copy has put it, through registers to shared memory again. Warpgroups work for themselves: one
+transposes a patch while the tensor cores multiply another's.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.conv.conv2d_relu_max_pool2d import first_maximum, taps
+from pallas_kernels.core import device
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import as_box, as_operand, load, operand, operand_and_box, rounded_to_tf32, store
+from pallas_kernels.core.layouts import value_a_column
+from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.core.simulator import simulating
+from pallas_kernels.core.tiles import kernel
+
+_ITEM_BYTES = 4
+_EXAMPLES = 64
+"""Of a tile: rows of the tensor cores' tiles."""
+_GROUP = 32
+"""Examples side by side in shared memory: a row of the longest swizzle, 128 bytes."""
+_PIXELS = 8
+"""Of a product's step: a row of an operand, 32 bytes. Four such rows are written by a warp without a conflict."""
+_MAX_OUTPUTS = 256
+"""Columns of a product, the most that an instruction has."""
+_MAX_BOX = 256
+"""The longest axis of a bulk copy."""
+_MAX_WARPGROUPS = 4
+"""A program: 512 threads have 128 registers each."""
+_OTHER_REGISTERS = 40
+"""Of a thread, beside its sums and what it transposes."""
+_BARRIER_BYTES = 1024
+"""Shared memory for the barriers, which are followed by operands aligned to 1024 bytes."""
+_SHARED_BYTES_A_CLOCK = 128
+"""That a multiprocessor reads or writes."""
+_MIN_BATCH = 2048
+"""As the half precisions' kernel has it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles of `forward`.
+
+    Attributes:
+      rows, columns: of windows in a tile.
+      channels: of the images, that are transposed at a time.
+      warpgroups: a program.
+    """
+
+    rows: int
+    columns: int
+    channels: int
+    warpgroups: int
+
+
+# --------------------------------------------------------------------------------------------------------------- sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """What follows from the shapes and a config. P and Q count windows."""
+
+    K: int
+    P: int
+    Q: int
+    N: int
+    C: int
+    F: int
+    G: int
+    R: int
+    S: int
+    config: Config
+
+    @property
+    def windows(self) -> int:
+        return self.config.rows * self.config.columns
+
+    @property
+    def features(self) -> int:
+        """Results of a tile, for each example."""
+        return self.K * self.windows
+
+    @property
+    def outputs(self) -> int:
+        """Columns of its product: a result's places."""
+        return self.R * self.S * self.features
+
+    @property
+    def patch(self) -> tuple[int, int]:
+        """Rows and columns of the images under a tile."""
+        return self.config.rows * self.R + self.F - 1, self.config.columns * self.S + self.G - 1
+
+    @property
+    def steps(self) -> int:
+        """Of a tile's product: groups of channels."""
+        return self.C // self.config.channels
+
+    @property
+    def pixels(self) -> int:
+        """Of a step."""
+        return self.config.channels * self.patch[0] * self.patch[1]
+
+    @property
+    def boxed_channels(self) -> int:
+        """Channels that fill eight rows of results: a copy to device memory takes so many."""
+        return 8 // self.windows
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return self.P // self.config.rows, self.Q // self.config.columns
+
+    @property
+    def units(self) -> int:
+        """The work to share out: tiles of 64 examples."""
+        return self.tiles[0] * self.tiles[1] * (self.N // _EXAMPLES)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The weights; and for each warpgroup a patch twice, and results on their way out."""
+        weights, patch = self.outputs * self.pixels * self.steps, _EXAMPLES * self.pixels
+        results = _EXAMPLES * self.features * (_ITEM_BYTES + 1)
+        return _ITEM_BYTES * weights + self.config.warpgroups * (2 * _ITEM_BYTES * patch + results) + _BARRIER_BYTES
+
+    @property
+    def registers(self) -> int:
+        """Of a thread: its sums, and its share of a patch."""
+        return (self.outputs + self.pixels) * _EXAMPLES // 128 + _OTHER_REGISTERS
+
+    def fit(self) -> bool:
+        """Whether they suit the tensor cores' tiles and the copies' boxes, and registers and shared memory hold them."""
+        gpu = device.target()
+        return (
+            8 % self.windows == 0
+            and self.K % self.boxed_channels == 0
+            and self.outputs <= _MAX_OUTPUTS
+            and self.pixels % _PIXELS == 0
+            and max(self.config.channels, *self.patch) <= _MAX_BOX
+            and self.shared_bytes <= gpu.shared_bytes
+            and self.registers <= min(255, gpu.registers // (128 * self.config.warpgroups))
+        )
+
+    def clocks(self) -> int:
+        """For 64 examples, by shared memory: a patch arrives, is read, written and read; the weights are read."""
+        patch, weights = 4 * _EXAMPLES * self.pixels, self.outputs * self.pixels
+        read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
+        return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
+
+
+def _sizes(x: Any, w: Any, window: tuple[int, int], config: Config) -> _Sizes:
+    (_, H, W, N), (K, C, F, G), (R, S) = x.shape, w.shape, window
+    return _Sizes(K, (H - F + 1) // R, (W - G + 1) // S, N, C, F, G, R, S, config)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
+    """The config of the fewest clocks, and of those the one of the most warpgroups, or None if nothing fits."""
+    sizes = functools.partial(_sizes, x, w, window)
+    of = sizes(Config(1, 1, 1, 1))
+    candidates = (
+        sizes(Config(rows, columns, channels, warpgroups))
+        for rows, columns, channels in itertools.product(_divisors(of.P), _divisors(of.Q), _divisors(of.C))
+        for warpgroups in range(2, _MAX_WARPGROUPS + 1)
+    )
+    preference = lambda found: (found.clocks(), -found.config.warpgroups, -found.config.channels)  # noqa: E731
+    best = min((found for found in candidates if found.fit()), key=preference, default=None)
+    return best and best.config
+
+
+# -------------------------------------------------------------------------------------------------------------- kernel
+
+
+def _supports(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
+    if x.dtype != jnp.float32:
+        return f"dtype {x.dtype}, only float32"
+    if _cheapest(x, w, window) is None:
+        return f"{w.shape} filters on {x.shape}: no tile of the windows fits the tensor cores' and shared memory"
+    return None
+
+
+def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | None:
+    return _cheapest(x, w, window) if x.shape[-1] >= _MIN_BATCH else None
+
+
+@kernel(supports=_supports, heuristic=_heuristic, capability=(9, 0))
+def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
+    """`conv2d_relu_max_pool2d.forward`, with images and filters rounded to TF32, and sums in float32.
+
+    A NaN or an infinity in an image makes all windows of its tile NaN: zeros around the filters are multiplied too.
+
+    Args:
+      x: `(C, H, W, N)` float32, the batch N a multiple of 64.
+      w: `(K, C, F, G)`.
+      b: `(K,)`.
+      window: R and S.
+
+    Returns:
+      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` float32, and the places `r * S + s`, uint8 of that shape, R * S
+      where ReLU is off.
+    """
+    sizes = _sizes(x, w, window, config)
+    if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:
+        raise ValueError(
+            f"conv2d_relu_max_pool2d_forward_tf32_sm90.forward: {config} does not fit {w.shape} filters on {x.shape}"
+        )
+    N, warpgroups = x.shape[-1], config.warpgroups
+    stage = warpgroups, _EXAMPLES // _GROUP, sizes.pixels, _GROUP
+    results = warpgroups, sizes.features, _EXAMPLES
+    programs = min(device.target().multiprocessors, -(-sizes.units // warpgroups))
+    y, place = launch(
+        functools.partial(_body, sizes, programs),
+        x.reshape(*x.shape[:3], N // _GROUP, _GROUP),
+        _matrices(w.astype(x.dtype), sizes),
+        jnp.repeat(b.astype(x.dtype), sizes.windows),
+        out=(
+            jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N // _GROUP, _GROUP), x.dtype),
+            # By rows of windows, as the backward wants them.
+            jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
+        ),
+        grid={"program": programs},
+        warpgroups=warpgroups,
+        scratch=[
+            operand((sizes.steps, sizes.outputs, sizes.pixels), x.dtype, _PIXELS * _ITEM_BYTES),
+            plgpu.Barrier(num_arrivals=sizes.steps),
+            operand_and_box(stage, stage, x.dtype, _GROUP * _ITEM_BYTES),
+            plgpu.Barrier(num_arrivals=_copies(sizes), num_barriers=warpgroups),
+            operand((warpgroups, _EXAMPLES, sizes.pixels), x.dtype, _PIXELS * _ITEM_BYTES),
+            operand_and_box(
+                results, (warpgroups, sizes.features // 8, _EXAMPLES // _GROUP, 8, _GROUP), x.dtype, _GROUP * _ITEM_BYTES
+            ),
+            plgpu.SMEM(results, jnp.uint8),
+        ],
+        # What threads share lies behind `commit_smem`.
+        barriers=False,
+        sums_across_warps=False,
+        name="conv2d_relu_max_pool2d_tf32",
+    )
+    return y.reshape(*y.shape[:3], N), place.swapaxes(0, 1)
+
+
+def _matrices(w: Array, sizes: _Sizes) -> Array:
+    """`[step, (r, s, k, p, q), (c, i, j)]`: the weight of the patch's pixel (i, j) for place (r, s) of window (p, q)."""
+    config = sizes.config
+    axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
+    r, s, p, q, i, j = np.ix_(*map(range, axes))
+    w = taps(lax.reduce_precision(w, 8, 10), i - (p * sizes.R + r), j - (q * sizes.S + s))
+    # From K, C, r, s, p, q, i, j.
+    w = w.reshape(sizes.K, sizes.steps, config.channels, *w.shape[2:]).transpose(1, 3, 4, 0, 5, 6, 2, 7, 8)
+    return w.reshape(sizes.steps, sizes.outputs, sizes.pixels)
+
+
+def _copies(sizes: _Sizes) -> int:
+    """That fill a stage. The simulator has no boxes, and copies rows."""
+    return 1 if simulating() is None else sizes.config.channels * sizes.patch[0] * (_EXAMPLES // _GROUP)
+
+
+def _transposing() -> Any:
+    """A layout for 32 examples of patches: a warp has 8 pixels of 4 examples.
+
+    Where a row is 32 examples, swizzled, these are 8 times 16 bytes in different banks; where it is 8 pixels, 128 bytes
+    side by side.
+    """
+    tiling = plgpu.Tiling(((16, 8), (4, 8), (1,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+# ------------------------------------------------------------------------------------------------------------- program
+
+
+def _body(sizes, programs, *refs, program, warpgroup):
+    _Program(sizes, *refs, program=program, programs=programs, warpgroup=warpgroup).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A warpgroup's share of the tiles. Its references, and its steps.
+
+    Attributes:
+      x, matrices, bias, y, place: in device memory.
+      weights: the matrices, in shared memory.
+      weights_loaded: where their copies arrive.
+      patches: a step's patch of each warpgroup, pixels by examples.
+      loaded: where its copy arrives.
+      operands: the same patch, examples by pixels.
+      y_tiles, place_tiles: results of each warpgroup on their way out.
+      program, warpgroup: the program's and the warpgroup's number.
+    """
+
+    sizes: _Sizes
+    x: Any
+    matrices: Any
+    bias: Any
+    y: Any
+    place: Any
+    weights: Any
+    weights_loaded: Any
+    patches: Any
+    loaded: Any
+    operands: Any
+    y_tiles: Any
+    place_tiles: Any
+    program: Any
+    programs: Any
+    warpgroup: Any
+
+    def run(self):
+        share = self.programs * self.sizes.config.warpgroups
+        first = self.warpgroup * self.programs + self.program
+        turns = (self.sizes.units - first + share - 1) // share
+        pl.when(self.warpgroup == 0)(self.fetch_weights)
+        pl.when(turns > 0)(functools.partial(self.fetch, first, 0))
+        bias = load(self.bias, value_a_column(), optimized=False)
+        plgpu.barrier_wait(self.weights_loaded)
+        lax.fori_loop(0, turns, lambda turn, _: self.take_tile(first + turn * share, share, bias), None)
+        plgpu.wait_smem_to_gmem(0)
+
+    def fetch_weights(self):
+        for step in range(self.sizes.steps):
+            plgpu.copy_gmem_to_smem(self.matrices.at[step], self.weights.at[step], self.weights_loaded)
+
+    def tile(self, unit):
+        """First row and column of a unit's windows, and its block of the batch. Programs share the images in L2."""
+        (below, beside), config = self.sizes.tiles, self.sizes.config
+        tile, block = unit % (below * beside), unit // (below * beside)
+        return tile // beside * config.rows, tile % beside * config.columns, block
+
+    def fetch(self, unit, step):
+        """Starts the copy of a step's patch."""
+        sizes, (p, q, block) = self.sizes, self.tile(unit)
+        (rows, columns), channels, groups = sizes.patch, sizes.config.channels, _EXAMPLES // _GROUP
+        row, column, group, channel = p * sizes.R, q * sizes.S, block * groups, step * channels
+        barrier = self.loaded.at[self.warpgroup]
+        if simulating() is None:
+            patch = as_box(self.patches).at[self.warpgroup].reshape(groups, channels, rows, columns, _GROUP)
+            at = [pl.ds(channel, channels), pl.ds(row, rows), pl.ds(column, columns), pl.ds(group, groups)]
+            plgpu.copy_gmem_to_smem(self.x.at[*at], patch.transpose((1, 2, 3, 0, 4)), barrier)
+            return
+        for c, i, n in itertools.product(range(channels), range(rows), range(groups)):
+            images = self.x.at[channel + c, row + i, pl.ds(column, columns), group + n]
+            pixels = pl.ds((c * rows + i) * columns, columns)
+            plgpu.copy_gmem_to_smem(images, self.patches.at[self.warpgroup, n, pixels], barrier)
+
+    def take_tile(self, unit, share, bias):
+        sizes, places = self.sizes, self.sizes.R * self.sizes.S
+        multiply = functools.partial(self.multiply, unit, share)
+        sums = pl.run_scoped(multiply, plgpu.ACC((_EXAMPLES, sizes.outputs)))
+        each = [sums[:, t * sizes.features : (t + 1) * sizes.features] for t in range(places)]
+        largest, at = first_maximum(each)
+        largest += lax.broadcast_in_dim(bias, largest.shape, [1])
+        self.write(unit, jnp.maximum(largest, 0.0), jnp.where(largest > 0, at, places))
+
+    def multiply(self, unit, share, sums):
+        """The sums of every place."""
+        steps, operand = self.sizes.steps, self.operands.at[self.warpgroup]
+        for step in range(steps):
+            plgpu.barrier_wait(self.loaded.at[self.warpgroup])
+            patch = [self.read(group) for group in range(_EXAMPLES // _GROUP)]
+            # All threads have read the patch: the next one is under way while this one is multiplied.
+            plgpu.commit_smem()
+            if step + 1 < steps:
+                self.fetch(unit, step + 1)
+            else:
+                pl.when(unit + share < self.sizes.units)(functools.partial(self.fetch, unit + share, 0))
+            plgpu.wgmma_wait(0)
+            for group, pixels in enumerate(patch):
+                store(operand.at[pl.ds(group * _GROUP, _GROUP)], pixels)
+            plgpu.commit_smem()
+            plgpu.wgmma(sums, operand, self.weights.at[step].transpose((1, 0)))
+        plgpu.wgmma_wait(0)
+        return sums[...]
+
+    def read(self, group):
+        """32 examples of the patch, in registers."""
+        patch = as_operand(self.patches).at[self.warpgroup, group]
+        return rounded_to_tf32(load(patch.transpose((1, 0)), _transposing(), optimized=False))
+
+    def write(self, unit, y, at):
+        """Copies a tile's results to device memory."""
+        sizes, config, (p, q, block) = self.sizes, self.sizes.config, self.tile(unit)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        y, at = (plgpu.layout_cast(a, plgpu.Layout.WGMMA_TRANSPOSED) for a in (y, at))
+        store(as_operand(self.y_tiles).at[self.warpgroup].transpose((1, 0)), y)
+        store(self.place_tiles.at[self.warpgroup].transpose((1, 0)), at.astype(jnp.uint8))
+        plgpu.commit_smem()
+        rows, columns = pl.ds(p, config.rows), pl.ds(q, config.columns)
+        examples, groups = pl.ds(block * _EXAMPLES, _EXAMPLES), _EXAMPLES // _GROUP
+        if simulating() is None:
+            places = self.place_tiles.at[self.warpgroup].reshape(sizes.K, config.rows, config.columns, _EXAMPLES)
+            plgpu.copy_smem_to_gmem(places.transpose((1, 0, 2, 3)), self.place.at[rows, :, columns, examples])
+            for box in range(sizes.features // 8):
+                tile = as_box(self.y_tiles).at[self.warpgroup, box]
+                tile = tile.reshape(groups, sizes.boxed_channels, config.rows, config.columns, _GROUP)
+                channels = pl.ds(box * sizes.boxed_channels, sizes.boxed_channels)
+                to = self.y.at[channels, rows, columns, pl.ds(block * groups, groups)]
+                plgpu.copy_smem_to_gmem(tile.transpose((1, 2, 3, 0, 4)), to)
+            return
+        for k, row in itertools.product(range(sizes.K), range(config.rows)):
+            under = self.warpgroup, pl.ds((k * config.rows + row) * config.columns, config.columns)
+            plgpu.copy_smem_to_gmem(self.place_tiles.at[under], self.place.at[p + row, k, columns, examples])
+            for n in range(groups):
+                tile = self.y_tiles.at[*under, pl.ds(n * _GROUP, _GROUP)]
+                plgpu.copy_smem_to_gmem(tile, self.y.at[k, p + row, columns, block * groups + n])
