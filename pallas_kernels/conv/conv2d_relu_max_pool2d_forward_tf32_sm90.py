@@ -174,16 +174,19 @@ def _divisors(n: int) -> list[int]:
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """The config of the fewest clocks, and of those the one of the most warpgroups, or None if nothing fits."""
+    """Of the configs of the most warpgroups that fit, the one of the fewest clocks; None if nothing fits.
+
+    More warpgroups were faster than fewer clocks: see docs/lab/2026-11-23-forward.md.
+    """
     sizes = functools.partial(_sizes, x, w, window)
     of = sizes(Config(1, 1, 1, 1))
     candidates = (
         sizes(Config(rows, columns, channels, warpgroups))
         for rows, columns, channels in itertools.product(_divisors(of.P), _divisors(of.Q), _divisors(of.C))
-        for warpgroups in range(2, _MAX_WARPGROUPS + 1)
+        for warpgroups in range(1, _MAX_WARPGROUPS + 1)
     )
-    preference = lambda found: (found.clocks(), -found.config.warpgroups, -found.config.channels)  # noqa: E731
-    best = min((found for found in candidates if found.fit()), key=preference, default=None)
+    order = lambda found: (-found.config.warpgroups, found.clocks(), -found.config.channels)  # noqa: E731
+    best = min((found for found in candidates if found.fit()), key=order, default=None)
     return best and best.config
 
 
