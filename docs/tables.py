@@ -418,7 +418,7 @@ class Family:
 FAMILIES = (
     Family(
         "LeNet training step, batch 128", "lenet", ("lenet",), {"op": "lenet", "batch": "128"},
-        "many short launches: each takes about a microsecond whatever it computes",
+        "many short launches, each of which takes longer to start than to run",
     ),
     Family(
         "LeNet training step, batch 8192", "lenet", ("lenet",), {"op": "lenet", "batch": "8192"},

@@ -120,7 +120,7 @@ class Op:
       shares: the kernel is shared among the devices of a mesh. On a mesh, `None` takes one that is not for none.
       sharded_like: `(*arrays) -> results` that are sharded as the op's, where JAX's own differentiation cannot say so
         on a mesh of explicit axes.
-      jit: a call outside of any transformation is compiled as a whole, which makes small calls several times faster.
+      jit: a call outside of any transformation is compiled as a whole, which makes small calls faster.
         The functions then see tracers in place of the arrays, as they do under `jax.jit`.
     """
 

@@ -149,7 +149,7 @@ def _chain(function: Callable, calls: int, size: int, shape: tuple[int, ...]) ->
 
 
 def _traffic_on_cpu() -> dict[tuple[str, int], Timed]:
-    """Copies in place: a new array's pages take several times longer to map than to fill."""
+    """Copies in place: a new array's pages take longer to map than to fill."""
     programs = {}
     for size in CPU_WORKING_SETS:
         programs["copy", size] = 2 * size / CPU_ARRAYS, _copies_in_place(size // CPU_ARRAYS // 4)

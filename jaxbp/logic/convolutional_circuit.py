@@ -257,7 +257,7 @@ class ConvolutionalCircuit:
         """All gates of all places and pools, and of the layers behind them.
 
         Kernels are simplified, each once, and so are the layers. What `Netlist.simplify` does beyond that crosses
-        places and layers; of a million gates it takes a minute.
+        places and layers; of many gates it takes long.
         """
         gates = GateList(self.inputs)
         x = np.arange(self.inputs).reshape(self.shape)

@@ -143,7 +143,7 @@ def _draw(cases, draws):
             name: (case.draw(0), jax.vmap(functools.partial(floats, case))(seeds)) for name, (_, case) in cases.items()
         }
 
-    with jax.default_prng_impl("rbg"):  # compiles ten times as fast
+    with jax.default_prng_impl("rbg"):  # compiles faster
         return {name: _Drawn(*cases[name], arguments, _numpy(values)) for name, (arguments, values) in draw().items()}
 
 

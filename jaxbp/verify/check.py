@@ -228,7 +228,7 @@ def check(
       args: its arguments, arrays or pytrees of arrays. Those without gradients, such as integers, are skipped. NumPy's
         float64 arrays are taken as such, whether or not JAX's 64-bit mode is on.
       implementations: those to check; by default all. One that does not take the arguments is skipped and says why.
-      order: 1 for values and gradients alone, which takes a third of the time, 2 or 3.
+      order: 1 for values and gradients alone, which takes the least time, 2 or 3.
       kinks: values at which the op may have a kink.
       kink_convention: whether the op has autodiff's slope at a kink; if not, any between the two sides will do there.
       added: data to check beside the user's own.
