@@ -11,10 +11,11 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 
 LANES = 128
-"""Threads of a warpgroup, the unit that runs a program: vectors are a multiple of it."""
+"""Threads of a warpgroup, four warps of 32 (PTX ISA, wgmma). A warpgroup runs a program: vectors are a multiple of it."""
 
 OPERAND_BYTES = 128
-"""Of a row of shared memory, in which the tensor cores look for their operands."""
+"""Bytes of a row of shared memory from which the tensor cores read operands: the widest swizzle of PTX ISA's matrix
+descriptors, 128 bytes."""
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
@@ -26,8 +27,8 @@ def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
         return ref[...]
     # Older versions want an index beside the reference.
     index = inspect.signature(plgpu.load).parameters.get("idx")
-    wanted = index is not None and index.default is index.empty
-    return plgpu.load(ref, *([()] if wanted else []), layout=layout, optimized=optimized)
+    needs_index = index is not None and index.default is index.empty
+    return plgpu.load(ref, *([()] if needs_index else []), layout=layout, optimized=optimized)
 
 
 def store(ref: Any, value: Array) -> None:
@@ -39,7 +40,8 @@ def store(ref: Any, value: Array) -> None:
 
 
 SUMMED_ROWS = 32
-"""Rows that `sums_over_lanes` takes at a time, or half of them."""
+"""Rows that `sums_over_lanes` takes at a time, or half of them: one or two tiles of its layout, which have 16 rows. Two
+is chosen by hand; not tuned."""
 
 
 def sums_over_lanes(rows: Any, totals: Any) -> None:
@@ -103,16 +105,16 @@ def as_box(ref: Any) -> Any:
     return ref[1]
 
 
-def multiply_registers(sums: Any, left: Array, right: Any, spare: Any) -> None:
+def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None:
     """`plgpu.wgmma` of registers and shared memory.
 
-    The simulator multiplies shared memory alone: it stores `left` in `spare`, once bulk copies have read that.
+    The simulator multiplies shared memory alone: it stores `left` in `scratch`, once bulk copies have read that.
     """
     if simulating() is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        spare[...] = left
+        scratch[...] = left
         plgpu.commit_smem()
-        left = spare
+        left = scratch
     plgpu.wgmma(sums, left, right)
     if simulating() is not None:
         plgpu.wgmma_wait(0)
@@ -140,9 +142,9 @@ def vector_length(*arrays: Array) -> int:
     """
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
-    return max(LANES * each for each in (1, 2, 4) if each <= longest and lanes % (LANES * each) == 0)
+    return max(LANES * elements for elements in (1, 2, 4) if elements <= longest and lanes % (LANES * elements) == 0)
 
 
-def largest_divisor(n: int, at_most: int) -> int:
-    """The largest divisor of `n` not above `at_most`."""
-    return max(d for d in range(1, max(1, min(n, at_most)) + 1) if n % d == 0)
+def largest_divisor(n: int, limit: int) -> int:
+    """The largest divisor of `n` not above `limit`."""
+    return max(d for d in range(1, max(1, min(n, limit)) + 1) if n % d == 0)

@@ -1,6 +1,6 @@
 """Mosaic GPU, imported when a kernel first asks for a name of it.
 
-It takes half as long to import as JAX, and a program that runs formulas alone does not need it. So kernels import
+Its import is slow, and a program that runs formulas alone does not need it. So kernels import
 `plgpu` from here, and use it within functions only.
 """
 

@@ -61,10 +61,10 @@ class Kernel:
 
     def supports(self, *arrays: Any, **options: Any) -> str | None:
         """What of the device or the arguments the kernel does not take, or None."""
-        found = device.target().capability
-        if found < (9, 0) or (self.capability is not None and found != self.capability):
-            wanted = "at least 9.0" if self.capability is None else f"only {_dotted(self.capability)}"
-            return f"compute capability {_dotted(found)}, {wanted}"
+        capability = device.target().capability
+        if capability < (9, 0) or (self.capability is not None and capability != self.capability):
+            requirement = "at least 9.0" if self.capability is None else f"only {_version(self.capability)}"
+            return f"compute capability {_version(capability)}, {requirement}"
         return self._supports(*arrays, **options) if self._supports else None
 
     def heuristic(self, *arrays: Any, **options: Any) -> Any | None:
@@ -153,5 +153,5 @@ def check_divides(kernel: str, size_name: str, size: int, length: int) -> None:
         raise ValueError(f"{kernel}: {size_name} is {size}; wants a divisor of {length}")
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.core import device
-from pallas_kernels.core.gathers import columns, gather_elements, in_order, lane_and_column, scatter_elements, spread
+from pallas_kernels.core.gathers import columns, gather_elements, compiler_fence, lane_and_column, scatter_elements, spread
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, largest_divisor, zeros_like
 from pallas_kernels.core.mosaic import plgpu
@@ -458,7 +458,7 @@ def _input_gradient_of_band(dleaves_ref, *refs, block, band, channel, bands, cou
         dx_ref[channel, row, column, lanes] = sums[pl.ds(pixel * LANES, LANES)]
 
     lax.fori_loop(0, bands.pixels + 1, clear, None)
-    in_order()
+    compiler_fence()
     lax.fori_loop(offsets_ref[channel], offsets_ref[channel + 1], add_reader, None)
-    in_order()
+    compiler_fence()
     lax.fori_loop(0, jnp.minimum(bands.rows, bands.height - band * bands.rows) * bands.width, write, None)
