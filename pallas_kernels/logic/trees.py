@@ -23,7 +23,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.core import device
-from pallas_kernels.core.gathers import columns, gather_elements, compiler_fence, lane_and_column, scatter_elements, spread
+from pallas_kernels.core.gathers import (
+    columns,
+    gather_elements,
+    compiler_fence,
+    lane_and_column,
+    scatter_elements,
+    spread,
+)
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, largest_divisor, zeros_like
 from pallas_kernels.core.mosaic import plgpu
