@@ -43,12 +43,12 @@ class Device:
 HOPPER = Device("NVIDIA H200", (9, 0), 132, 232_448, 62_914_560)
 BLACKWELL = Device("NVIDIA B200", (10, 0), 148, 232_448, 132_644_864)
 BLACKWELL_RTX = Device("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 101_376, 134_217_728)
-"""Devices to compile for on machines without them. The figures of the H200 are its driver's; those of the others are from
-XLA's target configurations."""
+"""Devices to compile for on machines without them. The figures of the H200 are its driver's; those of the others are
+from XLA's target configurations."""
 
 _SHARED_BYTES, _L2_BYTES, _REGISTERS = 97, 38, 82
-"""Numbers of `CUdevice_attribute` in cuda.h: `MAX_SHARED_MEMORY_PER_BLOCK_OPTIN` and `L2_CACHE_SIZE`, both in bytes, and
-`MAX_REGISTERS_PER_MULTIPROCESSOR`, in 32-bit registers."""
+"""Numbers of `CUdevice_attribute` in cuda.h: `MAX_SHARED_MEMORY_PER_BLOCK_OPTIN` and `L2_CACHE_SIZE`, both in bytes,
+and `MAX_REGISTERS_PER_MULTIPROCESSOR`, in 32-bit registers."""
 
 # A JAX context, not a global: its value is part of jit's cache key.
 _target_context = jax.make_user_context(None)

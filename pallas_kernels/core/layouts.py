@@ -11,7 +11,8 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 
 LANES = 128
-"""Threads of a warpgroup, four warps of 32 (PTX ISA, wgmma). A warpgroup runs a program: vectors are a multiple of it."""
+"""Threads of a warpgroup, four warps of 32 (PTX ISA, wgmma). A warpgroup runs a program: vectors are a multiple of
+it."""
 
 OPERAND_BYTES = 128
 """Bytes of a row of shared memory from which the tensor cores read operands: the widest swizzle of PTX ISA's matrix

@@ -33,31 +33,38 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
 
 _ITEM_BYTES = 2
+"""Bytes of a half-precision number."""
 _STEP = OPERAND_BYTES // _ITEM_BYTES
-"""Of the summed axis, multiplied in a step: as many half-precision values as fill an operand's row."""
+"""Numbers of the summed axis that a step multiplies: as many in half precision as fill an operand's row."""
 _ROWS = 128
-"""Of a tile: two consumers with the 64 that a product of the tensor cores has."""
+"""Rows of a tile: two consumers with the 64 rows of a wgmma (PTX ISA)."""
 _LEAST_COLUMNS, _MOST_COLUMNS = 128, 256
-"""Of a tile: 256 are the most that a product of the tensor cores has."""
+"""Columns of a tile: 256 are the most that a wgmma has (PTX ISA); 128 for results that 256 does not divide."""
 
 _LEAST_ROWS = 8192
 _LEAST_INPUTS = 512
-"""Below them the library's product was as fast, measured on an H200."""
+"""Rows from which the kernels pay: docs/lab/2026-11-21-dense.md. Inputs from which the forward does: chosen by hand;
+not tuned."""
 
 _CONSUMERS = 2
+"""Consumer warpgroups: with their share of the registers, each holds 64 x 256 sums."""
 _PRODUCER = _CONSUMERS
-"""The producer's warpgroup, behind those of the consumers."""
+"""The producer's warpgroup, by its number: it follows those of the consumers."""
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-"""A thread, of the 512 that one of each of the three warpgroups have together."""
+"""Registers of a thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 65536, 512 for one thread of each
+of the three warpgroups; a producer and two consumers take 504."""
 
 _MOST_STAGES = 4
-"""As many as fit beside the largest tile's buffers on Hopper."""
+"""Stages of the ring: as many as fit beside the largest tile's buffers on Hopper. Three were slower:
+docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 2048 + 512
-"""Of shared memory: Mosaic's for sums across warps, and more than the barriers need."""
+"""Bytes of shared memory: 2 KiB are Mosaic's for sums across warps; 512 are more than the barriers need."""
 _STEP_MICROSECONDS = 0.75
-"""Of a step of a tile of 128 x 256, on an H200."""
+"""Microseconds of a step of a tile of 128 x 256 on an H200, for the choice of splits alone. From no recorded run; the
+rates in docs/lab/2026-11-21-dense.md are near it."""
 _BYTES_A_MICROSECOND = 3e6
-"""At which the splits' sums are written and read, on an H200."""
+"""Bytes a microsecond at which the splits' sums are written and read, for the choice of splits alone. Chosen by hand,
+below the rate of a copy on an H200; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +95,10 @@ class Config:
 def _config(result_columns: int, buffer_bytes: int) -> Config:
     """One CTA a cluster and one split, with as many stages as fit beside `buffer_bytes` of other shared memory."""
     columns = _LEAST_COLUMNS if result_columns % _MOST_COLUMNS else _MOST_COLUMNS
-    free = device.target().shared_bytes - _RESERVED_BYTES - buffer_bytes
-    return Config(_ROWS, columns, stages=min(_MOST_STAGES, free // ((_ROWS + columns) * _STEP * _ITEM_BYTES)))
+    available_bytes = device.target().shared_bytes - _RESERVED_BYTES - buffer_bytes
+    return Config(
+        _ROWS, columns, stages=min(_MOST_STAGES, available_bytes // ((_ROWS + columns) * _STEP * _ITEM_BYTES))
+    )
 
 
 def _unsupported_operands(left: Any, right: Any) -> str | None:
@@ -103,8 +112,8 @@ def _unsupported_size(name: str, size: int, unit: int) -> str | None:
 
 
 def _unsupported_device(config: Config) -> str | None:
-    shared = device.target().shared_bytes
-    return None if config.stages >= 2 else f"{shared} bytes of shared memory a CTA, too few for a ring of two stages"
+    available = device.target().shared_bytes
+    return None if config.stages >= 2 else f"{available} bytes of shared memory a CTA, too few for a ring of two stages"
 
 
 # --------------------------------------------------------------------------------------------------------- the product
@@ -226,15 +235,15 @@ class _Product:
         def _():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
             # No CTA may end while another's consumers arrive at its barriers.
-            ring.drain(self.over_tiles(functools.partial(self.produce, ring), cluster, cta))
+            ring.drain(self.visit_tiles(functools.partial(self.produce, ring), cluster, cta))
 
         @pl.when(warpgroup < _PRODUCER)
         def _():
             plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
             consume = functools.partial(self.consume, ring, accumulators, spans, epilogue)
-            self.over_tiles(consume, cluster, cta)
+            self.visit_tiles(consume, cluster, cta)
 
-    def over_tiles(self, visit: Callable[[Any, _Tile], Any], cluster: Any, cta: Any) -> Any:
+    def visit_tiles(self, visit: Callable[[Any, _Tile], Any], cluster: Any, cta: Any) -> Any:
         """`count = visit(count, tile)` for the tiles of a CTA, from 0 on; returns the last."""
 
         def visit_next(i, count):
@@ -264,11 +273,11 @@ class _Product:
                 pl.when(step > tile.first)(lambda: ring.release(count - 1))
                 return count + 1
 
-            last = count
+            next_count = count
             for first, end, multiply in spans(tile):
-                last = lax.fori_loop(first, end, functools.partial(add, multiply=multiply), last)
+                next_count = lax.fori_loop(first, end, functools.partial(add, multiply=multiply), next_count)
             plgpu.wgmma_wait(0)
-            ring.release(last - 1)
+            ring.release(next_count - 1)
             return [a[...] for a in sums]
 
         epilogue(tile, *pl.run_scoped(accumulate, *accumulators))
@@ -384,7 +393,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
 # ------------------------------------------------------------------------------------------- the parameters' gradients
 
 _ONES = 8
-"""Columns of ones: the fewest that the tensor cores multiply."""
+"""Columns of ones: the fewest that a wgmma has (PTX ISA)."""
 
 
 class _WeightsGradientRefs(NamedTuple):
@@ -460,8 +469,8 @@ def _weights_config(rows, outputs, inputs):
 
     def microseconds(splits):
         turns = -(-tiles * splits // multiprocessors) * -(-steps // splits)
-        moved = (splits > 1) * splits * outputs * inputs * 8
-        return turns * _STEP_MICROSECONDS * config.columns / _MOST_COLUMNS + moved / _BYTES_A_MICROSECOND
+        moved_bytes = (splits > 1) * splits * outputs * inputs * 8
+        return turns * _STEP_MICROSECONDS * config.columns / _MOST_COLUMNS + moved_bytes / _BYTES_A_MICROSECOND
 
     return dataclasses.replace(config, splits=min(range(1, min(steps, multiprocessors) + 1), key=microseconds))
 

@@ -71,9 +71,9 @@ def _lacks_shared_memory(rows: int) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- by gate
 
 _GATES = SUMMED_ROWS // _GATE_SUMS
-"""In a program, so that their sums fill whole tiles."""
+"""Gates in a program: their sums fill whole tiles of `sums_over_lanes`."""
 _GATE_BLOCKS = 4
-"""Lane blocks of a program's gates, at most."""
+"""Lane blocks of a program's gates, at most. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,8 @@ def _write_sums_of_gates(values, rows_ref, dc_ref, block, group):
 # --------------------------------------------------------------------------------------------------------- by input
 
 _INPUT_EXAMPLES = 1024
-"""Examples of an input in a program: the more, the fewer sums over lanes, and the fewer loads of indices."""
+"""Examples of an input in a program: the more, the fewer sums over lanes, and the fewer loads of indices. Half as many
+were slower: docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,11 +235,12 @@ def gradients_by_input(
 _TRAIL_CONSUMERS = (2, 4)
 """Consumers of every input for which the kernel is written."""
 _TRAIL_BLOCKS = 8
-"""Lane blocks in a program, at most."""
+"""Lane blocks in a program, at most: 1024 examples. Twice as many were slower: docs/lab/2026-11-22-logic.md."""
 _TRAIL_BYTES = 64
-"""That a thread reads of dy for one input, at most: of half precisions it has more lane blocks."""
+"""Bytes that a thread reads of dy for one input, at most: of half precisions it has more lane blocks. Chosen by hand;
+not tuned."""
 _TRAIL_ROWS = SUMMED_ROWS // 2
-"""Of shared memory: a program sums the terms of at most four gates."""
+"""Rows of shared memory: a program sums the terms of at most four gates."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,14 +325,15 @@ def _gathered_from_trail(sums, graph, config):
 # --------------------------------------------------------------------------- input's and coefficients', of short rows
 
 _SHORT_ROW = 512
-"""Examples up to which two kernels are faster than one, measured."""
+"""Examples up to which two kernels are faster than one: docs/lab/2026-11-22-trees.md."""
 _SHORT_ROW_IN_L2 = 1024
-"""The same where the L2 cache holds x."""
+"""The same where the L2 cache holds x: docs/lab/2026-11-22-logic.md."""
 _L2_SHARE = 0.8
-"""Of the L2 cache, what x may fill: it is read in random places, while dy streams through the rest. Measured on an
-H200, 48 MiB of its 60."""
+"""Share of the L2 cache that x may fill: it is read in random places, while dy streams through the rest. No page of the
+lab has its measurement."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Inputs in a program, at most, and consumers of each that it reads at a time; of inputs with more, two."""
+"""Inputs in a program, at most, and consumers of each that it reads at a time; of inputs with more, two. Chosen by hand
+(docs/lab/2026-11-22-logic.md says what they do); not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,9 +20,10 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.graph import Graph
 
 _LOAD_BYTES = 16
-"""Of the widest load of a thread."""
+"""Bytes of the widest load of a thread (CUDA C++ Programming Guide, device memory accesses)."""
 _PROGRAM_EXAMPLES = 512
-"""Examples of all gates in a program: a shorter lane block leaves it more gates, with as many loads under way."""
+"""Examples of all gates in a program: a shorter lane block leaves it more gates, with as many loads under way. From the
+numbers of gates measured in docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,8 +25,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.core import device
 from pallas_kernels.core.gathers import (
     columns,
-    gather_elements,
     compiler_fence,
+    gather_elements,
     lane_and_column,
     scatter_elements,
     spread,
@@ -38,20 +38,24 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
 _MOST_LEAVES = 16
-"""Of a tree, whose coefficients and values are to fit into registers."""
+"""Leaves of a tree: its 60 coefficients and 31 values are to fit into a thread's 255 registers."""
 _MOST_PLACES = 9
-"""Of a pool's window, whose trees are evaluated one after the other in unrolled code."""
+"""Places of a pool's window, whose trees are evaluated one after the other in unrolled code. Chosen by hand, for
+windows up to 3 x 3; not tuned."""
 _PROGRAMS = 4
-"""Of the gradients of leaves, that a multiprocessor is to have at least: as many as its registers have room for."""
+"""Programs of the gradients of leaves that a multiprocessor is to have at least: with 128 registers a thread, as many
+as its 65536 have room for."""
 _COLUMNS_A_TURN = 2
-"""Windows whose leaves a program reads at once, at most, for their gradients."""
+"""Windows whose leaves a program reads at once, at most, for their gradients. Chosen by hand; not timed by itself
+(docs/lab/2026-11-22-trees.md)."""
 _BAND_BYTES = 17 * 1024
-"""Of shared memory for a program's part of an image's gradient. Measured: the more programs a multiprocessor has, the
-better they hide each other's latency, until they are so small that most leaves reach over two of them."""
+"""Bytes of shared memory for a program's part of an image's gradient: the more programs a multiprocessor has, the
+better they hide each other's latency, until most leaves reach over two of them. From docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
-"""For a multiprocessor, at least, if images have so many rows: a band waits most of the time."""
+"""Bands for each multiprocessor, at least, if images have so many rows: a band waits most of the time. Chosen by hand;
+docs/lab/2026-11-22-trees.md has its effect together with that of other changes."""
 _UNROLLED = 8
-"""Windows of a leaf whose gradients a program fetches at once, at most."""
+"""Windows of a leaf whose gradients a program fetches at once, at most. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,14 +26,17 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
 
 _ROWS = 64
-"""Of a block: what a warpgroup's wgmma multiplies."""
+"""Rows of a block: those of a wgmma (PTX ISA)."""
 _LEAST_ROWS = 65536
-"""From measurement: with fewer, separate kernels leave the rows in the L2 cache."""
+"""Rows from which the kernels pay: with fewer, separate kernels find the rows in the L2 cache
+(docs/lab/2026-11-21-norm.md)."""
 _COLUMNS = 64
-"""Columns of a half precision that fill the tensor cores' rows in shared memory; as many are computed at once."""
+"""Columns that are computed at once: in half precision they fill the 128 bytes of an operand's row."""
 _WARPGROUPS = 2
+"""Warpgroups of a program. With two, a thread has 255 registers and spills none; with three it spills
+(docs/lab/2026-11-21-norm.md)."""
 _ALIGNMENT = 1024
-"""Bytes in which shared memory is dealt out."""
+"""Bytes to which Mosaic GPU aligns each array in shared memory (docs/lab/2026-11-21-norm.md)."""
 
 
 @dataclasses.dataclass(frozen=True)

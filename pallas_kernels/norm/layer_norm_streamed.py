@@ -30,11 +30,14 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
 
 _RINGS_BYTES = 192 * 1024
-"""Of the rings of all programs on a multiprocessor, at most. From a sweep on an H200, which has 228 KiB."""
+"""Bytes of the rings of all programs on a multiprocessor, at most. From the sweeps of docs/lab/2026-11-21-norm.md, on
+an H200, which has 228 KiB (CUDA C++ Programming Guide, compute capabilities)."""
 _DRIVERS_BYTES = 1024
-"""Of shared memory, which the driver takes for each program beside what the program may use."""
+"""Bytes of shared memory that CUDA reserves for each program besides what the program may use (CUDA C++ Programming
+Guide, compute capability 8.x and newer)."""
 _OVERHEAD_BYTES = 3 * 1024
-"""Of a program's shared memory: 2 KiB for sums across warps, and the barriers."""
+"""Bytes of a program's shared memory besides its ring: 2 KiB are Mosaic's for sums across warps, and 1 KiB is more than
+the barriers need."""
 
 
 @dataclasses.dataclass(frozen=True)
