@@ -39,13 +39,13 @@ def lane_block_length(x: Array) -> int:
     return LANES * largest_divisor(x.shape[1] // LANES, _LOAD_BYTES // x.dtype.itemsize)
 
 
-def part_of_a_warpgroup(x: Array) -> str | None:
+def unsupported_batch(x: Array) -> str | None:
     """What no kernel of gates takes of a batch."""
     return f"a batch of {x.shape[1]}, only multiples of {LANES}" if x.shape[1] % LANES or not x.shape[1] else None
 
 
 def _supports(coefficients, graph, x):
-    return part_of_a_warpgroup(x)
+    return unsupported_batch(x)
 
 
 def _heuristic(coefficients, graph, x):

@@ -45,7 +45,7 @@ windows up to 3 x 3; not tuned."""
 _PROGRAMS = 4
 """Programs of the gradients of leaves that a multiprocessor is to have at least: with 128 registers a thread, as many
 as its 65536 have room for."""
-_COLUMNS_A_TURN = 2
+_MOST_COLUMNS_PER_TURN = 2
 """Windows whose leaves a program reads at once, at most, for their gradients. Chosen by hand; not timed by itself
 (docs/lab/2026-11-22-trees.md)."""
 _BAND_BYTES = 17 * 1024
@@ -86,7 +86,7 @@ class _Geometry:
     pool: tuple[int, int]
 
     @classmethod
-    def of(cls, x: Any, window: tuple[int, int], stride: tuple[int, int], pool: tuple[int, int]) -> "_Geometry":
+    def from_image(cls, x: Any, window: tuple[int, int], stride: tuple[int, int], pool: tuple[int, int]) -> "_Geometry":
         sizes = [((size - f) // s + 1) // p for size, f, s, p in zip(x.shape[1:3], window, stride, pool, strict=True)]
         return cls(*x.shape[1:3], *sizes, stride, pool)
 
@@ -103,7 +103,7 @@ class _Geometry:
         """From there to where the tree at a place of the window begins."""
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
-    def of_leaves(self, leaves: Array) -> Array:
+    def leaf_pixels(self, leaves: Array) -> Array:
         """From there to the pixel of each leaf, over all channels: `(kernels, leaves)`."""
         channel, row, column = jnp.moveaxis(leaves, -1, 0)
         return (channel * self.height + row) * self.width + column
@@ -117,21 +117,27 @@ class _Tree:
         self.c = [[c_ref[k, g, i] for i in range(4)] for g in range(gates)]
         self.pixels = [pixels_ref[k, leaf] for leaf in range(count)]
 
-    def leaves(self, x_ref: Any, first: Any, lanes: Any, geometry: _Geometry) -> list[list[Array]]:
+    def load_leaves(self, x_ref: Any, first: Any, lanes: Any, geometry: _Geometry) -> list[list[Array]]:
         """What the leaves read of the trees in a window that begins at a pixel, place by place."""
         steps = [geometry.step(place) for place in geometry.places]
         # One address a leaf: from there it is a constant number of rows to the others.
         rows = [x_ref.at[pl.ds(first + pixel, 1 + steps[-1])] for pixel in self.pixels]
         return [[row[step, lanes].astype(jnp.float32) for row in rows] for step in steps]
 
-    def leaves_at(self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: _Geometry) -> list[Array]:
+    def gather_leaves(
+        self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: _Geometry
+    ) -> list[Array]:
         """What they read, in an image as one row of numbers, of the tree at each lane's place."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
-        for i, other in enumerate(geometry.places[1:], start=1):
-            step = jnp.where(spread(place, 1) == i, geometry.step(other), step)
-        begin = (first + step) * N + lanes.start + lane
-        return [columns(gather_elements(numbers, begin + pixel * N))[0].astype(jnp.float32) for pixel in self.pixels]
+        for i, pool_place in enumerate(geometry.places[1:], start=1):
+            step = jnp.where(spread(place, 1) == i, geometry.step(pool_place), step)
+        offsets = (first + step) * N + lanes.start + lane
+
+        def gather(pixel):
+            return columns(gather_elements(numbers, offsets + pixel * N))[0].astype(jnp.float32)
+
+        return [gather(pixel) for pixel in self.pixels]
 
 
 def supports(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
@@ -144,14 +150,14 @@ def supports(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
 
 
 def _supports_forward(coefficients, leaves, x, *, window, stride, pool):
-    return supports(leaves.shape, pool) or _too_many(x)
+    return supports(leaves.shape, pool) or _unsupported_size(x)
 
 
 def _supports_backward(dy, places, coefficients, leaves, x, *, window, stride, pool):
-    return supports(leaves.shape, pool) or _too_many(x)
+    return supports(leaves.shape, pool) or _unsupported_size(x)
 
 
-def _too_many(x):
+def _unsupported_size(x):
     return "images of 2^31 or more numbers" if x.size >= 2**31 else None
 
 
@@ -184,36 +190,36 @@ def forward(
       `(kernels, rows, columns, N)` in x's dtype, computed in float32, and uint8 of that shape, `u * width + v`; None
       for a pool of one place.
     """
-    geometry = _Geometry.of(x, window, stride, pool)
+    geometry = _Geometry.from_image(x, window, stride, pool)
     kernels, N = leaves.shape[0], x.shape[-1]
 
     def body(c_ref, pixels_ref, x_ref, y_ref, *place_ref, block, part, k):
         lanes, tree = pl.ds(block * LANES, LANES), _Tree(c_ref, pixels_ref, k)
 
         def window(row, column):
-            largest = at = None
-            for i, leaves in enumerate(tree.leaves(x_ref, geometry.first(row, column), lanes, geometry)):
+            largest = place = None
+            for i, leaves in enumerate(tree.load_leaves(x_ref, geometry.first(row, column), lanes, geometry)):
                 *_, (value,) = levels_of_tree(tree.c, leaves)
                 if i == 0:
-                    largest, at = value, jnp.where(value != value, 0, 0)
+                    largest, place = value, jnp.where(value != value, 0, 0)
                 else:
                     # Of equals the first stays, and so does a NaN.
-                    larger = ~(value <= largest) & (largest == largest)
-                    largest, at = jnp.where(larger, value, largest), jnp.where(larger, i, at)
+                    is_larger = ~(value <= largest) & (largest == largest)
+                    largest, place = jnp.where(is_larger, value, largest), jnp.where(is_larger, i, place)
             y_ref[k, row, column, lanes] = largest.astype(y_ref.dtype)
             if place_ref:
-                place_ref[0][k, row, column, lanes] = at.astype(jnp.uint8)
+                place_ref[0][k, row, column, lanes] = place.astype(jnp.uint8)
 
         first = part * config.rows
         last = jnp.minimum(first + config.rows, geometry.rows)
-        _for_windows(first, last, geometry.columns, lambda row, columns, _: window(row, *columns))
+        _visit_windows(first, last, geometry.columns, lambda row, columns, _: window(row, *columns))
 
     shape = (kernels, geometry.rows, geometry.columns, N)
     out = (jax.ShapeDtypeStruct(shape, x.dtype), jax.ShapeDtypeStruct(shape, jnp.uint8))
     y, *places = launch(
         body,
         coefficients.astype(jnp.float32),
-        geometry.of_leaves(leaves),
+        geometry.leaf_pixels(leaves),
         _as_rows(x),
         out=out if len(geometry.places) > 1 else out[:1],
         grid={"block": N // LANES, "part": -(-geometry.rows // config.rows), "k": kernels},
@@ -228,13 +234,13 @@ def _as_rows(x):
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _for_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, a_turn: int = 1) -> Any:
+def _visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
     """`body(row, columns, carry) -> carry` for the windows of some rows, so many neighbouring columns in a turn."""
-    turns = columns // a_turn
+    turns = columns // columns_per_turn
 
     def step(i, carry):
-        begin = i % turns * a_turn
-        return body(first + i // turns, [begin + n for n in range(a_turn)], carry)
+        first_column = i % turns * columns_per_turn
+        return body(first + i // turns, [first_column + n for n in range(columns_per_turn)], carry)
 
     return lax.fori_loop(0, (last - first) * turns, step, carry)
 
@@ -243,8 +249,8 @@ def _for_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = No
 
 
 def _leaves_heuristic(dy, places, coefficients, leaves, x, *, window, stride, pool):
-    rows, of_row = dy.shape[1], leaves.shape[0] * (x.shape[-1] // LANES)
-    return Config(max(1, min(rows, rows * of_row // (_PROGRAMS * device.target().multiprocessors))))
+    rows, warpgroups_per_row = dy.shape[1], leaves.shape[0] * (x.shape[-1] // LANES)
+    return Config(max(1, min(rows, rows * warpgroups_per_row // (_PROGRAMS * device.target().multiprocessors))))
 
 
 @kernel(supports=_supports_backward, heuristic=_leaves_heuristic)
@@ -271,12 +277,12 @@ def leaf_gradients(
       dc `(kernels, gates, 4)`: for each gate the sums of `dy (1, a, b, ab)`, dy the gradient of its value; and
       `(kernels leaves, rows, columns, N)`; both float32.
     """
-    geometry = _Geometry.of(x, window, stride, pool)
+    geometry = _Geometry.from_image(x, window, stride, pool)
     (kernels, gates, _), N, count = coefficients.shape, x.shape[-1], leaves.shape[1]
     blocks, parts = N // LANES, -(-geometry.rows // config.rows)
     dc, dleaves = launch(
         functools.partial(_leaf_gradients_of_rows, geometry=geometry, rows=config.rows),
-        *_given(dy, places, coefficients.astype(jnp.float32), geometry.of_leaves(leaves)),
+        *_without_none(dy, places, coefficients.astype(jnp.float32), geometry.leaf_pixels(leaves)),
         _as_rows(x) if places is None else x.ravel(),
         out=(
             jax.ShapeDtypeStruct((blocks, parts, kernels, 4 * gates), jnp.float32),
@@ -296,16 +302,16 @@ def _leaf_gradients_of_rows(dy_ref, *refs, block, part, k, geometry, rows):
     lanes, tree = pl.ds(block * LANES, LANES), _Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 
-    def leaves_of(row, column):
+    def load_window(row, column):
         first = geometry.first(row, column)
         if not place_ref:
-            return tree.leaves(x_ref, first, lanes, geometry)[0]
+            return tree.load_leaves(x_ref, first, lanes, geometry)[0]
         place = place_ref[0][k, row, column, lanes].astype(jnp.int32)
-        return tree.leaves_at(x_ref, N, first, lanes, place, geometry)
+        return tree.gather_leaves(x_ref, N, first, lanes, place, geometry)
 
     def windows(row, columns, sums):
-        read = [(leaves_of(row, c), dy_ref[k, row, c, lanes].astype(jnp.float32)) for c in columns]
-        for column, (values, dy) in zip(columns, read, strict=True):
+        operands = [(load_window(row, c), dy_ref[k, row, c, lanes].astype(jnp.float32)) for c in columns]
+        for column, (values, dy) in zip(columns, operands, strict=True):
             dc, dleaves = gradients_of_tree(tree.c, levels_of_tree(tree.c, values), dy)
             for leaf, dleaf in enumerate(dleaves):
                 dleaves_ref[k * count + leaf, row, column, lanes] = dleaf
@@ -314,14 +320,15 @@ def _leaf_gradients_of_rows(dy_ref, *refs, block, part, k, geometry, rows):
         return sums
 
     first = part * rows
-    last, a_turn = jnp.minimum(first + rows, geometry.rows), largest_divisor(geometry.columns, _COLUMNS_A_TURN)
+    last = jnp.minimum(first + rows, geometry.rows)
+    columns_per_turn = largest_divisor(geometry.columns, _MOST_COLUMNS_PER_TURN)
     zero = zeros_like(dy_ref[k, 0, 0, lanes].astype(jnp.float32))
-    sums = _for_windows(first, last, geometry.columns, windows, (zero,) * (4 * gates), a_turn)
+    sums = _visit_windows(first, last, geometry.columns, windows, (zero,) * (4 * gates), columns_per_turn)
     for i, total in enumerate(sums):
         dc_ref[block, part, k, i] = jnp.sum(total)
 
 
-def _given(*arrays):
+def _without_none(*arrays):
     return [a for a in arrays if a is not None]
 
 
@@ -338,9 +345,9 @@ def _input_supports(dleaves, places, leaves, readers, reader_offsets, *, size, w
 def _input_heuristic(dleaves, places, leaves, readers, reader_offsets, *, size, window, stride, padding, pool):
     channels, height, width = size
     rows = max(1, min(height, (_BAND_BYTES // (4 * LANES) - 1) // width))
-    wanted = _BANDS * device.target().multiprocessors * LANES / (channels * dleaves.shape[-1])
+    least_bands = _BANDS * device.target().multiprocessors * LANES / (channels * dleaves.shape[-1])
     # As many rows in the last band of an image as in its others, if it can be.
-    return Config(-(-height // min(height, max(-(-height // rows), math.ceil(wanted)))))
+    return Config(-(-height // min(height, max(-(-height // rows), math.ceil(least_bands)))))
 
 
 @kernel(supports=_input_supports, heuristic=_input_heuristic)
@@ -372,7 +379,7 @@ def input_gradient(
     bands = _Bands(config.rows, height, width, stride, padding, pool)
     return launch(
         functools.partial(_input_gradient_of_band, bands=bands, count=leaves.shape[1]),
-        *_given(dleaves, places, leaves.reshape(-1, 3), readers, reader_offsets),
+        *_without_none(dleaves, places, leaves.reshape(-1, 3), readers, reader_offsets),
         out=jax.ShapeDtypeStruct((*size, N), jnp.float32),
         grid={"block": N // LANES, "band": -(-height // config.rows), "channel": channels},
         scratch=[plgpu.SMEM(((bands.pixels + 1) * LANES,), jnp.float32)],
@@ -426,12 +433,12 @@ class _Bands:
         the pixels that their places read, and elsewhere spare ones."""
         (s, t), u = self.stride, lane * 0
         v = u
-        for i, (down, right) in enumerate(itertools.product(*map(range, self.pool))):
+        for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):
             if i:
-                u, v = (jnp.where(place == i, n, m) for n, m in ((down * s, u), (right * t, v)))
+                u, v = (jnp.where(place == i, n, m) for n, m in ((row_step * s, u), (column_step * t, v)))
         row, column = row + u, column + v
-        inside = (row >= 0) & (row < self.rows) & (column >= 0) & (column < self.width)
-        return jnp.where(inside, row * self.width + column, self.pixels) * LANES + lane
+        valid = (row >= 0) & (row < self.rows) & (column >= 0) & (column < self.width)
+        return jnp.where(valid, row * self.width + column, self.pixels) * LANES + lane
 
 
 def _input_gradient_of_band(dleaves_ref, *refs, block, band, channel, bands, count):
@@ -449,17 +456,19 @@ def _input_gradient_of_band(dleaves_ref, *refs, block, band, channel, bands, cou
         first, last = bands.windows(leaf_row, rows)
 
         def add_windows(row, columns, _):
-            found, values, (down, right) = [], [], bands.steps
+            targets, values, (row_step, column_step) = [], [], bands.steps
             for column in columns:
                 place = spread(place_ref[0][k, row, column, lanes].astype(jnp.int32), 1) if place_ref else None
-                found.append(bands.targets(row * down + leaf_row, column * right + leaf_column, place, lane))
+                targets.append(
+                    bands.targets(row * row_step + leaf_row, column * column_step + leaf_column, place, lane)
+                )
                 values.append(spread(dleaves_ref[leaf, row, column, lanes], 1))
             # Windows of one leaf read different pixels.
-            before = [gather_elements(sums, at) for at in found]
-            for at, old, new in zip(found, before, values, strict=True):
-                scatter_elements(sums, at, old + new)
+            old_sums = [gather_elements(sums, target) for target in targets]
+            for target, old_sum, value in zip(targets, old_sums, values, strict=True):
+                scatter_elements(sums, target, old_sum + value)
 
-        _for_windows(first, last, columns, add_windows, a_turn=largest_divisor(columns, _UNROLLED))
+        _visit_windows(first, last, columns, add_windows, columns_per_turn=largest_divisor(columns, _UNROLLED))
 
     def clear(pixel, _):
         sums[pl.ds(pixel * LANES, LANES)] = jnp.zeros((LANES,), jnp.float32)
