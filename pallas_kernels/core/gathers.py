@@ -86,7 +86,7 @@ def gather_elements(ref: Any, places: Array) -> Array:
         for index, register in np.ndenumerate(places.registers):
             values = [memref.load(ref, [_index(register, k)]) for k in range(places.shape[1])]
             registers[index] = _row(values)
-        return _fragmented(registers, block_layout(*places.shape), signed=_signed(ref))
+        return _fragmented(registers, block_layout(*places.shape), signed=_signedness(ref))
 
     return gather(ref, places)
 
@@ -134,7 +134,7 @@ def columns(block: Array) -> tuple[Array, ...]:
     @plgpu.inline_mgpu(arg_types=(block_layout(lanes, width),), return_type=(vectors,) * width)
     def split(_, block):
         return tuple(
-            _each(block.registers, lambda row, k=k: _row([vector.extract(row, [], [k])]), vector_layout(lanes))
+            _map_registers(block.registers, lambda row, k=k: _row([vector.extract(row, [], [k])]), vector_layout(lanes))
             for k in range(width)
         )
 
@@ -202,7 +202,7 @@ def _block(lanes, width, dtype):
     return plgpu.ShapeDtypeStruct((lanes, width), jnp.dtype(dtype), layout=block_layout(lanes, width))
 
 
-def _each(registers, function, layout):
+def _map_registers(registers, function, layout):
     results = np.empty_like(registers)
     for index, register in np.ndenumerate(registers):
         results[index] = function(register)
@@ -221,5 +221,5 @@ def _index(register, k):
     return arith.index_cast(ir.IndexType.get(), vector.extract(register, [], [k]))
 
 
-def _signed(ref: Any) -> bool | None:
+def _signedness(ref: Any) -> bool | None:
     return True if isinstance(ir.MemRefType(ref.type).element_type, ir.IntegerType) else None

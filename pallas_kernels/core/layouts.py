@@ -92,8 +92,8 @@ def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, ro
     Bulk copies into tiles begin where tiles of the array in device memory do; those into a box begin anywhere.
     `as_operand` and `as_box` are the two faces. The simulator, which has no such memory, has the operand alone.
     """
-    tiled = operand(shape, dtype, row_bytes)
-    return tiled if simulating() is not None else plgpu.RefUnion(tiled, swizzled(box, dtype))
+    tiled_ref = operand(shape, dtype, row_bytes)
+    return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
 
 
 def as_operand(ref: Any) -> Any:

@@ -78,7 +78,9 @@ class Kernel:
     def config(self, *arrays: Any, **options: Any) -> Any | None:
         """The heuristic's config, with the fields that are recorded for this device and these shapes."""
         config = self.heuristic(*arrays, **options)
-        return config and dataclasses.replace(config, **recorded(self.name, key(*arrays, **options), tuple(self.sweep)))
+        return config and dataclasses.replace(
+            config, **recorded_tile(self.name, key(*arrays, **options), tuple(self.sweep))
+        )
 
     def __call__(self, *arrays: Any, config: Any | None = None, **options: Any) -> Any:
         if reason := self.supports(*arrays, **options):
@@ -127,7 +129,7 @@ def key(*arrays: Any, **options: Any) -> str:
     return ", ".join([" ".join(words), *(f"{name}={size}" for name, size in sizes.items())])
 
 
-def recorded(kernel: str, shapes: str, names: Sequence[str]) -> dict[str, int]:
+def recorded_tile(kernel: str, shapes: str, names: Sequence[str]) -> dict[str, int]:
     """The tile of a kernel at these shapes on the default device; empty where none is recorded.
 
     Raises:

@@ -38,11 +38,11 @@ _STEP = OPERAND_BYTES // _ITEM_BYTES
 """Numbers of the summed axis that a step multiplies: as many in half precision as fill an operand's row."""
 _ROWS = 128
 """Rows of a tile: two consumers with the 64 rows of a wgmma (PTX ISA)."""
-_LEAST_COLUMNS, _MOST_COLUMNS = 128, 256
+_MIN_COLUMNS, _MAX_COLUMNS = 128, 256
 """Columns of a tile: 256 are the most that a wgmma has (PTX ISA); 128 for results that 256 does not divide."""
 
-_LEAST_ROWS = 8192
-_LEAST_INPUTS = 512
+_MIN_ROWS = 8192
+_MIN_INPUTS = 512
 """Rows from which the kernels pay: docs/lab/2026-11-21-dense.md. Inputs from which the forward does: chosen by hand;
 not tuned."""
 
@@ -54,7 +54,7 @@ _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
 """Registers of a thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 65536, 512 for one thread of each
 of the three warpgroups; a producer and two consumers take 504."""
 
-_MOST_STAGES = 4
+_MAX_STAGES = 4
 """Stages of the ring: as many as fit beside the largest tile's buffers on Hopper. Three were slower:
 docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 2048 + 512
@@ -94,11 +94,9 @@ class Config:
 
 def _config(result_columns: int, buffer_bytes: int) -> Config:
     """One CTA a cluster and one split, with as many stages as fit beside `buffer_bytes` of other shared memory."""
-    columns = _LEAST_COLUMNS if result_columns % _MOST_COLUMNS else _MOST_COLUMNS
+    columns = _MIN_COLUMNS if result_columns % _MAX_COLUMNS else _MAX_COLUMNS
     available_bytes = device.target().shared_bytes - _RESERVED_BYTES - buffer_bytes
-    return Config(
-        _ROWS, columns, stages=min(_MOST_STAGES, available_bytes // ((_ROWS + columns) * _STEP * _ITEM_BYTES))
-    )
+    return Config(_ROWS, columns, stages=min(_MAX_STAGES, available_bytes // ((_ROWS + columns) * _STEP * _ITEM_BYTES)))
 
 
 def _unsupported_operands(left: Any, right: Any) -> str | None:
@@ -141,18 +139,19 @@ def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """`(rows, summed) (summed, columns)` as a warp-specialised pipeline; what differs is in those that derive from it.
+    """`(rows, summed_size) (summed_size, columns)` as a warp-specialised pipeline; what differs is in those that derive
+    from it.
 
     Attributes:
       config: the tiles.
-      rows, columns, summed: sizes of the product.
+      rows, columns, summed_size: sizes of the product.
       multiprocessors: of the device.
     """
 
     config: Config
     rows: int
     columns: int
-    summed: int
+    summed_size: int
     multiprocessors: int
 
     @property
@@ -200,7 +199,7 @@ class _Product:
         return [plgpu.Barrier(num_arrivals=2, num_barriers=self.config.stages), free]
 
     def tile(self, index: Any, cta: Any) -> _Tile:
-        config, steps = self.config, -(-self.summed // _STEP)
+        config, steps = self.config, -(-self.summed_size // _STEP)
         split, index = index // (self.tile_rows * self.tile_columns), index % (self.tile_rows * self.tile_columns)
         row, column = _raster(index, self.tile_rows, config.raster or self.tile_columns)
         first, end = split * steps // config.splits, (split + 1) * steps // config.splits
@@ -319,10 +318,10 @@ class _Forward(_Product):
         pl.when(warpgroup < _PRODUCER)(lambda: plgpu.wait_smem_to_gmem(0))
 
     def copy(self, refs, count, stage, barrier, tile, step):
-        summed = pl.ds(step * _STEP, _STEP)
+        summed_slice = pl.ds(step * _STEP, _STEP)
         rows, columns = pl.ds(tile.row, self.config.rows), pl.ds(tile.column, self.config.columns)
-        plgpu.copy_gmem_to_smem(refs.x.at[rows, summed], refs.x_stages.at[stage], barrier)
-        plgpu.copy_gmem_to_smem(refs.w.at[columns, summed], refs.w_stages.at[stage], barrier, **self.multicast)
+        plgpu.copy_gmem_to_smem(refs.x.at[rows, summed_slice], refs.x_stages.at[stage], barrier)
+        plgpu.copy_gmem_to_smem(refs.w.at[columns, summed_slice], refs.w_stages.at[stage], barrier, **self.multicast)
 
     def multiply(self, refs, warpgroup, stage, sums):
         left = refs.x_stages.at[stage, pl.ds(warpgroup * self.consumer_rows, self.consumer_rows)]
@@ -352,14 +351,14 @@ def _forward_supports(x, w, b):
         ("no bias" if b is None else None)
         or _unsupported_operands(x, w)
         or _unsupported_size("inputs", inputs, _STEP)
-        or _unsupported_size("outputs", outputs, _LEAST_COLUMNS)
+        or _unsupported_size("outputs", outputs, _MIN_COLUMNS)
         or _unsupported_device(_forward_config(outputs))
     )
 
 
 def _forward_heuristic(x, w, b):
     rows, inputs = x.shape
-    return _forward_config(w.shape[0]) if rows >= _LEAST_ROWS and inputs >= _LEAST_INPUTS else None
+    return _forward_config(w.shape[0]) if rows >= _MIN_ROWS and inputs >= _MIN_INPUTS else None
 
 
 @kernel(supports=_forward_supports, heuristic=_forward_heuristic, capability=(9, 0))
@@ -434,10 +433,10 @@ class _WeightsGradient(_Product):
         )
 
     def copy(self, refs, count, stage, barrier, tile, step):
-        summed = pl.ds(step * _STEP, _STEP)
+        summed_slice = pl.ds(step * _STEP, _STEP)
         rows, columns = pl.ds(tile.row, self.config.rows), pl.ds(tile.column, self.config.columns)
-        plgpu.copy_gmem_to_smem(refs.dy.at[summed, rows], refs.dy_stages.at[stage], barrier)
-        plgpu.copy_gmem_to_smem(refs.x.at[summed, columns], refs.x_stages.at[stage], barrier, **self.multicast)
+        plgpu.copy_gmem_to_smem(refs.dy.at[summed_slice, rows], refs.dy_stages.at[stage], barrier)
+        plgpu.copy_gmem_to_smem(refs.x.at[summed_slice, columns], refs.x_stages.at[stage], barrier, **self.multicast)
 
     def spans(self, refs, warpgroup, tile):
         """A tile's steps: before, in and after its share of those that make db, by its column of tiles."""
@@ -470,7 +469,7 @@ def _weights_config(rows, outputs, inputs):
     def microseconds(splits):
         turns = -(-tiles * splits // multiprocessors) * -(-steps // splits)
         moved_bytes = (splits > 1) * splits * outputs * inputs * 8
-        return turns * _STEP_MICROSECONDS * config.columns / _MOST_COLUMNS + moved_bytes / _BYTES_A_MICROSECOND
+        return turns * _STEP_MICROSECONDS * config.columns / _MAX_COLUMNS + moved_bytes / _BYTES_A_MICROSECOND
 
     return dataclasses.replace(config, splits=min(range(1, min(steps, multiprocessors) + 1), key=microseconds))
 
@@ -480,13 +479,13 @@ def _weights_supports(dy, x, *, dtype=None):
     return (
         _unsupported_operands(dy, x)
         or _unsupported_size("outputs", outputs, _ROWS)
-        or _unsupported_size("inputs", inputs, _LEAST_COLUMNS)
+        or _unsupported_size("inputs", inputs, _MIN_COLUMNS)
         or _unsupported_device(_weights_config(rows, outputs, inputs))
     )
 
 
 def _weights_heuristic(dy, x, *, dtype=None):
-    return _weights_config(*dy.shape, x.shape[1]) if dy.shape[0] >= _LEAST_ROWS else None
+    return _weights_config(*dy.shape, x.shape[1]) if dy.shape[0] >= _MIN_ROWS else None
 
 
 @kernel(supports=_weights_supports, heuristic=_weights_heuristic, capability=(9, 0))

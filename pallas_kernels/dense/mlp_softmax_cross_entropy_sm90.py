@@ -46,19 +46,19 @@ _ITEM_BYTES = 4
 """Bytes of a float32."""
 _SLICE = OPERAND_BYTES // _ITEM_BYTES
 """Inputs of a layer in a slice of its weights: as many float32 values as fill an operand's row."""
-_MOST_COLUMNS = 256
+_MAX_COLUMNS = 256
 """Columns that a wgmma has at most (PTX ISA)."""
-_PIECE = 128
+_PIECE_COLUMNS = 128
 """Columns of the gradient in x made at once where the layers' outputs stay in shared memory as well. Chosen by hand;
 not tuned."""
-_MOST_STAGES = 8
+_MAX_STAGES = 8
 """Slices in the ring, at most. Chosen by hand: latency bounds the kernels, and more slices gain nothing
 (docs/lab/2026-11-21-dense.md)."""
 _RESERVED_BYTES = 11 * 1024
 """Bytes of shared memory that the ring and the operands leave free: 2 KiB are Mosaic's for sums across warps, barriers
 need less than 1. The rest is chosen so that LeNet's layers keep the numbers of stages with which
 docs/lab/2026-11-21-dense.md was measured."""
-_MOST_EXAMPLES_AT_ONCE = 1024
+_MAX_SINGLE_KERNEL_EXAMPLES = 1024
 """Examples of a batch up to which one kernel makes rows and gradients. Measured at 1024, where it pays, and at 8192,
 where it does not: docs/lab/2026-11-21-dense.md."""
 
@@ -120,7 +120,7 @@ class _Network:
     @property
     def pieces(self) -> list[int]:
         """Widths of the pieces in which the gradient in x is made."""
-        return [min(_PIECE, self.widths[0] - n) for n in range(0, self.widths[0], _PIECE)]
+        return [min(_PIECE_COLUMNS, self.widths[0] - n) for n in range(0, self.widths[0], _PIECE_COLUMNS)]
 
     @property
     def all_products(self) -> list[tuple[int, int]]:
@@ -129,7 +129,7 @@ class _Network:
     def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
         """Slices of the weights of `products` that shared memory has room for, beside operands of these widths."""
         available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
-        return min(_MOST_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
+        return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 
     @property
     def forward_stages(self) -> int:
@@ -158,8 +158,8 @@ def _unsupported(network: _Network, dtype: Any, N: int) -> str | None:
         return f"dtype {dtype}, only float32"
     if N == 0 or N % EXAMPLES:
         return f"a batch of {N}, only multiples of {EXAMPLES}"
-    if max(network.widths) > _MOST_COLUMNS:
-        return f"rows as wide as {max(network.widths)} when filled up, at most {_MOST_COLUMNS}"
+    if max(network.widths) > _MAX_COLUMNS:
+        return f"rows as wide as {max(network.widths)} when filled up, at most {_MAX_COLUMNS}"
     return _unsupported_stages(min(network.forward_stages, network.backward_stages))
 
 
@@ -176,13 +176,13 @@ def _struct(*shape: int) -> jax.ShapeDtypeStruct:
 
 def _slices(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[Array]:
     """Matrices filled up with zeros, rounded, and cut into slices of their inputs, one after the other."""
-    padded = (
+    padded_matrices = (
         jnp.pad(w, ((0, outputs - w.shape[0]), (0, inputs - w.shape[1])))
         for w, (inputs, outputs) in zip(matrices, products, strict=True)
     )
     return [
         lax.reduce_precision(w, 8, 10).reshape(w.shape[0], -1, _SLICE).swapaxes(0, 1).ravel()  # TF32
-        for w in padded
+        for w in padded_matrices
     ]
 
 
@@ -525,7 +525,7 @@ def _forward_and_gradients(network: _Network, *refs: Any, block: Any) -> None:
             gradient = stream.multiply(layers + i, operand)
     for i in range(len(network.pieces)):
         piece = stream.multiply(2 * layers - 1 + i, refs.operands[1])
-        _store_columns(piece, refs.dx, examples, i * _PIECE)
+        _store_columns(piece, refs.dx, examples, i * _PIECE_COLUMNS)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -535,7 +535,7 @@ def _forward_and_gradients_supports(x, labels, weights, biases):
 
 
 def _forward_and_gradients_heuristic(x, labels, weights, biases):
-    return Config(_Network.from_weights(weights).all_stages) if x.shape[1] <= _MOST_EXAMPLES_AT_ONCE else None
+    return Config(_Network.from_weights(weights).all_stages) if x.shape[1] <= _MAX_SINGLE_KERNEL_EXAMPLES else None
 
 
 @kernel(supports=_forward_and_gradients_supports, heuristic=_forward_and_gradients_heuristic, capability=(9, 0))

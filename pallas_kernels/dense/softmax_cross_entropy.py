@@ -17,7 +17,7 @@ from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import largest_divisor, vector_length, zeros_like
 from pallas_kernels.core.tiles import kernel
 
-_MOST_UNROLLED = 16
+_MAX_UNROLLED = 16
 """Classes whose loads are under way at once, at most. Chosen by hand; not tuned."""
 
 
@@ -27,16 +27,16 @@ class Config:
 
     Attributes:
       length: examples.
-      unrolled: classes whose loads are under way at once.
+      unroll: classes whose loads are under way at once.
     """
 
     length: int
-    unrolled: int
+    unroll: int
 
 
 def _forward_heuristic(logits, labels):
     statistic = jax.ShapeDtypeStruct(logits.shape[1:], jnp.float32)
-    return Config(vector_length(logits, labels, statistic), largest_divisor(logits.shape[0], _MOST_UNROLLED))
+    return Config(vector_length(logits, labels, statistic), largest_divisor(logits.shape[0], _MAX_UNROLLED))
 
 
 def _backward_heuristic(dy, logits, labels, largest, total):
@@ -56,7 +56,7 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
       half precision, or with the logarithm of their sum, the gradient of an example that is nearly right would be lost.
     """
     (classes, N), length = logits.shape, config.length
-    fold_classes = functools.partial(_fold_classes, classes, config.unrolled)
+    fold_classes = functools.partial(_fold_classes, classes, config.unroll)
 
     def body(logits_ref, labels_ref, loss_ref, largest_ref, total_ref, *, block):
         lanes = pl.ds(block * length, length)
@@ -97,7 +97,7 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
       `(classes, N)` in the dtype of the logits.
     """
     (classes, N), length = logits.shape, config.length
-    fold_classes = functools.partial(_fold_classes, classes, config.unrolled)
+    fold_classes = functools.partial(_fold_classes, classes, config.unroll)
     has_integer_labels = jnp.issubdtype(labels.dtype, jnp.integer)
 
     def body(dy_ref, logits_ref, labels_ref, largest_ref, total_ref, dlogits_ref, *, block):
@@ -129,9 +129,9 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
     )
 
 
-def _fold_classes(classes, unrolled, step, start):
-    """A loop that has the loads of as many classes under way at once as are unrolled."""
-    return lax.fori_loop(0, classes, step, start, unroll=unrolled)
+def _fold_classes(classes, unroll, step, start):
+    """A loop that has the loads of as many classes under way at once as `unroll` says."""
+    return lax.fori_loop(0, classes, step, start, unroll=unroll)
 
 
 def _weigher(labels_ref, lanes, classes):

@@ -140,15 +140,15 @@ class Plan:
     @functools.cached_property
     def gradients(self) -> "GradientRows":
         first_update = len(self.perception)
-        buffered = [i for i in reversed(range(len(self.layers))) if i != first_update]
+        buffered_layers = [i for i in reversed(range(len(self.layers))) if i != first_update]
         sizes = [0, 0]
-        for turn, i in enumerate(buffered):
+        for turn, i in enumerate(buffered_layers):
             sizes[turn % 2] = max(sizes[turn % 2], 2 * self.layers[i].lanes)
-        sums_buffer = len(buffered) % 2
+        sums_buffer = len(buffered_layers) % 2
         sum_count = 2 * self.perception[0] * self.channels
         sizes[sums_buffer] = max(sizes[sums_buffer], padded_lanes(sum_count))
         buffers = (0, sizes[0])
-        firsts = {i: buffers[turn % 2] for turn, i in enumerate(buffered)} | {first_update: sum(sizes)}
+        firsts = {i: buffers[turn % 2] for turn, i in enumerate(buffered_layers)} | {first_update: sum(sizes)}
         return GradientRows(
             firsts=tuple(firsts[i] for i in range(len(self.layers))),
             kernel_sums=Layer(buffers[sums_buffer], padded_lanes(sum_count), sum_count, self.kernels),
@@ -328,11 +328,11 @@ def _tick(*refs, program, warpgroup, plan, config):
         for part, _ in team.parts(last):
             channel = part.first - last.first
             elements = cells.state_elements(channel, part.lanes)
-            new = _load_rows(refs.rows, part.first, part.lanes)
+            new_state = _load_rows(refs.rows, part.first, part.lanes)
             if refs.fires is not None:
-                old = _load_rows(refs.rows, CENTRE * plan.channels + channel, part.lanes)
-                new = jnp.where(_gather(refs.fires, elements.cell, elements.valid) != 0, new, old)
-            scatter_elements(refs.new_state, elements.place, new.astype(refs.new_state.dtype))
+                old_state = _load_rows(refs.rows, CENTRE * plan.channels + channel, part.lanes)
+                new_state = jnp.where(_gather(refs.fires, elements.cell, elements.valid) != 0, new_state, old_state)
+            scatter_elements(refs.new_state, elements.place, new_state.astype(refs.new_state.dtype))
 
     _visit_groups(plan, config, program, team, group)
 
@@ -407,8 +407,8 @@ def _tick_backward(*refs, program, warpgroup, plan, config):
     circuit = _Circuit(plan, team, refs.coefficients, refs.wires, refs.rows)
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
     # Of several groups of cells the first alone would find in `total_in` the sums so far: they are copied.
-    previous = total_out if has_groups else total_in
-    backward = _Backward(circuit, refs.consumers, refs.sums, previous_totals=previous, totals=total_out)
+    previous_totals = total_out if has_groups else total_in
+    backward = _Backward(circuit, refs.consumers, refs.sums, previous_totals=previous_totals, totals=total_out)
     if has_groups:
         for gates in (circuit.gates(part) for layer in plan.layers for part, _ in team.parts(layer)):
             total_out[gates] = load(total_in.at[gates], block_layout(gates.size, 4))

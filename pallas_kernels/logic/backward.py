@@ -320,8 +320,8 @@ def _gather_from_trail(sums, graph, config):
     gate = place // consumers_per_input * gates_per_input + place % consumers_per_input
     dc = sums[gate // (config.inputs * gates_per_input), gate % (config.inputs * gates_per_input)]
     # Left from its b: that comes before its a.
-    swapped = graph.trail_consumers[place] & 1 == 1
-    return jnp.where(swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)
+    is_swapped = graph.trail_consumers[place] & 1 == 1
+    return jnp.where(is_swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)
 
 
 # --------------------------------------------------------------------------- input's and coefficients', of short rows

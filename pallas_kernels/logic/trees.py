@@ -37,15 +37,15 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
-_MOST_LEAVES = 16
+_MAX_LEAVES = 16
 """Leaves of a tree: its 60 coefficients and 31 values are to fit into a thread's 255 registers."""
-_MOST_PLACES = 9
+_MAX_PLACES = 9
 """Places of a pool's window, whose trees are evaluated one after the other in unrolled code. Chosen by hand, for
 windows up to 3 x 3; not tuned."""
 _PROGRAMS = 4
 """Programs of the gradients of leaves that a multiprocessor is to have at least: with 128 registers a thread, as many
 as its 65536 have room for."""
-_MOST_COLUMNS_PER_TURN = 2
+_MAX_COLUMNS_PER_TURN = 2
 """Windows whose leaves a program reads at once, at most, for their gradients. Chosen by hand; not timed by itself
 (docs/lab/2026-11-22-trees.md)."""
 _BAND_BYTES = 17 * 1024
@@ -54,7 +54,7 @@ better they hide each other's latency, until most leaves reach over two of them.
 _BANDS = 8
 """Bands for each multiprocessor, at least, if images have so many rows: a band waits most of the time. Chosen by hand;
 docs/lab/2026-11-22-trees.md has its effect together with that of other changes."""
-_UNROLLED = 8
+_UNROLLED_WINDOWS = 8
 """Windows of a leaf whose gradients a program fetches at once, at most. Chosen by hand; not tuned."""
 
 
@@ -142,10 +142,10 @@ class _Tree:
 
 def supports(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
     """What no kernel takes of trees `(kernels, leaves, 3)` and of a pool's window."""
-    if leaves[1] > _MOST_LEAVES:
-        return f"trees of {leaves[1]} leaves, at most {_MOST_LEAVES}"
-    if math.prod(pool) > _MOST_PLACES:
-        return f"pool={pool}, at most {_MOST_PLACES} places"
+    if leaves[1] > _MAX_LEAVES:
+        return f"trees of {leaves[1]} leaves, at most {_MAX_LEAVES}"
+    if math.prod(pool) > _MAX_PLACES:
+        return f"pool={pool}, at most {_MAX_PLACES} places"
     return None
 
 
@@ -321,7 +321,7 @@ def _leaf_gradients_of_rows(dy_ref, *refs, block, part, k, geometry, rows):
 
     first = part * rows
     last = jnp.minimum(first + rows, geometry.rows)
-    columns_per_turn = largest_divisor(geometry.columns, _MOST_COLUMNS_PER_TURN)
+    columns_per_turn = largest_divisor(geometry.columns, _MAX_COLUMNS_PER_TURN)
     zero = zeros_like(dy_ref[k, 0, 0, lanes].astype(jnp.float32))
     sums = _visit_windows(first, last, geometry.columns, windows, (zero,) * (4 * gates), columns_per_turn)
     for i, total in enumerate(sums):
@@ -468,7 +468,7 @@ def _input_gradient_of_band(dleaves_ref, *refs, block, band, channel, bands, cou
             for target, old_sum, value in zip(targets, old_sums, values, strict=True):
                 scatter_elements(sums, target, old_sum + value)
 
-        _visit_windows(first, last, columns, add_windows, columns_per_turn=largest_divisor(columns, _UNROLLED))
+        _visit_windows(first, last, columns, add_windows, columns_per_turn=largest_divisor(columns, _UNROLLED_WINDOWS))
 
     def clear(pixel, _):
         sums[pl.ds(pixel * LANES, LANES)] = jnp.zeros((LANES,), jnp.float32)

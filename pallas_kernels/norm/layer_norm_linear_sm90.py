@@ -27,7 +27,7 @@ from pallas_kernels.core.tiles import kernel
 
 _ROWS = 64
 """Rows of a block: those of a wgmma (PTX ISA)."""
-_LEAST_ROWS = 65536
+_MIN_ROWS = 65536
 """Rows from which the kernels pay: with fewer, separate kernels find the rows in the L2 cache
 (docs/lab/2026-11-21-norm.md)."""
 _COLUMNS = 64
@@ -61,25 +61,25 @@ class InputGradientConfig:
 
 
 def _supports(x: Any, w: Any, shared_bytes: Callable[..., int]) -> str | None:
-    rows, (out, hidden) = x.shape[0], w.shape
+    rows, (outputs, hidden) = x.shape[0], w.shape
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtypes {x.dtype} and {w.dtype}, only one half precision"
     if rows % _ROWS:
         return f"{rows} rows, only multiples of {_ROWS}"
-    if hidden not in (128, 256) or out not in (128, 256):
-        return f"widths {hidden} and {out}, only 128 and 256"
-    needed_bytes, available_bytes = shared_bytes(hidden, out), device.target().shared_bytes
+    if hidden not in (128, 256) or outputs not in (128, 256):
+        return f"widths {hidden} and {outputs}, only 128 and 256"
+    needed_bytes, available_bytes = shared_bytes(hidden, outputs), device.target().shared_bytes
     return f"{needed_bytes} bytes of shared memory, of {available_bytes}" if needed_bytes > available_bytes else None
 
 
-def _aligned(*sizes: int) -> int:
+def _aligned_bytes(*sizes: int) -> int:
     """Bytes of shared memory for buffers of these sizes."""
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
-def _forward_bytes(hidden: int, out: int, columns: int = 2 * _COLUMNS) -> int:
+def _forward_bytes(hidden: int, outputs: int, columns: int = 2 * _COLUMNS) -> int:
     blocks, z_buffers = (2 * _WARPGROUPS * _ROWS * width for width in (hidden, columns))
-    return _aligned(blocks, z_buffers, 2 * out * hidden, 2 * (2 * hidden + out)) + 8 * (_WARPGROUPS + 1)
+    return _aligned_bytes(blocks, z_buffers, 2 * outputs * hidden, 2 * (2 * hidden + outputs)) + 8 * (_WARPGROUPS + 1)
 
 
 def _forward_supports(x, scale, bias, w, b, *, eps):
@@ -87,12 +87,12 @@ def _forward_supports(x, scale, bias, w, b, *, eps):
 
 
 def _forward_heuristic(x, scale, bias, w, b, *, eps):
-    return ForwardConfig(columns=2 * _COLUMNS) if x.shape[0] >= _LEAST_ROWS else None
+    return ForwardConfig(columns=2 * _COLUMNS) if x.shape[0] >= _MIN_ROWS else None
 
 
-def _input_gradient_bytes(hidden: int, out: int, stages: int = 2) -> int:
-    dz, x, hat = 2 * stages * _ROWS * out, 2 * _ROWS * hidden, 0 if hidden == out else 2 * _ROWS * hidden
-    return _aligned(dz, x, hat, 2 * out * hidden, 4 * stages * 2 * _WARPGROUPS * _ROWS) + 8 * (stages + 4)
+def _input_gradient_bytes(hidden: int, outputs: int, stages: int = 2) -> int:
+    dz, x, hat = 2 * stages * _ROWS * outputs, 2 * _ROWS * hidden, 0 if hidden == outputs else 2 * _ROWS * hidden
+    return _aligned_bytes(dz, x, hat, 2 * outputs * hidden, 4 * stages * 2 * _WARPGROUPS * _ROWS) + 8 * (stages + 4)
 
 
 def _input_gradient_supports(dz, x, scale, w, offset, inv_std):
@@ -100,7 +100,7 @@ def _input_gradient_supports(dz, x, scale, w, offset, inv_std):
 
 
 def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
-    return InputGradientConfig(stages=2) if x.shape[0] >= _LEAST_ROWS else None
+    return InputGradientConfig(stages=2) if x.shape[0] >= _MIN_ROWS else None
 
 
 # --------------------------------------------------------------------------------------------------------- the forward
@@ -115,27 +115,27 @@ def forward(
     Args:
       x: `(rows, hidden)`, rows a multiple of 64. All arguments are of its dtype.
       scale, bias: `(hidden,)`.
-      w, b: `(out, hidden)` and `(out,)`, both widths 128 or 256.
+      w, b: `(outputs, hidden)` and `(outputs,)`, both widths 128 or 256.
     """
-    (rows, hidden), out = x.shape, w.shape[0]
+    (rows, hidden), outputs = x.shape, w.shape[0]
     programs = min(-(-rows // (_ROWS * _WARPGROUPS)), device.target().multiprocessors)
     row_statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     return launch(
-        _Forward(rows, hidden, out, programs, eps, config).body,
+        _Forward(rows, hidden, outputs, programs, eps, config).body,
         x,
         w,
         scale,
         bias,
         b,
-        out=(jax.ShapeDtypeStruct((rows, out), x.dtype), row_statistic, row_statistic),
+        out=(jax.ShapeDtypeStruct((rows, outputs), x.dtype), row_statistic, row_statistic),
         grid={"program": programs},
         warpgroups=_WARPGROUPS,
         scratch=[
             operand((_WARPGROUPS, _ROWS, hidden), x.dtype),
             operand((_WARPGROUPS, _ROWS, config.columns), x.dtype),
-            operand((out, hidden), x.dtype),
+            operand((outputs, hidden), x.dtype),
             # Scale, bias and b in one: each alone takes whole KiB.
-            plgpu.SMEM((2 * hidden + out,), x.dtype),
+            plgpu.SMEM((2 * hidden + outputs,), x.dtype),
             plgpu.Barrier(num_barriers=_WARPGROUPS),
             plgpu.Barrier(num_arrivals=4),
         ],
@@ -168,7 +168,7 @@ class _ForwardRefs(NamedTuple):
 class _Forward:
     rows: int
     hidden: int
-    out: int
+    outputs: int
     programs: int
     eps: float
     config: ForwardConfig
@@ -203,7 +203,7 @@ class _Forward:
     @property
     def _slices(self):
         """Of scale, bias and b in `vectors`."""
-        return pl.ds(0, self.hidden), pl.ds(self.hidden, self.hidden), pl.ds(2 * self.hidden, self.out)
+        return pl.ds(0, self.hidden), pl.ds(self.hidden, self.hidden), pl.ds(2 * self.hidden, self.outputs)
 
     def _load_parameters(self, refs):
         plgpu.copy_gmem_to_smem(refs.w, refs.weights, refs.parameters_loaded)
@@ -229,8 +229,8 @@ class _Forward:
                 multiply_registers(sums, y, refs.weights.at[:, columns].transpose((1, 0)), scratch)
             return sums[...]
 
-        z = pl.run_scoped(multiply, plgpu.ACC((_ROWS, self.out)))
-        for start in range(0, self.out, self.config.columns):
+        z = pl.run_scoped(multiply, plgpu.ACC((_ROWS, self.outputs)))
+        for start in range(0, self.outputs, self.config.columns):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for buffer_columns in _pieces(self.config.columns):
                 columns = pl.ds(start + buffer_columns.start, buffer_columns.size)
@@ -249,15 +249,15 @@ def input_gradient(
     """dx and x̂, both in x's dtype.
 
     Args:
-      dz: `(rows, out)`.
+      dz: `(rows, outputs)`.
       x, scale, w: the forward's.
       offset, inv_std: as the forward gives them.
     """
-    (rows, hidden), out = x.shape, w.shape[0]
+    (rows, hidden), outputs = x.shape, w.shape[0]
     programs = min(rows // _ROWS, device.target().multiprocessors)
     half = operand((_WARPGROUPS, _ROWS, hidden // 2), x.dtype)
     return launch(
-        _InputGradient(rows, hidden, out, programs, config).body,
+        _InputGradient(rows, hidden, outputs, programs, config).body,
         dz,
         x,
         w,
@@ -268,11 +268,11 @@ def input_gradient(
         grid={"program": programs},
         warpgroups=_WARPGROUPS,
         scratch=[
-            operand((config.stages, _WARPGROUPS, _ROWS, out // 2), x.dtype),
+            operand((config.stages, _WARPGROUPS, _ROWS, outputs // 2), x.dtype),
             half,
             # Where it is as wide as dz, x̂ is left in dz's place.
-            *([] if hidden == out else [half]),
-            operand((out, hidden), x.dtype),
+            *([] if hidden == outputs else [half]),
+            operand((outputs, hidden), x.dtype),
             plgpu.SMEM((config.stages, 2, _WARPGROUPS, _ROWS), jnp.float32),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=config.stages),
             plgpu.Barrier(num_barriers=_WARPGROUPS),
@@ -312,13 +312,13 @@ class _InputGradientRefs(NamedTuple):
 class _InputGradient:
     rows: int
     hidden: int
-    out: int
+    outputs: int
     programs: int
     config: InputGradientConfig
 
     def body(self, *refs: Any, program: Any, warpgroup: Any) -> None:
         refs = self._named(refs)
-        columns, dz_columns = (pl.ds(warpgroup * half, half) for half in (self.hidden // 2, self.out // 2))
+        columns, dz_columns = (pl.ds(warpgroup * half, half) for half in (self.hidden // 2, self.outputs // 2))
         steps = (self.rows // _ROWS - program + self.programs - 1) // self.programs
 
         def step_rows(step):
@@ -354,7 +354,7 @@ class _InputGradient:
         plgpu.wait_smem_to_gmem(0)
 
     def _named(self, refs):
-        names = [name for name in _InputGradientRefs._fields if name != "hat_buffers" or self.hidden != self.out]
+        names = [name for name in _InputGradientRefs._fields if name != "hat_buffers" or self.hidden != self.outputs]
         return _InputGradientRefs(**{"hat_buffers": None} | dict(zip(names, refs, strict=True)))
 
     def _block(self, refs, step, rows, columns, scales, warpgroup, x_ring, dz_ring):
@@ -387,7 +387,7 @@ class _InputGradient:
 
     def _product(self, dz_stage, weights, columns):
         """`dz w` in the columns, from both halves of dz."""
-        half = self.out // 2
+        half = self.outputs // 2
 
         def multiply(sums):
             for i in range(2):

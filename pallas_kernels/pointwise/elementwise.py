@@ -24,10 +24,10 @@ _MIXED_ELEMENTS = 2
 only vectors that are spread over the threads alike can be combined: 8 bytes are two of float32."""
 _WANTED_PROGRAMS = 1024
 """Programs: several for each multiprocessor of the devices in `core/device.py`. Chosen by hand; not tuned."""
-ALIGNED = 4
+ALIGNMENT = 4
 """Elements. Rows that begin at a multiple of them can be loaded in the widest accesses of a thread, 16 bytes of float32
 (CUDA C++ Programming Guide, device memory accesses)."""
-_LONG = 4 * LANES
+_LONG_ROW = 4 * LANES
 """Elements. Where rows are too short, arrays are broadcast in memory along as many axes as make rows this long: a
 vector of a warpgroup, 16 bytes of float32 a thread."""
 
@@ -122,9 +122,9 @@ def _result_shape(arrays, shape):
 def _rows(shape, arrays):
     """The rows that programs go along, at least a vector long."""
     rows = Rows(shape, arrays)
-    if rows.count > 1 and (rows.length < LANES or rows.length % ALIGNED):
+    if rows.count > 1 and (rows.length < LANES or rows.length % ALIGNMENT):
         lengths = [math.prod(shape[axis:]) for axis in range(len(shape))]
-        long_axes = [axis for axis, n in enumerate(lengths) if n >= _LONG and n % ALIGNED == 0]
+        long_axes = [axis for axis, n in enumerate(lengths) if n >= _LONG_ROW and n % ALIGNMENT == 0]
         rows = Rows(shape, arrays, axis=max(long_axes, default=0))
     return rows
 
@@ -168,13 +168,13 @@ class Rows:
         shapes = [(1,) * (len(shape) - len(a.shape)) + tuple(a.shape) for a in arrays]
         if axis is None:
             axis = next(axis for axis in range(len(shape) + 1) if all(fits(s, axis) for s in shapes))
-        self._aligned = shapes
-        self._broadcast = [s if fits(s, axis) else s[:axis] + shape[axis:] for s in shapes]
+        self._aligned_shapes = shapes
+        self._broadcast_shapes = [s if fits(s, axis) else s[:axis] + shape[axis:] for s in shapes]
         self._dtypes = [a.dtype for a in arrays]
         self.lead, self.length = shape[:axis], math.prod(shape[axis:])
         self.count = math.prod(self.lead)
-        self.leads = [s[:axis] for s in self._broadcast]
-        self.spans_row = [s[axis:] == shape[axis:] for s in self._broadcast]
+        self.leads = [s[:axis] for s in self._broadcast_shapes]
+        self.spans_row = [s[axis:] == shape[axis:] for s in self._broadcast_shapes]
 
     @property
     def has_mixed_dtypes(self) -> bool:
@@ -182,12 +182,12 @@ class Rows:
 
     def flatten(self, arrays: Sequence[Array]) -> list[Array]:
         """The arrays as `load` takes them."""
-        shapes = zip(self._aligned, self._broadcast, strict=True)
-        flat = [jnp.broadcast_to(a.reshape(s), t).ravel() for a, (s, t) in zip(arrays, shapes, strict=True)]
+        shapes = zip(self._aligned_shapes, self._broadcast_shapes, strict=True)
+        flat_arrays = [jnp.broadcast_to(a.reshape(s), t).ravel() for a, (s, t) in zip(arrays, shapes, strict=True)]
         # A single element is loaded as float32.
         return [
             a if spans_row else a.astype(float32_or_integer(a.dtype))
-            for a, spans_row in zip(flat, self.spans_row, strict=True)
+            for a, spans_row in zip(flat_arrays, self.spans_row, strict=True)
         ]
 
     def load(self, i: int, ref: Any, row: Any, start: Any, length: int) -> Array:

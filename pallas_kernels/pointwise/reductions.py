@@ -14,7 +14,7 @@ from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, zeros_like
 from pallas_kernels.core.tiles import kernel
 from pallas_kernels.pointwise.elementwise import (
-    ALIGNED,
+    ALIGNMENT,
     Rows,
     float32_or_integer,
     results_structure,
@@ -157,7 +157,7 @@ def _heuristic(formula, *arrays, axes):
     max_elements = _COLUMN_ELEMENTS if walk.along_columns else _ROW_ELEMENTS
     # Rows that begin at odd places cannot be loaded in long pieces.
     max_elements = (
-        1 if rows.length % ALIGNED else min(_MIXED_ELEMENTS, max_elements) if rows.has_mixed_dtypes else max_elements
+        1 if rows.length % ALIGNMENT else min(_MIXED_ELEMENTS, max_elements) if rows.has_mixed_dtypes else max_elements
     )
     length = LANES * next(n for n in (16, 8, 4, 2, 1) if n <= max_elements and n * LANES <= rows.length)
     sums = walk.sums(rows, length)
@@ -199,13 +199,13 @@ def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Con
 def _sums_of_rows(formula, arrays, walk, config, outputs):
     """Sums over all axes from `walk.axis` on."""
     rows = walk.rows(arrays)
-    flat = rows.flatten(arrays)
+    flat_arrays = rows.flatten(arrays)
     sums = walk.sums(rows, config.length)
-    results = _launch(formula, flat, sums, config.splits, outputs)
-    covered = sums.steps * config.length
-    if covered < rows.length:
-        split = [a.reshape((*lead, -1)) for a, lead in zip(flat, rows.leads, strict=True)]
-        ends = [a[..., covered:] if spans_row else a for a, spans_row in zip(split, rows.spans_row, strict=True)]
+    results = _launch(formula, flat_arrays, sums, config.splits, outputs)
+    covered_length = sums.steps * config.length
+    if covered_length < rows.length:
+        split = [a.reshape((*lead, -1)) for a, lead in zip(flat_arrays, rows.leads, strict=True)]
+        ends = [a[..., covered_length:] if spans_row else a for a, spans_row in zip(split, rows.spans_row, strict=True)]
         tail = formula(*(a.astype(float32_or_integer(a.dtype)) for a in ends))
         ends = [jnp.broadcast_to(jnp.sum(y, axis=-1), rows.lead) for y in jax.tree.leaves(tail)]
         results = [y.reshape(rows.lead) + end for y, end in zip(results, ends, strict=True)]
