@@ -1,4 +1,4 @@
-"""Gathers: each thread reads rows of a few numbers at places of its own, in shared or device memory.
+"""Gathers: each thread reads rows of a few numbers at its own places in shared or device memory.
 
 Pallas has no indexed read of a reference by a vector in registers, so these are written in Mosaic's own operations. The
 simulator reads the whole reference instead.

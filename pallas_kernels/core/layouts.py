@@ -26,14 +26,14 @@ def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
     """
     if simulating() is not None:
         return ref[...]
-    # Older versions want an index beside the reference.
+    # Older versions of JAX need an index as well.
     index = inspect.signature(plgpu.load).parameters.get("idx")
     needs_index = index is not None and index.default is index.empty
     return plgpu.load(ref, *([()] if needs_index else []), layout=layout, optimized=optimized)
 
 
 def store(ref: Any, value: Array) -> None:
-    """Writes `value` to device memory, whichever way it lies in the registers."""
+    """Writes `value` to device memory, whatever its layout in registers."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:
@@ -51,7 +51,7 @@ def sums_over_lanes(rows: Any, totals: Any) -> None:
     Sums of single vectors would need a barrier each. These need one, before any thread reads a row. n is half of
     `SUMMED_ROWS`, or a multiple of `SUMMED_ROWS`.
     """
-    # A warp reads four rows, eight threads side by side, and no bank twice.
+    # A warp reads four rows, eight threads a row, without bank conflicts.
     tiling = plgpu.Tiling(((16, 32), (4, 32), (4,)))
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
     plgpu.commit_smem()
@@ -126,7 +126,7 @@ def rounded_to_tf32(x: Array) -> Array:
     if x.dtype != jnp.float32:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    # The bits of a NaN may all be ones, as a GPU's are: the sum would overflow.
+    # A GPU's NaN has all bits set: adding to them would overflow, so NaN is passed through.
     return jnp.where(x != x, x, lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32))
 
 

@@ -43,8 +43,8 @@ _MIN_COLUMNS, _MAX_COLUMNS = 128, 256
 
 _MIN_ROWS = 8192
 _MIN_INPUTS = 512
-"""Rows from which the kernels pay: docs/lab/2026-11-21-dense.md. Inputs from which the forward does: chosen by hand;
-not tuned."""
+"""Rows from which the kernels pay: docs/lab/2026-11-21-dense.md. Inputs from which the forward does: no page
+of the lab has their measurement."""
 
 _CONSUMERS = 2
 """Consumer warpgroups: with their share of the registers, each holds 64 x 256 sums."""
@@ -60,8 +60,8 @@ docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 2048 + 512
 """Bytes of shared memory: 2 KiB are Mosaic's for sums across warps; 512 are more than the barriers need."""
 _STEP_MICROSECONDS = 0.75
-"""Microseconds of a step of a tile of 128 x 256 on an H200, for the choice of splits alone. From no recorded run; the
-rates in docs/lab/2026-11-21-dense.md are near it."""
+"""Microseconds of a step of a tile of 128 x 256 on an H200, for the choice of splits alone. No page of the lab has
+its measurement; the rates in docs/lab/2026-11-21-dense.md are near it."""
 _BYTES_A_MICROSECOND = 3e6
 """Bytes a microsecond at which the splits' sums are written and read, for the choice of splits alone. Chosen by hand,
 below the rate of a copy on an H200; not tuned."""

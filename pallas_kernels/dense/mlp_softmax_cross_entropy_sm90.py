@@ -127,7 +127,7 @@ class _Network:
         return [*self.forward_products, *self.backward_products[:-1], *((self.widths[1], n) for n in self.pieces)]
 
     def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
-        """Slices of the weights of `products` that shared memory has room for, beside operands of these widths."""
+        """Slices of the weights of `products` that fit shared memory together with operands of these widths."""
         available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
         return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 
@@ -187,10 +187,10 @@ def _slices(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[
 
 
 def _pack(slices: list[Array], biases: Sequence[Array], network: _Network) -> Array:
-    """Slices and, behind them, biases as long as rows, with a one behind all but the last."""
+    """Slices, then biases padded to the widths of rows; a one follows each bias but the last."""
     vectors = [b if layer == len(biases) - 1 else jnp.append(b, 1.0) for layer, b in enumerate(biases)]
     rows = [jnp.pad(b, (0, width - b.size)) for b, width in zip(vectors, network.widths[1:], strict=True)]
-    # Whole tiles of eight rows.
+    # Bulk copies read tiles of eight rows of `_SLICE` numbers.
     padding = -sum(network.widths[1:]) % (8 * _SLICE)
     return jnp.concatenate([*slices, *rows, jnp.zeros(padding, jnp.float32)])
 
@@ -239,7 +239,7 @@ class _Stream:
                 weights = self.stages.at[ring.stage(step), pl.ds(0, outputs)]
                 plgpu.wgmma(sums, operand.at[:, pl.ds(k * _SLICE, _SLICE)], weights.transpose((1, 0)))
                 if 0 < step <= len(self.outputs) - ring.stages:
-                    # The product before is done, in every warp: its slice makes room.
+                    # Every warp has finished the product before, so that the stage of its slice may be filled.
                     plgpu.wgmma_wait(1)
                     plgpu.commit_smem()
                     ring.fetch(step - 1 + ring.stages)
@@ -307,7 +307,7 @@ def _logits(stream: _Stream, network: _Network, refs: Any, examples: Any, *, bul
 
 
 class _Softmax(NamedTuple):
-    """Logits less their largest, -inf behind the classes; the exponentials of that; their sums; where the label is."""
+    """Logits less their largest, -inf after the last class; their exponentials; the sums of these; the label's mask."""
 
     shifted_logits: Array
     exponentials: Array
@@ -433,7 +433,7 @@ def _backward(network: _Network, *refs: Any, block: Any) -> None:
     gradient = _spread(dy, z) * _softmax(z, labels, network.classes).gradient()
     for i, layer in enumerate(reversed(range(layers))):
         _put(rounded_to_tf32(gradient), refs.operands[layer], refs.gradients[i].at[examples], bulk=False)
-        # Under way while the product is.
+        # These loads are under way during the product.
         h = _read(refs.hidden[layer - 1], examples, plgpu.Layout.WGMMA) if layer else None
         gradient = stream.multiply(i, refs.operands[layer])
         if layer:
@@ -591,7 +591,7 @@ class _WeighedGradientsRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeighedGradients:
-    """The tiles of all layers' dw, `EXAMPLES x _SLICE` each, one layer's after the other's; behind them those of dx."""
+    """The tiles of all layers' dw, `EXAMPLES x _SLICE` each, layer by layer; then those of dx."""
 
     network: _Network
 
@@ -647,7 +647,7 @@ class _WeighedGradients:
         """A tile's gradients and inputs, turned, the gradients weighed, both rounded, to shared memory."""
         widths, gradients = self.network.widths, refs.gradients[-1 - layer]
         weight = _read(refs.dy, examples, value_a_row())
-        # Where a layer's last tile has half its rows, the other half is not wanted.
+        # A layer's last tile may have half its rows. The other half repeats rows, and its sums are left out.
         starts = [jnp.minimum(row + n, widths[layer + 1] - _SLICE) for n in (0, _SLICE)]
         tiles = [load(gradients.at[examples, pl.ds(n, _SLICE)], plgpu.Layout.WGMMA, optimized=False) for n in starts]
         if layer:

@@ -105,7 +105,7 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
         weigh, valid = _weigher(labels_ref, lanes, classes)
         gradient = jnp.where(valid, dy_ref[lanes].astype(jnp.float32), jnp.nan)
         zero = zeros_like(gradient)
-        # Integer labels weigh one class, with one.
+        # An integer label gives its class the weight 1, and the others 0.
         weight = zero + 1.0 if has_integer_labels else fold_classes(lambda k, s: s + weigh(k, 1.0), zero)
 
         largest, total = largest_ref[lanes], total_ref[lanes]
@@ -138,7 +138,7 @@ def _weigher(labels_ref, lanes, classes):
     """A function of a class and a value, the value times the class's label; and which examples' labels are valid."""
     if jnp.issubdtype(labels_ref.dtype, jnp.integer):
         label = labels_ref[lanes]
-        # A choice, not a product: a class ruled out by a logit of -inf has a value of -inf.
+        # A selection, because a product would make NaN of 0 times the value of a class whose logit is -inf.
         return lambda k, value: jnp.where(label == k, value, 0.0), (label >= 0) & (label < classes)
     first = labels_ref[0, lanes]
     valid = (first == first) | (first != first)

@@ -1,6 +1,6 @@
 """A tick of a logic cellular automaton, and its backward: lanes are gates, and activations stay in shared memory.
 
-A program takes a few cells. What their gates compute stands in shared memory as rows, a number a cell: first the
+A program takes a few cells. Shared memory holds the outputs of their gates as rows, a number a cell: first the
 inputs (place in the neighbourhood, channel), then layer after layer the gates, perception's in the order gate, kernel,
 channel. Every layer is filled up to whole warpgroups. A thread has a gate, or several: it reads the rows of its two
 inputs, which are anywhere, and writes its own. Nothing but states, and in the backward the gradients of what cells have
@@ -203,9 +203,9 @@ class GradientRows:
     """Rows of shared memory through which the gradients of rows go.
 
     Attributes:
-      firsts: where those begin that each layer writes, for its gates' a, and behind them for their b. Once the layer
-        before has read them, they are free: layers use two buffers in turn. Update's first layer has a buffer of its
-        own, since the inputs, which come last, read it as well.
+      firsts: the first row that each layer writes: first the gradients of its gates' a, then those of their b. The
+        layer before reads them, and then they are free: layers alternate between two buffers. Update's first layer has
+        a third buffer, because the inputs, which come last, read it as well.
       kernel_sums: those of perception's first layer after the sum over kernels: role, gate, channel.
       zeros: a row of zeros, for rows with fewer consumers than others.
     """
@@ -235,7 +235,7 @@ class Config:
       cells: of a program at a time.
       programs: how many.
       lanes: of a layer at a time, of one warpgroup: they are to fit into registers.
-      lookahead: steps of so many lanes between the fetch of wires and coefficients and their use.
+      lookahead: steps between the fetch of wires and coefficients and their use; a step has `lanes` lanes.
       warpgroups: of a program, at most `WARPGROUPS`.
     """
 
@@ -372,8 +372,8 @@ def tick_backward(
 ) -> tuple[Array, Array, Array]:
     """(dseen, dkept, total): the gradients of what cells have seen and of what they have kept, and of coefficients.
 
-    The gradient of the next state comes as the two that the next tick's backward has left: a cell's is the sum of what
-    the cells around have as the gradient of seeing it, and its kept one.
+    The gradient of the next state comes as the two results of the next tick's backward: a cell's is the sum of the
+    gradients that the cells around it have of seeing it, and of its own of being kept.
 
     Args:
       coefficients, wires, state, fires: as in `tick`.
@@ -406,7 +406,7 @@ def _tick_backward(*refs, program, warpgroup, plan, config):
     team, has_groups = _Team(config, warpgroup, refs.barrier), _groups_of_program(plan, config) > 1
     circuit = _Circuit(plan, team, refs.coefficients, refs.wires, refs.rows)
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
-    # Of several groups of cells the first alone would find in `total_in` the sums so far: they are copied.
+    # With several groups of cells, each adds to what the one before has written: sums so far are copied to the result.
     previous_totals = total_out if has_groups else total_in
     backward = _Backward(circuit, refs.consumers, refs.sums, previous_totals=previous_totals, totals=total_out)
     if has_groups:
@@ -489,7 +489,7 @@ class _Team:
         meet(self.barrier)
 
     def run(self, steps, prologue):
-        """Computes the steps in turn, and fetches for later ones. `prologue` runs while the first fetches do."""
+        """Computes the steps in order, and fetches for later ones. `prologue` runs during the first fetches."""
         steps, lookahead = list(steps), self.config.lookahead
         fetched = [step.fetch() for step in steps[:lookahead]]
         prologue()
@@ -538,7 +538,7 @@ class _Cells:
         return _StateElements(cell, jnp.where(valid, cell * C + lane, lane + self.plan.cells * C), valid)
 
     def neighbour(self, cell, row_offset, column_offset):
-        """The cell so many rows and columns from another, and whether there is one."""
+        """The cell at an offset from another, and whether there is one."""
         plan = self.plan
         row = lax.rem(lax.div(cell, plan.width), plan.height) + row_offset
         column = lax.rem(cell, plan.width) + column_offset

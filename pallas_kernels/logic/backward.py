@@ -52,7 +52,7 @@ def _load(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
 
 
 def _gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
-    """From a gate's (dy, a, b) in each lane block, the vectors whose sums over the lanes are its gradients, in turn."""
+    """From a gate's (dy, a, b) in each lane block, the vectors whose sums over the lanes are its gradients."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
     for blocks in zip(*terms, strict=True):
         yield functools.reduce(jnp.add, blocks)
@@ -124,7 +124,7 @@ def gradients_by_gate(
 
 
 def _launch_by_gates(body, dy, *arrays, out, blocks, **options):
-    """(*out, dc), of programs of `_GATES` gates and so many lane blocks."""
+    """(*out, dc), of programs of `_GATES` gates and `blocks` lane blocks."""
     gates, N = dy.shape
     blocks, groups, rows = N // (LANES * blocks), -(-gates // _GATES), _GATE_SUMS * _GATES
     *results, dc = launch(
@@ -263,7 +263,7 @@ def _along_trail_supports(dy, coefficients, graph, x):
 def _along_trail_heuristic(dy, coefficients, graph, x):
     consumers = graph.most_consumers
     blocks = largest_divisor(x.shape[1] // LANES, min(_TRAIL_BLOCKS, _TRAIL_BYTES // (consumers * x.dtype.itemsize)))
-    # Of short rows, eight consumers in a program, else four: as many loads under way.
+    # Short rows: eight consumers in a program, otherwise four, so that as many loads are under way.
     return AlongTrailConfig(inputs=largest_divisor(x.shape[0], (8 if blocks <= 2 else 4) // consumers), blocks=blocks)
 
 
@@ -319,7 +319,7 @@ def _gather_from_trail(sums, graph, config):
     sums = sums.reshape(-1, _TRAIL_ROWS // _GATE_SUMS, _GATE_SUMS)
     gate = place // consumers_per_input * gates_per_input + place % consumers_per_input
     dc = sums[gate // (config.inputs * gates_per_input), gate % (config.inputs * gates_per_input)]
-    # Left from its b: that comes before its a.
+    # Where the trail leaves a gate's b, the program took b for a: their two sums are exchanged.
     is_swapped = graph.trail_consumers[place] & 1 == 1
     return jnp.where(is_swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)
 
@@ -376,7 +376,7 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
 
         def add_consumers(turn, sums):
             places = [first + turn * config.consumers + k for first, _ in ends for k in range(config.consumers)]
-            # Past an input's last consumer stand those of others, which are read and not added.
+            # After an input's last consumer come those of the next input: they are read, but not added.
             read_places = [jnp.minimum(e, 2 * gates - 1) for e in places]
             consumers, partner_rows = ([ref[e] for e in read_places] for ref in (consumers_ref, partners_ref))
             dys = [dy_ref[consumer >> 1, lanes].astype(jnp.float32) for consumer in consumers]

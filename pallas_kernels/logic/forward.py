@@ -50,7 +50,7 @@ def _supports(coefficients, graph, x):
 
 def _heuristic(coefficients, graph, x):
     length = lane_block_length(x)
-    # At least two, so that the loads of both are under way at once.
+    # At least two gates, so that the loads of both are under way at once.
     return Config(gates=largest_divisor(graph.a.shape[0], max(2, _PROGRAM_EXAMPLES // length)), length=length)
 
 
@@ -73,7 +73,7 @@ def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> A
     def body(c_ref, trail_ref, x_ref, y_ref, *, block, group):
         lanes = pl.ds(block * config.length, config.length)
         places = [group * config.gates + k for k in range(config.gates)]
-        # All loads before the first store.
+        # All loads come before the first store, so that they are under way at once.
         inputs = [[x_ref[trail_ref[role, k], lanes].astype(jnp.float32) for role in (1, 2)] for k in places]
         for k, (a, b) in zip(places, inputs, strict=True):
             g = trail_ref[0, k]

@@ -70,7 +70,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Geometry:
-    """Where trees and pools stand.
+    """The places of trees and pools.
 
     Attributes:
       height, width: of the padded image.
@@ -120,7 +120,7 @@ class _Tree:
     def load_leaves(self, x_ref: Any, first: Any, lanes: Any, geometry: _Geometry) -> list[list[Array]]:
         """What the leaves read of the trees in a window that begins at a pixel, place by place."""
         steps = [geometry.step(place) for place in geometry.places]
-        # One address a leaf: from there it is a constant number of rows to the others.
+        # One address a leaf: its rows at the other places are a constant distance away.
         rows = [x_ref.at[pl.ds(first + pixel, 1 + steps[-1])] for pixel in self.pixels]
         return [[row[step, lanes].astype(jnp.float32) for row in rows] for step in steps]
 
@@ -165,7 +165,7 @@ def _unsupported_size(x):
 
 
 def _forward_heuristic(coefficients, leaves, x, *, window, stride, pool):
-    return Config(rows=1)  # Measured: neighbouring windows find each other's pixels in the cache, rows do not.
+    return Config(rows=1)  # The fastest in docs/lab/2026-11-22-trees.md.
 
 
 @kernel(supports=_supports_forward, heuristic=_forward_heuristic)
@@ -203,7 +203,7 @@ def forward(
                 if i == 0:
                     largest, place = value, jnp.where(value != value, 0, 0)
                 else:
-                    # Of equals the first stays, and so does a NaN.
+                    # The first of equal values stays, and so does a NaN.
                     is_larger = ~(value <= largest) & (largest == largest)
                     largest, place = jnp.where(is_larger, value, largest), jnp.where(is_larger, i, place)
             y_ref[k, row, column, lanes] = largest.astype(y_ref.dtype)
@@ -235,7 +235,7 @@ def _as_rows(x):
 
 
 def _visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
-    """`body(row, columns, carry) -> carry` for the windows of some rows, so many neighbouring columns in a turn."""
+    """`body(row, columns, carry) -> carry` for the windows of some rows, `columns_per_turn` neighbours at a time."""
     turns = columns // columns_per_turn
 
     def step(i, carry):
@@ -346,7 +346,7 @@ def _input_heuristic(dleaves, places, leaves, readers, reader_offsets, *, size, 
     channels, height, width = size
     rows = max(1, min(height, (_BAND_BYTES // (4 * LANES) - 1) // width))
     least_bands = _BANDS * device.target().multiprocessors * LANES / (channels * dleaves.shape[-1])
-    # As many rows in the last band of an image as in its others, if it can be.
+    # Bands of an image are as equal as they can be.
     return Config(-(-height // min(height, max(-(-height // rows), math.ceil(least_bands)))))
 
 
@@ -391,7 +391,7 @@ def input_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Bands:
-    """Rows of an image, so many a band, and the windows that read them.
+    """An image in bands of rows, and the windows that read them.
 
     Attributes:
       rows: of a band.
@@ -423,7 +423,7 @@ class _Bands:
           leaf_row: what it reads of the first window, as a row of the band.
         """
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
-        # Of a window's last place the leaf reads at least the band's first row.
+        # The first window whose last place reads the band's first row or a later one.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
         last = jnp.clip((self.rows - 1 - leaf_row) // step + 1, first, rows)
         return first, last
@@ -447,7 +447,7 @@ def _input_gradient_of_band(dleaves_ref, *refs, block, band, channel, bands, cou
     _, rows, columns, _ = dleaves_ref.shape
     lanes = pl.ds(block * LANES, LANES)
     lane = lane_and_column(LANES, 1)[0]
-    top = band * bands.rows + bands.padding[0]  # of the band, in the padded image
+    top = band * bands.rows + bands.padding[0]  # The band's first row in the padded image.
 
     def add_reader(e, _):
         leaf = readers_ref[e]
@@ -463,7 +463,7 @@ def _input_gradient_of_band(dleaves_ref, *refs, block, band, channel, bands, cou
                     bands.targets(row * row_step + leaf_row, column * column_step + leaf_column, place, lane)
                 )
                 values.append(spread(dleaves_ref[leaf, row, column, lanes], 1))
-            # Windows of one leaf read different pixels.
+            # Windows of one leaf read different pixels: their additions do not depend on each other.
             old_sums = [gather_elements(sums, target) for target in targets]
             for target, old_sum, value in zip(targets, old_sums, values, strict=True):
                 scatter_elements(sums, target, old_sum + value)

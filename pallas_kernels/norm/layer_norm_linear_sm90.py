@@ -2,10 +2,10 @@
 
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
-The weights stay in shared memory, so both widths are small. In the forward each of two warpgroups takes every so
-many-th block of 64 rows by itself: a bulk copy brings it, its rows are normalised in registers, from where the tensor
-cores take them, and bulk copies take z away. The next block is on its way as soon as the registers hold this one. In
-the input's gradient two warpgroups take a block side by side, each half of its columns.
+The weights stay in shared memory, so both widths are small. In the forward each of two warpgroups takes blocks of 64
+rows at a fixed stride. A bulk copy brings a block, its rows are normalised in registers, from where the tensor cores
+read them, and bulk copies write z. The copy of the next block starts as soon as the registers hold this one. In the
+input's gradient two warpgroups share a block, each with half of its columns.
 """
 
 import dataclasses
@@ -134,7 +134,7 @@ def forward(
             operand((_WARPGROUPS, _ROWS, hidden), x.dtype),
             operand((_WARPGROUPS, _ROWS, config.columns), x.dtype),
             operand((outputs, hidden), x.dtype),
-            # Scale, bias and b in one: each alone takes whole KiB.
+            # Scale, bias and b share an array: Mosaic GPU aligns each array to `_ALIGNMENT`.
             plgpu.SMEM((2 * hidden + outputs,), x.dtype),
             plgpu.Barrier(num_barriers=_WARPGROUPS),
             plgpu.Barrier(num_arrivals=4),
@@ -146,7 +146,7 @@ def forward(
 
 
 class _ForwardRefs(NamedTuple):
-    """A body's references; `vectors` are scale, bias and b in shared memory, one behind another."""
+    """A body's references; `vectors` are scale, bias and b in shared memory, one after the other."""
 
     x: Any
     w: Any
@@ -192,7 +192,7 @@ class _Forward:
         def block(step, _):
             ring.wait(step)
             x = load(refs.x_stages.at[warpgroup], plgpu.Layout.WGMMA)
-            # All warps have read it.
+            # Every warp has read the stage before it is filled again.
             plgpu.commit_smem()
             ring.fetch(step + 1)
             self._block(refs, x, step_rows(step), refs.z_buffers.at[warpgroup])
@@ -270,7 +270,7 @@ def input_gradient(
         scratch=[
             operand((config.stages, _WARPGROUPS, _ROWS, outputs // 2), x.dtype),
             half,
-            # Where it is as wide as dz, x̂ is left in dz's place.
+            # Where x̂ is as wide as dz, dz's stage also holds x̂ until it is written.
             *([] if hidden == outputs else [half]),
             operand((outputs, hidden), x.dtype),
             plgpu.SMEM((config.stages, 2, _WARPGROUPS, _ROWS), jnp.float32),
@@ -344,7 +344,7 @@ class _InputGradient:
 
             @pl.when(step + 1 < steps)
             def _():
-                # First dx, then x̂ has been read by its bulk copy.
+                # Waits count copies in the order of their start: dx's, then x̂'s.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 x_ring.fetch(step + 1)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -403,7 +403,7 @@ class _InputGradient:
         sums = [_sum(t, pieces), _sum(lambda columns: t(columns) * hat_piece(columns), pieces)]
         for i, a in enumerate(sums):
             store(refs.sums.at[stage, i, warpgroup], a)
-        # Past this barrier the other half has multiplied dz's stage as well.
+        # Behind this barrier both warpgroups have multiplied dz's stage, which x̂ may overwrite.
         plgpu.barrier_arrive(refs.sums_stored)
         plgpu.barrier_wait(refs.sums_stored)
 

@@ -6,7 +6,7 @@ RMSNorm, `center=False`, is the same without the mean and the bias. Sums are in 
 kept as its `offset` from the row's first element: values far from zero lose no digits in the difference, as they would
 when the mean is rounded.
 
-The kernels are persistent: a program takes every so many-th group of rows through a ring in shared memory, whose bulk
+The kernels are persistent: a program takes groups of rows at a fixed stride through a ring in shared memory, whose bulk
 copies are under way while other groups are computed in place. Beyond the last row such a copy reads zeros and writes
 nothing. The gradients of scale and bias are added up in registers over the rows of a program, then over programs in a
 fixed order.
@@ -68,7 +68,7 @@ def _supports(x: Any, *, arrays: int) -> str | None:
 
 
 def _heuristic(x: Any, *, arrays: int) -> Config:
-    """For so many arrays to stream; the limits of stages and programs are from a sweep on an H200."""
+    """For this number of streamed arrays; the limits of stages and programs: docs/lab/2026-11-21-norm.md."""
     stages = min(4 if arrays == 1 else 3, _fitting_stages(x, arrays))
     ring_bytes = stages * _stage_bytes(x, arrays)
     program_bytes = ring_bytes + _OVERHEAD_BYTES + _DRIVERS_BYTES
@@ -207,7 +207,7 @@ def _division(rows: int, config: Config) -> tuple[int, int]:
 
 
 def _stages(block: "_Block", config: Config, *arrays: Array) -> list[Any]:
-    """Shared memory and barriers of a ring for so many arrays."""
+    """Shared memory and barriers of a ring for these arrays."""
     stages = [plgpu.SMEM((config.stages, config.rows, *block.shape[1:]), a.dtype) for a in arrays]
     return [*stages, plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.stages)]
 
@@ -416,7 +416,7 @@ class _Stream:
             for target, stage_buffer in zip(targets, stages, strict=False):
                 plgpu.copy_smem_to_gmem(stage_buffer.at[stage], target.at[group_rows(i)], commit_group=False)
             plgpu.commit_smem_to_gmem_group()
-            # The group before left its results in the stage that is filled next: they have been read from it.
+            # The stage that is filled next held the results of the group before: a bulk copy must have read them.
             ring.fetch(
                 i + self.config.stages - 1, prepare=functools.partial(plgpu.wait_smem_to_gmem, 1, wait_read_only=True)
             )

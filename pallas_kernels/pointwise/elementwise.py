@@ -65,7 +65,7 @@ def elementwise(
 ) -> Array | tuple[Array, ...]:
     """`formula(*arrays)`, element by element with NumPy's broadcasting, in one pass over the arrays.
 
-    An array that is broadcast along whole rows, or has whole rows of its own, is read as it is; any other is
+    An array that is constant along rows, or has whole rows, is read without a copy; any other is
     broadcast in memory first.
 
     Args:
@@ -98,7 +98,7 @@ def elementwise(
                 ref[pl.ds(row * rows.length + start, length)] = value.astype(dtype)
 
         def compute_remainder(i, _):
-            # The end of a row that fills no vector is computed with elements of the vector before.
+            # The end of a row fills no vector: elements of the vector before it are computed again with it.
             compute(jnp.minimum(blocks * length + i * LANES, rows.length - LANES), LANES)
 
         compute(block * length, length)
@@ -130,7 +130,7 @@ def _rows(shape, arrays):
 
 
 def _fill_vector(arrays, shape):
-    """Arrays that broadcast to less than a vector as one, with zeros behind it; single elements as they are."""
+    """Arrays that broadcast to less than a vector, padded with zeros to a vector; single elements are unchanged."""
     padding = LANES - math.prod(shape)
     return [a.ravel() if a.size == 1 else jnp.pad(jnp.broadcast_to(a, shape).ravel(), (0, padding)) for a in arrays]
 
@@ -197,7 +197,7 @@ class Rows:
         return jnp.broadcast_to(value.astype(float32_or_integer(value.dtype)), (length,))
 
     def row_of(self, i: int, row: Any) -> Any:
-        """Which row of the i-th array, that may have fewer, stands in a row."""
+        """The row of the i-th array, which may have fewer rows, that broadcasts to a row."""
         lead = self.leads[i]
         if lead == self.lead:
             return row

@@ -45,7 +45,7 @@ class _Walk:
     """How the memory is read in long pieces, to sum over some axes.
 
     Attributes:
-      shape: of what is read, after its axes are put in `order`, and with `columns` made a matrix of so many columns.
+      shape: of what is read: its axes in `order`, and with `columns` a matrix with this number of columns.
       axis: sums are over all axes from it on, or with `along_columns` over this one.
       order: of the axes, or None as they are.
       columns: of the matrix, or None.
@@ -75,7 +75,7 @@ class _Walk:
         if math.prod(shape[i] for i in summed_axes) >= LANES:
             order = (*kept_axes, *summed_axes)
             return cls(tuple(shape[i] for i in order), len(kept_axes), order=order)
-        # Short in every direction: columns, beside each other and filled up with zeros.
+        # All axes are short: the kept axes become the columns of a matrix, padded with zeros to a vector.
         columns = math.prod(shape[i] for i in kept_axes)
         matrix = math.prod(shape[i] for i in summed_axes), max(columns, LANES)
         return cls(matrix, 0, along_columns=True, order=(*summed_axes, *kept_axes), columns=columns)
@@ -125,7 +125,7 @@ class _Sums:
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Which row of `rows` is read in a step, and from where on; the last vector lies partly on the one before."""
+        """The row of `rows` that a step reads, and the first element; the last vector may overlap the one before it."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
@@ -155,7 +155,7 @@ def _heuristic(formula, *arrays, axes):
     structs = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, arrays, strict=True)]
     rows = walk.rows([walk.arranged_struct(a) for a in structs])
     max_elements = _COLUMN_ELEMENTS if walk.along_columns else _ROW_ELEMENTS
-    # Rows that begin at odd places cannot be loaded in long pieces.
+    # Rows that begin at any element are loaded element by element: wider accesses must be aligned.
     max_elements = (
         1 if rows.length % ALIGNMENT else min(_MIXED_ELEMENTS, max_elements) if rows.has_mixed_dtypes else max_elements
     )
@@ -213,11 +213,11 @@ def _sums_of_rows(formula, arrays, walk, config, outputs):
 
 
 def _sums_of_columns(formula, arrays, walk, config, outputs):
-    """Sums over the axis `walk.axis`, with at least a vector of elements behind it."""
+    """Sums over the axis `walk.axis`, where the axes after it have at least a vector of elements."""
     rows = walk.rows(arrays)
     sums = walk.sums(rows, config.length)
     results = _launch(formula, rows.flatten(arrays), sums, config.splits, outputs)
-    # The last vector lies partly on the one before it.
+    # The last vector may overlap the one before it: its first sums are left out.
     ends = (sums.blocks - 1) * config.length
     tail = rows.length - ends
     results = [jnp.concatenate([y[:, :ends], y[:, sums.blocks * config.length - tail :]], axis=1) for y in results]
