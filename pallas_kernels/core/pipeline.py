@@ -8,10 +8,10 @@ that stage, and whoever uses the stage waits for it there. Two ways to keep it f
 - A producer warpgroup does nothing but fetch, and consumer warpgroups compute: with barriers `free`, `produce` waits
   until the consumers have `release`d a stage before it fills it again.
 
-JAX's `plgpu.emit_pipeline` was measured beside a ring: as a copy both are equally fast. LayerNorm's forward is slightly
-faster through `emit_pipeline`, and slower through its warp-specialised form: docs/lab/2026-11-22-pipelines.md. The ring
-stays because it computes in place. A stage holds its data once, where `emit_pipeline` has separate buffers for inputs
-and outputs, and LayerNorm's backward needs that shared memory for further stages.
+JAX's `plgpu.emit_pipeline` was measured beside a ring (docs/lab/2026-11-22-pipelines.md). It was slightly faster than
+the ring, as a copy and in LayerNorm's forward; its warp-specialised form was slower in that forward. The ring stays
+because it computes in place. A stage holds its data once, where `emit_pipeline` has separate buffers for inputs and
+outputs, and LayerNorm's backward needs that shared memory.
 """
 
 import dataclasses
