@@ -301,7 +301,7 @@ def rows_of(pipeline: str) -> dict[tuple[str, int, int], dict[str, Any]]:
 
 def measure(pipeline: str) -> None:
     """Prints a line of JSON for every task and shape, behind one for the machine."""
-    found = device.present()
+    found = device.gpu()
     versions = {"python": platform.python_version(), "jaxbp": jaxbp.__version__}
     versions |= {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     machine = {"device": found.kind, "versions": versions}

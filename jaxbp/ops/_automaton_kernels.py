@@ -18,7 +18,7 @@ from jaxbp.ops import _automaton_formula as formula
 from jaxbp.pairing import differentiable
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.logic import automaton as kernels
-from pallas_kernels.logic.automaton import Plan, whole
+from pallas_kernels.logic.automaton import Plan, padded_lanes
 
 UNROLL = 16
 """Ticks in the body of a compiled loop: a kernel launched alone starts later than one in a CUDA graph."""
@@ -39,20 +39,15 @@ class Prepared(NamedTuple):
 
 def plan(automaton: Automaton, shape: tuple[int, ...]) -> Plan:
     """The kernels' sizes for states of this shape."""
-    first_perception, first_update = automaton.perception[0], automaton.update[0]
     return Plan(
         *shape,
         periodic=automaton.periodic,
         kernels=automaton.kernels,
         perception=tuple(w.gates for w in automaton.perception),
         update=tuple(w.gates for w in automaton.update),
-        turns=(
-            *(w.most_consumers for w in automaton.perception[1:]),
-            first_update.most_consumers,
-            *(w.most_consumers for w in automaton.update[1:]),
-            first_perception.most_consumers,
-            first_update.most_consumers,
-        ),
+        output_consumers=tuple(w.most_consumers for w in [*automaton.perception[1:], *automaton.update]),
+        neighbour_consumers=automaton.perception[0].most_consumers,
+        centre_consumers=automaton.update[0].most_consumers,
     )
 
 
@@ -76,7 +71,7 @@ def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -
 
 def enter(state: Array) -> Array:
     """`(batch, height, width, channels)` as states are held here."""
-    return jnp.pad(state.ravel(), (0, whole(state.shape[-1])))
+    return jnp.pad(state.ravel(), (0, padded_lanes(state.shape[-1])))
 
 
 def leave(state: Array, shape: tuple[int, ...]) -> Array:
@@ -88,7 +83,7 @@ def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
     """The gradient of the last state: nobody has seen it."""
     sizes = plan(prepared.automaton, prepared.shape)
     spare = sizes.inputs.lanes
-    return jnp.zeros(sizes.cells * sizes.seen + spare, jnp.float32), enter(dlast.astype(jnp.float32))
+    return jnp.zeros(sizes.cells * sizes.neighbourhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
 
 
 def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp.dtype) -> Array:
@@ -235,12 +230,12 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
             gate, role = _consumers(perception[i + 1])
             row = first + role[..., None, None] * lanes + gate[..., None, None] * (K * C)
             row = row + np.arange(K)[:, None] * C + np.arange(C)
-            table = jnp.where(gate[..., None, None] < 0, nobody, row).reshape(layer.turns, -1)
+            table = jnp.where(gate[..., None, None] < 0, nobody, row).reshape(layer.max_consumers, -1)
         elif i + 1 == len(perception):
             gate, role = _consumers(update[0])
             of_inputs = jnp.where(gate < 0, nobody, first + role * lanes + gate)
             perceived = of_inputs[:, C:].reshape(-1, C, automaton.bits, K)
-            table = jnp.moveaxis(perceived, 1, 3).reshape(layer.turns, -1)
+            table = jnp.moveaxis(perceived, 1, 3).reshape(layer.max_consumers, -1)
         elif i + 1 < len(sizes.layers):
             gate, role = _consumers(update[i + 1 - len(perception)])
             table = jnp.where(gate < 0, nobody, first + role * lanes + gate)
@@ -249,8 +244,8 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
         parts.append(filled(table, layer.lanes))
     # Of the inputs: their sums over kernels, (role, gate, channel), and for the centre update's first layer as well.
     gate, role = _consumers(perception[0])
-    row = rows.summed.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)
-    of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.seen)
+    row = rows.kernel_sums.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)
+    of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.neighbourhood)
     gate, role = _consumers(update[0])
     first, lanes = rows.firsts[len(perception)], sizes.layers[len(perception)].lanes
     centre = jnp.where(gate < 0, nobody, first + role * lanes + gate)[:, :C]
@@ -260,7 +255,7 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
     # Where the sums over kernels begin.
     role, gate, channel = np.indices((2, perception[0].gates, C))
     begins = rows.firsts[0] + role * sizes.layers[0].lanes + gate * (K * C) + channel
-    parts.append(jnp.pad(jnp.asarray(begins.ravel()), (0, rows.summed.lanes - begins.size)))
+    parts.append(jnp.pad(jnp.asarray(begins.ravel()), (0, rows.kernel_sums.lanes - begins.size)))
     return jnp.concatenate(parts).astype(jnp.int32)
 
 

@@ -43,42 +43,46 @@ class Device:
 HOPPER = Device("NVIDIA H200", (9, 0), 132, 232_448, 62_914_560)
 BLACKWELL = Device("NVIDIA B200", (10, 0), 148, 232_448, 132_644_864)
 BLACKWELL_RTX = Device("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 101_376, 134_217_728)
-"""Devices to compile for where they are not: figures of their drivers, of the H200's own, and of the others as XLA's
-target configurations list them."""
+"""Devices to compile for on machines without them. The figures of the H200 are its driver's; those of the others are
+from XLA's target configurations."""
+
+_SHARED_BYTES, _L2_BYTES, _REGISTERS = 97, 38, 82
+"""Numbers of `CUdevice_attribute` in cuda.h: `MAX_SHARED_MEMORY_PER_BLOCK_OPTIN` and `L2_CACHE_SIZE`, both in bytes,
+and `MAX_REGISTERS_PER_MULTIPROCESSOR`, in 32-bit registers."""
 
 # A JAX context, not a global: its value is part of jit's cache key.
-_targeted = jax.make_user_context(None)
+_target_context = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def targeting(device: Device) -> Iterator[None]:
     """Within it, kernels are traced for `device`, and `implementation=None` chooses for it."""
-    with _targeted(device):
+    with _target_context(device):
         yield
 
 
 def target() -> Device:
     """The GPU that kernels are traced for now: the targeted one, else the default device, else Hopper."""
-    return present() or HOPPER
+    return gpu() or HOPPER
 
 
-def present() -> Device | None:
+def gpu() -> Device | None:
     """The targeted GPU, else the default device if it is an NVIDIA GPU."""
-    if _targeted.value is not None:
-        return _targeted.value
+    if _target_context.value is not None:
+        return _target_context.value
     device = _default_device()
-    return _described(device) if device.platform == "gpu" else None
+    return _describe(device) if device.platform == "gpu" else None
 
 
 def kernels_run() -> bool:
     """Whether the targeted or the default device is a GPU that kernels can be compiled for."""
-    device = present()
+    device = gpu()
     return device is not None and device.runs_kernels
 
 
 def kind() -> str:
     """Of the device that a function is traced for: "NVIDIA H200", say, or "cpu"."""
-    return _targeted.value.kind if _targeted.value is not None else _default_device().device_kind
+    return _target_context.value.kind if _target_context.value is not None else _default_device().device_kind
 
 
 def _default_device() -> jax.Device:
@@ -87,7 +91,7 @@ def _default_device() -> jax.Device:
 
 
 @functools.cache
-def _described(device: jax.Device) -> Device | None:
+def _describe(device: jax.Device) -> Device | None:
     try:
         major, minor = map(int, device.compute_capability.split("."))
     except (AttributeError, ValueError):  # not NVIDIA's
@@ -96,18 +100,18 @@ def _described(device: jax.Device) -> Device | None:
         kind=device.device_kind,
         capability=(major, minor),
         multiprocessors=device.core_count,
-        shared_bytes=_attribute(device, 97, HOPPER.shared_bytes),
-        l2_bytes=_attribute(device, 38, HOPPER.l2_bytes),
-        registers=_attribute(device, 82, HOPPER.registers),
+        shared_bytes=_attribute(device, _SHARED_BYTES, HOPPER.shared_bytes),
+        l2_bytes=_attribute(device, _L2_BYTES, HOPPER.l2_bytes),
+        registers=_attribute(device, _REGISTERS, HOPPER.registers),
     )
 
 
-def _attribute(device: jax.Device, attribute: int, otherwise: int) -> int:
+def _attribute(device: jax.Device, attribute: int, default: int) -> int:
     """A `CUdevice_attribute` by its number in cuda.h, from the driver; JAX passes on only some of them."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return otherwise
+        return default
     value = ctypes.c_int()
     failed = driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device.local_hardware_id)
-    return otherwise if failed else value.value
+    return default if failed else value.value

@@ -1,4 +1,4 @@
-"""Gathers: each thread reads rows of a few numbers at places of its own, in shared or device memory.
+"""Gathers: each thread reads rows of a few numbers at its own places in shared or device memory.
 
 Pallas has no indexed read of a reference by a vector in registers, so these are written in Mosaic's own operations. The
 simulator reads the whole reference instead.
@@ -42,14 +42,14 @@ def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
     def iotas(_):
         i32 = ir.IntegerType.get_signless(32)
         thread = arith.remui(mgpu.utils.thread_idx(), mgpu.utils.c(LANES, i32))
-        of_lanes = np.empty((lanes // LANES,), dtype=object)
-        of_columns = np.empty_like(of_lanes)
-        for i in range(of_lanes.size):
+        lane_registers = np.empty((lanes // LANES,), dtype=object)
+        column_registers = np.empty_like(lane_registers)
+        for i in range(lane_registers.size):
             lane = arith.addi(thread, mgpu.utils.c(i * LANES, i32))
-            of_lanes[i] = _row([lane] * width)
-            of_columns[i] = _row([mgpu.utils.c(k, i32) for k in range(width)])
+            lane_registers[i] = _row([lane] * width)
+            column_registers[i] = _row([mgpu.utils.c(k, i32) for k in range(width)])
         layout = block_layout(lanes, width)
-        return _fragmented(of_lanes, layout, signed=True), _fragmented(of_columns, layout, signed=True)
+        return _fragmented(lane_registers, layout, signed=True), _fragmented(column_registers, layout, signed=True)
 
     return iotas()
 
@@ -65,10 +65,10 @@ def gather_rows(ref: Any, rows: Array) -> Array:
         element = ir.MemRefType(ref.type).element_type
         pointer, type_ = mgpu.utils.memref_ptr(ref), ir.VectorType.get((width,), element)
         registers = np.empty_like(rows.registers)
-        for at, register in np.ndenumerate(rows.registers):
+        for index, register in np.ndenumerate(rows.registers):
             place = arith.muli(vector.extract(register, [], [0]), mgpu.utils.c(width, ir.IntegerType.get_signless(32)))
             address = mgpu.utils.getelementptr(pointer, [place], element)
-            registers[at] = llvm.load(type_, address, alignment=width * mgpu.utils.bytewidth(element))
+            registers[index] = llvm.load(type_, address, alignment=width * mgpu.utils.bytewidth(element))
         return _fragmented(registers, block_layout(lanes, width))
 
     return gather(ref, rows)
@@ -83,10 +83,10 @@ def gather_elements(ref: Any, places: Array) -> Array:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=_block(*places.shape, ref.dtype))
     def gather(_, ref, places):
         registers = np.empty_like(places.registers)
-        for at, register in np.ndenumerate(places.registers):
+        for index, register in np.ndenumerate(places.registers):
             values = [memref.load(ref, [_index(register, k)]) for k in range(places.shape[1])]
-            registers[at] = _row(values)
-        return _fragmented(registers, block_layout(*places.shape), signed=_signed(ref))
+            registers[index] = _row(values)
+        return _fragmented(registers, block_layout(*places.shape), signed=_signedness(ref))
 
     return gather(ref, places)
 
@@ -100,9 +100,9 @@ def scatter_elements(ref: Any, places: Array, values: Array) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def scatter(_, ref, places, values):
-        for at, register in np.ndenumerate(places.registers):
+        for index, register in np.ndenumerate(places.registers):
             for k in range(places.shape[1]):
-                memref.store(vector.extract(values.registers[at], [], [k]), ref, [_index(register, k)])
+                memref.store(vector.extract(values.registers[index], [], [k]), ref, [_index(register, k)])
 
     scatter(ref, places, values)
 
@@ -114,14 +114,14 @@ def spread(numbers: Array, width: int) -> Array:
         return jnp.broadcast_to(numbers[:, None], (lanes, width))
 
     @plgpu.inline_mgpu(arg_types=(vector_layout(lanes),), return_type=_block(lanes, width, numbers.dtype))
-    def spread_(_, numbers):
+    def broadcast(_, numbers):
         registers = np.empty_like(numbers.registers)
-        for at, register in np.ndenumerate(numbers.registers):
+        for index, register in np.ndenumerate(numbers.registers):
             number = vector.extract(register, [], [0])
-            registers[at] = _row([number] * width)
+            registers[index] = _row([number] * width)
         return _fragmented(registers, block_layout(lanes, width), signed=numbers.is_signed)
 
-    return spread_(numbers)
+    return broadcast(numbers)
 
 
 def columns(block: Array) -> tuple[Array, ...]:
@@ -132,13 +132,13 @@ def columns(block: Array) -> tuple[Array, ...]:
     vectors = plgpu.ShapeDtypeStruct((lanes,), block.dtype, layout=vector_layout(lanes))
 
     @plgpu.inline_mgpu(arg_types=(block_layout(lanes, width),), return_type=(vectors,) * width)
-    def columns_(_, block):
+    def split(_, block):
         return tuple(
-            _each(block.registers, lambda row, k=k: _row([vector.extract(row, [], [k])]), vector_layout(lanes))
+            _map_registers(block.registers, lambda row, k=k: _row([vector.extract(row, [], [k])]), vector_layout(lanes))
             for k in range(width)
         )
 
-    return columns_(block)
+    return split(block)
 
 
 def sums_of_rows(*blocks: Array) -> Array:
@@ -156,14 +156,14 @@ def sums_of_rows(*blocks: Array) -> Array:
             return functools.reduce(arith.addf, numbers)
 
         registers = np.empty_like(blocks[0].registers)
-        for at in np.ndindex(registers.shape):
-            registers[at] = _row([total(block.registers[at]) for block in blocks])
+        for index in np.ndindex(registers.shape):
+            registers[index] = _row([total(block.registers[index]) for block in blocks])
         return _fragmented(registers, block_layout(lanes, count))
 
     return sums(*blocks)
 
 
-def in_order() -> None:
+def compiler_fence() -> None:
     """Of what a thread does in shared memory, all before this is done before all that follows.
 
     LLVM takes shared memory for an object of no size, and so may believe that an element is not the one which a vector
@@ -202,10 +202,10 @@ def _block(lanes, width, dtype):
     return plgpu.ShapeDtypeStruct((lanes, width), jnp.dtype(dtype), layout=block_layout(lanes, width))
 
 
-def _each(registers, function, layout):
+def _map_registers(registers, function, layout):
     results = np.empty_like(registers)
-    for at, register in np.ndenumerate(registers):
-        results[at] = function(register)
+    for index, register in np.ndenumerate(registers):
+        results[index] = function(register)
     return _fragmented(results, layout)
 
 
@@ -221,5 +221,5 @@ def _index(register, k):
     return arith.index_cast(ir.IndexType.get(), vector.extract(register, [], [k]))
 
 
-def _signed(ref: Any) -> bool | None:
+def _signedness(ref: Any) -> bool | None:
     return True if isinstance(ir.MemRefType(ref.type).element_type, ir.IntegerType) else None

@@ -77,13 +77,13 @@ def launch(
     Returns:
       An array for each entry of `out`, in its structure.
     """
-    # The default semantics differ between JAX versions. Lane lowers unrolled bodies 10 to 40 times faster.
+    # The default semantics differ between JAX versions. Lane lowers unrolled bodies much faster.
     options = {"lowering_semantics": plgpu.LoweringSemantics.Lane, "unsafe_no_auto_barriers": not barriers}
     if not sums_across_warps:
         options["reduction_scratch_bytes"] = 0
-    place = dict(out=out, grid=grid, name=name, scratch=scratch)
-    mosaic = functools.partial(_mosaic, body, **place, cluster=cluster or {}, warpgroups=warpgroups, options=options)
-    interpreted = functools.partial(_interpreted, body, **place)
+    call = dict(out=out, grid=grid, name=name, scratch=scratch)
+    mosaic = functools.partial(_mosaic, body, **call, cluster=cluster or {}, warpgroups=warpgroups, options=options)
+    interpreter = functools.partial(_interpret, body, **call)
     arrays = vary_alike(arrays)
     if (params := simulating()) is not None:
         with _check_vma(False):
@@ -91,31 +91,31 @@ def launch(
     else:
         if not scratch and jax.default_backend() == "cpu":
             _warn_interpreted()
-        shared = in_place and _REFERENCES and functools.partial(mosaic, in_place=in_place)
-        results = _bind(name, mosaic, interpreted, arrays, out, shared or mosaic)
+        mosaic_in_place = in_place and _REFERENCES and functools.partial(mosaic, in_place=in_place)
+        results = _bind(name, mosaic, interpreter, arrays, out, mosaic_in_place or mosaic)
     return vary_alike((arrays, results))[1]
 
 
 _REFERENCES = jax.__version_info__ >= (0, 11)
-"""Whether kernels take mutable references, which they change in place."""
+"""Whether kernels take mutable references, which they change in place: JAX 0.11.0 and newer do."""
 
 
 def _mosaic(body, *arrays, out, grid, name, scratch, cluster, warpgroups, options, in_place=None, interpret=None):
-    arrays, out_type, taken = list(arrays), out, None
+    arrays, out_type, input_index = list(arrays), out, None
     if in_place is not None:
-        taken, given = in_place
-        arrays[taken] = jax.new_ref(arrays[taken])
-        out_type = tuple(a for i, a in enumerate(out) if i != given)
+        input_index, output_index = in_place
+        arrays[input_index] = jax.new_ref(arrays[input_index])
+        out_type = tuple(a for i, a in enumerate(out) if i != output_index)
 
-    def numbered(*refs):
-        if taken is not None:
-            refs = [*refs[: len(arrays) + given], refs[taken], *refs[len(arrays) + given :]]
+    def kernel_body(*refs):
+        if input_index is not None:
+            refs = [*refs[: len(arrays) + output_index], refs[input_index], *refs[len(arrays) + output_index :]]
         axes = [*grid, *cluster, "warpgroup"] if warpgroups else [*grid, *cluster]
         body(*refs, **{axis: lax.axis_index(axis) for axis in axes})
 
-    numbered.__name__ = name
+    kernel_body.__name__ = name
     results = plgpu.kernel(
-        numbered,
+        kernel_body,
         out_type=out_type,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
@@ -127,17 +127,19 @@ def _mosaic(body, *arrays, out, grid, name, scratch, cluster, warpgroups, option
         compiler_params=plgpu.CompilerParams(**options),
         interpret=interpret,
     )(*arrays)
-    return results if taken is None else (*results[:given], arrays[taken][...], *results[given:])
+    return (
+        results if input_index is None else (*results[:output_index], arrays[input_index][...], *results[output_index:])
+    )
 
 
-def _interpreted(body, *arrays, out, grid, name, scratch):
+def _interpret(body, *arrays, out, grid, name, scratch):
     if scratch:
         raise NotImplementedError(f"{name}: uses a GPU's shared memory, which only GPUs and `simulated` have")
 
-    def numbered(*refs):
+    def kernel_body(*refs):
         body(*refs, **{axis: pl.program_id(i) for i, axis in enumerate(grid)})
 
-    return pl.pallas_call(numbered, out_shape=out, grid=tuple(grid.values()), interpret=True, name=name)(*arrays)
+    return pl.pallas_call(kernel_body, out_shape=out, grid=tuple(grid.values()), interpret=True, name=name)(*arrays)
 
 
 # ------------------------------------------------------------------------------------------------------ the primitive
@@ -152,21 +154,21 @@ def _(*_, shapes, **functions):
     return [jax.core.ShapedArray(a.shape, a.dtype) for a in shapes]
 
 
-def _bind(name, mosaic, interpreted, arrays, out, in_place):
+def _bind(name, mosaic, interpreter, arrays, out, in_place):
     leaves, structure = jax.tree.flatten(out)
     shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
     # A body is traced when it is lowered, in the contexts of that moment: those that matter to it come along.
-    functions = dict(cuda=in_place, batched=mosaic, default=interpreted)
-    functions = {key: _traced_later(function, jax.config.jax_enable_x64) for key, function in functions.items()}
+    functions = dict(cuda=in_place, batched=mosaic, default=interpreter)
+    functions = {key: _delay_tracing(function, jax.config.jax_enable_x64) for key, function in functions.items()}
     return structure.unflatten(_launch_p.bind(*arrays, name=name, shapes=shapes, **functions))
 
 
-def _traced_later(function, x64):
-    def flat(*arrays):
+def _delay_tracing(function, x64):
+    def flat_function(*arrays):
         with jax.enable_x64(x64), _check_vma(False):
             return jax.tree.leaves(function(*arrays))
 
-    return flat
+    return flat_function
 
 
 mlir.register_lowering(
@@ -189,12 +191,12 @@ def _batch(arrays, axes, *, name, shapes, batched, default, **_):
 batching.primitive_batchers[_launch_p] = _batch
 
 
-def on_gpu(kernel: Callable, otherwise: Callable, *arrays: Array) -> Any:
-    """`kernel(*arrays)` lowered for a GPU or simulated, `otherwise(*arrays)`, the same but for rounding, elsewhere."""
+def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
+    """`kernel(*arrays)` lowered for a GPU or simulated, `fallback(*arrays)`, the same but for rounding, elsewhere."""
     if simulating() is not None:
         return kernel(*arrays)
     arrays = vary_alike(arrays)
-    return vary_alike((arrays, lax.platform_dependent(*arrays, cuda=kernel, default=otherwise)))[1]
+    return vary_alike((arrays, lax.platform_dependent(*arrays, cuda=kernel, default=fallback)))[1]
 
 
 def vary_alike(arrays: Any) -> Any:
@@ -206,8 +208,8 @@ def vary_alike(arrays: Any) -> Any:
     union = frozenset().union(*axes)
 
     def cast(a):
-        missing = union - jax.typeof(a).manual_axis_type.varying
-        return lax.pcast(a, tuple(missing), to="varying") if missing else a
+        added_axes = union - jax.typeof(a).manual_axis_type.varying
+        return lax.pcast(a, tuple(added_axes), to="varying") if added_axes else a
 
     return jax.tree.map(cast, arrays)
 
@@ -226,9 +228,9 @@ def _warn_interpreted() -> None:
 
 def batch_last(x: Array) -> Array:
     """`(batch, ...) -> (..., lanes)`: an example a lane, the batch filled up with zeros to whole warpgroups."""
-    missing = -x.shape[0] % LANES or (LANES if x.shape[0] == 0 else 0)
+    padding = -x.shape[0] % LANES or (LANES if x.shape[0] == 0 else 0)
     x = jnp.moveaxis(x, 0, -1)
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x
 
 
 def batch_first(x: Array, batch: int) -> Array:

@@ -11,10 +11,12 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 
 LANES = 128
-"""Threads of a warpgroup, the unit that runs a program: vectors are a multiple of it."""
+"""Threads of a warpgroup, four warps of 32 (PTX ISA, wgmma). A warpgroup runs a program: vectors are a multiple of
+it."""
 
 OPERAND_BYTES = 128
-"""Of a row of shared memory, in which the tensor cores look for their operands."""
+"""Bytes of a row of shared memory from which the tensor cores read operands: the widest swizzle of PTX ISA's matrix
+descriptors, 128 bytes."""
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
@@ -24,14 +26,14 @@ def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
     """
     if simulating() is not None:
         return ref[...]
-    # Older versions want an index beside the reference.
+    # Older versions of JAX need an index as well.
     index = inspect.signature(plgpu.load).parameters.get("idx")
-    wanted = index is not None and index.default is index.empty
-    return plgpu.load(ref, *([()] if wanted else []), layout=layout, optimized=optimized)
+    needs_index = index is not None and index.default is index.empty
+    return plgpu.load(ref, *([()] if needs_index else []), layout=layout, optimized=optimized)
 
 
 def store(ref: Any, value: Array) -> None:
-    """Writes `value` to device memory, whichever way it lies in the registers."""
+    """Writes `value` to device memory, whatever its layout in registers."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:
@@ -39,7 +41,8 @@ def store(ref: Any, value: Array) -> None:
 
 
 SUMMED_ROWS = 32
-"""Rows that `sums_over_lanes` takes at a time, or half of them."""
+"""Rows that `sums_over_lanes` takes at a time, or half of them: one or two tiles of its layout, which have 16 rows. Two
+is chosen by hand; not tuned."""
 
 
 def sums_over_lanes(rows: Any, totals: Any) -> None:
@@ -48,7 +51,7 @@ def sums_over_lanes(rows: Any, totals: Any) -> None:
     Sums of single vectors would need a barrier each. These need one, before any thread reads a row. n is half of
     `SUMMED_ROWS`, or a multiple of `SUMMED_ROWS`; lanes are a multiple of `LANES`.
     """
-    # A warp reads four rows, eight threads side by side, and no bank twice.
+    # A warp reads four rows, eight threads a row, without bank conflicts.
     tiling = plgpu.Tiling(((16, 32), (4, 32), (4,)))
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
     plgpu.commit_smem()
@@ -89,8 +92,8 @@ def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, ro
     Bulk copies into tiles begin where tiles of the array in device memory do; those into a box begin anywhere.
     `as_operand` and `as_box` are the two faces. The simulator, which has no such memory, has the operand alone.
     """
-    tiled = operand(shape, dtype, row_bytes)
-    return tiled if simulating() is not None else plgpu.RefUnion(tiled, swizzled(box, dtype))
+    tiled_ref = operand(shape, dtype, row_bytes)
+    return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
 
 
 def as_operand(ref: Any) -> Any:
@@ -103,16 +106,16 @@ def as_box(ref: Any) -> Any:
     return ref[1]
 
 
-def multiply_registers(sums: Any, left: Array, right: Any, spare: Any) -> None:
+def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None:
     """`plgpu.wgmma` of registers and shared memory.
 
-    The simulator multiplies shared memory alone: it stores `left` in `spare`, once bulk copies have read that.
+    The simulator multiplies shared memory alone: it stores `left` in `scratch`, once bulk copies have read that.
     """
     if simulating() is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        spare[...] = left
+        scratch[...] = left
         plgpu.commit_smem()
-        left = spare
+        left = scratch
     plgpu.wgmma(sums, left, right)
     if simulating() is not None:
         plgpu.wgmma_wait(0)
@@ -123,7 +126,7 @@ def rounded_to_tf32(x: Array) -> Array:
     if x.dtype != jnp.float32:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    # The bits of a NaN may all be ones, as a GPU's are: the sum would overflow.
+    # A GPU's NaN has all bits set: adding to them would overflow, so NaN is passed through.
     return jnp.where(x != x, x, lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32))
 
 
@@ -140,9 +143,9 @@ def vector_length(*arrays: Array) -> int:
     """
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
-    return max(LANES * each for each in (1, 2, 4) if each <= longest and lanes % (LANES * each) == 0)
+    return max(LANES * elements for elements in (1, 2, 4) if elements <= longest and lanes % (LANES * elements) == 0)
 
 
-def largest_divisor(n: int, at_most: int) -> int:
-    """The largest divisor of `n` not above `at_most`."""
-    return max(d for d in range(1, max(1, min(n, at_most)) + 1) if n % d == 0)
+def largest_divisor(n: int, limit: int) -> int:
+    """The largest divisor of `n` not above `limit`."""
+    return max(d for d in range(1, max(1, min(n, limit)) + 1) if n % d == 0)

@@ -1,4 +1,4 @@
-"""Mosaic GPU, imported when a kernel first asks for a name of it.
+"""Mosaic GPU, imported when a kernel first uses a name of it.
 
 It takes long to import, and a program that runs formulas alone does not need it. So kernels import `plgpu` from here,
 and use it within functions only.

@@ -8,8 +8,10 @@ that stage, and whoever uses the stage waits for it there. Two ways to keep it f
 - A producer warpgroup does nothing but fetch, and consumer warpgroups compute: with barriers `free`, `produce` waits
   until the consumers have `release`d a stage before it fills it again.
 
-JAX's `plgpu.emit_pipeline` has separate buffers for inputs and outputs. A ring computes in place, so that a stage holds
-its data once. Both copy equally fast: docs/lab/2026-11-22-pipelines.md.
+JAX's `plgpu.emit_pipeline` was measured beside a ring (docs/lab/2026-11-22-pipelines.md). It was slightly faster than
+the ring, as a copy and in LayerNorm's forward; its warp-specialised form was slower in that forward. The ring stays
+because it computes in place. A stage holds its data once, where `emit_pipeline` has separate buffers for inputs and
+outputs, and LayerNorm's backward needs that shared memory.
 """
 
 import dataclasses
@@ -33,8 +35,8 @@ class Ring:
       loaded: a barrier a stage, at which a step's copies arrive.
       steps: how many steps there are, or None if no step is ever fetched that does not exist.
       free: a barrier a stage, at which consumers arrive when they have read it; None without a producer.
-      only: the index of the one stage of this ring, where rings of one stage share memory and barriers, as the rings
-        of several warpgroups do.
+      fixed_stage: the index of the stage of a ring that has a single one. The rings of several warpgroups, a stage
+        each, share memory and barriers in this way.
     """
 
     stages: int
@@ -42,10 +44,10 @@ class Ring:
     loaded: Any
     steps: Any = None
     free: Any = None
-    only: Any = None
+    fixed_stage: Any = None
 
     def stage(self, step: Any) -> Any:
-        return step % self.stages if self.only is None else self.only
+        return step % self.stages if self.fixed_stage is None else self.fixed_stage
 
     def fetch(self, step: Any, prepare: Callable[[], None] = lambda: None) -> None:
         """Starts a step's copies, if there is such a step; before them, `prepare` waits until the stage is free."""
@@ -59,9 +61,9 @@ class Ring:
         else:
             pl.when(step < self.steps)(start)
 
-    def prefetch(self, ahead: int) -> None:
-        """Starts the copies of the first steps."""
-        for step in range(ahead):
+    def prefetch(self, count: int) -> None:
+        """Starts the copies of the first `count` steps."""
+        for step in range(count):
             self.fetch(step)
 
     def wait(self, step: Any) -> None:

@@ -20,7 +20,8 @@ def simulating() -> Any:
 
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
-    """Within it, kernels run in the Mosaic GPU simulator, on the CPU, slowly: every memory access takes a while.
+    """Within it, kernels run in the Mosaic GPU simulator, on the CPU and slowly: each memory access is a call of the
+    host.
 
     Memory starts as NaN (integers: their largest value), a read out of bounds raises, and a data race raises
     `RuntimeError` here or an error where it happens.

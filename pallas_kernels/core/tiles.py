@@ -61,10 +61,10 @@ class Kernel:
 
     def supports(self, *arrays: Any, **options: Any) -> str | None:
         """What of the device or the arguments the kernel does not take, or None."""
-        found = device.target().capability
-        if found < (9, 0) or (self.capability is not None and found != self.capability):
-            wanted = "at least 9.0" if self.capability is None else f"only {_dotted(self.capability)}"
-            return f"compute capability {_dotted(found)}, {wanted}"
+        capability = device.target().capability
+        if capability < (9, 0) or (self.capability is not None and capability != self.capability):
+            requirement = "at least 9.0" if self.capability is None else f"only {_version(self.capability)}"
+            return f"compute capability {_version(capability)}, {requirement}"
         return self._supports(*arrays, **options) if self._supports else None
 
     def heuristic(self, *arrays: Any, **options: Any) -> Any | None:
@@ -78,7 +78,9 @@ class Kernel:
     def config(self, *arrays: Any, **options: Any) -> Any | None:
         """The heuristic's config, with the fields that are recorded for this device and these shapes."""
         config = self.heuristic(*arrays, **options)
-        return config and dataclasses.replace(config, **recorded(self.name, key(*arrays, **options), tuple(self.sweep)))
+        return config and dataclasses.replace(
+            config, **recorded_tile(self.name, key(*arrays, **options), tuple(self.sweep))
+        )
 
     def __call__(self, *arrays: Any, config: Any | None = None, **options: Any) -> Any:
         if reason := self.supports(*arrays, **options):
@@ -127,7 +129,7 @@ def key(*arrays: Any, **options: Any) -> str:
     return ", ".join([" ".join(words), *(f"{name}={size}" for name, size in sizes.items())])
 
 
-def recorded(kernel: str, shapes: str, names: Sequence[str]) -> dict[str, int]:
+def recorded_tile(kernel: str, shapes: str, names: Sequence[str]) -> dict[str, int]:
     """The tile of a kernel at these shapes on the default device; empty where none is recorded.
 
     Raises:
@@ -153,5 +155,5 @@ def check_divides(kernel: str, size_name: str, size: int, length: int) -> None:
         raise ValueError(f"{kernel}: {size_name} is {size}; wants a divisor of {length}")
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))

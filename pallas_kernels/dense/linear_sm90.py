@@ -33,31 +33,38 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
 
 _ITEM_BYTES = 2
+"""Bytes of a half-precision number."""
 _STEP = OPERAND_BYTES // _ITEM_BYTES
-"""Of the summed axis, multiplied in a step: as many half-precision values as fill an operand's row."""
+"""Numbers of the summed axis that a step multiplies: as many in half precision as fill an operand's row."""
 _ROWS = 128
-"""Of a tile: two consumers with the 64 that a product of the tensor cores has."""
-_LEAST_COLUMNS, _MOST_COLUMNS = 128, 256
-"""Of a tile: 256 are the most that a product of the tensor cores has."""
+"""Rows of a tile: two consumers with the 64 rows of a wgmma (PTX ISA)."""
+_MIN_COLUMNS, _MAX_COLUMNS = 128, 256
+"""Columns of a tile: 256 are the most that a wgmma has (PTX ISA); 128 for results that 256 does not divide."""
 
-_LEAST_ROWS = 8192
-_LEAST_INPUTS = 512
-"""Below them the library's product was as fast, measured on an H200."""
+_MIN_ROWS = 8192
+_MIN_INPUTS = 512
+"""Rows from which the kernels pay: docs/lab/2026-11-21-dense.md. Inputs from which the forward does: no page
+of the lab has their measurement."""
 
 _CONSUMERS = 2
+"""Consumer warpgroups: with their share of the registers, each holds 64 x 256 sums."""
 _PRODUCER = _CONSUMERS
-"""The producer's warpgroup, behind those of the consumers."""
+"""The producer's warpgroup, by its number: it follows those of the consumers."""
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-"""A thread, of the 512 that one of each of the three warpgroups have together."""
+"""Registers of a thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 65536, 512 for one thread of each
+of the three warpgroups; a producer and two consumers take 504."""
 
-_MOST_STAGES = 4
-"""As many as fit beside the largest tile's buffers on Hopper."""
+_MAX_STAGES = 4
+"""Stages of the ring: as many as fit beside the largest tile's buffers on Hopper. Three were slower:
+docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 2048 + 512
-"""Of shared memory: Mosaic's for sums across warps, and more than the barriers need."""
+"""Bytes of shared memory: 2 KiB are Mosaic's for sums across warps; 512 are more than the barriers need."""
 _STEP_MICROSECONDS = 0.75
-"""Of a step of a tile of 128 x 256, on an H200."""
+"""Microseconds of a step of a tile of 128 x 256 on an H200, for the choice of splits alone. No page of the lab has
+its measurement; the rates in docs/lab/2026-11-21-dense.md are near it."""
 _BYTES_A_MICROSECOND = 3e6
-"""At which the splits' sums are written and read, on an H200."""
+"""Bytes a microsecond at which the splits' sums are written and read, for the choice of splits alone. Chosen by hand,
+below the rate of a copy on an H200; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +94,9 @@ class Config:
 
 def _config(result_columns: int, buffer_bytes: int) -> Config:
     """One CTA a cluster and one split, with as many stages as fit beside `buffer_bytes` of other shared memory."""
-    columns = _LEAST_COLUMNS if result_columns % _MOST_COLUMNS else _MOST_COLUMNS
-    free = device.target().shared_bytes - _RESERVED_BYTES - buffer_bytes
-    return Config(_ROWS, columns, stages=min(_MOST_STAGES, free // ((_ROWS + columns) * _STEP * _ITEM_BYTES)))
+    columns = _MIN_COLUMNS if result_columns % _MAX_COLUMNS else _MAX_COLUMNS
+    available_bytes = device.target().shared_bytes - _RESERVED_BYTES - buffer_bytes
+    return Config(_ROWS, columns, stages=min(_MAX_STAGES, available_bytes // ((_ROWS + columns) * _STEP * _ITEM_BYTES)))
 
 
 def _unsupported_operands(left: Any, right: Any) -> str | None:
@@ -103,8 +110,8 @@ def _unsupported_size(name: str, size: int, unit: int) -> str | None:
 
 
 def _unsupported_device(config: Config) -> str | None:
-    shared = device.target().shared_bytes
-    return None if config.stages >= 2 else f"{shared} bytes of shared memory a CTA, too few for a ring of two stages"
+    available = device.target().shared_bytes
+    return None if config.stages >= 2 else f"{available} bytes of shared memory a CTA, too few for a ring of two stages"
 
 
 # --------------------------------------------------------------------------------------------------------- the product
@@ -132,18 +139,19 @@ def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """`(rows, summed) (summed, columns)` as a warp-specialised pipeline; what differs is in those that derive from it.
+    """`(rows, summed_size) (summed_size, columns)` as a warp-specialised pipeline; what differs is in those that derive
+    from it.
 
     Attributes:
       config: the tiles.
-      rows, columns, summed: sizes of the product.
+      rows, columns, summed_size: sizes of the product.
       multiprocessors: of the device.
     """
 
     config: Config
     rows: int
     columns: int
-    summed: int
+    summed_size: int
     multiprocessors: int
 
     @property
@@ -191,7 +199,7 @@ class _Product:
         return [plgpu.Barrier(num_arrivals=2, num_barriers=self.config.stages), free]
 
     def tile(self, index: Any, cta: Any) -> _Tile:
-        config, steps = self.config, -(-self.summed // _STEP)
+        config, steps = self.config, -(-self.summed_size // _STEP)
         split, index = index // (self.tile_rows * self.tile_columns), index % (self.tile_rows * self.tile_columns)
         row, column = _raster(index, self.tile_rows, config.raster or self.tile_columns)
         first, end = split * steps // config.splits, (split + 1) * steps // config.splits
@@ -226,15 +234,15 @@ class _Product:
         def _():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
             # No CTA may end while another's consumers arrive at its barriers.
-            ring.drain(self.over_tiles(functools.partial(self.produce, ring), cluster, cta))
+            ring.drain(self.visit_tiles(functools.partial(self.produce, ring), cluster, cta))
 
         @pl.when(warpgroup < _PRODUCER)
         def _():
             plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
             consume = functools.partial(self.consume, ring, accumulators, spans, epilogue)
-            self.over_tiles(consume, cluster, cta)
+            self.visit_tiles(consume, cluster, cta)
 
-    def over_tiles(self, visit: Callable[[Any, _Tile], Any], cluster: Any, cta: Any) -> Any:
+    def visit_tiles(self, visit: Callable[[Any, _Tile], Any], cluster: Any, cta: Any) -> Any:
         """`count = visit(count, tile)` for the tiles of a CTA, from 0 on; returns the last."""
 
         def visit_next(i, count):
@@ -264,11 +272,11 @@ class _Product:
                 pl.when(step > tile.first)(lambda: ring.release(count - 1))
                 return count + 1
 
-            last = count
+            next_count = count
             for first, end, multiply in spans(tile):
-                last = lax.fori_loop(first, end, functools.partial(add, multiply=multiply), last)
+                next_count = lax.fori_loop(first, end, functools.partial(add, multiply=multiply), next_count)
             plgpu.wgmma_wait(0)
-            ring.release(last - 1)
+            ring.release(next_count - 1)
             return [a[...] for a in sums]
 
         epilogue(tile, *pl.run_scoped(accumulate, *accumulators))
@@ -310,10 +318,10 @@ class _Forward(_Product):
         pl.when(warpgroup < _PRODUCER)(lambda: plgpu.wait_smem_to_gmem(0))
 
     def copy(self, refs, count, stage, barrier, tile, step):
-        summed = pl.ds(step * _STEP, _STEP)
+        summed_slice = pl.ds(step * _STEP, _STEP)
         rows, columns = pl.ds(tile.row, self.config.rows), pl.ds(tile.column, self.config.columns)
-        plgpu.copy_gmem_to_smem(refs.x.at[rows, summed], refs.x_stages.at[stage], barrier)
-        plgpu.copy_gmem_to_smem(refs.w.at[columns, summed], refs.w_stages.at[stage], barrier, **self.multicast)
+        plgpu.copy_gmem_to_smem(refs.x.at[rows, summed_slice], refs.x_stages.at[stage], barrier)
+        plgpu.copy_gmem_to_smem(refs.w.at[columns, summed_slice], refs.w_stages.at[stage], barrier, **self.multicast)
 
     def multiply(self, refs, warpgroup, stage, sums):
         left = refs.x_stages.at[stage, pl.ds(warpgroup * self.consumer_rows, self.consumer_rows)]
@@ -343,14 +351,14 @@ def _forward_supports(x, w, b):
         ("no bias" if b is None else None)
         or _unsupported_operands(x, w)
         or _unsupported_size("inputs", inputs, _STEP)
-        or _unsupported_size("outputs", outputs, _LEAST_COLUMNS)
+        or _unsupported_size("outputs", outputs, _MIN_COLUMNS)
         or _unsupported_device(_forward_config(outputs))
     )
 
 
 def _forward_heuristic(x, w, b):
     rows, inputs = x.shape
-    return _forward_config(w.shape[0]) if rows >= _LEAST_ROWS and inputs >= _LEAST_INPUTS else None
+    return _forward_config(w.shape[0]) if rows >= _MIN_ROWS and inputs >= _MIN_INPUTS else None
 
 
 @kernel(supports=_forward_supports, heuristic=_forward_heuristic, capability=(9, 0))
@@ -384,7 +392,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
 # ------------------------------------------------------------------------------------------- the parameters' gradients
 
 _ONES = 8
-"""Columns of ones: the fewest that the tensor cores multiply."""
+"""Columns of ones: the fewest that a wgmma has (PTX ISA)."""
 
 
 class _WeightsGradientRefs(NamedTuple):
@@ -425,10 +433,10 @@ class _WeightsGradient(_Product):
         )
 
     def copy(self, refs, count, stage, barrier, tile, step):
-        summed = pl.ds(step * _STEP, _STEP)
+        summed_slice = pl.ds(step * _STEP, _STEP)
         rows, columns = pl.ds(tile.row, self.config.rows), pl.ds(tile.column, self.config.columns)
-        plgpu.copy_gmem_to_smem(refs.dy.at[summed, rows], refs.dy_stages.at[stage], barrier)
-        plgpu.copy_gmem_to_smem(refs.x.at[summed, columns], refs.x_stages.at[stage], barrier, **self.multicast)
+        plgpu.copy_gmem_to_smem(refs.dy.at[summed_slice, rows], refs.dy_stages.at[stage], barrier)
+        plgpu.copy_gmem_to_smem(refs.x.at[summed_slice, columns], refs.x_stages.at[stage], barrier, **self.multicast)
 
     def spans(self, refs, warpgroup, tile):
         """A tile's steps: before, in and after its share of those that make db, by its column of tiles."""
@@ -460,8 +468,8 @@ def _weights_config(rows, outputs, inputs):
 
     def microseconds(splits):
         turns = -(-tiles * splits // multiprocessors) * -(-steps // splits)
-        moved = (splits > 1) * splits * outputs * inputs * 8
-        return turns * _STEP_MICROSECONDS * config.columns / _MOST_COLUMNS + moved / _BYTES_A_MICROSECOND
+        moved_bytes = (splits > 1) * splits * outputs * inputs * 8
+        return turns * _STEP_MICROSECONDS * config.columns / _MAX_COLUMNS + moved_bytes / _BYTES_A_MICROSECOND
 
     return dataclasses.replace(config, splits=min(range(1, min(steps, multiprocessors) + 1), key=microseconds))
 
@@ -471,13 +479,13 @@ def _weights_supports(dy, x, *, dtype=None):
     return (
         _unsupported_operands(dy, x)
         or _unsupported_size("outputs", outputs, _ROWS)
-        or _unsupported_size("inputs", inputs, _LEAST_COLUMNS)
+        or _unsupported_size("inputs", inputs, _MIN_COLUMNS)
         or _unsupported_device(_weights_config(rows, outputs, inputs))
     )
 
 
 def _weights_heuristic(dy, x, *, dtype=None):
-    return _weights_config(*dy.shape, x.shape[1]) if dy.shape[0] >= _LEAST_ROWS else None
+    return _weights_config(*dy.shape, x.shape[1]) if dy.shape[0] >= _MIN_ROWS else None
 
 
 @kernel(supports=_weights_supports, heuristic=_weights_heuristic, capability=(9, 0))

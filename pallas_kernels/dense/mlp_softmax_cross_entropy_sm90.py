@@ -40,22 +40,27 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
 
 EXAMPLES = 64
-"""Examples a CTA; the batch is a multiple of it."""
+"""Examples of a CTA, the 64 rows of a wgmma (PTX ISA); the batch is a multiple of it."""
 
 _ITEM_BYTES = 4
+"""Bytes of a float32."""
 _SLICE = OPERAND_BYTES // _ITEM_BYTES
 """Inputs of a layer in a slice of its weights: as many float32 values as fill an operand's row."""
-_MOST_COLUMNS = 256
-"""That a product of the tensor cores has."""
-_PIECE = 128
-"""Columns of the gradient in x made at once where the layers' outputs stay in shared memory beside it."""
-_MOST_STAGES = 8
+_MAX_COLUMNS = 256
+"""Columns that a wgmma has at most (PTX ISA)."""
+_PIECE_COLUMNS = 128
+"""Columns of the gradient in x made at once where the layers' outputs stay in shared memory as well. Chosen by hand;
+not tuned."""
+_MAX_STAGES = 8
+"""Slices in the ring, at most. Chosen by hand: latency bounds the kernels, and more slices gain nothing
+(docs/lab/2026-11-21-dense.md)."""
 _RESERVED_BYTES = 11 * 1024
-"""Of shared memory: 2 KiB are Mosaic's for sums across warps, barriers need less than 1. With what the rest leaves to
-them, LeNet's layers have the numbers of stages that were measured on an H200."""
-_MOST_EXAMPLES_AT_ONCE = 1024
-"""A batch for which one kernel makes rows and gradients: measured at 1024, where it pays, and at 8192, where it does
-not, on an H200."""
+"""Bytes of shared memory that the ring and the operands leave free: 2 KiB are Mosaic's for sums across warps, barriers
+need less than 1. The rest is chosen so that LeNet's layers keep the numbers of stages with which
+docs/lab/2026-11-21-dense.md was measured."""
+_MAX_SINGLE_KERNEL_EXAMPLES = 1024
+"""Examples of a batch up to which one kernel makes rows and gradients. Measured at 1024, where it pays, and at 8192,
+where it does not: docs/lab/2026-11-21-dense.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +94,7 @@ class _Network:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, weights: Sequence[Any]) -> "_Network":
+    def from_weights(cls, weights: Sequence[Any]) -> "_Network":
         return cls((weights[0].shape[1], *(w.shape[0] for w in weights)))
 
     @property
@@ -115,16 +120,16 @@ class _Network:
     @property
     def pieces(self) -> list[int]:
         """Widths of the pieces in which the gradient in x is made."""
-        return [min(_PIECE, self.widths[0] - n) for n in range(0, self.widths[0], _PIECE)]
+        return [min(_PIECE_COLUMNS, self.widths[0] - n) for n in range(0, self.widths[0], _PIECE_COLUMNS)]
 
     @property
     def all_products(self) -> list[tuple[int, int]]:
         return [*self.forward_products, *self.backward_products[:-1], *((self.widths[1], n) for n in self.pieces)]
 
     def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
-        """Slices of the weights of `products` that shared memory has room for, beside operands of these widths."""
-        free = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
-        return min(_MOST_STAGES, free // (OPERAND_BYTES * max(outputs for _, outputs in products)))
+        """Slices of the weights of `products` that fit shared memory together with operands of these widths."""
+        available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
+        return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 
     @property
     def forward_stages(self) -> int:
@@ -153,8 +158,8 @@ def _unsupported(network: _Network, dtype: Any, N: int) -> str | None:
         return f"dtype {dtype}, only float32"
     if N == 0 or N % EXAMPLES:
         return f"a batch of {N}, only multiples of {EXAMPLES}"
-    if max(network.widths) > _MOST_COLUMNS:
-        return f"rows as wide as {max(network.widths)} when filled up, at most {_MOST_COLUMNS}"
+    if max(network.widths) > _MAX_COLUMNS:
+        return f"rows as wide as {max(network.widths)} when filled up, at most {_MAX_COLUMNS}"
     return _unsupported_stages(min(network.forward_stages, network.backward_stages))
 
 
@@ -171,23 +176,23 @@ def _struct(*shape: int) -> jax.ShapeDtypeStruct:
 
 def _slices(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[Array]:
     """Matrices filled up with zeros, rounded, and cut into slices of their inputs, one after the other."""
-    filled = (
+    padded_matrices = (
         jnp.pad(w, ((0, outputs - w.shape[0]), (0, inputs - w.shape[1])))
         for w, (inputs, outputs) in zip(matrices, products, strict=True)
     )
     return [
         lax.reduce_precision(w, 8, 10).reshape(w.shape[0], -1, _SLICE).swapaxes(0, 1).ravel()  # TF32
-        for w in filled
+        for w in padded_matrices
     ]
 
 
 def _pack(slices: list[Array], biases: Sequence[Array], network: _Network) -> Array:
-    """Slices and, behind them, biases as long as rows, with a one behind all but the last."""
-    ones = [b if layer == len(biases) - 1 else jnp.append(b, 1.0) for layer, b in enumerate(biases)]
-    padded = [jnp.pad(b, (0, width - b.size)) for b, width in zip(ones, network.widths[1:], strict=True)]
-    # Whole tiles of eight rows.
-    missing = -sum(network.widths[1:]) % (8 * _SLICE)
-    return jnp.concatenate([*slices, *padded, jnp.zeros(missing, jnp.float32)])
+    """Slices, then biases padded to the widths of rows; a one follows each bias but the last."""
+    vectors = [b if layer == len(biases) - 1 else jnp.append(b, 1.0) for layer, b in enumerate(biases)]
+    rows = [jnp.pad(b, (0, width - b.size)) for b, width in zip(vectors, network.widths[1:], strict=True)]
+    # Bulk copies read tiles of eight rows of `_SLICE` numbers.
+    padding = -sum(network.widths[1:]) % (8 * _SLICE)
+    return jnp.concatenate([*slices, *rows, jnp.zeros(padding, jnp.float32)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +239,7 @@ class _Stream:
                 weights = self.stages.at[ring.stage(step), pl.ds(0, outputs)]
                 plgpu.wgmma(sums, operand.at[:, pl.ds(k * _SLICE, _SLICE)], weights.transpose((1, 0)))
                 if 0 < step <= len(self.outputs) - ring.stages:
-                    # The product before is done, in every warp: its slice makes room.
+                    # Every warp has finished the product before, so that the stage of its slice may be filled.
                     plgpu.wgmma_wait(1)
                     plgpu.commit_smem()
                     ring.fetch(step - 1 + ring.stages)
@@ -302,34 +307,34 @@ def _logits(stream: _Stream, network: _Network, refs: Any, examples: Any, *, bul
 
 
 class _Softmax(NamedTuple):
-    """Logits less their largest, -inf behind the classes; the exponentials of that; their sums; where the label is."""
+    """Logits less their largest, -inf after the last class; their exponentials; the sums of these; the label's mask."""
 
-    shifted: Array
+    shifted_logits: Array
     exponentials: Array
     total: Array
-    chosen: Array
+    label_mask: Array
 
     def loss(self) -> Array:
-        return jnp.log(self.total) - jnp.sum(jnp.where(self.chosen, self.shifted, 0.0), axis=1)
+        return jnp.log(self.total) - jnp.sum(jnp.where(self.label_mask, self.shifted_logits, 0.0), axis=1)
 
     def gradient(self) -> Array:
-        return self.exponentials / _spread(self.total, self.exponentials) - jnp.where(self.chosen, 1.0, 0.0)
+        return self.exponentials / _spread(self.total, self.exponentials) - jnp.where(self.label_mask, 1.0, 0.0)
 
 
 def _softmax(z: Array, labels: Array, classes: int) -> _Softmax:
     column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=plgpu.Layout.WGMMA)
     z = jnp.where(column < classes, z, -jnp.inf)
-    shifted = z - _spread(jnp.max(z, axis=1), z)
-    exponentials = jnp.exp(shifted)
-    return _Softmax(shifted, exponentials, jnp.sum(exponentials, axis=1), column == _spread(labels, z))
+    shifted_logits = z - _spread(jnp.max(z, axis=1), z)
+    exponentials = jnp.exp(shifted_logits)
+    return _Softmax(shifted_logits, exponentials, jnp.sum(exponentials, axis=1), column == _spread(labels, z))
 
 
 def _valid(labels: Array, classes: int) -> Array:
     return (labels >= 0) & (labels < classes)
 
 
-def _spread(by_example: Array, like: Array) -> Array:
-    return lax.broadcast_in_dim(by_example, like.shape, [0])
+def _spread(values: Array, block: Array) -> Array:
+    return lax.broadcast_in_dim(values, block.shape, [0])
 
 
 # --------------------------------------------------------------------------------------------------------- the forward
@@ -362,11 +367,11 @@ def _forward(network: _Network, *refs: Any, block: Any) -> None:
 
 
 def _forward_supports(x, labels, weights, biases):
-    return _unsupported(_Network.of(weights), x.dtype, x.shape[1])
+    return _unsupported(_Network.from_weights(weights), x.dtype, x.shape[1])
 
 
 def _forward_heuristic(x, labels, weights, biases):
-    return Config(_Network.of(weights).forward_stages)
+    return Config(_Network.from_weights(weights).forward_stages)
 
 
 @kernel(supports=_forward_supports, heuristic=_forward_heuristic, capability=(9, 0))
@@ -383,7 +388,7 @@ def forward(
     Returns:
       loss `(N,)`, logits `(N, widths[-1])`, and each h `(N, widths[layer])`, where a one follows the layer's outputs.
     """
-    network, N = _Network.of(weights), x.shape[1]
+    network, N = _Network.from_weights(weights), x.shape[1]
     packed = _pack(_slices(weights, network.forward_products), biases, network)
     loss, logits, *hidden = launch(
         functools.partial(_forward, network),
@@ -428,7 +433,7 @@ def _backward(network: _Network, *refs: Any, block: Any) -> None:
     gradient = _spread(dy, z) * _softmax(z, labels, network.classes).gradient()
     for i, layer in enumerate(reversed(range(layers))):
         _put(rounded_to_tf32(gradient), refs.operands[layer], refs.gradients[i].at[examples], bulk=False)
-        # Under way while the product is.
+        # These loads are under way during the product.
         h = _read(refs.hidden[layer - 1], examples, plgpu.Layout.WGMMA) if layer else None
         gradient = stream.multiply(i, refs.operands[layer])
         if layer:
@@ -437,11 +442,11 @@ def _backward(network: _Network, *refs: Any, block: Any) -> None:
 
 
 def _backward_supports(dy, labels, logits, hidden, weights):
-    return _unsupported(_Network.of(weights), logits.dtype, dy.shape[0])
+    return _unsupported(_Network.from_weights(weights), logits.dtype, dy.shape[0])
 
 
 def _backward_heuristic(dy, labels, logits, hidden, weights):
-    return Config(_Network.of(weights).backward_stages)
+    return Config(_Network.from_weights(weights).backward_stages)
 
 
 @kernel(supports=_backward_supports, heuristic=_backward_heuristic, capability=(9, 0))
@@ -458,7 +463,7 @@ def backward(
     Returns:
       Arrays of the shape of the logits and of each h, last first, zero behind a layer's outputs, and of x.
     """
-    network, N = _Network.of(weights), dy.size
+    network, N = _Network.from_weights(weights), dy.size
     packed = jnp.concatenate(_slices([w.T for w in reversed(weights)], network.backward_products))
     return launch(
         functools.partial(_backward, network),
@@ -520,17 +525,17 @@ def _forward_and_gradients(network: _Network, *refs: Any, block: Any) -> None:
             gradient = stream.multiply(layers + i, operand)
     for i in range(len(network.pieces)):
         piece = stream.multiply(2 * layers - 1 + i, refs.operands[1])
-        _store_columns(piece, refs.dx, examples, i * _PIECE)
+        _store_columns(piece, refs.dx, examples, i * _PIECE_COLUMNS)
     plgpu.wait_smem_to_gmem(0)
 
 
 def _forward_and_gradients_supports(x, labels, weights, biases):
     reason = _forward_supports(x, labels, weights, biases)
-    return reason or _unsupported_stages(_Network.of(weights).all_stages)
+    return reason or _unsupported_stages(_Network.from_weights(weights).all_stages)
 
 
 def _forward_and_gradients_heuristic(x, labels, weights, biases):
-    return Config(_Network.of(weights).all_stages) if x.shape[1] <= _MOST_EXAMPLES_AT_ONCE else None
+    return Config(_Network.from_weights(weights).all_stages) if x.shape[1] <= _MAX_SINGLE_KERNEL_EXAMPLES else None
 
 
 @kernel(supports=_forward_and_gradients_supports, heuristic=_forward_and_gradients_heuristic, capability=(9, 0))
@@ -545,10 +550,10 @@ def forward_and_gradients(
     Returns:
       loss, logits, the h, and the gradients of each loss by itself: those of `forward`, and those of `backward`.
     """
-    network, N = _Network.of(weights), x.shape[1]
-    first = weights[0].T
+    network, N = _Network.from_weights(weights), x.shape[1]
+    first_weights = weights[0].T
     ends = itertools.accumulate(network.pieces)
-    pieces = [first[end - n : end] for n, end in zip(network.pieces, ends, strict=True)]
+    pieces = [first_weights[end - n : end] for n, end in zip(network.pieces, ends, strict=True)]
     matrices = [*weights, *(w.T for w in reversed(weights[1:])), *pieces]
     packed = _pack(_slices(matrices, network.all_products), biases, network)
     outputs = (network.widths[-1], *network.widths[1:-1], *reversed(network.widths[1:]))
@@ -581,12 +586,12 @@ class _WeighedGradientsRefs(NamedTuple):
     sums: tuple
     left: Any
     right: Any
-    ready: Any
+    tile_stored: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class _WeighedGradients:
-    """The tiles of all layers' dw, `EXAMPLES x _SLICE` each, one layer's after the other's; behind them those of dx."""
+    """The tiles of all layers' dw, `EXAMPLES x _SLICE` each, layer by layer; then those of dx."""
 
     network: _Network
 
@@ -597,13 +602,13 @@ class _WeighedGradients:
         return [(-(-n // EXAMPLES), m // _SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
 
     @property
-    def first(self) -> list[int]:
+    def first_tiles(self) -> list[int]:
         """The first tile of each layer, and of dx."""
         return [0, *itertools.accumulate(rows * columns for rows, columns in self.grids)]
 
     @property
     def tiles(self) -> int:
-        return self.first[-1] + self.network.widths[0] // _SLICE
+        return self.first_tiles[-1] + self.network.widths[0] // _SLICE
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -611,23 +616,23 @@ class _WeighedGradients:
         return [(rows * EXAMPLES, columns * _SLICE) for rows, columns in self.grids]
 
     def body(self, *refs, part, tile, warpgroup):
-        layers, first = self.network.layers, self.first
+        layers, first_tiles = self.network.layers, self.first_tiles
         refs = _group(_WeighedGradientsRefs, refs, hidden=layers - 1, gradients=layers, sums=layers)
         lanes = pl.ds(warpgroup * EXAMPLES, EXAMPLES)
         examples = pl.ds(part * LANES + warpgroup * EXAMPLES, EXAMPLES)
         for layer in range(layers):
             make = functools.partial(self.make_tile, refs, layer, part, tile, warpgroup, lanes, examples)
-            pl.when((first[layer] <= tile) & (tile < first[layer + 1]))(make)
-        pl.when(tile >= first[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
+            pl.when((first_tiles[layer] <= tile) & (tile < first_tiles[layer + 1]))(make)
+        pl.when(tile >= first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
 
     def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
         """A tile of a layer's dw for `LANES` examples, of which each warpgroup brings half, and makes half the tile."""
-        index, half, (_, columns) = tile - self.first[layer], _SLICE // 2, self.grids[layer]
+        index, half, (_, columns) = tile - self.first_tiles[layer], _SLICE // 2, self.grids[layer]
         row, column = index // columns * EXAMPLES, index % columns * _SLICE
         self.bring(refs, layer, row, column, lanes, examples)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(refs.ready)
-        plgpu.barrier_wait(refs.ready)
+        plgpu.barrier_arrive(refs.tile_stored)
+        plgpu.barrier_wait(refs.tile_stored)
 
         def multiply(sums):
             plgpu.wgmma(sums, refs.left, refs.right.at[pl.ds(warpgroup * half, half)].transpose((1, 0)))
@@ -642,26 +647,28 @@ class _WeighedGradients:
         """A tile's gradients and inputs, turned, the gradients weighed, both rounded, to shared memory."""
         widths, gradients = self.network.widths, refs.gradients[-1 - layer]
         weight = _read(refs.dy, examples, value_a_row())
-        # Where a layer's last tile has half its rows, the other half is not wanted.
+        # A layer's last tile may have half its rows. The other half repeats rows, and its sums are left out.
         starts = [jnp.minimum(row + n, widths[layer + 1] - _SLICE) for n in (0, _SLICE)]
-        lefts = [load(gradients.at[examples, pl.ds(n, _SLICE)], plgpu.Layout.WGMMA, optimized=False) for n in starts]
+        tiles = [load(gradients.at[examples, pl.ds(n, _SLICE)], plgpu.Layout.WGMMA, optimized=False) for n in starts]
         if layer:
-            right = load(
+            inputs = load(
                 refs.hidden[layer - 1].at[examples, pl.ds(column, _SLICE)], plgpu.Layout.WGMMA, optimized=False
             )
-            right = plgpu.layout_cast(right, plgpu.Layout.WGMMA_TRANSPOSED)
+            inputs = plgpu.layout_cast(inputs, plgpu.Layout.WGMMA_TRANSPOSED)
         else:
             columns = pl.ds(jnp.minimum(column, widths[0] - _SLICE), _SLICE)
-            right = load(refs.x.at[columns, examples].transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
-            right = rounded_to_tf32(jnp.where(column < widths[0], right, 1.0))
-        for n, left in zip((0, _SLICE), lefts, strict=True):
+            inputs = load(
+                refs.x.at[columns, examples].transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED, optimized=False
+            )
+            inputs = rounded_to_tf32(jnp.where(column < widths[0], inputs, 1.0))
+        for n, left in zip((0, _SLICE), tiles, strict=True):
             left = plgpu.layout_cast(rounded_to_tf32(left * _spread(weight, left)), plgpu.Layout.WGMMA_TRANSPOSED)
             store(refs.left.at[pl.ds(n, _SLICE), lanes].transpose((1, 0)), left)
-        store(refs.right.at[:, lanes].transpose((1, 0)), right)
+        store(refs.right.at[:, lanes].transpose((1, 0)), inputs)
 
     def weigh_dx(self, refs, part, tile, warpgroup):
         half = _SLICE // 2
-        row, lanes = (tile - self.first[-1]) * _SLICE + warpgroup * half, pl.ds(part * LANES, LANES)
+        row, lanes = (tile - self.first_tiles[-1]) * _SLICE + warpgroup * half, pl.ds(part * LANES, LANES)
         weight, values = refs.dy[lanes], [refs.dx[row + n, lanes] for n in range(half)]
         for n, value in enumerate(values):
             refs.weighed_dx[row + n, lanes] = value * weight

@@ -17,7 +17,8 @@ from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import largest_divisor, vector_length, zeros_like
 from pallas_kernels.core.tiles import kernel
 
-_MOST_UNROLLED = 16
+_MAX_UNROLLED = 16
+"""Classes whose loads are under way at once, at most. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,16 +27,16 @@ class Config:
 
     Attributes:
       length: examples.
-      unrolled: classes whose loads are under way at once.
+      unroll: classes whose loads are under way at once.
     """
 
     length: int
-    unrolled: int
+    unroll: int
 
 
 def _forward_heuristic(logits, labels):
     statistic = jax.ShapeDtypeStruct(logits.shape[1:], jnp.float32)
-    return Config(vector_length(logits, labels, statistic), largest_divisor(logits.shape[0], _MOST_UNROLLED))
+    return Config(vector_length(logits, labels, statistic), largest_divisor(logits.shape[0], _MAX_UNROLLED))
 
 
 def _backward_heuristic(dy, logits, labels, largest, total):
@@ -55,7 +56,7 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
       half precision, or with the logarithm of their sum, the gradient of an example that is nearly right would be lost.
     """
     (classes, N), length = logits.shape, config.length
-    over_classes = functools.partial(_over_classes, classes, config.unrolled)
+    fold_classes = functools.partial(_fold_classes, classes, config.unroll)
 
     def body(logits_ref, labels_ref, loss_ref, largest_ref, total_ref, *, block):
         lanes = pl.ds(block * length, length)
@@ -65,10 +66,10 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 
         weigh, valid = _weigher(labels_ref, lanes, classes)
         zero = zeros_like(logit(0))
-        largest = over_classes(lambda k, m: jnp.maximum(m, logit(k)), zero - jnp.inf)
-        total = over_classes(lambda k, s: s + jnp.exp(logit(k) - largest), zero)
+        largest = fold_classes(lambda k, m: jnp.maximum(m, logit(k)), zero - jnp.inf)
+        total = fold_classes(lambda k, s: s + jnp.exp(logit(k) - largest), zero)
         log_total = jnp.log(total)
-        loss = over_classes(lambda k, loss: loss - weigh(k, logit(k) - largest - log_total), zero)
+        loss = fold_classes(lambda k, loss: loss - weigh(k, logit(k) - largest - log_total), zero)
         loss_ref[lanes] = jnp.where(valid, loss, jnp.nan).astype(loss_ref.dtype)
         largest_ref[lanes], total_ref[lanes] = largest, total
 
@@ -96,16 +97,16 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
       `(classes, N)` in the dtype of the logits.
     """
     (classes, N), length = logits.shape, config.length
-    over_classes = functools.partial(_over_classes, classes, config.unrolled)
-    integer = jnp.issubdtype(labels.dtype, jnp.integer)
+    fold_classes = functools.partial(_fold_classes, classes, config.unroll)
+    has_integer_labels = jnp.issubdtype(labels.dtype, jnp.integer)
 
     def body(dy_ref, logits_ref, labels_ref, largest_ref, total_ref, dlogits_ref, *, block):
         lanes = pl.ds(block * length, length)
         weigh, valid = _weigher(labels_ref, lanes, classes)
         gradient = jnp.where(valid, dy_ref[lanes].astype(jnp.float32), jnp.nan)
         zero = zeros_like(gradient)
-        # Integer labels weigh one class, with one.
-        weight = zero + 1.0 if integer else over_classes(lambda k, s: s + weigh(k, 1.0), zero)
+        # An integer label gives its class the weight 1, and the others 0.
+        weight = zero + 1.0 if has_integer_labels else fold_classes(lambda k, s: s + weigh(k, 1.0), zero)
 
         largest, total = largest_ref[lanes], total_ref[lanes]
 
@@ -113,7 +114,7 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
             p = jnp.exp(logits_ref[k, lanes].astype(jnp.float32) - largest) / total
             dlogits_ref[k, lanes] = (gradient * (p * weight - weigh(k, 1.0))).astype(dlogits_ref.dtype)
 
-        over_classes(write, None)
+        fold_classes(write, None)
 
     return launch(
         body,
@@ -128,17 +129,17 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
     )
 
 
-def _over_classes(classes, unrolled, step, start):
-    """A loop that has the loads of as many classes under way at once as are unrolled."""
-    return lax.fori_loop(0, classes, step, start, unroll=unrolled)
+def _fold_classes(classes, unroll, step, start):
+    """A loop that has the loads of as many classes under way at once as `unroll` says."""
+    return lax.fori_loop(0, classes, step, start, unroll=unroll)
 
 
 def _weigher(labels_ref, lanes, classes):
     """A function of a class and a value, the value times the class's label; and which examples' labels are valid."""
     if jnp.issubdtype(labels_ref.dtype, jnp.integer):
-        chosen = labels_ref[lanes]
-        # A choice, not a product: a class ruled out by a logit of -inf has a value of -inf.
-        return lambda k, value: jnp.where(chosen == k, value, 0.0), (chosen >= 0) & (chosen < classes)
+        label = labels_ref[lanes]
+        # A selection, because a product would make NaN of 0 times the value of a class whose logit is -inf.
+        return lambda k, value: jnp.where(label == k, value, 0.0), (label >= 0) & (label < classes)
     first = labels_ref[0, lanes]
-    always = (first == first) | (first != first)
-    return lambda k, value: labels_ref[k, lanes].astype(jnp.float32) * value, always
+    valid = (first == first) | (first != first)
+    return lambda k, value: labels_ref[k, lanes].astype(jnp.float32) * value, valid

@@ -34,7 +34,7 @@ from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, SUMMED_ROWS, largest_divisor, sums_over_lanes, zeros_like
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import kernel
-from pallas_kernels.logic.forward import lane_block_length, part_of_a_warpgroup
+from pallas_kernels.logic.forward import lane_block_length, unsupported_batch
 from pallas_kernels.logic.graph import Graph
 
 _GATE_SUMS = 4
@@ -52,7 +52,7 @@ def _load(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
 
 
 def _gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
-    """From a gate's (dy, a, b) in each lane block, the vectors whose sums over the lanes are its gradients, in turn."""
+    """From a gate's (dy, a, b) in each lane block, the vectors whose sums over the lanes are its gradients."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
     for blocks in zip(*terms, strict=True):
         yield functools.reduce(jnp.add, blocks)
@@ -63,17 +63,19 @@ def _slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
 
-def _lacks_shared_memory(rows: int) -> str | None:
-    needed, has = rows * LANES * 4, device.target().shared_bytes
-    return f"{needed} bytes of shared memory in a program, only {has}" if needed > has else None
+def _unsupported_memory(rows: int) -> str | None:
+    needed_bytes, available_bytes = rows * LANES * 4, device.target().shared_bytes
+    if needed_bytes <= available_bytes:
+        return None
+    return f"{needed_bytes} bytes of shared memory in a program, only {available_bytes}"
 
 
 # ---------------------------------------------------------------------------------------------------------- by gate
 
 _GATES = SUMMED_ROWS // _GATE_SUMS
-"""In a program, so that their sums fill whole tiles."""
+"""Gates in a program: their sums fill whole tiles of `sums_over_lanes`."""
 _GATE_BLOCKS = 4
-"""Lane blocks of a program's gates, at most."""
+"""Lane blocks of a program's gates, at most. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +92,7 @@ def _gates_config(x):
 def _by_gate_supports(dy, coefficients, graph, x):
     if not graph.regular or graph.most_consumers != 1:
         return f"wires of {graph.most_consumers} consumers, only 1 of every input"
-    return part_of_a_warpgroup(x) or _lacks_shared_memory(_GATE_SUMS * _GATES)
+    return unsupported_batch(x) or _unsupported_memory(_GATE_SUMS * _GATES)
 
 
 def _by_gate_heuristic(dy, coefficients, graph, x):
@@ -106,13 +108,13 @@ def gradients_by_gate(
 
     def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
         lanes = _lanes(block, config.blocks)
-        owned = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(dy_ref, group)]
-        slopes = [[c_ref[g, k] for k in (1, 2, 3)] for g, _, _ in owned]
-        values = _values_of_gates(dy_ref, x_ref, owned, lanes)
-        for (_, a, b), (by_a, by_b, curve), of_gate in zip(owned, slopes, values, strict=True):
-            for lane_block, (dy, value_a, value_b) in zip(lanes, of_gate, strict=True):
-                dx_ref[a, lane_block] = (dy * (by_a + curve * value_b)).astype(dx_ref.dtype)
-                dx_ref[b, lane_block] = (dy * (by_b + curve * value_a)).astype(dx_ref.dtype)
+        gates = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(dy_ref, group)]
+        slopes = [[c_ref[g, k] for k in (1, 2, 3)] for g, _, _ in gates]
+        values = _values_of_gates(dy_ref, x_ref, gates, lanes)
+        for (_, a, b), (slope_a, slope_b, slope_ab), gate_values in zip(gates, slopes, values, strict=True):
+            for lane_block, (dy, value_a, value_b) in zip(lanes, gate_values, strict=True):
+                dx_ref[a, lane_block] = (dy * (slope_a + slope_ab * value_b)).astype(dx_ref.dtype)
+                dx_ref[b, lane_block] = (dy * (slope_b + slope_ab * value_a)).astype(dx_ref.dtype)
         _write_sums_of_gates(values, rows_ref, dc_ref, block, group)
 
     arrays = dy, coefficients.astype(jnp.float32), graph.a, graph.b, x
@@ -122,7 +124,7 @@ def gradients_by_gate(
 
 
 def _launch_by_gates(body, dy, *arrays, out, blocks, **options):
-    """(*out, dc), of programs of `_GATES` gates and so many lane blocks."""
+    """(*out, dc), of programs of `_GATES` gates and `blocks` lane blocks."""
     gates, N = dy.shape
     blocks, groups, rows = N // (LANES * blocks), -(-gates // _GATES), _GATE_SUMS * _GATES
     *results, dc = launch(
@@ -143,10 +145,10 @@ def _owned_gates(dy_ref, group):
     return [jnp.minimum(group * _GATES + k, dy_ref.shape[0] - 1) for k in range(_GATES)]
 
 
-def _values_of_gates(dy_ref, x_ref, owned, lanes):
+def _values_of_gates(dy_ref, x_ref, gates, lanes):
     """Of each gate, given with its inputs, (dy, a, b) in each lane block, all of which are read at once."""
-    reads = [((dy_ref, g), (x_ref, a), (x_ref, b)) for g, a, b in owned]
-    return [[_load_each(read, lane_block) for lane_block in lanes] for read in reads]
+    operands = [((dy_ref, g), (x_ref, a), (x_ref, b)) for g, a, b in gates]
+    return [[_load_each(rows, lane_block) for lane_block in lanes] for rows in operands]
 
 
 def _load_each(rows, lane_block):
@@ -163,7 +165,8 @@ def _write_sums_of_gates(values, rows_ref, dc_ref, block, group):
 # --------------------------------------------------------------------------------------------------------- by input
 
 _INPUT_EXAMPLES = 1024
-"""Examples of an input in a program: the more, the fewer sums over lanes, and the fewer loads of indices."""
+"""Examples of an input in a program: the more, the fewer sums over lanes, and the fewer loads of indices. Half as many
+were slower: docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +178,7 @@ class ByInputConfig:
 
 
 def _by_input_supports(dy, coefficients, graph, x):
-    return part_of_a_warpgroup(x)
+    return unsupported_batch(x)
 
 
 def _by_input_heuristic(dy, coefficients, graph, x):
@@ -195,18 +198,18 @@ def gradients_by_input(
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, dc_ref, *, block, row):
         lanes = _lanes(block, config.blocks, config.length)
-        owned = _load(x_ref, row, lanes)
+        x_blocks = _load(x_ref, row, lanes)
 
         def add_consumer(e, dx, role):
             g = consumers_ref[e] >> 1
             dy, partner = _load(dy_ref, g, lanes), _load(x_ref, partners_ref[e], lanes)
             if role == 0:
-                for k, vector in enumerate(_gate_sums(list(zip(dy, owned, partner, strict=True)))):
+                for k, vector in enumerate(_gate_sums(list(zip(dy, x_blocks, partner, strict=True)))):
                     dc_ref[block, g, k] = jnp.sum(vector)
             slope, curve = c_ref[g, 1 + role], c_ref[g, 3]
             return tuple(s + d * (slope + curve * p) for s, d, p in zip(dx, dy, partner, strict=True))
 
-        dx = tuple(zeros_like(a) for a in owned)
+        dx = tuple(zeros_like(a) for a in x_blocks)
         for role in (0, 1):
             first, end = offsets_ref[2 * row + role], offsets_ref[2 * row + role + 1]
             dx = lax.fori_loop(first, end, functools.partial(add_consumer, role=role), dx)
@@ -234,13 +237,15 @@ def gradients_by_input(
 _TRAIL_CONSUMERS = (2, 4)
 """Consumers of every input for which the kernel is written."""
 _TRAIL_BLOCKS = 8
-"""Lane blocks in a program, at most."""
+"""Lane blocks in a program, at most: 1024 examples. Twice as many were slower: docs/lab/2026-11-22-logic.md."""
 _TRAIL_BYTES = 64
-"""That a thread reads of dy for one input, at most: of half precisions it has more lane blocks."""
+"""Bytes that a thread reads of dy for one input, at most: of half precisions it has more lane blocks. Chosen by hand;
+not tuned."""
 _TRAIL_LOAD_BYTES = 4
-"""Of a thread's loads: of half precisions two examples, else the loads are twice as many as float32's for their bytes."""
+"""Bytes of a thread's load: two examples of half precisions. With loads of one they wait longer than float32's for half
+the bytes: docs/lab/2026-11-22-mixed.md."""
 _TRAIL_ROWS = SUMMED_ROWS // 2
-"""Of shared memory: a program sums the terms of at most four gates."""
+"""Rows of shared memory: a program sums the terms of at most four gates."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,21 +259,21 @@ class AlongTrailConfig:
 
 def _along_trail_supports(dy, coefficients, graph, x):
     if not graph.regular or graph.most_consumers not in _TRAIL_CONSUMERS:
-        wanted = " or ".join(map(str, _TRAIL_CONSUMERS))
-        return f"wires of {graph.most_consumers} consumers, only {wanted} of every input"
-    return part_of_a_warpgroup(x) or _lacks_shared_memory(_TRAIL_ROWS * _trail_length(x) // LANES)
+        counts = " or ".join(map(str, _TRAIL_CONSUMERS))
+        return f"wires of {graph.most_consumers} consumers, only {counts} of every input"
+    return unsupported_batch(x) or _unsupported_memory(_TRAIL_ROWS * _trail_block_length(x) // LANES)
 
 
-def _trail_length(x):
+def _trail_block_length(x):
     return LANES * largest_divisor(x.shape[1] // LANES, max(1, _TRAIL_LOAD_BYTES // x.dtype.itemsize))
 
 
 def _along_trail_heuristic(dy, coefficients, graph, x):
-    most, length = graph.most_consumers, _trail_length(x)
-    examples = LANES * min(_TRAIL_BLOCKS, _TRAIL_BYTES // (most * x.dtype.itemsize))
+    consumers, length = graph.most_consumers, _trail_block_length(x)
+    examples = LANES * min(_TRAIL_BLOCKS, _TRAIL_BYTES // (consumers * x.dtype.itemsize))
     blocks = largest_divisor(x.shape[1] // length, examples // length)
-    # Of short rows, eight consumers in a program, else four: as many loads under way.
-    inputs = largest_divisor(x.shape[0], (8 if blocks * length <= 2 * LANES else 4) // most)
+    # Short rows: eight consumers in a program, otherwise four, so that as many loads are under way.
+    inputs = largest_divisor(x.shape[0], (8 if blocks * length <= 2 * LANES else 4) // consumers)
     return AlongTrailConfig(inputs, blocks, length)
 
 
@@ -278,25 +283,25 @@ def gradients_along_trail(
 ) -> tuple[Array, Array]:
     """(dx, dc). A program owns inputs that follow each other on the trail, and sums for the gates by which it leaves
     them. All that it reads is under way at once."""
-    N, inputs, most = x.shape[1], x.shape[0], graph.most_consumers
-    leaving = most // 2
+    N, inputs, consumers_per_input = x.shape[1], x.shape[0], graph.most_consumers
+    gates_per_input = consumers_per_input // 2
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, inputs_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
         lanes = _lanes(block, config.blocks, config.length)
-        owned_rows = [inputs_ref[group * config.inputs + k] for k in range(config.inputs)]
-        places = [group * config.inputs * most + k for k in range(config.inputs * most)]
+        rows = [inputs_ref[group * config.inputs + k] for k in range(config.inputs)]
+        places = [group * config.inputs * consumers_per_input + k for k in range(config.inputs * consumers_per_input)]
         consumers, partner_rows = ([ref[e] for e in places] for ref in (consumers_ref, partners_ref))
         slopes = [_slopes(c_ref, consumer) for consumer in consumers]
-        owned = [_load(x_ref, row, lanes) for row in owned_rows]
+        x_blocks = [_load(x_ref, row, lanes) for row in rows]
         dys = [_load(dy_ref, consumer >> 1, lanes) for consumer in consumers]
         partners = [_load(x_ref, row, lanes) for row in partner_rows]
-        for k, row in enumerate(owned_rows):
-            of_input = range(k * most, (k + 1) * most)
+        for k, row in enumerate(rows):
+            input_consumers = range(k * consumers_per_input, (k + 1) * consumers_per_input)
             for p, lane_block in enumerate(lanes):
-                terms = [dys[n][p] * (slopes[n][0] + slopes[n][1] * partners[n][p]) for n in of_input]
+                terms = [dys[n][p] * (slopes[n][0] + slopes[n][1] * partners[n][p]) for n in input_consumers]
                 dx_ref[row, lane_block] = functools.reduce(jnp.add, terms).astype(dx_ref.dtype)
-            for gate, n in enumerate(of_input[:leaving], k * leaving):
-                for t, vector in enumerate(_gate_sums(list(zip(dys[n], owned[k], partners[n], strict=True)))):
+            for gate, n in enumerate(input_consumers[:gates_per_input], k * gates_per_input):
+                for t, vector in enumerate(_gate_sums(list(zip(dys[n], x_blocks[k], partners[n], strict=True)))):
                     rows_ref[_GATE_SUMS * gate + t] = vector
         sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * _TRAIL_ROWS, _TRAIL_ROWS)])
 
@@ -315,31 +320,32 @@ def gradients_along_trail(
         barriers=False,
         name="gate_layer_backward_along_trail",
     )
-    return dx, _gathered_from_trail(jnp.sum(sums, axis=0), graph, config)
+    return dx, _gather_from_trail(jnp.sum(sums, axis=0), graph, config)
 
 
-def _gathered_from_trail(sums, graph, config):
+def _gather_from_trail(sums, graph, config):
     """dc in the gates' order, from the sums of each program."""
-    most, leaving, place = graph.most_consumers, graph.most_consumers // 2, graph.trail_places
+    consumers_per_input, gates_per_input, place = graph.most_consumers, graph.most_consumers // 2, graph.trail_places
     sums = sums.reshape(-1, _TRAIL_ROWS // _GATE_SUMS, _GATE_SUMS)
-    gate = place // most * leaving + place % most
-    dc = sums[gate // (config.inputs * leaving), gate % (config.inputs * leaving)]
-    # Left from its b: that comes before its a.
-    swapped = graph.trail_consumers[place] & 1 == 1
-    return jnp.where(swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)
+    gate = place // consumers_per_input * gates_per_input + place % consumers_per_input
+    dc = sums[gate // (config.inputs * gates_per_input), gate % (config.inputs * gates_per_input)]
+    # Where the trail leaves a gate's b, the program took b for a: their two sums are exchanged.
+    is_swapped = graph.trail_consumers[place] & 1 == 1
+    return jnp.where(is_swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)
 
 
 # --------------------------------------------------------------------------- input's and coefficients', of short rows
 
 _SHORT_ROW = 512
-"""Examples up to which two kernels are faster than one, measured."""
+"""Examples up to which two kernels are faster than one: docs/lab/2026-11-22-trees.md."""
 _SHORT_ROW_IN_L2 = 1024
-"""The same where the L2 cache holds x."""
+"""The same where the L2 cache holds x: docs/lab/2026-11-22-logic.md."""
 _L2_SHARE = 0.8
-"""Of the L2 cache, what x may fill: it is read in random places, while dy streams through the rest. Measured on an
-H200, 48 MiB of its 60."""
+"""Share of the L2 cache that x may fill: it is read in random places, while dy streams through the rest. No page of the
+lab has its measurement."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Inputs in a program, at most, and consumers of each that it reads at a time; of inputs with more, two."""
+"""Inputs in a program, at most, and consumers of each that it reads at a time; of inputs with more, two. Chosen by hand
+(docs/lab/2026-11-22-logic.md says what they do); not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,14 +363,14 @@ def _is_short(x):
 
 
 def _input_supports(dy, coefficients, graph, x):
-    return part_of_a_warpgroup(x)
+    return unsupported_batch(x)
 
 
 def _input_heuristic(dy, coefficients, graph, x):
     if not _is_short(x):
         return None
-    most = graph.most_consumers
-    consumers = most if most <= _CONSUMERS else 2
+    max_consumers = graph.most_consumers
+    consumers = max_consumers if max_consumers <= _CONSUMERS else 2
     return InputConfig(largest_divisor(x.shape[0], _INPUTS), consumers, lane_block_length(x))
 
 
@@ -375,14 +381,14 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, inputs_ref, x_ref, dx_ref, *, block, group):
         lanes = pl.ds(block * config.length, config.length)
-        owned_rows = [inputs_ref[group * config.inputs + k] for k in range(config.inputs)]
-        ends = [(offsets_ref[2 * row], offsets_ref[2 * row + 2]) for row in owned_rows]
+        rows = [inputs_ref[group * config.inputs + k] for k in range(config.inputs)]
+        ends = [(offsets_ref[2 * row], offsets_ref[2 * row + 2]) for row in rows]
 
         def add_consumers(turn, sums):
             places = [first + turn * config.consumers + k for first, _ in ends for k in range(config.consumers)]
-            # Past an input's last consumer stand those of others, which are read and not added.
-            present = [jnp.minimum(e, 2 * gates - 1) for e in places]
-            consumers, partner_rows = ([ref[e] for e in present] for ref in (consumers_ref, partners_ref))
+            # After an input's last consumer come those of the next input: they are read, but not added.
+            read_places = [jnp.minimum(e, 2 * gates - 1) for e in places]
+            consumers, partner_rows = ([ref[e] for e in read_places] for ref in (consumers_ref, partners_ref))
             dys = [dy_ref[consumer >> 1, lanes].astype(jnp.float32) for consumer in consumers]
             partners = [x_ref[row, lanes].astype(jnp.float32) for row in partner_rows]
             slopes = [_slopes(c_ref, consumer) for consumer in consumers]
@@ -396,9 +402,9 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
         if config.consumers == graph.most_consumers:
             sums = add_consumers(0, sums)
         else:
-            most = functools.reduce(jnp.maximum, (end - first for first, end in ends))
-            sums = lax.fori_loop(0, (most + config.consumers - 1) // config.consumers, add_consumers, sums)
-        for row, total in zip(owned_rows, sums, strict=True):
+            max_consumers = functools.reduce(jnp.maximum, (end - first for first, end in ends))
+            sums = lax.fori_loop(0, (max_consumers + config.consumers - 1) // config.consumers, add_consumers, sums)
+        for row, total in zip(rows, sums, strict=True):
             dx_ref[row, lanes] = total.astype(dx_ref.dtype)
 
     return launch(
@@ -418,7 +424,7 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
 
 
 def _coefficients_supports(dy, graph, x):
-    return part_of_a_warpgroup(x) or _lacks_shared_memory(_GATE_SUMS * _GATES)
+    return unsupported_batch(x) or _unsupported_memory(_GATE_SUMS * _GATES)
 
 
 def _coefficients_heuristic(dy, graph, x):
@@ -430,8 +436,8 @@ def coefficients_gradient(dy: Array, graph: Graph, x: Array, *, config: GatesCon
     """dc. A program owns `_GATES` gates and some lane blocks, and reads all of them at once."""
 
     def body(dy_ref, a_ref, b_ref, x_ref, dc_ref, rows_ref, *, block, group):
-        owned = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(dy_ref, group)]
-        values = _values_of_gates(dy_ref, x_ref, owned, _lanes(block, config.blocks))
+        gates = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(dy_ref, group)]
+        values = _values_of_gates(dy_ref, x_ref, gates, _lanes(block, config.blocks))
         _write_sums_of_gates(values, rows_ref, dc_ref, block, group)
 
     arrays, name = (dy, graph.a, graph.b, x), "gate_layer_backward_coefficients"

@@ -20,9 +20,10 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.graph import Graph
 
 _LOAD_BYTES = 16
-"""Of the widest load of a thread."""
+"""Bytes of the widest load of a thread (CUDA C++ Programming Guide, device memory accesses)."""
 _PROGRAM_EXAMPLES = 512
-"""Examples of all gates in a program: a shorter lane block leaves it more gates, with as many loads under way."""
+"""Examples of all gates in a program: a shorter lane block leaves it more gates, with as many loads under way. From the
+numbers of gates measured in docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +39,18 @@ def lane_block_length(x: Array) -> int:
     return LANES * largest_divisor(x.shape[1] // LANES, _LOAD_BYTES // x.dtype.itemsize)
 
 
-def part_of_a_warpgroup(x: Array) -> str | None:
+def unsupported_batch(x: Array) -> str | None:
     """What no kernel of gates takes of a batch."""
     return f"a batch of {x.shape[1]}, only multiples of {LANES}" if x.shape[1] % LANES or not x.shape[1] else None
 
 
 def _supports(coefficients, graph, x):
-    return part_of_a_warpgroup(x)
+    return unsupported_batch(x)
 
 
 def _heuristic(coefficients, graph, x):
     length = lane_block_length(x)
-    # At least two, so that the loads of both are under way at once.
+    # At least two gates, so that the loads of both are under way at once.
     return Config(gates=largest_divisor(graph.a.shape[0], max(2, _PROGRAM_EXAMPLES // length)), length=length)
 
 
@@ -72,7 +73,7 @@ def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> A
     def body(c_ref, trail_ref, x_ref, y_ref, *, block, group):
         lanes = pl.ds(block * config.length, config.length)
         places = [group * config.gates + k for k in range(config.gates)]
-        # All loads before the first store.
+        # All loads come before the first store, so that they are under way at once.
         inputs = [[x_ref[trail_ref[role, k], lanes].astype(jnp.float32) for role in (1, 2)] for k in places]
         for k, (a, b) in zip(places, inputs, strict=True):
             g = trail_ref[0, k]

@@ -22,18 +22,18 @@ def gradients_of_tree(
     c: Sequence[Sequence[Any]], levels: Sequence[Sequence[Any]], dy: Any
 ) -> tuple[list[tuple[Any, ...]], list[Any]]:
     """(dc, dleaves): the terms `dy (1, a, b, ab)` of each gate's coefficients, and the gradients of the leaves."""
-    dc, of_level = [], [dy]
-    last = sum(map(len, levels[1:]))
+    dc, gradients = [], [dy]
+    end = sum(map(len, levels[1:]))
     for level in reversed(levels[:-1]):
-        first = last - len(of_level)
-        terms, below = [], []
+        first = end - len(gradients)
+        terms, input_gradients = [], []
         for g, (a, b) in enumerate(zip(level[::2], level[1::2], strict=True)):
             _, c1, c2, c3 = (c[first + g][i] for i in range(4))
-            da = of_level[g] * a
-            terms.append((of_level[g], da, of_level[g] * b, da * b))
-            below += [of_level[g] * (c1 + c3 * b), of_level[g] * (c2 + c3 * a)]
-        dc, of_level, last = terms + dc, below, first
-    return dc, of_level
+            da = gradients[g] * a
+            terms.append((gradients[g], da, gradients[g] * b, da * b))
+            input_gradients += [gradients[g] * (c1 + c3 * b), gradients[g] * (c2 + c3 * a)]
+        dc, gradients, end = terms + dc, input_gradients, first
+    return dc, gradients
 
 
 def _gate(c, a, b):

@@ -23,28 +23,39 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.core import device
-from pallas_kernels.core.gathers import columns, gather_elements, in_order, lane_and_column, scatter_elements, spread
+from pallas_kernels.core.gathers import (
+    columns,
+    compiler_fence,
+    gather_elements,
+    lane_and_column,
+    scatter_elements,
+    spread,
+)
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, largest_divisor, zeros_like
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
-_MOST_LEAVES = 16
-"""Of a tree, whose coefficients and values are to fit into registers."""
-_MOST_PLACES = 9
-"""Of a pool's window, whose trees are evaluated one after the other in unrolled code."""
+_MAX_LEAVES = 16
+"""Leaves of a tree: its 60 coefficients and 31 values are to fit into a thread's 255 registers."""
+_MAX_PLACES = 9
+"""Places of a pool's window, whose trees are evaluated one after the other in unrolled code. Chosen by hand, for
+windows up to 3 x 3; not tuned."""
 _PROGRAMS = 4
-"""Of the gradients of leaves, that a multiprocessor is to have at least: as many as its registers have room for."""
-_COLUMNS_A_TURN = 2
-"""Windows whose leaves a program reads at once, at most, for their gradients."""
+"""Programs of the gradients of leaves that a multiprocessor is to have at least: with 128 registers a thread, as many
+as its 65536 have room for."""
+_MAX_COLUMNS_PER_TURN = 2
+"""Windows whose leaves a program reads at once, at most, for their gradients. Chosen by hand; not timed by itself
+(docs/lab/2026-11-22-trees.md)."""
 _BAND_BYTES = 17 * 1024
-"""Of shared memory for a program's part of an image's gradient. Measured: the more programs a multiprocessor has, the
-better they hide each other's latency, until they are so small that most leaves reach over two of them."""
+"""Bytes of shared memory for a program's part of an image's gradient: the more programs a multiprocessor has, the
+better they hide each other's latency, until most leaves reach over two of them. From docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
-"""For a multiprocessor, at least, if images have so many rows: a band waits most of the time."""
-_UNROLLED = 8
-"""Windows of a leaf whose gradients a program fetches at once, at most."""
+"""Bands for each multiprocessor, at least, if images have so many rows: a band waits most of the time. Chosen by hand;
+docs/lab/2026-11-22-trees.md has its effect together with that of other changes."""
+_UNROLLED_WINDOWS = 8
+"""Windows of a leaf whose gradients a program fetches at once, at most. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +70,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Geometry:
-    """Where trees and pools stand.
+    """The places of trees and pools.
 
     Attributes:
       height, width: of the padded image.
@@ -75,7 +86,7 @@ class _Geometry:
     pool: tuple[int, int]
 
     @classmethod
-    def of(cls, x: Any, window: tuple[int, int], stride: tuple[int, int], pool: tuple[int, int]) -> "_Geometry":
+    def from_image(cls, x: Any, window: tuple[int, int], stride: tuple[int, int], pool: tuple[int, int]) -> "_Geometry":
         sizes = [((size - f) // s + 1) // p for size, f, s, p in zip(x.shape[1:3], window, stride, pool, strict=True)]
         return cls(*x.shape[1:3], *sizes, stride, pool)
 
@@ -92,7 +103,7 @@ class _Geometry:
         """From there to where the tree at a place of the window begins."""
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
-    def of_leaves(self, leaves: Array) -> Array:
+    def leaf_pixels(self, leaves: Array) -> Array:
         """From there to the pixel of each leaf, over all channels: `(kernels, leaves)`."""
         channel, row, column = jnp.moveaxis(leaves, -1, 0)
         return (channel * self.height + row) * self.width + column
@@ -106,41 +117,47 @@ class _Tree:
         self.c = [[c_ref[k, g, i] for i in range(4)] for g in range(gates)]
         self.pixels = [pixels_ref[k, leaf] for leaf in range(count)]
 
-    def leaves(self, x_ref: Any, first: Any, lanes: Any, geometry: _Geometry) -> list[list[Array]]:
+    def load_leaves(self, x_ref: Any, first: Any, lanes: Any, geometry: _Geometry) -> list[list[Array]]:
         """What the leaves read of the trees in a window that begins at a pixel, place by place."""
         steps = [geometry.step(place) for place in geometry.places]
-        # One address a leaf: from there it is a constant number of rows to the others.
+        # One address a leaf: its rows at the other places are a constant distance away.
         rows = [x_ref.at[pl.ds(first + pixel, 1 + steps[-1])] for pixel in self.pixels]
         return [[row[step, lanes].astype(jnp.float32) for row in rows] for step in steps]
 
-    def leaves_at(self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: _Geometry) -> list[Array]:
+    def gather_leaves(
+        self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: _Geometry
+    ) -> list[Array]:
         """What they read, in an image as one row of numbers, of the tree at each lane's place."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
-        for i, other in enumerate(geometry.places[1:], start=1):
-            step = jnp.where(spread(place, 1) == i, geometry.step(other), step)
-        begin = (first + step) * N + lanes.start + lane
-        return [columns(gather_elements(numbers, begin + pixel * N))[0].astype(jnp.float32) for pixel in self.pixels]
+        for i, pool_place in enumerate(geometry.places[1:], start=1):
+            step = jnp.where(spread(place, 1) == i, geometry.step(pool_place), step)
+        offsets = (first + step) * N + lanes.start + lane
+
+        def gather(pixel):
+            return columns(gather_elements(numbers, offsets + pixel * N))[0].astype(jnp.float32)
+
+        return [gather(pixel) for pixel in self.pixels]
 
 
 def supports(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
     """What no kernel takes of trees `(kernels, leaves, 3)` and of a pool's window."""
-    if leaves[1] > _MOST_LEAVES:
-        return f"trees of {leaves[1]} leaves, at most {_MOST_LEAVES}"
-    if math.prod(pool) > _MOST_PLACES:
-        return f"pool={pool}, at most {_MOST_PLACES} places"
+    if leaves[1] > _MAX_LEAVES:
+        return f"trees of {leaves[1]} leaves, at most {_MAX_LEAVES}"
+    if math.prod(pool) > _MAX_PLACES:
+        return f"pool={pool}, at most {_MAX_PLACES} places"
     return None
 
 
 def _supports_forward(coefficients, leaves, x, *, window, stride, pool):
-    return supports(leaves.shape, pool) or _too_many(x)
+    return supports(leaves.shape, pool) or _unsupported_size(x)
 
 
 def _supports_backward(dy, places, coefficients, leaves, x, *, window, stride, pool):
-    return supports(leaves.shape, pool) or _too_many(x)
+    return supports(leaves.shape, pool) or _unsupported_size(x)
 
 
-def _too_many(x):
+def _unsupported_size(x):
     return "images of 2^31 or more numbers" if x.size >= 2**31 else None
 
 
@@ -148,7 +165,7 @@ def _too_many(x):
 
 
 def _forward_heuristic(coefficients, leaves, x, *, window, stride, pool):
-    return Config(rows=1)  # Measured: neighbouring windows find each other's pixels in the cache, rows do not.
+    return Config(rows=1)  # The fastest in docs/lab/2026-11-22-trees.md.
 
 
 @kernel(supports=_supports_forward, heuristic=_forward_heuristic)
@@ -173,36 +190,36 @@ def forward(
       `(kernels, rows, columns, N)` in x's dtype, computed in float32, and uint8 of that shape, `u * width + v`; None
       for a pool of one place.
     """
-    geometry = _Geometry.of(x, window, stride, pool)
+    geometry = _Geometry.from_image(x, window, stride, pool)
     kernels, N = leaves.shape[0], x.shape[-1]
 
     def body(c_ref, pixels_ref, x_ref, y_ref, *place_ref, block, part, k):
         lanes, tree = pl.ds(block * LANES, LANES), _Tree(c_ref, pixels_ref, k)
 
         def window(row, column):
-            largest = at = None
-            for i, leaves in enumerate(tree.leaves(x_ref, geometry.first(row, column), lanes, geometry)):
+            largest = place = None
+            for i, leaves in enumerate(tree.load_leaves(x_ref, geometry.first(row, column), lanes, geometry)):
                 *_, (value,) = levels_of_tree(tree.c, leaves)
                 if i == 0:
-                    largest, at = value, jnp.where(value != value, 0, 0)
+                    largest, place = value, jnp.where(value != value, 0, 0)
                 else:
-                    # Of equals the first stays, and so does a NaN.
-                    larger = ~(value <= largest) & (largest == largest)
-                    largest, at = jnp.where(larger, value, largest), jnp.where(larger, i, at)
+                    # The first of equal values stays, and so does a NaN.
+                    is_larger = ~(value <= largest) & (largest == largest)
+                    largest, place = jnp.where(is_larger, value, largest), jnp.where(is_larger, i, place)
             y_ref[k, row, column, lanes] = largest.astype(y_ref.dtype)
             if place_ref:
-                place_ref[0][k, row, column, lanes] = at.astype(jnp.uint8)
+                place_ref[0][k, row, column, lanes] = place.astype(jnp.uint8)
 
         first = part * config.rows
         last = jnp.minimum(first + config.rows, geometry.rows)
-        _for_windows(first, last, geometry.columns, lambda row, columns, _: window(row, *columns))
+        _visit_windows(first, last, geometry.columns, lambda row, columns, _: window(row, *columns))
 
     shape = (kernels, geometry.rows, geometry.columns, N)
     out = (jax.ShapeDtypeStruct(shape, x.dtype), jax.ShapeDtypeStruct(shape, jnp.uint8))
     y, *places = launch(
         body,
         coefficients.astype(jnp.float32),
-        geometry.of_leaves(leaves),
+        geometry.leaf_pixels(leaves),
         _as_rows(x),
         out=out if len(geometry.places) > 1 else out[:1],
         grid={"block": N // LANES, "part": -(-geometry.rows // config.rows), "k": kernels},
@@ -217,13 +234,13 @@ def _as_rows(x):
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _for_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, a_turn: int = 1) -> Any:
-    """`body(row, columns, carry) -> carry` for the windows of some rows, so many neighbouring columns in a turn."""
-    turns = columns // a_turn
+def _visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
+    """`body(row, columns, carry) -> carry` for the windows of some rows, `columns_per_turn` neighbours at a time."""
+    turns = columns // columns_per_turn
 
     def step(i, carry):
-        begin = i % turns * a_turn
-        return body(first + i // turns, [begin + n for n in range(a_turn)], carry)
+        first_column = i % turns * columns_per_turn
+        return body(first + i // turns, [first_column + n for n in range(columns_per_turn)], carry)
 
     return lax.fori_loop(0, (last - first) * turns, step, carry)
 
@@ -232,8 +249,8 @@ def _for_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = No
 
 
 def _leaves_heuristic(dy, places, coefficients, leaves, x, *, window, stride, pool):
-    rows, of_row = dy.shape[1], leaves.shape[0] * (x.shape[-1] // LANES)
-    return Config(max(1, min(rows, rows * of_row // (_PROGRAMS * device.target().multiprocessors))))
+    rows, warpgroups_per_row = dy.shape[1], leaves.shape[0] * (x.shape[-1] // LANES)
+    return Config(max(1, min(rows, rows * warpgroups_per_row // (_PROGRAMS * device.target().multiprocessors))))
 
 
 @kernel(supports=_supports_backward, heuristic=_leaves_heuristic)
@@ -260,12 +277,12 @@ def leaf_gradients(
       dc `(kernels, gates, 4)`: for each gate the sums of `dy (1, a, b, ab)`, dy the gradient of its value; and
       `(kernels leaves, rows, columns, N)`; both float32.
     """
-    geometry = _Geometry.of(x, window, stride, pool)
+    geometry = _Geometry.from_image(x, window, stride, pool)
     (kernels, gates, _), N, count = coefficients.shape, x.shape[-1], leaves.shape[1]
     blocks, parts = N // LANES, -(-geometry.rows // config.rows)
     dc, dleaves = launch(
         functools.partial(_leaf_gradients_of_rows, geometry=geometry, rows=config.rows),
-        *_given(dy, places, coefficients.astype(jnp.float32), geometry.of_leaves(leaves)),
+        *_without_none(dy, places, coefficients.astype(jnp.float32), geometry.leaf_pixels(leaves)),
         _as_rows(x) if places is None else x.ravel(),
         out=(
             jax.ShapeDtypeStruct((blocks, parts, kernels, 4 * gates), jnp.float32),
@@ -285,16 +302,16 @@ def _leaf_gradients_of_rows(dy_ref, *refs, block, part, k, geometry, rows):
     lanes, tree = pl.ds(block * LANES, LANES), _Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 
-    def leaves_of(row, column):
+    def load_window(row, column):
         first = geometry.first(row, column)
         if not place_ref:
-            return tree.leaves(x_ref, first, lanes, geometry)[0]
+            return tree.load_leaves(x_ref, first, lanes, geometry)[0]
         place = place_ref[0][k, row, column, lanes].astype(jnp.int32)
-        return tree.leaves_at(x_ref, N, first, lanes, place, geometry)
+        return tree.gather_leaves(x_ref, N, first, lanes, place, geometry)
 
     def windows(row, columns, sums):
-        read = [(leaves_of(row, c), dy_ref[k, row, c, lanes].astype(jnp.float32)) for c in columns]
-        for column, (values, dy) in zip(columns, read, strict=True):
+        operands = [(load_window(row, c), dy_ref[k, row, c, lanes].astype(jnp.float32)) for c in columns]
+        for column, (values, dy) in zip(columns, operands, strict=True):
             dc, dleaves = gradients_of_tree(tree.c, levels_of_tree(tree.c, values), dy)
             for leaf, dleaf in enumerate(dleaves):
                 dleaves_ref[k * count + leaf, row, column, lanes] = dleaf
@@ -303,14 +320,15 @@ def _leaf_gradients_of_rows(dy_ref, *refs, block, part, k, geometry, rows):
         return sums
 
     first = part * rows
-    last, a_turn = jnp.minimum(first + rows, geometry.rows), largest_divisor(geometry.columns, _COLUMNS_A_TURN)
+    last = jnp.minimum(first + rows, geometry.rows)
+    columns_per_turn = largest_divisor(geometry.columns, _MAX_COLUMNS_PER_TURN)
     zero = zeros_like(dy_ref[k, 0, 0, lanes].astype(jnp.float32))
-    sums = _for_windows(first, last, geometry.columns, windows, (zero,) * (4 * gates), a_turn)
+    sums = _visit_windows(first, last, geometry.columns, windows, (zero,) * (4 * gates), columns_per_turn)
     for i, total in enumerate(sums):
         dc_ref[block, part, k, i] = jnp.sum(total)
 
 
-def _given(*arrays):
+def _without_none(*arrays):
     return [a for a in arrays if a is not None]
 
 
@@ -327,9 +345,9 @@ def _input_supports(dleaves, places, leaves, readers, reader_offsets, *, size, w
 def _input_heuristic(dleaves, places, leaves, readers, reader_offsets, *, size, window, stride, padding, pool):
     channels, height, width = size
     rows = max(1, min(height, (_BAND_BYTES // (4 * LANES) - 1) // width))
-    wanted = _BANDS * device.target().multiprocessors * LANES / (channels * dleaves.shape[-1])
-    # As many rows in the last band of an image as in its others, if it can be.
-    return Config(-(-height // min(height, max(-(-height // rows), math.ceil(wanted)))))
+    least_bands = _BANDS * device.target().multiprocessors * LANES / (channels * dleaves.shape[-1])
+    # Bands of an image are as equal as they can be.
+    return Config(-(-height // min(height, max(-(-height // rows), math.ceil(least_bands)))))
 
 
 @kernel(supports=_input_supports, heuristic=_input_heuristic)
@@ -361,7 +379,7 @@ def input_gradient(
     bands = _Bands(config.rows, height, width, stride, padding, pool)
     return launch(
         functools.partial(_input_gradient_of_band, bands=bands, count=leaves.shape[1]),
-        *_given(dleaves, places, leaves.reshape(-1, 3), readers, reader_offsets),
+        *_without_none(dleaves, places, leaves.reshape(-1, 3), readers, reader_offsets),
         out=jax.ShapeDtypeStruct((*size, N), jnp.float32),
         grid={"block": N // LANES, "band": -(-height // config.rows), "channel": channels},
         scratch=[plgpu.SMEM(((bands.pixels + 1) * LANES,), jnp.float32)],
@@ -373,7 +391,7 @@ def input_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Bands:
-    """Rows of an image, so many a band, and the windows that read them.
+    """An image in bands of rows, and the windows that read them.
 
     Attributes:
       rows: of a band.
@@ -405,7 +423,7 @@ class _Bands:
           leaf_row: what it reads of the first window, as a row of the band.
         """
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
-        # Of a window's last place the leaf reads at least the band's first row.
+        # The first window whose last place reads the band's first row or a later one.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
         last = jnp.clip((self.rows - 1 - leaf_row) // step + 1, first, rows)
         return first, last
@@ -415,12 +433,12 @@ class _Bands:
         the pixels that their places read, and elsewhere spare ones."""
         (s, t), u = self.stride, lane * 0
         v = u
-        for i, (down, right) in enumerate(itertools.product(*map(range, self.pool))):
+        for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):
             if i:
-                u, v = (jnp.where(place == i, n, m) for n, m in ((down * s, u), (right * t, v)))
+                u, v = (jnp.where(place == i, n, m) for n, m in ((row_step * s, u), (column_step * t, v)))
         row, column = row + u, column + v
-        inside = (row >= 0) & (row < self.rows) & (column >= 0) & (column < self.width)
-        return jnp.where(inside, row * self.width + column, self.pixels) * LANES + lane
+        valid = (row >= 0) & (row < self.rows) & (column >= 0) & (column < self.width)
+        return jnp.where(valid, row * self.width + column, self.pixels) * LANES + lane
 
 
 def _input_gradient_of_band(dleaves_ref, *refs, block, band, channel, bands, count):
@@ -429,7 +447,7 @@ def _input_gradient_of_band(dleaves_ref, *refs, block, band, channel, bands, cou
     _, rows, columns, _ = dleaves_ref.shape
     lanes = pl.ds(block * LANES, LANES)
     lane = lane_and_column(LANES, 1)[0]
-    top = band * bands.rows + bands.padding[0]  # of the band, in the padded image
+    top = band * bands.rows + bands.padding[0]  # The band's first row in the padded image.
 
     def add_reader(e, _):
         leaf = readers_ref[e]
@@ -438,17 +456,19 @@ def _input_gradient_of_band(dleaves_ref, *refs, block, band, channel, bands, cou
         first, last = bands.windows(leaf_row, rows)
 
         def add_windows(row, columns, _):
-            found, values, (down, right) = [], [], bands.steps
+            targets, values, (row_step, column_step) = [], [], bands.steps
             for column in columns:
                 place = spread(place_ref[0][k, row, column, lanes].astype(jnp.int32), 1) if place_ref else None
-                found.append(bands.targets(row * down + leaf_row, column * right + leaf_column, place, lane))
+                targets.append(
+                    bands.targets(row * row_step + leaf_row, column * column_step + leaf_column, place, lane)
+                )
                 values.append(spread(dleaves_ref[leaf, row, column, lanes], 1))
-            # Windows of one leaf read different pixels.
-            before = [gather_elements(sums, at) for at in found]
-            for at, old, new in zip(found, before, values, strict=True):
-                scatter_elements(sums, at, old + new)
+            # Windows of one leaf read different pixels: their additions do not depend on each other.
+            old_sums = [gather_elements(sums, target) for target in targets]
+            for target, old_sum, value in zip(targets, old_sums, values, strict=True):
+                scatter_elements(sums, target, old_sum + value)
 
-        _for_windows(first, last, columns, add_windows, a_turn=largest_divisor(columns, _UNROLLED))
+        _visit_windows(first, last, columns, add_windows, columns_per_turn=largest_divisor(columns, _UNROLLED_WINDOWS))
 
     def clear(pixel, _):
         sums[pl.ds(pixel * LANES, LANES)] = jnp.zeros((LANES,), jnp.float32)
@@ -458,7 +478,7 @@ def _input_gradient_of_band(dleaves_ref, *refs, block, band, channel, bands, cou
         dx_ref[channel, row, column, lanes] = sums[pl.ds(pixel * LANES, LANES)]
 
     lax.fori_loop(0, bands.pixels + 1, clear, None)
-    in_order()
+    compiler_fence()
     lax.fori_loop(offsets_ref[channel], offsets_ref[channel + 1], add_reader, None)
-    in_order()
+    compiler_fence()
     lax.fori_loop(0, jnp.minimum(bands.rows, bands.height - band * bands.rows) * bands.width, write, None)

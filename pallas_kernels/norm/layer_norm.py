@@ -27,11 +27,13 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, zeros_like
 from pallas_kernels.core.tiles import kernel
 
 _SUMMED_COLUMNS = 4096
-"""Columns whose gradients' sums fit in a program's registers: 32 a thread, twice with a bias."""
+"""Columns whose gradients' sums fit in a program's registers: 32 of a thread's 255 (CUDA C++ Programming Guide, compute
+capabilities), 64 with a bias. Chosen by hand; not tuned."""
 _SUMMED_ROWS = 32
-"""Rows that a program adds up, at most: more would leave fewer programs to hide each other's waits."""
+"""Rows that a program adds up, at most: more would leave fewer programs to hide each other's waits. Chosen by hand; not
+tuned."""
 _PROGRAMS = 4
-"""At least so many for each multiprocessor, before a program takes a second row."""
+"""Programs for each multiprocessor, at least, before a program takes a second row. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,26 +103,26 @@ def normalise(
       `center`.
     """
     rows, hidden = x.shape
-    x, scale, bias, inside = map(_fill_up, (x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
+    x, scale, bias, mask = map(_fill_up, (x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
     vectors = _vectors(x.shape[1], config.vector)
 
-    def body(x_ref, scale_ref, bias_ref, inside_ref, y_ref, *statistics_refs, row):
-        of_row = _Row(x_ref, inside_ref, row, vectors, hidden, eps, center)
-        normalised, statistics = of_row.normalise()
+    def body(x_ref, scale_ref, bias_ref, mask_ref, y_ref, *statistics_refs, row):
+        x_row = _Row(x_ref, mask_ref, row, vectors, hidden, eps, center)
+        hat, statistics = x_row.normalise()
         for ref, a in zip(statistics_refs, statistics, strict=True):
             ref[row] = a
         for vector in vectors:
-            y = _scaled(normalised(vector), scale_ref, bias_ref, vector, center)
+            y = _scaled(hat(vector), scale_ref, bias_ref, vector, center)
             y_ref[row, vector] = y.astype(y_ref.dtype)
 
-    per_row = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    row_statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     y, *statistics = launch(
         body,
         x,
         scale,
         bias,
-        inside,
-        out=(jax.ShapeDtypeStruct(x.shape, x.dtype), *[per_row] * (2 if center else 1)),
+        mask,
+        out=(jax.ShapeDtypeStruct(x.shape, x.dtype), *[row_statistic] * (2 if center else 1)),
         grid={"row": rows},
         name="layer_norm" if center else "rms_norm",
     )
@@ -157,19 +159,19 @@ def gradients(
       dx in x's dtype, float32 dscale and, with `center`, dbias, and y if it is wanted; else None for these.
     """
     rows, hidden = x.shape
-    dy, x, scale, bias, inside = map(_fill_up, (dy, x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
+    dy, x, scale, bias, mask = map(_fill_up, (dy, x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
     width, parts = x.shape[1], -(-rows // config.rows)
-    like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    x_struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
     sums = jax.ShapeDtypeStruct((parts, width), jnp.float32)
-    out = {"dx": like_x, "dscale": sums} | ({"dbias": sums} if center else {}) | ({"y": like_x} if with_y else {})
-    backward = _Backward(config, rows, hidden, eps, center, ("dy", "x", "scale", "bias", "inside", *out))
+    out = {"dx": x_struct, "dscale": sums} | ({"dbias": sums} if center else {}) | ({"y": x_struct} if with_y else {})
+    backward = _Backward(config, rows, hidden, eps, center, ("dy", "x", "scale", "bias", "mask", *out))
     results = launch(
         backward.body,
         dy,
         x,
         scale,
         bias,
-        inside,
+        mask,
         out=tuple(out.values()),
         grid={"part": parts, "owner": width // config.columns},
         name="layer_norm_backward" if center else "rms_norm_backward",
@@ -187,14 +189,14 @@ class _Row:
     """A row in device memory, loaded anew for every use.
 
     Attributes:
-      inside_ref: one for each column of the row, zero for those that fill it up.
+      mask_ref: one for each column of the row, zero for those that fill it up.
       row: which one.
       vectors: the row's slices.
       hidden: columns without those that fill it up.
     """
 
     x_ref: Any
-    inside_ref: Any
+    mask_ref: Any
     row: Any
     vectors: Sequence
     hidden: int
@@ -205,20 +207,20 @@ class _Row:
         """(x̂ as a function of a slice, the statistics)."""
         first, offset = self.x_ref[self.row, 0].astype(jnp.float32), jnp.float32(0)
 
-        def centred(vector):
+        def deviation(vector):
             x = _load(self.x_ref, (self.row, vector))
             return x - first - offset if self.center else x
 
-        def inside(vector):
-            return centred(vector) * _load(self.inside_ref, vector) if self.center else centred(vector)
+        def masked_deviation(vector):
+            return deviation(vector) * _load(self.mask_ref, vector) if self.center else deviation(vector)
 
         if self.center:
-            offset = self.mean(inside)
-        inv_std = lax.rsqrt(self.mean(lambda vector: jnp.square(inside(vector))) + self.eps)
-        return lambda vector: centred(vector) * inv_std, [offset, inv_std] if self.center else [inv_std]
+            offset = self.mean(masked_deviation)
+        inv_std = lax.rsqrt(self.mean(lambda vector: jnp.square(masked_deviation(vector))) + self.eps)
+        return lambda vector: deviation(vector) * inv_std, [offset, inv_std] if self.center else [inv_std]
 
-    def mean(self, of_vector: Callable[[Any], Array]) -> Array:
-        return jnp.sum(functools.reduce(jnp.add, map(of_vector, self.vectors))) / self.hidden
+    def mean(self, function: Callable[[Any], Array]) -> Array:
+        return jnp.sum(functools.reduce(jnp.add, map(function, self.vectors))) / self.hidden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,34 +235,34 @@ class _Backward:
     names: tuple[str, ...]
 
     def body(self, *refs: Any, part: Any, owner: Any) -> None:
-        refs, per_part = dict(zip(self.names, refs, strict=True)), self.config.rows
+        refs, part_rows = dict(zip(self.names, refs, strict=True)), self.config.rows
         sum_refs = [refs[name] for name in ("dscale", "dbias") if name in refs]
         count = self.config.columns // self.config.vector
-        owned = [pl.ds((owner * count + j) * self.config.vector, self.config.vector) for j in range(count)]
+        owned_columns = [pl.ds((owner * count + j) * self.config.vector, self.config.vector) for j in range(count)]
 
         def add(i, sums):
-            return self._row(refs, part * per_part + i, owned, sums)
+            return self._add_row(refs, part * part_rows + i, owned_columns, sums)
 
-        zeros = [[zeros_like(refs["scale"][vector]) for _ in sum_refs] for vector in owned]
-        sums = lax.fori_loop(0, jnp.minimum(per_part, self.rows - part * per_part), add, zeros)
-        for vector, totals in zip(owned, sums, strict=True):
+        zeros = [[zeros_like(refs["scale"][vector]) for _ in sum_refs] for vector in owned_columns]
+        sums = lax.fori_loop(0, jnp.minimum(part_rows, self.rows - part * part_rows), add, zeros)
+        for vector, totals in zip(owned_columns, sums, strict=True):
             for ref, total in zip(sum_refs, totals, strict=True):
                 ref[part, vector] = total
 
-    def _row(self, refs, row, owned, sums):
+    def _add_row(self, refs, row, owned_columns, sums):
         """Writes a row's dx, and y, in the owned columns, and gives the sums with its terms."""
         dy_ref, scale_ref, vectors = refs["dy"], refs["scale"], _vectors(refs["x"].shape[1], self.config.vector)
-        of_row = _Row(refs["x"], refs["inside"], row, vectors, self.hidden, self.eps, self.center)
-        normalised, (*_, inv_std) = of_row.normalise()
+        x_row = _Row(refs["x"], refs["mask"], row, vectors, self.hidden, self.eps, self.center)
+        load_hat, (*_, inv_std) = x_row.normalise()
 
         def t(vector):
             return _load(dy_ref, (row, vector)) * _load(scale_ref, vector)
 
-        projection = of_row.mean(lambda vector: t(vector) * normalised(vector))
-        mean = of_row.mean(t) if self.center else 0.0
+        projection = x_row.mean(lambda vector: t(vector) * load_hat(vector))
+        mean = x_row.mean(t) if self.center else 0.0
         results = []
-        for vector, totals in zip(owned, sums, strict=True):
-            hat, dy = normalised(vector), _load(dy_ref, (row, vector))
+        for vector, totals in zip(owned_columns, sums, strict=True):
+            hat, dy = load_hat(vector), _load(dy_ref, (row, vector))
             dx = dy * _load(scale_ref, vector) - hat * projection - mean
             refs["dx"][row, vector] = (dx * inv_std).astype(refs["dx"].dtype)
             if "y" in refs:
@@ -271,13 +273,13 @@ class _Backward:
         return results
 
 
-def _scaled(normalised: Array, scale_ref: Any, bias_ref: Any, vector: Any, center: bool) -> Array:
-    y = normalised * _load(scale_ref, vector)
+def _scaled(hat: Array, scale_ref: Any, bias_ref: Any, vector: Any, center: bool) -> Array:
+    y = hat * _load(scale_ref, vector)
     return y + _load(bias_ref, vector) if center else y
 
 
-def _load(ref: Any, at: Any) -> Array:
-    return ref[at].astype(jnp.float32)
+def _load(ref: Any, index: Any) -> Array:
+    return ref[index].astype(jnp.float32)
 
 
 def _fill_up(a: Array) -> Array:

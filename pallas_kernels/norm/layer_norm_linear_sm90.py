@@ -2,10 +2,10 @@
 
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
-The weights stay in shared memory, so both widths are small. In the forward each of two warpgroups takes every so
-many-th block of 64 rows by itself: a bulk copy brings it, its rows are normalised in registers, from where the tensor
-cores take them, and bulk copies take z away. The next block is on its way as soon as the registers hold this one. In
-the input's gradient two warpgroups take a block side by side, each half of its columns.
+The weights stay in shared memory, so both widths are small. In the forward each of two warpgroups takes blocks of 64
+rows at a fixed stride. A bulk copy brings a block, its rows are normalised in registers, from where the tensor cores
+read them, and bulk copies write z. The copy of the next block starts as soon as the registers hold this one. In the
+input's gradient two warpgroups share a block, each with half of its columns.
 """
 
 import dataclasses
@@ -26,14 +26,17 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
 
 _ROWS = 64
-"""Of a block: what a warpgroup's wgmma multiplies."""
-_LEAST_ROWS = 65536
-"""From measurement: with fewer, separate kernels leave the rows in the L2 cache."""
+"""Rows of a block: those of a wgmma (PTX ISA)."""
+_MIN_ROWS = 65536
+"""Rows from which the kernels pay: with fewer, separate kernels find the rows in the L2 cache
+(docs/lab/2026-11-21-norm.md)."""
 _COLUMNS = 64
-"""Columns of a half precision that fill the tensor cores' rows in shared memory; as many are computed at once."""
+"""Columns that are computed at once: in half precision they fill the 128 bytes of an operand's row."""
 _WARPGROUPS = 2
+"""Warpgroups of a program. With two, a thread has 255 registers and spills none; with three it spills
+(docs/lab/2026-11-21-norm.md)."""
 _ALIGNMENT = 1024
-"""Bytes in which shared memory is dealt out."""
+"""Bytes to which Mosaic GPU aligns each array in shared memory (docs/lab/2026-11-21-norm.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,25 +61,25 @@ class InputGradientConfig:
 
 
 def _supports(x: Any, w: Any, shared_bytes: Callable[..., int]) -> str | None:
-    rows, (out, hidden) = x.shape[0], w.shape
+    rows, (outputs, hidden) = x.shape[0], w.shape
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtypes {x.dtype} and {w.dtype}, only one half precision"
     if rows % _ROWS:
         return f"{rows} rows, only multiples of {_ROWS}"
-    if hidden not in (128, 256) or out not in (128, 256):
-        return f"widths {hidden} and {out}, only 128 and 256"
-    wanted, available = shared_bytes(hidden, out), device.target().shared_bytes
-    return f"{wanted} bytes of shared memory, of {available}" if wanted > available else None
+    if hidden not in (128, 256) or outputs not in (128, 256):
+        return f"widths {hidden} and {outputs}, only 128 and 256"
+    needed_bytes, available_bytes = shared_bytes(hidden, outputs), device.target().shared_bytes
+    return f"{needed_bytes} bytes of shared memory, of {available_bytes}" if needed_bytes > available_bytes else None
 
 
-def _aligned(*sizes: int) -> int:
+def _aligned_bytes(*sizes: int) -> int:
     """Bytes of shared memory for buffers of these sizes."""
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
-def _forward_bytes(hidden: int, out: int, columns: int = 2 * _COLUMNS) -> int:
-    blocks, leaving = (2 * _WARPGROUPS * _ROWS * width for width in (hidden, columns))
-    return _aligned(blocks, leaving, 2 * out * hidden, 2 * (2 * hidden + out)) + 8 * (_WARPGROUPS + 1)
+def _forward_bytes(hidden: int, outputs: int, columns: int = 2 * _COLUMNS) -> int:
+    blocks, z_buffers = (2 * _WARPGROUPS * _ROWS * width for width in (hidden, columns))
+    return _aligned_bytes(blocks, z_buffers, 2 * outputs * hidden, 2 * (2 * hidden + outputs)) + 8 * (_WARPGROUPS + 1)
 
 
 def _forward_supports(x, scale, bias, w, b, *, eps):
@@ -84,12 +87,12 @@ def _forward_supports(x, scale, bias, w, b, *, eps):
 
 
 def _forward_heuristic(x, scale, bias, w, b, *, eps):
-    return ForwardConfig(columns=2 * _COLUMNS) if x.shape[0] >= _LEAST_ROWS else None
+    return ForwardConfig(columns=2 * _COLUMNS) if x.shape[0] >= _MIN_ROWS else None
 
 
-def _input_gradient_bytes(hidden: int, out: int, stages: int = 2) -> int:
-    dz, x, hat = 2 * stages * _ROWS * out, 2 * _ROWS * hidden, 0 if hidden == out else 2 * _ROWS * hidden
-    return _aligned(dz, x, hat, 2 * out * hidden, 4 * stages * 2 * _WARPGROUPS * _ROWS) + 8 * (stages + 4)
+def _input_gradient_bytes(hidden: int, outputs: int, stages: int = 2) -> int:
+    dz, x, hat = 2 * stages * _ROWS * outputs, 2 * _ROWS * hidden, 0 if hidden == outputs else 2 * _ROWS * hidden
+    return _aligned_bytes(dz, x, hat, 2 * outputs * hidden, 4 * stages * 2 * _WARPGROUPS * _ROWS) + 8 * (stages + 4)
 
 
 def _input_gradient_supports(dz, x, scale, w, offset, inv_std):
@@ -97,7 +100,7 @@ def _input_gradient_supports(dz, x, scale, w, offset, inv_std):
 
 
 def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
-    return InputGradientConfig(stages=2) if x.shape[0] >= _LEAST_ROWS else None
+    return InputGradientConfig(stages=2) if x.shape[0] >= _MIN_ROWS else None
 
 
 # --------------------------------------------------------------------------------------------------------- the forward
@@ -112,27 +115,27 @@ def forward(
     Args:
       x: `(rows, hidden)`, rows a multiple of 64. All arguments are of its dtype.
       scale, bias: `(hidden,)`.
-      w, b: `(out, hidden)` and `(out,)`, both widths 128 or 256.
+      w, b: `(outputs, hidden)` and `(outputs,)`, both widths 128 or 256.
     """
-    (rows, hidden), out = x.shape, w.shape[0]
+    (rows, hidden), outputs = x.shape, w.shape[0]
     programs = min(-(-rows // (_ROWS * _WARPGROUPS)), device.target().multiprocessors)
-    per_row = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    row_statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     return launch(
-        _Forward(rows, hidden, out, programs, eps, config).body,
+        _Forward(rows, hidden, outputs, programs, eps, config).body,
         x,
         w,
         scale,
         bias,
         b,
-        out=(jax.ShapeDtypeStruct((rows, out), x.dtype), per_row, per_row),
+        out=(jax.ShapeDtypeStruct((rows, outputs), x.dtype), row_statistic, row_statistic),
         grid={"program": programs},
         warpgroups=_WARPGROUPS,
         scratch=[
             operand((_WARPGROUPS, _ROWS, hidden), x.dtype),
             operand((_WARPGROUPS, _ROWS, config.columns), x.dtype),
-            operand((out, hidden), x.dtype),
-            # Scale, bias and b in one: each alone takes whole KiB.
-            plgpu.SMEM((2 * hidden + out,), x.dtype),
+            operand((outputs, hidden), x.dtype),
+            # Scale, bias and b share an array: Mosaic GPU aligns each array to `_ALIGNMENT`.
+            plgpu.SMEM((2 * hidden + outputs,), x.dtype),
             plgpu.Barrier(num_barriers=_WARPGROUPS),
             plgpu.Barrier(num_arrivals=4),
         ],
@@ -143,7 +146,7 @@ def forward(
 
 
 class _ForwardRefs(NamedTuple):
-    """A body's references; `vectors` are scale, bias and b in shared memory, one behind another."""
+    """A body's references; `vectors` are scale, bias and b in shared memory, one after the other."""
 
     x: Any
     w: Any
@@ -154,7 +157,7 @@ class _ForwardRefs(NamedTuple):
     offset: Any
     inv_std: Any
     x_stages: Any
-    z_leaving: Any
+    z_buffers: Any
     weights: Any
     vectors: Any
     x_loaded: Any
@@ -165,7 +168,7 @@ class _ForwardRefs(NamedTuple):
 class _Forward:
     rows: int
     hidden: int
-    out: int
+    outputs: int
     programs: int
     eps: float
     config: ForwardConfig
@@ -175,13 +178,13 @@ class _Forward:
         first, stride = program * _WARPGROUPS + warpgroup, self.programs * _WARPGROUPS
         steps = (self.rows // _ROWS - first + stride - 1) // stride
 
-        def rows_of(step):
+        def step_rows(step):
             return pl.ds((first + step * stride) * _ROWS, _ROWS)
 
         def copy(step, stage, barrier):
-            plgpu.copy_gmem_to_smem(refs.x.at[rows_of(step)], refs.x_stages.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(refs.x.at[step_rows(step)], refs.x_stages.at[stage], barrier)
 
-        ring = Ring(1, copy, refs.x_loaded, steps, only=warpgroup)
+        ring = Ring(1, copy, refs.x_loaded, steps, fixed_stage=warpgroup)
         pl.when(warpgroup == 0)(lambda: self._load_parameters(refs))
         ring.fetch(0)
         plgpu.barrier_wait(refs.parameters_loaded)
@@ -189,10 +192,10 @@ class _Forward:
         def block(step, _):
             ring.wait(step)
             x = load(refs.x_stages.at[warpgroup], plgpu.Layout.WGMMA)
-            # All warps have read it.
+            # Every warp has read the stage before it is filled again.
             plgpu.commit_smem()
             ring.fetch(step + 1)
-            self._block(refs, x, rows_of(step), refs.z_leaving.at[warpgroup])
+            self._block(refs, x, step_rows(step), refs.z_buffers.at[warpgroup])
 
         lax.fori_loop(0, steps, block, None)
         plgpu.wait_smem_to_gmem(0)
@@ -200,40 +203,40 @@ class _Forward:
     @property
     def _slices(self):
         """Of scale, bias and b in `vectors`."""
-        return pl.ds(0, self.hidden), pl.ds(self.hidden, self.hidden), pl.ds(2 * self.hidden, self.out)
+        return pl.ds(0, self.hidden), pl.ds(self.hidden, self.hidden), pl.ds(2 * self.hidden, self.outputs)
 
     def _load_parameters(self, refs):
         plgpu.copy_gmem_to_smem(refs.w, refs.weights, refs.parameters_loaded)
         for ref, columns in zip((refs.scale, refs.bias, refs.b), self._slices, strict=True):
             plgpu.copy_gmem_to_smem(ref, refs.vectors.at[columns], refs.parameters_loaded)
 
-    def _block(self, refs, x, rows, leaving):
+    def _block(self, refs, x, rows, z_buffer):
         """The results of a block of rows, which the registers hold."""
         scales, biases, bs = (refs.vectors.at[columns] for columns in self._slices)
-        normalised, offset, inv_std = _normalise(x, _first(x), self.eps)
+        hat, offset, inv_std = _normalise(x, _first_values(x), self.eps)
         store(refs.offset.at[rows], offset)
         store(refs.inv_std.at[rows], inv_std)
 
         def y(columns):
             scale, bias = (_load_columns(ref, columns) for ref in (scales, biases))
-            return (normalised(columns) * scale + bias).astype(x.dtype)
+            return (hat(columns) * scale + bias).astype(x.dtype)
 
         ys = [(y(columns), columns) for columns in _pieces(self.hidden)]
 
         def multiply(sums):
-            spare = leaving.at[:, pl.ds(0, _COLUMNS)]
+            scratch = z_buffer.at[:, pl.ds(0, _COLUMNS)]
             for y, columns in ys:
-                multiply_registers(sums, y, refs.weights.at[:, columns].transpose((1, 0)), spare)
+                multiply_registers(sums, y, refs.weights.at[:, columns].transpose((1, 0)), scratch)
             return sums[...]
 
-        z = pl.run_scoped(multiply, plgpu.ACC((_ROWS, self.out)))
-        for start in range(0, self.out, self.config.columns):
+        z = pl.run_scoped(multiply, plgpu.ACC((_ROWS, self.outputs)))
+        for start in range(0, self.outputs, self.config.columns):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for inside in _pieces(self.config.columns):
-                columns = pl.ds(start + inside.start, inside.size)
-                leaving[:, inside] = (_piece(z, columns) + _load_columns(bs, columns)).astype(x.dtype)
+            for buffer_columns in _pieces(self.config.columns):
+                columns = pl.ds(start + buffer_columns.start, buffer_columns.size)
+                z_buffer[:, buffer_columns] = (_piece(z, columns) + _load_columns(bs, columns)).astype(x.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(leaving, refs.z.at[rows, pl.ds(start, self.config.columns)])
+            plgpu.copy_smem_to_gmem(z_buffer, refs.z.at[rows, pl.ds(start, self.config.columns)])
 
 
 # -------------------------------------------------------------------------------------------- the gradient of the input
@@ -246,15 +249,15 @@ def input_gradient(
     """dx and x̂, both in x's dtype.
 
     Args:
-      dz: `(rows, out)`.
+      dz: `(rows, outputs)`.
       x, scale, w: the forward's.
       offset, inv_std: as the forward gives them.
     """
-    (rows, hidden), out = x.shape, w.shape[0]
+    (rows, hidden), outputs = x.shape, w.shape[0]
     programs = min(rows // _ROWS, device.target().multiprocessors)
     half = operand((_WARPGROUPS, _ROWS, hidden // 2), x.dtype)
     return launch(
-        _InputGradient(rows, hidden, out, programs, config).body,
+        _InputGradient(rows, hidden, outputs, programs, config).body,
         dz,
         x,
         w,
@@ -265,11 +268,11 @@ def input_gradient(
         grid={"program": programs},
         warpgroups=_WARPGROUPS,
         scratch=[
-            operand((config.stages, _WARPGROUPS, _ROWS, out // 2), x.dtype),
+            operand((config.stages, _WARPGROUPS, _ROWS, outputs // 2), x.dtype),
             half,
-            # Where it is as wide as dz, x̂ is left in dz's place.
-            *([] if hidden == out else [half]),
-            operand((out, hidden), x.dtype),
+            # Where x̂ is as wide as dz, dz's stage also holds x̂ until it is written.
+            *([] if hidden == outputs else [half]),
+            operand((outputs, hidden), x.dtype),
             plgpu.SMEM((config.stages, 2, _WARPGROUPS, _ROWS), jnp.float32),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=config.stages),
             plgpu.Barrier(num_barriers=_WARPGROUPS),
@@ -296,7 +299,7 @@ class _InputGradientRefs(NamedTuple):
     hat: Any
     dz_stages: Any
     x_stages: Any
-    hat_leaving: Any
+    hat_buffers: Any
     weights: Any
     sums: Any
     dz_loaded: Any
@@ -309,26 +312,26 @@ class _InputGradientRefs(NamedTuple):
 class _InputGradient:
     rows: int
     hidden: int
-    out: int
+    outputs: int
     programs: int
     config: InputGradientConfig
 
     def body(self, *refs: Any, program: Any, warpgroup: Any) -> None:
         refs = self._named(refs)
-        columns, columns_of_dz = (pl.ds(warpgroup * half, half) for half in (self.hidden // 2, self.out // 2))
+        columns, dz_columns = (pl.ds(warpgroup * half, half) for half in (self.hidden // 2, self.outputs // 2))
         steps = (self.rows // _ROWS - program + self.programs - 1) // self.programs
 
-        def rows_of(step):
+        def step_rows(step):
             return pl.ds((program + step * self.programs) * _ROWS, _ROWS)
 
         def copy_x(step, stage, barrier):
-            plgpu.copy_gmem_to_smem(refs.x.at[rows_of(step), columns], refs.x_stages.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(refs.x.at[step_rows(step), columns], refs.x_stages.at[stage], barrier)
 
         def copy_dz(step, stage, barrier):
-            source = refs.dz.at[rows_of(step), columns_of_dz]
+            source = refs.dz.at[step_rows(step), dz_columns]
             plgpu.copy_gmem_to_smem(source, refs.dz_stages.at[stage, warpgroup], barrier)
 
-        x_ring = Ring(1, copy_x, refs.x_loaded, only=warpgroup)
+        x_ring = Ring(1, copy_x, refs.x_loaded, fixed_stage=warpgroup)
         dz_ring = Ring(self.config.stages, copy_dz, refs.dz_loaded, steps)
         pl.when(warpgroup == 0)(lambda: plgpu.copy_gmem_to_smem(refs.w, refs.weights, refs.weights_loaded))
         x_ring.fetch(0)
@@ -337,11 +340,11 @@ class _InputGradient:
         plgpu.barrier_wait(refs.weights_loaded)
 
         def block(step, _):
-            self._block(refs, step, rows_of(step), columns, scales, warpgroup, x_ring, dz_ring)
+            self._block(refs, step, step_rows(step), columns, scales, warpgroup, x_ring, dz_ring)
 
             @pl.when(step + 1 < steps)
             def _():
-                # First dx, then x̂ has been read by its bulk copy.
+                # Waits count copies in the order of their start: dx's, then x̂'s.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 x_ring.fetch(step + 1)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -351,8 +354,8 @@ class _InputGradient:
         plgpu.wait_smem_to_gmem(0)
 
     def _named(self, refs):
-        names = [name for name in _InputGradientRefs._fields if name != "hat_leaving" or self.hidden != self.out]
-        return _InputGradientRefs(**{"hat_leaving": None} | dict(zip(names, refs, strict=True)))
+        names = [name for name in _InputGradientRefs._fields if name != "hat_buffers" or self.hidden != self.outputs]
+        return _InputGradientRefs(**{"hat_buffers": None} | dict(zip(names, refs, strict=True)))
 
     def _block(self, refs, step, rows, columns, scales, warpgroup, x_ring, dz_ring):
         """Half the columns of a block: dx in x's place, and x̂, on their way to device memory."""
@@ -364,19 +367,19 @@ class _InputGradient:
         x_ring.wait(step)
         x = load(x_stage, plgpu.Layout.WGMMA)
 
-        def normalised(columns):
-            centred = _piece(x, columns).astype(jnp.float32) - _along_rows(first) - _along_rows(offset)
-            return centred * _along_rows(inv_std)
+        def hat_piece(columns):
+            deviation = _piece(x, columns).astype(jnp.float32) - _broadcast_rows(first) - _broadcast_rows(offset)
+            return deviation * _broadcast_rows(inv_std)
 
         def t(columns):
-            return _piece(dn, columns) * _along_columns(_piece(scales, columns))
+            return _piece(dn, columns) * _broadcast_columns(_piece(scales, columns))
 
-        mean, projection = self._means(refs, stage, warpgroup, t, normalised)
-        hat_stage = refs.dz_stages.at[stage, warpgroup] if refs.hat_leaving is None else refs.hat_leaving.at[warpgroup]
+        mean, projection = self._means(refs, stage, warpgroup, t, hat_piece)
+        hat_stage = refs.dz_stages.at[stage, warpgroup] if refs.hat_buffers is None else refs.hat_buffers.at[warpgroup]
         for piece in _pieces(self.hidden // 2):
-            hat = normalised(piece)
-            dx = t(piece) - _along_rows(mean) - hat * _along_rows(projection)
-            x_stage[:, piece] = (dx * _along_rows(inv_std)).astype(x_stage.dtype)
+            hat = hat_piece(piece)
+            dx = t(piece) - _broadcast_rows(mean) - hat * _broadcast_rows(projection)
+            x_stage[:, piece] = (dx * _broadcast_rows(inv_std)).astype(x_stage.dtype)
             hat_stage[:, piece] = hat.astype(x_stage.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(x_stage, refs.dx.at[rows, columns])
@@ -384,7 +387,7 @@ class _InputGradient:
 
     def _product(self, dz_stage, weights, columns):
         """`dz w` in the columns, from both halves of dz."""
-        half = self.out // 2
+        half = self.outputs // 2
 
         def multiply(sums):
             for i in range(2):
@@ -394,13 +397,13 @@ class _InputGradient:
 
         return pl.run_scoped(multiply, plgpu.ACC((_ROWS, self.hidden // 2)))
 
-    def _means(self, refs, stage, warpgroup, t, normalised):
+    def _means(self, refs, stage, warpgroup, t, hat_piece):
         """mean(t) and mean(t * x̂) of each row: each half adds up its columns, then both meet at a barrier."""
         pieces = _pieces(self.hidden // 2)
-        sums = [_sum(t, pieces), _sum(lambda columns: t(columns) * normalised(columns), pieces)]
+        sums = [_sum(t, pieces), _sum(lambda columns: t(columns) * hat_piece(columns), pieces)]
         for i, a in enumerate(sums):
             store(refs.sums.at[stage, i, warpgroup], a)
-        # Past this barrier the other half has multiplied dz's stage as well.
+        # Behind this barrier both warpgroups have multiplied dz's stage, which x̂ may overwrite.
         plgpu.barrier_arrive(refs.sums_stored)
         plgpu.barrier_wait(refs.sums_stored)
 
@@ -422,41 +425,41 @@ def _piece(a: Array, columns: Any) -> Array:
     return a[..., columns.start : columns.start + columns.size]
 
 
-def _along_rows(a: Array) -> Array:
+def _broadcast_rows(a: Array) -> Array:
     return lax.broadcast_in_dim(a, (_ROWS, _COLUMNS), (0,))
 
 
-def _along_columns(a: Array) -> Array:
+def _broadcast_columns(a: Array) -> Array:
     return lax.broadcast_in_dim(a.astype(jnp.float32), (_ROWS, _COLUMNS), (1,))
 
 
 def _load_columns(ref: Any, columns: Any) -> Array:
-    return _along_columns(load(ref.at[columns], value_a_column(), optimized=False))
+    return _broadcast_columns(load(ref.at[columns], value_a_column(), optimized=False))
 
 
-def _first(x: Array) -> Array:
+def _first_values(x: Array) -> Array:
     """The first value of each row, whose other values other threads have: they sum it and zeros."""
-    some = _piece(x, pl.ds(0, 8)).astype(jnp.float32)
-    column = plgpu.broadcasted_iota(jnp.int32, some.shape, 1, layout=plgpu.Layout.WGMMA)
-    return jnp.sum(jnp.where(column == 0, some, 0.0), axis=1)
+    first_columns = _piece(x, pl.ds(0, 8)).astype(jnp.float32)
+    column = plgpu.broadcasted_iota(jnp.int32, first_columns.shape, 1, layout=plgpu.Layout.WGMMA)
+    return jnp.sum(jnp.where(column == 0, first_columns, 0.0), axis=1)
 
 
-def _sum(of_piece: Callable[[Any], Array], pieces: Sequence) -> Array:
+def _sum(function: Callable[[Any], Array], pieces: Sequence) -> Array:
     """Of each row. Piece on piece first: the shuffles come last, and once."""
-    return jnp.sum(functools.reduce(jnp.add, map(of_piece, pieces)), axis=1)
+    return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 
-def _normalise(x: Array, first: Array, eps: float) -> tuple[Callable[[Any], Array], Array, Array]:
+def _normalise(x: Array, first_values: Array, eps: float) -> tuple[Callable[[Any], Array], Array, Array]:
     """(x̂ as a function of the columns, offset, inv_std) of a block of rows."""
     pieces, share = _pieces(x.shape[1]), 1 / x.shape[1]
 
-    def from_first(columns):
-        return _piece(x, columns).astype(jnp.float32) - _along_rows(first)
+    def difference(columns):
+        return _piece(x, columns).astype(jnp.float32) - _broadcast_rows(first_values)
 
-    offset = _sum(from_first, pieces) * share
+    offset = _sum(difference, pieces) * share
 
-    def centred(columns):
-        return from_first(columns) - _along_rows(offset)
+    def deviation(columns):
+        return difference(columns) - _broadcast_rows(offset)
 
-    inv_std = lax.rsqrt(_sum(lambda columns: jnp.square(centred(columns)), pieces) * share + eps)
-    return lambda columns: centred(columns) * _along_rows(inv_std), offset, inv_std
+    inv_std = lax.rsqrt(_sum(lambda columns: jnp.square(deviation(columns)), pieces) * share + eps)
+    return lambda columns: deviation(columns) * _broadcast_rows(inv_std), offset, inv_std

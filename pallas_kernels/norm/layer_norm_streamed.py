@@ -6,7 +6,7 @@ RMSNorm, `center=False`, is the same without the mean and the bias. Sums are in 
 kept as its `offset` from the row's first element: values far from zero lose no digits in the difference, as they would
 when the mean is rounded.
 
-The kernels are persistent: a program takes every so many-th group of rows through a ring in shared memory, whose bulk
+The kernels are persistent: a program takes groups of rows at a fixed stride through a ring in shared memory, whose bulk
 copies are under way while other groups are computed in place. Beyond the last row such a copy reads zeros and writes
 nothing. The gradients of scale and bias are added up in registers over the rows of a program, then over programs in a
 fixed order.
@@ -30,11 +30,14 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
 
 _RINGS_BYTES = 192 * 1024
-"""Of the rings of all programs on a multiprocessor, at most. From a sweep on an H200, which has 228 KiB."""
+"""Bytes of the rings of all programs on a multiprocessor, at most. From the sweeps of docs/lab/2026-11-21-norm.md, on
+an H200, which has 228 KiB (CUDA C++ Programming Guide, compute capabilities)."""
 _DRIVERS_BYTES = 1024
-"""Of shared memory, which the driver takes for each program beside what the program may use."""
+"""Bytes of shared memory that CUDA reserves for each program besides what the program may use (CUDA C++ Programming
+Guide, compute capability 8.x and newer)."""
 _OVERHEAD_BYTES = 3 * 1024
-"""Of a program's shared memory: 2 KiB for sums across warps, and the barriers."""
+"""Bytes of a program's shared memory besides its ring: 2 KiB are Mosaic's for sums across warps, and 1 KiB is more than
+the barriers need."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,21 +68,22 @@ def _supports(x: Any, *, arrays: int) -> str | None:
 
 
 def _heuristic(x: Any, *, arrays: int) -> Config:
-    """For so many arrays to stream; the limits of stages and programs are from a sweep on an H200."""
+    """For this number of streamed arrays; the limits of stages and programs: docs/lab/2026-11-21-norm.md."""
     stages = min(4 if arrays == 1 else 3, _fitting_stages(x, arrays))
     ring_bytes = stages * _stage_bytes(x, arrays)
-    held = (device.target().shared_bytes + _DRIVERS_BYTES) // (ring_bytes + _OVERHEAD_BYTES + _DRIVERS_BYTES)
-    programs = min(3 if arrays == 1 else 4, _RINGS_BYTES // ring_bytes, held)
+    program_bytes = ring_bytes + _OVERHEAD_BYTES + _DRIVERS_BYTES
+    fitting_programs = (device.target().shared_bytes + _DRIVERS_BYTES) // program_bytes
+    programs = min(3 if arrays == 1 else 4, _RINGS_BYTES // ring_bytes, fitting_programs)
     return Config(_stage_rows(x, arrays), stages, max(1, programs))
 
 
 def _stage_rows(x: Any, arrays: int) -> int:
     """Rows that make bulk copies of about 8 KiB, and no fewer than a block."""
     hidden = x.shape[-1]
-    fill = arrays * 2**13 // (hidden * x.dtype.itemsize)
-    if not _block(hidden).by_warp:
-        return max(1, fill)
-    return 4 if hidden > 512 else max(4, min(32, fill // 4 * 4))
+    group_rows = arrays * 2**13 // (hidden * x.dtype.itemsize)
+    if not _block(hidden).row_per_warp:
+        return max(1, group_rows)
+    return 4 if hidden > 512 else max(4, min(32, group_rows // 4 * 4))
 
 
 def _stage_bytes(x: Any, arrays: int) -> int:
@@ -123,12 +127,12 @@ def normalise(
       y in x's dtype, and the float32 statistics of each row, its offset and its inv_std; None for the offset without
       `center`.
     """
-    block, (programs, padded) = _block(x.shape[1]), _division(x.shape[0], config)
-    per_row = jax.ShapeDtypeStruct((padded,), jnp.float32)
+    block, (programs, padded_rows) = _block(x.shape[1]), _division(x.shape[0], config)
+    row_statistic = jax.ShapeDtypeStruct((padded_rows,), jnp.float32)
     arrays = {"x": x, "scale": scale} | ({"bias": bias} if center else {})
-    arrays = {name: block.in_pieces(a) for name, a in arrays.items()}
-    like_x = jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype)
-    out = {"y": like_x} | ({"offset": per_row} if center else {}) | {"inv_std": per_row}
+    arrays = {name: block.split_columns(a) for name, a in arrays.items()}
+    x_struct = jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype)
+    out = {"y": x_struct} | ({"offset": row_statistic} if center else {}) | {"inv_std": row_statistic}
     forward = _Forward(block, config, programs, eps, center, (*arrays, *out, "stages", "loaded"))
     results = launch(
         forward.body,
@@ -172,15 +176,15 @@ def gradients(
     Returns:
       dx in x's dtype, float32 dscale and, with `center`, dbias, and y if it is wanted; else None for these.
     """
-    block, (programs, padded) = _block(x.shape[1]), _division(x.shape[0], config)
+    block, (programs, padded_rows) = _block(x.shape[1]), _division(x.shape[0], config)
     arrays = {"x": x, "dy": dy, "scale": scale} | ({"bias": bias} if center and with_y else {})
-    arrays = {name: block.in_pieces(a) for name, a in arrays.items()}
-    like_x = jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype)
+    arrays = {name: block.split_columns(a) for name, a in arrays.items()}
+    x_struct = jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype)
     totals = jax.ShapeDtypeStruct((programs, 2 if center else 1, *block.shape[1:]), jnp.float32)
     if inv_std is not None:
         statistics = {"offset": offset, "inv_std": inv_std} if center else {"inv_std": inv_std}
-        arrays |= {name: jnp.pad(a, (0, padded - x.shape[0])) for name, a in statistics.items()}
-    out = {"dx": like_x, "sums": totals} | ({"y": like_x} if with_y else {})
+        arrays |= {name: jnp.pad(a, (0, padded_rows - x.shape[0])) for name, a in statistics.items()}
+    out = {"dx": x_struct, "sums": totals} | ({"y": x_struct} if with_y else {})
     backward = _Backward(block, config, programs, eps, center, (*arrays, *out, "x_stages", "dy_stages", "loaded"))
     results = launch(
         backward.body,
@@ -203,7 +207,7 @@ def _division(rows: int, config: Config) -> tuple[int, int]:
 
 
 def _stages(block: "_Block", config: Config, *arrays: Array) -> list[Any]:
-    """Shared memory and barriers of a ring for so many arrays."""
+    """Shared memory and barriers of a ring for these arrays."""
     stages = [plgpu.SMEM((config.stages, config.rows, *block.shape[1:]), a.dtype) for a in arrays]
     return [*stages, plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.stages)]
 
@@ -235,7 +239,7 @@ class _Block:
     layout: Any
 
     @property
-    def by_warp(self) -> bool:
+    def row_per_warp(self) -> bool:
         return self.rows > 1
 
     @property
@@ -252,10 +256,10 @@ class _Block:
         """Of a value a column."""
         return self.layout.reduce((0,))
 
-    def in_pieces(self, a: Array) -> Array:
+    def split_columns(self, a: Array) -> Array:
         return a.reshape(*a.shape[:-1], -1, self.piece)
 
-    def at(self, ref: Any, row: Any) -> Any:
+    def block_rows(self, ref: Any, row: Any) -> Any:
         return ref.at[pl.ds(row, self.rows)]
 
     def load(self, ref: Any, layout: Any = None) -> Array:
@@ -268,7 +272,8 @@ class _Block:
 
     def load_statistics(self, refs: dict[str, Any], row: Any) -> _Statistics:
         loaded = [
-            self.load(self.at(refs[name], row), self.row_layout) if name in refs else None for name in _STATISTICS
+            self.load(self.block_rows(refs[name], row), self.row_layout) if name in refs else None
+            for name in _STATISTICS
         ]
         return _Statistics(*loaded)
 
@@ -277,12 +282,12 @@ class _Block:
             if name not in refs:
                 continue
             a = getattr(statistics, name)
-            if self.by_warp:
-                store(self.at(refs[name], row), a)
+            if self.row_per_warp:
+                store(self.block_rows(refs[name], row), a)
             else:
                 refs[name][row] = jnp.sum(a)
 
-    def along_rows(self, a: Array) -> Array:
+    def broadcast_rows(self, a: Array) -> Array:
         """A value a row, for each of its columns."""
         return plgpu.layout_cast(lax.broadcast_in_dim(a, self.shape, (0,)), self.layout)
 
@@ -292,10 +297,10 @@ class _Block:
 
     def partial_sum(self, a: Array) -> Array:
         """Over the rows, as far as no thread needs another's values."""
-        return a if self.by_warp else jnp.sum(a, axis=0)
+        return a if self.row_per_warp else jnp.sum(a, axis=0)
 
     def sum(self, partial_sum: Array) -> Array:
-        return jnp.sum(partial_sum, axis=0) if self.by_warp else partial_sum
+        return jnp.sum(partial_sum, axis=0) if self.row_per_warp else partial_sum
 
     def groups(self, rows: int) -> list[list[int]]:
         """The first rows of the blocks in a stage: a list for all that are computed side by side.
@@ -304,35 +309,35 @@ class _Block:
         registers to itself.
         """
         blocks = range(0, rows, self.rows)
-        return [list(blocks)] if self.by_warp else [[block] for block in blocks]
+        return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 
     def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
         """What `compute` gives: kept in registers or, for blocks side by side, computed anew for each use."""
-        if self.by_warp:
+        if self.row_per_warp:
             return compute
         value = compute()
         return lambda: value
 
-    def combine(self, operation: Callable, blocks: Sequence[Callable], per_row: Sequence[Array]) -> list[Callable]:
+    def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
         """`operation(block, value of its row)` of blocks side by side, as `values`."""
 
-        def combined(block, a):
-            return self.values(lambda: operation(block(), self.along_rows(a)))
+        def combine_block(block, a):
+            return self.values(lambda: operation(block(), self.broadcast_rows(a)))
 
-        return [combined(block, a) for block, a in zip(blocks, per_row, strict=True)]
+        return [combine_block(block, a) for block, a in zip(blocks, row_values, strict=True)]
 
     def normalise(
-        self, refs: Sequence, known: Sequence[_Statistics] | None, *, eps: float, center: bool
+        self, refs: Sequence, known_statistics: Sequence[_Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[_Statistics]]:
         """(x̂ as `values`, the statistics) of blocks side by side; the statistics computed unless they are known."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]
             x = self.combine(jnp.subtract, x, first)
-            offsets = [a.offset for a in known] if known else [self.mean(block()) for block in x]
+            offsets = [a.offset for a in known_statistics] if known_statistics else [self.mean(block()) for block in x]
             x = self.combine(jnp.subtract, x, offsets)
-        if known:
-            inv_stds = [a.inv_std for a in known]
+        if known_statistics:
+            inv_stds = [a.inv_std for a in known_statistics]
         else:
             inv_stds = [lax.rsqrt(self.mean(jnp.square(block())) + eps) for block in x]
         statistics = [_Statistics(*a) for a in zip(offsets, inv_stds, strict=True)]
@@ -393,12 +398,12 @@ class _Stream:
         groups = -(-sources[0].shape[0] // rows)
         steps = (groups - program + self.programs - 1) // self.programs
 
-        def rows_of(i):
+        def group_rows(i):
             return pl.ds((program + i * self.programs) * rows, rows)
 
         def copy(i, stage, barrier):
-            for source, staged in zip(sources, stages, strict=True):
-                plgpu.copy_gmem_to_smem(source.at[rows_of(i)], staged.at[stage], barrier)
+            for source, stage_buffer in zip(sources, stages, strict=True):
+                plgpu.copy_gmem_to_smem(source.at[group_rows(i)], stage_buffer.at[stage], barrier)
 
         ring = Ring(self.config.stages, copy, loaded, steps)
         ring.prefetch(self.config.stages - 1)
@@ -406,12 +411,12 @@ class _Stream:
         def turn(i, carry):
             stage = ring.stage(i)
             wait = functools.partial(ring.wait, i)
-            carry = step(rows_of(i).start, [staged.at[stage] for staged in stages], wait, carry)
+            carry = step(group_rows(i).start, [stage_buffer.at[stage] for stage_buffer in stages], wait, carry)
             plgpu.commit_smem()
-            for target, staged in zip(targets, stages, strict=False):
-                plgpu.copy_smem_to_gmem(staged.at[stage], target.at[rows_of(i)], commit_group=False)
+            for target, stage_buffer in zip(targets, stages, strict=False):
+                plgpu.copy_smem_to_gmem(stage_buffer.at[stage], target.at[group_rows(i)], commit_group=False)
             plgpu.commit_smem_to_gmem_group()
-            # The group before left its results in the stage that is filled next: they have been read from it.
+            # The stage that is filled next held the results of the group before: a bulk copy must have read them.
             ring.fetch(
                 i + self.config.stages - 1, prepare=functools.partial(plgpu.wait_smem_to_gmem, 1, wait_read_only=True)
             )
@@ -433,12 +438,12 @@ class _Forward(_Stream):
         block = self.block
         wait()
         for rows in block.groups(self.config.rows):
-            blocks = [block.at(stages[0], row) for row in rows]
-            normalised, statistics = block.normalise(blocks, None, eps=self.eps, center=self.center)
-            for ref, hat in zip(blocks, normalised, strict=True):
+            blocks = [block.block_rows(stages[0], row) for row in rows]
+            hats, statistics = block.normalise(blocks, None, eps=self.eps, center=self.center)
+            for ref, hat in zip(blocks, hats, strict=True):
                 ref[...] = _scaled(hat(), *parameters).astype(ref.dtype)
-            for row, of_block in zip(rows, statistics, strict=True):
-                block.store_statistics(refs, first_row + row, of_block)
+            for row, block_statistics in zip(rows, statistics, strict=True):
+                block.store_statistics(refs, first_row + row, block_statistics)
 
 
 class _Backward(_Stream):
@@ -454,30 +459,32 @@ class _Backward(_Stream):
             store(refs["sums"].at[program, i], self.block.sum(total))
 
     def _step(self, refs, parameters, first_row, stages, wait, sums):
-        block, groups, known = self.block, self.block.groups(self.config.rows), None
+        block, groups, known_statistics = self.block, self.block.groups(self.config.rows), None
         if "inv_std" in refs:
-            known = [[block.load_statistics(refs, first_row + row) for row in rows] for rows in groups]
+            known_statistics = [[block.load_statistics(refs, first_row + row) for row in rows] for rows in groups]
         wait()
         for i, rows in enumerate(groups):
-            xs, dys = ([block.at(stage, row) for row in rows] for stage in stages)
-            normalised, statistics = block.normalise(xs, known and known[i], eps=self.eps, center=self.center)
-            sums = self._finish(xs, dys, normalised, statistics, parameters, sums, "y" in refs)
+            xs, dys = ([block.block_rows(stage, row) for row in rows] for stage in stages)
+            hats, statistics = block.normalise(
+                xs, known_statistics and known_statistics[i], eps=self.eps, center=self.center
+            )
+            sums = self._finish(xs, dys, hats, statistics, parameters, sums, "y" in refs)
         return sums
 
-    def _finish(self, xs, dys, normalised, statistics, parameters, sums, with_y):
+    def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
         """Puts dx, and y, in place of x and dy, of blocks side by side, and adds to the sums."""
         block, (scale, *_) = self.block, parameters
         gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
-        projections = [block.mean(dy() * scale * hat()) for dy, hat in zip(gradients, normalised, strict=True)]
+        projections = [block.mean(dy() * scale * hat()) for dy, hat in zip(gradients, hats, strict=True)]
         means = [block.mean(dy() * scale) for dy in gradients] if self.center else projections
         for x_ref, dy_ref, hat, dy, (_, inv_std), projection, mean in zip(
-            xs, dys, normalised, gradients, statistics, projections, means, strict=True
+            xs, dys, hats, gradients, statistics, projections, means, strict=True
         ):
             hat, dy = hat(), dy()
-            dx = dy * scale - hat * block.along_rows(projection)
+            dx = dy * scale - hat * block.broadcast_rows(projection)
             if self.center:
-                dx = dx - block.along_rows(mean)
-            x_ref[...] = (dx * block.along_rows(inv_std)).astype(x_ref.dtype)
+                dx = dx - block.broadcast_rows(mean)
+            x_ref[...] = (dx * block.broadcast_rows(inv_std)).astype(x_ref.dtype)
             if with_y:
                 dy_ref[...] = _scaled(hat, *parameters).astype(x_ref.dtype)
             terms = (dy * hat, dy) if self.center else (dy * hat,)
@@ -485,5 +492,5 @@ class _Backward(_Stream):
         return sums
 
 
-def _scaled(normalised: Array, scale: Array, *bias: Array) -> Array:
-    return sum(bias, normalised * scale)
+def _scaled(hat: Array, scale: Array, *bias: Array) -> Array:
+    return sum(bias, hat * scale)

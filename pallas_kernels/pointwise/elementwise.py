@@ -15,17 +15,21 @@ from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
-"""Of a thread: the most that leave no multiprocessor without a program."""
+"""Elements of a thread, from which `_heuristic` takes the most that leave `_WANTED_PROGRAMS`. From 4 to 32 their number
+made no measured difference: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
-"""Of a thread where no choice makes `_WANTED_PROGRAMS`, at most."""
+"""Elements of a thread where no choice makes `_WANTED_PROGRAMS`, at most. Chosen by hand; not tuned."""
 _MIXED_ELEMENTS = 2
-"""Of a thread where dtypes are mixed: only vectors that are spread over the threads alike can be combined."""
+"""Elements of a thread where dtypes are mixed. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout), and
+only vectors that are spread over the threads alike can be combined: 8 bytes are two of float32."""
 _WANTED_PROGRAMS = 1024
-"""Enough to have several on each multiprocessor of any current GPU."""
-ALIGNED = 4
-"""Rows that begin at a multiple of so many elements can be loaded in the widest pieces."""
-_LONG = 4 * LANES
-"""Where rows are too short, arrays are broadcast in memory along as many axes as make them this long."""
+"""Programs: several for each multiprocessor of the devices in `core/device.py`. Chosen by hand; not tuned."""
+ALIGNMENT = 4
+"""Elements. Rows that begin at a multiple of them can be loaded in the widest accesses of a thread, 16 bytes of float32
+(CUDA C++ Programming Guide, device memory accesses)."""
+_LONG_ROW = 4 * LANES
+"""Elements. Where rows are too short, arrays are broadcast in memory along as many axes as make rows this long: a
+vector of a warpgroup, 16 bytes of float32 a thread."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +53,10 @@ def _heuristic(formula, *arrays, shape=None):
     if math.prod(shape) < LANES:
         return Config(LANES)
     rows = _rows(shape, arrays)
-    most = _MIXED_ELEMENTS if rows.mixed else _ELEMENTS[0]
-    fitting = [n for n in _ELEMENTS if n <= most and n * LANES <= rows.length]
-    filling = [n for n in fitting if rows.count * rows.length >= n * LANES * _WANTED_PROGRAMS]
-    return Config(LANES * (filling[0] if filling else min(fitting[0], _UNFILLED_ELEMENTS)))
+    max_elements = _MIXED_ELEMENTS if rows.has_mixed_dtypes else _ELEMENTS[0]
+    candidates = [n for n in _ELEMENTS if n <= max_elements and n * LANES <= rows.length]
+    large_enough = [n for n in candidates if rows.count * rows.length >= n * LANES * _WANTED_PROGRAMS]
+    return Config(LANES * (large_enough[0] if large_enough else min(candidates[0], _UNFILLED_ELEMENTS)))
 
 
 @kernel(supports=_supports, heuristic=_heuristic)
@@ -61,7 +65,7 @@ def elementwise(
 ) -> Array | tuple[Array, ...]:
     """`formula(*arrays)`, element by element with NumPy's broadcasting, in one pass over the arrays.
 
-    An array that is broadcast along whole rows, or has whole rows of its own, is read as it is; any other is
+    An array that is constant along rows, or has whole rows, is read without a copy; any other is
     broadcast in memory first.
 
     Args:
@@ -78,7 +82,7 @@ def elementwise(
     if size == 0:
         return structure.unflatten([jnp.zeros(shape, dtype)] * structure.num_leaves)
     if size < LANES:
-        arrays = _filled_up(arrays, shape)
+        arrays = _fill_vector(arrays, shape)
     rows, length = _rows(shape if size >= LANES else (LANES,), arrays), config.length
     blocks = rows.length // length
     remainder = -(-(rows.length % length) // LANES)
@@ -94,7 +98,7 @@ def elementwise(
                 ref[pl.ds(row * rows.length + start, length)] = value.astype(dtype)
 
         def compute_remainder(i, _):
-            # The end of a row that fills no vector is computed with elements of the vector before.
+            # The end of a row fills no vector: elements of the vector before it are computed again with it.
             compute(jnp.minimum(blocks * length + i * LANES, rows.length - LANES), LANES)
 
         compute(block * length, length)
@@ -118,17 +122,17 @@ def _result_shape(arrays, shape):
 def _rows(shape, arrays):
     """The rows that programs go along, at least a vector long."""
     rows = Rows(shape, arrays)
-    if rows.count > 1 and (rows.length < LANES or rows.length % ALIGNED):
+    if rows.count > 1 and (rows.length < LANES or rows.length % ALIGNMENT):
         lengths = [math.prod(shape[axis:]) for axis in range(len(shape))]
-        long = [axis for axis, n in enumerate(lengths) if n >= _LONG and n % ALIGNED == 0]
-        rows = Rows(shape, arrays, axis=max(long, default=0))
+        long_axes = [axis for axis, n in enumerate(lengths) if n >= _LONG_ROW and n % ALIGNMENT == 0]
+        rows = Rows(shape, arrays, axis=max(long_axes, default=0))
     return rows
 
 
-def _filled_up(arrays, shape):
-    """Arrays that broadcast to less than a vector as one, with zeros behind it; single elements as they are."""
-    missing = LANES - math.prod(shape)
-    return [a.ravel() if a.size == 1 else jnp.pad(jnp.broadcast_to(a, shape).ravel(), (0, missing)) for a in arrays]
+def _fill_vector(arrays, shape):
+    """Arrays that broadcast to less than a vector, padded with zeros to a vector; single elements are unchanged."""
+    padding = LANES - math.prod(shape)
+    return [a.ravel() if a.size == 1 else jnp.pad(jnp.broadcast_to(a, shape).ravel(), (0, padding)) for a in arrays]
 
 
 def float32_or_integer(dtype: Any) -> Any:
@@ -153,54 +157,55 @@ class Rows:
     Attributes:
       count, length: of the rows.
       lead, leads: the axes before those of a row, of `shape` and of each array.
-      whole: for each array, whether it has all elements of a row.
-      mixed: whether vectors of different dtypes are loaded.
+      spans_row: for each array, whether it has all elements of a row.
+      has_mixed_dtypes: whether vectors of different dtypes are loaded.
     """
 
     def __init__(self, shape: tuple[int, ...], arrays: Sequence[Any], axis: int | None = None):
-        def fits(of_array, axis):
-            return of_array[axis:] == shape[axis:] or set(of_array[axis:]) <= {1}
+        def fits(array_shape, axis):
+            return array_shape[axis:] == shape[axis:] or set(array_shape[axis:]) <= {1}
 
         shapes = [(1,) * (len(shape) - len(a.shape)) + tuple(a.shape) for a in arrays]
         if axis is None:
             axis = next(axis for axis in range(len(shape) + 1) if all(fits(s, axis) for s in shapes))
-        self._aligned = shapes
-        self._broadcast = [s if fits(s, axis) else s[:axis] + shape[axis:] for s in shapes]
+        self._aligned_shapes = shapes
+        self._broadcast_shapes = [s if fits(s, axis) else s[:axis] + shape[axis:] for s in shapes]
         self._dtypes = [a.dtype for a in arrays]
         self.lead, self.length = shape[:axis], math.prod(shape[axis:])
         self.count = math.prod(self.lead)
-        self.leads = [s[:axis] for s in self._broadcast]
-        self.whole = [s[axis:] == shape[axis:] for s in self._broadcast]
+        self.leads = [s[:axis] for s in self._broadcast_shapes]
+        self.spans_row = [s[axis:] == shape[axis:] for s in self._broadcast_shapes]
 
     @property
-    def mixed(self) -> bool:
-        return len({dtype for dtype, whole in zip(self._dtypes, self.whole, strict=True) if whole}) > 1
+    def has_mixed_dtypes(self) -> bool:
+        return len({dtype for dtype, spans_row in zip(self._dtypes, self.spans_row, strict=True) if spans_row}) > 1
 
     def flatten(self, arrays: Sequence[Array]) -> list[Array]:
         """The arrays as `load` takes them."""
-        shapes = zip(self._aligned, self._broadcast, strict=True)
-        flat = [jnp.broadcast_to(a.reshape(s), t).ravel() for a, (s, t) in zip(arrays, shapes, strict=True)]
+        shapes = zip(self._aligned_shapes, self._broadcast_shapes, strict=True)
+        flat_arrays = [jnp.broadcast_to(a.reshape(s), t).ravel() for a, (s, t) in zip(arrays, shapes, strict=True)]
         # A single element is loaded as float32.
         return [
-            a if whole else a.astype(float32_or_integer(a.dtype)) for a, whole in zip(flat, self.whole, strict=True)
+            a if spans_row else a.astype(float32_or_integer(a.dtype))
+            for a, spans_row in zip(flat_arrays, self.spans_row, strict=True)
         ]
 
     def load(self, i: int, ref: Any, row: Any, start: Any, length: int) -> Array:
         """From the i-th array: elements `start` to `start + length` of a row."""
         row = self.row_of(i, row)
-        value = ref[pl.ds(row * self.length + start, length)] if self.whole[i] else ref[row]
+        value = ref[pl.ds(row * self.length + start, length)] if self.spans_row[i] else ref[row]
         return jnp.broadcast_to(value.astype(float32_or_integer(value.dtype)), (length,))
 
     def row_of(self, i: int, row: Any) -> Any:
-        """Which row of the i-th array, that may have fewer, stands in a row."""
+        """The row of the i-th array, which may have fewer rows, that broadcasts to a row."""
         lead = self.leads[i]
         if lead == self.lead:
             return row
-        array_row, stride, behind = 0, 1, self.count
+        array_row, stride, inner_count = 0, 1, self.count
         places = []
         for size in self.lead:
-            behind //= size
-            places.append(row // behind % size)
+            inner_count //= size
+            places.append(row // inner_count % size)
         for place, size in zip(reversed(places), reversed(lead), strict=True):
             array_row, stride = (array_row + place * stride, stride * size) if size > 1 else (array_row, stride)
         return array_row

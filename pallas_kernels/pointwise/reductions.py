@@ -14,7 +14,7 @@ from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, zeros_like
 from pallas_kernels.core.tiles import kernel
 from pallas_kernels.pointwise.elementwise import (
-    ALIGNED,
+    ALIGNMENT,
     Rows,
     float32_or_integer,
     results_structure,
@@ -22,11 +22,14 @@ from pallas_kernels.pointwise.elementwise import (
 )
 
 _WANTED_PROGRAMS = 2048
-"""Enough to have several on each multiprocessor of any current GPU."""
+"""Programs, where the sums have enough steps: several for each multiprocessor of the devices in `core/device.py`. More
+were slower for sums of columns: docs/lab/2026-11-21-pointwise.md."""
 _ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
-"""Of a thread, at most: along a row, where it adds them up, and across columns, where it keeps a sum of each."""
+"""Elements of a thread, at most: along a row, where it adds them up, and across columns, where it keeps a sum of each.
+Chosen by hand; not tuned."""
 _MIXED_ELEMENTS = 2
-"""Of a thread where dtypes are mixed: only vectors that are spread over the threads alike can be combined."""
+"""Elements of a thread where dtypes are mixed. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout), and
+only vectors that are spread over the threads alike can be combined: 8 bytes are two of float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +45,11 @@ class _Walk:
     """How the memory is read in long pieces, to sum over some axes.
 
     Attributes:
-      shape: of what is read, after its axes are put in `order`, and with `columns` made a matrix of so many columns.
+      shape: of what is read: its axes in `order`, and with `columns` a matrix with this number of columns.
       axis: sums are over all axes from it on, or with `along_columns` over this one.
       order: of the axes, or None as they are.
       columns: of the matrix, or None.
-      rest: which of the axes that remain are still to be summed over.
+      remaining_axes: axes that XLA sums over afterwards, counted among those that the kernel leaves.
     """
 
     shape: tuple[int, ...]
@@ -54,26 +57,28 @@ class _Walk:
     along_columns: bool = False
     order: tuple[int, ...] | None = None
     columns: int | None = None
-    rest: tuple[int, ...] = ()
+    remaining_axes: tuple[int, ...] = ()
 
     @classmethod
-    def over(cls, shape: tuple[int, ...], summed: Sequence[int]) -> "_Walk":
-        """The one for sums over the axes `summed`; no axis has size 1."""
-        kept = [i for i in range(len(shape)) if i not in summed]
-        behind = kept[-1] + 1 if kept else 0
-        above = [i for i in summed if math.prod(shape[i + 1 :]) >= LANES]
-        if behind < len(shape) and math.prod(shape[behind:]) >= LANES:
-            return cls(shape, behind, rest=tuple(i for i in summed if i < behind))
-        if above:
-            axis = max(above, key=lambda i: shape[i])
-            return cls(shape, axis, along_columns=True, rest=tuple(i - (i > axis) for i in summed if i != axis))
-        if math.prod(shape[i] for i in summed) >= LANES:
-            order = (*kept, *summed)
-            return cls(tuple(shape[i] for i in order), len(kept), order=order)
-        # Short in every direction: columns, beside each other and filled up with zeros.
-        columns = math.prod(shape[i] for i in kept)
-        matrix = math.prod(shape[i] for i in summed), max(columns, LANES)
-        return cls(matrix, 0, along_columns=True, order=(*summed, *kept), columns=columns)
+    def from_axes(cls, shape: tuple[int, ...], summed_axes: Sequence[int]) -> "_Walk":
+        """The one for sums over `summed_axes`; no axis has size 1."""
+        kept_axes = [i for i in range(len(shape)) if i not in summed_axes]
+        first_summed = kept_axes[-1] + 1 if kept_axes else 0
+        outer_axes = [i for i in summed_axes if math.prod(shape[i + 1 :]) >= LANES]
+        if first_summed < len(shape) and math.prod(shape[first_summed:]) >= LANES:
+            return cls(shape, first_summed, remaining_axes=tuple(i for i in summed_axes if i < first_summed))
+        if outer_axes:
+            axis = max(outer_axes, key=lambda i: shape[i])
+            return cls(
+                shape, axis, along_columns=True, remaining_axes=tuple(i - (i > axis) for i in summed_axes if i != axis)
+            )
+        if math.prod(shape[i] for i in summed_axes) >= LANES:
+            order = (*kept_axes, *summed_axes)
+            return cls(tuple(shape[i] for i in order), len(kept_axes), order=order)
+        # All axes are short: the kept axes become the columns of a matrix, padded with zeros to a vector.
+        columns = math.prod(shape[i] for i in kept_axes)
+        matrix = math.prod(shape[i] for i in summed_axes), max(columns, LANES)
+        return cls(matrix, 0, along_columns=True, order=(*summed_axes, *kept_axes), columns=columns)
 
     def arrange(self, a: Array, shape: tuple[int, ...]) -> Array:
         """One of the arrays that broadcast to `shape`, as it is read."""
@@ -120,7 +125,7 @@ class _Sums:
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Which row of `rows` is read in a step, and from where on; the last vector lies partly on the one before."""
+        """The row of `rows` that a step reads, and the first element; the last vector may overlap the one before it."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
@@ -129,13 +134,13 @@ class _Sums:
         return [self.rows.load(i, ref, *place, self.length) for i, ref in enumerate(refs)]
 
 
-def _squeezed(arrays, axes):
+def _squeeze(arrays, axes):
     """(shape without axes of size 1, the same of each array, which of the axes are summed over)."""
     shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
-    long = [axis for axis, size in enumerate(shape) if size > 1]
+    long_axes = [axis for axis, size in enumerate(shape) if size > 1]
     aligned = [(1,) * (len(shape) - len(a.shape)) + tuple(a.shape) for a in arrays]
-    shapes = [tuple(s[axis] for axis in long) for s in aligned]
-    return tuple(shape[axis] for axis in long), shapes, [i for i, axis in enumerate(long) if axis in axes]
+    shapes = [tuple(s[axis] for axis in long_axes) for s in aligned]
+    return tuple(shape[axis] for axis in long_axes), shapes, [i for i, axis in enumerate(long_axes) if axis in axes]
 
 
 def _supports(formula, *arrays, axes):
@@ -143,16 +148,18 @@ def _supports(formula, *arrays, axes):
 
 
 def _heuristic(formula, *arrays, axes):
-    shape, shapes, summed = _squeezed(arrays, axes)
+    shape, shapes, summed_axes = _squeeze(arrays, axes)
     if math.prod(shape) == 0:
         return Config(LANES, 1)
-    walk = _Walk.over(shape, summed)
+    walk = _Walk.from_axes(shape, summed_axes)
     structs = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, arrays, strict=True)]
     rows = walk.rows([walk.arranged_struct(a) for a in structs])
-    most = _COLUMN_ELEMENTS if walk.along_columns else _ROW_ELEMENTS
-    # Rows that begin at odd places cannot be loaded in long pieces.
-    most = 1 if rows.length % ALIGNED else min(_MIXED_ELEMENTS, most) if rows.mixed else most
-    length = LANES * next(n for n in (16, 8, 4, 2, 1) if n <= most and n * LANES <= rows.length)
+    max_elements = _COLUMN_ELEMENTS if walk.along_columns else _ROW_ELEMENTS
+    # Rows that begin at any element are loaded element by element: wider accesses must be aligned.
+    max_elements = (
+        1 if rows.length % ALIGNMENT else min(_MIXED_ELEMENTS, max_elements) if rows.has_mixed_dtypes else max_elements
+    )
+    length = LANES * next(n for n in (16, 8, 4, 2, 1) if n <= max_elements and n * LANES <= rows.length)
     sums = walk.sums(rows, length)
     return Config(length, splits=min(sums.steps, -(-_WANTED_PROGRAMS // (sums.count * sums.blocks))))
 
@@ -172,55 +179,55 @@ def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Con
     Returns:
       A float32 array for each vector that the formula returns, with size 1 along `axes`.
     """
-    whole_shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
-    kept_shape = tuple(1 if axis in axes else size for axis, size in enumerate(whole_shape))
+    full_shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
+    kept_shape = tuple(1 if axis in axes else size for axis, size in enumerate(full_shape))
     structure = results_structure(formula, arrays)
-    if math.prod(whole_shape) == 0:
+    if math.prod(full_shape) == 0:
         return structure.unflatten([jnp.zeros(kept_shape)] * structure.num_leaves)
-    shape, shapes, summed = _squeezed(arrays, axes)
-    walk = _Walk.over(shape, summed)
+    shape, shapes, summed_axes = _squeeze(arrays, axes)
+    walk = _Walk.from_axes(shape, summed_axes)
     arrays = [walk.arrange(a.reshape(s), shape) for a, s in zip(arrays, shapes, strict=True)]
     sums = _sums_of_columns if walk.along_columns else _sums_of_rows
     results = sums(formula, arrays, walk, config, structure.num_leaves)
     if walk.columns is not None:
         results = [y[: walk.columns] for y in results]
-    if walk.rest:
-        results = [jnp.sum(y, axis=walk.rest) for y in results]
+    if walk.remaining_axes:
+        results = [jnp.sum(y, axis=walk.remaining_axes) for y in results]
     return structure.unflatten([y.reshape(kept_shape) for y in results])
 
 
 def _sums_of_rows(formula, arrays, walk, config, outputs):
     """Sums over all axes from `walk.axis` on."""
     rows = walk.rows(arrays)
-    flat = rows.flatten(arrays)
+    flat_arrays = rows.flatten(arrays)
     sums = walk.sums(rows, config.length)
-    results = _launch(formula, flat, sums, config.splits, outputs)
-    summed = sums.steps * config.length
-    if summed < rows.length:
-        split = [a.reshape((*lead, -1)) for a, lead in zip(flat, rows.leads, strict=True)]
-        ends = [a[..., summed:] if whole else a for a, whole in zip(split, rows.whole, strict=True)]
-        rest = formula(*(a.astype(float32_or_integer(a.dtype)) for a in ends))
-        ends = [jnp.broadcast_to(jnp.sum(y, axis=-1), rows.lead) for y in jax.tree.leaves(rest)]
+    results = _launch(formula, flat_arrays, sums, config.splits, outputs)
+    covered_length = sums.steps * config.length
+    if covered_length < rows.length:
+        split = [a.reshape((*lead, -1)) for a, lead in zip(flat_arrays, rows.leads, strict=True)]
+        ends = [a[..., covered_length:] if spans_row else a for a, spans_row in zip(split, rows.spans_row, strict=True)]
+        tail = formula(*(a.astype(float32_or_integer(a.dtype)) for a in ends))
+        ends = [jnp.broadcast_to(jnp.sum(y, axis=-1), rows.lead) for y in jax.tree.leaves(tail)]
         results = [y.reshape(rows.lead) + end for y, end in zip(results, ends, strict=True)]
     return [y.reshape(rows.lead) for y in results]
 
 
 def _sums_of_columns(formula, arrays, walk, config, outputs):
-    """Sums over the axis `walk.axis`, with at least a vector of elements behind it."""
+    """Sums over the axis `walk.axis`, where the axes after it have at least a vector of elements."""
     rows = walk.rows(arrays)
     sums = walk.sums(rows, config.length)
     results = _launch(formula, rows.flatten(arrays), sums, config.splits, outputs)
-    # The last vector lies partly on the one before it.
+    # The last vector may overlap the one before it: its first sums are left out.
     ends = (sums.blocks - 1) * config.length
-    missing = rows.length - ends
-    results = [jnp.concatenate([y[:, :ends], y[:, sums.blocks * config.length - missing :]], axis=1) for y in results]
+    tail = rows.length - ends
+    results = [jnp.concatenate([y[:, :ends], y[:, sums.blocks * config.length - tail :]], axis=1) for y in results]
     return [y.reshape(walk.shape[: walk.axis] + walk.shape[walk.axis + 1 :]) for y in results]
 
 
 def _launch(formula, arrays, sums, splits, outputs):
     """For each row and block the sum over all steps of the formula of the vectors at `sums.place(row, block, step)`."""
     steps, width, blocks = -(-sums.steps // splits), sums.width, sums.blocks
-    first_whole = sums.rows.whole.index(True)
+    full_row = sums.rows.spans_row.index(True)
 
     def body(*refs, program):
         x_refs, y_refs = refs[: len(arrays)], refs[len(arrays) :]
@@ -231,7 +238,7 @@ def _launch(formula, arrays, sums, splits, outputs):
             return tuple(total + value for total, value in zip(totals, values, strict=True))
 
         place = sums.place(row, block, 0)
-        zero = zeros_like(sums.rows.load(first_whole, x_refs[first_whole], *place, sums.length))
+        zero = zeros_like(sums.rows.load(full_row, x_refs[full_row], *place, sums.length))
         last = jnp.minimum((split + 1) * steps, sums.steps)
         totals = lax.fori_loop(split * steps, last, add, (zero,) * len(y_refs))
         for ref, total in zip(y_refs, totals, strict=True):

@@ -76,12 +76,12 @@ def test_the_command_writes_what_wins_and_removes_what_no_longer_does(kernel, mo
 def test_what_is_recorded_is_what_the_op_looks_up(monkeypatch):
     looked_up = set()
 
-    def recorded(kernel, shapes, names):
+    def look_up(kernel, shapes, names):
         if names:
             looked_up.add((kernel, shapes))
         return {}
 
-    monkeypatch.setattr(tiles, "recorded", recorded)
+    monkeypatch.setattr(tiles, "recorded_tile", look_up)
 
     def loss(x, w, b):
         op = jaxbp.conv2d_relu_max_pool2d

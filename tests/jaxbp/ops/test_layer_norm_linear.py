@@ -118,7 +118,7 @@ FUSED = pytest.mark.parametrize(("hidden", "out"), [(128, 128), (512, 128)], ids
 
 def of_kernels(monkeypatch):
     for module in (layer_norm_linear_sm90, linear_sm90):
-        monkeypatch.setattr(module, "_LEAST_ROWS", 64)
+        monkeypatch.setattr(module, "_MIN_ROWS", 64)
 
 
 @pytest.mark.rotating

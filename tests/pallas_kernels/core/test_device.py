@@ -20,7 +20,7 @@ def gpu(monkeypatch):
         )
         vars(fake).update(described)
         monkeypatch.setattr(device, "_default_device", lambda: fake)
-        monkeypatch.setattr(device, "_described", device._described.__wrapped__)
+        monkeypatch.setattr(device, "_describe", device._describe.__wrapped__)
 
     return make
 
@@ -42,7 +42,7 @@ def test_the_default_device_says_what_it_is(gpu):
 
 @pytest.mark.gpu
 def test_the_driver_says_what_the_device_has():
-    found = device.present()
+    found = device.gpu()
     assert found.multiprocessors == jax.local_devices()[0].core_count
     assert found.shared_bytes > 64 * 1024 and found.l2_bytes > 2**20 and found.registers >= 65536
 
@@ -50,7 +50,7 @@ def test_the_driver_says_what_the_device_has():
 def test_without_a_gpu_kernels_do_not_run_but_are_traced_for_hopper():
     with jax.default_device(jax.devices("cpu")[0]):
         assert not device.kernels_run()
-        assert device.present() is None
+        assert device.gpu() is None
         assert device.target() == HOPPER
 
 

@@ -23,7 +23,7 @@ def test_vectors_are_the_longest_that_divide_the_lanes_and_load_at_once(lanes, d
 
 
 @pytest.mark.parametrize(
-    ("n", "at_most", "divisor"), [(12, 8, 6), (7, 8, 7), (13, 8, 1), (1, 8, 1), (8, 0, 1), (0, 8, 1)]
+    ("n", "limit", "divisor"), [(12, 8, 6), (7, 8, 7), (13, 8, 1), (1, 8, 1), (8, 0, 1), (0, 8, 1)]
 )
-def test_largest_divisor(n, at_most, divisor):
-    assert largest_divisor(n, at_most) == divisor
+def test_largest_divisor(n, limit, divisor):
+    assert largest_divisor(n, limit) == divisor

@@ -40,11 +40,11 @@ def test_the_simulator_finds_losses_and_gradients_right(kind):
 @pytest.mark.parametrize(
     ("classes", "N", "labels", "config"),
     [
-        (10, 128, struct(128, dtype="int32"), kernels.Config(length=128, unrolled=10)),
-        (10, 1024, struct(1024, dtype="int32"), kernels.Config(length=256, unrolled=10)),
-        (10, 1024, struct(10, 1024), kernels.Config(length=512, unrolled=10)),
-        (1000, 256, struct(256, dtype="int32"), kernels.Config(length=256, unrolled=10)),
-        (17, 128, struct(128, dtype="int32"), kernels.Config(length=128, unrolled=1)),
+        (10, 128, struct(128, dtype="int32"), kernels.Config(length=128, unroll=10)),
+        (10, 1024, struct(1024, dtype="int32"), kernels.Config(length=256, unroll=10)),
+        (10, 1024, struct(10, 1024), kernels.Config(length=512, unroll=10)),
+        (1000, 256, struct(256, dtype="int32"), kernels.Config(length=256, unroll=10)),
+        (17, 128, struct(128, dtype="int32"), kernels.Config(length=128, unroll=1)),
     ],
     ids=str,
 )

@@ -72,7 +72,7 @@ def jitted(automaton, config):
 def test_simulated_kernels_are_the_formula():
     """One warpgroup: the simulator sees a gather as a read of all rows, and another's writes as races."""
     arguments = operands(1, 3, [8, 4, 2], [4, 2, 1], True, (1, 1, 3), True)
-    config = Config(2, 1, lanes=128, ahead=3, warpgroups=1)
+    config = Config(2, 1, lanes=128, lookahead=3, warpgroups=1)
     with simulated():
         got = jax.block_until_ready(jitted(arguments[0], config)(*arguments[1:]))
     assert_close(got, reference(*arguments), "float32")
