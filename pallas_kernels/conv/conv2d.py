@@ -21,6 +21,7 @@ from pallas_kernels.core.tiles import kernel
 _MAX_ACCUMULATORS = 160
 """Sums that a program keeps in registers: a thread has 255, and needs some for operands and addresses."""
 _MAX_UNROLLED_TAPS = 64
+"""Places of a filter that are unrolled, at most: compile time grows with them. Chosen by hand; not tuned."""
 _WANTED_PROGRAMS = 1024
 """Enough to fill the multiprocessors of any current GPU several times over."""
 

@@ -32,7 +32,7 @@ MAX_PLACES = 16
 _MAX_ACCUMULATORS = 160
 """Sums that a program keeps in registers: a thread has 255, and needs some for operands and addresses."""
 _OTHER_REGISTERS = 64
-"""Of a thread, for all but its sums."""
+"""Of a thread, for all but its sums. Chosen by hand; not tuned."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic sets aside for sums across warps."""
 
@@ -49,9 +49,9 @@ def _lane_block(N: int, at_most: int) -> int:
     return max(length for length in (LANES, 2 * LANES) if N % length == 0 and length <= at_most)
 
 
-def _largest_divisor_with(n: int, at_most: int, enough: Callable[[int], bool]) -> int:
-    """The largest divisor of n, not above `at_most`, that is `enough`; else 1."""
-    return next((d for d in range(largest_divisor(n, at_most), 1, -1) if n % d == 0 and enough(d)), 1)
+def _largest_divisor_with(n: int, limit: int, accepts: Callable[[int], bool]) -> int:
+    """The largest divisor of n, not above `limit`, that `accepts`; else 1."""
+    return next((d for d in range(largest_divisor(n, limit), 1, -1) if n % d == 0 and accepts(d)), 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- forward
@@ -196,7 +196,7 @@ def first_maximum(values):
 
 
 def taps(w, row, column):
-    """`w[:, :, row, column]` of integer arrays that broadcast against each other, zero where they are beyond the filter."""
+    """`w[:, :, row, column]`, zero beyond the filter, of integer arrays that broadcast against each other."""
     F, G = w.shape[2:]
     inside = (row >= 0) & (row < F) & (column >= 0) & (column < G)
     row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)
@@ -451,12 +451,12 @@ class _InputGradientProgram:
 
         def cell(column, _):
             def add_channel(k, sums):
-                around = self.gradients_around(dy, place, w.shape[2:], (k, row, column, lanes))
+                gradients = self.gradients_around(dy, place, w.shape[2:], (k, row, column, lanes))
                 sums = list(sums)
                 for o, u, v in itertools.product(range(self.channels), *map(range, w.shape[2:])):
                     weight = w[k, c * self.channels + o, u, v]
                     for n, (i, j) in enumerate(itertools.product(range(R), range(S))):
-                        sums[o * R * S + n] += around[i - u, j - v] * weight
+                        sums[o * R * S + n] += gradients[i - u, j - v] * weight
                 return tuple(sums)
 
             zero = zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32))
@@ -471,7 +471,7 @@ class _InputGradientProgram:
         (k, row, column, lanes), (_, P, Q, _), (R, S) = at, dy.shape, self.window
         # Windows whose filters reach into a cell start up to this many cells above it and to its left.
         reach_p, reach_q = ((f + n - 2) // n + 1 for f, n in zip(filter_size, self.window, strict=True))
-        around = {}
+        gradients = {}
         for back_p, back_q in itertools.product(range(reach_p), range(reach_q)):
             p, q = row - back_p, column - back_q
             exists = (p >= 0) & (p < P) & (q >= 0) & (q < Q)
@@ -479,5 +479,5 @@ class _InputGradientProgram:
             gradient = dy[k, p, q, lanes].astype(jnp.float32)
             maximum = jnp.where(exists, place[p, k, q, lanes].astype(jnp.int32), -1)
             for t in range(R * S):
-                around[t // S - back_p * R, t % S - back_q * S] = jnp.where(maximum == t, gradient, 0.0)
-        return around
+                gradients[t // S - back_p * R, t % S - back_q * S] = jnp.where(maximum == t, gradient, 0.0)
+        return gradients

@@ -43,13 +43,15 @@ _MAX_PLACES = 4
 _MAX_BOX = 256
 """The longest axis of a bulk copy."""
 _WARPGROUPS = 2
+"""A program: three were no faster, docs/lab/2026-11-23-forward.md."""
 _MAX_STAGES = 4
-"""A warpgroup."""
+"""A warpgroup. Chosen by hand; not tuned."""
 _BARRIER_BYTES = 1024
 """Shared memory for the barriers, which are followed by operands aligned to 1024 bytes."""
 _EPILOGUE_CLOCKS = 800
 """Of a tile, to find the maxima of its sums: some 12 instructions a window, at two clocks each."""
 _MIN_BATCH = 2048
+"""There it is as fast as the exact kernel: docs/lab/2026-11-23-forward.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,14 +190,14 @@ def _sizes(x: Any, w: Any, window: tuple[int, int], config: Config) -> _Sizes:
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
     """The config of the fewest clocks, or None if nothing fits."""
     sizes = functools.partial(_sizes, x, w, window)
-    of = sizes(Config(1, 1, 0, 0, 0))
+    shapes = sizes(Config(1, 1, 0, 0, 0))
     candidates = (
         sizes(Config(rows, columns, operand_bytes, _WARPGROUPS, 0))
-        for rows, columns in itertools.product(range(1, of.P + 1), range(1, of.Q + 1))
-        if of.P % rows == 0 and of.Q % columns == 0
+        for rows, columns in itertools.product(range(1, shapes.P + 1), range(1, shapes.Q + 1))
+        if shapes.P % rows == 0 and shapes.Q % columns == 0
         for operand_bytes in (128, 64)
     )
-    best = min((found for found in candidates if found.fit()), key=_Sizes.clocks, default=None)
+    best = min((candidate for candidate in candidates if candidate.fit()), key=_Sizes.clocks, default=None)
     return best and dataclasses.replace(best.config, stages=best.stages)
 
 
@@ -354,15 +356,15 @@ class _Program:
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)
         for stage in range(sizes.ring if sizes.tail else 0):
-            beyond = as_operand(self.patches).at[stage, pl.ds(sizes.pixels, sizes.tail)]
-            plgpu.copy_gmem_to_smem(self.zeros, beyond, self.constants_loaded)
+            tail = as_operand(self.patches).at[stage, pl.ds(sizes.pixels, sizes.tail)]
+            plgpu.copy_gmem_to_smem(self.zeros, tail, self.constants_loaded)
 
     def tile(self, step):
         """First row and column of a step's windows, and its block of the batch. Programs share the images in L2."""
-        (below, beside), config = self.sizes.tiles, self.sizes.config
+        (tile_rows, tile_columns), config = self.sizes.tiles, self.sizes.config
         unit = step * self.programs + self.program
-        tile, block = unit % (below * beside), unit // (below * beside)
-        return tile // beside * config.rows, tile % beside * config.columns, block
+        tile, block = unit % (tile_rows * tile_columns), unit // (tile_rows * tile_columns)
+        return tile // tile_columns * config.rows, tile % tile_columns * config.columns, block
 
     def copy(self, step, stage, barrier):
         """Starts the copy of the patch under a tile."""
@@ -377,8 +379,8 @@ class _Program:
             return
         for i, c, n in itertools.product(range(rows), range(C), range(sizes.panels)):
             images = self.x.at[c, row + i, pl.ds(column, columns), panel + n]
-            to = pl.ds((i * C + c) * columns, columns), pl.ds(n * sizes.group, sizes.group)
-            plgpu.copy_gmem_to_smem(images, self.patches.at[stage, *to], barrier)
+            pixels = pl.ds((i * C + c) * columns, columns), pl.ds(n * sizes.group, sizes.group)
+            plgpu.copy_gmem_to_smem(images, self.patches.at[stage, *pixels], barrier)
 
     def take_tile(self, ring, bias, turn, _):
         places, step = self.sizes.R * self.sizes.S, turn * self.sizes.config.warpgroups + self.warpgroup
@@ -418,6 +420,6 @@ class _Program:
             plgpu.copy_smem_to_gmem(at, self.place.at[rows, :, columns, examples])
             return
         for row, k in itertools.product(range(config.rows), range(sizes.K)):
-            under = self.warpgroup, pl.ds((row * sizes.K + k) * config.columns, config.columns)
-            plgpu.copy_smem_to_gmem(self.y_tiles.at[under], self.y.at[k, p + row, columns, examples])
-            plgpu.copy_smem_to_gmem(self.place_tiles.at[under], self.place.at[p + row, k, columns, examples])
+            rows_of_windows = self.warpgroup, pl.ds((row * sizes.K + k) * config.columns, config.columns)
+            plgpu.copy_smem_to_gmem(self.y_tiles.at[rows_of_windows], self.y.at[k, p + row, columns, examples])
+            plgpu.copy_smem_to_gmem(self.place_tiles.at[rows_of_windows], self.place.at[p + row, k, columns, examples])

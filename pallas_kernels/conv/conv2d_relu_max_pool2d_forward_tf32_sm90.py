@@ -26,8 +26,16 @@ from jax.experimental import pallas as pl
 from pallas_kernels.conv.conv2d_relu_max_pool2d import first_maximum, taps
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import as_box, as_operand, load, operand, operand_and_box, rounded_to_tf32, store
-from pallas_kernels.core.layouts import value_a_column
+from pallas_kernels.core.layouts import (
+    as_box,
+    as_operand,
+    load,
+    operand,
+    operand_and_box,
+    rounded_to_tf32,
+    store,
+    value_a_column,
+)
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
@@ -39,6 +47,8 @@ _GROUP = 32
 """Examples side by side in shared memory: a row of the longest swizzle, 128 bytes."""
 _PIXELS = 8
 """Of a product's step: a row of an operand, 32 bytes. Four such rows are written by a warp without a conflict."""
+_BOX_ROWS = 8
+"""Of results, in a copy to device memory: the rows of shared memory among which a swizzle exchanges."""
 _MAX_OUTPUTS = 256
 """Columns of a product, the most that an instruction has."""
 _MAX_BOX = 256
@@ -46,13 +56,13 @@ _MAX_BOX = 256
 _MAX_WARPGROUPS = 4
 """A program: 512 threads have 128 registers each."""
 _OTHER_REGISTERS = 40
-"""Of a thread, beside its sums and what it transposes."""
+"""Of a thread, beside its sums and what it transposes. Chosen by hand: ptxas spills nothing at LeNet's shapes."""
 _BARRIER_BYTES = 1024
 """Shared memory for the barriers, which are followed by operands aligned to 1024 bytes."""
 _SHARED_BYTES_A_CLOCK = 128
 """That a multiprocessor reads or writes."""
 _MIN_BATCH = 2048
-"""As the half precisions' kernel has it."""
+"""From there on it is faster than the exact kernel: docs/lab/2026-11-23-forward.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +130,8 @@ class _Sizes:
 
     @property
     def boxed_channels(self) -> int:
-        """Channels that fill eight rows of results: a copy to device memory takes so many."""
-        return 8 // self.windows
+        """Channels whose results are copied to device memory at once."""
+        return _BOX_ROWS // self.windows
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -145,10 +155,10 @@ class _Sizes:
         return (self.outputs + self.pixels) * _EXAMPLES // 128 + _OTHER_REGISTERS
 
     def fit(self) -> bool:
-        """Whether they suit the tensor cores' tiles and the copies' boxes, and registers and shared memory hold them."""
+        """Whether they suit the tensor cores' tiles and the copies' boxes, and fit registers and shared memory."""
         gpu = device.target()
         return (
-            8 % self.windows == 0
+            _BOX_ROWS % self.windows == 0
             and self.K % self.boxed_channels == 0
             and self.outputs <= _MAX_OUTPUTS
             and self.pixels % _PIXELS == 0
@@ -179,14 +189,14 @@ def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
     More warpgroups were faster than fewer clocks: see docs/lab/2026-11-23-forward.md.
     """
     sizes = functools.partial(_sizes, x, w, window)
-    of = sizes(Config(1, 1, 1, 1))
+    shapes = sizes(Config(1, 1, 1, 1))
     candidates = (
         sizes(Config(rows, columns, channels, warpgroups))
-        for rows, columns, channels in itertools.product(_divisors(of.P), _divisors(of.Q), _divisors(of.C))
+        for rows, columns, channels in itertools.product(_divisors(shapes.P), _divisors(shapes.Q), _divisors(shapes.C))
         for warpgroups in range(1, _MAX_WARPGROUPS + 1)
     )
-    order = lambda found: (-found.config.warpgroups, found.clocks(), -found.config.channels)  # noqa: E731
-    best = min((found for found in candidates if found.fit()), key=order, default=None)
+    order = lambda sizes: (-sizes.config.warpgroups, sizes.clocks(), -sizes.config.channels)  # noqa: E731
+    best = min((candidate for candidate in candidates if candidate.fit()), key=order, default=None)
     return best and best.config
 
 
@@ -229,6 +239,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
     N, warpgroups = x.shape[-1], config.warpgroups
     stage = warpgroups, _EXAMPLES // _GROUP, sizes.pixels, _GROUP
     results = warpgroups, sizes.features, _EXAMPLES
+    boxes = warpgroups, sizes.features // _BOX_ROWS, _EXAMPLES // _GROUP, _BOX_ROWS, _GROUP
     programs = min(device.target().multiprocessors, -(-sizes.units // warpgroups))
     y, place = launch(
         functools.partial(_body, sizes, programs),
@@ -248,9 +259,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             operand_and_box(stage, stage, x.dtype, _GROUP * _ITEM_BYTES),
             plgpu.Barrier(num_arrivals=_copies(sizes), num_barriers=warpgroups),
             operand((warpgroups, _EXAMPLES, sizes.pixels), x.dtype, _PIXELS * _ITEM_BYTES),
-            operand_and_box(
-                results, (warpgroups, sizes.features // 8, _EXAMPLES // _GROUP, 8, _GROUP), x.dtype, _GROUP * _ITEM_BYTES
-            ),
+            operand_and_box(results, boxes, x.dtype, _GROUP * _ITEM_BYTES),
             plgpu.SMEM(results, jnp.uint8),
         ],
         # What threads share lies behind `commit_smem`.
@@ -262,7 +271,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """`[step, (r, s, k, p, q), (c, i, j)]`: the weight of the patch's pixel (i, j) for place (r, s) of window (p, q)."""
+    """`[step, (r, s, k, p, q), (c, i, j)]`: the weight of a patch's pixel (i, j) for place (r, s) of window (p, q)."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))
@@ -343,9 +352,9 @@ class _Program:
 
     def tile(self, unit):
         """First row and column of a unit's windows, and its block of the batch. Programs share the images in L2."""
-        (below, beside), config = self.sizes.tiles, self.sizes.config
-        tile, block = unit % (below * beside), unit // (below * beside)
-        return tile // beside * config.rows, tile % beside * config.columns, block
+        (tile_rows, tile_columns), config = self.sizes.tiles, self.sizes.config
+        tile, block = unit % (tile_rows * tile_columns), unit // (tile_rows * tile_columns)
+        return tile // tile_columns * config.rows, tile % tile_columns * config.columns, block
 
     def fetch(self, unit, step):
         """Starts the copy of a step's patch."""
@@ -410,16 +419,16 @@ class _Program:
         if simulating() is None:
             places = self.place_tiles.at[self.warpgroup].reshape(sizes.K, config.rows, config.columns, _EXAMPLES)
             plgpu.copy_smem_to_gmem(places.transpose((1, 0, 2, 3)), self.place.at[rows, :, columns, examples])
-            for box in range(sizes.features // 8):
+            for box in range(sizes.features // _BOX_ROWS):
                 tile = as_box(self.y_tiles).at[self.warpgroup, box]
                 tile = tile.reshape(groups, sizes.boxed_channels, config.rows, config.columns, _GROUP)
                 channels = pl.ds(box * sizes.boxed_channels, sizes.boxed_channels)
-                to = self.y.at[channels, rows, columns, pl.ds(block * groups, groups)]
-                plgpu.copy_smem_to_gmem(tile.transpose((1, 2, 3, 0, 4)), to)
+                destination = self.y.at[channels, rows, columns, pl.ds(block * groups, groups)]
+                plgpu.copy_smem_to_gmem(tile.transpose((1, 2, 3, 0, 4)), destination)
             return
         for k, row in itertools.product(range(sizes.K), range(config.rows)):
-            under = self.warpgroup, pl.ds((k * config.rows + row) * config.columns, config.columns)
-            plgpu.copy_smem_to_gmem(self.place_tiles.at[under], self.place.at[p + row, k, columns, examples])
+            rows_of_windows = self.warpgroup, pl.ds((k * config.rows + row) * config.columns, config.columns)
+            plgpu.copy_smem_to_gmem(self.place_tiles.at[rows_of_windows], self.place.at[p + row, k, columns, examples])
             for n in range(groups):
-                tile = self.y_tiles.at[*under, pl.ds(n * _GROUP, _GROUP)]
+                tile = self.y_tiles.at[*rows_of_windows, pl.ds(n * _GROUP, _GROUP)]
                 plgpu.copy_smem_to_gmem(tile, self.y.at[k, p + row, columns, block * groups + n])

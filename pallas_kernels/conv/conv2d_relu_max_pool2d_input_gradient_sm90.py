@@ -31,6 +31,7 @@ _EXAMPLES = 64
 _COLUMNS = 32
 """Of a tile of the operands: a place of a group's windows takes whole tiles."""
 _MAX_WARPGROUPS = 4
+"""A program: its 512 threads have 128 registers each, which hold their sums."""
 _MAX_SUMS = 96
 """Of a thread, for the cells that a row of windows reaches: with more it spills them."""
 _MIN_BATCH = 2048
@@ -293,5 +294,5 @@ class _Program:
             plgpu.commit_smem()
             for c in range(sizes.C):
                 columns = pl.ds(self.warpgroup * sizes.cell_width, sizes.cell_width)
-                to = self.dx.at[m * sizes.R + r, c, columns, self.examples]
-                plgpu.copy_smem_to_gmem(staging.at[pl.ds(c * sizes.cell_width, sizes.cell_width)], to)
+                destination = self.dx.at[m * sizes.R + r, c, columns, self.examples]
+                plgpu.copy_smem_to_gmem(staging.at[pl.ds(c * sizes.cell_width, sizes.cell_width)], destination)

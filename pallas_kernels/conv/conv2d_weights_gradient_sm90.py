@@ -31,9 +31,11 @@ from pallas_kernels.core.tiles import kernel
 _TILE = 64
 """Rows of the tensor cores' tiles, one tile a warpgroup."""
 _MAX_WARPGROUPS = 4
+"""A program: its 512 threads have 128 registers each, which hold their sums."""
 _MAX_COLUMNS = 160
 """A thread keeps half as many sums in its registers: with 144 it spills them."""
 _MAX_STAGES = 4
+"""Chosen by hand; not tuned."""
 _RESERVED_BYTES = 27 * 1024
 """Shared memory that stages leave to barriers, to sums across warps and to spare: the stages were measured so."""
 _MIN_BATCH = 2048
@@ -210,18 +212,20 @@ def _cheapest(sizes: Any) -> Config | None:
     Args:
       sizes: a config -> sizes.
     """
-    of = sizes(Config(1, 1, True, 0))
-    if any(rows % 8 for rows in (of.K * of.Q, of.band * of.W, of.R * of.W, of.H * of.W)):
+    shapes = sizes(Config(1, 1, True, 0))
+    if any(
+        rows % 8 for rows in (shapes.K * shapes.Q, shapes.band * shapes.W, shapes.R * shapes.W, shapes.H * shapes.W)
+    ):
         return None
     candidates = (
         sizes(Config(channels, places, images_on_left, 0))
-        for channels in range(1, of.C + 1)
-        if of.C % channels == 0
-        for places in range(1, of.R * of.S + 1)
-        if of.R * of.S % places == 0
+        for channels in range(1, shapes.C + 1)
+        if shapes.C % channels == 0
+        for places in range(1, shapes.R * shapes.S + 1)
+        if shapes.R * shapes.S % places == 0
         for images_on_left in (False, True)
     )
-    best = min((found for found in candidates if found.fit()), key=_Sizes.clocks, default=None)
+    best = min((candidate for candidate in candidates if candidate.fit()), key=_Sizes.clocks, default=None)
     return best and dataclasses.replace(best.config, stages=best.stages)
 
 
