@@ -161,6 +161,24 @@ def group_norm_of_last_axis(dy, x):
     return (inv_std * (t - mean(t) - xhat * mean(t * xhat))).reshape(x.shape)
 
 
+# --------------------------------------------------------------------------------------------------- attention
+
+
+def attention(q, k, v):
+    scores = jnp.where(jnp.tri(len(q), dtype=bool), q @ k.T, -jnp.inf)
+    return jax.nn.softmax(scores) @ v
+
+
+def balanced_attention(q, k, v):
+    """Of two devices one has the first and the last rows: under a causal mask they have as much to do."""
+    y = attention(q, k, v)
+    return jnp.concatenate([y[:1], y[3:], y[1:3]])
+
+
+def balanced_attention_of_dy_in_order(dy, q, k, v):
+    return jax.vjp(attention, q, k, v)[1](dy)
+
+
 # ----------------------------------------------------------------------------------------- sums, products
 
 
@@ -350,6 +368,14 @@ CORPUS = (
         ((2, 3, 3),),
     ),
     WrongBackward(
+        "attention",
+        "NVIDIA/TransformerEngine#3516",
+        "dy is in the order of the devices, and is taken for that of the sequence",
+        balanced_attention,
+        balanced_attention_of_dy_in_order,
+        (X, X, X),
+    ),
+    WrongBackward(
         "layer_norm",
         "flagos-ai/FlagGems#59",
         "sums go over all rows of a block",
@@ -418,6 +444,14 @@ CORPUS = (
         lambda x, y: x + y,
         lambda dy, x, y: (dy, dy[:1]),
         (X, (1, 3)),
+    ),
+    WrongBackward(
+        "fmod",
+        "Oneflow-Inc/oneflow#8769",
+        "the gradient of a broadcast argument is not summed, and has the result's shape",
+        jnp.fmod,
+        lambda dy, x, y: (dy, -dy * jnp.trunc(x / y)),
+        ((3,), X),
     ),
     WrongBackward(
         "gaussian",
