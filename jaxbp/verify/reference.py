@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxbp.verify.arguments import Arguments, bind, name_of, takes_implementation
-from jaxbp.verify.rounding import rounding
+from jaxbp.verify.rounding import rounded_otherwise, rounding
 
 EPS = float(np.finfo(np.float64).eps)
 STEP = EPS ** (1 / 3)
@@ -151,25 +151,25 @@ class Reference:
         """The derivative of this order by JAX, confirmed by differences of the order below."""
         autodiff = self.derivative(order, values, cotangents, directions)
         below = directions[: order - 2]
-        gradient = _flat(self.derivative(order - 1, values, cotangents, below))
+        gradient = flat(self.derivative(order - 1, values, cotangents, below))
 
         def look(which, by):
             found = []
             for sign in (1, -1):
                 moved = [a + sign * by[0] * d for a, d in zip(values, directions[order - 2], strict=True)]
-                found.append(_flat(self.derivative(order - 1, moved, cotangents, below))[which])
+                found.append(flat(self.derivative(order - 1, moved, cotangents, below))[which])
             upper, lower = found
             noise = 8 * EPS * scale_of(gradient) / by[0]
             slopes = (upper - gradient[which]) / by[0], (gradient[which] - lower) / by[0]
             noise = np.full(upper.shape, noise)
             return (upper - lower) / (2 * by[0]), *np.sort(slopes, axis=0), noise, noise
 
-        flat = _flat(autodiff)
-        error = lambda: float(_flat(self.rounding(order - 1, values, cotangents, below)).max())  # noqa: E731
-        slope, other, confirmed = _confirmed(flat, np.full(flat.shape, STEP), look, error)
+        of_all = flat(autodiff)
+        error = lambda: float(flat(self.rounding(order - 1, values, cotangents, below)).max())  # noqa: E731
+        slope, other, confirmed = _confirmed(of_all, np.full(of_all.shape, STEP), look, error)
         against = "differences of gradients" if confirmed.all() else "differences of gradients; autodiff at a kink"
         sizes = np.cumsum([a.size for a in autodiff])[:-1]
-        shaped = lambda flat: [p.reshape(a.shape) for p, a in zip(np.split(flat, sizes), autodiff, strict=True)]  # noqa: E731
+        shaped = lambda whole: [p.reshape(a.shape) for p, a in zip(np.split(whole, sizes), autodiff, strict=True)]  # noqa: E731
         return Expected(order, against, shaped(slope), shaped(other))
 
     def derivative(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Arrays:
@@ -195,6 +195,21 @@ class Reference:
                 return found[len(cotangents) :] if order else found[: len(cotangents)]
             self.derivative(order, values, cotangents, directions)  # finds the mode that it has
             return rounding(self._derivatives[order], list(values), list(cotangents), list(directions), dtype=dtype)
+
+    def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
+        """The gradients, and what they would be with other roundings: `(1 + runs, parts, ...)` each.
+
+        Args:
+          parts: cotangents, several of each result: their first axis.
+          settings: of `rounding.rounded_otherwise`.
+        """
+
+        def gradients(values, parts):
+            vjp = jax.vjp(self.function, *values)[1]
+            return jax.vmap(lambda *cotangents: vjp(list(cotangents)))(*parts)
+
+        with float64():
+            return rounded_otherwise(gradients, list(values), list(parts), **settings)
 
     def _rounding_of_sum(self, values, cotangents):
         """How far rounding moves `Σ c y` at most."""
@@ -334,7 +349,7 @@ def _constants(equations: Sequence[Any]) -> list[float]:
     return sorted(c for c in found if 1e-3 <= abs(c) <= 1e3)
 
 
-def _flat(arrays: Arrays) -> np.ndarray:
+def flat(arrays: Arrays) -> np.ndarray:
     return np.concatenate([np.ravel(a) for a in arrays])
 
 

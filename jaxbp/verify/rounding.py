@@ -8,6 +8,7 @@ gradient where a tie is broken, then counts for little: it is no rounding.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,53 @@ def _moved(random, by, equation, y):
     return y * (1 + by * random.choice((-1, 1), y.shape)).astype(y.dtype)
 
 
+def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
+    """The results of `function`, and what they would be in so many runs that round otherwise: `(1 + runs, ...)` each.
+
+    Each arithmetic result is moved by at most so many roundings to `dtype`, but for those that are exact. How far
+    depends on the operands alone: what is computed alike rounds alike, as on any machine. So equal numbers remain equal
+    if they were computed from equal numbers, and not if different sums came out equal.
+    """
+    program = jax.make_jaxpr(function)(*args)
+    leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
+    by = roundings * float(jnp.finfo(dtype).eps)
+    narrow = np.float32 if jnp.dtype(dtype) == np.float64 else dtype
+
+    def moved(seed, equation, operands, y):
+        if seed == 0 or equation.primitive.name not in ROUNDED:
+            return y
+        is_float = [jnp.issubdtype(variable.aval.dtype, jnp.floating) for variable in equation.invars]
+        mixed = [
+            _mixed(seed, a).astype(variable.aval.dtype) if floating else a
+            for a, floating, variable in zip(operands, is_float, equation.invars, strict=True)
+        ]
+        alike = equation.primitive.bind(*mixed, **equation.primitive.get_bind_params(equation.params))
+        share = _mixed(seed, np.float32(np.abs(alike)))  # the order of a sum may differ from element to element
+        exact = _is_short(y, narrow)
+        for a in itertools.compress(operands, is_float):
+            short = _is_short(a, narrow)
+            exact &= short if short.shape == y.shape else short.all()
+        return y * np.where(exact, 1, 1 + by * (4 * share - 3)).astype(y.dtype)
+
+    found = [_run(program.jaxpr, program.consts, leaves, functools.partial(moved, seed)) for seed in range(1 + runs)]
+    return [np.stack(each) for each in zip(*found, strict=True)]
+
+
+def _is_short(a, narrow):
+    """Whether a narrower dtype holds a number. Where it holds the operands and the result, nothing was rounded."""
+    a = np.asarray(a, np.float64)
+    return a == a.astype(narrow)
+
+
+def _mixed(seed, a):
+    """For each number one from 0.5 to 1 that has its sign and else nothing to do with it, the same for the same."""
+    bits = np.abs(np.asarray(a, np.float64)).view(np.uint64) + np.uint64(seed)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of SplitMix64
+        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
+    size = 0.5 + (bits >> np.uint64(11)) / 2.0**54
+    return np.where(np.asarray(a) < 0, -size, size)
+
+
 def rerun(function: Callable, moved: Callable[[Any, jax.Array], jax.Array]) -> Callable:
     """`function`, of which every equation's floating results are what `moved(equation, result)` makes of them.
 
@@ -56,7 +104,7 @@ def rerun(function: Callable, moved: Callable[[Any, jax.Array], jax.Array]) -> C
     def run(*args):
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
-        results = _run(program.jaxpr, program.consts, leaves, moved)
+        results = _run(program.jaxpr, program.consts, leaves, lambda equation, _, y: moved(equation, y))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
@@ -74,6 +122,6 @@ def _run(jaxpr, consts, args, moved):
         else:
             results = primitive.bind(*inputs, **primitive.get_bind_params(params))
             results = results if primitive.multiple_results else [results]
-            results = [moved(equation, y) if jnp.issubdtype(y.dtype, jnp.floating) else y for y in results]
+            results = [moved(equation, inputs, y) if jnp.issubdtype(y.dtype, jnp.floating) else y for y in results]
         known.update(zip(equation.outvars, results, strict=True))
     return [read(variable) for variable in jaxpr.outvars]

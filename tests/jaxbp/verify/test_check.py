@@ -315,6 +315,62 @@ def test_the_same_op_without_the_mistake_passes(mistake):
     check(right, *args, order=2, **settings).raise_if_failed()
 
 
+def equal_but_for_rounding(a, b):
+    return jnp.maximum(a / 10 * 3, b * 0.3)
+
+
+def by_other_roundings(share):
+    """Its backward, which computes both in the other's way; `share(u, v)` of dy is for u."""
+
+    def backward(dy, a, b):
+        u, v = a * 0.3, b / 10 * 3
+        return 0.3 * share(u, v) * dy, 0.3 * share(v, u) * dy
+
+    return Pair(equal_but_for_rounding, {"xla": backward}, name="op")
+
+
+EQUAL = 2 * [np.float32([1, 2, 3, 5, 6, 7])]
+
+
+def test_which_of_two_is_the_larger_may_be_decided_by_rounding():
+    right = by_other_roundings(lambda u, v: jnp.where(u > v, 1, jnp.where(u == v, 0.5, 0)))
+    result = quickly(right, *EQUAL, added=(), implementations=["xla"]).raise_if_failed()
+    assert all(row.reason.startswith("decided by rounding at ") for row in result.rows if row.order == 1)
+    assert "beyond that, decided by rounding at" in str(result)
+
+
+def last_of_windows(dy, x):
+    back = x[..., ::-1, ::-1]
+    _, first = jaxbp.max_pool2d_with_indices(back, 2)
+    return jaxbp.max_pool2d_backward(dy[..., ::-1, ::-1], first, x.shape[2:], 2)[..., ::-1, ::-1]
+
+
+def pool_of_sums(x):
+    return jaxbp.logic_or_pool2d(0.1 * x + 0.3, implementation="autodiff")
+
+
+def last_of_sums(dy, x):
+    return 0.1 * last_of_windows(dy, 0.1 * x + 0.3)
+
+
+OR_POOL = functools.partial(jaxbp.logic_or_pool2d, implementation="autodiff")
+ROWS = np.float32([[0.3, -1.2, 0.8, 0.1]]).reshape(1, 1, 1, 4).repeat(2, axis=2)
+# name -> (op, arguments, their dtype)
+WRONG_AT_TIES = {
+    "both get it all": (by_other_roundings(lambda u, v: jnp.where(u >= v, 1, 0)), EQUAL, "float32"),
+    "nobody gets it": (by_other_roundings(lambda u, v: jnp.where(u > v, 1, 0)), EQUAL, "float64"),
+    "the last place of a pool": (Pair(OR_POOL, {"xla": last_of_windows}, name="op"), [ROWS], "float32"),
+    "the last place of a pool of sums": (Pair(pool_of_sums, {"xla": last_of_sums}, name="op"), [ROWS], "float64"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_AT_TIES)
+def test_what_rounding_decides_hides_no_mistake_at_ties(mistake):
+    op, args, dtype = WRONG_AT_TIES[mistake]
+    result = quickly(op, *(a.astype(dtype) for a in args), added=(), implementations=["xla", "autodiff"])
+    assert {row.implementation for row in result.failures} == {"xla"}
+
+
 def test_without_a_convention_a_tie_may_go_to_the_first_or_be_shared():
     def to_the_first(dy, x):
         return dy[..., None] * jax.nn.one_hot(x.argmax(axis=-1), x.shape[-1], dtype=x.dtype)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxbp.verify.reference import EPS, float64
-from jaxbp.verify.rounding import rounding
+from jaxbp.verify.rounding import rounded_otherwise, rounding
 
 pytestmark = pytest.mark.once
 
@@ -57,3 +57,13 @@ def test_a_jump_where_a_tie_is_broken_counts_for_little(dtype):
 
 def test_a_number_that_is_not_finite_does_not_move():
     assert (moved(jnp.log, [0.0, -1.0, 1.0]) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rounded_otherwise_what_is_alike_stays_alike_and_what_is_exact_stays(dtype):
+    x = np.array([0.1, 0.1, -0.1, 0.5], dtype).astype(np.float64)
+    with float64():
+        (found,) = rounded_otherwise(lambda x: 3 * x, x, dtype=dtype, roundings=4, runs=5)
+    assert found.shape == (6, 4) and (found[0] == 3 * x).all()
+    assert (found[:, 0] == found[:, 1]).all() and (found[:, 0] == -found[:, 2]).all() and (found[:, 3] == 1.5).all()
+    assert len(set(found[:, 0])) > 2 and np.abs(found / found[0] - 1).max() < 5 * np.finfo(dtype).eps

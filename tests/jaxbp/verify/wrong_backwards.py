@@ -161,6 +161,19 @@ def group_norm_of_last_axis(dy, x):
     return (inv_std * (t - mean(t) - xhat * mean(t * xhat))).reshape(x.shape)
 
 
+# --------------------------------------------------------------------------------------------------- attention
+
+
+def attention(scores, v):
+    """Linear and causal. Of two devices one has the first and the last row of y, so that both have as much to do."""
+    y = jnp.tril(scores) @ v
+    return jnp.concatenate([y[:1], y[3:], y[1:3]])
+
+
+def attention_of_dy_in_order(dy, scores, v):
+    return jnp.tril(dy @ v.T), jnp.tril(scores).T @ dy
+
+
 # ----------------------------------------------------------------------------------------- sums, products
 
 
@@ -350,6 +363,14 @@ CORPUS = (
         ((2, 3, 3),),
     ),
     WrongBackward(
+        "attention",
+        "NVIDIA/TransformerEngine#3516",
+        "dy is in the order of the devices, and is taken for that of the sequence",
+        attention,
+        attention_of_dy_in_order,
+        ((4, 4), X),
+    ),
+    WrongBackward(
         "layer_norm",
         "flagos-ai/FlagGems#59",
         "sums go over all rows of a block",
@@ -418,6 +439,14 @@ CORPUS = (
         lambda x, y: x + y,
         lambda dy, x, y: (dy, dy[:1]),
         (X, (1, 3)),
+    ),
+    WrongBackward(
+        "fmod",
+        "Oneflow-Inc/oneflow#8769",
+        "the gradient of a broadcast argument is not summed, and has the result's shape",
+        jnp.fmod,
+        lambda dy, x, y: (dy, -dy * jnp.trunc(x / y)),
+        ((3,), X),
     ),
     WrongBackward(
         "gaussian",
