@@ -23,6 +23,10 @@ if shutil.which("nvidia-smi") is None:
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
         atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
+else:
+    # A process would else take most of the GPU's memory, which those of pytest-xdist share.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 import jax
 import pytest
 import skip_rule
