@@ -422,7 +422,7 @@ FAMILIES = (
     ),
     Family(
         "LeNet training step, batch 8192", "lenet", ("lenet",), {"op": "lenet", "batch": "8192"},
-        "exact float32 in the blocks' forwards, which run on the CUDA cores and not on the tensor cores",
+        "operands pass through registers and shared memory, to be transposed or routed, before the tensor cores read them",
     ),
     Family(
         "LayerNorm backward, 65536x1024, bfloat16", "norm", ("layer_norm",),
