@@ -422,7 +422,7 @@ FAMILIES = (
     ),
     Family(
         "LeNet training step, batch 8192", "lenet", ("lenet",), {"op": "lenet", "batch": "8192"},
-        "operands pass through registers and shared memory, to be transposed or routed, before the tensor cores read them",
+        "operands pass through shared memory, to be transposed or routed, before the tensor cores read them",
     ),
     Family(
         "LayerNorm backward, 65536x1024, bfloat16", "norm", ("layer_norm",),

@@ -16,7 +16,7 @@ are found while the tensor cores multiply for another.
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -36,21 +36,21 @@ from pallas_kernels.core.tiles import kernel
 _ITEM_BYTES = 2
 _FEATURES = 64
 """Rows of the tensor cores' tiles: the windows of a tile, of all channels."""
-_EXAMPLES = 64
+EXAMPLES = 64
 """Of a tile: a thread has 32 sums for each place of a window."""
 _MAX_PLACES = 4
 """Of a window: with more, a thread's sums and what it makes of them do not fit its registers."""
-_MAX_BOX = 256
+MAX_BOX = 256
 """The longest axis of a bulk copy."""
 _WARPGROUPS = 2
 """A program: three were no faster, docs/lab/2026-11-23-forward.md."""
 _MAX_STAGES = 4
 """A warpgroup. Chosen by hand; not tuned."""
-_BARRIER_BYTES = 1024
+BARRIER_BYTES = 1024
 """Shared memory for the barriers, which are followed by operands aligned to 1024 bytes."""
 _EPILOGUE_CLOCKS = 800
 """Of a tile, to find the maxima of its sums: some 12 instructions a window, at two clocks each."""
-_MIN_BATCH = 2048
+MIN_BATCH = 2048
 """There it is as fast as the exact kernel: docs/lab/2026-11-23-forward.md."""
 
 
@@ -76,8 +76,8 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """What follows from the shapes and a config. P and Q count windows."""
+class WindowTiles:
+    """What follows from the shapes and a config, whose tiles are `rows` x `columns` windows. P and Q count windows."""
 
     K: int
     P: int
@@ -88,6 +88,38 @@ class _Sizes:
     G: int
     R: int
     S: int
+    config: Any
+
+    @classmethod
+    def from_shapes(cls, x: Any, w: Any, window: tuple[int, int], config: Any) -> Self:
+        (_, H, W, N), (K, C, F, G), (R, S) = x.shape, w.shape, window
+        return cls(K, (H - F + 1) // R, (W - G + 1) // S, N, C, F, G, R, S, config)
+
+    @property
+    def patch(self) -> tuple[int, int]:
+        """Rows and columns of the images under a tile."""
+        return self.config.rows * self.R + self.F - 1, self.config.columns * self.S + self.G - 1
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return self.P // self.config.rows, self.Q // self.config.columns
+
+    @property
+    def units(self) -> int:
+        """The work to share out: tiles of 64 examples."""
+        return self.tiles[0] * self.tiles[1] * (self.N // EXAMPLES)
+
+    def unit(self, number: Any) -> tuple[Any, Any, Any]:
+        """First row and column of a unit's windows, and its block of the batch. Programs share the images in L2."""
+        tile_rows, tile_columns = self.tiles
+        tile, block = number % (tile_rows * tile_columns), number // (tile_rows * tile_columns)
+        return tile // tile_columns * self.config.rows, tile % tile_columns * self.config.columns, block
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes(WindowTiles):
+    """What follows from the shapes and a config."""
+
     config: Config
 
     @property
@@ -98,17 +130,12 @@ class _Sizes:
     @property
     def panels(self) -> int:
         """Rows of an operand that hold a pixel of all examples of a tile."""
-        return _EXAMPLES // self.group
+        return EXAMPLES // self.group
 
     @property
     def features(self) -> int:
         """Of a tile; zeros fill up the 64 rows of a product."""
         return self.config.rows * self.K * self.config.columns
-
-    @property
-    def patch(self) -> tuple[int, int]:
-        """Rows and columns of the images under a tile."""
-        return self.config.rows * self.R + self.F - 1, self.config.columns * self.S + self.G - 1
 
     @property
     def row(self) -> int:
@@ -145,24 +172,15 @@ class _Sizes:
         return self.config.warpgroups * self.config.stages
 
     @property
-    def tiles(self) -> tuple[int, int]:
-        return self.P // self.config.rows, self.Q // self.config.columns
-
-    @property
-    def units(self) -> int:
-        """The work to share out: tiles of 64 examples."""
-        return self.tiles[0] * self.tiles[1] * (self.N // _EXAMPLES)
-
-    @property
     def other_bytes(self) -> int:
         """Shared memory beside the patches: weights, and results on their way out."""
-        results = self.config.warpgroups * _FEATURES * _EXAMPLES * (_ITEM_BYTES + 1)
-        return _ITEM_BYTES * self.S * _FEATURES * self.summed + results + _BARRIER_BYTES
+        results = self.config.warpgroups * _FEATURES * EXAMPLES * (_ITEM_BYTES + 1)
+        return _ITEM_BYTES * self.S * _FEATURES * self.summed + results + BARRIER_BYTES
 
     @property
     def stages(self) -> int:
         """A warpgroup, as many as fit."""
-        stage = _ITEM_BYTES * self.stage_rows * _EXAMPLES * self.config.warpgroups
+        stage = _ITEM_BYTES * self.stage_rows * EXAMPLES * self.config.warpgroups
         return min(_MAX_STAGES, (device.target().shared_bytes - self.other_bytes) // stage)
 
     def fit(self) -> bool:
@@ -173,7 +191,7 @@ class _Sizes:
             and self.row % 8 == 0
             # Pixels come eight at a time where they are more than a row of an operand.
             and (self.panels == 1 or self.patch[1] == 8)
-            and max(self.C, *self.patch) <= _MAX_BOX
+            and max(self.C, *self.patch) <= MAX_BOX
             and self.stages >= max(1, self.config.stages)
         )
 
@@ -182,14 +200,9 @@ class _Sizes:
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 
-def _sizes(x: Any, w: Any, window: tuple[int, int], config: Config) -> _Sizes:
-    (_, H, W, N), (K, C, F, G), (R, S) = x.shape, w.shape, window
-    return _Sizes(K, (H - F + 1) // R, (W - G + 1) // S, N, C, F, G, R, S, config)
-
-
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
     """The config of the fewest clocks, or None if nothing fits."""
-    sizes = functools.partial(_sizes, x, w, window)
+    sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 0, 0, 0))
     candidates = (
         sizes(Config(rows, columns, operand_bytes, _WARPGROUPS, 0))
@@ -215,7 +228,7 @@ def _supports(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
 
 
 def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | None:
-    return _cheapest(x, w, window) if x.shape[-1] >= _MIN_BATCH else None
+    return _cheapest(x, w, window) if x.shape[-1] >= MIN_BATCH else None
 
 
 @kernel(supports=_supports, heuristic=_heuristic, capability=(9, 0))
@@ -234,7 +247,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
       y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the places `r * S + s`, uint8 of that shape,
       R * S where ReLU is off.
     """
-    sizes = _sizes(x, w, window, config)
+    sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
         raise ValueError(
             f"conv2d_relu_max_pool2d_forward_sm90.forward: {config} does not fit {w.shape} filters on {x.shape}"
@@ -245,7 +258,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         functools.partial(_body, sizes, programs),
         x.reshape(C, H, W, N // sizes.group, sizes.group),
         _matrices(w.astype(x.dtype), sizes),
-        jnp.zeros((max(sizes.tail, 8), _EXAMPLES), x.dtype),
+        jnp.zeros((max(sizes.tail, 8), EXAMPLES), x.dtype),
         _by_features(b.astype(jnp.float32), sizes),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N), x.dtype),
@@ -259,7 +272,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             plgpu.Barrier(num_arrivals=sizes.S + (sizes.ring if sizes.tail else 0)),
             _patches(sizes, x.dtype),
             plgpu.Barrier(num_arrivals=_copies(sizes), num_barriers=sizes.ring),
-            *(swizzled((config.warpgroups, _FEATURES, _EXAMPLES), dtype) for dtype in (x.dtype, jnp.uint8)),
+            *(swizzled((config.warpgroups, _FEATURES, EXAMPLES), dtype) for dtype in (x.dtype, jnp.uint8)),
         ],
         # What threads share lies behind `commit_smem`.
         barriers=False,
@@ -288,7 +301,7 @@ def _by_features(b: Array, sizes: _Sizes) -> Array:
 def _patches(sizes: _Sizes, dtype: Any) -> Any:
     """Stages of patches, which one bulk copy fills, and the products read."""
     box = sizes.ring, sizes.stage_rows // 8, sizes.panels, 8, sizes.group
-    return operand_and_box((sizes.ring, sizes.stage_rows, _EXAMPLES), box, dtype, sizes.config.operand_bytes)
+    return operand_and_box((sizes.ring, sizes.stage_rows, EXAMPLES), box, dtype, sizes.config.operand_bytes)
 
 
 def _copies(sizes: _Sizes) -> int:
@@ -360,11 +373,8 @@ class _Program:
             plgpu.copy_gmem_to_smem(self.zeros, tail, self.constants_loaded)
 
     def tile(self, step):
-        """First row and column of a step's windows, and its block of the batch. Programs share the images in L2."""
-        (tile_rows, tile_columns), config = self.sizes.tiles, self.sizes.config
-        unit = step * self.programs + self.program
-        tile, block = unit % (tile_rows * tile_columns), unit // (tile_rows * tile_columns)
-        return tile // tile_columns * config.rows, tile % tile_columns * config.columns, block
+        """First row and column of a step's windows, and its block of the batch."""
+        return self.sizes.unit(step * self.programs + self.program)
 
     def copy(self, step, stage, barrier):
         """Starts the copy of the patch under a tile."""
@@ -384,7 +394,7 @@ class _Program:
 
     def take_tile(self, ring, bias, turn, _):
         places, step = self.sizes.R * self.sizes.S, turn * self.sizes.config.warpgroups + self.warpgroup
-        accumulators = [plgpu.ACC((_FEATURES, _EXAMPLES))] * places
+        accumulators = [plgpu.ACC((_FEATURES, EXAMPLES))] * places
         sums = pl.run_scoped(functools.partial(self.multiply, ring, step), *accumulators)
         largest, at = first_maximum(sums)
         largest += lax.broadcast_in_dim(bias, largest.shape, [0])
@@ -411,9 +421,9 @@ class _Program:
         store(self.y_tiles.at[self.warpgroup], y)
         store(self.place_tiles.at[self.warpgroup], at)
         plgpu.commit_smem()
-        columns, examples = pl.ds(q, config.columns), pl.ds(block * _EXAMPLES, _EXAMPLES)
+        columns, examples = pl.ds(q, config.columns), pl.ds(block * EXAMPLES, EXAMPLES)
         if simulating() is None:
-            rows, shape = pl.ds(p, config.rows), (config.rows, sizes.K, config.columns, _EXAMPLES)
+            rows, shape = pl.ds(p, config.rows), (config.rows, sizes.K, config.columns, EXAMPLES)
             tiles = [ref.at[self.warpgroup, pl.ds(0, sizes.features)] for ref in (self.y_tiles, self.place_tiles)]
             y, at = (tile.reshape(*shape) for tile in tiles)
             plgpu.copy_smem_to_gmem(y.transpose((1, 0, 2, 3)), self.y.at[:, rows, columns, examples])

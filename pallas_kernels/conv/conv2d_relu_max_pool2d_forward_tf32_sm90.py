@@ -24,6 +24,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.conv.conv2d_relu_max_pool2d import first_maximum, taps
+from pallas_kernels.conv.conv2d_relu_max_pool2d_forward_sm90 import (
+    BARRIER_BYTES,
+    EXAMPLES,
+    MAX_BOX,
+    MIN_BATCH,
+    WindowTiles,
+)
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import (
@@ -41,8 +48,6 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _ITEM_BYTES = 4
-_EXAMPLES = 64
-"""Of a tile: rows of the tensor cores' tiles."""
 _GROUP = 32
 """Examples side by side in shared memory: a row of the longest swizzle, 128 bytes."""
 _PIXELS = 8
@@ -51,18 +56,12 @@ _BOX_ROWS = 8
 """Of results, in a copy to device memory: the rows of shared memory among which a swizzle exchanges."""
 _MAX_OUTPUTS = 256
 """Columns of a product, the most that an instruction has."""
-_MAX_BOX = 256
-"""The longest axis of a bulk copy."""
 _MAX_WARPGROUPS = 4
 """A program: 512 threads have 128 registers each."""
 _OTHER_REGISTERS = 40
 """Of a thread, beside its sums and what it transposes. Chosen by hand: ptxas spills nothing at LeNet's shapes."""
-_BARRIER_BYTES = 1024
-"""Shared memory for the barriers, which are followed by operands aligned to 1024 bytes."""
 _SHARED_BYTES_A_CLOCK = 128
 """That a multiprocessor reads or writes."""
-_MIN_BATCH = 2048
-"""From there on it is faster than the exact kernel: docs/lab/2026-11-23-forward.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,18 +84,9 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """What follows from the shapes and a config. P and Q count windows."""
+class _Sizes(WindowTiles):
+    """What follows from the shapes and a config."""
 
-    K: int
-    P: int
-    Q: int
-    N: int
-    C: int
-    F: int
-    G: int
-    R: int
-    S: int
     config: Config
 
     @property
@@ -114,11 +104,6 @@ class _Sizes:
         return self.R * self.S * self.features
 
     @property
-    def patch(self) -> tuple[int, int]:
-        """Rows and columns of the images under a tile."""
-        return self.config.rows * self.R + self.F - 1, self.config.columns * self.S + self.G - 1
-
-    @property
     def steps(self) -> int:
         """Of a tile's product: groups of channels."""
         return self.C // self.config.channels
@@ -134,25 +119,16 @@ class _Sizes:
         return _BOX_ROWS // self.windows
 
     @property
-    def tiles(self) -> tuple[int, int]:
-        return self.P // self.config.rows, self.Q // self.config.columns
-
-    @property
-    def units(self) -> int:
-        """The work to share out: tiles of 64 examples."""
-        return self.tiles[0] * self.tiles[1] * (self.N // _EXAMPLES)
-
-    @property
     def shared_bytes(self) -> int:
         """The weights; and for each warpgroup a patch twice, and results on their way out."""
-        weights, patch = self.outputs * self.pixels * self.steps, _EXAMPLES * self.pixels
-        results = _EXAMPLES * self.features * (_ITEM_BYTES + 1)
-        return _ITEM_BYTES * weights + self.config.warpgroups * (2 * _ITEM_BYTES * patch + results) + _BARRIER_BYTES
+        weights, patch = self.outputs * self.pixels * self.steps, EXAMPLES * self.pixels
+        results = EXAMPLES * self.features * (_ITEM_BYTES + 1)
+        return _ITEM_BYTES * weights + self.config.warpgroups * (2 * _ITEM_BYTES * patch + results) + BARRIER_BYTES
 
     @property
     def registers(self) -> int:
         """Of a thread: its sums, and its share of a patch."""
-        return (self.outputs + self.pixels) * _EXAMPLES // 128 + _OTHER_REGISTERS
+        return (self.outputs + self.pixels) * EXAMPLES // 128 + _OTHER_REGISTERS
 
     def fit(self) -> bool:
         """Whether they suit the tensor cores' tiles and the copies' boxes, and fit registers and shared memory."""
@@ -162,21 +138,16 @@ class _Sizes:
             and self.K % self.boxed_channels == 0
             and self.outputs <= _MAX_OUTPUTS
             and self.pixels % _PIXELS == 0
-            and max(self.config.channels, *self.patch) <= _MAX_BOX
+            and max(self.config.channels, *self.patch) <= MAX_BOX
             and self.shared_bytes <= gpu.shared_bytes
             and self.registers <= min(255, gpu.registers // (128 * self.config.warpgroups))
         )
 
     def clocks(self) -> int:
         """For 64 examples, by shared memory: a patch arrives, is read, written and read; the weights are read."""
-        patch, weights = 4 * _EXAMPLES * self.pixels, self.outputs * self.pixels
+        patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
-
-
-def _sizes(x: Any, w: Any, window: tuple[int, int], config: Config) -> _Sizes:
-    (_, H, W, N), (K, C, F, G), (R, S) = x.shape, w.shape, window
-    return _Sizes(K, (H - F + 1) // R, (W - G + 1) // S, N, C, F, G, R, S, config)
 
 
 def _divisors(n: int) -> list[int]:
@@ -188,7 +159,7 @@ def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
 
     More warpgroups were faster than fewer clocks: see docs/lab/2026-11-23-forward.md.
     """
-    sizes = functools.partial(_sizes, x, w, window)
+    sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 1, 1))
     candidates = (
         sizes(Config(rows, columns, channels, warpgroups))
@@ -212,7 +183,7 @@ def _supports(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
 
 
 def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | None:
-    return _cheapest(x, w, window) if x.shape[-1] >= _MIN_BATCH else None
+    return _cheapest(x, w, window) if x.shape[-1] >= MIN_BATCH else None
 
 
 @kernel(supports=_supports, heuristic=_heuristic, capability=(9, 0))
@@ -231,15 +202,15 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
       y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` float32, and the places `r * S + s`, uint8 of that shape, R * S
       where ReLU is off.
     """
-    sizes = _sizes(x, w, window, config)
+    sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:
         raise ValueError(
             f"conv2d_relu_max_pool2d_forward_tf32_sm90.forward: {config} does not fit {w.shape} filters on {x.shape}"
         )
     N, warpgroups = x.shape[-1], config.warpgroups
-    stage = warpgroups, _EXAMPLES // _GROUP, sizes.pixels, _GROUP
-    results = warpgroups, sizes.features, _EXAMPLES
-    boxes = warpgroups, sizes.features // _BOX_ROWS, _EXAMPLES // _GROUP, _BOX_ROWS, _GROUP
+    stage = warpgroups, EXAMPLES // _GROUP, sizes.pixels, _GROUP
+    results = warpgroups, sizes.features, EXAMPLES
+    boxes = warpgroups, sizes.features // _BOX_ROWS, EXAMPLES // _GROUP, _BOX_ROWS, _GROUP
     programs = min(device.target().multiprocessors, -(-sizes.units // warpgroups))
     y, place = launch(
         functools.partial(_body, sizes, programs),
@@ -258,7 +229,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             plgpu.Barrier(num_arrivals=sizes.steps),
             operand_and_box(stage, stage, x.dtype, _GROUP * _ITEM_BYTES),
             plgpu.Barrier(num_arrivals=_copies(sizes), num_barriers=warpgroups),
-            operand((warpgroups, _EXAMPLES, sizes.pixels), x.dtype, _PIXELS * _ITEM_BYTES),
+            operand((warpgroups, EXAMPLES, sizes.pixels), x.dtype, _PIXELS * _ITEM_BYTES),
             operand_and_box(results, boxes, x.dtype, _GROUP * _ITEM_BYTES),
             plgpu.SMEM(results, jnp.uint8),
         ],
@@ -283,7 +254,7 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
 
 def _copies(sizes: _Sizes) -> int:
     """That fill a stage. The simulator has no boxes, and copies rows."""
-    return 1 if simulating() is None else sizes.config.channels * sizes.patch[0] * (_EXAMPLES // _GROUP)
+    return 1 if simulating() is None else sizes.config.channels * sizes.patch[0] * (EXAMPLES // _GROUP)
 
 
 def _transposing() -> Any:
@@ -350,16 +321,10 @@ class _Program:
         for step in range(self.sizes.steps):
             plgpu.copy_gmem_to_smem(self.matrices.at[step], self.weights.at[step], self.weights_loaded)
 
-    def tile(self, unit):
-        """First row and column of a unit's windows, and its block of the batch. Programs share the images in L2."""
-        (tile_rows, tile_columns), config = self.sizes.tiles, self.sizes.config
-        tile, block = unit % (tile_rows * tile_columns), unit // (tile_rows * tile_columns)
-        return tile // tile_columns * config.rows, tile % tile_columns * config.columns, block
-
     def fetch(self, unit, step):
         """Starts the copy of a step's patch."""
-        sizes, (p, q, block) = self.sizes, self.tile(unit)
-        (rows, columns), channels, groups = sizes.patch, sizes.config.channels, _EXAMPLES // _GROUP
+        sizes, (p, q, block) = self.sizes, self.sizes.unit(unit)
+        (rows, columns), channels, groups = sizes.patch, sizes.config.channels, EXAMPLES // _GROUP
         row, column, group, channel = p * sizes.R, q * sizes.S, block * groups, step * channels
         barrier = self.loaded.at[self.warpgroup]
         if simulating() is None:
@@ -375,7 +340,7 @@ class _Program:
     def take_tile(self, unit, share, bias):
         sizes, places = self.sizes, self.sizes.R * self.sizes.S
         multiply = functools.partial(self.multiply, unit, share)
-        sums = pl.run_scoped(multiply, plgpu.ACC((_EXAMPLES, sizes.outputs)))
+        sums = pl.run_scoped(multiply, plgpu.ACC((EXAMPLES, sizes.outputs)))
         each = [sums[:, t * sizes.features : (t + 1) * sizes.features] for t in range(places)]
         largest, at = first_maximum(each)
         largest += lax.broadcast_in_dim(bias, largest.shape, [1])
@@ -386,7 +351,7 @@ class _Program:
         steps, operand = self.sizes.steps, self.operands.at[self.warpgroup]
         for step in range(steps):
             plgpu.barrier_wait(self.loaded.at[self.warpgroup])
-            patch = [self.read(group) for group in range(_EXAMPLES // _GROUP)]
+            patch = [self.read(group) for group in range(EXAMPLES // _GROUP)]
             # All threads have read the patch: the next one is under way while this one is multiplied.
             plgpu.commit_smem()
             if step + 1 < steps:
@@ -408,16 +373,16 @@ class _Program:
 
     def write(self, unit, y, at):
         """Copies a tile's results to device memory."""
-        sizes, config, (p, q, block) = self.sizes, self.sizes.config, self.tile(unit)
+        sizes, config, (p, q, block) = self.sizes, self.sizes.config, self.sizes.unit(unit)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         y, at = (plgpu.layout_cast(a, plgpu.Layout.WGMMA_TRANSPOSED) for a in (y, at))
         store(as_operand(self.y_tiles).at[self.warpgroup].transpose((1, 0)), y)
         store(self.place_tiles.at[self.warpgroup].transpose((1, 0)), at.astype(jnp.uint8))
         plgpu.commit_smem()
         rows, columns = pl.ds(p, config.rows), pl.ds(q, config.columns)
-        examples, groups = pl.ds(block * _EXAMPLES, _EXAMPLES), _EXAMPLES // _GROUP
+        examples, groups = pl.ds(block * EXAMPLES, EXAMPLES), EXAMPLES // _GROUP
         if simulating() is None:
-            places = self.place_tiles.at[self.warpgroup].reshape(sizes.K, config.rows, config.columns, _EXAMPLES)
+            places = self.place_tiles.at[self.warpgroup].reshape(sizes.K, config.rows, config.columns, EXAMPLES)
             plgpu.copy_smem_to_gmem(places.transpose((1, 0, 2, 3)), self.place.at[rows, :, columns, examples])
             for box in range(sizes.features // _BOX_ROWS):
                 tile = as_box(self.y_tiles).at[self.warpgroup, box]

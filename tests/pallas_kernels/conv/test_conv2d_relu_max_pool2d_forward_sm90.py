@@ -4,53 +4,24 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from fused_blocks import (
+    assert_a_nan_stays_with_its_example,
+    can_simulate,
+    integers,
+    shapes,
+    simulate,
+    structs,
+    with_exact,
+)
 from helpers import cuda_program, normal, on_the_cpu, relative_error
 
-from pallas_kernels.conv.conv2d_relu_max_pool2d import forward as exact_forward
 from pallas_kernels.conv.conv2d_relu_max_pool2d_forward_sm90 import Config, forward
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES
-from pallas_kernels.core.simulator import simulated
 
-can_simulate = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="older simulators lack the tensor cores' instructions"
-)
-BLOCKS = {"lenet1": (6, 12, 12, 1, 5), "lenet2": (16, 4, 4, 6, 5), "small": (6, 2, 4, 2, 5), "one row": (3, 1, 4, 2, 3)}
-"""K, P, Q, C, F."""
 HALVES = ["bfloat16", "float16"]
-
-
-def shapes(block, N=LANES, window=(2, 2), spare=0):
-    """Of x, w and b. `spare` rows and columns of x are under no window."""
-    (K, P, Q, C, F), (R, S) = BLOCKS[block], window
-    return (C, P * R + F - 1 + spare, Q * S + F - 1 + spare, N), (K, C, F, F), (K,)
-
-
-def structs(block, N=4096, dtype="bfloat16", window=(2, 2)):
-    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes(block, N, window)]
-
-
-def integers(*shapes, dtype):
-    """Small whole numbers, whose products and sums are exact in every precision: windows have many equal maxima."""
-    random = np.random.default_rng(0)
-    return [jnp.asarray(random.integers(-2, 3, shape), dtype) for shape in shapes]
-
-
-def kernels(window=(2, 2), config=None):
-    """This one and the exact one."""
-    options = dict(window=window)
-    return jax.jit(functools.partial(forward, config=config, **options)), jax.jit(
-        functools.partial(exact_forward, **options)
-    )
-
-
-def simulate(kernel, *arrays):
-    """On a GPU of two multiprocessors, so that programs take several tiles."""
-    with on_the_cpu(), targeting(dataclasses.replace(HOPPER, multiprocessors=2)), simulated():
-        return jax.block_until_ready(kernel(*arrays))
 
 
 @can_simulate
@@ -67,7 +38,7 @@ def simulate(kernel, *arrays):
 )
 def test_the_simulator_finds_it_right(block, window, config, dtype, spare):
     arrays = integers(*shapes(block, LANES, window, spare), dtype=dtype)
-    kernel, exact = kernels(window, config)
+    kernel, exact = with_exact(forward, window, config)
     with on_the_cpu():
         expected = exact(*arrays)
     # Equal maxima: the first one's place.
@@ -76,34 +47,27 @@ def test_the_simulator_finds_it_right(block, window, config, dtype, spare):
 
 @can_simulate
 def test_a_nan_stays_with_its_example():
-    x, w, b = integers(*shapes("small"), dtype="bfloat16")
-    kernel, exact = kernels(config=Config(2, 2, 64, 2, 1))
-    with on_the_cpu():
-        expected = exact(x, w, b)
-    y, place = simulate(kernel, x.at[1, 2, 3, 5].set(jnp.nan), w, b)
-    assert np.isnan(y[:, :, 0, 5]).all() and (place[:, :, 0, 5] == 4).all()
-    for actual, of in zip((y, place), expected, strict=True):
-        np.testing.assert_array_equal(np.delete(actual, 5, axis=3), np.delete(of, 5, axis=3))
+    assert_a_nan_stays_with_its_example(forward, Config(2, 2, 64, 2, 1), "bfloat16")
 
 
 @pytest.mark.parametrize(("block", "config"), [("lenet1", Config(4, 2, 64, 2, 4)), ("lenet2", Config(2, 2, 64, 2, 1))])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_tiles_fill_the_tensor_cores_and_shared_memory(block, config, dtype, on_hopper):
-    arrays = structs(block, dtype=dtype)
+    arrays = structs(block, dtype)
     assert forward.supports(*arrays, window=(2, 2)) is None
     assert forward.heuristic(*arrays, window=(2, 2)) == config
 
 
 def test_it_pays_for_large_batches(on_hopper):
-    assert forward.pays(*structs("lenet2", 2048), window=(2, 2))
-    assert not forward.pays(*structs("lenet2", 1024), window=(2, 2))
+    assert forward.pays(*structs("lenet2", "bfloat16", 2048), window=(2, 2))
+    assert not forward.pays(*structs("lenet2", "bfloat16", 1024), window=(2, 2))
 
 
 @pytest.mark.parametrize(
     ("arrays", "window", "reason"),
     [
-        (structs("lenet1", dtype="float32"), (2, 2), "dtype float32"),
-        (structs("lenet1", window=(3, 2)), (3, 2), "more than 4 places"),
+        (structs("lenet1", "float32"), (2, 2), "dtype float32"),
+        (structs("lenet1", "bfloat16", window=(3, 2)), (3, 2), "more than 4 places"),
         ([jax.ShapeDtypeStruct(s, "bfloat16") for s in ((1, 8, 8, 128), (65, 1, 5, 5), (65,))], (2, 2), "no tile"),
         ([jax.ShapeDtypeStruct(s, "bfloat16") for s in ((1, 7, 7, 128), (8, 1, 4, 4), (8,))], (2, 2), "no tile"),
     ],
@@ -116,24 +80,24 @@ def test_what_it_does_not_take_is_refused(arrays, window, reason, on_hopper):
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])
 def test_other_architectures_are_refused(gpu):
     with targeting(gpu):
-        assert forward.supports(*structs("lenet2"), window=(2, 2)).startswith("compute capability")
+        assert forward.supports(*structs("lenet2", "bfloat16"), window=(2, 2)).startswith("compute capability")
 
 
 def test_less_shared_memory_than_a_tile_needs_is_refused():
     with targeting(dataclasses.replace(HOPPER, shared_bytes=40_000)):
-        assert "shared memory" in forward.supports(*structs("lenet2"), window=(2, 2))
+        assert "shared memory" in forward.supports(*structs("lenet2", "bfloat16"), window=(2, 2))
 
 
 @pytest.mark.parametrize("config", [Config(3, 3, 64, 2, 1), Config(5, 2, 64, 2, 1), Config(4, 2, 64, 2, 64)])
 def test_tiles_that_do_not_fit_raise(config, on_hopper):
     with pytest.raises(ValueError, match="does not fit"):
-        jax.eval_shape(kernels(config=config)[0], *structs("lenet1"))
+        jax.eval_shape(with_exact(forward, config=config)[0], *structs("lenet1", "bfloat16"))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("block", ["lenet1", "lenet2", "small"])
 def test_it_lowers_for_cuda(block, dtype, on_hopper):
-    assert "mosaic_gpu" in cuda_program(functools.partial(forward, window=(2, 2)), *structs(block, dtype=dtype))
+    assert "mosaic_gpu" in cuda_program(functools.partial(forward, window=(2, 2)), *structs(block, dtype))
 
 
 @pytest.mark.gpu
@@ -142,7 +106,7 @@ def test_it_lowers_for_cuda(block, dtype, on_hopper):
 @pytest.mark.parametrize("block", ["lenet1", "lenet2"])
 def test_gpu_results_match_the_exact_kernel_and_repeat_their_bits(block, N, dtype):
     arrays = [a.astype(dtype) for a in normal(*shapes(block, N))]
-    kernel, exact = kernels(config=forward.heuristic(*structs(block), window=(2, 2)))
+    kernel, exact = with_exact(forward, config=forward.heuristic(*structs(block, "bfloat16"), window=(2, 2)))
     once, again, (y, place) = kernel(*arrays), kernel(*arrays), exact(*arrays)
     jax.tree.map(np.testing.assert_array_equal, once, again)
     # Both round their results to the dtype; maxima that are nearly equal may change places.
@@ -153,5 +117,5 @@ def test_gpu_results_match_the_exact_kernel_and_repeat_their_bits(block, N, dtyp
 @pytest.mark.gpu
 def test_gpu_windows_of_equal_maxima_give_the_first():
     arrays = integers(*shapes("lenet2", 4096), dtype="bfloat16")
-    kernel, exact = kernels()
+    kernel, exact = with_exact(forward)
     jax.tree.map(np.testing.assert_array_equal, kernel(*arrays), exact(*arrays))

@@ -4,52 +4,22 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from fused_blocks import (
+    assert_a_nan_stays_with_its_example,
+    can_simulate,
+    integers,
+    shapes,
+    simulate,
+    structs,
+    with_exact,
+)
 from helpers import cuda_program, normal, on_the_cpu, relative_error
 
-from pallas_kernels.conv.conv2d_relu_max_pool2d import forward as exact_forward
 from pallas_kernels.conv.conv2d_relu_max_pool2d_forward_tf32_sm90 import Config, forward
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES, rounded_to_tf32
-from pallas_kernels.core.simulator import simulated
-
-can_simulate = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="older simulators lack the tensor cores' instructions"
-)
-BLOCKS = {"lenet1": (6, 12, 12, 1, 5), "lenet2": (16, 4, 4, 6, 5), "small": (6, 2, 4, 2, 5), "row": (8, 1, 4, 4, 3)}
-"""K, P, Q, C, F."""
-
-
-def shapes(block, N=LANES, window=(2, 2), spare=0):
-    """Of x, w and b. `spare` rows and columns of x are under no window."""
-    (K, P, Q, C, F), (R, S) = BLOCKS[block], window
-    return (C, P * R + F - 1 + spare, Q * S + F - 1 + spare, N), (K, C, F, F), (K,)
-
-
-def structs(block, N=4096, dtype="float32", window=(2, 2)):
-    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes(block, N, window)]
-
-
-def integers(*shapes):
-    """Small whole numbers, whose products and sums are exact in every precision: windows have many equal maxima."""
-    random = np.random.default_rng(0)
-    return [jnp.asarray(random.integers(-2, 3, shape), jnp.float32) for shape in shapes]
-
-
-def kernels(window=(2, 2), config=None):
-    """This one and the exact one."""
-    options = dict(window=window)
-    return jax.jit(functools.partial(forward, config=config, **options)), jax.jit(
-        functools.partial(exact_forward, **options)
-    )
-
-
-def simulate(kernel, *arrays):
-    """On a GPU of two multiprocessors, so that warpgroups take several tiles."""
-    with on_the_cpu(), targeting(dataclasses.replace(HOPPER, multiprocessors=2)), simulated():
-        return jax.block_until_ready(kernel(*arrays))
 
 
 @can_simulate
@@ -57,14 +27,14 @@ def simulate(kernel, *arrays):
     ("block", "window", "config", "spare"),
     [
         ("small", (2, 2), Config(2, 2, 1, 2), 1),
-        ("row", (2, 2), Config(1, 1, 2, 3), 0),
-        ("row", (1, 2), Config(1, 4, 4, 1), 0),
+        ("eight channels", (2, 2), Config(1, 1, 2, 3), 0),
+        ("eight channels", (1, 2), Config(1, 4, 4, 1), 0),
     ],
     ids=["rows and columns", "channels in turn", "windows of a row"],
 )
 def test_the_simulator_finds_it_right(block, window, config, spare):
-    arrays = integers(*shapes(block, LANES, window, spare))
-    kernel, exact = kernels(window, config)
+    arrays = integers(*shapes(block, LANES, window, spare), dtype="float32")
+    kernel, exact = with_exact(forward, window, config)
     with on_the_cpu():
         expected = exact(*arrays)
     # Equal maxima: the first one's place.
@@ -73,8 +43,8 @@ def test_the_simulator_finds_it_right(block, window, config, spare):
 
 @can_simulate
 def test_operands_are_rounded_to_tf32_and_not_cut_off():
-    x, w, b = normal(*shapes("row"))
-    kernel, exact = kernels(config=Config(1, 1, 2, 2))
+    x, w, b = normal(*shapes("eight channels"))
+    kernel, exact = with_exact(forward, config=Config(1, 1, 2, 2))
     with on_the_cpu():
         expected, _ = exact(rounded_to_tf32(x), rounded_to_tf32(w), b)
     assert relative_error(simulate(kernel, x, w, b)[0], expected) < 1e-6
@@ -82,31 +52,24 @@ def test_operands_are_rounded_to_tf32_and_not_cut_off():
 
 @can_simulate
 def test_a_nan_stays_with_its_example():
-    x, w, b = integers(*shapes("small"))
-    kernel, exact = kernels(config=Config(2, 2, 1, 2))
-    with on_the_cpu():
-        expected = exact(x, w, b)
-    y, place = simulate(kernel, x.at[1, 2, 3, 5].set(jnp.nan), w, b)
-    assert np.isnan(y[:, :, 0, 5]).all() and (place[:, :, 0, 5] == 4).all()
-    for actual, of in zip((y, place), expected, strict=True):
-        np.testing.assert_array_equal(np.delete(actual, 5, axis=3), np.delete(of, 5, axis=3))
+    assert_a_nan_stays_with_its_example(forward, Config(2, 2, 1, 2), "float32")
 
 
 @pytest.mark.parametrize(("block", "config"), [("lenet1", Config(2, 2, 1, 4)), ("lenet2", Config(1, 1, 2, 4))])
 def test_tiles_leave_room_for_four_warpgroups(block, config, on_hopper):
-    assert forward.supports(*structs(block), window=(2, 2)) is None
-    assert forward.heuristic(*structs(block), window=(2, 2)) == config
+    assert forward.supports(*structs(block, "float32"), window=(2, 2)) is None
+    assert forward.heuristic(*structs(block, "float32"), window=(2, 2)) == config
 
 
 def test_it_pays_for_large_batches(on_hopper):
-    assert forward.pays(*structs("lenet2", 2048), window=(2, 2))
-    assert not forward.pays(*structs("lenet2", 1024), window=(2, 2))
+    assert forward.pays(*structs("lenet2", "float32", 2048), window=(2, 2))
+    assert not forward.pays(*structs("lenet2", "float32", 1024), window=(2, 2))
 
 
 @pytest.mark.parametrize(
     ("arrays", "reason"),
     [
-        (structs("lenet1", dtype="bfloat16"), "dtype bfloat16"),
+        (structs("lenet1", "bfloat16"), "dtype bfloat16"),
         ([jax.ShapeDtypeStruct(s, "float32") for s in ((1, 8, 8, 128), (65, 1, 5, 5), (65,))], "no tile"),
     ],
     ids=["bfloat16", "no eight results"],
@@ -118,23 +81,23 @@ def test_what_it_does_not_take_is_refused(arrays, reason, on_hopper):
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])
 def test_other_architectures_are_refused(gpu):
     with targeting(gpu):
-        assert forward.supports(*structs("lenet2"), window=(2, 2)).startswith("compute capability")
+        assert forward.supports(*structs("lenet2", "float32"), window=(2, 2)).startswith("compute capability")
 
 
 def test_less_shared_memory_than_a_tile_needs_is_refused():
     with targeting(dataclasses.replace(HOPPER, shared_bytes=40_000)):
-        assert "shared memory" in forward.supports(*structs("lenet2"), window=(2, 2))
+        assert "shared memory" in forward.supports(*structs("lenet2", "float32"), window=(2, 2))
 
 
 @pytest.mark.parametrize("config", [Config(3, 3, 1, 2), Config(5, 1, 1, 2), Config(2, 2, 1, 8)])
 def test_tiles_that_do_not_fit_raise(config, on_hopper):
     with pytest.raises(ValueError, match="does not fit"):
-        jax.eval_shape(kernels(config=config)[0], *structs("lenet1"))
+        jax.eval_shape(with_exact(forward, config=config)[0], *structs("lenet1", "float32"))
 
 
 @pytest.mark.parametrize("block", ["lenet1", "lenet2", "small"])
 def test_it_lowers_for_cuda(block, on_hopper):
-    assert "mosaic_gpu" in cuda_program(functools.partial(forward, window=(2, 2)), *structs(block))
+    assert "mosaic_gpu" in cuda_program(functools.partial(forward, window=(2, 2)), *structs(block, "float32"))
 
 
 @pytest.mark.gpu
@@ -142,7 +105,7 @@ def test_it_lowers_for_cuda(block, on_hopper):
 @pytest.mark.parametrize("block", ["lenet1", "lenet2"])
 def test_gpu_results_match_the_exact_kernel_and_repeat_their_bits(block, N):
     arrays = normal(*shapes(block, N))
-    kernel, exact = kernels(config=forward.heuristic(*structs(block), window=(2, 2)))
+    kernel, exact = with_exact(forward, config=forward.heuristic(*structs(block, "float32"), window=(2, 2)))
     once, again, (y, place) = kernel(*arrays), kernel(*arrays), exact(*arrays)
     jax.tree.map(np.testing.assert_array_equal, once, again)
     assert relative_error(once[0], y) < 1e-3
@@ -153,6 +116,6 @@ def test_gpu_results_match_the_exact_kernel_and_repeat_their_bits(block, N):
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", ["lenet1", "lenet2"])
 def test_gpu_windows_of_equal_maxima_give_the_first(block):
-    arrays = integers(*shapes(block, 4096))
-    kernel, exact = kernels()
+    arrays = integers(*shapes(block, 4096), dtype="float32")
+    kernel, exact = with_exact(forward)
     jax.tree.map(np.testing.assert_array_equal, kernel(*arrays), exact(*arrays))

@@ -1,0 +1,66 @@
+"""Blocks of convolution, ReLU and max-pooling, and how their forwards on the tensor cores are run in tests."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import on_the_cpu
+
+from pallas_kernels.conv.conv2d_relu_max_pool2d import forward as exact_forward
+from pallas_kernels.core.device import HOPPER, targeting
+from pallas_kernels.core.layouts import LANES
+from pallas_kernels.core.simulator import simulated
+
+can_simulate = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="older simulators lack the tensor cores' instructions"
+)
+BLOCKS = {
+    "lenet1": (6, 12, 12, 1, 5),
+    "lenet2": (16, 4, 4, 6, 5),
+    "small": (6, 2, 4, 2, 5),
+    "one row": (3, 1, 4, 2, 3),
+    "eight channels": (8, 1, 4, 4, 3),
+}
+"""K, P, Q, C, F."""
+
+
+def shapes(block, N=LANES, window=(2, 2), spare=0):
+    """Of x, w and b. `spare` rows and columns of x are under no window."""
+    (K, P, Q, C, F), (R, S) = BLOCKS[block], window
+    return (C, P * R + F - 1 + spare, Q * S + F - 1 + spare, N), (K, C, F, F), (K,)
+
+
+def structs(block, dtype, N=4096, window=(2, 2)):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes(block, N, window)]
+
+
+def integers(*shapes, dtype):
+    """Small whole numbers, whose products and sums are exact in every precision: windows have many equal maxima."""
+    random = np.random.default_rng(0)
+    return [jnp.asarray(random.integers(-2, 3, shape), dtype) for shape in shapes]
+
+
+def with_exact(forward, window=(2, 2), config=None):
+    """A kernel, and the exact one."""
+    kernel = functools.partial(forward, window=window, config=config)
+    return jax.jit(kernel), jax.jit(functools.partial(exact_forward, window=window))
+
+
+def simulate(kernel, *arrays):
+    """On a GPU of two multiprocessors, so that programs take several tiles."""
+    with on_the_cpu(), targeting(dataclasses.replace(HOPPER, multiprocessors=2)), simulated():
+        return jax.block_until_ready(kernel(*arrays))
+
+
+def assert_a_nan_stays_with_its_example(forward, config, dtype):
+    x, w, b = integers(*shapes("small"), dtype=dtype)
+    kernel, exact = with_exact(forward, config=config)
+    with on_the_cpu():
+        expected = exact(x, w, b)
+    y, place = simulate(kernel, x.at[1, 2, 3, 5].set(jnp.nan), w, b)
+    assert np.isnan(y[:, :, 0, 5]).all() and (place[:, :, 0, 5] == 4).all()
+    for actual, of in zip((y, place), expected, strict=True):
+        np.testing.assert_array_equal(np.delete(actual, 5, axis=3), np.delete(of, 5, axis=3))
