@@ -38,6 +38,7 @@ def test_an_unknown_experiment_ends_in_one_line(capsys):
     assert capsys.readouterr().err == "error: unknown experiment lnet: did you mean lenet?\n"
 
 
+@pytest.mark.rotating
 def test_a_run_killed_at_each_kind_of_moment_ends_in_the_same_bits(command, toy_config, tmp_path):
     whole = toy_config(run_dir=tmp_path / "whole", epochs=24)
     train.train(whole)

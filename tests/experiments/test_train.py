@@ -37,6 +37,7 @@ def default_run(request, tmp_path_factory):
     return finished.stdout, folder
 
 
+@pytest.mark.rotating
 def test_the_default_run_reaches_97_percent_and_says_so_last(default_run):
     output, _ = default_run
     accuracy = re.fullmatch(r"test accuracy (\d\.\d{4})", output.splitlines()[-1])

@@ -41,6 +41,7 @@ def value_and_gradients(memory, weights, s, xs, scan=None):
     return jax.jit(jax.value_and_grad(of_all, (0, 1, 2), has_aux=True))(weights, s, xs)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("steps", [1, 7, 20])
 def test_every_policy_has_the_scans_values_and_gradients(steps):
     arrays = normal((3, 3), (3,), (steps, 3))

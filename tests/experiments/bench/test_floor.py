@@ -69,6 +69,7 @@ def test_bytes_that_are_only_read_or_written_move_at_that_rate_and_no_slower_tha
     assert floor_seconds(writing, 1000, "default", RATES) == 2 * 100 / 100 + 400 / 100
 
 
+@pytest.mark.rotating
 def test_no_row_of_a_cheap_op_is_faster_than_its_floor(monkeypatch):
     """Its arrays fit into the caches, 0.2 MiB, and do not, 14 MiB."""
     reports = []

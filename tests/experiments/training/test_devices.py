@@ -60,6 +60,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_eight_devices_train_within_rounding_of_one(config, sgd):
     sgd(config)

@@ -205,6 +205,7 @@ def test_loss_and_all_gradients_agree_with_float64(two_steps):
     assert max(errors.values()) < 1e-5, errors
 
 
+@pytest.mark.rotating
 def test_a_step_of_gradient_descent_lowers_the_loss(two_steps):
     first_loss, _, second_loss = two_steps
     assert second_loss < first_loss

@@ -32,6 +32,7 @@ def _check(function, arrays, **options):
         assert_close(value_and_gradients(op)(arrays, cotangents), expected, "float32")
 
 
+@pytest.mark.rotating
 @few
 @hypothesis.given(st.data())
 def test_conv2d(data):
@@ -43,6 +44,7 @@ def test_conv2d(data):
     _check(conv2d, arrays, stride=stride, padding=padding)
 
 
+@pytest.mark.rotating
 @few
 @hypothesis.given(st.data())
 def test_max_pool2d(data):
@@ -55,6 +57,7 @@ def test_max_pool2d(data):
     _check(max_pool2d, (x,), window=window, stride=stride, padding=padding)
 
 
+@pytest.mark.rotating
 @few
 @hypothesis.given(st.lists(st.sampled_from([1, 2, 3, 43, 129]), max_size=2), st.sampled_from([1, 2, 5, 11]), small)
 def test_linear(batch, in_features, out_features):

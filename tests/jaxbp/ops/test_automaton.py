@@ -98,6 +98,7 @@ def test_implementations_agree(implementation):
         assert_close(jax.jit(lambda d, p, s: backward(d, p, wires, s, 3))(dlast, logits, state), want[1], "float32")
 
 
+@pytest.mark.rotating
 @pytest.mark.once
 def test_a_step_is_a_rollout_of_one():
     wires = automaton()
@@ -129,6 +130,7 @@ def test_a_batch_is_its_grids_one_by_one():
     assert_close(together, mapped, 1e-6)
 
 
+@pytest.mark.rotating
 @pytest.mark.once
 def test_check_grads_to_second_order():
     with jax.enable_x64(True):

@@ -215,6 +215,7 @@ def test_without_a_gradient_none_takes_the_product_too(on_hopper):
     assert "stablehlo.convolution" not in program
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_filters_of_one_channel_are_as_exact_in_every_dtype(groups, dtype):

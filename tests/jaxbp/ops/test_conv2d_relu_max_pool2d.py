@@ -110,16 +110,21 @@ def test_only_hopper_gets_kernels_with_its_own_tensor_core_instructions(implemen
     assert ("dot_general" in program) == (gpu is not HOPPER)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=["H200", "B200", "RTX"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [("float32", "default"), ("float32", "highest"), ("bfloat16", "default"), ("float16", "highest")],
+)
 @pytest.mark.parametrize("implementation", ["pallas", None])
-def test_only_hopper_has_a_forward_on_the_tensor_cores_for_half_precisions(implementation, dtype, gpu):
+def test_only_hopper_has_a_forward_on_the_tensor_cores_but_for_exact_float32(implementation, dtype, precision, gpu):
     _, x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in LARGE)
-    forward = functools.partial(conv2d_relu_max_pool2d, window=2, implementation=implementation)
+    options = dict(window=2, precision=precision, implementation=implementation)
+    forward = functools.partial(conv2d_relu_max_pool2d, **options)
     with targeting(gpu):
         program = cuda_program(lambda *arrays: jax.vjp(forward, *arrays)[0], x, w)
     assert program.count("custom_call @mosaic_gpu") == 1
-    assert ("wgmma" in program) == (gpu is HOPPER and dtype != "float32")
+    assert ("wgmma" in program) == (gpu is HOPPER and (dtype, precision) != ("float32", "highest"))
 
 
 def test_without_a_gpu_the_exact_kernels_take_the_place_of_those_on_the_tensor_cores():

@@ -168,6 +168,7 @@ def test_the_light_parametrizations_interpolate_between_the_rows_of_a_truth_tabl
 # ---------------------------------------------------------------------------------------------------- batches and wires
 
 
+@pytest.mark.rotating
 @every_implementation
 def test_a_batch_equals_its_examples_one_by_one(implementation):
     dy, logits, x = normal((130, 6), (6, 16), (130, 5), seed=5)

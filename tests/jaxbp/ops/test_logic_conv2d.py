@@ -121,6 +121,7 @@ def test_gradients_of_gradients_are_right(implementation):
     check_grads(lambda logits, x: op(logits, SHARED, x), (logits, images(1, size=(3, 3))), 2, ("rev",), 2e-2, 2e-2)
 
 
+@pytest.mark.rotating
 @ours
 def test_hardened_trees_are_exact_on_bits(implementation):
     gates = np.random.default_rng(0).integers(16, size=(4, 7))
@@ -147,6 +148,7 @@ def test_of_equal_places_the_first_has_the_gradient(implementation):
     np.testing.assert_array_equal(dx, jax.grad(lambda x: jnp.sum(jaxbp.logic_or_pool2d(x)))(x))
 
 
+@pytest.mark.rotating
 @every_implementation
 def test_a_place_that_several_leaves_read_has_the_sum_of_their_gradients(implementation):
     (logits,) = normal((3, 3, 16), seed=3)

@@ -147,6 +147,7 @@ def test_a_planted_mistake_is_caught_and_named(mistake):
     assert_caught(mistake, "float32")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("mistake", ["a missing 1/N", "a wrong mask at 0", "a dropped batch sum"])
 def test_a_planted_mistake_is_caught_in_every_dtype(mistake, dtype):

@@ -103,6 +103,7 @@ def test_there_are_thirty_functions_of_jax():
     assert len(FUNCTIONS) >= 30
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "seed", "scale", "dtype"), A_FEW)
 def test_a_function_of_jax_passes(name, seed, scale, dtype):
     assert alarms(name, seed, scale, dtype) == []
@@ -166,6 +167,7 @@ ONCE_WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ONCE_WRONG)
 def test_what_was_once_called_wrong_passes(name):
     op, args, settings = ONCE_WRONG[name]
