@@ -61,10 +61,14 @@ def pytest_addoption(parser):
 
 
 def _rotated(config, items):
-    """The items of today: a test is drawn by its name, so that a new one changes no other's day."""
+    """The items of today: a test is drawn by its name, so that a new one changes no other's day, or by its group's."""
     parts = config.getoption("rotate")
-    others_day = lambda item: (zlib.crc32(item.nodeid.encode()) + int(TODAY)) % parts  # noqa: E731
-    left_out = [item for item in items if "rotating" in item.keywords and others_day(item)]
+
+    def is_for_another_day(item):
+        mark = item.get_closest_marker("rotating")
+        return mark and (zlib.crc32(mark.kwargs.get("group", item.nodeid).encode()) + int(TODAY)) % parts
+
+    left_out = [item for item in items if is_for_another_day(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         kept = set(items) - set(left_out)

@@ -136,6 +136,7 @@ def dying(task):
 
 
 @pytest.mark.once
+@pytest.mark.rotating
 def test_a_process_that_dies_does_not_end_the_run(monkeypatch, capsys):
     monkeypatch.setattr(fuzz, "work", dying)
     assert fuzz.main(["--ops", "relu", "--seed", "0", "--cases", "16", "--processes", "2"]) == 1

@@ -127,6 +127,7 @@ def test_only_hopper_has_a_forward_on_the_tensor_cores_but_for_exact_float32(imp
     assert ("wgmma" in program) == (gpu is HOPPER and (dtype, precision) != ("float32", "highest"))
 
 
+@pytest.mark.rotating
 def test_without_a_gpu_the_exact_kernels_take_the_place_of_those_on_the_tensor_cores():
     dy, x, w = normal(*LARGE)
     places = jnp.asarray(np.random.default_rng(2).integers(0, 5, dy.shape, np.uint8))
