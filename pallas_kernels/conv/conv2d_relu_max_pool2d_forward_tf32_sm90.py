@@ -47,6 +47,8 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
+MIN_JAX = (0, 11, 1)
+"""The first version in which threads load from a transposed view of swizzled memory."""
 _ITEM_BYTES = 4
 _GROUP = 32
 """Examples side by side in shared memory: a row of the longest swizzle, 128 bytes."""
@@ -175,6 +177,8 @@ def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
 
 
 def _supports(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
+    if jax.__version_info__ < MIN_JAX:
+        return f"JAX {jax.__version__}, which transposes no swizzled memory, at least {'.'.join(map(str, MIN_JAX))}"
     if x.dtype != jnp.float32:
         return f"dtype {x.dtype}, only float32"
     if _cheapest(x, w, window) is None:

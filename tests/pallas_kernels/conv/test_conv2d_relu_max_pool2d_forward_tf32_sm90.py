@@ -17,9 +17,11 @@ from fused_blocks import (
 )
 from helpers import cuda_program, normal, on_the_cpu, relative_error
 
-from pallas_kernels.conv.conv2d_relu_max_pool2d_forward_tf32_sm90 import Config, forward
+from pallas_kernels.conv.conv2d_relu_max_pool2d_forward_tf32_sm90 import MIN_JAX, Config, forward
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES, rounded_to_tf32
+
+pytestmark = pytest.mark.skipif(jax.__version_info__ < MIN_JAX, reason="older versions transpose no swizzled memory")
 
 
 @can_simulate
