@@ -17,6 +17,7 @@ from fused_blocks import (
 )
 from helpers import cuda_program, normal, on_the_cpu, relative_error
 
+from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_tf32_sm90 as forward_tf32_sm90
 from pallas_kernels.conv.conv2d_relu_max_pool2d_forward_tf32_sm90 import MIN_JAX, Config, forward
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES, rounded_to_tf32
@@ -78,6 +79,12 @@ def test_it_pays_for_large_batches(on_hopper):
 )
 def test_what_it_does_not_take_is_refused(arrays, reason, on_hopper):
     assert reason in forward.supports(*arrays, window=(2, 2))
+
+
+def test_older_versions_of_jax_are_refused(monkeypatch, on_hopper):
+    monkeypatch.setattr(forward_tf32_sm90, "MIN_JAX", (99, 0, 1))
+    assert forward.supports(*structs("lenet2", "float32"), window=(2, 2)).endswith("at least 99.0.1")
+    assert not forward.pays(*structs("lenet2", "float32"), window=(2, 2))
 
 
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])
