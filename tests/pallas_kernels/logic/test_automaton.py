@@ -85,15 +85,19 @@ def test_simulated_kernels_are_the_formula(config, grid):
     assert_close(got, reference(*arguments), "float32")
 
 
-@pytest.mark.parametrize("device", [HOPPER, BLACKWELL], ids=["9.0", "10.0"])
-def test_the_published_automaton_lowers_for_cuda(device):
+@pytest.mark.parametrize(
+    "device, grid",
+    [(HOPPER, (2, 16, 16, 8)), (HOPPER, (4, 32, 32, 8)), (BLACKWELL, (2, 16, 16, 8))],
+    ids=["9.0", "9.0, several groups", "10.0"],
+)
+def test_the_published_automaton_lowers_for_cuda(device, grid):
     with targeting(device):
         automaton = jaxbp.Automaton.create(8, periodic=False, seed=0, **PUBLISHED)
         logits = (
             [jax.ShapeDtypeStruct((16, w.gates, 16), jnp.float32) for w in automaton.perception],
             [jax.ShapeDtypeStruct((w.gates, 16), jnp.float32) for w in automaton.update],
         )
-        state = jax.ShapeDtypeStruct((2, 16, 16, 8), jnp.float32)
+        state = jax.ShapeDtypeStruct(grid, jnp.float32)
         rollout = functools.partial(jaxbp.automaton_rollout, implementation="pallas")
         gradient = jax.grad(lambda p, s: jnp.sum(rollout(p, automaton, s, 1)))
         text = cuda_program(gradient, logits, state)
