@@ -442,9 +442,9 @@ def _tick_backward(*refs, program, warpgroup, plan, config):
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
     # With several groups of cells, each adds to what the one before has written: sums so far are copied to the result.
     is_copied = _groups_of_program(plan, config) > 1 and not config.totals_in_registers
-    totals = _load_totals(plan, team, total_in) if is_copied or config.totals_in_registers else None
+    totals = list(_load_totals(plan, team, total_in)) if config.totals_in_registers else None
     if is_copied:
-        _store_totals(plan, team, totals, total_out)
+        _store_totals(plan, team, _load_totals(plan, team, total_in), total_out)
 
     def group(slices, totals):
         totals = totals and list(totals)
@@ -461,7 +461,7 @@ def _tick_backward(*refs, program, warpgroup, plan, config):
         team.run([*circuit.steps(plan.layers[:-1]), *backward.steps()], prologue)
         return totals
 
-    totals = _visit_groups(plan, config, program, team, refs.rows, group, None if is_copied else totals)
+    totals = _visit_groups(plan, config, program, team, refs.rows, group, totals)
     if totals is not None:
         _store_totals(plan, team, totals, total_out)
 
@@ -545,7 +545,7 @@ class _Team:
     def parts(self, layer):
         """This warpgroup's parts of a layer."""
         warpgroups, done = self.config.warpgroups, 0
-        # Known to be small, it leaves constants to the addresses of instructions: less registers by a half.
+        # Known to be small, it leaves constants to the addresses of instructions: half the registers.
         warpgroup = self.warpgroup & (WARPGROUPS - 1)
         while done < layer.lanes:
             shares = (layer.lanes - done) // (warpgroups * LANES)
@@ -898,10 +898,13 @@ def _sum_consumers(cells, table, pairs):
 
 def _load_totals(plan, team, ref):
     """The gradients of all coefficients, a block for each of `_parts`."""
-    return [load(ref.at[_gates_of(plan, part)], block_layout(part.lanes, 4)) for _, part in _parts(plan, team)]
+    for _, part in _parts(plan, team):
+        yield load(ref.at[_gates_of(plan, part)], block_layout(part.lanes, 4))
 
 
 def _store_totals(plan, team, blocks, ref):
+    """Writes such blocks, each before the next is made."""
+
     def store(part, block):
         ref[_gates_of(plan, part)] = block
 
