@@ -59,13 +59,13 @@ def unsupported(automaton: Automaton, state: Array) -> str | None:
 def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> Prepared:
     """What all ticks share: the coefficients of every lane, the rows that it reads, and the consumers of its row."""
     sizes = plan(automaton, shape)
-    of_channels = [jnp.repeat(c.reshape(4, -1), automaton.channels, axis=1) for c in coefficients[0]]
-    lanes = [
-        jnp.pad(c, [(0, 0), (0, layer.lanes - layer.count)])
-        for c, layer in zip([*of_channels, *coefficients[1]], sizes.layers, strict=True)
+    layers = [c.reshape(4, -1) for c in [*coefficients[0], *coefficients[1]]]
+    filled = [
+        jnp.pad(c, [(0, 0), (0, layer.coefficients - c.shape[1])])
+        for c, layer in zip(layers, sizes.layers, strict=True)
     ]
     wires, consumers = _rows_read(automaton, sizes), _rows_of_consumers(automaton, sizes)
-    lanes = jnp.concatenate(lanes, axis=1).T.astype(jnp.float32)
+    lanes = jnp.concatenate(filled, axis=1).T.astype(jnp.float32)
     return Prepared(coefficients, automaton, lanes, wires, consumers, shape)
 
 
@@ -216,7 +216,7 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
     """`Plan.consumers`, one after the other."""
     C, K, rows = automaton.channels, automaton.kernels, sizes.gradients
     perception, update = automaton.perception, automaton.update
-    nobody = rows.zeros
+    nobody = sizes.zeros
 
     def filled(table, lanes):
         missing = [(0, table.shape[0] % 2), (0, lanes - table.shape[1])]

@@ -54,8 +54,13 @@ def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
     return iotas()
 
 
+def lane_numbers(lanes: int) -> Array:
+    """The vector of all lanes' numbers, int32."""
+    return columns(lane_and_column(lanes, 1)[0])[0]
+
+
 def gather_rows(ref: Any, rows: Array) -> Array:
-    """`ref[rows]`: of `(n, width)` in shared memory, the block of these rows; rows is a vector of int32."""
+    """`ref[rows]`: of `(n, width)` in shared or device memory, the block of these rows; rows is a vector of int32."""
     (lanes,), width = rows.shape, ref.shape[1]
     if simulating() is not None:
         return ref[...][rows]
@@ -134,7 +139,7 @@ def columns(block: Array) -> tuple[Array, ...]:
     @plgpu.inline_mgpu(arg_types=(block_layout(lanes, width),), return_type=(vectors,) * width)
     def split(_, block):
         return tuple(
-            _map_registers(block.registers, lambda row, k=k: _row([vector.extract(row, [], [k])]), vector_layout(lanes))
+            _map_registers(block, lambda row, k=k: _row([vector.extract(row, [], [k])]), vector_layout(lanes))
             for k in range(width)
         )
 
@@ -161,6 +166,27 @@ def sums_of_rows(*blocks: Array) -> Array:
         return _fragmented(registers, block_layout(lanes, count))
 
     return sums(*blocks)
+
+
+def computed_here(block: Array) -> Array:
+    """A block of float32, computed before what follows.
+
+    LLVM moves the last addition to a loop's carry to the end of the loop. Its terms take as many registers meanwhile.
+    """
+    if simulating() is not None:
+        return block
+
+    @plgpu.inline_mgpu(arg_types=(block_layout(*block.shape),), return_type=_block(*block.shape, block.dtype))
+    def pin(_, block):
+        def pinned(row):
+            numbers = [vector.extract(row, [], [k]) for k in range(block.shape[1])]
+            return _row(
+                [llvm.inline_asm(number.type, [number], "", "=f,0", has_side_effects=True) for number in numbers]
+            )
+
+        return _map_registers(block, pinned, block_layout(*block.shape))
+
+    return pin(block)
 
 
 def compiler_fence() -> None:
@@ -202,11 +228,11 @@ def _block(lanes, width, dtype):
     return plgpu.ShapeDtypeStruct((lanes, width), jnp.dtype(dtype), layout=block_layout(lanes, width))
 
 
-def _map_registers(registers, function, layout):
-    results = np.empty_like(registers)
-    for index, register in np.ndenumerate(registers):
+def _map_registers(array, function, layout):
+    results = np.empty_like(array.registers)
+    for index, register in np.ndenumerate(array.registers):
         results[index] = function(register)
-    return _fragmented(results, layout)
+    return _fragmented(results, layout, signed=array.is_signed)
 
 
 def _fragmented(registers, layout, signed=None):

@@ -8,8 +8,9 @@ seen, goes to device memory.
 
 The backward computes the rows again, and goes back through the layers. A gate's gradient is the sum over the consumers
 of its row, which a table lists, of what they have written: no two threads add to one number, and sums have an order.
-The gradients of the coefficients are a thread's own sums over its cells. They are added to those of the tick before in
-device memory, a copy a program.
+What they write takes the rows of layers that have been gone back through. The gradients of the coefficients are a
+thread's own sums over its cells. They are added to those of the tick before in device memory, a copy a program; a
+program with many cells has them in registers meanwhile.
 """
 
 import dataclasses
@@ -27,9 +28,11 @@ from pallas_kernels.core import device
 from pallas_kernels.core.gathers import (
     block_layout,
     columns,
+    computed_here,
     gather_elements,
     gather_rows,
     lane_and_column,
+    lane_numbers,
     meet,
     scatter_elements,
     spread,
@@ -45,14 +48,20 @@ NEIGHBOURS = 9
 """Cells that a cell sees: those of the 3 x 3 around it, in row-major order."""
 CENTRE = 4
 """The place of the cell itself among its `NEIGHBOURS`."""
-_CELLS = (4, 2, 1)
-"""Cells of a program at a time. A thread's widest access of shared memory is 16 bytes (CUDA C++ Programming Guide),
-four float32; fewer cells were slower: docs/lab/2026-11-22-automata.md."""
+_SLICE = 4
+"""Cells that have their rows side by side: a thread's widest access of shared memory is 16 bytes (CUDA C++ Programming
+Guide), four float32. Rows of more cells would lie further apart and meet in fewer of the banks."""
+_CELLS = (2 * _SLICE, _SLICE, 2, 1)
+"""Cells of a program at a time. Those of a second slice need no wires and coefficients of their own, and the third
+would not fit into shared memory. Fewer than four were slower: docs/lab/2026-11-22-automata.md."""
 _CELLS_OF_LATENCY = 2
 """Latency of a group of cells, as the number of cells that could be computed in its time. Chosen by hand; not tuned."""
 WARPGROUPS = 2
 """Warpgroups of a program, at most. They share its rows, and each takes a part of every layer. One was slower on large
 grids: docs/lab/2026-11-22-automata.md."""
+_TOTAL_REGISTERS = 96
+"""Registers of a thread for gradients of coefficients, at most: with what a step takes, all fit into 255. Chosen by
+hand; not tuned."""
 _RESERVED_BYTES = 2048
 """Bytes of shared memory for what Mosaic GPU itself needs. Chosen by hand: more than the barrier takes."""
 _MAX_CONSUMERS = 32
@@ -68,16 +77,19 @@ class Layer:
       lanes: how many there are, whole warpgroups.
       count: how many of them have a gate or an input.
       max_consumers: of a row.
+      copies: how many lanes that follow each other have the same coefficients.
     """
 
     first: int
     lanes: int
     count: int
     max_consumers: int
+    copies: int = 1
 
     @property
-    def rows(self) -> Any:
-        return pl.ds(self.first, self.lanes)
+    def coefficients(self) -> int:
+        """How many the lanes have, with those of lanes without a gate."""
+        return -(-self.lanes // self.copies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,15 +129,27 @@ class Plan:
 
     @functools.cached_property
     def inputs(self) -> Layer:
-        return Layer(0, padded_lanes(self.neighbourhood), self.neighbourhood, self.neighbour_consumers)
+        """At least one lane has no input, whose row is 0."""
+        return Layer(0, padded_lanes(self.neighbourhood + 1), self.neighbourhood, self.neighbour_consumers)
+
+    @property
+    def zeros(self) -> int:
+        """A row of zeros, for rows with fewer consumers than others."""
+        return self.neighbourhood
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
         """Perception's, with a row for each gate, kernel and channel, then update's."""
         counts = [gates * self.kernels * self.channels for gates in self.perception] + [*self.update]
+        copies = [self.channels] * len(self.perception) + [1] * len(self.update)
         lanes = [padded_lanes(count) for count in counts]
         firsts = itertools.accumulate(lanes, initial=self.inputs.lanes)
-        return tuple(map(Layer, firsts, lanes, counts, [*self.output_consumers, 0]))
+        return tuple(map(Layer, firsts, lanes, counts, [*self.output_consumers, 0], copies))
+
+    @functools.cached_property
+    def coefficient_firsts(self) -> tuple[int, ...]:
+        """Where the coefficients of each layer begin, and the end of the last."""
+        return tuple(itertools.accumulate((layer.coefficients for layer in self.layers), initial=0))
 
     @property
     def rows(self) -> int:
@@ -139,21 +163,21 @@ class Plan:
 
     @functools.cached_property
     def gradients(self) -> "GradientRows":
-        first_update = len(self.perception)
-        buffered_layers = [i for i in reversed(range(len(self.layers))) if i != first_update]
-        sizes = [0, 0]
-        for turn, i in enumerate(buffered_layers):
-            sizes[turn % 2] = max(sizes[turn % 2], 2 * self.layers[i].lanes)
-        sums_buffer = len(buffered_layers) % 2
+        """They take rows of layers that have been gone back through, and a few more behind those of the last layer."""
+        first_update, firsts, ends = len(self.perception), {}, {}
+        for i in reversed(range(len(self.layers))):
+            layer = self.layers[i]
+            # Read while these rows are written: what the gates have read, and the gradients of their consumers.
+            before = layer.first if i + 1 < len(self.layers) else self.rows
+            taken = [(0, before)] + [(firsts[k], ends[k]) for k in (i + 1, first_update) if k in firsts]
+            firsts[i] = _gap(taken, 2 * layer.lanes)
+            ends[i] = firsts[i] + 2 * layer.lanes
         sum_count = 2 * self.perception[0] * self.channels
-        sizes[sums_buffer] = max(sizes[sums_buffer], padded_lanes(sum_count))
-        buffers = (0, sizes[0])
-        firsts = {i: buffers[turn % 2] for turn, i in enumerate(buffered_layers)} | {first_update: sum(sizes)}
-        return GradientRows(
-            firsts=tuple(firsts[i] for i in range(len(self.layers))),
-            kernel_sums=Layer(buffers[sums_buffer], padded_lanes(sum_count), sum_count, self.kernels),
-            zeros=sum(sizes) + 2 * self.layers[first_update].lanes,
-        )
+        taken = [(0, self.inputs.lanes)] + [(firsts[k], ends[k]) for k in (0, first_update)]
+        sums_first = _gap(taken, padded_lanes(sum_count))
+        sums = Layer(sums_first, padded_lanes(sum_count), sum_count, self.kernels)
+        count = max(self.rows, *ends.values(), sums.first + sums.lanes)
+        return GradientRows(tuple(firsts[i] for i in range(len(self.layers))), sums, count)
 
     @functools.cached_property
     def consumers(self) -> "ConsumerTables":
@@ -204,24 +228,30 @@ class GradientRows:
 
     Attributes:
       firsts: the first row that each layer writes: first the gradients of its gates' a, then those of their b. The
-        layer before reads them, and then they are free: layers alternate between two buffers. Update's first layer has
-        a third buffer, because the inputs, which come last, read it as well.
+        layer before reads them, and then they are free. Those of update's first layer stay, because the inputs, which
+        come last, read them as well.
       kernel_sums: those of perception's first layer after the sum over kernels: role, gate, channel.
-      zeros: a row of zeros, for rows with fewer consumers than others.
+      count: rows of the whole backward.
     """
 
     firsts: tuple[int, ...]
     kernel_sums: Layer
-    zeros: int
+    count: int
 
-    @property
-    def count(self) -> int:
-        return self.zeros + WARPGROUPS * LANES
+
+def _gap(taken, size):
+    """The first of `size` rows that follow each other, none of them between a `(first, end)` of `taken`."""
+    gap = 0
+    for first, end in sorted(taken):
+        if gap + size <= first:
+            break
+        gap = max(gap, end)
+    return gap
 
 
 def padded_lanes(count: int) -> int:
-    """Lanes for `count` gates or inputs, a multiple of `LANES` for every warpgroup of a program."""
-    return -(-count // (WARPGROUPS * LANES)) * WARPGROUPS * LANES
+    """Lanes for `count` gates or inputs, a multiple of `LANES`."""
+    return -(-count // LANES) * LANES
 
 
 # -------------------------------------------------------------------------------------------------------- the kernels
@@ -232,11 +262,13 @@ class Config:
     """How a tick is shared out.
 
     Attributes:
-      cells: of a program at a time.
+      cells: of a program at a time: one, two, or a multiple of four.
       programs: how many.
       lanes: of a layer at a time, of one warpgroup: they are to fit into registers.
       lookahead: steps between the fetch of wires and coefficients and their use; a step has `lanes` lanes.
       warpgroups: of a program, at most `WARPGROUPS`.
+      totals_in_registers: whether a program has the gradients of the coefficients in registers from its first cells
+        to its last, rather than in device memory.
     """
 
     cells: int
@@ -244,6 +276,15 @@ class Config:
     lanes: int
     lookahead: int
     warpgroups: int = WARPGROUPS
+    totals_in_registers: bool = False
+
+    @property
+    def slices(self) -> int:
+        return -(-self.cells // _SLICE)
+
+    def rows(self, count: int) -> Any:
+        """Shared memory: `count` rows of each slice."""
+        return plgpu.SMEM((self.slices, count, self.cells // self.slices), jnp.float32)
 
 
 def _supports(*arrays: Array, plan: Plan) -> str | None:
@@ -268,10 +309,13 @@ def _heuristic(*arrays: Array, plan: Plan) -> Config | None:
     candidates = [cells for cells in _CELLS if _shared_bytes(plan, cells) <= _shared_limit()]
     cells = min(candidates, key=lambda cells: groups(cells) * (cells + _CELLS_OF_LATENCY))
     programs = -(-plan.cells // (cells * groups(cells)))
-    # A program with one group waits for its first wires, one with several for the L2 cache's bandwidth. The numbers are
-    # those that were fastest in docs/lab/2026-11-22-automata.md.
-    lanes, lookahead = (128, 4) if groups(cells) == 1 else (256, 2)
-    return Config(cells, programs, lanes, lookahead)
+    if groups(cells) == 1:
+        # It waits for its first wires. The numbers are those that were fastest in docs/lab/2026-11-22-automata.md.
+        return Config(cells, programs, lanes=128, lookahead=4)
+    # Bound by the throughput of shared memory and of the L2 cache. Chosen by hand; not tuned.
+    registers = sum(4 * -(-layer.lanes // (WARPGROUPS * LANES)) for layer in plan.layers)
+    in_registers = registers <= _TOTAL_REGISTERS
+    return Config(cells, programs, lanes=256, lookahead=2, totals_in_registers=in_registers)
 
 
 def _shared_limit() -> int:
@@ -279,7 +323,7 @@ def _shared_limit() -> int:
 
 
 def _shared_bytes(plan: Plan, cells: int) -> int:
-    return (plan.rows + plan.gradients.count) * cells * 4
+    return plan.gradients.count * cells * 4
 
 
 class _TickRefs(NamedTuple):
@@ -299,8 +343,9 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
     """The next state.
 
     Args:
-      coefficients: `(plan.gates, 4)` float32, of every lane of every layer, 0 where there is no gate.
-      wires: `(plan.gates,)` int32, the rows that each reads, `a + (b << 16)`; any where there is none.
+      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, of every lane of every layer, 0 where there is no gate;
+        once for the lanes that share them.
+      wires: `(plan.gates,)` int32, the rows that each lane reads, `a + (b << 16)`; any where there is no gate.
       state: `(cells channels + padded_lanes(channels),)`, cell by cell; the rest is spare.
       fires: `(cells,)` int32, 0 where a cell keeps its state; None if none does.
     """
@@ -310,7 +355,7 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
         out=jax.ShapeDtypeStruct(state.shape, state.dtype),
         grid={"program": config.programs},
         warpgroups=config.warpgroups,
-        scratch=[plgpu.SMEM((plan.rows, config.cells), jnp.float32), plgpu.Barrier(num_arrivals=config.warpgroups)],
+        scratch=[config.rows(plan.rows), plgpu.Barrier(num_arrivals=config.warpgroups)],
         name="automaton_tick",
         barriers=False,
         sums_across_warps=False,
@@ -321,24 +366,19 @@ def _tick(*refs, program, warpgroup, plan, config):
     """The body: the cells of a program, one group after the other."""
     refs, last = _named(_TickRefs, refs), plan.layers[-1]
     team = _Team(config, warpgroup, refs.barrier)
-    circuit = _Circuit(plan, team, refs.coefficients, refs.wires, refs.rows)
 
-    def group(cells):
-        team.run(circuit.steps(plan.layers), prologue=lambda: cells.load_neighbourhoods(refs.state, refs.rows))
-        for part, _ in team.parts(last):
-            channel = part.first - last.first
-            elements = cells.state_elements(channel, part.lanes)
-            new_state = _load_rows(refs.rows, part.first, part.lanes)
-            if refs.fires is not None:
-                old_state = _load_rows(refs.rows, CENTRE * plan.channels + channel, part.lanes)
-                new_state = jnp.where(_gather(refs.fires, elements.cell, elements.valid) != 0, new_state, old_state)
-            scatter_elements(refs.new_state, elements.place, new_state.astype(refs.new_state.dtype))
+    def group(slices, carry):
+        circuit = _Circuit(plan, team, refs.coefficients, refs.wires, slices)
+        team.run(circuit.steps(plan.layers), prologue=lambda: _load_neighbourhoods(team, slices, refs.state))
+        for part in team.parts(last):
+            team.divide(part, slices, functools.partial(_write_next_state, refs, part))
+        return carry
 
-    _visit_groups(plan, config, program, team, group)
+    _visit_groups(plan, config, program, team, refs.rows, group, None)
 
 
 class _TickBackwardRefs(NamedTuple):
-    """References of `tick_backward`; `fires` is None where all cells fire. `sums` are the rows of gradients."""
+    """References of `tick_backward`; `fires` is None where all cells fire."""
 
     coefficients: Any
     wires: Any
@@ -352,7 +392,6 @@ class _TickBackwardRefs(NamedTuple):
     dkept_out: Any
     total_out: Any
     rows: Any
-    sums: Any
     barrier: Any
 
 
@@ -379,9 +418,9 @@ def tick_backward(
       coefficients, wires, state, fires: as in `tick`.
       consumers: int32, the rows to which the consumers of a row write its gradient, two in one number, the later in
         the upper half; `Plan.consumers` says where.
-      dseen: `(cells neighbourhood + padded_lanes(neighbourhood),)` float32, cell by cell; the rest is spare.
+      dseen: `(cells neighbourhood + plan.inputs.lanes,)` float32, cell by cell; the rest is spare.
       dkept: as the state, float32.
-      total: `(programs, plan.gates, 4)` float32, to which the gradients of the coefficients are added.
+      total: `(programs, plan.gates, 4)` float32, to which the gradients of the coefficients are added, lane by lane.
     """
     return launch(
         functools.partial(_tick_backward, plan=plan, config=config),
@@ -389,11 +428,7 @@ def tick_backward(
         out=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (dseen, dkept, total)),
         grid={"program": config.programs},
         warpgroups=config.warpgroups,
-        scratch=[
-            plgpu.SMEM((plan.rows, config.cells), jnp.float32),
-            plgpu.SMEM((plan.gradients.count, config.cells), jnp.float32),
-            plgpu.Barrier(num_arrivals=config.warpgroups),
-        ],
+        scratch=[config.rows(plan.gradients.count), plgpu.Barrier(num_arrivals=config.warpgroups)],
         name="automaton_tick_backward",
         barriers=False,
         sums_across_warps=False,
@@ -403,27 +438,32 @@ def tick_backward(
 def _tick_backward(*refs, program, warpgroup, plan, config):
     """The body: the cells of a program, one group after the other."""
     refs = _named(_TickBackwardRefs, refs)
-    team, has_groups = _Team(config, warpgroup, refs.barrier), _groups_of_program(plan, config) > 1
-    circuit = _Circuit(plan, team, refs.coefficients, refs.wires, refs.rows)
+    team = _Team(config, warpgroup, refs.barrier)
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
     # With several groups of cells, each adds to what the one before has written: sums so far are copied to the result.
-    previous_totals = total_out if has_groups else total_in
-    backward = _Backward(circuit, refs.consumers, refs.sums, previous_totals=previous_totals, totals=total_out)
-    if has_groups:
-        for gates in (circuit.gates(part) for layer in plan.layers for part, _ in team.parts(layer)):
-            total_out[gates] = load(total_in.at[gates], block_layout(gates.size, 4))
-    refs.sums[pl.ds(plan.gradients.zeros + warpgroup * LANES, LANES)] = jnp.zeros((LANES, config.cells), jnp.float32)
+    is_copied = _groups_of_program(plan, config) > 1 and not config.totals_in_registers
+    totals = list(_load_totals(plan, team, total_in)) if config.totals_in_registers else None
+    if is_copied:
+        _store_totals(plan, team, _load_totals(plan, team, total_in), total_out)
 
-    def group(cells):
-        dlast = [
-            _next_state_gradient(refs, cells, part.first - plan.layers[-1].first, part.lanes)
-            for part, _ in team.parts(plan.layers[-1])
-        ]
-        steps = [*circuit.steps(plan.layers[:-1]), *backward.steps(dlast)]
-        team.run(steps, prologue=lambda: cells.load_neighbourhoods(refs.state, refs.rows))
-        cells.scatter_gradients(backward.input_gradients(), refs.dseen_out)
+    def group(slices, totals):
+        totals = totals and list(totals)
+        circuit = _Circuit(plan, team, refs.coefficients, refs.wires, slices)
+        previous_total = total_out if is_copied else total_in
+        backward = _Backward(circuit, refs.consumers, totals, previous_total, total_out, refs.dseen_out)
 
-    _visit_groups(plan, config, program, team, group)
+        def prologue():
+            _load_neighbourhoods(team, slices, refs.state)
+            for part in team.parts(plan.layers[-1]):
+                # By other warpgroups than the inputs, which wait for device memory as well.
+                team.divide(part, slices, functools.partial(_load_next_state_gradient, refs, part), first=1)
+
+        team.run([*circuit.steps(plan.layers[:-1]), *backward.steps()], prologue)
+        return totals
+
+    totals = _visit_groups(plan, config, program, team, refs.rows, group, totals)
+    if totals is not None:
+        _store_totals(plan, team, totals, total_out)
 
 
 def _without_none(*arrays):
@@ -440,19 +480,45 @@ def _groups_of_program(plan, config):
     return -(-plan.cells // (config.cells * config.programs))
 
 
-def _visit_groups(plan, config, program, team, group):
-    """`group` for all cells of a program."""
+def _visit_groups(plan, config, program, team, rows, group, carry):
+    """`group(slices, carry)` for all cells of a program; gives the last carry."""
     groups = _groups_of_program(plan, config)
+    width = rows.shape[-1]
 
     def visit(i, carry):
-        group(_Cells(plan, team, config.cells, (program + i * config.programs) * config.cells))
+        first = (program + i * config.programs) * config.cells
+        slices = [_Cells(plan, width, first + s * width, rows.at[s]) for s in range(config.slices)]
+        carry = group(slices, carry)
         team.meet()  # The next group writes what this one reads.
         return carry
 
-    if groups == 1:
-        visit(0, None)
-    else:
-        lax.fori_loop(0, groups, visit, None)
+    return visit(0, carry) if groups == 1 else lax.fori_loop(0, groups, visit, carry)
+
+
+# ------------------------------------------------------------------------------------------ the warpgroups of a program
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A warpgroup's lanes of a layer, as many as fit into registers.
+
+    Attributes:
+      first: its first row.
+      offset: its first lane's, in the layer.
+      lanes: how many.
+      is_alone: there are lanes for one warpgroup only. All have the same part, and one of them computes it.
+      is_last: of its layer.
+    """
+
+    first: Any
+    offset: Any
+    lanes: int
+    is_alone: bool
+    is_last: bool
+
+    @property
+    def rows(self) -> Any:
+        return pl.ds(self.first, self.lanes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -477,12 +543,30 @@ class _Team:
     barrier: Any
 
     def parts(self, layer):
-        """This warpgroup's lanes of a layer, in parts that fit into registers; and whether each is the last."""
-        end, warpgroups = layer.first + layer.lanes, self.config.warpgroups
-        for first in range(layer.first, end, warpgroups * self.config.lanes):
-            lanes = min(self.config.lanes, (end - first) // warpgroups)
-            part = Layer(first + self.warpgroup * lanes, lanes, lanes, layer.max_consumers)
-            yield part, first + warpgroups * lanes == end
+        """This warpgroup's parts of a layer."""
+        warpgroups, done = self.config.warpgroups, 0
+        # Known to be small, it leaves constants to the addresses of instructions: half the registers.
+        warpgroup = self.warpgroup & (WARPGROUPS - 1)
+        while done < layer.lanes:
+            shares = (layer.lanes - done) // (warpgroups * LANES)
+            lanes = min(self.config.lanes, max(shares, 1) * LANES)
+            offset = done + warpgroup * lanes if shares else done
+            done += lanes * (warpgroups if shares else 1)
+            yield _Part(layer.first + offset, offset, lanes, is_alone=not shares, is_last=done == layer.lanes)
+
+    def divide(self, part, slices, function, first=0):
+        """`function(slices)` of a part: of one that is alone, warpgroups from the `first` on have some slices each."""
+        warpgroups = self.config.warpgroups
+        if not part.is_alone:
+            function(slices)
+            return
+        for turn in range(min(warpgroups, len(slices))):
+            share = functools.partial(function, slices[turn::warpgroups])
+            pl.when(self.warpgroup == (first + turn) % warpgroups)(share)
+
+    def once(self, part, function, otherwise):
+        """`function()` of a part, and `otherwise` in warpgroups that leave it to another."""
+        return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
     def meet(self):
         """Waits until all have written their rows."""
@@ -493,12 +577,16 @@ class _Team:
         steps, lookahead = list(steps), self.config.lookahead
         fetched = [step.fetch() for step in steps[:lookahead]]
         prologue()
+        self.meet()
         for i, step in enumerate(steps):
             if i + lookahead < len(steps):
                 fetched.append(steps[i + lookahead].fetch())
             step.compute(fetched[i])
             if step.is_last:
                 self.meet()
+
+
+# ------------------------------------------------------------------------------------------------------ cells of a grid
 
 
 def _load_rows(ref, first, lanes):
@@ -522,12 +610,12 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cells:
-    """`count` cells of a grid from `first` on, a column each; those past the grid's end are masked."""
+    """A slice: `count` cells of a grid from `first` on, a column each of `rows`. Cells past the grid are masked."""
 
     plan: Plan
-    team: _Team
     count: int
     first: Any
+    rows: Any
 
     def state_elements(self, channel, lanes):
         """A lane a channel, from `channel` on."""
@@ -550,33 +638,81 @@ class _Cells:
         grid = lax.div(cell, plan.height * plan.width)
         return (grid * plan.height + row) * plan.width + column, valid
 
-    def load_neighbourhoods(self, state_ref, rows):
-        """Writes the rows of the inputs."""
+    def load_neighbourhood(self, part, state):
+        """Writes rows of inputs."""
         C = self.plan.channels
-        for part, _ in self.team.parts(self.plan.inputs):
-            lane, column = lane_and_column(part.lanes, self.count)
-            lane = lane + part.first
-            place = lax.div(lane, C)
-            row_offset, column_offset = lax.div(place, 3) - 1, lax.rem(place, 3) - 1
-            cell, valid = self.neighbour(column + self.first, row_offset, column_offset)
-            valid &= lane < self.plan.neighbourhood
-            values = _gather(state_ref, cell * C + lax.rem(lane, C), valid)
-            rows[part.rows] = values.astype(jnp.float32)
-        self.team.meet()
+        lane, column = lane_and_column(part.lanes, self.count)
+        lane = lane + part.offset
+        place = lax.div(lane, C)
+        row_offset, column_offset = lax.div(place, 3) - 1, lax.rem(place, 3) - 1
+        cell, valid = self.neighbour(column + self.first, row_offset, column_offset)
+        valid &= lane < self.plan.neighbourhood
+        values = _gather(state, cell * C + lax.rem(lane, C), valid)
+        self.rows[part.rows] = values.astype(jnp.float32)
 
-    def scatter_gradients(self, blocks, dseen_out):
-        """Writes the gradients of the inputs."""
+    def scatter_gradients(self, part, gradients, dseen_out):
+        """Writes gradients of inputs."""
         neighbourhood = self.plan.neighbourhood
-        for part, block in blocks:
-            lane, column = lane_and_column(part.lanes, self.count)
-            lane, cell = lane + part.first, column + self.first
-            valid = (lane < neighbourhood) & (cell < self.plan.cells)
-            place = jnp.where(valid, cell * neighbourhood + lane, lane + self.plan.cells * neighbourhood)
-            scatter_elements(dseen_out, place, block)
+        lane, column = lane_and_column(part.lanes, self.count)
+        lane, cell = lane + part.offset, column + self.first
+        valid = (lane < neighbourhood) & (cell < self.plan.cells)
+        place = jnp.where(valid, cell * neighbourhood + lane, lane + self.plan.cells * neighbourhood)
+        scatter_elements(dseen_out, place, gradients)
 
 
 def _wrap(i, n):
     return jnp.where(i < 0, i + n, jnp.where(i >= n, i - n, i))
+
+
+def _load_neighbourhoods(team, slices, state):
+    """Writes the rows of the inputs."""
+
+    def load_part(part, slices):
+        for cells in slices:
+            cells.load_neighbourhood(part, state)
+
+    for part in team.parts(slices[0].plan.inputs):
+        team.divide(part, slices, functools.partial(load_part, part))
+
+
+def _write_next_state(refs, part, slices):
+    """Writes what the last layer's gates have computed."""
+    for cells in slices:
+        elements = cells.state_elements(part.offset, part.lanes)
+        new_state = _load_rows(cells.rows, part.first, part.lanes)
+        if refs.fires is not None:
+            old_state = _load_rows(cells.rows, CENTRE * cells.plan.channels + part.offset, part.lanes)
+            new_state = jnp.where(_gather(refs.fires, elements.cell, elements.valid) != 0, new_state, old_state)
+        scatter_elements(refs.new_state, elements.place, new_state.astype(refs.new_state.dtype))
+
+
+def _load_next_state_gradient(refs, part, slices):
+    """Writes the gradient of the last layer's rows to these rows, and that of what cells keep."""
+    for cells in slices:
+        elements = cells.state_elements(part.offset, part.lanes)
+        dy = _next_state_gradient(refs, cells, elements, part)
+        dkept = zeros_like(dy)
+        if refs.fires is not None:
+            fired = _gather(refs.fires, elements.cell, elements.valid) != 0
+            dy, dkept = jnp.where(fired, dy, 0.0), jnp.where(fired, 0.0, dy)
+        scatter_elements(refs.dkept_out, elements.place, dkept)
+        cells.rows[part.rows] = dy
+
+
+def _next_state_gradient(refs, cells, elements, part):
+    """What the cells around have of seeing a cell, and its own of being kept."""
+    plan = cells.plan
+    lane, _ = lane_and_column(part.lanes, cells.count)
+    dy = _gather(refs.dkept, elements.place, elements.valid)
+    for p in range(NEIGHBOURS):
+        # The cell on the opposite side sees this one at place p.
+        cell, valid = cells.neighbour(elements.cell, 1 - p // 3, 1 - p % 3)
+        place = cell * plan.neighbourhood + p * plan.channels + part.offset + lane
+        dy = dy + _gather(refs.dseen, place, valid & elements.valid)
+    return dy
+
+
+# ---------------------------------------------------------------------------------------------------- gates, and back
 
 
 class _Gates(NamedTuple):
@@ -588,36 +724,53 @@ class _Gates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Circuit:
-    """The gates of all layers, whose rows are in shared memory, and what a program reads of them in device memory."""
+    """The gates of all layers, and what a program reads of them in device memory. Slices have their rows."""
 
     plan: Plan
     team: _Team
     coefficients: Any
     wires: Any
-    rows: Any
+    slices: list[_Cells]
 
-    def gates(self, part):
-        """Their places among the lanes of all layers."""
-        return pl.ds(part.first - self.plan.inputs.lanes, part.lanes)
+    def fetch(self, i, part):
+        wires = load(self.wires.at[_gates_of(self.plan, part)], vector_layout(part.lanes), optimized=False)
+        return _Gates(wires, self.fetch_coefficients(i, part))
 
-    def fetch(self, part):
-        wires = load(self.wires.at[self.gates(part)], vector_layout(part.lanes), optimized=False)
-        return _Gates(wires, load(self.coefficients.at[self.gates(part)], block_layout(part.lanes, 4)))
-
-    def inputs(self, wires):
-        """The blocks that gates read, a and b."""
-        return [gather_rows(self.rows, rows) for rows in _unpack(wires)]
+    def fetch_coefficients(self, i, part):
+        first, copies = self.plan.coefficient_firsts[i], self.plan.layers[i].copies
+        if copies == 1:
+            return load(self.coefficients.at[pl.ds(first + part.offset, part.lanes)], block_layout(part.lanes, 4))
+        return gather_rows(self.coefficients, first + lax.div(lane_numbers(part.lanes) + part.offset, copies))
 
     def steps(self, layers):
         """Computes the rows of these layers."""
-        for layer in layers:
-            for part, is_last in self.team.parts(layer):
-                yield _Step(functools.partial(self.fetch, part), functools.partial(self.compute, part), is_last)
+        for i, layer in enumerate(layers):
+            for part in self.team.parts(layer):
+                fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, part)
+                yield _Step(fetch, compute, part.is_last)
 
     def compute(self, part, gates):
-        a, b = self.inputs(gates.wires)
-        c0, c1, c2, c3 = (spread(c, self.rows.shape[1]) for c in columns(gates.coefficients))
-        self.rows[part.rows] = c0 + c1 * a + (c2 + c3 * a) * b
+        self.team.divide(part, self.slices, functools.partial(self.compute_slices, part, gates))
+
+    def compute_slices(self, part, gates, slices):
+        outputs = []
+        for cells in slices:
+            a, b = (gather_rows(cells.rows, row) for row in _unpack(gates.wires))
+            c0, c1, c2, c3 = (spread(c, cells.count) for c in columns(gates.coefficients))
+            outputs.append(c0 + c1 * a + (c2 + c3 * a) * b)
+        # All are read before the first is written: compilers do not know that these are other rows.
+        for cells, y in zip(slices, outputs, strict=True):
+            cells.rows[part.rows] = y
+
+
+def _gates_of(plan, part):
+    """The places of a part's gates among the lanes of all layers."""
+    return pl.ds(part.first - plan.inputs.lanes, part.lanes)
+
+
+def _parts(plan, team):
+    """The parts of all layers, with the numbers of these."""
+    return [(i, part) for i, layer in enumerate(plan.layers) for part in team.parts(layer)]
 
 
 class _GatesBackward(NamedTuple):
@@ -625,77 +778,138 @@ class _GatesBackward(NamedTuple):
 
     Attributes:
       gates: as in the forward.
-      totals: the gradients of their coefficients so far.
+      total: the gradients of their coefficients so far; None where they are in registers.
       consumers: the rows of their consumers, two in one number.
     """
 
     gates: _Gates
-    totals: Array
+    total: Array | None
     consumers: list[Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The gradients of what gates read, in shared memory, and those of coefficients, of which a program has its own.
+    """The gradients of what gates read, in rows, and those of coefficients, of which a program has its own.
 
     Attributes:
       consumers: the array of `Plan.consumers`.
-      sums: rows of gradients.
-      previous_totals, totals: gradients of the coefficients, as they are read and as they are written.
+      totals: gradients of the coefficients in registers, a block for each of `_parts`; None where they are in memory.
+      previous_total, total: those in memory, as they are read and as they are written.
+      dseen: takes the gradients of the inputs.
     """
 
     circuit: _Circuit
     consumers: Any
-    sums: Any
-    previous_totals: Any
-    totals: Any
+    totals: list[Array] | None
+    previous_total: Any
+    total: Any
+    dseen: Any
 
-    def steps(self, dlast):
-        """Goes back through the layers, from the gradients of the last one's rows, part by part."""
-        for i, layer in reversed(list(enumerate(self.circuit.plan.layers))):
-            for k, (part, is_last) in enumerate(self.circuit.team.parts(layer)):
-                fetch, compute = (functools.partial(f, i, part) for f in (self.fetch, self.compute))
-                yield _Step(fetch, functools.partial(compute, None if layer.max_consumers else dlast[k]), is_last)
+    def steps(self):
+        """Goes back through the layers, from the gradients of the last one's rows, and to the inputs."""
+        plan, team = self.circuit.plan, self.circuit.team
+        for number, (i, part) in sorted(enumerate(_parts(plan, team)), key=lambda numbered: -numbered[1][0]):
+            fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, number, i, part)
+            yield _Step(fetch, compute, part.is_last)
+        table = plan.consumers.kernel_sums
+        for part in team.parts(plan.gradients.kernel_sums):
+            fetch = functools.partial(self.fetch_consumers, table, part)
+            yield _Step(fetch, functools.partial(self.sum_kernels, part), part.is_last)
+        table = plan.consumers.inputs
+        for part in team.parts(plan.inputs):
+            fetch = functools.partial(self.fetch_consumers, table, part)
+            yield _Step(fetch, functools.partial(self.write_inputs, table, part), is_last=False)
 
     def fetch(self, i, part):
         plan = self.circuit.plan
-        first = part.first - plan.layers[i].first
-        totals = load(self.previous_totals.at[self.circuit.gates(part)], block_layout(part.lanes, 4))
-        gates = self.circuit.fetch(part)
-        return _GatesBackward(gates, totals, self.fetch_consumers(plan.consumers.layers[i], first, part.lanes))
+        total = None
+        if self.totals is None:
+            total = load(self.previous_total.at[_gates_of(plan, part)], block_layout(part.lanes, 4))
+        consumers = self.fetch_consumers(plan.consumers.layers[i], part)
+        return _GatesBackward(self.circuit.fetch(i, part), total, consumers)
 
-    def fetch_consumers(self, table, first, lanes):
-        """Of `lanes` rows of a table from `first` on, where their consumers leave gradients, two in one number."""
-        places = [pl.ds(table.first + pair * table.lanes + first, lanes) for pair in range(table.pairs)]
-        return [load(self.consumers.at[place], vector_layout(lanes), optimized=False) for place in places]
+    def fetch_consumers(self, table, part):
+        """Of a part's rows of a table, where their consumers leave gradients, two in one number."""
+        places = [pl.ds(table.first + pair * table.lanes + part.offset, part.lanes) for pair in range(table.pairs)]
+        return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
-    def sum_consumers(self, table, pairs):
-        rows = [row for pair in pairs for row in _unpack(pair)][: table.consumers]
-        return _sum(gather_rows(self.sums, row) for row in rows)
+    def compute(self, number, i, part, fetched):
+        """The gradients of what a part's gates read, and of their coefficients."""
+        team, gates = self.circuit.team, _gates_of(self.circuit.plan, part)
+        if self.totals is not None:
+            previous = self.totals[number]
+            total = team.once(part, lambda: previous + self.gate_gradients(i, part, fetched), previous)
+            self.totals[number] = computed_here(total)
+            return
 
-    def compute(self, i, part, dlast, fetched):
-        plan, width = self.circuit.plan, self.sums.shape[1]
-        dy = self.sum_consumers(plan.consumers.layers[i], fetched.consumers) if dlast is None else dlast
-        a, b = self.circuit.inputs(fetched.gates.wires)
-        _, c1, c2, c3 = (spread(c, width) for c in columns(fetched.gates.coefficients))
-        first = plan.gradients.firsts[i] + part.first - plan.layers[i].first
-        self.sums[pl.ds(first, part.lanes)] = dy * (c1 + c3 * b)
-        self.sums[pl.ds(first + plan.layers[i].lanes, part.lanes)] = dy * (c2 + c3 * a)
-        da = dy * a
-        self.totals[self.circuit.gates(part)] = fetched.totals + sums_of_rows(dy, da, dy * b, da * b)
+        def add():
+            self.total[gates] = fetched.total + self.gate_gradients(i, part, fetched)
 
-    def input_gradients(self):
-        """The gradients of the inputs, part by part: summed over perception's kernels, then over its gates."""
+        team.once(part, add, None)
+
+    def gate_gradients(self, i, part, fetched):
+        """Writes the gradients of a and b, and gives those of the coefficients."""
+        layer, first = self.circuit.plan.layers[i], self.circuit.plan.gradients.firsts[i] + part.offset
+        gradients, products = [], []
+        for cells in self.circuit.slices:
+            dy = self.output_gradient(cells, i, part, fetched.consumers)
+            a, b = (gather_rows(cells.rows, row) for row in _unpack(fetched.gates.wires))
+            _, c1, c2, c3 = (spread(c, cells.count) for c in columns(fetched.gates.coefficients))
+            gradients.append((dy * (c1 + c3 * b), dy * (c2 + c3 * a)))
+            da = dy * a
+            products.append((dy, da, dy * b, da * b))
+        for cells, (da, db) in zip(self.circuit.slices, gradients, strict=True):
+            cells.rows[pl.ds(first, part.lanes)] = da
+            cells.rows[pl.ds(first + layer.lanes, part.lanes)] = db
+        return sums_of_rows(*map(_sum, zip(*products, strict=True)))
+
+    def output_gradient(self, cells, i, part, consumers):
+        """Of the rows of a part's gates; those of the last layer are there already."""
         plan = self.circuit.plan
-        table, kernel_sums = plan.consumers.kernel_sums, plan.gradients.kernel_sums
-        for part, _ in self.circuit.team.parts(kernel_sums):
-            places = pl.ds(table.first + part.first - kernel_sums.first, part.lanes)
-            first = load(self.consumers.at[places], vector_layout(part.lanes), optimized=False)
-            self.sums[part.rows] = _sum(gather_rows(self.sums, first + k * plan.channels) for k in range(plan.kernels))
-        self.circuit.team.meet()
-        table = plan.consumers.inputs
-        for part, _ in self.circuit.team.parts(plan.inputs):
-            yield part, self.sum_consumers(table, self.fetch_consumers(table, part.first, part.lanes))
+        if i + 1 == len(plan.layers):
+            return _load_rows(cells.rows, part.first, part.lanes)
+        return _sum_consumers(cells, plan.consumers.layers[i], consumers)
+
+    def sum_kernels(self, part, firsts):
+        """Writes sums over perception's kernels."""
+        plan = self.circuit.plan
+
+        def sum_slices(slices):
+            for cells in slices:
+                rows = (firsts[0] + k * plan.channels for k in range(plan.kernels))
+                cells.rows[part.rows] = _sum(gather_rows(cells.rows, row) for row in rows)
+
+        self.circuit.team.divide(part, self.circuit.slices, sum_slices)
+
+    def write_inputs(self, table, part, consumers):
+        """Writes the gradients of inputs."""
+
+        def write_slices(slices):
+            for cells in slices:
+                cells.scatter_gradients(part, _sum_consumers(cells, table, consumers), self.dseen)
+
+        self.circuit.team.divide(part, self.circuit.slices, write_slices)
+
+
+def _sum_consumers(cells, table, pairs):
+    rows = [row for pair in pairs for row in _unpack(pair)][: table.consumers]
+    return _sum(gather_rows(cells.rows, row) for row in rows)
+
+
+def _load_totals(plan, team, ref):
+    """The gradients of all coefficients, a block for each of `_parts`."""
+    for _, part in _parts(plan, team):
+        yield load(ref.at[_gates_of(plan, part)], block_layout(part.lanes, 4))
+
+
+def _store_totals(plan, team, blocks, ref):
+    """Writes such blocks, each before the next is made."""
+
+    def store(part, block):
+        ref[_gates_of(plan, part)] = block
+
+    for (_, part), block in zip(_parts(plan, team), blocks, strict=True):
+        team.once(part, functools.partial(store, part, block), None)
 
 
 def _unpack(packed):
@@ -705,22 +919,3 @@ def _unpack(packed):
 
 def _sum(terms):
     return functools.reduce(lambda total, term: total + term, terms)
-
-
-def _next_state_gradient(refs, cells, channel, lanes):
-    """The gradient of the last layer's rows, from a channel on. Writes that of what cells keep."""
-    plan = cells.plan
-    elements = cells.state_elements(channel, lanes)
-    lane, _ = lane_and_column(lanes, cells.count)
-    dy = _gather(refs.dkept, elements.place, elements.valid)
-    for p in range(NEIGHBOURS):
-        # The cell on the opposite side sees this one at place p.
-        cell, valid = cells.neighbour(elements.cell, 1 - p // 3, 1 - p % 3)
-        place = cell * plan.neighbourhood + p * plan.channels + channel + lane
-        dy = dy + _gather(refs.dseen, place, valid & elements.valid)
-    if refs.fires is None:
-        scatter_elements(refs.dkept_out, elements.place, zeros_like(dy))
-        return dy
-    fired = _gather(refs.fires, elements.cell, elements.valid) != 0
-    scatter_elements(refs.dkept_out, elements.place, jnp.where(fired, 0.0, dy))
-    return jnp.where(fired, dy, 0.0)

@@ -15,16 +15,19 @@ WIDTH, ROWS = 4, 40
 
 
 def run(rows, places, table, values):
-    """All of them in one kernel: gathered rows, gathered elements, scattered ones, sums, and columns put together."""
+    """All of them in one kernel: gathered rows, of shared memory and of the device's, gathered elements, scattered
+    ones, sums, and columns put together."""
 
-    def body(rows_ref, places_ref, table_ref, values_ref, gathered, elements, scattered, sums, again, shared, *, one):
+    def body(rows_ref, places_ref, table_ref, values_ref, *results, one):
         del one
+        gathered, mirrored, elements, scattered, sums, again, shared = results
         lane, column = gathers.lane_and_column(LANES, WIDTH)
         layout = gathers.block_layout(LANES, WIDTH)
         block, indices = load(table_ref, layout), load(rows_ref, gathers.vector_layout(LANES), optimized=False)
         shared[...] = block
         plgpu.commit_smem()
         gathered[...] = gathers.gather_rows(shared, indices)
+        mirrored[...] = gathers.computed_here(gathers.gather_rows(table_ref, LANES - 1 - gathers.lane_numbers(LANES)))
         places = load(places_ref, layout)
         elements[...] = gathers.gather_elements(values_ref, places)
         gathers.scatter_elements(scattered, column * LANES + lane, block)
@@ -32,7 +35,7 @@ def run(rows, places, table, values):
         again[...] = gathers.spread(gathers.columns(block)[1], WIDTH)
 
     block = jax.ShapeDtypeStruct((LANES, WIDTH), jnp.float32)
-    out = (block, block, jax.ShapeDtypeStruct((LANES * WIDTH,), jnp.float32))
+    out = (block, block, block, jax.ShapeDtypeStruct((LANES * WIDTH,), jnp.float32))
     out += (jax.ShapeDtypeStruct((LANES, 2), jnp.float32), block)
     scratch = [plgpu.SMEM((LANES, WIDTH), jnp.float32)]
     arrays = rows, places, table, values
@@ -40,8 +43,9 @@ def run(rows, places, table, values):
 
 
 def check(results, rows, places, table, values):
-    gathered, elements, scattered, sums, again = map(np.asarray, results)
+    gathered, mirrored, elements, scattered, sums, again = map(np.asarray, results)
     np.testing.assert_array_equal(gathered, table[rows])
+    np.testing.assert_array_equal(mirrored, table[::-1])
     np.testing.assert_array_equal(elements, values[places])
     np.testing.assert_array_equal(scattered.reshape(WIDTH, LANES).T, table)
     np.testing.assert_allclose(sums, np.stack([table.sum(1), 2 * table.sum(1)], axis=1), rtol=1e-5, atol=1e-6)

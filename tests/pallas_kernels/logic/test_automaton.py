@@ -69,24 +69,35 @@ def jitted(automaton, config):
 
 
 @pytest.mark.once
-def test_simulated_kernels_are_the_formula():
+@pytest.mark.parametrize(
+    "config, grid",
+    [
+        (Config(2, 1, lanes=128, lookahead=3, warpgroups=1), (1, 1, 3)),
+        (Config(8, 1, lanes=128, lookahead=2, warpgroups=1, totals_in_registers=True), (1, 3, 3)),
+    ],
+    ids=["two cells", "two slices"],
+)
+def test_simulated_kernels_are_the_formula(config, grid):
     """One warpgroup: the simulator sees a gather as a read of all rows, and another's writes as races."""
-    arguments = operands(1, 3, [8, 4, 2], [4, 2, 1], True, (1, 1, 3), True)
-    config = Config(2, 1, lanes=128, lookahead=3, warpgroups=1)
+    arguments = operands(1, 3, [8, 4, 2], [4, 2, 1], True, grid, True)
     with simulated():
         got = jax.block_until_ready(jitted(arguments[0], config)(*arguments[1:]))
     assert_close(got, reference(*arguments), "float32")
 
 
-@pytest.mark.parametrize("device", [HOPPER, BLACKWELL], ids=["9.0", "10.0"])
-def test_the_published_automaton_lowers_for_cuda(device):
+@pytest.mark.parametrize(
+    "device, grid",
+    [(HOPPER, (2, 16, 16, 8)), (HOPPER, (4, 32, 32, 8)), (BLACKWELL, (2, 16, 16, 8))],
+    ids=["9.0", "9.0, several groups", "10.0"],
+)
+def test_the_published_automaton_lowers_for_cuda(device, grid):
     with targeting(device):
         automaton = jaxbp.Automaton.create(8, periodic=False, seed=0, **PUBLISHED)
         logits = (
             [jax.ShapeDtypeStruct((16, w.gates, 16), jnp.float32) for w in automaton.perception],
             [jax.ShapeDtypeStruct((w.gates, 16), jnp.float32) for w in automaton.update],
         )
-        state = jax.ShapeDtypeStruct((2, 16, 16, 8), jnp.float32)
+        state = jax.ShapeDtypeStruct(grid, jnp.float32)
         rollout = functools.partial(jaxbp.automaton_rollout, implementation="pallas")
         gradient = jax.grad(lambda p, s: jnp.sum(rollout(p, automaton, s, 1)))
         text = cuda_program(gradient, logits, state)
@@ -94,12 +105,42 @@ def test_the_published_automaton_lowers_for_cuda(device):
     assert "scatter" not in text.replace("wires", "")
 
 
-def test_a_large_automaton_takes_fewer_cells_at_a_time():
+SIZES = {
+    "checkerboard": (8, 16, [8, 4, 2], PUBLISHED["update_widths"]),
+    "lizard": (128, 4, [8, 4, 2, 1], [512] * 8 + [256, 128]),
+    "small": (3, 2, [8], [30, 15, 8, 5, 3]),
+}
+
+
+def test_cells_at_a_time_are_as_many_as_fit_and_keep_all_programs_busy():
     with targeting(HOPPER):
-        small = jaxbp.Automaton.create(8, periodic=False, seed=0, **PUBLISHED)
-        assert kernels.tick.heuristic(plan=arrays_of.plan(small, (2, 16, 16, 8))).cells == 4
-        lizard = jaxbp.Automaton.create(128, 4, [8, 4, 2, 1], [512] * 8 + [256, 128], True, seed=0)
-        assert kernels.tick.heuristic(plan=arrays_of.plan(lizard, (1, 20, 20, 128))).cells < 4
+        small = jaxbp.Automaton.create(*SIZES["checkerboard"], False, seed=0)
+        one_group = kernels.tick_backward.heuristic(plan=arrays_of.plan(small, (2, 16, 16, 8)))
+        assert (one_group.cells, one_group.totals_in_registers) == (4, False)
+        groups = kernels.tick_backward.heuristic(plan=arrays_of.plan(small, (4, 32, 32, 8)))
+        assert (groups.cells, groups.totals_in_registers) == (8, True)
+        lizard = jaxbp.Automaton.create(*SIZES["lizard"], True, seed=0)
+        large = kernels.tick_backward.heuristic(plan=arrays_of.plan(lizard, (1, 20, 20, 128)))
+        assert large.cells < 4 and not large.totals_in_registers
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_gradients_take_rows_that_nobody_reads_any_more(sizes):
+    """While a layer writes its own, others are read: its inputs, its consumers' gradients, later the centre's."""
+    plan = arrays_of.plan(jaxbp.Automaton.create(*sizes, True, seed=0), (1, 3, 3, sizes[0]))
+    layers, rows, first_update = plan.layers, plan.gradients, len(plan.perception)
+    written = [range(first, first + 2 * layer.lanes) for first, layer in zip(rows.firsts, layers, strict=True)]
+    sums = range(rows.kernel_sums.first, rows.kernel_sums.first + rows.kernel_sums.lanes)
+    for i, layer in enumerate(layers):
+        read = set(range(layer.first)).union(*written[i + 1 : i + 2])
+        if i < first_update:
+            read |= set(written[first_update])
+        if i + 1 == len(layers):
+            read |= set(range(layer.first, plan.rows))
+        assert not read & set(written[i])
+    assert not {*range(plan.inputs.lanes), *written[0], *written[first_update]} & set(sums)
+    assert max(*map(max, written), max(sums)) < rows.count
+    assert plan.neighbourhood <= plan.zeros < plan.inputs.lanes
 
 
 def test_says_what_does_not_fit():
