@@ -4,7 +4,8 @@ Gate g has `y = c0 + c1 a + c2 b + c3 ab` of the rows a and b that its wires giv
 gates that share wires, each with coefficients of its own; rows may have 1 there, and are then read by all of them.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +29,11 @@ def forward(coefficients: Array, wires: Wires, rows: Array) -> Array:
 def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tuple[Array, Array]:
     """(dc, drows): `dc = Σ dy (1, a, b, ab)` over the examples, and `drows` the sum over a row's consumers of
     `dy (c1 + c3 b)` where it is their a, `dy (c2 + c3 a)` where it is their b."""
-    a, b = rows[wires.a], rows[wires.b]
-    da = dy * a
-    dc = jnp.stack([jnp.sum(terms, axis=-1) for terms in (dy, da, dy * b, da * b)])
+    rows = stored(rows)
+    dc = jnp.stack(_sums_over_examples(dy, rows[wires.a], rows[wires.b]))
     shared = [axis for axis in range(1, rows.ndim - 1) if rows.shape[axis] == 1]
     if shared:  # Of gates that read the same rows, the sums come first.
-        dy = [jnp.sum(c[..., None] * dy, axis=shared, keepdims=True) for c in coefficients[1:]]
+        dy = [jnp.expand_dims(d, shared) for d in _sums(shared, *(c[..., None] * dy for c in coefficients[1:]))]
         slopes, curve = _interleaved(jnp.stack(dy[:2])), dy[2]
     else:
         slopes, curve = _interleaved(coefficients[1:3])[..., None], coefficients[3][..., None]
@@ -44,7 +44,53 @@ def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tupl
         slope = slopes[consumer] + curve[gate] * rows[wires.partners[places]]
         return slope if shared else dy[gate] * slope
 
-    return dc, sum_over_consumers(of_consumers, wires)
+    return dc, stored(sum_over_consumers(of_consumers, wires))
+
+
+def stored(rows: Array) -> Array:
+    """The rows. XLA's compiler for the CPU would else compute a row again wherever it is gathered."""
+    return lax.platform_dependent(rows, cpu=lax.optimization_barrier, default=lambda rows: rows)
+
+
+_MOST_PARTS = 16
+"""Terms of a sum up to which LLVM unrolls its loop, and then computes neighbouring sums in one vector."""
+
+
+def _sums_over_examples(dy: Array, a: Array, b: Array) -> list[Array]:
+    """`Σ dy (1, a, b, ab)`."""
+
+    def terms(dy, a, b):
+        da = dy * a
+        return dy, da, dy * b, da * b
+
+    def by_parts(*rows):
+        """First the parts of the rows are added up, then the numbers of their sum."""
+        examples, axes = dy.shape[-1], [dy.ndim - 1]
+        parts = max(n for n in range(1, _MOST_PARTS + 1) if examples % n == 0)
+        rows = (x.reshape(*x.shape[:-1], parts, examples // parts) for x in rows)
+        return _in_one_loop(axes, *_in_one_loop(axes, *terms(*rows)))
+
+    def at_once(*rows):
+        return _one_by_one([dy.ndim - 1], *terms(*rows))
+
+    return lax.platform_dependent(dy, a, b, cpu=by_parts, default=at_once)
+
+
+def _sums(axes: Sequence[int], *terms: Array) -> list[Array]:
+    """Of each term."""
+    on_cpu, default = (functools.partial(sums, axes) for sums in (_in_one_loop, _one_by_one))
+    return lax.platform_dependent(*terms, cpu=on_cpu, default=default)
+
+
+def _one_by_one(axes: Sequence[int], *terms: Array) -> list[Array]:
+    return [jnp.sum(term, axis=axes) for term in terms]
+
+
+def _in_one_loop(axes: Sequence[int], *terms: Array) -> list[Array]:
+    """As one reduction. XLA's compiler for the CPU hands a single sum to a library, which takes ten times as long where
+    it has products to add up."""
+    zeros = [jnp.zeros((), term.dtype) for term in terms]
+    return lax.reduce(list(terms), zeros, lambda *pair: jax.tree.map(jnp.add, *pair), axes)
 
 
 def _interleaved(pair: Array) -> Array:

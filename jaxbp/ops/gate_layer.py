@@ -97,8 +97,7 @@ def _features_first(x):
 
 def _features_last(x, shape):
     """The inverse, to `(*shape, features)`."""
-    x = lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
-    return x.T.reshape(*shape, x.shape[0])
+    return _gates.stored(x).T.reshape(*shape, x.shape[0])
 
 
 @functools.partial(jax.jit, inline=True)
