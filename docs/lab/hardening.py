@@ -2,10 +2,11 @@
 
     python docs/lab/hardening.py ca-checkerboard --seeds 16 --json docs/results/hardening-ca-checkerboard.json
 
-Every recipe trains the same automata, one a seed, by the experiment's own loss and data. After each 50 updates the hard
-automaton runs on unseen starts, and training ends when all come out right, there and as many ticks later. The hardened
-circuit then runs on 256 other starts, four times as long, and after damage. A seed is compiled once for all recipes:
-what they differ in are numbers. `--default` runs the experiment's own recipe instead, as `experiments.train` does.
+Every recipe trains the same automata, one a seed, by the experiment's own loss and data. Every so many
+updates (`--every`) the hard automaton runs on unseen starts, and training ends when all come out right, there and as
+many ticks later. The hardened circuit then runs on 256 other starts, four times as long, and after damage. A seed is
+compiled once for all recipes: what they differ in are numbers. `--default` runs the experiment's own recipe instead, as
+`experiments.train` does.
 """
 
 import argparse
@@ -29,8 +30,6 @@ from experiments.output.files import write_atomically
 from experiments.training import loop
 from experiments.training.automaton import life, trials
 
-UPDATES_A_PART = 50
-
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
@@ -38,7 +37,9 @@ class Recipe:
 
     Attributes:
       title: for people.
+      first_gates: the experiments' setting.
       rate, cosine, decay, pass_through: learning rate, whether it falls to 0, AdamW's decay, the first logits.
+      rounded_first: the experiments' setting `rounded_share`, as it is at first.
       share, rounded, certainty: the experiments' settings `hard_share`, `rounded_share` and `certainty`, as they are in
         the end. They grow in a line from `first` to `last`, which are shares of the updates.
       target: if above 0, the loss of an example below which these grow instead, by `pace` of their end an update, and
@@ -46,11 +47,13 @@ class Recipe:
     """
 
     title: str
+    first_gates: str = "a"
     rate: float = 0.05
     cosine: bool = False
     decay: float = 0.0
     pass_through: float = 5.0
     share: float = 0.0
+    rounded_first: float = 0.0
     rounded: float = 0.0
     certainty: float = 0.0
     first: float = 0.15
@@ -60,10 +63,12 @@ class Recipe:
 
     def numbers(self):
         """The fields as numbers, for a compiled program."""
-        return {k: float(v) for k, v in vars(self).items() if k != "title"}
+        return {k: float(v) for k, v in vars(self).items() if not isinstance(v, str)}
 
 
-ALWAYS = dict(first=-2.0, last=-1.0)
+TENTH = dict(rounded_first=0.1, rounded=0.1)
+DECAY = dict(decay=0.02, rate=0.1, pass_through=6.0)
+SURE_DECAY = {**DECAY, "pass_through": 10.0}
 RECIPES = {
     "published": Recipe("published: decay 0.01, first logit 10", decay=1e-2, pass_through=10.0),
     "soft": Recipe("no decay, first logit 5"),
@@ -76,8 +81,8 @@ RECIPES = {
     "certain": Recipe("certainty from 0 to 0.01", certainty=1e-2),
     "certain-share": Recipe("certainty to 0.01, share of hard gates to 0.5", certainty=1e-2, share=0.5),
     "rounded": Recipe("share of rounded values from 0 to 1", rounded=1.0),
-    "rounded-tenth": Recipe("a tenth of the values rounded, always", rounded=0.1, **ALWAYS),
-    "rounded-all": Recipe("all values rounded, always", rounded=1.0, **ALWAYS),
+    "rounded-tenth": Recipe("a tenth of the values rounded, always", **TENTH),
+    "rounded-all": Recipe("all values rounded, always", rounded_first=1.0, rounded=1.0),
     "rounded-certain": Recipe("rounded share to 1, certainty to 0.01", rounded=1.0, certainty=1e-2),
     "rounded-certain-cosine": Recipe("the same, cosine schedule", rounded=1.0, certainty=1e-2, cosine=True),
     "rounded-share": Recipe("rounded share to 1, share of hard gates to 1", rounded=1.0, share=1.0),
@@ -91,6 +96,12 @@ RECIPES = {
     "certain-feedback": Recipe(
         "rounded share and certainty 0.01 grow while the loss is below 4", rounded=1.0, certainty=1e-2, target=4.0
     ),
+    "decay": Recipe("a tenth rounded, decay 0.02, learning rate 0.1, first logit 6", **DECAY, **TENTH),
+    "decay-10": Recipe("the same, first logit 10", **SURE_DECAY, **TENTH),
+    "decay-10-share": Recipe(
+        "the same, share of hard gates from 0 to 0.5, cosine schedule", share=0.5, cosine=True, **SURE_DECAY, **TENTH
+    ),
+    "decay-10-third": Recipe("first logit 10, share of hard gates from 0 to 0.3", share=0.3, **SURE_DECAY, **TENTH),
 }
 
 
@@ -105,6 +116,7 @@ def main(args=None):
     )
     parser.add_argument("--more-seeds", nargs="+", type=int, default=[])
     parser.add_argument("--updates", type=int, default=2000)
+    parser.add_argument("--every", type=int, default=50, help="updates between evaluations")
     parser.add_argument("--threads", type=int, default=4, help="seeds at once: their compilation needs processors")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no run is started")
     parser.add_argument("--implementation", choices=("pallas", "xla", "autodiff"))
@@ -122,7 +134,7 @@ def main(args=None):
         def of_seed(seed):
             study, runs = (
                 (Default if options.default else Study)(
-                    options.experiment, seed, options.updates, options.implementation
+                    options.experiment, seed, options.updates, options.implementation, options.every
                 ),
                 [],
             )
@@ -161,7 +173,7 @@ def evaluated(config, model):
 class Default:
     """One seed of an experiment, by its own recipe and the training loop."""
 
-    def __init__(self, experiment, seed, updates, implementation):
+    def __init__(self, experiment, seed, updates, implementation, _):
         self.config = AUTOMATA[experiment](seed=seed, updates=updates, implementation=implementation, devices=1)
 
     def run(self, _):
@@ -180,17 +192,20 @@ class Default:
 class Study:
     """One seed of an experiment, compiled."""
 
-    def __init__(self, experiment, seed, updates, implementation):
+    def __init__(self, experiment, seed, updates, implementation, every):
         base = AUTOMATA[experiment]
 
         class Studied(base):
             def as_of(self, update, field):
                 return self.values[field]
 
+            def rounded_as_of(self, update):
+                return self.values["rounded_share"]
+
         settings = dict(hard_share=1.0, rounded_share=1.0, certainty=1.0)  # all are compiled, with values from a recipe
         settings |= dict(first_gates="a", shrink=1, restart_after=0)
         self.config = Studied(seed=seed, updates=updates, epochs=1, implementation=implementation, **settings)
-        self.updates, self.key = updates, jax.random.key(seed)
+        self.updates, self.every, self.key = updates, every, jax.random.key(seed)
         model = self.config.build(self.key)[0]
         self.graph, _, self.rest = nnx.split(model, nnx.Param, ...)
         self.part = jax.jit(self._part, donate_argnums=1)
@@ -199,12 +214,12 @@ class Study:
     def run(self, recipe):
         """The updates until the hard automaton is right, and what it then does."""
         started, numbers, updates = time.monotonic(), recipe.numbers(), 0
-        config = dataclasses.replace(self.config, pass_through=recipe.pass_through)
+        config = dataclasses.replace(self.config, pass_through=recipe.pass_through, first_gates=recipe.first_gates)
         parameters = nnx.state(config.build(self.key)[0], nnx.Param)
         state = parameters, self._optimiser(1.0, 0.0).init(parameters), jnp.zeros(())
         while updates < self.updates:
             state, loss = self.part(numbers, state, self.key, updates)
-            updates += UPDATES_A_PART
+            updates += self.every
             hard, right = self.evaluate(state[0])
             if right == 1:
                 break
@@ -224,8 +239,11 @@ class Study:
     def _part(self, recipe, state, key, first):
         def loss(parameters, grown, examples):
             config = copy.copy(self.config)
-            fields = {"hard_share": "share", "rounded_share": "rounded", "certainty": "certainty"}
-            object.__setattr__(config, "values", {field: grown * recipe[name] for field, name in fields.items()})
+            values = {
+                field: grown * recipe[name] for field, name in (("hard_share", "share"), ("certainty", "certainty"))
+            }
+            values["rounded_share"] = recipe["rounded_first"] + grown * (recipe["rounded"] - recipe["rounded_first"])
+            object.__setattr__(config, "values", values)
             model = nnx.merge(self.graph, parameters, self.rest)
             penalised = config._training_loss(model, examples, None)[0].mean()
             return penalised, penalised - config.penalty(model.logits, None)
@@ -244,7 +262,7 @@ class Study:
             grown = jnp.where(recipe["target"] > 0, moved, grown)
             return (optax.apply_updates(parameters, change), optimiser, grown), value
 
-        state, values = lax.scan(update, state, first + jnp.arange(UPDATES_A_PART))
+        state, values = lax.scan(update, state, first + jnp.arange(self.every))
         return state, values.mean()
 
     def _evaluate(self, parameters):

@@ -62,6 +62,8 @@ ROUNDED_STATES: Settings = {**HARD_GATES, "hard_share": 0.0, "rounded_share": 0.
 """A tenth of the states' values are rounded before each tick."""
 RESTARTS: Settings = ROUNDED_STATES | dict(learning_rate=0.2, first_gates="returning", shrink=2, restart_after=100)
 """Many short attempts on a small grid, each from other first functions."""
+DECAYING: Settings = ROUNDED_STATES | dict(learning_rate=0.1, weight_decay=0.02)
+"""Decay keeps gates uncertain enough to go on learning."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,6 +249,10 @@ class AutomatonConfig(TrainingConfig):
         first = self.hard_from * updates
         return getattr(self, field) * jnp.clip((update - first) / max(updates - 1 - first, 1), 0, 1)
 
+    def rounded_as_of(self, update: Int[Array, ""]) -> float | Float[Array, ""]:
+        """`rounded_share` as of an update: the same at all."""
+        return self.rounded_share
+
     def _training_loss(self, model, examples, targets):
         grid = tuple(n // self.shrink for n in self.grid) if self.shrink > 1 else None
         starts, key = self._starts_and_key(examples, grid)
@@ -262,7 +268,8 @@ class AutomatonConfig(TrainingConfig):
             options["parametrization"] = "softmax"
         state, automaton = starts.astype(self.policy.compute_dtype), model.automaton.get_value()
         if self.rounded_share:
-            last = self._rounding_rollout(of_cells, logits, automaton, state, options)
+            share = self.rounded_as_of(update)
+            last = self._rounding_rollout(of_cells, share, logits, automaton, state, options)
         else:
             options |= dict(key=of_cells, fire_rate=self.fire_rate)
             last = jaxbp.automaton_rollout(logits, automaton, state, self.steps // self.shrink, **options)
@@ -274,13 +281,13 @@ class AutomatonConfig(TrainingConfig):
         variances = [jnp.sum(gates.variance(layer, self.parametrization)) for layer in jax.tree.leaves(logits)]
         return self.as_of(update, "certainty") * sum(variances)
 
-    def _rounding_rollout(self, key, logits, automaton, state, options):
-        """The last state of ticks before each of which `rounded_share` of the state's values are rounded."""
+    def _rounding_rollout(self, key, share, logits, automaton, state, options):
+        """The last state of ticks before each of which a share of the state's values are rounded."""
 
         def tick(state, key):
             of_cells, of_values = jax.random.split(key)
             rounded = state + lax.stop_gradient(jnp.round(state) - state)
-            state = jnp.where(jax.random.uniform(of_values, state.shape) < self.rounded_share, rounded, state)
+            state = jnp.where(jax.random.uniform(of_values, state.shape) < share, rounded, state)
             step = functools.partial(jaxbp.automaton_step, key=of_cells, fire_rate=self.fire_rate, **options)
             return step(logits, automaton, state), None
 
@@ -415,8 +422,6 @@ class LifeConfig(AutomatonConfig):
 class PatternConfig(AutomatonConfig):
     """An automaton that grows one pattern, whatever it starts from."""
 
-    settings: ClassVar = ROUNDED_STATES
-
     def pattern(self, grid: tuple[int, int] | None = None) -> Bool[np.ndarray, "height width visible"]:
         """What it is to grow."""
         raise NotImplementedError
@@ -455,7 +460,8 @@ class AsyncCheckerboardConfig(CheckerboardConfig):
     """The checkerboard, by cells that update at a tick with a probability of 0.6."""
 
     name: ClassVar[str] = "ca-checkerboard-async"
-    settings: ClassVar = ROUNDED_STATES
+    settings: ClassVar = DECAYING | dict(pass_through=7.0, restart_after=1000)
+    hardening: ClassVar = (8000, 80)
     grid: ClassVar = (14, 14)
     steps: ClassVar = 50
     fire_rate: ClassVar = 0.6
@@ -475,6 +481,8 @@ class LizardConfig(PatternConfig):
     perception: ClassVar = (4, (8, 4, 2, 1))
     update: ClassVar = (*[512] * 8, 256, 128)
     published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3500)
+    settings: ClassVar = DECAYING | dict(pass_through=10.0)
+    hardening: ClassVar = (10_000, 100)
     test_examples: ClassVar = 1
     trials: ClassVar = 1
 
@@ -500,6 +508,8 @@ class LetterConfig(PatternConfig):
     perception: ClassVar = (4, (8, 4, 2))
     update: ClassVar = (*[512] * 8, 256, 128, 64)
     published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3000)
+    settings: ClassVar = DECAYING | dict(pass_through=6.0)
+    hardening: ClassVar = (6000, 60)
     test_examples: ClassVar = 1
     trials: ClassVar = 1
 
