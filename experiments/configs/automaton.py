@@ -482,7 +482,7 @@ class LizardConfig(PatternConfig):
     update: ClassVar = (*[512] * 8, 256, 128)
     published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3500)
     settings: ClassVar = DECAYING | dict(pass_through=10.0)
-    hardening: ClassVar = (10_000, 100)
+    hardening: ClassVar = (8000, 80)
     test_examples: ClassVar = 1
     trials: ClassVar = 1
 
