@@ -96,6 +96,11 @@ RECIPES = {
     "certain-feedback": Recipe(
         "rounded share and certainty 0.01 grow while the loss is below 4", rounded=1.0, certainty=1e-2, target=4.0
     ),
+    "share-7": Recipe("share of hard gates from 0 to 1, first logit 7", share=1.0, pass_through=7.0),
+    "share-10": Recipe("share of hard gates from 0 to 1, first logit 10", share=1.0, pass_through=10.0),
+    "share-7-decay": Recipe(
+        "first logit 7, decay 0.02, share of hard gates from 0 to 1", share=1.0, pass_through=7.0, decay=0.02
+    ),
     "decay": Recipe("a tenth rounded, decay 0.02, learning rate 0.1, first logit 6", **DECAY, **TENTH),
     "decay-10": Recipe("the same, first logit 10", **SURE_DECAY, **TENTH),
     "decay-10-share": Recipe(

@@ -406,6 +406,7 @@ class LifeConfig(AutomatonConfig):
     perception: ClassVar = (16, (8, 4, 2, 1))
     update: ClassVar = (*[128] * 17, 64, 32, 16, 8, 4, 2, 1)
     published: ClassVar = (Recipe(batch_size=20, epochs=20, learning_rate=0.05), 3000)
+    settings: ClassVar = HARD_GATES | dict(pass_through=7.0, weight_decay=0.02)
     test_examples: ClassVar = 512
     shown_grid: ClassVar = (32, 32)
 
