@@ -106,7 +106,7 @@ RECIPES = {
     "decay-10-share": Recipe(
         "the same, share of hard gates from 0 to 0.5, cosine schedule", share=0.5, cosine=True, **SURE_DECAY, **TENTH
     ),
-    "decay-10-third": Recipe("first logit 10, share of hard gates from 0 to 0.3", share=0.3, **SURE_DECAY, **TENTH),
+    "decay-10-third": Recipe("the same, share to 0.3, constant rate", share=0.3, **SURE_DECAY, **TENTH),
 }
 
 
@@ -120,7 +120,7 @@ def main(args=None):
         "--best", type=int, help="so many of the recipes, those best on --seeds, run on --more-seeds too"
     )
     parser.add_argument("--more-seeds", nargs="+", type=int, default=[])
-    parser.add_argument("--updates", type=int, default=2000)
+    parser.add_argument("--updates", type=int, help="at most; 2,000, or with --default the experiment's")
     parser.add_argument("--every", type=int, default=50, help="updates between evaluations")
     parser.add_argument("--threads", type=int, default=4, help="seeds at once: their compilation needs processors")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no run is started")
@@ -131,7 +131,8 @@ def main(args=None):
         options.recipes = ["default"]
     end = time.monotonic() + options.seconds
     report = results.provenance(" ".join(["python", "docs/lab/hardening.py", *(args or sys.argv[1:])]))
-    report |= {"experiment": options.experiment, "updates": options.updates, "runs": []}
+    updates = options.updates or (AUTOMATA[options.experiment]().updates if options.default else 2000)
+    report |= {"experiment": options.experiment, "updates": updates, "runs": []}
     titles = {name: recipe.title for name, recipe in RECIPES.items()} | {"default": "the default"}
     report["recipes"] = {name: titles[name] for name in options.recipes}
 
@@ -139,7 +140,7 @@ def main(args=None):
         def of_seed(seed):
             study, runs = (
                 (Default if options.default else Study)(
-                    options.experiment, seed, options.updates, options.implementation, options.every
+                    options.experiment, seed, updates, options.implementation, options.every
                 ),
                 [],
             )

@@ -463,6 +463,7 @@ class AsyncCheckerboardConfig(CheckerboardConfig):
     name: ClassVar[str] = "ca-checkerboard-async"
     settings: ClassVar = DECAYING | dict(pass_through=7.0, restart_after=1000)
     hardening: ClassVar = (8000, 80)
+    test_examples: ClassVar = 256
     grid: ClassVar = (14, 14)
     steps: ClassVar = 50
     fire_rate: ClassVar = 0.6
@@ -509,8 +510,8 @@ class LetterConfig(PatternConfig):
     perception: ClassVar = (4, (8, 4, 2))
     update: ClassVar = (*[512] * 8, 256, 128, 64)
     published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3000)
-    settings: ClassVar = DECAYING | dict(pass_through=6.0)
-    hardening: ClassVar = (6000, 60)
+    settings: ClassVar = DECAYING | dict(pass_through=6.0, restart_after=3000)
+    hardening: ClassVar = (12_000, 120)
     test_examples: ClassVar = 1
     trials: ClassVar = 1
 
