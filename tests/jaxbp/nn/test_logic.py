@@ -130,7 +130,9 @@ def test_layers_may_be_sharded_over_their_gates(implementation):
     of_logits = sum(a.nbytes for a in jax.tree.leaves(logits))
     memory = [program.memory_analysis() for program in (one, eight)]
     assert memory[0].argument_size_in_bytes - memory[1].argument_size_in_bytes == of_logits * 7 // 8
-    if implementation == "xla":  # the gates are the device's own, too, and a layer's outputs are gathered
-        assert memory[1].temp_size_in_bytes < memory[0].temp_size_in_bytes / 2
+    gathered = set(re.findall(r"(\S+)\{[\d,]*\} all-gather", eight.as_text()))
+    if implementation == "xla":  # the gates are the device's own, too: a layer's outputs are gathered, no parameters
+        assert "f32[256,32]" in gathered and not gathered & {"f32[256,16]", "f32[256,4]", "f32[4,256]"}
+        assert memory[1].temp_size_in_bytes < memory[0].temp_size_in_bytes
     else:  # what is gathered are the four coefficients a gate
-        assert set(re.findall(r"(\S+)\{[\d,]*\} all-gather", eight.as_text())) == {"f32[256,4]"}
+        assert gathered == {"f32[256,4]"}
