@@ -133,6 +133,7 @@ def test_layers_may_be_sharded_over_their_gates(implementation):
     gathered = set(re.findall(r"(\S+)\{[\d,]*\} all-gather", eight.as_text()))
     if implementation == "xla":  # the gates are the device's own, too: a layer's outputs are gathered, no parameters
         assert "f32[256,32]" in gathered and not gathered & {"f32[256,16]", "f32[256,4]", "f32[4,256]"}
-        assert memory[1].temp_size_in_bytes < memory[0].temp_size_in_bytes
+        of_outputs = 256 * 32 * 4  # of a layer
+        assert memory[1].temp_size_in_bytes < min(3 * of_outputs, memory[0].temp_size_in_bytes)
     else:  # what is gathered are the four coefficients a gate
         assert gathered == {"f32[256,4]"}
