@@ -37,7 +37,6 @@ class Recipe:
 
     Attributes:
       title: for people.
-      first_gates: the experiments' setting.
       rate, cosine, decay, pass_through: learning rate, whether it falls to 0, AdamW's decay, the first logits.
       rounded_first: the experiments' setting `rounded_share`, as it is at first.
       share, rounded, certainty: the experiments' settings `hard_share`, `rounded_share` and `certainty`, as they are in
@@ -47,7 +46,6 @@ class Recipe:
     """
 
     title: str
-    first_gates: str = "a"
     rate: float = 0.05
     cosine: bool = False
     decay: float = 0.0
@@ -63,7 +61,7 @@ class Recipe:
 
     def numbers(self):
         """The fields as numbers, for a compiled program."""
-        return {k: float(v) for k, v in vars(self).items() if not isinstance(v, str)}
+        return {k: float(v) for k, v in vars(self).items() if k != "title"}
 
 
 TENTH = dict(rounded_first=0.1, rounded=0.1)
@@ -138,12 +136,8 @@ def main(args=None):
 
     def runs_of(seeds, names):
         def of_seed(seed):
-            study, runs = (
-                (Default if options.default else Study)(
-                    options.experiment, seed, updates, options.implementation, options.every
-                ),
-                [],
-            )
+            of_all = options.experiment, seed, updates, options.implementation
+            study, runs = Default(*of_all) if options.default else Study(*of_all, options.every), []
             for name in names:
                 if time.monotonic() > end:
                     break
@@ -179,7 +173,7 @@ def evaluated(config, model):
 class Default:
     """One seed of an experiment, by its own recipe and the training loop."""
 
-    def __init__(self, experiment, seed, updates, implementation, _):
+    def __init__(self, experiment, seed, updates, implementation):
         self.config = AUTOMATA[experiment](seed=seed, updates=updates, implementation=implementation, devices=1)
 
     def run(self, _):
@@ -220,7 +214,7 @@ class Study:
     def run(self, recipe):
         """The updates until the hard automaton is right, and what it then does."""
         started, numbers, updates = time.monotonic(), recipe.numbers(), 0
-        config = dataclasses.replace(self.config, pass_through=recipe.pass_through, first_gates=recipe.first_gates)
+        config = dataclasses.replace(self.config, pass_through=recipe.pass_through)
         parameters = nnx.state(config.build(self.key)[0], nnx.Param)
         state = parameters, self._optimiser(1.0, 0.0).init(parameters), jnp.zeros(())
         while updates < self.updates:
