@@ -312,7 +312,7 @@ def _heuristic(*arrays: Array, plan: Plan) -> Config | None:
     if groups(cells) == 1:
         # It waits for its first wires. The numbers are those that were fastest in docs/lab/2026-11-22-automata.md.
         return Config(cells, programs, lanes=128, lookahead=4)
-    # Bound by the throughput of shared memory and of the L2 cache. Chosen by hand; not tuned.
+    # Faster than 128 lanes and four steps ahead: docs/lab/2026-11-23-automata-kernels.md.
     registers = sum(4 * -(-layer.lanes // (WARPGROUPS * LANES)) for layer in plan.layers)
     in_registers = registers <= _TOTAL_REGISTERS
     return Config(cells, programs, lanes=256, lookahead=2, totals_in_registers=in_registers)
