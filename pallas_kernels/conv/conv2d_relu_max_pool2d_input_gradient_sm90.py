@@ -36,6 +36,8 @@ _MAX_SUMS = 96
 """Of a thread, for the cells that a row of windows reaches: with more it spills them."""
 _MIN_BATCH = 2048
 """Below, matrix products of the library are as fast."""
+MIN_JAX = (0, 11, 1)
+"""The first version that is known to lower `jnp.concatenate` in a kernel."""
 _BARRIER_BYTES = 1024
 """Shared memory for the barriers, which are followed by operands aligned to 1024 bytes."""
 
@@ -112,6 +114,7 @@ class _Sizes:
             and self.warpgroups <= _MAX_WARPGROUPS
             and self.reach * self.cell * _EXAMPLES // 128 <= _MAX_SUMS
             and self.cell_width >= self.G - 1
+            and self.K % 8 == 0
             and self.gradients % _COLUMNS == 0
             and self.cell_row % 8 == 0
         )
@@ -127,6 +130,8 @@ def _smallest_group(dy: Any, w: Any, window: tuple[int, int]) -> int | None:
 
 
 def _supports(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_size: tuple[int, int]) -> str | None:
+    if jax.__version_info__ < MIN_JAX:
+        return f"JAX {jax.__version__}, which concatenates no registers, at least {'.'.join(map(str, MIN_JAX))}"
     if dy.dtype.itemsize > 4:
         return f"dtype {dy.dtype}, only float32 and half precisions"
     if _smallest_group(dy, w, window) is None:
@@ -154,18 +159,14 @@ def input_gradient(
       dx `(C, H, W, N)` in dy's dtype, summed in float32.
     """
     N, sizes = dy.shape[-1], _sizes(dy, w, window, config.windows)
-
-    def by_groups(a):
-        a = a.reshape(sizes.K, sizes.P, sizes.groups, sizes.windows, N)
-        return a.transpose(1, 2, 0, 3, 4).reshape(-1, N)
-
     rows, columns = (sizes.P + sizes.reach - 1) * sizes.R, sizes.warpgroups * sizes.cell_width
     dx = launch(
         functools.partial(_body, sizes),
-        by_groups(dy),
-        by_groups(place),
+        dy,
+        # As the forward wrote them, by rows of windows.
+        place.swapaxes(0, 1),
         _matrices(w.astype(dy.dtype), sizes),
-        out=jax.ShapeDtypeStruct((rows, sizes.C, columns, N), dy.dtype),
+        out=jax.ShapeDtypeStruct((sizes.C, rows, columns, N), dy.dtype),
         grid={"block": N // _EXAMPLES},
         warpgroups=sizes.warpgroups,
         scratch=[
@@ -177,17 +178,17 @@ def input_gradient(
         ],
         name="conv2d_relu_max_pool2d_backward_input_tensor_cores",
     )
-    return dx[: input_size[0], :, : input_size[1]].swapaxes(0, 1)
+    return dx[:, : input_size[0], : input_size[1]]
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """`[a, b, (r, c, v), (t, k, q)]`: the weight of place t of a group's window q at (r, v) of the cell (a, b) away."""
+    """`[a, b, (r, c, v), (t, q, k)]`: the weight of place t of a group's window q at (r, v) of the cell (a, b) away."""
     R, S, width = sizes.R, sizes.S, sizes.cell_width
     a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
     w = lax.reduce_precision(w, 8, 10) if w.dtype == jnp.float32 else w
     w = taps(w, a * R + r - tr, b * width + v - (q * S + ts))
     # K, C, a, b, r, v, tr, ts, q
-    return w.transpose(2, 3, 4, 1, 5, 6, 7, 0, 8).reshape(sizes.reach, 2, sizes.cell, sizes.routed)
+    return w.transpose(2, 3, 4, 1, 5, 6, 7, 8, 0).reshape(sizes.reach, 2, sizes.cell, sizes.routed)
 
 
 def _body(sizes, *refs, block, warpgroup):
@@ -259,11 +260,17 @@ class _Program:
     def fetch(self, p):
         """The gradients of the group in a row of windows, and the places of the maxima, in registers."""
         sizes = self.sizes
-        rows = pl.ds((p * sizes.groups + self.group) * sizes.gradients, sizes.gradients)
+        windows = [self.group * sizes.windows + q for q in range(sizes.windows)]
         return [
-            load(ref.at[rows, self.examples].transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
-            for ref in (self.dy, self.place)
+            jnp.concatenate([self.read(row) for row in rows], axis=1)
+            for rows in (
+                [self.dy.at[:, p, q, self.examples] for q in windows],
+                [self.place.at[p, :, q, self.examples] for q in windows],
+            )
         ]
+
+    def read(self, row):
+        return load(row.transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
 
     def route(self, gradient, places):
         sizes = self.sizes
@@ -294,5 +301,5 @@ class _Program:
             plgpu.commit_smem()
             for c in range(sizes.C):
                 columns = pl.ds(self.warpgroup * sizes.cell_width, sizes.cell_width)
-                destination = self.dx.at[m * sizes.R + r, c, columns, self.examples]
+                destination = self.dx.at[c, m * sizes.R + r, columns, self.examples]
                 plgpu.copy_smem_to_gmem(staging.at[pl.ds(c * sizes.cell_width, sizes.cell_width)], destination)

@@ -26,6 +26,7 @@ from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, rounded_to_tf32, store
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
+from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _TILE = 64
@@ -262,17 +263,15 @@ def weights_gradient(
       dw `(K, C, F, G)` and db `(K,)` in float32.
     """
     sizes = _pooled_sizes(dy, x, window, config)
-
-    def by_rows(a):
-        return a.swapaxes(0, 1).reshape(sizes.P, -1, sizes.N)
-
+    # As the forward wrote them, by rows of windows.
+    place = place.swapaxes(0, 1).reshape(sizes.P, -1, sizes.N)
     stages = config.stages, sizes.gradient_rows, sizes.examples
     sums = _launch(
         _PooledProgram,
         sizes,
-        [x.reshape(-1, sizes.N), by_rows(dy), by_rows(place)],
+        [x.reshape(-1, sizes.N), dy, place],
         buffers=2,
-        copies=config.channels + 2,
+        copies=config.channels + 1 + (1 if simulating() is None else sizes.K),  # the simulator reshapes no memory
         scratch=[plgpu.SMEM(stages, dy.dtype), plgpu.SMEM(stages, jnp.uint8)],
         name="conv2d_relu_max_pool2d_backward_weights_tensor_cores",
     )
@@ -483,7 +482,13 @@ class _PooledProgram(_Program):
     places: Any
 
     def copy_gradient(self, p, examples, stage, barrier):
-        plgpu.copy_gmem_to_smem(self.dy.at[p, :, examples], self.dys.at[stage], barrier)
+        K, Q = self.sizes.K, self.sizes.Q
+        if simulating() is None:
+            dys = self.dys.at[stage].reshape(K, Q, self.sizes.examples)
+            plgpu.copy_gmem_to_smem(self.dy.at[:, p, :, examples], dys, barrier)
+        else:
+            for k in range(K):
+                plgpu.copy_gmem_to_smem(self.dy.at[k, p, :, examples], self.dys.at[stage, pl.ds(k * Q, Q)], barrier)
         plgpu.copy_gmem_to_smem(self.place.at[p, :, examples], self.places.at[stage], barrier)
 
     def route(self, step, stage):

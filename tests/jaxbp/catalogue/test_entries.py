@@ -253,6 +253,16 @@ def _that_fits(name, place, batch):
     return min(batch, 17 if place == "cifar-m2" else (case_of(name, place).batch or batch) + 1)
 
 
+def _rms_errors(name, place, implementation, dtype, batch, draws=16):
+    """The relative error of every result, its root mean square over draws."""
+    errors = []
+    for seed in range(draws):
+        actual = compiled(name, place, implementation)(*drawn(name, place, dtype, batch, seed))
+        exact = reference(name, place, dtype, batch, seed)
+        errors.append([relative_error(a, e) for a, e in zip(*map(jax.tree.leaves, (actual, exact)), strict=True)])
+    return np.sqrt(np.mean(np.square(errors), axis=0))
+
+
 def _equal(one, other):
     """Whether all numbers are the same, and none is NaN."""
     return jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, other))
@@ -263,10 +273,10 @@ def _check_at_place(name, place, implementation, dtype, batch):
     actual = compiled(name, place, implementation)(*arrays)
     if name.startswith("mlp") and dtype != "float32":
         # What a hidden layer's ReLU sees is rounded: a few in a thousand are on its other side than in float64, and
-        # gradients jump there, whoever computes them.
-        actual, exact, native = map(jax.tree.leaves, (actual, exact, compiled(name, place, "autodiff")(*arrays)))
-        for a, n, e in zip(actual, native, exact, strict=True):
-            assert_close(a, e, max(TOLERANCE[dtype], 1.2 * relative_error(n, e)))
+        # gradients jump there, whoever computes them. Of one draw, a bias's ten numbers may err twice as much here or
+        # there by chance.
+        found, native = (_rms_errors(name, place, i, dtype, batch) for i in (implementation, "autodiff"))
+        assert (found <= np.maximum(TOLERANCE[dtype], 1.2 * native)).all()
     elif place and name.startswith("logic_conv2d_or_pool2d") and "backward" not in name:
         # Of millions of windows a few have values so nearly equal that float64 finds another one the largest: the
         # gradient is held against that of the places found here.

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from helpers import normal, on_the_cpu, relative_error
 
+from pallas_kernels.conv import conv2d_relu_max_pool2d_input_gradient_sm90 as input_gradient_sm90
 from pallas_kernels.conv.conv2d_relu_max_pool2d import input_gradient as exact_input_gradient
-from pallas_kernels.conv.conv2d_relu_max_pool2d_input_gradient_sm90 import Config, input_gradient
+from pallas_kernels.conv.conv2d_relu_max_pool2d_input_gradient_sm90 import MIN_JAX, Config, input_gradient
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
 
+pytestmark = pytest.mark.skipif(jax.__version_info__ < MIN_JAX, reason="older versions concatenate no registers")
 can_simulate = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="older simulators lack the tensor cores' instructions"
 )
@@ -79,6 +81,7 @@ def test_groups_are_the_smallest_that_fill_tiles(dy_shape, w_shape, windows):
     ("dy_shape", "w_shape"),
     [
         ((6, 12, 12, 4096), (6, 1, 5, 5)),  # 6 channels fill no tile
+        ((4, 8, 8, 4096), (4, 6, 5, 5)),  # rows of 4 channels
         ((64, 4, 4, 4096), (64, 32, 5, 5)),  # more weights than shared memory
     ],
 )
@@ -96,6 +99,11 @@ def test_double_precision_is_refused():
 def test_it_pays_for_large_batches(dtype):
     assert asked((16, 4, 4, 2048), (16, 6, 5, 5), dtype) == (None, Config(2))
     assert asked((16, 4, 4, 1024), (16, 6, 5, 5), dtype) == (None, None)
+
+
+def test_versions_that_concatenate_no_registers_are_refused(monkeypatch):
+    monkeypatch.setattr(input_gradient_sm90, "MIN_JAX", (99, 0, 1))
+    assert "at least 99.0.1" in asked((16, 4, 4, 4096), (16, 6, 5, 5))[0]
 
 
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])
