@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,10 +48,6 @@ _SLICE = OPERAND_BYTES // _ITEM_BYTES
 """Inputs of a layer in a slice of its weights: as many float32 values as fill an operand's row."""
 _MAX_COLUMNS = 256
 """Columns that a wgmma has at most (PTX ISA)."""
-_TILE_ROWS = 2 * EXAMPLES
-"""Outputs in a tile of a layer's dw: each of two warpgroups has the rows of a wgmma."""
-_LARGE_COLUMNS = 64
-"""Inputs in a tile of a layer's dw in large batches, which read less of the L2 cache by it than by 32."""
 _PIECE_COLUMNS = 128
 """Columns of the gradient in x made at once where the layers' outputs stay in shared memory as well. Chosen by hand;
 not tuned."""
@@ -72,7 +68,7 @@ class Config:
     """How weights stream by.
 
     Attributes:
-      stages: slices in flight.
+      stages: slices in flight; one in `weighed_gradients`, where each CTA takes a single step.
     """
 
     stages: int
@@ -580,211 +576,6 @@ def forward_and_gradients(
 # --------------------------------------------------------------------------------------- the gradients of the layers
 
 
-@dataclasses.dataclass(frozen=True)
-class LayersConfig:
-    """How CTAs share out the layers' gradients.
-
-    Attributes:
-      columns: of a tile of dw, a multiple of 32.
-      blocks: of `LANES` examples each, which a CTA sums over.
-      loads: slices of 64 examples that a warpgroup has under way at once, 16 registers a thread each.
-    """
-
-    columns: int
-    blocks: int
-    loads: int
-
-
-class _LayerGradientsRefs(NamedTuple):
-    x: Any
-    hidden: tuple
-    gradients: tuple
-    sums: tuple
-    left: Any
-    right: Any
-    met: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _LayerGradients:
-    """The tiles of all layers' dw, `_TILE_ROWS` outputs by `config.columns` inputs each, layer by layer.
-
-    Attributes:
-      total: blocks of the batch.
-    """
-
-    REFERENCES: ClassVar[type] = _LayerGradientsRefs
-
-    network: _Network
-    config: LayersConfig
-    total: int
-
-    @property
-    def parts(self) -> int:
-        return -(-self.total // self.config.blocks)
-
-    @property
-    def grids(self) -> list[tuple[int, int]]:
-        """Rows and columns of tiles of each layer; behind x are ones, whose products make the first db."""
-        widths, columns = itertools.pairwise(self.network.widths), self.config.columns
-        return [(-(-n // _TILE_ROWS), -(-(m + (layer == 0)) // columns)) for layer, (m, n) in enumerate(widths)]
-
-    @property
-    def first_tiles(self) -> list[int]:
-        """The first tile of each layer, and what follows the last one."""
-        return [0, *itertools.accumulate(rows * columns for rows, columns in self.grids)]
-
-    @property
-    def tiles(self) -> int:
-        return self.first_tiles[-1]
-
-    @property
-    def sums(self) -> list[jax.ShapeDtypeStruct]:
-        """Of each layer, a dw in whole tiles for every part of the batch."""
-        return [_struct(self.parts, rows * _TILE_ROWS, columns * self.config.columns) for rows, columns in self.grids]
-
-    def scratch(self) -> list[Any]:
-        tiles = [operand((rows, LANES), jnp.float32) for rows in (_TILE_ROWS, self.config.columns)]
-        return [*tiles, plgpu.Barrier(num_arrivals=2)]
-
-    def body(self, *refs, part, tile, warpgroup):
-        layers, first_tiles = self.network.layers, self.first_tiles
-        refs = _group(self.REFERENCES, refs, hidden=layers - 1, gradients=layers, sums=layers)
-        for layer in range(layers):
-            make = functools.partial(self.make_tile, refs, layer, part, tile, warpgroup)
-            pl.when((first_tiles[layer] <= tile) & (tile < first_tiles[layer + 1]))(make)
-
-    def make_tile(self, refs, layer, part, tile, warpgroup):
-        """Of a tile of a layer's dw each warpgroup makes half the rows; for each block it brings half the examples."""
-        index, (_, columns) = tile - self.first_tiles[layer], self.grids[layer]
-        row, column = index // columns * _TILE_ROWS, index % columns * self.config.columns
-        lanes, first = pl.ds(warpgroup * EXAMPLES, EXAMPLES), part * self.config.blocks
-
-        def multiply(sums):
-            def add(block, _):
-                self.bring(refs, layer, row, column, lanes, pl.ds(block * LANES + warpgroup * EXAMPLES, EXAMPLES))
-                plgpu.commit_smem()
-                self.meet(refs)
-                plgpu.wgmma(sums, refs.left.at[lanes], refs.right.transpose((1, 0)))
-                plgpu.wgmma_wait(0)
-                self.meet(refs)
-
-            lax.fori_loop(first, jnp.minimum(first + self.config.blocks, self.total), add, None)
-            return sums[...]
-
-        sums = pl.run_scoped(multiply, plgpu.ACC((EXAMPLES, self.config.columns)))
-        rows = pl.ds(row + warpgroup * EXAMPLES, EXAMPLES)
-        store(refs.sums[layer].at[part, rows, pl.ds(column, self.config.columns)], sums)
-
-    def meet(self, refs):
-        plgpu.barrier_arrive(refs.met)
-        plgpu.barrier_wait(refs.met)
-
-    def bring(self, refs, layer, row, column, lanes, examples):
-        """A tile's gradients and inputs of some examples, turned, to shared memory.
-
-        Slices beyond a layer's outputs or inputs repeat others, or are not brought: their sums are left out.
-        """
-        inputs, outputs = self.network.widths[layer : layer + 2]
-        weigh, x_or_h, loads = self.weigh(refs, examples), (refs.x, *refs.hidden)[layer], self.config.loads
-        slices = [
-            (refs.left.at[pl.ds(n, _SLICE)], self.slice(refs.gradients[-1 - layer], row + n, outputs, examples), weigh)
-            for n in range(0, min(_TILE_ROWS, outputs), _SLICE)
-        ]
-        slices += [
-            (
-                refs.right.at[pl.ds(n, _SLICE)],
-                self.slice(x_or_h, column + n, inputs, examples, batch_last=layer == 0),
-                functools.partial(self.with_ones, column + n, inputs) if layer == 0 else lambda h: h,
-            )
-            for n in range(0, self.config.columns, _SLICE)
-        ]
-        for first in range(0, len(slices), loads):
-            under_way = [
-                (to, load(ref, layout, optimized=False), made)
-                for to, (ref, layout), made in slices[first : first + loads]
-            ]
-            for to, values, made in under_way:
-                values = plgpu.layout_cast(made(values), plgpu.Layout.WGMMA_TRANSPOSED)
-                store(to.at[:, lanes].transpose((1, 0)), values)
-
-    def slice(self, ref, first, width, examples, *, batch_last=False):
-        """Some examples' values from `first` on, and the layout to load them in."""
-        columns = pl.ds(jnp.minimum(first, width - _SLICE), _SLICE)
-        if batch_last:
-            return ref.at[columns, examples].transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED
-        return ref.at[examples, columns], plgpu.Layout.WGMMA
-
-    def with_ones(self, column, inputs, x):
-        return rounded_to_tf32(jnp.where(column < inputs, x, 1.0))
-
-    def weigh(self, refs, examples):
-        """What is done to the gradients of some examples."""
-        return lambda gradients: gradients
-
-    def layers(self, sums: Sequence[Array]) -> list[Array]:
-        """(dw, db) of each layer, one after the other."""
-        results = []
-        for layer, (products, (inputs, outputs)) in enumerate(
-            zip(sums, itertools.pairwise(self.network.sizes), strict=True)
-        ):
-            bias = inputs if layer else self.network.widths[0]
-            results += [jnp.sum(products[:, :outputs, columns], axis=0) for columns in (slice(inputs), bias)]
-        return results
-
-
-def _layer_gradients_supports(x, hidden, gradients, *, sizes):
-    return _unsupported_examples(x.shape[1])
-
-
-def _unsupported_examples(N):
-    return None if N and N % LANES == 0 else f"a batch of {N}, only multiples of {LANES}"
-
-
-def _layer_gradients_heuristic(x, hidden, gradients, *, sizes):
-    """Two programs a multiprocessor, as many as its shared memory and, with two loads at once, its registers hold."""
-    total, config = x.shape[1] // LANES, LayersConfig(_LARGE_COLUMNS, blocks=1, loads=2)
-    tiles = _LayerGradients(_Network(sizes), config, total).tiles
-    return dataclasses.replace(config, blocks=-(-total * tiles // (2 * device.target().multiprocessors)))
-
-
-@kernel(supports=_layer_gradients_supports, heuristic=_layer_gradients_heuristic, capability=(9, 0))
-def layer_gradients(
-    x: Array,
-    hidden: tuple[Array, ...],
-    gradients: tuple[Array, ...],
-    *,
-    sizes: tuple[int, ...],
-    config: LayersConfig,
-) -> tuple[Array, ...]:
-    """Of gradients g of the loss: `dw[o, i] = Σ g[n, o] h[n, i]` and `db[o] = Σ g[n, o]` of each layer.
-
-    A CTA makes a tile of a layer's dw, for a part of the examples. Columns of ones behind x's make the first db.
-
-    Args:
-      x, hidden: what `forward` took and made, x rounded to TF32 here.
-      gradients: what `backward` made, but dx.
-      sizes: of the layers, inputs first.
-
-    Returns:
-      (dw, db) of each layer, one after the other; parts of the batch are summed in a fixed order.
-    """
-    division = _LayerGradients(_Network(sizes), config, x.shape[1] // LANES)
-    sums = launch(
-        division.body,
-        x,
-        *hidden,
-        *gradients,
-        out=tuple(division.sums),
-        grid={"part": division.parts, "tile": division.tiles},
-        warpgroups=2,
-        scratch=division.scratch(),
-        barriers=False,
-        name="mlp_softmax_cross_entropy_layer_gradients",
-    )
-    return tuple(division.layers(sums))
-
-
 class _WeighedGradientsRefs(NamedTuple):
     dy: Any
     x: Any
@@ -795,27 +586,85 @@ class _WeighedGradientsRefs(NamedTuple):
     sums: tuple
     left: Any
     right: Any
-    met: Any
+    tile_stored: Any
 
 
-class _WeighedGradients(_LayerGradients):
-    """Gradients of each loss by itself are weighed on their way; behind the tiles of the layers come those of dx."""
+@dataclasses.dataclass(frozen=True)
+class _WeighedGradients:
+    """The tiles of all layers' dw, `EXAMPLES x _SLICE` each, layer by layer; then those of dx."""
 
-    REFERENCES = _WeighedGradientsRefs
+    network: _Network
 
     @property
-    def tiles(self):
+    def grids(self) -> list[tuple[int, int]]:
+        """Rows and columns of tiles of each layer; the first layer has a column more, for x's ones."""
+        widths = itertools.pairwise(self.network.widths)
+        return [(-(-n // EXAMPLES), m // _SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
+
+    @property
+    def first_tiles(self) -> list[int]:
+        """The first tile of each layer, and of dx."""
+        return [0, *itertools.accumulate(rows * columns for rows, columns in self.grids)]
+
+    @property
+    def tiles(self) -> int:
         return self.first_tiles[-1] + self.network.widths[0] // _SLICE
 
-    def body(self, *refs, part, tile, warpgroup):
-        super().body(*refs, part=part, tile=tile, warpgroup=warpgroup)
-        layers = self.network.layers
-        refs = _group(self.REFERENCES, refs, hidden=layers - 1, gradients=layers, sums=layers)
-        pl.when(tile >= self.first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of each layer's dw, in whole tiles."""
+        return [(rows * EXAMPLES, columns * _SLICE) for rows, columns in self.grids]
 
-    def weigh(self, refs, examples):
+    def body(self, *refs, part, tile, warpgroup):
+        layers, first_tiles = self.network.layers, self.first_tiles
+        refs = _group(_WeighedGradientsRefs, refs, hidden=layers - 1, gradients=layers, sums=layers)
+        lanes = pl.ds(warpgroup * EXAMPLES, EXAMPLES)
+        examples = pl.ds(part * LANES + warpgroup * EXAMPLES, EXAMPLES)
+        for layer in range(layers):
+            make = functools.partial(self.make_tile, refs, layer, part, tile, warpgroup, lanes, examples)
+            pl.when((first_tiles[layer] <= tile) & (tile < first_tiles[layer + 1]))(make)
+        pl.when(tile >= first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
+
+    def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
+        """A tile of a layer's dw for `LANES` examples, of which each warpgroup brings half, and makes half the tile."""
+        index, half, (_, columns) = tile - self.first_tiles[layer], _SLICE // 2, self.grids[layer]
+        row, column = index // columns * EXAMPLES, index % columns * _SLICE
+        self.bring(refs, layer, row, column, lanes, examples)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.tile_stored)
+        plgpu.barrier_wait(refs.tile_stored)
+
+        def multiply(sums):
+            plgpu.wgmma(sums, refs.left, refs.right.at[pl.ds(warpgroup * half, half)].transpose((1, 0)))
+            plgpu.wgmma_wait(0)
+            return sums[...]
+
+        columns = pl.ds(column + warpgroup * half, half)
+        sums = pl.run_scoped(multiply, plgpu.ACC((EXAMPLES, half)))
+        store(refs.sums[layer].at[part, pl.ds(row, EXAMPLES), columns], sums)
+
+    def bring(self, refs, layer, row, column, lanes, examples):
+        """A tile's gradients and inputs, turned, the gradients weighed, both rounded, to shared memory."""
+        widths, gradients = self.network.widths, refs.gradients[-1 - layer]
         weight = _read(refs.dy, examples, value_a_row())
-        return lambda gradients: rounded_to_tf32(gradients * _spread(weight, gradients))
+        # A layer's last tile may have half its rows. The other half repeats rows, and its sums are left out.
+        starts = [jnp.minimum(row + n, widths[layer + 1] - _SLICE) for n in (0, _SLICE)]
+        tiles = [load(gradients.at[examples, pl.ds(n, _SLICE)], plgpu.Layout.WGMMA, optimized=False) for n in starts]
+        if layer:
+            inputs = load(
+                refs.hidden[layer - 1].at[examples, pl.ds(column, _SLICE)], plgpu.Layout.WGMMA, optimized=False
+            )
+            inputs = plgpu.layout_cast(inputs, plgpu.Layout.WGMMA_TRANSPOSED)
+        else:
+            columns = pl.ds(jnp.minimum(column, widths[0] - _SLICE), _SLICE)
+            inputs = load(
+                refs.x.at[columns, examples].transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED, optimized=False
+            )
+            inputs = rounded_to_tf32(jnp.where(column < widths[0], inputs, 1.0))
+        for n, left in zip((0, _SLICE), tiles, strict=True):
+            left = plgpu.layout_cast(rounded_to_tf32(left * _spread(weight, left)), plgpu.Layout.WGMMA_TRANSPOSED)
+            store(refs.left.at[pl.ds(n, _SLICE), lanes].transpose((1, 0)), left)
+        store(refs.right.at[:, lanes].transpose((1, 0)), inputs)
 
     def weigh_dx(self, refs, part, tile, warpgroup):
         half = _SLICE // 2
@@ -826,11 +675,11 @@ class _WeighedGradients(_LayerGradients):
 
 
 def _weighed_gradients_supports(dy, x, hidden, gradients, *, sizes):
-    return _unsupported_examples(dy.size)
+    return None if dy.size and dy.size % LANES == 0 else f"a batch of {dy.size}, only multiples of {LANES}"
 
 
 def _weighed_gradients_heuristic(dy, x, hidden, gradients, *, sizes):
-    return LayersConfig(columns=_SLICE, blocks=1, loads=5)
+    return Config(stages=1)
 
 
 @kernel(supports=_weighed_gradients_supports, heuristic=_weighed_gradients_heuristic, capability=(9, 0))
@@ -841,9 +690,12 @@ def weighed_gradients(
     gradients: tuple[Array, ...],
     *,
     sizes: tuple[int, ...],
-    config: LayersConfig,
+    config: Config,
 ) -> tuple[Array, ...]:
-    """`layer_gradients` of gradients g of each loss by itself, weighed by dy, and `dx = dy g`.
+    """Of gradients g of each loss by itself: `dx = dy g`, `dw[o, i] = Σ dy g[n, o] h[n, i]`, `db[o] = Σ dy g[n, o]`.
+
+    A CTA makes 64 x 32 of a layer's dw, for 128 examples. Columns of ones behind x's make the first db. Further CTAs
+    weigh dx.
 
     Args:
       dy: `(N,)`, N a multiple of 128.
@@ -853,8 +705,10 @@ def weighed_gradients(
     Returns:
       dx like x, and (dw, db) of each layer, one after the other.
     """
+    parts = dy.size // LANES
     *gradients, dx = gradients
-    division = _WeighedGradients(_Network(sizes), config, dy.size // LANES)
+    network = _Network(sizes)
+    division = _WeighedGradients(network)
     dx, *sums = launch(
         division.body,
         dy,
@@ -862,11 +716,19 @@ def weighed_gradients(
         dx,
         *hidden,
         *gradients,
-        out=(_struct(*dx.shape), *division.sums),
-        grid={"part": division.parts, "tile": division.tiles},
+        out=(_struct(*dx.shape), *(_struct(parts, *shape) for shape in division.shapes)),
+        grid={"part": parts, "tile": division.tiles},
         warpgroups=2,
-        scratch=division.scratch(),
+        scratch=[
+            operand((EXAMPLES, LANES), jnp.float32),
+            operand((_SLICE, LANES), jnp.float32),
+            plgpu.Barrier(num_arrivals=2),
+        ],
         barriers=False,
         name="mlp_softmax_cross_entropy_weighed_gradients",
     )
-    return dx, *division.layers(sums)
+    layers = []
+    for layer, (products, (inputs, outputs)) in enumerate(zip(sums, itertools.pairwise(sizes), strict=True)):
+        bias = inputs if layer else network.widths[0]
+        layers += [jnp.sum(products[:, :outputs, columns], axis=0) for columns in (slice(inputs), bias)]
+    return dx, *layers
