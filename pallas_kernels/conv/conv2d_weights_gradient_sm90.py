@@ -14,6 +14,7 @@ among x's makes the bias's gradient.
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, ClassVar
 
 import jax
@@ -22,8 +23,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.core import device
+from pallas_kernels.core.gathers import columns, gather_elements, lane_and_column, meet
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, rounded_to_tf32, store
+from pallas_kernels.core.layouts import LANES, OPERAND_BYTES, load, operand, rounded_to_tf32, store
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.simulator import simulating
@@ -105,6 +107,16 @@ class _Sizes:
     def columns(self) -> int:
         """Sums a row."""
         return self.routed_rows if self.config.images_on_left else self.ones + 8
+
+    @property
+    def taps(self) -> int:
+        """Of the filters, for a program's input channels."""
+        return self.config.channels * self.filter_size[0] * self.filter_size[1]
+
+    @property
+    def vectors(self) -> int:
+        """Of `LANES`, into which a program's gradients go: of w `(c, u, v, k)`, then of b."""
+        return -(-(self.taps + 1) * self.K // LANES)
 
     @property
     def x_rows(self) -> int:
@@ -266,7 +278,7 @@ def weights_gradient(
     # As the forward wrote them, by rows of windows.
     place = place.swapaxes(0, 1).reshape(sizes.P, -1, sizes.N)
     stages = config.stages, sizes.gradient_rows, sizes.examples
-    sums = _launch(
+    return _launch(
         _PooledProgram,
         sizes,
         [x.reshape(-1, sizes.N), dy, place],
@@ -275,7 +287,6 @@ def weights_gradient(
         scratch=[plgpu.SMEM(stages, dy.dtype), plgpu.SMEM(stages, jnp.uint8)],
         name="conv2d_relu_max_pool2d_backward_weights_tensor_cores",
     )
-    return _gradients(sums.reshape(*sums.shape[:4], config.places, sizes.K, sizes.Q), sizes)
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
@@ -305,7 +316,7 @@ def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Arra
       `(K, C, H - I + 1, W - J + 1)` and `(K,)` in float32.
     """
     sizes = _convolution_sizes(dy, x, _rows_a_product(dy, x), config)
-    sums = _launch(
+    return _launch(
         _ConvolutionProgram,
         sizes,
         [x.reshape(-1, sizes.N), dy.reshape(-1, sizes.N)],
@@ -313,11 +324,10 @@ def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Arra
         copies=config.channels + sizes.K,
         name="correlate_batch_tensor_cores",
     )
-    return _gradients(sums.reshape(*sums.shape[:4], sizes.K, config.places, sizes.Q).swapaxes(4, 5), sizes)
 
 
 def _launch(program, sizes, arrays, *, buffers, copies, name, scratch=()):
-    """The sums `(split, channels, places, row of x, routed)` of all programs.
+    """The gradients in w and b.
 
     Args:
       buffers: for the routed gradient.
@@ -327,10 +337,13 @@ def _launch(program, sizes, arrays, *, buffers, copies, name, scratch=()):
     config, per_split = sizes.config, sizes.per_split(device.target().multiprocessors)
     (splits, *shares), rows = (-(-sizes.units // per_split), *sizes.shares), sizes.warpgroups * _TILE
     x, dy, *_ = arrays
-    sums = launch(
+    _, gradients = launch(
         functools.partial(_body, program, sizes, per_split),
         *arrays,
-        out=jax.ShapeDtypeStruct((splits, *shares, rows, sizes.columns), jnp.float32),
+        out=[
+            jax.ShapeDtypeStruct((splits, *shares, *shape), jnp.float32)
+            for shape in ((rows, sizes.columns), (sizes.vectors * LANES,))
+        ],
         grid={"split": splits, "c": shares[0], "t": shares[1]},
         warpgroups=sizes.warpgroups,
         scratch=[
@@ -342,25 +355,11 @@ def _launch(program, sizes, arrays, *, buffers, copies, name, scratch=()):
         ],
         name=name,
     )
-    return sums if config.images_on_left else sums.swapaxes(3, 4)
-
-
-def _gradients(sums, sizes):
-    """The weights' and the bias's, from sums `(split, channels, places, row of x, place, k, q)`.
-
-    The sums below are of slices, and add up windows, columns and splits.
-    """
-    (F, G), places = sizes.filter_size, sizes.config.places
-    db = jnp.sum(sums[:, 0, :, sizes.ones], axis=(0, 1, 2, 4))
-    images = sums[:, :, :, : sizes.ones]
-    images = images.reshape(*sums.shape[:3], sizes.config.channels, sizes.band, sizes.W, *sums.shape[4:])
-    terms = [
-        images[:, :, t // places, :, t // sizes.S :, q * sizes.S + t % sizes.S :, t % places, :, q][:, :, :, :F, :G]
-        for t in range(sizes.R * sizes.S)
-        for q in range(sizes.Q)
-    ]
-    dw = jnp.sum(sum(terms[1:], terms[0]), axis=0)
-    return dw.reshape(sizes.C, F, G, sizes.K).transpose(3, 0, 1, 2), db
+    gradients = jnp.sum(gradients, axis=(0, 2))
+    taps = sizes.taps * sizes.K
+    dw = gradients[:, :taps].reshape(sizes.C, *sizes.filter_size, sizes.K).transpose(3, 0, 1, 2)
+    # The programs of every part of the channels saw the same gradients: the first ones' sums are the bias's.
+    return dw, gradients[0, taps : taps + sizes.K]
 
 
 # ------------------------------------------------------------------------------------------------------------- program
@@ -381,7 +380,9 @@ class _Program:
     """A split's sums, of a part of the channels and of the places: its references, and its steps.
 
     Attributes:
-      x, dy, out: in device memory.
+      x, dy: in device memory.
+      out: the sums, in device memory, of which nothing but the gradients is used.
+      gradients: in w and b, of this program's units.
       xs: stages of x's rows, with the ones behind them.
       routed: the routed gradient.
       loaded: where a stage's copies arrive.
@@ -397,6 +398,7 @@ class _Program:
     x: Any
     dy: Any
     out: Any
+    gradients: Any
     xs: Any
     routed: Any
     loaded: Any
@@ -416,6 +418,32 @@ class _Program:
         plgpu.wgmma_wait(0)
         rows = pl.ds(self.warpgroup * _TILE, _TILE)
         store(self.out.at[self.split, self.c, self.t, rows], self.sums[...])
+        meet(self.ready)
+        warpgroups, vectors = self.sizes.warpgroups, self.sizes.vectors
+        for first in range(0, vectors, warpgroups):
+            vector = first + self.warpgroup
+            pl.when(vector < vectors)(functools.partial(self.cut_out, vector))
+
+    def cut_out(self, vector):
+        """Makes a vector of the gradients of the sums, which are in the L2 cache: adds up windows and their places."""
+        sizes, places = self.sizes, self.sizes.config.places
+        F, G = sizes.filter_size
+        number = jnp.minimum(vector * LANES + lane_and_column(LANES, 1)[0], (sizes.taps + 1) * sizes.K - 1)
+        tap, k = lax.div(number, sizes.K), lax.rem(number, sizes.K)
+        c, u, v = lax.div(tap, F * G), lax.rem(lax.div(tap, G), F), lax.rem(tap, G)
+        of_weights = tap < sizes.taps
+        first = jnp.where(of_weights, (c * sizes.band + u) * sizes.W + v, sizes.ones)
+        moves = of_weights.astype(jnp.int32)
+        sums, total = self.out.at[self.split, self.c, self.t], 0.0
+        for t, q in itertools.product(range(places), range(sizes.Q)):
+            r, s = (self.t * places + t) // sizes.S, (self.t * places + t) % sizes.S
+            image, routed = first + moves * (r * sizes.W + q * sizes.S + s), self.routed_row(t, k, q)
+            total += gather_elements(sums, *((image, routed) if sizes.config.images_on_left else (routed, image)))
+        self.gradients[self.split, self.c, self.t, pl.ds(vector * LANES, LANES)] = columns(total)[0]
+
+    def routed_row(self, t, k, q):
+        """Of the routed gradient: that of a place, an output channel and a window."""
+        raise NotImplementedError
 
     def begin(self, ring):
         ones = plgpu.layout_cast(jnp.ones((8, self.sizes.examples), self.x.dtype), self.layout)
@@ -475,11 +503,14 @@ class _PooledProgram(_Program):
       dys, places: stages of dy and place.
     """
 
-    REFERENCES = ("x", "dy", "place", "out", "xs", "routed", "loaded", "ready", "dys", "places")
+    REFERENCES = ("x", "dy", "place", "out", "gradients", "xs", "routed", "loaded", "ready", "dys", "places")
 
     place: Any
     dys: Any
     places: Any
+
+    def routed_row(self, t, k, q):
+        return (t * self.sizes.K + k) * self.sizes.Q + q
 
     def copy_gradient(self, p, examples, stage, barrier):
         K, Q = self.sizes.K, self.sizes.Q
@@ -508,7 +539,10 @@ class _PooledProgram(_Program):
 class _ConvolutionProgram(_Program):
     """Takes dy as it is, rounded where it lies if float32."""
 
-    REFERENCES = ("x", "dy", "out", "xs", "routed", "loaded", "ready")
+    REFERENCES = ("x", "dy", "out", "gradients", "xs", "routed", "loaded", "ready")
+
+    def routed_row(self, t, k, q):
+        return (k * self.sizes.config.places + t) * self.sizes.Q + q
 
     def copy_gradient(self, p, examples, stage, barrier):
         sizes, places = self.sizes, self.sizes.config.places

@@ -79,21 +79,21 @@ def gather_rows(ref: Any, rows: Array) -> Array:
     return gather(ref, rows)
 
 
-def gather_elements(ref: Any, places: Array) -> Array:
-    """`ref[places]`: of `(n,)` in device memory, the block of the elements at a block of places."""
+def gather_elements(ref: Any, *places: Array) -> Array:
+    """`ref[places]`: of device memory, the block of the elements at blocks of places, one for each axis."""
     if simulating() is not None:
         return ref[...][places]
-    layout = block_layout(*places.shape)
+    layout, shape = block_layout(*places[0].shape), places[0].shape
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=_block(*places.shape, ref.dtype))
-    def gather(_, ref, places):
-        registers = np.empty_like(places.registers)
-        for index, register in np.ndenumerate(places.registers):
-            values = [memref.load(ref, [_index(register, k)]) for k in range(places.shape[1])]
-            registers[index] = _row(values)
-        return _fragmented(registers, block_layout(*places.shape), signed=_signedness(ref))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(layout,) * len(places)), return_type=_block(*shape, ref.dtype))
+    def gather(_, ref, *places):
+        registers = np.empty_like(places[0].registers)
+        for index in np.ndindex(registers.shape):
+            rows = [place.registers[index] for place in places]
+            registers[index] = _row([memref.load(ref, [_index(row, k) for row in rows]) for k in range(shape[1])])
+        return _fragmented(registers, layout, signed=_signedness(ref))
 
-    return gather(ref, places)
+    return gather(ref, *places)
 
 
 def scatter_elements(ref: Any, places: Array, values: Array) -> None:
