@@ -134,15 +134,10 @@ def _wide_rows_and_gradients(x_last, labels, weights, biases):
     return loss, logits, hidden, _wide_row_gradients(jnp.ones_like(loss), labels, logits, hidden, weights)
 
 
-def _wide_layer_gradients(x_last, hidden, gradients, *, sizes):
-    gradients, inputs = _narrow(reversed(gradients), sizes[1:]), _narrow((x_last.T, *hidden), sizes[:-1])
-    return tuple(_layer_gradients(gradients, inputs))
-
-
 def _weighed_gradients(dy, x_last, hidden, gradients, *, sizes):
     *gradients, dx = gradients
-    weighed = [g * dy[:, None] for g in gradients]
-    return dx * dy, *_wide_layer_gradients(x_last, hidden, weighed, sizes=sizes)
+    weighed = _narrow([g * dy[:, None] for g in reversed(gradients)], sizes[1:])
+    return dx * dy, *_layer_gradients(weighed, _narrow((x_last.T, *hidden), sizes[:-1]))
 
 
 def _with_kernel(kernel: Callable, formula: Callable, examples: Examples) -> Callable:
@@ -162,10 +157,6 @@ def _lanes_of_rows(dy, labels, logits, hidden, weights):
     return Axes(dict.fromkeys(range(4), 0), multiple_of=LANES)
 
 
-def _lanes_of_wide_gradients(x_last, hidden, gradients):
-    return Axes({0: 1, 1: 0, 2: 0}, multiple_of=LANES)
-
-
 def _lanes_of_gradients(dy, x_last, hidden, gradients):
     return Axes({0: 0, 1: 1, 2: 0, 3: (0,) * (len(gradients) - 1) + (1,)}, multiple_of=LANES)
 
@@ -173,7 +164,6 @@ def _lanes_of_gradients(dy, x_last, hidden, gradients):
 _WIDE_ROWS = _with_kernel(kernels.forward, _wide_rows, _lanes_of_inputs)
 _WIDE_ROW_GRADIENTS = _with_kernel(kernels.backward, _wide_row_gradients, _lanes_of_rows)
 _WIDE_ROWS_AND_GRADIENTS = _with_kernel(kernels.forward_and_gradients, _wide_rows_and_gradients, _lanes_of_inputs)
-_LAYER_GRADIENTS = _with_kernel(kernels.layer_gradients, _wide_layer_gradients, _lanes_of_wide_gradients)
 _WEIGHED_GRADIENTS = _with_kernel(kernels.weighed_gradients, _weighed_gradients, _lanes_of_gradients)
 
 
@@ -197,15 +187,24 @@ def _save_kernel(x, labels, *layers, precision):
 def _gradients_kernel(dy, saved, *, precision):
     if isinstance(saved, Rows):
         return _gradients(dy, saved, precision=precision)
-    sizes = _sizes(saved.weights)
     if isinstance(saved, WideRows):
-        x_last, *arrays = saved
-        *gradients, dx_last = _WIDE_ROW_GRADIENTS(batch_last(dy), *arrays)
-        layers = _LAYER_GRADIENTS(x_last, saved.hidden, tuple(gradients), sizes=sizes)
+        dx_last, layers = _gradients_of_wide_rows(dy, saved, precision=precision)
     else:
         arrays = batch_last(dy), saved.x_last, saved.hidden, saved.gradients
-        dx_last, *layers = _WEIGHED_GRADIENTS(*arrays, sizes=sizes)
-    return batch_first(dx_last[: sizes[0]], len(dy)), None, *layers
+        dx_last, *layers = _WEIGHED_GRADIENTS(*arrays, sizes=_sizes(saved.weights))
+    return batch_first(dx_last[: saved.weights[0].shape[1]], len(dy)), None, *layers
+
+
+def _gradients_of_wide_rows(dy, saved, *, precision):
+    x_last, *arrays = saved
+    *gradients, dx_last = _WIDE_ROW_GRADIENTS(batch_last(dy), *arrays)
+    layers = []
+    for w, dz, h in zip(saved.weights, reversed(gradients), (x_last.T, *saved.hidden), strict=True):
+        outputs, inputs = w.shape
+        products = jnp.matmul(dz.T, h, precision=precision)[:outputs]
+        db = products[:, inputs] if layers else jnp.sum(dz, axis=0)[:outputs]
+        layers += [products[:, :inputs], db]
+    return dx_last, layers
 
 
 def _lanes(x, labels, weights):

@@ -50,7 +50,7 @@ BARRIER_BYTES = 1024
 """Shared memory for the barriers, which are followed by operands aligned to 1024 bytes."""
 _EPILOGUE_CLOCKS = 800
 """Of a tile, to find the maxima of its sums: some 12 instructions a window, at two clocks each."""
-MIN_BATCH = 2048
+_MIN_BATCH = 2048
 """There it is as fast as the exact kernel: docs/lab/2026-11-23-forward.md."""
 
 
@@ -228,7 +228,7 @@ def _supports(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
 
 
 def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | None:
-    return _cheapest(x, w, window) if x.shape[-1] >= MIN_BATCH else None
+    return _cheapest(x, w, window) if x.shape[-1] >= _MIN_BATCH else None
 
 
 @kernel(supports=_supports, heuristic=_heuristic, capability=(9, 0))

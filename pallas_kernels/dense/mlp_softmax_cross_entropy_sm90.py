@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,10 +48,6 @@ _SLICE = OPERAND_BYTES // _ITEM_BYTES
 """Inputs of a layer in a slice of its weights: as many float32 values as fill an operand's row."""
 _MAX_COLUMNS = 256
 """Columns that a wgmma has at most (PTX ISA)."""
-_LARGE_TILE = 128, 64
-"""Outputs and inputs of a tile of a layer's dw in large batches: of smaller ones more is read from the L2 cache."""
-_SMALL_TILE = EXAMPLES, _SLICE
-"""In small batches, where a CTA's latency counts: fewer loads."""
 _PIECE_COLUMNS = 128
 """Columns of the gradient in x made at once where the layers' outputs stay in shared memory as well. Chosen by hand;
 not tuned."""
@@ -72,7 +68,7 @@ class Config:
     """How weights stream by.
 
     Attributes:
-      stages: slices in flight.
+      stages: slices in flight; one in `weighed_gradients`, where each CTA takes a single step.
     """
 
     stages: int
@@ -267,13 +263,13 @@ def _read(ref: Any, examples: Any, layout: Any) -> Array:
     return load(ref.at[examples], layout, optimized=False)
 
 
-def _turned(rows: int) -> Any:
-    """A layout for a slice of examples on its way to an operand in which its other axis is contiguous.
+def _turned() -> Any:
+    """The layout of a slice on its way from columns of examples in device memory to rows of an operand.
 
-    A warp has so many examples by `32 // rows` features at once, a number a thread. Eight of these are side by side in
-    device memory, a sector; four in the operand, 16 bytes of each of eight rows, which are in different banks.
+    A warp has 8 examples by 4 inputs at once, a number a thread. The 8 are side by side in device memory, a sector; the
+    4 are 16 bytes of a row of the operand, and the 8 rows are in different banks.
     """
-    tiling = plgpu.Tiling(((EXAMPLES, _SLICE), (16, _SLICE), (rows, 32 // rows), (1,)))
+    tiling = plgpu.Tiling(((EXAMPLES, _SLICE), (16, _SLICE), (8, 4), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
 
 
@@ -282,7 +278,7 @@ def _read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
     starts = range(0, operand.shape[1], _SLICE)
     for i in range(0, len(starts), loads):
         columns = [pl.ds(k, _SLICE) for k in starts[i : i + loads]]
-        slices = [load(x.at[c, examples].transpose((1, 0)), _turned(8), optimized=False) for c in columns]
+        slices = [load(x.at[c, examples].transpose((1, 0)), _turned(), optimized=False) for c in columns]
         for c, values in zip(columns, slices, strict=True):
             store(operand.at[:, c], rounded_to_tf32(values))
     plgpu.commit_smem()
@@ -588,229 +584,6 @@ def forward_and_gradients(
 # --------------------------------------------------------------------------------------- the gradients of the layers
 
 
-@dataclasses.dataclass(frozen=True)
-class LayersConfig:
-    """How CTAs share out the layers' gradients.
-
-    Attributes:
-      rows: of a tile of dw, outputs of the layer: 128, of which each of two warpgroups makes half, or 64.
-      columns: of a tile, inputs: a multiple of 32. Of 64 rows each warpgroup makes half the columns.
-      blocks: of `LANES` examples each, which a CTA sums over.
-      loads: slices of 64 examples that a warpgroup has under way at once, 16 registers a thread each.
-    """
-
-    rows: int
-    columns: int
-    blocks: int
-    loads: int
-
-
-class _LayerGradientsRefs(NamedTuple):
-    x: Any
-    hidden: tuple
-    gradients: tuple
-    sums: tuple
-    left: Any
-    right: Any
-    met: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _LayerGradients:
-    """The tiles of all layers' dw, `config.rows` by `config.columns` each, layer by layer.
-
-    Attributes:
-      total: blocks of the batch.
-    """
-
-    REFERENCES: ClassVar[type] = _LayerGradientsRefs
-
-    network: _Network
-    config: LayersConfig
-    total: int
-
-    @property
-    def parts(self) -> int:
-        return -(-self.total // self.config.blocks)
-
-    @property
-    def grids(self) -> list[tuple[int, int]]:
-        """Rows and columns of tiles of each layer; behind x are ones, whose products make the first db."""
-        widths, config = itertools.pairwise(self.network.widths), self.config
-        return [(-(-n // config.rows), -(-(m + (layer == 0)) // config.columns)) for layer, (m, n) in enumerate(widths)]
-
-    @property
-    def first_tiles(self) -> list[int]:
-        """The first tile of each layer, and what follows the last one."""
-        return [0, *itertools.accumulate(rows * columns for rows, columns in self.grids)]
-
-    @property
-    def tiles(self) -> int:
-        return self.first_tiles[-1]
-
-    @property
-    def sums(self) -> list[jax.ShapeDtypeStruct]:
-        """Of each layer, a dw in whole tiles for every part of the batch."""
-        config = self.config
-        return [_struct(self.parts, rows * config.rows, columns * config.columns) for rows, columns in self.grids]
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        return self.config.rows, self.config.columns
-
-    @property
-    def halves(self) -> tuple[bool, bool]:
-        """Whether the two warpgroups share out a tile's rows, or else its columns."""
-        return self.config.rows > EXAMPLES, self.config.rows <= EXAMPLES
-
-    @property
-    def product(self) -> tuple[int, ...]:
-        """Rows and columns of a tile that a warpgroup makes."""
-        return tuple(n // 2 if half else n for n, half in zip(self.tile, self.halves, strict=True))
-
-    def scratch(self) -> list[Any]:
-        tiles = [operand((rows, LANES), jnp.float32) for rows in (self.config.rows, self.config.columns)]
-        return [*tiles, plgpu.Barrier(num_arrivals=2)]
-
-    def body(self, *refs, part, tile, warpgroup):
-        layers, first_tiles = self.network.layers, self.first_tiles
-        refs = _group(self.REFERENCES, refs, hidden=layers - 1, gradients=layers, sums=layers)
-        for layer in range(layers):
-            make = functools.partial(self.make_tile, refs, layer, part, tile, warpgroup)
-            pl.when((first_tiles[layer] <= tile) & (tile < first_tiles[layer + 1]))(make)
-
-    def make_tile(self, refs, layer, part, tile, warpgroup):
-        """A tile of a layer's dw, of which each warpgroup makes half; for each block it brings half the examples."""
-        index, (_, columns) = tile - self.first_tiles[layer], self.grids[layer]
-        row, column = index // columns * self.config.rows, index % columns * self.config.columns
-        lanes, first = pl.ds(warpgroup * EXAMPLES, EXAMPLES), part * self.config.blocks
-        # Where in the tile the warpgroup's product is.
-        at = [warpgroup * (n // 2) if half else 0 for n, half in zip(self.tile, self.halves, strict=True)]
-        left, right = (pl.ds(start, n) for start, n in zip(at, self.product, strict=True))
-
-        def multiply(sums):
-            def add(block, _):
-                self.bring(refs, layer, row, column, lanes, pl.ds(block * LANES + warpgroup * EXAMPLES, EXAMPLES))
-                plgpu.commit_smem()
-                self.meet(refs)
-                plgpu.wgmma(sums, refs.left.at[left], refs.right.at[right].transpose((1, 0)))
-                plgpu.wgmma_wait(0)
-                self.meet(refs)
-
-            lax.fori_loop(first, jnp.minimum(first + self.config.blocks, self.total), add, None)
-            return sums[...]
-
-        sums = pl.run_scoped(multiply, plgpu.ACC(self.product))
-        rows, columns = (
-            pl.ds(first + start, n) for first, start, n in zip((row, column), at, self.product, strict=True)
-        )
-        store(refs.sums[layer].at[part, rows, columns], sums)
-
-    def meet(self, refs):
-        plgpu.barrier_arrive(refs.met)
-        plgpu.barrier_wait(refs.met)
-
-    def bring(self, refs, layer, row, column, lanes, examples):
-        """A tile's gradients and inputs of some examples, turned, to shared memory.
-
-        Slices beyond a layer's outputs or inputs repeat others, or are not brought: their sums are left out.
-        """
-        inputs, outputs = self.network.widths[layer : layer + 2]
-        weigh, x_or_h, loads = self.weigh(refs, examples), (refs.x, *refs.hidden)[layer], self.config.loads
-        slices = [
-            (refs.left.at[pl.ds(n, _SLICE)], self.slice(refs.gradients[-1 - layer], row + n, outputs, examples), weigh)
-            for n in range(0, min(self.config.rows, outputs), _SLICE)
-        ]
-        slices += [
-            (
-                refs.right.at[pl.ds(n, _SLICE)],
-                self.slice(x_or_h, column + n, inputs, examples, batch_last=layer == 0),
-                functools.partial(self.with_ones, column + n, inputs) if layer == 0 else lambda h: h,
-            )
-            for n in range(0, self.config.columns, _SLICE)
-        ]
-        for first in range(0, len(slices), loads):
-            under_way = [
-                (to, made, load(ref, _turned(4), optimized=False)) for to, ref, made in slices[first : first + loads]
-            ]
-            for to, made, values in under_way:
-                store(to.at[:, lanes].transpose((1, 0)), made(values))
-
-    def slice(self, ref, first, width, examples, *, batch_last=False):
-        """Some examples' values from `first` on."""
-        columns = pl.ds(jnp.minimum(first, width - _SLICE), _SLICE)
-        return ref.at[columns, examples].transpose((1, 0)) if batch_last else ref.at[examples, columns]
-
-    def with_ones(self, column, inputs, x):
-        return rounded_to_tf32(jnp.where(column < inputs, x, 1.0))
-
-    def weigh(self, refs, examples):
-        """What is done to the gradients of some examples."""
-        return lambda gradients: gradients
-
-    def layers(self, sums: Sequence[Array]) -> list[Array]:
-        """(dw, db) of each layer, one after the other."""
-        results = []
-        for layer, (products, (inputs, outputs)) in enumerate(
-            zip(sums, itertools.pairwise(self.network.sizes), strict=True)
-        ):
-            bias = inputs if layer else self.network.widths[0]
-            results += [jnp.sum(products[:, :outputs, columns], axis=0) for columns in (slice(inputs), bias)]
-        return results
-
-
-def _layer_gradients_supports(x, hidden, gradients, *, sizes):
-    return _unsupported_examples(x.shape[1])
-
-
-def _unsupported_examples(N):
-    return None if N and N % LANES == 0 else f"a batch of {N}, only multiples of {LANES}"
-
-
-def _layer_gradients_heuristic(x, hidden, gradients, *, sizes):
-    """Two programs a multiprocessor, as many as its shared memory and, with two loads at once, its registers hold."""
-    total, config = x.shape[1] // LANES, LayersConfig(*_LARGE_TILE, blocks=1, loads=2)
-    tiles = _LayerGradients(_Network(sizes), config, total).tiles
-    return dataclasses.replace(config, blocks=-(-total * tiles // (2 * device.target().multiprocessors)))
-
-
-@kernel(supports=_layer_gradients_supports, heuristic=_layer_gradients_heuristic, capability=(9, 0))
-def layer_gradients(
-    x: Array,
-    hidden: tuple[Array, ...],
-    gradients: tuple[Array, ...],
-    *,
-    sizes: tuple[int, ...],
-    config: LayersConfig,
-) -> tuple[Array, ...]:
-    """Of gradients g of the loss: `dw[o, i] = Σ g[n, o] h[n, i]` and `db[o] = Σ g[n, o]` of each layer.
-
-    A CTA makes a tile of a layer's dw, for a part of the examples. Columns of ones behind x's make the first db.
-
-    Args:
-      x, hidden: what `forward` took and made, x rounded to TF32 here.
-      gradients: what `backward` made, but dx.
-      sizes: of the layers, inputs first.
-
-    Returns:
-      (dw, db) of each layer, one after the other; parts of the batch are summed in a fixed order.
-    """
-    division = _LayerGradients(_Network(sizes), config, x.shape[1] // LANES)
-    sums = launch(
-        division.body,
-        x,
-        *hidden,
-        *gradients,
-        out=tuple(division.sums),
-        grid={"part": division.parts, "tile": division.tiles},
-        warpgroups=2,
-        scratch=division.scratch(),
-        barriers=False,
-        name="mlp_softmax_cross_entropy_layer_gradients",
-    )
-    return tuple(division.layers(sums))
-
-
 class _WeighedGradientsRefs(NamedTuple):
     dy: Any
     x: Any
@@ -821,27 +594,85 @@ class _WeighedGradientsRefs(NamedTuple):
     sums: tuple
     left: Any
     right: Any
-    met: Any
+    tile_stored: Any
 
 
-class _WeighedGradients(_LayerGradients):
-    """Gradients of each loss by itself are weighed on their way; behind the tiles of the layers come those of dx."""
+@dataclasses.dataclass(frozen=True)
+class _WeighedGradients:
+    """The tiles of all layers' dw, `EXAMPLES x _SLICE` each, layer by layer; then those of dx."""
 
-    REFERENCES = _WeighedGradientsRefs
+    network: _Network
 
     @property
-    def tiles(self):
+    def grids(self) -> list[tuple[int, int]]:
+        """Rows and columns of tiles of each layer; the first layer has a column more, for x's ones."""
+        widths = itertools.pairwise(self.network.widths)
+        return [(-(-n // EXAMPLES), m // _SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
+
+    @property
+    def first_tiles(self) -> list[int]:
+        """The first tile of each layer, and of dx."""
+        return [0, *itertools.accumulate(rows * columns for rows, columns in self.grids)]
+
+    @property
+    def tiles(self) -> int:
         return self.first_tiles[-1] + self.network.widths[0] // _SLICE
 
-    def body(self, *refs, part, tile, warpgroup):
-        super().body(*refs, part=part, tile=tile, warpgroup=warpgroup)
-        layers = self.network.layers
-        refs = _group(self.REFERENCES, refs, hidden=layers - 1, gradients=layers, sums=layers)
-        pl.when(tile >= self.first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of each layer's dw, in whole tiles."""
+        return [(rows * EXAMPLES, columns * _SLICE) for rows, columns in self.grids]
 
-    def weigh(self, refs, examples):
-        weight = _read(refs.dy, examples, _turned(4).reduce(1))
-        return lambda gradients: rounded_to_tf32(gradients * plgpu.layout_cast(_spread(weight, gradients), _turned(4)))
+    def body(self, *refs, part, tile, warpgroup):
+        layers, first_tiles = self.network.layers, self.first_tiles
+        refs = _group(_WeighedGradientsRefs, refs, hidden=layers - 1, gradients=layers, sums=layers)
+        lanes = pl.ds(warpgroup * EXAMPLES, EXAMPLES)
+        examples = pl.ds(part * LANES + warpgroup * EXAMPLES, EXAMPLES)
+        for layer in range(layers):
+            make = functools.partial(self.make_tile, refs, layer, part, tile, warpgroup, lanes, examples)
+            pl.when((first_tiles[layer] <= tile) & (tile < first_tiles[layer + 1]))(make)
+        pl.when(tile >= first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
+
+    def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
+        """A tile of a layer's dw for `LANES` examples, of which each warpgroup brings half, and makes half the tile."""
+        index, half, (_, columns) = tile - self.first_tiles[layer], _SLICE // 2, self.grids[layer]
+        row, column = index // columns * EXAMPLES, index % columns * _SLICE
+        self.bring(refs, layer, row, column, lanes, examples)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.tile_stored)
+        plgpu.barrier_wait(refs.tile_stored)
+
+        def multiply(sums):
+            plgpu.wgmma(sums, refs.left, refs.right.at[pl.ds(warpgroup * half, half)].transpose((1, 0)))
+            plgpu.wgmma_wait(0)
+            return sums[...]
+
+        columns = pl.ds(column + warpgroup * half, half)
+        sums = pl.run_scoped(multiply, plgpu.ACC((EXAMPLES, half)))
+        store(refs.sums[layer].at[part, pl.ds(row, EXAMPLES), columns], sums)
+
+    def bring(self, refs, layer, row, column, lanes, examples):
+        """A tile's gradients and inputs, turned, the gradients weighed, both rounded, to shared memory."""
+        widths, gradients = self.network.widths, refs.gradients[-1 - layer]
+        weight = _read(refs.dy, examples, value_a_row())
+        # A layer's last tile may have half its rows. The other half repeats rows, and its sums are left out.
+        starts = [jnp.minimum(row + n, widths[layer + 1] - _SLICE) for n in (0, _SLICE)]
+        tiles = [load(gradients.at[examples, pl.ds(n, _SLICE)], plgpu.Layout.WGMMA, optimized=False) for n in starts]
+        if layer:
+            inputs = load(
+                refs.hidden[layer - 1].at[examples, pl.ds(column, _SLICE)], plgpu.Layout.WGMMA, optimized=False
+            )
+            inputs = plgpu.layout_cast(inputs, plgpu.Layout.WGMMA_TRANSPOSED)
+        else:
+            columns = pl.ds(jnp.minimum(column, widths[0] - _SLICE), _SLICE)
+            inputs = load(
+                refs.x.at[columns, examples].transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED, optimized=False
+            )
+            inputs = rounded_to_tf32(jnp.where(column < widths[0], inputs, 1.0))
+        for n, left in zip((0, _SLICE), tiles, strict=True):
+            left = plgpu.layout_cast(rounded_to_tf32(left * _spread(weight, left)), plgpu.Layout.WGMMA_TRANSPOSED)
+            store(refs.left.at[pl.ds(n, _SLICE), lanes].transpose((1, 0)), left)
+        store(refs.right.at[:, lanes].transpose((1, 0)), inputs)
 
     def weigh_dx(self, refs, part, tile, warpgroup):
         half = _SLICE // 2
@@ -852,11 +683,11 @@ class _WeighedGradients(_LayerGradients):
 
 
 def _weighed_gradients_supports(dy, x, hidden, gradients, *, sizes):
-    return _unsupported_examples(dy.size)
+    return None if dy.size and dy.size % LANES == 0 else f"a batch of {dy.size}, only multiples of {LANES}"
 
 
 def _weighed_gradients_heuristic(dy, x, hidden, gradients, *, sizes):
-    return LayersConfig(*_SMALL_TILE, blocks=1, loads=3)
+    return Config(stages=1)
 
 
 @kernel(supports=_weighed_gradients_supports, heuristic=_weighed_gradients_heuristic, capability=(9, 0))
@@ -867,9 +698,12 @@ def weighed_gradients(
     gradients: tuple[Array, ...],
     *,
     sizes: tuple[int, ...],
-    config: LayersConfig,
+    config: Config,
 ) -> tuple[Array, ...]:
-    """`layer_gradients` of gradients g of each loss by itself, weighed by dy, and `dx = dy g`.
+    """Of gradients g of each loss by itself: `dx = dy g`, `dw[o, i] = Σ dy g[n, o] h[n, i]`, `db[o] = Σ dy g[n, o]`.
+
+    A CTA makes 64 x 32 of a layer's dw, for 128 examples. Columns of ones behind x's make the first db. Further CTAs
+    weigh dx.
 
     Args:
       dy: `(N,)`, N a multiple of 128.
@@ -879,8 +713,10 @@ def weighed_gradients(
     Returns:
       dx like x, and (dw, db) of each layer, one after the other.
     """
+    parts = dy.size // LANES
     *gradients, dx = gradients
-    division = _WeighedGradients(_Network(sizes), config, dy.size // LANES)
+    network = _Network(sizes)
+    division = _WeighedGradients(network)
     dx, *sums = launch(
         division.body,
         dy,
@@ -888,11 +724,19 @@ def weighed_gradients(
         dx,
         *hidden,
         *gradients,
-        out=(_struct(*dx.shape), *division.sums),
-        grid={"part": division.parts, "tile": division.tiles},
+        out=(_struct(*dx.shape), *(_struct(parts, *shape) for shape in division.shapes)),
+        grid={"part": parts, "tile": division.tiles},
         warpgroups=2,
-        scratch=division.scratch(),
+        scratch=[
+            operand((EXAMPLES, LANES), jnp.float32),
+            operand((_SLICE, LANES), jnp.float32),
+            plgpu.Barrier(num_arrivals=2),
+        ],
         barriers=False,
         name="mlp_softmax_cross_entropy_weighed_gradients",
     )
-    return dx, *division.layers(sums)
+    layers = []
+    for layer, (products, (inputs, outputs)) in enumerate(zip(sums, itertools.pairwise(sizes), strict=True)):
+        bias = inputs if layer else network.widths[0]
+        layers += [jnp.sum(products[:, :outputs, columns], axis=0) for columns in (slice(inputs), bias)]
+    return dx, *layers

@@ -65,8 +65,8 @@ def test_tiles_leave_room_for_four_warpgroups(block, config, on_hopper):
 
 
 def test_it_pays_for_large_batches(on_hopper):
-    assert forward.pays(*structs("lenet2", "float32", 2048), window=(2, 2))
-    assert not forward.pays(*structs("lenet2", "float32", 1024), window=(2, 2))
+    assert forward.pays(*structs("lenet2", "float32", 1024), window=(2, 2))
+    assert not forward.pays(*structs("lenet2", "float32", 512), window=(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -86,51 +86,6 @@ def test_the_simulator_finds_rows_and_gradients_at_once_right(sizes, N):
     check_at_once(results, *arrays)
 
 
-def layers_of(sizes, N, seed=0):
-    """x, hidden rows with a one behind each, gradients of rows, last first, and what the kernel should make of them."""
-    random, widths = np.random.default_rng(seed), kernels.widths(sizes)
-    x, *hidden = (random.standard_normal((N, n)).astype(np.float32) for n in widths[:-1])
-    for h, n in zip(hidden, sizes[1:], strict=False):
-        h[:, n:] = np.eye(1, h.shape[1] - n)
-    gradients = [random.standard_normal((N, n)).astype(np.float32) for n in reversed(widths[1:])]
-    for g, n in zip(gradients, reversed(sizes), strict=False):
-        g[:, n:] = 0
-    expected = []
-    for g, h, (m, n) in zip(reversed(gradients), (x, *hidden), itertools.pairwise(sizes), strict=True):
-        expected += [g[:, :n].T.astype(np.float64) @ h[:, :m], g[:, :n].sum(axis=0, dtype=np.float64)]
-    return (jnp.asarray(x.T), tuple(map(jnp.asarray, hidden)), tuple(map(jnp.asarray, gradients))), expected
-
-
-def make_layers(sizes, config=None):
-    options = dict(sizes=sizes) if config is None else dict(sizes=sizes, config=config)
-    return jax.jit(lambda x, hidden, gradients: kernels.layer_gradients(x, hidden, gradients, **options))
-
-
-def check_layers(found, expected):
-    for actual, exact in zip(found, expected, strict=True):
-        assert relative_error(actual, exact) < 1e-3
-
-
-@can_simulate
-@pytest.mark.parametrize(
-    ("sizes", "config"),
-    [(SMALL, kernels.LayersConfig(128, 64, 2, 2)), ((96, 130, 7), kernels.LayersConfig(64, 32, 3, 5))],
-    ids=["large tiles", "small tiles"],
-)
-def test_the_simulator_finds_the_layers_gradients_right(sizes, config):
-    arrays, expected = layers_of(sizes, 384)
-    with on_the_cpu(), simulated():
-        found = jax.block_until_ready(make_layers(sizes, config)(*arrays))
-    check_layers(found, expected)
-
-
-def test_layers_gradients_fill_the_multiprocessors_twice(on_hopper):
-    wanted = {128: 1, 2048: 1, 8192: 3, 65536: 18}
-    for N, blocks in wanted.items():
-        arrays = jax.eval_shape(lambda N=N: layers_of(LENET, N)[0])
-        assert kernels.layer_gradients.heuristic(*arrays, sizes=LENET) == kernels.LayersConfig(128, 64, blocks, 2)
-
-
 def structs(sizes, N, dtype="float32"):
     """x, labels, weights and biases."""
     weights = tuple(jax.ShapeDtypeStruct((n, m), dtype) for m, n in itertools.pairwise(sizes))
@@ -215,22 +170,6 @@ def test_they_are_hoppers_alone(device):
 def test_they_lower_for_cuda(sizes, run, on_hopper):
     program = run.trace(*draw(sizes, 256)).lower(lowering_platforms=("cuda",)).as_text()
     assert program.count("custom_call @mosaic_gpu") == 2
-
-
-@pytest.mark.parametrize("sizes", [LENET, SMALL, (64, 3)])
-def test_the_layers_gradients_lower_for_cuda(sizes, on_hopper):
-    arrays, _ = layers_of(sizes, 256)
-    program = make_layers(sizes).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert program.count("custom_call @mosaic_gpu") == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("N", [128, 1024, 8192, 8192 + 128, 65536])
-def test_gpu_gradients_of_the_layers_match_float64_and_repeat_their_bits(N):
-    arrays, expected = layers_of(LENET, N)
-    first, second = make_layers(LENET)(*arrays), make_layers(LENET)(*arrays)
-    jax.tree.map(np.testing.assert_array_equal, first, second)
-    check_layers(first, expected)
 
 
 @pytest.mark.gpu
