@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jaxtyping import Int
 
 from jaxbp.logic.wires import Wires
+from pallas_kernels.logic import banks
 
 NEIGHBOURHOOD = 9
 """Cells that a cell sees: itself, the fifth, and those around it, in row-major order."""
@@ -18,7 +22,7 @@ CENTRE = 4
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["perception", "update"],
+    data_fields=["perception", "update", "order"],
     meta_fields=["channels", "kernels", "periodic"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,6 +40,8 @@ class Automaton:
     Attributes:
       perception: the wires of each layer; the first reads the nine cells, in row-major order.
       update: the wires of each layer.
+      order: update's gates, layer after layer, in an order in which kernels read different banks of shared memory: the
+        gate of each place in a layer, and the place of each gate. Made on the host, once, as the wires are.
       channels: of a cell.
       kernels: of the perception.
       periodic: whether the grid's borders meet.
@@ -45,6 +51,7 @@ class Automaton:
 
     perception: tuple[Wires, ...]
     update: tuple[Wires, ...]
+    order: Int[Array, "2 gates"]
     channels: int
     kernels: int
     periodic: bool
@@ -53,6 +60,12 @@ class Automaton:
     def bits(self) -> int:
         """What a perception kernel gives for each channel."""
         return self.perception[-1].gates
+
+    @property
+    def orders(self) -> list[Int[Array, "2 gates"]]:
+        """`order` by layers."""
+        ends = list(itertools.accumulate((w.gates for w in self.update), initial=0))
+        return [self.order[:, first:end] for first, end in itertools.pairwise(ends)]
 
     @property
     def gates(self) -> int:
@@ -103,7 +116,7 @@ class Automaton:
             _unique(op, "update_widths", reads, gates, int(next(seeds)))
             for reads, gates in zip([inputs, *update_widths], update_widths, strict=False)
         ]
-        return cls(tuple(perception), tuple(update), channels, perception_kernels, bool(periodic))
+        return cls.from_wires(perception, update, channels, periodic)
 
     @classmethod
     def from_wires(
@@ -139,7 +152,29 @@ class Automaton:
                 f"{op}: update[0] reads {update[0].inputs} inputs; wants {channels}, the channels, and a multiple of "
                 f"{of_a_kernel}, what a perception kernel gives"
             )
-        return cls(tuple(perception), tuple(update), channels, kernels, bool(periodic))
+        order = _order(update, channels, kernels, perception[-1].gates)
+        return cls(tuple(perception), tuple(update), order, channels, kernels, bool(periodic))
+
+
+def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
+    """Of the perceived bits, as update reads them, the place in the order bit, kernel, channel, in which they come."""
+    return np.arange(bits * kernels * channels).reshape(bits, kernels, channels).transpose(2, 0, 1).ravel()
+
+
+def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> Array:
+    """`Automaton.order`. Wires that are traced keep theirs."""
+    if any(isinstance(wires.a, jax.core.Tracer) for wires in update):
+        orders = [np.arange(wires.gates) for wires in update]
+    else:
+        centre = CENTRE * channels + np.arange(channels)
+        # As in `Plan`, where all layers begin at multiples of more than an octet: perception's last behind the inputs.
+        first = -(-NEIGHBOURHOOD * channels // banks.OCTET) * banks.OCTET
+        rows = np.concatenate([centre, first + perceived_rows(channels, kernels, bits)])
+        layers = [(np.asarray(wires.a), np.asarray(wires.b)) for wires in update]
+        orders = banks.orders(layers, [wires.turns for wires in update], rows)
+    with jax.ensure_compile_time_eval():  # made within jit, it is still the same array outside
+        both = [np.concatenate(orders), np.concatenate([np.argsort(order) for order in orders])]
+        return jnp.asarray(np.stack(both), jnp.int32)
 
 
 def _unique(op: str, name: str, inputs: int, gates: int, seed: int) -> Wires:

@@ -78,6 +78,14 @@ class Wires:
         return self.inputs * self.most_consumers == 2 * self.gates
 
     @property
+    def turns(self) -> np.ndarray:
+        """`(2, gates)`, on the host: of a gate's a and b, where the gate is among the consumers of that input."""
+        consumers, offsets = np.asarray(self.consumers), np.asarray(self.offsets)
+        turns = np.empty(consumers.size, np.int64)
+        turns[consumers] = np.arange(consumers.size) - np.repeat(offsets[:-1:2], np.diff(offsets[::2]))
+        return turns.reshape(-1, 2).T
+
+    @property
     def dtype(self) -> np.dtype:
         """Of all arrays: int32."""
         return self.a.dtype

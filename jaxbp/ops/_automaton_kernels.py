@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxbp.logic.automaton import CENTRE, Automaton
+from jaxbp.logic.automaton import CENTRE, Automaton, perceived_rows
 from jaxbp.logic.wires import Wires
 from jaxbp.ops import _automaton_formula as formula
 from jaxbp.pairing import differentiable
@@ -22,6 +22,8 @@ from pallas_kernels.logic.automaton import Plan, padded_lanes
 
 UNROLL = 16
 """Ticks in the body of a compiled loop: a kernel launched alone starts later than one in a CUDA graph."""
+_GATES, _LANES = 0, 1
+"""In an order of gates: the gate of each lane, and the lane of each gate."""
 KEEPS_ROWS = False
 """Whether the forward can keep what every gate reads."""
 
@@ -65,7 +67,8 @@ def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -
         for c, layer in zip(layers, sizes.layers, strict=True)
     ]
     wires, consumers = _rows_read(automaton, sizes), _rows_of_consumers(automaton, sizes)
-    lanes = jnp.concatenate(filled, axis=1).T.astype(jnp.float32)
+    gates = jnp.concatenate(filled, axis=1).T.astype(jnp.float32)
+    lanes = _reordered(gates, automaton, sizes.coefficient_firsts, _GATES)
     return Prepared(coefficients, automaton, lanes, wires, consumers, shape)
 
 
@@ -106,7 +109,7 @@ def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
     """The coefficients' gradients, as the coefficients came: summed over programs, and perception's over channels."""
     automaton = prepared.automaton
     sizes = plan(automaton, prepared.shape)
-    total, parts = jnp.sum(total, axis=0).T, []
+    total, parts = _reordered(jnp.sum(total, axis=0), automaton, sizes.gate_firsts, _LANES).T, []
     for layer in sizes.layers:
         first = layer.first - sizes.inputs.lanes
         parts.append(total[:, first : first + layer.count])
@@ -173,8 +176,9 @@ def _backward_by_formula(coefficients, automaton, lanes, wires, consumers, state
         jnp.pad(c, [(0, 0), (0, layer.lanes - layer.count)])
         for c, layer in zip([*of_lanes, *dc[1]], sizes.layers, strict=True)
     ]
+    of_lanes = _reordered(jnp.concatenate(dc, axis=1).T, automaton, sizes.gate_firsts, _GATES)
     dseen, dkept = enter_gradient(prepared, formula.leave(dstate, shape))
-    return dseen, dkept, total.at[0].add(jnp.concatenate(dc, axis=1).T.astype(total.dtype))
+    return dseen, dkept, total.at[0].add(of_lanes.astype(total.dtype))
 
 
 # ------------------------------------------------------------------------------------------------------- wires as rows
@@ -182,22 +186,30 @@ def _backward_by_formula(coefficients, automaton, lanes, wires, consumers, state
 
 def _rows_read(automaton: Automaton, sizes: Plan) -> Array:
     """The rows that the gate of every lane reads."""
-    C, K = automaton.channels, automaton.kernels
+    C, K, inputs = automaton.channels, automaton.kernels, _rows_of_update_inputs(automaton, sizes)
     parts = []
     for i, (wires, layer) in enumerate(zip([*automaton.perception, *automaton.update], sizes.layers, strict=True)):
-        reads = jnp.stack([wires.a, wires.b])
+        reads, j = jnp.stack([wires.a, wires.b]), i - len(automaton.perception)
         if i == 0:  # (gate, kernel, channel) reads (place, channel)
             rows = (reads[:, :, None] * C + np.arange(C)).repeat(K, axis=1)
-        elif i < len(automaton.perception):
+        elif j < 0:
             of_kernels = np.arange(K)[:, None] * C + np.arange(C)
             rows = sizes.layers[i - 1].first + reads[..., None, None] * (K * C) + of_kernels
-        elif i == len(automaton.perception):
-            rows = _rows_of_update_inputs(automaton, sizes)[reads]
         else:
-            rows = sizes.layers[i - 1].first + reads
+            rows = inputs[reads[:, automaton.orders[j][_GATES]]]
+            inputs = layer.first + automaton.orders[j][_LANES]
         parts.append(jnp.pad(rows.reshape(2, -1), [(0, 0), (0, layer.lanes - layer.count)]))
     a, b = jnp.concatenate(parts, axis=1).astype(jnp.int32)
     return _packed(a, b)
+
+
+def _reordered(rows, automaton, firsts, which):
+    """Rows of all gates as those of lanes, by `_GATES`, or back, by `_LANES`. Layers begin at `firsts`."""
+    firsts = firsts[len(automaton.perception) :]
+    places = [np.arange(firsts[0])]
+    for order, first, end in zip(automaton.orders, firsts, firsts[1:], strict=False):
+        places += [first + order[which], np.arange(first + order.shape[1], end)]
+    return rows[jnp.concatenate(places)]
 
 
 def _packed(low, high):
@@ -207,16 +219,24 @@ def _packed(low, high):
 
 def _rows_of_update_inputs(automaton: Automaton, sizes: Plan) -> Array:
     """The rows of what update reads: the centre's channels, and perceived bits in the order channel, bit, kernel."""
-    C, K, bits = automaton.channels, automaton.kernels, automaton.bits
-    perceived = sizes.layers[len(automaton.perception) - 1].first + np.arange(bits * K * C).reshape(bits, K, C)
-    return jnp.asarray(np.concatenate([CENTRE * C + np.arange(C), perceived.transpose(2, 0, 1).ravel()]), jnp.int32)
+    perceived = perceived_rows(automaton.channels, automaton.kernels, automaton.bits)
+    centre = CENTRE * automaton.channels + np.arange(automaton.channels)
+    first = sizes.layers[len(automaton.perception) - 1].first
+    return jnp.asarray(np.concatenate([centre, first + perceived]), jnp.int32)
 
 
 def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
     """`Plan.consumers`, one after the other."""
     C, K, rows = automaton.channels, automaton.kernels, sizes.gradients
-    perception, update = automaton.perception, automaton.update
+    perception, orders = automaton.perception, automaton.orders
     nobody = sizes.zeros
+
+    def of_update(j):
+        """Of the inputs of update's layer j."""
+        i = len(perception) + j
+        gate, role = _consumers(automaton.update[j])
+        lane = orders[j][_LANES][gate]
+        return jnp.where(gate < 0, nobody, rows.firsts[i] + role * sizes.layers[i].lanes + lane)
 
     def filled(table, lanes):
         missing = [(0, table.shape[0] % 2), (0, lanes - table.shape[1])]
@@ -225,20 +245,18 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
 
     parts = []
     for i, layer in enumerate(sizes.layers):
-        first, lanes = (rows.firsts[i + 1], sizes.layers[i + 1].lanes) if i + 1 < len(sizes.layers) else (0, 0)
-        if i + 1 < len(perception):
+        j = i + 1 - len(perception)
+        if j < 0:
             gate, role = _consumers(perception[i + 1])
+            first, lanes = rows.firsts[i + 1], sizes.layers[i + 1].lanes
             row = first + role[..., None, None] * lanes + gate[..., None, None] * (K * C)
             row = row + np.arange(K)[:, None] * C + np.arange(C)
             table = jnp.where(gate[..., None, None] < 0, nobody, row).reshape(layer.max_consumers, -1)
-        elif i + 1 == len(perception):
-            gate, role = _consumers(update[0])
-            of_inputs = jnp.where(gate < 0, nobody, first + role * lanes + gate)
-            perceived = of_inputs[:, C:].reshape(-1, C, automaton.bits, K)
+        elif j == 0:
+            perceived = of_update(0)[:, C:].reshape(-1, C, automaton.bits, K)
             table = jnp.moveaxis(perceived, 1, 3).reshape(layer.max_consumers, -1)
         elif i + 1 < len(sizes.layers):
-            gate, role = _consumers(update[i + 1 - len(perception)])
-            table = jnp.where(gate < 0, nobody, first + role * lanes + gate)
+            table = of_update(j)[:, orders[j - 1][_GATES]]
         else:
             table = jnp.zeros((0, layer.lanes), jnp.int32)
         parts.append(filled(table, layer.lanes))
@@ -246,12 +264,9 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
     gate, role = _consumers(perception[0])
     row = rows.kernel_sums.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)
     of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.neighbourhood)
-    gate, role = _consumers(update[0])
-    first, lanes = rows.firsts[len(perception)], sizes.layers[len(perception)].lanes
-    centre = jnp.where(gate < 0, nobody, first + role * lanes + gate)[:, :C]
     around = [(0, 0), (CENTRE * C, (8 - CENTRE) * C)]
-    of_update = jnp.pad(centre, around, constant_values=nobody)
-    parts.append(filled(jnp.concatenate([of_sums, of_update]), sizes.inputs.lanes))
+    of_centre = jnp.pad(of_update(0)[:, :C], around, constant_values=nobody)
+    parts.append(filled(jnp.concatenate([of_sums, of_centre]), sizes.inputs.lanes))
     # Where the sums over kernels begin.
     role, gate, channel = np.indices((2, perception[0].gates, C))
     begins = rows.firsts[0] + role * sizes.layers[0].lanes + gate * (K * C) + channel

@@ -151,6 +151,11 @@ class Plan:
         """Where the coefficients of each layer begin, and the end of the last."""
         return tuple(itertools.accumulate((layer.coefficients for layer in self.layers), initial=0))
 
+    @functools.cached_property
+    def gate_firsts(self) -> tuple[int, ...]:
+        """Where the gates of each layer begin among the lanes of all layers, and the end of the last."""
+        return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
+
     @property
     def rows(self) -> int:
         """Of inputs and gates."""

@@ -79,7 +79,8 @@ def jitted(automaton, config):
 )
 def test_simulated_kernels_are_the_formula(config, grid):
     """One warpgroup: the simulator sees a gather as a read of all rows, and another's writes as races."""
-    arguments = operands(1, 3, [8, 4, 2], [4, 2, 1], True, grid, True)
+    arguments = operands(8, 3, [8, 4, 2], [32, 16, 8], True, grid, True)
+    assert (arguments[0].orders[0][0] != np.arange(32)).any()
     with simulated():
         got = jax.block_until_ready(jitted(arguments[0], config)(*arguments[1:]))
     assert_close(got, reference(*arguments), "float32")
