@@ -40,7 +40,7 @@ Arrays = Sequence[Array]
 class Config:
     """Accesses of a thread to each array, one after the other, of which a program's block is made."""
 
-    accesses: int
+    accesses: int = 1
 
 
 def _supports(formula, scalars, changed, constant):
