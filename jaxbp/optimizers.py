@@ -68,9 +68,9 @@ def fused_sgd(
       learning_rate: a number, an array of shape (), or an Optax schedule, a function of the count of steps.
       momentum: the share of the trace of past gradients that a step keeps; None for no trace.
       nesterov: takes Nesterov's momentum.
-      implementation: "pallas", the kernel; "xla" or "autodiff", Optax's own path; None, the faster one. The kernel takes
-        parameters of any shape, float32, bfloat16 or float16, and computes in float32. In JAX before 0.11.0 no kernel
-        changes arrays in place, and None is Optax's path.
+      implementation: "pallas", the kernel; "xla" or "autodiff", Optax's own path; None, the faster one. The kernel
+        takes parameters of any shape, float32, bfloat16 or float16, and computes in float32. In JAX before 0.11.0 no
+        kernel changes arrays in place, and None is Optax's path.
 
     Raises:
       TypeError, ValueError: numbers that are none, or outside of their range; from `apply`, trees that do not belong
