@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jaxtyping import PyTree
+from jaxtyping import Bool, PyTree
 
 from jaxbp.pairing import Fastest, Implementation, Op
 from jaxbp.precision import where_finite
@@ -49,6 +50,23 @@ class FusedOptimizer(NamedTuple):
     init: Callable[[PyTree], Any]
     update: Callable[..., tuple[PyTree, Any]]
     apply: Callable[..., tuple[PyTree, Any]]
+
+
+def apply(
+    optimizer: "FusedOptimizer | optax.GradientTransformation",
+    grads: PyTree,
+    state: Any,
+    params: PyTree,
+    finite: Bool[Array, ""] | None = None,
+) -> tuple[PyTree, Any]:
+    """`(params, state)` after a step: `apply` of a fused optimiser, and the same in Optax's functions of any other."""
+    if isinstance(optimizer, FusedOptimizer):
+        return optimizer.apply(grads, state, params, finite)
+    import optax
+
+    changes, new_state = optimizer.update(grads, state, params)
+    new = optax.apply_updates(params, changes), new_state
+    return new if finite is None else where_finite(finite, new, (params, state))
 
 
 def fused_sgd(
@@ -184,16 +202,14 @@ def _fused(
     """
     # An array may be traced: it is handed on as an argument, and not kept in what is compiled once.
     is_array = not callable(learning_rate) and not isinstance(learning_rate, numbers.Real)
+    if is_array and not isinstance(learning_rate, Array | np.ndarray):
+        raise TypeError(f"{name}: learning_rate is {learning_rate!r}; wants a number or a schedule")
     if is_array and jnp.shape(learning_rate) != ():
         raise ValueError(f"{name}: learning_rate has shape {jnp.shape(learning_rate)}; wants a number or a schedule")
     chain = optimizer(learning_rate)
 
     def plain(grads, state, params, finite, rate):
-        import optax
-
-        changes, new_state = (chain if rate is None else optimizer(rate)).update(grads, state, params)
-        new = optax.apply_updates(params, changes), new_state
-        return new if finite is None else where_finite(finite, new, (params, state))
+        return apply(chain if rate is None else optimizer(rate), grads, state, params, finite)
 
     def numbers_of(state, finite, rate):
         """The numbers of a step that depend on the arrays."""
@@ -251,13 +267,13 @@ def _fused(
         jit=True,
     )
 
-    def apply(grads, state, params, finite=None):
+    def fused_apply(grads, state, params, finite=None):
         grads, state, params = jax.tree.map(jnp.asarray, (grads, state, params))
         _check_trees(name, chain, grads, state, params)
         rate = jnp.asarray(learning_rate) if is_array else None
         return run(grads, state, params, finite, rate, implementation=implementation)
 
-    return FusedOptimizer(chain.init, chain.update, apply)
+    return FusedOptimizer(chain.init, chain.update, fused_apply)
 
 
 def _in_step(formula, names, fixed, values, *blocks):
