@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, PyTree
 
 from jaxbp.pairing import Fastest, Implementation, Op
@@ -173,7 +173,10 @@ def fused_adamw(
         g = g if clip is None else jnp.clip(g, -clip, clip)
         m = (1 - b1) * g + b1 * m
         v = (1 - b2) * (g * g) + b2 * v
-        u = (m / step["first"]) / (jnp.sqrt(v / step["second"]) + eps)
+        v_hat = v / step["second"]
+        # Mosaic GPU has had a reciprocal root for longer than a root.
+        root = jnp.where((v_hat > 0) & (v_hat < jnp.inf), v_hat * lax.rsqrt(v_hat), v_hat)
+        u = (m / step["first"]) / (root + eps)
         u = u + weight_decay * p if weight_decay else u
         return p - step["rate"] * u, m, v
 
