@@ -25,6 +25,9 @@ from pallas_kernels.pointwise.elementwise import supports_indices
 
 _ACCESS_BYTES = 16
 """Bytes of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
+_ELEMENTS = 8
+"""Elements of a thread, of each array, where that leaves `_WANTED_PROGRAMS`: with 16 the moments of half precisions, in
+float32, take most of a thread's registers. Chosen by hand; not tuned."""
 _WANTED_PROGRAMS = 1024
 """Programs: several for each multiprocessor of the devices in `core/device.py`. Chosen by hand; not tuned."""
 ARRAYS = 64
@@ -58,8 +61,8 @@ def _heuristic(formula, scalars, changed, constant):
     # Not in place, XLA copies each array back in a loop, a launch each.
     if sum(a.size > 0 for a in changed[0]) <= launches or not CHANGES_IN_PLACE:
         return None
-    block = LANES * _width([*changed, *constant])
-    return Config(2 if sum(a.size for a in changed[0]) >= 2 * block * _WANTED_PROGRAMS else 1)
+    enough = sum(a.size for a in changed[0]) >= LANES * _ELEMENTS * _WANTED_PROGRAMS
+    return Config(_ELEMENTS // _width([*changed, *constant]) if enough else 1)
 
 
 @kernel(supports=_supports, heuristic=_heuristic)

@@ -114,8 +114,9 @@ def test_it_pays_where_it_saves_launches():
     )
     assert [updates.heuristic(formula, None, *lists) for lists in (one, two)] == [None, Config(1)]
     assert [updates.heuristic(formula, scalars, *lists) for lists in (two, three)] == [None, Config(1)]
-    large = [structs((2**19,), (2**19,))]
-    assert updates.heuristic(formula, None, large, large) == Config(2)
+    for dtype, accesses in (("float32", 2), ("bfloat16", 1)):
+        large = [structs((2**19,), (2**19,), dtype=dtype)]
+        assert updates.heuristic(formula, None, large, large) == Config(accesses)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int32"])
