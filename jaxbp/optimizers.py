@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.custom_batching import custom_vmap
 from jaxtyping import Bool, PyTree
 
-from jaxbp.pairing import Fastest, Implementation, Op
+from jaxbp.pairing import Fastest, Implementation, Op, differentiable
 from jaxbp.precision import where_finite
 from jaxbp.sharding import mesh_of
 from pallas_kernels.core.launch import on_gpu
@@ -264,7 +265,7 @@ def _fused(
 
     run = Op(
         name,
-        {"pallas": functools.partial(on_gpu, kernel, plain), "xla": plain, "autodiff": plain},
+        {"pallas": differentiable(_alone(kernel, plain), plain), "xla": plain, "autodiff": plain},
         unsupported=unsupported,
         fastest=fastest,
         jit=True,
@@ -277,6 +278,18 @@ def _fused(
         return run(grads, state, params, finite, rate, implementation=implementation)
 
     return FusedOptimizer(chain.init, chain.update, fused_apply)
+
+
+def _alone(kernel: Callable, plain: Callable) -> Callable:
+    """`kernel` on a GPU; `plain` elsewhere, and under vmap, where an array of a batch may begin at any element."""
+    call = custom_vmap(functools.partial(on_gpu, kernel, plain))
+
+    @call.def_vmap
+    def _(size, mapped, *arrays):
+        results = jax.vmap(plain, jax.tree.map(lambda m: 0 if m else None, mapped), axis_size=size)(*arrays)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call
 
 
 def _in_step(formula, names, fixed, values, *blocks):

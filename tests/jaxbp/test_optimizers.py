@@ -197,7 +197,21 @@ def test_outside_of_jit_and_under_vmap():
     after = optimizer.apply(grads, state, params)
     check(after, jax.jit(optimizer.apply)(grads, state, params), 5e-7)
     two = lambda tree: jax.tree.map(lambda a: jnp.stack([a, a]), tree)  # noqa: E731
-    check(jax.vmap(optimizer.apply)(two(grads), two(state), two(params)), two(after), 2e-6)
+    mapped = jax.vmap(PAIRS["adam"][0](implementation="pallas").apply)
+    check(mapped(two(grads), two(state), two(params)), two(after), 2e-6)
+    assert "mosaic_gpu" not in cuda_program(mapped, two(grads), two(state), two(params))
+
+
+def test_the_gradient_through_a_step_is_optaxs():
+    make, optax_optimizer = PAIRS["nesterov"]
+    shapes = {"a": (5,), "b": (129,)}
+
+    def loss(optimizer, params, grads):
+        return sum(jnp.sum(a**2) for a in jax.tree.leaves(apply(optimizer, grads, optimizer.init(params), params)[0]))
+
+    arrays = drawn(shapes), drawn(shapes, seed=1)
+    wanted = jax.grad(loss, (1, 2))(optax_optimizer, *arrays)
+    check(jax.jit(jax.grad(functools.partial(loss, make(implementation="pallas")), (0, 1)))(*arrays), wanted, 1e-5)
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
