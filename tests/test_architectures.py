@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from ahead_of_time import kernels_compiled, missing
 from helpers import ENTRIES, case_of, op_of, results_of, value_and_gradients
@@ -21,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jaxbp
+from jaxbp.optimizers import fused_adamw
 from pallas_kernels.core import device
 
 DEVICES = {"9.0": device.HOPPER, "10.0": device.BLACKWELL, "12.0": device.BLACKWELL_RTX}
@@ -99,6 +101,14 @@ def _automaton(implementation):
     return jax.grad(loss), (logits, struct((2, 16, 16, 8)), jax.eval_shape(lambda: jax.random.key(0)))
 
 
+def _update():
+    """An update of many arrays, of which some are shorter than a vector, in two dtypes."""
+    shapes = [(), (5,), (1000,), (64, 129)]
+    params = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes for dtype in ("float32", "bfloat16")]
+    optimizer = fused_adamw(optax.cosine_decay_schedule(0.1, 10), weight_decay=0.1, clip=1.0, implementation="pallas")
+    return optimizer.apply, (params, jax.eval_shape(optimizer.init, params), params)
+
+
 def _with_kernels(name, place, dtype, precision):
     function, arguments = _case(name, place, "pallas", dtype)
     return jax.default_matmul_precision(precision)(function), arguments
@@ -128,6 +138,7 @@ def _programs(architecture):
                 yield ", ".join(map(str, (name, "pallas", *case))), functools.partial(_with_kernels, name, *case)
     for implementation in ("pallas", None):
         yield f"automaton_rollout, {implementation}", functools.partial(_automaton, implementation)
+    yield "update", _update
     yield "wgmma", _wgmma
 
 
@@ -165,6 +176,7 @@ def test_every_op_compiles(architecture):
 
     assert {label: outcome for label, outcome in outcomes.items() if "failed" in outcome} == {}
     assert [label for label, outcome in outcomes.items() if label.endswith("None") and "refused" in outcome] == []
+    assert outcomes["update"]["kernels"] == 2
     with_kernels = {label.split(",")[0] for label, outcome in outcomes.items() if outcome.get("kernels")}
     assert with_kernels >= WITHOUT_WGMMA
 

@@ -120,7 +120,9 @@ class Case:
                 continue
             if name not in self._compiled:
                 self._programs[name, "call"] = compiler.submit(function, *self._structs)
-            self._programs[name, "chain"] = compiler.submit(self.work.chain(function, self.calls), sets)
+            self._programs[name, "chain"] = compiler.submit(
+                self.work.chain(function, self.calls, implementation(name)), sets
+            )
             accuracy.submit(name)
 
     def _function(self, name):

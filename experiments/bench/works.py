@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax import lax
 
@@ -17,7 +16,8 @@ from experiments.output.errors import UserError, refuse_unknown
 from jaxbp.catalogue import CATALOGUE, Entry
 from jaxbp.nn import LeNet, LogicConvNetwork, LogicConvolution, LogicNetwork, Mixer
 from jaxbp.ops.gate_layer import Parametrization
-from jaxbp.precision import LossScale, where_finite
+from jaxbp.optimizers import FusedOptimizer, fused_adamw, fused_sgd
+from jaxbp.precision import LossScale
 
 PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
 """A program has so many calls that the device needs at least this long, ten times what dispatching it takes."""
@@ -36,7 +36,9 @@ class Work:
       batches: the default batch sizes, on a GPU and elsewhere.
       function: (implementation, dtype) -> the function of its arguments.
       draw: (seed, batch, dtype) -> arguments.
-      chain: (function, calls) -> a program that takes sets of arguments and calls the function `calls` times.
+      chain: (function, calls, implementation) -> a program that takes sets of arguments and calls the function `calls`
+        times; a training step updates parameters by `jaxbp.optimizers` in that implementation, of which "autodiff", the
+        default, is Optax's own path.
       steps: the calls in a program, if each takes the previous one's results and there is one set of arguments.
       arithmetic: batch -> the multiplications and additions of a call outside of products and convolutions that no
         implementation can do without, where they may take longer than reading and writing.
@@ -50,7 +52,7 @@ class Work:
     batches: tuple[tuple[int, ...], tuple[int, ...]]
     function: Callable[[str | None, str], Callable]
     draw: Callable[[int, int, str], tuple]
-    chain: Callable[[Callable, int], Callable]
+    chain: Callable[..., Callable]
     steps: int | None = None
     arithmetic: Callable[[int], int] = lambda batch: 0
     error_batch: int = 128
@@ -162,7 +164,7 @@ def with_batch_last(work: Work) -> Work:
     return dataclasses.replace(work, title=f"{work.title}, batch last", function=function, draw=draw)
 
 
-def one_after_another(function: Callable, calls: int) -> Callable:
+def one_after_another(function: Callable, calls: int, implementation: str | None = None) -> Callable:
     """A program of calls, each with its own set of arguments, that neither overlap nor merge.
 
     Barriers order the calls on a GPU. XLA's CPU compiler drops barriers early.
@@ -373,7 +375,7 @@ def _logic_step(
         inputs = draw_inputs(input_key, (batch, *shape)).astype(dtype)
         return with_scale(parts(None, dtype)[1], dtype), inputs, jax.random.randint(label_key, (batch,), 0, 10)
 
-    chain = functools.partial(training, optimiser=optax.adam(0.01))
+    chain = functools.partial(training, optimiser=functools.partial(fused_adamw, 0.01))
     title = f"{op.removesuffix('-large')} training step {place}"
     return Work(op, place, title, options, batches, function, draw, chain, steps=10, error_batch=error_batch)
 
@@ -425,7 +427,7 @@ def automaton_work(size: int) -> Work:
         rows, columns = jnp.indices((size, size)) // 2
         return (perception, update), state, ((rows + columns) % 2).astype(jnp.float32)
 
-    chain = functools.partial(training, optimiser=optax.chain(optax.clip(100.0), optax.adam(0.05, 0.9, 0.99)))
+    chain = functools.partial(training, optimiser=functools.partial(fused_adamw, 0.05, 0.9, 0.99, clip=100.0))
     place, options = f"{size}x{size}", {"size": size}
     return Work(
         "automaton",
@@ -464,10 +466,15 @@ def loss_and_gradients(loss: Callable) -> Callable:
     return function
 
 
-def training(function: Callable, calls: int, optimiser: optax.GradientTransformation | None = None) -> Callable:
+def training(
+    function: Callable,
+    calls: int,
+    implementation: str | None = "autodiff",
+    optimiser: Callable[..., FusedOptimizer] | None = None,
+) -> Callable:
     """A program of training steps (forward, backward, update), by default with SGD; scaled ones skip what is not
     finite."""
-    optimiser = optimiser or optax.sgd(0.01)
+    update = (optimiser or functools.partial(fused_sgd, 0.01))(implementation=implementation)
 
     def program(sets):
         ((state, images, labels),) = sets
@@ -476,16 +483,14 @@ def training(function: Callable, calls: int, optimiser: optax.GradientTransforma
             # Without it, XLA would compute what depends on the images alone, say their transpose, once for all steps.
             x, y, (state, optimiser_state) = lax.optimization_barrier((images, labels, carry))
             loss, gradients, *scaled = function(state, x, y)
-            updates, next_state = optimiser.update(gradients, optimiser_state)
-            new = optax.apply_updates(state.parameters if scaled else state, updates), next_state
-            if scaled:
-                finite, scale = scaled
-                parameters, next_state = where_finite(finite, new, (state.parameters, optimiser_state))
-                new = Scaled(parameters, scale), next_state
-            return new, loss
+            if not scaled:
+                return update.apply(gradients, optimiser_state, state), loss
+            finite, scale = scaled
+            parameters, next_state = update.apply(gradients, optimiser_state, state.parameters, finite)
+            return (Scaled(parameters, scale), next_state), loss
 
         parameters = state.parameters if isinstance(state, Scaled) else state
-        return lax.scan(step, (state, optimiser.init(parameters)), length=calls)
+        return lax.scan(step, (state, update.init(parameters)), length=calls)
 
     return program
 

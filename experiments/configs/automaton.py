@@ -27,6 +27,7 @@ from jaxbp.logic import gates
 from jaxbp.logic.automaton import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
 from jaxbp.nn import LogicAutomaton
+from jaxbp.optimizers import FusedOptimizer, fused_adamw
 
 RecipeName = Literal["hardening", "published"]
 Schedule = Literal["constant", "cosine"]
@@ -225,11 +226,11 @@ class AutomatonConfig(TrainingConfig):
 
         return drawn
 
-    def optimizer(self, steps: int) -> optax.GradientTransformation | None:
+    def optimizer(self, steps: int) -> FusedOptimizer:
         steps = self.restart_after or steps
         rate = optax.cosine_decay_schedule(self.learning_rate, steps) if self.schedule == "cosine" else None
-        adamw = optax.adamw(rate or self.learning_rate, b1=0.9, b2=0.99, weight_decay=self.weight_decay)
-        return optax.chain(optax.clip(self.gradient_clip), adamw)
+        decay, clip = self.weight_decay, self.gradient_clip
+        return fused_adamw(rate or self.learning_rate, b1=0.9, b2=0.99, weight_decay=decay, clip=clip)
 
     def starts(
         self, seeds: UInt32[Array, " batch"], grid: tuple[int, int] | None = None

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from experiments.data.datasets import Dataset
 from experiments.output.errors import UserError
+from jaxbp.optimizers import FusedOptimizer
 from jaxbp.precision import Policy
 
 Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
@@ -133,7 +134,7 @@ class TrainingConfig:
         """The data to train and test on."""
         raise NotImplementedError
 
-    def optimizer(self, steps: int) -> optax.GradientTransformation | None:
+    def optimizer(self, steps: int) -> optax.GradientTransformation | FusedOptimizer | None:
         """What updates the parameters, so many times; None: Adam, as `learning_rate`, `gradient_clip` and
         `weight_decay` say."""
         return None

@@ -24,7 +24,8 @@ from experiments.configs import Augment, TrainingConfig
 from experiments.data.datasets import Dataset
 from experiments.output.errors import UserError
 from experiments.training import devices
-from jaxbp.precision import LossScale, where_finite
+from jaxbp.optimizers import FusedOptimizer, apply, fused_adamw
+from jaxbp.precision import LossScale
 
 PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]]
 """`loss(params, inputs, targets) -> (loss of each example, predictions)`."""
@@ -185,9 +186,7 @@ def constants_checksum(model: nnx.Module) -> str | None:
     return checksum.hexdigest() if variables else None
 
 
-def make_optimizer(
-    peak: float, steps: int, clip: float | None = None, weight_decay: float = 0.0
-) -> optax.GradientTransformation:
+def make_optimizer(peak: float, steps: int, clip: float | None = None, weight_decay: float = 0.0) -> FusedOptimizer:
     """Adam, its learning rate rising linearly to `peak` over the first 5% of `steps`, then a cosine's half to 0.
 
     With `clip`, no element of the gradients that it gets is beyond ±clip. With `weight_decay`, a step also takes that
@@ -195,8 +194,7 @@ def make_optimizer(
     """
     warmup_steps = steps // 20
     rate = optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, steps)
-    adam = optax.adamw(rate, weight_decay=weight_decay) if weight_decay else optax.adam(rate)
-    return adam if clip is None else optax.chain(optax.clip(clip), adam)
+    return fused_adamw(rate, weight_decay=weight_decay, clip=clip)
 
 
 def train_epoch(
@@ -207,7 +205,7 @@ def train_epoch(
     epoch: ArrayLike,
     *,
     loss: PureLoss,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | FusedOptimizer,
     batch_size: int,
     augment: Augment | None = None,
     share: Share = lambda batch: batch,
@@ -245,10 +243,7 @@ def train_epoch(
         else:
             differentiated = scale.value_and_grad(mean_loss, has_aux=True)
             (value, predictions), grads, finite, scale = differentiated(params, batch_inputs, batch_targets)
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_opt_state
-        if scale is not None:
-            new = where_finite(finite, new, (params, opt_state))
+        new = apply(optimizer, grads, opt_state, params, finite if scale is not None else None)
         return TrainState(*new, scale), (value, jnp.mean(predictions == batch_targets), finite)
 
     numbers = (epoch - 1) * steps + jnp.arange(steps)

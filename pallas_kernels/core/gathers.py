@@ -8,13 +8,15 @@ most 16 bytes. Vectors are `(lanes,)`. Lanes are a multiple of `LANES`.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, memref, scf, vector
 
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.mosaic import mgpu, plgpu
@@ -222,6 +224,160 @@ def meet(barrier: Any) -> None:
         gpu.barrier()
 
     synchronize()
+
+
+def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[Array]:
+    """Of the `array`-th reference of each list, the block of `shape` that begins at element `start`.
+
+    Args:
+      lists: of references `(n,)` in device memory, in each list of one dtype; the i-th of all lists are of one length,
+        and their memory is aligned to an access.
+      array, start: numbers that all threads share; `start` is a multiple of the block's size. Behind an array's end the
+        block has its last element.
+    """
+    lanes, width = shape
+    if simulating() is not None:
+        return [_switch(refs, array, lambda ref: _simulated_load(ref, start, shape)) for refs in lists]
+    blocks = tuple(_block(lanes, width, refs[0].dtype) for refs in lists)
+
+    @plgpu.inline_mgpu(arg_types=(_ref_types(lists), _number(), _number()), return_type=blocks)
+    def load(_, lists, array, start):
+        pointers, size = _chosen(lists, array)
+        types = [ir.MemRefType(refs[0].type).element_type for refs in lists]
+        registers = [np.empty((lanes // LANES,), dtype=object) for _ in lists]
+        for k in range(lanes // LANES):
+            place = _place(start, k, width)
+            rows = [ir.VectorType.get((width,), type_) for type_ in types]
+            is_whole = _below(arith.addi(place, _i32(width - 1)), size)
+            branch = scf.IfOp(is_whole, rows, has_else=True)
+            with ir.InsertionPoint(branch.then_block):
+                scf.yield_([_load(*a, place) for a in zip(pointers, types, rows, strict=True)])
+            with ir.InsertionPoint(branch.else_block):
+                last = arith.subi(size, _i32(1))
+                places = [arith.minsi(arith.addi(place, _i32(c)), last) for c in range(width)]
+                scf.yield_([_row([_load(p, t, t, at) for at in places]) for p, t in zip(pointers, types, strict=True)])
+            for n, row in enumerate(branch.results):
+                registers[n][k] = row
+        return tuple(_fragmented(of_list, block_layout(lanes, width)) for of_list in registers)
+
+    return list(load(tuple(map(tuple, lists)), array, start))
+
+
+def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
+    """Writes a block to the `array`-th reference of each list, as `load_of` reads it, up to the array's end."""
+    lanes, width = blocks[0].shape
+    if simulating() is not None:
+        for refs, block in zip(lists, blocks, strict=True):
+            _switch(refs, array, lambda ref, block=block: _simulated_store(ref, start, block))
+        return
+    layouts = (block_layout(lanes, width),) * len(blocks)
+
+    @plgpu.inline_mgpu(arg_types=(_ref_types(lists), _number(), _number(), layouts))
+    def store(_, lists, array, start, blocks):
+        pointers, size = _chosen(lists, array)
+        for k in range(lanes // LANES):
+            place = _place(start, k, width)
+            pairs = [(p, block.registers[k]) for p, block in zip(pointers, blocks, strict=True)]
+            branch = scf.IfOp(_below(arith.addi(place, _i32(width - 1)), size), has_else=True)
+            with ir.InsertionPoint(branch.then_block):
+                for pointer, row in pairs:
+                    _store(pointer, row, place)
+                scf.yield_([])
+            with ir.InsertionPoint(branch.else_block):
+                for c in range(width - 1):  # the last element of the row is behind the end
+                    at = arith.addi(place, _i32(c))
+                    inside = scf.IfOp(_below(at, size))
+                    with ir.InsertionPoint(inside.then_block):
+                        for pointer, row in pairs:
+                            _store(pointer, vector.extract(row, [], [c]), at)
+                        scf.yield_([])
+                scf.yield_([])
+
+    store(tuple(map(tuple, lists)), array, start, tuple(blocks))
+
+
+def _switch(refs, array, function):
+    return lax.switch(array, [functools.partial(function, ref) for ref in refs])
+
+
+def _simulated_load(ref, start, shape):
+    size, length = ref.shape[0], math.prod(shape)
+    end = size % length  # static, as are slices in the simulator
+    whole = lambda: ref[pl.ds(start, length)]  # noqa: E731
+    part = lambda: jnp.pad(ref[pl.ds(size - end, end)], (0, length - end), mode="edge")  # noqa: E731
+    if not end or size < length:
+        return (part() if end else whole()).reshape(shape)
+    return lax.cond(start + length <= size, whole, part).reshape(shape)
+
+
+def _simulated_store(ref, start, block):
+    size, length = ref.shape[0], block.size
+    end = size % length
+
+    def whole():
+        ref[pl.ds(start, length)] = block.reshape(-1)
+
+    def part():
+        ref[pl.ds(size - end, end)] = block.reshape(-1)[:end]
+
+    if not end or size < length:
+        (part if end else whole)()
+    else:
+        lax.cond(start + length <= size, whole, part)
+
+
+def _ref_types(lists):
+    return tuple(tuple(plgpu.RefType() for _ in refs) for refs in lists)
+
+
+def _number():
+    """A number that all threads share."""
+    return plgpu.Layout.WG_SPLAT(())
+
+
+def _chosen(lists, array):
+    """Of the array of this number in each list the pointer, and the length of all, found by one branch."""
+    lengths = [ir.MemRefType(ref.type).shape[0] for ref in lists[0]]
+    pointer_types = [mgpu.utils.memref_ptr(refs[0]).type for refs in lists]
+    index = arith.index_cast(ir.IndexType.get(), array.registers.item())
+    chosen = scf.IndexSwitchOp([*pointer_types, ir.IntegerType.get_signless(32)], index, range(len(lengths) - 1))
+    default, *cases = chosen.regions
+    for region, length, *refs in zip([*cases, default], lengths, *lists, strict=True):
+        with ir.InsertionPoint(region.blocks[0]):
+            scf.yield_([*map(mgpu.utils.memref_ptr, refs), _i32(length)])
+    *pointers, size = chosen.results
+    return pointers, size
+
+
+def _place(start, k, width):
+    """Of the k-th row of this thread, the place of its first element."""
+    thread = arith.remui(mgpu.utils.thread_idx(), _i32(LANES))
+    row = arith.muli(arith.addi(thread, _i32(k * LANES)), _i32(width))
+    return arith.addi(start.registers.item(), row)
+
+
+def _load(pointer, element, type_, place):
+    address = mgpu.utils.getelementptr(pointer, [place], element)
+    return llvm.load(type_, address, alignment=_bytes(type_))
+
+
+def _store(pointer, value, place):
+    element = value.type.element_type if isinstance(value.type, ir.VectorType) else value.type
+    llvm.store(value, mgpu.utils.getelementptr(pointer, [place], element), alignment=_bytes(value.type))
+
+
+def _bytes(type_):
+    if isinstance(type_, ir.VectorType):
+        return type_.shape[0] * mgpu.utils.bytewidth(type_.element_type)
+    return mgpu.utils.bytewidth(type_)
+
+
+def _below(place, size):
+    return arith.cmpi(arith.CmpIPredicate.slt, place, size)
+
+
+def _i32(number):
+    return mgpu.utils.c(number, ir.IntegerType.get_signless(32))
 
 
 def _block(lanes, width, dtype):

@@ -18,7 +18,7 @@ program therefore takes no time for its kernels, and a CPU never traces what onl
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ def launch(
     scratch: Sequence[Any] = (),
     barriers: bool = True,
     sums_across_warps: bool = True,
-    in_place: tuple[int, int] | None = None,
+    in_place: Mapping[int, int] | None = None,
 ) -> Any:
     """Runs `body(*array_refs, *out_refs, *scratch_refs, **program_ids)` once for every point of `grid`.
 
@@ -71,8 +71,8 @@ def launch(
         wrote, or only behind a barrier of the body's own, as `plgpu.commit_smem`.
       sums_across_warps: whether the body sums along an axis that several warps share. Without, the 2 KiB of shared
         memory for them are free.
-      in_place: an array and an output of its shape and dtype, by their numbers, that may share memory: each element is
-        written by the program alone that reads it, afterwards. XLA copies the array first if it is still needed.
+      in_place: number of an array -> number of an output of its shape and dtype that may take its memory: each element
+        is written by the program alone that reads it, afterwards. XLA copies the array first if it is still needed.
 
     Returns:
       An array for each entry of `out`, in its structure.
@@ -91,25 +91,32 @@ def launch(
     else:
         if not scratch and jax.default_backend() == "cpu":
             _warn_interpreted()
-        mosaic_in_place = in_place and _REFERENCES and functools.partial(mosaic, in_place=in_place)
+        mosaic_in_place = in_place and CHANGES_IN_PLACE and functools.partial(mosaic, in_place=in_place)
         results = _bind(name, mosaic, interpreter, arrays, out, mosaic_in_place or mosaic)
     return vary_alike((arrays, results))[1]
 
 
-_REFERENCES = jax.__version_info__ >= (0, 11)
-"""Whether kernels take mutable references, which they change in place: JAX 0.11.0 and newer do."""
+CHANGES_IN_PLACE = jax.__version_info__ >= (0, 11)
+"""Whether kernels take mutable references, so that results may be `in_place`: JAX 0.11.0 and newer do."""
 
 
 def _mosaic(body, *arrays, out, grid, name, scratch, cluster, warpgroups, options, in_place=None, interpret=None):
-    arrays, out_type, input_index = list(arrays), out, None
-    if in_place is not None:
-        input_index, output_index = in_place
-        arrays[input_index] = jax.new_ref(arrays[input_index])
-        out_type = tuple(a for i, a in enumerate(out) if i != output_index)
+    arrays, out_type = list(arrays), out
+    shared = {o: i for i, o in (in_place or {}).items()}
+    if shared:
+        for i in in_place:
+            arrays[i] = jax.new_ref(arrays[i])
+        out_type = tuple(a for o, a in enumerate(out) if o not in shared)
+
+    def outputs(of_arrays, others):
+        """Every output, from the arrays or from what has memory of its own."""
+        others = iter(others)
+        return tuple(of_arrays[shared[o]] if o in shared else next(others) for o in range(len(out)))
 
     def kernel_body(*refs):
-        if input_index is not None:
-            refs = [*refs[: len(arrays) + output_index], refs[input_index], *refs[len(arrays) + output_index :]]
+        if shared:
+            inputs, others, rest = refs[: len(arrays)], refs[len(arrays) :], refs[len(arrays) + len(out_type) :]
+            refs = [*inputs, *outputs(inputs, others), *rest]
         axes = [*grid, *cluster, "warpgroup"] if warpgroups else [*grid, *cluster]
         body(*refs, **{axis: lax.axis_index(axis) for axis in axes})
 
@@ -127,9 +134,7 @@ def _mosaic(body, *arrays, out, grid, name, scratch, cluster, warpgroups, option
         compiler_params=plgpu.CompilerParams(**options),
         interpret=interpret,
     )(*arrays)
-    return (
-        results if input_index is None else (*results[:output_index], arrays[input_index][...], *results[output_index:])
-    )
+    return outputs({i: arrays[i][...] for i in in_place}, results) if shared else results
 
 
 def _interpret(body, *arrays, out, grid, name, scratch):

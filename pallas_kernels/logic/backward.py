@@ -119,7 +119,7 @@ def gradients_by_gate(
 
     arrays = dy, coefficients.astype(jnp.float32), graph.a, graph.b, x
     name = "gate_layer_backward_by_gate"
-    dx, dc = _launch_by_gates(body, *arrays, out=(x,), blocks=config.blocks, name=name, in_place=(4, 0))
+    dx, dc = _launch_by_gates(body, *arrays, out=(x,), blocks=config.blocks, name=name, in_place={4: 0})
     return dx, dc
 
 

@@ -3,7 +3,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_close
+from helpers import assert_close, cuda_program
 
 from experiments.bench.works import logic_work, quick, selected
 from jaxbp.catalogue import CATALOGUE
@@ -101,3 +101,11 @@ def test_a_scaled_step_that_is_not_finite_changes_the_scale_alone(work_at):
     assert trained.scale.value == 2**14
     same = jax.tree.map(lambda a, b: bool((a == b).all()), state.parameters, trained.parameters)
     assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize(("implementation", "kernels"), [("pallas", 1), ("autodiff", 0), ("xla", 0)])
+def test_a_step_updates_its_parameters_in_the_implementation_asked_for(work_at, implementation, kernels):
+    work = work_at("lenet")
+    arguments = work.draw(0, 4, "float32")
+    program = work.chain(work.function("autodiff", "float32"), 1, implementation)
+    assert cuda_program(program, (arguments,)).count("@mosaic_gpu") == kernels

@@ -108,7 +108,7 @@ def doubled_and_half(x):
         half_ref[i] = 0.5 * value
         double_ref[i] = 2.0 * value
 
-    return launch(body, x, out=(x, x), grid={"i": x.shape[0]}, in_place=(0, 1), name="doubled_and_half")
+    return launch(body, x, out=(x, x), grid={"i": x.shape[0]}, in_place={0: 1}, name="doubled_and_half")
 
 
 def test_a_result_may_take_the_place_of_an_array():

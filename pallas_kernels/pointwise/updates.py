@@ -1,0 +1,144 @@
+"""One kernel for the same element-wise formula of many arrays: the update of all parameters in one launch.
+
+Arrays come in lists, say parameters, moments and gradients, whose i-th arrays belong together. Each program has one
+block of one array of every list. Which one, it finds by comparing its number with the first program of each array.
+What differs between arrays are pointers and a size. They are chosen in a switch before the loads and in another before
+the stores, and all else is the same code for all.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.core.gathers import load_of, store_to
+from pallas_kernels.core.launch import CHANGES_IN_PLACE, launch
+from pallas_kernels.core.layouts import LANES
+from pallas_kernels.core.tiles import kernel
+from pallas_kernels.pointwise.elementwise import supports_indices
+
+_ACCESS_BYTES = 16
+"""Bytes of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
+_ELEMENTS = 8
+"""Elements of a thread, of each array, where that leaves `_WANTED_PROGRAMS`: with 16 the moments of half precisions, in
+float32, take most of a thread's registers. Chosen by hand; not tuned."""
+_WANTED_PROGRAMS = 1024
+"""Programs: several for each multiprocessor of the devices in `core/device.py`. Chosen by hand; not tuned."""
+ARRAYS = 64
+"""Arrays of a launch, of which each has a case in the switches: the compile time grows faster than their number. Chosen
+by hand; not tuned."""
+DTYPES = ("float32", "bfloat16", "float16")
+"""What is loaded, computed in float32, and stored."""
+
+Arrays = Sequence[Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Accesses of a thread to each array, one after the other, of which a program's block is made."""
+
+    accesses: int = 1
+
+
+def _supports(formula, scalars, changed, constant):
+    lists = [*changed, *constant]
+    for arrays in lists:
+        if unknown := {a.dtype.name for a in arrays} - {*DTYPES}:
+            return f"dtype {min(unknown)}"
+        if len({a.dtype for a in arrays}) > 1:
+            return "lists of several dtypes"
+    return supports_indices(*(a.shape for arrays in lists for a in arrays))
+
+
+def _heuristic(formula, scalars, changed, constant):
+    launches = 1 if scalars is None else 2  # a first one computes the scalars
+    # Not in place, XLA copies each array back in a loop, a launch each.
+    if sum(a.size > 0 for a in changed[0]) <= launches or not CHANGES_IN_PLACE:
+        return None
+    enough = sum(a.size for a in changed[0]) >= LANES * _ELEMENTS * _WANTED_PROGRAMS
+    return Config(_ELEMENTS // _width([*changed, *constant]) if enough else 1)
+
+
+@kernel(supports=_supports, heuristic=_heuristic)
+def updates(
+    formula: Callable[..., tuple[Array, ...]],
+    scalars: Array | None,
+    changed: Sequence[Arrays],
+    constant: Sequence[Arrays],
+    *,
+    config: Config,
+) -> tuple[list[Array], ...]:
+    """`formula(scalars, *changed, *constant)`, element by element, of the i-th arrays of all lists, for every i.
+
+    Results take the memory of `changed` if XLA needs it no more; else XLA copies that first. The kernel runs on GPUs
+    and in the simulator only: see `on_gpu`.
+
+    Args:
+      formula: takes a list of float32 numbers and a float32 block of each list; returns one for each list of `changed`.
+      scalars: `(n,)`, float32, or None for none.
+      changed: lists of arrays that the results replace, one dtype a list. The i-th arrays of all lists have one shape,
+        which may be (), or have a size of 0.
+      constant: lists of arrays that are only read.
+
+    Returns:
+      The new arrays of `changed`, in its dtypes.
+    """
+    new = [list(arrays) for arrays in changed]
+    filled = [i for i, a in enumerate(changed[0]) if a.size]
+    for places in (filled[k : k + ARRAYS] for k in range(0, len(filled), ARRAYS)):
+        of_places = [[[arrays[i] for i in places] for arrays in lists] for lists in (changed, constant)]
+        for arrays, results in zip(new, _update(formula, scalars, *of_places, config), strict=True):
+            for i, result in zip(places, results, strict=True):
+                arrays[i] = result
+    return tuple(new)
+
+
+def _update(formula, scalars, changed, constant, config):
+    """`updates` in one launch, of arrays that are not empty."""
+    count, inputs = len(changed[0]), len(changed) + len(constant)
+    shape = LANES * config.accesses, _width([*changed, *constant])
+    ends = list(itertools.accumulate(-(-a.size // math.prod(shape)) for a in changed[0]))
+    flat = [a.reshape(-1) for a in itertools.chain(*changed, *constant)]
+    numbers = [] if scalars is None else [scalars]
+    out = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat[: len(changed) * count])
+    results = launch(
+        functools.partial(_body, formula=formula, numbers=len(numbers), inputs=inputs, ends=ends, shape=shape),
+        *numbers,
+        *flat,
+        out=out,
+        grid={"program": ends[-1]},
+        name="updates",
+        barriers=False,
+        sums_across_warps=False,
+        in_place={len(numbers) + o: o for o in range(len(out))},
+    )
+    shaped = [y.reshape(a.shape) for y, a in zip(results, itertools.chain(*changed), strict=True)]
+    return _lists(shaped, count)
+
+
+def _body(*refs, formula, numbers, inputs, ends, shape, program):
+    scalars = [ref[k] for ref in refs[:numbers] for k in range(ref.shape[0])]
+    lists = _lists(refs[numbers:], len(ends))
+    array, first = jnp.int32(0), jnp.int32(0)
+    for end in ends[:-1]:
+        array, first = array + (program >= end).astype(jnp.int32), jnp.where(program >= end, end, first)
+    start = (program - first) * math.prod(shape)
+    blocks = load_of(lists[:inputs], array, start, shape)
+    results = formula(scalars, *(block.astype(jnp.float32) for block in blocks))
+    results = [new.astype(refs[0].dtype) for new, refs in zip(results, lists[inputs:], strict=True)]
+    store_to(lists[inputs:], array, start, results)
+
+
+def _lists(things: Sequence[Any], length: int) -> list[Sequence[Any]]:
+    return [things[i : i + length] for i in range(0, len(things), length)]
+
+
+def _width(lists: Sequence[Arrays]) -> int:
+    """Elements of an access, of the widest dtype."""
+    return _ACCESS_BYTES // max(jnp.dtype(a.dtype).itemsize for arrays in lists for a in arrays)
