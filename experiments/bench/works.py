@@ -474,7 +474,10 @@ def training(
 ) -> Callable:
     """A program of training steps (forward, backward, update), by default with SGD; scaled ones skip what is not
     finite."""
-    update = (optimiser or functools.partial(fused_sgd, 0.01))(implementation=implementation)
+    # The fastest update where the step is ours: for few, large or plain arrays that is Optax's as well.
+    update = (optimiser or functools.partial(fused_sgd, 0.01))(
+        implementation=None if implementation == "pallas" else implementation
+    )
 
     def program(sets):
         ((state, images, labels),) = sets

@@ -30,6 +30,9 @@ _ELEMENTS = 8
 float32, take most of a thread's registers. Chosen by hand; not tuned."""
 _WANTED_PROGRAMS = 1024
 """Programs: several for each multiprocessor of the devices in `core/device.py`. Chosen by hand; not tuned."""
+_MAX_ELEMENTS = 2**19
+"""Elements of an array, on average: 2 MiB of float32, which a launch is short against. With 128,000 it pays, with
+1,024,000 not: docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
 """Arrays of a launch, of which each has a case in the switches: the compile time grows faster than their number. Chosen
 by hand; not tuned."""
@@ -58,10 +61,12 @@ def _supports(formula, scalars, changed, constant):
 
 def _heuristic(formula, scalars, changed, constant):
     launches = 1 if scalars is None else 2  # a first one computes the scalars
-    # Not in place, XLA copies each array back in a loop, a launch each.
-    if sum(a.size > 0 for a in changed[0]) <= launches or not CHANGES_IN_PLACE:
+    arrays, elements = sum(a.size > 0 for a in changed[0]), sum(a.size for a in changed[0])
+    # Not in place, XLA copies each array back in a loop, a launch each. An update without moments, and one of large
+    # arrays, it does best where it makes the gradients, which then pass through no memory.
+    if arrays <= launches or not CHANGES_IN_PLACE or len(changed) == 1 or elements > arrays * _MAX_ELEMENTS:
         return None
-    enough = sum(a.size for a in changed[0]) >= LANES * _ELEMENTS * _WANTED_PROGRAMS
+    enough = elements >= LANES * _ELEMENTS * _WANTED_PROGRAMS
     return Config(_ELEMENTS // _width([*changed, *constant]) if enough else 1)
 
 

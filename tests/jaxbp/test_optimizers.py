@@ -165,7 +165,7 @@ def test_a_step_is_one_launch_a_dtype(name):
 
 
 def test_none_takes_the_kernel_where_it_saves_launches(on_hopper):
-    optimizer = fused_sgd(0.1)
+    optimizer = fused_sgd(0.1, 0.9)
 
     def launches(shapes, dtype="float32", optimizer=optimizer):
         params = drawn(shapes, dtype)
@@ -174,10 +174,11 @@ def test_none_takes_the_kernel_where_it_saves_launches(on_hopper):
     assert launches(SHAPES) == CHANGES_IN_PLACE
     assert launches({"a": (3,)}) == 0
     assert launches({"a": (3,), "b": (4,)}, optimizer=fused_adamw(0.1)) == 0  # its scalars are a launch
+    assert launches(SHAPES, optimizer=fused_sgd(0.1)) == 0  # XLA fuses that with what makes the gradients
     with jax.enable_x64(True):
         assert launches(SHAPES, "float64") == 0
     with on_the_cpu():
-        check(steps_of(optimizer, SHAPES), steps_of(optax.sgd(0.1), SHAPES), 5e-7)
+        check(steps_of(optimizer, SHAPES), steps_of(optax.sgd(0.1, 0.9), SHAPES), 5e-7)
 
 
 def test_in_a_scan_with_donated_arrays():

@@ -109,14 +109,16 @@ def structs(*shapes, dtype="float32"):
 @pytest.mark.skipif(not CHANGES_IN_PLACE, reason="no kernel pays before JAX 0.11.0")
 def test_it_pays_where_it_saves_launches():
     scalars = jax.ShapeDtypeStruct((1,), "float32")
-    one, two, three = (
-        ([structs((3,), (0,), *more)], [structs((3,), (0,), *more)]) for more in ([], [(4,)], [(4,)] * 2)
-    )
-    assert [updates.heuristic(formula, None, *lists) for lists in (one, two)] == [None, Config(1)]
-    assert [updates.heuristic(formula, scalars, *lists) for lists in (two, three)] == [None, Config(1)]
-    for dtype, accesses in (("float32", 2), ("bfloat16", 1)):
-        large = [structs((2**19,), (2**19,), dtype=dtype)]
-        assert updates.heuristic(formula, None, large, large) == Config(accesses)
+
+    def heuristic(scalars, *shapes, moments=1, dtype="float32"):
+        arrays = structs(*shapes, dtype=dtype)
+        return updates.heuristic(formula, scalars, [arrays] * (1 + moments), [arrays])
+
+    assert [heuristic(None, (0,), *[(4,)] * n) for n in (1, 2)] == [None, Config(1)]
+    assert [heuristic(scalars, (0,), *[(4,)] * n) for n in (2, 3)] == [None, Config(1)]
+    assert [heuristic(None, *[(2**n, 2)] * 2) for n in (18, 19)] == [Config(2), None]
+    assert heuristic(None, (2**19,), (2**19,), dtype="bfloat16") == Config(1)
+    assert heuristic(None, *[(4,)] * 9, moments=0) is None
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int32"])
