@@ -106,7 +106,7 @@ def test_a_scaled_step_that_is_not_finite_changes_the_scale_alone(work_at):
 
 @pytest.mark.parametrize(("implementation", "kernels"), [("pallas", CHANGES_IN_PLACE), ("autodiff", 0), ("xla", 0)])
 def test_a_step_of_ours_updates_its_parameters_in_one_launch(work_at, implementation, kernels, on_hopper):
-    work = work_at("logic")
+    work = work_at("logic", "6x8000")
     arguments = work.draw(0, 4, "float32")
     program = work.chain(work.function("autodiff", "float32"), 1, implementation)
     assert cuda_program(program, (arguments,)).count("@mosaic_gpu") == kernels
