@@ -124,6 +124,10 @@ RECIPES = {
     "separating-third": Recipe(
         "the same, share of hard gates from 0 to 0.3", cosine=True, share=0.3, **SEPARATING, **TENTH
     ),
+    "drawn-share": Recipe("drawn, share of hard gates from 0 to 0.5, constant rate", share=0.5, **DRAWN, **TENTH),
+    "separating-share": Recipe(
+        "separating, share of hard gates from 0 to 0.5, constant rate", share=0.5, **SEPARATING, **TENTH
+    ),
     "separating-slow": Recipe(
         "separating, decay 0.01, cosine schedule", cosine=True, **{**SEPARATING, "decay": 0.01}, **TENTH
     ),
