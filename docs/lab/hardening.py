@@ -38,6 +38,7 @@ class Recipe:
     Attributes:
       title: for people.
       rate, cosine, decay, pass_through: learning rate, whether it falls to 0, AdamW's decay, the first logits.
+      first_gates: the experiments' setting.
       rounded_first: the experiments' setting `rounded_share`, as it is at first.
       share, rounded, certainty: the experiments' settings `hard_share`, `rounded_share` and `certainty`, as they are in
         the end. They grow in a line from `first` to `last`, which are shares of the updates.
@@ -50,6 +51,7 @@ class Recipe:
     cosine: bool = False
     decay: float = 0.0
     pass_through: float = 5.0
+    first_gates: str = "a"
     share: float = 0.0
     rounded_first: float = 0.0
     rounded: float = 0.0
@@ -60,13 +62,15 @@ class Recipe:
     pace: float = 0.002
 
     def numbers(self):
-        """The fields as numbers, for a compiled program."""
-        return {k: float(v) for k, v in vars(self).items() if k != "title"}
+        """The fields that are numbers, for a compiled program."""
+        return {k: float(v) for k, v in vars(self).items() if not isinstance(v, str)}
 
 
 TENTH = dict(rounded_first=0.1, rounded=0.1)
 DECAY = dict(decay=0.02, rate=0.1, pass_through=6.0)
 SURE_DECAY = {**DECAY, "pass_through": 10.0}
+DRAWN = {**SURE_DECAY, "first_gates": "drawn"}
+SEPARATING = {**SURE_DECAY, "first_gates": "separating"}
 RECIPES = {
     "published": Recipe("published: decay 0.01, first logit 10", decay=1e-2, pass_through=10.0),
     "soft": Recipe("no decay, first logit 5"),
@@ -105,6 +109,28 @@ RECIPES = {
         "the same, share of hard gates from 0 to 0.5, cosine schedule", share=0.5, cosine=True, **SURE_DECAY, **TENTH
     ),
     "decay-10-third": Recipe("the same, share to 0.3, constant rate", share=0.3, **SURE_DECAY, **TENTH),
+    "drawn": Recipe("decay-10, gates pass on a or b at first, drawn", **DRAWN, **TENTH),
+    "drawn-cosine": Recipe("the same, cosine schedule", cosine=True, **DRAWN, **TENTH),
+    "drawn-third": Recipe("the same, share of hard gates from 0 to 0.3", cosine=True, share=0.3, **DRAWN, **TENTH),
+    "drawn-rounded": Recipe(
+        "a or b drawn, cosine schedule, the share of rounded values from 0.1 to 0.3",
+        cosine=True,
+        rounded_first=0.1,
+        rounded=0.3,
+        **DRAWN,
+    ),
+    "separating": Recipe("decay-10, of 200 draws of a or b the one that tells most cells apart", **SEPARATING, **TENTH),
+    "separating-cosine": Recipe("the same, cosine schedule", cosine=True, **SEPARATING, **TENTH),
+    "separating-third": Recipe(
+        "the same, share of hard gates from 0 to 0.3", cosine=True, share=0.3, **SEPARATING, **TENTH
+    ),
+    "drawn-share": Recipe("drawn, share of hard gates from 0 to 0.5, constant rate", share=0.5, **DRAWN, **TENTH),
+    "separating-share": Recipe(
+        "separating, share of hard gates from 0 to 0.5, constant rate", share=0.5, **SEPARATING, **TENTH
+    ),
+    "separating-slow": Recipe(
+        "separating, decay 0.01, cosine schedule", cosine=True, **{**SEPARATING, "decay": 0.01}, **TENTH
+    ),
 }
 
 
@@ -214,7 +240,7 @@ class Study:
     def run(self, recipe):
         """The updates until the hard automaton is right, and what it then does."""
         started, numbers, updates = time.monotonic(), recipe.numbers(), 0
-        config = dataclasses.replace(self.config, pass_through=recipe.pass_through)
+        config = dataclasses.replace(self.config, pass_through=recipe.pass_through, first_gates=recipe.first_gates)
         parameters = nnx.state(config.build(self.key)[0], nnx.Param)
         state = parameters, self._optimiser(1.0, 0.0).init(parameters), jnp.zeros(())
         while updates < self.updates:

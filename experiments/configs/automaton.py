@@ -31,7 +31,7 @@ from jaxbp.optimizers import FusedOptimizer, fused_adamw
 
 RecipeName = Literal["hardening", "published"]
 Schedule = Literal["constant", "cosine"]
-FirstGates = Literal["a", "drawn", "returning"]
+FirstGates = Literal["a", "drawn", "returning", "separating"]
 
 Settings = Mapping[str, Any]
 PUBLISHED: Settings = dict(
@@ -135,7 +135,8 @@ class AutomatonConfig(TrainingConfig):
     hard_from: float | None = None
     """Share of the updates in which `hard_share` and `certainty` are 0; they grow in a line. None: the recipe's."""
     first_gates: FirstGates | None = None
-    """The input that gates pass on at first: a, drawn, or drawn until a channel comes back. None: the recipe's."""
+    """The input that gates pass on at first: a, drawn, drawn until a channel comes back, or the best of many draws at
+    telling apart the cells that are to differ. None: the recipe's."""
     shrink: int | None = None
     """The grid of training is smaller by this factor, and its ticks fewer. None: the recipe's."""
     restart_after: int | None = None
@@ -165,6 +166,8 @@ class AutomatonConfig(TrainingConfig):
         self._check_choice("first_gates", get_args(FirstGates))
         possible = self.first_gates != "returning" or self.channels > 1
         self._check("first_gates", possible, "another one: an automaton of one channel cannot return")
+        possible = self.first_gates != "separating" or self.trials == 1
+        self._check("first_gates", possible, "another one: this automaton has more than one start")
         self._check("restart_after", is_whole(self.restart_after) and self.restart_after >= 0, "a whole number from 0")
         most = min(*self.grid, self.steps) if self.any_grid else 1
         self._check("shrink", is_whole(self.shrink) and 1 <= self.shrink <= most, f"a whole number from 1 to {most}")
@@ -313,16 +316,40 @@ class AutomatonConfig(TrainingConfig):
         """Has every gate pass on its a or its b, drawn by the key."""
         random = np.random.default_rng(np.asarray(jax.random.bits(key, (4,))))
         parts, automaton = (model.perception, model.update), model.automaton.get_value()
-        for _ in range(_MOST_DRAWS):
-            drawn = [[random.random(layer.shape[:-1]) < 0.5 for layer in part] for part in parts]
-            if self.first_gates == "drawn" or _returns(_sources(automaton, *drawn)):
-                break
+
+        def draw():
+            return [[random.random(layer.shape[:-1]) < 0.5 for layer in part] for part in parts]
+
+        if self.first_gates == "drawn":
+            drawn = draw()
+        elif self.first_gates == "separating":
+            drawn = min((draw() for _ in range(_SEPARATING_DRAWS)), key=lambda x: self._confused(automaton, x))
         else:
-            self._check("first_gates", False, f"another one: these wires gave no such start in {_MOST_DRAWS:,} draws")
+            for _ in range(_MOST_DRAWS):
+                drawn = draw()
+                if _returns(_sources(automaton, *drawn)):
+                    break
+            else:
+                wanted = f"another one: these wires gave no such start in {_MOST_DRAWS:,} draws"
+                self._check("first_gates", False, wanted)
         for part, passes_on_b in zip(parts, drawn, strict=True):
             for layer, chosen in zip(part, passes_on_b, strict=True):
                 exchanged = _with_inputs_exchanged(layer[...], self.parametrization)
                 layer[...] = jnp.where(chosen[..., None], exchanged, layer[...])
+
+    def _confused(self, automaton, drawn):
+        """How many cells a function of what is seen at the last tick gets wrong at least, if all gates until then pass
+        on one input, where drawn their b."""
+        starts = self.starts(jnp.zeros(1, jnp.uint32))
+        targets = np.asarray(self.targets(starts)).reshape(-1, self.visible)
+        sources = _sources(automaton, *drawn)
+        seen = _seen(_passed_on(np.asarray(starts)[0], sources, self.steps - 1, self.periodic), self.periodic)
+        seen = np.packbits(seen.reshape(len(targets), -1), axis=1)
+        _, seen = np.unique(seen.view(f"V{seen.shape[1]}").ravel(), return_inverse=True)
+        _, wanted = np.unique(targets, axis=0, return_inverse=True)
+        counts = np.zeros((seen.max() + 1, wanted.max() + 1), int)
+        np.add.at(counts, (seen.ravel(), wanted.ravel()), 1)
+        return len(targets) - counts.max(axis=1).sum()
 
     def _losses(self, last, starts):
         errors = self.policy.cast_to_output(last[..., : self.visible]) - self.targets(starts)
@@ -341,6 +368,8 @@ class AutomatonConfig(TrainingConfig):
 
 _MOST_DRAWS = 20_000
 """Of first gates; the checkerboard needs about 400, where they have to return."""
+_SEPARATING_DRAWS = 200
+"""Of first gates, the best of which is taken."""
 
 
 def _each(function: Callable[[PRNGKeyArray, Array], Array], key: PRNGKeyArray, logits: PyTree) -> PyTree:
@@ -389,6 +418,21 @@ def _returns(sources: Sequence[tuple[int, int]]) -> bool:
     the same direction."""
     channel, direction = sources[0]
     return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
+
+
+def _seen(state: np.ndarray, periodic: bool) -> np.ndarray:
+    """The nine cells that each cell sees, (height, width, 9, channels)."""
+    around = np.pad(state, ((1, 1), (1, 1), (0, 0)), mode="wrap" if periodic else "constant")
+    height, width = state.shape[:2]
+    return np.stack([around[i : i + height, j : j + width] for i in range(3) for j in range(3)], axis=2)
+
+
+def _passed_on(state: np.ndarray, sources: Sequence[tuple[int, int]], ticks: int, periodic: bool) -> np.ndarray:
+    """The state after ticks at which every channel becomes its source."""
+    channels, places = np.array(sources).T
+    for _ in range(ticks):
+        state = _seen(state, periodic)[:, :, places, channels]
+    return state
 
 
 def _random_states(seeds: UInt32[Array, " batch"], *shape: int) -> Bool[Array, "batch ..."]:
@@ -484,8 +528,8 @@ class LizardConfig(PatternConfig):
     perception: ClassVar = (4, (8, 4, 2, 1))
     update: ClassVar = (*[512] * 8, 256, 128)
     published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3500)
-    settings: ClassVar = DECAYING | dict(pass_through=10.0)
-    hardening: ClassVar = (8000, 80)
+    settings: ClassVar = DECAYING | dict(pass_through=10.0, first_gates="separating", restart_after=1500)
+    hardening: ClassVar = (18_000, 180)
     test_examples: ClassVar = 1
     trials: ClassVar = 1
 

@@ -205,6 +205,31 @@ def test_automata_that_cannot_return_are_refused(tiny_automaton, monkeypatch):
         tiny_automaton(first_gates="returning").build(jax.random.key(0))
 
 
+def test_of_many_draws_the_one_is_taken_that_tells_most_cells_apart(monkeypatch):
+    config = LizardConfig(first_gates="separating")
+    scores, score = [], LizardConfig._confused
+    monkeypatch.setattr(automaton, "_SEPARATING_DRAWS", 5)
+    monkeypatch.setattr(LizardConfig, "_confused", lambda *args: scores.append(score(*args)) or scores[-1])
+    model, _ = config.build(jax.random.key(0))
+    seen = np.pad(
+        np.asarray(model(config.starts(seeds(0)).astype(jnp.float32), config.steps - 1, hard=True))[0],
+        ((1, 1), (1, 1), (0, 0)),
+        mode="wrap",
+    )
+    kinds = {}
+    for y, x in np.ndindex(config.grid):
+        kinds.setdefault(seen[y : y + 3, x : x + 3].tobytes(), []).append(bool(config.pattern()[y, x, 0]))
+    assert sum(min(kind.count(False), kind.count(True)) for kind in kinds.values()) == min(scores) < max(scores)
+    assert len(scores) == 5
+
+
+def test_an_automaton_of_random_starts_is_not_begun_by_one():
+    with pytest.raises(
+        ValueError, match="first_gates = 'separating': wanted another one: this automaton has more than"
+    ):
+        CheckerboardConfig(first_gates="separating")
+
+
 def test_certainty_adds_the_variance_of_the_truth_tables(tiny_automaton):
     with_it, without = (tiny_automaton(pass_through=0.5, hard_share=0.0, certainty=c) for c in (0.3, 0.0))
     model, loss = with_it.build(jax.random.key(0))
