@@ -507,8 +507,8 @@ class AsyncCheckerboardConfig(CheckerboardConfig):
 
     name: ClassVar[str] = "ca-checkerboard-async"
     settings: ClassVar = DECAYING | dict(pass_through=7.0, restart_after=1000)
-    hardening: ClassVar = (8000, 80)
-    test_examples: ClassVar = 256
+    hardening: ClassVar = (16_000, 80)
+    test_examples: ClassVar = 512
     grid: ClassVar = (14, 14)
     steps: ClassVar = 50
     fire_rate: ClassVar = 0.6
@@ -528,8 +528,8 @@ class LizardConfig(PatternConfig):
     perception: ClassVar = (4, (8, 4, 2, 1))
     update: ClassVar = (*[512] * 8, 256, 128)
     published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3500)
-    settings: ClassVar = DECAYING | dict(pass_through=10.0, first_gates="separating", restart_after=1500)
-    hardening: ClassVar = (18_000, 180)
+    settings: ClassVar = DECAYING | dict(pass_through=10.0, first_gates="separating", restart_after=5000)
+    hardening: ClassVar = (20_000, 200)
     test_examples: ClassVar = 1
     trials: ClassVar = 1
 
@@ -556,7 +556,7 @@ class LetterConfig(PatternConfig):
     update: ClassVar = (*[512] * 8, 256, 128, 64)
     published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3000)
     settings: ClassVar = DECAYING | dict(pass_through=6.0, restart_after=3000)
-    hardening: ClassVar = (12_000, 120)
+    hardening: ClassVar = (24_000, 240)
     test_examples: ClassVar = 1
     trials: ClassVar = 1
 
