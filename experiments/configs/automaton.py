@@ -135,8 +135,7 @@ class AutomatonConfig(TrainingConfig):
     hard_from: float | None = None
     """Share of the updates in which `hard_share` and `certainty` are 0; they grow in a line. None: the recipe's."""
     first_gates: FirstGates | None = None
-    """The input that gates pass on at first: a, drawn, drawn until a channel comes back, or the best of many draws at
-    telling apart the cells that are to differ. None: the recipe's."""
+    """Gates pass on at first: a, or a or b, drawn, so that a channel returns, or cells differ. None: the recipe's."""
     shrink: int | None = None
     """The grid of training is smaller by this factor, and its ticks fewer. None: the recipe's."""
     restart_after: int | None = None

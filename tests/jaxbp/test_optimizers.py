@@ -64,6 +64,7 @@ def check(results, wanted, tolerance):
         np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.rotating
 @every_pair
 def test_the_kernel_takes_optaxs_steps(name):
     make, optax_optimizer = PAIRS[name]
@@ -86,6 +87,7 @@ def test_the_kernel_takes_optaxs_steps_on_a_gpu(name, dtype):
 
 
 # In float16 Optax divides by eps, which is rounded to 0.
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "dtype"), [("adam", "bfloat16"), ("nesterov", "float16")])
 def test_half_precisions_are_computed_in_float32(name, dtype):
     shapes, steps = {"a": (5,), "b": (129,)}, dict(dtype=dtype, steps=2)
@@ -104,6 +106,7 @@ def test_off_a_gpu_every_implementation_is_optaxs(name, implementation):
         check(steps_of(make(implementation=implementation), SHAPES), steps_of(optax_optimizer, SHAPES), 5e-7)
 
 
+@pytest.mark.rotating
 @every_pair
 def test_state_and_update_are_optaxs(name):
     make, optax_optimizer = PAIRS[name]

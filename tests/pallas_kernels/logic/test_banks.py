@@ -28,6 +28,7 @@ def test_an_octet_takes_a_cycle_for_each_row_in_the_same_banks(rows, cycles):
     assert banks.cycles(np.array(rows)) == cycles
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("sizes", [CHECKERBOARD, LIZARD, SMALL])
 def test_an_order_has_every_gate_once_and_the_channels_in_their_own(sizes):
     automaton = jaxbp.Automaton.create(*sizes, True, seed=0)
@@ -61,6 +62,7 @@ def cycles(automaton):
     return reads, sums
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_checkerboard_reads_with_few_conflicts(seed):
     """Before, 2,360 and 2,100 cycles; without conflicts 1,280 and 1,060."""

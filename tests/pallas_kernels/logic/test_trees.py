@@ -39,7 +39,7 @@ def test_gradients_of_small_images(size, pool):
 
 
 def _of_four_by_four():
-    """The gradient of images of 4x4 pixels, whose bands' sums are cleared, added to and written by loops that are unrolled."""
+    """The gradient of images of 4x4 pixels: unrolled loops clear the sums of a band, add to them and write them."""
     options = dict(window=(3, 3), stride=(1, 1), pool=(2, 2), size=(CHANNELS, 4, 4), padding=(1, 1))
     arrays = [
         jax.ShapeDtypeStruct((KERNELS * LEAVES, 2, 2, 128), jnp.float32),

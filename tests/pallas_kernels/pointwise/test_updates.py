@@ -50,12 +50,14 @@ def check(results, scalars, changed, constant):
 
 
 # Unwritten memory is NaN, reads out of bounds raise, and so do two programs at one place.
+@pytest.mark.rotating
 @pytest.mark.parametrize("accesses", [1, 2])
 def test_every_element_of_every_array_is_updated_in_the_simulator(accesses):
     arrays = drawn()
     check(simulate(*arrays, config=Config(accesses)), *arrays)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dtypes", HALVES, ids="-".join)
 def test_lists_of_half_precisions_are_computed_in_float32(dtypes):
     arrays = drawn([(), (7,), (1030,)], dtypes)
