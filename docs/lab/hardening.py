@@ -110,26 +110,10 @@ RECIPES = {
     ),
     "decay-10-third": Recipe("the same, share to 0.3, constant rate", share=0.3, **SURE_DECAY, **TENTH),
     "drawn": Recipe("decay-10, gates pass on a or b at first, drawn", **DRAWN, **TENTH),
-    "drawn-cosine": Recipe("the same, cosine schedule", cosine=True, **DRAWN, **TENTH),
-    "drawn-third": Recipe("the same, share of hard gates from 0 to 0.3", cosine=True, share=0.3, **DRAWN, **TENTH),
-    "drawn-rounded": Recipe(
-        "a or b drawn, cosine schedule, the share of rounded values from 0.1 to 0.3",
-        cosine=True,
-        rounded_first=0.1,
-        rounded=0.3,
-        **DRAWN,
-    ),
     "separating": Recipe("decay-10, of 200 draws of a or b the one that tells most cells apart", **SEPARATING, **TENTH),
-    "separating-cosine": Recipe("the same, cosine schedule", cosine=True, **SEPARATING, **TENTH),
-    "separating-third": Recipe(
-        "the same, share of hard gates from 0 to 0.3", cosine=True, share=0.3, **SEPARATING, **TENTH
-    ),
     "drawn-share": Recipe("drawn, share of hard gates from 0 to 0.5, constant rate", share=0.5, **DRAWN, **TENTH),
     "separating-share": Recipe(
         "separating, share of hard gates from 0 to 0.5, constant rate", share=0.5, **SEPARATING, **TENTH
-    ),
-    "separating-slow": Recipe(
-        "separating, decay 0.01, cosine schedule", cosine=True, **{**SEPARATING, "decay": 0.01}, **TENTH
     ),
 }
 

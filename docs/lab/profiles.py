@@ -126,9 +126,10 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def run(asked: Asked) -> None:
     """One call of the work."""
-    function = asked.work.function(None if asked.implementation == "None" else asked.implementation, asked.dtype)
+    implementation = None if asked.implementation == "None" else asked.implementation
+    function = asked.work.function(implementation, asked.dtype)
     arguments = jax.block_until_ready((asked.work.draw(0, asked.batch, asked.dtype),))
-    jax.block_until_ready(jax.jit(asked.work.chain(function, 1))(arguments))
+    jax.block_until_ready(jax.jit(asked.work.chain(function, 1, implementation))(arguments))
 
 
 def profiled(work: str, kernels: str, environment: dict[str, str], log: Path) -> str:
