@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -137,7 +138,7 @@ def main(args=None):
     options = parser.parse_args(args)
     if options.default:
         options.recipes = ["default"]
-    end = time.monotonic() + options.seconds
+    end, lock = time.monotonic() + options.seconds, threading.Lock()
     report = results.provenance(" ".join(["python", "docs/lab/hardening.py", *(args or sys.argv[1:])]))
     updates = options.updates or (AUTOMATA[options.experiment]().updates if options.default else 2000)
     report |= {"experiment": options.experiment, "updates": updates, "runs": []}
@@ -147,19 +148,21 @@ def main(args=None):
     def runs_of(seeds, names):
         def of_seed(seed):
             of_all = options.experiment, seed, updates, options.implementation
-            study, runs = Default(*of_all) if options.default else Study(*of_all, options.every), []
+            study = Default(*of_all) if options.default else Study(*of_all, options.every)
             for name in names:
                 if time.monotonic() > end:
                     break
-                runs.append({"recipe": name, "seed": seed} | study.run(RECIPES.get(name)))
-                print(json.dumps(runs[-1]), flush=True)
-            return runs
+                add({"recipe": name, "seed": seed} | study.run(RECIPES.get(name)))
 
         with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-            for runs in pool.map(of_seed, seeds):
-                report["runs"] += runs
-                if options.json:
-                    write_atomically(options.json, results.to_json(report))
+            list(pool.map(of_seed, seeds))
+
+    def add(run):
+        print(json.dumps(run), flush=True)
+        with lock:
+            report["runs"] = sorted([*report["runs"], run], key=lambda run: run["seed"])
+            if options.json:
+                write_atomically(options.json, results.to_json(report))
 
     def exact(name):
         return sum(run["right"] == 1 for run in report["runs"] if run["recipe"] == name)

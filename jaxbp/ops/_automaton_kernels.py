@@ -18,7 +18,7 @@ from jaxbp.ops import _automaton_formula as formula
 from jaxbp.pairing import differentiable
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.logic import automaton as kernels
-from pallas_kernels.logic.automaton import Plan, padded_lanes
+from pallas_kernels.logic.automaton import Layer, Plan, padded_lanes
 
 UNROLL = 16
 """Ticks in the body of a compiled loop: a kernel launched alone starts later than one in a CUDA graph."""
@@ -28,13 +28,20 @@ KEEPS_ROWS = False
 """Whether the forward can keep what every gate reads."""
 
 
+class RowsRead(NamedTuple):
+    """The rows that the gate of every lane reads: those of `Plan.forward_layers`, and those of `Plan.layers`."""
+
+    forward: Array
+    backward: Array
+
+
 class Prepared(NamedTuple):
     """What all ticks share."""
 
     coefficients: tuple
     automaton: Automaton
     lanes: Array
-    wires: Array
+    wires: RowsRead
     consumers: Array
     shape: tuple[int, ...]
 
@@ -66,10 +73,10 @@ def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -
         jnp.pad(c, [(0, 0), (0, layer.coefficients - c.shape[1])])
         for c, layer in zip(layers, sizes.layers, strict=True)
     ]
-    wires, consumers = _rows_read(automaton, sizes), _rows_of_consumers(automaton, sizes)
+    wires = RowsRead(*(_rows_read(automaton, layers) for layers in (sizes.forward_layers, sizes.layers)))
     gates = jnp.concatenate(filled, axis=1).T.astype(jnp.float32)
     lanes = _reordered(gates, automaton, sizes.coefficient_firsts, _GATES)
-    return Prepared(coefficients, automaton, lanes, wires, consumers, shape)
+    return Prepared(coefficients, automaton, lanes, wires, _rows_of_consumers(automaton, sizes), shape)
 
 
 def enter(state: Array) -> Array:
@@ -110,8 +117,7 @@ def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
     automaton = prepared.automaton
     sizes = plan(automaton, prepared.shape)
     total, parts = _reordered(jnp.sum(total, axis=0), automaton, sizes.gate_firsts, _LANES).T, []
-    for layer in sizes.layers:
-        first = layer.first - sizes.inputs.lanes
+    for layer, first in zip(sizes.layers, sizes.gate_firsts, strict=False):
         parts.append(total[:, first : first + layer.count])
     perceiving, updating = prepared.coefficients
     of_perception = [
@@ -144,7 +150,7 @@ def _flat(fires):
 
 
 def _tick_by_kernel(coefficients, automaton, lanes, wires, consumers, state, fires, *, shape):
-    return kernels.tick(lanes, wires, state, _flat(fires), plan=plan(automaton, shape))
+    return kernels.tick(lanes, wires.forward, state, _flat(fires), plan=plan(automaton, shape))
 
 
 def _tick_by_formula(coefficients, automaton, lanes, wires, consumers, state, fires, *, shape):
@@ -161,7 +167,8 @@ _tick = differentiable(_tick_on_gpu, _tick_by_formula)
 
 def _backward_by_kernel(coefficients, automaton, lanes, wires, consumers, state, fires, dseen, dkept, total, *, shape):
     sizes = plan(automaton, shape)
-    return kernels.tick_backward(lanes, wires, consumers, state, _flat(fires), dseen, dkept, total, plan=sizes)
+    arrays = lanes, wires.backward, consumers, state, _flat(fires), dseen, dkept, total
+    return kernels.tick_backward(*arrays, plan=sizes)
 
 
 def _backward_by_formula(coefficients, automaton, lanes, wires, consumers, state, fires, dseen, dkept, total, *, shape):
@@ -184,17 +191,19 @@ def _backward_by_formula(coefficients, automaton, lanes, wires, consumers, state
 # ------------------------------------------------------------------------------------------------------- wires as rows
 
 
-def _rows_read(automaton: Automaton, sizes: Plan) -> Array:
-    """The rows that the gate of every lane reads."""
-    C, K, inputs = automaton.channels, automaton.kernels, _rows_of_update_inputs(automaton, sizes)
+def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
+    """The rows of these layers, and of the inputs, that the gate of every lane reads."""
+    C, K = automaton.channels, automaton.kernels
+    perceived = layers[len(automaton.perception) - 1].first + perceived_rows(C, K, automaton.bits)
+    inputs = jnp.asarray(np.concatenate([CENTRE * C + np.arange(C), perceived]), jnp.int32)
     parts = []
-    for i, (wires, layer) in enumerate(zip([*automaton.perception, *automaton.update], sizes.layers, strict=True)):
+    for i, (wires, layer) in enumerate(zip([*automaton.perception, *automaton.update], layers, strict=True)):
         reads, j = jnp.stack([wires.a, wires.b]), i - len(automaton.perception)
         if i == 0:  # (gate, kernel, channel) reads (place, channel)
             rows = (reads[:, :, None] * C + np.arange(C)).repeat(K, axis=1)
         elif j < 0:
             of_kernels = np.arange(K)[:, None] * C + np.arange(C)
-            rows = sizes.layers[i - 1].first + reads[..., None, None] * (K * C) + of_kernels
+            rows = layers[i - 1].first + reads[..., None, None] * (K * C) + of_kernels
         else:
             rows = inputs[reads[:, automaton.orders[j][_GATES]]]
             inputs = layer.first + automaton.orders[j][_LANES]
@@ -215,14 +224,6 @@ def _reordered(rows, automaton, firsts, which):
 def _packed(low, high):
     """Two rows of shared memory in one number."""
     return low | high << 16
-
-
-def _rows_of_update_inputs(automaton: Automaton, sizes: Plan) -> Array:
-    """The rows of what update reads: the centre's channels, and perceived bits in the order channel, bit, kernel."""
-    perceived = perceived_rows(automaton.channels, automaton.kernels, automaton.bits)
-    centre = CENTRE * automaton.channels + np.arange(automaton.channels)
-    first = sizes.layers[len(automaton.perception) - 1].first
-    return jnp.asarray(np.concatenate([centre, first + perceived]), jnp.int32)
 
 
 def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:

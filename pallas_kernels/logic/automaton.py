@@ -62,6 +62,9 @@ grids: docs/lab/2026-11-22-automata.md."""
 _TOTAL_REGISTERS = 96
 """Registers of a thread for gradients of coefficients, at most: with what a step takes, all fit into 255. Chosen by
 hand; not tuned."""
+_FORWARD_PROGRAMS = 2
+"""Programs of the forward that a multiprocessor runs at once, where there are so many. Three and four were no faster:
+docs/lab/2026-11-23-automata-kernels.md."""
 _RESERVED_BYTES = 2048
 """Bytes of shared memory for what Mosaic GPU itself needs. Chosen by hand: more than the barrier takes."""
 _MAX_CONSUMERS = 32
@@ -85,6 +88,11 @@ class Layer:
     count: int
     max_consumers: int
     copies: int = 1
+
+    @property
+    def end(self) -> int:
+        """The row after the last."""
+        return self.first + self.lanes
 
     @property
     def coefficients(self) -> int:
@@ -158,13 +166,27 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Of inputs and gates."""
-        return self.layers[-1].first + self.layers[-1].lanes
+        """Of inputs and `layers`."""
+        return self.layers[-1].end
 
     @property
     def gates(self) -> int:
         """Lanes of all layers."""
         return self.rows - self.inputs.lanes
+
+    @functools.cached_property
+    def forward_layers(self) -> tuple[Layer, ...]:
+        """As `layers`, but the rows of a layer are taken again as soon as nobody reads them any more."""
+        layers = []
+        for layer in self.layers:
+            taken = [(0, self.inputs.lanes)] + [(before.first, before.end) for before in layers[-1:]]
+            layers.append(dataclasses.replace(layer, first=_gap(taken, layer.lanes)))
+        return tuple(layers)
+
+    @property
+    def forward_rows(self) -> int:
+        """Of inputs and `forward_layers`."""
+        return max(layer.end for layer in self.forward_layers)
 
     @functools.cached_property
     def gradients(self) -> "GradientRows":
@@ -181,7 +203,7 @@ class Plan:
         taken = [(0, self.inputs.lanes)] + [(firsts[k], ends[k]) for k in (0, first_update)]
         sums_first = _gap(taken, padded_lanes(sum_count))
         sums = Layer(sums_first, padded_lanes(sum_count), sum_count, self.kernels)
-        count = max(self.rows, *ends.values(), sums.first + sums.lanes)
+        count = max(self.rows, *ends.values(), sums.end)
         return GradientRows(tuple(firsts[i] for i in range(len(self.layers))), sums, count)
 
     @functools.cached_property
@@ -323,6 +345,17 @@ def _heuristic(*arrays: Array, plan: Plan) -> Config | None:
     return Config(cells, programs, lanes=256, lookahead=2, totals_in_registers=in_registers)
 
 
+def _forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
+    config, multiprocessors = _heuristic(plan=plan), device.target().multiprocessors
+    groups = -(-plan.cells // config.cells)
+    if groups <= multiprocessors:
+        return config
+    # Its rows are few enough for several programs a multiprocessor.
+    resident = min(_FORWARD_PROGRAMS, _shared_limit() // (plan.forward_rows * config.cells * 4))
+    turns = -(-groups // (resident * multiprocessors))
+    return Config(config.cells, -(-groups // turns), lanes=128, lookahead=2)
+
+
 def _shared_limit() -> int:
     return device.target().shared_bytes - _RESERVED_BYTES
 
@@ -343,14 +376,15 @@ class _TickRefs(NamedTuple):
     barrier: Any
 
 
-@kernel(supports=_supports, heuristic=_heuristic)
+@kernel(supports=_supports, heuristic=_forward_heuristic)
 def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *, plan: Plan, config: Config) -> Array:
     """The next state.
 
     Args:
       coefficients: `(plan.coefficient_firsts[-1], 4)` float32, of every lane of every layer, 0 where there is no gate;
         once for the lanes that share them.
-      wires: `(plan.gates,)` int32, the rows that each lane reads, `a + (b << 16)`; any where there is no gate.
+      wires: `(plan.gates,)` int32, the rows of `plan.forward_layers` that each lane reads, `a + (b << 16)`; any where
+        there is no gate.
       state: `(cells channels + padded_lanes(channels),)`, cell by cell; the rest is spare.
       fires: `(cells,)` int32, 0 where a cell keeps its state; None if none does.
     """
@@ -360,7 +394,7 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
         out=jax.ShapeDtypeStruct(state.shape, state.dtype),
         grid={"program": config.programs},
         warpgroups=config.warpgroups,
-        scratch=[config.rows(plan.rows), plgpu.Barrier(num_arrivals=config.warpgroups)],
+        scratch=[config.rows(plan.forward_rows), plgpu.Barrier(num_arrivals=config.warpgroups)],
         name="automaton_tick",
         barriers=False,
         sums_across_warps=False,
@@ -369,13 +403,18 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
 
 def _tick(*refs, program, warpgroup, plan, config):
     """The body: the cells of a program, one group after the other."""
-    refs, last = _named(_TickRefs, refs), plan.layers[-1]
+    refs, layers = _named(_TickRefs, refs), plan.forward_layers
     team = _Team(config, warpgroup, refs.barrier)
 
     def group(slices, carry):
         circuit = _Circuit(plan, team, refs.coefficients, refs.wires, slices)
-        team.run(circuit.steps(plan.layers), prologue=lambda: _load_neighbourhoods(team, slices, refs.state))
-        for part in team.parts(last):
+
+        def prologue():
+            for write in _load_neighbourhoods(team, slices, refs.state):
+                write()
+
+        team.run(circuit.steps(layers), prologue=prologue)
+        for part in team.parts(layers[-1]):
             team.divide(part, slices, functools.partial(_write_next_state, refs, part))
         return carry
 
@@ -420,7 +459,8 @@ def tick_backward(
     gradients that the cells around it have of seeing it, and of its own of being kept.
 
     Args:
-      coefficients, wires, state, fires: as in `tick`.
+      coefficients, state, fires: as in `tick`.
+      wires: as in `tick`, but rows of `plan.layers`.
       consumers: int32, the rows to which the consumers of a row write its gradient, two in one number, the later in
         the upper half; `Plan.consumers` says where.
       dseen: `(cells neighbourhood + plan.inputs.lanes,)` float32, cell by cell; the rest is spare.
@@ -447,28 +487,33 @@ def _tick_backward(*refs, program, warpgroup, plan, config):
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
     # With several groups of cells, each adds to what the one before has written: sums so far are copied to the result.
     is_copied = _groups_of_program(plan, config) > 1 and not config.totals_in_registers
-    totals = list(_load_totals(plan, team, total_in)) if config.totals_in_registers else None
+    sums = None
+    if config.totals_in_registers:
+        sums = [_zeros(part.lanes) for _, part in _parts(plan, team)]
     if is_copied:
-        _store_totals(plan, team, _load_totals(plan, team, total_in), total_out)
+        _copy_totals(plan, team, total_in, total_out)
 
-    def group(slices, totals):
-        totals = totals and list(totals)
+    def group(slices, sums):
+        sums = sums and list(sums)
         circuit = _Circuit(plan, team, refs.coefficients, refs.wires, slices)
         previous_total = total_out if is_copied else total_in
-        backward = _Backward(circuit, refs.consumers, totals, previous_total, total_out, refs.dseen_out)
+        backward = _Backward(circuit, refs.consumers, sums, previous_total, total_out, refs.dseen_out)
 
         def prologue():
-            _load_neighbourhoods(team, slices, refs.state)
+            writes = _load_neighbourhoods(team, slices, refs.state)
             for part in team.parts(plan.layers[-1]):
-                # By other warpgroups than the inputs, which wait for device memory as well.
-                team.divide(part, slices, functools.partial(_load_next_state_gradient, refs, part), first=1)
+                # By another warpgroup than the inputs, which wait for device memory as well.
+                function = functools.partial(_load_next_state_gradient, refs, part)
+                writes += team.divide_loads(part, slices, function, first=1)
+            for write in writes:
+                write()
 
         team.run([*circuit.steps(plan.layers[:-1]), *backward.steps()], prologue)
-        return totals
+        return sums
 
-    totals = _visit_groups(plan, config, program, team, refs.rows, group, totals)
-    if totals is not None:
-        _store_totals(plan, team, totals, total_out)
+    sums = _visit_groups(plan, config, program, team, refs.rows, group, sums)
+    if sums is not None:
+        _add_totals(plan, team, refs.rows, sums, total_in, total_out)
 
 
 def _without_none(*arrays):
@@ -492,7 +537,7 @@ def _visit_groups(plan, config, program, team, rows, group, carry):
 
     def visit(i, carry):
         first = (program + i * config.programs) * config.cells
-        slices = [_Cells(plan, width, first + s * width, rows.at[s]) for s in range(config.slices)]
+        slices = [_Cells(plan, width, first, rows, s) for s in range(config.slices)]
         carry = group(slices, carry)
         team.meet()  # The next group writes what this one reads.
         return carry
@@ -531,12 +576,17 @@ class _Step:
     """The computation of some lanes of a layer, and the fetch of what it reads of device memory.
 
     Attributes:
+      fetch: gives what is fetched.
+      compute: of what was fetched, and, if there is `read`, of what that gave.
       is_last: of its layer, whose rows the next one reads.
+      read: of what was fetched, the rows that the step before does not write. The step before ends with it, so that
+        they arrive while it waits.
     """
 
     fetch: Callable[[], Any]
-    compute: Callable[[Any], None]
+    compute: Callable[..., None]
     is_last: bool
+    read: Callable[[Any], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -559,19 +609,37 @@ class _Team:
             done += lanes * (warpgroups if shares else 1)
             yield _Part(layer.first + offset, offset, lanes, is_alone=not shares, is_last=done == layer.lanes)
 
+    def shares_slices(self, part, slices):
+        """Whether each warpgroup has one of so many slices of a part that is alone."""
+        return part.is_alone and 1 < slices == self.config.warpgroups
+
+    def is_left_to_one(self, part, slices):
+        """Whether one warpgroup has a part and all slices."""
+        return part.is_alone and not self.shares_slices(part, len(slices))
+
+    def own(self, part, slices):
+        """This warpgroup's of the slices of a part."""
+        if self.shares_slices(part, len(slices)):
+            return [dataclasses.replace(slices[0], number=self.warpgroup & (WARPGROUPS - 1))]
+        return slices
+
     def divide(self, part, slices, function, first=0):
-        """`function(slices)` of a part: of one that is alone, warpgroups from the `first` on have some slices each."""
-        warpgroups = self.config.warpgroups
-        if not part.is_alone:
-            function(slices)
-            return
-        for turn in range(min(warpgroups, len(slices))):
-            share = functools.partial(function, slices[turn::warpgroups])
-            pl.when(self.warpgroup == (first + turn) % warpgroups)(share)
+        """`function(slices)` of a part: of one that is alone, each warpgroup has a slice, or `first` the only one."""
+        if self.is_left_to_one(part, slices):
+            pl.when(self.warpgroup == first % self.config.warpgroups)(functools.partial(function, slices))
+        else:
+            function(self.own(part, slices))
 
     def once(self, part, function, otherwise):
         """`function()` of a part, and `otherwise` in warpgroups that leave it to another."""
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
+
+    def divide_loads(self, part, slices, function, first=0):
+        """As `divide`, of a function that loads and gives functions that write. Gives those that are left to call."""
+        if self.is_left_to_one(part, slices):
+            self.divide(part, slices, lambda slices: [write() for write in function(slices)] and None, first)
+            return []
+        return function(self.own(part, slices))
 
     def meet(self):
         """Waits until all have written their rows."""
@@ -580,13 +648,16 @@ class _Team:
     def run(self, steps, prologue):
         """Computes the steps in order, and fetches for later ones. `prologue` runs during the first fetches."""
         steps, lookahead = list(steps), self.config.lookahead
-        fetched = [step.fetch() for step in steps[:lookahead]]
+        fetched = [[step.fetch()] for step in steps[:lookahead]]
         prologue()
         self.meet()
         for i, step in enumerate(steps):
             if i + lookahead < len(steps):
-                fetched.append(steps[i + lookahead].fetch())
-            step.compute(fetched[i])
+                fetched.append([steps[i + lookahead].fetch()])
+            step.compute(*fetched[i])
+            for following, of_following in zip(steps[i + 1 : i + 2], fetched[i + 1 : i + 2], strict=True):
+                if following.read:
+                    of_following.append(following.read(*of_following))
             if step.is_last:
                 self.meet()
 
@@ -615,12 +686,31 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cells:
-    """A slice: `count` cells of a grid from `first` on, a column each of `rows`. Cells past the grid are masked."""
+    """A slice: `count` cells of a grid, a column each of its rows. Cells past the grid are masked.
+
+    Attributes:
+      first_of_group: the first cell of the slices that a program has at a time.
+      slices: the rows of all of these.
+      number: of the slice.
+    """
 
     plan: Plan
     count: int
-    first: Any
-    rows: Any
+    first_of_group: Any
+    slices: Any
+    number: Any
+
+    @property
+    def first(self):
+        return self.first_of_group + self.number * self.count
+
+    @property
+    def rows(self):
+        return self.slices.at[self.number]
+
+    def write(self, part, block):
+        """Writes a part's rows."""
+        self.rows[part.rows] = block
 
     def state_elements(self, channel, lanes):
         """A lane a channel, from `channel` on."""
@@ -643,8 +733,8 @@ class _Cells:
         grid = lax.div(cell, plan.height * plan.width)
         return (grid * plan.height + row) * plan.width + column, valid
 
-    def load_neighbourhood(self, part, state):
-        """Writes rows of inputs."""
+    def neighbourhood(self, part, state):
+        """Rows of inputs."""
         C = self.plan.channels
         lane, column = lane_and_column(part.lanes, self.count)
         lane = lane + part.offset
@@ -652,8 +742,7 @@ class _Cells:
         row_offset, column_offset = lax.div(place, 3) - 1, lax.rem(place, 3) - 1
         cell, valid = self.neighbour(column + self.first, row_offset, column_offset)
         valid &= lane < self.plan.neighbourhood
-        values = _gather(state, cell * C + lax.rem(lane, C), valid)
-        self.rows[part.rows] = values.astype(jnp.float32)
+        return _gather(state, cell * C + lax.rem(lane, C), valid).astype(jnp.float32)
 
     def scatter_gradients(self, part, gradients, dseen_out):
         """Writes gradients of inputs."""
@@ -670,14 +759,15 @@ def _wrap(i, n):
 
 
 def _load_neighbourhoods(team, slices, state):
-    """Writes the rows of the inputs."""
-
-    def load_part(part, slices):
-        for cells in slices:
-            cells.load_neighbourhood(part, state)
-
+    """Gives functions that write the rows of the inputs."""
+    writes = []
     for part in team.parts(slices[0].plan.inputs):
-        team.divide(part, slices, functools.partial(load_part, part))
+
+        def load_part(slices, part=part):
+            return [functools.partial(cells.write, part, cells.neighbourhood(part, state)) for cells in slices]
+
+        writes += team.divide_loads(part, slices, load_part)
+    return writes
 
 
 def _write_next_state(refs, part, slices):
@@ -692,7 +782,8 @@ def _write_next_state(refs, part, slices):
 
 
 def _load_next_state_gradient(refs, part, slices):
-    """Writes the gradient of the last layer's rows to these rows, and that of what cells keep."""
+    """Writes the gradient of what cells keep, and gives functions that write that of the last layer's rows to these."""
+    writes = []
     for cells in slices:
         elements = cells.state_elements(part.offset, part.lanes)
         dy = _next_state_gradient(refs, cells, elements, part)
@@ -701,7 +792,8 @@ def _load_next_state_gradient(refs, part, slices):
             fired = _gather(refs.fires, elements.cell, elements.valid) != 0
             dy, dkept = jnp.where(fired, dy, 0.0), jnp.where(fired, 0.0, dy)
         scatter_elements(refs.dkept_out, elements.place, dkept)
-        cells.rows[part.rows] = dy
+        writes.append(functools.partial(cells.write, part, dy))
+    return writes
 
 
 def _next_state_gradient(refs, cells, elements, part):
@@ -738,7 +830,7 @@ class _Circuit:
     slices: list[_Cells]
 
     def fetch(self, i, part):
-        wires = load(self.wires.at[_gates_of(self.plan, part)], vector_layout(part.lanes), optimized=False)
+        wires = load(self.wires.at[_gates_of(self.plan, i, part)], vector_layout(part.lanes), optimized=False)
         return _Gates(wires, self.fetch_coefficients(i, part))
 
     def fetch_coefficients(self, i, part):
@@ -768,9 +860,9 @@ class _Circuit:
             cells.rows[part.rows] = y
 
 
-def _gates_of(plan, part):
-    """The places of a part's gates among the lanes of all layers."""
-    return pl.ds(part.first - plan.inputs.lanes, part.lanes)
+def _gates_of(plan, i, part):
+    """The places of the gates of a part of layer i among the lanes of all layers."""
+    return pl.ds(plan.gate_firsts[i] + part.offset, part.lanes)
 
 
 def _parts(plan, team):
@@ -798,14 +890,14 @@ class _Backward:
 
     Attributes:
       consumers: the array of `Plan.consumers`.
-      totals: gradients of the coefficients in registers, a block for each of `_parts`; None where they are in memory.
+      sums: gradients of the coefficients in registers, a block for each of `_parts`; None where they are in memory.
       previous_total, total: those in memory, as they are read and as they are written.
       dseen: takes the gradients of the inputs.
     """
 
     circuit: _Circuit
     consumers: Any
-    totals: list[Array] | None
+    sums: list[Array] | None
     previous_total: Any
     total: Any
     dseen: Any
@@ -815,7 +907,9 @@ class _Backward:
         plan, team = self.circuit.plan, self.circuit.team
         for number, (i, part) in sorted(enumerate(_parts(plan, team)), key=lambda numbered: -numbered[1][0]):
             fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, number, i, part)
-            yield _Step(fetch, compute, part.is_last)
+            # The last layer's inputs are written by the step before.
+            read = functools.partial(self.read, part) if i + 1 < len(plan.layers) else None
+            yield _Step(fetch, compute, part.is_last, read)
         table = plan.consumers.kernel_sums
         for part in team.parts(plan.gradients.kernel_sums):
             fetch = functools.partial(self.fetch_consumers, table, part)
@@ -828,8 +922,8 @@ class _Backward:
     def fetch(self, i, part):
         plan = self.circuit.plan
         total = None
-        if self.totals is None:
-            total = load(self.previous_total.at[_gates_of(plan, part)], block_layout(part.lanes, 4))
+        if self.sums is None:
+            total = load(self.previous_total.at[_gates_of(plan, i, part)], block_layout(part.lanes, 4))
         consumers = self.fetch_consumers(plan.consumers.layers[i], part)
         return _GatesBackward(self.circuit.fetch(i, part), total, consumers)
 
@@ -838,32 +932,41 @@ class _Backward:
         places = [pl.ds(table.first + pair * table.lanes + part.offset, part.lanes) for pair in range(table.pairs)]
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
-    def compute(self, number, i, part, fetched):
-        """The gradients of what a part's gates read, and of their coefficients."""
-        team, gates = self.circuit.team, _gates_of(self.circuit.plan, part)
-        if self.totals is not None:
-            previous = self.totals[number]
-            total = team.once(part, lambda: previous + self.gate_gradients(i, part, fetched), previous)
-            self.totals[number] = computed_here(total)
+    def slices(self, part):
+        """Those of which this warpgroup has the gradients of a part: its own, if its sums are its own."""
+        slices = self.circuit.slices
+        return slices if self.sums is None else self.circuit.team.own(part, slices)
+
+    def read(self, part, fetched):
+        """The rows of a and b, of each slice."""
+        return [[gather_rows(cells.rows, row) for row in _unpack(fetched.gates.wires)] for cells in self.slices(part)]
+
+    def compute(self, number, i, part, fetched, inputs=None):
+        """The gradients of what a part's gates read, and of their coefficients. `inputs` are what `read` gives."""
+        team, gates = self.circuit.team, _gates_of(self.circuit.plan, i, part)
+        if self.sums is not None:
+            before, function = self.sums[number], functools.partial(self.gate_gradients, i, part, fetched, inputs)
+            is_shared = team.shares_slices(part, len(self.circuit.slices))
+            sum_ = before + function() if is_shared else team.once(part, lambda: before + function(), before)
+            self.sums[number] = computed_here(sum_)
             return
 
         def add():
-            self.total[gates] = fetched.total + self.gate_gradients(i, part, fetched)
+            self.total[gates] = fetched.total + self.gate_gradients(i, part, fetched, inputs)
 
         team.once(part, add, None)
 
-    def gate_gradients(self, i, part, fetched):
+    def gate_gradients(self, i, part, fetched, inputs):
         """Writes the gradients of a and b, and gives those of the coefficients."""
         layer, first = self.circuit.plan.layers[i], self.circuit.plan.gradients.firsts[i] + part.offset
-        gradients, products = [], []
-        for cells in self.circuit.slices:
+        gradients, products, slices = [], [], self.slices(part)
+        for cells, (a, b) in zip(slices, inputs or self.read(part, fetched), strict=True):
             dy = self.output_gradient(cells, i, part, fetched.consumers)
-            a, b = (gather_rows(cells.rows, row) for row in _unpack(fetched.gates.wires))
             _, c1, c2, c3 = (spread(c, cells.count) for c in columns(fetched.gates.coefficients))
             gradients.append((dy * (c1 + c3 * b), dy * (c2 + c3 * a)))
             da = dy * a
             products.append((dy, da, dy * b, da * b))
-        for cells, (da, db) in zip(self.circuit.slices, gradients, strict=True):
+        for cells, (da, db) in zip(slices, gradients, strict=True):
             cells.rows[pl.ds(first, part.lanes)] = da
             cells.rows[pl.ds(first + layer.lanes, part.lanes)] = db
         return sums_of_rows(*map(_sum, zip(*products, strict=True)))
@@ -901,20 +1004,48 @@ def _sum_consumers(cells, table, pairs):
     return _sum(gather_rows(cells.rows, row) for row in rows)
 
 
-def _load_totals(plan, team, ref):
-    """The gradients of all coefficients, a block for each of `_parts`."""
-    for _, part in _parts(plan, team):
-        yield load(ref.at[_gates_of(plan, part)], block_layout(part.lanes, 4))
+def _zeros(lanes):
+    """Gradients of coefficients."""
+    return plgpu.layout_cast(jnp.zeros((lanes, 4), jnp.float32), block_layout(lanes, 4))
 
 
-def _store_totals(plan, team, blocks, ref):
-    """Writes such blocks, each before the next is made."""
+def _copy_totals(plan, team, source, destination):
+    """The gradients of all coefficients."""
+    for i, part in _parts(plan, team):
+        gates = _gates_of(plan, i, part)
 
-    def store(part, block):
-        ref[_gates_of(plan, part)] = block
+        def copy(gates=gates, lanes=part.lanes):
+            destination[gates] = load(source.at[gates], block_layout(lanes, 4))
 
-    for (_, part), block in zip(_parts(plan, team), blocks, strict=True):
-        team.once(part, functools.partial(store, part, block), None)
+        team.once(part, copy, None)
+
+
+def _add_totals(plan, team, rows, sums, before, after):
+    """Writes the sum of the gradients of all coefficients before and of those in registers, a block of each part.
+
+    Of a part whose slices the warpgroups share, the second leaves its block to the first, in rows of shared memory.
+    """
+    parts, left = _parts(plan, team), {}
+    for number, (_, part) in enumerate(parts):
+        if team.shares_slices(part, rows.shape[0]):
+            left[number] = pl.ds(len(left) * part.lanes, part.lanes)
+
+    @pl.when(team.warpgroup == WARPGROUPS - 1)
+    def _leave():
+        for number, place in left.items():
+            rows[0, place] = sums[number]
+
+    team.meet()
+    for number, (i, part) in enumerate(parts):
+        gates = _gates_of(plan, i, part)
+
+        def add(number=number, part=part, gates=gates):
+            total = load(before.at[gates], block_layout(part.lanes, 4)) + sums[number]
+            if number in left:
+                total += _load_rows(rows.at[0], left[number].start, part.lanes)
+            after[gates] = total
+
+        team.once(part, add, None)
 
 
 def _unpack(packed):

@@ -52,12 +52,12 @@ def by_kernels(automaton, coefficients, state, fires, dnew, config):
     """The same by the kernels, the coefficients' gradients in two launches, one behind the other."""
     prepared, plan = arrays_of.prepare(coefficients, automaton, state.shape), arrays_of.plan(automaton, state.shape)
     flat, mask, options = arrays_of.enter(state), arrays_of._flat(fires), dict(plan=plan, config=config)
-    new = kernels.tick(prepared.lanes, prepared.wires, flat, mask, **options)
+    new = kernels.tick(prepared.lanes, prepared.wires.forward, flat, mask, **options)
     total = jnp.zeros((config.programs, plan.gates, 4), jnp.float32)
     for _ in range(2):
         gradient = arrays_of.enter_gradient(prepared, dnew)
         *gradient, total = kernels.tick_backward(
-            prepared.lanes, prepared.wires, prepared.consumers, flat, mask, *gradient, total, **options
+            prepared.lanes, prepared.wires.backward, prepared.consumers, flat, mask, *gradient, total, **options
         )
     dstate = arrays_of.leave_gradient(prepared, gradient, jnp.float32)
     dc = jax.tree.map(lambda a: a / 2, arrays_of.finish(prepared, total))

@@ -53,7 +53,8 @@ def halves(packed):
 def cycles(automaton):
     """(of what gates read, of their consumers' gradients) for the tables that kernels have."""
     plan = arrays_of.plan(automaton, (1, 3, 3, automaton.channels))
-    wires, consumers = (np.asarray(f(automaton, plan)) for f in (arrays_of._rows_read, arrays_of._rows_of_consumers))
+    wires = np.asarray(arrays_of._rows_read(automaton, plan.layers))
+    consumers = np.asarray(arrays_of._rows_of_consumers(automaton, plan))
     reads = sum(map(banks.cycles, halves(wires[None])))
     sums = 0
     for t in plan.consumers.layers:
