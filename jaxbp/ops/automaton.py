@@ -218,7 +218,8 @@ def automaton_step(
 
     where seen_p is the state of the p-th of the 3 x 3 cells around a cell, row by row: outside of the grid 0, or that
     of the other side if the automaton is periodic. perception_k and update are layers of gates, each
-    `y = Σ_i softmax(logits)_i op_i(a, b)` as in `gate_layer`.
+    `y = Σ_i softmax(logits)_i op_i(a, b)` as in `gate_layer`. Such values are in [0, 1]. What leaves it by rounding is
+    clipped, as gates that compare a and b double it in every layer; derivatives are those of exact gates.
 
     Args:
       logits: a pair of lists, of each layer: perception's `(kernels, gates, parameters)`, update's

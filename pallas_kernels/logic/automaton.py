@@ -378,7 +378,7 @@ class _TickRefs(NamedTuple):
 
 @kernel(supports=_supports, heuristic=_forward_heuristic)
 def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *, plan: Plan, config: Config) -> Array:
-    """The next state.
+    """The next state, in [0, 1] where rounding leaves that.
 
     Args:
       coefficients: `(plan.coefficient_firsts[-1], 4)` float32, of every lane of every layer, 0 where there is no gate;
@@ -774,7 +774,7 @@ def _write_next_state(refs, part, slices):
     """Writes what the last layer's gates have computed."""
     for cells in slices:
         elements = cells.state_elements(part.offset, part.lanes)
-        new_state = _load_rows(cells.rows, part.first, part.lanes)
+        new_state = jnp.clip(_load_rows(cells.rows, part.first, part.lanes), 0.0, 1.0)
         if refs.fires is not None:
             old_state = _load_rows(cells.rows, CENTRE * cells.plan.channels + part.offset, part.lanes)
             new_state = jnp.where(_gather(refs.fires, elements.cell, elements.valid) != 0, new_state, old_state)

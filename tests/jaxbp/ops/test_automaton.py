@@ -149,6 +149,22 @@ def test_cells_that_do_not_fire_keep_their_state():
     assert_close((last, dstate), (state, dlast), 1e-12)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "autodiff"])
+def test_rounding_errors_do_not_grow(implementation):
+    """XNOR of 1 + e twice is 1 + 2e: six layers in each of ten ticks would make infinity of it."""
+    wires = automaton(periodic=True)
+    xnor = lambda *shape: jnp.full((*shape, 16), -1e3).at[..., 9].set(1e3)  # noqa: E731
+    logits = [xnor(wires.kernels, w.gates) for w in wires.perception], [xnor(w.gates) for w in wires.update]
+    ones = jnp.ones((1, 2, 3, wires.channels))
+    last = jaxbp.automaton_rollout(logits, wires, ones + 1e-6, 10, implementation=implementation)
+    assert (last == 1).all()
+    # The derivative is that of gates, whatever has been clipped.
+    step_backward = functools.partial(jaxbp.automaton_step_backward, ones, logits, wires, implementation=implementation)
+    want, got = (step_backward(state)[1] for state in (ones, ones + 1e-6))
+    assert (want != 0).all()
+    assert_close(got, want, 1e-3)
+
+
 def test_half_precision_states_are_computed_in_float32():
     logits, state, _ = operands(automaton())
     half = state.astype(jnp.bfloat16)

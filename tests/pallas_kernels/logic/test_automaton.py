@@ -48,12 +48,14 @@ def reference(automaton, coefficients, state, fires, dnew):
     return in_float64(jax.jit(run), coefficients, state, dnew)
 
 
-def by_kernels(automaton, coefficients, state, fires, dnew, config):
-    """The same by the kernels, the coefficients' gradients in two launches, one behind the other."""
+def by_kernels(automaton, coefficients, state, fires, dnew, config=None):
+    """The same by the kernels, in their own configs by default; coefficients' gradients in two launches in a row."""
     prepared, plan = arrays_of.prepare(coefficients, automaton, state.shape), arrays_of.plan(automaton, state.shape)
-    flat, mask, options = arrays_of.enter(state), arrays_of._flat(fires), dict(plan=plan, config=config)
+    flat, mask, options = arrays_of.enter(state), arrays_of._flat(fires), dict(plan=plan)
+    if config:
+        options["config"] = config
     new = kernels.tick(prepared.lanes, prepared.wires.forward, flat, mask, **options)
-    total = jnp.zeros((config.programs, plan.gates, 4), jnp.float32)
+    total = jnp.zeros((config.programs, plan.gates, 4), jnp.float32) if config else arrays_of.zeros(prepared)
     for _ in range(2):
         gradient = arrays_of.enter_gradient(prepared, dnew)
         *gradient, total = kernels.tick_backward(
@@ -64,7 +66,7 @@ def by_kernels(automaton, coefficients, state, fires, dnew, config):
     return arrays_of.leave(new, state.shape), dstate, dc
 
 
-def jitted(automaton, config):
+def jitted(automaton, config=None):
     return jax.jit(lambda *arrays: by_kernels(automaton, *arrays, config))
 
 
@@ -118,8 +120,11 @@ def test_cells_at_a_time_are_as_many_as_fit_and_keep_all_programs_busy():
         small = jaxbp.Automaton.create(*SIZES["checkerboard"], False, seed=0)
         one_group = kernels.tick_backward.heuristic(plan=arrays_of.plan(small, (2, 16, 16, 8)))
         assert (one_group.cells, one_group.totals_in_registers) == (4, False)
-        groups = kernels.tick_backward.heuristic(plan=arrays_of.plan(small, (4, 32, 32, 8)))
+        several = arrays_of.plan(small, (4, 32, 32, 8))
+        groups, forward = (kernel.heuristic(plan=several) for kernel in (kernels.tick_backward, kernels.tick))
         assert (groups.cells, groups.totals_in_registers) == (8, True)
+        assert forward.programs > HOPPER.multiprocessors >= groups.programs
+        assert forward.programs * forward.cells * 2 == several.cells
         lizard = jaxbp.Automaton.create(*SIZES["lizard"], True, seed=0)
         large = kernels.tick_backward.heuristic(plan=arrays_of.plan(lizard, (1, 20, 20, 128)))
         assert large.cells < 4 and not large.totals_in_registers
@@ -142,6 +147,17 @@ def test_gradients_take_rows_that_nobody_reads_any_more(sizes):
     assert not {*range(plan.inputs.lanes), *written[0], *written[first_update]} & set(sums)
     assert max(*map(max, written), max(sums)) < rows.count
     assert plan.neighbourhood <= plan.zeros < plan.inputs.lanes
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_layers_of_the_forward_take_rows_that_nobody_reads_any_more(sizes):
+    """While a layer writes its own, others are read: the one before, the inputs, and in the end the last."""
+    plan = arrays_of.plan(jaxbp.Automaton.create(*sizes, True, seed=0), (1, 3, 3, sizes[0]))
+    inputs, layers = range(plan.inputs.lanes), plan.forward_layers
+    for before, layer in zip([plan.inputs, *layers], layers, strict=False):
+        assert not {*inputs, *range(before.first, before.end)} & set(range(layer.first, layer.end))
+    assert max(layer.end for layer in layers) == plan.forward_rows <= plan.rows
+    assert len(layers) < 4 or plan.forward_rows < plan.rows
 
 
 def test_says_what_does_not_fit():
@@ -173,8 +189,7 @@ def test_says_what_does_not_fit():
 )
 def test_kernels_are_the_formula_on_a_gpu(sizes):
     arguments = operands(*sizes)
-    config = kernels.tick_backward.heuristic(plan=arrays_of.plan(arguments[0], arguments[2].shape))
-    run = jitted(arguments[0], config)
+    run = jitted(arguments[0])
     got = run(*arguments[1:])
     assert_close(got, reference(*arguments), "float32")
     for _ in range(100):
