@@ -82,7 +82,7 @@ def gather_rows(ref: Any, rows: Array) -> Array:
 
 
 def gather_elements(ref: Any, *places: Array) -> Array:
-    """`ref[places]`: of device memory, the block of the elements at blocks of places, one for each axis."""
+    """`ref[places]`: of shared or device memory, the block of the elements at blocks of places, one for each axis."""
     if simulating() is not None:
         return ref[...][places]
     layout, shape = block_layout(*places[0].shape), places[0].shape
@@ -98,20 +98,21 @@ def gather_elements(ref: Any, *places: Array) -> Array:
     return gather(ref, *places)
 
 
-def scatter_elements(ref: Any, places: Array, values: Array) -> None:
-    """`ref[places] = values`, a block to `(n,)` in device memory. Of two values for one place either may stay."""
+def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
+    """`ref[places] = values`, a block to shared or device memory. Of two values for one place either may stay."""
     if simulating() is not None:
         ref[...] = ref[...].at[places].set(values)
         return
-    layout = block_layout(*places.shape)
+    layout = block_layout(*values.shape)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
-    def scatter(_, ref, places, values):
-        for index, register in np.ndenumerate(places.registers):
-            for k in range(places.shape[1]):
-                memref.store(vector.extract(values.registers[index], [], [k]), ref, [_index(register, k)])
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *(layout,) * len(places)))
+    def scatter(_, ref, values, *places):
+        for index, register in np.ndenumerate(values.registers):
+            rows = [place.registers[index] for place in places]
+            for k in range(values.shape[1]):
+                memref.store(vector.extract(register, [], [k]), ref, [_index(row, k) for row in rows])
 
-    scatter(ref, places, values)
+    scatter(ref, values, *places)
 
 
 def spread(numbers: Array, width: int) -> Array:

@@ -169,6 +169,11 @@ class Plan:
         """Of inputs and `layers`."""
         return self.layers[-1].end
 
+    def state_elements(self, cells: int) -> Layer:
+        """A lane for each channel of so many cells."""
+        count = cells * self.channels
+        return Layer(0, padded_lanes(count), count, 0)
+
     @property
     def gates(self) -> int:
         """Lanes of all layers."""
@@ -195,16 +200,16 @@ class Plan:
         for i in reversed(range(len(self.layers))):
             layer = self.layers[i]
             # Read while these rows are written: what the gates have read, and the gradients of their consumers.
-            before = layer.first if i + 1 < len(self.layers) else self.rows
-            taken = [(0, before)] + [(firsts[k], ends[k]) for k in (i + 1, first_update) if k in firsts]
+            taken = [(0, layer.first)] + [(firsts[k], ends[k]) for k in (i + 1, first_update) if k in firsts]
             firsts[i] = _gap(taken, 2 * layer.lanes)
             ends[i] = firsts[i] + 2 * layer.lanes
         sum_count = 2 * self.perception[0] * self.channels
         taken = [(0, self.inputs.lanes)] + [(firsts[k], ends[k]) for k in (0, first_update)]
         sums_first = _gap(taken, padded_lanes(sum_count))
         sums = Layer(sums_first, padded_lanes(sum_count), sum_count, self.kernels)
-        count = max(self.rows, *ends.values(), sums.end)
-        return GradientRows(tuple(firsts[i] for i in range(len(self.layers))), sums, count)
+        # Written for the next cells while the gradients of these cells' inputs are summed.
+        outputs = dataclasses.replace(self.layers[-1], first=max(self.layers[-1].first, *ends.values(), sums.end))
+        return GradientRows(tuple(firsts[i] for i in range(len(self.layers))), sums, outputs)
 
     @functools.cached_property
     def consumers(self) -> "ConsumerTables":
@@ -258,12 +263,17 @@ class GradientRows:
         layer before reads them, and then they are free. Those of update's first layer stay, because the inputs, which
         come last, read them as well.
       kernel_sums: those of perception's first layer after the sum over kernels: role, gate, channel.
-      count: rows of the whole backward.
+      outputs: the gradients of the last layer's rows.
     """
 
     firsts: tuple[int, ...]
     kernel_sums: Layer
-    count: int
+    outputs: Layer
+
+    @property
+    def count(self) -> int:
+        """Rows of the whole backward."""
+        return self.outputs.end
 
 
 def _gap(taken, size):
@@ -406,19 +416,13 @@ def _tick(*refs, program, warpgroup, plan, config):
     refs, layers = _named(_TickRefs, refs), plan.forward_layers
     team = _Team(config, warpgroup, refs.barrier)
 
-    def group(slices, carry):
-        circuit = _Circuit(plan, team, refs.coefficients, refs.wires, slices)
+    def steps(slices, _):
+        yield from _Circuit(plan, team, refs.coefficients, refs.wires, slices).steps(layers)
+        for part in team.parts(slices[0].elements):
+            write = functools.partial(_write_next_state, refs, layers[-1], part)
+            yield _Step(tuple, lambda _, part=part, write=write: team.divide(part, slices, write))
 
-        def prologue():
-            for write in _load_neighbourhoods(team, slices, refs.state):
-                write()
-
-        team.run(circuit.steps(layers), prologue=prologue)
-        for part in team.parts(layers[-1]):
-            team.divide(part, slices, functools.partial(_write_next_state, refs, part))
-        return carry
-
-    _visit_groups(plan, config, program, team, refs.rows, group, None)
+    _visit_groups(plan, config, program, team, refs.rows, [_Inputs(team, refs.state)], steps)
 
 
 class _TickBackwardRefs(NamedTuple):
@@ -493,25 +497,14 @@ def _tick_backward(*refs, program, warpgroup, plan, config):
     if is_copied:
         _copy_totals(plan, team, total_in, total_out)
 
-    def group(slices, sums):
-        sums = sums and list(sums)
+    def steps(slices, sums=None):
         circuit = _Circuit(plan, team, refs.coefficients, refs.wires, slices)
+        yield from circuit.steps(plan.layers[:-1])
         previous_total = total_out if is_copied else total_in
-        backward = _Backward(circuit, refs.consumers, sums, previous_total, total_out, refs.dseen_out)
+        yield from _Backward(circuit, refs.consumers, sums, previous_total, total_out, refs.dseen_out).steps()
 
-        def prologue():
-            writes = _load_neighbourhoods(team, slices, refs.state)
-            for part in team.parts(plan.layers[-1]):
-                # By another warpgroup than the inputs, which wait for device memory as well.
-                function = functools.partial(_load_next_state_gradient, refs, part)
-                writes += team.divide_loads(part, slices, function, first=1)
-            for write in writes:
-                write()
-
-        team.run([*circuit.steps(plan.layers[:-1]), *backward.steps()], prologue)
-        return sums
-
-    sums = _visit_groups(plan, config, program, team, refs.rows, group, sums)
+    loads = [_Inputs(team, refs.state), _OutputGradients(team, refs)]
+    sums = _visit_groups(plan, config, program, team, refs.rows, loads, steps, sums)
     if sums is not None:
         _add_totals(plan, team, refs.rows, sums, total_in, total_out)
 
@@ -530,19 +523,36 @@ def _groups_of_program(plan, config):
     return -(-plan.cells // (config.cells * config.programs))
 
 
-def _visit_groups(plan, config, program, team, rows, group, carry):
-    """`group(slices, carry)` for all cells of a program; gives the last carry."""
-    groups = _groups_of_program(plan, config)
-    width = rows.shape[-1]
+def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
+    """Computes `steps(slices, carry)` for all cells of a program, which change the list `carry`. Gives the last one.
 
-    def visit(i, carry):
+    What `loads` bring for the next group arrives while the last steps of this one are computed.
+    """
+    groups, width = _groups_of_program(plan, config), rows.shape[-1]
+
+    def slices_of(i):
         first = (program + i * config.programs) * config.cells
-        slices = [_Cells(plan, width, first, rows, s) for s in range(config.slices)]
-        carry = group(slices, carry)
-        team.meet()  # The next group writes what this one reads.
-        return carry
+        return [_Cells(plan, width, first, rows, s) for s in range(config.slices)]
 
-    return visit(0, carry) if groups == 1 else lax.fori_loop(0, groups, visit, carry)
+    def visit(i, state):
+        carry, fetched = state
+        carry, slices, following = carry and list(carry), slices_of(i), slices_of(i + 1)
+        of_group = list(steps(slices, carry))
+        if groups > 1:
+            of_group += [
+                _Step(functools.partial(a.load, following), functools.partial(a.write, following)) for a in loads
+            ]
+        fetched = team.run(of_group, fetched, is_repeated=groups > 1)
+        team.meet()  # The next group reads what this one has written, and writes what it has read.
+        return carry, fetched
+
+    fetched = team.first_fetches(list(steps(slices_of(0), carry)))
+    loaded = [a.load(slices_of(0)) for a in loads]
+    for a, arrays in zip(loads, loaded, strict=True):
+        a.write(slices_of(0), arrays)
+    team.meet()
+    state = carry, fetched
+    return (visit(0, state) if groups == 1 else lax.fori_loop(0, groups, visit, state))[0]
 
 
 # ------------------------------------------------------------------------------------------ the warpgroups of a program
@@ -585,7 +595,7 @@ class _Step:
 
     fetch: Callable[[], Any]
     compute: Callable[..., None]
-    is_last: bool
+    is_last: bool = False
     read: Callable[[Any], Any] | None = None
 
 
@@ -634,32 +644,29 @@ class _Team:
         """`function()` of a part, and `otherwise` in warpgroups that leave it to another."""
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
-    def divide_loads(self, part, slices, function, first=0):
-        """As `divide`, of a function that loads and gives functions that write. Gives those that are left to call."""
-        if self.is_left_to_one(part, slices):
-            self.divide(part, slices, lambda slices: [write() for write in function(slices)] and None, first)
-            return []
-        return function(self.own(part, slices))
-
     def meet(self):
         """Waits until all have written their rows."""
         meet(self.barrier)
 
-    def run(self, steps, prologue):
-        """Computes the steps in order, and fetches for later ones. `prologue` runs during the first fetches."""
-        steps, lookahead = list(steps), self.config.lookahead
-        fetched = [[step.fetch()] for step in steps[:lookahead]]
-        prologue()
-        self.meet()
+    def first_fetches(self, steps):
+        """What the first steps have fetched before any is computed."""
+        return [step.fetch() for step in steps[: self.config.lookahead]]
+
+    def run(self, steps, fetched, is_repeated):
+        """Computes the steps in order, and fetches for later ones: if they are repeated, in the end for the first ones.
+
+        `fetched` is what the first ones have fetched. Gives what they have fetched for their repetition.
+        """
+        lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):
-            if i + lookahead < len(steps):
-                fetched.append([steps[i + lookahead].fetch()])
+            if i + lookahead < len(steps) or is_repeated:
+                fetched.append([steps[(i + lookahead) % len(steps)].fetch()])
             step.compute(*fetched[i])
-            for following, of_following in zip(steps[i + 1 : i + 2], fetched[i + 1 : i + 2], strict=True):
-                if following.read:
-                    of_following.append(following.read(*of_following))
+            if i + 1 < len(steps) and steps[i + 1].read:
+                fetched[i + 1].append(steps[i + 1].read(*fetched[i + 1]))
             if step.is_last:
                 self.meet()
+        return [a for (a,) in fetched[len(steps) :]]
 
 
 # ------------------------------------------------------------------------------------------------------ cells of a grid
@@ -671,16 +678,18 @@ def _load_rows(ref, first, lanes):
 
 
 def _gather(ref, places, valid):
-    """Elements of device memory, 0 where they are not valid."""
-    values = gather_elements(ref, jnp.where(valid, places, 0))
-    return jnp.where(valid, values, jnp.zeros((), values.dtype))
+    """Elements of device memory, any where they are not valid."""
+    return gather_elements(ref, jnp.where(valid, places, 0))
 
 
 class _StateElements(NamedTuple):
-    """Of each element of a block its cell, its place in a state, and whether the state has it."""
+    """Of each element of a block the place of its number in the layer of a state's gates, `row` and `column`, and in
+    the state, `place`; its cell; and whether there is one. Elsewhere, these are places that nobody reads."""
 
-    cell: Array
+    row: Array
+    column: Array
     place: Array
+    cell: Array
     valid: Array
 
 
@@ -708,17 +717,21 @@ class _Cells:
     def rows(self):
         return self.slices.at[self.number]
 
-    def write(self, part, block):
-        """Writes a part's rows."""
-        self.rows[part.rows] = block
+    @property
+    def elements(self):
+        """A lane for each of the numbers of their state."""
+        return self.plan.state_elements(self.count)
 
-    def state_elements(self, channel, lanes):
-        """A lane a channel, from `channel` on."""
+    def state_elements(self, part):
+        """Those of a part of `elements`, in blocks with a number a lane."""
         C = self.plan.channels
-        lane, column = lane_and_column(lanes, self.count)
-        lane, cell = lane + channel, column + self.first
-        valid = (lane < C) & (cell < self.plan.cells)
-        return _StateElements(cell, jnp.where(valid, cell * C + lane, lane + self.plan.cells * C), valid)
+        lane = lane_and_column(part.lanes, 1)[0] + part.offset
+        column, channel = lax.div(lane, C), lax.rem(lane, C)
+        is_element, cell = lane < C * self.count, column + self.first
+        valid = is_element & (cell < self.plan.cells)
+        # Lanes are filled up, so if there are any behind the last channel's element, there is a row behind its row.
+        row, column = jnp.where(is_element, channel, C), jnp.where(is_element, column, 0)
+        return _StateElements(row, column, jnp.where(valid, cell, self.plan.cells) * C + channel, cell, valid)
 
     def neighbour(self, cell, row_offset, column_offset):
         """The cell at an offset from another, and whether there is one."""
@@ -733,16 +746,15 @@ class _Cells:
         grid = lax.div(cell, plan.height * plan.width)
         return (grid * plan.height + row) * plan.width + column, valid
 
-    def neighbourhood(self, part, state):
-        """Rows of inputs."""
+    def seen_elements(self, part):
+        """Of a part of the inputs, each element's place in a state, and whether there is one."""
         C = self.plan.channels
         lane, column = lane_and_column(part.lanes, self.count)
         lane = lane + part.offset
         place = lax.div(lane, C)
         row_offset, column_offset = lax.div(place, 3) - 1, lax.rem(place, 3) - 1
         cell, valid = self.neighbour(column + self.first, row_offset, column_offset)
-        valid &= lane < self.plan.neighbourhood
-        return _gather(state, cell * C + lax.rem(lane, C), valid).astype(jnp.float32)
+        return cell * C + lax.rem(lane, C), valid & (lane < self.plan.neighbourhood)
 
     def scatter_gradients(self, part, gradients, dseen_out):
         """Writes gradients of inputs."""
@@ -751,62 +763,96 @@ class _Cells:
         lane, cell = lane + part.offset, column + self.first
         valid = (lane < neighbourhood) & (cell < self.plan.cells)
         place = jnp.where(valid, cell * neighbourhood + lane, lane + self.plan.cells * neighbourhood)
-        scatter_elements(dseen_out, place, gradients)
+        scatter_elements(dseen_out, gradients, place)
 
 
 def _wrap(i, n):
     return jnp.where(i < 0, i + n, jnp.where(i >= n, i - n, i))
 
 
-def _load_neighbourhoods(team, slices, state):
-    """Gives functions that write the rows of the inputs."""
-    writes = []
-    for part in team.parts(slices[0].plan.inputs):
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """The neighbourhoods of a group of cells, of a state."""
 
-        def load_part(slices, part=part):
-            return [functools.partial(cells.write, part, cells.neighbourhood(part, state)) for cells in slices]
+    team: _Team
+    state: Any
 
-        writes += team.divide_loads(part, slices, load_part)
-    return writes
+    def load(self, slices):
+        """What `write` takes."""
+        return [
+            [_gather(self.state, *cells.seen_elements(part)) for cells in self.team.own(part, slices)]
+            for part in self.team.parts(slices[0].plan.inputs)
+        ]
+
+    def write(self, slices, loaded):
+        """Writes the rows of the inputs."""
+        for part, blocks in zip(self.team.parts(slices[0].plan.inputs), loaded, strict=True):
+            self.team.divide(part, slices, functools.partial(self.write_slices, part, blocks))
+
+    def write_slices(self, part, blocks, slices):
+        for cells, block in zip(slices, blocks, strict=True):
+            valid = cells.seen_elements(part)[1]
+            cells.rows[part.rows] = jnp.where(valid, block.astype(jnp.float32), 0.0)
 
 
-def _write_next_state(refs, part, slices):
+def _write_next_state(refs, last_layer, part, slices):
     """Writes what the last layer's gates have computed."""
     for cells in slices:
-        elements = cells.state_elements(part.offset, part.lanes)
-        new_state = jnp.clip(_load_rows(cells.rows, part.first, part.lanes), 0.0, 1.0)
-        if refs.fires is not None:
-            old_state = _load_rows(cells.rows, CENTRE * cells.plan.channels + part.offset, part.lanes)
-            new_state = jnp.where(_gather(refs.fires, elements.cell, elements.valid) != 0, new_state, old_state)
-        scatter_elements(refs.new_state, elements.place, new_state.astype(refs.new_state.dtype))
-
-
-def _load_next_state_gradient(refs, part, slices):
-    """Writes the gradient of what cells keep, and gives functions that write that of the last layer's rows to these."""
-    writes = []
-    for cells in slices:
-        elements = cells.state_elements(part.offset, part.lanes)
-        dy = _next_state_gradient(refs, cells, elements, part)
-        dkept = zeros_like(dy)
+        elements = cells.state_elements(part)
+        new_state = jnp.clip(gather_elements(cells.rows, last_layer.first + elements.row, elements.column), 0.0, 1.0)
+        new_state = new_state.astype(refs.new_state.dtype)
         if refs.fires is not None:
             fired = _gather(refs.fires, elements.cell, elements.valid) != 0
-            dy, dkept = jnp.where(fired, dy, 0.0), jnp.where(fired, 0.0, dy)
-        scatter_elements(refs.dkept_out, elements.place, dkept)
-        writes.append(functools.partial(cells.write, part, dy))
-    return writes
+            new_state = jnp.where(fired, new_state, gather_elements(refs.state, elements.place))
+        scatter_elements(refs.new_state, new_state, elements.place)
 
 
-def _next_state_gradient(refs, cells, elements, part):
-    """What the cells around have of seeing a cell, and its own of being kept."""
-    plan = cells.plan
-    lane, _ = lane_and_column(part.lanes, cells.count)
-    dy = _gather(refs.dkept, elements.place, elements.valid)
-    for p in range(NEIGHBOURS):
-        # The cell on the opposite side sees this one at place p.
-        cell, valid = cells.neighbour(elements.cell, 1 - p // 3, 1 - p % 3)
-        place = cell * plan.neighbourhood + p * plan.channels + part.offset + lane
-        dy = dy + _gather(refs.dseen, place, valid & elements.valid)
-    return dy
+@dataclasses.dataclass(frozen=True)
+class _OutputGradients:
+    """The gradients of the next state of a group of cells: what the cells around each have of seeing it, and its own of
+    being kept."""
+
+    team: _Team
+    refs: _TickBackwardRefs
+
+    def load(self, slices):
+        """What `write` takes."""
+        return [
+            [self.terms(part, cells) for cells in self.team.own(part, slices)]
+            for part in self.team.parts(slices[0].elements)
+        ]
+
+    def terms(self, part, cells):
+        """What is summed, and whether a cell fires."""
+        refs, elements = self.refs, cells.state_elements(part)
+        dseen = [_gather(refs.dseen, *seen) for seen in self.seen(cells, elements)]
+        fires = None if refs.fires is None else _gather(refs.fires, elements.cell, elements.valid)
+        return gather_elements(refs.dkept, elements.place), dseen, fires
+
+    def seen(self, cells, elements):
+        """For each of the nine cells around, the place of what it has of seeing this one, and whether there is one."""
+        plan = cells.plan
+        channel = elements.place - elements.cell * plan.channels
+        for p in range(NEIGHBOURS):
+            # The cell on the opposite side sees this one at place p.
+            cell, valid = cells.neighbour(elements.cell, 1 - p // 3, 1 - p % 3)
+            yield cell * plan.neighbourhood + p * plan.channels + channel, valid & elements.valid
+
+    def write(self, slices, loaded):
+        """Writes the gradients of the last layer's rows, and of what cells keep."""
+        for part, terms in zip(self.team.parts(slices[0].elements), loaded, strict=True):
+            self.team.divide(part, slices, functools.partial(self.write_slices, part, terms))
+
+    def write_slices(self, part, terms, slices):
+        for cells, (dy, dseen, fires) in zip(slices, terms, strict=True):
+            elements = cells.state_elements(part)
+            for gradient, (_, valid) in zip(dseen, self.seen(cells, elements), strict=True):
+                dy = dy + jnp.where(valid, gradient, 0.0)
+            dy, dkept = jnp.where(elements.valid, dy, 0.0), zeros_like(dy)
+            if fires is not None:
+                dy, dkept = jnp.where(fires != 0, dy, 0.0), jnp.where(fires != 0, 0.0, dy)
+            scatter_elements(self.refs.dkept_out, dkept, elements.place)
+            scatter_elements(cells.rows, dy, cells.plan.gradients.outputs.first + elements.row, elements.column)
 
 
 # ---------------------------------------------------------------------------------------------------- gates, and back
@@ -975,7 +1021,7 @@ class _Backward:
         """Of the rows of a part's gates; those of the last layer are there already."""
         plan = self.circuit.plan
         if i + 1 == len(plan.layers):
-            return _load_rows(cells.rows, part.first, part.lanes)
+            return _load_rows(cells.rows, plan.gradients.outputs.first + part.offset, part.lanes)
         return _sum_consumers(cells, plan.consumers.layers[i], consumers)
 
     def sum_kernels(self, part, firsts):

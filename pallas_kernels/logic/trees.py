@@ -466,7 +466,7 @@ def _input_gradient_of_band(dleaves_ref, *refs, block, band, channel, bands, cou
             # Windows of one leaf read different pixels: their additions do not depend on each other.
             old_sums = [gather_elements(sums, target) for target in targets]
             for target, old_sum, value in zip(targets, old_sums, values, strict=True):
-                scatter_elements(sums, target, old_sum + value)
+                scatter_elements(sums, old_sum + value, target)
 
         _visit_windows(first, last, columns, add_windows, columns_per_turn=largest_divisor(columns, _UNROLLED_WINDOWS))
 

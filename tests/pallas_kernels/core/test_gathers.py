@@ -30,7 +30,7 @@ def run(rows, places, table, values):
         mirrored[...] = gathers.computed_here(gathers.gather_rows(table_ref, LANES - 1 - gathers.lane_numbers(LANES)))
         places = load(places_ref, layout)
         elements[...] = gathers.gather_elements(values_ref, places)
-        gathers.scatter_elements(scattered, column * LANES + lane, block)
+        gathers.scatter_elements(scattered, block, column * LANES + lane)
         sums[...] = gathers.sums_of_rows(block, block * 2.0)
         again[...] = gathers.spread(gathers.columns(block)[1], WIDTH)
 

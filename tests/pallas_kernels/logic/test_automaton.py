@@ -1,6 +1,7 @@
 """The automaton's two kernels: in the simulator, lowered for CUDA, and on a GPU."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -141,11 +142,12 @@ def test_gradients_take_rows_that_nobody_reads_any_more(sizes):
         read = set(range(layer.first)).union(*written[i + 1 : i + 2])
         if i < first_update:
             read |= set(written[first_update])
-        if i + 1 == len(layers):
-            read |= set(range(layer.first, plan.rows))
         assert not read & set(written[i])
     assert not {*range(plan.inputs.lanes), *written[0], *written[first_update]} & set(sums)
-    assert max(*map(max, written), max(sums)) < rows.count
+    # The outputs' gradients are there before the first layer's rows are computed.
+    outputs = range(rows.outputs.first, rows.outputs.end)
+    assert not {*range(layers[-1].first), *itertools.chain(*written), *sums} & set(outputs)
+    assert max(*map(max, written), max(sums), max(outputs)) < rows.count
     assert plan.neighbourhood <= plan.zeros < plan.inputs.lanes
 
 
