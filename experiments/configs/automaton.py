@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 import jaxbp
@@ -270,12 +269,8 @@ class AutomatonConfig(TrainingConfig):
             logits = self._partly_hard(jax.random.fold_in(of_gates, 1), logits, share)
             options["parametrization"] = "softmax"
         state, automaton = starts.astype(self.policy.compute_dtype), model.automaton.get_value()
-        if self.rounded_share:
-            share = self.rounded_as_of(update)
-            last = self._rounding_rollout(of_cells, share, logits, automaton, state, options)
-        else:
-            options |= dict(key=of_cells, fire_rate=self.fire_rate)
-            last = jaxbp.automaton_rollout(logits, automaton, state, self.steps // self.shrink, **options)
+        options |= dict(key=of_cells, fire_rate=self.fire_rate, rounding_rate=self.rounded_as_of(update))
+        last = jaxbp.automaton_rollout(logits, automaton, state, self.steps // self.shrink, **options)
         losses, right = self._losses(last, starts)
         return losses + penalty, right
 
@@ -283,19 +278,6 @@ class AutomatonConfig(TrainingConfig):
         """What `certainty` adds to the loss."""
         variances = [jnp.sum(gates.variance(layer, self.parametrization)) for layer in jax.tree.leaves(logits)]
         return self.as_of(update, "certainty") * sum(variances)
-
-    def _rounding_rollout(self, key, share, logits, automaton, state, options):
-        """The last state of ticks before each of which a share of the state's values are rounded."""
-
-        def tick(state, key):
-            of_cells, of_values = jax.random.split(key)
-            rounded = state + lax.stop_gradient(jnp.round(state) - state)
-            state = jnp.where(jax.random.uniform(of_values, state.shape) < share, rounded, state)
-            step = functools.partial(jaxbp.automaton_step, key=of_cells, fire_rate=self.fire_rate, **options)
-            return step(logits, automaton, state), None
-
-        keys = jax.random.split(key, self.steps // self.shrink)
-        return jaxbp.checkpointed_scan(tick, state, keys, memory="states")[0]
 
     def _evaluation_loss(self, model, examples, targets):
         starts, key = self._starts_and_key(examples)

@@ -76,6 +76,7 @@ class LogicAutomaton(nnx.Module):
         *,
         key: PRNGKeyArray | None = None,
         fire_rate: float = 1.0,
+        rounding_rate: float | Float[Array, ""] = 0.0,
         memory: Memory = "states",
         hard: bool = False,
     ) -> Float[Array, "batch height width channels"]:
@@ -91,6 +92,7 @@ class LogicAutomaton(nnx.Module):
             steps,
             key=key,
             fire_rate=fire_rate,
+            rounding_rate=rounding_rate,
             memory=memory,
             parametrization=self.parametrization,
             implementation=self.implementation,

@@ -8,7 +8,7 @@ coefficients, over cells within a tick and then over ticks, in that order.
 
 import functools
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +32,22 @@ Logits = tuple[list[Float[Array, "kernels gates parameters"]], list[Float[Array,
 # ----------------------------------------------------------------------------------------------- on the coefficients
 
 
-def _advance(through, coefficients, automaton, state, keys, *, steps, fire_rate, memory, keep):
+class _Draws(NamedTuple):
+    """A key a tick, and the probability with which a value is rounded before it, None for 0.
+
+    None in place of all is for ticks in which nothing is random.
+    """
+
+    keys: Array
+    rounding_rate: Array | None
+
+
+def _advance(through, coefficients, automaton, state, draws, *, steps, fire_rate, memory, keep):
     prepared = through.prepare(coefficients, automaton, state.shape)
 
     def step(s, t):
-        return through.tick(prepared, s, _fires(keys, t, state.shape, fire_rate))
+        s = _rounded(through, draws, t, s, state.shape)
+        return through.tick(prepared, s, _fires(draws, t, state.shape, fire_rate))
 
     last, kept = advance(step, through.enter(state), steps, memory, unroll=through.UNROLL, keep=keep)
     return through.leave(last, state.shape), kept
@@ -56,19 +67,21 @@ def _save(through, *arrays, memory, **options):
     return last, (*arrays, kept)
 
 
-def _backward(through, dlast, coefficients, automaton, state, keys, kept, *, steps, fire_rate, memory):
+def _backward(through, dlast, coefficients, automaton, state, draws, kept, *, steps, fire_rate, memory):
     prepared = through.prepare(coefficients, automaton, state.shape)
     carry = through.enter_gradient(prepared, dlast), through.zeros(prepared)
 
     def step(s, t):
-        return through.tick(prepared, s, _fires(keys, t, state.shape, fire_rate))
+        s = _rounded(through, draws, t, s, state.shape)
+        return through.tick(prepared, s, _fires(draws, t, state.shape, fire_rate))
 
     def step_backward(gradients, s, t):
-        return through.tick_backward(prepared, *gradients, s, _fires(keys, t, state.shape, fire_rate))
+        s = _rounded(through, draws, t, s, state.shape)
+        return through.tick_backward(prepared, *gradients, s, _fires(draws, t, state.shape, fire_rate))
 
     def backward_of_rows(gradients, t_and_rows):
         t, rows = t_and_rows
-        fires = _fires(keys, t, state.shape, fire_rate)
+        fires = _fires(draws, t, state.shape, fire_rate)
         return through.tick_backward_of_rows(prepared, *gradients, rows, fires), None
 
     if memory == "all" and through.KEEPS_ROWS:
@@ -80,26 +93,37 @@ def _backward(through, dlast, coefficients, automaton, state, keys, kept, *, ste
     return through.finish(prepared, dc), None, through.leave_gradient(prepared, dstate, state.dtype), None
 
 
-def _keeping_rows(through, coefficients, automaton, state, keys, *, steps, fire_rate):
+def _keeping_rows(through, coefficients, automaton, state, draws, *, steps, fire_rate):
     prepared = through.prepare(coefficients, automaton, state.shape)
 
     def step(s, t):
-        return through.tick_keeping_rows(prepared, s, _fires(keys, t, state.shape, fire_rate))
+        s = _rounded(through, draws, t, s, state.shape)
+        return through.tick_keeping_rows(prepared, s, _fires(draws, t, state.shape, fire_rate))
 
     last, rows = lax.scan(step, through.enter(state), np.arange(steps, dtype=np.int32))
     return through.leave(last, state.shape), rows
 
 
-def _fires(keys, t, shape, fire_rate):
+def _fires(draws, t, shape, fire_rate):
     """Which cells update at tick t, `(batch, height, width)`; None if all do."""
-    return None if fire_rate == 1.0 else jax.random.bernoulli(keys[t], fire_rate, shape[:-1])
+    return None if fire_rate == 1.0 else jax.random.bernoulli(draws.keys[t], fire_rate, shape[:-1])
 
 
-def _backward_by_autodiff(dlast, coefficients, automaton, state, keys, kept, **options):
+def _rounded(through, draws, t, state, shape):
+    """The state as tick t sees it. Its derivative is 1, so the tick's backward at it is all that the backward needs."""
+    if draws is None or draws.rounding_rate is None:
+        return state
+    # The same numbers in every layout, and of every dtype.
+    uniform = jax.random.uniform(jax.random.fold_in(draws.keys[t], 1), shape, jnp.float32)
+    change = jnp.where(through.enter(uniform < draws.rounding_rate), jnp.round(state) - state, 0)
+    return state + lax.stop_gradient(change)
+
+
+def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **options):
     """`_backward`, for JAX to differentiate."""
 
     def forward(coefficients, state):
-        return _forward(_automaton_formula, coefficients, automaton, state, keys, **options)
+        return _forward(_automaton_formula, coefficients, automaton, state, draws, **options)
 
     dc, dstate = jax.vjp(forward, coefficients, state)[1](dlast)
     return dc, None, dstate, None
@@ -116,7 +140,7 @@ def _pair(through: ModuleType) -> Pair:
 
 
 _TICKS = {"pallas": _pair(_automaton_kernels), "xla": _pair(_automaton_formula)}
-"""Of coefficients, automaton, state, and a key a tick. Each implementation is a pair: its forward is its own, too."""
+"""Of coefficients, automaton, state, and draws. Each implementation is a pair: its forward is its own, too."""
 
 
 # ----------------------------------------------------------------------------------------------------- on parameters
@@ -135,12 +159,12 @@ def _coefficients(logits: Logits, *, parametrization: str, implementation: Imple
     return split[: len(logits[0])], split[len(logits[0]) :]
 
 
-def _rollout(logits, automaton, state, keys, *, parametrization, implementation, **options):
+def _rollout(logits, automaton, state, draws, *, parametrization, implementation, **options):
     coefficients = _coefficients(logits, parametrization=parametrization, implementation=implementation)
-    return _TICKS[implementation](coefficients, automaton, state, keys, implementation="xla", **options)
+    return _TICKS[implementation](coefficients, automaton, state, draws, implementation="xla", **options)
 
 
-def _rollout_backward(dlast, logits, automaton, state, keys, *, parametrization, implementation, **options):
+def _rollout_backward(dlast, logits, automaton, state, draws, *, parametrization, implementation, **options):
     def of_logits(logits):
         return _coefficients(logits, parametrization=parametrization, implementation=implementation)
 
@@ -148,32 +172,32 @@ def _rollout_backward(dlast, logits, automaton, state, keys, *, parametrization,
     pair = _TICKS[implementation]
 
     def ticks(coefficients, state):
-        return pair(coefficients, automaton, state, keys, implementation="xla", **options)
+        return pair(coefficients, automaton, state, draws, implementation="xla", **options)
 
     dc, dstate = jax.vjp(ticks, coefficients, state)[1](dlast)
     return to_logits(dc)[0], dstate
 
 
-def _definition(logits, automaton, state, keys, *, parametrization, **options):
+def _definition(logits, automaton, state, draws, *, parametrization, **options):
     """Tick after tick, for JAX to differentiate."""
     coefficients = _coefficients(logits, parametrization=parametrization, implementation="autodiff")
-    return _forward(_automaton_formula, coefficients, automaton, state, keys, **options)
+    return _forward(_automaton_formula, coefficients, automaton, state, draws, **options)
 
 
-def _definition_backward(dlast, logits, automaton, state, keys, **options):
-    return jax.vjp(lambda p, s: _definition(p, automaton, s, keys, **options), logits, state)[1](dlast)
+def _definition_backward(dlast, logits, automaton, state, draws, **options):
+    return jax.vjp(lambda p, s: _definition(p, automaton, s, draws, **options), logits, state)[1](dlast)
 
 
-def _state(logits, automaton, state, keys):
+def _state(logits, automaton, state, draws):
     return state
 
 
-def _logits_and_state(dlast, logits, automaton, state, keys):
+def _logits_and_state(dlast, logits, automaton, state, draws):
     return logits, state
 
 
 def _unsupported(*arrays, **options):
-    """Of `(logits, automaton, state, keys)`, behind dlast or not."""
+    """Of `(logits, automaton, state, draws)`, behind dlast or not."""
     automaton, state = arrays[-3:-1]
     return _checks.unsupported_dtype(*jax.tree.leaves(arrays[-4]), state) or _automaton_kernels.unsupported(
         automaton, state
@@ -242,9 +266,9 @@ def automaton_step(
     """
     op = "automaton_step"
     logits, state = _check(op, logits, automaton, state, parametrization)
-    keys = _keys(op, key, fire_rate, None)
+    draws = _draws(op, key, fire_rate, 0.0, None)
     options = dict(fire_rate=float(fire_rate), memory="states", parametrization=parametrization)
-    return _STEP(logits, automaton, state, keys, steps=1, implementation=implementation, **options)
+    return _STEP(logits, automaton, state, draws, steps=1, implementation=implementation, **options)
 
 
 def automaton_step_backward(
@@ -275,11 +299,11 @@ def automaton_step_backward(
     """
     op = "automaton_step_backward"
     logits, state = _check(op, logits, automaton, state, parametrization)
-    keys = _keys(op, key, fire_rate, None)
+    draws = _draws(op, key, fire_rate, 0.0, None)
     dnext, _ = _checks.floating(op, dnext=dnext, state=state)
     _checks.shape(op, "dnext", dnext, *state.shape)
     options = dict(fire_rate=float(fire_rate), memory="states", parametrization=parametrization)
-    return _STEP_BACKWARD(dnext, logits, automaton, state, keys, steps=1, implementation=implementation, **options)
+    return _STEP_BACKWARD(dnext, logits, automaton, state, draws, steps=1, implementation=implementation, **options)
 
 
 def automaton_rollout(
@@ -290,14 +314,22 @@ def automaton_rollout(
     *,
     key: PRNGKeyArray | None = None,
     fire_rate: float = 1.0,
+    rounding_rate: float | Float[Array, ""] = 0.0,
     memory: Memory = "states",
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> Float[Array, "batch height width channels"]:
     """The state after `steps` ticks, each an `automaton_step`; tick t has the key `jax.random.fold_in(key, t)`.
 
+        state_{t+1} = automaton_step(s_t),  s_t = state_t + m_t stop_gradient(round(state_t) - state_t)
+
+    where m_t is 1 with the probability `rounding_rate`, drawn for every value, and otherwise 0.
+
     Args:
       steps: how many; static.
+      rounding_rate: the probability with which a value of the state is rounded to 0 or 1 before a tick, straight
+        through: its derivative is 1. It may be traced, and is then not checked. Its own gradient is 0. With the number
+        0.0 nothing is drawn.
       memory: what is kept for the backward. Of T ticks of a grid whose state has n bytes,
         "all": every gate's input, in every tick. (The kernels compute these again all the same, and keep T n.)
         "states": the state before every tick, T n; each tick is computed once more.
@@ -310,17 +342,17 @@ def automaton_rollout(
       The last state, in the state's dtype.
 
     Raises:
-      TypeError, ValueError: as in `automaton_step`; steps that are no int of at least 0, or an unknown policy.
+      TypeError, ValueError: as in `automaton_step`; steps that are no int of at least 0, an unknown policy, or a
+        rounding rate that is not in [0, 1], or above 0 without a key.
 
     Source: as `automaton_step`; the policies, `jaxbp.checkpointed_scan`.
     """
     op = "automaton_rollout"
     logits, state = _check(op, logits, automaton, state, parametrization)
     options = _time_options(op, steps, fire_rate, memory)
-    keys = _keys(op, key, fire_rate, options["steps"])
-    return _ROLLOUT(
-        logits, automaton, state, keys, parametrization=parametrization, implementation=implementation, **options
-    )
+    draws = _draws(op, key, fire_rate, rounding_rate, options["steps"])
+    options |= dict(parametrization=parametrization, implementation=implementation)
+    return _ROLLOUT(logits, automaton, state, draws, **options)
 
 
 def automaton_rollout_backward(
@@ -332,14 +364,17 @@ def automaton_rollout_backward(
     *,
     key: PRNGKeyArray | None = None,
     fire_rate: float = 1.0,
+    rounding_rate: float | Float[Array, ""] = 0.0,
     memory: Memory = "states",
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Logits, Float[Array, "batch height width channels"]]:
     """Gradients of `automaton_rollout`, by backpropagation through time:
 
-        (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, state_t), t from the last
+        (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, s_t), t from the last
         dlogits = Σ_t dlogits_t, added up from the last tick to the first
+
+    where s_t is state_t, rounded in part as in the forward, whose numbers are drawn again.
 
     Args:
       dlast: gradient of the loss in the last state, of the state's dtype.
@@ -354,12 +389,11 @@ def automaton_rollout_backward(
     op = "automaton_rollout_backward"
     logits, state = _check(op, logits, automaton, state, parametrization)
     options = _time_options(op, steps, fire_rate, memory)
-    keys = _keys(op, key, fire_rate, options["steps"])
+    draws = _draws(op, key, fire_rate, rounding_rate, options["steps"])
     dlast, _ = _checks.floating(op, dlast=dlast, state=state)
     _checks.shape(op, "dlast", dlast, *state.shape)
-    return _ROLLOUT_BACKWARD(
-        dlast, logits, automaton, state, keys, parametrization=parametrization, implementation=implementation, **options
-    )
+    options |= dict(parametrization=parametrization, implementation=implementation)
+    return _ROLLOUT_BACKWARD(dlast, logits, automaton, state, draws, **options)
 
 
 def _check(op: str, logits: Any, automaton: Any, state: Any, parametrization: Any) -> tuple[Logits, Array]:
@@ -385,18 +419,36 @@ def _time_options(op: str, steps: Any, fire_rate: Any, memory: Any) -> dict[str,
     return dict(steps=check_steps(op, "steps", steps), fire_rate=fire_rate, memory=memory)
 
 
-def _keys(op: str, key: PRNGKeyArray | None, fire_rate: Any, steps: int | None) -> Array | None:
-    """A key for every tick, or `key` for the only one; None where all cells update."""
-    rate = _checks.number(op, "fire_rate", fire_rate, 0.0, 1.0)
-    if rate == 1.0:
+def _draws(op: str, key: PRNGKeyArray | None, fire_rate: Any, rounding_rate: Any, steps: int | None) -> _Draws | None:
+    """With a key for every tick, or `key` for the only one; None where all cells update and no value is rounded."""
+    rate, rounding = _checks.number(op, "fire_rate", fire_rate, 0.0, 1.0), _rounding_rate(op, rounding_rate)
+    if rate == 1.0 and rounding is None:
         return None
-    if key is None:
+    if key is None and rate < 1.0:
         raise ValueError(f"{op}: key is None and fire_rate is {rate}; wants a key that says which cells update")
+    if key is None:
+        came = rounding_rate if _checks.is_number(rounding_rate) else "an array"
+        wanted = "a key that says which values are rounded"
+        raise ValueError(f"{op}: key is None and rounding_rate is {came}; wants {wanted}")
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not (typed and shape == ()) and not (dtype == jnp.uint32 and len(shape) == 1):
         came = type(key).__name__ if dtype is None else f"{dtype} of shape {shape}"
         raise TypeError(f"{op}: key is a {came}; wants one key, as jax.random.key gives it")
     if steps is None:
-        return key[None]
-    return jax.vmap(functools.partial(jax.random.fold_in, key))(np.arange(steps, dtype=np.uint32))
+        return _Draws(key[None], rounding)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(np.arange(steps, dtype=np.uint32))
+    return _Draws(keys, rounding)
+
+
+def _rounding_rate(op: str, rate: Any) -> Array | None:
+    """The rate as an array; None for the number 0, with which nothing is drawn."""
+    if isinstance(rate, Array | np.ndarray):
+        if rate.shape != () or not jnp.issubdtype(rate.dtype, jnp.floating):
+            came = f"{rate.dtype} of shape {rate.shape}"
+            raise ValueError(f"{op}: rounding_rate is {came}; wants a number in [0.0, 1.0], floating if it is an array")
+        if not isinstance(rate, jax.core.Tracer):
+            _checks.number(op, "rounding_rate", float(rate), 0.0, 1.0)
+    elif _checks.number(op, "rounding_rate", rate, 0.0, 1.0) == 0.0:
+        return None
+    return jnp.asarray(rate, jnp.float32)

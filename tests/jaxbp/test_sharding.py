@@ -123,14 +123,14 @@ def test_a_pair_of_a_users_own_works_on_a_mesh(shared, axes):
     assert_close(hessian(scale_), jax.hessian(lambda s: jnp.sum(jnp.sin(x * s)))(scale), 1e-4)
 
 
-def test_an_automaton_on_explicit_axes_has_the_gradients_of_one_device():
+@pytest.mark.parametrize("options", [{}, dict(key=jax.random.key(1), fire_rate=0.6, rounding_rate=0.5)])
+def test_an_automaton_on_explicit_axes_has_the_gradients_of_one_device(options):
     automaton = jaxbp.Automaton.create(2, 1, [8, 4, 2], [4, 2], periodic=True, seed=0)
     layers = [normal((automaton.kernels, w.gates, 16))[0] for w in automaton.perception]
     logits = layers, [normal((w.gates, 16))[0] for w in automaton.update]
     state = jax.random.uniform(jax.random.key(0), (8, 2, 2, 2))
-    gradient = jax.jit(
-        jax.grad(lambda logits, s: jnp.sum(jnp.sin(jaxbp.automaton_rollout(logits, automaton, s, 2))), (0, 1))
-    )
+    rollout = functools.partial(jaxbp.automaton_rollout, **options)
+    gradient = jax.jit(jax.grad(lambda logits, s: jnp.sum(jnp.sin(rollout(logits, automaton, s, 2))), (0, 1)))
     placed = jax.tree.map(lambda a: on_mesh(a, axes=AxisType.Explicit), logits)
     found = gradient(placed, on_mesh(state, "examples", axes=AxisType.Explicit))
     assert_close(found, gradient(logits, state), "float32")

@@ -26,7 +26,7 @@ def bits(*shape, seed=0):
 
 def test_it_is_the_op_with_its_parameters():
     model, state, key = automaton(initialization="normal"), jnp.asarray(bits(2, 3, 4, 3), float), jax.random.key(1)
-    options = dict(key=key, fire_rate=0.6)
+    options = dict(key=key, fire_rate=0.6, rounding_rate=0.5)
     wires = jaxbp.Automaton.create(**SIZES, periodic=False, seed=1)
     wanted = jaxbp.automaton_rollout(model.logits, wires, state, 3, **options, implementation="xla")
     assert jnp.array_equal(model(state, 3, **options), wanted)

@@ -165,6 +165,98 @@ def test_rounding_errors_do_not_grow(implementation):
     assert_close(got, want, 1e-3)
 
 
+def rounding_loop(automaton, steps, rounding_rate, fire_rate):
+    """Ticks, before each of which values are rounded, straight through: the same draws as the op's."""
+
+    def rollout(logits, state):
+        for t in range(steps):
+            key = jax.random.fold_in(KEY, t)
+            chosen = jax.random.uniform(jax.random.fold_in(key, 1), state.shape, jnp.float32) < rounding_rate
+            state = jnp.where(chosen, state + jax.lax.stop_gradient(jnp.round(state) - state), state)
+            state = jaxbp.automaton_step(logits, automaton, state, key=key, fire_rate=fire_rate, implementation="xla")
+        return state
+
+    return rollout
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("implementation", ["pallas", "xla", "autodiff"])
+def test_values_are_rounded_before_each_tick_straight_through(implementation):
+    wires = jaxbp.Automaton.create(2, 1, [8, 4, 2], [3, 2], periodic=True, seed=1)
+    arrays = operands(wires)
+    want = gradients(rounding_loop(wires, 3, 0.5, 0.6), *arrays)
+    options = dict(key=KEY, fire_rate=0.6, rounding_rate=0.5, implementation=implementation)
+    with on_the_cpu():
+        for memory in ("all", "states", 2, "logarithmic") if implementation != "autodiff" else ("states",):
+            rollout = functools.partial(jaxbp.automaton_rollout, memory=memory, **options)
+            assert_close(gradients(lambda p, s, r=rollout: r(p, wires, s, 3), *arrays), want, "float32")
+        logits, state, dlast = arrays
+        backward = functools.partial(jaxbp.automaton_rollout_backward, **options)
+        assert_close(jax.jit(lambda d, p, s: backward(d, p, wires, s, 3))(dlast, logits, state), want[1], "float32")
+
+
+def test_half_precision_states_are_rounded_where_others_are():
+    logits, state, _ = operands(automaton())
+    state = state.astype(jnp.bfloat16)
+    rollout = functools.partial(jaxbp.automaton_rollout, key=KEY, fire_rate=0.0, rounding_rate=0.5)
+    half, full = (rollout(logits, automaton(), s, 1) for s in (state, state.astype(jnp.float32)))
+    assert half.dtype == jnp.bfloat16
+    assert jnp.array_equal(half, full) and 0 < jnp.sum(half != state) < state.size
+
+
+def test_at_a_rounding_rate_of_0_nothing_is_drawn_or_changed():
+    logits, state, dlast = operands(automaton())
+
+    def run(**options):
+        rollout = functools.partial(jaxbp.automaton_rollout, key=KEY, fire_rate=0.6, **options)
+        return gradients(lambda p, s: rollout(p, automaton(), s, 2), logits, state, dlast)
+
+    for rate in (0.0, jnp.zeros(())):
+        assert jax.tree.all(jax.tree.map(jnp.array_equal, run(rounding_rate=rate), run()))
+    rollout = functools.partial(jaxbp.automaton_rollout, logits, automaton(), state, 2, implementation="xla")
+    programs = {str(jax.make_jaxpr(functools.partial(rollout, **options))()) for options in ({}, dict(rounding_rate=0))}
+    assert len(programs) == 1
+
+
+def test_at_a_rounding_rate_of_1_all_values_are_rounded():
+    logits, state, dlast = operands(automaton())
+    options = dict(key=KEY, fire_rate=0.0, rounding_rate=1.0)
+    last, (_, dstate) = gradients(
+        lambda p, s: jaxbp.automaton_rollout(p, automaton(), s, 3, **options), logits, state, dlast
+    )
+    assert jnp.array_equal(last, jnp.round(state)) and jnp.array_equal(dstate, dlast)
+
+
+def test_which_cells_fire_does_not_depend_on_the_rounding():
+    logits, state, _ = operands(automaton())
+    rollout = functools.partial(jaxbp.automaton_rollout, key=KEY, fire_rate=0.5)
+    last = [rollout(logits, automaton(), jnp.round(state), 1, rounding_rate=rate) for rate in (0.0, 0.5)]
+    assert jnp.array_equal(*last)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("implementation", ["pallas", "xla", "autodiff"])
+def test_a_rounding_rate_may_be_traced_and_has_no_gradient(implementation):
+    logits, state, dlast = operands(automaton())
+    options = dict(key=KEY, fire_rate=0.6, implementation=implementation)
+
+    @jax.jit
+    def gradient(rate):
+        def loss(logits, state, rate):
+            last = jaxbp.automaton_rollout(logits, automaton(), state, 2, rounding_rate=rate, **options)
+            return jnp.sum(dlast * last)
+
+        return jax.grad(loss, (0, 1, 2))(logits, state, rate)
+
+    with on_the_cpu():
+        for rate in (0.25, 0.75):
+            *got, of_rate = gradient(rate)
+            assert of_rate == 0
+            assert_close(
+                tuple(got), gradients(rounding_loop(automaton(), 2, rate, 0.6), *operands(automaton()))[1], "float32"
+            )
+
+
 def test_half_precision_states_are_computed_in_float32():
     logits, state, _ = operands(automaton())
     half = state.astype(jnp.bfloat16)
@@ -205,6 +297,18 @@ def test_kept_memory_grows_as_the_policy_says():
         (dict(memory="some"), ValueError, "memory is 'some'; wants 'all', 'states', 'logarithmic' or"),
         (dict(fire_rate=0.5), ValueError, "key is None and fire_rate is 0.5; wants a key"),
         (dict(fire_rate=1.5, key=KEY), ValueError, r"fire_rate is 1.5; wants a number in \[0.0, 1.0\]"),
+        (dict(rounding_rate=-0.1, key=KEY), ValueError, r"rounding_rate is -0.1; wants a number in \[0.0, 1.0\]"),
+        (dict(rounding_rate=1.5, key=KEY), ValueError, r"rounding_rate is 1.5; wants a number in \[0.0, 1.0\]"),
+        (dict(rounding_rate="a", key=KEY), ValueError, r"rounding_rate is 'a'; wants a number in \[0.0, 1.0\]"),
+        (dict(rounding_rate=np.nan, key=KEY), ValueError, r"rounding_rate is nan; wants a number in \[0.0, 1.0\]"),
+        (dict(rounding_rate=jnp.float32(2), key=KEY), ValueError, r"rounding_rate is 2.0; wants a number in"),
+        (
+            dict(rounding_rate=jnp.ones(3), key=KEY),
+            ValueError,
+            r"rounding_rate is float32 of shape \(3,\); wants a num",
+        ),
+        (dict(rounding_rate=0.5), ValueError, "key is None and rounding_rate is 0.5; wants a key that says which val"),
+        (dict(rounding_rate=jnp.zeros(())), ValueError, "key is None and rounding_rate is an array; wants a key"),
         (dict(parametrization="walsh"), ValueError, r"logits\[0\]\[0\] has shape \(2, 8, 16\); wants \(2, 8, 4\)"),
     ],
 )
