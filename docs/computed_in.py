@@ -90,14 +90,15 @@ def _at(entry: Entry, case: Case, implementation: str, dtype: str) -> Found:
 
 def _with_gradients(op, *arrays):
     """`((results, gradients), what is kept for the backward)`."""
-    floating = [i for i, a in enumerate(arrays) if hasattr(a, "dtype") and _is_float(a)]
+    leaves, structure = jax.tree.flatten(arrays)
 
     def of_floats(*values):
-        given = dict(zip(floating, values, strict=True))
-        results = jax.tree.leaves(op(*(given.get(i, a) for i, a in enumerate(arrays))))
+        values = iter(values)
+        given = [next(values) if _is_float(a) else a for a in leaves]
+        results = jax.tree.leaves(op(*jax.tree.unflatten(structure, given)))
         return [a for a in results if _is_float(a)]
 
-    y, vjp = jax.vjp(of_floats, *(arrays[i] for i in floating))
+    y, vjp = jax.vjp(of_floats, *filter(_is_float, leaves))
     return (y, vjp([jnp.ones_like(a) for a in y])), jax.tree.leaves(vjp)
 
 

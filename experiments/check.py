@@ -123,10 +123,13 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
     """An op of the table at its small case."""
     with jax.enable_x64(dtype == "float64"):
         args = entry.small.draw(config.seed, dtype=jnp.dtype(dtype))
-        args = [
-            a if isinstance(kind, FixedArgument) or kind.below is not None or kind.weights else config.scale * a
-            for a, kind in zip(args, entry.small.arguments, strict=True)
-        ]
+        args = jax.tree.map(
+            lambda kind, a: (
+                a if isinstance(kind, FixedArgument) or kind.below is not None or kind.weights else config.scale * a
+            ),
+            entry.small.arguments,
+            args,
+        )
     return check(
         entry.function,
         *args,

@@ -33,16 +33,22 @@ def is_float(x):
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def floats(arrays):
-    return [a for a in arrays if is_float(a)]
+def floats(tree):
+    """The floating arrays of a pytree."""
+    return [a for a in jax.tree.leaves(tree) if is_float(a)]
+
+
+def with_floats(tree, values):
+    """The pytree with other floating arrays."""
+    values = iter(values)
+    return jax.tree.map(lambda a: next(values) if is_float(a) else a, tree)
 
 
 def of_floats(op, arrays):
     """The op as a function of its floating arguments, with its floating results as a list."""
 
     def function(*values):
-        values = iter(values)
-        return floats(jax.tree.leaves(op(*(next(values) if is_float(a) else a for a in arrays))))
+        return floats(op(*with_floats(tuple(arrays), values)))
 
     return function
 
@@ -74,7 +80,7 @@ def gradients_of(function, arrays, cotangents, **options):
 
 def results_of(op, arrays):
     """The shapes and dtypes of an op's floating results, from arrays or from their shapes and dtypes."""
-    return floats(jax.tree.leaves(jax.eval_shape(op, *arrays)))
+    return floats(jax.eval_shape(op, *arrays))
 
 
 def draw_cotangents(op, arrays, seed=1):
@@ -92,7 +98,7 @@ def numerical_gradients(op, arrays, cotangents, step):
     forward, arrays = jax.jit(op), [np.array(a) for a in arrays]
 
     def loss():
-        return dot(cotangents, floats(jax.tree.leaves(forward(*arrays))))
+        return dot(cotangents, floats(forward(*arrays)))
 
     gradients = []
     for a in floats(arrays):
@@ -154,7 +160,7 @@ def drawn(name, place=None, dtype="float32", batch=2, seed=0):
     """(arrays, cotangents) for an entry."""
     seed += 40_000  # where finite differences cross no ReLU's kink, and no probability is nearly 0
     random = np.random.default_rng(seed)
-    arrays = tuple(_draw(argument, random, batch, jnp.dtype(dtype)) for argument in case_of(name, place).arguments)
+    arrays = jax.tree.map(lambda a: _draw(a, random, batch, jnp.dtype(dtype)), case_of(name, place).arguments)
     return arrays, draw_cotangents(op_of(name, place, "autodiff"), arrays, seed + 1000)
 
 

@@ -13,7 +13,8 @@ from jax import lax
 
 import jaxbp
 from experiments.output.errors import UserError, refuse_unknown
-from jaxbp.catalogue import CATALOGUE, Entry
+from jaxbp.catalogue import CATALOGUE, AutomatonArgument, Case, Entry
+from jaxbp.catalogue.entries import CHECKERBOARD
 from jaxbp.nn import LeNet, LogicConvNetwork, LogicConvolution, LogicNetwork, Mixer
 from jaxbp.ops.gate_layer import Parametrization
 from jaxbp.optimizers import FusedOptimizer, fused_adamw, fused_sgd
@@ -121,22 +122,36 @@ def op_work(entry: Entry, place: str) -> Work:
         return arrays, [jax.random.normal(key, a.shape, a.dtype) for key, a in zip(keys, floats, strict=True)]
 
     title = f"{entry.name} {place}" if backward else f"{entry.name} fwd+bwd {place}"
-    batches = (case.batch or 16384,), (256,)
-    return Work(entry.name, place, title, case.options, batches, function, draw, one_after_another)
+    batches = (case.batch or 16384,), (min(case.batch or 256, 256),)
+    arithmetic = functools.partial(_gate_operations, case, backward)
+    return Work(
+        entry.name, place, title, case.options, batches, function, draw, one_after_another, arithmetic=arithmetic
+    )
+
+
+def _gate_operations(case: Case, backward: bool, batch: int) -> int:
+    """Of an automaton's gates. A backward by itself computes them again, but for the last layer of the last tick."""
+    *_, automaton, state = (None, *case.leaves)
+    if not isinstance(automaton, AutomatonArgument):
+        return 0
+    _, height, width, channels = state.shape
+    gates = automaton.gates_a_cell * case.options.get("steps", 1)
+    return (GATE_OPERATIONS * gates - FORWARD_OPERATIONS * channels * backward) * batch * height * width
 
 
 def forward_and_backward(op: Callable) -> Callable:
     """`(arrays, cotangents) -> (floating results, other results, gradients in the floating arrays)`."""
 
     def function(arrays, cotangents):
-        floating = [i for i, a in enumerate(arrays) if is_float(a)]
+        leaves, structure = jax.tree.flatten(arrays)
 
         def of_floats(*values):
-            values = dict(zip(floating, values, strict=True))
-            results = jax.tree.leaves(op(*(values.get(i, a) for i, a in enumerate(arrays))))
+            values = iter(values)
+            given = [next(values) if is_float(a) else a for a in leaves]
+            results = jax.tree.leaves(op(*jax.tree.unflatten(structure, given)))
             return [a for a in results if is_float(a)], [a for a in results if not is_float(a)]
 
-        results, vjp, integers = jax.vjp(of_floats, *(arrays[i] for i in floating), has_aux=True)
+        results, vjp, integers = jax.vjp(of_floats, *filter(is_float, leaves), has_aux=True)
         return results, integers, vjp(cotangents)
 
     return function
@@ -382,18 +397,12 @@ def _logic_step(
 
 AUTOMATON_BATCHES = {8: ((), (1,)), 16: ((2,), ()), 32: ((4,), ())}
 """Side of a grid -> batch sizes on a GPU and elsewhere."""
-CHECKERBOARD = {
-    "channels": 8,
-    "perception_kernels": 16,
-    "perception_widths": [8, 4, 2],
-    "update_widths": [256] * 10 + [128, 64, 32, 16, 8, 8],
-    "periodic": False,
-}
-"""The published checkerboard automaton."""
 TICKS = 20
 GATE_OPERATIONS = 24
 """Of a gate in its bilinear form c0 + c1 a + c2 b + c3 ab. Forward three multiply-adds; backward four multiply-adds or
 products for the gradients of a and b, and five for those of the four coefficients; each counts twice."""
+FORWARD_OPERATIONS = 6
+"""Those of the forward alone."""
 
 
 def automaton_work(size: int) -> Work:
@@ -402,9 +411,8 @@ def automaton_work(size: int) -> Work:
     Instead of an implementation's name, `function` also takes `(logits, automaton, state, steps) -> state`.
     """
     with jax.ensure_compile_time_eval():
-        automaton = jaxbp.Automaton.create(**CHECKERBOARD, seed=0)
-    perception, update = (sum(w.gates for w in layers) for layers in (automaton.perception, automaton.update))
-    gates_a_cell = automaton.channels * automaton.kernels * perception + update
+        automaton = CHECKERBOARD.made()
+    operations = GATE_OPERATIONS * CHECKERBOARD.gates_a_cell
 
     def function(implementation, dtype):
         rollout = implementation
@@ -418,14 +426,11 @@ def automaton_work(size: int) -> Work:
         return jax.value_and_grad(loss)
 
     def draw(seed, batch, dtype):
-        keys = jax.random.split(jax.random.key(seed), 3)
-        shapes = [(automaton.kernels, w.gates, 16) for w in automaton.perception]
-        perception = [jax.random.normal(jax.random.fold_in(keys[0], i), shape) for i, shape in enumerate(shapes)]
-        shapes = [(w.gates, 16) for w in automaton.update]
-        update = [jax.random.normal(jax.random.fold_in(keys[1], i), shape) for i, shape in enumerate(shapes)]
-        state = jax.random.bernoulli(keys[2], 0.5, (batch, size, size, automaton.channels)).astype(dtype)
+        (logits,) = Case((CHECKERBOARD.logits(),)).draw(seed)
+        state_key = jax.random.key(seed + 1000)
+        state = jax.random.bernoulli(state_key, 0.5, (batch, size, size, automaton.channels)).astype(dtype)
         rows, columns = jnp.indices((size, size)) // 2
-        return (perception, update), state, ((rows + columns) % 2).astype(jnp.float32)
+        return logits, state, ((rows + columns) % 2).astype(jnp.float32)
 
     chain = functools.partial(training, optimiser=functools.partial(fused_adamw, 0.05, 0.9, 0.99, clip=100.0))
     place, options = f"{size}x{size}", {"size": size}
@@ -439,7 +444,7 @@ def automaton_work(size: int) -> Work:
         draw,
         chain,
         steps=10,
-        arithmetic=lambda batch: GATE_OPERATIONS * gates_a_cell * batch * size * size * TICKS,
+        arithmetic=lambda batch: operations * batch * size * size * TICKS,
     )
 
 

@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.fuzz.transformations import SECOND_ORDER, TRANSFORMATIONS
-from jaxbp.catalogue import CATALOGUE, Argument, Case, Entry, FixedArgument, TreeWiresArgument, WiresArgument
+from jaxbp.catalogue import (
+    CATALOGUE,
+    Argument,
+    AutomatonArgument,
+    Case,
+    Entry,
+    FixedArgument,
+    TreeWiresArgument,
+    WiresArgument,
+)
 from jaxbp.logic.gates import PARAMETERS
 from jaxbp.ops._checks import KERNEL_DTYPES
 from jaxbp.verify.arguments import Arguments, bind, floats, take_apart
@@ -41,7 +50,8 @@ class Program:
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
         """The arguments, with numbers of a kind of `DATA` for floats. Integers are part of the program."""
         integers = np.random.default_rng(0)
-        first = next(i for i, argument in enumerate(self.case.arguments) if getattr(argument, "below", 0) is None)
+        leaves, structure = jax.tree.flatten(self.case.arguments)
+        first = leaves.index(self.case.floats[0])
         apart = self.entry.name.partition("_backward")[0] in FIRST_OF_EQUALS
         drawn = [
             argument.draw(None, 0, self.dtype)
@@ -57,9 +67,9 @@ class Program:
                 apart,
                 self.differentiated_once,
             )
-            for i, argument in enumerate(self.case.arguments)
+            for i, argument in enumerate(leaves)
         ]
-        return take_apart(self.entry.function, drawn)
+        return take_apart(self.entry.function, jax.tree.unflatten(structure, drawn))
 
     @property
     def differentiated_once(self) -> bool:
@@ -281,6 +291,21 @@ def _trees(random, entry):
     return Case((logits, wires, Argument((batch, channels, height, width))), options)
 
 
+def _automaton(random, entry):
+    channels, perception = int(random.integers(1, 4)), (8, 4, 2)[: int(random.integers(1, 4))]
+    kernels, update = int(random.integers(1, 4)), []
+    inputs = channels * (1 + kernels * perception[-1])
+    while (inputs := -(-inputs // 2)) > channels:
+        update.append(inputs)
+    wires = AutomatonArgument(channels, kernels, perception, (*update, channels), bool(random.integers(2)))
+    options = dict(parametrization=str(random.choice(list(PARAMETERS))))
+    if "rollout" in entry.name:
+        memory = ("all", "states", "logarithmic", 2)[random.integers(4)]
+        options |= dict(steps=int(random.integers(4)), memory=memory)
+    state = (*map(int, random.integers(1, 5, 3)), channels)
+    return Case((wires.logits(PARAMETERS[options["parametrization"]]), wires, Argument(state)), options)
+
+
 def _pool(random, entry):
     options = dict(window=_pair(random, 1, 4), padding=_pair(random, 0, 1))
     if random.random() < 0.7:
@@ -292,6 +317,7 @@ def _pool(random, entry):
 _GEOMETRY: Mapping[str, Callable[[np.random.Generator, Entry], Case]] = {
     **dict.fromkeys(("conv2d", "conv2d_relu_max_pool2d", "conv2d_relu_max_pool2d_with_places"), _convolution),
     **dict.fromkeys(("logic_conv2d", "logic_conv2d_or_pool2d", "logic_conv2d_or_pool2d_with_places"), _trees),
+    **dict.fromkeys(("automaton_step", "automaton_rollout"), _automaton),
     **dict.fromkeys(("max_pool2d", "max_pool2d_with_indices", "avg_pool2d"), _pool),
 }
 
@@ -302,7 +328,7 @@ def _of_backward(random, entry: Entry, forward: Entry, case: Case, dy: tuple[int
     places = int(np.prod([window] * 2 if isinstance(window, int) else window))
     given: dict[str, Any] = dict(zip(_names(forward, case), case.arguments, strict=False))
     given |= dict(
-        dy=Argument(dy),
+        dict.fromkeys(("dy", "dnext", "dlast"), Argument(dy)),
         indices=Argument(dy, below=places, dtype=jnp.uint8),
         places=Argument(dy, below=places + ("relu" in entry.name), dtype=jnp.uint8),
     )

@@ -23,7 +23,8 @@ def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.nda
         *['jax.config.update("jax_enable_x64", True)'] * (program.dtype == "float64"),
         *['jax.config.update("jax_default_matmul_precision", "highest")'] * program.exact,
     ]
-    for i, argument in enumerate(program.case.arguments):
+    each, structure = jax.tree.flatten(program.case.arguments)
+    for i, argument in enumerate(each):
         name = f"a{i}"
         names.append(name)
         if isinstance(argument, FixedArgument):
@@ -33,7 +34,8 @@ def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.nda
             lines.append(f"{name} = {_array(next(leaves))}")
             floats += [name] * (argument.below is None)
     options = "".join(f", {name}={value!r}" for name, value in program.case.options.items())
-    call = f"jaxbp.{program.entry.name}({', '.join(names)}{options}, implementation=implementation)"
+    given = ", ".join(str(tree).replace("'", "") for tree in jax.tree.unflatten(structure, names))
+    call = f"jaxbp.{program.entry.name}({given}{options}, implementation=implementation)"
     donated = ", donate_argnums=0" if program.transformation == "donated" else ""
     lines += [
         f"cotangents = [{', '.join(map(_array, cotangents))}]",

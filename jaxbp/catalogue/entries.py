@@ -12,10 +12,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxbp.catalogue.schema import BATCH, Argument, Case, Entry, TreeWiresArgument, WiresArgument
+from jaxbp.catalogue.schema import BATCH, Argument, AutomatonArgument, Case, Entry, TreeWiresArgument, WiresArgument
 from jaxbp.ops import (
     activations,
     arithmetic,
+    automaton,
     avg_pool2d,
     batch_norm,
     conv2d,
@@ -36,7 +37,7 @@ from jaxbp.ops import (
 from jaxbp.ops import mlp_softmax_cross_entropy as mlp
 
 
-def _case(*arguments: Argument | WiresArgument | tuple, **options: Any) -> Case:
+def _case(*arguments: Any, **options: Any) -> Case:
     return Case(tuple(Argument(a) if isinstance(a, tuple) else a for a in arguments), options)
 
 
@@ -81,7 +82,7 @@ def _with_backward(
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
 
     def behind_dy(case, dy):
-        return Case((Argument(dy), *case.arguments[takes]), case.options)
+        return dataclasses.replace(case, arguments=(Argument(dy), *case.arguments[takes]))
 
     return (
         Entry(function, small[0], {place: real[0]}, like=like),
@@ -156,6 +157,23 @@ def _trees(channels: int, size: int, kernels: int, *dy: Argument | tuple, window
     wires, x = TreeWiresArgument(channels, kernels, (window, window)), (BATCH, channels, size, size)
     case = _case(*dy, (kernels, 7, 16), wires, x, padding=1 if window == 3 else 0, **options)
     return dataclasses.replace(case, batch=128)
+
+
+_CELL = AutomatonArgument(2, 2, (8, 4, 2), (6, 3, 2))
+CHECKERBOARD = AutomatonArgument(8, 16, (8, 4, 2), (*[256] * 10, 128, 64, 32, 16, 8, 8), periodic=False)
+"""The published automaton."""
+
+
+def _ticks(function: Callable, like: str, small: Mapping[str, int], real: Mapping[str, int]) -> tuple[Entry, Entry]:
+    """Of a grid of few cells, and of the published grid; with each one's options."""
+
+    def at(automaton, grid, options):
+        state = (*grid, automaton.channels)
+        return _case(automaton.logits(), automaton, state, **options), state
+
+    (case, dy), place = at(CHECKERBOARD, (BATCH, 16, 16), real), "checkerboard"
+    real_case = dataclasses.replace(case, batch=2), dy
+    return _with_backward(function, at(_CELL, (2, 2, 3), small), place, real_case, like)
 
 
 CATALOGUE: tuple[Entry, ...] = (
@@ -511,5 +529,7 @@ CATALOGUE: tuple[Entry, ...] = (
         _case(_APART, pool=2),
         {"pool1": _case((BATCH, 64, 24, 24), pool=2)},
     ),
+    *_ticks(automaton.automaton_step, "", {}, {}),
+    *_ticks(automaton.automaton_rollout, "automaton_step", dict(steps=2), dict(steps=20)),
 )
 """Every op, once."""

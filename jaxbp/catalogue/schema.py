@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jaxbp.logic.automaton import Automaton
 from jaxbp.logic.convolution import TreeWires
 from jaxbp.logic.wires import Wires
 from jaxbp.ops import _checks
@@ -49,7 +50,7 @@ class Argument:
 
 
 class FixedArgument:
-    """Wires: random, the same for every key and dtype.
+    """Wires, or all those of an automaton: random, the same for every key and dtype.
 
     Attributes:
       code: the expression of `jaxbp`'s names that makes them.
@@ -65,12 +66,12 @@ class FixedArgument:
     def draw(self, key: Array, batch: int, dtype: DTypeLike) -> Any:
         return _fixed(self)
 
-    def made(self) -> Wires | TreeWires:
+    def made(self) -> Wires | TreeWires | Automaton:
         raise NotImplementedError
 
 
 @functools.cache
-def _fixed(argument: FixedArgument) -> Wires | TreeWires:
+def _fixed(argument: FixedArgument) -> Wires | TreeWires | Automaton:
     return argument.made()
 
 
@@ -108,21 +109,63 @@ class TreeWiresArgument(FixedArgument):
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """An op's arguments and options at one place, and how many examples to time it with, if not the bench's default."""
+class AutomatonArgument(FixedArgument):
+    """Of a cell's circuit."""
 
-    arguments: tuple[Argument | FixedArgument, ...]
+    channels: int
+    kernels: int
+    perception: tuple[int, ...]
+    update: tuple[int, ...]
+    periodic: bool = True
+
+    @property
+    def code(self) -> str:
+        sizes = f"{self.channels}, {self.kernels}, {self.perception}, {self.update}"
+        return f"jaxbp.Automaton.create({sizes}, periodic={self.periodic}, seed=0)"
+
+    @property
+    def gates_a_cell(self) -> int:
+        """Perception's run for every channel."""
+        return self.channels * self.kernels * sum(self.perception) + sum(self.update)
+
+    def logits(self, parameters: int = 16) -> list[list[Argument]]:
+        """Of each layer of perception, and of each layer of update."""
+        perception = [Argument((self.kernels, gates, parameters)) for gates in self.perception]
+        return [perception, [Argument((gates, parameters)) for gates in self.update]]
+
+    def made(self) -> Automaton:
+        return Automaton.create(self.channels, self.kernels, self.perception, self.update, self.periodic, seed=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An op's arguments and options at one place, and how many examples to time it with, if not the bench's default.
+
+    An argument may be a pytree of arrays, and is then one of `Argument`.
+    """
+
+    arguments: tuple[Any, ...]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     batch: int | None = None
 
+    @property
+    def leaves(self) -> list[Argument | FixedArgument]:
+        """Those of all arguments."""
+        return jax.tree.leaves(self.arguments)
+
+    @property
+    def floats(self) -> list[Argument]:
+        """Those that are floating."""
+        return [a for a in self.leaves if isinstance(a, Argument) and a.below is None]
+
     def structs(self, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[Any, ...]:
         """The arguments' shapes and dtypes."""
-        return tuple(argument.struct(batch, dtype) for argument in self.arguments)
+        return jax.tree.map(lambda argument: argument.struct(batch, dtype), self.arguments)
 
     def draw(self, seed: int, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[Any, ...]:
         """Fresh random arguments."""
-        keys = jax.random.split(jax.random.key(seed), len(self.arguments))
-        return tuple(argument.draw(key, batch, dtype) for argument, key in zip(self.arguments, keys, strict=True))
+        keys = iter(jax.random.split(jax.random.key(seed), len(self.leaves)))
+        return jax.tree.map(lambda argument: argument.draw(next(keys), batch, dtype), self.arguments)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.lax import PrecisionLike
+from jaxtyping import Key, UInt32
 
 AnyArray = Array | np.ndarray
 """What ops take for arrays. They give JAX's."""
+AnyKey = Key[Array, ""] | UInt32[AnyArray, "2"]
+"""A key of `jax.random`, typed or raw."""
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 

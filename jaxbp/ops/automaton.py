@@ -7,6 +7,7 @@ coefficients, over cells within a tick and then over ticks, in that order.
 """
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -14,20 +15,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, PRNGKeyArray
+from jaxtyping import Float
 
 from jaxbp.checkpointing import Memory, advance, check_memory, check_steps, retreat
 from jaxbp.logic import gates
 from jaxbp.logic.automaton import Automaton
 from jaxbp.logic.gates import Parametrization
 from jaxbp.ops import _automaton_formula, _automaton_kernels, _checks
-from jaxbp.ops._checks import AnyArray
+from jaxbp.ops._checks import AnyArray, AnyKey
 from jaxbp.ops._numerics import widen
 from jaxbp.ops.gate_layer import COEFFICIENTS
 from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
+from jaxbp.sharding import Axes, Examples, mesh_of
 
-Logits = tuple[list[Float[Array, "kernels gates parameters"]], list[Float[Array, "gates parameters"]]]
+Logits = tuple[list[Float[AnyArray, "kernels gates parameters"]], list[Float[AnyArray, "gates parameters"]]]
 """Of each layer of perception, and of each layer of update."""
+Gradients = tuple[list[Float[Array, "kernels gates parameters"]], list[Float[Array, "gates parameters"]]]
+"""Of the logits."""
 
 # ----------------------------------------------------------------------------------------------- on the coefficients
 
@@ -68,6 +72,9 @@ def _save(through, *arrays, memory, **options):
 
 
 def _backward(through, dlast, coefficients, automaton, state, draws, kept, *, steps, fire_rate, memory):
+    if kept is None:
+        options = dict(steps=steps, fire_rate=fire_rate, memory=memory)
+        kept = _save(through, coefficients, automaton, state, draws, **options)[1][-1]
     prepared = through.prepare(coefficients, automaton, state.shape)
     carry = through.enter_gradient(prepared, dlast), through.zeros(prepared)
 
@@ -129,18 +136,47 @@ def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **
     return dc, None, dstate, None
 
 
-def _pair(through: ModuleType) -> Pair:
-    backward = differentiable(functools.partial(_backward, through), _backward_by_autodiff)
-    return Pair(
-        functools.partial(_forward, through),
-        {"xla": backward},
-        save=functools.partial(_save, through),
-        name="automaton_ticks",
-    )
+def _own_grids(coefficients, automaton, state, draws):
+    """What is random is drawn for all grids at once."""
+    return Axes({2: 0} if draws is None else {})
 
 
-_TICKS = {"pallas": _pair(_automaton_kernels), "xla": _pair(_automaton_formula)}
+def _own_grids_and_gradients(dlast, coefficients, automaton, state, draws, kept):
+    return Axes({0: 0, 3: 0} if kept is None else {})
+
+
+_FORWARD = differentiable(
+    functools.partial(_forward, _automaton_kernels), functools.partial(_forward, _automaton_formula), _own_grids
+)
+
+
+def _save_on_own_device(*arrays, **options):
+    """On a mesh nothing is kept of the ticks: each device's states have spare numbers behind them, which are no rows
+    of one array."""
+    if _own_grids(*arrays).of and mesh_of(arrays) is not None:
+        return _FORWARD(*arrays, **options), (*arrays, None)
+    return _save(_automaton_kernels, *arrays, **options)
+
+
+def _pair(through: ModuleType, forward: Callable, save: Callable, examples: Examples | None = None) -> Pair:
+    backward = differentiable(functools.partial(_backward, through), _backward_by_autodiff, examples)
+    return Pair(forward, {"xla": backward}, save=save, name="automaton_ticks")
+
+
+_TICKS = {
+    "pallas": _pair(_automaton_kernels, _FORWARD, _save_on_own_device, _own_grids_and_gradients),
+    "xla": _pair(
+        _automaton_formula,
+        functools.partial(_forward, _automaton_formula),
+        functools.partial(_save, _automaton_formula),
+    ),
+}
 """Of coefficients, automaton, state, and draws. Each implementation is a pair: its forward is its own, too."""
+
+
+def _ticks(implementation: str, state: Array) -> Pair:
+    """Kernels take no empty grid."""
+    return _TICKS[implementation if state.size else "xla"]
 
 
 # ----------------------------------------------------------------------------------------------------- on parameters
@@ -161,7 +197,7 @@ def _coefficients(logits: Logits, *, parametrization: str, implementation: Imple
 
 def _rollout(logits, automaton, state, draws, *, parametrization, implementation, **options):
     coefficients = _coefficients(logits, parametrization=parametrization, implementation=implementation)
-    return _TICKS[implementation](coefficients, automaton, state, draws, implementation="xla", **options)
+    return _ticks(implementation, state)(coefficients, automaton, state, draws, implementation="xla", **options)
 
 
 def _rollout_backward(dlast, logits, automaton, state, draws, *, parametrization, implementation, **options):
@@ -169,7 +205,7 @@ def _rollout_backward(dlast, logits, automaton, state, draws, *, parametrization
         return _coefficients(logits, parametrization=parametrization, implementation=implementation)
 
     coefficients, to_logits = jax.vjp(of_logits, logits)
-    pair = _TICKS[implementation]
+    pair = _ticks(implementation, state)
 
     def ticks(coefficients, state):
         return pair(coefficients, automaton, state, draws, implementation="xla", **options)
@@ -199,9 +235,8 @@ def _logits_and_state(dlast, logits, automaton, state, draws):
 def _unsupported(*arrays, **options):
     """Of `(logits, automaton, state, draws)`, behind dlast or not."""
     automaton, state = arrays[-3:-1]
-    return _checks.unsupported_dtype(*jax.tree.leaves(arrays[-4]), state) or _automaton_kernels.unsupported(
-        automaton, state
-    )
+    reason = _checks.unsupported_dtype(*jax.tree.leaves(arrays[-4]), state)
+    return reason or (_automaton_kernels.unsupported(automaton, state) if state.size else None)
 
 
 _STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
@@ -230,7 +265,7 @@ def automaton_step(
     automaton: Automaton,
     state: Float[AnyArray, "batch height width channels"],
     *,
-    key: PRNGKeyArray | None = None,
+    key: AnyKey | None = None,
     fire_rate: float = 1.0,
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
@@ -277,11 +312,11 @@ def automaton_step_backward(
     automaton: Automaton,
     state: Float[AnyArray, "batch height width channels"],
     *,
-    key: PRNGKeyArray | None = None,
+    key: AnyKey | None = None,
     fire_rate: float = 1.0,
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
-) -> tuple[Logits, Float[Array, "batch height width channels"]]:
+) -> tuple[Gradients, Float[Array, "batch height width channels"]]:
     """Gradients of `automaton_step`: those of its gate layers, each as in `gate_layer_backward`.
 
     A gate's is summed over all cells, a perception gate's over all channels as well; a cell's over the nine cells that
@@ -312,9 +347,9 @@ def automaton_rollout(
     state: Float[AnyArray, "batch height width channels"],
     steps: int,
     *,
-    key: PRNGKeyArray | None = None,
+    key: AnyKey | None = None,
     fire_rate: float = 1.0,
-    rounding_rate: float | Float[Array, ""] = 0.0,
+    rounding_rate: float | Float[AnyArray, ""] = 0.0,
     memory: Memory = "states",
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
@@ -362,13 +397,13 @@ def automaton_rollout_backward(
     state: Float[AnyArray, "batch height width channels"],
     steps: int,
     *,
-    key: PRNGKeyArray | None = None,
+    key: AnyKey | None = None,
     fire_rate: float = 1.0,
-    rounding_rate: float | Float[Array, ""] = 0.0,
+    rounding_rate: float | Float[AnyArray, ""] = 0.0,
     memory: Memory = "states",
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
-) -> tuple[Logits, Float[Array, "batch height width channels"]]:
+) -> tuple[Gradients, Float[Array, "batch height width channels"]]:
     """Gradients of `automaton_rollout`, by backpropagation through time:
 
         (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, s_t), t from the last
@@ -419,7 +454,7 @@ def _time_options(op: str, steps: Any, fire_rate: Any, memory: Any) -> dict[str,
     return dict(steps=check_steps(op, "steps", steps), fire_rate=fire_rate, memory=memory)
 
 
-def _draws(op: str, key: PRNGKeyArray | None, fire_rate: Any, rounding_rate: Any, steps: int | None) -> _Draws | None:
+def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, steps: int | None) -> _Draws | None:
     """With a key for every tick, or `key` for the only one; None where all cells update and no value is rounded."""
     rate, rounding = _checks.number(op, "fire_rate", fire_rate, 0.0, 1.0), _rounding_rate(op, rounding_rate)
     if rate == 1.0 and rounding is None:

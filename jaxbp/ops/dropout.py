@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Key, UInt32
+from jaxtyping import Float
 
 from jaxbp.ops import _checks
-from jaxbp.ops._checks import AnyArray
+from jaxbp.ops._checks import AnyArray, AnyKey
 from jaxbp.ops._fastest import FUSED
 from jaxbp.ops._numerics import widen
 from jaxbp.pairing import Implementation, Pair
@@ -51,7 +51,7 @@ _DROPOUT = Pair(
 
 def dropout(
     x: Float[AnyArray, "*shape"],
-    key: Key[Array, ""] | UInt32[AnyArray, "2"],
+    key: AnyKey,
     rate: float,
     *,
     implementation: Implementation = None,
@@ -76,7 +76,7 @@ def dropout(
 
 def dropout_backward(
     dy: Float[AnyArray, "*shape"],
-    key: Key[Array, ""] | UInt32[AnyArray, "2"],
+    key: AnyKey,
     rate: float,
     *,
     implementation: Implementation = None,

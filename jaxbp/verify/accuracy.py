@@ -153,10 +153,9 @@ class _Drawn:
     def __init__(self, entry: Entry, case: Case, arguments: Sequence, values: Sequence[np.ndarray]):
         self.entry, self.case, self.values = entry, case, values
         self.arguments = take_apart(entry.function, arguments)
-        kinds = [kind for kind in case.arguments if getattr(kind, "below", 0) is None]
-        named = list(zip(self.arguments.float_names, kinds, strict=True))
+        named = list(zip(self.arguments.float_names, case.floats, strict=True))
         self.movable = [i for i, (name, kind) in enumerate(named) if name != "dy" and not kind.weights]
-        self.apart = [i for i, kind in enumerate(kinds) if kind.apart]
+        self.apart = [i for i, kind in enumerate(case.floats) if kind.apart]
 
     def function(self, implementation: str):
         """`(values, cotangents) -> ` result -> what an implementation gives."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
@@ -42,6 +43,7 @@ from pallas_kernels.core.gathers import (
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, load, zeros_like
 from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 NEIGHBOURS = 9
@@ -348,11 +350,11 @@ def _heuristic(*arrays: Array, plan: Plan) -> Config | None:
     programs = -(-plan.cells // (cells * groups(cells)))
     if groups(cells) == 1:
         # It waits for its first wires. The numbers are those that were fastest in docs/lab/2026-11-22-automata.md.
-        return Config(cells, programs, lanes=128, lookahead=4)
+        return _simulable(Config(cells, programs, lanes=128, lookahead=4))
     # Faster than 128 lanes and four steps ahead: docs/lab/2026-11-23-automata-kernels.md.
     registers = sum(4 * -(-layer.lanes // (WARPGROUPS * LANES)) for layer in plan.layers)
     in_registers = registers <= _TOTAL_REGISTERS
-    return Config(cells, programs, lanes=256, lookahead=2, totals_in_registers=in_registers)
+    return _simulable(Config(cells, programs, lanes=256, lookahead=2, totals_in_registers=in_registers))
 
 
 def _forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
@@ -363,7 +365,13 @@ def _forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
     # Its rows are few enough for several programs a multiprocessor.
     resident = min(_FORWARD_PROGRAMS, _shared_limit() // (plan.forward_rows * config.cells * 4))
     turns = -(-groups // (resident * multiprocessors))
-    return Config(config.cells, -(-groups // turns), lanes=128, lookahead=2)
+    return _simulable(Config(config.cells, -(-groups // turns), lanes=128, lookahead=2))
+
+
+def _simulable(config: Config) -> Config:
+    """In the simulator one program, of one warpgroup: it takes gathers and scatters for accesses of all rows, and sees
+    races where others access some."""
+    return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
 
 
 def _shared_limit() -> int:
@@ -552,7 +560,7 @@ def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
         a.write(slices_of(0), arrays)
     team.meet()
     state = carry, fetched
-    return (visit(0, state) if groups == 1 else lax.fori_loop(0, groups, visit, state))[0]
+    return (visit(0, state) if groups == 1 else lax.fori_loop(np.int32(0), np.int32(groups), visit, state))[0]
 
 
 # ------------------------------------------------------------------------------------------ the warpgroups of a program
@@ -726,7 +734,7 @@ class _Cells:
         """Those of a part of `elements`, in blocks with a number a lane."""
         C = self.plan.channels
         lane = lane_and_column(part.lanes, 1)[0] + part.offset
-        column, channel = lax.div(lane, C), lax.rem(lane, C)
+        column, channel = _div(lane, C), _rem(lane, C)
         is_element, cell = lane < C * self.count, column + self.first
         valid = is_element & (cell < self.plan.cells)
         # Lanes are filled up, so if there are any behind the last channel's element, there is a row behind its row.
@@ -736,14 +744,14 @@ class _Cells:
     def neighbour(self, cell, row_offset, column_offset):
         """The cell at an offset from another, and whether there is one."""
         plan = self.plan
-        row = lax.rem(lax.div(cell, plan.width), plan.height) + row_offset
-        column = lax.rem(cell, plan.width) + column_offset
+        row = _rem(_div(cell, plan.width), plan.height) + row_offset
+        column = _rem(cell, plan.width) + column_offset
         valid = cell < plan.cells
         if plan.periodic:
             row, column = _wrap(row, plan.height), _wrap(column, plan.width)
         else:
             valid &= (row >= 0) & (row < plan.height) & (column >= 0) & (column < plan.width)
-        grid = lax.div(cell, plan.height * plan.width)
+        grid = _div(cell, plan.height * plan.width)
         return (grid * plan.height + row) * plan.width + column, valid
 
     def seen_elements(self, part):
@@ -751,10 +759,10 @@ class _Cells:
         C = self.plan.channels
         lane, column = lane_and_column(part.lanes, self.count)
         lane = lane + part.offset
-        place = lax.div(lane, C)
-        row_offset, column_offset = lax.div(place, 3) - 1, lax.rem(place, 3) - 1
+        place = _div(lane, C)
+        row_offset, column_offset = _div(place, 3) - 1, _rem(place, 3) - 1
         cell, valid = self.neighbour(column + self.first, row_offset, column_offset)
-        return cell * C + lax.rem(lane, C), valid & (lane < self.plan.neighbourhood)
+        return cell * C + _rem(lane, C), valid & (lane < self.plan.neighbourhood)
 
     def scatter_gradients(self, part, gradients, dseen_out):
         """Writes gradients of inputs."""
@@ -764,6 +772,15 @@ class _Cells:
         valid = (lane < neighbourhood) & (cell < self.plan.cells)
         place = jnp.where(valid, cell * neighbourhood + lane, lane + self.plan.cells * neighbourhood)
         scatter_elements(dseen_out, gradients, place)
+
+
+def _div(numbers, n):
+    # In JAX's 64-bit mode an int of Python's would be an int64.
+    return lax.div(numbers, np.int32(n))
+
+
+def _rem(numbers, n):
+    return lax.rem(numbers, np.int32(n))
 
 
 def _wrap(i, n):
@@ -883,7 +900,7 @@ class _Circuit:
         first, copies = self.plan.coefficient_firsts[i], self.plan.layers[i].copies
         if copies == 1:
             return load(self.coefficients.at[pl.ds(first + part.offset, part.lanes)], block_layout(part.lanes, 4))
-        return gather_rows(self.coefficients, first + lax.div(lane_numbers(part.lanes) + part.offset, copies))
+        return gather_rows(self.coefficients, first + _div(lane_numbers(part.lanes) + part.offset, copies))
 
     def steps(self, layers):
         """Computes the rows of these layers."""
@@ -1096,7 +1113,7 @@ def _add_totals(plan, team, rows, sums, before, after):
 
 def _unpack(packed):
     """The two numbers that `jaxbp` packs into one."""
-    return packed & 0xFFFF, lax.shift_right_logical(packed, 16)
+    return packed & 0xFFFF, lax.shift_right_logical(packed, np.int32(16))
 
 
 def _sum(terms):

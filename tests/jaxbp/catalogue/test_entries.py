@@ -22,7 +22,6 @@ from helpers import (
     every_implementation,
     floats,
     in_float64,
-    is_float,
     last_program_first,
     of_floats,
     on_the_cpu,
@@ -32,6 +31,7 @@ from helpers import (
     relative_error,
     results_of,
     value_and_gradients,
+    with_floats,
 )
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -60,10 +60,6 @@ every_pair_of_ours = pytest.mark.parametrize(
 every_place = pytest.mark.parametrize(("name", "place"), PLACES)
 
 
-# Their arguments are trees, lists of layers: tests/jaxbp/ops/test_automaton.py does for them what is done here.
-OF_TREES = {f"automaton_{name}{backward}" for name in ("step", "rollout") for backward in ("", "_backward")}
-
-
 def test_every_public_op_is_in_the_table():
     takes_implementation = {
         name
@@ -71,7 +67,7 @@ def test_every_public_op_is_in_the_table():
         if inspect.isfunction(function := getattr(jaxbp, name))
         and "implementation" in inspect.signature(function).parameters
     }
-    assert takes_implementation == {entry.name for entry in CATALOGUE} | OF_TREES
+    assert takes_implementation == {entry.name for entry in CATALOGUE}
 
 
 # -------------------------------------------------------------------------------------------------- against differences
@@ -91,14 +87,13 @@ def _directions(arrays, count):
 
 
 def _move(arrays, direction, by):
-    direction = iter(direction)
-    return [np.asarray(a) + by * next(direction) if is_float(a) else a for a in arrays]
+    return with_floats(arrays, [np.asarray(a) + by * d for a, d in zip(floats(arrays), direction, strict=True)])
 
 
 def _gradient_of_sines(name, implementation, arrays):
     """The gradient of the sum of the results' sines."""
     run = compiled(name, None, implementation)
-    y, _ = run(arrays, drawn(name, dtype=arrays[0].dtype.name)[1])
+    y, _ = run(arrays, drawn(name, dtype=floats(arrays)[0].dtype.name)[1])
     return [np.asarray(g) for g in run(arrays, [np.cos(a) for a in y])[1]]
 
 
@@ -421,23 +416,25 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
     # Arguments without a batch are the same on every device: their gradients must be summed over the devices.
     place = _smallest_place(name)
     op, (arrays, cotangents) = op_of(name, place, implementation), drawn(name, place, batch=4)
-    has_batch = [BATCH in argument.shape for argument in case_of(name, place).arguments]
-    results_have_batch = [c.shape != d.shape for c, d in zip(cotangents, drawn(name, place, batch=2)[1], strict=True)]
+    of_shards = lambda has_batch: P("shard") if has_batch else P()  # noqa: E731
+    of_arrays = jax.tree.map(lambda argument: of_shards(BATCH in argument.shape), case_of(name, place).arguments)
+    halves = drawn(name, place, batch=2)[1]
+    of_results = [of_shards(c.shape != d.shape) for c, d in zip(cotangents, halves, strict=True)]
 
     def loss(arrays, cotangents):
         # Linear, so that it is the sum of the devices' shares also for a result that is itself a sum over the batch.
-        y = floats(jax.tree.leaves(op(*arrays)))
+        y = floats(op(*arrays))
         return jax.lax.psum(sum(jnp.sum(a * c) for a, c in zip(y, cotangents, strict=True)), "shard")
 
     sharded_loss = jax.shard_map(
         loss,
         mesh=Mesh(jax.devices()[:2], ("shard",)),
-        in_specs=tuple([P("shard") if batch else P() for batch in each] for each in (has_batch, results_have_batch)),
+        in_specs=(of_arrays, of_results),
         out_specs=P(),
         # Pallas' interpreter does not know the types by which shard_map tells what differs between devices.
         check_vma=implementation != "pallas" or jax.default_backend() == "gpu",
     )
-    function = of_floats(lambda *arrays: sharded_loss(list(arrays), cotangents), arrays)
+    function = of_floats(lambda *arrays: sharded_loss(arrays, cotangents), arrays)
     gradients = jax.jit(jax.grad(lambda values: function(*values)[0]))(floats(arrays))
     assert_close(gradients, reference(name, place, batch=4)[1], "float32")
 
@@ -498,4 +495,4 @@ def _export(*names):
     arrays = {name: drawn(name)[0] for name in names}
     with on_the_cpu():
         exported = jax.export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(arrays)
-        assert_close(floats(jax.tree.leaves(exported.call(arrays))), floats(jax.tree.leaves(run(arrays))), "float32")
+        assert_close(floats(exported.call(arrays)), floats(run(arrays)), "float32")

@@ -29,6 +29,7 @@ from helpers import (
     ours,
     results_of,
     value_and_gradients,
+    with_floats,
 )
 
 import jaxbp
@@ -107,8 +108,7 @@ def directions(family, dtype):
 
 def moved(drawn, direction, by):
     def move(arrays, steps):
-        steps = iter(steps)
-        return tuple(np.asarray(a) + by * next(steps) if is_float(a) else a for a in arrays)
+        return with_floats(arrays, [np.asarray(a) + by * d for a, d in zip(floats(arrays), steps, strict=True)])
 
     return {name: (move(arrays, direction[name]), cotangents) for name, (arrays, cotangents) in drawn.items()}
 
@@ -217,7 +217,7 @@ def test_kernels_lower_for_cuda_without_a_gpu(name, dtype):
 
 def _apart(name):
     """Whether a half precision has too few values for the op's arguments."""
-    return any(argument.apart for case in ENTRIES[name].real.values() for argument in case.arguments)
+    return any(argument.apart for case in ENTRIES[name].real.values() for argument in case.floats)
 
 
 @pytest.mark.gpu
@@ -250,7 +250,7 @@ def test_an_empty_batch_has_gradients_of_every_shape(family):
 @every_name
 def test_float64_kernels_integers_lists_and_unknown_implementations_are_refused(name):
     arrays = list(drawn(name)[0])
-    at = next(i for i, a in enumerate(arrays) if is_float(a))
+    at = next(i for i, a in enumerate(arrays) if hasattr(a, "dtype") and is_float(a))
     argument = list(inspect.signature(ENTRIES[name].function).parameters)[at]
     with pytest.raises(
         ValueError, match=f"^{name}: implementation is 'cuda'; wants 'pallas', 'xla', 'autodiff' or None"
@@ -273,7 +273,10 @@ OF_SHAPES = [
     entry.name
     for entry in LIKE
     if entry.name not in ANY_SHAPE
-    and ("_backward" in entry.name or sum(argument.below is None for argument in entry.small.arguments) > 1)
+    and (
+        "_backward" in entry.name
+        or sum(getattr(argument, "below", 0) is None for argument in entry.small.arguments) > 1
+    )
 ]
 
 

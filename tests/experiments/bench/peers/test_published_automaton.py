@@ -7,15 +7,9 @@ import pytest
 from experiments.bench import works
 from experiments.bench.measure import relative_error
 from experiments.bench.peers import Task, published_automaton
+from jaxbp.catalogue import AutomatonArgument
 
-SMALL = {
-    "channels": 1,
-    "perception_kernels": 1,
-    "perception_widths": [8, 4, 2],
-    "update_widths": [2, 1],
-    "periodic": False,
-}
-
+SMALL = AutomatonArgument(1, 1, (8, 4, 2), (2, 1), periodic=False)
 
 pytestmark = pytest.mark.once
 
