@@ -174,7 +174,7 @@ def _draw(argument, random, batch, dtype):
     elif argument.apart:
         x = random.permutation(np.linspace(-2, 2, struct.size)).reshape(struct.shape)
     else:
-        x = random.standard_normal(struct.shape) * argument.scale
+        x = random.standard_normal(struct.shape) * argument.scale + (argument.offset or 0)
         if argument.weights:
             x = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
         if argument.positive:

@@ -292,7 +292,7 @@ def _trees(random, entry):
 
 
 def _automaton(random, entry):
-    channels, perception = int(random.integers(1, 4)), (8, 4, 2)[: int(random.integers(1, 4))]
+    channels, perception = int(random.integers(2, 5)), (8, 4, 2)[: int(random.integers(1, 4))]
     kernels, update = int(random.integers(1, 4)), []
     inputs = channels * (1 + kernels * perception[-1])
     while (inputs := -(-inputs // 2)) > channels:
@@ -302,8 +302,8 @@ def _automaton(random, entry):
     if "rollout" in entry.name:
         memory = ("all", "states", "logarithmic", 2)[random.integers(4)]
         options |= dict(steps=int(random.integers(4)), memory=memory)
-    state = (*map(int, random.integers(1, 5, 3)), channels)
-    return Case((wires.logits(PARAMETERS[options["parametrization"]]), wires, Argument(state)), options)
+    state = wires.state(*map(int, random.integers(1, 5, 3)))
+    return Case((wires.logits(PARAMETERS[options["parametrization"]]), wires, state), options)
 
 
 def _pool(random, entry):

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxbp.catalogue.schema import BATCH, Argument, AutomatonArgument, Case, Entry, TreeWiresArgument, WiresArgument
+from jaxbp.logic.gates import PASS_THROUGH
 from jaxbp.ops import (
     activations,
     arithmetic,
@@ -167,13 +168,15 @@ CHECKERBOARD = AutomatonArgument(8, 16, (8, 4, 2), (*[256] * 10, 128, 64, 32, 16
 def _ticks(function: Callable, like: str, small: Mapping[str, int], real: Mapping[str, int]) -> tuple[Entry, Entry]:
     """Of a grid of few cells, and of the published grid; with each one's options."""
 
-    def at(automaton, grid, options):
-        state = (*grid, automaton.channels)
-        return _case(automaton.logits(), automaton, state, **options), state
+    def at(automaton, grid, logits, options):
+        state = automaton.state(*grid)
+        return _case(logits, automaton, state, **options), state.shape
 
-    (case, dy), place = at(CHECKERBOARD, (BATCH, 16, 16), real), "checkerboard"
+    # Gates that mostly pass on an input: through twenty layers of random functions no gradient comes.
+    passing = CHECKERBOARD.logits(offset=tuple(6.0 * (i == PASS_THROUGH) for i in range(16)))
+    (case, dy), place = at(CHECKERBOARD, (BATCH, 16, 16), passing, real), "checkerboard"
     real_case = dataclasses.replace(case, batch=2), dy
-    return _with_backward(function, at(_CELL, (2, 2, 3), small), place, real_case, like)
+    return _with_backward(function, at(_CELL, (2, 2, 3), _CELL.logits(), small), place, real_case, like)
 
 
 CATALOGUE: tuple[Entry, ...] = (
@@ -530,6 +533,6 @@ CATALOGUE: tuple[Entry, ...] = (
         {"pool1": _case((BATCH, 64, 24, 24), pool=2)},
     ),
     *_ticks(automaton.automaton_step, "", {}, {}),
-    *_ticks(automaton.automaton_rollout, "automaton_step", dict(steps=2), dict(steps=20)),
+    *_ticks(automaton.automaton_rollout, "automaton_step", dict(steps=2), dict(steps=2)),
 )
 """Every op, once."""

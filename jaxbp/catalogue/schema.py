@@ -23,8 +23,8 @@ BATCH = "batch"
 class Argument:
     """An array to draw: its shape, and for integers the bound they stay below.
 
-    Floats are standard normal times `scale`, or with `weights` the softmax of that over the last axis, or with `apart`
-    evenly spaced in random order, or with `positive` at least a half.
+    Floats are standard normal times `scale`, plus `offset` along the last axis, or with `weights` the softmax of that
+    over the last axis, or with `apart` evenly spaced in random order, or with `positive` at least a half.
     """
 
     shape: tuple[int | str, ...]
@@ -34,6 +34,7 @@ class Argument:
     dtype: DTypeLike = jnp.int32
     scale: float = 1.0
     positive: bool = False
+    offset: tuple[float, ...] = ()
 
     def struct(self, batch: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         shape = tuple(batch if size == BATCH else size for size in self.shape)
@@ -46,6 +47,7 @@ class Argument:
         if self.apart:
             return jax.random.permutation(key, jnp.linspace(-2, 2, struct.size, dtype=dtype)).reshape(struct.shape)
         x = jax.random.normal(key, struct.shape, struct.dtype) * jnp.asarray(self.scale, struct.dtype)
+        x = x + jnp.asarray(self.offset, struct.dtype) if self.offset else x
         return jax.nn.softmax(x) if self.weights else jnp.abs(x) + 0.5 if self.positive else x
 
 
@@ -128,10 +130,14 @@ class AutomatonArgument(FixedArgument):
         """Perception's run for every channel."""
         return self.channels * self.kernels * sum(self.perception) + sum(self.update)
 
-    def logits(self, parameters: int = 16) -> list[list[Argument]]:
+    def logits(self, parameters: int = 16, offset: tuple[float, ...] = ()) -> list[list[Argument]]:
         """Of each layer of perception, and of each layer of update."""
-        perception = [Argument((self.kernels, gates, parameters)) for gates in self.perception]
-        return [perception, [Argument((gates, parameters)) for gates in self.update]]
+        perception = [Argument((self.kernels, gates, parameters), offset=offset) for gates in self.perception]
+        return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
+
+    def state(self, *grid: int | str) -> Argument:
+        """Of a batch of grids, in [0, 1]."""
+        return Argument((*grid, self.channels), weights=True)
 
     def made(self) -> Automaton:
         return Automaton.create(self.channels, self.kernels, self.perception, self.update, self.periodic, seed=0)
