@@ -3,9 +3,10 @@
     python docs/lab/profiles.py --json docs/results/profiles.json          # on a GPU, with `ncu` on the path
     python docs/lab/profiles.py lenet@8192 layer_norm_backward:65536x1024@65536/bfloat16 --json some.json
 
-A work is CASE[@BATCH][/DTYPE[/IMPLEMENTATION]], its case as the bench's command takes it; by default float32 and
-"pallas". One call of it is profiled, a training step with its update, and of its kernels those of this library and the
-products of XLA's libraries; under "None" XLA's fusions as well.
+A work is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]], its case as the bench's command takes it; by default
+float32, "pallas" and "default", the library's precision of products. One call of it is profiled, a training step with
+its update, and of its kernels those of this library and the products of XLA's libraries; under "None" XLA's fusions as
+well.
 
 All works are compiled first, without the profiler, into a cache of their own. Then each has a process under the
 profiler, whose end does not touch the others. Each kernel runs once for every few counters, with its memory restored
@@ -77,6 +78,7 @@ class Asked(NamedTuple):
     batch: int
     dtype: str
     implementation: str
+    precision: str
 
     @property
     def title(self) -> str:
@@ -85,12 +87,12 @@ class Asked(NamedTuple):
 
 def asked_for(text: str) -> Asked:
     case, *rest = text.split("/")
-    dtype, implementation = (*rest, *("float32", "pallas")[len(rest) :])
+    dtype, implementation, precision = (*rest, *("float32", "pallas", "default")[len(rest) :])
     case, _, batch = case.partition("@")
     works = [work for work in selected([case]) if case in (work.op, f"{work.op}:{work.place}")]
     if len(works) != 1:
         raise SystemExit(f"{text}: has {len(works)} places; wants one, as in {works[0].op}:{works[0].place}")
-    return Asked(works[0], int(batch or works[0].batches[0][0]), dtype, implementation)
+    return Asked(works[0], int(batch or works[0].batches[0][0]), dtype, implementation, precision)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -127,9 +129,10 @@ def main(args: Sequence[str] | None = None) -> int:
 def run(asked: Asked) -> None:
     """One call of the work."""
     implementation = None if asked.implementation == "None" else asked.implementation
-    function = asked.work.function(implementation, asked.dtype)
-    arguments = jax.block_until_ready((asked.work.draw(0, asked.batch, asked.dtype),))
-    jax.block_until_ready(jax.jit(asked.work.chain(function, 1, implementation))(arguments))
+    with jax.default_matmul_precision(asked.precision):
+        function = asked.work.function(implementation, asked.dtype)
+        arguments = jax.block_until_ready((asked.work.draw(0, asked.batch, asked.dtype),))
+        jax.block_until_ready(jax.jit(asked.work.chain(function, 1, implementation))(arguments))
 
 
 def profiled(work: str, kernels: str, environment: dict[str, str], log: Path) -> str:
@@ -161,6 +164,7 @@ def rows_of(text: str, asked: Asked) -> Iterator[dict[str, Any]]:
             "work": asked.title,
             "dtype": asked.dtype,
             "implementation": asked.implementation,
+            "precision": asked.precision,
             "kernel": line["Kernel Name"].split("(")[0],
             "microseconds": number(line["gpu__time_duration.sum"]) / 1e3,
             **{key: number(line.get(metric)) for key, metric in METRICS.items()},
