@@ -33,6 +33,8 @@ _MAX_ACCUMULATORS = 160
 """Sums that a program keeps in registers: a thread has 255, and needs some for operands and addresses."""
 _OTHER_REGISTERS = 64
 """Of a thread, for all but its sums. Chosen by hand; not tuned."""
+_ACCESS = 4
+"""Float32 numbers of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic sets aside for sums across warps."""
 
@@ -436,7 +438,8 @@ def input_gradient(
         _InputGradientProgram(window, cells, lane_block, channels).body,
         dy,
         place.swapaxes(0, 1),
-        w.astype(jnp.float32),
+        # A tap's weights of all input channels lie together, so that one access loads several.
+        jnp.pad(jnp.moveaxis(w.astype(jnp.float32), 1, -1), [(0, 0)] * 3 + [(0, -C % _ACCESS)]),
         out=jax.ShapeDtypeStruct((C, rows * window[0], columns * window[1], N), dy.dtype),
         grid={"block": N // lane_block, "row": rows, "step": columns // cells, "c": C // channels},
         name="conv2d_relu_max_pool2d_backward_input",
@@ -454,22 +457,13 @@ class _InputGradientProgram:
     channels: int
 
     def body(self, dy, place, w, dx, *, block, row, step, c):
-        (K, *_), (R, S) = dy.shape, self.window
+        K, (R, S) = dy.shape[0], self.window
         positions = list(itertools.product(range(self.channels), range(R), range(S)))
         lanes = pl.ds(block * self.lane_block, self.lane_block)
 
         def cell(turn, _):
             column = step * self.cells + turn
-
-            def add_channel(k, sums):
-                gradients = self.gradients_around(dy, place, w.shape[2:], (k, row, column, lanes))
-                sums = list(sums)
-                for o, u, v in itertools.product(range(self.channels), *map(range, w.shape[2:])):
-                    weight = w[k, c * self.channels + o, u, v]
-                    for n, (i, j) in enumerate(itertools.product(range(R), range(S))):
-                        sums[o * R * S + n] += gradients[i - u, j - v] * weight
-                return tuple(sums)
-
+            add_channel = functools.partial(self.add_channel, dy, place, w, (c, row, column, lanes))
             zero = zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32))
             sums = lax.fori_loop(0, K, add_channel, (zero,) * len(positions))
             for total, (o, i, j) in zip(sums, positions, strict=True):
@@ -477,18 +471,30 @@ class _InputGradientProgram:
 
         lax.fori_loop(0, self.cells, cell, None)
 
-    def gradients_around(self, dy, place, filter_size, at):
-        """The gradient at the convolution's resolution, by its distance from a cell: zero but at windows' maxima."""
-        (k, row, column, lanes), (_, P, Q, _), (R, S) = at, dy.shape, self.window
+    def add_channel(self, dy, place, w, program, k, sums):
+        """Adds what an output channel's gradient gives the cell: of the windows around it, those that exist."""
+        (c, row, column, lanes), (_, P, Q, _) = program, dy.shape
         # Windows whose filters reach into a cell start up to this many cells above it and to its left.
-        reach_p, reach_q = ((f + n - 2) // n + 1 for f, n in zip(filter_size, self.window, strict=True))
-        gradients = {}
+        reach_p, reach_q = ((f + n - 2) // n + 1 for f, n in zip(w.shape[1:3], self.window, strict=True))
         for back_p, back_q in itertools.product(range(reach_p), range(reach_q)):
             p, q = row - back_p, column - back_q
-            exists = (p >= 0) & (p < P) & (q >= 0) & (q < Q)
-            p, q = jnp.clip(p, 0, P - 1), jnp.clip(q, 0, Q - 1)
-            gradient = dy[k, p, q, lanes].astype(jnp.float32)
-            maximum = jnp.where(exists, place[p, k, q, lanes].astype(jnp.int32), -1)
-            for t in range(R * S):
-                gradients[t // S - back_p * R, t % S - back_q * S] = jnp.where(maximum == t, gradient, 0.0)
-        return gradients
+            add_window = functools.partial(self.add_window, dy, place, w, (c, k, p, q, lanes), (back_p, back_q))
+            sums = lax.cond((p >= 0) & (p < P) & (q >= 0) & (q < Q), add_window, lambda sums: sums, sums)
+        return sums
+
+    def add_window(self, dy, place, w, at, back, sums):
+        """Adds what a window's gradient gives the cell so many cells before it: it goes to the window's maximum."""
+        (c, k, p, q, lanes), (F, G), (R, S) = at, w.shape[1:3], self.window
+        gradient, maximum = dy[k, p, q, lanes].astype(jnp.float32), place[p, k, q, lanes].astype(jnp.int32)
+        routed = [jnp.where(maximum == t, gradient, 0.0) for t in range(R * S)]
+        pairs = {}
+        for t, i, j in itertools.product(range(R * S), range(R), range(S)):
+            u, v = i - t // S + back[0] * R, j - t % S + back[1] * S
+            if 0 <= u < F and 0 <= v < G:
+                pairs.setdefault((u, v), []).append((t, i * S + j))
+        sums = list(sums)
+        for (u, v), o in itertools.product(pairs, range(self.channels)):
+            weight = w[k, u, v, c * self.channels + o]
+            for t, n in pairs[u, v]:
+                sums[o * R * S + n] += routed[t] * weight
+        return tuple(sums)
