@@ -38,9 +38,6 @@ COEFFICIENTS = TRUTH_TABLES @ INTERPOLATION
 WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
 """1, A, B and AB in each row of the truth table, where A and B are -1 for a 0 and 1 for a 1."""
 _IDENTITY = np.eye(4, dtype=int)
-_MOST_TERMS = 4
-"""Terms of a sum that is written out. Four are a gate's coefficients; the sixteen functions are left to a product, whose
-left operand XLA would otherwise read in sixteen columns."""
 TINY = 1e-20
 """A probability that changes no float32 near 1, and whose products with gradients are no subnormal numbers."""
 
@@ -107,11 +104,7 @@ def _rows(parameters, basis):
 
 def _times(a, constant):
     """The product with a small matrix of integers, exact but for the sum's rounding."""
-    constant = constant.astype(a.dtype)
-    if len(constant) <= _MOST_TERMS:
-        # XLA fuses such a sum with what makes its terms and what becomes of it; a product is a launch of its own.
-        return sum(a[..., n, None] * row for n, row in enumerate(constant))
-    return jnp.matmul(a, constant, precision=Precision.HIGHEST)
+    return jnp.matmul(a, jnp.asarray(constant, a.dtype), precision=Precision.HIGHEST)
 
 
 # -------------------------------------------------------------------------------------- starting, hardening and scoring
