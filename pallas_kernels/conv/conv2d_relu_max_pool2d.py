@@ -463,29 +463,47 @@ class _InputGradientProgram:
 
         def cell(turn, _):
             column = step * self.cells + turn
-            add_channel = functools.partial(self.add_channel, dy, place, w, (c, row, column, lanes))
+            windows = self.windows_around(row, column, dy.shape, w.shape)
+
+            def add_channel(k, carry):
+                sums, gradients = carry
+                # The next channel's gradients arrive while this one's are multiplied.
+                following = self.gradients(dy, place, windows, jnp.minimum(k + 1, K - 1), lanes)
+                for (back, exists, *_), gradient in zip(windows, gradients, strict=True):
+                    add_window = functools.partial(self.add_window, w, k, c, back, *gradient)
+                    sums = lax.cond(exists, add_window, lambda sums: sums, sums)
+                return sums, following
+
             zero = zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32))
-            sums = lax.fori_loop(0, K, add_channel, (zero,) * len(positions))
+            first = (zero,) * len(positions), self.gradients(dy, place, windows, 0, lanes)
+            sums, _ = lax.fori_loop(0, K, add_channel, first)
             for total, (o, i, j) in zip(sums, positions, strict=True):
                 dx[c * self.channels + o, row * R + i, column * S + j, lanes] = total.astype(dx.dtype)
 
         lax.fori_loop(0, self.cells, cell, None)
 
-    def add_channel(self, dy, place, w, program, k, sums):
-        """Adds what an output channel's gradient gives the cell: of the windows around it, those that exist."""
-        (c, row, column, lanes), (_, P, Q, _) = program, dy.shape
-        # Windows whose filters reach into a cell start up to this many cells above it and to its left.
-        reach_p, reach_q = ((f + n - 2) // n + 1 for f, n in zip(w.shape[1:3], self.window, strict=True))
-        for back_p, back_q in itertools.product(range(reach_p), range(reach_q)):
-            p, q = row - back_p, column - back_q
-            add_window = functools.partial(self.add_window, dy, place, w, (c, k, p, q, lanes), (back_p, back_q))
-            sums = lax.cond((p >= 0) & (p < P) & (q >= 0) & (q < Q), add_window, lambda sums: sums, sums)
-        return sums
+    def windows_around(self, row, column, dy_shape, w_shape):
+        """The windows whose filters may reach into a cell: how many cells before it, whether it exists, where it is.
 
-    def add_window(self, dy, place, w, at, back, sums):
-        """Adds what a window's gradient gives the cell so many cells before it: it goes to the window's maximum."""
-        (c, k, p, q, lanes), (F, G), (R, S) = at, w.shape[1:3], self.window
-        gradient, maximum = dy[k, p, q, lanes].astype(jnp.float32), place[p, k, q, lanes].astype(jnp.int32)
+        One that does not exist has the place of one that does.
+        """
+        (_, P, Q, _), (_, *filter_size, _) = dy_shape, w_shape
+        reach = ((f + n - 2) // n + 1 for f, n in zip(filter_size, self.window, strict=True))
+        windows = []
+        for back in itertools.product(*map(range, reach)):
+            p, q = row - back[0], column - back[1]
+            exists = (p >= 0) & (p < P) & (q >= 0) & (q < Q)
+            windows.append((back, exists, jnp.clip(p, 0, P - 1), jnp.clip(q, 0, Q - 1)))
+        return windows
+
+    def gradients(self, dy, place, windows, k, lanes):
+        """Of each window: its gradient, and the place of its maximum."""
+        return tuple((dy[k, p, q, lanes], place[p, k, q, lanes]) for *_, p, q in windows)
+
+    def add_window(self, w, k, c, back, gradient, maximum, sums):
+        """Adds what a window's gradient gives the cell so many cells after it: it goes to the window's maximum."""
+        (F, G), (R, S) = w.shape[1:3], self.window
+        gradient, maximum = gradient.astype(jnp.float32), maximum.astype(jnp.int32)
         routed = [jnp.where(maximum == t, gradient, 0.0) for t in range(R * S)]
         pairs = {}
         for t, i, j in itertools.product(range(R * S), range(R), range(S)):
