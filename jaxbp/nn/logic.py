@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float
 
 from jaxbp.logic.circuit import Circuit
-from jaxbp.logic.gates import Parametrization, group_sum, hard_logits, harden, initial_logits
+from jaxbp.logic.gates import Parametrization, hard_logits, harden, initial_logits
 from jaxbp.logic.wires import Wires
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops.gate_layer import gate_layer
@@ -100,9 +100,11 @@ class LogicLayer(Gates):
             rngs=rngs,
         )
 
-    def __call__(self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False) -> Float[Array, "*batch gates"]:
-        """The gates' outputs; with `hard`, those of each gate's most probable function alone."""
-        return self._apply(gate_layer, x, hard=hard)
+    def __call__(
+        self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False, groups: int | None = None
+    ) -> Float[Array, "*batch results"]:
+        """The gates' outputs, or sums of `groups` of them; with `hard`, of each gate's most probable function alone."""
+        return self._apply(gate_layer, x, hard=hard, groups=groups)
 
 
 class LogicNetwork(nnx.Module):
@@ -152,9 +154,10 @@ class LogicNetwork(nnx.Module):
 
     def __call__(self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False) -> Float[Array, "*batch classes"]:
         """The classes' scores; with `hard`, those of the hardened network, which wants bits."""
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             x = layer(x, hard=hard)
-        return group_sum(x.astype(jnp.promote_types(x.dtype, jnp.float32)), self.classes, self.tau)
+        return last(x, hard=hard, groups=self.classes) / self.tau
 
     def harden(self) -> Circuit:
         """The hardened network's gates, without the sums."""

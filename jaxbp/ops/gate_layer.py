@@ -39,8 +39,19 @@ from pallas_kernels.logic.graph import Graph
 # ------------------------------------------------------------------------------------- the formulas on coefficients
 
 
-def _forward(coefficients, wires, x):
-    return _mixed(coefficients, _inputs_of_gates(wires, widen(_features_first(x))), x)
+def _forward(coefficients, wires, x, *, groups=None):
+    return _grouped(_mixed(coefficients, _inputs_of_gates(wires, widen(_features_first(x))), x), groups)
+
+
+def _grouped(y, groups):
+    """The sums of runs of neighbouring gates, if there are to be groups."""
+    return y if groups is None else gates.group_sum(widen(y), groups)
+
+
+def _of_gates(dy, wires, x):
+    """The gradient of each gate, features first, from that of the layer's results, which may be sums of groups."""
+    rows = _features_first(dy.astype(x.dtype))
+    return jnp.repeat(rows, wires.gates // len(rows), axis=0)
 
 
 def _mixed(coefficients, inputs, x):
@@ -52,17 +63,17 @@ def _inputs_of_gates(wires, rows):
     return rows[wires.a], rows[wires.b]
 
 
-def _gradients(dy, coefficients, wires, x):
-    rows, dy = widen(_features_first(x)), widen(_features_first(dy))
+def _gradients(dy, coefficients, wires, x, *, groups=None):
+    rows, dy = widen(_features_first(x)), widen(_of_gates(dy, wires, x))
     dc, dx = _gates.gradients(dy, coefficients.T, wires, rows)
     return dc.T.astype(coefficients.dtype), None, _features_last(dx.astype(x.dtype), x.shape[:-1])
 
 
-def _gradients_by_autodiff(dy, coefficients, wires, x):
+def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
     """`_gradients`, for JAX to differentiate: with `_copies_of_inputs`, so that every run adds up in the same order."""
 
     def forward(coefficients, x):
-        return _mixed(coefficients, _copies_of_inputs(wires, widen(_features_first(x))), x)
+        return _grouped(_mixed(coefficients, _copies_of_inputs(wires, widen(_features_first(x))), x), groups)
 
     dc, dx = jax.vjp(forward, coefficients, x)[1](dy)
     return dc, None, dx
@@ -109,13 +120,14 @@ def _as_rows(x):
 # -------------------------------------------------------------------------------------------------------- the kernels
 
 
-def _forward_kernel(coefficients, wires, x):
+def _forward_kernel(coefficients, wires, x, *, groups=None):
     y = forward_kernel.forward(coefficients, _graph(wires), _examples_last(x))
-    return batch_first(y, math.prod(x.shape[:-1])).reshape(*x.shape[:-1], wires.gates)
+    return _grouped(batch_first(y, math.prod(x.shape[:-1])).reshape(*x.shape[:-1], wires.gates), groups)
 
 
-def _gradients_kernel(dy, coefficients, wires, x):
-    dx, dc = _fastest_gradients(_examples_last(dy), coefficients, _graph(wires), _examples_last(x))
+def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
+    # The kernels find a gate's row of dy by its group.
+    dx, dc = _fastest_gradients(_examples_last(dy.astype(x.dtype)), coefficients, _graph(wires), _examples_last(x))
     dx = batch_first(dx, math.prod(x.shape[:-1])).reshape(x.shape)
     return dc.astype(coefficients.dtype), None, dx
 
@@ -190,32 +202,32 @@ COEFFICIENTS = {
 }
 
 
-def _layer(parameters, wires, x, *, parametrization, implementation):
+def _layer(parameters, wires, x, *, parametrization, groups, implementation):
     coefficients = COEFFICIENTS[parametrization](widen(parameters), implementation=implementation)
-    return _GATES(coefficients, wires, x, implementation=implementation)
+    return _GATES(coefficients, wires, x, groups=groups, implementation=implementation)
 
 
-def _layer_backward(dy, parameters, wires, x, *, parametrization, implementation):
+def _layer_backward(dy, parameters, wires, x, *, parametrization, groups, implementation):
     # Widened once: what both uses add to a gradient of this one is then rounded, and may overflow, as a sum alone.
     pair, wide = COEFFICIENTS[parametrization], widen(parameters)
-    dc, _, dx = _GATES_BACKWARD(dy, pair.forward(wide), wires, x, implementation=implementation)
+    dc, _, dx = _GATES_BACKWARD(dy, pair.forward(wide), wires, x, groups=groups, implementation=implementation)
     return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
 
 
-def _definition(parameters, wires, x, *, parametrization):
+def _definition(parameters, wires, x, *, parametrization, groups):
     """The layer for JAX to differentiate: of logits, the 16 functions weighted with their probabilities."""
     if parametrization != "softmax":
-        return _forward(COEFFICIENTS[parametrization].forward(parameters), wires, x)
+        return _forward(COEFFICIENTS[parametrization].forward(parameters), wires, x, groups=groups)
     wide = widen(x)
     functions = jnp.stack(gates.relaxed_gates(wide[..., wires.a], wide[..., wires.b]), axis=-1)
-    return jnp.sum(jax.nn.softmax(widen(parameters)) * functions, axis=-1).astype(x.dtype)
+    return _grouped(jnp.sum(jax.nn.softmax(widen(parameters)) * functions, axis=-1).astype(x.dtype), groups)
 
 
-def _definition_backward(dy, parameters, wires, x, *, parametrization):
-    return jax.vjp(lambda p, x: _definition(p, wires, x, parametrization=parametrization), parameters, x)[1](dy)
+def _definition_backward(dy, parameters, wires, x, **options):
+    return jax.vjp(lambda p, x: _definition(p, wires, x, **options), parameters, x)[1](dy)
 
 
-def _unsupported(*arrays, parametrization):
+def _unsupported(*arrays, **options):
     return _checks.unsupported_dtype(*jax.tree.leaves(arrays))
 
 
@@ -240,8 +252,9 @@ def gate_layer(
     x: Float[AnyArray, "*batch inputs"],
     *,
     parametrization: Parametrization = "softmax",
+    groups: int | None = None,
     implementation: Implementation = None,
-) -> Float[Array, "*batch gates"]:
+) -> Float[Array, "*batch results"]:
     """A layer of relaxed logic gates, `y_g = Σ_i softmax(logits_g)_i op_i(a, b)`, a and b the inputs `wires` gives g.
 
     The 16 functions op_i, in the literature's order, are those of this file's head. Each is linear in a and in b, and
@@ -256,31 +269,35 @@ def gate_layer(
         "input_wise": 4, one for each row of the truth table, whose value there is its sigmoid.
         "walsh": 4, weights of 1, A, B and AB, with A, B = ±1 for the bits; the sigmoid of that sum is the row's value.
           (The source takes the sigmoid of the sum at relaxed inputs too. Here it is interpolated between the rows.)
+      groups: the results are the sums of so many equal runs of neighbouring gates, as by `jaxbp.group_sum`. The
+        backward under "pallas" then reads a gradient a group, and none a gate is ever in memory.
       implementation: "pallas", "xla", "autodiff", or None for the fastest. "autodiff" is the 16 functions as they
         are written above, stacked; of the other two parametrizations, the four coefficients.
 
     Returns:
-      y, in x's dtype, computed in float32 or wider.
+      y, a result a gate in x's dtype, computed in float32 or wider; with `groups` a sum a group, in float32 or wider.
 
     Raises:
       TypeError: wires that are none, or arguments that are not floating.
-      ValueError: shapes that do not fit, or an unknown parametrization.
+      ValueError: shapes that do not fit, an unknown parametrization, or groups that do not divide the gates.
 
     Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022; "input_wise": L. Rüttgers et
     al., "Light differentiable logic gate networks", 2025; "walsh": L. Gerlach et al., "WARP logic neural networks",
     2026.
     """
-    logits, x = _check("gate_layer", logits, wires, x, parametrization)
-    return _GATE_LAYER(logits, wires, x, parametrization=parametrization, implementation=implementation)
+    logits, x = _check("gate_layer", logits, wires, x, parametrization, groups)
+    options = dict(parametrization=parametrization, groups=groups, implementation=implementation)
+    return _GATE_LAYER(logits, wires, x, **options)
 
 
 def gate_layer_backward(
-    dy: Float[AnyArray, "*batch gates"],
+    dy: Float[AnyArray, "*batch results"],
     logits: Float[AnyArray, "gates parameters"],
     wires: Wires,
     x: Float[AnyArray, "*batch inputs"],
     *,
     parametrization: Parametrization = "softmax",
+    groups: int | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "gates parameters"], Float[Array, "*batch inputs"]]:
     """Gradients of `gate_layer`. With p the probabilities of a gate,
@@ -294,8 +311,8 @@ def gate_layer_backward(
     `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with `u = T dc`, T the coefficients of the 16 functions.
 
     Args:
-      dy: gradient of the loss in y, of x's dtype.
-      logits, wires, x, parametrization: the forward's.
+      dy: gradient of the loss in y, of x's dtype; with `groups` in the sums, of their dtype.
+      logits, wires, x, parametrization, groups: the forward's.
 
     Returns:
       (dlogits, dx), each in the shape and dtype of what it is the gradient of.
@@ -304,13 +321,14 @@ def gate_layer_backward(
       TypeError, ValueError: as in `gate_layer`.
     """
     op = "gate_layer_backward"
-    logits, x = _check(op, logits, wires, x, parametrization)
-    dy, _ = _checks.floating(op, dy=dy, x=x)
-    _checks.shape(op, "dy", dy, *x.shape[:-1], wires.gates)
-    return _GATE_LAYER_BACKWARD(dy, logits, wires, x, parametrization=parametrization, implementation=implementation)
+    logits, x = _check(op, logits, wires, x, parametrization, groups)
+    dy, _ = _checks.floating(op, dy=dy, x=x if groups is None else widen(x))
+    _checks.shape(op, "dy", dy, *x.shape[:-1], groups or wires.gates)
+    options = dict(parametrization=parametrization, groups=groups, implementation=implementation)
+    return _GATE_LAYER_BACKWARD(dy, logits, wires, x, **options)
 
 
-def _check(op, logits, wires, x, parametrization):
+def _check(op, logits, wires, x, parametrization, groups):
     if not isinstance(wires, Wires):
         raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.Wires")
     (logits,) = _checks.floating(op, logits=logits)
@@ -318,4 +336,6 @@ def _check(op, logits, wires, x, parametrization):
     gates.check_parameters(op, logits, wires.gates, parametrization)
     if x.ndim == 0 or x.shape[-1] != wires.inputs:
         raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {wires.inputs}), the inputs of wires")
+    if groups is not None and (not _checks.is_int(groups) or groups < 1 or wires.gates % groups):
+        raise ValueError(f"{op}: groups is {groups!r}; wants None, or a divisor of the {wires.gates} gates")
     return logits, x

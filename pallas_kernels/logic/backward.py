@@ -13,9 +13,10 @@ Four ways to make both:
 - `input_gradient` and `coefficients_gradient`: where a row is short, a program waits most of the time for its loads.
   Of these two, it owns a few inputs, or gates, and has the loads of all of them under way.
 
-Arguments: dy `(gates, N)`, the batch N a multiple of `LANES`; coefficients `(gates, 4)`; a `Graph`; x `(inputs, N)` of
-dy's dtype. dx comes in that dtype, dc in float32, both summed in float32. The batch is the slow axis of every grid, as
-in forward.py. What bounds the kernels: docs/kernels/logic.md; what was tried: docs/lab/2026-11-22-logic.md.
+Arguments: dy `(gates, N)`, the batch N a multiple of `LANES`, or `(groups, N)`, a row for each of as many equal runs of
+neighbouring gates; coefficients `(gates, 4)`; a `Graph`; x `(inputs, N)` of dy's dtype. dx comes in that dtype, dc in
+float32, both summed in float32. The batch is the slow axis of every grid, as in forward.py. What bounds the kernels:
+docs/kernels/logic.md; what was tried: docs/lab/2026-11-22-logic.md.
 """
 
 import dataclasses
@@ -49,6 +50,12 @@ def _lanes(block: Any, blocks: int, length: int = LANES) -> list[Any]:
 def _load(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
     """A row's lane blocks."""
     return [ref[row, block].astype(jnp.float32) for block in lanes]
+
+
+def _dy_row(dy_ref: Any, graph: Graph, gate: Any) -> Any:
+    """The row of dy that is a gate's."""
+    run = graph.gates // dy_ref.shape[0]
+    return gate if run == 1 else lax.div(gate, jnp.int32(run))
 
 
 def _gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
@@ -108,9 +115,9 @@ def gradients_by_gate(
 
     def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
         lanes = _lanes(block, config.blocks)
-        gates = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(dy_ref, group)]
+        gates = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(graph, group)]
         slopes = [[c_ref[g, k] for k in (1, 2, 3)] for g, _, _ in gates]
-        values = _values_of_gates(dy_ref, x_ref, gates, lanes)
+        values = _values_of_gates(dy_ref, graph, x_ref, gates, lanes)
         for (_, a, b), (slope_a, slope_b, slope_ab), gate_values in zip(gates, slopes, values, strict=True):
             for lane_block, (dy, value_a, value_b) in zip(lanes, gate_values, strict=True):
                 dx_ref[a, lane_block] = (dy * (slope_a + slope_ab * value_b)).astype(dx_ref.dtype)
@@ -119,13 +126,13 @@ def gradients_by_gate(
 
     arrays = dy, coefficients.astype(jnp.float32), graph.a, graph.b, x
     name = "gate_layer_backward_by_gate"
-    dx, dc = _launch_by_gates(body, *arrays, out=(x,), blocks=config.blocks, name=name, in_place={4: 0})
+    dx, dc = _launch_by_gates(body, graph.gates, *arrays, out=(x,), blocks=config.blocks, name=name, in_place={4: 0})
     return dx, dc
 
 
-def _launch_by_gates(body, dy, *arrays, out, blocks, **options):
+def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
     """(*out, dc), of programs of `_GATES` gates and `blocks` lane blocks."""
-    gates, N = dy.shape
+    N = dy.shape[1]
     blocks, groups, rows = N // (LANES * blocks), -(-gates // _GATES), _GATE_SUMS * _GATES
     *results, dc = launch(
         body,
@@ -140,14 +147,14 @@ def _launch_by_gates(body, dy, *arrays, out, blocks, **options):
     return *results, jnp.sum(dc, axis=0)[: _GATE_SUMS * gates].reshape(gates, _GATE_SUMS)
 
 
-def _owned_gates(dy_ref, group):
+def _owned_gates(graph, group):
     """A program's gates; the last one's may be the same gate several times."""
-    return [jnp.minimum(group * _GATES + k, dy_ref.shape[0] - 1) for k in range(_GATES)]
+    return [jnp.minimum(group * _GATES + k, graph.gates - 1) for k in range(_GATES)]
 
 
-def _values_of_gates(dy_ref, x_ref, gates, lanes):
+def _values_of_gates(dy_ref, graph, x_ref, gates, lanes):
     """Of each gate, given with its inputs, (dy, a, b) in each lane block, all of which are read at once."""
-    operands = [((dy_ref, g), (x_ref, a), (x_ref, b)) for g, a, b in gates]
+    operands = [((dy_ref, _dy_row(dy_ref, graph, g)), (x_ref, a), (x_ref, b)) for g, a, b in gates]
     return [[_load_each(rows, lane_block) for lane_block in lanes] for rows in operands]
 
 
@@ -194,7 +201,7 @@ def gradients_by_input(
 
     Where the input is a gate's a, the program has all that the gate's sums need in its registers.
     """
-    (gates, N), inputs = dy.shape, x.shape[0]
+    gates, (inputs, N) = graph.gates, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, dc_ref, *, block, row):
         lanes = _lanes(block, config.blocks, config.length)
@@ -202,7 +209,7 @@ def gradients_by_input(
 
         def add_consumer(e, dx, role):
             g = consumers_ref[e] >> 1
-            dy, partner = _load(dy_ref, g, lanes), _load(x_ref, partners_ref[e], lanes)
+            dy, partner = _load(dy_ref, _dy_row(dy_ref, graph, g), lanes), _load(x_ref, partners_ref[e], lanes)
             if role == 0:
                 for k, vector in enumerate(_gate_sums(list(zip(dy, x_blocks, partner, strict=True)))):
                     dc_ref[block, g, k] = jnp.sum(vector)
@@ -293,7 +300,7 @@ def gradients_along_trail(
         consumers, partner_rows = ([ref[e] for e in places] for ref in (consumers_ref, partners_ref))
         slopes = [_slopes(c_ref, consumer) for consumer in consumers]
         x_blocks = [_load(x_ref, row, lanes) for row in rows]
-        dys = [_load(dy_ref, consumer >> 1, lanes) for consumer in consumers]
+        dys = [_load(dy_ref, _dy_row(dy_ref, graph, consumer >> 1), lanes) for consumer in consumers]
         partners = [_load(x_ref, row, lanes) for row in partner_rows]
         for k, row in enumerate(rows):
             input_consumers = range(k * consumers_per_input, (k + 1) * consumers_per_input)
@@ -377,7 +384,7 @@ def _input_heuristic(dy, coefficients, graph, x):
 @kernel(supports=_input_supports, heuristic=_input_heuristic)
 def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: InputConfig) -> Array:
     """dx. A program owns a few inputs and a lane block, and reads some consumers of all of them at a time."""
-    (gates, N), inputs = dy.shape, x.shape[0]
+    gates, (inputs, N) = graph.gates, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, inputs_ref, x_ref, dx_ref, *, block, group):
         lanes = pl.ds(block * config.length, config.length)
@@ -389,7 +396,7 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
             # After an input's last consumer come those of the next input: they are read, but not added.
             read_places = [jnp.minimum(e, 2 * gates - 1) for e in places]
             consumers, partner_rows = ([ref[e] for e in read_places] for ref in (consumers_ref, partners_ref))
-            dys = [dy_ref[consumer >> 1, lanes].astype(jnp.float32) for consumer in consumers]
+            dys = [dy_ref[_dy_row(dy_ref, graph, consumer >> 1), lanes].astype(jnp.float32) for consumer in consumers]
             partners = [x_ref[row, lanes].astype(jnp.float32) for row in partner_rows]
             slopes = [_slopes(c_ref, consumer) for consumer in consumers]
             sums = list(sums)
@@ -436,10 +443,10 @@ def coefficients_gradient(dy: Array, graph: Graph, x: Array, *, config: GatesCon
     """dc. A program owns `_GATES` gates and some lane blocks, and reads all of them at once."""
 
     def body(dy_ref, a_ref, b_ref, x_ref, dc_ref, rows_ref, *, block, group):
-        gates = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(dy_ref, group)]
-        values = _values_of_gates(dy_ref, x_ref, gates, _lanes(block, config.blocks))
+        gates = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(graph, group)]
+        values = _values_of_gates(dy_ref, graph, x_ref, gates, _lanes(block, config.blocks))
         _write_sums_of_gates(values, rows_ref, dc_ref, block, group)
 
     arrays, name = (dy, graph.a, graph.b, x), "gate_layer_backward_coefficients"
-    (dc,) = _launch_by_gates(body, *arrays, out=(), blocks=config.blocks, name=name)
+    (dc,) = _launch_by_gates(body, graph.gates, *arrays, out=(), blocks=config.blocks, name=name)
     return dc

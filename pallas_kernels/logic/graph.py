@@ -56,3 +56,8 @@ class Graph:
     trail_places: Array
     regular: bool
     most_consumers: int
+
+    @property
+    def gates(self) -> int:
+        """How many there are."""
+        return self.a.shape[0]

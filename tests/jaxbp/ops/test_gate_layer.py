@@ -143,6 +143,37 @@ def test_every_parametrization_matches_native_autodiff_in_float64(parametrizatio
     assert_close(of_layer("pallas", parametrization)(*arrays), reference, "float32")
 
 
+@every_implementation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_groups_are_sums_of_neighbouring_gates(implementation, dtype):
+    logits, (dy, x) = normal((6, 16))[0], (a.astype(dtype) for a in normal((2, 3), (2, 5), seed=1))
+    options = dict(implementation=implementation)
+
+    def summed(logits, x):
+        return jaxbp.group_sum(jaxbp.gate_layer(logits, SHARED, x, **options).astype("float32"), 3)
+
+    y, vjp = jax.vjp(summed, logits, x)
+    dy = dy.astype("float32")
+    of_groups = functools.partial(jaxbp.gate_layer, wires=SHARED, groups=3, **options)
+    results, vjp_of_groups = jax.vjp(lambda logits, x: of_groups(logits, x=x), logits, x)
+    assert results.dtype == "float32"
+    assert_close(results, y, dtype)
+    assert_close(vjp_of_groups(dy), vjp(dy), dtype)
+    assert_close(jaxbp.gate_layer_backward(dy, logits, SHARED, x, groups=3, **options), vjp(dy), dtype)
+
+
+@pytest.mark.parametrize("groups", [0, 4, True, 2.0])
+def test_groups_that_do_not_divide_the_gates_are_refused(groups):
+    with pytest.raises(ValueError, match=r"gate_layer: groups is .*; wants None, or a divisor of the 6 gates"):
+        jaxbp.gate_layer(jnp.zeros((6, 16)), SHARED, jnp.zeros((2, 5)), groups=groups)
+
+
+@ours
+def test_check_grads_to_order_two_of_groups(implementation):
+    layer = lambda logits, x: jaxbp.gate_layer(logits, SHARED, x, groups=2, implementation=implementation)  # noqa: E731
+    check_grads(layer, normal((6, 16), (3, 5), seed=3), order=2, modes=("rev",), atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.rotating
 @every_parametrization
 @ours

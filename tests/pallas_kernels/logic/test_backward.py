@@ -82,6 +82,26 @@ def test_the_simulator_finds_them_right(function, wires, N):
     assert_close(results, reference(dy, coefficients, wires, x), "float32")
 
 
+@pytest.mark.parametrize(
+    ("function", "wires"),
+    [
+        (BY_INPUT, "few consumers"),
+        (separate, "few consumers"),
+        (ALONG_TRAIL, "two consumers"),
+        (BY_GATE, "one consumer"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_neighbouring_gates_may_share_a_row_of_dy(function, wires):
+    if function is not BY_INPUT and jax.__version_info__ < (0, 12):
+        pytest.skip("older simulators lack layouts of shared memory")
+    dy, coefficients, wires, x = operands((WIRES | REGULAR | ONE_CONSUMER)[wires](), LANES)
+    with on_the_cpu(), simulated():
+        results = jax.jit(function)(dy[:2], coefficients, op._graph(wires), x)
+    repeated = jnp.repeat(dy[:2], wires.gates // 2, axis=0)
+    assert_close(results, reference(repeated, coefficients, wires, x), "float32")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("N", [128, 384, 4096])
 def test_they_lower_for_cuda(N, dtype):
