@@ -35,6 +35,7 @@ from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.logic import backward as backward_kernels
 from pallas_kernels.logic import forward as forward_kernel
 from pallas_kernels.logic.graph import Graph
+from pallas_kernels.logic.mixture import mixture, mixture_gradient
 
 # ------------------------------------------------------------------------------------- the formulas on coefficients
 
@@ -171,6 +172,28 @@ def _examples_last(x):
     return batch_last(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
 
 
+_TABLE = tuple(map(tuple, gates.COEFFICIENTS.tolist()))
+
+
+def _where_it_pays(kernel, formula):
+    """`kernel` of the gates' functions where it pays, else `formula`."""
+
+    def function(*arrays):
+        if not kernel.pays(*arrays, table=_TABLE):
+            return formula(*arrays)
+        return on_gpu(functools.partial(kernel, table=_TABLE), formula, *arrays)
+
+    return differentiable(function, formula, leading(0, 1))
+
+
+_SOFTMAX_KERNEL = _where_it_pays(mixture, gates.softmax)
+_SOFTMAX_BACKWARD_KERNEL = _where_it_pays(mixture_gradient, gates.softmax_backward)
+
+
+def _keep_logits(coefficients, logits):
+    return coefficients(logits), (logits,)
+
+
 # ---------------------------------------------------------------------------------------------------------- the pairs
 
 _GATES_BACKWARD = Op(
@@ -192,13 +215,21 @@ _GATES = Op(
 )
 """Of coefficients, wires and x. Under "pallas" the forward is a kernel, too, so each implementation is a pair."""
 COEFFICIENTS = {
-    # No kernel would be faster: there are a few parameters a gate, and the batch has no part in it.
-    name: Pair(forward, dict.fromkeys(("pallas", "xla"), backward), name=f"{name}_gates")
-    for name, forward, backward in (
-        ("softmax", gates.softmax, gates.softmax_backward),
-        ("input_wise", gates.input_wise, gates.input_wise_backward),
-        ("walsh", gates.walsh, gates.walsh_backward),
-    )
+    "softmax": Pair(
+        gates.softmax,
+        {"xla": gates.softmax_backward, "pallas": _SOFTMAX_BACKWARD_KERNEL},
+        save={
+            "xla": functools.partial(_keep_logits, gates.softmax),
+            "pallas": functools.partial(_keep_logits, _SOFTMAX_KERNEL),
+        },
+        residuals=lambda logits: (logits,),
+        name="softmax_gates",
+    ),
+    # No kernel would be faster for four parameters a gate: XLA needs no sums over functions.
+    "input_wise": Pair(
+        gates.input_wise, dict.fromkeys(("pallas", "xla"), gates.input_wise_backward), name="input_wise_gates"
+    ),
+    "walsh": Pair(gates.walsh, dict.fromkeys(("pallas", "xla"), gates.walsh_backward), name="walsh_gates"),
 }
 
 

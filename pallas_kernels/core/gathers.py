@@ -4,11 +4,12 @@ Pallas has no indexed read of a reference by a vector in registers, so these are
 simulator reads the whole reference instead.
 
 A block is `(lanes, width)`: a lane, a thread's or one of its several, has a row of `width` numbers side by side, at
-most 16 bytes. Vectors are `(lanes,)`. Lanes are a multiple of `LANES`.
+most 16 bytes or a multiple of them. Vectors are `(lanes,)`. Lanes are a multiple of `LANES`.
 """
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -147,6 +148,22 @@ def columns(block: Array) -> tuple[Array, ...]:
         )
 
     return split(block)
+
+
+def block_of(columns: Sequence[Array]) -> Array:
+    """The block that has these vectors as columns."""
+    (lanes,), width = columns[0].shape, len(columns)
+    if simulating() is not None:
+        return jnp.stack(columns, axis=1)
+
+    @plgpu.inline_mgpu(arg_types=(vector_layout(lanes),) * width, return_type=_block(lanes, width, columns[0].dtype))
+    def join(_, *columns):
+        registers = np.empty((lanes // LANES,), dtype=object)
+        for i in range(registers.size):
+            registers[i] = _row([vector.extract(column.registers[i], [], [0]) for column in columns])
+        return _fragmented(registers, block_layout(lanes, width), signed=columns[0].is_signed)
+
+    return join(*columns)
 
 
 def sums_of_rows(*blocks: Array) -> Array:

@@ -1,0 +1,118 @@
+"""Gates' coefficients as those of their functions, weighted with a softmax, and the gradient of the logits.
+
+    c[g] = Σ_i p_i table[i],    p = softmax(logits[g])
+    dlogits[g, i] = p_i (u_i - Σ_j p_j u_j),    u_i = table[i] · dc[g]
+
+A thread has a gate, and all of its numbers in registers: nothing is read or written twice, where XLA takes a pass for
+each sum over the functions.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.core.gathers import block_of, columns, load_of, store_to
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import LANES
+from pallas_kernels.core.tiles import kernel
+
+_WIDTH = 4
+"""Float32 numbers of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
+
+Table = Sequence[Sequence[int]]
+
+
+_MIN_GATES = 2**15
+"""Gates from which the forward pays: of several layers with fewer, XLA makes one product. Chosen by hand; not tuned."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Nothing to choose: a program has as many gates as threads."""
+
+
+def _supports(*arrays: Any, table: Table) -> str | None:
+    *_, logits = arrays
+    if unknown := {a.dtype.name for a in arrays} - {"float32"}:
+        return f"dtype {min(unknown)}, only float32"
+    if len(table) % _WIDTH or len(table[0]) != _WIDTH:
+        return f"a table of {len(table)} x {len(table[0])}, only multiples of {_WIDTH} x {_WIDTH}"
+    return None if len(logits) else "no gates"
+
+
+@kernel(supports=_supports, heuristic=lambda logits, *, table: Config() if len(logits) >= _MIN_GATES else None)
+def mixture(logits: Array, *, table: Table, config: Config) -> Array:
+    """c, `(gates, 4)`. The arguments are those of `mixture_gradient`."""
+    return _launch(_mixture, logits, table=table, width=_WIDTH, name="softmax_gates")
+
+
+@kernel(supports=_supports, heuristic=lambda dc, logits, *, table: Config())
+def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
+    """dlogits. Both kernels run on GPUs and in the simulator only: see `on_gpu`.
+
+    Args:
+      dc: `(gates, 4)`, float32.
+      logits: `(gates, functions)`, float32.
+      table: the coefficients of each function, integers.
+    """
+    return _launch(_gradient, dc, logits, table=table, width=len(table), name="softmax_gates_backward")
+
+
+def _launch(function, *arrays, table, width, name):
+    """`function(*columns, table)` gate by gate: from the columns of the arrays `width` columns of the result."""
+    gates = len(arrays[0])
+    body = functools.partial(
+        _body, function=functools.partial(function, table=table), widths=[a.shape[1] for a in arrays]
+    )
+    result = launch(
+        body,
+        *(a.reshape(-1) for a in arrays),
+        out=jax.ShapeDtypeStruct((gates * width,), jnp.float32),
+        grid={"program": -(-gates // LANES)},
+        barriers=False,
+        sums_across_warps=False,
+        name=name,
+    )
+    return result.reshape(gates, width)
+
+
+def _body(*refs, function, widths, program):
+    *arrays, result = refs
+    array, first = jnp.int32(0), program * LANES  # the only one of its list
+    blocks = [load_of([[a]], array, first * width, (LANES, width))[0] for a, width in zip(arrays, widths, strict=True)]
+    block = block_of(function(*map(columns, blocks)))
+    store_to([[result]], array, first * block.shape[1], [block])
+
+
+def _softmax(logits):
+    largest = functools.reduce(jnp.maximum, logits)
+    powers = [jnp.exp(value - largest) for value in logits]
+    share = 1 / functools.reduce(jnp.add, powers)
+    return [power * share for power in powers], largest
+
+
+def _mixture(logits, table):
+    p, _ = _softmax(logits)
+    return [_combination(p, coefficients) for coefficients in zip(*table, strict=True)]
+
+
+def _gradient(dc, logits, table):
+    p, largest = _softmax(logits)
+    u = [_combination(dc, coefficients) for coefficients in table]
+    # Relative to the u of the most probable function, which changes nothing but rounding: where its p is nearly 1,
+    # u - Σ p u would cancel.
+    of_largest = [jnp.where(value == largest, each, -jnp.inf) for value, each in zip(logits, u, strict=True)]
+    base = functools.reduce(jnp.maximum, of_largest)
+    u = [each - base for each in u]
+    mean = functools.reduce(jnp.add, (weight * each for weight, each in zip(p, u, strict=True)))
+    return [weight * (each - mean) for weight, each in zip(p, u, strict=True)]
+
+
+def _combination(vectors, coefficients):
+    terms = [vector * jnp.float32(c) for vector, c in zip(vectors, coefficients, strict=True) if c]
+    return functools.reduce(jnp.add, terms) if terms else vectors[0] * 0.0
