@@ -9,6 +9,7 @@ each sum over the functions.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,12 +43,12 @@ def _supports(*arrays: Any, table: Table) -> str | None:
         return f"dtype {min(unknown)}, only float32"
     if len(table) % _WIDTH or len(table[0]) != _WIDTH:
         return f"a table of {len(table)} x {len(table[0])}, only multiples of {_WIDTH} x {_WIDTH}"
-    return None if len(logits) else "no gates"
+    return None if logits.size else "no gates"
 
 
-@kernel(supports=_supports, heuristic=lambda logits, *, table: Config() if len(logits) >= _MIN_GATES else None)
+@kernel(supports=_supports, heuristic=lambda logits, *, table: Config() if _gates(logits) >= _MIN_GATES else None)
 def mixture(logits: Array, *, table: Table, config: Config) -> Array:
-    """c, `(gates, 4)`. The arguments are those of `mixture_gradient`."""
+    """c, `(*gates, 4)`. The arguments are those of `mixture_gradient`."""
     return _launch(_mixture, logits, table=table, width=_WIDTH, name="softmax_gates")
 
 
@@ -56,8 +57,8 @@ def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) 
     """dlogits. Both kernels run on GPUs and in the simulator only: see `on_gpu`.
 
     Args:
-      dc: `(gates, 4)`, float32.
-      logits: `(gates, functions)`, float32.
+      dc: `(*gates, 4)`, float32.
+      logits: `(*gates, functions)`, float32.
       table: the coefficients of each function, integers.
     """
     return _launch(_gradient, dc, logits, table=table, width=len(table), name="softmax_gates_backward")
@@ -65,9 +66,9 @@ def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) 
 
 def _launch(function, *arrays, table, width, name):
     """`function(*columns, table)` gate by gate: from the columns of the arrays `width` columns of the result."""
-    gates = len(arrays[0])
+    gates = _gates(arrays[0])
     body = functools.partial(
-        _body, function=functools.partial(function, table=table), widths=[a.shape[1] for a in arrays]
+        _body, function=functools.partial(function, table=table), widths=[a.shape[-1] for a in arrays]
     )
     result = launch(
         body,
@@ -78,7 +79,11 @@ def _launch(function, *arrays, table, width, name):
         sums_across_warps=False,
         name=name,
     )
-    return result.reshape(gates, width)
+    return result.reshape(*arrays[0].shape[:-1], width)
+
+
+def _gates(array):
+    return math.prod(array.shape[:-1])
 
 
 def _body(*refs, function, widths, program):

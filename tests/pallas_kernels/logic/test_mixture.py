@@ -31,6 +31,14 @@ def test_the_simulator_finds_them_right(count):
     assert_close(dlogits, in_float64(jax.jit(gates.softmax_backward), dc, logits), "float32")
 
 
+def test_gates_may_have_several_axes():
+    dc, logits = (a.reshape(2, 3, -1) for a in operands(6))
+    with on_the_cpu(), simulated():
+        c, dlogits = jax.jit(FORWARD)(logits), jax.jit(BACKWARD)(dc, logits)
+    assert_close(c, in_float64(jax.jit(gates.softmax), logits), "float32")
+    assert_close(dlogits, in_float64(jax.jit(gates.softmax_backward), dc, logits), "float32")
+
+
 def test_a_function_that_is_nearly_sure_keeps_its_small_gradient():
     dc, logits = operands(4)
     logits = logits.at[:, 6].add(25.0)
