@@ -451,6 +451,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
             *product.barriers,
         ],
         name="linear",
+        barriers=False,
         **product.launch_options,
     )
 
