@@ -375,7 +375,7 @@ class _Forward(_Product):
 
     def epilogue(self, refs, warpgroup, tile):
         columns = pl.ds(tile.column, self.config.columns)
-        bias = load(refs.b.at[columns], value_a_column(), optimized=False)
+        bias = load(refs.b.at[columns], value_a_column(), optimized=False).astype(jnp.float32)
 
         def finish(sums):
             z = (sums + lax.broadcast_in_dim(bias, sums.shape, [1])).astype(refs.z.dtype)
@@ -433,7 +433,8 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
 
     Args:
       x: `(rows, inputs)`, of a half precision, inputs a multiple of 64.
-      w, b: `(outputs, inputs)` of x's dtype and `(outputs,)`, outputs a multiple of 128.
+      w, b: `(outputs, inputs)` of x's dtype and `(outputs,)`, outputs a multiple of 128. b is added to the sums in
+        float32, whatever its dtype.
       config: of one split; outputs are a multiple of its columns, which are 128 or 256.
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
@@ -442,7 +443,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
         product.body,
         x,
         w,
-        b.astype(jnp.float32),
+        b,
         out=jax.ShapeDtypeStruct((rows, outputs), x.dtype),
         scratch=[
             operand((config.stages, config.rows, _STEP), x.dtype),

@@ -95,6 +95,13 @@ def test_the_simulator_finds_the_forward_right(rows, inputs, outputs, sizes):
     np.testing.assert_array_equal(simulated_forward(x, w, b, **sizes), expected_forward(x, w, b))
 
 
+@can_simulate
+def test_the_bias_is_added_in_float32():
+    x, w, b = small_integers((64, 64), (128, 64), 128)
+    b = b.astype(jnp.float32) + 2.0**-10  # most are no float16
+    np.testing.assert_array_equal(simulated_forward(x, w, b, columns=128), expected_forward(x, w, b).astype(np.float16))
+
+
 def weights_config(*shape):
     with targeting(HOPPER):
         return kernels.weights_gradient.heuristic(*structs(*shape))
