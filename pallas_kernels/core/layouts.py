@@ -146,6 +146,20 @@ def vector_length(*arrays: Array) -> int:
     return max(LANES * elements for elements in (1, 2, 4) if elements <= longest and lanes % (LANES * elements) == 0)
 
 
+def quotient(number: Any, divisor: Any) -> Any:
+    """`number // divisor` of what is not negative.
+
+    `//` and `%` round down, for which they look at signs. In a kernel each is ten operations more, and among these are
+    conversions of booleans, for each of which JAX 0.11 starts a process.
+    """
+    return number // divisor if isinstance(number, int) else lax.div(number, divisor)
+
+
+def remainder(number: Any, divisor: Any) -> Any:
+    """`number % divisor` of what is not negative, as `quotient`."""
+    return number % divisor if isinstance(number, int) else lax.rem(number, divisor)
+
+
 def largest_divisor(n: int, limit: int) -> int:
     """The largest divisor of `n` not above `limit`."""
     return max(d for d in range(1, max(1, min(n, limit)) + 1) if n % d == 0)

@@ -30,6 +30,8 @@ from pallas_kernels.core.layouts import (
     OPERAND_BYTES,
     load,
     operand,
+    quotient,
+    remainder,
     rounded_to_tf32,
     store,
     value_a_column,
@@ -636,7 +638,7 @@ class _WeighedGradients:
     def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
         """A tile of a layer's dw for `LANES` examples, of which each warpgroup brings half, and makes half the tile."""
         index, half, (_, columns) = tile - self.first_tiles[layer], _SLICE // 2, self.grids[layer]
-        row, column = index // columns * EXAMPLES, index % columns * _SLICE
+        row, column = quotient(index, columns) * EXAMPLES, remainder(index, columns) * _SLICE
         self.bring(refs, layer, row, column, lanes, examples)
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.tile_stored)
