@@ -1,6 +1,7 @@
 """Vectors and tiles in registers and shared memory: their shapes and layouts, and how they are moved and summed."""
 
 import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -119,6 +120,22 @@ def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None
     plgpu.wgmma(sums, left, right)
     if simulating() is not None:
         plgpu.wgmma_wait(0)
+
+
+def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array]:
+    """`sums` once `add(*accumulators)` has added products to them by `plgpu.wgmma`.
+
+    The simulator's accumulators begin at zero only: there the sums are added afterwards.
+    """
+    if simulating() is None:
+        return list(pl.run_state(lambda accumulators: add(*accumulators))(tuple(map(plgpu.ACC.init, sums))))
+
+    def products(*accumulators):
+        add(*accumulators)
+        return [accumulator[...] for accumulator in accumulators]
+
+    zeros = (plgpu.ACC(a.shape, a.dtype) for a in sums)
+    return [a + product for a, product in zip(sums, pl.run_scoped(products, *zeros), strict=True)]
 
 
 def rounded_to_tf32(x: Array) -> Array:
