@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import LANES, largest_divisor, vector_length, zeros_like
+from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remainder, vector_length, zeros_like
 from pallas_kernels.core.tiles import kernel
 
 _MAX_ACCUMULATORS = 160
@@ -103,7 +103,8 @@ class _TapBlocks:
 
     def block(self, n: Any) -> list[tuple[Any, Any, Any]]:
         _, rows, columns = self.shape
-        c, u, v = n // (rows * columns), n // columns % rows, n % columns
+        c, u = quotient(n, rows * columns), remainder(quotient(n, columns), rows)
+        v = remainder(n, columns)
         return [
             (c * self.channels + ct, u * self.rows + ut, v * self.columns + vt)
             for ct, ut, vt in itertools.product(range(self.channels), range(self.rows), range(self.columns))
@@ -186,8 +187,8 @@ def _sum_split(dy_ref, x_ref, dw_ref, *, split, k, c, u, v, config, stride, per_
     tile = list(itertools.product(*map(range, config.tile)))
 
     def add_position(n, sums):
-        unit, j = n // columns, n % columns
-        i, lanes = unit % rows, pl.ds((unit // rows) * LANES, LANES)
+        unit, j = quotient(n, columns), remainder(n, columns)
+        i, lanes = remainder(unit, rows), pl.ds(quotient(unit, rows) * LANES, LANES)
         gradients = [
             dy_ref[k * config.out_channels + o, i, j, lanes].astype(jnp.float32) for o in range(config.out_channels)
         ]

@@ -21,7 +21,15 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import LANES, SUMMED_ROWS, largest_divisor, sums_over_lanes, zeros_like
+from pallas_kernels.core.layouts import (
+    LANES,
+    SUMMED_ROWS,
+    largest_divisor,
+    quotient,
+    remainder,
+    sums_over_lanes,
+    zeros_like,
+)
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import check_divides, kernel
 
@@ -344,7 +352,8 @@ class _WeightsGradientProgram:
         count = self.channels * (F * G + 1)
 
         def add_position(n, sums):
-            p, q, lanes = n // Q % P, n % Q, pl.ds(n // (P * Q) * LANES, LANES)
+            row, q = quotient(n, Q), remainder(n, Q)
+            p, lanes = remainder(row, P), pl.ds(quotient(row, P) * LANES, LANES)
             return self.add_window(dy, place, x, (k, c, p, q, lanes), sums)
 
         zero = zeros_like(x[0, 0, 0, pl.ds(0, LANES)].astype(jnp.float32))

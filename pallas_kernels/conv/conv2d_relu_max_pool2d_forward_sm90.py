@@ -27,7 +27,17 @@ from jax.experimental import pallas as pl
 from pallas_kernels.conv.conv2d_relu_max_pool2d import first_maximum, taps
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import as_box, as_operand, load, operand, operand_and_box, store, swizzled, value_a_row
+from pallas_kernels.core.layouts import (
+    as_box,
+    as_operand,
+    load,
+    operand,
+    operand_and_box,
+    quotient,
+    store,
+    swizzled,
+    value_a_row,
+)
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.simulator import simulating
@@ -112,8 +122,9 @@ class WindowTiles:
     def unit(self, number: Any) -> tuple[Any, Any, Any]:
         """First row and column of a unit's windows, and its block of the batch. Programs share the images in L2."""
         tile_rows, tile_columns = self.tiles
-        tile, block = number % (tile_rows * tile_columns), number // (tile_rows * tile_columns)
-        return tile // tile_columns * self.config.rows, tile % tile_columns * self.config.columns, block
+        row = quotient(number, tile_columns)
+        column, block = number - row * tile_columns, quotient(row, tile_rows)
+        return (row - block * tile_rows) * self.config.rows, column * self.config.columns, block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,7 +324,7 @@ def _copies(sizes: _Sizes) -> int:
 
 
 def _body(sizes, programs, *refs, program, warpgroup):
-    steps = (sizes.units - program + programs - 1) // programs
+    steps = quotient(sizes.units - program + programs - 1, programs)
     _Program(sizes, *refs, program=program, programs=programs, warpgroup=warpgroup, steps=steps).run()
 
 
@@ -359,7 +370,7 @@ class _Program:
             ring.fetch(n * config.warpgroups + self.warpgroup)
         bias = load(self.bias, value_a_row(), optimized=False)
         plgpu.barrier_wait(self.constants_loaded)
-        turns = (self.steps - self.warpgroup + config.warpgroups - 1) // config.warpgroups
+        turns = quotient(self.steps - self.warpgroup + config.warpgroups - 1, config.warpgroups)
         lax.fori_loop(0, turns, functools.partial(self.take_tile, ring, bias), None)
         plgpu.wait_smem_to_gmem(0)
 

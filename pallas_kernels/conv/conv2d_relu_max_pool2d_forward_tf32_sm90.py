@@ -38,6 +38,7 @@ from pallas_kernels.core.layouts import (
     load,
     operand,
     operand_and_box,
+    quotient,
     rounded_to_tf32,
     store,
     value_a_column,
@@ -314,7 +315,7 @@ class _Program:
     def run(self):
         share = self.programs * self.sizes.config.warpgroups
         first = self.warpgroup * self.programs + self.program
-        turns = (self.sizes.units - first + share - 1) // share
+        turns = quotient(self.sizes.units - first + share - 1, share)
         pl.when(self.warpgroup == 0)(self.fetch_weights)
         pl.when(turns > 0)(functools.partial(self.fetch, first, 0))
         bias = load(self.bias, value_a_column(), optimized=False)

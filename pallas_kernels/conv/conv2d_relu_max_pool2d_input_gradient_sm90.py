@@ -22,8 +22,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels.conv.conv2d_relu_max_pool2d import taps
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import load, operand, rounded_to_tf32, store
+from pallas_kernels.core.layouts import load, operand, rounded_to_tf32, store, with_products
 from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _EXAMPLES = 64
@@ -228,7 +229,10 @@ class _Program:
         pl.when(self.warpgroup == 0)(self.fetch_weights)
         fetched = self.fetch(0)
         plgpu.barrier_wait(self.loaded)
-        self.rows_from(0, fetched)
+        sums = [self.zeros() for _ in range(self.sizes.reach - 1)]
+        _, sums = lax.fori_loop(0, self.sizes.P, self.take_row, (fetched, sums))
+        for n, cell in enumerate(sums):
+            self.write(self.sizes.P + n, cell)
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_weights(self):
@@ -236,26 +240,22 @@ class _Program:
             for b in range(2):
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
-    def rows_from(self, p, fetched, *sums):
-        """Rows of windows from p on. The sums of a row of cells are in registers only while windows add to them."""
-        sizes = self.sizes
-        if p == sizes.P:
-            for n, cell in enumerate(sums):
-                self.write(p + n, cell[...])
-            return
-        if len(sums) < sizes.reach:
-            pl.run_scoped(functools.partial(self.rows_from, p, fetched, *sums), plgpu.ACC((_EXAMPLES, sizes.cell)))
-            return
+    def take_row(self, p, carry):
+        """A row of windows, and the row of cells that no later one reaches. The sums of the others are the carry."""
+        sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.route, *fetched))
         plgpu.commit_smem()
         self.meet()
         # Under way while the products are.
-        fetched = self.fetch(min(p + 1, sizes.P - 1))
-        bounds = jnp.maximum(0, self.warpgroup - sizes.groups + 1), jnp.minimum(2, self.warpgroup + 1)
-        lax.fori_loop(*bounds, functools.partial(self.multiply, sums), None)
+        fetched = self.fetch(jnp.minimum(p + 1, sizes.P - 1))
+        first, *sums = with_products([*sums, self.zeros()], self.multiply)
         self.meet()
-        self.write(p, sums[0][...])
-        self.rows_from(p + 1, fetched, *sums[1:])
+        self.write(p, first)
+        return fetched, sums
+
+    def zeros(self):
+        """The sums of a cell before the first row of windows that adds to them."""
+        return plgpu.layout_cast(jnp.zeros((_EXAMPLES, self.sizes.cell), jnp.float32), plgpu.Layout.WGMMA)
 
     def fetch(self, p):
         """The gradients of the group in a row of windows, and the places of the maxima, in registers."""
@@ -284,11 +284,18 @@ class _Program:
         plgpu.barrier_arrive(self.met)
         plgpu.barrier_wait(self.met)
 
-    def multiply(self, sums, b, _):
-        for a in range(self.sizes.reach):
-            weights = self.weights.at[a, b].transpose((1, 0))
-            plgpu.wgmma(sums[a], self.operands.at[self.warpgroup - b], weights)
-        plgpu.wgmma_wait(0)
+    def multiply(self, *sums):
+        """Adds to a column of cells what the group above them, and the one to its left, bring."""
+        sizes = self.sizes
+
+        def add_group(b, _):
+            for a in range(sizes.reach):
+                weights = self.weights.at[a, b].transpose((1, 0))
+                plgpu.wgmma(sums[a], self.operands.at[self.warpgroup - b], weights)
+            plgpu.wgmma_wait(0)
+
+        first, end = jnp.maximum(0, self.warpgroup - sizes.groups + 1), jnp.minimum(2, self.warpgroup + 1)
+        lax.fori_loop(first, end, add_group, None)
 
     def write(self, m, cell):
         """Copies a cell of the m-th row of cells to dx, a row at a time."""
@@ -299,7 +306,15 @@ class _Program:
             row = plgpu.layout_cast(row.astype(staging.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
             store(staging.transpose((1, 0)), row)
             plgpu.commit_smem()
-            for c in range(sizes.C):
-                columns = pl.ds(self.warpgroup * sizes.cell_width, sizes.cell_width)
-                destination = self.dx.at[c, m * sizes.R + r, columns, self.examples]
-                plgpu.copy_smem_to_gmem(staging.at[pl.ds(c * sizes.cell_width, sizes.cell_width)], destination)
+            self.copy_row(staging, m * sizes.R + r)
+
+    def copy_row(self, staging, row):
+        sizes = self.sizes
+        columns = pl.ds(self.warpgroup * sizes.cell_width, sizes.cell_width)
+        if simulating() is None:
+            channels = staging.reshape(sizes.C, sizes.cell_width, _EXAMPLES)
+            plgpu.copy_smem_to_gmem(channels, self.dx.at[:, row, columns, self.examples])
+            return
+        for c in range(sizes.C):  # it reshapes no memory
+            channel = staging.at[pl.ds(c * sizes.cell_width, sizes.cell_width)]
+            plgpu.copy_smem_to_gmem(channel, self.dx.at[c, row, columns, self.examples])

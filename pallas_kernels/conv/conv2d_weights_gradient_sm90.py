@@ -23,9 +23,19 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.core import device
-from pallas_kernels.core.gathers import columns, gather_elements, lane_and_column, meet
+from pallas_kernels.core.gathers import columns, gather_elements, lane_and_column, meet, sums_of_rows
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import LANES, OPERAND_BYTES, load, operand, rounded_to_tf32, store
+from pallas_kernels.core.layouts import (
+    LANES,
+    OPERAND_BYTES,
+    largest_divisor,
+    load,
+    operand,
+    quotient,
+    remainder,
+    rounded_to_tf32,
+    store,
+)
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.simulator import simulating
@@ -41,6 +51,8 @@ _MAX_STAGES = 4
 """Chosen by hand; not tuned."""
 _RESERVED_BYTES = 27 * 1024
 """Shared memory that stages leave to barriers, to sums across warps and to spare: the stages were measured so."""
+_BLOCK_COLUMNS = 4
+"""Sums that a thread gathers by one operation, at most: a row of a block has up to 16 bytes."""
 _MIN_BATCH = 2048
 """Below, cutting the gradient out of the sums costs what the tensor cores save."""
 
@@ -428,18 +440,21 @@ class _Program:
         """Makes a vector of the gradients of the sums, which are in the L2 cache: adds up windows and their places."""
         sizes, places = self.sizes, self.sizes.config.places
         F, G = sizes.filter_size
-        number = jnp.minimum(vector * LANES + lane_and_column(LANES, 1)[0], (sizes.taps + 1) * sizes.K - 1)
-        tap, k = lax.div(number, sizes.K), lax.rem(number, sizes.K)
-        c, u, v = lax.div(tap, F * G), lax.rem(lax.div(tap, G), F), lax.rem(tap, G)
+        width = largest_divisor(sizes.Q, _BLOCK_COLUMNS)
+        lane, column = lane_and_column(LANES, width)
+        number = jnp.minimum(vector * LANES + lane, (sizes.taps + 1) * sizes.K - 1)
+        tap, k = quotient(number, sizes.K), remainder(number, sizes.K)
+        c, u, v = quotient(tap, F * G), remainder(quotient(tap, G), F), remainder(tap, G)
         of_weights = tap < sizes.taps
-        first = jnp.where(of_weights, (c * sizes.band + u) * sizes.W + v, sizes.ones)
-        moves = of_weights.astype(jnp.int32)
+        first = jnp.where(of_weights, (c * sizes.band + u) * sizes.W + v + column * sizes.S, sizes.ones)
+        moves = jnp.where(of_weights, 1, 0)
         sums, total = self.out.at[self.split, self.c, self.t], 0.0
-        for t, q in itertools.product(range(places), range(sizes.Q)):
-            r, s = (self.t * places + t) // sizes.S, (self.t * places + t) % sizes.S
-            image, routed = first + moves * (r * sizes.W + q * sizes.S + s), self.routed_row(t, k, q)
+        for t, q in itertools.product(range(places), range(0, sizes.Q, width)):
+            r, s = quotient(self.t * places + t, sizes.S), remainder(self.t * places + t, sizes.S)
+            image, routed = first + moves * (r * sizes.W + q * sizes.S + s), self.routed_row(t, k, q + column)
             total += gather_elements(sums, *((image, routed) if sizes.config.images_on_left else (routed, image)))
-        self.gradients[self.split, self.c, self.t, pl.ds(vector * LANES, LANES)] = columns(total)[0]
+        gradients = columns(sums_of_rows(total))[0]
+        self.gradients[self.split, self.c, self.t, pl.ds(vector * LANES, LANES)] = gradients
 
     def routed_row(self, t, k, q):
         """Of the routed gradient: that of a place, an output channel and a window."""
@@ -466,8 +481,9 @@ class _Program:
 
     def copy(self, step, stage, barrier):
         """Starts the copies of a unit: a row of windows, and as many examples as a step takes."""
-        sizes, unit = self.sizes, self.first + step
-        p, examples = unit % sizes.P, pl.ds(unit // sizes.P * sizes.examples, sizes.examples)
+        sizes = self.sizes
+        unit = self.first + step
+        p, examples = remainder(unit, sizes.P), pl.ds(quotient(unit, sizes.P) * sizes.examples, sizes.examples)
         channels, rows = sizes.config.channels, sizes.band * sizes.W
         for channel in range(channels):
             under = pl.ds(((self.c * channels + channel) * sizes.H + p * sizes.R) * sizes.W, rows)
@@ -523,7 +539,7 @@ class _PooledProgram(_Program):
         plgpu.copy_gmem_to_smem(self.place.at[p, :, examples], self.places.at[stage], barrier)
 
     def route(self, step, stage):
-        buffer, places = step % 2, self.sizes.config.places
+        buffer, places = remainder(step, 2), self.sizes.config.places
         rows = pl.ds(self.warpgroup * self.share, self.share)
         gradient = rounded_to_tf32(load(self.dys.at[stage, rows], self.layout))
         maximum = load(self.places.at[stage, rows], self.layout, optimized=False).astype(jnp.int32)

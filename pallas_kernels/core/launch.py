@@ -36,6 +36,7 @@ from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from pallas_kernels.core.compilation import compiled_ahead, compiles_ahead
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
@@ -179,9 +180,15 @@ def _delay_tracing(function, x64):
 mlir.register_lowering(
     _launch_p, mlir.lower_fun(lambda *a, default, **_: default(*a), multiple_results=True), cacheable=False
 )
-mlir.register_lowering(
-    _launch_p, mlir.lower_fun(lambda *a, cuda, **_: cuda(*a), multiple_results=True), platform="cuda", cacheable=False
-)
+
+
+def _lower_for_cuda(context, *arrays, cuda, **_):
+    ahead = compiles_ahead(context.module_context)
+    function = compiled_ahead(cuda, context.avals_in) if ahead else cuda
+    return mlir.lower_fun(function, multiple_results=True)(context, *arrays)
+
+
+mlir.register_lowering(_launch_p, _lower_for_cuda, platform="cuda", cacheable=False)
 
 
 def _batch(arrays, axes, *, name, shapes, batched, default, **_):

@@ -1,6 +1,7 @@
 """Vectors and tiles in registers and shared memory: their shapes and layouts, and how they are moved and summed."""
 
 import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -121,6 +122,22 @@ def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None
         plgpu.wgmma_wait(0)
 
 
+def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array]:
+    """`sums` once `add(*accumulators)` has added products to them by `plgpu.wgmma`.
+
+    The simulator's accumulators begin at zero only: there the sums are added afterwards.
+    """
+    if simulating() is None:
+        return list(pl.run_state(lambda accumulators: add(*accumulators))(tuple(map(plgpu.ACC.init, sums))))
+
+    def products(*accumulators):
+        add(*accumulators)
+        return [accumulator[...] for accumulator in accumulators]
+
+    zeros = (plgpu.ACC(a.shape, a.dtype) for a in sums)
+    return [a + product for a, product in zip(sums, pl.run_scoped(products, *zeros), strict=True)]
+
+
 def rounded_to_tf32(x: Array) -> Array:
     """float32 rounded to TF32, where the tensor cores would cut it off; other dtypes as they are."""
     if x.dtype != jnp.float32:
@@ -144,6 +161,20 @@ def vector_length(*arrays: Array) -> int:
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
     return max(LANES * elements for elements in (1, 2, 4) if elements <= longest and lanes % (LANES * elements) == 0)
+
+
+def quotient(number: Any, divisor: Any) -> Any:
+    """`number // divisor` of what is not negative.
+
+    `//` and `%` round down, for which they look at signs. In a kernel each is ten operations more, and among these are
+    conversions of booleans, for each of which JAX 0.11 starts a process.
+    """
+    return number // divisor if isinstance(number, int) else lax.div(number, divisor)
+
+
+def remainder(number: Any, divisor: Any) -> Any:
+    """`number % divisor` of what is not negative, as `quotient`."""
+    return number % divisor if isinstance(number, int) else lax.rem(number, divisor)
 
 
 def largest_divisor(n: int, limit: int) -> int:

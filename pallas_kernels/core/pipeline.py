@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.core.layouts import remainder
 from pallas_kernels.core.mosaic import plgpu
 
 
@@ -47,7 +48,7 @@ class Ring:
     fixed_stage: Any = None
 
     def stage(self, step: Any) -> Any:
-        return step % self.stages if self.fixed_stage is None else self.fixed_stage
+        return remainder(step, self.stages) if self.fixed_stage is None else self.fixed_stage
 
     def fetch(self, step: Any, prepare: Callable[[], None] = lambda: None) -> None:
         """Starts a step's copies, if there is such a step; before them, `prepare` waits until the stage is free."""

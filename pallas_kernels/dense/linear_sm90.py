@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, store, value_a_column
+from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, quotient, remainder, store, value_a_column
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
@@ -134,8 +134,8 @@ def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
 
     One block follows the other, each from its top; `plgpu.planar_snake` would walk every other one from its bottom.
     """
-    row = index // width % rows
-    return row, index // (width * rows) * width + index % width
+    row = remainder(quotient(index, width), rows)
+    return row, quotient(index, width * rows) * width + remainder(index, width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,9 +202,9 @@ class _Product:
     def tile(self, index: Any, cta: Any) -> _Tile:
         config, steps, tiles = self.config, -(-self.summed_size // _STEP), self.tile_rows * self.tile_columns
         # Without a split, all tiles have the same steps, known when the kernel is traced.
-        split, index = (index // tiles, index % tiles) if config.splits > 1 else (0, index)
+        split, index = (quotient(index, tiles), remainder(index, tiles)) if config.splits > 1 else (0, index)
         row, column = _raster(index, self.tile_rows, config.raster or self.tile_columns)
-        first, end = split * steps // config.splits, (split + 1) * steps // config.splits
+        first, end = (quotient(n * steps, config.splits) for n in (split, split + 1))
         return _Tile(split, (row * config.cluster + cta) * config.rows, column * config.columns, column, first, end)
 
     def consumed_rows(self, tile: _Tile, warpgroup: Any) -> Any:
@@ -257,7 +257,7 @@ class _Product:
         def visit_next(i, carry):
             return visit(carry, self.tile(cluster + i * self.clusters, cta))
 
-        tiles = (self.tiles - cluster + self.clusters - 1) // self.clusters
+        tiles = quotient(self.tiles - cluster + self.clusters - 1, self.clusters)
         return lax.fori_loop(0, tiles, visit_next, carry)
 
     def produce(self, ring: Ring, count: Any, tile: _Tile) -> Any:
@@ -510,7 +510,9 @@ class _WeightsGradient(_Product):
         """A tile's steps: before, in and after its share of those that make db, by its column of tiles."""
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
-        start, stop = (tile.first + length * n // self.tile_columns for n in (tile.tile_column, tile.tile_column + 1))
+        start, stop = (
+            tile.first + quotient(length * n, self.tile_columns) for n in (tile.tile_column, tile.tile_column + 1)
+        )
         with_bias = functools.partial(multiply, with_bias=True)
         return [(tile.first, start, multiply), (start, stop, with_bias), (stop, tile.end, multiply)]
 

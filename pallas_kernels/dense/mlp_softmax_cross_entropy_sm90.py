@@ -28,8 +28,11 @@ from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import (
     LANES,
     OPERAND_BYTES,
+    largest_divisor,
     load,
     operand,
+    quotient,
+    remainder,
     rounded_to_tf32,
     store,
     value_a_column,
@@ -211,38 +214,56 @@ class _Stream:
     loaded: Any
 
     @functools.cached_property
-    def outputs(self) -> list[int]:
-        """Of each slice."""
-        return [outputs for inputs, outputs in self.products for _ in range(inputs // _SLICE)]
+    def steps(self) -> list[range]:
+        """Numbers of each product's slices."""
+        ends = list(itertools.accumulate(inputs // _SLICE for inputs, _ in self.products))
+        return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
 
     @property
-    def ring(self) -> Ring:
-        return Ring(self.stages.shape[0], self.copy, self.loaded)
+    def end(self) -> int:
+        return self.steps[-1].stop
 
-    def copy(self, step: int, stage: int, barrier: Any) -> None:
-        outputs = self.outputs[step]
-        rows = pl.ds(sum(self.outputs[:step]), outputs)
-        plgpu.copy_gmem_to_smem(self.weights.at[rows], self.stages.at[stage, pl.ds(0, outputs)], barrier)
+    def ring(self, fetched: range) -> Ring:
+        """The ring, which fetches slices of these numbers alone."""
+        return Ring(self.stages.shape[0], functools.partial(self.copy, fetched), self.loaded)
+
+    def copy(self, fetched: range, step: Any, stage: Any, barrier: Any) -> None:
+        row = 0
+        for steps, (_, outputs) in zip(self.steps, self.products, strict=True):
+            start, stop = max(steps.start, fetched.start), min(steps.stop, fetched.stop)
+            rows = pl.ds(row + (step - steps.start) * outputs, outputs)
+            copy = functools.partial(self.copy_rows, rows, self.stages.at[stage, pl.ds(0, outputs)], barrier)
+            if start < stop:
+                pl.when((start <= step) & (step < stop))(copy)
+            row += len(steps) * outputs
+
+    def copy_rows(self, rows: Any, stage: Any, barrier: Any) -> None:
+        plgpu.copy_gmem_to_smem(self.weights.at[rows], stage, barrier)
 
     def start(self) -> None:
-        self.ring.prefetch(min(self.ring.stages, len(self.outputs)))
+        self.ring(range(self.end)).prefetch(min(self.stages.shape[0], self.end))
 
     def multiply(self, product: int, operand: Any) -> Array:
         """The operand times the weights of a product; products are asked for in their order."""
-        ring, (inputs, outputs) = self.ring, self.products[product]
-        first = sum(inputs for inputs, _ in self.products[:product]) // _SLICE
+        steps, (_, outputs) = self.steps[product], self.products[product]
+        # The stage of the product before is filled while one is under way: the first product has none before it.
+        ahead = self.stages.shape[0] - 1
+        fetched = range(max(steps.start, 1) + ahead, min(steps.stop + ahead, self.end))
+        ring = self.ring(fetched)
+
+        def add_slice(k, sums):
+            step = steps.start + k
+            ring.wait(step)
+            weights = self.stages.at[ring.stage(step), pl.ds(0, outputs)]
+            plgpu.wgmma(sums, operand.at[:, pl.ds(k * _SLICE, _SLICE)], weights.transpose((1, 0)))
+            if fetched:
+                # Every warp has finished the product before, so that the stage of its slice may be filled.
+                plgpu.wgmma_wait(1)
+                plgpu.commit_smem()
+                ring.fetch(step + ahead)
 
         def add_slices(sums):
-            for k in range(inputs // _SLICE):
-                step = first + k
-                ring.wait(step)
-                weights = self.stages.at[ring.stage(step), pl.ds(0, outputs)]
-                plgpu.wgmma(sums, operand.at[:, pl.ds(k * _SLICE, _SLICE)], weights.transpose((1, 0)))
-                if 0 < step <= len(self.outputs) - ring.stages:
-                    # Every warp has finished the product before, so that the stage of its slice may be filled.
-                    plgpu.wgmma_wait(1)
-                    plgpu.commit_smem()
-                    ring.fetch(step - 1 + ring.stages)
+            lax.fori_loop(0, len(steps), lambda k, _: add_slice(k, sums), None)
             plgpu.wgmma_wait(0)
             return sums[...]
 
@@ -275,12 +296,16 @@ def _turned() -> Any:
 
 def _read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
     """Examples in columns become rows of the operand, `loads` slices of them under way at once."""
-    starts = range(0, operand.shape[1], _SLICE)
-    for i in range(0, len(starts), loads):
-        columns = [pl.ds(k, _SLICE) for k in starts[i : i + loads]]
+    count = operand.shape[1] // _SLICE
+    loads = largest_divisor(count, loads)
+
+    def read(group, _):
+        columns = [pl.ds((group * loads + i) * _SLICE, _SLICE) for i in range(loads)]
         slices = [load(x.at[c, examples].transpose((1, 0)), _turned(), optimized=False) for c in columns]
         for c, values in zip(columns, slices, strict=True):
             store(operand.at[:, c], rounded_to_tf32(values))
+
+    lax.fori_loop(0, count // loads, read, None)
     plgpu.commit_smem()
 
 
@@ -636,7 +661,7 @@ class _WeighedGradients:
     def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
         """A tile of a layer's dw for `LANES` examples, of which each warpgroup brings half, and makes half the tile."""
         index, half, (_, columns) = tile - self.first_tiles[layer], _SLICE // 2, self.grids[layer]
-        row, column = index // columns * EXAMPLES, index % columns * _SLICE
+        row, column = quotient(index, columns) * EXAMPLES, remainder(index, columns) * _SLICE
         self.bring(refs, layer, row, column, lanes, examples)
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.tile_stored)

@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import LANES, SUMMED_ROWS, largest_divisor, sums_over_lanes, zeros_like
+from pallas_kernels.core.layouts import LANES, SUMMED_ROWS, largest_divisor, quotient, sums_over_lanes, zeros_like
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.forward import lane_block_length, unsupported_batch
@@ -55,7 +55,7 @@ def _load(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
 def _dy_row(dy_ref: Any, graph: Graph, gate: Any) -> Any:
     """The row of dy that is a gate's."""
     run = graph.gates // dy_ref.shape[0]
-    return gate if run == 1 else lax.div(gate, jnp.int32(run))
+    return gate if run == 1 else quotient(gate, run)
 
 
 def _gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:

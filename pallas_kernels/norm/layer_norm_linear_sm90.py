@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import load, multiply_registers, operand, store, value_a_column, value_a_row
+from pallas_kernels.core.layouts import load, multiply_registers, operand, quotient, store, value_a_column, value_a_row
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
@@ -176,7 +176,7 @@ class _Forward:
     def body(self, *refs: Any, program: Any, warpgroup: Any) -> None:
         refs = _ForwardRefs(*refs)
         first, stride = program * _WARPGROUPS + warpgroup, self.programs * _WARPGROUPS
-        steps = (self.rows // _ROWS - first + stride - 1) // stride
+        steps = quotient(self.rows // _ROWS - first + stride - 1, stride)
 
         def step_rows(step):
             return pl.ds((first + step * stride) * _ROWS, _ROWS)
@@ -319,7 +319,7 @@ class _InputGradient:
     def body(self, *refs: Any, program: Any, warpgroup: Any) -> None:
         refs = self._named(refs)
         columns, dz_columns = (pl.ds(warpgroup * half, half) for half in (self.hidden // 2, self.outputs // 2))
-        steps = (self.rows // _ROWS - program + self.programs - 1) // self.programs
+        steps = quotient(self.rows // _ROWS - program + self.programs - 1, self.programs)
 
         def step_rows(step):
             return pl.ds((program + step * self.programs) * _ROWS, _ROWS)

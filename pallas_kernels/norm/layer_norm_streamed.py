@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import load, store, zeros_like
+from pallas_kernels.core.layouts import load, quotient, store, zeros_like
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
@@ -396,7 +396,7 @@ class _Stream:
         """
         rows = self.config.rows
         groups = -(-sources[0].shape[0] // rows)
-        steps = (groups - program + self.programs - 1) // self.programs
+        steps = quotient(groups - program + self.programs - 1, self.programs)
 
         def group_rows(i):
             return pl.ds((program + i * self.programs) * rows, rows)

@@ -11,7 +11,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import LANES
+from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
@@ -85,10 +85,10 @@ def elementwise(
         arrays = _fill_vector(arrays, shape)
     rows, length = _rows(shape if size >= LANES else (LANES,), arrays), config.length
     blocks = rows.length // length
-    remainder = -(-(rows.length % length) // LANES)
+    last_vectors = -(-(rows.length % length) // LANES)
 
     def body(*refs, program):
-        row, block = program // blocks, program % blocks
+        row, block = quotient(program, blocks), remainder(program, blocks)
         x_refs, y_refs = refs[: len(arrays)], refs[len(arrays) :]
 
         def compute(start, length):
@@ -102,8 +102,8 @@ def elementwise(
             compute(jnp.minimum(blocks * length + i * LANES, rows.length - LANES), LANES)
 
         compute(block * length, length)
-        if remainder:
-            jax.lax.fori_loop(0, jnp.where(block == blocks - 1, remainder, 0), compute_remainder, None)
+        if last_vectors:
+            jax.lax.fori_loop(0, jnp.where(block == blocks - 1, last_vectors, 0), compute_remainder, None)
 
     results = launch(
         body,
@@ -205,7 +205,7 @@ class Rows:
         places = []
         for size in self.lead:
             inner_count //= size
-            places.append(row // inner_count % size)
+            places.append(remainder(quotient(row, inner_count), size))
         for place, size in zip(reversed(places), reversed(lead), strict=True):
             array_row, stride = (array_row + place * stride, stride * size) if size > 1 else (array_row, stride)
         return array_row

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import LANES, zeros_like
+from pallas_kernels.core.layouts import LANES, quotient, remainder, zeros_like
 from pallas_kernels.core.tiles import kernel
 from pallas_kernels.pointwise.elementwise import (
     ALIGNMENT,
@@ -231,7 +231,8 @@ def _launch(formula, arrays, sums, splits, outputs):
 
     def body(*refs, program):
         x_refs, y_refs = refs[: len(arrays)], refs[len(arrays) :]
-        row, split, block = program // (splits * blocks), program // blocks % splits, program % blocks
+        part, block = quotient(program, blocks), remainder(program, blocks)
+        row, split = quotient(part, splits), remainder(part, splits)
 
         def add(step, totals):
             values = jax.tree.leaves(formula(*sums.load(x_refs, sums.place(row, block, step))))

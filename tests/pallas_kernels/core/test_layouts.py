@@ -1,9 +1,10 @@
-"""Vectors and tiles: their lengths."""
+"""Vectors and tiles: their lengths, and arithmetic of their numbers."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.core.layouts import largest_divisor, vector_length
+from pallas_kernels.core.layouts import largest_divisor, quotient, remainder, vector_length
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,16 @@ def test_vectors_are_the_longest_that_divide_the_lanes_and_load_at_once(lanes, d
 )
 def test_largest_divisor(n, limit, divisor):
     assert largest_divisor(n, limit) == divisor
+
+
+@pytest.mark.parametrize("number", [0, 6, 7, 20])
+def test_quotients_and_remainders_of_ints_are_ints_and_of_arrays_arrays(number):
+    for function, expected in ((quotient, number // 7), (remainder, number % 7)):
+        assert isinstance(function(number, 7), int)
+        assert function(number, 7) == function(jnp.int32(number), 7) == expected
+        assert function(jnp.int32(number), jnp.int32(7)).dtype == jnp.int32
+
+
+def test_they_are_one_operation_each():
+    program = jax.make_jaxpr(lambda n: (quotient(n, 7), remainder(n, 7)))(jnp.int32(0))
+    assert [equation.primitive.name for equation in program.eqns] == ["div", "rem"]
