@@ -43,6 +43,8 @@ _OTHER_REGISTERS = 64
 """Of a thread, for all but its sums. Chosen by hand; not tuned."""
 _ACCESS = 4
 """Float32 numbers of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
+_SKIPPING_BATCH = 1024
+"""From which the input's gradient skips windows that do not exist (docs/lab/2026-11-24-lenet.md)."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic sets aside for sums across warps."""
 
@@ -392,11 +394,14 @@ class InputGradientConfig:
       channels: input channels a program, at most.
       lane_block: length of its vectors of the batch, at most.
       programs_per_multiprocessor: to launch at least, with fewer cells of a row, then fewer channels each, if need be.
+      skips: whether to skip the products of windows that do not exist, at the border. A branch waits for its weights,
+        which takes other programs to hide.
     """
 
     channels: int
     lane_block: int
     programs_per_multiprocessor: int
+    skips: bool
 
 
 def _input_gradient_supports(dy: Any, place: Any, w: Any, *, window: tuple[int, int], **options: Any) -> str | None:
@@ -404,14 +409,20 @@ def _input_gradient_supports(dy: Any, place: Any, w: Any, *, window: tuple[int, 
 
 
 def _input_gradient_heuristic(dy: Any, place: Any, w: Any, **options: Any) -> InputGradientConfig:
-    # A sweep on an H200 found these, at batches of 128, 1024 and 8192.
-    return InputGradientConfig(channels=6, lane_block=LANES, programs_per_multiprocessor=4)
+    # Found on an H200, at batches of 128, 1024 and 8192.
+    skips = dy.shape[-1] >= _SKIPPING_BATCH
+    return InputGradientConfig(channels=6, lane_block=LANES, programs_per_multiprocessor=4, skips=skips)
 
 
 @kernel(
     supports=_input_gradient_supports,
     heuristic=_input_gradient_heuristic,
-    sweep={"channels": (1, 2, 3, 6), "lane_block": (LANES, 2 * LANES), "programs_per_multiprocessor": (1, 4)},
+    sweep={
+        "channels": (1, 2, 3, 6),
+        "lane_block": (LANES, 2 * LANES),
+        "programs_per_multiprocessor": (1, 4),
+        "skips": (False, True),
+    },
 )
 def input_gradient(
     dy: Array,
@@ -444,7 +455,7 @@ def input_gradient(
     cells = _largest_divisor_with(columns, columns, lambda d: programs * groups * (columns // d) >= wanted)
     channels = _largest_divisor_with(C, config.channels, lambda d: programs * (C // d) * (columns // cells) >= wanted)
     dx = launch(
-        _InputGradientProgram(window, cells, lane_block, channels).body,
+        _InputGradientProgram(window, cells, lane_block, channels, config.skips).body,
         dy,
         place.swapaxes(0, 1),
         # A tap's weights of all input channels lie together, so that one access loads several.
@@ -464,6 +475,7 @@ class _InputGradientProgram:
     cells: int
     lane_block: int
     channels: int
+    skips: bool
 
     def body(self, dy, place, w, dx, *, block, row, step, c):
         K, (R, S) = dy.shape[0], self.window
@@ -480,7 +492,7 @@ class _InputGradientProgram:
                 following = self.gradients(dy, place, windows, jnp.minimum(k + 1, K - 1), lanes)
                 for (back, exists, *_), gradient in zip(windows, gradients, strict=True):
                     add_window = functools.partial(self.add_window, w, k, c, back, *gradient)
-                    sums = lax.cond(exists, add_window, lambda sums: sums, sums)
+                    sums = lax.cond(exists, add_window, lambda sums: sums, sums) if self.skips else add_window(sums)
                 return sums, following
 
             zero = zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32))
@@ -506,13 +518,18 @@ class _InputGradientProgram:
         return windows
 
     def gradients(self, dy, place, windows, k, lanes):
-        """Of each window: its gradient, and the place of its maximum."""
-        return tuple((dy[k, p, q, lanes], place[p, k, q, lanes]) for *_, p, q in windows)
+        """Of each window: its gradient, and the place of its maximum, which is none where it does not exist."""
+
+        def of_window(exists, p, q):
+            maximum = place[p, k, q, lanes].astype(jnp.int32)
+            return dy[k, p, q, lanes], maximum if self.skips else jnp.where(exists, maximum, -1)
+
+        return tuple(of_window(*window) for _, *window in windows)
 
     def add_window(self, w, k, c, back, gradient, maximum, sums):
         """Adds what a window's gradient gives the cell so many cells after it: it goes to the window's maximum."""
         (F, G), (R, S) = w.shape[1:3], self.window
-        gradient, maximum = gradient.astype(jnp.float32), maximum.astype(jnp.int32)
+        gradient = gradient.astype(jnp.float32)
         routed = [jnp.where(maximum == t, gradient, 0.0) for t in range(R * S)]
         pairs = {}
         for t, i, j in itertools.product(range(R * S), range(R), range(S)):

@@ -19,19 +19,21 @@ from jax import export
 
 _TARGETS = ("mosaic_gpu", "mosaic_gpu_v2")
 """The names under which versions of JAX have Mosaic GPU's kernels."""
+_MIN_CORES = 4
+"""On two busy cores nothing is gained: docs/lab/2026-11-24-compile.md."""
 
 
 def compiles_ahead(module_context: Any) -> bool:
     """Whether kernels of the program that is being lowered are compiled ahead.
 
-    They are where it is lowered for this machine's GPUs alone, which has a core to spare, and where JAX keeps no
+    They are where it is lowered for this machine's GPUs alone, which has cores to spare, and where JAX keeps no
     programs from one process to the next: a program that is found there needs no kernel compiled.
     """
     return (
         jax.default_backend() == "gpu"
         and tuple(module_context.platforms) == ("cuda",)
         and not module_context.lowering_parameters.for_export
-        and _cores() > 1
+        and _cores() >= _MIN_CORES
         and jax.config.jax_compilation_cache_dir is None
     )
 

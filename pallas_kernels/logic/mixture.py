@@ -27,9 +27,9 @@ _WIDTH = 4
 
 Table = Sequence[Sequence[int]]
 
-
 _MIN_GATES = 2**15
-"""Gates from which the forward pays: of several layers with fewer, XLA makes one product. Chosen by hand; not tuned."""
+"""Gates from which the kernels pay. Of several layers with fewer, XLA makes one product, in fewer launches. With 8,000 a
+step takes longer, with 64,000 it does not (docs/lab/2026-11-24-logic.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +46,17 @@ def _supports(*arrays: Any, table: Table) -> str | None:
     return None if logits.size else "no gates"
 
 
-@kernel(supports=_supports, heuristic=lambda logits, *, table: Config() if _gates(logits) >= _MIN_GATES else None)
+def _heuristic(*arrays: Any, table: Table) -> Config | None:
+    return Config() if _gates(arrays[-1]) >= _MIN_GATES else None
+
+
+@kernel(supports=_supports, heuristic=_heuristic)
 def mixture(logits: Array, *, table: Table, config: Config) -> Array:
     """c, `(*gates, 4)`. The arguments are those of `mixture_gradient`."""
     return _launch(_mixture, logits, table=table, width=_WIDTH, name="softmax_gates")
 
 
-@kernel(supports=_supports, heuristic=lambda dc, logits, *, table: Config())
+@kernel(supports=_supports, heuristic=_heuristic)
 def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
     """dlogits. Both kernels run on GPUs and in the simulator only: see `on_gpu`.
 

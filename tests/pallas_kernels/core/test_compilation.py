@@ -27,7 +27,7 @@ def context(platforms=("cuda",), for_export=False):
 @pytest.fixture
 def a_gpu_and_cores(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(compilation, "_cores", lambda: 2)
+    monkeypatch.setattr(compilation, "_cores", lambda: 4)
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     yield
@@ -46,8 +46,8 @@ def test_those_of_other_programs_are_not(other):
 
 
 @pytest.mark.usefixtures("a_gpu_and_cores")
-def test_nothing_is_compiled_ahead_on_one_core(monkeypatch):
-    monkeypatch.setattr(compilation, "_cores", lambda: 1)
+def test_nothing_is_compiled_ahead_on_few_cores(monkeypatch):
+    monkeypatch.setattr(compilation, "_cores", lambda: 2)
     assert not compilation.compiles_ahead(context())
 
 

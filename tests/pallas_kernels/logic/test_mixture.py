@@ -14,7 +14,7 @@ from pallas_kernels.core.simulator import simulated
 from pallas_kernels.logic import mixture as kernels
 
 FORWARD = functools.partial(kernels.mixture, table=_TABLE, config=kernels.Config())
-BACKWARD = functools.partial(kernels.mixture_gradient, table=_TABLE)
+BACKWARD = functools.partial(kernels.mixture_gradient, table=_TABLE, config=kernels.Config())
 
 
 def operands(count, scale=1.0):
@@ -65,10 +65,11 @@ def test_what_they_take():
     assert "a table of 15 x 4" in kernels.mixture.supports(logits, table=_TABLE[:15])
 
 
-def test_the_forward_pays_for_large_layers():
-    few, many = (jax.ShapeDtypeStruct((n, 16), "float32") for n in (8000, 64000))
-    assert not kernels.mixture.pays(few, table=_TABLE)
-    assert kernels.mixture.pays(many, table=_TABLE)
+def test_they_pay_for_large_layers():
+    for count, pays in ((8000, False), (64000, True)):
+        dc, logits = (jax.ShapeDtypeStruct((count, n), "float32") for n in (4, 16))
+        assert kernels.mixture.pays(logits, table=_TABLE) == pays
+        assert kernels.mixture_gradient.pays(dc, logits, table=_TABLE) == pays
 
 
 @pytest.mark.gpu
