@@ -28,8 +28,8 @@ _WIDTH = 4
 Table = Sequence[Sequence[int]]
 
 _MIN_GATES = 2**15
-"""Gates from which the kernels pay. Of several layers with fewer, XLA makes one product, in fewer launches. With 8,000 a
-step takes longer, with 64,000 it does not (docs/lab/2026-11-24-logic.md)."""
+"""Gates from which the kernels pay: of several layers with fewer, XLA makes one product, in fewer launches. Measured
+with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
