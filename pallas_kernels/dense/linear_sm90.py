@@ -6,8 +6,7 @@
 Both are one warp-specialised pipeline. Persistent CTAs take one tile of the result after another. A producer warpgroup
 brings blocks of both operands into a ring in shared memory by bulk copies, those of the next tile while this one's
 epilogue runs; two consumer warpgroups multiply them, each for half of the tile's rows. In a cluster of two CTAs, whose
-tiles lie one below the other, each brings half of the right operand's block to both. z is stored while the products of
-the next tile's first steps are under way.
+tiles lie one below the other, each brings half of the right operand's block to both.
 
 For dw both operands have the summed axis outermost, which the tensor cores take in half precisions. A product with
 columns of ones makes db: of the CTAs that read the same columns of dy, each makes it for its share of the rows. The
@@ -28,7 +27,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, quotient, remainder, store, value_a_column
+from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, quotient, remainder, store
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
@@ -200,9 +199,9 @@ class _Product:
         return [plgpu.Barrier(num_arrivals=2, num_barriers=self.config.stages), free]
 
     def tile(self, index: Any, cta: Any) -> _Tile:
-        config, steps, tiles = self.config, -(-self.summed_size // _STEP), self.tile_rows * self.tile_columns
-        # Without a split, all tiles have the same steps, known when the kernel is traced.
-        split, index = (quotient(index, tiles), remainder(index, tiles)) if config.splits > 1 else (0, index)
+        config, steps = self.config, -(-self.summed_size // _STEP)
+        tiles = self.tile_rows * self.tile_columns
+        split, index = quotient(index, tiles), remainder(index, tiles)
         row, column = _raster(index, self.tile_rows, config.raster or self.tile_columns)
         first, end = (quotient(n * steps, config.splits) for n in (split, split + 1))
         return _Tile(split, (row * config.cluster + cta) * config.rows, column * config.columns, column, first, end)
@@ -215,11 +214,9 @@ class _Product:
         self,
         ring: Ring,
         accumulators: Sequence[Any],
-        spans: Callable[[_Tile, Any], Sequence[tuple[Any, Any, Callable]]],
-        epilogue: Callable[[_Tile], Callable],
+        spans: Callable[[_Tile], Sequence[tuple[Any, Any, Callable]]],
+        epilogue: Callable[..., None],
         *,
-        pending: Callable[[], Any] = lambda: None,
-        flush: Callable[[Any], None] = lambda pending: None,
         cluster: Any,
         cta: Any,
         warpgroup: Any,
@@ -229,36 +226,31 @@ class _Product:
         Args:
           ring: its `copy(count, stage, barrier, tile, step)` brings a step of a tile; `count` goes on over all tiles.
           accumulators: of a consumer.
-          spans: `spans(tile, pending)` are `(first, end, multiply)` for steps one after another.
-            `multiply(stage, *accumulators)` starts the products of a step, and returns when those of the step before
-            are done; in between it may store some of what the tile before left pending.
-          epilogue: `epilogue(tile)` runs while the last products are under way. It returns `finish(*sums)`, which
-            takes the sums, in registers, and returns what is left pending of them.
-          pending: `pending()` is what the first tile finds pending.
-          flush: `flush(pending)` stores what the last tile left.
+          spans: of a tile, `(first, end, multiply)` for steps one after another. `multiply(stage, *accumulators)`
+            starts the products of a step, and returns when those of the step before are done.
+          epilogue: `epilogue(tile, *sums)` stores the sums, which are in registers.
         """
 
         @pl.when(warpgroup == _PRODUCER)
         def _():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
             # No CTA may end while another's consumers arrive at its barriers.
-            ring.drain(self.visit_tiles(functools.partial(self.produce, ring), jnp.int32(0), cluster, cta))
+            ring.drain(self.visit_tiles(functools.partial(self.produce, ring), cluster, cta))
 
         @pl.when(warpgroup < _PRODUCER)
         def _():
             plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
             consume = functools.partial(self.consume, ring, accumulators, spans, epilogue)
-            _, last = self.visit_tiles(consume, (jnp.int32(0), pending()), cluster, cta)
-            flush(last)
+            self.visit_tiles(consume, cluster, cta)
 
-    def visit_tiles(self, visit: Callable[[Any, _Tile], Any], carry: Any, cluster: Any, cta: Any) -> Any:
-        """`carry = visit(carry, tile)` for the tiles of a CTA; returns the last."""
+    def visit_tiles(self, visit: Callable[[Any, _Tile], Any], cluster: Any, cta: Any) -> Any:
+        """`count = visit(count, tile)` for the tiles of a CTA, from 0 on; returns the last."""
 
-        def visit_next(i, carry):
-            return visit(carry, self.tile(cluster + i * self.clusters, cta))
+        def visit_next(i, count):
+            return visit(count, self.tile(cluster + i * self.clusters, cta))
 
         tiles = quotient(self.tiles - cluster + self.clusters - 1, self.clusters)
-        return lax.fori_loop(0, tiles, visit_next, carry)
+        return lax.fori_loop(0, tiles, visit_next, jnp.int32(0))
 
     def produce(self, ring: Ring, count: Any, tile: _Tile) -> Any:
         """Brings the blocks of a tile's steps."""
@@ -270,14 +262,9 @@ class _Product:
         return lax.fori_loop(tile.first, tile.end, fetch, count)
 
     def consume(
-        self, ring: Ring, accumulators: Sequence[Any], spans: Callable, epilogue: Callable, carry: Any, tile: _Tile
+        self, ring: Ring, accumulators: Sequence[Any], spans: Callable, epilogue: Callable, count: Any, tile: _Tile
     ) -> Any:
-        """Multiplies the blocks of a tile's steps, and hands the sums to the epilogue.
-
-        Args:
-          carry: the number of the ring's steps so far, and what the tile before left pending.
-        """
-        count, pending = carry
+        """Multiplies the blocks of a tile's steps, and hands the sums to the epilogue."""
 
         def accumulate(*sums):
             def add(step, count, *, multiply):
@@ -287,21 +274,17 @@ class _Product:
                 return count + 1
 
             next_count = count
-            for first, end, multiply in spans(tile, pending):
+            for first, end, multiply in spans(tile):
                 next_count = lax.fori_loop(first, end, functools.partial(add, multiply=multiply), next_count)
-            finish = epilogue(tile)
             plgpu.wgmma_wait(0)
             ring.release(next_count - 1)
-            return next_count, finish(*(a[...] for a in sums))
+            return [a[...] for a in sums]
 
-        return pl.run_scoped(accumulate, *accumulators)
+        epilogue(tile, *pl.run_scoped(accumulate, *accumulators))
+        return count + tile.end - tile.first
 
 
 # --------------------------------------------------------------------------------------------------------- the forward
-
-
-_BUFFERS = 2
-"""Buffers of a consumer for z on its way out, each as wide as a step: as many as fit beside four stages of the ring."""
 
 
 class _ForwardRefs(NamedTuple):
@@ -316,36 +299,24 @@ class _ForwardRefs(NamedTuple):
     free: Any
 
 
-class _Pending(NamedTuple):
-    """What a consumer has not stored yet: a tile's z in registers, and its first row and column."""
-
-    row: Any
-    column: Any
-    z: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class _Forward(_Product):
-    """`z = x wᵀ + b`, where x and wᵀ are the operands.
-
-    A tile's z stays in registers in x's dtype. It leaves through buffers in shared memory, share by share, while the
-    products of the next tile's first steps are under way: the tensor cores rest only while the bias is added.
-    """
+    """`z = x wᵀ + b`, where x and wᵀ are the operands. An epilogue leaves through two buffers a consumer."""
 
     def body(self, *refs, warpgroup, cluster, cta=0):
         refs = _ForwardRefs(*refs)
         ring = Ring(self.config.stages, functools.partial(self.copy, refs), refs.loaded, free=refs.free)
+        multiply = functools.partial(self.multiply, refs, warpgroup)
         self.run(
             ring,
             [plgpu.ACC((self.consumer_rows, self.config.columns))],
-            functools.partial(self.spans, refs, warpgroup),
+            lambda tile: [(tile.first, tile.end, multiply)],
             functools.partial(self.epilogue, refs, warpgroup),
-            pending=functools.partial(self.nothing_pending, refs),
-            flush=functools.partial(self.flush, refs, warpgroup),
             cluster=cluster,
             cta=cta,
             warpgroup=warpgroup,
         )
+        pl.when(warpgroup < _PRODUCER)(lambda: plgpu.wait_smem_to_gmem(0))
 
     def copy(self, refs, count, stage, barrier, tile, step):
         summed_slice = pl.ds(step * _STEP, _STEP)
@@ -353,62 +324,26 @@ class _Forward(_Product):
         plgpu.copy_gmem_to_smem(refs.x.at[rows, summed_slice], refs.x_stages.at[stage], barrier)
         plgpu.copy_gmem_to_smem(refs.w.at[columns, summed_slice], refs.w_stages.at[stage], barrier, **self.multicast)
 
-    @property
-    def shares(self) -> range:
-        """Those in which z leaves, each as wide as the buffers."""
-        return range(self.config.columns // (_BUFFERS * _STEP))
-
-    def spans(self, refs, warpgroup, tile, pending):
-        """A tile's steps. The first store what is pending, a share each; the last of them all that is left."""
-        multiply = functools.partial(self.multiply, refs, warpgroup, pending)
-        count = min(len(self.shares), tile.end)
-        shares = [*([share] for share in self.shares[: count - 1]), self.shares[count - 1 :]]
-        storing = [(step, step + 1, functools.partial(multiply, shares[step])) for step in range(count)]
-        return [*storing, (count, tile.end, functools.partial(multiply, ()))]
-
-    def multiply(self, refs, warpgroup, pending, shares, stage, sums):
+    def multiply(self, refs, warpgroup, stage, sums):
         left = refs.x_stages.at[stage, pl.ds(warpgroup * self.consumer_rows, self.consumer_rows)]
         plgpu.wgmma(sums, left, refs.w_stages.at[stage].transpose((1, 0)))
-        for share in shares:
-            self.store(refs, warpgroup, pending, share)
         plgpu.wgmma_wait(1)
 
-    def epilogue(self, refs, warpgroup, tile):
-        columns = pl.ds(tile.column, self.config.columns)
-        bias = load(refs.b.at[columns], value_a_column(), optimized=False).astype(jnp.float32)
-
-        def finish(sums):
-            z = (sums + lax.broadcast_in_dim(bias, sums.shape, [1])).astype(refs.z.dtype)
-            return _Pending(self.consumed_rows(tile, warpgroup).start, tile.column, z)
-
-        return finish
-
-    def nothing_pending(self, refs):
-        zeros = jnp.zeros((self.consumer_rows, self.config.columns), refs.z.dtype)
-        return _Pending(jnp.int32(self.rows), jnp.int32(0), plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
-
-    def store(self, refs, warpgroup, pending, share):
-        # Below the result's last row nothing is pending.
-        @pl.when(pending.row < self.rows)
-        def _():
-            # The copies of the share before have read the buffers.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            firsts = [(share * _BUFFERS + buffer) * _STEP for buffer in range(_BUFFERS)]
-            for buffer, first in enumerate(firsts):
-                refs.z_buffers[warpgroup, buffer] = pending.z[:, first : first + _STEP]
+    def epilogue(self, refs, warpgroup, tile, z):
+        rows = self.consumed_rows(tile, warpgroup)
+        for i, start in enumerate(range(0, self.config.columns, _STEP)):
+            columns, buffer = pl.ds(tile.column + start, _STEP), refs.z_buffers.at[warpgroup, i % 2]
+            bias = load(refs.b.at[columns], plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            # The copy before last has read its buffer.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            piece = z[:, start : start + _STEP] + lax.broadcast_in_dim(bias, (self.consumer_rows, _STEP), [1])
+            buffer[...] = piece.astype(refs.z.dtype)
             plgpu.commit_smem()
-            for buffer, first in enumerate(firsts):
-                rows, columns = pl.ds(pending.row, self.consumer_rows), pl.ds(pending.column + first, _STEP)
-                plgpu.copy_smem_to_gmem(refs.z_buffers.at[warpgroup, buffer], refs.z.at[rows, columns])
-
-    def flush(self, refs, warpgroup, pending):
-        for share in self.shares:
-            self.store(refs, warpgroup, pending, share)
-        plgpu.wait_smem_to_gmem(0)
+            plgpu.copy_smem_to_gmem(buffer, refs.z.at[rows, columns])
 
 
 def _forward_config(outputs):
-    return _config(outputs, buffer_bytes=_BUFFERS * _ROWS * _STEP * _ITEM_BYTES).clustered(outputs)
+    return _config(outputs, buffer_bytes=2 * _ROWS * _STEP * _ITEM_BYTES).clustered(outputs)
 
 
 def _forward_supports(x, w, b):
@@ -433,9 +368,8 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
 
     Args:
       x: `(rows, inputs)`, of a half precision, inputs a multiple of 64.
-      w, b: `(outputs, inputs)` of x's dtype and `(outputs,)`, outputs a multiple of 128. b is added to the sums in
-        float32, whatever its dtype.
-      config: of one split; outputs are a multiple of its columns, which are 128 or 256.
+      w, b: `(outputs, inputs)` of x's dtype and `(outputs,)`, outputs a multiple of 128.
+      config: of one split; outputs are a multiple of its columns.
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
     product = _Forward(config, rows, outputs, inputs, device.target().multiprocessors)
@@ -443,16 +377,15 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
         product.body,
         x,
         w,
-        b,
+        b.astype(jnp.float32),
         out=jax.ShapeDtypeStruct((rows, outputs), x.dtype),
         scratch=[
             operand((config.stages, config.rows, _STEP), x.dtype),
             operand((config.stages, config.columns, _STEP), x.dtype),
-            operand((_CONSUMERS, _BUFFERS, product.consumer_rows, _STEP), x.dtype),
+            operand((_CONSUMERS, 2, product.consumer_rows, _STEP), x.dtype),
             *product.barriers,
         ],
         name="linear",
-        barriers=False,
         **product.launch_options,
     )
 
@@ -506,7 +439,7 @@ class _WeightsGradient(_Product):
         plgpu.copy_gmem_to_smem(refs.dy.at[summed_slice, rows], refs.dy_stages.at[stage], barrier)
         plgpu.copy_gmem_to_smem(refs.x.at[summed_slice, columns], refs.x_stages.at[stage], barrier, **self.multicast)
 
-    def spans(self, refs, warpgroup, tile, _):
+    def spans(self, refs, warpgroup, tile):
         """A tile's steps: before, in and after its share of those that make db, by its column of tiles."""
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
@@ -523,14 +456,10 @@ class _WeightsGradient(_Product):
             plgpu.wgmma(bias_sums, left, refs.ones.at[warpgroup].transpose((1, 0)))
         plgpu.wgmma_wait(2 if with_bias else 1)
 
-    def epilogue(self, refs, warpgroup, tile):
+    def epilogue(self, refs, warpgroup, tile, sums, bias_sums):
         rows, columns = self.consumed_rows(tile, warpgroup), pl.ds(tile.column, self.config.columns)
-
-        def finish(sums, bias_sums):
-            store(refs.dw.at[tile.split, rows, columns], sums.astype(refs.dw.dtype))
-            store(refs.db.at[tile.split, tile.tile_column, rows], bias_sums)
-
-        return finish
+        store(refs.dw.at[tile.split, rows, columns], sums.astype(refs.dw.dtype))
+        store(refs.db.at[tile.split, tile.tile_column, rows], bias_sums)
 
 
 def _weights_config(rows, outputs, inputs):

@@ -1,7 +1,6 @@
 """A dense layer's products on the tensor cores: simulated, lowered for CUDA, and on a GPU."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -67,39 +66,25 @@ def test_the_simulator_finds_them_right(rows, outputs, inputs, sizes):
     jax.tree.map(np.testing.assert_array_equal, actual, expected(dy, x))
 
 
-def simulated_forward(x, w, b, **sizes):
-    config = kernels.Config(**dict(rows=128, columns=256, stages=2) | sizes)
-    forward = jax.jit(lambda x, w, b: kernels.forward(x, w, b, config=config))
-    with on_the_cpu(), targeting(TWO_MULTIPROCESSORS), simulated():
-        return jax.block_until_ready(forward(x, w, b))
-
-
-def small_integers(*shapes):
-    random = np.random.default_rng(0)
-    return [jnp.asarray(random.integers(-3, 4, shape), "float16") for shape in shapes]
-
-
 @can_simulate
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "sizes"),
     [
-        (256, 192, 256, {}),  # a tile a CTA
+        (256, 192, 256, {}),
         (300, 128, 512, dict(columns=128, cluster=2, raster=2)),  # a last block not full, several tiles a CTA
-        (600, 192, 256, {}),  # two and three tiles a CTA, whose first two steps store the tile before
-        (384, 64, 256, {}),  # a single step, which stores the whole tile before
     ],
     ids=str,
 )
 def test_the_simulator_finds_the_forward_right(rows, inputs, outputs, sizes):
-    x, w, b = small_integers((rows, inputs), (outputs, inputs), outputs)
-    np.testing.assert_array_equal(simulated_forward(x, w, b, **sizes), expected_forward(x, w, b))
-
-
-@can_simulate
-def test_the_bias_is_added_in_float32():
-    x, w, b = small_integers((64, 64), (128, 64), 128)
-    b = b.astype(jnp.float32) + 2.0**-10  # most are no float16
-    np.testing.assert_array_equal(simulated_forward(x, w, b, columns=128), expected_forward(x, w, b).astype(np.float16))
+    random = np.random.default_rng(0)
+    x, w, b = (
+        jnp.asarray(random.integers(-3, 4, shape), "float16") for shape in ((rows, inputs), (outputs, inputs), outputs)
+    )
+    config = kernels.Config(**dict(rows=128, columns=256, stages=2) | sizes)
+    forward = jax.jit(lambda x, w, b: kernels.forward(x, w, b, config=config))
+    with on_the_cpu(), targeting(TWO_MULTIPROCESSORS), simulated():
+        actual = jax.block_until_ready(forward(x, w, b))
+    np.testing.assert_array_equal(actual, expected_forward(x, w, b))
 
 
 def weights_config(*shape):
@@ -205,12 +190,9 @@ def test_gpu_gradients_match_float64_and_repeat_their_bits(shape, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    "shape", [*((8192, *shape[1:]) for shape in REAL), (8200, 384, 576), (24200, 512, 64)], ids=str
-)
+@pytest.mark.parametrize("shape", [*((8192, *shape[1:]) for shape in REAL[:3]), (8200, 384, 576)], ids=str)
 def test_gpu_forward_matches_float64_and_repeats_its_bits(shape, dtype):
     arrays = layer(*shape, dtype)
-    forward = jax.jit(functools.partial(kernels.forward, config=kernels._forward_config(shape[1])))
-    first, second = (forward(*arrays) for _ in range(2))
+    first, second = (jax.jit(kernels.forward)(*arrays) for _ in range(2))
     np.testing.assert_array_equal(first, second)
     assert relative_error(first, expected_forward(*arrays)) < 4e-3
