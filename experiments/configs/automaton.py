@@ -509,7 +509,7 @@ class LizardConfig(PatternConfig):
     perception: ClassVar = (4, (8, 4, 2, 1))
     update: ClassVar = (*[512] * 8, 256, 128)
     published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3500)
-    settings: ClassVar = DECAYING | dict(pass_through=10.0, first_gates="separating", restart_after=3000)
+    settings: ClassVar = DECAYING | dict(pass_through=10.0, first_gates="separating", restart_after=5000)
     hardening: ClassVar = (120_000, 1200)
     test_examples: ClassVar = 1
     trials: ClassVar = 1

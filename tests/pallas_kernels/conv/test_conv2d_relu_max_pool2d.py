@@ -10,7 +10,7 @@ import pytest
 from helpers import assert_close, cuda_program, normal, on_the_cpu
 
 from pallas_kernels.conv import conv2d_relu_max_pool2d as kernels
-from pallas_kernels.conv.conv2d_relu_max_pool2d import ForwardConfig, WeightsGradientConfig
+from pallas_kernels.conv.conv2d_relu_max_pool2d import ForwardConfig, InputGradientConfig, WeightsGradientConfig
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
@@ -56,6 +56,21 @@ def test_the_interpreter_computes_the_same():
     with on_the_cpu():
         actual = kernels.weights_gradient_interpreted(*arrays, window=WINDOW)
     assert_close(actual, in_float64(*arrays), "float32")
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize(("channels", "programs"), [(2, 1), (1, 100)])  # a row of cells a program, and a cell
+def test_the_input_gradient_is_right_with_and_without_the_windows_beyond_the_border(skips, channels, programs):
+    (dy, place, x), (w,) = operands("small"), normal((3, 2, 3, 3), seed=3)
+    config = InputGradientConfig(channels, LANES, programs, skips)
+    gradient = functools.partial(kernels.input_gradient, input_size=x.shape[1:3], window=WINDOW, config=config)
+    with on_the_cpu(), targeting(dataclasses.replace(HOPPER, multiprocessors=1)):
+        dx = jax.jit(gradient)(dy, place, w)
+    # dx · x = dw · w, as the convolution is linear in both.
+    for n in range(3):
+        (x,) = normal(x.shape, seed=4 + n)
+        dw, _ = in_float64(dy, place, x)
+        np.testing.assert_allclose(np.vdot(np.float64(dx), np.float64(x)), np.vdot(dw, np.float64(w)), rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
