@@ -190,8 +190,12 @@ _SOFTMAX_KERNEL = _where_it_pays(mixture, gates.softmax)
 _SOFTMAX_BACKWARD_KERNEL = _where_it_pays(mixture_gradient, gates.softmax_backward)
 
 
+def _residuals(logits):
+    return (logits,)
+
+
 def _keep_logits(coefficients, logits):
-    return coefficients(logits), (logits,)
+    return coefficients(logits), _residuals(logits)
 
 
 # ---------------------------------------------------------------------------------------------------------- the pairs
@@ -222,7 +226,7 @@ COEFFICIENTS = {
             "xla": functools.partial(_keep_logits, gates.softmax),
             "pallas": functools.partial(_keep_logits, _SOFTMAX_KERNEL),
         },
-        residuals=lambda logits: (logits,),
+        residuals=_residuals,
         name="softmax_gates",
     ),
     # No kernel would be faster for four parameters a gate: XLA needs no sums over functions.

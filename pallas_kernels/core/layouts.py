@@ -169,12 +169,17 @@ def quotient(number: Any, divisor: Any) -> Any:
     `//` and `%` round down, for which they look at signs. In a kernel each is ten operations more, and among these are
     conversions of booleans, for each of which JAX 0.11 starts a process.
     """
-    return number // divisor if isinstance(number, int) else lax.div(number, divisor)
+    return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
 
 def remainder(number: Any, divisor: Any) -> Any:
     """`number % divisor` of what is not negative, as `quotient`."""
-    return number % divisor if isinstance(number, int) else lax.rem(number, divisor)
+    return number % divisor if isinstance(number, int) else lax.rem(number, _like(number, divisor))
+
+
+def _like(number, divisor):
+    """A Python integer in the dtype of `number`: in 64-bit mode JAX would take it for 64 bits."""
+    return number.dtype.type(divisor) if isinstance(divisor, int) else divisor
 
 
 def largest_divisor(n: int, limit: int) -> int:

@@ -38,6 +38,12 @@ def test_quotients_and_remainders_of_ints_are_ints_and_of_arrays_arrays(number):
         assert function(jnp.int32(number), jnp.int32(7)).dtype == jnp.int32
 
 
+def test_in_64_bit_mode_they_keep_the_number_s_dtype():
+    with jax.enable_x64(True):
+        results = jax.jit(lambda n: (quotient(n, 7), remainder(n, 7)))(jnp.int32(20))
+    assert [(int(a), a.dtype) for a in results] == [(2, jnp.int32), (6, jnp.int32)]
+
+
 def test_they_are_one_operation_each():
     program = jax.make_jaxpr(lambda n: (quotient(n, 7), remainder(n, 7)))(jnp.int32(0))
     assert [equation.primitive.name for equation in program.eqns] == ["div", "rem"]
