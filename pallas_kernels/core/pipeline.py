@@ -38,6 +38,8 @@ class Ring:
       free: a barrier a stage, at which consumers arrive when they have read it; None without a producer.
       fixed_stage: the index of the stage of a ring that has a single one. The rings of several warpgroups, a stage
         each, share memory and barriers in this way.
+      turn: whose turn it is, of consumers that take turns with the whole ring. Each has barriers of its own in
+        `loaded`, one set after the other, as a warpgroup has to wait for every phase of a barrier.
     """
 
     stages: int
@@ -46,6 +48,7 @@ class Ring:
     steps: Any = None
     free: Any = None
     fixed_stage: Any = None
+    turn: Any = 0
 
     def stage(self, step: Any) -> Any:
         return remainder(step, self.stages) if self.fixed_stage is None else self.fixed_stage
@@ -69,7 +72,7 @@ class Ring:
 
     def wait(self, step: Any) -> None:
         """Waits for a step's copies."""
-        plgpu.barrier_wait(self.loaded.at[self.stage(step)])
+        plgpu.barrier_wait(self._loaded(step))
 
     def release(self, step: Any) -> None:
         """Tells the producer that a consumer has read a stage; after reads into registers, `commit_smem` first."""
@@ -82,7 +85,7 @@ class Ring:
         """
         stage = self.stage(step)
         pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
-        self.copy(step, stage, self.loaded.at[stage], *source)
+        self.copy(step, stage, self._loaded(step), *source)
 
     def drain(self, steps: Any) -> None:
         """Waits until the last stages are released: a CTA may not end while another arrives at its barriers."""
@@ -93,5 +96,7 @@ class Ring:
         lax.fori_loop(jnp.maximum(steps - self.stages, 0), steps, wait, None)
 
     def _copy(self, step):
-        stage = self.stage(step)
-        self.copy(step, stage, self.loaded.at[stage])
+        self.copy(step, self.stage(step), self._loaded(step))
+
+    def _loaded(self, step):
+        return self.loaded.at[self.turn * self.stages + self.stage(step)]

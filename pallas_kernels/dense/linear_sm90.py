@@ -4,9 +4,12 @@
     dw[o, i] = Σ dy[n, o] * x[n, i],    db[o] = Σ dy[n, o],    over the rows n.
 
 Both are one warp-specialised pipeline. Persistent CTAs take one tile of the result after another. A producer warpgroup
-brings blocks of both operands into a ring in shared memory by bulk copies, those of the next tile while this one's
-epilogue runs; two consumer warpgroups multiply them, each for half of the tile's rows. In a cluster of two CTAs, whose
-tiles lie one below the other, each brings half of the right operand's block to both.
+brings blocks of both operands into a ring in shared memory by bulk copies, and two consumer warpgroups multiply them.
+In a cluster of two CTAs, whose tiles lie one below the other, each brings half of the right operand's block to both.
+
+For z the consumers take turns: while one stores a tile, the other multiplies the next, so that the tensor cores do not
+rest. For dw, whose tiles have many more steps, they share a tile, each half of its rows: it is twice as large, and less
+is read for each product.
 
 For dw both operands have the summed axis outermost, which the tensor cores take in half precisions. A product with
 columns of ones makes db: of the CTAs that read the same columns of dy, each makes it for its share of the rows. The
@@ -17,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +30,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, quotient, remainder, store
+from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, quotient, remainder, store, value_a_column
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
@@ -37,9 +40,10 @@ _ITEM_BYTES = 2
 _STEP = OPERAND_BYTES // _ITEM_BYTES
 """Numbers of the summed axis that a step multiplies: as many in half precision as fill an operand's row."""
 _ROWS = 128
-"""Rows of a tile: two consumers with the 64 rows of a wgmma (PTX ISA)."""
+"""Rows of a tile: twice the 64 of a wgmma (PTX ISA)."""
 _MIN_COLUMNS, _MAX_COLUMNS = 128, 256
-"""Columns of a tile: 256 are the most that a wgmma has (PTX ISA); 128 for results that 256 does not divide."""
+"""Columns of a tile: 256 are the most that a wgmma has (PTX ISA). 128 for results that 256 does not divide, and for
+tiles of which one consumer has all sums."""
 
 _MIN_ROWS = 8192
 _MIN_INPUTS = 512
@@ -47,16 +51,19 @@ _MIN_INPUTS = 512
 of the lab has their measurement."""
 
 _CONSUMERS = 2
-"""Consumer warpgroups: with their share of the registers, each holds 64 x 256 sums."""
+"""Consumer warpgroups: with their share of the registers, each holds 64 x 256 or 128 x 128 sums."""
 _PRODUCER = _CONSUMERS
 """The producer's warpgroup, by its number: it follows those of the consumers."""
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
 """Registers of a thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 65536, 512 for one thread of each
 of the three warpgroups; a producer and two consumers take 504."""
 
-_MAX_STAGES = 4
-"""Stages of the ring: as many as fit beside the largest tile's buffers on Hopper. Three were slower:
+_MAX_STAGES = 6
+"""Stages of the ring: as many as fit beside the buffers on Hopper, 4 with the largest tiles. Three were slower there:
 docs/lab/2026-11-21-dense.md."""
+_RASTER_COLUMNS = 2048
+"""Columns of the result that concurrent tiles cover, where they divide it: eight of the largest tiles, of which a row
+was faster than 4 or 16 of them (docs/lab/2026-11-21-dense.md)."""
 _RESERVED_BYTES = 2048 + 512
 """Bytes of shared memory: 2 KiB are Mosaic's for sums across warps; 512 are more than the barriers need."""
 _STEP_MICROSECONDS = 0.75
@@ -89,12 +96,13 @@ class Config:
     def clustered(self, columns: int) -> "Config":
         """For a result, `columns` wide, that has more tiles than there are multiprocessors."""
         # Concurrent tiles form a square, so that their operands share the L2 cache.
-        return dataclasses.replace(self, cluster=2, raster=math.gcd(columns // self.columns, 8))
+        width = _RASTER_COLUMNS // self.columns
+        return dataclasses.replace(self, cluster=2, raster=math.gcd(columns // self.columns, width))
 
 
-def _config(result_columns: int, buffer_bytes: int) -> Config:
-    """One CTA a cluster and one split, with as many stages as fit beside `buffer_bytes` of other shared memory."""
-    columns = _MIN_COLUMNS if result_columns % _MAX_COLUMNS else _MAX_COLUMNS
+def _config(columns: int, buffer_bytes: int) -> Config:
+    """Tiles so many columns wide, one CTA a cluster and one split, with as many stages as fit beside `buffer_bytes` of
+    other shared memory."""
     available_bytes = device.target().shared_bytes - _RESERVED_BYTES - buffer_bytes
     return Config(_ROWS, columns, stages=min(_MAX_STAGES, available_bytes // ((_ROWS + columns) * _STEP * _ITEM_BYTES)))
 
@@ -154,6 +162,19 @@ class _Product:
     summed_size: int
     multiprocessors: int
 
+    consumers: ClassVar[int] = _CONSUMERS
+    """Consumers that share a tile. Where it is one, they take turns, and all tiles have as many steps."""
+
+    @property
+    def turns(self) -> int:
+        """Tiles that are multiplied or stored at a time."""
+        return _CONSUMERS // self.consumers
+
+    @property
+    def steps(self) -> int:
+        """Of a tile, without splits."""
+        return -(-self.summed_size // _STEP)
+
     @property
     def tile_rows(self) -> int:
         """Rows of tiles, those of a cluster as one."""
@@ -176,7 +197,7 @@ class _Product:
     @property
     def consumer_rows(self) -> int:
         """Of a tile, for which one consumer makes the sums."""
-        return self.config.rows // _CONSUMERS
+        return self.config.rows // self.consumers
 
     @property
     def launch_options(self) -> dict[str, Any]:
@@ -191,16 +212,15 @@ class _Product:
 
     @property
     def barriers(self) -> list[Any]:
-        """A pair a stage: both operands are loaded; all consumers of the cluster have read them."""
+        """Of a stage: both operands are loaded, a barrier a turn; the consumers of the cluster have read them."""
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
-        free = barrier(num_arrivals=_CONSUMERS, num_barriers=self.config.stages)
-        return [plgpu.Barrier(num_arrivals=2, num_barriers=self.config.stages), free]
+        free = barrier(num_arrivals=self.consumers, num_barriers=self.config.stages)
+        return [plgpu.Barrier(num_arrivals=2, num_barriers=self.turns * self.config.stages), free]
 
     def tile(self, index: Any, cta: Any) -> _Tile:
-        config, steps = self.config, -(-self.summed_size // _STEP)
-        tiles = self.tile_rows * self.tile_columns
+        config, steps, tiles = self.config, self.steps, self.tile_rows * self.tile_columns
         split, index = quotient(index, tiles), remainder(index, tiles)
         row, column = _raster(index, self.tile_rows, config.raster or self.tile_columns)
         first, end = (quotient(n * steps, config.splits) for n in (split, split + 1))
@@ -208,7 +228,11 @@ class _Product:
 
     def consumed_rows(self, tile: _Tile, warpgroup: Any) -> Any:
         """Of the result, those whose sums a consumer has."""
-        return pl.ds(tile.row + warpgroup * self.consumer_rows, self.consumer_rows)
+        return pl.ds(tile.row + self.first_row(warpgroup), self.consumer_rows)
+
+    def first_row(self, warpgroup: Any) -> Any:
+        """Of a tile, the first whose sums a consumer has."""
+        return warpgroup * self.consumer_rows if self.consumers > 1 else 0
 
     def run(
         self,
@@ -235,25 +259,35 @@ class _Product:
         def _():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
             # No CTA may end while another's consumers arrive at its barriers.
-            ring.drain(self.visit_tiles(functools.partial(self.produce, ring), cluster, cta))
+            ring.drain(self.visit_tiles(functools.partial(self.produce, ring), cluster, cta, turn=0, turns=1))
 
         @pl.when(warpgroup < _PRODUCER)
         def _():
             plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            turn = warpgroup if self.turns > 1 else 0
             consume = functools.partial(self.consume, ring, accumulators, spans, epilogue)
-            self.visit_tiles(consume, cluster, cta)
+            self.visit_tiles(consume, cluster, cta, turn=turn, turns=self.turns)
 
-    def visit_tiles(self, visit: Callable[[Any, _Tile], Any], cluster: Any, cta: Any) -> Any:
-        """`count = visit(count, tile)` for the tiles of a CTA, from 0 on; returns the last."""
+    def visit_tiles(
+        self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, turn: Any, turns: int
+    ) -> Any:
+        """`count = visit(count, turn, tile)` for every `turns`th tile of a CTA, from number `turn` on.
+
+        `count` is that of the ring's steps before the tile. Returns the last.
+        """
 
         def visit_next(i, count):
-            return visit(count, self.tile(cluster + i * self.clusters, cta))
+            number = turn + i * turns
+            tile = self.tile(cluster + number * self.clusters, cta)
+            next_count = visit(count, remainder(number, self.turns), tile)
+            return next_count + (turns - 1) * self.steps
 
         tiles = quotient(self.tiles - cluster + self.clusters - 1, self.clusters)
-        return lax.fori_loop(0, tiles, visit_next, jnp.int32(0))
+        return lax.fori_loop(0, quotient(tiles - turn + turns - 1, turns), visit_next, jnp.int32(turn * self.steps))
 
-    def produce(self, ring: Ring, count: Any, tile: _Tile) -> Any:
+    def produce(self, ring: Ring, count: Any, turn: Any, tile: _Tile) -> Any:
         """Brings the blocks of a tile's steps."""
+        ring = dataclasses.replace(ring, turn=turn)
 
         def fetch(step, count):
             ring.produce(count, tile, step)
@@ -262,9 +296,17 @@ class _Product:
         return lax.fori_loop(tile.first, tile.end, fetch, count)
 
     def consume(
-        self, ring: Ring, accumulators: Sequence[Any], spans: Callable, epilogue: Callable, count: Any, tile: _Tile
+        self,
+        ring: Ring,
+        accumulators: Sequence[Any],
+        spans: Callable,
+        epilogue: Callable,
+        count: Any,
+        turn: Any,
+        tile: _Tile,
     ) -> Any:
         """Multiplies the blocks of a tile's steps, and hands the sums to the epilogue."""
+        ring = dataclasses.replace(ring, turn=turn)
 
         def accumulate(*sums):
             def add(step, count, *, multiply):
@@ -301,12 +343,14 @@ class _ForwardRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Forward(_Product):
-    """`z = x wᵀ + b`, where x and wᵀ are the operands. An epilogue leaves through two buffers a consumer."""
+    """`z = x wᵀ + b`, where x and wᵀ are the operands. A tile leaves by parts through its consumer's buffer."""
+
+    consumers = 1
 
     def body(self, *refs, warpgroup, cluster, cta=0):
         refs = _ForwardRefs(*refs)
         ring = Ring(self.config.stages, functools.partial(self.copy, refs), refs.loaded, free=refs.free)
-        multiply = functools.partial(self.multiply, refs, warpgroup)
+        multiply = functools.partial(self.multiply, refs)
         self.run(
             ring,
             [plgpu.ACC((self.consumer_rows, self.config.columns))],
@@ -324,18 +368,17 @@ class _Forward(_Product):
         plgpu.copy_gmem_to_smem(refs.x.at[rows, summed_slice], refs.x_stages.at[stage], barrier)
         plgpu.copy_gmem_to_smem(refs.w.at[columns, summed_slice], refs.w_stages.at[stage], barrier, **self.multicast)
 
-    def multiply(self, refs, warpgroup, stage, sums):
-        left = refs.x_stages.at[stage, pl.ds(warpgroup * self.consumer_rows, self.consumer_rows)]
-        plgpu.wgmma(sums, left, refs.w_stages.at[stage].transpose((1, 0)))
+    def multiply(self, refs, stage, sums):
+        plgpu.wgmma(sums, refs.x_stages.at[stage], refs.w_stages.at[stage].transpose((1, 0)))
         plgpu.wgmma_wait(1)
 
     def epilogue(self, refs, warpgroup, tile, z):
-        rows = self.consumed_rows(tile, warpgroup)
-        for i, start in enumerate(range(0, self.config.columns, _STEP)):
-            columns, buffer = pl.ds(tile.column + start, _STEP), refs.z_buffers.at[warpgroup, i % 2]
-            bias = load(refs.b.at[columns], plgpu.Layout.WGMMA.reduce(0), optimized=False)
-            # The copy before last has read its buffer.
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        rows, buffer = self.consumed_rows(tile, warpgroup), refs.z_buffers.at[warpgroup]
+        for start in range(0, self.config.columns, _STEP):
+            columns = pl.ds(tile.column + start, _STEP)
+            bias = load(refs.b.at[columns], value_a_column(), optimized=False)
+            # The copy before has read the buffer.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             piece = z[:, start : start + _STEP] + lax.broadcast_in_dim(bias, (self.consumer_rows, _STEP), [1])
             buffer[...] = piece.astype(refs.z.dtype)
             plgpu.commit_smem()
@@ -343,7 +386,7 @@ class _Forward(_Product):
 
 
 def _forward_config(outputs):
-    return _config(outputs, buffer_bytes=2 * _ROWS * _STEP * _ITEM_BYTES).clustered(outputs)
+    return _config(_MIN_COLUMNS, buffer_bytes=_CONSUMERS * _ROWS * _STEP * _ITEM_BYTES).clustered(outputs)
 
 
 def _forward_supports(x, w, b):
@@ -369,7 +412,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
     Args:
       x: `(rows, inputs)`, of a half precision, inputs a multiple of 64.
       w, b: `(outputs, inputs)` of x's dtype and `(outputs,)`, outputs a multiple of 128.
-      config: of one split; outputs are a multiple of its columns.
+      config: of one split and at most 128 columns; outputs are a multiple of these.
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
     product = _Forward(config, rows, outputs, inputs, device.target().multiprocessors)
@@ -382,7 +425,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
         scratch=[
             operand((config.stages, config.rows, _STEP), x.dtype),
             operand((config.stages, config.columns, _STEP), x.dtype),
-            operand((_CONSUMERS, 2, product.consumer_rows, _STEP), x.dtype),
+            operand((_CONSUMERS, product.consumer_rows, _STEP), x.dtype),
             *product.barriers,
         ],
         name="linear",
@@ -450,7 +493,8 @@ class _WeightsGradient(_Product):
         return [(tile.first, start, multiply), (start, stop, with_bias), (stop, tile.end, multiply)]
 
     def multiply(self, refs, warpgroup, stage, sums, bias_sums, *, with_bias=False):
-        left = refs.dy_stages.at[stage, :, pl.ds(warpgroup * self.consumer_rows, self.consumer_rows)].transpose((1, 0))
+        rows = pl.ds(self.first_row(warpgroup), self.consumer_rows)
+        left = refs.dy_stages.at[stage, :, rows].transpose((1, 0))
         plgpu.wgmma(sums, left, refs.x_stages.at[stage])
         if with_bias:
             plgpu.wgmma(bias_sums, left, refs.ones.at[warpgroup].transpose((1, 0)))
@@ -463,7 +507,8 @@ class _WeightsGradient(_Product):
 
 
 def _weights_config(rows, outputs, inputs):
-    config = _config(inputs, buffer_bytes=_CONSUMERS * _ONES * _STEP * _ITEM_BYTES)
+    columns = _MIN_COLUMNS if inputs % _MAX_COLUMNS else _MAX_COLUMNS
+    config = _config(columns, buffer_bytes=_CONSUMERS * _ONES * _STEP * _ITEM_BYTES)
     multiprocessors, steps = device.target().multiprocessors, -(-rows // _STEP)
     tiles = (outputs // config.rows) * (inputs // config.columns)
     if tiles > multiprocessors and outputs % (2 * config.rows) == 0:

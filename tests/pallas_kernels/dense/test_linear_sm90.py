@@ -70,8 +70,10 @@ def test_the_simulator_finds_them_right(rows, outputs, inputs, sizes):
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "sizes"),
     [
-        (256, 192, 256, {}),
-        (300, 128, 512, dict(columns=128, cluster=2, raster=2)),  # a last block not full, several tiles a CTA
+        (256, 192, 128, {}),  # a tile a CTA: one consumer has none
+        (640, 128, 128, {}),  # three tiles or two
+        (300, 128, 512, dict(cluster=2, raster=2)),  # a last block not full, several tiles a CTA
+        (128, 320, 512, dict(stages=3)),  # steps that are no multiple of the stages
     ],
     ids=str,
 )
@@ -80,7 +82,7 @@ def test_the_simulator_finds_the_forward_right(rows, inputs, outputs, sizes):
     x, w, b = (
         jnp.asarray(random.integers(-3, 4, shape), "float16") for shape in ((rows, inputs), (outputs, inputs), outputs)
     )
-    config = kernels.Config(**dict(rows=128, columns=256, stages=2) | sizes)
+    config = kernels.Config(**dict(rows=128, columns=128, stages=2) | sizes)
     forward = jax.jit(lambda x, w, b: kernels.forward(x, w, b, config=config))
     with on_the_cpu(), targeting(TWO_MULTIPROCESSORS), simulated():
         actual = jax.block_until_ready(forward(x, w, b))
@@ -146,16 +148,17 @@ def test_they_pay_with_many_rows_and_the_forward_with_many_inputs(on_hopper):
     assert not kernels.forward.pays(*layer_structs(128, 1024, 1024))
 
 
-def test_the_ring_has_four_stages_on_hopper_and_as_many_as_fit_elsewhere():
+def test_the_ring_has_six_or_four_stages_on_hopper_and_as_many_as_fit_elsewhere():
     arrays = layer_structs(*REAL[0])
     with targeting(HOPPER):
-        assert kernels.forward.heuristic(*arrays).stages == kernels.weights_gradient.heuristic(*arrays[:2]).stages == 4
+        assert kernels.forward.heuristic(*arrays).stages == 6
+        assert kernels.weights_gradient.heuristic(*arrays[:2]).stages == 4
     with targeting(dataclasses.replace(HOPPER, shared_bytes=160 * 1024)):
         config = kernels.forward.heuristic(*arrays)
-        assert config.stages == 2
+        assert config.stages == 3
         assert (config.stages * (config.rows + config.columns) + 2 * config.rows) * 64 * 2 < 160 * 1024
-    with targeting(dataclasses.replace(HOPPER, shared_bytes=100 * 1024)):
-        assert "102400 bytes of shared memory" in kernels.forward.supports(*arrays)
+    with targeting(dataclasses.replace(HOPPER, shared_bytes=80 * 1024)):
+        assert "81920 bytes of shared memory" in kernels.forward.supports(*arrays)
 
 
 @pytest.mark.parametrize("device", [BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
@@ -171,7 +174,7 @@ def test_they_are_hoppers_alone(device):
 @pytest.mark.parametrize("shape", REAL, ids=str)
 def test_they_lower_for_cuda(shape, dtype, on_hopper):
     assert "mosaic_gpu" in cuda_program(kernels.weights_gradient, *structs(*shape, dtype))
-    config = kernels.Config(rows=128, columns=256, stages=4, cluster=2)
+    config = kernels.Config(rows=128, columns=128, stages=6, cluster=2)
     forward = lambda x, w, b: kernels.forward(x, w, b, config=config)  # noqa: E731
     assert "mosaic_gpu" in cuda_program(forward, *layer_structs(*shape, dtype))
 
