@@ -39,8 +39,12 @@ MAX_PLACES = 16
 """The largest window."""
 _MAX_ACCUMULATORS = 160
 """Sums that a program keeps in registers: a thread has 255, and needs some for operands and addresses."""
-_OTHER_REGISTERS = 64
-"""Of a thread, for all but its sums. Chosen by hand; not tuned."""
+_OTHER_REGISTERS = 30
+"""Of a thread, for all but its sums and its part of the image. With them the programs on a multiprocessor are those of
+ptxas' registers, for LeNet's filters."""
+_MAX_PATCH = 72
+"""Numbers of the image that a program reads at once: those under four of LeNet's windows, the most that were measured
+(docs/lab/2026-11-24-lenet.md)."""
 _ACCESS = 4
 """Float32 numbers of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
 _SKIPPING_BATCH = 1024
@@ -224,22 +228,23 @@ class WeightsGradientConfig:
 
     Attributes:
       channels: output channels a program, a divisor of all of them.
+      windows: windows side by side, a divisor of a row of them, under which a program reads the image once.
       programs_per_multiprocessor: to launch, at most: the rows and the batch are split among them.
     """
 
     channels: int
+    windows: int
     programs_per_multiprocessor: int
 
+    def units(self, dy: Any) -> int:
+        """The work to share out: pairs of windows side by side and a lane block."""
+        _, P, Q, N = dy.shape
+        return (N // LANES) * P * (Q // self.windows)
+
     def splits(self, dy: Any, x: Any) -> int:
-        """Parts of the rows and the batch, each summed by programs of its own."""
+        """Parts of the rows and the batch, each summed by programs of its own, if there are as many units."""
         programs = self.programs_per_multiprocessor * device.target().multiprocessors
-        return min(_units(dy), -(-programs // (x.shape[0] * (dy.shape[0] // self.channels))))
-
-
-def _units(dy):
-    """The work to share out: pairs of a window and a lane block."""
-    _, P, Q, N = dy.shape
-    return (N // LANES) * P * Q
+        return -(-programs // (x.shape[0] * (dy.shape[0] // self.channels)))
 
 
 def _filter_size(dy, x, window):
@@ -264,14 +269,15 @@ def _weights_gradient_supports(dy: Any, place: Any, x: Any, *, window: tuple[int
 
 def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> WeightsGradientConfig:
     """What a sweep on an H200 found."""
-    (F, G), K, gpu = _filter_size(dy, x, window), dy.shape[0], device.target()
-    # An image of one channel is loaded by every program: six channels share it, at two programs a multiprocessor.
-    largest = max(1, min(6 if x.shape[0] == 1 else 2, _MAX_ACCUMULATORS // (F * G)))
-    for channels in (d for d in range(largest_divisor(K, largest), 0, -1) if K % d == 0 and _fits(d, F * G)):
-        resident = max(1, gpu.registers // (LANES * (channels * (F * G + 1) + _OTHER_REGISTERS)))
-        config = WeightsGradientConfig(channels, programs_per_multiprocessor=2 * resident)
-        # Fewer channels a program where the batch does not give each enough windows to sum over.
-        if _units(dy) >= 12 * config.splits(dy, x):
+    (F, G), (R, S), (K, _, Q, _), gpu = _filter_size(dy, x, window), window, dy.shape, device.target()
+    patch = lambda windows: (F + R - 1) * (G + windows * S - 1)  # noqa: E731
+    windows = _largest_divisor_with(Q, 4, lambda d: patch(d) <= _MAX_PATCH)
+    for channels in (2, 1) if K % 2 == 0 and 2 * F * G <= _MAX_ACCUMULATORS and _fits(2, F * G) else (1,):
+        registers = channels * (F * G + 1) + patch(windows) + _OTHER_REGISTERS
+        resident = max(1, gpu.registers // (LANES * registers))
+        config = WeightsGradientConfig(channels, windows, programs_per_multiprocessor=2 * resident)
+        # One channel a program where the batch has no windows for each.
+        if config.units(dy) >= config.splits(dy, x):
             break
     return config
 
@@ -279,7 +285,11 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
 @kernel(
     supports=_weights_gradient_supports,
     heuristic=_weights_gradient_heuristic,
-    sweep={"channels": (1, 2, 3, 4, 6), "programs_per_multiprocessor": (1, 2, 3, 4, 8, 16, 32, 64)},
+    sweep={
+        "channels": (1, 2, 3, 6),
+        "windows": (1, 2, 4),
+        "programs_per_multiprocessor": (3, 6, 8, 16),
+    },
 )
 def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
@@ -306,12 +316,13 @@ def weights_gradient_interpreted(
 
 
 def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
-    (K, *_), C, (F, G), units = dy.shape, x.shape[0], _filter_size(dy, x, window), _units(dy)
+    (K, _, Q, _), C, (F, G), units = dy.shape, x.shape[0], _filter_size(dy, x, window), config.units(dy)
     channels, taps = config.channels, config.channels * F * G
     check_divides("conv2d_relu_max_pool2d.weights_gradient", "channels", channels, K)
-    per_split = -(-units // config.splits(dy, x))
+    check_divides("conv2d_relu_max_pool2d.weights_gradient", "windows", config.windows, Q)
+    per_split = -(-units // min(units, config.splits(dy, x)))
     splits, rows = -(-units // per_split), _sums(channels, F * G)
-    program = _WeightsGradientProgram(window, (F, G), channels, per_split)
+    program = _WeightsGradientProgram(window, (F, G), config, per_split)
     sums = launch(
         program.body if through_shared_memory else program.interpreted_body,
         dy,
@@ -336,7 +347,7 @@ class _WeightsGradientProgram:
 
     window: tuple[int, int]
     filter_size: tuple[int, int]
-    channels: int
+    config: WeightsGradientConfig
     per_split: int
 
     def body(self, dy, place, x, sums, lanes, *, split, k, c):
@@ -350,36 +361,37 @@ class _WeightsGradientProgram:
 
     def totals(self, dy, place, x, split, k, c):
         """The weights' sums, then the biases', a lane each of their terms, and zeros that fill up the rows."""
-        (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, _units(dy)
-        count = self.channels * (F * G + 1)
+        (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, self.config.units(dy)
+        count, steps = self.config.channels * (F * G + 1), Q // self.config.windows
 
-        def add_position(n, sums):
-            row, q = quotient(n, Q), remainder(n, Q)
+        def add_unit(n, sums):
+            row, q = quotient(n, steps), remainder(n, steps) * self.config.windows
             p, lanes = remainder(row, P), pl.ds(quotient(row, P) * LANES, LANES)
-            return self.add_window(dy, place, x, (k, c, p, q, lanes), sums)
+            return self.add_windows(dy, place, x, (k, c, p, q, lanes), sums)
 
         zero = zeros_like(x[0, 0, 0, pl.ds(0, LANES)].astype(jnp.float32))
         first, last = split * self.per_split, jnp.minimum((split + 1) * self.per_split, units)
-        sums = lax.fori_loop(first, last, add_position, (zero,) * count)
-        return [*sums, *[zero] * (_sums(self.channels, F * G) - count)]
+        sums = lax.fori_loop(first, last, add_unit, (zero,) * count)
+        return [*sums, *[zero] * (_sums(self.config.channels, F * G) - count)]
 
-    def add_window(self, dy, place, x, at, sums):
+    def add_windows(self, dy, place, x, at, sums):
         (k, c, p, q, lanes), (F, G), (R, S) = at, self.filter_size, self.window
-        taps = self.channels * F * G
+        channels, windows = range(self.config.channels), range(self.config.windows)
+        taps = len(channels) * F * G
         patch = {
             (i, j): x[c, p * R + i, q * S + j, lanes].astype(jnp.float32)
+            for j in range(G + len(windows) * S - 1)
             for i in range(F + R - 1)
-            for j in range(G + S - 1)
         }
         weights, biases = list(sums[:taps]), list(sums[taps:])
-        for o in range(self.channels):
-            gradient = dy[k * self.channels + o, p, q, lanes].astype(jnp.float32)
-            maximum = place[p, k * self.channels + o, q, lanes].astype(jnp.int32)
+        for n, o in itertools.product(windows, channels):
+            gradient = dy[k * len(channels) + o, p, q + n, lanes].astype(jnp.float32)
+            maximum = place[p, k * len(channels) + o, q + n, lanes].astype(jnp.int32)
             biases[o] += jnp.where(maximum < R * S, gradient, 0.0)
             for t in range(R * S):
                 routed = jnp.where(maximum == t, gradient, 0.0)
                 for u, v in itertools.product(range(F), range(G)):
-                    weights[(o * F + u) * G + v] += routed * patch[u + t // S, v + t % S]
+                    weights[(o * F + u) * G + v] += routed * patch[u + t // S, v + n * S + t % S]
         return (*weights, *biases)
 
 
@@ -421,7 +433,6 @@ def _input_gradient_heuristic(dy: Any, place: Any, w: Any, **options: Any) -> In
         "channels": (1, 2, 3, 6),
         "lane_block": (LANES, 2 * LANES),
         "programs_per_multiprocessor": (1, 4),
-        "skips": (False, True),
     },
 )
 def input_gradient(

@@ -39,10 +39,12 @@ def in_float64(dy, place, x):
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older simulators lack layouts of shared memory")
-@pytest.mark.parametrize(("channels", "splits"), [(None, None), (1, 1), (3, 3)])
-def test_the_simulator_finds_it_right(channels, splits):
+@pytest.mark.parametrize(
+    ("channels", "windows", "splits"), [(None, None, None), (1, 1, 1), (1, 2, 1), (3, 1, 3), (3, 2, 3)]
+)
+def test_the_simulator_finds_it_right(channels, windows, splits):
     arrays, gpu = operands("small"), dataclasses.replace(HOPPER, multiprocessors=3)
-    config = None if channels is None else WeightsGradientConfig(channels, programs_per_multiprocessor=2)
+    config = None if channels is None else WeightsGradientConfig(channels, windows, programs_per_multiprocessor=2)
     with targeting(gpu):
         assert config is None or config.splits(arrays[0], arrays[2]) == splits
     gradient = jax.jit(functools.partial(kernels.weights_gradient, window=WINDOW, config=config))
@@ -107,12 +109,12 @@ def test_the_forward_shares_images_of_one_channel_among_channels_and_others_amon
 
 @pytest.mark.parametrize(
     ("block", "N", "channels", "splits"),
-    [("lenet1", 1024, 1, 220), ("lenet1", 65536, 6, 528), ("lenet2", 1024, 1, 14), ("lenet2", 65536, 2, 22)],
+    [("lenet1", 128, 1, 176), ("lenet1", 1024, 2, 264), ("lenet2", 128, 1, 11), ("lenet2", 1024, 2, 17)],
 )
 def test_splits_of_the_weights_gradient_fill_the_multiprocessors(block, N, channels, splits, on_hopper):
     x, _, _, dy, place = shapes(block, N)
     config = kernels.weights_gradient.heuristic(dy, place, x, window=WINDOW)
-    assert (config.channels, config.splits(dy, x)) == (channels, splits)
+    assert (config.channels, config.windows, config.splits(dy, x)) == (channels, 4, splits)
 
 
 @pytest.mark.parametrize("block", BLOCKS)

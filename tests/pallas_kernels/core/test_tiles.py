@@ -144,7 +144,7 @@ def test_a_file_that_is_no_json_is_refused_by_name(kernel, file):
 def test_a_recorded_tile_that_does_not_divide_is_refused(file):
     dy, x = normal((4, 1, 1, 128), (1, 2, 2, 128))
     place = jnp.zeros(dy.shape, jnp.uint8)
-    tile = {"channels": 3, "programs_per_multiprocessor": 1}
+    tile = {"channels": 3, "windows": 1, "programs_per_multiprocessor": 1}
     file(recording(tile, KERNEL, tiles.key(dy, place, x, window=(1, 1))))
     with pytest.raises(ValueError, match=f"{KERNEL}: channels is 3; wants a divisor of 4"):
         kernels.weights_gradient(dy, place, x, window=(1, 1))
