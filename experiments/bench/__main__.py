@@ -13,7 +13,8 @@ logic networks, on random bits, convolutional ones on random numbers, as forward
 
 - Time is device time: calls follow each other inside one compiled program, each with its own arrays. Together these do
   not fit into the GPU's cache, except at small batches, as there are at most 32 calls. Further programs are queued
-  behind it. The time is the median of several rounds, whose spread is the noise.
+  behind it. The time is the median of several rounds, whose spread is the noise. Before them a program runs as long as
+  ten, so that the clock is that of a GPU at work, not of one that has rested.
 - The floor is the least time in which this device could do the work: see `experiments/bench/floor.py`.
 - Memory is XLA's account of the compiled program: arguments, results and temporaries of one call.
 - The error is the largest relative norm of a result's difference from float64, at a smaller batch. A peer's is that of

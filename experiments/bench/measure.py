@@ -17,6 +17,9 @@ from experiments.bench.works import Work, is_float
 from jaxbp.verify.timing import compile_program, device_seconds
 
 ROUNDS = 5
+SETTLING_ROUNDS = 10
+"""Before the first round a program runs as long as so many. Within 0.2 s of large matrix products an H200 reached its
+power limit and lowered its clock: docs/lab/2026-11-24-dense.md."""
 NOTHING = 1e-12
 """Of the largest array's norm, what is rounding in float64."""
 MEASURED = (
@@ -79,7 +82,7 @@ def time_chain(program: Callable, arguments: tuple, calls: int, seconds: float) 
 
 def time_compiled(compiled: Callable, arguments: tuple, calls: int, seconds: float) -> dict[str, Any]:
     """The device time of a call in an executable of so many calls."""
-    timed = device_seconds(compiled, (arguments,), seconds, ROUNDS)
+    timed = device_seconds(compiled, (arguments,), seconds, ROUNDS, settling=SETTLING_ROUNDS * seconds)
     return microseconds(timed.rounds, calls) | {"host_waited": timed.host_waited}
 
 

@@ -35,28 +35,37 @@ class Timed(NamedTuple):
     rounds: tuple[float, ...]
 
 
-def device_seconds(program: Callable, arguments: tuple, seconds: float, rounds: int = ROUNDS) -> Timed:
+def device_seconds(
+    program: Callable, arguments: tuple, seconds: float, rounds: int = ROUNDS, settling: float = 0.0
+) -> Timed:
     """Times a program.
 
     Args:
       seconds: least time of a round.
+      settling: seconds of calls before the first round, in which a GPU at its power limit lowers its clock.
     """
     for _ in range(3):
         start = time.perf_counter()
         jax.block_until_ready(program(*arguments))
         once = time.perf_counter() - start
     calls = max(2, min(2000, int(seconds / once)))
+    _run(program, arguments, int(settling / once))
     times, shares = [], []
     for _ in range(rounds):
-        in_flight, waited, start = collections.deque(), 0.0, time.perf_counter()
-        for i in range(calls + IN_FLIGHT):
-            if i < calls:
-                in_flight.append(program(*arguments))
-            if i >= IN_FLIGHT and in_flight:
-                before = time.perf_counter()
-                jax.block_until_ready(in_flight.popleft())
-                waited += time.perf_counter() - before
-        elapsed = time.perf_counter() - start
+        elapsed, waited = _run(program, arguments, calls)
         times.append(elapsed / calls)
         shares.append(waited / elapsed)
     return Timed(statistics.median(times), statistics.median(shares), tuple(times))
+
+
+def _run(program, arguments, calls):
+    """The seconds that so many calls take, and how many of them the host waited."""
+    in_flight, waited, start = collections.deque(), 0.0, time.perf_counter()
+    for i in range(calls + IN_FLIGHT):
+        if i < calls:
+            in_flight.append(program(*arguments))
+        if i >= IN_FLIGHT and in_flight:
+            before = time.perf_counter()
+            jax.block_until_ready(in_flight.popleft())
+            waited += time.perf_counter() - before
+    return time.perf_counter() - start, waited

@@ -18,11 +18,10 @@ import torch
 from flax import nnx
 from torch.nn import functional as F
 
-from experiments.bench.measure import microseconds
+from experiments.bench.measure import ROUNDS, SETTLING_ROUNDS, microseconds
 from experiments.bench.peers import Task, Variant
 
 VERSION = torch.__version__
-ROUNDS = 5
 EPS = 1e-5  # of the norms, by default
 Functions = Mapping[str, Callable]
 aten = torch.ops.aten
@@ -364,6 +363,8 @@ def _seconds(program: Callable, seconds: float) -> list[float]:
     for _ in range(3):
         once = _time(program, 1)
     repeats = max(2, min(2000, int(seconds / once)))
+    if settling := int(SETTLING_ROUNDS * seconds / once):
+        _time(program, settling)
     return [_time(program, repeats) for _ in range(ROUNDS)]
 
 

@@ -24,6 +24,19 @@ def test_a_call_takes_the_median_of_the_rounds(monkeypatch):
     assert rounds == pytest.approx((0.001, 0.001, 0.01))
 
 
+def test_a_program_settles_before_the_first_round(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def program(x):
+        now[0] += 0.01 if now[0] > 0.1 else 0.001  # a clock that comes down after 0.1 s
+        return x
+
+    assert device_seconds(program, (jnp.ones(1),), seconds=0.01)[0] == pytest.approx(0.001)
+    now[0] = 0.0
+    assert device_seconds(program, (jnp.ones(1),), seconds=0.01, settling=0.2)[0] == pytest.approx(0.01)
+
+
 def test_a_compiled_program_comes_with_its_seconds():
     program, seconds = compile_program(lambda x: x + 1, (jnp.ones(2),))
     assert program(jnp.ones(2)).tolist() == [2, 2] and seconds > 0
