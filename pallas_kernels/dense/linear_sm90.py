@@ -413,8 +413,14 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
       x: `(rows, inputs)`, of a half precision, inputs a multiple of 64.
       w, b: `(outputs, inputs)` of x's dtype and `(outputs,)`, outputs a multiple of 128.
       config: of one split and at most 128 columns; outputs are a multiple of these.
+
+    Raises:
+      ValueError: another config.
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
+    if config.splits != 1 or config.columns > _MIN_COLUMNS or outputs % config.columns:
+        wanted = f"one split, and at most {_MIN_COLUMNS} columns that divide {outputs}"
+        raise ValueError(f"linear_sm90.forward: config is {config}; wants {wanted}")
     product = _Forward(config, rows, outputs, inputs, device.target().multiprocessors)
     return launch(
         product.body,

@@ -161,6 +161,13 @@ def test_the_ring_has_six_or_four_stages_on_hopper_and_as_many_as_fit_elsewhere(
         assert "81920 bytes of shared memory" in kernels.forward.supports(*arrays)
 
 
+@pytest.mark.parametrize("sizes", [dict(splits=2), dict(columns=256), dict(columns=96)], ids=str)
+def test_the_forward_refuses_configs_that_it_would_compute_wrongly(sizes, on_hopper):
+    config = kernels.Config(**dict(rows=128, columns=128, stages=2) | sizes)
+    with pytest.raises(ValueError, match="wants one split, and at most 128 columns that divide 1024"):
+        jax.eval_shape(lambda *arrays: kernels.forward(*arrays, config=config), *layer_structs(*REAL[1]))
+
+
 @pytest.mark.parametrize("device", [BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
 def test_they_are_hoppers_alone(device):
     with targeting(device):
