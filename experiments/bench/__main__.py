@@ -13,8 +13,8 @@ logic networks, on random bits, convolutional ones on random numbers, as forward
 
 - Time is device time: calls follow each other inside one compiled program, each with its own arrays. Together these do
   not fit into the GPU's cache, except at small batches, as there are at most 32 calls. Further programs are queued
-  behind it. The time is the median of several rounds, whose spread is the noise. Before them a program runs as long as
-  ten, so that the clock is that of a GPU at work, not of one that has rested.
+  behind it. The time is the median of several rounds, whose spread is the noise. Before them a program runs for a
+  while on a GPU, so that its clock is that of one at work, which its power limit may have lowered.
 - The floor is the least time in which this device could do the work: see `experiments/bench/floor.py`.
 - Memory is XLA's account of the compiled program: arguments, results and temporaries of one call.
 - The error is the largest relative norm of a result's difference from float64, at a smaller batch. A peer's is that of
@@ -26,6 +26,7 @@ logic networks, on random bits, convolutional ones on random numbers, as forward
 The JSON file is written after every row. Next to what all result files have (`experiments/output/results.py`):
 
     dtype, precision       of the arrays, and of products of float32
+    settling_seconds       how long a program runs before its first round
     copy_bytes_per_second, bytes_per_second, operations_per_second
                            the rates of this device, in the first of the dtypes: see `floor.measured_rates`
     rows                   an object a row: see `rows.Case`
@@ -47,6 +48,7 @@ import tyro
 
 from experiments.bench import compare, peers
 from experiments.bench.floor import measured_rates
+from experiments.bench.measure import settling_seconds
 from experiments.bench.peers import VariantChoice
 from experiments.bench.report import picture, print_table
 from experiments.bench.rows import Case, Settings, measured_rows, with_speedups
@@ -153,6 +155,7 @@ def run(works: Sequence[Work], config: BenchConfig, command: str, started: float
     report = provenance(command)
     report["versions"] |= {name: module.VERSION for name, module in modules.items()}
     report |= {"dtype": ", ".join(config.dtype), "precision": config.precision}
+    report["settling_seconds"] = settling_seconds()
     keep_going = lambda: config.time_limit is None or time.monotonic() - started < config.time_limit  # noqa: E731
     with jax.default_matmul_precision(config.precision):
         rates = {dtype: measured_rates(dtype, on_gpu, config.seconds) for dtype in config.dtype}

@@ -165,6 +165,13 @@ def print_changes(old: Report, new: Report, changed: Sequence[Change], console: 
         not row.get("round_microseconds") for change in changed for row in (change.old, change.new) if not row["failed"]
     ):
         console.print("some rows do not have their rounds: they are judged by the threshold alone")
+    settled = [report.get("settling_seconds", 0.0) for report in (old, new)]
+    if settled[0] != settled[1]:
+        console.print(
+            f"before their rounds programs ran for {settled[0]} s and for {settled[1]} s: "
+            "at a GPU's power limit, what ran longer is slower",
+            highlight=False,
+        )
     of_old, of_new = _rows(old), _rows(new)
     for name, rows, other_rows in (("old", of_old, of_new), ("new", of_new, of_old)):
         if titles := [title for title in rows if title not in other_rows]:

@@ -11,6 +11,8 @@ additions of its matrix products and convolutions. The floor is the longest of t
 - other arithmetic, where a work says how much it has at least, as that of an automaton's gates: at the rate of products
   at the highest precision, which float32 reaches outside of a GPU's matrix units.
 
+The rates are the best of several short rounds, of a GPU whose clock its power limit has not yet lowered.
+
 Launching a kernel, other arithmetic outside of products and intermediate results take no time in it, so it bounds every
 implementation from below. Small arrays stay far above it: launching alone takes longer.
 """

@@ -17,9 +17,9 @@ from experiments.bench.works import Work, is_float
 from jaxbp.verify.timing import compile_program, device_seconds
 
 ROUNDS = 5
-SETTLING_ROUNDS = 10
-"""Before the first round a program runs as long as so many. Within 0.2 s of large matrix products an H200 reached its
-power limit and lowered its clock: docs/lab/2026-11-24-dense.md."""
+SETTLING_SECONDS = 0.3
+"""For which a program runs on a GPU before the first round. Large matrix products bring an H200 to its power limit, and
+its clock down, within 0.2 s: docs/lab/2026-11-24-dense.md."""
 NOTHING = 1e-12
 """Of the largest array's norm, what is rounding in float64."""
 MEASURED = (
@@ -82,8 +82,13 @@ def time_chain(program: Callable, arguments: tuple, calls: int, seconds: float) 
 
 def time_compiled(compiled: Callable, arguments: tuple, calls: int, seconds: float) -> dict[str, Any]:
     """The device time of a call in an executable of so many calls."""
-    timed = device_seconds(compiled, (arguments,), seconds, ROUNDS, settling=SETTLING_ROUNDS * seconds)
+    timed = device_seconds(compiled, (arguments,), seconds, ROUNDS, settling=settling_seconds())
     return microseconds(timed.rounds, calls) | {"host_waited": timed.host_waited}
+
+
+def settling_seconds() -> float:
+    """How long a program runs before its first round, on the default device."""
+    return SETTLING_SECONDS if jax.default_backend() == "gpu" else 0.0
 
 
 def microseconds(round_seconds: Sequence[float], calls: int) -> dict[str, Any]:

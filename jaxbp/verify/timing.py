@@ -42,7 +42,7 @@ def device_seconds(
 
     Args:
       seconds: least time of a round.
-      settling: seconds of calls before the first round, in which a GPU at its power limit lowers its clock.
+      settling: seconds, at most, of calls before the first round, in which a GPU at its power limit lowers its clock.
     """
     for _ in range(3):
         start = time.perf_counter()

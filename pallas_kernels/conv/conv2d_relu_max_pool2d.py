@@ -229,7 +229,7 @@ class WeightsGradientConfig:
     Attributes:
       channels: output channels a program, a divisor of all of them.
       windows: windows side by side, a divisor of a row of them, under which a program reads the image once.
-      programs_per_multiprocessor: to launch, at most: the rows and the batch are split among them.
+      programs_per_multiprocessor: to launch, if there is work for each: the rows and the batch are split among them.
     """
 
     channels: int
@@ -241,10 +241,19 @@ class WeightsGradientConfig:
         _, P, Q, N = dy.shape
         return (N // LANES) * P * (Q // self.windows)
 
-    def splits(self, dy: Any, x: Any) -> int:
-        """Parts of the rows and the batch, each summed by programs of its own, if there are as many units."""
+    def wanted_splits(self, dy: Any, x: Any) -> int:
+        """Parts of the units for so many programs, if there are as many units."""
         programs = self.programs_per_multiprocessor * device.target().multiprocessors
         return -(-programs // (x.shape[0] * (dy.shape[0] // self.channels)))
+
+    def units_a_split(self, dy: Any, x: Any) -> int:
+        """In all parts but the last, which may have fewer."""
+        units = self.units(dy)
+        return -(-units // min(units, self.wanted_splits(dy, x)))
+
+    def splits(self, dy: Any, x: Any) -> int:
+        """Parts of the units, each summed by programs of its own."""
+        return -(-self.units(dy) // self.units_a_split(dy, x))
 
 
 def _filter_size(dy, x, window):
@@ -276,8 +285,8 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
         registers = channels * (F * G + 1) + patch(windows) + _OTHER_REGISTERS
         resident = max(1, gpu.registers // (LANES * registers))
         config = WeightsGradientConfig(channels, windows, programs_per_multiprocessor=2 * resident)
-        # One channel a program where the batch has no windows for each.
-        if config.units(dy) >= config.splits(dy, x):
+        # Channels are shared out, too, where there are fewer units than splits wanted.
+        if config.units(dy) >= config.wanted_splits(dy, x):
             break
     return config
 
@@ -316,13 +325,12 @@ def weights_gradient_interpreted(
 
 
 def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
-    (K, _, Q, _), C, (F, G), units = dy.shape, x.shape[0], _filter_size(dy, x, window), config.units(dy)
+    (K, _, Q, _), C, (F, G) = dy.shape, x.shape[0], _filter_size(dy, x, window)
     channels, taps = config.channels, config.channels * F * G
     check_divides("conv2d_relu_max_pool2d.weights_gradient", "channels", channels, K)
     check_divides("conv2d_relu_max_pool2d.weights_gradient", "windows", config.windows, Q)
-    per_split = -(-units // min(units, config.splits(dy, x)))
-    splits, rows = -(-units // per_split), _sums(channels, F * G)
-    program = _WeightsGradientProgram(window, (F, G), config, per_split)
+    splits, rows = config.splits(dy, x), _sums(channels, F * G)
+    program = _WeightsGradientProgram(window, (F, G), config, config.units_a_split(dy, x))
     sums = launch(
         program.body if through_shared_memory else program.interpreted_body,
         dy,

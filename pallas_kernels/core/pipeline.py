@@ -33,13 +33,15 @@ class Ring:
     Attributes:
       stages: how many.
       copy: `copy(step, stage, barrier, *source)` starts the bulk copies of a step, which arrive at `barrier`.
-      loaded: a barrier a stage, at which a step's copies arrive.
+      loaded: a barrier a stage, at which a step's copies arrive. Of consumers that take turns with the whole ring, each
+        has barriers of its own, the stage's number `turn * stages + stage`, as a warpgroup has to wait for every phase
+        of a barrier.
       steps: how many steps there are, or None if no step is ever fetched that does not exist.
       free: a barrier a stage, at which consumers arrive when they have read it; None without a producer.
       fixed_stage: the index of the stage of a ring that has a single one. The rings of several warpgroups, a stage
         each, share memory and barriers in this way.
-      turn: whose turn it is, of consumers that take turns with the whole ring. Each has barriers of its own in
-        `loaded`, one set after the other, as a warpgroup has to wait for every phase of a barrier.
+      turn: of consumers that take turns, the number of the one that uses the ring; the producer's, of the one for whom
+        it fetches.
     """
 
     stages: int

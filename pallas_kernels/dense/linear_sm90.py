@@ -8,8 +8,8 @@ brings blocks of both operands into a ring in shared memory by bulk copies, and 
 In a cluster of two CTAs, whose tiles lie one below the other, each brings half of the right operand's block to both.
 
 For z the consumers take turns: while one stores a tile, the other multiplies the next, so that the tensor cores do not
-rest. For dw, whose tiles have many more steps, they share a tile, each half of its rows: it is twice as large, and less
-is read for each product.
+rest. For dw, where a CTA has a single tile or tiles of hundreds of steps, they share a tile, each half of its rows: it
+is twice as large, and less is read for each product.
 
 For dw both operands have the summed axis outermost, which the tensor cores take in half precisions. A product with
 columns of ones makes db: of the CTAs that read the same columns of dy, each makes it for its share of the rows. The
@@ -33,7 +33,7 @@ from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, quotient, remainder, store, value_a_column
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
-from pallas_kernels.core.tiles import kernel
+from pallas_kernels.core.tiles import check_divides, kernel
 
 _ITEM_BYTES = 2
 """Bytes of a half-precision number."""
@@ -62,8 +62,8 @@ _MAX_STAGES = 6
 """Stages of the ring: as many as fit beside the buffers on Hopper, 4 with the largest tiles. Three were slower there:
 docs/lab/2026-11-21-dense.md."""
 _RASTER_COLUMNS = 2048
-"""Columns of the result that concurrent tiles cover, where they divide it: eight of the largest tiles, of which a row
-was faster than 4 or 16 of them (docs/lab/2026-11-21-dense.md)."""
+"""Columns of the result that concurrent tiles cover, where they divide it. Half as many and twice as many were slower,
+for dw (docs/lab/2026-11-21-dense.md) and for the forward (docs/lab/2026-11-24-dense.md)."""
 _RESERVED_BYTES = 2048 + 512
 """Bytes of shared memory: 2 KiB are Mosaic's for sums across warps; 512 are more than the barriers need."""
 _STEP_MICROSECONDS = 0.75
@@ -94,7 +94,8 @@ class Config:
     raster: int = 0
 
     def clustered(self, columns: int) -> "Config":
-        """For a result, `columns` wide, that has more tiles than there are multiprocessors."""
+        """In clusters of two, for a result `columns` wide: best where it has more tiles than there are
+        multiprocessors."""
         # Concurrent tiles form a square, so that their operands share the L2 cache.
         width = _RASTER_COLUMNS // self.columns
         return dataclasses.replace(self, cluster=2, raster=math.gcd(columns // self.columns, width))
@@ -164,6 +165,11 @@ class _Product:
 
     consumers: ClassVar[int] = _CONSUMERS
     """Consumers that share a tile. Where it is one, they take turns, and all tiles have as many steps."""
+
+    def check(self, kernel: str) -> None:
+        """Requires tiles to divide the columns, and column blocks to divide the columns of tiles."""
+        check_divides(kernel, "columns", self.config.columns, self.columns)
+        check_divides(kernel, "raster", self.config.raster or self.tile_columns, self.tile_columns)
 
     @property
     def turns(self) -> int:
@@ -259,31 +265,33 @@ class _Product:
         def _():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
             # No CTA may end while another's consumers arrive at its barriers.
-            ring.drain(self.visit_tiles(functools.partial(self.produce, ring), cluster, cta, turn=0, turns=1))
+            ring.drain(self.visit_tiles(functools.partial(self.produce, ring), cluster, cta, first=0, stride=1))
 
         @pl.when(warpgroup < _PRODUCER)
         def _():
             plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-            turn = warpgroup if self.turns > 1 else 0
+            first = warpgroup if self.turns > 1 else 0
             consume = functools.partial(self.consume, ring, accumulators, spans, epilogue)
-            self.visit_tiles(consume, cluster, cta, turn=turn, turns=self.turns)
+            self.visit_tiles(consume, cluster, cta, first=first, stride=self.turns)
 
     def visit_tiles(
-        self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, turn: Any, turns: int
+        self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
-        """`count = visit(count, turn, tile)` for every `turns`th tile of a CTA, from number `turn` on.
+        """`count = visit(count, turn, tile)` for every `stride`th tile of a CTA, from number `first` on.
 
-        `count` is that of the ring's steps before the tile. Returns the last.
+        `count` is that of the ring's steps before the tile, of which a tile that is left out has as many as any, and
+        `turn` is whose turn the tile is. Returns the last count.
         """
 
         def visit_next(i, count):
-            number = turn + i * turns
+            number = first + i * stride
             tile = self.tile(cluster + number * self.clusters, cta)
             next_count = visit(count, remainder(number, self.turns), tile)
-            return next_count + (turns - 1) * self.steps
+            return next_count + (stride - 1) * self.steps
 
         tiles = quotient(self.tiles - cluster + self.clusters - 1, self.clusters)
-        return lax.fori_loop(0, quotient(tiles - turn + turns - 1, turns), visit_next, jnp.int32(turn * self.steps))
+        visits = quotient(tiles - first + stride - 1, stride)
+        return lax.fori_loop(0, visits, visit_next, jnp.int32(first * self.steps))
 
     def produce(self, ring: Ring, count: Any, turn: Any, tile: _Tile) -> Any:
         """Brings the blocks of a tile's steps."""
@@ -412,16 +420,17 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
     Args:
       x: `(rows, inputs)`, of a half precision, inputs a multiple of 64.
       w, b: `(outputs, inputs)` of x's dtype and `(outputs,)`, outputs a multiple of 128.
-      config: of one split and at most 128 columns; outputs are a multiple of these.
+      config: of one split, and 64 or 128 columns, which divide the outputs.
 
     Raises:
       ValueError: another config.
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
-    if config.splits != 1 or config.columns > _MIN_COLUMNS or outputs % config.columns:
-        wanted = f"one split, and at most {_MIN_COLUMNS} columns that divide {outputs}"
+    if config.splits != 1 or config.columns not in (_STEP, _MIN_COLUMNS):
+        wanted = f"one split, and {_STEP} or {_MIN_COLUMNS} columns"
         raise ValueError(f"linear_sm90.forward: config is {config}; wants {wanted}")
     product = _Forward(config, rows, outputs, inputs, device.target().multiprocessors)
+    product.check("linear_sm90.forward")
     return launch(
         product.body,
         x,
@@ -553,6 +562,7 @@ def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, con
     dtype = dtype or x.dtype
     (rows, outputs), inputs = dy.shape, x.shape[1]
     product = _WeightsGradient(config, outputs, inputs, rows, device.target().multiprocessors)
+    product.check("linear_sm90.weights_gradient")
     dw, db = launch(
         product.body,
         dy,

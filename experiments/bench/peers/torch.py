@@ -18,7 +18,7 @@ import torch
 from flax import nnx
 from torch.nn import functional as F
 
-from experiments.bench.measure import ROUNDS, SETTLING_ROUNDS, microseconds
+from experiments.bench.measure import ROUNDS, microseconds, settling_seconds
 from experiments.bench.peers import Task, Variant
 
 VERSION = torch.__version__
@@ -363,7 +363,7 @@ def _seconds(program: Callable, seconds: float) -> list[float]:
     for _ in range(3):
         once = _time(program, 1)
     repeats = max(2, min(2000, int(seconds / once)))
-    if settling := int(SETTLING_ROUNDS * seconds / once):
+    if settling := int(settling_seconds() / once):
         _time(program, settling)
     return [_time(program, repeats) for _ in range(ROUNDS)]
 

@@ -23,9 +23,12 @@ def failed(work="relu", **fields):
 def compared(tmp_path, capsys):
     """Compares two runs from the command line, rows of the first and of the second: exit code and what it says."""
 
-    def run(old, new, *args, device="a device"):
-        for name, rows, of in (("old", old, "a device"), ("new", new, device)):
-            report = dict(device=of, platform="gpu", versions={"jax": "0.12.0"}, commit="01234567", date="2026-11-22")
+    def run(old, new, *args, device="a device", **fields_of_new):
+        for name, rows, fields in (
+            ("old", old, {"device": "a device"}),
+            ("new", new, dict(device=device) | fields_of_new),
+        ):
+            report = dict(platform="gpu", versions={"jax": "0.12.0"}, commit="01234567", date="2026-11-22") | fields
             (tmp_path / f"{name}.json").write_text(json.dumps(report | {"rows": rows}))
         code = bench.main(["compare", str(tmp_path / "old.json"), str(tmp_path / "new.json"), *args])
         said = capsys.readouterr()
@@ -57,6 +60,12 @@ def test_what_is_slower_is_said_and_is_exit_code_1(compared):
     assert code == 1 and "1 of 2 rows slower, 1 the same" in said
     assert "relu, 8, float32, default, None │ 100.0 ± 1% │ 130.0 ± 1% │ 1.30 │ slower" in said and "sum, 8" not in said
     assert compared([row()], [failed()])[0] == 1
+
+
+def test_runs_that_settled_differently_are_told_apart(compared):
+    said = compared([row()], [row()], settling_seconds=0.3)[1]
+    assert "before their rounds programs ran for 0.0 s and for 0.3 s" in said
+    assert "before their rounds" not in compared([row()], [row()], settling_seconds=0.0)[1]
 
 
 def test_a_higher_threshold_lets_it_pass(compared):

@@ -16,7 +16,12 @@ from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
 
 WINDOW = (2, 2)
-BLOCKS = {"lenet1": (6, 12, 12, 1, 5), "lenet2": (16, 4, 4, 6, 5), "small": (3, 2, 2, 2, 3)}
+BLOCKS = {
+    "lenet1": (6, 12, 12, 1, 5),
+    "lenet2": (16, 4, 4, 6, 5),
+    "small": (3, 2, 2, 2, 3),
+    "wide": (2, 1, 4, 1, 3),
+}
 """K, P, Q, C, F."""
 
 
@@ -40,7 +45,7 @@ def in_float64(dy, place, x):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older simulators lack layouts of shared memory")
 @pytest.mark.parametrize(
-    ("channels", "windows", "splits"), [(None, None, None), (1, 1, 1), (1, 2, 1), (3, 1, 3), (3, 2, 3)]
+    ("channels", "windows", "splits"), [(None, None, None), (1, 1, 1), (1, 2, 1), (3, 1, 2), (3, 2, 2)]
 )
 def test_the_simulator_finds_it_right(channels, windows, splits):
     arrays, gpu = operands("small"), dataclasses.replace(HOPPER, multiprocessors=3)
@@ -53,11 +58,19 @@ def test_the_simulator_finds_it_right(channels, windows, splits):
     assert_close(actual, in_float64(*arrays), "float32")
 
 
-def test_the_interpreter_computes_the_same():
-    arrays = operands("small")
-    with on_the_cpu():
-        actual = kernels.weights_gradient_interpreted(*arrays, window=WINDOW)
+@pytest.mark.parametrize(("block", "windows"), [("small", None), ("wide", 1), ("wide", 2), ("wide", 4)])
+def test_the_interpreter_computes_the_same(block, windows):
+    arrays = operands(block)
+    config = windows and WeightsGradientConfig(1, windows, programs_per_multiprocessor=1)
+    with on_the_cpu(), targeting(dataclasses.replace(HOPPER, multiprocessors=2)):
+        actual = kernels.weights_gradient_interpreted(*arrays, window=WINDOW, config=config)
     assert_close(actual, in_float64(*arrays), "float32")
+
+
+def test_windows_that_do_not_divide_a_row_are_refused(on_hopper):
+    config = WeightsGradientConfig(1, 3, programs_per_multiprocessor=1)
+    with pytest.raises(ValueError, match="windows is 3; wants a divisor of 4"):
+        jax.eval_shape(functools.partial(kernels.weights_gradient, window=WINDOW, config=config), *operands("wide"))
 
 
 @pytest.mark.parametrize("skips", [False, True])
@@ -109,9 +122,9 @@ def test_the_forward_shares_images_of_one_channel_among_channels_and_others_amon
 
 @pytest.mark.parametrize(
     ("block", "N", "channels", "splits"),
-    [("lenet1", 128, 1, 176), ("lenet1", 1024, 2, 264), ("lenet2", 128, 1, 11), ("lenet2", 1024, 2, 17)],
+    [("lenet1", 128, 1, 36), ("lenet1", 1024, 2, 144), ("lenet2", 128, 1, 4), ("lenet2", 1024, 2, 16)],
 )
-def test_splits_of_the_weights_gradient_fill_the_multiprocessors(block, N, channels, splits, on_hopper):
+def test_the_weights_gradient_is_split_by_channels_too_where_windows_are_few(block, N, channels, splits, on_hopper):
     x, _, _, dy, place = shapes(block, N)
     config = kernels.weights_gradient.heuristic(dy, place, x, window=WINDOW)
     assert (config.channels, config.windows, config.splits(dy, x)) == (channels, 4, splits)

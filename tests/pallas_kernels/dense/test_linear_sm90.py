@@ -161,11 +161,25 @@ def test_the_ring_has_six_or_four_stages_on_hopper_and_as_many_as_fit_elsewhere(
         assert "81920 bytes of shared memory" in kernels.forward.supports(*arrays)
 
 
-@pytest.mark.parametrize("sizes", [dict(splits=2), dict(columns=256), dict(columns=96)], ids=str)
-def test_the_forward_refuses_configs_that_it_would_compute_wrongly(sizes, on_hopper):
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        (dict(splits=2), "wants one split, and 64 or 128 columns"),
+        (dict(columns=256), "wants one split, and 64 or 128 columns"),
+        (dict(raster=3), "raster is 3; wants a divisor of 8"),
+    ],
+    ids=str,
+)
+def test_configs_that_would_leave_tiles_out_are_refused(sizes, wanted, on_hopper):
     config = kernels.Config(**dict(rows=128, columns=128, stages=2) | sizes)
-    with pytest.raises(ValueError, match="wants one split, and at most 128 columns that divide 1024"):
+    with pytest.raises(ValueError, match=wanted):
         jax.eval_shape(lambda *arrays: kernels.forward(*arrays, config=config), *layer_structs(*REAL[1]))
+
+
+def test_a_config_whose_tiles_do_not_divide_the_columns_is_refused(on_hopper):
+    config = kernels.Config(rows=128, columns=256, stages=2)
+    with pytest.raises(ValueError, match="weights_gradient: columns is 256; wants a divisor of 384"):
+        jax.eval_shape(lambda *arrays: kernels.weights_gradient(*arrays, config=config), *structs(256, 128, 384))
 
 
 @pytest.mark.parametrize("device", [BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
