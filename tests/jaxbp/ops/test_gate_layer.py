@@ -168,6 +168,7 @@ def test_groups_that_do_not_divide_the_gates_are_refused(groups):
         jaxbp.gate_layer(jnp.zeros((6, 16)), SHARED, jnp.zeros((2, 5)), groups=groups)
 
 
+@pytest.mark.rotating
 @ours
 def test_check_grads_to_order_two_of_groups(implementation):
     layer = lambda logits, x: jaxbp.gate_layer(logits, SHARED, x, groups=2, implementation=implementation)  # noqa: E731

@@ -182,6 +182,7 @@ def test_batches_of_none_and_of_one(implementation):
     assert_close((one[0], *one[2:]), (reference[0], *reference[2:]), "float32")
 
 
+@pytest.mark.rotating
 @ours
 def test_a_gradient_of_a_gradient_in_half_precision_is_rounded_once(implementation):
     wires = TreeWires.random(1, 2, (1, 2), depth=1, seed=0)
