@@ -41,7 +41,7 @@ from pallas_kernels.core.gathers import (
     vector_layout,
 )
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import LANES, load, zeros_like
+from pallas_kernels.core.layouts import LANES, load, quotient, remainder, zeros_like
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
@@ -734,7 +734,7 @@ class _Cells:
         """Those of a part of `elements`, in blocks with a number a lane."""
         C = self.plan.channels
         lane = lane_and_column(part.lanes, 1)[0] + part.offset
-        column, channel = _div(lane, C), _rem(lane, C)
+        column, channel = quotient(lane, C), remainder(lane, C)
         is_element, cell = lane < C * self.count, column + self.first
         valid = is_element & (cell < self.plan.cells)
         # Lanes are filled up, so if there are any behind the last channel's element, there is a row behind its row.
@@ -744,14 +744,14 @@ class _Cells:
     def neighbour(self, cell, row_offset, column_offset):
         """The cell at an offset from another, and whether there is one."""
         plan = self.plan
-        row = _rem(_div(cell, plan.width), plan.height) + row_offset
-        column = _rem(cell, plan.width) + column_offset
+        row = remainder(quotient(cell, plan.width), plan.height) + row_offset
+        column = remainder(cell, plan.width) + column_offset
         valid = cell < plan.cells
         if plan.periodic:
             row, column = _wrap(row, plan.height), _wrap(column, plan.width)
         else:
             valid &= (row >= 0) & (row < plan.height) & (column >= 0) & (column < plan.width)
-        grid = _div(cell, plan.height * plan.width)
+        grid = quotient(cell, plan.height * plan.width)
         return (grid * plan.height + row) * plan.width + column, valid
 
     def seen_elements(self, part):
@@ -759,10 +759,10 @@ class _Cells:
         C = self.plan.channels
         lane, column = lane_and_column(part.lanes, self.count)
         lane = lane + part.offset
-        place = _div(lane, C)
-        row_offset, column_offset = _div(place, 3) - 1, _rem(place, 3) - 1
+        place = quotient(lane, C)
+        row_offset, column_offset = quotient(place, 3) - 1, remainder(place, 3) - 1
         cell, valid = self.neighbour(column + self.first, row_offset, column_offset)
-        return cell * C + _rem(lane, C), valid & (lane < self.plan.neighbourhood)
+        return cell * C + remainder(lane, C), valid & (lane < self.plan.neighbourhood)
 
     def scatter_gradients(self, part, gradients, dseen_out):
         """Writes gradients of inputs."""
@@ -772,15 +772,6 @@ class _Cells:
         valid = (lane < neighbourhood) & (cell < self.plan.cells)
         place = jnp.where(valid, cell * neighbourhood + lane, lane + self.plan.cells * neighbourhood)
         scatter_elements(dseen_out, gradients, place)
-
-
-def _div(numbers, n):
-    # In JAX's 64-bit mode an int of Python's would be an int64.
-    return lax.div(numbers, np.int32(n))
-
-
-def _rem(numbers, n):
-    return lax.rem(numbers, np.int32(n))
 
 
 def _wrap(i, n):
@@ -900,7 +891,7 @@ class _Circuit:
         first, copies = self.plan.coefficient_firsts[i], self.plan.layers[i].copies
         if copies == 1:
             return load(self.coefficients.at[pl.ds(first + part.offset, part.lanes)], block_layout(part.lanes, 4))
-        return gather_rows(self.coefficients, first + _div(lane_numbers(part.lanes) + part.offset, copies))
+        return gather_rows(self.coefficients, first + quotient(lane_numbers(part.lanes) + part.offset, copies))
 
     def steps(self, layers):
         """Computes the rows of these layers."""

@@ -190,7 +190,11 @@ def _half_precisions():
 def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
     y, gradients = compiled(name, None, implementation)(*drawn(name, dtype=dtype))
     assert all(a.dtype == dtype for a in (*y, *gradients))
-    assert_close((y, gradients), reference(name, dtype=dtype), dtype)
+    # Numbers below a dtype's normal range, as an automaton's first gradients in float16, are rounded by more than its
+    # tolerance.
+    for actual, wanted in zip(*map(jax.tree.leaves, ((y, gradients), reference(name, dtype=dtype))), strict=True):
+        rounded = np.asarray(wanted).astype(jnp.dtype(dtype))
+        assert_close(actual, wanted, TOLERANCE[dtype] + relative_error(rounded, wanted))
 
 
 def _for_the_interpreter():
