@@ -4,6 +4,7 @@ Most of the multiplications are by the matrix' zeros, but the tensor cores are f
 """
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,20 +74,28 @@ def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, prec
 # ------------------------------------------------------------------------------------------- convolution, ReLU and pool
 
 _MAX_BAND_ELEMENTS = 1 << 20
+_MIN_FLOAT32_PRODUCTS = 100_000_000
+"""Multiplications of the exact kernel below which its one launch is faster than the four around a product in TF32."""
+_MAX_BAND_RATIO = {4: 4, 2: 8}
+"""Bytes of a number -> how many times as many products as the exact kernel the band may have, which the tensor cores
+make up for by their rate."""
 
 
-def band_pays(w_shape: tuple[int, ...], dy_shape: tuple[int, ...], width: int, window: tuple[int, int]) -> bool:
-    """Whether the matrix of `banded_input_gradient` is small enough to pay.
+def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
+    """Whether `banded_input_gradient` is faster than the exact kernel (docs/lab/2026-11-25-lenet.md).
 
     Args:
-      w_shape: `(K, C, F, G)`.
-      dy_shape: `(K, P, Q, N)`.
+      w: `(K, C, F, G)`, or anything with its shape.
+      dy: `(K, P, Q, N)`, or anything with its shape and dtype.
       width: of the input.
     """
-    _, C, F, _ = w_shape
-    K, _, Q, _ = dy_shape
-    R, S = window
-    return C * (F + R - 1) * width * K * R * S * Q <= _MAX_BAND_ELEMENTS
+    (K, C, F, G), (_, P, Q, N), (R, S) = w.shape, dy.shape, window
+    band, size = C * (F + R - 1) * width * K * R * S * Q, dy.dtype.itemsize
+    exact = K * C * F * G * R * S * Q
+    return (
+        band <= min(_MAX_BAND_ELEMENTS, _MAX_BAND_RATIO.get(size, 0) * exact)
+        and exact * P * N >= (size == 4) * _MIN_FLOAT32_PRODUCTS
+    )
 
 
 def banded_input_gradient(

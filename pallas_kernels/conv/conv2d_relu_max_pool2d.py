@@ -47,8 +47,11 @@ _MAX_PATCH = 72
 (docs/lab/2026-11-24-lenet.md)."""
 _ACCESS = 4
 """Float32 numbers of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
-_SKIPPING_BATCH = 1024
-"""From which the input's gradient skips windows that do not exist (docs/lab/2026-11-24-lenet.md)."""
+_MAX_CELL_SUMS = 48
+"""Sums of the input's gradient that a program keeps in registers, beside what it routes and loads ahead."""
+_MAX_UNROLLED = 2500
+"""Products in the code of a program of the input's gradient, counted as if every window reached all of its cells. A
+thousand take about a second to compile."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic sets aside for sums across warps."""
 
@@ -411,27 +414,53 @@ class InputGradientConfig:
     """Tiles of `input_gradient`.
 
     Attributes:
-      channels: input channels a program, at most.
+      channels: input channels a program, a divisor of all of them.
+      cells: cells side by side a program, a divisor of a row of them. A weight that a program has loaded serves all of
+        them.
       lane_block: length of its vectors of the batch, at most.
-      programs_per_multiprocessor: to launch at least, with fewer cells of a row, then fewer channels each, if need be.
-      skips: whether to skip the products of windows that do not exist, at the border. A branch waits for its weights,
-        which takes other programs to hide.
+      ahead: output channels, a divisor of all, whose gradients arrive while those of as many are multiplied.
     """
 
     channels: int
+    cells: int
     lane_block: int
-    programs_per_multiprocessor: int
-    skips: bool
+    ahead: int
+
+
+def _cells(input_size: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of the cells, each the size of a window, that cover the input."""
+    return -(-input_size[0] // window[0]), -(-input_size[1] // window[1])
 
 
 def _input_gradient_supports(dy: Any, place: Any, w: Any, *, window: tuple[int, int], **options: Any) -> str | None:
     return _unsupported(*w.shape[2:], window)
 
 
-def _input_gradient_heuristic(dy: Any, place: Any, w: Any, **options: Any) -> InputGradientConfig:
-    # Found on an H200, at batches of 128, 1024 and 8192.
-    skips = dy.shape[-1] >= _SKIPPING_BATCH
-    return InputGradientConfig(channels=6, lane_block=LANES, programs_per_multiprocessor=4, skips=skips)
+def _input_gradient_heuristic(
+    dy: Any, place: Any, w: Any, *, input_size: tuple[int, int], window: tuple[int, int]
+) -> InputGradientConfig:
+    # Found on an H200, at batches from 128 to 8192 (docs/lab/2026-11-25-lenet.md).
+    (K, C, F, G), (R, S), (rows, columns), Q = w.shape, window, _cells(input_size, window), dy.shape[2]
+    programs, multiprocessors = (dy.shape[-1] // LANES) * rows, device.target().multiprocessors
+    most = _MAX_CELL_SUMS // (R * S)
+    # Fewer cells and channels a program where the batch alone does not keep the GPU busy.
+    cells = _largest_divisor_with(columns, most, lambda d: programs * C * (columns // d) >= 2 * multiprocessors)
+    unrolled = len(_parts_of_a_row(columns, cells, Q, G, S)) * cells * R * S * F * G
+    enough = lambda d: programs * (C // d) * (columns // cells) >= 4 * multiprocessors  # noqa: E731
+    channels = _largest_divisor_with(C, max(1, min(most // cells, _MAX_UNROLLED // unrolled)), enough)
+    # The fewer cells it has, the less it multiplies a turn, and the further ahead it must load.
+    ahead = largest_divisor(K, max(1, min(4, columns // cells, _MAX_UNROLLED // (unrolled * channels))))
+    return InputGradientConfig(channels, cells, LANES, ahead)
+
+
+def _parts_of_a_row(columns: int, cells: int, Q: int, G: int, S: int) -> dict[tuple[int, ...], list[int]]:
+    """So many cells at a time of a row: which windows' filters reach them, by how far these are from the first cell ->
+    the numbers of these parts, side by side."""
+    parts = {}
+    for n in range(columns // cells):
+        windows = range(max(0, n * cells - (G + S - 2) // S), min(Q, (n + 1) * cells))
+        parts.setdefault(tuple(q - n * cells for q in windows), []).append(n)
+    return parts
 
 
 @kernel(
@@ -439,8 +468,9 @@ def _input_gradient_heuristic(dy: Any, place: Any, w: Any, **options: Any) -> In
     heuristic=_input_gradient_heuristic,
     sweep={
         "channels": (1, 2, 3, 6),
+        "cells": (1, 2, 3, 6),
         "lane_block": (LANES, 2 * LANES),
-        "programs_per_multiprocessor": (1, 4),
+        "ahead": (1, 2, 4),
     },
 )
 def input_gradient(
@@ -464,100 +494,92 @@ def input_gradient(
     Returns:
       dx `(C, H, W, N)` in dy's dtype.
     """
-    C, N = w.shape[1], dy.shape[-1]
-    rows, columns = (-(-size // n) for size, n in zip(input_size, window, strict=True))
-    wanted = config.programs_per_multiprocessor * device.target().multiprocessors
-    lane_block = _lane_block(N, config.lane_block)
-    programs = (N // lane_block) * rows
-    # Fewer cells and channels a program where the batch alone does not keep the GPU busy.
-    groups = C // largest_divisor(C, config.channels)
-    cells = _largest_divisor_with(columns, columns, lambda d: programs * groups * (columns // d) >= wanted)
-    channels = _largest_divisor_with(C, config.channels, lambda d: programs * (C // d) * (columns // cells) >= wanted)
+    (K, C, F, G), N, (rows, columns), (R, S) = w.shape, dy.shape[-1], _cells(input_size, window), window
+    channels, cells, lane_block = config.channels, config.cells, _lane_block(N, config.lane_block)
+    for name, length in {"channels": C, "cells": columns, "ahead": K}.items():
+        check_divides("conv2d_relu_max_pool2d.input_gradient", name, getattr(config, name), length)
     dx = launch(
-        _InputGradientProgram(window, cells, lane_block, channels, config.skips).body,
+        _InputGradientProgram(window, cells, rows, columns, lane_block, config.ahead).body,
         dy,
         place.swapaxes(0, 1),
-        # A tap's weights of all input channels lie together, so that one access loads several.
-        jnp.pad(jnp.moveaxis(w.astype(jnp.float32), 1, -1), [(0, 0)] * 3 + [(0, -C % _ACCESS)]),
-        out=jax.ShapeDtypeStruct((C, rows * window[0], columns * window[1], N), dy.dtype),
-        grid={"block": N // lane_block, "row": rows, "step": columns // cells, "c": C // channels},
+        # A tap's weights of a program's channels lie together, so that one access loads several.
+        jnp.moveaxis(w.astype(jnp.float32).reshape(K, C // channels, channels, F, G), 2, -1),
+        out=jax.ShapeDtypeStruct((C, rows * R, columns * S, N), dy.dtype),
+        # The rows that the most windows reach into come first, so that at the end the programs are short.
+        grid={"row": rows, "block": N // lane_block, "step": columns // cells, "c": C // channels},
         name="conv2d_relu_max_pool2d_backward_input",
     )
     return dx[:, : input_size[0], : input_size[1]]
 
 
+def outwards(n, count):
+    """The n-th of so many numbers from 0, if the one in the middle comes first, then those next to it, and so on."""
+    middle, distance = (count - 1) // 2, quotient(n + 1, 2)
+    return middle + jnp.where(remainder(n, 2) == 1, distance, -distance)
+
+
 @dataclasses.dataclass(frozen=True)
 class _InputGradientProgram:
-    """Some cells of a row, for a few input channels and a lane block."""
+    """Some cells of one of so many `rows` of `columns` cells, for a few input channels and a lane block."""
 
     window: tuple[int, int]
     cells: int
+    rows: int
+    columns: int
     lane_block: int
-    channels: int
-    skips: bool
+    ahead: int
 
-    def body(self, dy, place, w, dx, *, block, row, step, c):
-        K, (R, S) = dy.shape[0], self.window
-        positions = list(itertools.product(range(self.channels), range(R), range(S)))
-        lanes = pl.ds(block * self.lane_block, self.lane_block)
+    def body(self, dy, place, w, dx, *, row, block, step, c):
+        at = outwards(row, self.rows), step * self.cells, c, pl.ds(block * self.lane_block, self.lane_block)
+        # Code of its own for each part of a row that other windows reach: none multiplies by what does not exist.
+        parts = _parts_of_a_row(self.columns, self.cells, dy.shape[2], w.shape[3], self.window[1])
+        for windows, steps in parts.items():
+            fill_cells = functools.partial(self.fill_cells, dy, place, w, dx, at, windows)
+            pl.when((step >= steps[0]) & (step <= steps[-1]))(fill_cells)
 
-        def cell(turn, _):
-            column = step * self.cells + turn
-            windows = self.windows_around(row, column, dy.shape, w.shape)
+    def fill_cells(self, dy, place, w, dx, at, windows):
+        (K, P, *_), (*_, F, _, channels), (R, S), (row, column, c, lanes) = dy.shape, w.shape, self.window, at
+        width = self.cells * S
+        sums = (zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32)),) * (channels * R * width)
+        for back in range((F + R - 2) // R + 1):
+            p = row - back
+            exists = (p >= 0) & (p < P)
+            columns = [column + n for n in windows]
+            gradients = functools.partial(self.gradients, dy, place, jnp.clip(p, 0, P - 1), columns, lanes)
+            add_windows = functools.partial(self.add_windows, w, c, back, windows)
 
-            def add_channel(k, carry):
-                sums, gradients = carry
-                # The next channel's gradients arrive while this one's are multiplied.
-                following = self.gradients(dy, place, windows, jnp.minimum(k + 1, K - 1), lanes)
-                for (back, exists, *_), gradient in zip(windows, gradients, strict=True):
-                    add_window = functools.partial(self.add_window, w, k, c, back, *gradient)
-                    sums = lax.cond(exists, add_window, lambda sums: sums, sums) if self.skips else add_window(sums)
+            def add_channels(turn, carry, gradients=gradients, add_windows=add_windows):
+                sums, arrived = carry
+                following = gradients(jnp.minimum(turn + 1, K // self.ahead - 1) * self.ahead)
+                for n, of_channel in enumerate(arrived):
+                    sums = add_windows(turn * self.ahead + n, of_channel, sums)
                 return sums, following
 
-            zero = zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32))
-            first = (zero,) * len(positions), self.gradients(dy, place, windows, 0, lanes)
-            sums, _ = lax.fori_loop(0, K, add_channel, first)
-            for total, (o, i, j) in zip(sums, positions, strict=True):
-                dx[c * self.channels + o, row * R + i, column * S + j, lanes] = total.astype(dx.dtype)
+            turns = jnp.where(exists, K // self.ahead, 0)
+            sums, _ = lax.fori_loop(0, turns, add_channels, (sums, gradients(0)))
+        pixels = itertools.product(range(channels), range(R), range(width))
+        for total, (o, i, j) in zip(sums, pixels, strict=True):
+            dx[c * channels + o, row * R + i, column * S + j, lanes] = total.astype(dx.dtype)
 
-        lax.fori_loop(0, self.cells, cell, None)
+    def gradients(self, dy, place, p, columns, lanes, first):
+        """Of `ahead` channels from the first: each window's gradient, and the place of its maximum."""
+        of_window = lambda k, q: (dy[k, p, q, lanes], place[p, k, q, lanes].astype(jnp.int32))  # noqa: E731
+        return tuple(tuple(of_window(first + n, q) for q in columns) for n in range(self.ahead))
 
-    def windows_around(self, row, column, dy_shape, w_shape):
-        """The windows whose filters may reach into a cell: how many cells before it, whether it exists, where it is.
-
-        One that does not exist has the place of one that does.
-        """
-        (_, P, Q, _), (_, *filter_size, _) = dy_shape, w_shape
-        reach = ((f + n - 2) // n + 1 for f, n in zip(filter_size, self.window, strict=True))
-        windows = []
-        for back in itertools.product(*map(range, reach)):
-            p, q = row - back[0], column - back[1]
-            exists = (p >= 0) & (p < P) & (q >= 0) & (q < Q)
-            windows.append((back, exists, jnp.clip(p, 0, P - 1), jnp.clip(q, 0, Q - 1)))
-        return windows
-
-    def gradients(self, dy, place, windows, k, lanes):
-        """Of each window: its gradient, and the place of its maximum, which is none where it does not exist."""
-
-        def of_window(exists, p, q):
-            maximum = place[p, k, q, lanes].astype(jnp.int32)
-            return dy[k, p, q, lanes], maximum if self.skips else jnp.where(exists, maximum, -1)
-
-        return tuple(of_window(*window) for _, *window in windows)
-
-    def add_window(self, w, k, c, back, gradient, maximum, sums):
-        """Adds what a window's gradient gives the cell so many cells after it: it goes to the window's maximum."""
-        (F, G), (R, S) = w.shape[1:3], self.window
-        gradient = gradient.astype(jnp.float32)
-        routed = [jnp.where(maximum == t, gradient, 0.0) for t in range(R * S)]
-        pairs = {}
-        for t, i, j in itertools.product(range(R * S), range(R), range(S)):
-            u, v = i - t // S + back[0] * R, j - t % S + back[1] * S
-            if 0 <= u < F and 0 <= v < G:
-                pairs.setdefault((u, v), []).append((t, i * S + j))
+    def add_windows(self, w, c, back, windows, k, gradients, sums):
+        """Adds what a row of windows gives the cells so many rows after it: a gradient goes to its window's maximum."""
+        (*_, F, G, channels), (R, S), width = w.shape, self.window, self.cells * self.window[1]
+        products = {}
+        for column, (gradient, maximum) in zip(windows, gradients, strict=True):
+            gradient = gradient.astype(jnp.float32)
+            routed = [jnp.where(maximum == t, gradient, 0.0) for t in range(R * S)]
+            for t, i, j in itertools.product(range(R * S), range(R), range(width)):
+                u, v = i - t // S + back * R, j - t % S - column * S
+                if 0 <= u < F and 0 <= v < G:
+                    products.setdefault((u, v), []).append((i * width + j, routed[t]))
         sums = list(sums)
-        for (u, v), o in itertools.product(pairs, range(self.channels)):
-            weight = w[k, u, v, c * self.channels + o]
-            for t, n in pairs[u, v]:
-                sums[o * R * S + n] += routed[t] * weight
+        for (u, v), o in itertools.product(sorted(products), range(channels)):
+            weight = w[k, c, u, v, o]
+            for pixel, gradient in products[u, v]:
+                sums[o * R * width + pixel] += gradient * weight
         return tuple(sums)

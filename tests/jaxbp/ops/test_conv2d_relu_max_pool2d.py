@@ -89,7 +89,7 @@ def test_an_empty_batch_has_zero_gradients_in_the_parameters(implementation):
 
 
 # A batch that pays on the tensor cores.
-LARGE = (2048, 16, 1, 4), (2048, 2, 6, 12), (16, 2, 5, 5)
+LARGE = (8192, 16, 1, 4), (8192, 2, 6, 12), (16, 2, 5, 5)
 
 
 def backward(implementation=None, precision="default"):

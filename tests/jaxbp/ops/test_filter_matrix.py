@@ -60,12 +60,17 @@ def test_products_with_the_band_are_the_exact_kernels_gradient(window):
 
 
 @pytest.mark.parametrize(
-    ("w_shape", "dy_shape", "width", "pays"),
+    ("w_shape", "dy_shape", "width", "dtype", "pays"),
     [
-        ((16, 6, 5, 5), (16, 4, 4, 1024), 12, True),
-        ((6, 1, 5, 5), (6, 12, 12, 1024), 28, True),
-        ((64, 32, 5, 5), (64, 12, 12, 1024), 28, False),  # too large
+        ((16, 6, 5, 5), (16, 4, 4, 1024), 12, "float32", True),
+        ((16, 6, 5, 5), (16, 4, 4, 512), 12, "float32", False),  # too few products for so many launches
+        ((16, 6, 5, 5), (16, 4, 4, 128), 12, "bfloat16", True),
+        ((32, 16, 5, 5), (32, 5, 5, 128), 14, "float32", True),
+        ((6, 1, 5, 5), (6, 12, 12, 2048), 28, "float32", False),  # mostly zeros
+        ((6, 1, 5, 5), (6, 12, 12, 2048), 28, "bfloat16", True),
+        ((64, 32, 5, 5), (64, 12, 12, 1024), 28, "bfloat16", False),  # too large
     ],
 )
-def test_the_band_pays_for_small_images(w_shape, dy_shape, width, pays):
-    assert _filter_matrix.band_pays(w_shape, dy_shape, width, (2, 2)) == pays
+def test_the_band_pays_for_small_images(w_shape, dy_shape, width, dtype, pays):
+    w, dy = (jax.ShapeDtypeStruct(shape, dtype) for shape in (w_shape, dy_shape))
+    assert _filter_matrix.band_pays(w, dy, width, (2, 2)) == pays

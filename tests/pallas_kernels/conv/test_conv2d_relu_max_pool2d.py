@@ -33,14 +33,28 @@ def operands(block, N=LANES, dtype="float32"):
     return dy.astype(dtype), jnp.asarray(place), x.astype(dtype)
 
 
-def in_float64(dy, place, x):
-    """The same from the gradient at the convolution's resolution, as the pool's backward makes it."""
-    dy, place, x = np.asarray(dy, np.float64), np.asarray(place), np.asarray(x, np.float64)
+def routed(dy, place):
+    """The gradient at the convolution's resolution, as the pool's backward makes it, in float64."""
+    dy, place = np.asarray(dy, np.float64), np.asarray(place)
     K, P, Q, N = dy.shape
     dz = np.where(place[..., None] == np.arange(4), dy[..., None], 0).reshape(K, P, Q, N, 2, 2)
-    dz = dz.transpose(0, 1, 4, 2, 5, 3).reshape(K, 2 * P, 2 * Q, N)
+    return dz.transpose(0, 1, 4, 2, 5, 3).reshape(K, 2 * P, 2 * Q, N)
+
+
+def in_float64(dy, place, x):
+    """The gradients in the weights and the bias."""
+    dz, x = routed(dy, place), np.asarray(x, np.float64)
     patches = np.lib.stride_tricks.sliding_window_view(x, dz.shape[1:3], axis=(1, 2))
     return np.einsum("kijn,cuvnij->kcuv", dz, patches, optimize=True), dz.sum((1, 2, 3))
+
+
+def input_gradient_in_float64(dy, place, w):
+    dz, w = routed(dy, place), np.asarray(w, np.float64)
+    (_, H, W, N), (_, C, F, G) = dz.shape, w.shape
+    dx = np.zeros((C, H + F - 1, W + G - 1, N))
+    for u, v in np.ndindex(F, G):
+        dx[:, u : u + H, v : v + W] += np.einsum("kijn,kc->cijn", dz, w[:, :, u, v])
+    return dx
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older simulators lack layouts of shared memory")
@@ -73,19 +87,32 @@ def test_windows_that_do_not_divide_a_row_are_refused(on_hopper):
         jax.eval_shape(functools.partial(kernels.weights_gradient, window=WINDOW, config=config), *operands("wide"))
 
 
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize(("channels", "programs"), [(2, 1), (1, 100)])  # a row of cells a program, and a cell
-def test_the_input_gradient_is_right_with_and_without_the_windows_beyond_the_border(skips, channels, programs):
-    (dy, place, x), (w,) = operands("small"), normal((3, 2, 3, 3), seed=3)
-    config = InputGradientConfig(channels, LANES, programs, skips)
+@pytest.mark.parametrize(
+    ("channels", "cells", "ahead"), [(None,) * 3, (2, 3, 1), (1, 3, 3), (2, 1, 1), (1, 1, 3)]
+)  # of 2, 3 and 3
+@pytest.mark.parametrize("lane_block", [LANES, 2 * LANES])
+def test_the_input_gradient_is_right_for_rows_of_cells_and_parts_of_them(channels, cells, ahead, lane_block):
+    (dy, place, x), (w,) = operands("small", 2 * LANES), normal((3, 2, 3, 3), seed=3)
+    config = channels and InputGradientConfig(channels, cells, lane_block, ahead)
     gradient = functools.partial(kernels.input_gradient, input_size=x.shape[1:3], window=WINDOW, config=config)
     with on_the_cpu(), targeting(dataclasses.replace(HOPPER, multiprocessors=1)):
         dx = jax.jit(gradient)(dy, place, w)
-    # dx · x = dw · w, as the convolution is linear in both.
-    for n in range(3):
-        (x,) = normal(x.shape, seed=4 + n)
-        dw, _ = in_float64(dy, place, x)
-        np.testing.assert_allclose(np.vdot(np.float64(dx), np.float64(x)), np.vdot(dw, np.float64(w)), rtol=1e-4)
+    assert_close(dx, input_gradient_in_float64(dy, place, w), "float32")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (InputGradientConfig(4, 3, LANES, 1), "channels is 4; wants a divisor of 2"),
+        (InputGradientConfig(2, 2, LANES, 1), "cells is 2; wants a divisor of 3"),
+        (InputGradientConfig(2, 3, LANES, 2), "ahead is 2; wants a divisor of 3"),
+    ],
+)
+def test_tiles_of_the_input_gradient_that_do_not_divide_are_refused(config, message, on_hopper):
+    dy, place, x = operands("small")
+    gradient = functools.partial(kernels.input_gradient, input_size=x.shape[1:3], window=WINDOW, config=config)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(gradient, dy, place, jnp.zeros((3, 2, 3, 3)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -104,6 +131,18 @@ def test_gpu_gradients_match_float64_and_repeat_their_bits(block, N):
     once, again = gradient(*arrays), gradient(*arrays)
     jax.tree.map(np.testing.assert_array_equal, once, again)
     assert_close(once, in_float64(*arrays), "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [LANES, 5 * LANES, 1024, 8192])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_gpu_input_gradients_match_float64_and_repeat_their_bits(block, N):
+    (dy, place, x), (K, _, _, C, F) = operands(block, N), BLOCKS[block]
+    (w,) = normal((K, C, F, F), seed=3)
+    gradient = jax.jit(functools.partial(kernels.input_gradient, input_size=x.shape[1:3], window=WINDOW))
+    dx = gradient(dy, place, w)
+    np.testing.assert_array_equal(dx, gradient(dy, place, w))
+    assert_close(dx, input_gradient_in_float64(dy, place, w), "float32")
 
 
 def shapes(block, N):
@@ -128,6 +167,22 @@ def test_the_weights_gradient_is_split_by_channels_too_where_windows_are_few(blo
     x, _, _, dy, place = shapes(block, N)
     config = kernels.weights_gradient.heuristic(dy, place, x, window=WINDOW)
     assert (config.channels, config.windows, config.splits(dy, x)) == (channels, 4, splits)
+
+
+@pytest.mark.parametrize(
+    ("N", "channels", "cells", "ahead"),
+    [(128, 1, 1, 4), (512, 1, 3, 2), (1024, 1, 6, 1), (2048, 1, 6, 1), (8192, 2, 6, 1)],
+)
+def test_the_input_gradient_has_whole_rows_where_the_batch_keeps_the_gpu_busy(N, channels, cells, ahead, on_hopper):
+    _, w, _, dy, place = shapes("lenet2", N)
+    config = kernels.input_gradient.heuristic(dy, place, w, input_size=(12, 12), window=WINDOW)
+    assert config == InputGradientConfig(channels, cells, LANES, ahead)
+
+
+def test_the_code_of_the_input_gradient_stays_short(on_hopper):
+    dy, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 15, 15, 8192), (8, 4, 8, 8)))
+    config = kernels.input_gradient.heuristic(dy, dy, w, input_size=(37, 37), window=WINDOW)
+    assert config == InputGradientConfig(channels=1, cells=1, lane_block=LANES, ahead=1)  # of 19 cells
 
 
 @pytest.mark.parametrize("block", BLOCKS)
