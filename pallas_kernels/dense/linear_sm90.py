@@ -18,7 +18,6 @@ rows are split (split-K) until all multiprocessors are busy; the splits' sums ar
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,7 +29,16 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, quotient, remainder, store, value_a_column
+from pallas_kernels.core.layouts import (
+    OPERAND_BYTES,
+    largest_divisor,
+    load,
+    operand,
+    quotient,
+    remainder,
+    store,
+    value_a_column,
+)
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import check_divides, kernel
@@ -62,8 +70,8 @@ _MAX_STAGES = 6
 """Stages of the ring: as many as fit beside the buffers on Hopper, 4 with the largest tiles. Three were slower there:
 docs/lab/2026-11-21-dense.md."""
 _RASTER_COLUMNS = 2048
-"""Columns of the result that concurrent tiles cover, where they divide it. Half as many and twice as many were slower,
-for dw (docs/lab/2026-11-21-dense.md) and for the forward (docs/lab/2026-11-24-dense.md)."""
+"""Columns of the result that concurrent tiles cover, or the most below that divide it. Half as many and twice as many
+were slower, for dw (docs/lab/2026-11-21-dense.md) and for the forward (docs/lab/2026-11-24-dense.md)."""
 _RESERVED_BYTES = 2048 + 512
 """Bytes of shared memory: 2 KiB are Mosaic's for sums across warps; 512 are more than the barriers need."""
 _STEP_MICROSECONDS = 0.75
@@ -98,7 +106,7 @@ class Config:
         multiprocessors."""
         # Concurrent tiles form a square, so that their operands share the L2 cache.
         width = _RASTER_COLUMNS // self.columns
-        return dataclasses.replace(self, cluster=2, raster=math.gcd(columns // self.columns, width))
+        return dataclasses.replace(self, cluster=2, raster=largest_divisor(columns // self.columns, width))
 
 
 def _config(columns: int, buffer_bytes: int) -> Config:
