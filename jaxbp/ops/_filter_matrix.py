@@ -75,14 +75,16 @@ def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, prec
 
 _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000
-"""Multiplications of the exact kernel below which its one launch is faster than the four around a product in TF32."""
+"""Multiplications of the exact kernel below which its one launch is faster than the band's four."""
 _MAX_BAND_RATIO = {4: 4, 2: 8}
-"""Bytes of a number -> how many times as many products as the exact kernel the band may have, which the tensor cores
-make up for by their rate."""
+"""Bytes of a number -> how many times the exact kernel's multiplications the tensor cores make up for by their rate.
+Measured in float32; for half precisions chosen by hand, not tuned."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
     """Whether `banded_input_gradient` is faster than the exact kernel (docs/lab/2026-11-25-lenet.md).
+
+    It multiplies more, but on the tensor cores; in float32 only large products are worth its launches.
 
     Args:
       w: `(K, C, F, G)`, or anything with its shape.
@@ -90,12 +92,14 @@ def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
       width: of the input.
     """
     (K, C, F, G), (_, P, Q, N), (R, S) = w.shape, dy.shape, window
-    band, size = C * (F + R - 1) * width * K * R * S * Q, dy.dtype.itemsize
+    if dy.dtype.itemsize not in _MAX_BAND_RATIO:
+        return False
+    # Of a row of windows of one example.
     exact = K * C * F * G * R * S * Q
-    return (
-        band <= min(_MAX_BAND_ELEMENTS, _MAX_BAND_RATIO.get(size, 0) * exact)
-        and exact * P * N >= (size == 4) * _MIN_FLOAT32_PRODUCTS
-    )
+    band = C * (F + R - 1) * width * K * R * S * Q
+    if dy.dtype == jnp.float32 and exact * P * N < _MIN_FLOAT32_PRODUCTS:
+        return False
+    return band <= min(_MAX_BAND_ELEMENTS, _MAX_BAND_RATIO[dy.dtype.itemsize] * exact)
 
 
 def banded_input_gradient(

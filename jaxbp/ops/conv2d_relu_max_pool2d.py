@@ -21,6 +21,10 @@ from pallas_kernels.conv import conv2d_relu_max_pool2d_input_gradient_sm90 as in
 from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient_sm90
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 
+_KERNEL_BATCH = 4096
+"""From which the input's gradient by the kernel on the tensor cores is faster than products with the band, where both
+pay (docs/lab/2026-11-25-lenet.md)."""
+
 
 def _split(x_size, w_size, *, window, stride, padding, precision):
     """The options of the convolution and of the pool."""
@@ -102,9 +106,11 @@ def _weights_gradient_kernel(dy, places, x, tensor_cores, **options):
 def _input_gradient_kernel(dy, places, w, tensor_cores, precision, *, input_size, window):
     arrays, options = (dy, places, w), dict(input_size=input_size, window=window)
     kernel, exact = input_gradient_sm90.input_gradient, functools.partial(kernels.input_gradient, **options)
-    if tensor_cores and kernel.pays(*arrays, **options):
+    kernel_pays = tensor_cores and kernel.pays(*arrays, **options)
+    band_pays = tensor_cores and _filter_matrix.band_pays(w, dy, input_size[1], window)
+    if kernel_pays and not (band_pays and dy.shape[-1] < _KERNEL_BATCH):
         return on_gpu(functools.partial(kernel, **options), exact, *arrays)
-    if tensor_cores and _filter_matrix.band_pays(w, dy, input_size[1], window):
+    if band_pays:
         return _filter_matrix.banded_input_gradient(*arrays, precision=precision, **options)
     return exact(*arrays)
 
@@ -166,8 +172,8 @@ def conv2d_relu_max_pool2d(
       x, w, b, stride, padding, precision: as in `conv2d`.
       window: height and width of the pool's windows, which do not overlap.
       implementation: "pallas" (stride 1, filters of at most 64 places, windows of at most 16), "xla", "autodiff" or
-        None. Under "pallas" the gradient in x of small images, in batches below 4,096, is products of the library with
-        a matrix of the filters, where they are faster and the precision lets the tensor cores do them.
+        None. Under "pallas" the gradient in x of small images may be products of the library with a matrix of the
+        filters, where they are faster and the precision lets the tensor cores do them.
 
     Returns:
       y, in x's dtype.

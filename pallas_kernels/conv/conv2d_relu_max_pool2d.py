@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,13 +45,12 @@ ptxas' registers, for LeNet's filters."""
 _MAX_PATCH = 72
 """Numbers of the image that a program reads at once: those under four of LeNet's windows, the most that were measured
 (docs/lab/2026-11-24-lenet.md)."""
-_ACCESS = 4
-"""Float32 numbers of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
 _MAX_CELL_SUMS = 48
-"""Sums of the input's gradient that a program keeps in registers, beside what it routes and loads ahead."""
-_MAX_UNROLLED = 2500
-"""Products in the code of a program of the input's gradient, counted as if every window reached all of its cells. A
-thousand take about a second to compile."""
+"""Sums of the input's gradient that a program keeps in registers."""
+_MAX_CELL_REGISTERS = 200
+"""Of a thread, for these sums, routed gradients, and gradients and places on their way. The rest is for weights."""
+_MAX_UNROLLED = 2000
+"""Products in the code of the input's gradient: a thousand take about two seconds to compile."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic sets aside for sums across warps."""
 
@@ -415,10 +414,11 @@ class InputGradientConfig:
 
     Attributes:
       channels: input channels a program, a divisor of all of them.
-      cells: cells side by side a program, a divisor of a row of them. A weight that a program has loaded serves all of
+      cells: cells side by side a program; the last of a row has what is left. A weight that is loaded serves all of
         them.
       lane_block: length of its vectors of the batch, at most.
-      ahead: output channels, a divisor of all, whose gradients arrive while those of as many are multiplied.
+      ahead: output channels a turn, a divisor of all: their gradients are loaded while those of the turn before are
+        multiplied.
     """
 
     channels: int
@@ -440,27 +440,84 @@ def _input_gradient_heuristic(
     dy: Any, place: Any, w: Any, *, input_size: tuple[int, int], window: tuple[int, int]
 ) -> InputGradientConfig:
     # Found on an H200, at batches from 128 to 8192 (docs/lab/2026-11-25-lenet.md).
-    (K, C, F, G), (R, S), (rows, columns), Q = w.shape, window, _cells(input_size, window), dy.shape[2]
+    (K, C, F, G), (R, S), (rows, columns) = w.shape, window, _cells(input_size, window)
     programs, multiprocessors = (dy.shape[-1] // LANES) * rows, device.target().multiprocessors
-    most = _MAX_CELL_SUMS // (R * S)
-    # Fewer cells and channels a program where the batch alone does not keep the GPU busy.
-    cells = _largest_divisor_with(columns, most, lambda d: programs * C * (columns // d) >= 2 * multiprocessors)
-    unrolled = len(_parts_of_a_row(columns, cells, Q, G, S)) * cells * R * S * F * G
-    enough = lambda d: programs * (C // d) * (columns // cells) >= 4 * multiprocessors  # noqa: E731
-    channels = _largest_divisor_with(C, max(1, min(most // cells, _MAX_UNROLLED // unrolled)), enough)
+    sizes = sorted({-(-columns // groups) for groups in range(1, columns + 1)}, reverse=True)
+    cuts = [_Cut(columns, cells, dy.shape[2], G, S) for cells in sizes if cells * R * S <= _MAX_CELL_SUMS]
+    products = lambda cut: F * R * cut.column_products  # noqa: E731
+    cuts = [cut for cut in cuts if products(cut) <= _MAX_UNROLLED] or [min(cuts, key=products)]
+
+    # The most cells and channels with which the batch keeps the GPU busy.
+    busy = (cut for cut in cuts if programs * C * cut.groups >= 2 * multiprocessors)
+    cut = next(busy, cuts[-1])
+    most = min(_MAX_CELL_SUMS // (cut.cells * R * S), _MAX_UNROLLED // products(cut))
+    enough = lambda d: programs * (C // d) * cut.groups >= 4 * multiprocessors  # noqa: E731
+    channels = _largest_divisor_with(C, max(1, most), enough)
+
     # The fewer cells it has, the less it multiplies a turn, and the further ahead it must load.
-    ahead = largest_divisor(K, max(1, min(4, columns // cells, _MAX_UNROLLED // (unrolled * channels))))
-    return InputGradientConfig(channels, cells, LANES, ahead)
+    registers = lambda ahead: channels * cut.cells * R * S + cut.windows * (R * S + 4 * ahead)  # noqa: E731
+    fits = lambda n: n * channels * products(cut) <= _MAX_UNROLLED and registers(n) <= _MAX_CELL_REGISTERS  # noqa: E731
+    ahead = _largest_divisor_with(K, min(4, -(-columns // cut.cells)), fits)
+    return InputGradientConfig(channels, cut.cells, LANES, ahead)
 
 
-def _parts_of_a_row(columns: int, cells: int, Q: int, G: int, S: int) -> dict[tuple[int, ...], list[int]]:
-    """So many cells at a time of a row: which windows' filters reach them, by how far these are from the first cell ->
-    the numbers of these parts, side by side."""
-    parts = {}
-    for n in range(columns // cells):
-        windows = range(max(0, n * cells - (G + S - 2) // S), min(Q, (n + 1) * cells))
-        parts.setdefault(tuple(q - n * cells for q in windows), []).append(n)
-    return parts
+class _Part(NamedTuple):
+    """A part of a row of cells.
+
+    Attributes:
+      cells: how many, side by side.
+      windows: those whose filters reach these cells, counted from the first cell.
+    """
+
+    cells: int
+    windows: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """A row of cells, cut into groups of so many; the last has what is left.
+
+    Attributes:
+      columns: of cells.
+      cells: in a group.
+      Q, G, S: columns of windows, of the filter and of a window.
+    """
+
+    columns: int
+    cells: int
+    Q: int
+    G: int
+    S: int
+
+    @property
+    def groups(self) -> int:
+        return -(-self.columns // self.cells)
+
+    @functools.cached_property
+    def parts(self) -> dict[_Part, list[int]]:
+        """Each different part of a row -> the numbers of the groups that are alike in it, which are neighbours."""
+        parts = {}
+        for group in range(self.groups):
+            first = group * self.cells
+            last = min(first + self.cells, self.columns)
+            windows = range(max(0, first - (self.G + self.S - 2) // self.S), min(self.Q, last))
+            parts.setdefault(_Part(last - first, tuple(q - first for q in windows)), []).append(group)
+        return parts
+
+    @property
+    def windows(self) -> int:
+        """The most that reach a group."""
+        return max(len(part.windows) for part in self.parts)
+
+    @functools.cached_property
+    def column_products(self) -> int:
+        """Of all different parts: triples of a window, a column in it and a column of the filter that reach a cell."""
+        S, G = range(self.S), range(self.G)
+        return sum(
+            0 <= n * self.S + s + v < part.cells * self.S
+            for part in self.parts
+            for n, s, v in itertools.product(part.windows, S, G)
+        )
 
 
 @kernel(
@@ -495,58 +552,64 @@ def input_gradient(
       dx `(C, H, W, N)` in dy's dtype.
     """
     (K, C, F, G), N, (rows, columns), (R, S) = w.shape, dy.shape[-1], _cells(input_size, window), window
-    channels, cells, lane_block = config.channels, config.cells, _lane_block(N, config.lane_block)
-    for name, length in {"channels": C, "cells": columns, "ahead": K}.items():
+    channels, lane_block = config.channels, _lane_block(N, config.lane_block)
+    for name, length in {"channels": C, "ahead": K}.items():
         check_divides("conv2d_relu_max_pool2d.input_gradient", name, getattr(config, name), length)
+    cut = _Cut(columns, config.cells, dy.shape[2], G, S)
     dx = launch(
-        _InputGradientProgram(window, cells, rows, columns, lane_block, config.ahead).body,
+        _InputGradientProgram(window, rows, cut, lane_block, config.ahead).body,
         dy,
         place.swapaxes(0, 1),
         # A tap's weights of a program's channels lie together, so that one access loads several.
         jnp.moveaxis(w.astype(jnp.float32).reshape(K, C // channels, channels, F, G), 2, -1),
         out=jax.ShapeDtypeStruct((C, rows * R, columns * S, N), dy.dtype),
         # The rows that the most windows reach into come first, so that at the end the programs are short.
-        grid={"row": rows, "block": N // lane_block, "step": columns // cells, "c": C // channels},
+        grid={"row": rows, "block": N // lane_block, "group": cut.groups, "c": C // channels},
         name="conv2d_relu_max_pool2d_backward_input",
     )
     return dx[:, : input_size[0], : input_size[1]]
 
 
 def outwards(n, count):
-    """The n-th of so many numbers from 0, if the one in the middle comes first, then those next to it, and so on."""
+    """0, 1, 2, ... -> the middle of so many numbers, then by turns one after and one before it: 2, 3, 1, 4, 0 of 5."""
     middle, distance = (count - 1) // 2, quotient(n + 1, 2)
     return middle + jnp.where(remainder(n, 2) == 1, distance, -distance)
 
 
 @dataclasses.dataclass(frozen=True)
 class _InputGradientProgram:
-    """Some cells of one of so many `rows` of `columns` cells, for a few input channels and a lane block."""
+    """A group of cells of a row, for a few input channels and a lane block.
+
+    Attributes:
+      rows: of cells.
+    """
 
     window: tuple[int, int]
-    cells: int
     rows: int
-    columns: int
+    cut: _Cut
     lane_block: int
     ahead: int
 
-    def body(self, dy, place, w, dx, *, row, block, step, c):
-        at = outwards(row, self.rows), step * self.cells, c, pl.ds(block * self.lane_block, self.lane_block)
-        # Code of its own for each part of a row that other windows reach: none multiplies by what does not exist.
-        parts = _parts_of_a_row(self.columns, self.cells, dy.shape[2], w.shape[3], self.window[1])
-        for windows, steps in parts.items():
-            fill_cells = functools.partial(self.fill_cells, dy, place, w, dx, at, windows)
-            pl.when((step >= steps[0]) & (step <= steps[-1]))(fill_cells)
+    def body(self, dy, place, w, dx, *, row, block, group, c):
+        lanes = pl.ds(block * self.lane_block, self.lane_block)
+        at = outwards(row, self.rows), group * self.cut.cells, c, lanes
+        # Each part of a row has code of its own, which multiplies by no window that does not exist.
+        for part, groups in self.cut.parts.items():
+            fill_cells = functools.partial(self.fill_cells, dy, place, w, dx, at, part)
+            pl.when((group >= groups[0]) & (group <= groups[-1]))(fill_cells)
 
-    def fill_cells(self, dy, place, w, dx, at, windows):
+    def fill_cells(self, dy, place, w, dx, at, part):
+        """Computes dx of the cells from a row and a column on, for a group of channels and some lanes."""
         (K, P, *_), (*_, F, _, channels), (R, S), (row, column, c, lanes) = dy.shape, w.shape, self.window, at
-        width = self.cells * S
+        width = part.cells * S
         sums = (zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32)),) * (channels * R * width)
+        # By rows of windows whose filters reach the cells: so many rows back from theirs.
         for back in range((F + R - 2) // R + 1):
             p = row - back
             exists = (p >= 0) & (p < P)
-            columns = [column + n for n in windows]
+            columns = [column + n for n in part.windows]
             gradients = functools.partial(self.gradients, dy, place, jnp.clip(p, 0, P - 1), columns, lanes)
-            add_windows = functools.partial(self.add_windows, w, c, back, windows)
+            add_windows = functools.partial(self.add_windows, w, c, back, part)
 
             def add_channels(turn, carry, gradients=gradients, add_windows=add_windows):
                 sums, arrived = carry
@@ -566,11 +629,11 @@ class _InputGradientProgram:
         of_window = lambda k, q: (dy[k, p, q, lanes], place[p, k, q, lanes].astype(jnp.int32))  # noqa: E731
         return tuple(tuple(of_window(first + n, q) for q in columns) for n in range(self.ahead))
 
-    def add_windows(self, w, c, back, windows, k, gradients, sums):
-        """Adds what a row of windows gives the cells so many rows after it: a gradient goes to its window's maximum."""
-        (*_, F, G, channels), (R, S), width = w.shape, self.window, self.cells * self.window[1]
+    def add_windows(self, w, c, back, part, k, gradients, sums):
+        """Adds what the windows `back` rows back give the cells: a gradient goes to its window's maximum."""
+        (*_, F, G, channels), (R, S), width = w.shape, self.window, part.cells * self.window[1]
         products = {}
-        for column, (gradient, maximum) in zip(windows, gradients, strict=True):
+        for column, (gradient, maximum) in zip(part.windows, gradients, strict=True):
             gradient = gradient.astype(jnp.float32)
             routed = [jnp.where(maximum == t, gradient, 0.0) for t in range(R * S)]
             for t, i, j in itertools.product(range(R * S), range(R), range(width)):

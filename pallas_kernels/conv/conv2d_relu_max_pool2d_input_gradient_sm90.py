@@ -35,8 +35,8 @@ _MAX_WARPGROUPS = 4
 """A program: its 512 threads have 128 registers each, which hold their sums."""
 _MAX_SUMS = 96
 """Of a thread, for the cells that a row of windows reaches: with more it spills them."""
-_MIN_BATCH = 4096
-"""Below, products of the library are faster, and the exact kernel is (docs/lab/2026-11-25-lenet.md)."""
+_MIN_BATCH = 2048
+"""Below, matrix products of the library are as fast."""
 MIN_JAX = (0, 11, 1)
 """The first version that is known to lower `jnp.concatenate` in a kernel."""
 _BARRIER_BYTES = 1024

@@ -88,8 +88,8 @@ def test_an_empty_batch_has_zero_gradients_in_the_parameters(implementation):
     np.testing.assert_array_equal(db, np.zeros(2))
 
 
-# A batch that pays on the tensor cores.
-LARGE = (8192, 16, 1, 4), (8192, 2, 6, 12), (16, 2, 5, 5)
+# A batch that pays on the tensor cores, and one whose products pay for the band as well.
+LARGE, LARGER = (((N, 16, 1, 4), (N, 2, 6, 12), (16, 2, 5, 5)) for N in (2048, 8192))
 
 
 def backward(implementation=None, precision="default"):
@@ -97,18 +97,42 @@ def backward(implementation=None, precision="default"):
     return functools.partial(conv2d_relu_max_pool2d_backward, **options)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "kernels"), [(HOPPER, 2), (BLACKWELL, 1), (BLACKWELL_RTX, 1)], ids=["H200", "B200", "RTX"]
-)
+@pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=["H200", "B200", "RTX"])
 @pytest.mark.parametrize("implementation", ["pallas", None])
-def test_only_hopper_gets_kernels_with_its_own_tensor_core_instructions(implementation, gpu, kernels):
-    dy, x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in LARGE)
+def test_only_hopper_gets_kernels_with_its_own_tensor_core_instructions(implementation, gpu):
+    dy, x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in LARGER)
     places = jax.ShapeDtypeStruct(dy.shape, jnp.uint8)
     with targeting(gpu):
         program = cuda_program(backward(implementation), dy, places, x, w)
-    assert program.count("custom_call @mosaic_gpu") == kernels  # else the library's product for dx
     assert ("wgmma" in program) == (gpu is HOPPER)
-    assert ("dot_general" in program) == (gpu is not HOPPER)
+    # That of dx, or the library's product for it.
+    has_kernel = gpu is HOPPER and jax.__version_info__ >= MIN_JAX
+    assert program.count("custom_call @mosaic_gpu") == 1 + has_kernel
+    assert ("dot_general" in program) != has_kernel
+
+
+EXACT, ON_TENSOR_CORES, BAND = "backward_input_mosaic_gpu", "backward_input_tensor_cores_mosaic_gpu", "dot_general"
+
+
+@pytest.mark.parametrize(
+    ("batch", "dtype", "precision", "wanted"),
+    [
+        (512, "float32", "default", EXACT),
+        (2048, "float32", "default", BAND),
+        (4096, "float32", "default", ON_TENSOR_CORES),
+        (4096, "float32", "highest", EXACT),
+        (128, "bfloat16", "default", BAND),
+        (4096, "bfloat16", "default", ON_TENSOR_CORES),
+    ],
+)
+def test_the_input_gradient_of_lenet_is_the_fastest_of_three(batch, dtype, precision, wanted):
+    dy, x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((batch, 16, 4, 4), (batch, 6, 12, 12), (16, 6, 5, 5)))
+    with targeting(HOPPER):
+        places = jax.ShapeDtypeStruct(dy.shape, jnp.uint8)
+        program = cuda_program(backward("pallas", precision), dy, places, x, w)
+    if wanted == ON_TENSOR_CORES and jax.__version_info__ < MIN_JAX:
+        wanted = BAND
+    assert [way for way in (EXACT, ON_TENSOR_CORES, BAND) if way in program] == [wanted]
 
 
 @pytest.mark.rotating

@@ -33,12 +33,12 @@ def operands(block, N=LANES, dtype="float32"):
     return dy.astype(dtype), jnp.asarray(place), x.astype(dtype)
 
 
-def routed(dy, place):
+def routed(dy, place, window=WINDOW):
     """The gradient at the convolution's resolution, as the pool's backward makes it, in float64."""
-    dy, place = np.asarray(dy, np.float64), np.asarray(place)
+    dy, place, (R, S) = np.asarray(dy, np.float64), np.asarray(place), window
     K, P, Q, N = dy.shape
-    dz = np.where(place[..., None] == np.arange(4), dy[..., None], 0).reshape(K, P, Q, N, 2, 2)
-    return dz.transpose(0, 1, 4, 2, 5, 3).reshape(K, 2 * P, 2 * Q, N)
+    dz = np.where(place[..., None] == np.arange(R * S), dy[..., None], 0).reshape(K, P, Q, N, R, S)
+    return dz.transpose(0, 1, 4, 2, 5, 3).reshape(K, R * P, S * Q, N)
 
 
 def in_float64(dy, place, x):
@@ -48,8 +48,8 @@ def in_float64(dy, place, x):
     return np.einsum("kijn,cuvnij->kcuv", dz, patches, optimize=True), dz.sum((1, 2, 3))
 
 
-def input_gradient_in_float64(dy, place, w):
-    dz, w = routed(dy, place), np.asarray(w, np.float64)
+def input_gradient_in_float64(dy, place, w, window=WINDOW):
+    dz, w = routed(dy, place, window), np.asarray(w, np.float64)
     (_, H, W, N), (_, C, F, G) = dz.shape, w.shape
     dx = np.zeros((C, H + F - 1, W + G - 1, N))
     for u, v in np.ndindex(F, G):
@@ -88,23 +88,45 @@ def test_windows_that_do_not_divide_a_row_are_refused(on_hopper):
 
 
 @pytest.mark.parametrize(
-    ("channels", "cells", "ahead"), [(None,) * 3, (2, 3, 1), (1, 3, 3), (2, 1, 1), (1, 1, 3)]
+    ("channels", "cells", "ahead"), [(2, 3, 1), (1, 3, 3), (2, 2, 1), (2, 1, 1), (1, 1, 3)]
 )  # of 2, 3 and 3
 @pytest.mark.parametrize("lane_block", [LANES, 2 * LANES])
 def test_the_input_gradient_is_right_for_rows_of_cells_and_parts_of_them(channels, cells, ahead, lane_block):
     (dy, place, x), (w,) = operands("small", 2 * LANES), normal((3, 2, 3, 3), seed=3)
-    config = channels and InputGradientConfig(channels, cells, lane_block, ahead)
+    config = InputGradientConfig(channels, cells, lane_block, ahead)
     gradient = functools.partial(kernels.input_gradient, input_size=x.shape[1:3], window=WINDOW, config=config)
-    with on_the_cpu(), targeting(dataclasses.replace(HOPPER, multiprocessors=1)):
+    with on_the_cpu(), targeting(HOPPER):
         dx = jax.jit(gradient)(dy, place, w)
     assert_close(dx, input_gradient_in_float64(dy, place, w), "float32")
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+@pytest.mark.parametrize(
+    ("window", "windows", "filters", "beyond"),
+    [
+        ((1, 2), (2, 7), (3, 3), (0, 0)),  # parts of a row that repeat
+        ((3, 2), (2, 2), (2, 5), (1, 4)),  # filters lower than a window; cells that no window reaches
+        ((2, 3), (1, 5), (4, 1), (0, 1)),
+        ((2, 2), (3, 1), (1, 1), (2, 0)),
+    ],
+)
+def test_the_input_gradient_is_right_for_other_windows_and_filters(window, windows, filters, beyond, multiprocessors):
+    (R, S), (P, Q), (F, G) = window, windows, filters
+    dy, w = normal((4, P, Q, LANES), (4, 3, F, G))
+    place = jnp.asarray(np.random.default_rng(2).integers(0, R * S + 1, dy.shape, np.uint8))
+    reached = P * R + F - 1, Q * S + G - 1
+    size = tuple(n + more for n, more in zip(reached, beyond, strict=True))
+    gradient = functools.partial(kernels.input_gradient, input_size=size, window=window)
+    with on_the_cpu(), targeting(dataclasses.replace(HOPPER, multiprocessors=multiprocessors)):
+        dx = jax.jit(gradient)(dy, place, w)
+    wanted = np.pad(input_gradient_in_float64(dy, place, w, window), [(0, 0), *((0, n) for n in beyond), (0, 0)])
+    assert_close(dx, wanted, "float32")
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (InputGradientConfig(4, 3, LANES, 1), "channels is 4; wants a divisor of 2"),
-        (InputGradientConfig(2, 2, LANES, 1), "cells is 2; wants a divisor of 3"),
         (InputGradientConfig(2, 3, LANES, 2), "ahead is 2; wants a divisor of 3"),
     ],
 )
@@ -179,10 +201,32 @@ def test_the_input_gradient_has_whole_rows_where_the_batch_keeps_the_gpu_busy(N,
     assert config == InputGradientConfig(channels, cells, LANES, ahead)
 
 
-def test_the_code_of_the_input_gradient_stays_short(on_hopper):
-    dy, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 15, 15, 8192), (8, 4, 8, 8)))
-    config = kernels.input_gradient.heuristic(dy, dy, w, input_size=(37, 37), window=WINDOW)
-    assert config == InputGradientConfig(channels=1, cells=1, lane_block=LANES, ahead=1)  # of 19 cells
+@pytest.mark.parametrize("N", [LANES, 2048])
+@pytest.mark.parametrize("window", [2, 3, 4])
+@pytest.mark.parametrize("filters", [1, 3, 5, 8])
+@pytest.mark.parametrize("Q", [4, 13, 32])
+def test_the_code_of_the_input_gradient_stays_short_and_its_registers_few(Q, filters, window, N, on_hopper):
+    dy, w = jax.ShapeDtypeStruct((16, Q, Q, N), "float32"), jax.ShapeDtypeStruct((16, 6, filters, filters), "float32")
+    size = Q * window + filters - 1
+    config = kernels.input_gradient.heuristic(dy, dy, w, input_size=(size, size), window=(window, window))
+    columns, products = -(-size // window), 0
+    parts = {}
+    for first in range(0, columns, config.cells):
+        cells = range(first * window, min(first + config.cells, columns) * window)
+        reaching = [q for q in range(Q) if q * window < cells.stop and q * window + window + filters - 1 > cells.start]
+        parts[len(cells), tuple(q - first for q in reaching)] = cells, reaching
+    for cells, reaching in parts.values():
+        taps = ((q * window + s + v) in cells for q in reaching for s in range(window) for v in range(filters))
+        products += filters * window * sum(taps)
+        registers = window**2 * config.cells * config.channels + len(reaching) * (window**2 + 4 * config.ahead)
+        assert registers <= 200
+    # Of the largest filters and windows, one cell alone takes 1,024.
+    assert config.ahead * config.channels * products <= (2000 if filters < 8 else 6000)
+
+
+def test_rows_are_launched_from_the_middle_outwards():
+    assert [int(kernels.outwards(n, 5)) for n in range(5)] == [2, 3, 1, 4, 0]
+    assert [int(kernels.outwards(n, 4)) for n in range(4)] == [1, 2, 0, 3]
 
 
 @pytest.mark.parametrize("block", BLOCKS)

@@ -97,8 +97,8 @@ def test_double_precision_is_refused():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_pays_for_large_batches(dtype):
-    assert asked((16, 4, 4, 4096), (16, 6, 5, 5), dtype) == (None, Config(2))
-    assert asked((16, 4, 4, 2048), (16, 6, 5, 5), dtype) == (None, None)
+    assert asked((16, 4, 4, 2048), (16, 6, 5, 5), dtype) == (None, Config(2))
+    assert asked((16, 4, 4, 1024), (16, 6, 5, 5), dtype) == (None, None)
 
 
 def test_versions_that_concatenate_no_registers_are_refused(monkeypatch):

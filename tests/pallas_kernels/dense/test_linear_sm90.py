@@ -103,6 +103,12 @@ def test_clusters_are_there_where_tiles_outnumber_the_multiprocessors():
     assert [weights_config(*shape).cluster for shape in REAL] == [1, 1, 2, 1]
 
 
+@pytest.mark.parametrize(("outputs", "raster"), [(768, 6), (1024, 8), (2304, 9), (4096, 16)])
+def test_the_forwards_blocks_are_the_widest_that_divide_the_result(outputs, raster, on_hopper):
+    x, w, b = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((65536, 1024), (outputs, 1024), (outputs,)))
+    assert kernels.forward.heuristic(x, w, b).raster == raster
+
+
 def test_the_raster_walks_column_blocks_and_meets_every_tile_once():
     walked = [kernels._raster(i, rows=3, width=2) for i in range(12)]
     assert walked == [(row, 2 * block + column) for block in range(2) for row in range(3) for column in range(2)]
