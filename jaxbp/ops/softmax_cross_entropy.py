@@ -96,7 +96,7 @@ def _gradients_kernel(dy, logits, labels, *statistics):
 
 
 _LOSSES_AND_STATISTICS = differentiable(_losses_and_statistics_kernel, _losses_and_statistics, leading(0, 1))
-_LOGITS_GRADIENT = differentiable(_logits_gradient_kernel, _logits_gradient, leading(0, 1, 2, 3, features=0))
+_LOGITS_GRADIENT = differentiable(_logits_gradient_kernel, _logits_gradient, leading(0, 1, 2, 3, 4, features=0))
 
 
 def _save(logits, labels):
