@@ -50,7 +50,7 @@ _MAX_CELL_SUMS = 48
 _MAX_CELL_REGISTERS = 200
 """Of a thread, for these sums, routed gradients, and gradients and places on their way. The rest is for weights."""
 _MAX_UNROLLED = 2000
-"""Products in the code of the input's gradient: a thousand take about two seconds to compile."""
+"""Products in the code of the input's gradient: a thousand take up to two seconds to compile."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic sets aside for sums across warps."""
 
@@ -591,8 +591,7 @@ class _InputGradientProgram:
     ahead: int
 
     def body(self, dy, place, w, dx, *, row, block, group, c):
-        lanes = pl.ds(block * self.lane_block, self.lane_block)
-        at = outwards(row, self.rows), group * self.cut.cells, c, lanes
+        at = outwards(row, self.rows), group * self.cut.cells, c, pl.ds(block * self.lane_block, self.lane_block)
         # Each part of a row has code of its own, which multiplies by no window that does not exist.
         for part, groups in self.cut.parts.items():
             fill_cells = functools.partial(self.fill_cells, dy, place, w, dx, at, part)
