@@ -1,4 +1,17 @@
-"""LayerNorm and a dense layer in one: the normalised rows are not kept for the backward, which makes them again."""
+"""LayerNorm and a dense layer in one. For its backward the forward keeps the normalised rows x̂ in place of x.
+
+    z = x̂ vᵀ + c,    v = w * scale,    c = b + w bias,
+
+and with `t = dy v` and means over a row (derivation: docs/layer_norm.md)
+
+    dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)).
+
+With `s = Σ dyᵀ x̂` over the rows the gradients in the parameters need no other sums over them than db:
+
+    dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,    db = Σ dy,
+
+sums but the last over the outputs. Narrow layers have a kernel of their own, which keeps x and computes x̂ again.
+"""
 
 import functools
 
@@ -22,99 +35,146 @@ from pallas_kernels.norm import layer_norm_linear_sm90
 
 
 def _forward(x, scale, bias, w, b, *, eps, precision):
-    return _results(x, scale, bias, w, b, eps=eps, precision=precision)[0]
-
-
-def _results(x, scale, bias, w, b, *, eps, precision):
-    """(z, offset, inv_std)."""
-    y, offset, inv_std = layer_norm.normalise(x, scale, bias, eps=eps, center=True)
-    return _dense(y, w, b, precision=precision), offset, inv_std
-
-
-def _results_kernel(x, scale, bias, w, b, *, eps, precision):
-    """`_results` by one kernel where it pays, else by one for the rows and one for the product."""
-    separate = functools.partial(_separate_results, eps=eps, precision=precision)
-    b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
-    if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
-        return separate(x, scale, bias, w, b)
-    return on_gpu(functools.partial(_fused_results, eps=eps), separate, x, scale, bias, w, b_or_zeros)
-
-
-def _separate_results(x, scale, bias, w, b, *, eps, precision):
-    y, offset, inv_std = layer_norm.normalise_kernel(x, scale, bias, eps=eps, center=True)
-    return _dense_kernel(y, w, b, precision=precision), offset, inv_std
-
-
-def _fused_results(x, scale, bias, w, b, *, eps):
-    results = layer_norm_linear_sm90.forward(rows(x), scale, bias, w, b, eps=eps)
-    return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in results)
-
-
-def _dense(y, w, b, *, precision):
+    y = layer_norm.normalise(x, scale, bias, eps=eps, center=True)[0]
     return linear(y, w, b, precision=precision, implementation="autodiff")
 
 
-def _dense_kernel(y, w, b, *, precision):
-    if b is None or not linear_sm90.forward.pays(rows(y), w, b):
-        return _dense(y, w, b, precision=precision)
-    return on_gpu(linear_sm90.forward, forward_in_float32, rows(y), w, b).reshape(*y.shape[:-1], -1)
+def _results(normalise, dense, x, scale, bias, w, b, *, eps, precision):
+    """(z, x̂, inv_std)."""
+    normalised, _, inv_std = normalise(x, jnp.ones_like(scale), jnp.zeros_like(bias), eps=eps, center=True)
+    return dense(normalised, _weights(w, scale), _offsets(w, bias, b), precision=precision), normalised, inv_std
+
+
+def _weights(w, scale):
+    """Of the normalised rows."""
+    return (widen(w) * widen(scale)).astype(w.dtype)
+
+
+def _offsets(w, bias, b):
+    """What is added to the product of the normalised rows, in float32 or wider."""
+    offsets = jnp.sum(widen(w) * widen(bias), axis=1)
+    return offsets if b is None else offsets + widen(b)
+
+
+def _dense(x, w, b, *, precision):
+    return linear(x, w, b.astype(x.dtype), precision=precision, implementation="autodiff")
+
+
+def _dense_kernel(x, w, b, *, precision):
+    if not linear_sm90.forward.pays(rows(x), w, b):
+        return _dense(x, w, b, precision=precision)
+    return on_gpu(linear_sm90.forward, forward_in_float32, rows(x), w, b).reshape(*x.shape[:-1], -1)
+
+
+def _narrow_results(x, scale, bias, w, b, *, eps, precision):
+    """(z, offset, inv_std)."""
+    y, offset, inv_std = layer_norm.normalise(x, scale, bias, eps=eps, center=True)
+    return linear(y, w, b, precision=precision, implementation="autodiff"), offset, inv_std
+
+
+def _narrow_results_kernel(x, scale, bias, w, b, *, eps, precision):
+    """`_narrow_results` by one kernel."""
+    separate = functools.partial(_narrow_results, eps=eps, precision=precision)
+    b_or_zeros = _zeros_for_none(w, b)
+    # On a mesh of devices each has fewer rows.
+    if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
+        return separate(x, scale, bias, w, b)
+
+    def fused(x, scale, bias, w, b):
+        results = layer_norm_linear_sm90.forward(rows(x), scale, bias, w, b, eps=eps)
+        return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in results)
+
+    return on_gpu(fused, separate, x, scale, bias, w, b_or_zeros)
+
+
+def _zeros_for_none(w, b):
+    return jnp.zeros(w.shape[:1], w.dtype) if b is None else b
+
+
+_FORMULA = functools.partial(_results, layer_norm.normalise, _dense)
+_KERNEL = differentiable(functools.partial(_results, layer_norm.normalise_kernel, _dense_kernel), _FORMULA, leading(0))
+_NARROW_KERNEL = differentiable(_narrow_results_kernel, _narrow_results, leading(0))
 
 
 def _save(results, x, scale, bias, w, b, **options):
-    z, offset, inv_std = results(x, scale, bias, w, b, **options)
-    return z, (x, scale, bias, w, b, offset, inv_std)
+    z, normalised, inv_std = results(x, scale, bias, w, b, **options)
+    return z, (None, scale, bias, w, b, None, inv_std, normalised)
+
+
+def _save_kernel(x, scale, bias, w, b, *, eps, precision):
+    options = dict(eps=eps, precision=precision)
+    if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, _zeros_for_none(w, b), eps=eps):
+        return _save(_KERNEL, x, scale, bias, w, b, **options)
+    z, offset, inv_std = _NARROW_KERNEL(x, scale, bias, w, b, **options)
+    return z, (x, scale, bias, w, b, offset, inv_std, None)
 
 
 def _residuals(x, scale, bias, w, b, **options):
     """What a backward by itself wants of the forward: nothing that it cannot compute on the way."""
-    return x, scale, bias, w, b, None, None
+    return x, scale, bias, w, b, None, None, None
 
 
 # -------------------------------------------------------------------------------------------------------- the backward
 
 
-def _backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
-    """By `gradients` of the normalisation, which make the normalised rows again, and `parameters` of the product."""
-    dn = jnp.matmul(dy, w, precision=precision)
-    dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, eps=eps, center=True, with_y=True)
-    dw, db = parameters(rows(dy), rows(y), precision=precision)
-    return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, None if b is None else db.astype(b.dtype)
+def _backward(
+    input_gradient, from_x, parameters, dy, x, scale, bias, w, b, offset, inv_std, normalised, *, eps, precision
+):
+    """By `input_gradient` of x̂ or, if x is given in its place, by `from_x`, which computes x̂ on the way."""
+    t = jnp.matmul(dy, _weights(w, scale), precision=precision)
+    if normalised is None:
+        dx, normalised = from_x(t, x, eps=eps)
+    else:
+        dx = input_gradient(t, normalised, inv_std)
+    return dx, *_parameter_gradients(*parameters(rows(dy), rows(normalised), precision=precision), scale, bias, w, b)
 
 
-def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, **options):
-    separate = functools.partial(_backward, layer_norm.gradients_kernel, _parameters_kernel, **options)
-    if not layer_norm_linear_sm90.input_gradient.pays(rows(dy), rows(x), scale, w, None, None):
-        return separate(dy, x, scale, bias, w, b, offset, inv_std)
+def _parameter_gradients(s, db, scale, bias, w, b):
+    """(dscale, dbias, dw, db) from `s = Σ dyᵀ x̂` and `Σ dy`."""
+    wide_scale, wide_bias, wide = (widen(a) for a in (scale, bias, w))
+    dw = (s * wide_scale + db[:, None] * wide_bias).astype(w.dtype)
+    dscale, dbias = jnp.sum(wide * s, axis=0), jnp.sum(wide * db[:, None], axis=0)
+    return dscale.astype(scale.dtype), dbias.astype(bias.dtype), dw, None if b is None else db.astype(b.dtype)
+
+
+def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, eps, precision):
+    separate = functools.partial(
+        _backward,
+        layer_norm.input_gradient_kernel,
+        layer_norm.input_gradient_from_x_kernel,
+        _parameters_kernel,
+        eps=eps,
+        precision=precision,
+    )
+    arrays = dy, x, scale, bias, w, b
+    if normalised is not None or not layer_norm_linear_sm90.input_gradient.pays(
+        rows(dy), rows(x), scale, w, None, None
+    ):
+        return separate(*arrays, offset, inv_std, normalised)
     if inv_std is None:
-        offset, inv_std = row_statistics(x, eps=options["eps"], center=True)
-    return on_gpu(_fused_backward, separate, dy, x, scale, bias, w, b, offset, inv_std)
+        offset, inv_std = row_statistics(x, eps=eps, center=True)
+    return on_gpu(_narrow_backward, functools.partial(separate, normalised=None), *arrays, offset, inv_std)
 
 
-def _fused_backward(dy, x, scale, bias, w, b, offset, inv_std):
-    """With `s = Σ dyᵀ x̂` over the rows the gradients in the parameters need no sums of their own:
-
-        dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,    db = Σ dy,
-
-    sums but the last over the outputs.
-    """
+def _narrow_backward(dy, x, scale, bias, w, b, offset, inv_std):
     statistics = offset.ravel(), inv_std.ravel()
     dx, normalised = layer_norm_linear_sm90.input_gradient(rows(dy), rows(x), scale, w, *statistics)
     s, db = linear_sm90.weights_gradient(rows(dy), normalised, dtype=jnp.float32)
-    scale, bias, wide = (widen(a) for a in (scale, bias, w))
-    dw = (s * scale + db[:, None] * bias).astype(w.dtype)
-    dscale, dbias = jnp.sum(wide * s, axis=0), jnp.sum(wide * db[:, None], axis=0)
-    dx, db = dx.reshape(x.shape), None if b is None else db.astype(b.dtype)
-    return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, db
+    return dx.reshape(x.shape), *_parameter_gradients(s, db, scale, bias, w, b)
 
 
-def _parameters(dy, y, *, precision):
-    return jnp.matmul(dy.T, y, precision=precision), jnp.sum(dy, axis=0)
+def _parameters(dy, normalised, *, precision):
+    """`s = Σ dyᵀ x̂` and `Σ dy`, in float32 or wider."""
+    dtype = widen(dy).dtype
+    s = jnp.matmul(dy.T, normalised, precision=precision, preferred_element_type=dtype)
+    return s, jnp.sum(dy, axis=0, dtype=dtype)
 
 
-def _parameters_kernel(dy, y, *, precision):
-    if not linear_sm90.weights_gradient.pays(dy, y):
-        return _parameters(dy, y, precision=precision)
-    return on_gpu(linear_sm90.weights_gradient, parameter_gradients_in_float32, dy, y)
+def _parameters_kernel(dy, normalised, *, precision):
+    if not linear_sm90.weights_gradient.pays(dy, normalised):
+        return _parameters(dy, normalised, precision=precision)
+    kernel = functools.partial(linear_sm90.weights_gradient, dtype=jnp.float32)
+    return on_gpu(kernel, functools.partial(parameter_gradients_in_float32, dtype=jnp.float32), dy, normalised)
 
 
 # ---------------------------------------------------------------------------------------------------------- the choice
@@ -131,16 +191,13 @@ def _fastest(x, scale, bias, w, b, *, eps, precision):
 _LAYER_NORM_LINEAR = Pair(
     _forward,
     {
-        "xla": functools.partial(_backward, layer_norm.gradients, _parameters),
+        "xla": functools.partial(_backward, layer_norm.input_gradient, layer_norm.input_gradient_from_x, _parameters),
         "pallas": _backward_kernel,
     },
-    save={
-        "xla": functools.partial(_save, _results),
-        "pallas": functools.partial(_save, differentiable(_results_kernel, _results, leading(0))),
-    },
+    save={"xla": functools.partial(_save, _FORMULA), "pallas": _save_kernel},
     residuals=_residuals,
-    # Of (dy, x, scale, bias, w, b, offset, inv_std).
-    examples=leading(0, 1, 6, 7),
+    # Of (dy, x, scale, bias, w, b, offset, inv_std, normalised).
+    examples=leading(0, 1, 6, 7, 8),
     name="layer_norm_linear",
     unsupported=layer_norm.unsupported,
     fastest=_fastest,
@@ -161,8 +218,8 @@ def layer_norm_linear(
 ) -> Float[Array, "*batch out"]:
     """LayerNorm and a dense layer, `z = layer_norm(x, scale, bias) wᵀ + b`.
 
-    The forward keeps two numbers a row for the backward, not the normalised rows, which the backward makes again in the
-    pass that computes dx.
+    For the backward the forward keeps the normalised rows, before scale and bias, and a number a row; x is not kept.
+    Narrow layers that one kernel computes, on compute capability 9.0, keep x instead, and two numbers a row.
 
     Args:
       x: rows, with any leading axes.
@@ -203,13 +260,13 @@ def layer_norm_linear_backward(
     Float[Array, "out hidden"],
     Float[Array, "out"],
 ]:
-    """Gradients of `layer_norm_linear`: with y the normalised rows, x̂ those before scale and bias, `dn = dy w` and
-    `t = dn * scale`,
+    """Gradients of `layer_norm_linear`: with x̂ the normalised rows, before scale and bias, `t = dy (w * scale)` and
+    `s = dyᵀ x̂`,
 
-        dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dn * x̂,    dbias = Σ dn,
-        dw = dyᵀ y,    db = Σ dy,
+        dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dw = s * scale + db biasᵀ,    db = Σ dy,
+        dscale = Σ w * s,    dbias = Σ w * db,
 
-    means over each row, sums over all rows.
+    means over each row, the sum for db over all rows, the others over the outputs.
 
     Args:
       dy: gradient of the loss in the forward's result.

@@ -102,11 +102,27 @@ def _normalise_heuristic(x, scale, bias, *, eps, center):
     return _heuristic(x, arrays=1)
 
 
-def _gradients_supports(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
+def _gradients_supports(dy, x, scale, offset, inv_std, *, eps, center):
     return _supports(x, arrays=2)
 
 
-def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
+def _gradients_heuristic(dy, x, scale, offset, inv_std, *, eps, center):
+    return _heuristic(x, arrays=2)
+
+
+def _input_gradient_supports(t, normalised, inv_std):
+    return _supports(normalised, arrays=2)
+
+
+def _input_gradient_heuristic(t, normalised, inv_std):
+    return _heuristic(normalised, arrays=2)
+
+
+def _input_gradient_from_x_supports(t, x, *, eps):
+    return _supports(x, arrays=2)
+
+
+def _input_gradient_from_x_heuristic(t, x, *, eps):
     return _heuristic(x, arrays=2)
 
 
@@ -133,9 +149,9 @@ def normalise(
     arrays = {name: block.split_columns(a) for name, a in arrays.items()}
     x_struct = jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype)
     out = {"y": x_struct} | ({"offset": row_statistic} if center else {}) | {"inv_std": row_statistic}
-    forward = _Forward(block, config, programs, eps, center, (*arrays, *out, "stages", "loaded"))
+    names = (*arrays, *out, "stages", "loaded")
     results = launch(
-        forward.body,
+        _Forward(block, config, programs, names, eps, center).body,
         *arrays.values(),
         out=tuple(out.values()),
         grid={"program": programs},
@@ -152,15 +168,13 @@ def gradients(
     dy: Array,
     x: Array,
     scale: Array,
-    bias: Array | None,
     offset: Array | None,
     inv_std: Array | None,
     *,
     eps: float,
     center: bool,
-    with_y: bool = False,
     config: Config,
-) -> tuple[Array, Array, Array | None, Array | None]:
+) -> tuple[Array, Array, Array | None]:
     """The backward: with `t = dy * scale`, means over a row and sums over all rows,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
@@ -169,35 +183,70 @@ def gradients(
 
     Args:
       dy, x: `(rows, hidden)`.
-      bias: of the forward; wanted only for y, with `center`.
       offset, inv_std: as `normalise` gives them. Without inv_std, both are computed on the way.
-      with_y: whether to return the forward's y, too, from the same pass.
 
     Returns:
-      dx in x's dtype, float32 dscale and, with `center`, dbias, and y if it is wanted; else None for these.
+      dx in x's dtype, float32 dscale and, with `center`, dbias, else None for it.
     """
     block, (programs, padded_rows) = _block(x.shape[1]), _division(x.shape[0], config)
-    arrays = {"x": x, "dy": dy, "scale": scale} | ({"bias": bias} if center and with_y else {})
+    arrays = {"x": x, "dy": dy, "scale": scale}
     arrays = {name: block.split_columns(a) for name, a in arrays.items()}
-    x_struct = jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype)
     totals = jax.ShapeDtypeStruct((programs, 2 if center else 1, *block.shape[1:]), jnp.float32)
     if inv_std is not None:
         statistics = {"offset": offset, "inv_std": inv_std} if center else {"inv_std": inv_std}
         arrays |= {name: jnp.pad(a, (0, padded_rows - x.shape[0])) for name, a in statistics.items()}
-    out = {"dx": x_struct, "sums": totals} | ({"y": x_struct} if with_y else {})
-    backward = _Backward(block, config, programs, eps, center, (*arrays, *out, "x_stages", "dy_stages", "loaded"))
-    results = launch(
-        backward.body,
+    names = (*arrays, "dx", "sums", "x_stages", "dy_stages", "loaded")
+    dx, sums = launch(
+        _Backward(block, config, programs, names, eps, center).body,
         *arrays.values(),
-        out=tuple(out.values()),
+        out=(jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype), totals),
         grid={"program": programs},
         scratch=_stages(block, config, x, dy),
         name="layer_norm_backward" if center else "rms_norm_backward",
     )
-    results = dict(zip(out, results, strict=True))
-    dscale, *dbias = jnp.sum(results["sums"].reshape(programs, -1, x.shape[1]), axis=0)
-    y = results["y"].reshape(x.shape) if with_y else None
-    return results["dx"].reshape(x.shape), dscale, dbias[0] if center else None, y
+    dscale, *dbias = jnp.sum(sums.reshape(programs, -1, x.shape[1]), axis=0)
+    return dx.reshape(x.shape), dscale, dbias[0] if center else None
+
+
+@kernel(supports=_input_gradient_supports, heuristic=_input_gradient_heuristic)
+def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Config) -> Array:
+    """dx alone, by x̂ and `t = dy * scale`: `inv_std * (t - mean(t) - x̂ * mean(t * x̂))`, in x̂'s dtype.
+
+    Args:
+      t, normalised: `(rows, hidden)`, the latter x̂.
+      inv_std: `(rows,)`, float32.
+    """
+    return _launch_input_gradient(t, normalised, config, inv_std=inv_std)[0]
+
+
+@kernel(supports=_input_gradient_from_x_supports, heuristic=_input_gradient_from_x_heuristic)
+def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> tuple[Array, Array]:
+    """dx and x̂ in x's dtype, as `input_gradient` and `normalise` without scale and bias, in one pass.
+
+    Args:
+      t, x: `(rows, hidden)`.
+    """
+    return _launch_input_gradient(t, x, config, eps=eps)
+
+
+def _launch_input_gradient(t, x, config, *, inv_std=None, eps=None):
+    """(dx,), or (dx, x̂) without inv_std."""
+    (rows, hidden), block = x.shape, _block(x.shape[1])
+    programs, padded_rows = _division(rows, config)
+    arrays = {"t": block.split_columns(t), "x": block.split_columns(x)}
+    if inv_std is not None:
+        arrays["inv_std"] = jnp.pad(inv_std, (0, padded_rows - rows))
+    out = ["dx"] if eps is None else ["dx", "normalised"]
+    names = (*arrays, *out, "t_stages", "x_stages", "loaded")
+    results = launch(
+        _InputGradient(block, config, programs, names, eps).body,
+        *arrays.values(),
+        out=(jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype),) * len(out),
+        grid={"program": programs},
+        scratch=_stages(block, config, t, x),
+        name="layer_norm_backward_input",
+    )
+    return tuple(a.reshape(rows, hidden) for a in results)
 
 
 def _division(rows: int, config: Config) -> tuple[int, int]:
@@ -271,11 +320,11 @@ class _Block:
         return plgpu.layout_cast(a, self.layout)
 
     def load_statistics(self, refs: dict[str, Any], row: Any) -> _Statistics:
-        loaded = [
-            self.load(self.block_rows(refs[name], row), self.row_layout) if name in refs else None
-            for name in _STATISTICS
-        ]
-        return _Statistics(*loaded)
+        return _Statistics(*(self.load_row_values(refs[name], row) if name in refs else None for name in _STATISTICS))
+
+    def load_row_values(self, ref: Any, row: Any) -> Array:
+        """A value a row, of a block's rows from `row` on."""
+        return self.load(self.block_rows(ref, row), self.row_layout)
 
     def store_statistics(self, refs: dict[str, Any], row: Any, statistics: _Statistics) -> None:
         for name in _STATISTICS:
@@ -343,6 +392,21 @@ class _Block:
         statistics = [_Statistics(*a) for a in zip(offsets, inv_stds, strict=True)]
         return self.combine(jnp.multiply, x, inv_stds), statistics
 
+    def means(
+        self, ts: Sequence[Callable], hats: Sequence[Callable], *, center: bool
+    ) -> list[tuple[Array, Array | None]]:
+        """(mean(t * x̂), mean(t) with `center`) of each row of blocks side by side."""
+        projections = [self.mean(t() * hat()) for t, hat in zip(ts, hats, strict=True)]
+        means = [self.mean(t()) if center else None for t in ts]
+        return list(zip(projections, means, strict=True))
+
+    def input_gradient(self, t: Array, hat: Array, inv_std: Array, projection: Array, mean: Array | None) -> Array:
+        """dx of a block, by the means of its rows."""
+        dx = t - hat * self.broadcast_rows(projection)
+        if mean is not None:
+            dx = dx - self.broadcast_rows(mean)
+        return dx * self.broadcast_rows(inv_std)
+
 
 _STATISTICS = _Statistics._fields
 
@@ -375,8 +439,6 @@ class _Stream:
     block: _Block
     config: Config
     programs: int
-    eps: float
-    center: bool
     names: tuple[str, ...]
 
     def stream(
@@ -427,7 +489,11 @@ class _Stream:
         return carry
 
 
+@dataclasses.dataclass(frozen=True)
 class _Forward(_Stream):
+    eps: float
+    center: bool
+
     def body(self, *refs: Any, program: Any) -> None:
         refs = dict(zip(self.names, refs, strict=True))
         parameters = [self.block.load_parameter(refs[name]) for name in ("scale", "bias") if name in refs]
@@ -446,19 +512,22 @@ class _Forward(_Stream):
                 block.store_statistics(refs, first_row + row, block_statistics)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Backward(_Stream):
+    eps: float
+    center: bool
+
     def body(self, *refs: Any, program: Any) -> None:
         refs = dict(zip(self.names, refs, strict=True))
-        scale, *bias = [self.block.load_parameter(refs[name]) for name in ("scale", "bias") if name in refs]
+        scale = self.block.load_parameter(refs["scale"])
         zeros = [self.block.partial_sum(zeros_like(scale)) for _ in range(refs["sums"].shape[1])]
-        targets = [refs[name] for name in ("dx", "y") if name in refs]
         stages = [refs["x_stages"], refs["dy_stages"]]
-        step = functools.partial(self._step, refs, (scale, *bias))
-        sums = self.stream(step, zeros, [refs["x"], refs["dy"]], targets, stages, refs["loaded"], program)
+        step = functools.partial(self._step, refs, scale)
+        sums = self.stream(step, zeros, [refs["x"], refs["dy"]], [refs["dx"]], stages, refs["loaded"], program)
         for i, total in enumerate(sums):
             store(refs["sums"].at[program, i], self.block.sum(total))
 
-    def _step(self, refs, parameters, first_row, stages, wait, sums):
+    def _step(self, refs, scale, first_row, stages, wait, sums):
         block, groups, known_statistics = self.block, self.block.groups(self.config.rows), None
         if "inv_std" in refs:
             known_statistics = [[block.load_statistics(refs, first_row + row) for row in rows] for rows in groups]
@@ -468,28 +537,53 @@ class _Backward(_Stream):
             hats, statistics = block.normalise(
                 xs, known_statistics and known_statistics[i], eps=self.eps, center=self.center
             )
-            sums = self._finish(xs, dys, hats, statistics, parameters, sums, "y" in refs)
+            sums = self._finish(xs, dys, hats, [a.inv_std for a in statistics], scale, sums)
         return sums
 
-    def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
-        """Puts dx, and y, in place of x and dy, of blocks side by side, and adds to the sums."""
-        block, (scale, *_) = self.block, parameters
+    def _finish(self, xs, dys, hats, inv_stds, scale, sums):
+        """Puts dx in place of x, of blocks side by side, and adds to the sums."""
+        block = self.block
         gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
-        projections = [block.mean(dy() * scale * hat()) for dy, hat in zip(gradients, hats, strict=True)]
-        means = [block.mean(dy() * scale) for dy in gradients] if self.center else projections
-        for x_ref, dy_ref, hat, dy, (_, inv_std), projection, mean in zip(
-            xs, dys, hats, gradients, statistics, projections, means, strict=True
-        ):
+        means = block.means([lambda dy=dy: dy() * scale for dy in gradients], hats, center=self.center)
+        for x_ref, hat, dy, inv_std, row_means in zip(xs, hats, gradients, inv_stds, means, strict=True):
             hat, dy = hat(), dy()
-            dx = dy * scale - hat * block.broadcast_rows(projection)
-            if self.center:
-                dx = dx - block.broadcast_rows(mean)
-            x_ref[...] = (dx * block.broadcast_rows(inv_std)).astype(x_ref.dtype)
-            if with_y:
-                dy_ref[...] = _scaled(hat, *parameters).astype(x_ref.dtype)
+            x_ref[...] = block.input_gradient(dy * scale, hat, inv_std, *row_means).astype(x_ref.dtype)
             terms = (dy * hat, dy) if self.center else (dy * hat,)
             sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
         return sums
+
+
+@dataclasses.dataclass(frozen=True)
+class _InputGradient(_Stream):
+    """Of rows x̂ or, with an eps, of rows x, whose x̂ is then a result, too."""
+
+    eps: float | None
+
+    def body(self, *refs: Any, program: Any) -> None:
+        refs = dict(zip(self.names, refs, strict=True))
+        targets = [refs[name] for name in ("dx", "normalised") if name in refs]
+        stages, step = [refs["t_stages"], refs["x_stages"]], functools.partial(self._step, refs.get("inv_std"))
+        self.stream(step, None, [refs["t"], refs["x"]], targets, stages, refs["loaded"], program)
+
+    def _step(self, inv_std, first_row, stages, wait, _):
+        block, groups = self.block, self.block.groups(self.config.rows)
+        inv_stds = [
+            [None if inv_std is None else block.load_row_values(inv_std, first_row + row) for row in rows]
+            for rows in groups
+        ]
+        wait()
+        for rows, known in zip(groups, inv_stds, strict=True):
+            t_refs, x_refs = ([block.block_rows(stage, row) for row in rows] for stage in stages)
+            ts, hats = ([block.values(functools.partial(block.load, ref)) for ref in refs] for refs in (t_refs, x_refs))
+            if self.eps is not None:
+                hats, statistics = block.normalise(x_refs, None, eps=self.eps, center=True)
+                known = [a.inv_std for a in statistics]
+            means = block.means(ts, hats, center=True)
+            for t_ref, x_ref, t, hat, value, row_means in zip(t_refs, x_refs, ts, hats, known, means, strict=True):
+                hat = hat()
+                t_ref[...] = block.input_gradient(t(), hat, value, *row_means).astype(t_ref.dtype)
+                if self.eps is not None:
+                    x_ref[...] = hat.astype(x_ref.dtype)
 
 
 def _scaled(hat: Array, scale: Array, *bias: Array) -> Array:

@@ -40,10 +40,20 @@ def test_the_simulator_finds_them_right(name, center, known, assert_right):
         assert_right(kernels, rows, hidden, dtype, dtype, center=center, known=known, configs=configs)
 
 
+@pytest.mark.rotating
+@can_simulate
+@pytest.mark.parametrize("name", CASES)
+def test_the_simulator_finds_dx_alone_right(name, assert_input_gradient_right):
+    (rows, hidden, dtype), sizes = CASES[name]
+    config = Config(**{"stages": 3, "programs": 1} | sizes)
+    with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=2)):
+        assert_input_gradient_right(kernels, rows, hidden, dtype, dtype, config=config)
+
+
 def arguments(hidden, dtype):
     """(kernel, its arguments, the arrays that it streams)."""
     x, scale = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1000, hidden), (hidden,)))
-    return [(kernels.normalise, (x, scale, scale), 1), (kernels.gradients, (x, x, scale, scale, None, None), 2)]
+    return [(kernels.normalise, (x, scale, scale), 1), (kernels.gradients, (x, x, scale, None, None), 2)]
 
 
 OPTIONS = dict(eps=1e-5, center=True)
