@@ -29,6 +29,7 @@ from jaxbp.pairing import Fastest, Implementation, Pair, differentiable
 from jaxbp.sharding import leading
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.dense import linear_sm90
+from pallas_kernels.norm import layer_norm_linear as kernels
 from pallas_kernels.norm import layer_norm_linear_sm90
 
 # --------------------------------------------------------------------------------------------------------- the forward
@@ -118,7 +119,7 @@ def _residuals(x, scale, bias, w, b, **options):
 
 
 def _backward(
-    input_gradient, from_x, parameters, dy, x, scale, bias, w, b, offset, inv_std, normalised, *, eps, precision
+    input_gradient, from_x, sums, parameters, dy, x, scale, bias, w, b, offset, inv_std, normalised, *, eps, precision
 ):
     """By `input_gradient` of x̂ or, if x is given in its place, by `from_x`, which computes x̂ on the way."""
     t = jnp.matmul(dy, _weights(w, scale), precision=precision)
@@ -126,33 +127,43 @@ def _backward(
         dx, normalised = from_x(t, x, eps=eps)
     else:
         dx = input_gradient(t, normalised, inv_std)
-    return dx, *_parameter_gradients(*parameters(rows(dy), rows(normalised), precision=precision), scale, bias, w, b)
+    s, db = sums(rows(dy), rows(normalised), precision=precision)
+    return _gradients(dx, *parameters(s, db, scale, bias, w), db, scale, bias, w, b)
 
 
-def _parameter_gradients(s, db, scale, bias, w, b):
-    """(dscale, dbias, dw, db) from `s = Σ dyᵀ x̂` and `Σ dy`."""
-    wide_scale, wide_bias, wide = (widen(a) for a in (scale, bias, w))
-    dw = (s * wide_scale + db[:, None] * wide_bias).astype(w.dtype)
-    dscale, dbias = jnp.sum(wide * s, axis=0), jnp.sum(wide * db[:, None], axis=0)
-    return dscale.astype(scale.dtype), dbias.astype(bias.dtype), dw, None if b is None else db.astype(b.dtype)
+def _sums(dy, normalised, *, precision):
+    """`s = Σ dyᵀ x̂` and `db = Σ dy`, in float32 or wider."""
+    dtype = widen(dy).dtype
+    s = jnp.matmul(dy.T, normalised, precision=precision, preferred_element_type=dtype)
+    return s, jnp.sum(dy, axis=0, dtype=dtype)
 
 
-def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, eps, precision):
+def _parameters(s, db, scale, bias, w):
+    """(dw, dscale, dbias)."""
+    scale, bias, w = (widen(a) for a in (scale, bias, w))
+    return s * scale + db[:, None] * bias, jnp.sum(w * s, axis=0), jnp.sum(w * db[:, None], axis=0)
+
+
+def _gradients(dx, dw, dscale, dbias, db, scale, bias, w, b):
+    """In the order and the dtypes of what they are gradients of."""
+    db = None if b is None else db.astype(b.dtype)
+    return dx, dscale.astype(scale.dtype), dbias.astype(bias.dtype), dw.astype(w.dtype), db
+
+
+def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, normalised, **options):
     separate = functools.partial(
         _backward,
         layer_norm.input_gradient_kernel,
         layer_norm.input_gradient_from_x_kernel,
+        _sums_kernel,
         _parameters_kernel,
-        eps=eps,
-        precision=precision,
+        **options,
     )
-    arrays = dy, x, scale, bias, w, b
-    if normalised is not None or not layer_norm_linear_sm90.input_gradient.pays(
-        rows(dy), rows(x), scale, w, None, None
-    ):
+    arrays, narrow = (dy, x, scale, bias, w, b), layer_norm_linear_sm90.input_gradient
+    if normalised is not None or not narrow.pays(rows(dy), rows(x), scale, w, None, None):
         return separate(*arrays, offset, inv_std, normalised)
     if inv_std is None:
-        offset, inv_std = row_statistics(x, eps=eps, center=True)
+        offset, inv_std = row_statistics(x, eps=options["eps"], center=True)
     return on_gpu(_narrow_backward, functools.partial(separate, normalised=None), *arrays, offset, inv_std)
 
 
@@ -160,21 +171,18 @@ def _narrow_backward(dy, x, scale, bias, w, b, offset, inv_std):
     statistics = offset.ravel(), inv_std.ravel()
     dx, normalised = layer_norm_linear_sm90.input_gradient(rows(dy), rows(x), scale, w, *statistics)
     s, db = linear_sm90.weights_gradient(rows(dy), normalised, dtype=jnp.float32)
-    return dx.reshape(x.shape), *_parameter_gradients(s, db, scale, bias, w, b)
+    return _gradients(dx.reshape(x.shape), *_parameters_kernel(s, db, scale, bias, w), db, scale, bias, w, b)
 
 
-def _parameters(dy, normalised, *, precision):
-    """`s = Σ dyᵀ x̂` and `Σ dy`, in float32 or wider."""
-    dtype = widen(dy).dtype
-    s = jnp.matmul(dy.T, normalised, precision=precision, preferred_element_type=dtype)
-    return s, jnp.sum(dy, axis=0, dtype=dtype)
-
-
-def _parameters_kernel(dy, normalised, *, precision):
+def _sums_kernel(dy, normalised, *, precision):
     if not linear_sm90.weights_gradient.pays(dy, normalised):
-        return _parameters(dy, normalised, precision=precision)
+        return _sums(dy, normalised, precision=precision)
     kernel = functools.partial(linear_sm90.weights_gradient, dtype=jnp.float32)
     return on_gpu(kernel, functools.partial(parameter_gradients_in_float32, dtype=jnp.float32), dy, normalised)
+
+
+def _parameters_kernel(*arrays):
+    return kernels.parameter_gradients(*arrays) if kernels.parameter_gradients.pays(*arrays) else _parameters(*arrays)
 
 
 # ---------------------------------------------------------------------------------------------------------- the choice
@@ -191,7 +199,9 @@ def _fastest(x, scale, bias, w, b, *, eps, precision):
 _LAYER_NORM_LINEAR = Pair(
     _forward,
     {
-        "xla": functools.partial(_backward, layer_norm.input_gradient, layer_norm.input_gradient_from_x, _parameters),
+        "xla": functools.partial(
+            _backward, layer_norm.input_gradient, layer_norm.input_gradient_from_x, _sums, _parameters
+        ),
         "pallas": _backward_kernel,
     },
     save={"xla": functools.partial(_save, _FORMULA), "pallas": _save_kernel},

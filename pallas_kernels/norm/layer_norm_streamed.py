@@ -67,13 +67,13 @@ def _supports(x: Any, *, arrays: int) -> str | None:
     return None
 
 
-def _heuristic(x: Any, *, arrays: int) -> Config:
-    """For this number of streamed arrays; the limits of stages and programs: docs/lab/2026-11-21-norm.md."""
-    stages = min(4 if arrays == 1 else 3, _fitting_stages(x, arrays))
+def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
+    """For this number of streamed arrays, with so many stages and programs at most."""
+    stages = min(stages, _fitting_stages(x, arrays))
     ring_bytes = stages * _stage_bytes(x, arrays)
     program_bytes = ring_bytes + _OVERHEAD_BYTES + _DRIVERS_BYTES
     fitting_programs = (device.target().shared_bytes + _DRIVERS_BYTES) // program_bytes
-    programs = min(3 if arrays == 1 else 4, _RINGS_BYTES // ring_bytes, fitting_programs)
+    programs = min(programs, _RINGS_BYTES // ring_bytes, fitting_programs)
     return Config(_stage_rows(x, arrays), stages, max(1, programs))
 
 
@@ -98,32 +98,36 @@ def _normalise_supports(x, scale, bias, *, eps, center):
     return _supports(x, arrays=1)
 
 
-def _normalise_heuristic(x, scale, bias, *, eps, center):
-    return _heuristic(x, arrays=1)
-
-
 def _gradients_supports(dy, x, scale, offset, inv_std, *, eps, center):
     return _supports(x, arrays=2)
-
-
-def _gradients_heuristic(dy, x, scale, offset, inv_std, *, eps, center):
-    return _heuristic(x, arrays=2)
 
 
 def _input_gradient_supports(t, normalised, inv_std):
     return _supports(normalised, arrays=2)
 
 
-def _input_gradient_heuristic(t, normalised, inv_std):
-    return _heuristic(normalised, arrays=2)
-
-
 def _input_gradient_from_x_supports(t, x, *, eps):
     return _supports(x, arrays=2)
 
 
+# The limits of stages and programs are from sweeps on an H200: docs/lab/2026-11-21-norm.md, 2026-11-25-norm.md.
+
+
+def _normalise_heuristic(x, scale, bias, *, eps, center):
+    return _heuristic(x, arrays=1, stages=4, programs=3)
+
+
+def _gradients_heuristic(dy, x, scale, offset, inv_std, *, eps, center):
+    return _heuristic(x, arrays=2, stages=3, programs=4)
+
+
+def _input_gradient_heuristic(t, normalised, inv_std):
+    stages, programs = (3, 2) if _block(t.shape[1]).row_per_warp else (2, 3)
+    return _heuristic(normalised, arrays=2, stages=stages, programs=programs)
+
+
 def _input_gradient_from_x_heuristic(t, x, *, eps):
-    return _heuristic(x, arrays=2)
+    return _heuristic(x, arrays=2, stages=2, programs=3)
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels

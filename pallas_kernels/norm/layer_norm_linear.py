@@ -1,0 +1,106 @@
+"""The parameters' gradients of LayerNorm and a dense layer, from sums over the rows, in one pass.
+
+With `s = Σ dzᵀ x̂` and `db = Σ dz` over the rows, and sums over the outputs,
+
+    dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db.
+
+A program takes a block of outputs and columns. It writes dw and adds up the two sums in registers; those of the blocks
+are added up after, in a fixed order.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.core import device
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import LANES, largest_divisor, zeros_like
+from pallas_kernels.core.tiles import kernel
+
+_PROGRAMS = 8
+"""Programs for each multiprocessor, at least, where there are outputs enough. Chosen by hand; not tuned."""
+_MIN_OUTPUTS = 16
+"""Outputs of a program from which its sums, written and read once more, are few beside s. Chosen by hand; not tuned."""
+_LOADED_OUTPUTS = 4
+"""Outputs that a program loads at once, at most. Chosen by hand; not tuned."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How programs divide the work.
+
+    Attributes:
+      outputs: of a program; they divide all.
+      columns: of a program, one or two a thread; they divide all.
+    """
+
+    outputs: int
+    columns: int
+
+
+def _supports(s, db, scale, bias, w):
+    return (
+        f"weights of shape {w.shape}, only rows of a multiple of {LANES}" if w.shape[1] % LANES or not w.size else None
+    )
+
+
+def _heuristic(s, db, scale, bias, w):
+    outputs, hidden = w.shape
+    columns = LANES if hidden % (2 * LANES) else 2 * LANES
+    limit = outputs * (hidden // columns) // (_PROGRAMS * device.target().multiprocessors)
+    return Config(largest_divisor(outputs, max(limit, _MIN_OUTPUTS)), columns)
+
+
+@kernel(supports=_supports, heuristic=_heuristic)
+def parameter_gradients(
+    s: Array, db: Array, scale: Array, bias: Array, w: Array, *, config: Config
+) -> tuple[Array, Array, Array]:
+    """dw in w's dtype, and float32 dscale and dbias.
+
+    Args:
+      s: `(outputs, hidden)`, float32.
+      db: `(outputs,)`, float32.
+      scale, bias: `(hidden,)`.
+      w: `(outputs, hidden)`, hidden a multiple of 128.
+    """
+    outputs, hidden = w.shape
+    parts, count = outputs // config.outputs, largest_divisor(config.outputs, _LOADED_OUTPUTS)
+
+    def body(s_ref, db_ref, scale_ref, bias_ref, w_ref, dw_ref, sums_ref, *, part, block):
+        columns = pl.ds(block * config.columns, config.columns)
+        scale, bias = (_load(ref, columns) for ref in (scale_ref, bias_ref))
+
+        def add(i, sums):
+            rows = [part * config.outputs + i * count + j for j in range(count)]
+            loaded = [(db_ref[row], _load(s_ref, (row, columns)), _load(w_ref, (row, columns))) for row in rows]
+            for row, (db, s, w) in zip(rows, loaded, strict=True):
+                dw_ref[row, columns] = (s * scale + db * bias).astype(dw_ref.dtype)
+                sums = [total + a for total, a in zip(sums, (w * s, w * db), strict=True)]
+            return sums
+
+        sums = lax.fori_loop(0, config.outputs // count, add, [zeros_like(scale)] * 2)
+        for i, total in enumerate(sums):
+            sums_ref[part, i, columns] = total
+
+    dw, sums = launch(
+        body,
+        s,
+        db,
+        scale,
+        bias,
+        w,
+        out=(jax.ShapeDtypeStruct(w.shape, w.dtype), jax.ShapeDtypeStruct((parts, 2, hidden), jnp.float32)),
+        grid={"part": parts, "block": hidden // config.columns},
+        barriers=False,
+        name="layer_norm_linear_backward_parameters",
+    )
+    dscale, dbias = jnp.sum(sums, axis=0)
+    return dw, dscale, dbias
+
+
+def _load(ref: Any, index: Any) -> Array:
+    return ref[index].astype(jnp.float32)
