@@ -26,7 +26,7 @@ logic networks, on random bits, convolutional ones on random numbers, as forward
 The JSON file is written after every row. Next to what all result files have (`experiments/output/results.py`):
 
     dtype, precision       of the arrays, and of products of float32
-    settling_seconds       how long a program runs before its first round
+    settling_seconds       how long a program runs before its first round, at most: until it is steady
     copy_bytes_per_second, bytes_per_second, operations_per_second
                            the rates of this device, in the first of the dtypes: see `floor.measured_rates`
     rows                   an object a row: see `rows.Case`

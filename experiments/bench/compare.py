@@ -168,7 +168,7 @@ def print_changes(old: Report, new: Report, changed: Sequence[Change], console: 
     settled = [report.get("settling_seconds", 0.0) for report in (old, new)]
     if settled[0] != settled[1]:
         console.print(
-            f"before their rounds programs ran for {settled[0]} s and for {settled[1]} s: "
+            f"before their rounds programs ran for up to {settled[0]} s and {settled[1]} s: "
             "at a GPU's power limit, what ran longer is slower",
             highlight=False,
         )

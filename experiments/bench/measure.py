@@ -17,9 +17,8 @@ from experiments.bench.works import Work, is_float
 from jaxbp.verify.timing import compile_program, device_seconds
 
 ROUNDS = 5
-SETTLING_SECONDS = 0.3
-"""For which a program runs on a GPU before the first round. Large matrix products bring an H200 to its power limit, and
-its clock down, within 0.2 s: docs/lab/2026-11-24-dense.md."""
+SETTLING_SECONDS = 2.4
+"""For which a program runs on a GPU before the first round, at most: until its time is steady."""
 NOTHING = 1e-12
 """Of the largest array's norm, what is rounding in float64."""
 MEASURED = (
@@ -87,7 +86,7 @@ def time_compiled(compiled: Callable, arguments: tuple, calls: int, seconds: flo
 
 
 def settling_seconds() -> float:
-    """How long a program runs before its first round, on the default device."""
+    """How long a program runs before its first round, at most, on the default device."""
     return SETTLING_SECONDS if jax.default_backend() == "gpu" else 0.0
 
 

@@ -1,6 +1,7 @@
 """Compiling and timing a program."""
 
 import collections
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -11,6 +12,10 @@ import jax
 ROUNDS = 5
 IN_FLIGHT = 8
 """Programs queued at most: enough to keep the device busy, and few enough for their results to fit into its memory."""
+_BLOCK_SECONDS, _AGREEMENT = 0.3, 0.01
+"""Of `settle`: the blocks, and the share by which two may differ. Under a large product a GPU starts at its highest
+clock and meets its power limit within 0.2 s; some programs come down too far, and recover within 2 s
+(docs/lab/2026-11-24-dense.md)."""
 
 
 def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
@@ -42,20 +47,36 @@ def device_seconds(
 
     Args:
       seconds: least time of a round.
-      settling: seconds, at most, of calls before the first round, in which a GPU at its power limit lowers its clock.
+      settling: seconds, at most, of calls before the first round: see `settle`.
     """
     for _ in range(3):
         start = time.perf_counter()
         jax.block_until_ready(program(*arguments))
         once = time.perf_counter() - start
     calls = max(2, min(2000, int(seconds / once)))
-    _run(program, arguments, int(settling / once))
+    settle(lambda calls: _run(program, arguments, calls)[0], once, settling)
     times, shares = [], []
     for _ in range(rounds):
         elapsed, waited = _run(program, arguments, calls)
         times.append(elapsed / calls)
         shares.append(waited / elapsed)
     return Timed(statistics.median(times), statistics.median(shares), tuple(times))
+
+
+def settle(run: Callable[[int], float], once: float, most: float) -> None:
+    """Calls a program until a GPU at its power limit has found its clock: until two blocks in a row take equally long.
+
+    Args:
+      run: `run(calls)`, the seconds that so many calls take.
+      once: about the seconds of a call.
+      most: seconds that are not exceeded, but for what a block takes longer than expected. Less than a block are none.
+    """
+    calls, spent, last = max(1, int(_BLOCK_SECONDS / once)), 0.0, math.inf
+    while spent + _BLOCK_SECONDS <= most:
+        seconds = run(calls)
+        if abs(seconds - last) <= _AGREEMENT * last:
+            return
+        spent, last = spent + seconds, seconds
 
 
 def _run(program, arguments, calls):

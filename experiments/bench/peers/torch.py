@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from experiments.bench.measure import ROUNDS, microseconds, settling_seconds
 from experiments.bench.peers import Task, Variant
+from jaxbp.verify.timing import settle
 
 VERSION = torch.__version__
 EPS = 1e-5  # of the norms, by default
@@ -363,8 +364,7 @@ def _seconds(program: Callable, seconds: float) -> list[float]:
     for _ in range(3):
         once = _time(program, 1)
     repeats = max(2, min(2000, int(seconds / once)))
-    if settling := int(settling_seconds() / once):
-        _time(program, settling)
+    settle(lambda calls: _time(program, calls) * calls, once, settling_seconds())
     return [_time(program, repeats) for _ in range(ROUNDS)]
 
 

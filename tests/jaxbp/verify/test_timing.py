@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxbp.verify import timing
-from jaxbp.verify.timing import compile_program, device_seconds
+from jaxbp.verify.timing import compile_program, device_seconds, settle
 
 
 def test_a_call_takes_the_median_of_the_rounds(monkeypatch):
@@ -34,7 +34,22 @@ def test_a_program_settles_before_the_first_round(monkeypatch):
 
     assert device_seconds(program, (jnp.ones(1),), seconds=0.01)[0] == pytest.approx(0.001)
     now[0] = 0.0
-    assert device_seconds(program, (jnp.ones(1),), seconds=0.01, settling=0.2)[0] == pytest.approx(0.01)
+    assert device_seconds(program, (jnp.ones(1),), seconds=0.01, settling=1.0)[0] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "most", "ran"),
+    [
+        ([0.3, 0.5, 0.4, 0.402, 0.4], 3.0, 4),  # steady at last
+        ([0.3, 0.3, 0.4], 3.0, 2),  # from the start
+        ([0.3, 0.4, 0.3, 0.4, 0.3], 1.2, 3),  # never: as long as it may
+        ([], 0.2, 0),
+    ],
+)
+def test_it_settles_until_two_blocks_take_equally_long(blocks, most, ran):
+    left = list(blocks)
+    settle(lambda calls: left.pop(0) if calls == 1 else 0.0, once=1.0, most=most)
+    assert len(blocks) - len(left) == ran
 
 
 def test_a_compiled_program_comes_with_its_seconds():
