@@ -1,7 +1,6 @@
 """Compiling and timing a program."""
 
 import collections
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -71,7 +70,7 @@ def settle(run: Callable[[int], float], once: float, most: float) -> None:
       once: about the seconds of a call.
       most: seconds that are not exceeded, but for what a block takes longer than expected. Less than a block are none.
     """
-    calls, spent, last = max(1, int(_BLOCK_SECONDS / once)), 0.0, math.inf
+    calls, spent, last = max(1, int(_BLOCK_SECONDS / once)), 0.0, 0.0
     while spent + _BLOCK_SECONDS <= most:
         seconds = run(calls)
         if abs(seconds - last) <= _AGREEMENT * last:
