@@ -432,7 +432,7 @@ FAMILIES = (
     Family(
         "LayerNorm + Linear, 65536x(1024->1024), bfloat16", "norm", ("layer_norm_linear",),
         {"op": "layer_norm_linear", "place": "65536x1024x1024"},
-        "three matrix products at the GPU's power limit; the backward writes the normalised rows again",
+        "three matrix products at the GPU's power limit",
     ),
     Family(
         "LayerNorm + Linear, 262144x(256->256), bfloat16", "norm", ("layer_norm_linear",),
