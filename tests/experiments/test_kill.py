@@ -13,6 +13,8 @@ from experiments.training import checkpoints, curves
 pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parents[2]
+EPOCHS = 400
+"""More than processes do before they are killed."""
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -21,7 +23,7 @@ from experiments import train
 from experiments.training import checkpoints
 path = Path(sys.argv[1])
 has_begun = bool(checkpoints.epochs(path / "checkpoints"))
-train.train(ToyConfig(run_dir=path, resume=has_begun, epochs=24))
+train.train(ToyConfig(run_dir=path, resume=has_begun, epochs=int(sys.argv[2])))
 """
 
 
@@ -30,7 +32,7 @@ def command(monkeypatch):
     """A process that begins the toy experiment, or goes on with it."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "experiments"))))
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-    return lambda run_dir: [sys.executable, "-c", SCRIPT, str(run_dir)]
+    return lambda run_dir: [sys.executable, "-c", SCRIPT, str(run_dir), str(EPOCHS)]
 
 
 def test_an_unknown_experiment_ends_in_one_line(capsys):
@@ -40,7 +42,7 @@ def test_an_unknown_experiment_ends_in_one_line(capsys):
 
 @pytest.mark.rotating
 def test_a_run_killed_at_each_kind_of_moment_ends_in_the_same_bits(command, toy_config, tmp_path):
-    whole = toy_config(run_dir=tmp_path / "whole", epochs=24)
+    whole = toy_config(run_dir=tmp_path / "whole", epochs=EPOCHS)
     train.train(whole)
     assert list(kill.kill_again_and_again(command, tmp_path / "killed", 3)) == list(kill.MOMENTS)
     kill.finish(command, tmp_path / "killed")
