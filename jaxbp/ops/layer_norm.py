@@ -76,36 +76,36 @@ def normalise_kernel(x, scale, bias, *, eps, center):
     return y.reshape(x.shape), *(a if a is None else a.reshape(x.shape[:-1]) for a in statistics)
 
 
-def input_gradient(t, normalised, inv_std, *, center=True):
-    """dx by `t = dy * scale`, x̂ and inv_std, in x̂'s dtype."""
-    dtype, t, normalised = normalised.dtype, widen(t), widen(normalised)
+def input_gradient(dy, normalised, scale, inv_std, *, center=True):
+    """dx by x̂ and inv_std, in x̂'s dtype."""
+    dtype, t, normalised = normalised.dtype, widen(dy) * widen(scale), widen(normalised)
     dx = t - normalised * jnp.mean(t * normalised, axis=-1, keepdims=True)
     if center:
         dx -= jnp.mean(t, axis=-1, keepdims=True)
     return (dx * inv_std[..., None]).astype(dtype)
 
 
-def input_gradient_kernel(t, normalised, inv_std):
+def input_gradient_kernel(dy, normalised, scale, inv_std):
     """`input_gradient` by a kernel."""
-    if t.size == 0:
-        return input_gradient(t, normalised, inv_std)
-    arrays = rows(t), rows(normalised), inv_std.ravel()
-    return _streamed_if_faster(layer_norm_streamed.input_gradient, kernels.input_gradient, *arrays).reshape(t.shape)
+    if dy.size == 0:
+        return input_gradient(dy, normalised, scale, inv_std)
+    arrays = rows(dy), rows(normalised), scale, inv_std.ravel()
+    return _streamed_if_faster(layer_norm_streamed.input_gradient, kernels.input_gradient, *arrays).reshape(dy.shape)
 
 
-def input_gradient_from_x(t, x, *, eps):
-    """(dx, x̂), both in x's dtype, by `t = dy * scale`."""
+def input_gradient_from_x(dy, x, scale, *, eps):
+    """(dx, x̂), both in x's dtype."""
     offset, inv_std = row_statistics(x, eps=eps, center=True)
     normalised = _normalised(x, offset, inv_std).astype(x.dtype)
-    return input_gradient(t, normalised, inv_std), normalised
+    return input_gradient(dy, normalised, scale, inv_std), normalised
 
 
-def input_gradient_from_x_kernel(t, x, *, eps):
+def input_gradient_from_x_kernel(dy, x, scale, *, eps):
     """`input_gradient_from_x` by a kernel."""
     if x.size == 0:
-        return input_gradient_from_x(t, x, eps=eps)
+        return input_gradient_from_x(dy, x, scale, eps=eps)
     from_x = layer_norm_streamed.input_gradient_from_x, kernels.input_gradient_from_x
-    return [a.reshape(x.shape) for a in _streamed_if_faster(*from_x, rows(t), rows(x), eps=eps)]
+    return [a.reshape(x.shape) for a in _streamed_if_faster(*from_x, rows(dy), rows(x), scale, eps=eps)]
 
 
 def gradients(dy, x, scale, offset, inv_std, *, eps, center):
@@ -116,7 +116,7 @@ def gradients(dy, x, scale, offset, inv_std, *, eps, center):
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     normalised, dy = _normalised(x, offset, inv_std), widen(dy)
-    dx = input_gradient(dy * widen(scale), normalised, inv_std, center=center)
+    dx = input_gradient(dy, normalised, scale, inv_std, center=center)
     dscale = jnp.sum(rows(dy * normalised), axis=0)
     return dx.astype(x.dtype), dscale, jnp.sum(rows(dy), axis=0) if center else None
 

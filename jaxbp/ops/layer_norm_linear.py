@@ -1,16 +1,16 @@
 """LayerNorm and a dense layer in one. For its backward the forward keeps the normalised rows x̂ in place of x.
 
-    z = x̂ vᵀ + c,    v = w * scale,    c = b + w bias,
+    z = x̂ (w * scale)ᵀ + b + w bias,
 
-and with `t = dy v` and means over a row (derivation: docs/layer_norm.md)
-
-    dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)).
-
-With `s = Σ dyᵀ x̂` over the rows the gradients in the parameters need no other sums over them than db:
+and with `s = Σ dyᵀ x̂` over the rows the gradients in the parameters need no other sums over them than db:
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,    db = Σ dy,
 
-sums but the last over the outputs. Narrow layers have a kernel of their own, which keeps x and computes x̂ again.
+sums but the last over the outputs. dx is that of LayerNorm, for the gradient `dy w` of its result; docs/layer_norm.md
+has the derivation.
+
+Two cases keep x, and compute x̂ again: narrow layers, which have a kernel of their own, and float16, which may have no
+digits for `w * scale`.
 """
 
 import functools
@@ -43,41 +43,24 @@ def _forward(x, scale, bias, w, b, *, eps, precision):
 def _results(normalise, dense, x, scale, bias, w, b, *, eps, precision):
     """(z, x̂, inv_std)."""
     normalised, _, inv_std = normalise(x, jnp.ones_like(scale), jnp.zeros_like(bias), eps=eps, center=True)
-    return dense(normalised, _weights(w, scale), _offsets(w, bias, b), precision=precision), normalised, inv_std
-
-
-def _weights(w, scale):
-    """Of the normalised rows."""
-    return (widen(w) * widen(scale)).astype(w.dtype)
-
-
-def _offsets(w, bias, b):
-    """What is added to the product of the normalised rows, in float32 or wider."""
+    weights = (widen(w) * widen(scale)).astype(w.dtype)
     offsets = jnp.sum(widen(w) * widen(bias), axis=1)
-    return offsets if b is None else offsets + widen(b)
+    offsets = offsets if b is None else offsets + widen(b)
+    return dense(normalised, weights, offsets, precision=precision), normalised, inv_std
 
 
-def _dense(x, w, b, *, precision):
-    return linear(x, w, b.astype(x.dtype), precision=precision, implementation="autodiff")
-
-
-def _dense_kernel(x, w, b, *, precision):
-    if not linear_sm90.forward.pays(rows(x), w, b):
-        return _dense(x, w, b, precision=precision)
-    return on_gpu(linear_sm90.forward, forward_in_float32, rows(x), w, b).reshape(*x.shape[:-1], -1)
-
-
-def _narrow_results(x, scale, bias, w, b, *, eps, precision):
+def _results_of_x(normalise, dense, x, scale, bias, w, b, *, eps, precision):
     """(z, offset, inv_std)."""
-    y, offset, inv_std = layer_norm.normalise(x, scale, bias, eps=eps, center=True)
-    return linear(y, w, b, precision=precision, implementation="autodiff"), offset, inv_std
+    y, offset, inv_std = normalise(x, scale, bias, eps=eps, center=True)
+    return dense(y, w, b, precision=precision), offset, inv_std
 
 
-def _narrow_results_kernel(x, scale, bias, w, b, *, eps, precision):
-    """`_narrow_results` by one kernel."""
-    separate = functools.partial(_narrow_results, eps=eps, precision=precision)
+def _results_of_x_kernel(x, scale, bias, w, b, *, eps, precision):
+    """`_results_of_x` by one kernel where it pays, else by one for the rows and one for the product."""
+    separate = functools.partial(
+        _results_of_x, layer_norm.normalise_kernel, _dense_kernel, eps=eps, precision=precision
+    )
     b_or_zeros = _zeros_for_none(w, b)
-    # On a mesh of devices each has fewer rows.
     if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
         return separate(x, scale, bias, w, b)
 
@@ -92,22 +75,33 @@ def _zeros_for_none(w, b):
     return jnp.zeros(w.shape[:1], w.dtype) if b is None else b
 
 
-_FORMULA = functools.partial(_results, layer_norm.normalise, _dense)
+def _dense(x, w, b, *, precision):
+    b = b if b is None else b.astype(x.dtype)
+    return linear(x, w, b, precision=precision, implementation="autodiff")
+
+
+def _dense_kernel(x, w, b, *, precision):
+    if b is None or not linear_sm90.forward.pays(rows(x), w, b):
+        return _dense(x, w, b, precision=precision)
+    return on_gpu(linear_sm90.forward, forward_in_float32, rows(x), w, b).reshape(*x.shape[:-1], -1)
+
+
+_FORMULA, _FORMULA_OF_X = (functools.partial(f, layer_norm.normalise, _dense) for f in (_results, _results_of_x))
 _KERNEL = differentiable(functools.partial(_results, layer_norm.normalise_kernel, _dense_kernel), _FORMULA, leading(0))
-_NARROW_KERNEL = differentiable(_narrow_results_kernel, _narrow_results, leading(0))
+_KERNEL_OF_X = differentiable(_results_of_x_kernel, _FORMULA_OF_X, leading(0))
 
 
-def _save(results, x, scale, bias, w, b, **options):
+def _save(results, results_of_x, keeps_x, x, scale, bias, w, b, **options):
+    if x.dtype == jnp.float16 or keeps_x(x, scale, bias, w, b, **options):
+        z, offset, inv_std = results_of_x(x, scale, bias, w, b, **options)
+        return z, (x, scale, bias, w, b, offset, inv_std, None)
     z, normalised, inv_std = results(x, scale, bias, w, b, **options)
     return z, (None, scale, bias, w, b, None, inv_std, normalised)
 
 
-def _save_kernel(x, scale, bias, w, b, *, eps, precision):
-    options = dict(eps=eps, precision=precision)
-    if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, _zeros_for_none(w, b), eps=eps):
-        return _save(_KERNEL, x, scale, bias, w, b, **options)
-    z, offset, inv_std = _NARROW_KERNEL(x, scale, bias, w, b, **options)
-    return z, (x, scale, bias, w, b, offset, inv_std, None)
+def _is_narrow(x, scale, bias, w, b, *, eps, precision):
+    """Whether one kernel computes the forward."""
+    return layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, _zeros_for_none(w, b), eps=eps)
 
 
 def _residuals(x, scale, bias, w, b, **options):
@@ -122,11 +116,11 @@ def _backward(
     input_gradient, from_x, sums, parameters, dy, x, scale, bias, w, b, offset, inv_std, normalised, *, eps, precision
 ):
     """By `input_gradient` of x̂ or, if x is given in its place, by `from_x`, which computes x̂ on the way."""
-    t = jnp.matmul(dy, _weights(w, scale), precision=precision)
+    dn = jnp.matmul(dy, w, precision=precision)
     if normalised is None:
-        dx, normalised = from_x(t, x, eps=eps)
+        dx, normalised = from_x(dn, x, scale, eps=eps)
     else:
-        dx = input_gradient(t, normalised, inv_std)
+        dx = input_gradient(dn, normalised, scale, inv_std)
     s, db = sums(rows(dy), rows(normalised), precision=precision)
     return _gradients(dx, *parameters(s, db, scale, bias, w), db, scale, bias, w, b)
 
@@ -204,7 +198,10 @@ _LAYER_NORM_LINEAR = Pair(
         ),
         "pallas": _backward_kernel,
     },
-    save={"xla": functools.partial(_save, _FORMULA), "pallas": _save_kernel},
+    save={
+        "xla": functools.partial(_save, _FORMULA, _FORMULA_OF_X, lambda *arrays, **options: False),
+        "pallas": functools.partial(_save, _KERNEL, _KERNEL_OF_X, _is_narrow),
+    },
     residuals=_residuals,
     # Of (dy, x, scale, bias, w, b, offset, inv_std, normalised).
     examples=leading(0, 1, 6, 7, 8),
@@ -229,7 +226,8 @@ def layer_norm_linear(
     """LayerNorm and a dense layer, `z = layer_norm(x, scale, bias) wᵀ + b`.
 
     For the backward the forward keeps the normalised rows, before scale and bias, and a number a row; x is not kept.
-    Narrow layers that one kernel computes, on compute capability 9.0, keep x instead, and two numbers a row.
+    Layers in float16, and narrow ones that one kernel computes on compute capability 9.0, keep x instead, and two
+    numbers a row.
 
     Args:
       x: rows, with any leading axes.
@@ -270,7 +268,7 @@ def layer_norm_linear_backward(
     Float[Array, "out hidden"],
     Float[Array, "out"],
 ]:
-    """Gradients of `layer_norm_linear`: with x̂ the normalised rows, before scale and bias, `t = dy (w * scale)` and
+    """Gradients of `layer_norm_linear`: with x̂ the normalised rows, before scale and bias, `t = dy w * scale` and
     `s = dyᵀ x̂`,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dw = s * scale + db biasᵀ,    db = Σ dy,

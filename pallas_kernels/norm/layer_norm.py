@@ -172,49 +172,66 @@ def gradients(
     return dx[:, :hidden], dscale, dbias[0] if center else None
 
 
-def _input_gradient_heuristic(t, normalised, inv_std):
-    return NormaliseConfig(_vector(_width(t.shape[-1])))
+def _input_gradient_heuristic(dy, normalised, scale, inv_std):
+    return NormaliseConfig(_vector(_width(dy.shape[-1])))
 
 
 @kernel(heuristic=_input_gradient_heuristic)
-def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: NormaliseConfig) -> Array:
+def input_gradient(dy: Array, normalised: Array, scale: Array, inv_std: Array, *, config: NormaliseConfig) -> Array:
     """dx alone, by x̂ and `t = dy * scale`: `inv_std * (t - mean(t) - x̂ * mean(t * x̂))`, in x̂'s dtype.
 
     Args:
-      t, normalised: `(rows, hidden)`, the latter x̂.
+      dy, normalised: `(rows, hidden)`, the latter x̂.
+      scale: `(hidden,)`.
       inv_std: `(rows,)`, float32.
     """
-    rows, hidden = t.shape
-    t, normalised = _fill_up(t), _fill_up(normalised)
-    vectors = _vectors(t.shape[1], config.vector)
+    rows, hidden = dy.shape
+    dy, normalised, scale = map(_fill_up, (dy, normalised, scale))
+    vectors = _vectors(dy.shape[1], config.vector)
 
-    def body(t_ref, hat_ref, inv_std_ref, dx_ref, *, row):
-        load_t, load_hat = (lambda vector, ref=ref: _load(ref, (row, vector)) for ref in (t_ref, hat_ref))
-        projection = _mean(lambda vector: load_t(vector) * load_hat(vector), vectors, hidden)
-        mean, inv_std = _mean(load_t, vectors, hidden), inv_std_ref[row]
+    def body(dy_ref, hat_ref, scale_ref, inv_std_ref, dx_ref, *, row):
+        def t(vector):
+            return _load(dy_ref, (row, vector)) * _load(scale_ref, vector)
+
+        def hat(vector):
+            return _load(hat_ref, (row, vector))
+
+        projection = _mean(lambda vector: t(vector) * hat(vector), vectors, hidden)
+        mean, inv_std = _mean(t, vectors, hidden), inv_std_ref[row]
         for vector in vectors:
-            dx = load_t(vector) - load_hat(vector) * projection - mean
+            dx = t(vector) - hat(vector) * projection - mean
             dx_ref[row, vector] = (dx * inv_std).astype(dx_ref.dtype)
 
-    dx_struct = jax.ShapeDtypeStruct(normalised.shape, normalised.dtype)
-    dx = launch(body, t, normalised, inv_std, out=dx_struct, grid={"row": rows}, name="layer_norm_backward_input")
+    dx = launch(
+        body,
+        dy,
+        normalised,
+        scale,
+        inv_std,
+        out=jax.ShapeDtypeStruct(normalised.shape, normalised.dtype),
+        grid={"row": rows},
+        name="layer_norm_backward_input",
+    )
     return dx[:, :hidden]
 
 
-def _input_gradient_from_x_heuristic(t, x, *, eps):
+def _input_gradient_from_x_heuristic(dy, x, scale, *, eps):
     return NormaliseConfig(_vector(_width(x.shape[-1])))
 
 
 @kernel(heuristic=_input_gradient_from_x_heuristic)
-def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: NormaliseConfig) -> tuple[Array, Array]:
+def input_gradient_from_x(
+    dy: Array, x: Array, scale: Array, *, eps: float, config: NormaliseConfig
+) -> tuple[Array, Array]:
     """dx and x̂ in x's dtype, as `input_gradient` and `normalise` without scale and bias, one after the other.
 
     Args:
-      t, x: `(rows, hidden)`.
+      dy, x: `(rows, hidden)`.
+      scale: `(hidden,)`.
     """
-    ones = jnp.ones(x.shape[1], x.dtype)
-    normalised, _, inv_std = normalise(x, ones, jnp.zeros_like(ones), eps=eps, center=True, config=config)
-    return input_gradient(t, normalised, inv_std, config=config), normalised
+    options = dict(eps=eps, center=True, config=config)
+    normalised, _, inv_std = normalise(x, jnp.ones_like(scale), jnp.zeros_like(scale), **options)
+    return input_gradient(dy, normalised, scale, inv_std, config=config), normalised
 
 
 # ---------------------------------------------------------------------------------------------------------- their steps

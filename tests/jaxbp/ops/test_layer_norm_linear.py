@@ -88,13 +88,29 @@ def test_an_empty_batch_has_zero_gradients_in_the_parameters(implementation):
     assert all(np.array_equal(g, np.zeros(g.shape)) for g in gradients)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_the_normalised_rows_and_a_number_a_row_are_kept_in_place_of_x(implementation):
-    arrays = normal((32, 64), (64,), (64,), (16, 64), (16,))
+def kept_shapes(dtype, implementation, arrays):
+    arrays = [jax.ShapeDtypeStruct(a.shape, dtype) for a in arrays]
     op = functools.partial(layer_norm_linear, implementation=implementation)
     backward = jax.eval_shape(lambda *arrays: jax.vjp(op, *arrays)[1], *arrays)
-    shapes = [a.shape for a in jax.tree.leaves(backward)]
-    assert sorted(shapes) == sorted([*(a.shape for a in arrays), (32,)])
+    return sorted(a.shape for a in jax.tree.leaves(backward))
+
+
+@ours
+def test_the_normalised_rows_and_a_number_a_row_are_kept_in_place_of_x(implementation):
+    arrays = normal((32, 64), (64,), (64,), (16, 64), (16,))
+    shapes = [a.shape for a in arrays]
+    assert kept_shapes("bfloat16", implementation, arrays) == sorted([*shapes, (32,)])
+    assert kept_shapes("float16", implementation, arrays) == sorted([*shapes, (32,), (32,)])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@ours
+def test_small_scales_lose_no_digits(dtype, implementation):
+    x, scale, bias, w, b = normal((16, 128), (128,), (128,), (32, 128), (32,))
+    arrays = [a.astype(dtype) for a in (x, (1 + scale / 10) * 1e-4, bias * 0, w / 12, b * 0)]
+    dy = [a.astype(dtype) for a in normal((16, 32), seed=1)]
+    actual = results_and_gradients(layer_norm_linear, arrays, dy, implementation=implementation)
+    assert_close(actual, reference(arrays, dy), 6e-3 if dtype == "bfloat16" else 1.5e-3)
 
 
 @pytest.mark.parametrize(("hidden", "kernel"), [(256, True), (4096, True), (100, False), (1152, False), (16384, False)])

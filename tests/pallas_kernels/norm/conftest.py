@@ -46,18 +46,18 @@ def assert_input_gradient_right():
     """Holds the kernels of dx alone, by x̂ and by x, against float64."""
 
     def check(kernels, rows, hidden, dtype, tolerance, *, config=None):
-        t, x = (a.astype(dtype) for a in normal((rows, hidden), (rows, hidden)))
+        dy, x, scale = (a.astype(dtype) for a in normal((rows, hidden), (rows, hidden), (hidden,)))
         inv_std = abs(normal((rows,), seed=1)[0])
 
         @jax.jit
-        def both(t, x, inv_std):
-            from_x = kernels.input_gradient_from_x(t, x, eps=1e-5, config=config)
-            return kernels.input_gradient(t, x, inv_std, config=config), from_x
+        def both(dy, x, scale, inv_std):
+            from_x = kernels.input_gradient_from_x(dy, x, scale, eps=1e-5, config=config)
+            return kernels.input_gradient(dy, x, scale, inv_std, config=config), from_x
 
-        actual = jax.block_until_ready(both(t, x, inv_std))
-        t, x, inv_std = (np.asarray(a, np.float64) for a in (t, x, inv_std[:, None]))
+        actual = jax.block_until_ready(both(dy, x, scale, inv_std))
+        dy, x, scale, inv_std = (np.asarray(a, np.float64) for a in (dy, x, scale, inv_std[:, None]))
         mean = lambda a: a.mean(-1, keepdims=True)  # noqa: E731
-        centred = x - mean(x)
+        centred, t = x - mean(x), dy * scale
         own_inv_std = 1 / np.sqrt(mean(centred**2) + 1e-5)
 
         def dx(hat, inv_std):
