@@ -76,6 +76,30 @@ def normalise_kernel(x, scale, bias, *, eps, center):
     return y.reshape(x.shape), *(a if a is None else a.reshape(x.shape[:-1]) for a in statistics)
 
 
+def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
+    """(dx, dscale, dbias, y): the sums in float32, dbias None without `center`, the forward's y None unless wanted.
+
+    Without inv_std, the statistics are computed.
+    """
+    if inv_std is None:
+        offset, inv_std = row_statistics(x, eps=eps, center=center)
+    normalised, dy = _normalised(x, offset, inv_std), widen(dy)
+    dx = input_gradient(dy, normalised, scale, inv_std, center=center).astype(x.dtype)
+    dscale, dbias = jnp.sum(rows(dy * normalised), axis=0), jnp.sum(rows(dy), axis=0) if center else None
+    return dx, dscale, dbias, _scaled(normalised, scale, bias, x.dtype) if with_y else None
+
+
+def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
+    """`gradients` by a kernel, which computes statistics that are not given on the way."""
+    options = dict(eps=eps, center=center, with_y=with_y)
+    if x.size == 0:
+        return gradients(dy, x, scale, bias, offset, inv_std, **options)
+    statistics = (a if a is None else a.ravel() for a in (offset, inv_std))
+    arrays = rows(dy), rows(x), scale, bias, *statistics
+    dx, *sums, y = _streamed_if_faster(layer_norm_streamed.gradients, kernels.gradients, *arrays, **options)
+    return dx.reshape(x.shape), *sums, y if y is None else y.reshape(x.shape)
+
+
 def input_gradient(dy, normalised, scale, inv_std, *, center=True):
     """dx by x̂ and inv_std, in x̂'s dtype."""
     dtype, t, normalised = normalised.dtype, widen(dy) * widen(scale), widen(normalised)
@@ -85,14 +109,6 @@ def input_gradient(dy, normalised, scale, inv_std, *, center=True):
     return (dx * inv_std[..., None]).astype(dtype)
 
 
-def input_gradient_kernel(dy, normalised, scale, inv_std):
-    """`input_gradient` by a kernel."""
-    if dy.size == 0:
-        return input_gradient(dy, normalised, scale, inv_std)
-    arrays = rows(dy), rows(normalised), scale, inv_std.ravel()
-    return _streamed_if_faster(layer_norm_streamed.input_gradient, kernels.input_gradient, *arrays).reshape(dy.shape)
-
-
 def input_gradient_from_x(dy, x, scale, *, eps):
     """(dx, x̂), both in x's dtype."""
     offset, inv_std = row_statistics(x, eps=eps, center=True)
@@ -100,36 +116,17 @@ def input_gradient_from_x(dy, x, scale, *, eps):
     return input_gradient(dy, normalised, scale, inv_std), normalised
 
 
+def input_gradient_kernel(dy, normalised, scale, inv_std):
+    """`input_gradient` by a kernel, for rows that can be streamed."""
+    kernel, arrays = layer_norm_streamed.input_gradient, (rows(dy), rows(normalised), scale, inv_std.ravel())
+    return on_gpu(kernel, input_gradient, *arrays).reshape(dy.shape)
+
+
 def input_gradient_from_x_kernel(dy, x, scale, *, eps):
-    """`input_gradient_from_x` by a kernel."""
-    if x.size == 0:
-        return input_gradient_from_x(dy, x, scale, eps=eps)
-    from_x = layer_norm_streamed.input_gradient_from_x, kernels.input_gradient_from_x
-    return [a.reshape(x.shape) for a in _streamed_if_faster(*from_x, rows(dy), rows(x), scale, eps=eps)]
-
-
-def gradients(dy, x, scale, offset, inv_std, *, eps, center):
-    """(dx, dscale, dbias): the sums in float32, dbias None without `center`.
-
-    Without inv_std, the statistics are computed.
-    """
-    if inv_std is None:
-        offset, inv_std = row_statistics(x, eps=eps, center=center)
-    normalised, dy = _normalised(x, offset, inv_std), widen(dy)
-    dx = input_gradient(dy, normalised, scale, inv_std, center=center)
-    dscale = jnp.sum(rows(dy * normalised), axis=0)
-    return dx.astype(x.dtype), dscale, jnp.sum(rows(dy), axis=0) if center else None
-
-
-def gradients_kernel(dy, x, scale, offset, inv_std, *, eps, center):
-    """`gradients` by a kernel, which computes statistics that are not given on the way."""
-    options = dict(eps=eps, center=center)
-    if x.size == 0:
-        return gradients(dy, x, scale, offset, inv_std, **options)
-    statistics = (a if a is None else a.ravel() for a in (offset, inv_std))
-    arrays = rows(dy), rows(x), scale, *statistics
-    dx, *sums = _streamed_if_faster(layer_norm_streamed.gradients, kernels.gradients, *arrays, **options)
-    return dx.reshape(x.shape), *sums
+    """`input_gradient_from_x` by a kernel, for rows that can be streamed."""
+    from_x = layer_norm_streamed.input_gradient_from_x, input_gradient_from_x
+    results = on_gpu(*(functools.partial(f, eps=eps) for f in from_x), rows(dy), rows(x), scale)
+    return tuple(a.reshape(x.shape) for a in results)
 
 
 def _streamed_if_faster(streamed, plain, *arrays, **options):
@@ -144,7 +141,7 @@ def unsupported(*arrays, **options):
 
 def fastest(x, scale, bias, *, eps, center=True):
     """The kernels, where they can stream the rows: what has only the plain ones is faster by JAX's own."""
-    pays = layer_norm_streamed.gradients.pays(x, x, scale, None, None, eps=eps, center=center)
+    pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, eps=eps, center=center)
     return Fastest(gpu="pallas" if pays else "autodiff", older_gpu="autodiff", elsewhere="autodiff")
 
 
@@ -163,7 +160,7 @@ def _residuals(x, scale, bias, **options):
 
 
 def _backward(gradients, dy, x, scale, offset, inv_std, **options):
-    dx, dscale, dbias = gradients(dy, x, scale, offset, inv_std, **options)
+    dx, dscale, dbias, _ = gradients(dy, x, scale, None, offset, inv_std, **options)
     return dx, dscale.astype(x.dtype), dbias if dbias is None else dbias.astype(x.dtype)
 
 

@@ -1,4 +1,7 @@
-"""LayerNorm and a dense layer in one. For its backward the forward keeps the normalised rows x̂ in place of x.
+"""LayerNorm and a dense layer in one.
+
+The normalised rows are not kept for the backward, which makes them again. But the kernels for many rows in bfloat16
+keep them, before scale and bias, in place of x: with x̂ for these
 
     z = x̂ (w * scale)ᵀ + b + w bias,
 
@@ -6,15 +9,12 @@ and with `s = Σ dyᵀ x̂` over the rows the gradients in the parameters need n
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,    db = Σ dy,
 
-sums but the last over the outputs. dx is that of LayerNorm, for the gradient `dy w` of its result; docs/layer_norm.md
-has the derivation.
-
-Two cases keep x, and compute x̂ again: narrow layers, which have a kernel of their own, and float16, which may have no
-digits for `w * scale`.
+sums but the last over the outputs. docs/layer_norm.md has the derivation.
 """
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.lax import PrecisionLike
@@ -30,17 +30,69 @@ from jaxbp.sharding import leading
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.dense import linear_sm90
 from pallas_kernels.norm import layer_norm_linear as kernels
-from pallas_kernels.norm import layer_norm_linear_sm90
+from pallas_kernels.norm import layer_norm_linear_sm90, layer_norm_streamed
+
+_MIN_ROWS_AN_OUTPUT = 8
+"""Rows for each output from which x̂ is kept: the passes over the weights that it takes are then few beside those over
+rows that it saves (docs/lab/2026-11-25-norm.md)."""
 
 # --------------------------------------------------------------------------------------------------------- the forward
 
 
 def _forward(x, scale, bias, w, b, *, eps, precision):
-    y = layer_norm.normalise(x, scale, bias, eps=eps, center=True)[0]
+    return _results(x, scale, bias, w, b, eps=eps, precision=precision)[0]
+
+
+def _results(x, scale, bias, w, b, *, eps, precision):
+    """(z, offset, inv_std)."""
+    y, offset, inv_std = layer_norm.normalise(x, scale, bias, eps=eps, center=True)
+    return _dense(y, w, b, precision=precision), offset, inv_std
+
+
+def _results_kernel(x, scale, bias, w, b, *, eps, precision):
+    """`_results` by one kernel where it pays, else by one for the rows and one for the product."""
+    separate = functools.partial(_separate_results, eps=eps, precision=precision)
+    b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
+    if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
+        return separate(x, scale, bias, w, b)
+    return on_gpu(functools.partial(_fused_results, eps=eps), separate, x, scale, bias, w, b_or_zeros)
+
+
+def _separate_results(x, scale, bias, w, b, *, eps, precision):
+    y, offset, inv_std = layer_norm.normalise_kernel(x, scale, bias, eps=eps, center=True)
+    return _dense_kernel(y, w, b, precision=precision), offset, inv_std
+
+
+def _fused_results(x, scale, bias, w, b, *, eps):
+    results = layer_norm_linear_sm90.forward(rows(x), scale, bias, w, b, eps=eps)
+    return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in results)
+
+
+def _dense(y, w, b, *, precision):
+    b = b if b is None else b.astype(y.dtype)
     return linear(y, w, b, precision=precision, implementation="autodiff")
 
 
-def _results(normalise, dense, x, scale, bias, w, b, *, eps, precision):
+def _dense_kernel(y, w, b, *, precision):
+    if b is None or not linear_sm90.forward.pays(rows(y), w, b):
+        return _dense(y, w, b, precision=precision)
+    return on_gpu(linear_sm90.forward, forward_in_float32, rows(y), w, b).reshape(*y.shape[:-1], -1)
+
+
+def _keeps_normalised(x, w):
+    """Whether "pallas" keeps x̂ in place of x. In float16 `w * scale` may be too small for its digits."""
+    matrix, outputs = rows(x), w.shape[0]
+    dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((matrix.shape[0], outputs), (outputs,)))
+    return (
+        x.dtype == jnp.bfloat16
+        and matrix.shape[0] >= _MIN_ROWS_AN_OUTPUT * outputs
+        and layer_norm_streamed.input_gradient.pays(matrix, matrix, None, None)
+        and linear_sm90.forward.pays(matrix, w, b)
+        and linear_sm90.weights_gradient.pays(dy, matrix)
+    )
+
+
+def _normalised_results(normalise, dense, x, scale, bias, w, b, *, eps, precision):
     """(z, x̂, inv_std)."""
     normalised, _, inv_std = normalise(x, jnp.ones_like(scale), jnp.zeros_like(bias), eps=eps, center=True)
     weights = (widen(w) * widen(scale)).astype(w.dtype)
@@ -49,59 +101,24 @@ def _results(normalise, dense, x, scale, bias, w, b, *, eps, precision):
     return dense(normalised, weights, offsets, precision=precision), normalised, inv_std
 
 
-def _results_of_x(normalise, dense, x, scale, bias, w, b, *, eps, precision):
-    """(z, offset, inv_std)."""
-    y, offset, inv_std = normalise(x, scale, bias, eps=eps, center=True)
-    return dense(y, w, b, precision=precision), offset, inv_std
+_RESULTS = differentiable(_results_kernel, _results, leading(0))
+_NORMALISED_RESULTS = differentiable(
+    functools.partial(_normalised_results, layer_norm.normalise_kernel, _dense_kernel),
+    functools.partial(_normalised_results, layer_norm.normalise, _dense),
+    leading(0),
+)
 
 
-def _results_of_x_kernel(x, scale, bias, w, b, *, eps, precision):
-    """`_results_of_x` by one kernel where it pays, else by one for the rows and one for the product."""
-    separate = functools.partial(
-        _results_of_x, layer_norm.normalise_kernel, _dense_kernel, eps=eps, precision=precision
-    )
-    b_or_zeros = _zeros_for_none(w, b)
-    if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
-        return separate(x, scale, bias, w, b)
-
-    def fused(x, scale, bias, w, b):
-        results = layer_norm_linear_sm90.forward(rows(x), scale, bias, w, b, eps=eps)
-        return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in results)
-
-    return on_gpu(fused, separate, x, scale, bias, w, b_or_zeros)
+def _save(results, x, scale, bias, w, b, **options):
+    z, offset, inv_std = results(x, scale, bias, w, b, **options)
+    return z, (x, scale, bias, w, b, offset, inv_std, None)
 
 
-def _zeros_for_none(w, b):
-    return jnp.zeros(w.shape[:1], w.dtype) if b is None else b
-
-
-def _dense(x, w, b, *, precision):
-    b = b if b is None else b.astype(x.dtype)
-    return linear(x, w, b, precision=precision, implementation="autodiff")
-
-
-def _dense_kernel(x, w, b, *, precision):
-    if b is None or not linear_sm90.forward.pays(rows(x), w, b):
-        return _dense(x, w, b, precision=precision)
-    return on_gpu(linear_sm90.forward, forward_in_float32, rows(x), w, b).reshape(*x.shape[:-1], -1)
-
-
-_FORMULA, _FORMULA_OF_X = (functools.partial(f, layer_norm.normalise, _dense) for f in (_results, _results_of_x))
-_KERNEL = differentiable(functools.partial(_results, layer_norm.normalise_kernel, _dense_kernel), _FORMULA, leading(0))
-_KERNEL_OF_X = differentiable(_results_of_x_kernel, _FORMULA_OF_X, leading(0))
-
-
-def _save(results, results_of_x, keeps_x, x, scale, bias, w, b, **options):
-    if x.dtype == jnp.float16 or keeps_x(x, scale, bias, w, b, **options):
-        z, offset, inv_std = results_of_x(x, scale, bias, w, b, **options)
-        return z, (x, scale, bias, w, b, offset, inv_std, None)
-    z, normalised, inv_std = results(x, scale, bias, w, b, **options)
+def _save_kernel(x, scale, bias, w, b, **options):
+    if not _keeps_normalised(x, w):
+        return _save(_RESULTS, x, scale, bias, w, b, **options)
+    z, normalised, inv_std = _NORMALISED_RESULTS(x, scale, bias, w, b, **options)
     return z, (None, scale, bias, w, b, None, inv_std, normalised)
-
-
-def _is_narrow(x, scale, bias, w, b, *, eps, precision):
-    """Whether one kernel computes the forward."""
-    return layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, _zeros_for_none(w, b), eps=eps)
 
 
 def _residuals(x, scale, bias, w, b, **options):
@@ -112,71 +129,88 @@ def _residuals(x, scale, bias, w, b, **options):
 # -------------------------------------------------------------------------------------------------------- the backward
 
 
-def _backward(
-    input_gradient, from_x, sums, parameters, dy, x, scale, bias, w, b, offset, inv_std, normalised, *, eps, precision
-):
-    """By `input_gradient` of x̂ or, if x is given in its place, by `from_x`, which computes x̂ on the way."""
+def _backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
+    """By `gradients` of the normalisation, which make the normalised rows again, and `parameters` of the product."""
     dn = jnp.matmul(dy, w, precision=precision)
+    dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, eps=eps, center=True, with_y=True)
+    dw, db = parameters(rows(dy), rows(y), precision=precision)
+    return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, None if b is None else db.astype(b.dtype)
+
+
+def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, eps, precision):
     if normalised is None:
-        dx, normalised = from_x(dn, x, scale, eps=eps)
-    else:
-        dx = input_gradient(dn, normalised, scale, inv_std)
-    s, db = sums(rows(dy), rows(normalised), precision=precision)
-    return _gradients(dx, *parameters(s, db, scale, bias, w), db, scale, bias, w, b)
+        gradients = functools.partial(_backward, layer_norm.gradients, _parameters)
+        return gradients(dy, x, scale, bias, w, b, offset, inv_std, eps=eps, precision=precision)
+    dn = jnp.matmul(dy, w, precision=precision)
+    dx = layer_norm.input_gradient(dn, normalised, scale, inv_std)
+    s, db = _sums(rows(dy), rows(normalised))
+    return dx, *_of_sums(_parameters_of_sums, s, db, scale, bias, w, b)
 
 
-def _sums(dy, normalised, *, precision):
-    """`s = Σ dyᵀ x̂` and `db = Σ dy`, in float32 or wider."""
-    dtype = widen(dy).dtype
-    s = jnp.matmul(dy.T, normalised, precision=precision, preferred_element_type=dtype)
-    return s, jnp.sum(dy, axis=0, dtype=dtype)
-
-
-def _parameters(s, db, scale, bias, w):
-    """(dw, dscale, dbias)."""
-    scale, bias, w = (widen(a) for a in (scale, bias, w))
-    return s * scale + db[:, None] * bias, jnp.sum(w * s, axis=0), jnp.sum(w * db[:, None], axis=0)
-
-
-def _gradients(dx, dw, dscale, dbias, db, scale, bias, w, b):
-    """In the order and the dtypes of what they are gradients of."""
-    db = None if b is None else db.astype(b.dtype)
-    return dx, dscale.astype(scale.dtype), dbias.astype(bias.dtype), dw.astype(w.dtype), db
-
-
-def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, normalised, **options):
+def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, eps, precision):
+    if normalised is not None or _keeps_normalised(x, w):
+        return _normalised_backward(dy, x, scale, bias, w, b, inv_std, normalised, eps=eps, precision=precision)
     separate = functools.partial(
-        _backward,
-        layer_norm.input_gradient_kernel,
-        layer_norm.input_gradient_from_x_kernel,
-        _sums_kernel,
-        _parameters_kernel,
-        **options,
+        _backward, layer_norm.gradients_kernel, _parameters_kernel, eps=eps, precision=precision
     )
-    arrays, narrow = (dy, x, scale, bias, w, b), layer_norm_linear_sm90.input_gradient
-    if normalised is not None or not narrow.pays(rows(dy), rows(x), scale, w, None, None):
-        return separate(*arrays, offset, inv_std, normalised)
+    if not layer_norm_linear_sm90.input_gradient.pays(rows(dy), rows(x), scale, w, None, None):
+        return separate(dy, x, scale, bias, w, b, offset, inv_std)
     if inv_std is None:
-        offset, inv_std = row_statistics(x, eps=options["eps"], center=True)
-    return on_gpu(_narrow_backward, functools.partial(separate, normalised=None), *arrays, offset, inv_std)
+        offset, inv_std = row_statistics(x, eps=eps, center=True)
+    return on_gpu(_fused_backward, separate, dy, x, scale, bias, w, b, offset, inv_std)
 
 
-def _narrow_backward(dy, x, scale, bias, w, b, offset, inv_std):
+def _fused_backward(dy, x, scale, bias, w, b, offset, inv_std):
     statistics = offset.ravel(), inv_std.ravel()
     dx, normalised = layer_norm_linear_sm90.input_gradient(rows(dy), rows(x), scale, w, *statistics)
     s, db = linear_sm90.weights_gradient(rows(dy), normalised, dtype=jnp.float32)
-    return _gradients(dx.reshape(x.shape), *_parameters_kernel(s, db, scale, bias, w), db, scale, bias, w, b)
+    return dx.reshape(x.shape), *_of_sums(kernels.parameter_gradients, s, db, scale, bias, w, b)
 
 
-def _sums_kernel(dy, normalised, *, precision):
+def _normalised_backward(dy, x, scale, bias, w, b, inv_std, normalised, *, eps, precision):
+    """From x̂ or, where x is given in its place, from that."""
+    dn = jnp.matmul(dy, w, precision=precision)
+    if normalised is None:
+        dx, normalised = layer_norm.input_gradient_from_x_kernel(dn, x, scale, eps=eps)
+    else:
+        dx = layer_norm.input_gradient_kernel(dn, normalised, scale, inv_std)
+    s, db = _sums_kernel(rows(dy), rows(normalised))
+    return dx, *_of_sums(kernels.parameter_gradients, s, db, scale, bias, w, b)
+
+
+def _parameters(dy, y, *, precision):
+    return jnp.matmul(dy.T, y, precision=precision), jnp.sum(dy, axis=0)
+
+
+def _parameters_kernel(dy, y, *, precision):
+    if not linear_sm90.weights_gradient.pays(dy, y):
+        return _parameters(dy, y, precision=precision)
+    return on_gpu(linear_sm90.weights_gradient, parameter_gradients_in_float32, dy, y)
+
+
+def _sums(dy, normalised):
+    """`Σ dyᵀ x̂` and `Σ dy`, in float32."""
+    return parameter_gradients_in_float32(dy, normalised, dtype=jnp.float32)
+
+
+def _sums_kernel(dy, normalised):
+    # On a mesh of devices each has fewer rows.
     if not linear_sm90.weights_gradient.pays(dy, normalised):
-        return _sums(dy, normalised, precision=precision)
-    kernel = functools.partial(linear_sm90.weights_gradient, dtype=jnp.float32)
-    return on_gpu(kernel, functools.partial(parameter_gradients_in_float32, dtype=jnp.float32), dy, normalised)
+        return _sums(dy, normalised)
+    return on_gpu(functools.partial(linear_sm90.weights_gradient, dtype=jnp.float32), _sums, dy, normalised)
 
 
-def _parameters_kernel(*arrays):
-    return kernels.parameter_gradients(*arrays) if kernels.parameter_gradients.pays(*arrays) else _parameters(*arrays)
+def _of_sums(parameters, s, db, scale, bias, w, b):
+    """(dscale, dbias, dw, db), by `parameters` from `s = Σ dyᵀ x̂` and `Σ dy` in float32."""
+    dw, dscale, dbias = parameters(s, db, scale, bias, w)
+    return dscale.astype(scale.dtype), dbias.astype(bias.dtype), dw, None if b is None else db.astype(b.dtype)
+
+
+def _parameters_of_sums(s, db, scale, bias, w):
+    """(dw, dscale, dbias)."""
+    wide = widen(w)
+    dw = s * widen(scale) + db[:, None] * widen(bias)
+    return dw.astype(w.dtype), jnp.sum(wide * s, axis=0), jnp.sum(wide * db[:, None], axis=0)
 
 
 # ---------------------------------------------------------------------------------------------------------- the choice
@@ -192,16 +226,8 @@ def _fastest(x, scale, bias, w, b, *, eps, precision):
 
 _LAYER_NORM_LINEAR = Pair(
     _forward,
-    {
-        "xla": functools.partial(
-            _backward, layer_norm.input_gradient, layer_norm.input_gradient_from_x, _sums, _parameters
-        ),
-        "pallas": _backward_kernel,
-    },
-    save={
-        "xla": functools.partial(_save, _FORMULA, _FORMULA_OF_X, lambda *arrays, **options: False),
-        "pallas": functools.partial(_save, _KERNEL, _KERNEL_OF_X, _is_narrow),
-    },
+    {"xla": _backward_formula, "pallas": _backward_kernel},
+    save={"xla": functools.partial(_save, _results), "pallas": _save_kernel},
     residuals=_residuals,
     # Of (dy, x, scale, bias, w, b, offset, inv_std, normalised).
     examples=leading(0, 1, 6, 7, 8),
@@ -225,9 +251,9 @@ def layer_norm_linear(
 ) -> Float[Array, "*batch out"]:
     """LayerNorm and a dense layer, `z = layer_norm(x, scale, bias) wᵀ + b`.
 
-    For the backward the forward keeps the normalised rows, before scale and bias, and a number a row; x is not kept.
-    Layers in float16, and narrow ones that one kernel computes on compute capability 9.0, keep x instead, and two
-    numbers a row.
+    The forward keeps two numbers a row for the backward, not the normalised rows, which the backward makes again in the
+    pass that computes dx. Under "pallas", on compute capability 9.0, many rows in bfloat16 are kept normalised in place
+    of x; there scale and bias are part of the product's weights and bias, and `w * scale` is rounded to bfloat16.
 
     Args:
       x: rows, with any leading axes.
@@ -268,13 +294,13 @@ def layer_norm_linear_backward(
     Float[Array, "out hidden"],
     Float[Array, "out"],
 ]:
-    """Gradients of `layer_norm_linear`: with x̂ the normalised rows, before scale and bias, `t = dy w * scale` and
-    `s = dyᵀ x̂`,
+    """Gradients of `layer_norm_linear`: with y the normalised rows, x̂ those before scale and bias, `dn = dy w` and
+    `t = dn * scale`,
 
-        dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dw = s * scale + db biasᵀ,    db = Σ dy,
-        dscale = Σ w * s,    dbias = Σ w * db,
+        dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dn * x̂,    dbias = Σ dn,
+        dw = dyᵀ y,    db = Σ dy,
 
-    means over each row, the sum for db over all rows, the others over the outputs.
+    means over each row, sums over all rows.
 
     Args:
       dy: gradient of the loss in the forward's result.

@@ -14,7 +14,7 @@ order.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ def _normalise_heuristic(x, scale, bias, *, eps, center):
     return NormaliseConfig(_vector(_width(x.shape[-1])))
 
 
-def _gradients_heuristic(dy, x, scale, offset, inv_std, *, eps, center):
+def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
     rows, width = x.shape[0], _width(x.shape[-1])
     vector = _vector(width)
     columns = vector * largest_divisor(width // vector, _SUMMED_COLUMNS // vector)
@@ -134,13 +134,15 @@ def gradients(
     dy: Array,
     x: Array,
     scale: Array,
+    bias: Array | None,
     offset: Array | None,
     inv_std: Array | None,
     *,
     eps: float,
     center: bool,
+    with_y: bool = False,
     config: GradientsConfig,
-) -> tuple[Array, Array, Array | None]:
+) -> tuple[Array, Array, Array | None, Array | None]:
     """The backward: with `t = dy * scale`, means over a row and sums over all rows,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
@@ -149,89 +151,34 @@ def gradients(
 
     Args:
       dy, x: `(rows, hidden)`.
+      bias: of the forward; wanted only for y, with `center`.
       offset, inv_std: not used. Both are computed again: a row is read anew in any case.
+      with_y: whether to return the forward's y, too, from the same pass.
 
     Returns:
-      dx in x's dtype, float32 dscale and, with `center`, dbias, else None for it.
+      dx in x's dtype, float32 dscale and, with `center`, dbias, and y if it is wanted; else None for these.
     """
     rows, hidden = x.shape
-    dy, x, scale, mask = map(_fill_up, (dy, x, scale, jnp.ones_like(scale)))
+    dy, x, scale, bias, mask = map(_fill_up, (dy, x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
     width, parts = x.shape[1], -(-rows // config.rows)
+    x_struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
     sums = jax.ShapeDtypeStruct((parts, width), jnp.float32)
-    dx, *sums = launch(
-        _Backward(config, rows, hidden, eps, center).body,
+    out = {"dx": x_struct, "dscale": sums} | ({"dbias": sums} if center else {}) | ({"y": x_struct} if with_y else {})
+    backward = _Backward(config, rows, hidden, eps, center, ("dy", "x", "scale", "bias", "mask", *out))
+    results = launch(
+        backward.body,
         dy,
         x,
         scale,
+        bias,
         mask,
-        out=(jax.ShapeDtypeStruct(x.shape, x.dtype), *[sums] * (2 if center else 1)),
+        out=tuple(out.values()),
         grid={"part": parts, "owner": width // config.columns},
         name="layer_norm_backward" if center else "rms_norm_backward",
     )
-    dscale, *dbias = (jnp.sum(a, axis=0)[:hidden] for a in sums)
-    return dx[:, :hidden], dscale, dbias[0] if center else None
-
-
-def _input_gradient_heuristic(dy, normalised, scale, inv_std):
-    return NormaliseConfig(_vector(_width(dy.shape[-1])))
-
-
-@kernel(heuristic=_input_gradient_heuristic)
-def input_gradient(dy: Array, normalised: Array, scale: Array, inv_std: Array, *, config: NormaliseConfig) -> Array:
-    """dx alone, by x̂ and `t = dy * scale`: `inv_std * (t - mean(t) - x̂ * mean(t * x̂))`, in x̂'s dtype.
-
-    Args:
-      dy, normalised: `(rows, hidden)`, the latter x̂.
-      scale: `(hidden,)`.
-      inv_std: `(rows,)`, float32.
-    """
-    rows, hidden = dy.shape
-    dy, normalised, scale = map(_fill_up, (dy, normalised, scale))
-    vectors = _vectors(dy.shape[1], config.vector)
-
-    def body(dy_ref, hat_ref, scale_ref, inv_std_ref, dx_ref, *, row):
-        def t(vector):
-            return _load(dy_ref, (row, vector)) * _load(scale_ref, vector)
-
-        def hat(vector):
-            return _load(hat_ref, (row, vector))
-
-        projection = _mean(lambda vector: t(vector) * hat(vector), vectors, hidden)
-        mean, inv_std = _mean(t, vectors, hidden), inv_std_ref[row]
-        for vector in vectors:
-            dx = t(vector) - hat(vector) * projection - mean
-            dx_ref[row, vector] = (dx * inv_std).astype(dx_ref.dtype)
-
-    dx = launch(
-        body,
-        dy,
-        normalised,
-        scale,
-        inv_std,
-        out=jax.ShapeDtypeStruct(normalised.shape, normalised.dtype),
-        grid={"row": rows},
-        name="layer_norm_backward_input",
-    )
-    return dx[:, :hidden]
-
-
-def _input_gradient_from_x_heuristic(dy, x, scale, *, eps):
-    return NormaliseConfig(_vector(_width(x.shape[-1])))
-
-
-@kernel(heuristic=_input_gradient_from_x_heuristic)
-def input_gradient_from_x(
-    dy: Array, x: Array, scale: Array, *, eps: float, config: NormaliseConfig
-) -> tuple[Array, Array]:
-    """dx and x̂ in x's dtype, as `input_gradient` and `normalise` without scale and bias, one after the other.
-
-    Args:
-      dy, x: `(rows, hidden)`.
-      scale: `(hidden,)`.
-    """
-    options = dict(eps=eps, center=True, config=config)
-    normalised, _, inv_std = normalise(x, jnp.ones_like(scale), jnp.zeros_like(scale), **options)
-    return input_gradient(dy, normalised, scale, inv_std, config=config), normalised
+    results = dict(zip(out, results, strict=True))
+    dscale, dbias = (jnp.sum(results[n], axis=0)[:hidden] if n in results else None for n in ("dscale", "dbias"))
+    return results["dx"][:, :hidden], dscale, dbias, results["y"][:, :hidden] if with_y else None
 
 
 # ---------------------------------------------------------------------------------------------------------- their steps
@@ -273,68 +220,57 @@ class _Row:
         return lambda vector: deviation(vector) * inv_std, [offset, inv_std] if self.center else [inv_std]
 
     def mean(self, function: Callable[[Any], Array]) -> Array:
-        return _mean(function, self.vectors, self.hidden)
-
-
-class _BackwardRefs(NamedTuple):
-    """A body's references; `sums` are those for dscale and, with `center`, dbias."""
-
-    dy: Any
-    x: Any
-    scale: Any
-    mask: Any
-    dx: Any
-    sums: Sequence
+        return jnp.sum(functools.reduce(jnp.add, map(function, self.vectors))) / self.hidden
 
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The gradients' body."""
+    """The gradients' body; `names` are those of its references, in order."""
 
     config: GradientsConfig
     rows: int
     hidden: int
     eps: float
     center: bool
+    names: tuple[str, ...]
 
     def body(self, *refs: Any, part: Any, owner: Any) -> None:
-        refs, part_rows = _BackwardRefs(*refs[:5], sums=refs[5:]), self.config.rows
+        refs, part_rows = dict(zip(self.names, refs, strict=True)), self.config.rows
+        sum_refs = [refs[name] for name in ("dscale", "dbias") if name in refs]
         count = self.config.columns // self.config.vector
         owned_columns = [pl.ds((owner * count + j) * self.config.vector, self.config.vector) for j in range(count)]
 
         def add(i, sums):
             return self._add_row(refs, part * part_rows + i, owned_columns, sums)
 
-        zeros = [[zeros_like(refs.scale[vector]) for _ in refs.sums] for vector in owned_columns]
+        zeros = [[zeros_like(refs["scale"][vector]) for _ in sum_refs] for vector in owned_columns]
         sums = lax.fori_loop(0, jnp.minimum(part_rows, self.rows - part * part_rows), add, zeros)
         for vector, totals in zip(owned_columns, sums, strict=True):
-            for ref, total in zip(refs.sums, totals, strict=True):
+            for ref, total in zip(sum_refs, totals, strict=True):
                 ref[part, vector] = total
 
     def _add_row(self, refs, row, owned_columns, sums):
-        """Writes a row's dx in the owned columns, and gives the sums with its terms."""
-        vectors = _vectors(refs.x.shape[1], self.config.vector)
-        x_row = _Row(refs.x, refs.mask, row, vectors, self.hidden, self.eps, self.center)
+        """Writes a row's dx, and y, in the owned columns, and gives the sums with its terms."""
+        dy_ref, scale_ref, vectors = refs["dy"], refs["scale"], _vectors(refs["x"].shape[1], self.config.vector)
+        x_row = _Row(refs["x"], refs["mask"], row, vectors, self.hidden, self.eps, self.center)
         load_hat, (*_, inv_std) = x_row.normalise()
 
         def t(vector):
-            return _load(refs.dy, (row, vector)) * _load(refs.scale, vector)
+            return _load(dy_ref, (row, vector)) * _load(scale_ref, vector)
 
         projection = x_row.mean(lambda vector: t(vector) * load_hat(vector))
         mean = x_row.mean(t) if self.center else 0.0
         results = []
         for vector, totals in zip(owned_columns, sums, strict=True):
-            hat, dy = load_hat(vector), _load(refs.dy, (row, vector))
-            dx = dy * _load(refs.scale, vector) - hat * projection - mean
-            refs.dx[row, vector] = (dx * inv_std).astype(refs.dx.dtype)
+            hat, dy = load_hat(vector), _load(dy_ref, (row, vector))
+            dx = dy * _load(scale_ref, vector) - hat * projection - mean
+            refs["dx"][row, vector] = (dx * inv_std).astype(refs["dx"].dtype)
+            if "y" in refs:
+                y = _scaled(hat, scale_ref, refs["bias"], vector, self.center)
+                refs["y"][row, vector] = y.astype(refs["y"].dtype)
             terms = (dy * hat, dy)
             results.append([total + a for total, a in zip(totals, terms, strict=False)])
         return results
-
-
-def _mean(function: Callable[[Any], Array], vectors: Sequence, hidden: int) -> Array:
-    """Over a row, of a function of its slices."""
-    return jnp.sum(functools.reduce(jnp.add, map(function, vectors))) / hidden
 
 
 def _scaled(hat: Array, scale_ref: Any, bias_ref: Any, vector: Any, center: bool) -> Array:

@@ -98,7 +98,7 @@ def _normalise_supports(x, scale, bias, *, eps, center):
     return _supports(x, arrays=1)
 
 
-def _gradients_supports(dy, x, scale, offset, inv_std, *, eps, center):
+def _gradients_supports(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
     return _supports(x, arrays=2)
 
 
@@ -117,7 +117,7 @@ def _normalise_heuristic(x, scale, bias, *, eps, center):
     return _heuristic(x, arrays=1, stages=4, programs=3)
 
 
-def _gradients_heuristic(dy, x, scale, offset, inv_std, *, eps, center):
+def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
     return _heuristic(x, arrays=2, stages=3, programs=4)
 
 
@@ -153,9 +153,9 @@ def normalise(
     arrays = {name: block.split_columns(a) for name, a in arrays.items()}
     x_struct = jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype)
     out = {"y": x_struct} | ({"offset": row_statistic} if center else {}) | {"inv_std": row_statistic}
-    names = (*arrays, *out, "stages", "loaded")
+    forward = _Forward(block, config, programs, (*arrays, *out, "stages", "loaded"), eps, center)
     results = launch(
-        _Forward(block, config, programs, names, eps, center).body,
+        forward.body,
         *arrays.values(),
         out=tuple(out.values()),
         grid={"program": programs},
@@ -172,13 +172,15 @@ def gradients(
     dy: Array,
     x: Array,
     scale: Array,
+    bias: Array | None,
     offset: Array | None,
     inv_std: Array | None,
     *,
     eps: float,
     center: bool,
+    with_y: bool = False,
     config: Config,
-) -> tuple[Array, Array, Array | None]:
+) -> tuple[Array, Array, Array | None, Array | None]:
     """The backward: with `t = dy * scale`, means over a row and sums over all rows,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
@@ -187,29 +189,35 @@ def gradients(
 
     Args:
       dy, x: `(rows, hidden)`.
+      bias: of the forward; wanted only for y, with `center`.
       offset, inv_std: as `normalise` gives them. Without inv_std, both are computed on the way.
+      with_y: whether to return the forward's y, too, from the same pass.
 
     Returns:
-      dx in x's dtype, float32 dscale and, with `center`, dbias, else None for it.
+      dx in x's dtype, float32 dscale and, with `center`, dbias, and y if it is wanted; else None for these.
     """
     block, (programs, padded_rows) = _block(x.shape[1]), _division(x.shape[0], config)
-    arrays = {"x": x, "dy": dy, "scale": scale}
+    arrays = {"x": x, "dy": dy, "scale": scale} | ({"bias": bias} if center and with_y else {})
     arrays = {name: block.split_columns(a) for name, a in arrays.items()}
+    x_struct = jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype)
     totals = jax.ShapeDtypeStruct((programs, 2 if center else 1, *block.shape[1:]), jnp.float32)
     if inv_std is not None:
         statistics = {"offset": offset, "inv_std": inv_std} if center else {"inv_std": inv_std}
         arrays |= {name: jnp.pad(a, (0, padded_rows - x.shape[0])) for name, a in statistics.items()}
-    names = (*arrays, "dx", "sums", "x_stages", "dy_stages", "loaded")
-    dx, sums = launch(
-        _Backward(block, config, programs, names, eps, center).body,
+    out = {"dx": x_struct, "sums": totals} | ({"y": x_struct} if with_y else {})
+    backward = _Backward(block, config, programs, (*arrays, *out, "x_stages", "dy_stages", "loaded"), eps, center)
+    results = launch(
+        backward.body,
         *arrays.values(),
-        out=(jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype), totals),
+        out=tuple(out.values()),
         grid={"program": programs},
         scratch=_stages(block, config, x, dy),
         name="layer_norm_backward" if center else "rms_norm_backward",
     )
-    dscale, *dbias = jnp.sum(sums.reshape(programs, -1, x.shape[1]), axis=0)
-    return dx.reshape(x.shape), dscale, dbias[0] if center else None
+    results = dict(zip(out, results, strict=True))
+    dscale, *dbias = jnp.sum(results["sums"].reshape(programs, -1, x.shape[1]), axis=0)
+    y = results["y"].reshape(x.shape) if with_y else None
+    return results["dx"].reshape(x.shape), dscale, dbias[0] if center else None, y
 
 
 @kernel(supports=_input_gradient_supports, heuristic=_input_gradient_heuristic)
@@ -525,15 +533,16 @@ class _Backward(_Stream):
 
     def body(self, *refs: Any, program: Any) -> None:
         refs = dict(zip(self.names, refs, strict=True))
-        scale = self.block.load_parameter(refs["scale"])
+        scale, *bias = [self.block.load_parameter(refs[name]) for name in ("scale", "bias") if name in refs]
         zeros = [self.block.partial_sum(zeros_like(scale)) for _ in range(refs["sums"].shape[1])]
+        targets = [refs[name] for name in ("dx", "y") if name in refs]
         stages = [refs["x_stages"], refs["dy_stages"]]
-        step = functools.partial(self._step, refs, scale)
-        sums = self.stream(step, zeros, [refs["x"], refs["dy"]], [refs["dx"]], stages, refs["loaded"], program)
+        step = functools.partial(self._step, refs, (scale, *bias))
+        sums = self.stream(step, zeros, [refs["x"], refs["dy"]], targets, stages, refs["loaded"], program)
         for i, total in enumerate(sums):
             store(refs["sums"].at[program, i], self.block.sum(total))
 
-    def _step(self, refs, scale, first_row, stages, wait, sums):
+    def _step(self, refs, parameters, first_row, stages, wait, sums):
         block, groups, known_statistics = self.block, self.block.groups(self.config.rows), None
         if "inv_std" in refs:
             known_statistics = [[block.load_statistics(refs, first_row + row) for row in rows] for rows in groups]
@@ -543,17 +552,21 @@ class _Backward(_Stream):
             hats, statistics = block.normalise(
                 xs, known_statistics and known_statistics[i], eps=self.eps, center=self.center
             )
-            sums = self._finish(xs, dys, hats, [a.inv_std for a in statistics], scale, sums)
+            sums = self._finish(xs, dys, hats, statistics, parameters, sums, "y" in refs)
         return sums
 
-    def _finish(self, xs, dys, hats, inv_stds, scale, sums):
-        """Puts dx in place of x, of blocks side by side, and adds to the sums."""
-        block = self.block
+    def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
+        """Puts dx, and y, in place of x and dy, of blocks side by side, and adds to the sums."""
+        block, (scale, *_) = self.block, parameters
         gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
         means = block.means(gradients, hats, scale, center=self.center)
-        for x_ref, hat, dy, inv_std, row_means in zip(xs, hats, gradients, inv_stds, means, strict=True):
+        for x_ref, dy_ref, hat, dy, (_, inv_std), row_means in zip(
+            xs, dys, hats, gradients, statistics, means, strict=True
+        ):
             hat, dy = hat(), dy()
             x_ref[...] = block.input_gradient(dy * scale, hat, inv_std, *row_means).astype(x_ref.dtype)
+            if with_y:
+                dy_ref[...] = _scaled(hat, *parameters).astype(x_ref.dtype)
             terms = (dy * hat, dy) if self.center else (dy * hat,)
             sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
         return sums

@@ -1,6 +1,7 @@
 """LayerNorm with a dense layer."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -88,29 +89,31 @@ def test_an_empty_batch_has_zero_gradients_in_the_parameters(implementation):
     assert all(np.array_equal(g, np.zeros(g.shape)) for g in gradients)
 
 
-def kept_shapes(dtype, implementation, arrays):
-    arrays = [jax.ShapeDtypeStruct(a.shape, dtype) for a in arrays]
+def kept_shapes(implementation, *shapes, dtype="float32"):
     op = functools.partial(layer_norm_linear, implementation=implementation)
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     backward = jax.eval_shape(lambda *arrays: jax.vjp(op, *arrays)[1], *arrays)
     return sorted(a.shape for a in jax.tree.leaves(backward))
 
 
 @ours
-def test_the_normalised_rows_and_a_number_a_row_are_kept_in_place_of_x(implementation):
-    arrays = normal((32, 64), (64,), (64,), (16, 64), (16,))
-    shapes = [a.shape for a in arrays]
-    assert kept_shapes("bfloat16", implementation, arrays) == sorted([*shapes, (32,)])
-    assert kept_shapes("float16", implementation, arrays) == sorted([*shapes, (32,), (32,)])
+def test_two_numbers_a_row_are_kept_beside_the_arguments(implementation):
+    shapes = (32, 64), (64,), (64,), (16, 64), (16,)
+    assert kept_shapes(implementation, *shapes) == sorted([*shapes, (32,), (32,)])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@ours
-def test_small_scales_lose_no_digits(dtype, implementation):
-    x, scale, bias, w, b = normal((16, 128), (128,), (128,), (32, 128), (32,))
-    arrays = [a.astype(dtype) for a in (x, (1 + scale / 10) * 1e-4, bias * 0, w / 12, b * 0)]
-    dy = [a.astype(dtype) for a in normal((16, 32), seed=1)]
-    actual = results_and_gradients(layer_norm_linear, arrays, dy, implementation=implementation)
-    assert_close(actual, reference(arrays, dy), 6e-3 if dtype == "bfloat16" else 1.5e-3)
+@pytest.mark.parametrize(
+    ("dtype", "rows", "out", "numbers"),
+    [
+        ("bfloat16", 65536, 1024, 1),
+        ("bfloat16", 16384, 4096, 2),
+        ("float16", 65536, 1024, 2),
+        ("float32", 65536, 1024, 2),
+    ],
+)
+def test_many_rows_in_bfloat16_are_kept_normalised_in_place_of_x(dtype, rows, out, numbers, on_hopper):
+    shapes = (rows, 1024), (1024,), (1024,), (out, 1024), (out,)
+    assert kept_shapes("pallas", *shapes, dtype=dtype) == sorted([*shapes, *[(rows,)] * numbers])
 
 
 @pytest.mark.parametrize(("hidden", "kernel"), [(256, True), (4096, True), (100, False), (1152, False), (16384, False)])
@@ -138,13 +141,20 @@ def of_kernels(monkeypatch):
         monkeypatch.setattr(module, "_MIN_ROWS", 64)
 
 
+def rows_normalised(monkeypatch):
+    """Few rows are kept normalised, too, where they are wide."""
+    of_kernels(monkeypatch)
+    monkeypatch.setattr(importlib.import_module("jaxbp.ops.layer_norm_linear"), "_MIN_ROWS_AN_OUTPUT", 0)
+
+
 @pytest.mark.rotating
+@pytest.mark.parametrize("prepare", [of_kernels, rows_normalised])
 @pytest.mark.parametrize("bias_of_outputs", [True, False])
 @FUSED
 def test_products_that_are_kernels_agree_with_the_formula_and_so_do_their_derivatives(
-    hidden, out, bias_of_outputs, monkeypatch
+    hidden, out, bias_of_outputs, prepare, monkeypatch
 ):
-    of_kernels(monkeypatch)
+    prepare(monkeypatch)
     shapes = (2, 64, hidden), (hidden,), (hidden,), (out, hidden), (out,)
     arrays = [(a / 4).astype("bfloat16") for a in normal(*shapes)]
     arrays = arrays if bias_of_outputs else arrays[:-1]
@@ -186,6 +196,19 @@ def test_none_programs_the_tensor_cores_on_hopper_alone(device, hidden, out):
     assert "mosaic_gpu" in program
     assert ("linear_backward_weights" in program) == (device is HOPPER)
     assert ("layer_norm_linear_backward_input" in program) == (device is HOPPER and hidden == 128)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("device", [HOPPER, BLACKWELL], ids=lambda device: device.kind)
+def test_many_rows_in_bfloat16_have_the_kernels_of_normalised_rows_on_hopper_alone(device):
+    shapes = (65536, 1024), (65536, 1024), (1024,), (1024,), (1024, 1024), (1024,)
+    dy, *arrays = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)
+    with targeting(device):
+        by_forward = cuda_program(lambda dy, *arrays: jax.vjp(layer_norm_linear, *arrays)[1](dy), dy, *arrays)
+        by_itself = cuda_program(layer_norm_linear_backward, dy, *arrays[:-1])
+    for program in (by_forward, by_itself):
+        for kernel in ("layer_norm_backward_input", "layer_norm_linear_backward_parameters"):
+            assert (kernel in program) == (device is HOPPER)
 
 
 @pytest.mark.parametrize("shift", [0, 100], ids=["", "far from zero"])

@@ -21,12 +21,12 @@ def assert_right():
 
 
 def run(kernels, dy, x, scale, bias, *, center, known, configs):
-    """(y, statistics), gradients; `known` hands the statistics on."""
+    """(y, statistics), (gradients, y of their pass); `known` hands the statistics on."""
     options = dict(eps=1e-5, center=center)
     bias, (forward, backward) = bias if center else None, configs
     y, *statistics = kernels.normalise(x, scale, bias, **options, config=forward)
     given = statistics if known else (None, None)
-    return (y, *statistics), kernels.gradients(dy, x, scale, *given, **options, config=backward)
+    return (y, *statistics), kernels.gradients(dy, x, scale, bias, *given, **options, with_y=True, config=backward)
 
 
 def expected(dy, x, scale, bias, *, center):
@@ -38,32 +38,4 @@ def expected(dy, x, scale, bias, *, center):
     y = normalised * scale + (bias if center else 0)
     dx = inv_std * (t - mean(t) * center - normalised * mean(t * normalised))
     statistics = (mean(x) - x[:, :1])[:, 0] if center else None, inv_std[:, 0]
-    return (y, *statistics), (dx, (dy * normalised).sum(0), dy.sum(0) if center else None)
-
-
-@pytest.fixture
-def assert_input_gradient_right():
-    """Holds the kernels of dx alone, by x̂ and by x, against float64."""
-
-    def check(kernels, rows, hidden, dtype, tolerance, *, config=None):
-        dy, x, scale = (a.astype(dtype) for a in normal((rows, hidden), (rows, hidden), (hidden,)))
-        inv_std = abs(normal((rows,), seed=1)[0])
-
-        @jax.jit
-        def both(dy, x, scale, inv_std):
-            from_x = kernels.input_gradient_from_x(dy, x, scale, eps=1e-5, config=config)
-            return kernels.input_gradient(dy, x, scale, inv_std, config=config), from_x
-
-        actual = jax.block_until_ready(both(dy, x, scale, inv_std))
-        dy, x, scale, inv_std = (np.asarray(a, np.float64) for a in (dy, x, scale, inv_std[:, None]))
-        mean = lambda a: a.mean(-1, keepdims=True)  # noqa: E731
-        centred, t = x - mean(x), dy * scale
-        own_inv_std = 1 / np.sqrt(mean(centred**2) + 1e-5)
-
-        def dx(hat, inv_std):
-            return inv_std * (t - mean(t) - hat * mean(t * hat))
-
-        hat = centred * own_inv_std
-        assert_close(actual, (dx(x, inv_std), (dx(hat, own_inv_std), hat)), tolerance)
-
-    return check
+    return (y, *statistics), (dx, (dy * normalised).sum(0), dy.sum(0) if center else None, y)

@@ -25,12 +25,6 @@ def test_they_take_rows_of_any_length(rows, hidden, dtype, center, assert_right)
         assert_right(kernels, rows, hidden, dtype, dtype if hidden > 1 else 1e-2, center=center, known=False)
 
 
-@pytest.mark.parametrize(("rows", "hidden", "dtype"), [(3, 1, "float32"), (70, 5, "float32"), (2, 1000, "bfloat16")])
-def test_dx_alone_takes_rows_of_any_length(rows, hidden, dtype, assert_input_gradient_right):
-    with on_the_cpu():
-        assert_input_gradient_right(kernels, rows, hidden, dtype, dtype if hidden > 1 else 1e-2)
-
-
 def test_programs_divide_the_rows_and_own_columns(assert_right):
     configs = NormaliseConfig(vector=128), GradientsConfig(vector=256, rows=2, columns=256)
     with on_the_cpu():
@@ -54,14 +48,14 @@ def structs(rows, hidden):
 def test_the_heuristic_divides_rows_among_multiprocessors_and_columns_among_registers(rows, hidden, config, on_hopper):
     x, scale = structs(rows, hidden)
     options = dict(eps=1e-5, center=True)
-    assert kernels.gradients.heuristic(x, x, scale, None, None, **options) == config
+    assert kernels.gradients.heuristic(x, x, scale, scale, None, None, **options) == config
     assert kernels.normalise.heuristic(x, scale, scale, **options) == NormaliseConfig(config.vector)
 
 
 def test_more_multiprocessors_have_fewer_rows_each():
     x, scale = structs(8192, 768)
     with targeting(dataclasses.replace(HOPPER, multiprocessors=512)):
-        assert kernels.gradients.heuristic(x, x, scale, None, None, eps=1e-5, center=True).rows == 4
+        assert kernels.gradients.heuristic(x, x, scale, scale, None, None, eps=1e-5, center=True).rows == 4
 
 
 def test_every_gpu_with_kernels_takes_them():
@@ -69,4 +63,4 @@ def test_every_gpu_with_kernels_takes_them():
     for device in (HOPPER, BLACKWELL_RTX):
         with targeting(device):
             assert kernels.normalise.pays(x, scale, scale, eps=1e-5, center=True)
-            assert kernels.gradients.pays(x, x, scale, None, None, eps=1e-5, center=True)
+            assert kernels.gradients.pays(x, x, scale, scale, None, None, eps=1e-5, center=True)

@@ -4,8 +4,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from helpers import on_the_cpu
+from helpers import assert_close, normal, on_the_cpu
 
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
@@ -40,20 +41,43 @@ def test_the_simulator_finds_them_right(name, center, known, assert_right):
         assert_right(kernels, rows, hidden, dtype, dtype, center=center, known=known, configs=configs)
 
 
+def assert_input_gradient_right(rows, hidden, dtype, config):
+    """Holds the kernels of dx alone, by x̂ and by x, against float64."""
+    dy, x, scale = (a.astype(dtype) for a in normal((rows, hidden), (rows, hidden), (hidden,)))
+    inv_std = abs(normal((rows,), seed=1)[0])
+
+    @jax.jit
+    def both(dy, x, scale, inv_std):
+        from_x = kernels.input_gradient_from_x(dy, x, scale, eps=1e-5, config=config)
+        return kernels.input_gradient(dy, x, scale, inv_std, config=config), from_x
+
+    actual = jax.block_until_ready(both(dy, x, scale, inv_std))
+    dy, x, scale, inv_std = (np.asarray(a, np.float64) for a in (dy, x, scale, inv_std[:, None]))
+    mean = lambda a: a.mean(-1, keepdims=True)  # noqa: E731
+    centred, t = x - mean(x), dy * scale
+    own_inv_std = 1 / np.sqrt(mean(centred**2) + 1e-5)
+
+    def dx(hat, inv_std):
+        return inv_std * (t - mean(t) - hat * mean(t * hat))
+
+    hat = centred * own_inv_std
+    assert_close(actual, (dx(x, inv_std), (dx(hat, own_inv_std), hat)), dtype)
+
+
 @pytest.mark.rotating
 @can_simulate
 @pytest.mark.parametrize("name", CASES)
-def test_the_simulator_finds_dx_alone_right(name, assert_input_gradient_right):
+def test_the_simulator_finds_dx_alone_right(name):
     (rows, hidden, dtype), sizes = CASES[name]
     config = Config(**{"stages": 3, "programs": 1} | sizes)
     with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=2)):
-        assert_input_gradient_right(kernels, rows, hidden, dtype, dtype, config=config)
+        assert_input_gradient_right(rows, hidden, dtype, config)
 
 
 def arguments(hidden, dtype):
     """(kernel, its arguments, the arrays that it streams)."""
     x, scale = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1000, hidden), (hidden,)))
-    return [(kernels.normalise, (x, scale, scale), 1), (kernels.gradients, (x, x, scale, None, None), 2)]
+    return [(kernels.normalise, (x, scale, scale), 1), (kernels.gradients, (x, x, scale, scale, None, None), 2)]
 
 
 OPTIONS = dict(eps=1e-5, center=True)
@@ -92,6 +116,23 @@ def test_they_take_rows_that_come_in_whole_pieces(hidden, dtype, streamed, on_ho
 def test_the_heuristic_is_the_sweeps_on_hopper(hidden, dtype, forward, backward, on_hopper):
     found = [kernel.heuristic(*arrays, **OPTIONS) for kernel, arrays, _ in arguments(hidden, dtype)]
     assert found == [forward, backward]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "by_hat", "from_x"),
+    [(1024, Config(4, 3, 2), Config(4, 2, 3)), (4096, Config(2, 2, 3), Config(2, 2, 3))],
+)
+def test_the_heuristic_of_dx_alone_is_the_sweeps_on_hopper(hidden, by_hat, from_x, on_hopper):
+    x = jax.ShapeDtypeStruct((1000, hidden), "bfloat16")
+    assert kernels.input_gradient.heuristic(x, x, None, None) == by_hat
+    assert kernels.input_gradient_from_x.heuristic(x, x, None, eps=1e-5) == from_x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("hidden", [256, 1024, 4096])
+def test_gpu_dx_alone_matches_float64(hidden, dtype):
+    assert_input_gradient_right(5001, hidden, dtype, None)
 
 
 @pytest.mark.parametrize("device", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
