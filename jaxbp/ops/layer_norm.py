@@ -84,7 +84,7 @@ def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False)
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     normalised, dy = _normalised(x, offset, inv_std), widen(dy)
-    dx = input_gradient(dy, normalised, scale, inv_std, center=center).astype(x.dtype)
+    dx = input_gradient(dy * widen(scale), normalised, inv_std, center=center).astype(x.dtype)
     dscale, dbias = jnp.sum(rows(dy * normalised), axis=0), jnp.sum(rows(dy), axis=0) if center else None
     return dx, dscale, dbias, _scaled(normalised, scale, bias, x.dtype) if with_y else None
 
@@ -100,32 +100,32 @@ def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y
     return dx.reshape(x.shape), *sums, y if y is None else y.reshape(x.shape)
 
 
-def input_gradient(dy, normalised, scale, inv_std, *, center=True):
-    """dx by x̂ and inv_std, in x̂'s dtype."""
-    dtype, t, normalised = normalised.dtype, widen(dy) * widen(scale), widen(normalised)
+def input_gradient(t, normalised, inv_std, *, center=True):
+    """dx by `t = dy * scale`, x̂ and inv_std, in x̂'s dtype."""
+    dtype, t, normalised = normalised.dtype, widen(t), widen(normalised)
     dx = t - normalised * jnp.mean(t * normalised, axis=-1, keepdims=True)
     if center:
         dx -= jnp.mean(t, axis=-1, keepdims=True)
     return (dx * inv_std[..., None]).astype(dtype)
 
 
-def input_gradient_from_x(dy, x, scale, *, eps):
+def input_gradient_from_x(t, x, *, eps):
     """(dx, x̂), both in x's dtype."""
     offset, inv_std = row_statistics(x, eps=eps, center=True)
     normalised = _normalised(x, offset, inv_std).astype(x.dtype)
-    return input_gradient(dy, normalised, scale, inv_std), normalised
+    return input_gradient(t, normalised, inv_std), normalised
 
 
-def input_gradient_kernel(dy, normalised, scale, inv_std):
+def input_gradient_kernel(t, normalised, inv_std):
     """`input_gradient` by a kernel, for rows that can be streamed."""
-    kernel, arrays = layer_norm_streamed.input_gradient, (rows(dy), rows(normalised), scale, inv_std.ravel())
-    return on_gpu(kernel, input_gradient, *arrays).reshape(dy.shape)
+    arrays = rows(t), rows(normalised), inv_std.ravel()
+    return on_gpu(layer_norm_streamed.input_gradient, input_gradient, *arrays).reshape(t.shape)
 
 
-def input_gradient_from_x_kernel(dy, x, scale, *, eps):
+def input_gradient_from_x_kernel(t, x, *, eps):
     """`input_gradient_from_x` by a kernel, for rows that can be streamed."""
     from_x = layer_norm_streamed.input_gradient_from_x, input_gradient_from_x
-    results = on_gpu(*(functools.partial(f, eps=eps) for f in from_x), rows(dy), rows(x), scale)
+    results = on_gpu(*(functools.partial(f, eps=eps) for f in from_x), rows(t), rows(x))
     return tuple(a.reshape(x.shape) for a in results)
 
 

@@ -3,9 +3,11 @@
 The normalised rows are not kept for the backward, which makes them again. But the kernels for many rows in bfloat16
 keep them, before scale and bias, in place of x: with x̂ for these
 
-    z = x̂ (w * scale)ᵀ + b + w bias,
+    z = x̂ vᵀ + b + w bias,    v = w * scale,    t = dy v,
+    dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),
 
-and with `s = Σ dyᵀ x̂` over the rows the gradients in the parameters need no other sums over them than db:
+means over a row, and with `s = Σ dyᵀ x̂` over the rows the gradients in the parameters need no other sums over these
+than db:
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,    db = Σ dy,
 
@@ -13,6 +15,7 @@ sums but the last over the outputs. docs/layer_norm.md has the derivation.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -81,12 +84,12 @@ def _dense_kernel(y, w, b, *, precision):
 
 def _keeps_normalised(x, w):
     """Whether "pallas" keeps x̂ in place of x. In float16 `w * scale` may be too small for its digits."""
-    matrix, outputs = rows(x), w.shape[0]
-    dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((matrix.shape[0], outputs), (outputs,)))
+    count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
+    matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))
     return (
         x.dtype == jnp.bfloat16
-        and matrix.shape[0] >= _MIN_ROWS_AN_OUTPUT * outputs
-        and layer_norm_streamed.input_gradient.pays(matrix, matrix, None, None)
+        and count >= _MIN_ROWS_AN_OUTPUT * outputs
+        and layer_norm_streamed.input_gradient.pays(matrix, matrix, None)
         and linear_sm90.forward.pays(matrix, w, b)
         and linear_sm90.weights_gradient.pays(dy, matrix)
     )
@@ -95,10 +98,13 @@ def _keeps_normalised(x, w):
 def _normalised_results(normalise, dense, x, scale, bias, w, b, *, eps, precision):
     """(z, x̂, inv_std)."""
     normalised, _, inv_std = normalise(x, jnp.ones_like(scale), jnp.zeros_like(bias), eps=eps, center=True)
-    weights = (widen(w) * widen(scale)).astype(w.dtype)
     offsets = jnp.sum(widen(w) * widen(bias), axis=1)
     offsets = offsets if b is None else offsets + widen(b)
-    return dense(normalised, weights, offsets, precision=precision), normalised, inv_std
+    return dense(normalised, _scaled_weights(w, scale), offsets, precision=precision), normalised, inv_std
+
+
+def _scaled_weights(w, scale):
+    return (widen(w) * widen(scale)).astype(w.dtype)
 
 
 _RESULTS = differentiable(_results_kernel, _results, leading(0))
@@ -141,8 +147,9 @@ def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, 
     if normalised is None:
         gradients = functools.partial(_backward, layer_norm.gradients, _parameters)
         return gradients(dy, x, scale, bias, w, b, offset, inv_std, eps=eps, precision=precision)
-    dn = jnp.matmul(dy, w, precision=precision)
-    dx = layer_norm.input_gradient(dn, normalised, scale, inv_std)
+    # Of what the kernels keep, for their derivatives: the formulas' own forward keeps x.
+    t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
+    dx = layer_norm.input_gradient(t, normalised, inv_std)
     s, db = _sums(rows(dy), rows(normalised))
     return dx, *_of_sums(_parameters_of_sums, s, db, scale, bias, w, b)
 
@@ -169,13 +176,14 @@ def _fused_backward(dy, x, scale, bias, w, b, offset, inv_std):
 
 def _normalised_backward(dy, x, scale, bias, w, b, inv_std, normalised, *, eps, precision):
     """From x̂ or, where x is given in its place, from that."""
-    dn = jnp.matmul(dy, w, precision=precision)
+    t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     if normalised is None:
-        dx, normalised = layer_norm.input_gradient_from_x_kernel(dn, x, scale, eps=eps)
+        dx, normalised = layer_norm.input_gradient_from_x_kernel(t, x, eps=eps)
     else:
-        dx = layer_norm.input_gradient_kernel(dn, normalised, scale, inv_std)
+        dx = layer_norm.input_gradient_kernel(t, normalised, inv_std)
     s, db = _sums_kernel(rows(dy), rows(normalised))
-    return dx, *_of_sums(kernels.parameter_gradients, s, db, scale, bias, w, b)
+    parameters = functools.partial(on_gpu, kernels.parameter_gradients, _parameters_of_sums)
+    return dx, *_of_sums(parameters, s, db, scale, bias, w, b)
 
 
 def _parameters(dy, y, *, precision):

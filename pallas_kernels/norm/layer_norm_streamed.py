@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm of rows that stream through shared memory: the forward, and all gradients in one pass.
+"""LayerNorm and RMSNorm of rows that stream through shared memory: the forward, and all gradients, or dx, in one pass.
 
     y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + eps)
 
@@ -102,11 +102,11 @@ def _gradients_supports(dy, x, scale, bias, offset, inv_std, *, eps, center, wit
     return _supports(x, arrays=2)
 
 
-def _input_gradient_supports(dy, normalised, scale, inv_std):
+def _input_gradient_supports(t, normalised, inv_std):
     return _supports(normalised, arrays=2)
 
 
-def _input_gradient_from_x_supports(dy, x, scale, *, eps):
+def _input_gradient_from_x_supports(t, x, *, eps):
     return _supports(x, arrays=2)
 
 
@@ -121,12 +121,12 @@ def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, wi
     return _heuristic(x, arrays=2, stages=3, programs=4)
 
 
-def _input_gradient_heuristic(dy, normalised, scale, inv_std):
-    stages, programs = (3, 2) if _block(dy.shape[1]).row_per_warp else (2, 3)
+def _input_gradient_heuristic(t, normalised, inv_std):
+    stages, programs = (3, 2) if _block(t.shape[1]).row_per_warp else (2, 3)
     return _heuristic(normalised, arrays=2, stages=stages, programs=programs)
 
 
-def _input_gradient_from_x_heuristic(dy, x, scale, *, eps):
+def _input_gradient_from_x_heuristic(t, x, *, eps):
     return _heuristic(x, arrays=2, stages=2, programs=3)
 
 
@@ -221,43 +221,41 @@ def gradients(
 
 
 @kernel(supports=_input_gradient_supports, heuristic=_input_gradient_heuristic)
-def input_gradient(dy: Array, normalised: Array, scale: Array, inv_std: Array, *, config: Config) -> Array:
+def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Config) -> Array:
     """dx alone, by x̂ and `t = dy * scale`: `inv_std * (t - mean(t) - x̂ * mean(t * x̂))`, in x̂'s dtype.
 
     Args:
-      dy, normalised: `(rows, hidden)`, the latter x̂.
-      scale: `(hidden,)`.
+      t, normalised: `(rows, hidden)`, the latter x̂.
       inv_std: `(rows,)`, float32.
     """
-    return _launch_input_gradient(dy, normalised, scale, config, inv_std=inv_std)[0]
+    return _launch_input_gradient(t, normalised, inv_std, None, config)[0]
 
 
 @kernel(supports=_input_gradient_from_x_supports, heuristic=_input_gradient_from_x_heuristic)
-def input_gradient_from_x(dy: Array, x: Array, scale: Array, *, eps: float, config: Config) -> tuple[Array, Array]:
+def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> tuple[Array, Array]:
     """dx and x̂ in x's dtype, as `input_gradient` and `normalise` without scale and bias, in one pass.
 
     Args:
-      dy, x: `(rows, hidden)`.
-      scale: `(hidden,)`.
+      t, x: `(rows, hidden)`.
     """
-    return _launch_input_gradient(dy, x, scale, config, eps=eps)
+    return _launch_input_gradient(t, x, None, eps, config)
 
 
-def _launch_input_gradient(dy, x, scale, config, *, inv_std=None, eps=None):
-    """(dx,), or (dx, x̂) without inv_std."""
+def _launch_input_gradient(t, x, inv_std, eps, config):
+    """(dx,) of rows x̂ in x's place, with inv_std; or (dx, x̂) of rows x, with eps."""
     (rows, hidden), block = x.shape, _block(x.shape[1])
     programs, padded_rows = _division(rows, config)
-    arrays = {name: block.split_columns(a) for name, a in {"dy": dy, "x": x, "scale": scale}.items()}
-    if inv_std is not None:
-        arrays["inv_std"] = jnp.pad(inv_std, (0, padded_rows - rows))
-    out = ["dx"] if eps is None else ["dx", "normalised"]
-    names = (*arrays, *out, "dy_stages", "x_stages", "loaded")
+    arrays = {"t": block.split_columns(t), "x": block.split_columns(x)}
+    out = ["dx", "normalised"]
+    if eps is None:
+        arrays["inv_std"], out = jnp.pad(inv_std, (0, padded_rows - rows)), ["dx"]
+    names = (*arrays, *out, "t_stages", "x_stages", "loaded")
     results = launch(
         _InputGradient(block, config, programs, names, eps).body,
         *arrays.values(),
         out=(jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype),) * len(out),
         grid={"program": programs},
-        scratch=_stages(block, config, dy, x),
+        scratch=_stages(block, config, t, x),
         name="layer_norm_backward_input",
     )
     return tuple(a.reshape(rows, hidden) for a in results)
@@ -407,11 +405,11 @@ class _Block:
         return self.combine(jnp.multiply, x, inv_stds), statistics
 
     def means(
-        self, gradients: Sequence[Callable], hats: Sequence[Callable], scale: Array, *, center: bool
+        self, ts: Sequence[Callable], hats: Sequence[Callable], *, center: bool
     ) -> list[tuple[Array, Array | None]]:
-        """(mean(t * x̂), mean(t) with `center`) of each row of blocks side by side, with `t = dy * scale`."""
-        projections = [self.mean(dy() * scale * hat()) for dy, hat in zip(gradients, hats, strict=True)]
-        means = [self.mean(dy() * scale) if center else None for dy in gradients]
+        """(mean(t * x̂), mean(t) with `center`) of each row of blocks side by side."""
+        projections = [self.mean(t() * hat()) for t, hat in zip(ts, hats, strict=True)]
+        means = [self.mean(t()) if center else None for t in ts]
         return list(zip(projections, means, strict=True))
 
     def input_gradient(self, t: Array, hat: Array, inv_std: Array, projection: Array, mean: Array | None) -> Array:
@@ -559,7 +557,7 @@ class _Backward(_Stream):
         """Puts dx, and y, in place of x and dy, of blocks side by side, and adds to the sums."""
         block, (scale, *_) = self.block, parameters
         gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
-        means = block.means(gradients, hats, scale, center=self.center)
+        means = block.means([lambda dy=dy: dy() * scale for dy in gradients], hats, center=self.center)
         for x_ref, dy_ref, hat, dy, (_, inv_std), row_means in zip(
             xs, dys, hats, gradients, statistics, means, strict=True
         ):
@@ -581,11 +579,10 @@ class _InputGradient(_Stream):
     def body(self, *refs: Any, program: Any) -> None:
         refs = dict(zip(self.names, refs, strict=True))
         targets = [refs[name] for name in ("dx", "normalised") if name in refs]
-        stages = [refs["dy_stages"], refs["x_stages"]]
-        step = functools.partial(self._step, refs.get("inv_std"), self.block.load_parameter(refs["scale"]))
-        self.stream(step, None, [refs["dy"], refs["x"]], targets, stages, refs["loaded"], program)
+        stages, step = [refs["t_stages"], refs["x_stages"]], functools.partial(self._step, refs.get("inv_std"))
+        self.stream(step, None, [refs["t"], refs["x"]], targets, stages, refs["loaded"], program)
 
-    def _step(self, inv_std, scale, first_row, stages, wait, _):
+    def _step(self, inv_std, first_row, stages, wait, _):
         block, groups = self.block, self.block.groups(self.config.rows)
         inv_stds = [
             [None if inv_std is None else block.load_row_values(inv_std, first_row + row) for row in rows]
@@ -593,15 +590,15 @@ class _InputGradient(_Stream):
         ]
         wait()
         for rows, known in zip(groups, inv_stds, strict=True):
-            dys, xs = ([block.block_rows(stage, row) for row in rows] for stage in stages)
-            gradients, hats = ([block.values(functools.partial(block.load, ref)) for ref in refs] for refs in (dys, xs))
+            t_refs, x_refs = ([block.block_rows(stage, row) for row in rows] for stage in stages)
+            ts, hats = ([block.values(functools.partial(block.load, ref)) for ref in refs] for refs in (t_refs, x_refs))
             if self.eps is not None:
-                hats, statistics = block.normalise(xs, None, eps=self.eps, center=True)
+                hats, statistics = block.normalise(x_refs, None, eps=self.eps, center=True)
                 known = [a.inv_std for a in statistics]
-            means = block.means(gradients, hats, scale, center=True)
-            for dy_ref, x_ref, dy, hat, value, row_means in zip(dys, xs, gradients, hats, known, means, strict=True):
+            means = block.means(ts, hats, center=True)
+            for t_ref, x_ref, t, hat, value, row_means in zip(t_refs, x_refs, ts, hats, known, means, strict=True):
                 hat = hat()
-                dy_ref[...] = block.input_gradient(dy() * scale, hat, value, *row_means).astype(dy_ref.dtype)
+                t_ref[...] = block.input_gradient(t(), hat, value, *row_means).astype(t_ref.dtype)
                 if self.eps is not None:
                     x_ref[...] = hat.astype(x_ref.dtype)
 

@@ -43,18 +43,18 @@ def test_the_simulator_finds_them_right(name, center, known, assert_right):
 
 def assert_input_gradient_right(rows, hidden, dtype, config):
     """Holds the kernels of dx alone, by x̂ and by x, against float64."""
-    dy, x, scale = (a.astype(dtype) for a in normal((rows, hidden), (rows, hidden), (hidden,)))
+    t, x = (a.astype(dtype) for a in normal((rows, hidden), (rows, hidden)))
     inv_std = abs(normal((rows,), seed=1)[0])
 
     @jax.jit
-    def both(dy, x, scale, inv_std):
-        from_x = kernels.input_gradient_from_x(dy, x, scale, eps=1e-5, config=config)
-        return kernels.input_gradient(dy, x, scale, inv_std, config=config), from_x
+    def both(t, x, inv_std):
+        from_x = kernels.input_gradient_from_x(t, x, eps=1e-5, config=config)
+        return kernels.input_gradient(t, x, inv_std, config=config), from_x
 
-    actual = jax.block_until_ready(both(dy, x, scale, inv_std))
-    dy, x, scale, inv_std = (np.asarray(a, np.float64) for a in (dy, x, scale, inv_std[:, None]))
+    actual = jax.block_until_ready(both(t, x, inv_std))
+    t, x, inv_std = (np.asarray(a, np.float64) for a in (t, x, inv_std[:, None]))
     mean = lambda a: a.mean(-1, keepdims=True)  # noqa: E731
-    centred, t = x - mean(x), dy * scale
+    centred = x - mean(x)
     own_inv_std = 1 / np.sqrt(mean(centred**2) + 1e-5)
 
     def dx(hat, inv_std):
@@ -124,8 +124,8 @@ def test_the_heuristic_is_the_sweeps_on_hopper(hidden, dtype, forward, backward,
 )
 def test_the_heuristic_of_dx_alone_is_the_sweeps_on_hopper(hidden, by_hat, from_x, on_hopper):
     x = jax.ShapeDtypeStruct((1000, hidden), "bfloat16")
-    assert kernels.input_gradient.heuristic(x, x, None, None) == by_hat
-    assert kernels.input_gradient_from_x.heuristic(x, x, None, eps=1e-5) == from_x
+    assert kernels.input_gradient.heuristic(x, x, None) == by_hat
+    assert kernels.input_gradient_from_x.heuristic(x, x, eps=1e-5) == from_x
 
 
 @pytest.mark.gpu
