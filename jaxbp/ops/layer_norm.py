@@ -94,6 +94,9 @@ def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y
     options = dict(eps=eps, center=center, with_y=with_y)
     if x.size == 0:
         return gradients(dy, x, scale, bias, offset, inv_std, **options)
+    if inv_std is None and eps < jnp.finfo(jnp.float32).tiny:
+        # The streamed kernel fills its last group up with zeros, of whose deviation it would take the reciprocal.
+        offset, inv_std = row_statistics(x, eps=eps, center=center)
     statistics = (a if a is None else a.ravel() for a in (offset, inv_std))
     arrays = rows(dy), rows(x), scale, bias, *statistics
     dx, *sums, y = _streamed_if_faster(layer_norm_streamed.gradients, kernels.gradients, *arrays, **options)

@@ -1,5 +1,6 @@
 """LayerNorm and RMSNorm."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from helpers import (
     every_implementation,
     in_float64,
     normal,
+    on_the_cpu,
     ours,
     relative_error,
     results_and_gradients,
@@ -21,7 +23,8 @@ from jax.test_util import check_grads
 import jaxbp
 from jaxbp import layer_norm, layer_norm_backward, rms_norm
 from jaxbp import rms_norm_backward as rms_backward
-from pallas_kernels.core.device import BLACKWELL_RTX, targeting
+from pallas_kernels.core.device import BLACKWELL_RTX, HOPPER, targeting
+from pallas_kernels.core.simulator import simulated
 
 pytestmark = pytest.mark.once
 
@@ -100,6 +103,17 @@ def test_half_precisions_far_from_zero_match_float64(dtype, implementation):
     actual = results_and_gradients(layer_norm, arrays, [dy], implementation=implementation)
     assert {a.dtype.name for a in jax.tree.leaves(actual)} == {dtype}
     assert_close(actual, reference(layer_norm, arrays, [dy]), dtype)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older simulators lack bulk copies")
+@pytest.mark.parametrize("backward", [layer_norm_backward, rms_backward])
+def test_without_an_eps_no_row_that_only_fills_a_group_joins_the_sums(backward):
+    dy, x, scale = normal((5, 128), (5, 128), (128,))
+    expected = in_float64(functools.partial(backward, eps=0.0, implementation="autodiff"), dy, x, scale)
+    with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=2)):
+        run = jax.jit(functools.partial(backward, eps=0.0, implementation="pallas"))
+        actual = jax.block_until_ready(run(dy, x, scale))
+    assert_close(actual, expected, "float32")
 
 
 def test_half_precisions_are_summed_in_float32():
