@@ -23,23 +23,31 @@ _MIN_CORES = 4
 """On two busy cores nothing is gained: docs/lab/2026-11-24-compile.md."""
 
 
-def compiles_ahead(module_context: Any) -> bool:
+def compiles_ahead(module_context: Any, keeps_kernels: bool) -> bool:
     """Whether kernels of the program that is being lowered are compiled ahead.
 
-    They are where it is lowered for this machine's GPUs alone, which has cores to spare, and where JAX keeps no
-    programs from one process to the next: a program that is found there needs no kernel compiled.
+    They are where it is lowered for this machine's GPUs alone, which has cores to spare, and where a kernel that is
+    lowered will be compiled: not where JAX keeps programs from one process to the next, which are lowered to find them,
+    unless kernels are kept beside them (`kept_kernels`), so that only new ones are lowered.
     """
     return (
         jax.default_backend() == "gpu"
         and tuple(module_context.platforms) == ("cuda",)
         and not module_context.lowering_parameters.for_export
         and _cores() >= _MIN_CORES
-        and jax.config.jax_compilation_cache_dir is None
+        and (keeps_kernels or jax.config.jax_compilation_cache_dir is None)
     )
 
 
-def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> Callable[..., Any]:
-    """The function, lowered for CUDA once and for all, while a thread begins to compile it.
+def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> export.Exported:
+    """`lowered`, while a thread begins to compile it."""
+    exported = lowered(function, avals)
+    _threads().submit(_compile, exported)
+    return exported
+
+
+def lowered(function: Callable[..., Any], avals: Sequence[Any]) -> export.Exported:
+    """The function, lowered for CUDA once and for all.
 
     Args:
       function: of arrays, to a list of arrays.
@@ -47,12 +55,11 @@ def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> Callab
     """
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
-    exported = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*structs)
-    _threads().submit(_compile, exported, structs)
-    return exported.call
+    return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*structs)
 
 
-def _compile(exported, structs):
+def _compile(exported):
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in exported.in_avals]
     jax.jit(exported.call).lower(*structs).compile()
 
 

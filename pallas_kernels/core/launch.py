@@ -36,7 +36,8 @@ from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from pallas_kernels.core.compilation import compiled_ahead, compiles_ahead
+from pallas_kernels.core import kept_kernels
+from pallas_kernels.core.compilation import compiled_ahead, compiles_ahead, lowered
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
@@ -60,7 +61,7 @@ def launch(
     Args:
       body: the kernel. It writes every element of every output.
       arrays: the inputs, whole.
-      out: a `jax.ShapeDtypeStruct`, or a tuple of them.
+      out: a `jax.ShapeDtypeStruct`, or an array of that shape and dtype, or a tuple of them.
       grid: axis name -> number of programs. The last axis runs fastest.
       name: the kernel's name in programs and profiles.
       warpgroups: that many run each program together, told apart by the further program id `warpgroup`.
@@ -82,6 +83,7 @@ def launch(
     options = {"lowering_semantics": plgpu.LoweringSemantics.Lane, "unsafe_no_auto_barriers": not barriers}
     if not sums_across_warps:
         options["reduction_scratch_bytes"] = 0
+    out = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), out)
     call = dict(out=out, grid=grid, name=name, scratch=scratch)
     mosaic = functools.partial(_mosaic, body, **call, cluster=cluster or {}, warpgroups=warpgroups, options=options)
     interpreter = functools.partial(_interpret, body, **call)
@@ -161,20 +163,17 @@ def _(*_, shapes, **functions):
 
 
 def _bind(name, mosaic, interpreter, arrays, out, in_place):
-    leaves, structure = jax.tree.flatten(out)
-    shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
+    shapes, structure = jax.tree.flatten(out)
     # A body is traced when it is lowered, in the contexts of that moment: those that matter to it come along.
     functions = dict(cuda=in_place, batched=mosaic, default=interpreter)
-    functions = {key: _delay_tracing(function, jax.config.jax_enable_x64) for key, function in functions.items()}
-    return structure.unflatten(_launch_p.bind(*arrays, name=name, shapes=shapes, **functions))
+    x64 = jax.config.jax_enable_x64
+    functions = {key: functools.partial(_trace, function, x64) for key, function in functions.items()}
+    return structure.unflatten(_launch_p.bind(*arrays, name=name, shapes=tuple(shapes), **functions))
 
 
-def _delay_tracing(function, x64):
-    def flat_function(*arrays):
-        with jax.enable_x64(x64), _check_vma(False):
-            return jax.tree.leaves(function(*arrays))
-
-    return flat_function
+def _trace(function, x64, *arrays):
+    with jax.enable_x64(x64), _check_vma(False):
+        return jax.tree.leaves(function(*arrays))
 
 
 mlir.register_lowering(
@@ -183,18 +182,28 @@ mlir.register_lowering(
 
 
 def _lower_for_cuda(context, *arrays, cuda, **_):
-    ahead = compiles_ahead(context.module_context)
-    function = compiled_ahead(cuda, context.avals_in) if ahead else cuda
+    function, avals = cuda, context.avals_in
+    kept_in = kept_kernels.folder(context.module_context)
+    ahead = compiles_ahead(context.module_context, kept_in is not None)
+    lower = compiled_ahead if ahead else lowered
+    if kept_in is not None:
+        function = kept_kernels.kept_or_lowered(lower, cuda, avals, kept_in).call
+    elif ahead:
+        function = lower(cuda, avals).call
     return mlir.lower_fun(function, multiple_results=True)(context, *arrays)
 
 
 mlir.register_lowering(_launch_p, _lower_for_cuda, platform="cuda", cacheable=False)
 
 
+def _over_axes(function, axes, *arrays):
+    return jax.vmap(function, axes)(*arrays)
+
+
 def _batch(arrays, axes, *, name, shapes, batched, default, **_):
     size = next(a.shape[axis] for a, axis in zip(arrays, axes, strict=True) if axis is not None)
     # JAX does not batch kernels that change an array in place.
-    batched, default = (jax.vmap(function, tuple(axes)) for function in (batched, default))
+    batched, default = (functools.partial(_over_axes, function, tuple(axes)) for function in (batched, default))
     shapes = tuple(jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a in shapes)
     functions = dict(cuda=batched, batched=batched, default=default)
     return _launch_p.bind(*arrays, name=name, shapes=shapes, **functions), (0,) * len(shapes)

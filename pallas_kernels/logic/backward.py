@@ -52,9 +52,9 @@ def _load(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
     return [ref[row, block].astype(jnp.float32) for block in lanes]
 
 
-def _dy_row(dy_ref: Any, graph: Graph, gate: Any) -> Any:
-    """The row of dy that is a gate's."""
-    run = graph.gates // dy_ref.shape[0]
+def _dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
+    """The row of dy that is a gate's, of so many gates of a layer."""
+    run = layer_gates // dy_ref.shape[0]
     return gate if run == 1 else quotient(gate, run)
 
 
@@ -112,12 +112,13 @@ def gradients_by_gate(
 ) -> tuple[Array, Array]:
     """(dx, dc). A program owns `_GATES` gates and some lane blocks, and reads each row that it needs once. No other
     reads what it reads of x: dx may take x's place."""
+    layer_gates = graph.gates
 
     def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
         lanes = _lanes(block, config.blocks)
-        gates = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(graph, group)]
+        gates = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(layer_gates, group)]
         slopes = [[c_ref[g, k] for k in (1, 2, 3)] for g, _, _ in gates]
-        values = _values_of_gates(dy_ref, graph, x_ref, gates, lanes)
+        values = _values_of_gates(dy_ref, layer_gates, x_ref, gates, lanes)
         for (_, a, b), (slope_a, slope_b, slope_ab), gate_values in zip(gates, slopes, values, strict=True):
             for lane_block, (dy, value_a, value_b) in zip(lanes, gate_values, strict=True):
                 dx_ref[a, lane_block] = (dy * (slope_a + slope_ab * value_b)).astype(dx_ref.dtype)
@@ -126,7 +127,7 @@ def gradients_by_gate(
 
     arrays = dy, coefficients.astype(jnp.float32), graph.a, graph.b, x
     name = "gate_layer_backward_by_gate"
-    dx, dc = _launch_by_gates(body, graph.gates, *arrays, out=(x,), blocks=config.blocks, name=name, in_place={4: 0})
+    dx, dc = _launch_by_gates(body, layer_gates, *arrays, out=(x,), blocks=config.blocks, name=name, in_place={4: 0})
     return dx, dc
 
 
@@ -147,14 +148,14 @@ def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
     return *results, jnp.sum(dc, axis=0)[: _GATE_SUMS * gates].reshape(gates, _GATE_SUMS)
 
 
-def _owned_gates(graph, group):
+def _owned_gates(layer_gates, group):
     """A program's gates; the last one's may be the same gate several times."""
-    return [jnp.minimum(group * _GATES + k, graph.gates - 1) for k in range(_GATES)]
+    return [jnp.minimum(group * _GATES + k, layer_gates - 1) for k in range(_GATES)]
 
 
-def _values_of_gates(dy_ref, graph, x_ref, gates, lanes):
+def _values_of_gates(dy_ref, layer_gates, x_ref, gates, lanes):
     """Of each gate, given with its inputs, (dy, a, b) in each lane block, all of which are read at once."""
-    operands = [((dy_ref, _dy_row(dy_ref, graph, g)), (x_ref, a), (x_ref, b)) for g, a, b in gates]
+    operands = [((dy_ref, _dy_row(dy_ref, layer_gates, g)), (x_ref, a), (x_ref, b)) for g, a, b in gates]
     return [[_load_each(rows, lane_block) for lane_block in lanes] for rows in operands]
 
 
@@ -209,7 +210,7 @@ def gradients_by_input(
 
         def add_consumer(e, dx, role):
             g = consumers_ref[e] >> 1
-            dy, partner = _load(dy_ref, _dy_row(dy_ref, graph, g), lanes), _load(x_ref, partners_ref[e], lanes)
+            dy, partner = _load(dy_ref, _dy_row(dy_ref, gates, g), lanes), _load(x_ref, partners_ref[e], lanes)
             if role == 0:
                 for k, vector in enumerate(_gate_sums(list(zip(dy, x_blocks, partner, strict=True)))):
                     dc_ref[block, g, k] = jnp.sum(vector)
@@ -290,7 +291,7 @@ def gradients_along_trail(
 ) -> tuple[Array, Array]:
     """(dx, dc). A program owns inputs that follow each other on the trail, and sums for the gates by which it leaves
     them. All that it reads is under way at once."""
-    N, inputs, consumers_per_input = x.shape[1], x.shape[0], graph.most_consumers
+    (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.most_consumers
     gates_per_input = consumers_per_input // 2
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, inputs_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
@@ -300,7 +301,7 @@ def gradients_along_trail(
         consumers, partner_rows = ([ref[e] for e in places] for ref in (consumers_ref, partners_ref))
         slopes = [_slopes(c_ref, consumer) for consumer in consumers]
         x_blocks = [_load(x_ref, row, lanes) for row in rows]
-        dys = [_load(dy_ref, _dy_row(dy_ref, graph, consumer >> 1), lanes) for consumer in consumers]
+        dys = [_load(dy_ref, _dy_row(dy_ref, gates, consumer >> 1), lanes) for consumer in consumers]
         partners = [_load(x_ref, row, lanes) for row in partner_rows]
         for k, row in enumerate(rows):
             input_consumers = range(k * consumers_per_input, (k + 1) * consumers_per_input)
@@ -384,7 +385,7 @@ def _input_heuristic(dy, coefficients, graph, x):
 @kernel(supports=_input_supports, heuristic=_input_heuristic)
 def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: InputConfig) -> Array:
     """dx. A program owns a few inputs and a lane block, and reads some consumers of all of them at a time."""
-    gates, (inputs, N) = graph.gates, x.shape
+    gates, most_consumers, (inputs, N) = graph.gates, graph.most_consumers, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, inputs_ref, x_ref, dx_ref, *, block, group):
         lanes = pl.ds(block * config.length, config.length)
@@ -396,7 +397,7 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
             # After an input's last consumer come those of the next input: they are read, but not added.
             read_places = [jnp.minimum(e, 2 * gates - 1) for e in places]
             consumers, partner_rows = ([ref[e] for e in read_places] for ref in (consumers_ref, partners_ref))
-            dys = [dy_ref[_dy_row(dy_ref, graph, consumer >> 1), lanes].astype(jnp.float32) for consumer in consumers]
+            dys = [dy_ref[_dy_row(dy_ref, gates, consumer >> 1), lanes].astype(jnp.float32) for consumer in consumers]
             partners = [x_ref[row, lanes].astype(jnp.float32) for row in partner_rows]
             slopes = [_slopes(c_ref, consumer) for consumer in consumers]
             sums = list(sums)
@@ -406,7 +407,7 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
             return tuple(sums)
 
         sums = (zeros_like(x_ref[0, lanes].astype(jnp.float32)),) * config.inputs
-        if config.consumers == graph.most_consumers:
+        if config.consumers == most_consumers:
             sums = add_consumers(0, sums)
         else:
             max_consumers = functools.reduce(jnp.maximum, (end - first for first, end in ends))
@@ -441,12 +442,13 @@ def _coefficients_heuristic(dy, graph, x):
 @kernel(supports=_coefficients_supports, heuristic=_coefficients_heuristic)
 def coefficients_gradient(dy: Array, graph: Graph, x: Array, *, config: GatesConfig) -> Array:
     """dc. A program owns `_GATES` gates and some lane blocks, and reads all of them at once."""
+    layer_gates = graph.gates
 
     def body(dy_ref, a_ref, b_ref, x_ref, dc_ref, rows_ref, *, block, group):
-        gates = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(graph, group)]
-        values = _values_of_gates(dy_ref, graph, x_ref, gates, _lanes(block, config.blocks))
+        gates = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(layer_gates, group)]
+        values = _values_of_gates(dy_ref, layer_gates, x_ref, gates, _lanes(block, config.blocks))
         _write_sums_of_gates(values, rows_ref, dc_ref, block, group)
 
     arrays, name = (dy, graph.a, graph.b, x), "gate_layer_backward_coefficients"
-    (dc,) = _launch_by_gates(body, graph.gates, *arrays, out=(), blocks=config.blocks, name=name)
+    (dc,) = _launch_by_gates(body, layer_gates, *arrays, out=(), blocks=config.blocks, name=name)
     return dc

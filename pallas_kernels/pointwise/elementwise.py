@@ -83,13 +83,13 @@ def elementwise(
         return structure.unflatten([jnp.zeros(shape, dtype)] * structure.num_leaves)
     if size < LANES:
         arrays = _fill_vector(arrays, shape)
-    rows, length = _rows(shape if size >= LANES else (LANES,), arrays), config.length
+    rows, length, count = _rows(shape if size >= LANES else (LANES,), arrays), config.length, len(arrays)
     blocks = rows.length // length
     last_vectors = -(-(rows.length % length) // LANES)
 
     def body(*refs, program):
         row, block = quotient(program, blocks), remainder(program, blocks)
-        x_refs, y_refs = refs[: len(arrays)], refs[len(arrays) :]
+        x_refs, y_refs = refs[:count], refs[count:]
 
         def compute(start, length):
             values = formula(*(rows.load(i, ref, row, start, length) for i, ref in enumerate(x_refs)))

@@ -227,10 +227,10 @@ def _sums_of_columns(formula, arrays, walk, config, outputs):
 def _launch(formula, arrays, sums, splits, outputs):
     """For each row and block the sum over all steps of the formula of the vectors at `sums.place(row, block, step)`."""
     steps, width, blocks = -(-sums.steps // splits), sums.width, sums.blocks
-    full_row = sums.rows.spans_row.index(True)
+    full_row, count = sums.rows.spans_row.index(True), len(arrays)
 
     def body(*refs, program):
-        x_refs, y_refs = refs[: len(arrays)], refs[len(arrays) :]
+        x_refs, y_refs = refs[:count], refs[count:]
         part, block = quotient(program, blocks), remainder(program, blocks)
         row, split = quotient(part, splits), remainder(part, splits)
 

@@ -36,36 +36,37 @@ def a_gpu_and_cores(monkeypatch):
 
 @pytest.mark.usefixtures("a_gpu_and_cores")
 def test_kernels_of_a_program_for_the_gpu_of_this_machine_are_compiled_ahead():
-    assert compilation.compiles_ahead(context())
+    assert compilation.compiles_ahead(context(), keeps_kernels=False)
 
 
 @pytest.mark.usefixtures("a_gpu_and_cores")
 @pytest.mark.parametrize("other", [context(platforms=("cpu",)), context(("cpu", "cuda")), context(for_export=True)])
 def test_those_of_other_programs_are_not(other):
-    assert not compilation.compiles_ahead(other)
+    assert not compilation.compiles_ahead(other, keeps_kernels=False)
 
 
 @pytest.mark.usefixtures("a_gpu_and_cores")
 def test_nothing_is_compiled_ahead_on_few_cores(monkeypatch):
     monkeypatch.setattr(compilation, "_cores", lambda: 2)
-    assert not compilation.compiles_ahead(context())
+    assert not compilation.compiles_ahead(context(), keeps_kernels=False)
 
 
 @pytest.mark.usefixtures("a_gpu_and_cores")
-def test_nothing_is_compiled_ahead_where_programs_are_kept(tmp_path):
+def test_where_programs_are_kept_it_takes_kept_kernels(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    assert not compilation.compiles_ahead(context())
+    assert not compilation.compiles_ahead(context(), keeps_kernels=False)
+    assert compilation.compiles_ahead(context(), keeps_kernels=True)
 
 
 @pytest.mark.usefixtures("a_gpu_and_cores")
 def test_without_a_gpu_nothing_is_compiled_ahead(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert not compilation.compiles_ahead(context())
+    assert not compilation.compiles_ahead(context(), keeps_kernels=False)
 
 
 def test_a_body_is_traced_once(monkeypatch):
     compiled, traced = [], []
-    monkeypatch.setattr(launch, "compiles_ahead", lambda module_context: True)
+    monkeypatch.setattr(launch, "compiles_ahead", lambda module_context, keeps_kernels: True)
     monkeypatch.setattr(compilation, "_compile", lambda *a: compiled.append(a))
 
     def body(x_ref, y_ref, *, i):
@@ -87,7 +88,7 @@ from planted import double, rows, run
 x = jax.eval_shape(rows)
 with gpus(device.HOPPER) as (gpu,):
     jax.config.update("jax_default_device", gpu)
-    launch.compiles_ahead = lambda module_context: True
+    launch.compiles_ahead = lambda module_context, keeps_kernels: True
     sharding = jax.sharding.SingleDeviceSharding(gpu)
     x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     program = jax.jit(lambda x: run(double, x)).trace(x).lower(lowering_platforms=("cuda",))
