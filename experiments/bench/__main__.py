@@ -87,7 +87,7 @@ class BenchConfig:
     time_limit: float | None = None
     """Seconds after which no further row is started."""
     seconds: float = 0.03
-    """Least time of a round."""
+    """Least time of a round. A GPU at its power limit swings, about once a second: 1 averages over that."""
     json: Path | None = None
     """File to write the rows to, after each of them."""
     png: Path | None = None

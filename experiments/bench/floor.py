@@ -43,6 +43,8 @@ GPU_CALLS = 8
 """Kernels in a program whose working set may fit into the cache: dispatch would take longer than a single one."""
 GPU_PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 4096, 4096))
 CPU_PRODUCTS = ((512, 512, 512), (1024, 1024, 1024))
+RATE_SECONDS = 0.03
+"""Least time of a round, at most: in a longer one the GPU's clock comes down."""
 
 
 class Cost(NamedTuple):
@@ -95,6 +97,9 @@ def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
 def measured_rates(dtype: str, on_gpu: bool, seconds: float) -> dict[str, Any]:
     """The rates of this device.
 
+    Args:
+      seconds: least time of a round, if shorter than `RATE_SECONDS`.
+
     Returns:
       bytes_per_second: "copy", "read" and "write" -> pairs of a working set in bytes and the rate.
       copy_bytes_per_second: the copy's rate for the largest working set: memory's.
@@ -108,7 +113,7 @@ def measured_rates(dtype: str, on_gpu: bool, seconds: float) -> dict[str, Any]:
     least = dict.fromkeys(programs, math.inf)
     for _ in range(measure.ROUNDS):  # a disturbance must not meet all rounds of one program
         for key, (_, run) in programs.items():
-            least[key] = min(least[key], run(seconds))
+            least[key] = min(least[key], run(min(seconds, RATE_SECONDS)))
     rates = {key: amount / least[key] for key, (amount, _) in programs.items()}
     curves = {}
     for (kind, size), rate in rates.items():

@@ -35,6 +35,7 @@ from jax._src.dispatch import apply_primitive
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.core import kept_kernels
 from pallas_kernels.core.compilation import compiled_ahead, compiles_ahead, lowered
@@ -158,8 +159,15 @@ _launch_p.def_impl(functools.partial(apply_primitive, _launch_p))
 
 
 @_launch_p.def_abstract_eval
-def _(*_, shapes, **functions):
-    return [jax.core.ShapedArray(a.shape, a.dtype) for a in shapes]
+def _(*arrays, shapes, **functions):
+    return [jax.core.ShapedArray(a.shape, a.dtype, sharding=_on_mesh_of(arrays, a.ndim)) for a in shapes]
+
+
+def _on_mesh_of(arrays, ndim):
+    """Of a result, as JAX's own operations have it on automatic axes: that it lies on the mesh, but not how."""
+    meshes = (a.sharding.mesh for a in arrays)
+    mesh = next((mesh for mesh in meshes if not mesh.empty and {*mesh.axis_types} == {AxisType.Auto}), None)
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(*[None] * ndim))
 
 
 def _bind(name, mosaic, interpreter, arrays, out, in_place):

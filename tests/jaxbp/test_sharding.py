@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, normal
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxbp
 from jaxbp.sharding import Axes, leading, mesh_of, over_devices
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import LANES
 
 pytestmark = [
     pytest.mark.once,
@@ -45,6 +48,21 @@ def test_each_device_has_its_own_examples_and_sums_are_over_all(product):
     assert seen[-1] == (2, 4)
     assert y.sharding.spec == P("examples") and total.sharding.spec == P()
     assert_close((y, total), formula(x, w), "float32")
+
+
+def test_what_a_kernel_made_is_shared_as_well():
+    def kernel(x):
+        row_of = lambda i: (i, pl.ds(0, LANES))  # noqa: E731
+
+        def body(x_ref, y_ref, *, i):
+            y_ref[row_of(i)] = 2 * x_ref[row_of(i)]
+
+        return launch(body, x, out=x, grid={"i": len(x)}, name="double")
+
+    double = over_devices(kernel, lambda x: 2 * x, leading(0))
+    traced = jax.jit(lambda x: double(double(x))).trace(on_mesh(normal((16, LANES))[0], "examples"))
+    assert str(traced.jaxpr).count("custom_partitioning[") == 2
+    assert "all-gather" not in traced.lower().compile().as_text()
 
 
 @pytest.mark.parametrize(("examples", "axes"), [(12, {0: 0}), (16, {})])
