@@ -32,8 +32,9 @@ from pallas_kernels.core import device
 FOLDER = "jaxbp-kernels"
 """Within JAX's. To delete it is safe."""
 _SOURCES = [Path(__file__).parents[2] / package for package in ("pallas_kernels", "jaxbp")]
+_OWN_ROOTS = {folder.name for folder in _SOURCES}
 _VERSIONED = ("jax", "jaxlib", "numpy", "ml_dtypes")
-_KNOWN_ROOTS = {*(folder.name for folder in _SOURCES), *_VERSIONED, *sys.stdlib_module_names}
+_KNOWN_ROOTS = {*_OWN_ROOTS, *_VERSIONED, *sys.stdlib_module_names}
 """Top-level packages whose functions and classes the key stands for, by source or by version."""
 _COMPILERS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc")
 """Distributions of which some may be installed. Mosaic GPU lowers some conversions by ptxas' version."""
@@ -103,26 +104,71 @@ def _key(function: Callable[..., Any], avals: Sequence[Any]) -> str | None:
     context = device.target(), device.kind(), repr(jax.sharding.get_abstract_mesh()), _settings(), _versions()
     written = io.BytesIO()
     try:
-        _Pickler(written, protocol=5).dump((function, arrays, context))
+        _Pickler(written).dump((function, arrays, context))
     except Exception:  # any, of whatever a body has bound to it
         return None
     return hashlib.sha256(written.getvalue()).hexdigest()
 
 
 class _Pickler(pickle.Pickler):
-    """Writes functions within functions too, by their place in the source and the values that they use from around
-    them. Refuses what `_KNOWN_ROOTS` do not have. What it has written is compared, and never read."""
+    """Writes functions and classes of this library as they are now, with the functions, classes and constants that they
+    use, also where a notebook or a test has replaced one. Refuses what `_KNOWN_ROOTS` do not have. What it has written
+    is compared, and never read."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, protocol=5)
+        self._begun = set()
 
     def reducer_override(self, value: Any) -> Any:
-        module = getattr(value, "__module__", None) or type(value).__module__
-        if module.partition(".")[0] not in _KNOWN_ROOTS:
-            raise pickle.PicklingError(f"{value} of {module}")
-        if not isinstance(value, types.FunctionType) or value.__qualname__.isidentifier():
+        root = (getattr(value, "__module__", None) or type(value).__module__).partition(".")[0]
+        if root not in _KNOWN_ROOTS:
+            raise pickle.PicklingError(f"{value} of {root}")
+        if root not in _OWN_ROOTS or not isinstance(value, (type, types.FunctionType)):
             return NotImplemented
-        code = value.__code__
-        place = module, value.__qualname__, list(code.co_positions()), code.co_code, code.co_names
-        around = [cell.cell_contents for cell in value.__closure__ or ()]
-        return list, (place, around, value.__defaults__, value.__kwdefaults__)
+        content = [value.__module__, value.__qualname__]
+        if value not in self._begun:  # a function may call itself
+            self._begun.add(value)
+            content += _of_class(value) if isinstance(value, type) else _of_function(value)
+        return list, (content,)
+
+
+def _of_function(function: types.FunctionType) -> list[Any]:
+    names, code = _of_code(function.__code__)
+    used = {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
+    around = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [code, around, function.__defaults__, function.__kwdefaults__, _what_may_change(used)]
+
+
+def _of_code(code: types.CodeType) -> tuple[set[str], list[Any]]:
+    """The names that it uses, also in functions within it; and all of it."""
+    names, constants = {*code.co_names}, []
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            of_names, constant = _of_code(constant)
+            names |= of_names
+        constants.append(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
+    return names, [code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants]
+
+
+def _of_class(kind: type) -> list[Any]:
+    own = {name: value for name, value in vars(kind).items() if not name.startswith("__")}
+    for name in ("_make", "_replace", "_asdict"):  # of a NamedTuple, which have no place to be found at
+        own.pop(name, None)
+    return [kind.__bases__, _what_may_change(own)]
+
+
+def _what_may_change(values: dict[str, Any]) -> dict[str, Any]:
+    """The functions, classes and constants among them."""
+    values = {name: _unwrapped(value) for name, value in values.items()}
+    kinds = (type, types.FunctionType, bool, int, float, str, bytes, tuple, type(None))
+    return {name: value for name, value in values.items() if isinstance(value, kinds)}
+
+
+def _unwrapped(value: Any) -> Any:
+    """The function of a method, a property, or a function that is jitted or remembers its results."""
+    for attribute in ("__wrapped__", "__func__", "fget", "func"):
+        value = getattr(value, attribute, value) if not isinstance(value, type) else value
+    return value
 
 
 def _settings() -> list[tuple[str, str]]:

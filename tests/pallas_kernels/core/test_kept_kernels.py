@@ -27,8 +27,9 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     """Where kernels are kept; functions of `planted` and of this file count as the library's."""
-    known = {*kept_kernels._KNOWN_ROOTS, planted.__name__, __name__.partition(".")[0]}
-    monkeypatch.setattr(kept_kernels, "_KNOWN_ROOTS", known)
+    for roots in ("_KNOWN_ROOTS", "_OWN_ROOTS"):
+        own = {planted.__name__, __name__.partition(".")[0]}
+        monkeypatch.setattr(kept_kernels, roots, getattr(kept_kernels, roots) | own)
     monkeypatch.setattr(kept_kernels, "_of_this_process", {})
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
@@ -138,6 +139,31 @@ def test_a_kernel_is_lowered_anew_under_other_settings(context, lowered):
     in_a_new_process()
     with context():
         cuda_program(lambda x: run(body, x), x)
+    assert len(lowered) == 2
+
+
+def helped(x_ref, y_ref, *, i):
+    helper(x_ref, y_ref, i=i)
+
+
+def helper(x_ref, y_ref, *, i):
+    times(x_ref, y_ref, i=i, factor=FACTOR)
+
+
+FACTOR = 2
+
+
+def helper_of_a_notebook(x_ref, y_ref, *, i):
+    times(x_ref, y_ref, i=i, factor=5)
+
+
+@pytest.mark.parametrize(("name", "new"), [("FACTOR", 3), ("helper", helper_of_a_notebook)])
+@pytest.mark.usefixtures("folder")
+def test_a_function_or_constant_replaced_in_a_module_counts(name, new, monkeypatch, lowered):
+    first = program(helped)
+    monkeypatch.setitem(helped.__globals__, name, new)
+    jax.clear_caches()
+    assert program(helped) != first
     assert len(lowered) == 2
 
 
