@@ -47,7 +47,7 @@ def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> export
 
 
 def lowered(function: Callable[..., Any], avals: Sequence[Any]) -> export.Exported:
-    """The function, lowered for CUDA once and for all.
+    """The function, lowered for CUDA once and for all: the same wherever it is called, on whichever mesh.
 
     Args:
       function: of arrays, to a list of arrays.
@@ -55,7 +55,8 @@ def lowered(function: Callable[..., Any], avals: Sequence[Any]) -> export.Export
     """
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
-    return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*structs)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*structs)
 
 
 def _compile(exported):

@@ -3,8 +3,8 @@
 JAX finds a kept program by what it is lowered to. So a process lowers a program before it knows that it need not
 compile it, and most of that time is Python's, for the kernels. Here a kernel is found by all that its lowering reads
 instead: its body with what is bound to it, the arrays' shapes and dtypes, this library's source, the versions of JAX
-and of CUDA's compiler, JAX's settings, the mesh, and the GPU. A kernel that calls functions from elsewhere, as a
-formula of the user's, is lowered each time: nothing here says whether these have changed.
+and of CUDA's compiler, JAX's settings, and the GPU. A kernel that calls functions from elsewhere, as a formula of the
+user's, is lowered each time: nothing here says whether these have changed.
 
 Needs the package `flatbuffers`, which `jax.export` writes with; without it nothing is kept.
 """
@@ -18,6 +18,8 @@ import os
 import pickle
 import shutil
 import sys
+import tempfile
+import time
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -38,6 +40,17 @@ _KNOWN_ROOTS = {*_OWN_ROOTS, *_VERSIONED, *sys.stdlib_module_names}
 """Top-level packages whose functions and classes the key stands for, by source or by version."""
 _COMPILERS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc")
 """Distributions of which some may be installed. Mosaic GPU lowers some conversions by ptxas' version."""
+
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
+_SETTINGS_OF_PLACES = (
+    *("jax_compilation_cache", "jax_cuda_visible", "jax_dump", "jax_explain", "jax_log", "jax_persistent_cache"),
+    *("jax_raise_persistent", "jax_traceback", "jax_tracer_error"),
+)
+"""How JAX's settings begin on which no kernel depends, and which differ between processes."""
+_ENVIRONMENT = ("MOSAIC_", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT")
+"""How the environment's variables begin that say how Mosaic GPU lowers, and where CUDA is."""
+_OF_SLOTS = types.MemberDescriptorType, types.GetSetDescriptorType
+_IMPORTED_AT = time.time()
 
 Lower = Callable[[Callable[..., Any], Sequence[Any]], export.Exported]
 
@@ -72,26 +85,31 @@ def kept_or_lowered(lower: Lower, function: Callable[..., Any], avals: Sequence[
 
 def _read(path: Path) -> export.Exported | None:
     try:
-        return export.deserialize(bytearray(path.read_bytes()))
+        written = path.read_bytes()
     except OSError:
         return None
-    except Exception as error:  # any, of a file that holds no kernel
-        warnings.warn(f"jaxbp: {path} cannot be read, and is written again: {error!r}", stacklevel=2)
-        return None
+    checksum, content = written[:_CHECKSUM_BYTES], written[_CHECKSUM_BYTES:]
+    if hashlib.sha256(content).digest() == checksum:
+        return export.deserialize(bytearray(content))
+    warnings.warn(f"jaxbp: {path} is damaged, and is written again", stacklevel=2)
+    return None
 
 
 def _written(path: Path, lowered: export.Exported) -> export.Exported:
-    """Writes all of it or nothing, also where other processes write the same."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
+    """Writes all of it or nothing, also where other processes and threads write the same."""
     try:
+        content = bytes(lowered.serialize())
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_bytes(lowered.serialize())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        warnings.warn(f"jaxbp: kernels are not kept in {path.parent}: {error}", stacklevel=2)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+            try:
+                part.write(hashlib.sha256(content).digest() + content)
+                part.close()
+                os.replace(part.name, path)
+            except BaseException:
+                os.unlink(part.name)
+                raise
+    except Exception as error:  # any: a program is not to fail for what is not kept
+        warnings.warn(f"jaxbp: kernels are not kept in {path.parent}: {error!r}", stacklevel=2)
     return lowered
 
 
@@ -101,42 +119,69 @@ def _written(path: Path, lowered: export.Exported) -> export.Exported:
 def _key(function: Callable[..., Any], avals: Sequence[Any]) -> str | None:
     """What the lowering of a function for these arrays depends on, as a file's name; None if that cannot be told."""
     arrays = [(a.shape, a.dtype.name) for a in avals]
-    context = device.target(), device.kind(), repr(jax.sharding.get_abstract_mesh()), _settings(), _versions()
     written = io.BytesIO()
     try:
-        _Pickler(written).dump((function, arrays, context))
+        _Pickler(written).dump((function, arrays, device.target(), device.kind(), _settings(), _versions()))
     except Exception:  # any, of whatever a body has bound to it
         return None
     return hashlib.sha256(written.getvalue()).hexdigest()
 
 
 class _Pickler(pickle.Pickler):
-    """Writes functions and classes of this library as they are now, with the functions, classes and constants that they
-    use, also where a notebook or a test has replaced one. Refuses what `_KNOWN_ROOTS` do not have. What it has written
-    is compared, and never read."""
+    """Writes functions and classes of this library as they are now, with what they use of their modules: a notebook or
+    a test may have replaced it. Refuses what `_KNOWN_ROOTS` do not have. What it has written is compared, and never
+    read."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=5)
         self._begun = set()
 
     def reducer_override(self, value: Any) -> Any:
-        root = (getattr(value, "__module__", None) or type(value).__module__).partition(".")[0]
+        root, inner = _root(value), _unwrapped(value)
         if root not in _KNOWN_ROOTS:
             raise pickle.PicklingError(f"{value} of {root}")
-        if root not in _OWN_ROOTS or not isinstance(value, (type, types.FunctionType)):
+        if isinstance(value, types.ModuleType):
+            return str, (value.__name__,)
+        is_own = root in _OWN_ROOTS
+        has_content = isinstance(inner, type) or (is_own and isinstance(inner, types.FunctionType))
+        if not has_content or root == "builtins":
             return NotImplemented
-        content = [value.__module__, value.__qualname__]
-        if value not in self._begun:  # a function may call itself
-            self._begun.add(value)
-            content += _of_class(value) if isinstance(value, type) else _of_function(value)
+        content = [inner.__module__, inner.__qualname__]
+        if is_own and inner not in self._begun:  # a function may call itself
+            self._begun.add(inner)
+            content += _of_class(inner) if isinstance(inner, type) else _of_function(inner)
         return list, (content,)
+
+
+def _root(value: Any) -> str:
+    """The top-level package of a module, a function, a class, or of an object's class."""
+    own = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    return (own or type(value).__module__).partition(".")[0]
+
+
+def _unwrapped(value: Any) -> Any:
+    """The function of a method, of a property, and of one that is jitted or remembers its results."""
+    if isinstance(value, (staticmethod, classmethod, property, functools.cached_property)):
+        return getattr(value, "fget", None) or getattr(value, "func", None) or value.__func__
+    remembers = not isinstance(value, (type, types.FunctionType)) and hasattr(value, "__wrapped__")
+    return value.__wrapped__ if remembers else value
 
 
 def _of_function(function: types.FunctionType) -> list[Any]:
     names, code = _of_code(function.__code__)
-    used = {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
+    used = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    for module in [value for value in used.values() if isinstance(value, types.ModuleType)]:
+        if _root(module) in _OWN_ROOTS:
+            used |= {f"{module.__name__}.{name}": vars(module)[name] for name in names if name in vars(module)}
+    # JAX's own objects are its version's, or contexts, whose values the key has.
+    used = {name: value for name, value in used.items() if isinstance(value, type) or not _is_of_jax(value)}
     around = [cell.cell_contents for cell in function.__closure__ or ()]
-    return [code, around, function.__defaults__, function.__kwdefaults__, _what_may_change(used)]
+    bound = around, function.__defaults__, function.__kwdefaults__, vars(function)
+    return [code, bound, sorted(used), [used[name] for name in sorted(used)]]
+
+
+def _is_of_jax(value: Any) -> bool:
+    return _root(value) not in _OWN_ROOTS and type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def _of_code(code: types.CodeType) -> tuple[set[str], list[Any]]:
@@ -147,42 +192,45 @@ def _of_code(code: types.CodeType) -> tuple[set[str], list[Any]]:
             of_names, constant = _of_code(constant)
             names |= of_names
         constants.append(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
-    return names, [code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants]
+    variables = code.co_varnames, code.co_freevars, code.co_argcount, code.co_kwonlyargcount, code.co_flags
+    return names, [code.co_code, code.co_names, variables, constants]
 
 
 def _of_class(kind: type) -> list[Any]:
-    own = {name: value for name, value in vars(kind).items() if not name.startswith("__")}
-    for name in ("_make", "_replace", "_asdict"):  # of a NamedTuple, which have no place to be found at
-        own.pop(name, None)
-    return [kind.__bases__, _what_may_change(own)]
-
-
-def _what_may_change(values: dict[str, Any]) -> dict[str, Any]:
-    """The functions, classes and constants among them."""
-    values = {name: _unwrapped(value) for name, value in values.items()}
-    kinds = (type, types.FunctionType, bool, int, float, str, bytes, tuple, type(None))
-    return {name: value for name, value in values.items() if isinstance(value, kinds)}
-
-
-def _unwrapped(value: Any) -> Any:
-    """The function of a method, a property, or a function that is jitted or remembers its results."""
-    for attribute in ("__wrapped__", "__func__", "fget", "func"):
-        value = getattr(value, attribute, value) if not isinstance(value, type) else value
-    return value
+    """Its bases and what it has of its own, but for what Python makes from its fields."""
+    own = {}
+    for name, value in vars(kind).items():
+        function = _unwrapped(value)
+        if isinstance(function, types.FunctionType):
+            # A dataclass's are compiled from a text, and a NamedTuple's defined elsewhere.
+            made = function.__code__.co_filename.startswith("<") or _root(function) == "collections"
+        else:
+            made = name.startswith("__") or isinstance(value, _OF_SLOTS)
+        if not made:
+            own[name] = function
+    return [kind.__bases__, sorted(own), [own[name] for name in sorted(own)]]
 
 
 def _settings() -> list[tuple[str, str]]:
     """JAX's, as they are in this context."""
-    return [(name, repr(getattr(jax.config, name, value))) for name, value in sorted(jax.config.values.items())]
+    values = {name: getattr(jax.config, name, value) for name, value in jax.config.values.items()}
+    return [(name, repr(values[name])) for name in sorted(values) if not name.startswith(_SETTINGS_OF_PLACES)]
 
 
 @functools.cache
 def _versions() -> tuple[Any, ...]:
-    """Of this library's source, and of what lowers and what that asks."""
+    """Of this library's source, and of what lowers and what that asks.
+
+    Raises:
+      RuntimeError: the source has changed since it was imported.
+    """
     source = hashlib.sha256()
-    for path in sorted(path for folder in _SOURCES for path in folder.rglob("*") if path.suffix in (".py", ".json")):
+    paths = [path for folder in _SOURCES for path in folder.rglob("*") if path.suffix in (".py", ".json")]
+    for path in sorted(filter(Path.is_file, paths)):
+        if path.stat().st_mtime > _IMPORTED_AT:
+            raise RuntimeError(f"{path} has changed")
         source.update(f"{path.relative_to(_SOURCES[0].parent)}\0".encode() + path.read_bytes() + b"\0")
-    environment = sorted(item for item in os.environ.items() if item[0].startswith(("MOSAIC_", "CUDA_", "XLA_")))
+    environment = sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT))
     installed = [(name, _version(name)) for name in (*_VERSIONED, *_COMPILERS)]
     return source.hexdigest(), sys.version, installed, environment, shutil.which("ptxas")
 

@@ -88,7 +88,8 @@ def launch(
     call = dict(out=out, grid=grid, name=name, scratch=scratch)
     mosaic = functools.partial(_mosaic, body, **call, cluster=cluster or {}, warpgroups=warpgroups, options=options)
     interpreter = functools.partial(_interpret, body, **call)
-    arrays = vary_alike(arrays)
+    # A weak type would change what a body computes with it, and a kept kernel has none.
+    arrays = vary_alike([lax.convert_element_type(a, a.dtype) if jax.typeof(a).weak_type else a for a in arrays])
     if (params := simulating()) is not None:
         with _check_vma(False):
             results = mosaic(*arrays, interpret=params)
@@ -164,7 +165,8 @@ def _(*arrays, shapes, **functions):
 
 
 def _on_mesh_of(arrays, ndim):
-    """Of a result, as JAX's own operations have it on automatic axes: that it lies on the mesh, but not how."""
+    """Of a result, as JAX's own operations have it on automatic axes: that it lies on the mesh, but not how. On others
+    None: what is explicit or manual is said by who launches."""
     meshes = (a.sharding.mesh for a in arrays)
     mesh = next((mesh for mesh in meshes if not mesh.empty and {*mesh.axis_types} == {AxisType.Auto}), None)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*[None] * ndim))

@@ -1,6 +1,7 @@
 """Kernels kept between processes: what is found again, and above all what is not."""
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from helpers import ENTRIES, case_of, cuda_program, op_of, results_of, value_and_gradients
 from jax.experimental import pallas as pl
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType
 from planted import double, rows, run
 
 from pallas_kernels.core import device, kept_kernels, launch
@@ -142,29 +144,77 @@ def test_a_kernel_is_lowered_anew_under_other_settings(context, lowered):
     assert len(lowered) == 2
 
 
+class Scaled:
+    """A body as an object, whose class a notebook may change."""
+
+    factor = np.float32(2)
+
+    def __call__(self, x_ref, y_ref, *, i):
+        times(x_ref, y_ref, i=i, factor=self.factor)
+
+
 def helped(x_ref, y_ref, *, i):
-    helper(x_ref, y_ref, i=i)
+    HELPERS["helper"](x_ref, y_ref, i=i)
 
 
-def helper(x_ref, y_ref, *, i):
-    times(x_ref, y_ref, i=i, factor=FACTOR)
+def helped_by_a_module(x_ref, y_ref, *, i):
+    planted.double(x_ref, y_ref, i=i)
 
 
-FACTOR = 2
-
-
-def helper_of_a_notebook(x_ref, y_ref, *, i):
+def of_a_notebook(x_ref, y_ref, *, i):
     times(x_ref, y_ref, i=i, factor=5)
 
 
-@pytest.mark.parametrize(("name", "new"), [("FACTOR", 3), ("helper", helper_of_a_notebook)])
+HELPERS = {"helper": functools.partial(times, factor=2)}
+
+
+@pytest.mark.parametrize(
+    ("body", "replace"),
+    [
+        (Scaled(), lambda patch: patch.setattr(Scaled, "factor", np.float32(3))),
+        (Scaled(), lambda patch: patch.setattr(Scaled, "__call__", lambda _, *refs, i: of_a_notebook(*refs, i=i))),
+        (helped, lambda patch: patch.setitem(HELPERS, "helper", functools.partial(times, factor=3))),
+        (helped_by_a_module, lambda patch: patch.setattr(planted, "double", of_a_notebook)),
+    ],
+    ids=["attribute", "method", "constant", "module"],
+)
 @pytest.mark.usefixtures("folder")
-def test_a_function_or_constant_replaced_in_a_module_counts(name, new, monkeypatch, lowered):
-    first = program(helped)
-    monkeypatch.setitem(helped.__globals__, name, new)
+def test_what_is_replaced_at_run_time_counts(body, replace, monkeypatch, lowered):
+    first = program(body)
+    replace(monkeypatch)
     jax.clear_caches()
-    assert program(helped) != first
+    assert program(body) != first
     assert len(lowered) == 2
+
+
+def made(factor):
+    class Made:
+        def __call__(self, x_ref, y_ref, *, i):
+            times(x_ref, y_ref, i=i, factor=factor)
+
+    return Made()
+
+
+@pytest.mark.usefixtures("folder")
+def test_classes_of_one_place_are_told_apart(lowered):
+    assert program(made(2)) != program(made(3))
+    assert len(lowered) == 2
+
+
+def test_nothing_is_kept_when_the_source_has_changed_since_it_was_imported(folder, monkeypatch):
+    monkeypatch.setattr(kept_kernels, "_IMPORTED_AT", 0.0)
+    kept_kernels._versions.cache_clear()  # which then has nothing to remember
+    assert "mosaic_gpu" in program()
+    assert not folder.exists()
+
+
+@pytest.mark.usefixtures("folder")
+def test_settings_of_places_do_not_count(lowered):
+    program()
+    in_a_new_process()
+    with jax.log_compiles(True):
+        program()
+    assert len(lowered) == 1
 
 
 def test_the_source_is_that_of_both_packages(monkeypatch, tmp_path):
@@ -173,6 +223,7 @@ def test_the_source_is_that_of_both_packages(monkeypatch, tmp_path):
         source.mkdir()
         (source / "some.py").write_text("a = 1")
     monkeypatch.setattr(kept_kernels, "_SOURCES", sources)
+    monkeypatch.setattr(kept_kernels, "_IMPORTED_AT", math.inf)
     versions = {repr(kept_kernels._versions.__wrapped__())}
     for source in sources:
         (source / "some.py").write_text("a = 2")
@@ -191,16 +242,31 @@ def test_a_formula_from_elsewhere_is_lowered_each_time(monkeypatch, folder):
     assert not folder.exists()
 
 
-def test_a_file_that_cannot_be_read_is_written_again(folder, lowered):
+def with_a_bit_flipped(content):
+    return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+
+
+@pytest.mark.parametrize("damage", [lambda a: a[:100], lambda a: a[:-5], with_a_bit_flipped, lambda a: b""])
+def test_a_damaged_file_is_written_again(folder, lowered, damage):
     first = program()
     (path,) = folder.iterdir()
-    path.write_bytes(path.read_bytes()[:100])
+    path.write_bytes(damage(path.read_bytes()))
     in_a_new_process()
-    with pytest.warns(UserWarning, match="cannot be read"):
+    with pytest.warns(UserWarning, match="is damaged"):
         assert program() == first
     in_a_new_process()
     assert program() == first
     assert len(lowered) == 2
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Auto)])
+def test_under_a_mesh_it_is_the_same_kernel(folder, lowered, kinds):
+    program()
+    in_a_new_process()
+    with jax.set_mesh(jax.make_mesh((2, 2), ("a", "b"), axis_types=kinds)):
+        assert "mosaic_gpu" in program()
+    assert len(lowered) == len(list(folder.iterdir())) == 1
 
 
 def test_a_folder_that_cannot_be_written_only_warns(folder, lowered):
