@@ -8,6 +8,7 @@ A kernel that fails here fails again there, where the error is raised. One that 
 twice, and whichever is first is used.
 """
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -56,7 +57,8 @@ def lowered(function: Callable[..., Any], avals: Sequence[Any]) -> export.Export
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*structs)
+        exported = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*structs)
+    return dataclasses.replace(exported, nr_devices=1)  # which JAX takes from the concrete mesh
 
 
 def _compile(exported):

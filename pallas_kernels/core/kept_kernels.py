@@ -18,6 +18,7 @@ import os
 import pickle
 import shutil
 import sys
+import sysconfig
 import tempfile
 import time
 import types
@@ -121,7 +122,7 @@ def _key(function: Callable[..., Any], avals: Sequence[Any]) -> str | None:
     arrays = [(a.shape, a.dtype.name) for a in avals]
     written = io.BytesIO()
     try:
-        _Pickler(written).dump((function, arrays, device.target(), device.kind(), _settings(), _versions()))
+        _Pickler(written).dump((function, arrays, device.target(), device.capability(), _settings(), _versions()))
     except Exception:  # any, of whatever a body has bound to it
         return None
     return hashlib.sha256(written.getvalue()).hexdigest()
@@ -138,7 +139,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         root, inner = _root(value), _unwrapped(value)
-        if root not in _KNOWN_ROOTS:
+        if root not in _KNOWN_ROOTS or not _is_python_s_own(root):
             raise pickle.PicklingError(f"{value} of {root}")
         if isinstance(value, types.ModuleType):
             return str, (value.__name__,)
@@ -154,9 +155,20 @@ class _Pickler(pickle.Pickler):
 
 
 def _root(value: Any) -> str:
-    """The top-level package of a module, a function, a class, or of an object's class."""
-    own = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-    return (own or type(value).__module__).partition(".")[0]
+    """The top-level package of a module, of a function's code, of a class, or of an object's class."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0]
+    if isinstance(value, types.FunctionType):  # whose `__module__` may be that of what it wraps
+        return value.__globals__["__name__"].partition(".")[0]
+    return (getattr(value, "__module__", None) or type(value).__module__).partition(".")[0]
+
+
+@functools.cache
+def _is_python_s_own(root: str) -> bool:
+    """Whether a module that is named as one of Python's is that."""
+    file = getattr(sys.modules.get(root), "__file__", None)
+    folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+    return root not in sys.stdlib_module_names or file is None or any(map(Path(file).is_relative_to, folders))
 
 
 def _unwrapped(value: Any) -> Any:
@@ -232,7 +244,8 @@ def _versions() -> tuple[Any, ...]:
         source.update(f"{path.relative_to(_SOURCES[0].parent)}\0".encode() + path.read_bytes() + b"\0")
     environment = sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT))
     installed = [(name, _version(name)) for name in (*_VERSIONED, *_COMPILERS)]
-    return source.hexdigest(), sys.version, installed, environment, shutil.which("ptxas")
+    ptxas = shutil.which("ptxas")
+    return source.hexdigest(), sys.version, installed, environment, ptxas and (ptxas, os.stat(ptxas).st_mtime)
 
 
 def _version(distribution: str) -> str | None:

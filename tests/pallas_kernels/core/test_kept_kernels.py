@@ -1,10 +1,12 @@
 """Kernels kept between processes: what is found again, and above all what is not."""
 
+import contextlib
 import functools
 import math
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -187,6 +189,26 @@ def test_what_is_replaced_at_run_time_counts(body, replace, monkeypatch, lowered
     assert len(lowered) == 2
 
 
+def of_the_library(x_ref, y_ref, *, i):
+    double(x_ref, y_ref, i=i)
+
+
+@pytest.mark.parametrize("name", ["statistics", "my_module"])
+def test_a_function_of_another_module_counts_as_such(name, folder, monkeypatch):
+    """Also one in a file that is named as one of Python's, and one that wraps a function of the library's."""
+    module = types.ModuleType(name)
+    module.__file__ = f"/somewhere/{name}.py"
+    text = "def body(x_ref, y_ref, *, i): of_the_library(x_ref, y_ref, i=i)"
+    exec(text, vars(module) | {"of_the_library": of_the_library}, vars(module))
+    monkeypatch.setitem(sys.modules, name, module)
+    kept_kernels._is_python_s_own.cache_clear()
+    module.body.__module__ = name
+    for body in (module.body, functools.wraps(of_the_library)(module.body)):
+        assert "mosaic_gpu" in program(body)
+    assert not folder.exists()
+    kept_kernels._is_python_s_own.cache_clear()
+
+
 def made(factor):
     class Made:
         def __call__(self, x_ref, y_ref, *, i):
@@ -261,11 +283,13 @@ def test_a_damaged_file_is_written_again(folder, lowered, damage):
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 @pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Auto)])
-def test_under_a_mesh_it_is_the_same_kernel(folder, lowered, kinds):
-    program()
-    in_a_new_process()
-    with jax.set_mesh(jax.make_mesh((2, 2), ("a", "b"), axis_types=kinds)):
-        assert "mosaic_gpu" in program()
+@pytest.mark.parametrize("mesh_first", [False, True])
+def test_under_a_mesh_it_is_the_same_kernel(folder, lowered, kinds, mesh_first):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=kinds)
+    for on_mesh in (mesh_first, not mesh_first):
+        in_a_new_process()
+        with jax.set_mesh(mesh) if on_mesh else contextlib.nullcontext():
+            assert "mosaic_gpu" in program()
     assert len(lowered) == len(list(folder.iterdir())) == 1
 
 
