@@ -33,11 +33,15 @@ def compiles_ahead(module_context: Any, keeps_kernels: bool) -> bool:
     """
     return (
         jax.default_backend() == "gpu"
-        and tuple(module_context.platforms) == ("cuda",)
-        and not module_context.lowering_parameters.for_export
+        and lowers_for_cuda_alone(module_context)
         and _cores() >= _MIN_CORES
         and (keeps_kernels or jax.config.jax_compilation_cache_dir is None)
     )
+
+
+def lowers_for_cuda_alone(module_context: Any) -> bool:
+    """Whether a program is lowered for CUDA and nothing else, to be compiled by this process."""
+    return tuple(module_context.platforms) == ("cuda",) and not module_context.lowering_parameters.for_export
 
 
 def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> export.Exported:

@@ -19,9 +19,9 @@ import pickle
 import shutil
 import sys
 import sysconfig
-import tempfile
 import time
 import types
+import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +31,7 @@ import jax
 from jax import export
 
 from pallas_kernels.core import device
+from pallas_kernels.core.compilation import lowers_for_cuda_alone
 
 FOLDER = "jaxbp-kernels"
 """Within JAX's. To delete it is safe."""
@@ -51,6 +52,7 @@ _SETTINGS_OF_PLACES = (
 _ENVIRONMENT = ("MOSAIC_", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT")
 """How the environment's variables begin that say how Mosaic GPU lowers, and where CUDA is."""
 _OF_SLOTS = types.MemberDescriptorType, types.GetSetDescriptorType
+"""What a class has for its `__slots__` and its instances' `__dict__`."""
 _IMPORTED_AT = time.time()
 
 Lower = Callable[[Callable[..., Any], Sequence[Any]], export.Exported]
@@ -67,8 +69,7 @@ def folder(module_context: Any) -> Path | None:
         kept_in
         and "://" not in str(kept_in)
         and jax.config.jax_enable_compilation_cache
-        and tuple(module_context.platforms) == ("cuda",)
-        and not module_context.lowering_parameters.for_export
+        and lowers_for_cuda_alone(module_context)
         and importlib.util.find_spec("flatbuffers") is not None
     )
     return Path(kept_in, FOLDER) if keeps else None
@@ -98,17 +99,15 @@ def _read(path: Path) -> export.Exported | None:
 
 def _written(path: Path, lowered: export.Exported) -> export.Exported:
     """Writes all of it or nothing, also where other processes and threads write the same."""
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         content = bytes(lowered.serialize())
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
-            try:
-                part.write(hashlib.sha256(content).digest() + content)
-                part.close()
-                os.replace(part.name, path)
-            except BaseException:
-                os.unlink(part.name)
-                raise
+        try:
+            part.write_bytes(hashlib.sha256(content).digest() + content)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
     except Exception as error:  # any: a program is not to fail for what is not kept
         warnings.warn(f"jaxbp: kernels are not kept in {path.parent}: {error!r}", stacklevel=2)
     return lowered
@@ -139,7 +138,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         root, inner = _root(value), _unwrapped(value)
-        if root not in _KNOWN_ROOTS or not _is_python_s_own(root):
+        if root not in _KNOWN_ROOTS or not _is_genuine(root):
             raise pickle.PicklingError(f"{value} of {root}")
         if isinstance(value, types.ModuleType):
             return str, (value.__name__,)
@@ -164,8 +163,8 @@ def _root(value: Any) -> str:
 
 
 @functools.cache
-def _is_python_s_own(root: str) -> bool:
-    """Whether a module that is named as one of Python's is that."""
+def _is_genuine(root: str) -> bool:
+    """Whether it is not a user's file that only has the name of one of Python's modules."""
     file = getattr(sys.modules.get(root), "__file__", None)
     folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
     return root not in sys.stdlib_module_names or file is None or any(map(Path(file).is_relative_to, folders))

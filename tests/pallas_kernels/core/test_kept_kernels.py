@@ -201,12 +201,12 @@ def test_a_function_of_another_module_counts_as_such(name, folder, monkeypatch):
     text = "def body(x_ref, y_ref, *, i): of_the_library(x_ref, y_ref, i=i)"
     exec(text, vars(module) | {"of_the_library": of_the_library}, vars(module))
     monkeypatch.setitem(sys.modules, name, module)
-    kept_kernels._is_python_s_own.cache_clear()
+    kept_kernels._is_genuine.cache_clear()
     module.body.__module__ = name
     for body in (module.body, functools.wraps(of_the_library)(module.body)):
         assert "mosaic_gpu" in program(body)
     assert not folder.exists()
-    kept_kernels._is_python_s_own.cache_clear()
+    kept_kernels._is_genuine.cache_clear()
 
 
 def made(factor):

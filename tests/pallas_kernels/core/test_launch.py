@@ -83,6 +83,20 @@ def test_a_body_traced_under_x64_has_its_types_where_it_is_lowered_outside():
     assert types == [jnp.float64]
 
 
+def test_a_weak_type_does_not_change_what_a_body_computes():
+    dtypes = []
+
+    def body(x_ref, h_ref, y_ref, *, i):
+        product = x_ref[i, FIRST] * h_ref[i, FIRST]
+        dtypes.append(product.dtype)
+        y_ref[i, FIRST] = product.astype(y_ref.dtype)
+
+    half = rows().astype(jnp.bfloat16)
+    results = [run(body, x, half) for x in (jnp.full((2, LANES), 1.01), jnp.full((2, LANES), jnp.float32(1.01)))]
+    assert jax.typeof(jnp.full((2, LANES), 1.01)).weak_type and set(dtypes) == {jnp.dtype("float32")}
+    assert (results[0] == results[1]).all()
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_vmap_runs_the_kernel_on_every_example(axis):
     x = jnp.stack([rows(), 1 + rows(), 2 - rows()], axis)
