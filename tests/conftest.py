@@ -1,9 +1,12 @@
 import atexit
+import ctypes
 import gc
 import os
 import re
 import shutil
+import sys
 import tempfile
+from pathlib import Path
 
 # Before JAX starts: devices to shard over, and fast compilation of the interpreted kernels, which are loops with long
 # bodies and run briefly. A product that wants more threads would wait for ever for those that wait for it in the
@@ -59,14 +62,28 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip)
 
 
+LARGE = 2**30
+"""Bytes that a process may hold before it frees what its tests share. At most half as many come in one test."""
+
+
 def pytest_runtest_teardown(item, nextitem):
-    """Frees what the tests of one op and module shared, before the next: compiled programs hold most of the memory."""
-    if nextitem is None or (item.module, _op(item)) != (nextitem.module, _op(nextitem)):
+    """Frees what the tests of one op and module share, before the next ones: compiled programs hold most memory."""
+    is_last = nextitem is None or (item.module, _op(item)) != (nextitem.module, _op(nextitem))
+    if is_last or _resident_bytes() > LARGE:
         for value in (*vars(item.module).values(), *vars(helpers).values()):
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
         jax.clear_caches()
         gc.collect()
+        if sys.platform == "linux":
+            # The C library would keep most of the pages that the compiler has used.
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_bytes():
+    if sys.platform != "linux":
+        return 0
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class PrintFailures:
