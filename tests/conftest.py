@@ -62,27 +62,25 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip)
 
 
-LARGE = 2**30
-"""Bytes that a process may hold before it frees what its tests share. At most half as many come in one test."""
+MEMORY = 2**30
+"""Bytes that a process may hold before it frees what its tests share. One test adds at most half as many."""
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Frees what the tests of one op and module share, before the next ones: compiled programs hold most memory."""
-    is_last = nextitem is None or (item.module, _op(item)) != (nextitem.module, _op(nextitem))
-    if is_last or _resident_bytes() > LARGE:
+    """Frees what tests share where it has grown too large: compiled programs hold most of a process's memory."""
+    on_linux = sys.platform == "linux"
+    if _resident_bytes() > MEMORY if on_linux else nextitem is None or item.module is not nextitem.module:
         for value in (*vars(item.module).values(), *vars(helpers).values()):
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
         jax.clear_caches()
         gc.collect()
-        if sys.platform == "linux":
+        if on_linux:
             # The C library would keep most of the pages that the compiler has used.
             ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident_bytes():
-    if sys.platform != "linux":
-        return 0
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
