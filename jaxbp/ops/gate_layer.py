@@ -23,6 +23,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
+from jaxbp import barriers
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.wires import Wires
@@ -109,13 +110,13 @@ def _features_first(x):
 
 def _features_last(x, shape):
     """The inverse, to `(*shape, features)`."""
-    return _gates.stored(x).T.reshape(*shape, x.shape[0])
+    return barriers.on_cpu(x).T.reshape(*shape, x.shape[0])
 
 
 @functools.partial(jax.jit, inline=True)
 def _as_rows(x):
     # A vector lies in memory in one way alone. (A constraint on the layout would do, but cannot be exported.)
-    return lax.optimization_barrier(x.ravel()).reshape(x.shape)
+    return barriers.optimization_barrier(x.ravel()).reshape(x.shape)
 
 
 # -------------------------------------------------------------------------------------------------------- the kernels

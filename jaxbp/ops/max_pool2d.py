@@ -5,6 +5,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Integer
 
+from jaxbp import barriers
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import wide
@@ -58,13 +59,8 @@ def native(x, *, window, stride, padding, input_size):
     return y, max_and_indices(lax.stop_gradient(x), **options)[1]
 
 
-def keep(*arrays):
-    """The arrays; on the CPU XLA would compute them again wherever the backward reads them."""
-    return lax.platform_dependent(*arrays, cpu=lambda *a: lax.optimization_barrier(a), default=lambda *a: a)
-
-
 def _save(x, **options):
-    y, indices = keep(*max_and_indices(x, **options))
+    y, indices = barriers.on_cpu(max_and_indices(x, **options))
     return (y, indices), (indices,)
 
 
