@@ -1,7 +1,6 @@
 """The wires of a logic cellular automaton: one circuit of gates that every cell of a grid runs."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -20,11 +19,7 @@ NEIGHBOURHOOD = 9
 CENTRE = 4
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["perception", "update", "order"],
-    meta_fields=["channels", "kernels", "periodic"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Automaton:
     """The wires of the circuit that all cells of a grid run at every tick.
@@ -52,9 +47,9 @@ class Automaton:
     perception: tuple[Wires, ...]
     update: tuple[Wires, ...]
     order: Int[Array, "2 gates"]
-    channels: int
-    kernels: int
-    periodic: bool
+    channels: int = dataclasses.field(metadata=dict(static=True))
+    kernels: int = dataclasses.field(metadata=dict(static=True))
+    periodic: bool = dataclasses.field(metadata=dict(static=True))
 
     @property
     def bits(self) -> int:

@@ -1,7 +1,6 @@
 """Which inputs the trees of a convolution of logic gates read."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -15,11 +14,7 @@ from jaxbp.ops import _checks
 from jaxbp.ops._windows import Size
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["leaves", "readers", "reader_offsets"],
-    meta_fields=["channels", "window"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TreeWires:
     """The leaves of a convolution's kernels, each a complete binary tree of two-input gates over a window.
@@ -42,8 +37,8 @@ class TreeWires:
     leaves: Int[Array, "kernels leaves 3"]
     readers: Int[Array, " kernels*leaves"]
     reader_offsets: Int[Array, " channels+1"]
-    channels: int
-    window: tuple[int, int]
+    channels: int = dataclasses.field(metadata=dict(static=True))
+    window: tuple[int, int] = dataclasses.field(metadata=dict(static=True))
 
     @property
     def kernels(self) -> int:

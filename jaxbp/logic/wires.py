@@ -1,7 +1,6 @@
 """Which two inputs each gate of a layer reads, and for each input the gates that read it."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -12,22 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Int
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "a",
-        "b",
-        "consumers",
-        "partners",
-        "offsets",
-        "trail",
-        "trail_inputs",
-        "trail_consumers",
-        "trail_partners",
-        "trail_places",
-    ],
-    meta_fields=["inputs", "most_consumers"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Wires:
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
@@ -65,8 +49,8 @@ class Wires:
     trail_consumers: Int[Array, " 2*gates"]
     trail_partners: Int[Array, " 2*gates"]
     trail_places: Int[Array, " gates"]
-    inputs: int
-    most_consumers: int
+    inputs: int = dataclasses.field(metadata=dict(static=True))
+    most_consumers: int = dataclasses.field(metadata=dict(static=True))
 
     @property
     def gates(self) -> int:

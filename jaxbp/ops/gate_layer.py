@@ -14,6 +14,7 @@ from. A layer is made of two pairs. One leads from parameters to coefficients, a
 coefficients: it has the wires, the batch, and the kernels.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -152,20 +153,8 @@ def _gradients_by_two_kernels(dy, coefficients, graph, x):
 
 
 def _graph(wires):
-    return Graph(
-        a=wires.a,
-        b=wires.b,
-        consumers=wires.consumers,
-        partners=wires.partners,
-        offsets=wires.offsets,
-        trail=wires.trail,
-        trail_inputs=wires.trail_inputs,
-        trail_consumers=wires.trail_consumers,
-        trail_partners=wires.trail_partners,
-        trail_places=wires.trail_places,
-        regular=wires.regular,
-        most_consumers=wires.most_consumers,
-    )
+    """The wires as the kernels take them, whose names they share."""
+    return Graph(*(getattr(wires, field.name) for field in dataclasses.fields(Graph)))
 
 
 def _examples_last(x):
