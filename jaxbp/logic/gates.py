@@ -144,8 +144,8 @@ def initial_logits(
 
 
 def harden(
-    logits: Float[Array, "gates parameters"], parametrization: Parametrization = "softmax"
-) -> UInt8[Array, "gates"]:
+    logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
+) -> UInt8[Array, "*kernels gates"]:
     """Each gate's most probable function, by its number from 0 to 15; of equally probable ones the first.
 
     Where the parameters make a truth table, each of its rows is rounded: a half is a 0.
@@ -154,7 +154,7 @@ def harden(
       TypeError, ValueError: as in `gate_layer`.
     """
     (logits,) = _checks.floating("harden", logits=logits)
-    check_parameters("harden", logits, "gates", parametrization)
+    check_parameters("harden", logits, "gates", parametrization, kernels=logits.shape[:-2])
     if parametrization == "softmax":
         return jnp.argmax(logits, axis=-1).astype(jnp.uint8)
     row = logits if parametrization == "input_wise" else _times(widen(logits), WALSH.T)

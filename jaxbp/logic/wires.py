@@ -10,6 +10,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
+from jaxbp.ops import _checks
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,7 +84,7 @@ class Wires:
           TypeError: a or b is not of integers.
           ValueError: a and b are empty or not vectors of one length, or not all in [0, inputs).
         """
-        inputs = _check_count("from_pairs", "inputs", inputs)
+        inputs = _checks.count("Wires.from_pairs", "inputs", inputs)
         a, b = (_check_indices(name, wires, inputs) for name, wires in (("a", a), ("b", b)))
         if a.shape != b.shape:
             raise ValueError(f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one of each a gate")
@@ -123,7 +125,7 @@ class Wires:
         Raises:
           ValueError: no inputs or no gates.
         """
-        inputs, gates = _check_count("random", "inputs", inputs), _check_count("random", "gates", gates)
+        inputs, gates = _checks.count("Wires.random", "inputs", inputs), _checks.count("Wires.random", "gates", gates)
         random = np.random.default_rng(seed)
         a, b = random.permutation(inputs)[random.permutation(2 * gates) % inputs].reshape(2, gates)
         return cls.from_pairs(a, b, inputs)
@@ -138,7 +140,8 @@ class Wires:
 
         Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022.
         """
-        inputs, gates = _check_count("unique", "inputs", inputs, at_least=2), _check_count("unique", "gates", gates)
+        inputs = _checks.count("Wires.unique", "inputs", inputs, at_least=2)
+        gates = _checks.count("Wires.unique", "gates", gates)
         if 2 * gates < inputs:
             raise ValueError(
                 f"Wires.unique: {gates} gates read at most {2 * gates} inputs; wants at least {-(-inputs // 2)} gates "
@@ -238,12 +241,6 @@ def _every_pair_once(inputs: int, random: np.random.Generator) -> np.ndarray:
     """All pairs, in random order."""
     pairs = np.stack(np.triu_indices(inputs, 1))
     return random.permuted(pairs[:, random.permutation(pairs.shape[1])], axis=0)
-
-
-def _check_count(constructor: str, name: str, value: Any, at_least: int = 1) -> int:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"Wires.{constructor}: {name} is {value!r}; wants an int of at least {at_least}")
-    return int(value)  # NumPy's may overflow
 
 
 def _check_indices(name: str, wires: Any, inputs: int) -> np.ndarray:

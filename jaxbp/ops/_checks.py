@@ -45,7 +45,7 @@ def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
         raise ValueError(f"{op}: {name} has shape {a.shape}; wants ({pattern})")
 
 
-def pair(op: str, name: str, value: Any, *, at_least: int) -> tuple[int, int]:
+def pair(op: str, name: str, value: Any, at_least: int = 1) -> tuple[int, int]:
     """An int, or one for rows and one for columns, as a pair."""
     both = (value, value) if is_int(value) else value
     ints = isinstance(both, tuple | list) and len(both) == 2 and all(is_int(v) for v in both)
@@ -66,6 +66,13 @@ def precision(op: str, value: PrecisionLike) -> PrecisionLike:
 
 
 _PRECISIONS = ("default", "fastest", "bfloat16", "high", "bfloat16_3x", "tensorfloat32", "highest", "float32")
+
+
+def count(op: str, name: str, value: Any, at_least: int = 1) -> int:
+    """A static whole number."""
+    if not is_int(value) or value < at_least:
+        raise ValueError(f"{op}: {name} is {value!r}; wants an int of at least {at_least}")
+    return int(value)  # NumPy's may overflow
 
 
 def is_int(value: Any) -> bool:

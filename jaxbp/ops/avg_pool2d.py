@@ -132,7 +132,7 @@ def avg_pool2d_backward(
     """
     op = "avg_pool2d_backward"
     (dy,) = _checks.floating(op, dy=dy)
-    input_size = _checks.pair(op, "input_size", input_size, at_least=1)
+    input_size = _checks.pair(op, "input_size", input_size)
     options = _options(op, input_size, window, stride, padding)
     size = output_size(input_size=input_size, **options)
     _checks.shape(op, "dy", dy, "batch", "channels", *size)
@@ -162,7 +162,7 @@ def global_avg_pool2d_backward(
     op = "global_avg_pool2d_backward"
     (dy,) = _checks.floating(op, dy=dy)
     _checks.shape(op, "dy", dy, "batch", "channels")
-    shape = (*dy.shape, *_checks.pair(op, "input_size", input_size, at_least=1))
+    shape = (*dy.shape, *_checks.pair(op, "input_size", input_size))
     return _GLOBAL_AVG_POOL2D.vjp(dy, implementation=implementation, shape=shape)
 
 

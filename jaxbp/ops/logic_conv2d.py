@@ -395,7 +395,7 @@ def _check(op, logits, wires, x, *, stride, padding, pool, parametrization):
     (x,) = _checks.floating(op, x=x)
     gates.check_parameters(op, logits, wires.gates, parametrization, kernels=(wires.kernels,))
     _checks.shape(op, "x", x, "batch", wires.channels, "height", "width")
-    stride = _checks.pair(op, "stride", stride, at_least=1)
+    stride = _checks.pair(op, "stride", stride)
     padding = window_padding(op, padding, x.shape[2:], wires.window, stride)
     for size, window, around in zip(x.shape[2:], wires.window, padding, strict=True):
         if size + sum(around) < window:
@@ -404,7 +404,7 @@ def _check(op, logits, wires, x, *, stride, padding, pool, parametrization):
                 f"{x.shape[2]} x {x.shape[3]} with padding {padding}"
             )
     size = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
-    pool = _checks.pair(op, "pool", pool, at_least=1)
+    pool = _checks.pair(op, "pool", pool)
     if any(p > n for p, n in zip(pool, size, strict=True)):
         raise ValueError(f"{op}: pool is {pool[0]} x {pool[1]}, larger than the trees' places, {size[0]} x {size[1]}")
     return logits, x, dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)

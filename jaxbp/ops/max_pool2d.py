@@ -228,7 +228,7 @@ def max_pool2d_backward(
     """
     op = "max_pool2d_backward"
     (dy,) = _checks.floating(op, dy=dy)
-    input_size = _checks.pair(op, "input_size", input_size, at_least=1)
+    input_size = _checks.pair(op, "input_size", input_size)
     options = pool_options(op, input_size, window, stride, padding)
     _checks.shape(op, "dy", dy, "batch", "channels", *output_size(**options))
     indices = check_indices(op, "indices", indices, dy.shape)
