@@ -85,16 +85,15 @@ def is_number(value: Any) -> bool:
 
 def unsupported(*arrays: Any, **options: Any) -> str | None:
     """What the element-wise kernels, and those of sums, do not take of the arrays."""
-    arrays = jax.tree.leaves(arrays)
-    if any(a.size >= 2**31 for a in arrays):
+    if any(a.size >= 2**31 for a in jax.tree.leaves(arrays)):
         return "2^31 or more elements"
     return unsupported_dtype(*arrays)
 
 
-def unsupported_dtype(*arrays: Array | None) -> str | None:
+def unsupported_dtype(*arrays: Any, **options: Any) -> str | None:
     """What the kernels do not take of the arrays' dtypes."""
-    for a in arrays:
-        if a is not None and jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.name not in KERNEL_DTYPES:
+    for a in jax.tree.leaves(arrays):
+        if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.name not in KERNEL_DTYPES:
             return f"dtype {a.dtype}, only {', '.join(KERNEL_DTYPES)}"
     return None
 

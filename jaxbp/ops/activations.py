@@ -11,9 +11,9 @@ from jaxtyping import Float
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._elementwise import Elementwise
-from jaxbp.ops._fastest import KEPT, KEPT_EVERYWHERE, KEPT_ON_GPU
+from jaxbp.ops._fastest import KEPT, KEPT_EVERYWHERE, KEPT_ON_GPU, fused_pair
 from jaxbp.ops._numerics import exponentials, largest_and_total, widen
-from jaxbp.pairing import Implementation, Pair
+from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
 
@@ -130,15 +130,7 @@ def _normalised(name, function, term, fastest=KEPT):
         arrays = dy, x, *largest_and_total(x, axis)
         return elementwise(gradient, *arrays, sum_over(terms, *arrays, axes=axis))
 
-    return Pair(
-        forward,
-        {"xla": formula, "pallas": kernel},
-        name=name,
-        unsupported=_checks.unsupported,
-        fastest=fastest,
-        fastest_vjp=KEPT,
-        jit=True,
-    )
+    return fused_pair(forward, {"xla": formula, "pallas": kernel}, name=name, fastest=fastest, fastest_vjp=KEPT)
 
 
 _SOFTMAX = _normalised("softmax", jax.nn.softmax, lambda dy, p: dy * p)

@@ -15,8 +15,8 @@ from jaxtyping import Float
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._elementwise import Elementwise
-from jaxbp.ops._fastest import FUSED, KEPT, KEPT_EVERYWHERE
-from jaxbp.pairing import Implementation, Pair
+from jaxbp.ops._fastest import KEPT, KEPT_EVERYWHERE, fused_pair
+from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
 
 
@@ -114,15 +114,7 @@ def _negative_kernel(dy, *, shape):
     return elementwise(jnp.negative, dy)
 
 
-_NEGATIVE = Pair(
-    _negative,
-    {"xla": _negative, "pallas": _negative_kernel},
-    linear=True,
-    name="negative",
-    unsupported=_checks.unsupported,
-    fastest=FUSED,
-    jit=True,
-)
+_NEGATIVE = fused_pair(_negative, {"xla": _negative, "pallas": _negative_kernel}, linear=True, name="negative")
 _ADD = Elementwise("add", jnp.add, lambda dy, x1, x2: (dy, dy))
 _SUBTRACT = Elementwise("subtract", jnp.subtract, lambda dy, x1, x2: (dy, -dy))
 _MULTIPLY = Elementwise("multiply", jnp.multiply, lambda dy, x1, x2: (dy * x2, dy * x1))

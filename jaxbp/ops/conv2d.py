@@ -287,59 +287,45 @@ def _fastest_input_gradient(dy, w, *, input_size, precision, **options):
     return _fastest(w, input_size, dy.shape[2:], precision)
 
 
-_FORWARD = Op(
+_part = functools.partial(Op, unsupported=_unsupported, shares=True, jit=True)
+_FORWARD = _part(
     "conv2d",
     {"xla": forward_formula, "pallas": differentiable(_forward_kernel, forward_formula, leading(0))},
-    unsupported=_unsupported,
-    shares=True,
     fastest=_fastest_forward,
-    jit=True,
 )
-_INPUT_GRADIENT = Op(
+_INPUT_GRADIENT = _part(
     "conv2d_backward_input",
     {
         "autodiff": _input_gradient_autodiff,
         "xla": input_gradient_formula,
         "pallas": differentiable(_input_gradient_kernel, input_gradient_formula, leading(0)),
     },
-    unsupported=_unsupported,
-    shares=True,
     fastest=_fastest_input_gradient,
-    jit=True,
 )
-_WEIGHTS_GRADIENT = Op(
+_WEIGHTS_GRADIENT = _part(
     "conv2d_backward_weights",
     {
         "autodiff": _weights_gradient_autodiff,
         "xla": weights_gradient_formula,
         "pallas": differentiable(_weights_gradient_kernel, weights_gradient_formula, leading(0, 1)),
     },
-    unsupported=_unsupported,
-    shares=True,
-    jit=True,
 )
-_BIAS_GRADIENT = Op(
+_BIAS_GRADIENT = _part(
     "conv2d_backward_bias",
     {
         "autodiff": _bias_gradient_autodiff,
         "xla": bias_gradient_formula,
         "pallas": differentiable(_bias_gradient_kernel, bias_gradient_formula, leading(0)),
     },
-    unsupported=_unsupported,
-    shares=True,
     fastest=_LIBRARY,
-    jit=True,
 )
 # Both, for where the tensor cores make them in one pass.
-_PARAMETER_GRADIENTS = Op(
+_PARAMETER_GRADIENTS = _part(
     "conv2d_backward_parameters",
     {
         "xla": _parameter_gradients_formula,
         "pallas": differentiable(_parameter_gradients_kernel, _parameter_gradients_formula, leading(0, 1)),
     },
-    unsupported=_unsupported,
-    shares=True,
-    jit=True,
 )
 
 

@@ -7,9 +7,9 @@ from jaxtyping import Float
 
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray, AnyKey
-from jaxbp.ops._fastest import FUSED
+from jaxbp.ops._fastest import fused_pair
 from jaxbp.ops._numerics import widen
-from jaxbp.pairing import Implementation, Pair
+from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
 
 
@@ -38,15 +38,7 @@ def _save(x, key, *, rate):
     return _forward(x, key, rate=rate), (key,)
 
 
-_DROPOUT = Pair(
-    _forward,
-    {"xla": _gradient, "pallas": _gradient_kernel},
-    save=_save,
-    name="dropout",
-    unsupported=_checks.unsupported,
-    fastest=FUSED,
-    jit=True,
-)
+_DROPOUT = fused_pair(_forward, {"xla": _gradient, "pallas": _gradient_kernel}, save=_save, name="dropout")
 
 
 def dropout(

@@ -251,19 +251,10 @@ def _definition_backward(dy, parameters, wires, x, **options):
     return jax.vjp(lambda p, x: _definition(p, wires, x, **options), parameters, x)[1](dy)
 
 
-def _unsupported(*arrays, **options):
-    return _checks.unsupported_dtype(*jax.tree.leaves(arrays))
-
-
-_GATE_LAYER = Op(
-    "gate_layer", {"autodiff": _definition, **composed(_layer)}, unsupported=_unsupported, shares=True, jit=True
-)
-_GATE_LAYER_BACKWARD = Op(
-    "gate_layer_backward",
-    {"autodiff": _definition_backward, **composed(_layer_backward)},
-    unsupported=_unsupported,
-    shares=True,
-    jit=True,
+_public_op = functools.partial(Op, unsupported=_checks.unsupported_dtype, shares=True, jit=True)
+_GATE_LAYER = _public_op("gate_layer", {"autodiff": _definition, **composed(_layer)})
+_GATE_LAYER_BACKWARD = _public_op(
+    "gate_layer_backward", {"autodiff": _definition_backward, **composed(_layer_backward)}
 )
 
 

@@ -138,10 +138,6 @@ def _streamed_if_faster(streamed, plain, *arrays, **options):
     return on_gpu(streamed_, plain, *arrays) if streamed.pays(*arrays, **options) else plain(*arrays)
 
 
-def unsupported(*arrays, **options):
-    return _checks.unsupported_dtype(*arrays)
-
-
 def fastest(x, scale, bias, *, eps, center=True):
     """The kernels, where they can stream the rows: what has only the plain ones is faster by JAX's own."""
     pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, eps=eps, center=center)
@@ -182,7 +178,7 @@ _LAYER_NORM, _RMS_NORM = (
         # Of (dy, x, scale, offset, inv_std).
         examples=leading(0, 1, 3, 4),
         name=name,
-        unsupported=unsupported,
+        unsupported=_checks.unsupported_dtype,
         fastest=fastest,
         jit=True,
     )

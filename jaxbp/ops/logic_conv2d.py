@@ -167,15 +167,10 @@ def _unsupported(*arrays, stride, padding, pool, **options):
     return kernels.supports(wires.leaves.shape, pool) or _checks.unsupported(*arrays)
 
 
-_LOGIC_CONV2D = Op(
-    "logic_conv2d", {"autodiff": _definition, **composed(_convolution)}, unsupported=_unsupported, shares=True, jit=True
-)
-_LOGIC_CONV2D_BACKWARD = Op(
-    "logic_conv2d_backward",
-    {"autodiff": _definition_backward, **composed(_convolution_backward)},
-    unsupported=_unsupported,
-    shares=True,
-    jit=True,
+_public_op = functools.partial(Op, unsupported=_unsupported, shares=True, jit=True)
+_LOGIC_CONV2D = _public_op("logic_conv2d", {"autodiff": _definition, **composed(_convolution)})
+_LOGIC_CONV2D_BACKWARD = _public_op(
+    "logic_conv2d_backward", {"autodiff": _definition_backward, **composed(_convolution_backward)}
 )
 
 

@@ -11,9 +11,9 @@ from jaxtyping import Float
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._elementwise import Elementwise
-from jaxbp.ops._fastest import FUSED, KEPT_ON_GPU
+from jaxbp.ops._fastest import KEPT_ON_GPU, fused_pair
 from jaxbp.ops._numerics import widen
-from jaxbp.pairing import Implementation, Pair
+from jaxbp.pairing import Implementation
 from jaxbp.sharding import leading
 from pallas_kernels.pointwise.elementwise import elementwise
 
@@ -37,9 +37,7 @@ def _mean_loss(name, loss, slope):
     def kernel(dy, predictions, targets):
         return elementwise(functools.partial(gradients, size=predictions.size), dy, predictions, targets)
 
-    return Pair(
-        forward, {"xla": formula, "pallas": kernel}, name=name, unsupported=_checks.unsupported, fastest=FUSED, jit=True
-    )
+    return fused_pair(forward, {"xla": formula, "pallas": kernel}, name=name)
 
 
 def _x_log_y(x, y):
@@ -118,14 +116,11 @@ def _kl_kernel(dy, log_predictions, targets):
     return elementwise(_kl_gradients, dy[..., None], log_predictions, targets)
 
 
-_KL_DIVERGENCE = Pair(
+_KL_DIVERGENCE = fused_pair(
     _kl_divergence,
     {"xla": _kl_formula, "pallas": _kl_kernel},
     name="kl_divergence",
     examples=leading(0, 1, 2, features=0),
-    unsupported=_checks.unsupported,
-    fastest=FUSED,
-    jit=True,
 )
 
 

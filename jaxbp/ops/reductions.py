@@ -16,9 +16,9 @@ from jaxtyping import Float
 
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
-from jaxbp.ops._fastest import FUSED, KEPT
+from jaxbp.ops._fastest import KEPT, fused_pair
 from jaxbp.ops._numerics import largest_and_total, mean_and_rest, widen
-from jaxbp.pairing import Implementation, Pair
+from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
 
 Axis = int | Sequence[int] | None
@@ -79,9 +79,8 @@ def _share(count):
     return 1.0 / count if count else math.inf
 
 
-_KERNELS = dict(unsupported=_checks.unsupported, fastest=FUSED, jit=True)
-_SUM = Pair(_reduced(jnp.sum), _spread(lambda count: 1.0), linear=True, name="sum", **_KERNELS)
-_MEAN = Pair(_reduced(jnp.mean), _spread(_share), linear=True, name="mean", **_KERNELS)
+_SUM = fused_pair(_reduced(jnp.sum), _spread(lambda count: 1.0), linear=True, name="sum")
+_MEAN = fused_pair(_reduced(jnp.mean), _spread(_share), linear=True, name="mean")
 
 
 # ------------------------------------------------------------------------------------------- variance, and log-sum-exp
@@ -104,14 +103,9 @@ def _logsumexp_gradient(dy, a, largest, total, *, count):
     return jnp.exp(a - largest) * (dy / total)
 
 
-_VAR = Pair(_reduced(jnp.var), _elementwise_gradient(_var_gradient, mean_and_rest), name="var", **_KERNELS)
-_LOGSUMEXP = Pair(
-    _reduced(_logsumexp),
-    _elementwise_gradient(_logsumexp_gradient, largest_and_total),
-    name="logsumexp",
-    unsupported=_checks.unsupported,
-    fastest=KEPT,
-    jit=True,
+_VAR = fused_pair(_reduced(jnp.var), _elementwise_gradient(_var_gradient, mean_and_rest), name="var")
+_LOGSUMEXP = fused_pair(
+    _reduced(_logsumexp), _elementwise_gradient(_logsumexp_gradient, largest_and_total), name="logsumexp", fastest=KEPT
 )
 
 
@@ -153,8 +147,8 @@ def _to_place_kernel(dy, index, *, axis, keepdims, shape):
 
 _max, _min = _reduced(jnp.max), _reduced(jnp.min)
 _TO_PLACE = {"xla": _to_place, "pallas": _to_place_kernel}
-_MAX = Pair(_max, _TO_PLACE, save=_save_first(_max), name="max", **_KERNELS)
-_MIN = Pair(_min, _TO_PLACE, save=_save_first(_min), name="min", **_KERNELS)
+_MAX = fused_pair(_max, _TO_PLACE, save=_save_first(_max), name="max")
+_MIN = fused_pair(_min, _TO_PLACE, save=_save_first(_min), name="min")
 
 
 # ------------------------------------------------------------------------------------------------ the public functions
