@@ -9,10 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.lax import PrecisionLike
-from jaxtyping import Key, UInt32
+from jaxtyping import Float, Key, UInt32
 
 AnyArray = Array | np.ndarray
 """What ops take for arrays. They give JAX's."""
+AnyFloats = Float[AnyArray, "*shape"]
+"""A floating array that an op takes; all of one op have the same shape."""
+Floats = Float[Array, "*shape"]
+"""A floating array of that shape, which the op gives."""
 AnyKey = Key[Array, ""] | UInt32[AnyArray, "2"]
 """A key of `jax.random`, typed or raw."""
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")

@@ -15,13 +15,15 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
-from jaxbp.ops._checks import AnyArray
+from jaxbp.ops._checks import AnyArray, AnyFloats, Floats
 from jaxbp.ops._fastest import KEPT, fused_pair
 from jaxbp.ops._numerics import largest_and_total, mean_and_rest, widen
 from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
 
 Axis = int | Sequence[int] | None
+AnyReduced = Float[AnyArray, "*reduced"]
+Reduced = Float[Array, "*reduced"]
 
 
 def _count(shape, axis):
@@ -181,60 +183,33 @@ def _backward_of_shape(op, implementation, dy, a, axis, keepdims):
     return _backward(op, implementation, dy, a.shape, axis, keepdims)
 
 
-def sum(
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*reduced"]:
+def sum(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
     """The sum, `y = Σᵢ aᵢ`."""
     return _reduce(_SUM, implementation, a, axis, keepdims)
 
 
 def sum_backward(
-    dy: Float[AnyArray, "*reduced"],
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+) -> Floats:
     """Gradient of `sum`: `daᵢ = dy`. Of a only the shape counts."""
     return _backward_of_shape(_SUM.vjp, implementation, dy, a, axis, keepdims)
 
 
-def mean(
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*reduced"]:
+def mean(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
     """The mean of n elements, `y = 1/n Σᵢ aᵢ`."""
     return _reduce(_MEAN, implementation, a, axis, keepdims)
 
 
 def mean_backward(
-    dy: Float[AnyArray, "*reduced"],
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+) -> Floats:
     """Gradient of `mean`: `daᵢ = dy / n`. Of a only the shape counts."""
     return _backward_of_shape(_MEAN.vjp, implementation, dy, a, axis, keepdims)
 
 
 def var(
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    ddof: int = 0,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*reduced"]:
+    a: AnyFloats, axis: Axis = None, ddof: int = 0, keepdims: bool = False, *, implementation: Implementation = None
+) -> Reduced:
     """The variance of n elements, `y = Σᵢ (aᵢ - mean)² / (n - ddof)`.
 
     With `ddof` not below n it is NaN or infinite, as in `jax.numpy`.
@@ -243,37 +218,26 @@ def var(
 
 
 def var_backward(
-    dy: Float[AnyArray, "*reduced"],
-    a: Float[AnyArray, "*shape"],
+    dy: AnyReduced,
+    a: AnyFloats,
     axis: Axis = None,
     ddof: int = 0,
     keepdims: bool = False,
     *,
     implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+) -> Floats:
     """Gradient of `var`: `daᵢ = 2 dy (aᵢ - mean) / (n - ddof)`."""
     return _backward_of_array(_VAR.vjp, implementation, dy, a, axis, keepdims, ddof=_ddof("var_backward", ddof))
 
 
-def max(
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*reduced"]:
+def max(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
     """The maximum, `y = maxᵢ aᵢ`; NaN if one is."""
     return _reduce(_MAX, implementation, a, axis, keepdims)
 
 
 def max_backward(
-    dy: Float[AnyArray, "*reduced"],
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+) -> Floats:
     """Gradient of `max`: `daᵢ = dy` at the first maximum (or NaN) in row-major order, else 0.
 
     JAX's own gradient divides dy among equals.
@@ -281,25 +245,14 @@ def max_backward(
     return _backward_of_array(_MAX.vjp, implementation, dy, a, axis, keepdims)
 
 
-def min(
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*reduced"]:
+def min(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
     """The minimum, `y = minᵢ aᵢ`; NaN if one is."""
     return _reduce(_MIN, implementation, a, axis, keepdims)
 
 
 def min_backward(
-    dy: Float[AnyArray, "*reduced"],
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+) -> Floats:
     """Gradient of `min`: `daᵢ = dy` at the first minimum (or NaN) in row-major order, else 0.
 
     JAX's own gradient divides dy among equals.
@@ -308,24 +261,15 @@ def min_backward(
 
 
 def logsumexp(
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*reduced"]:
+    a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+) -> Reduced:
     """The logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`. The largest a is subtracted first."""
     return _reduce(_LOGSUMEXP, implementation, a, axis, keepdims)
 
 
 def logsumexp_backward(
-    dy: Float[AnyArray, "*reduced"],
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+) -> Floats:
     """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, the softmax; not from y, which is rounded."""
     return _backward_of_array(_LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims)
 
