@@ -164,23 +164,13 @@ def _reduce(op, implementation, a, axis, keepdims, **options):
     return op(a, implementation=implementation, axis=axis, keepdims=bool(keepdims), shape=a.shape, **options)
 
 
-def _backward(op, implementation, dy, shape, axis, keepdims, *arrays, **options):
-    axis = _checks.axes(op.name, axis, len(shape))
-    reduced = (1 if i in axis else size for i, size in enumerate(shape) if keepdims or i not in axis)
+def _backward(op, implementation, dy, a, axis, keepdims, **options):
+    dy, a = _checks.floating(op.name, dy=dy, a=a)
+    axis = _checks.axes(op.name, axis, a.ndim)
+    reduced = (1 if i in axis else size for i, size in enumerate(a.shape) if keepdims or i not in axis)
     _checks.shape(op.name, "dy", dy, *reduced)
-    return op(
-        dy, *arrays, implementation=implementation, axis=axis, keepdims=bool(keepdims), shape=tuple(shape), **options
-    )
-
-
-def _backward_of_array(op, implementation, dy, a, axis, keepdims, **options):
-    dy, a = _checks.floating(op.name, dy=dy, a=a)
-    return _backward(op, implementation, dy, a.shape, axis, keepdims, a, **options)
-
-
-def _backward_of_shape(op, implementation, dy, a, axis, keepdims):
-    dy, a = _checks.floating(op.name, dy=dy, a=a)
-    return _backward(op, implementation, dy, a.shape, axis, keepdims)
+    arrays = (dy,) if op in (_SUM.vjp, _MEAN.vjp) else (dy, a)
+    return op(*arrays, implementation=implementation, axis=axis, keepdims=bool(keepdims), shape=a.shape, **options)
 
 
 def sum(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
@@ -192,7 +182,7 @@ def sum_backward(
     dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
 ) -> Floats:
     """Gradient of `sum`: `daᵢ = dy`. Of a only the shape counts."""
-    return _backward_of_shape(_SUM.vjp, implementation, dy, a, axis, keepdims)
+    return _backward(_SUM.vjp, implementation, dy, a, axis, keepdims)
 
 
 def mean(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
@@ -204,7 +194,7 @@ def mean_backward(
     dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
 ) -> Floats:
     """Gradient of `mean`: `daᵢ = dy / n`. Of a only the shape counts."""
-    return _backward_of_shape(_MEAN.vjp, implementation, dy, a, axis, keepdims)
+    return _backward(_MEAN.vjp, implementation, dy, a, axis, keepdims)
 
 
 def var(
@@ -227,7 +217,7 @@ def var_backward(
     implementation: Implementation = None,
 ) -> Floats:
     """Gradient of `var`: `daᵢ = 2 dy (aᵢ - mean) / (n - ddof)`."""
-    return _backward_of_array(_VAR.vjp, implementation, dy, a, axis, keepdims, ddof=_ddof("var_backward", ddof))
+    return _backward(_VAR.vjp, implementation, dy, a, axis, keepdims, ddof=_ddof("var_backward", ddof))
 
 
 def max(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
@@ -242,7 +232,7 @@ def max_backward(
 
     JAX's own gradient divides dy among equals.
     """
-    return _backward_of_array(_MAX.vjp, implementation, dy, a, axis, keepdims)
+    return _backward(_MAX.vjp, implementation, dy, a, axis, keepdims)
 
 
 def min(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
@@ -257,7 +247,7 @@ def min_backward(
 
     JAX's own gradient divides dy among equals.
     """
-    return _backward_of_array(_MIN.vjp, implementation, dy, a, axis, keepdims)
+    return _backward(_MIN.vjp, implementation, dy, a, axis, keepdims)
 
 
 def logsumexp(
@@ -271,7 +261,7 @@ def logsumexp_backward(
     dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
 ) -> Floats:
     """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, the softmax; not from y, which is rounded."""
-    return _backward_of_array(_LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims)
+    return _backward(_LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims)
 
 
 def _ddof(op, ddof):
