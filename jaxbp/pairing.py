@@ -148,6 +148,7 @@ class Op:
             key: _remembered(functools.partial(functools.partial, f)) for key, f in self.implementations.items()
         }
         self._compiled = self._compiler() if jit else None
+        self._renamed: dict[str, Op] = {}
 
     def __call__(self, *arrays: Any, implementation: Implementation = None, **options: Any) -> Any:
         """The function of `arrays`, by the implementation asked for.
@@ -231,11 +232,12 @@ class Op:
         return next(name for name in (implementation, "xla", "autodiff", "pallas") if name in self.implementations)
 
     def named(self, name: str) -> "Op":
-        """The same op under another name, for error messages."""
-        renamed = object.__new__(type(self))
-        renamed.__dict__ = self.__dict__ | {"name": name}
-        renamed._compiled = renamed._compiler() if self._compiled else None
-        return renamed
+        """The same op under another name, for error messages; one object for a name, so that it is compiled once."""
+        if name not in self._renamed:
+            renamed = self._renamed[name] = object.__new__(type(self))
+            renamed.__dict__ = self.__dict__ | {"name": name}
+            renamed._compiled = renamed._compiler() if self._compiled else None
+        return self._renamed[name]
 
     def __reduce__(self):
         # What it was made of can be pickled, if that is functions of modules; what is bound to options need not be.
