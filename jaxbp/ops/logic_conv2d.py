@@ -213,9 +213,7 @@ def logic_conv2d(
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
-    options = dict(stride=stride, padding=padding, pool=1, parametrization=parametrization)
-    logits, x, options = _check("logic_conv2d", logits, wires, x, **options)
-    return _LOGIC_CONV2D(logits, wires, x, implementation=implementation, **options)[0]
+    return _call("logic_conv2d", logits, wires, x, 1, stride, padding, parametrization, implementation)[0]
 
 
 def logic_conv2d_backward(
@@ -249,9 +247,7 @@ def logic_conv2d_backward(
       TypeError, ValueError: as in `logic_conv2d`.
     """
     op = "logic_conv2d_backward"
-    options = dict(stride=stride, padding=padding, pool=1, parametrization=parametrization)
-    logits, x, options = _check(op, logits, wires, x, **options)
-    dy = _check_gradient(op, dy, wires, x, options)
+    dy, logits, x, options = _check_gradient(op, dy, logits, wires, x, 1, stride, padding, parametrization)
     return _LOGIC_CONV2D_BACKWARD(dy, None, logits, wires, x, implementation=implementation, **options)
 
 
@@ -347,9 +343,7 @@ def logic_conv2d_or_pool2d_backward(
       TypeError, ValueError: as in `logic_conv2d`; places that are not integers of dy's shape.
     """
     op = "logic_conv2d_or_pool2d_backward"
-    options = dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
-    logits, x, options = _check(op, logits, wires, x, **options)
-    dy = _check_gradient(op, dy, wires, x, options)
+    dy, logits, x, options = _check_gradient(op, dy, logits, wires, x, pool, stride, padding, parametrization)
     places = max_pool2d.check_indices(op, "places", places, dy.shape)
     if options["pool"] == (1, 1):
         places = None
@@ -377,12 +371,11 @@ def logic_or_pool2d(
 
 
 def _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation):
-    options = dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
-    logits, x, options = _check(op, logits, wires, x, **options)
+    logits, x, options = _check(op, logits, wires, x, pool, stride, padding, parametrization)
     return _LOGIC_CONV2D.named(op)(logits, wires, x, implementation=implementation, **options)
 
 
-def _check(op, logits, wires, x, *, stride, padding, pool, parametrization):
+def _check(op, logits, wires, x, pool, stride, padding, parametrization):
     """The arrays, and the options in one form."""
     if not isinstance(wires, TreeWires):
         raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.TreeWires")
@@ -405,10 +398,11 @@ def _check(op, logits, wires, x, *, stride, padding, pool, parametrization):
     return logits, x, dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
 
 
-def _check_gradient(op, dy, wires, x, options):
+def _check_gradient(op, dy, logits, wires, x, *options):
+    logits, x, options = _check(op, logits, wires, x, *options)
     dy, _ = _checks.floating(op, dy=dy, x=x)
     size = output_size(x.shape[2:], wires.window, stride=options["stride"], padding=options["padding"])
     _checks.shape(
         op, "dy", dy, x.shape[0], wires.kernels, *(n // p for n, p in zip(size, options["pool"], strict=True))
     )
-    return dy
+    return dy, logits, x, options
