@@ -402,7 +402,7 @@ def _paired(name: str, forward: Callable, save: Callable, backward: Callable, ha
         def gradients(saved, dy):
             saved, kinds = saved
             found = backward(dy[0] if has_aux else dy, *saved, **options)
-            return _checked(name, _parameters(forward, len(kinds.each)), kinds, found)
+            return _checked(name, positional_names(forward, len(kinds.each)), kinds, found)
 
         call.defvjp(save_with_kinds, gradients)
         return call
@@ -429,7 +429,7 @@ def _vjp(
             return backward(dy, **options)
         saved = residuals(*arrays, **options) if residuals else save(*arrays, **options)[1]
         found = backward(dy, *saved, **options)
-        return _of_floating(_checked(name, _parameters(forward, len(arrays)), _Kinds.of(arrays), found), arrays)
+        return _of_floating(_checked(name, positional_names(forward, len(arrays)), _Kinds.of(arrays), found), arrays)
 
     return vjp
 
@@ -464,10 +464,10 @@ def _checked(op: str, names: list[str], kinds: _Kinds, found: Any) -> tuple:
     return gradients
 
 
-def _parameters(forward: Callable, count: int) -> list[str]:
-    """Names for the forward's arrays; those that its signature does not name are numbered."""
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [name for name, p in inspect.signature(forward).parameters.items() if p.kind in positional]
+def positional_names(function: Callable, count: int) -> list[str]:
+    """Names for `count` positional arguments; those that the signature does not name are numbered."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [*names[:count], *(f"argument {i}" for i in range(len(names), count))]
 
 

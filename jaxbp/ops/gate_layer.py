@@ -219,10 +219,14 @@ COEFFICIENTS = {
         name="softmax_gates",
     ),
     # No kernel would be faster for four parameters a gate: XLA needs no sums over functions.
-    "input_wise": Pair(
-        gates.input_wise, dict.fromkeys(("pallas", "xla"), gates.input_wise_backward), name="input_wise_gates"
-    ),
-    "walsh": Pair(gates.walsh, dict.fromkeys(("pallas", "xla"), gates.walsh_backward), name="walsh_gates"),
+    **{
+        name: Pair(
+            functools.partial(gates.of_rows, parametrization=name),
+            dict.fromkeys(("pallas", "xla"), functools.partial(gates.of_rows_backward, parametrization=name)),
+            name=f"{name}_gates",
+        )
+        for name in gates.BASES
+    },
 }
 
 
