@@ -34,7 +34,7 @@ from helpers import (
 )
 
 import jaxbp
-from jaxbp.ops import CATALOGUE
+from jaxbp.catalogue import CATALOGUE
 
 pytestmark = pytest.mark.once
 
