@@ -3,8 +3,8 @@
 Nothing runs. A kernel's body is traced as it is lowered for a GPU. `table` is a table of docs/tables.py.
 """
 
-import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,17 +13,20 @@ import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
 from jaxbp.catalogue import CATALOGUE, Case, Entry
+from jaxbp.verify.arguments import floats, is_float
 
-SUMS = {"reduce_sum", "reduce_window_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "psum", "add_any"}
-SUMS |= {"scatter-add", "scatter_add", "select_and_scatter_add"}
-TERMS = {"add", "sub"}
-"""Of these each loop over the terms of a sum is made, in kernels too."""
-TENSOR_CORES = {"wgmma_ref"}
+SUMS = "reduce_sum reduce_window_sum reduce_prod cumsum cumprod cumlogsumexp psum add_any scatter-add scatter_add"
+FUNCTIONS = "exp exp2 expm1 log log1p logistic tanh sin cos tan erf erfc erf_inv rsqrt sqrt cbrt pow div integer_pow"
+PRIMITIVES = {
+    "sums": {*SUMS.split(), "select_and_scatter_add", "wgmma_ref"},
+    # Each loop over the terms of a sum is made of these, in kernels too.
+    "terms": {"add", "sub"},
+    # XLA's. It adds up within them in float32, and rounds to the dtype of their result.
+    "products": {"dot_general", "conv_general_dilated", "ragged_dot_general"},
+    "functions": {*FUNCTIONS.split(), "atan2", "lgamma", "digamma"},
+}
+TENSOR_CORES = "wgmma_ref"
 """A kernel's products. What they are added to is the first operand."""
-PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
-"""XLA's. It adds up within them in float32, and rounds to the dtype of their result."""
-FUNCTIONS = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sin", "cos", "tan", "erf", "erfc", "erf_inv"}
-FUNCTIONS |= {"rsqrt", "sqrt", "cbrt", "pow", "div", "integer_pow", "atan2", "lgamma", "digamma"}
 
 OURS = ("xla", "pallas")
 HALVES = ("bfloat16", "float16")
@@ -34,33 +37,9 @@ ADD_IN_HALF = {"linear", "conv2d", "conv2d_relu_max_pool2d", "layer_norm_linear"
 """Ops that add two numbers in half precision: a bias to a product that is rounded already. It is no sum, and costs one
 more rounding, whatever the sizes."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The floating dtypes that an op computes in, each a set of names.
-
-    Attributes:
-      sums: of sums, and of what a kernel's products are added to.
-      terms: of additions and subtractions.
-      products: of the results of XLA's products.
-      functions: of exponentials, logarithms, roots and quotients.
-      kept: of what is kept for the backward; "inputs" for the op's own arguments.
-      results: of results and gradients.
-    """
-
-    sums: frozenset[str] = frozenset()
-    terms: frozenset[str] = frozenset()
-    products: frozenset[str] = frozenset()
-    functions: frozenset[str] = frozenset()
-    kept: frozenset[str] = frozenset()
-    results: frozenset[str] = frozenset()
-
-    def __or__(self, other: "Found") -> "Found":
-        return Found(*(a | b for a, b in zip(_fields(self), _fields(other), strict=True)))
-
-
-def _fields(found: Found) -> list[frozenset[str]]:
-    return [getattr(found, field.name) for field in dataclasses.fields(found)]
+Found = defaultdict[str, set[str]]
+"""The floating dtypes that an op computes in: of each kind in `PRIMITIVES`, of the "results" with their gradients, and
+of what is "kept" for the backward, which may be the "inputs"."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the walk
@@ -69,23 +48,23 @@ def _fields(found: Found) -> list[frozenset[str]]:
 @functools.cache
 def found(name: str, implementation: str, dtype: str) -> Found:
     """What an op of this dtype computes in: its small case, and real ones unless it runs the kernels of another."""
-    entry = ENTRIES[name]
-    cases = [entry.small, *([] if entry.like or "_backward" in name else entry.real.values())]
-    return functools.reduce(Found.__or__, (_at(entry, case, implementation, dtype) for case in cases))
+    entry, dtypes = ENTRIES[name], defaultdict(set)
+    for case in (entry.small, *([] if entry.like or "_backward" in name else entry.real.values())):
+        _walk_case(entry, case, implementation, dtype, dtypes)
+    return dtypes
 
 
-def _at(entry: Entry, case: Case, implementation: str, dtype: str) -> Found:
+def _walk_case(entry: Entry, case: Case, implementation: str, dtype: str, dtypes: Found) -> None:
     op = functools.partial(entry.function, **case.options, implementation=implementation)
     arguments = case.structs(case.batch or BATCH, dtype)
     function = op if "_backward" in entry.name else functools.partial(_with_gradients, op)
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     results, kept = (shapes, []) if function is op else shapes
     given, out = set(closed.jaxpr.invars), closed.jaxpr.outvars
+    walk(closed.jaxpr, dtypes)
+    dtypes["results"] |= {a.dtype.name for a in floats(results)}
     out_kept = out[len(out) - len(jax.tree.leaves(kept)) :]
-    return walked(closed.jaxpr) | Found(
-        kept=frozenset("inputs" if v in given else v.aval.dtype.name for v in out_kept),
-        results=frozenset(a.dtype.name for a in jax.tree.leaves(results) if _is_float(a)),
-    )
+    dtypes["kept"] |= {"inputs" if v in given else v.aval.dtype.name for v in out_kept}
 
 
 def _with_gradients(op, *arrays):
@@ -94,25 +73,21 @@ def _with_gradients(op, *arrays):
 
     def of_floats(*values):
         values = iter(values)
-        given = [next(values) if _is_float(a) else a for a in leaves]
-        results = jax.tree.leaves(op(*jax.tree.unflatten(structure, given)))
-        return [a for a in results if _is_float(a)]
+        return floats(op(*jax.tree.unflatten(structure, [next(values) if is_float(a) else a for a in leaves])))
 
-    y, vjp = jax.vjp(of_floats, *filter(_is_float, leaves))
+    y, vjp = jax.vjp(of_floats, *floats(arrays))
     return (y, vjp([jnp.ones_like(a) for a in y])), jax.tree.leaves(vjp)
 
 
-def walked(jaxpr: Any) -> Found:
-    """What a jaxpr computes in, with all jaxprs in it."""
-    kinds = dict(sums=SUMS | TENSOR_CORES, terms=TERMS, products=PRODUCTS, functions=FUNCTIONS)
-    dtypes: dict[str, set[str]] = {kind: set() for kind in kinds}
+def walk(jaxpr: Any, dtypes: Found) -> Found:
+    """Adds what a jaxpr computes in, with all jaxprs in it."""
     for equation in _equations(jaxpr):
         name = equation.primitive.name
-        variables = equation.invars[:1] if name in TENSOR_CORES else equation.outvars
-        for kind, names in kinds.items():
+        variables = equation.invars[:1] if name == TENSOR_CORES else equation.outvars
+        for kind, names in PRIMITIVES.items():
             if name in names:
-                dtypes[kind] |= {v.aval.dtype.name for v in variables if _is_float(v.aval)}
-    return Found(**{kind: frozenset(names) for kind, names in dtypes.items()})
+                dtypes[kind] |= {v.aval.dtype.name for v in variables if is_float(v.aval)}
+    return dtypes
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
@@ -123,10 +98,6 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
         if equation.primitive.name == "launch":
             structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
             yield from _equations(jax.make_jaxpr(equation.params["cuda"])(*structs).jaxpr)
-
-
-def _is_float(a: Any) -> bool:
-    return jnp.issubdtype(a.dtype, jnp.floating)
 
 
 # ------------------------------------------------------------------------------------------------------------ the table
@@ -143,7 +114,7 @@ def table() -> str:
         for key in [("both", *xla)] if xla == pallas else [("xla", *xla), ("pallas", *pallas)]:
             lines.setdefault(key, []).append(f"`{name}`")
     rows = [HEAD, ("---",) * len(HEAD), *((", ".join(lines[key]), *key) for key in sorted(lines, key=_order))]
-    results = frozenset().union(*(found(name, of, HALVES[0]).results for name in names for of in OURS))
+    results = set().union(*(found(name, of, HALVES[0])["results"] for name in names for of in OURS))
     return "\n".join(
         [
             *("| " + " | ".join(row) + " |" for row in rows),
@@ -155,13 +126,13 @@ def table() -> str:
     )
 
 
-def _cells(found: Found) -> tuple[str, ...]:
-    bias = "\\*" if any(dtype in HALVES for dtype in found.terms) else ""
-    sums = found.sums | {dtype for dtype in found.terms if dtype not in HALVES}
-    return _text(sums) + bias, *map(_text, (found.products, found.functions, found.kept))
+def _cells(dtypes: Found) -> tuple[str, ...]:
+    half = dtypes["terms"].intersection(HALVES)
+    sums = dtypes["sums"] | dtypes["terms"] - half
+    return _text(sums) + "\\*" * bool(half), *(_text(dtypes[kind]) for kind in ("products", "functions", "kept"))
 
 
-def _text(dtypes: frozenset[str] | set[str]) -> str:
+def _text(dtypes: set[str]) -> str:
     return ", ".join(sorted({"half" if dtype in HALVES else dtype for dtype in dtypes}))
 
 

@@ -1,7 +1,9 @@
 """The formula sheet: a page a family of ops, made from the docstrings of the ops when the site is built."""
 
 import inspect
+import itertools
 import re
+import shutil
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -11,21 +13,16 @@ import typeset
 
 from jaxbp.catalogue import CATALOGUE, Entry
 
-HEADINGS = ("Args:", "Returns:", "Raises:", "Example:")
+HEADINGS = ("Args:", "Returns:", "Raises:", "Example:", "Source")
 """They begin the parts of a docstring that are no formula."""
 
 
 def write(folder: Path) -> None:
     """Writes the pages into `folder`, which holds nothing else."""
-    folder.mkdir(exist_ok=True)
-    written = pages()
-    for stale in set(folder.glob("*.md")) - {folder / f"{name}.md" for name in written}:
-        stale.unlink()
-    for name, text in written.items():
-        path = folder / f"{name}.md"
-        # Sphinx reads again what is newer.
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.write_text(text, encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, text in pages().items():
+        (folder / f"{name}.md").write_text(text, encoding="utf-8")
 
 
 def pages() -> dict[str, str]:
@@ -54,23 +51,12 @@ def _entry(entry: Entry) -> Iterator[str]:
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     arguments = signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
     yield f"```{{py:function}} {entry.name}{arguments}\n:module: {entry.function.__module__}\n```"
-    shapes = [
-        f"- {name}: {shape}" if name == "returns" else f"- `{name}`: {shape}" for name, shape in _shapes(entry.function)
-    ]
-    text, sources = [], []
-    paragraphs = iter(inspect.getdoc(entry.function).split("\n\n"))
-    in_formula = True
-    for paragraph in paragraphs:
-        if paragraph.startswith("Source"):
-            sources.append(paragraph)
-        in_formula = in_formula and not paragraph.startswith((*HEADINGS, "Source"))
-        if in_formula:
-            text.append(paragraph)
-    yield from map(with_math, text)
-    yield "\n".join(shapes)
+    paragraphs = inspect.getdoc(entry.function).split("\n\n")
+    yield from map(with_math, itertools.takewhile(lambda text: not text.startswith(HEADINGS), paragraphs))
+    yield "\n".join(_shapes(entry.function))
     if entry.kernel_dtypes:
         yield f"Kernels take {', '.join(entry.kernel_dtypes)}."
-    yield from sources
+    yield from (text for text in paragraphs if text.startswith("Source"))
 
 
 def with_math(paragraph: str) -> str:
@@ -89,20 +75,18 @@ def with_math(paragraph: str) -> str:
     return re.sub(r"`([^`]+)`", inline, paragraph)
 
 
-def _shapes(function: Callable) -> Iterator[tuple[str, str]]:
-    """The arrays among a function's parameters and results with their shapes."""
+def _shapes(function: Callable) -> Iterator[str]:
+    """The shapes of the arrays among a function's parameters and results, as a list."""
     for name, annotation in typing.get_type_hints(function).items():
-        kinds = [kind for kind in _flat(annotation) if hasattr(kind, "dim_str")]
-        if kinds:
-            shapes = [f"`({', '.join(kind.dim_str.split())})`" for kind in kinds]
-            if name == "return":
-                yield "returns", ", ".join(shapes)
-            else:
-                yield name, " or ".join(dict.fromkeys(shapes))
+        shapes = [f"`({', '.join(kind.dim_str.split())})`" for kind in _flat(annotation)]
+        if shapes and name == "return":
+            yield f"- returns: {', '.join(shapes)}"
+        elif shapes:
+            yield f"- `{name}`: {' or '.join(dict.fromkeys(shapes))}"
 
 
 def _flat(annotation: typing.Any) -> Iterator[typing.Any]:
-    """The alternatives of a union and the parts of a tuple."""
+    """The arrays among the alternatives of a union and the parts of a tuple."""
     if hasattr(annotation, "dim_str"):
         yield annotation
     for part in typing.get_args(annotation):

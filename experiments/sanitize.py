@@ -84,7 +84,7 @@ EXPLAINED = (
     Explained(
         "bulk copies of tensors",
         "it reads what a kernel before it wrote by cp.async.bulk.tensor, ours or one of cuBLAS, which initcheck does "
-        "not know of: of an array that docs/lab/initcheck.py copies so, the tool says that nothing had written it",
+        "not know of: the tool says of an array that a kernel copies so that nothing had written it",
         tool="initcheck",
         op="linear|matmul|layer_norm_linear|mlp_",
         kernel="mlp_softmax_cross_entropy_weighed_gradients|wrapped_|.*fusion",

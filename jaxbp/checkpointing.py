@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxbp import barriers
 from jaxbp.pairing import differentiable
 
 Memory = Literal["all", "states", "logarithmic"] | int
@@ -265,13 +266,13 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
     check_memory(op, memory)
     if memory == "all":
         return _one_after_another(layers)
-    layers = tuple(map(jax.checkpoint, layers))
+    layers = tuple(map(barriers.checkpoint, layers))
     if memory == "states":
         return _one_after_another(layers)
     if memory == "logarithmic":
         return _bisected(layers)
     segments = (layers[i : i + memory] for i in range(0, len(layers), memory))
-    return _one_after_another([jax.checkpoint(_one_after_another(segment)) for segment in segments])
+    return _one_after_another([barriers.checkpoint(_one_after_another(segment)) for segment in segments])
 
 
 def _bisected(layers):
@@ -279,7 +280,7 @@ def _bisected(layers):
     if len(layers) == 1:
         return layers[0]
     half = len(layers) // 2
-    return _one_after_another([jax.checkpoint(_bisected(layers[:half])), _bisected(layers[half:])])
+    return _one_after_another([barriers.checkpoint(_bisected(layers[:half])), _bisected(layers[half:])])
 
 
 def _one_after_another(layers):

@@ -1,4 +1,4 @@
-"""Optax optimisers whose update of all parameters is one launch.
+"""An Optax optimiser whose update of all parameters is one launch.
 
 XLA makes a launch of each parameter's update, and of small parameters a launch takes longer than its work. `apply` is
 Optax's `update` followed by `optax.apply_updates`, with one kernel for all arrays of a dtype:
@@ -15,9 +15,10 @@ Optax's `update` followed by `optax.apply_updates`, with one kernel for all arra
 old ones: donate these or carry them through `jax.lax.scan`, else XLA copies them first.
 """
 
+import dataclasses
 import functools
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -35,6 +36,11 @@ from pallas_kernels.pointwise.updates import Config, updates
 
 if TYPE_CHECKING:
     import optax
+
+
+_NAME = "fused_adamw"
+_MOMENTS = ("mu", "nu")
+"""The fields of Adam's state in Optax that have an array for each parameter."""
 
 
 class FusedOptimizer(NamedTuple):
@@ -70,56 +76,6 @@ def apply(
     return new if finite is None else where_finite(finite, new, (params, state))
 
 
-def fused_sgd(
-    learning_rate: "optax.ScalarOrSchedule",
-    momentum: float | None = None,
-    nesterov: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> FusedOptimizer:
-    """`optax.sgd(learning_rate, momentum, nesterov)`, whose `apply` changes all parameters in one launch.
-
-        p = p - rate * g                                    without momentum
-        t = g + momentum * t,  p = p - rate * t             with momentum
-        t = g + momentum * t,  p = p - rate * (g + momentum * t)     Nesterov's
-
-    Args:
-      learning_rate: a number, an array of shape (), or an Optax schedule, a function of the count of steps.
-      momentum: the share of the trace of past gradients that a step keeps; None for no trace.
-      nesterov: takes Nesterov's momentum.
-      implementation: "pallas", the kernel; "xla" or "autodiff", Optax's own path; None, the faster one. The kernel
-        takes parameters of any shape, float32, bfloat16 or float16, and computes in float32. In JAX before 0.11.0 no
-        kernel changes arrays in place, and None is Optax's path.
-
-    Raises:
-      TypeError, ValueError: numbers that are none, or outside of their range; from `apply`, trees that do not belong
-        together.
-      NotImplementedError: from `apply` under "pallas", other dtypes, gradients by which Optax would change the dtype of
-        the state, or arrays on a mesh of several devices.
-
-    Source: I. Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013.
-    """
-    name = "fused_sgd"
-    _require(name, "momentum", momentum, lambda m: 0 <= m < 1, "a number from 0 to below 1, or None")
-    if nesterov and momentum is None:
-        raise ValueError(f"{name}: nesterov is True and momentum None; wants a momentum")
-
-    def optimizer(rate):
-        import optax
-
-        return optax.sgd(rate, momentum, nesterov)
-
-    def formula(step, p, *trace_and_gradient):
-        *trace, u = trace_and_gradient
-        if trace:
-            g, trace = u, [u + momentum * trace[0]]
-            u = g + momentum * trace[0] if nesterov else trace[0]
-        return p - step["rate"] * u, *trace
-
-    moments = () if momentum is None else ("trace",)
-    return _fused(name, optimizer, learning_rate, moments, None, formula, implementation)
-
-
 def fused_adamw(
     learning_rate: "optax.ScalarOrSchedule",
     b1: float = 0.9,
@@ -144,140 +100,145 @@ def fused_adamw(
       eps: is added to the denominator.
       weight_decay: the share of the parameters that a step takes, times the learning rate.
       clip: the largest magnitude of an element of the gradients, or None.
-      implementation: as in `fused_sgd`.
+      implementation: "pallas", the kernel; "xla" or "autodiff", Optax's own path; None, the faster one. The kernel
+        takes parameters of any shape, float32, bfloat16 or float16, and computes in float32. In JAX before 0.11.0 no
+        kernel changes arrays in place, and None is Optax's path.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as in `fused_sgd`.
+      TypeError, ValueError: numbers that are none, or outside of their range; from `apply`, trees that do not belong
+        together.
+      NotImplementedError: from `apply` under "pallas", other dtypes, gradients by which Optax would change the dtype of
+        the state, or arrays on a mesh of several devices.
 
     Sources: D. P. Kingma and J. Ba, "Adam: a method for stochastic optimization", ICLR 2015; I. Loshchilov and
     F. Hutter, "Decoupled weight decay regularization", ICLR 2019.
     """
-    name = "fused_adamw"
-    _require(name, "b1", b1, lambda b: 0 <= b < 1, "a number from 0 to below 1")
-    _require(name, "b2", b2, lambda b: 0 <= b < 1, "a number from 0 to below 1")
-    _require(name, "eps", eps, lambda e: e >= 0, "a number of at least 0")
-    _require(name, "weight_decay", weight_decay, lambda w: w >= 0, "a number of at least 0")
-    _require(name, "clip", clip, lambda c: c > 0, "a number above 0, or None")
-
-    def optimizer(rate):
-        import optax
-
-        adam = (
-            optax.adamw(rate, b1, b2, eps, weight_decay=weight_decay) if weight_decay else optax.adam(rate, b1, b2, eps)
-        )
-        return adam if clip is None else optax.chain(optax.clip(clip), adam)
-
-    def corrections(count):
-        return {"first": 1 - b1**count, "second": 1 - b2**count}
-
-    def formula(step, p, m, v, g):
-        g = g if clip is None else jnp.clip(g, -clip, clip)
-        m = (1 - b1) * g + b1 * m
-        v = (1 - b2) * (g * g) + b2 * v
-        v_hat = v / step["second"]
-        # Mosaic GPU has had a reciprocal root for longer than a root.
-        root = jnp.where((v_hat > 0) & (v_hat < jnp.inf), v_hat * lax.rsqrt(v_hat), v_hat)
-        u = (m / step["first"]) / (root + eps)
-        u = u + weight_decay * p if weight_decay else u
-        return p - step["rate"] * u, m, v
-
-    return _fused(name, optimizer, learning_rate, ("mu", "nu"), corrections, formula, implementation)
-
-
-# ------------------------------------------------------------------------------------------------------ any of the two
-
-
-def _fused(
-    name: str,
-    optimizer: Callable[[Any], "optax.GradientTransformation"],
-    learning_rate: Any,
-    moments: Sequence[str],
-    corrections: Callable[[Array], dict[str, Array]] | None,
-    formula: Callable[..., tuple[Array, ...]],
-    implementation: Implementation,
-) -> FusedOptimizer:
-    """The optimiser of a chain of Optax and of the same formula.
-
-    Args:
-      optimizer: learning rate -> Optax's.
-      moments: the fields of its state that have an array for each parameter.
-      corrections: count of steps from 1 -> numbers of this step, or None.
-      formula: `(step, p, *moments, g) -> (p, *moments)` of blocks, in float32. A step's numbers are those and the rate.
-    """
+    _require("b1", b1, lambda b: 0 <= b < 1, "a number from 0 to below 1")
+    _require("b2", b2, lambda b: 0 <= b < 1, "a number from 0 to below 1")
+    _require("eps", eps, lambda e: e >= 0, "a number of at least 0")
+    _require("weight_decay", weight_decay, lambda w: w >= 0, "a number of at least 0")
+    _require("clip", clip, lambda c: c > 0, "a number above 0, or None")
     # An array may be traced: it is handed on as an argument, and not kept in what is compiled once.
     is_array = not callable(learning_rate) and not isinstance(learning_rate, numbers.Real)
     if is_array and not isinstance(learning_rate, Array | np.ndarray):
-        raise TypeError(f"{name}: learning_rate is {learning_rate!r}; wants a number or a schedule")
+        raise TypeError(f"{_NAME}: learning_rate is {learning_rate!r}; wants a number or a schedule")
     if is_array and jnp.shape(learning_rate) != ():
-        raise ValueError(f"{name}: learning_rate has shape {jnp.shape(learning_rate)}; wants a number or a schedule")
-    chain = optimizer(learning_rate)
+        raise ValueError(f"{_NAME}: learning_rate has shape {jnp.shape(learning_rate)}; wants a number or a schedule")
 
-    def plain(grads, state, params, finite, rate):
-        return apply(chain if rate is None else optimizer(rate), grads, state, params, finite)
-
-    def numbers_of(state, finite, rate):
-        """The numbers of a step that depend on the arrays."""
-        nodes = _nodes(state)
-        found = {} if corrections is None else corrections(_following(nodes[0].count))
-        if callable(learning_rate):
-            rate = learning_rate(nodes[-1].count)
-        return found | {key: n for key, n in (("rate", rate), ("finite", finite)) if n is not None}
-
-    def lists_of(grads, state, params):
-        """Of each group of arrays of the same dtypes their places, and what `updates` takes of them."""
-        trees = [params, *(_moment(state, field) for field in moments), grads]
-        lists = [jax.tree.leaves(tree) for tree in trees]
-        for places in _alike(lists):
-            *changed, gradients = ([arrays[i] for i in places] for arrays in lists)
-            yield places, (changed, [gradients])
-
-    def kernel(grads, state, params, finite, rate):
-        found = numbers_of(state, finite, rate)
-        scalars = jnp.stack([jnp.asarray(n, jnp.float32) for n in found.values()]) if found else None
-        fixed = {} if "rate" in found else {"rate": float(learning_rate)}
-        of_blocks = functools.partial(_in_step, formula, tuple(found), fixed)
-        new = [[None] * len(jax.tree.leaves(params)) for _ in (params, *moments)]
-        for places, lists in lists_of(grads, state, params):
-            config = updates.heuristic(of_blocks, scalars, *lists) or Config()
-            for arrays, results in zip(new, updates(of_blocks, scalars, *lists, config=config), strict=True):
-                for i, result in zip(places, results, strict=True):
-                    arrays[i] = result
-        new_params, *new_moments = (jax.tree.unflatten(jax.tree.structure(params), arrays) for arrays in new)
-        return new_params, _next_state(state, dict(zip(moments, new_moments, strict=True)), finite)
-
-    def unsupported(grads, state, params, finite, rate):
-        if mesh_of((grads, state, params)) is not None:
-            return "arrays on a mesh of several devices"
-        reasons = (updates.supports(formula, None, *lists) for _, lists in lists_of(grads, state, params))
-        if reason := next(filter(None, reasons), None):
-            return reason
-        new = jax.eval_shape(plain, grads, state, params, finite, rate)
-        pairs = zip(jax.tree.leaves((params, state)), jax.tree.leaves(new), strict=True)
-        changing = next(((a.dtype, b.dtype) for a, b in pairs if a.dtype != b.dtype), None)
-        return changing and f"a state of {changing[0]} that becomes {changing[1]}, by gradients of another dtype"
-
-    def fastest(grads, state, params, finite, rate):
-        has_numbers = corrections is not None or callable(learning_rate) or rate is not None or finite is not None
-        scalars = jax.ShapeDtypeStruct((1,), jnp.float32) if has_numbers else None
-        groups = [lists for _, lists in lists_of(grads, state, params)]
-        pays = bool(groups) and all(updates.pays(formula, scalars, *lists) for lists in groups)
-        return Fastest(gpu="pallas" if pays else "xla")
-
+    adamw = _AdamW(None if is_array else learning_rate, b1, b2, eps, weight_decay, clip)
+    chain, plain = adamw.chain(learning_rate), adamw.plain
     run = Op(
-        name,
-        {"pallas": differentiable(_alone(kernel, plain), plain), "xla": plain, "autodiff": plain},
-        unsupported=unsupported,
-        fastest=fastest,
+        _NAME,
+        {"pallas": differentiable(_alone(adamw.kernel, plain), plain), "xla": plain, "autodiff": plain},
+        unsupported=adamw.unsupported,
+        fastest=_fastest,
         jit=True,
     )
 
     def fused_apply(grads, state, params, finite=None):
         grads, state, params = jax.tree.map(jnp.asarray, (grads, state, params))
-        _check_trees(name, chain, grads, state, params)
+        _check_trees(chain, grads, state, params)
         rate = jnp.asarray(learning_rate) if is_array else None
         return run(grads, state, params, finite, rate, implementation=implementation)
 
     return FusedOptimizer(chain.init, chain.update, fused_apply)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _AdamW:
+    """Optax's chain of transformations, and a kernel that computes the same.
+
+    Methods take the learning rate as an array `rate` if `learning_rate` is None.
+    """
+
+    learning_rate: "optax.ScalarOrSchedule | None"
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    clip: float | None
+
+    def chain(self, rate: Any) -> "optax.GradientTransformation":
+        import optax
+
+        moments = rate, self.b1, self.b2, self.eps
+        adam = optax.adamw(*moments, weight_decay=self.weight_decay) if self.weight_decay else optax.adam(*moments)
+        return adam if self.clip is None else optax.chain(optax.clip(self.clip), adam)
+
+    def plain(self, grads, state, params, finite, rate):
+        return apply(self.chain(self.learning_rate if rate is None else rate), grads, state, params, finite)
+
+    def kernel(self, grads, state, params, finite, rate):
+        step = self.numbers(state, finite, rate)
+        scalars = jnp.stack([jnp.asarray(n, jnp.float32) for n in step.values()])
+        of_blocks = functools.partial(self.formula, tuple(step))
+        new = [[None] * len(jax.tree.leaves(params)) for _ in ("params", *_MOMENTS)]
+        for places, lists in _lists(grads, state, params):
+            config = updates.heuristic(of_blocks, scalars, *lists) or Config()
+            for arrays, results in zip(new, updates(of_blocks, scalars, *lists, config=config), strict=True):
+                for i, result in zip(places, results, strict=True):
+                    arrays[i] = result
+        new_params, *new_moments = (jax.tree.unflatten(jax.tree.structure(params), arrays) for arrays in new)
+        return new_params, _next_state(state, dict(zip(_MOMENTS, new_moments, strict=True)), finite)
+
+    def numbers(self, state, finite, rate):
+        """Return the numbers of a step that depend on the arrays, by their names."""
+        nodes = _nodes(state)
+        count = _following(nodes[0].count)
+        step = {"first": 1 - self.b1**count, "second": 1 - self.b2**count}
+        if callable(self.learning_rate):
+            rate = self.learning_rate(nodes[-1].count)
+        return step | {name: n for name, n in (("rate", rate), ("finite", finite)) if n is not None}
+
+    def formula(self, names, values, p, m, v, g):
+        """New blocks of parameters and moments, in float32; the old ones if the step is not finite."""
+        step = dict(zip(names, values, strict=True))
+        new = self.update(step, p, m, v, g)
+        if "finite" not in step:
+            return new
+        return tuple(jnp.where(step["finite"] != 0, a, b) for a, b in zip(new, (p, m, v), strict=True))
+
+    def update(self, step, p, m, v, g):
+        g = g if self.clip is None else jnp.clip(g, -self.clip, self.clip)
+        m = (1 - self.b1) * g + self.b1 * m
+        v = (1 - self.b2) * (g * g) + self.b2 * v
+        v_hat = v / step["second"]
+        # Mosaic GPU has had a reciprocal root for longer than a root.
+        root = jnp.where((v_hat > 0) & (v_hat < jnp.inf), v_hat * lax.rsqrt(v_hat), v_hat)
+        u = (m / step["first"]) / (root + self.eps)
+        u = u + self.weight_decay * p if self.weight_decay else u
+        rate = step["rate"] if "rate" in step else float(self.learning_rate)
+        return p - rate * u, m, v
+
+    def unsupported(self, grads, state, params, finite, rate):
+        if mesh_of((grads, state, params)) is not None:
+            return "arrays on a mesh of several devices"
+        reasons = (updates.supports(None, None, *lists) for _, lists in _lists(grads, state, params))
+        if reason := next(filter(None, reasons), None):
+            return reason
+        new = jax.eval_shape(self.plain, grads, state, params, finite, rate)
+        pairs = zip(jax.tree.leaves((params, state)), jax.tree.leaves(new), strict=True)
+        changing = next(((a.dtype, b.dtype) for a, b in pairs if a.dtype != b.dtype), None)
+        return changing and f"a state of {changing[0]} that becomes {changing[1]}, by gradients of another dtype"
+
+
+def _fastest(grads, state, params, finite, rate):
+    groups = [lists for _, lists in _lists(grads, state, params)]
+    pays = bool(groups) and all(updates.pays(None, None, *lists) for lists in groups)
+    return Fastest(gpu="pallas" if pays else "xla")
+
+
+def _lists(grads, state, params):
+    """For each group of parameters whose arrays have the same dtypes, yield their positions and the lists of arrays
+    that `updates` takes."""
+    moments = (getattr(_nodes(state)[0], field) for field in _MOMENTS)
+    lists = [jax.tree.leaves(tree) for tree in (params, *moments, grads)]
+    groups: dict[tuple, list[int]] = {}
+    for i, arrays in enumerate(zip(*lists, strict=True)):
+        groups.setdefault(tuple(a.dtype for a in arrays), []).append(i)
+    for places in groups.values():
+        *changed, gradients = ([arrays[i] for i in places] for arrays in lists)
+        yield places, (changed, [gradients])
 
 
 def _alone(kernel: Callable, plain: Callable) -> Callable:
@@ -292,49 +253,26 @@ def _alone(kernel: Callable, plain: Callable) -> Callable:
     return call
 
 
-def _in_step(formula, names, fixed, values, *blocks):
-    """`formula` of blocks, with the numbers of a step as they come from the device; old blocks if it is not finite."""
-    step = fixed | dict(zip(names, values, strict=True))
-    new = formula(step, *blocks)
-    if "finite" not in step:
-        return new
-    return tuple(jnp.where(step["finite"] != 0, a, b) for a, b in zip(new, blocks[: len(new)], strict=True))
-
-
-def _alike(lists: Sequence[Sequence[Array]]) -> list[list[int]]:
-    """The places of the arrays, those together whose dtypes are the same in every list."""
-    groups: dict[tuple, list[int]] = {}
-    for i, arrays in enumerate(zip(*lists, strict=True)):
-        groups.setdefault(tuple(a.dtype for a in arrays), []).append(i)
-    return list(groups.values())
-
-
 # ------------------------------------------------------------------------------------------------- the state of Optax
 
 
 def _is_node(tree: Any) -> bool:
-    """Whether this is the state of a transformation that has one: a count of steps, moments, or both."""
-    return not {"count", "trace"}.isdisjoint(getattr(tree, "_fields", ()))
+    """Whether this is the state of a transformation that counts steps: Adam, with its moments, or a schedule."""
+    return "count" in getattr(tree, "_fields", ())
 
 
 def _nodes(state: Any) -> list[Any]:
-    """Those of the chain's transformations, in its order: moments first, a schedule's last."""
+    """Those of the chain's transformations, in its order: Adam first, a schedule last."""
     return list(filter(_is_node, jax.tree.leaves(state, is_leaf=_is_node)))
-
-
-def _moment(state: Any, field: str) -> PyTree:
-    return getattr(_nodes(state)[0], field)
 
 
 def _next_state(state: Any, moments: dict[str, PyTree], finite: Any) -> Any:
     def following(node):
         if not _is_node(node):
             return node
-        new = {field: moments[field] for field in node._fields if field in moments}
-        if "count" in node._fields:
-            count = _following(node.count)
-            new["count"] = count if finite is None else jnp.where(finite, count, node.count)
-        return node._replace(**new)
+        count = _following(node.count)
+        count = count if finite is None else jnp.where(finite, count, node.count)
+        return node._replace(count=count, **{field: moments[field] for field in node._fields if field in moments})
 
     return jax.tree.map(following, state, is_leaf=_is_node)
 
@@ -348,26 +286,26 @@ def _following(count: Array) -> Array:
 # ------------------------------------------------------------------------------------------------------------- checks
 
 
-def _check_trees(name, chain, grads, state, params):
+def _check_trees(chain, grads, state, params):
     if jax.tree.structure(grads) != jax.tree.structure(params):
         structures = f"{jax.tree.structure(grads)} and {jax.tree.structure(params)}"
-        raise ValueError(f"{name}: grads and params have the structures {structures}; wants the same")
+        raise ValueError(f"{_NAME}: grads and params have the structures {structures}; wants the same")
     for (path, g), p in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(params), strict=True):
         if g.shape != p.shape:
             at = jax.tree_util.keystr(path)
             raise ValueError(
-                f"{name}: grads{at} and params{at} have the shapes {g.shape} and {p.shape}; wants the same"
+                f"{_NAME}: grads{at} and params{at} have the shapes {g.shape} and {p.shape}; wants the same"
             )
     wanted = jax.eval_shape(chain.init, params)
     same = jax.tree.structure(state) == jax.tree.structure(wanted)
     if not same or [a.shape for a in jax.tree.leaves(state)] != [a.shape for a in jax.tree.leaves(wanted)]:
-        raise ValueError(f"{name}: state has the structure {jax.tree.structure(state)}; wants that of init(params)")
+        raise ValueError(f"{_NAME}: state has the structure {jax.tree.structure(state)}; wants that of init(params)")
 
 
-def _require(op, name, value, is_valid, wanted):
+def _require(name, value, is_valid, wanted):
     if value is None and wanted.endswith("None"):
         return
     if not isinstance(value, numbers.Real):
-        raise TypeError(f"{op}: {name} is {value!r}; wants {wanted}")
+        raise TypeError(f"{_NAME}: {name} is {value!r}; wants {wanted}")
     if not is_valid(value):
-        raise ValueError(f"{op}: {name} is {value!r}; wants {wanted}")
+        raise ValueError(f"{_NAME}: {name} is {value!r}; wants {wanted}")

@@ -148,6 +148,7 @@ class Op:
             key: _remembered(functools.partial(functools.partial, f)) for key, f in self.implementations.items()
         }
         self._compiled = self._compiler() if jit else None
+        self._renamed: dict[str, Op] = {}
 
     def __call__(self, *arrays: Any, implementation: Implementation = None, **options: Any) -> Any:
         """The function of `arrays`, by the implementation asked for.
@@ -231,11 +232,12 @@ class Op:
         return next(name for name in (implementation, "xla", "autodiff", "pallas") if name in self.implementations)
 
     def named(self, name: str) -> "Op":
-        """The same op under another name, for error messages."""
-        renamed = object.__new__(type(self))
-        renamed.__dict__ = self.__dict__ | {"name": name}
-        renamed._compiled = renamed._compiler() if self._compiled else None
-        return renamed
+        """The same op under another name, for error messages; one object for a name, so that it is compiled once."""
+        if name not in self._renamed:
+            renamed = self._renamed[name] = object.__new__(type(self))
+            renamed.__dict__ = self.__dict__ | {"name": name}
+            renamed._compiled = renamed._compiler() if self._compiled else None
+        return self._renamed[name]
 
     def __reduce__(self):
         # What it was made of can be pickled, if that is functions of modules; what is bound to options need not be.
@@ -400,7 +402,7 @@ def _paired(name: str, forward: Callable, save: Callable, backward: Callable, ha
         def gradients(saved, dy):
             saved, kinds = saved
             found = backward(dy[0] if has_aux else dy, *saved, **options)
-            return _checked(name, _parameters(forward, len(kinds.each)), kinds, found)
+            return _checked(name, positional_names(forward, len(kinds.each)), kinds, found)
 
         call.defvjp(save_with_kinds, gradients)
         return call
@@ -427,7 +429,7 @@ def _vjp(
             return backward(dy, **options)
         saved = residuals(*arrays, **options) if residuals else save(*arrays, **options)[1]
         found = backward(dy, *saved, **options)
-        return _of_floating(_checked(name, _parameters(forward, len(arrays)), _Kinds.of(arrays), found), arrays)
+        return _of_floating(_checked(name, positional_names(forward, len(arrays)), _Kinds.of(arrays), found), arrays)
 
     return vjp
 
@@ -462,10 +464,10 @@ def _checked(op: str, names: list[str], kinds: _Kinds, found: Any) -> tuple:
     return gradients
 
 
-def _parameters(forward: Callable, count: int) -> list[str]:
-    """Names for the forward's arrays; those that its signature does not name are numbered."""
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [name for name, p in inspect.signature(forward).parameters.items() if p.kind in positional]
+def positional_names(function: Callable, count: int) -> list[str]:
+    """Names for `count` positional arguments; those that the signature does not name are numbered."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [*names[:count], *(f"argument {i}" for i in range(len(names), count))]
 
 

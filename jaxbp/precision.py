@@ -25,7 +25,6 @@ Source: P. Micikevicius et al., "Mixed precision training", ICLR 2018.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -136,11 +135,7 @@ def _is_float(a):
 # -------------------------------------------------------------------------------------------------------- loss scaling
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["value", "finite_steps", "skipped_steps"],
-    meta_fields=["growth", "backoff", "interval", "minimum"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
     """The factor of the loss, and how it changes. A pytree; made by `create` or `static`.
@@ -156,10 +151,10 @@ class LossScale:
     value: Float[Array, ""]
     finite_steps: Int[Array, ""]
     skipped_steps: Int[Array, ""]
-    growth: float
-    backoff: float
-    interval: int
-    minimum: float
+    growth: float = dataclasses.field(metadata=dict(static=True))
+    backoff: float = dataclasses.field(metadata=dict(static=True))
+    interval: int = dataclasses.field(metadata=dict(static=True))
+    minimum: float = dataclasses.field(metadata=dict(static=True))
 
     @classmethod
     def create(

@@ -1,10 +1,12 @@
 import atexit
-import datetime
+import ctypes
 import gc
 import os
+import re
 import shutil
+import sys
 import tempfile
-import zlib
+from pathlib import Path
 
 # Before JAX starts: devices to shard over, and fast compilation of the interpreted kernels, which are loops with long
 # bodies and run briefly. A product that wants more threads would wait for ever for those that wait for it in the
@@ -29,8 +31,6 @@ else:
 
 import jax
 import pytest
-import skip_rule
-from skip_rule import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
 
 from jaxbp.catalogue import CATALOGUE
 from pallas_kernels.core.device import HOPPER, kernels_run, targeting
@@ -43,6 +43,8 @@ gc.set_threshold(100_000)
 
 pytest.register_assert_rewrite("helpers")
 
+import helpers  # noqa: E402
+
 
 def _op(item):
     params = item.callspec.params if hasattr(item, "callspec") else {}
@@ -50,33 +52,7 @@ def _op(item):
     return params.get("family", name if name in {entry.name for entry in CATALOGUE} else "")
 
 
-# Processes of pytest-xdist inherit it, and agree past midnight as well.
-TODAY = os.environ.setdefault("JAXBP_TESTS_DAY", str(datetime.date.today().toordinal()))
-
-
-def pytest_addoption(parser):
-    skip_rule.pytest_addoption(parser)
-    help = "of the tests that are marked rotating run one in N, others each day, and all within N days"
-    parser.getgroup("rotation").addoption("--rotate", type=int, default=1, metavar="N", help=help)
-
-
-def _rotated(config, items):
-    """The items of today: a test is drawn by its name, so that a new one changes no other's day, or by its group's."""
-    parts = config.getoption("rotate")
-
-    def is_for_another_day(item):
-        mark = item.get_closest_marker("rotating")
-        return mark and (zlib.crc32(mark.kwargs.get("group", item.nodeid).encode()) + int(TODAY)) % parts
-
-    left_out = [item for item in items if is_for_another_day(item)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        kept = set(items) - set(left_out)
-        items[:] = [item for item in items if item in kept]
-
-
 def pytest_collection_modifyitems(config, items):
-    _rotated(config, items)
     # The tests of one op, or of one family, stand together: with pytest-xdist, whose processes begin with a half or a
     # quarter of all tests, a process compiles what they share once.
     items.sort(key=_op)
@@ -84,6 +60,74 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(skip)
+
+
+MEMORY = 2**30
+"""Bytes that a process may hold before it frees what its tests share. One test adds at most half as many."""
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Frees what tests share where it has grown too large: compiled programs hold most of a process's memory."""
+    on_linux = sys.platform == "linux"
+    if _resident_bytes() > MEMORY if on_linux else nextitem is None or item.module is not nextitem.module:
+        for value in (*vars(item.module).values(), *vars(helpers).values()):
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+        jax.clear_caches()
+        gc.collect()
+        if on_linux:
+            # The C library would keep most of the pages that the compiler has used.
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class PrintFailures:
+    """Prints each failure when it happens, because a whole run takes minutes."""
+
+    def __init__(self, terminal):
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.terminal.write_sep("_", f"{report.nodeid} ({report.when})", red=True)
+            self.terminal.write_line(report.longreprtext)
+
+
+# A run on another machine has a GPU or a newer JAX. The tools of the last line take longer to install than CI has.
+MAY_SKIP = re.compile(
+    "needs a GPU|says what is missing without a GPU|needs (two|eight) devices|older simulators lack"
+    "|needs (JAX's plugin for CUDA|ptxas|PyTorch and torchlogix):"
+)
+
+
+def pytest_addoption(parser):
+    help = "let a skipped test fail, unless a run with a GPU or with a newer JAX would not skip it"
+    parser.getgroup("skips").addoption("--fail-on-skip", action="store_true", help=help)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    return _judge_skip((yield), item.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    return _judge_skip((yield), collector.config)
+
+
+def _judge_skip(report, config):
+    if report.skipped and config.getoption("fail_on_skip") and not MAY_SKIP.search(str(report.longrepr)):
+        report.outcome, report.longrepr = "failed", f"--fail-on-skip: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    if terminal := config.pluginmanager.get_plugin("terminalreporter"):
+        config.pluginmanager.register(PrintFailures(terminal))
 
 
 @pytest.hookimpl(optionalhook=True)

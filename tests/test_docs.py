@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
 from pathlib import Path
 
 import jax
@@ -143,7 +144,7 @@ def test_nearly_every_formula_of_the_sheet_is_typeset(formula_sheet):
         ("dx = dy where x > 0, else 0", r"\mathit{dx} = \mathit{dy} \text{ where } x > 0, \text{ else } 0"),
         ("x̂ = x / sqrt(mean(x²) + eps)", r"\hat{x} = x / \sqrt{\operatorname{mean}(x^{2}) + \mathit{eps}}"),
         ("yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)", r"y_{i} = \operatorname{exp}(x_{i}) / \sum _{j}\,\operatorname{exp}(x_{j})"),
-        ("y = x1 ** (x2 - 1)", r"y = x_{1} ^{x_{2} - 1}"),
+        ("y = x1 ** (x2 - 1)", r"y = x_{1}^{x_{2} - 1}"),
         ("max_pool2d(relu(x), window)", None),
         ("y = conv2d(x, w)", None),
         ("y.shape[i] = a.shape[axes[i]]", None),
@@ -239,7 +240,7 @@ def test_every_table_of_the_book_is_one_that_can_be_made(tables):
 def test_every_result_says_where_it_comes_from_and_is_in_a_table(tables):
     words = [word for page in tables.pages() for word in re.findall(r"<!-- table: \w+ (.*) -->", page.read_text())]
     marks = [mark for mark in " ".join(words).split() if "=" not in mark]
-    marks += [name for family in tables.FAMILIES for name in family.files]
+    marks += [family.file for family in tables.FAMILIES]
     for path in (DOCS / "results").glob("*.json"):
         assert json.loads(path.read_text()).keys() >= {"date", "commit", "command", "device", "versions"}, path.name
         assert any(fnmatch.fnmatchcase(path.stem, mark) for mark in marks), f"{path.name} is in no table"
@@ -256,24 +257,24 @@ def test_works_have_a_line_each_with_speedup_and_floor(book):
 def test_a_study_of_recipes_counts_the_seeds_that_came_out_exact(book):
     fields = dict(stands=1.0, heals=0.5, gates=7)
     runs = [
+        dict(recipe="worst", seed=0, right=0.0, updates=2000) | fields | {"stands": 0.0},
         dict(recipe="best", seed=0, right=1.0, updates=150) | fields,
         dict(recipe="best", seed=1, right=1.0, updates=350) | fields,
         dict(recipe="best", seed=2, right=0.99, updates=2000) | fields | {"stands": 0.0},
-        dict(recipe="worst", seed=0, right=0.0, updates=2000) | fields | {"stands": 0.0},
     ]
-    study = report() | {"experiment": "ca-x", "recipes": {"best": "a recipe", "worst": "another"}, "runs": runs}
-    _, best, worst = cells(book("hardening study", study=study))
+    study = {"experiment": "ca-x", "recipes": {"best": "a recipe", "worst": "another"}, "runs": runs}
+    page = book("seeds study", study={key: value for key, value in report().items() if key != "rows"} | study)
+    head, best, worst = cells(page)
+    assert head == ["trained", "exact", "stand", "heal", "updates until exact, median", "gates, median"]
     assert best == ["ca-x: a recipe", "2 of 3", "2", "0", "250", "7"]
     assert worst == ["ca-x: another", "0 of 1", "0", "0", "", ""]
 
 
-def test_the_summary_says_where_ours_and_the_peer_are_of_two_runs(book, tables):
-    family = next(family for family in tables.FAMILIES if family.files == ("logic-conv",))
-    fields = {key: value for key, value in family.where.items() if key != "batch"}
-    rows = [row(**fields), row(implementation="torchlogix", peer="torchlogix", microseconds=25.0, **fields)]
-    text = book("summary", **{"logic-conv": report(*rows) | {"joined": True}})
-    assert "| 2.50x† |" in text and "†: ours and the peer's are of two runs" in text
-    assert "†" not in book("summary", **{"logic-conv": report(*rows)})
+def test_a_command_of_a_script_that_moved_or_is_gone_can_be_run(book):
+    moved = report() | {"command": "python docs/lab/profiles.py lenet", "rows": []}
+    assert "    python -m experiments.studies.profiles lenet" in book("seeds run", run=moved)
+    gone = moved | {"command": "python docs/lab/hardening.py ca-life"}
+    assert "    git checkout 0123456789abcdef && python docs/lab/hardening.py ca-life" in book("seeds run", run=gone)
 
 
 def test_a_profile_adds_up_the_launches_of_a_kernel_and_weighs_their_shares(book):
@@ -356,7 +357,7 @@ def test_trainings_have_a_line_each(book):
 
 
 def test_the_summary_takes_the_best_variant_of_any_peer(book, tables):
-    lenet = {"work": "lenet", "op": "lenet"}
+    lenet = {"work": "lenet training step"}
     autodiff = row(implementation="autodiff", microseconds=20.0, **lenet)
     slow = row(implementation="A eager", microseconds=90.0, peer="A", **lenet)
     fast = row(implementation="B compiled", microseconds=30.0, peer="B", **lenet)
@@ -394,8 +395,9 @@ def test_a_table_is_stale_when_its_result_changes(book, tables):
     assert list(tables.stale()) == [tables.DOCS / "page.md"]
 
 
-def test_every_family_of_the_summary_has_its_page(tables):
+def test_every_family_of_the_summary_has_its_page_and_its_rows(tables):
     assert [family.page for family in tables.FAMILIES if not (DOCS / "benchmarks" / f"{family.page}.md").exists()] == []
+    assert [family.name for family in tables.FAMILIES if not tables.library(family.rows())] == []
 
 
 # -------------------------------------------------------------------------------------------------- no figure is typed
@@ -452,30 +454,28 @@ def test_half_precision_stands_beside_float32(book):
 
 def test_accuracies_are_means_over_seeds(book):
     runs = [
-        {"experiment": "lenet", "precision": precision, "seed": seed, "test_accuracy": accuracy, "skipped_steps": seed}
-        for precision, accuracies in (("mixed_float16", (0.5, 0.7)), ("float32", (0.75, 0.75)))
+        {"settings": f"lenet --precision {precision}", "test_accuracy": accuracy, "skipped_steps": seed, "epochs": 9}
+        for precision, accuracies in (("float16", (0.5, 0.7)), ("float32", (0.75,)))
         for seed, accuracy in enumerate(accuracies)
     ]
-    failed = {"experiment": "lenet", "precision": "float32", "seed": 9, "failed": "no GPU"}
-    head, line = cells(book("precisions run", run=report(*runs, failed)))
-    assert head == ["experiment", "float32", "mixed_float16"]
-    assert line[1:] == ["0.7500 ± 0.0000 (2 seeds, skipped steps: 1)", "0.6000 ± 0.1414 (2 seeds, skipped steps: 1)"]
+    failed = {"settings": "lenet --precision float32", "failed": "no GPU"}
+    head, half, full = cells(book("seeds run", run=report(*runs, failed)))
+    assert head == ["trained", "seeds", "test accuracy", "skipped steps", "epochs"]
+    assert half == ["`lenet --precision float16`", "2", "0.6000 ± 0.1414", "1", "9"]
+    assert full == ["`lenet --precision float32`", "1", "0.7500 ± 0.0000", "", "9"]
 
 
-def test_convolutional_networks_have_a_line_for_each_size_and_settings(book):
-    fields = dict(placed_gates=1000, simplified_gates=500, relaxed=0.75, epochs=9, seconds=3.0)
-    rows = [
-        {"size": size, "seed": seed, "settings": settings, "hardened": hardened} | fields
-        for size, settings, accuracies in (("s", {}, (0.5, 0.7)), ("s", {"shift": 1}, (0.25,)))
-        for seed, hardened in enumerate(accuracies)
-    ]
-    rows[0]["c_samples_per_second"] = 2e6  # of the first seed alone
+def test_older_studies_say_their_settings_in_several_fields(book):
+    fields = dict(placed_gates=1000, simplified_gates=500, relaxed=0.75, hardened=0.5, epochs=9, seconds=3.0)
+    rows = [{"size": "s", "settings": settings} | fields for settings in ({}, {"shift": 1})]
+    rows[0]["c_samples_per_second"] = 2e6  # of the first alone
     study = report(*rows) | {"dataset": "mnist", "processor": "A CPU", "compiler": "gcc 12, -O3"}
-    head, first, second = cells(book("convolutions logic-conv-*", **{"logic-conv-mnist": study}))
-    assert head[0] == "mnist, size"
-    assert first == ["s", "2", "1,000", "500", "0.6000 ± 0.1414", "0.7500", "9", "3", "2,000,000"]
-    assert second[0] == 's, `{"shift": 1}`' and second[4] == "0.2500 ± 0.0000" and second[-1] == ""
-    assert "; A CPU; gcc 12, -O3" in book("convolutions logic-conv-*", **{"logic-conv-mnist": study})
+    page = book("seeds logic-conv-*", **{"logic-conv-mnist": study})
+    _, first, second = cells(page)
+    assert first == ["mnist, s", "1", "1,000", "500", "0.5000 ± 0.0000", "0.7500", "9", "3", "2,000,000"]
+    assert second[0] == 'mnist, s, `{"shift": 1}`' and second[-1] == "" and "; A CPU; gcc 12, -O3" in page
+    rows = [{"experiment": "lenet", "precision": "float32", "test_accuracy": 0.5}]
+    assert cells(book("seeds run", run=report(*rows)))[1] == ["lenet, float32", "1", "0.5000 ± 0.0000"]
 
 
 def test_what_many_devices_cost_is_a_share_and_a_batch(book):
@@ -516,9 +516,9 @@ def test_no_op_adds_up_or_exponentiates_in_half_precision(computed_in, dtype):
         for entry in CATALOGUE
         for implementation in computed_in.OURS
     }
-    assert {op: of.sums for op, of in found.items() if dtype in of.sums} == {}
-    assert {op: of.functions for op, of in found.items() if dtype in of.functions} == {}
-    forwards = {re.sub("_with_.*|_backward.*", "", op) for (op, _), of in found.items() if dtype in of.terms}
+    assert {op: of["sums"] for op, of in found.items() if dtype in of["sums"]} == {}
+    assert {op: of["functions"] for op, of in found.items() if dtype in of["functions"]} == {}
+    forwards = {re.sub("_with_.*|_backward.*", "", op) for (op, _), of in found.items() if dtype in of["terms"]}
     assert forwards == computed_in.ADD_IN_HALF
 
 
@@ -531,6 +531,9 @@ def test_the_walk_sees_sums_wherever_they_are(computed_in):
 
         return launch(body, x, out=x, grid={"program": 1}, name="in_half")
 
+    def walked(function):
+        return computed_in.walk(jax.make_jaxpr(function)(x).jaxpr, defaultdict(set))
+
     paths = {
         "cumsum": (lambda x: jax.lax.cumsum(x), "sums"),
         "in scan": (lambda x: jax.lax.scan(lambda y, x: (y + x, None), x[0], x)[0], "terms"),
@@ -540,9 +543,9 @@ def test_the_walk_sees_sums_wherever_they_are(computed_in):
         "a product": (lambda x: jax.jit(jnp.dot)(x, x), "products"),
     }
     for name, (function, kind) in paths.items():
-        assert "bfloat16" in getattr(computed_in.walked(jax.make_jaxpr(function)(x).jaxpr), kind), name
-    wide = computed_in.walked(jax.make_jaxpr(lambda x: jnp.sum(jax.nn.softmax(x.astype(jnp.float32))))(x).jaxpr)
-    assert wide.sums == wide.functions == {"float32"}
+        assert "bfloat16" in walked(function)[kind], name
+    wide = walked(lambda x: jnp.sum(jax.nn.softmax(x.astype(jnp.float32))))
+    assert wide["sums"] == wide["functions"] == {"float32"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -143,11 +143,11 @@ def test_a_type_checker_finds_the_wrong_lines_and_no_others(installed, user, che
     assert {(file, int(line)) for file, line in errors} == {("wrong.py", line) for line in WRONG_LINES}, done.stdout
 
 
-def test_a_wheel_has_the_two_rooms_that_people_import_with_their_types_and_tiles(tmp_path):
+def test_a_wheel_has_the_two_rooms_that_people_import_with_their_types(tmp_path):
     _run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", tmp_path, cwd=ROOT)
     (wheel,) = tmp_path.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     rooms = ("jaxbp", "pallas_kernels")
     sources = {path.relative_to(ROOT).as_posix() for room in rooms for path in (ROOT / room).rglob("*.py")}
     types = {"jaxbp/__init__.pyi", "jaxbp/py.typed", "pallas_kernels/py.typed"}
-    assert names == sources | types | {"pallas_kernels/core/tiles.json"}
+    assert names == sources | types

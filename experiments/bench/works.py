@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax import lax
 
@@ -17,7 +18,7 @@ from jaxbp.catalogue import CATALOGUE, AutomatonArgument, Case, Entry
 from jaxbp.catalogue.entries import CHECKERBOARD
 from jaxbp.nn import LeNet, LogicConvNetwork, LogicConvolution, LogicNetwork, Mixer
 from jaxbp.ops.gate_layer import Parametrization
-from jaxbp.optimizers import FusedOptimizer, fused_adamw, fused_sgd
+from jaxbp.optimizers import FusedOptimizer, apply, fused_adamw
 from jaxbp.precision import LossScale
 
 PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
@@ -461,10 +462,11 @@ def training(
 ) -> Callable:
     """A program of training steps (forward, backward, update), by default with SGD; scaled ones skip what is not
     finite."""
-    # The fastest update where the step is ours: for few, large or plain arrays that is Optax's as well.
-    update = (optimiser or functools.partial(fused_sgd, 0.01))(
-        implementation=None if implementation == "pallas" else implementation
-    )
+    # The fastest update where the step is ours: for few or large arrays that is Optax's as well.
+    if optimiser is None:
+        update = optax.sgd(0.01)
+    else:
+        update = optimiser(implementation=None if implementation == "pallas" else implementation)
 
     def program(sets):
         ((state, images, labels),) = sets
@@ -474,9 +476,9 @@ def training(
             x, y, (state, optimiser_state) = lax.optimization_barrier((images, labels, carry))
             loss, gradients, *scaled = function(state, x, y)
             if not scaled:
-                return update.apply(gradients, optimiser_state, state), loss
+                return apply(update, gradients, optimiser_state, state), loss
             finite, scale = scaled
-            parameters, next_state = update.apply(gradients, optimiser_state, state.parameters, finite)
+            parameters, next_state = apply(update, gradients, optimiser_state, state.parameters, finite)
             return (Scaled(parameters, scale), next_state), loss
 
         parameters = state.parameters if isinstance(state, Scaled) else state

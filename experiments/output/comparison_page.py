@@ -20,10 +20,11 @@ import numpy as np
 # Figures are made without pyplot, which keeps them in global state and picks a backend by the machine's display.
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rich.table import Table
 
 from experiments.output.files import write_atomically
-from jaxbp.verify.page import colour, number, section, table
-from jaxbp.verify.page import page as page_of_comparison
+from jaxbp.verify import Comparison
+from jaxbp.verify.page import colour, printed, section
 
 Report = Mapping[str, Any]
 
@@ -38,20 +39,19 @@ def page(report: Report) -> str:
     before = ""
     if report["curves"]:
         before = section("Training", _figures(report, _draw_curves, _draw_distances) + _curves(report))
-    return page_of_comparison(
-        report,
-        report["verdict"],
-        (f"{report['precision']} precision", versions, report["date"]),
-        before,
-        f"<details><summary>Settings</summary><pre>{escape(settings)}</pre></details>",
-    )
+    notes = f"{report['precision']} precision", versions, report["date"]
+    after = f"<details><summary>Settings</summary><pre>{escape(settings)}</pre></details>"
+    return Comparison.of(report).page(notes, before, after)
 
 
 def _curves(report: Report) -> str:
     curves, steps = report["curves"], len(report["curves"][report["reference"]])
     shown = sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1})
-    losses = lambda step: (number(curve[step], "{:.6f}") for curve in curves.values())  # noqa: E731
-    return table(("step", *curves), [(str(step + 1), *losses(step)) for step in shown])
+    table = Table("step", *curves)
+    for step in shown:
+        losses = (curve[step] for curve in curves.values())
+        table.add_row(str(step + 1), *("not finite" if loss is None else f"{loss:.6f}" for loss in losses))
+    return printed(table)
 
 
 # ------------------------------------------------------------------------------------------------------------- pictures

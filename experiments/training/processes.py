@@ -121,7 +121,7 @@ class Joined:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         # It would take SIGTERM for news of a preemption, and go on.
         jax.config.update("jax_enable_preemption_service", False)
-        address = f"{place.host}:{place.port}"
+        address = _relay(place) if place.process else f"{place.host}:{place.port}"
         jax.distributed.initialize(address, place.processes, place.process, cluster_detection_method="deactivate")
         return command()
 
@@ -171,19 +171,50 @@ def _listen(place, settings):
 
 def _call(place):
     """Comes to process 0, and hears the settings."""
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            link = socket.create_connection((place.host, place.port + 1), timeout=START_SECONDS)
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"process 0 does not answer at {place.host}:{place.port + 1} ({error})") from None
-            time.sleep(0.1)
+    link = _connected(place.host, place.port + 1)
     link.sendall(f"{place.process} {place.processes}\n".encode())
     if not (settings := _line(link)):
         raise ConnectionError("process 0 ended before all processes came")
     return {0: _lasting(link)}, settings
+
+
+def _connected(host, port):
+    """A connection to process 0, which may not listen yet."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=START_SECONDS)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process 0 does not answer at {host}:{port} ({error})") from None
+            time.sleep(0.1)
+
+
+def _relay(place):
+    """Relays connections to the coordinator, and returns the address at which this process reaches the relay.
+
+    JAX aborts a process whose connection to the coordinator closes, often before `_watch` can say why. The relay's
+    connections to JAX stay open when process 0 is gone.
+    """
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        while True:
+            near, _ = server.accept()
+            far = _lasting(_connected(place.host, place.port))
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=_forward, args=(source, sink), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def _forward(source, sink):
+    """Sends on to `sink` all that `source` receives, but not its end."""
+    sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError):
+        while said := source.recv(2**16):
+            sink.sendall(said)
 
 
 def _introduced(link, place, missing):

@@ -1,25 +1,11 @@
 """The one table of ops."""
 
-from jaxbp.catalogue.entries import CATALOGUE
-from jaxbp.catalogue.schema import (
-    BATCH,
-    Argument,
-    AutomatonArgument,
-    Case,
-    Entry,
-    FixedArgument,
-    TreeWiresArgument,
-    WiresArgument,
-)
-
-__all__ = [
-    "BATCH",
-    "CATALOGUE",
-    "Argument",
-    "AutomatonArgument",
-    "Case",
-    "Entry",
-    "FixedArgument",
-    "TreeWiresArgument",
-    "WiresArgument",
-]
+from jaxbp.catalogue.entries import CATALOGUE as CATALOGUE
+from jaxbp.catalogue.schema import BATCH as BATCH
+from jaxbp.catalogue.schema import Argument as Argument
+from jaxbp.catalogue.schema import AutomatonArgument as AutomatonArgument
+from jaxbp.catalogue.schema import Case as Case
+from jaxbp.catalogue.schema import Entry as Entry
+from jaxbp.catalogue.schema import FixedArgument as FixedArgument
+from jaxbp.catalogue.schema import TreeWiresArgument as TreeWiresArgument
+from jaxbp.catalogue.schema import WiresArgument as WiresArgument

@@ -47,7 +47,6 @@ _POOL_ANY = dict(window=(3, 2), stride=(2, 1), padding=(1, 0))
 # Values apart from each other, so that a finite difference does not move the maximum.
 _APART = Argument((1, 2, 5, 6), apart=True)
 _CLASS = Argument((BATCH,), below=10)
-_INDICES = Argument((2, 2, 3, 5), below=6, dtype=jnp.uint8)
 
 _LABELS = Argument((2, 3), below=4)
 _LAYERS = ((6, 5), (6,), (4, 6), (4,))
@@ -59,35 +58,36 @@ _LENET_TAIL = (
 )
 
 _FUSED_ANY = dict(window=(2, 3), padding=(1, 0))
-_PLACES = Argument((1, 3, 2, 2), below=7, dtype=jnp.uint8)
 
 
-def _pool_places(*shape: int | str) -> Argument:
-    return Argument(shape, below=5, dtype=jnp.uint8)
+def _indices(*shape: int | str, below: int) -> Argument:
+    """Where in its window each maximum lay."""
+    return Argument(shape, below=below, dtype=jnp.uint8)
 
 
-def _pool_indices(*shape: int | str) -> Argument:
-    return Argument(shape, below=4, dtype=jnp.uint8)
-
-
-def _with_backward(
-    function: Callable,
-    small: tuple[Case, tuple],
-    place: str,
-    real: tuple[Case, tuple],
-    like: str,
-    takes: Any = slice(None),
+def _pair(
+    function: Callable, small: Case, real: Mapping[str, Case], takes: Any = slice(None), like: str = ""
 ) -> tuple[Entry, Entry]:
-    """The entries of a function and of its public backward, which takes `dy`, of the shapes given beside the cases, and
-    of the function's arguments those that `takes` selects."""
+    """The entries of a function and of its public backward, whose cases differ in `dy` alone, the first argument here.
+
+    Args:
+      takes: of the function's arguments those that the backward takes behind `dy`.
+      like: what both are like; if it is the function itself, its backward.
+    """
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
 
-    def behind_dy(case, dy):
-        return dataclasses.replace(case, arguments=(Argument(dy), *case.arguments[takes]))
+    def without_dy(case):
+        return dataclasses.replace(case, arguments=case.arguments[1:])
 
+    def with_dy(case):
+        dy, *arguments = case.arguments
+        return dataclasses.replace(case, arguments=(dy, *arguments[takes]))
+
+    forward_cases, backward_cases = ({place: of(case) for place, case in real.items()} for of in (without_dy, with_dy))
+    forward_like = "" if like == function.__name__ else like
     return (
-        Entry(function, small[0], {place: real[0]}, like=like),
-        Entry(backward, behind_dy(*small), {place: behind_dy(*real)}, like=like or function.__name__),
+        Entry(function, without_dy(small), forward_cases, like=forward_like),
+        Entry(backward, with_dy(small), backward_cases, like=like),
     )
 
 
@@ -96,40 +96,38 @@ _SMALL_APART = Argument((2, 3, 4), apart=True)
 
 def _unary(function: Callable, small: Argument = _SMALL_APART, **options: Any) -> tuple[Entry, ...]:
     real = dataclasses.replace(small, shape=(BATCH, 1024))
-    cases = (_case(small, **options), small.shape), (_case(real, **options), real.shape)
-    return _with_backward(function, cases[0], "hidden", cases[1], "relu")
+    small_case, real_case = (_case(a.shape, a, **options) for a in (small, real))
+    return _pair(function, small_case, {"hidden": real_case}, like="relu")
 
 
 def _binary(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
     """x2 is broadcast along rows, and in most small cases x1 as well."""
     x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
-    like = "" if function is arithmetic.divide else "divide"
-    small = _case(x1((3, 1 if like else 2, 4)), x2((2, 1)))
-    real = _case(x1((BATCH, 1024)), x2((1024,)))
-    return _with_backward(function, (small, (3, 2, 4)), "bias", (real, (BATCH, 1024)), like)
+    rows = 2 if function is arithmetic.divide else 1
+    small = _case((3, 2, 4), x1((3, rows, 4)), x2((2, 1)))
+    real = _case((BATCH, 1024), x1((BATCH, 1024)), x2((1024,)))
+    return _pair(function, small, {"bias": real}, like="divide")
 
 
 def _loss(function: Callable, *of: Mapping[str, Any], dy: Callable = lambda *shape: shape, **options: Any):
-    small, real = (_case(*(Argument(shape, **a) for a in of), **options) for shape in ((2, 3, 4), (BATCH, 1024)))
-    return _with_backward(function, (small, dy(2, 3, 4)), "hidden", (real, dy(BATCH, 1024)), "divide")
+    shapes = (2, 3, 4), (BATCH, 1024)
+    small, real = (_case(dy(*shape), *(Argument(shape, **a) for a in of), **options) for shape in shapes)
+    return _pair(function, small, {"hidden": real}, like="divide")
 
 
 def _reduction(function: Callable, axis: Any, keepdims: bool, dy: tuple, of: Mapping[str, Any] = {}, **options: Any):
-    small = _case(Argument((2, 3, 4), **of), axis=axis, keepdims=keepdims, **options)
-    real = _case(Argument((BATCH, 1024), **of), axis=-1, **options)
-    return _with_backward(function, (small, dy), "rows", (real, (BATCH,)), "divide")
+    small = _case(dy, Argument((2, 3, 4), **of), axis=axis, keepdims=keepdims, **options)
+    real = _case((BATCH,), Argument((BATCH, 1024), **of), axis=-1, **options)
+    return _pair(function, small, {"rows": real}, like="divide")
+
+
+def _rowwise(function: Callable) -> tuple[Entry, ...]:
+    return _pair(function, _case((2, 3, 4), (2, 3, 4)), {"rows": _case((BATCH, 1024), (BATCH, 1024))}, like="divide")
 
 
 def _without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """Of ops whose gradient goes to the first of equal numbers, which autodiff shares it among."""
     return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
-
-
-def _op(function: Callable, small: tuple, place: str, real: tuple, like: str, takes: Any = slice(None), **options: Any):
-    """From the shape of dy and the arguments, small and real."""
-    (dy, *arguments), (real_dy, *real_arguments) = small, real
-    cases = (_case(*arguments, **options), dy), (_case(*real_arguments, **options), real_dy)
-    return _with_backward(function, cases[0], place, cases[1], like, takes)
 
 
 _SMOOTH = Argument((2, 3, 4))
@@ -165,18 +163,18 @@ CHECKERBOARD = AutomatonArgument(8, 16, (8, 4, 2), (*[256] * 10, 128, 64, 32, 16
 """The published automaton."""
 
 
-def _ticks(function: Callable, like: str, small: Mapping[str, int], real: Mapping[str, int]) -> tuple[Entry, Entry]:
+def _ticks(function: Callable, small: Mapping[str, int], real: Mapping[str, int]) -> tuple[Entry, Entry]:
     """Of a grid of few cells, and of the published grid; with each one's options."""
 
     def at(automaton, grid, logits, options):
         state = automaton.state(*grid)
-        return _case(logits, automaton, state, **options), state.shape
+        return _case(state.shape, logits, automaton, state, **options)
 
     # Gates that mostly pass on an input: through twenty layers of random functions no gradient comes.
     passing = CHECKERBOARD.logits(offset=tuple(6.0 * (i == PASS_THROUGH) for i in range(16)))
-    (case, dy), place = at(CHECKERBOARD, (BATCH, 16, 16), passing, real), "checkerboard"
-    real_case = dataclasses.replace(case, batch=2), dy
-    return _with_backward(function, at(_CELL, (2, 2, 3), _CELL.logits(), small), place, real_case, like)
+    published = dataclasses.replace(at(CHECKERBOARD, (BATCH, 16, 16), passing, real), batch=2)
+    small_case = at(_CELL, (2, 2, 3), _CELL.logits(), small)
+    return _pair(function, small_case, {"checkerboard": published}, like="automaton_step")
 
 
 CATALOGUE: tuple[Entry, ...] = (
@@ -209,18 +207,8 @@ CATALOGUE: tuple[Entry, ...] = (
         _case((2, 3, 3, 5)),
         {"conv1": _case((BATCH, 6, 24, 24)), "conv2": _case((BATCH, 16, 8, 8))},
     ),
-    Entry(
+    *_pair(
         activations.relu,
-        _case((3, 7)),
-        {
-            "relu1": _case((BATCH, 6, 24, 24)),
-            "relu2": _case((BATCH, 16, 8, 8)),
-            "relu3": _case((BATCH, 120)),
-            "relu4": _case((BATCH, 84)),
-        },
-    ),
-    Entry(
-        activations.relu_backward,
         _case((3, 7), (3, 7)),
         {
             "relu1": _case((BATCH, 6, 24, 24), (BATCH, 6, 24, 24)),
@@ -229,25 +217,23 @@ CATALOGUE: tuple[Entry, ...] = (
             "relu4": _case((BATCH, 84), (BATCH, 84)),
         },
     ),
-    Entry(
-        max_pool2d.max_pool2d,
-        _case(_APART, **_POOL_ANY),
-        {"pool1": _case((BATCH, 6, 24, 24), window=2), "pool2": _case((BATCH, 16, 8, 8), window=2)},
-    ),
-    Entry(
-        max_pool2d.max_pool2d_with_indices,
-        _case(_APART, **_POOL_ANY),
-        {"pool1": _case((BATCH, 6, 24, 24), window=2), "pool2": _case((BATCH, 16, 8, 8), window=2)},
+    *(
+        Entry(
+            function,
+            _case(_APART, **_POOL_ANY),
+            {"pool1": _case((BATCH, 6, 24, 24), window=2), "pool2": _case((BATCH, 16, 8, 8), window=2)},
+        )
+        for function in (max_pool2d.max_pool2d, max_pool2d.max_pool2d_with_indices)
     ),
     Entry(
         max_pool2d.max_pool2d_backward,
-        _case((2, 2, 3, 5), _INDICES, input_size=(5, 6), **_POOL_ANY),
+        _case((2, 2, 3, 5), _indices(2, 2, 3, 5, below=6), input_size=(5, 6), **_POOL_ANY),
         {
-            "pool1": _case((BATCH, 6, 12, 12), _pool_indices(BATCH, 6, 12, 12), input_size=(24, 24), window=2),
-            "pool2": _case((BATCH, 16, 4, 4), _pool_indices(BATCH, 16, 4, 4), input_size=(8, 8), window=2),
+            "pool1": _case((BATCH, 6, 12, 12), _indices(BATCH, 6, 12, 12, below=4), input_size=(24, 24), window=2),
+            "pool2": _case((BATCH, 16, 4, 4), _indices(BATCH, 16, 4, 4, below=4), input_size=(8, 8), window=2),
             "overlapping": _case(
                 (BATCH, 16, 4, 4),
-                Argument((BATCH, 16, 4, 4), below=9, dtype=jnp.uint8),
+                _indices(BATCH, 16, 4, 4, below=9),
                 input_size=(8, 8),
                 window=3,
                 stride=2,
@@ -270,68 +256,45 @@ CATALOGUE: tuple[Entry, ...] = (
     ),
     Entry(
         conv2d_relu_max_pool2d.conv2d_relu_max_pool2d_backward,
-        _case((1, 3, 2, 2), _PLACES, (1, 2, 5, 7), (3, 2, 3, 2), **_FUSED_ANY),
+        _case((1, 3, 2, 2), _indices(1, 3, 2, 2, below=7), (1, 2, 5, 7), (3, 2, 3, 2), **_FUSED_ANY),
         {
             "block1": _case(
-                (BATCH, 6, 12, 12), _pool_places(BATCH, 6, 12, 12), (BATCH, 1, 28, 28), (6, 1, 5, 5), window=2
+                (BATCH, 6, 12, 12), _indices(BATCH, 6, 12, 12, below=5), (BATCH, 1, 28, 28), (6, 1, 5, 5), window=2
             ),
             "block2": _case(
-                (BATCH, 16, 4, 4), _pool_places(BATCH, 16, 4, 4), (BATCH, 6, 12, 12), (16, 6, 5, 5), window=2
+                (BATCH, 16, 4, 4), _indices(BATCH, 16, 4, 4, below=5), (BATCH, 6, 12, 12), (16, 6, 5, 5), window=2
             ),
         },
     ),
-    Entry(
+    *_pair(
         linear.linear,
-        _case((2, 3, 5), (4, 5), (4,)),
+        _case((2, 3, 4), (2, 3, 5), (4, 5), (4,)),
         {
-            "fc1": _case((BATCH, 256), (120, 256), (120,)),
-            "fc2": _case((BATCH, 120), (84, 120), (84,)),
-            "fc3": _case((BATCH, 84), (10, 84), (10,)),
+            "fc1": _case((BATCH, 120), (BATCH, 256), (120, 256), (120,)),
+            "fc2": _case((BATCH, 84), (BATCH, 120), (84, 120), (84,)),
+            "fc3": _case((BATCH, 10), (BATCH, 84), (10, 84), (10,)),
         },
+        takes=slice(2),
     ),
-    Entry(
-        linear.linear_backward,
-        _case((2, 3, 4), (2, 3, 5), (4, 5)),
-        {
-            "fc1": _case((BATCH, 120), (BATCH, 256), (120, 256)),
-            "fc2": _case((BATCH, 84), (BATCH, 120), (84, 120)),
-            "fc3": _case((BATCH, 10), (BATCH, 84), (10, 84)),
-        },
-    ),
-    Entry(
+    *_pair(
         layer_norm.layer_norm,
-        _case((2, 3, 5), (5,), (5,)),
-        _rows(*_NORMALISED_ROWS, of=lambda hidden: _case((BATCH, hidden), (hidden,), (hidden,))),
+        _case((2, 3, 5), (2, 3, 5), (5,), (5,)),
+        _rows(*_NORMALISED_ROWS, of=lambda hidden: _case((BATCH, hidden), (BATCH, hidden), (hidden,), (hidden,))),
+        takes=slice(2),
     ),
-    Entry(
-        layer_norm.layer_norm_backward,
-        _case((2, 3, 5), (2, 3, 5), (5,)),
-        _rows(*_NORMALISED_ROWS, of=lambda hidden: _case((BATCH, hidden), (BATCH, hidden), (hidden,))),
-    ),
-    Entry(
+    *_pair(
         layer_norm.rms_norm,
-        _case((2, 3, 5), (5,)),
-        _rows(*_NORMALISED_ROWS, of=lambda hidden: _case((BATCH, hidden), (hidden,))),
-    ),
-    Entry(
-        layer_norm.rms_norm_backward,
         _case((2, 3, 5), (2, 3, 5), (5,)),
         _rows(*_NORMALISED_ROWS, of=lambda hidden: _case((BATCH, hidden), (BATCH, hidden), (hidden,))),
     ),
-    Entry(
+    *_pair(
         layer_norm_linear.layer_norm_linear,
-        _case((2, 3, 5), (5,), (5,), (4, 5), (4,)),
-        _rows(
-            *_PROJECTED_ROWS, of=lambda hidden, out: _case((BATCH, hidden), (hidden,), (hidden,), (out, hidden), (out,))
-        ),
-    ),
-    Entry(
-        layer_norm_linear.layer_norm_linear_backward,
-        _case((2, 3, 4), (2, 3, 5), (5,), (5,), (4, 5)),
+        _case((2, 3, 4), (2, 3, 5), (5,), (5,), (4, 5), (4,)),
         _rows(
             *_PROJECTED_ROWS,
-            of=lambda hidden, out: _case((BATCH, out), (BATCH, hidden), (hidden,), (hidden,), (out, hidden)),
+            of=lambda hidden, out: _case((BATCH, out), (BATCH, hidden), (hidden,), (hidden,), (out, hidden), (out,)),
         ),
+        takes=slice(4),
     ),
     Entry(
         softmax_cross_entropy.softmax_cross_entropy,
@@ -349,15 +312,9 @@ CATALOGUE: tuple[Entry, ...] = (
             "weights": _case((BATCH,), (BATCH, 10), Argument((BATCH, 10), weights=True)),
         },
     ),
-    Entry(
-        mlp.mlp_softmax_cross_entropy,
-        _case((2, 3, 5), _LABELS, *_LAYERS),
-        {"fc1 to fc3": _case(*_LENET_TAIL)},
-    ),
-    Entry(
-        mlp.mlp_softmax_cross_entropy_with_classes,
-        _case((2, 3, 5), _LABELS, *_LAYERS),
-        {"fc1 to fc3": _case(*_LENET_TAIL)},
+    *(
+        Entry(function, _case((2, 3, 5), _LABELS, *_LAYERS), {"fc1 to fc3": _case(*_LENET_TAIL)})
+        for function in (mlp.mlp_softmax_cross_entropy, mlp.mlp_softmax_cross_entropy_with_classes)
     ),
     Entry(
         mlp.mlp_softmax_cross_entropy_backward,
@@ -365,11 +322,10 @@ CATALOGUE: tuple[Entry, ...] = (
         {"fc1 to fc3": _case((BATCH,), *_LENET_TAIL)},
     ),
     *_unary(activations.leaky_relu, negative_slope=0.1),
-    *_op(
+    *_pair(
         activations.prelu,
-        ((2, 3, 4), (2, 3, 4), (3, 1)),
-        "images",
-        ((BATCH, 16, 8, 8), (BATCH, 16, 8, 8), (16, 1, 1)),
+        _case((2, 3, 4), (2, 3, 4), (3, 1)),
+        {"images": _case((BATCH, 16, 8, 8), (BATCH, 16, 8, 8), (16, 1, 1))},
         like="divide",
     ),
     *_unary(activations.elu, alpha=0.7),
@@ -379,8 +335,8 @@ CATALOGUE: tuple[Entry, ...] = (
     *_unary(activations.silu, _SMOOTH),
     *_unary(activations.mish, _SMOOTH),
     *_unary(activations.softplus, _SMOOTH),
-    *_op(activations.softmax, ((2, 3, 4),) * 2, "rows", ((BATCH, 1024),) * 2, like="divide"),
-    *_op(activations.log_softmax, ((2, 3, 4),) * 2, "rows", ((BATCH, 1024),) * 2, like="divide"),
+    *_rowwise(activations.softmax),
+    *_rowwise(activations.log_softmax),
     *_binary(arithmetic.add),
     *_binary(arithmetic.subtract),
     *_binary(arithmetic.multiply),
@@ -388,7 +344,13 @@ CATALOGUE: tuple[Entry, ...] = (
     *_binary(arithmetic.power, x1=dict(positive=True)),
     *_binary(arithmetic.maximum),
     *_binary(arithmetic.minimum),
-    *_op(arithmetic.negative, ((2, 3, 4),) * 2, "hidden", ((BATCH, 1024),) * 2, like="relu", takes=slice(0)),
+    *_pair(
+        arithmetic.negative,
+        _case((2, 3, 4), (2, 3, 4)),
+        {"hidden": _case((BATCH, 1024), (BATCH, 1024))},
+        takes=slice(0),
+        like="relu",
+    ),
     *_unary(elementwise.exp, _SMOOTH),
     *_unary(elementwise.log, Argument((2, 3, 4), positive=True)),
     *_unary(elementwise.sqrt, Argument((2, 3, 4), positive=True)),
@@ -396,29 +358,30 @@ CATALOGUE: tuple[Entry, ...] = (
     *_unary(elementwise.sin, _SMOOTH),
     *_unary(elementwise.cos, _SMOOTH),
     *_unary(elementwise.clip, min=-1.1, max=0.5),
-    *_op(
+    *_pair(
         linear_algebra.matmul,
-        ((2, 2, 3, 5), (2, 1, 3, 4), (2, 4, 5)),
-        "fc1",
-        ((BATCH, 120), (BATCH, 256), (256, 120)),
+        _case((2, 2, 3, 5), (2, 1, 3, 4), (2, 4, 5)),
+        {"fc1": _case((BATCH, 120), (BATCH, 256), (256, 120))},
         like="linear",
     ),
-    *_op(
+    *_pair(
         linear_algebra.dot,
-        ((2, 3, 2, 5), (2, 3, 4), (2, 4, 5)),
-        "fc1",
-        ((BATCH, 120), (BATCH, 256), (256, 120)),
+        _case((2, 3, 2, 5), (2, 3, 4), (2, 4, 5)),
+        {"fc1": _case((BATCH, 120), (BATCH, 256), (256, 120))},
         like="linear",
     ),
-    *_op(linear_algebra.outer, ((6, 4), (2, 3), (4,)), "columns", ((BATCH, 256), (BATCH,), (256,)), like="divide"),
-    *_op(
+    *_pair(
+        linear_algebra.outer,
+        _case((6, 4), (2, 3), (4,)),
+        {"columns": _case((BATCH, 256), (BATCH,), (256,))},
+        like="divide",
+    ),
+    *_pair(
         linear_algebra.transpose,
-        ((4, 2, 3), (2, 3, 4)),
-        "images",
-        ((64, BATCH, 16), (BATCH, 16, 64)),
-        like="relu",
+        _case((4, 2, 3), (2, 3, 4), axes=(2, 0, 1)),
+        {"images": _case((64, BATCH, 16), (BATCH, 16, 64), axes=(2, 0, 1))},
         takes=slice(0),
-        axes=(2, 0, 1),
+        like="relu",
     ),
     *_reduction(reductions.sum, axis=(0, 2), keepdims=True, dy=(1, 3, 1)),
     *_reduction(reductions.mean, axis=1, keepdims=False, dy=(2, 4)),
@@ -456,22 +419,19 @@ CATALOGUE: tuple[Entry, ...] = (
         {"images": _case((BATCH, 16), input_size=(8, 8))},
         like="divide",
     ),
-    *_op(
+    *_pair(
         batch_norm.batch_norm,
-        ((4, 3, 2), (4, 3, 2), (3,), (3,)),
-        "images",
-        ((BATCH, 16, 8, 8), (BATCH, 16, 8, 8), (16,), (16,)),
-        like="divide",
+        _case((4, 3, 2), (4, 3, 2), (3,), (3,)),
+        {"images": _case((BATCH, 16, 8, 8), (BATCH, 16, 8, 8), (16,), (16,))},
         takes=slice(2),
+        like="divide",
     ),
-    *_op(
+    *_pair(
         dropout.dropout,
-        ((2, 3, 4), (2, 3, 4), _KEY),
-        "hidden",
-        ((BATCH, 1024), (BATCH, 1024), _KEY),
-        like="relu",
+        _case((2, 3, 4), (2, 3, 4), _KEY, rate=0.3),
+        {"hidden": _case((BATCH, 1024), (BATCH, 1024), _KEY, rate=0.3)},
         takes=slice(1, None),
-        rate=0.3,
+        like="relu",
     ),
     Entry(
         gate_layer.gate_layer,
@@ -486,13 +446,8 @@ CATALOGUE: tuple[Entry, ...] = (
         _case((2, 3, 6), (6, 16), WiresArgument(6, 6), (2, 3, 6)),  # regular, which the layer's are not
         {"4096->8192": _gates(4096, 8192, (BATCH, 8192))},
     ),
-    Entry(
+    *_pair(
         logic_conv2d.logic_conv2d,
-        _case((2, 3, 16), _TREES, (2, 2, 4, 5), **_ANY),
-        {"mnist-m2": _trees(64, 12, 192)},
-    ),
-    Entry(
-        logic_conv2d.logic_conv2d_backward,
         _case((2, 2, 3, 4), (2, 3, 16), _TREES, (2, 2, 4, 5), **_ANY),
         {"mnist-m2": _trees(64, 12, 192, (BATCH, 192, 12, 12))},
     ),
@@ -513,7 +468,7 @@ CATALOGUE: tuple[Entry, ...] = (
     Entry(
         logic_conv2d.logic_conv2d_or_pool2d_backward,
         _case(
-            *((2, 2, 2, 4), Argument((2, 2, 2, 4), below=2, dtype=jnp.uint8)),
+            *((2, 2, 2, 4), _indices(2, 2, 2, 4, below=2)),
             *((2, 3, 16), _TREES, (2, 2, 4, 5)),
             pool=(2, 1),
             padding=(1, 0),
@@ -522,7 +477,7 @@ CATALOGUE: tuple[Entry, ...] = (
             "mnist-m2": _trees(
                 *(64, 12, 192),
                 (BATCH, 192, 6, 6),
-                Argument((BATCH, 192, 6, 6), below=4, dtype=jnp.uint8),
+                _indices(BATCH, 192, 6, 6, below=4),
                 pool=2,
             ),
         },
@@ -532,7 +487,7 @@ CATALOGUE: tuple[Entry, ...] = (
         _case(_APART, pool=2),
         {"pool1": _case((BATCH, 64, 24, 24), pool=2)},
     ),
-    *_ticks(automaton.automaton_step, "", {}, {}),
-    *_ticks(automaton.automaton_rollout, "automaton_step", dict(steps=2), dict(steps=2)),
+    *_ticks(automaton.automaton_step, {}, {}),
+    *_ticks(automaton.automaton_rollout, dict(steps=2), dict(steps=2)),
 )
 """Every op, once."""

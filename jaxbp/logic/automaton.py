@@ -1,10 +1,8 @@
 """The wires of a logic cellular automaton: one circuit of gates that every cell of a grid runs."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ from jax import Array
 from jaxtyping import Int
 
 from jaxbp.logic.wires import Wires
+from jaxbp.ops import _checks
 from pallas_kernels.logic import banks
 
 NEIGHBOURHOOD = 9
@@ -20,11 +19,7 @@ NEIGHBOURHOOD = 9
 CENTRE = 4
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["perception", "update", "order"],
-    meta_fields=["channels", "kernels", "periodic"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Automaton:
     """The wires of the circuit that all cells of a grid run at every tick.
@@ -52,9 +47,9 @@ class Automaton:
     perception: tuple[Wires, ...]
     update: tuple[Wires, ...]
     order: Int[Array, "2 gates"]
-    channels: int
-    kernels: int
-    periodic: bool
+    channels: int = dataclasses.field(metadata=dict(static=True))
+    kernels: int = dataclasses.field(metadata=dict(static=True))
+    periodic: bool = dataclasses.field(metadata=dict(static=True))
 
     @property
     def bits(self) -> int:
@@ -101,8 +96,8 @@ class Automaton:
           3040
         """
         op = "Automaton.create"
-        for name, value in (("channels", channels), ("perception_kernels", perception_kernels)):
-            _check_count(op, name, value)
+        _checks.count(op, "channels", channels)
+        _checks.count(op, "perception_kernels", perception_kernels)
         if not perception_widths or perception_widths[0] != 8:
             raise ValueError(f"{op}: perception_widths is {perception_widths!r}; wants 8 first, a gate a neighbour")
         if not update_widths or update_widths[-1] != channels:
@@ -129,7 +124,7 @@ class Automaton:
           ValueError: no layers, or layers that do not fit.
         """
         op = "Automaton.from_wires"
-        _check_count(op, "channels", channels)
+        _checks.count(op, "channels", channels)
         for name, layers in (("perception", perception), ("update", update)):
             if not layers:
                 raise ValueError(f"{op}: {name} is empty; wants at least one layer")
@@ -182,8 +177,3 @@ def _unique(op: str, name: str, inputs: int, gates: int, seed: int) -> Wires:
         return Wires.unique(inputs, gates, seed)
     except ValueError as error:
         raise ValueError(f"{op}: {name} has {gates} gates behind {inputs} inputs: {error}") from None
-
-
-def _check_count(op: str, name: str, value: Any) -> None:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{op}: {name} is {value!r}; wants an int of at least 1")

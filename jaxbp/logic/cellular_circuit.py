@@ -8,7 +8,8 @@ from jaxtyping import Bool, UInt64
 
 from jaxbp.logic.circuit import Circuit
 from jaxbp.logic.netlist import Netlist
-from jaxbp.logic.sources import C_WORDS, VERILOG_WORDS, check_name
+from jaxbp.logic.sources import check_c, check_verilog
+from jaxbp.ops import _checks
 
 NEIGHBOURS = 9
 CENTRE = 4
@@ -168,8 +169,7 @@ class CellularCircuit:
     """
 
     def __init__(self, circuit: Circuit | Netlist, channels: int, periodic: bool = False):
-        if isinstance(channels, bool) or not isinstance(channels, int | np.integer) or channels < 1:
-            raise ValueError(f"CellularCircuit: channels is {channels!r}; wants an int of at least 1")
+        _checks.count("CellularCircuit", "channels", channels)
         if (circuit.inputs, circuit.outputs) != (NEIGHBOURS * channels, channels):
             raise ValueError(
                 f"CellularCircuit: circuit has {circuit.inputs} inputs and {circuit.outputs} outputs; "
@@ -191,7 +191,7 @@ class CellularCircuit:
         Raises:
           ValueError: visible is not from 1 to the channels.
         """
-        if isinstance(visible, bool) or not isinstance(visible, int | np.integer) or not 1 <= visible <= self.channels:
+        if not _checks.is_int(visible) or not 1 <= visible <= self.channels:
             raise ValueError(f"CellularCircuit: visible is {visible!r}; wants an int from 1 to {self.channels}")
         netlist = self.netlist
         sources = [{i % self.channels} for i in range(netlist.inputs)]  # the channels that each source depends on
@@ -264,8 +264,7 @@ class CellularCircuit:
     def _run(self, state, ticks, fire_rate, seed) -> Iterator[np.ndarray]:
         """The packed state now, and after each tick."""
         self._check(state)
-        if isinstance(ticks, bool) or not isinstance(ticks, int | np.integer) or ticks < 0:
-            raise ValueError(f"CellularCircuit: ticks is {ticks!r}; wants an int of at least 0")
+        _checks.count("CellularCircuit", "ticks", ticks, at_least=0)
         if not 0 <= fire_rate <= 1 or (fire_rate < 1 and seed is None):
             raise ValueError(
                 f"CellularCircuit: fire_rate is {fire_rate} and seed is {seed}; "
@@ -301,7 +300,7 @@ class CellularCircuit:
         of which bit j of word w in a row is the cell 64 w + j. It returns 0, or 1 if there is no memory to work in.
         Words of a state are those of `pack_grid(state)[:, i]`, of grid i in the batch.
         """
-        check_name("CellularCircuit", name, C_WORDS)
+        check_c("CellularCircuit", name)
         names = [f"x[{i}][k]" for i in range(self.netlist.inputs)] + [f"g{g}" for g in range(self.gates)]
         expressions = self.netlist.expressions(names, "0", "~(uint64_t)0")
         lines = [f"const uint64_t g{g} = {expression};" for g, expression in enumerate(expressions)]
@@ -322,7 +321,7 @@ class CellularCircuit:
         """
         if height < 1 or width < 1:
             raise ValueError(f"CellularCircuit: the grid is {height} x {width}; wants at least one cell")
-        check_name("CellularCircuit", name, VERILOG_WORDS)
+        check_verilog("CellularCircuit", name)
         return self.netlist.to_verilog(f"{name}_cell") + _VERILOG_SOURCE.substitute(
             name=name,
             height=height,

@@ -14,16 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, UInt8, UInt32
 
 from jaxbp.logic.gates import COEFFICIENTS, GATES
-from jaxbp.logic.sources import (
-    C_WORDS,
-    EXPRESSIONS,
-    VERILOG_WORDS,
-    Table,
-    c_of_tables,
-    check_classes,
-    check_name,
-    verilog_of,
-)
+from jaxbp.logic.sources import EXPRESSIONS, Table, c_of_tables, check_c, check_verilog, verilog_of
 from jaxbp.logic.wires import Wires
 
 WORD_BITS = 32
@@ -77,6 +68,20 @@ def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UIn
 _MASKS = np.where(COEFFICIENTS % 2, np.uint32(2**32 - 1), np.uint32(0)).astype(np.uint32)
 
 
+def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray, "*shape"]:
+    """The gates' numbers on the host.
+
+    Raises:
+      ValueError: gates that are not from 0 to 15, or not of this shape.
+    """
+    gates = np.asarray(gates)
+    if gates.shape != shape or (gates.size and not 0 <= gates.min() <= gates.max() < GATES):
+        came = f" from {gates.min()} to {gates.max()}" if gates.size else ""
+        wanted = shape if len(shape) > 1 else shape[0]
+        raise ValueError(f"{layer} has gates of shape {gates.shape}{came}; wants {wanted} from 0 to 15")
+    return gates.astype(np.uint8)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Circuit:
     """Layers of hardened gates.
@@ -97,16 +102,11 @@ class Circuit:
         """
         host = []
         for i, (gates, wires) in enumerate(layers):
-            gates = np.asarray(gates)
-            if gates.shape != (wires.gates,) or (gates.size and not 0 <= gates.min() <= gates.max() < GATES):
-                came = f" from {gates.min()} to {gates.max()}" if gates.size else ""
-                raise ValueError(
-                    f"Circuit: layer {i} has gates of shape {gates.shape}{came}; wants {wires.gates} from 0 to 15"
-                )
+            gates = gate_numbers(f"Circuit: layer {i}", gates, wires.gates)
             if host and wires.inputs != host[-1][1].gates:
                 before = host[-1][1].gates
                 raise ValueError(f"Circuit: layer {i} reads {wires.inputs} inputs; wants {before}, the gates before")
-            host.append((gates.astype(np.uint8), wires))
+            host.append((gates, wires))
         if not host:
             raise ValueError("Circuit: there are no layers; wants at least one")
         return cls(tuple(host))
@@ -152,8 +152,7 @@ class Circuit:
             each sample in x, whose outputs, a group of equal size a class, are on most often; the first one if several
             are. And with `int name_classify(const uint8_t *bits)`, the class of one sample; -1 if there is no memory.
         """
-        check_name("Circuit", name, C_WORDS)
-        check_classes("Circuit", classes, self.outputs)
+        check_c("Circuit", name, classes, self.outputs)
         tables, rows, source, target = [], max(self.inputs, *(wires.gates for _, wires in self.layers)), 0, 1
         for gates, wires in self.layers:
             numbers = np.stack([np.arange(wires.gates), wires.a, wires.b], axis=1)
@@ -164,7 +163,7 @@ class Circuit:
 
     def to_verilog(self, name: str = "circuit") -> str:
         """A combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
-        check_name("Circuit", name, VERILOG_WORDS)
+        check_verilog("Circuit", name)
         lines, source = [], "x"
         for i, (gates, wires) in enumerate(self.layers):
             target = f"layer{i}"

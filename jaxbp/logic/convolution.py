@@ -1,8 +1,6 @@
 """Which inputs the trees of a convolution of logic gates read."""
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +13,7 @@ from jaxbp.ops import _checks
 from jaxbp.ops._windows import Size
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["leaves", "readers", "reader_offsets"],
-    meta_fields=["channels", "window"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TreeWires:
     """The leaves of a convolution's kernels, each a complete binary tree of two-input gates over a window.
@@ -42,8 +36,8 @@ class TreeWires:
     leaves: Int[Array, "kernels leaves 3"]
     readers: Int[Array, " kernels*leaves"]
     reader_offsets: Int[Array, " channels+1"]
-    channels: int
-    window: tuple[int, int]
+    channels: int = dataclasses.field(metadata=dict(static=True))
+    window: tuple[int, int] = dataclasses.field(metadata=dict(static=True))
 
     @property
     def kernels(self) -> int:
@@ -71,8 +65,8 @@ class TreeWires:
           TypeError: leaves are not integers.
           ValueError: leaves that are not `(kernels, 2^depth, 3)`, or outside of the channels or the window.
         """
-        channels = _count("from_leaves", "channels", channels)
-        window = _checks.pair("TreeWires.from_leaves", "window", window, at_least=1)
+        channels = _checks.count("TreeWires.from_leaves", "channels", channels)
+        window = _checks.pair("TreeWires.from_leaves", "window", window)
         leaves = np.asarray(leaves)
         if not np.issubdtype(leaves.dtype, np.integer):
             raise TypeError(f"TreeWires.from_leaves: leaves has dtype {leaves.dtype}; wants integers")
@@ -124,10 +118,11 @@ class TreeWires:
 
         Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
         """
-        channels, kernels = _count("random", "channels", channels), _count("random", "kernels", kernels)
-        depth = _count("random", "depth", depth)
-        per_kernel = min(_count("random", "channels_per_kernel", channels_per_kernel), channels, 2**depth)
-        window = _checks.pair("TreeWires.random", "window", window, at_least=1)
+        op = "TreeWires.random"
+        channels, kernels = _checks.count(op, "channels", channels), _checks.count(op, "kernels", kernels)
+        depth = _checks.count(op, "depth", depth)
+        per_kernel = min(_checks.count(op, "channels_per_kernel", channels_per_kernel), channels, 2**depth)
+        window = _checks.pair(op, "window", window)
         random = np.random.default_rng(seed)
         of_channel, size = -(-(2**depth) // per_kernel), window[0] * window[1]
         chosen = _channels_of_kernels(channels, kernels, per_kernel, random)[..., None]
@@ -157,9 +152,3 @@ def _channels_of_kernels(channels: int, kernels: int, per_kernel: int, random: n
             # A channel of it for another kernel's.
             other, i, j = random.integers(kernels), *random.integers(per_kernel, size=2)
             chosen[kernel, i], chosen[other, j] = chosen[other, j], chosen[kernel, i]
-
-
-def _count(constructor: str, name: str, value: Any) -> int:
-    if not _checks.is_int(value) or value < 1:
-        raise ValueError(f"TreeWires.{constructor}: {name} is {value!r}; wants an int of at least 1")
-    return int(value)

@@ -15,20 +15,11 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, UInt8, UInt32
 
-from jaxbp.logic.circuit import WORD_BITS, Circuit, bitwise_gates, pack_bits, unpack_bits
+from jaxbp.logic.circuit import WORD_BITS, Circuit, bitwise_gates, gate_numbers, pack_bits, unpack_bits
 from jaxbp.logic.convolution import TreeWires
 from jaxbp.logic.gates import GATES, PASS_THROUGH
 from jaxbp.logic.netlist import GateList, Netlist
-from jaxbp.logic.sources import (
-    C_WORDS,
-    VERILOG_WORDS,
-    Code,
-    Table,
-    c_of_tables,
-    check_classes,
-    check_name,
-    verilog_of,
-)
+from jaxbp.logic.sources import Code, Table, c_of_tables, check_c, check_verilog, verilog_of
 from jaxbp.logic.wires import Wires
 from jaxbp.ops import _checks
 from jaxbp.ops._windows import output_size, window_padding
@@ -271,8 +262,7 @@ class ConvolutionalCircuit:
         Words and classes are as in `Circuit.to_c`. A kernel is written once, simplified, in a loop over the pools,
         which takes 16 words at a time through all places of a pool. The layers are tables of gates, simplified too.
         """
-        check_name("ConvolutionalCircuit", name, C_WORDS)
-        check_classes("ConvolutionalCircuit", classes, self.outputs)
+        check_c("ConvolutionalCircuit", name, classes, self.outputs)
         tables, end = [], 0
         if any(map(any, self.convolutions[0].padding)):
             end = self.inputs  # the image comes in without its padding
@@ -306,7 +296,7 @@ class ConvolutionalCircuit:
             an `input clock`, takes a new x at each rising edge, and as many edges later as there are convolutions and
             layers, the one that takes x included, y is its result. Without, all of it is combinational.
         """
-        check_name("ConvolutionalCircuit", name, VERILOG_WORDS)
+        check_verilog("ConvolutionalCircuit", name)
         modules, parts = [], []
         for i, (convolution, kernels) in enumerate(zip(self.convolutions, self._kernels, strict=True)):
             parts.append((f"{name}_convolution{i}", math.prod(convolution.output_shape)))
@@ -489,22 +479,17 @@ def _verilog_of_convolution(name: str, i: int, convolution: Convolution) -> str:
 
 
 def _convolution(op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options) -> Convolution:
-    gates = np.asarray(gates)
-    if gates.shape != (wires.kernels, wires.gates) or not 0 <= gates.min() <= gates.max() < GATES:
-        came = f" from {gates.min()} to {gates.max()}" if gates.size else ""
-        raise ValueError(
-            f"{op} has gates of shape {gates.shape}{came}; wants {(wires.kernels, wires.gates)} from 0 to 15"
-        )
+    gates = gate_numbers(op, gates, wires.kernels, wires.gates)
     if wires.channels != shape[0]:
         raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, those of its input")
     if unknown := options.keys() - {"stride", "padding", "pool"}:
         raise TypeError(f"{op} has the options {', '.join(unknown)}; wants stride, padding and pool")
-    stride, pool = (_checks.pair(op, name, options.get(name, 1), at_least=1) for name in ("stride", "pool"))
+    stride, pool = (_checks.pair(op, name, options.get(name, 1)) for name in ("stride", "pool"))
     padding = window_padding(op, options.get("padding", 0), shape[1:], wires.window, stride)
     places = output_size(shape[1:], wires.window, stride=stride, padding=padding)
     if any(n < p for n, p in zip(places, pool, strict=True)):
         raise ValueError(f"{op} has {_sizes(np.maximum(places, 0))} places; wants at least one pool of {_sizes(pool)}")
-    return Convolution(gates.astype(np.uint8), wires, shape, stride, padding, pool)
+    return Convolution(gates, wires, shape, stride, padding, pool)
 
 
 def _sizes(shape) -> str:

@@ -37,7 +37,8 @@ COEFFICIENTS = TRUTH_TABLES @ INTERPOLATION
 """c0, c1, c2, c3 of each gate: `(16, 4)`."""
 WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
 """1, A, B and AB in each row of the truth table, where A and B are -1 for a 0 and 1 for a 1."""
-_IDENTITY = np.eye(4, dtype=int)
+BASES = {"input_wise": np.eye(4, dtype=int), "walsh": WALSH}
+"""From the parameters to the truth table's rows, before their sigmoid."""
 TINY = 1e-20
 """A probability that changes no float32 near 1, and whose products with gradients are no subnormal numbers."""
 
@@ -69,37 +70,21 @@ def softmax_backward(dc: Array, logits: Array) -> Array:
     return (p * (du - jnp.sum(p * du, axis=-1, keepdims=True))).astype(logits.dtype)
 
 
-def input_wise(parameters: Array) -> Array:
-    """Coefficients `(gates, 4)` of gates whose truth table's rows are the sigmoids of the parameters `(gates, 4)`."""
-    return _from_rows(parameters, _IDENTITY)
+def of_rows(parameters: Array, *, parametrization: str) -> Array:
+    """Coefficients `(gates, 4)` of gates whose truth table's rows are sigmoids: of the parameters `(gates, 4)` for
+    "input_wise", of `w0 ± w1 ± w2 ± w3`, the sums of 1, A, B and AB, for "walsh"."""
+    return _times(_rows(parameters, parametrization), INTERPOLATION)
 
 
-def input_wise_backward(dc: Array, parameters: Array) -> Array:
-    """With r a row of the truth table: `dparameter = r (1 - r) dr`."""
-    return _from_rows_backward(dc, parameters, _IDENTITY)
+def of_rows_backward(dc: Array, parameters: Array, *, parametrization: str) -> Array:
+    """With r a row of the truth table: `dparameter = r (1 - r) dr`, or `dw = Σ_rows r (1 - r) dr (1, A, B, AB)`."""
+    row = _rows(parameters, parametrization)
+    dsums = _times(dc, INTERPOLATION.T) * row * (1 - row)
+    return _times(dsums, BASES[parametrization]).astype(parameters.dtype)
 
 
-def walsh(parameters: Array) -> Array:
-    """Coefficients `(gates, 4)` of gates whose rows are the sigmoids of `w0 ± w1 ± w2 ± w3`: 1, A, B and AB."""
-    return _from_rows(parameters, WALSH)
-
-
-def walsh_backward(dc: Array, parameters: Array) -> Array:
-    """With r a row of the truth table: `dw = Σ_rows r (1 - r) dr (1, A, B, AB)`."""
-    return _from_rows_backward(dc, parameters, WALSH)
-
-
-def _from_rows(parameters, basis):
-    return _times(_rows(parameters, basis), INTERPOLATION)
-
-
-def _from_rows_backward(dc, parameters, basis):
-    row = _rows(parameters, basis)
-    return _times(_times(dc, INTERPOLATION.T) * row * (1 - row), basis).astype(parameters.dtype)
-
-
-def _rows(parameters, basis):
-    return jax.nn.sigmoid(_times(widen(parameters), basis.T))
+def _rows(parameters, parametrization):
+    return jax.nn.sigmoid(_times(widen(parameters), BASES[parametrization].T))
 
 
 def _times(a, constant):
@@ -144,8 +129,8 @@ def initial_logits(
 
 
 def harden(
-    logits: Float[Array, "gates parameters"], parametrization: Parametrization = "softmax"
-) -> UInt8[Array, "gates"]:
+    logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
+) -> UInt8[Array, "*kernels gates"]:
     """Each gate's most probable function, by its number from 0 to 15; of equally probable ones the first.
 
     Where the parameters make a truth table, each of its rows is rounded: a half is a 0.
@@ -154,7 +139,7 @@ def harden(
       TypeError, ValueError: as in `gate_layer`.
     """
     (logits,) = _checks.floating("harden", logits=logits)
-    check_parameters("harden", logits, "gates", parametrization)
+    check_parameters("harden", logits, "gates", parametrization, kernels=logits.shape[:-2])
     if parametrization == "softmax":
         return jnp.argmax(logits, axis=-1).astype(jnp.uint8)
     row = logits if parametrization == "input_wise" else _times(widen(logits), WALSH.T)
@@ -189,7 +174,7 @@ def variance(
     if parametrization == "softmax":
         rows = _times(jax.nn.softmax(widen(logits)), TRUTH_TABLES)
     else:
-        rows = _rows(logits, _IDENTITY if parametrization == "input_wise" else WALSH)
+        rows = _rows(logits, parametrization)
     return jnp.sum(rows * (1 - rows), axis=-1)
 
 
@@ -220,7 +205,7 @@ def straight_through(
         one = jax.nn.one_hot(jnp.argmax(logits, axis=-1), GATES, dtype=relaxed.dtype)
         probabilities = jnp.where(hard, _with_gradient_of(relaxed, one), relaxed)
     else:
-        row = _rows(logits, _IDENTITY if parametrization == "input_wise" else WALSH)
+        row = _rows(logits, parametrization)
         row = jnp.where(hard, _with_gradient_of(row, (row > 0.5).astype(row.dtype)), row)[..., None, :]
         probabilities = jnp.prod(jnp.where(TRUTH_TABLES, row, 1 - row), axis=-1)
     return jnp.log(probabilities + TINY)

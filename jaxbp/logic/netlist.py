@@ -13,36 +13,12 @@ from jaxtyping import Bool, Int, Shaped, UInt8
 
 from jaxbp.logic.circuit import Circuit, outputs_of_samples
 from jaxbp.logic.gates import GATES
-from jaxbp.logic.sources import (
-    C_WORDS,
-    EXPRESSIONS,
-    VERILOG_WORDS,
-    Table,
-    c_of_tables,
-    check_classes,
-    check_name,
-    verilog_of,
-)
+from jaxbp.logic.sources import EXPRESSIONS, Table, c_of_tables, check_c, check_verilog, verilog_of
+from jaxbp.ops import _checks
 
-FUNCTIONS = (
-    lambda a, b: a ^ a,
-    lambda a, b: a & b,
-    lambda a, b: a & ~b,
-    lambda a, b: a,
-    lambda a, b: ~a & b,
-    lambda a, b: b,
-    lambda a, b: a ^ b,
-    lambda a, b: a | b,
-    lambda a, b: ~(a | b),
-    lambda a, b: ~(a ^ b),
-    lambda a, b: ~b,
-    lambda a, b: a | ~b,
-    lambda a, b: ~a,
-    lambda a, b: ~a | b,
-    lambda a, b: ~(a & b),
-    lambda a, b: ~(a ^ a),
-)
-"""The 16 functions, of words, of arrays of words, or of truth tables in the bits of an int."""
+_OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
+FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for expression in EXPRESSIONS)
+"""The 16 functions, in the same operators, of words, of arrays of words, or of truth tables in the bits of an int."""
 GATES_AT_A_TIME = 4096
 """Gates of a netlist in C whose values are to be in a cache together."""
 TABULATED_LEAVES = 10
@@ -81,8 +57,7 @@ class Netlist:
           ValueError: no inputs or no outputs; not one function of 0 to 15, one a and one b of each gate; a gate that
             reads itself, a later one or none; or an output that is no source.
         """
-        if isinstance(inputs, bool) or not isinstance(inputs, int | np.integer) or inputs < 1:
-            raise ValueError(f"Netlist: inputs is {inputs!r}; wants an int of at least 1")
+        _checks.count("Netlist", "inputs", inputs)
         vectors = [_integers(name, v) for name, v in (("gates", gates), ("a", a), ("b", b), ("outputs", outputs))]
         gates, a, b, outputs = vectors
         if not gates.size == a.size == b.size:
@@ -207,8 +182,7 @@ class Netlist:
 
         The memory of a gate's value is reused after its last reader.
         """
-        check_name("Netlist", name, C_WORDS)
-        check_classes("Netlist", classes, self.outputs)
+        check_c("Netlist", name, classes, self.outputs)
         tables, results, rows = self.tables()
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
 
@@ -238,7 +212,7 @@ class Netlist:
 
     def to_verilog(self, name: str = "circuit") -> str:
         """A combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
-        check_name("Netlist", name, VERILOG_WORDS)
+        check_verilog("Netlist", name)
         names = [f"x[{i}]" for i in range(self.inputs)] + [f"gate{g}" for g in range(len(self))]
         expressions = self.expressions(names, "1'b0", "1'b1")
         lines = [f"wire gate{g} = {expression};" for g, expression in enumerate(expressions)]

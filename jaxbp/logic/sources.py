@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxbp.ops import _checks
+
 EXPRESSIONS = (
     "{zero}",
     "{a} & {b}",
@@ -25,7 +27,7 @@ EXPRESSIONS = (
     "~({a} & {b})",
     "{one}",
 )
-"""The 16 functions in operators that C, Verilog and JavaScript share."""
+"""The 16 functions in operators that C, Verilog, JavaScript and Python share."""
 
 _C = """
 alignas alignof auto bool break case char const constexpr continue default do double else enum extern false float
@@ -68,11 +70,16 @@ def check_name(op: str, name: str, words: frozenset[str]) -> None:
         raise ValueError(f"{op}: name is {name!r}, a word of {language}; wants another")
 
 
-def check_classes(op: str, classes: int | None, outputs: int) -> None:
-    """Requires None, or a number of classes that share the outputs evenly."""
-    is_number = isinstance(classes, int | np.integer) and not isinstance(classes, bool)
-    if classes is not None and not (is_number and classes >= 1 and outputs % classes == 0):
+def check_c(op: str, name: str, classes: int | None = None, outputs: int = 1) -> None:
+    """Requires a name for C, and None or a number of classes that share the outputs evenly."""
+    check_name(op, name, C_WORDS)
+    if classes is not None and not (_checks.is_int(classes) and classes >= 1 and outputs % classes == 0):
         raise ValueError(f"{op}: classes is {classes!r}; wants None or a divisor of the {outputs} outputs")
+
+
+def check_verilog(op: str, name: str) -> None:
+    """Requires a name for Verilog."""
+    check_name(op, name, VERILOG_WORDS)
 
 
 # The block is of words that a gate takes at a time: its numbers are read once for all of them.

@@ -1,7 +1,6 @@
 """Which two inputs each gate of a layer reads, and for each input the gates that read it."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -11,23 +10,10 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
+from jaxbp.ops import _checks
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "a",
-        "b",
-        "consumers",
-        "partners",
-        "offsets",
-        "trail",
-        "trail_inputs",
-        "trail_consumers",
-        "trail_partners",
-        "trail_places",
-    ],
-    meta_fields=["inputs", "most_consumers"],
-)
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Wires:
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
@@ -65,8 +51,8 @@ class Wires:
     trail_consumers: Int[Array, " 2*gates"]
     trail_partners: Int[Array, " 2*gates"]
     trail_places: Int[Array, " gates"]
-    inputs: int
-    most_consumers: int
+    inputs: int = dataclasses.field(metadata=dict(static=True))
+    most_consumers: int = dataclasses.field(metadata=dict(static=True))
 
     @property
     def gates(self) -> int:
@@ -98,7 +84,7 @@ class Wires:
           TypeError: a or b is not of integers.
           ValueError: a and b are empty or not vectors of one length, or not all in [0, inputs).
         """
-        inputs = _check_count("from_pairs", "inputs", inputs)
+        inputs = _checks.count("Wires.from_pairs", "inputs", inputs)
         a, b = (_check_indices(name, wires, inputs) for name, wires in (("a", a), ("b", b)))
         if a.shape != b.shape:
             raise ValueError(f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one of each a gate")
@@ -139,7 +125,7 @@ class Wires:
         Raises:
           ValueError: no inputs or no gates.
         """
-        inputs, gates = _check_count("random", "inputs", inputs), _check_count("random", "gates", gates)
+        inputs, gates = _checks.count("Wires.random", "inputs", inputs), _checks.count("Wires.random", "gates", gates)
         random = np.random.default_rng(seed)
         a, b = random.permutation(inputs)[random.permutation(2 * gates) % inputs].reshape(2, gates)
         return cls.from_pairs(a, b, inputs)
@@ -154,7 +140,8 @@ class Wires:
 
         Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022.
         """
-        inputs, gates = _check_count("unique", "inputs", inputs, at_least=2), _check_count("unique", "gates", gates)
+        inputs = _checks.count("Wires.unique", "inputs", inputs, at_least=2)
+        gates = _checks.count("Wires.unique", "gates", gates)
         if 2 * gates < inputs:
             raise ValueError(
                 f"Wires.unique: {gates} gates read at most {2 * gates} inputs; wants at least {-(-inputs // 2)} gates "
@@ -254,12 +241,6 @@ def _every_pair_once(inputs: int, random: np.random.Generator) -> np.ndarray:
     """All pairs, in random order."""
     pairs = np.stack(np.triu_indices(inputs, 1))
     return random.permuted(pairs[:, random.permutation(pairs.shape[1])], axis=0)
-
-
-def _check_count(constructor: str, name: str, value: Any, at_least: int = 1) -> int:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"Wires.{constructor}: {name} is {value!r}; wants an int of at least {at_least}")
-    return int(value)  # NumPy's may overflow
 
 
 def _check_indices(name: str, wires: Any, inputs: int) -> np.ndarray:

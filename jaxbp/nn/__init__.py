@@ -1,29 +1,20 @@
 """Flax NNX layers and models on the ops of jaxbp."""
 
-from jaxbp.nn.automaton import LogicAutomaton
-from jaxbp.nn.layers import Conv2d, LayerNorm, LayerNormLinear, Linear
-from jaxbp.nn.lenet import LeNet, MemoryRow, lenet_memory_table, lenet_saved_tensors
-from jaxbp.nn.logic import LogicLayer, LogicNetwork, thermometer
-from jaxbp.nn.logic_conv import LogicConv2d, LogicConvNetwork, LogicConvolution, image_thermometer
-from jaxbp.nn.mixer import Mixer, MixerBlock
-
-__all__ = [
-    "Conv2d",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LeNet",
-    "Linear",
-    "LogicAutomaton",
-    "LogicConv2d",
-    "LogicConvNetwork",
-    "LogicConvolution",
-    "LogicLayer",
-    "LogicNetwork",
-    "MemoryRow",
-    "Mixer",
-    "MixerBlock",
-    "image_thermometer",
-    "lenet_memory_table",
-    "lenet_saved_tensors",
-    "thermometer",
-]
+from jaxbp.nn.automaton import LogicAutomaton as LogicAutomaton
+from jaxbp.nn.layers import Conv2d as Conv2d
+from jaxbp.nn.layers import LayerNorm as LayerNorm
+from jaxbp.nn.layers import LayerNormLinear as LayerNormLinear
+from jaxbp.nn.layers import Linear as Linear
+from jaxbp.nn.lenet import LeNet as LeNet
+from jaxbp.nn.lenet import MemoryRow as MemoryRow
+from jaxbp.nn.lenet import lenet_memory_table as lenet_memory_table
+from jaxbp.nn.lenet import lenet_saved_tensors as lenet_saved_tensors
+from jaxbp.nn.logic import LogicLayer as LogicLayer
+from jaxbp.nn.logic import LogicNetwork as LogicNetwork
+from jaxbp.nn.logic import thermometer as thermometer
+from jaxbp.nn.logic_conv import LogicConv2d as LogicConv2d
+from jaxbp.nn.logic_conv import LogicConvNetwork as LogicConvNetwork
+from jaxbp.nn.logic_conv import LogicConvolution as LogicConvolution
+from jaxbp.nn.logic_conv import image_thermometer as image_thermometer
+from jaxbp.nn.mixer import Mixer as Mixer
+from jaxbp.nn.mixer import MixerBlock as MixerBlock

@@ -14,7 +14,7 @@ from jaxbp.logic import gates
 from jaxbp.logic.automaton import CENTRE, NEIGHBOURHOOD, Automaton
 from jaxbp.logic.cellular_circuit import CellularCircuit
 from jaxbp.logic.gates import Parametrization
-from jaxbp.logic.netlist import Netlist
+from jaxbp.logic.netlist import GateList
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops.automaton import Logits, automaton_rollout
 from jaxbp.pairing import Implementation
@@ -108,16 +108,13 @@ class LogicAutomaton(nnx.Module):
         automaton = self.automaton.get_value()
         channels, kernels = automaton.channels, automaton.kernels
         inputs = np.arange(NEIGHBOURHOOD * channels).reshape(NEIGHBOURHOOD, channels, 1)
-        columns, listed = [], inputs.size
+        listed = GateList(inputs.size)
 
         def layer(logits, wires, sources):
             """The sources that a layer's gates are, `(gates, ...)`, of those that it reads, `(inputs, ...)`."""
-            nonlocal listed
             a, b = sources[np.asarray(wires.a)], sources[np.asarray(wires.b)]
-            numbers = np.asarray(self._numbers(logits)).T.reshape(wires.gates, *[1] * (a.ndim - 2), -1)
-            columns.append([np.broadcast_to(numbers, a.shape).ravel(), a.ravel(), b.ravel()])
-            first, listed = listed, listed + a.size
-            return np.arange(first, listed).reshape(a.shape)
+            numbers = np.asarray(gates.harden(logits, self.parametrization)).T
+            return listed.add(numbers.reshape(wires.gates, *[1] * (a.ndim - 2), -1), a, b)
 
         perceived = np.broadcast_to(inputs, (NEIGHBOURHOOD, channels, kernels))
         for logits, wires in zip(self.perception, automaton.perception, strict=True):
@@ -125,15 +122,7 @@ class LogicAutomaton(nnx.Module):
         sources = np.concatenate([inputs[CENTRE].ravel(), perceived.swapaxes(0, 1).ravel()])[:, None]
         for logits, wires in zip(self.update, automaton.update, strict=True):
             sources = layer(logits[...], wires, sources)
-        numbers, a, b = (np.concatenate(column) for column in zip(*columns, strict=True))
-        netlist = Netlist.from_gates(inputs.size, numbers, a, b, sources.ravel())
-        return CellularCircuit(netlist, channels, automaton.periodic)
-
-    def _numbers(self, logits: Float[AnyArray, "*kernels gates parameters"]) -> Array:
-        """The most probable functions, `(*kernels, gates)`."""
-        return gates.harden(logits.reshape(-1, logits.shape[-1]), self.parametrization).reshape(logits.shape[:-1])
+        return CellularCircuit(listed.netlist(sources.ravel()), channels, automaton.periodic)
 
     def _hard(self, logits):
-        return gates.hard_logits(self._numbers(logits).ravel(), self.parametrization, logits.dtype).reshape(
-            logits.shape
-        )
+        return gates.hard_logits(gates.harden(logits, self.parametrization), self.parametrization, logits.dtype)

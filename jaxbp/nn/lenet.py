@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from jaxbp.nn.layers import Conv2d, Linear
 from jaxbp.ops import mlp_softmax_cross_entropy as mlp
 from jaxbp.ops._checks import AnyArray
+from jaxbp.ops._numerics import wide
 from jaxbp.ops.activations import relu
 from jaxbp.ops.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_places
 from jaxbp.ops.max_pool2d import max_pool2d_with_indices
@@ -74,13 +75,13 @@ class LeNet(nnx.Module):
                 x, labels, *self._dense_layers(), implementation=self.implementation
             )
         logits = self._logits(x, _drop)
-        logits = logits.astype(_at_least_float32(logits.dtype))
+        logits = logits.astype(wide(logits.dtype))
         loss = softmax_cross_entropy(logits, labels, implementation=self.implementation)
         return loss, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     @property
     def _dense_fused(self) -> bool:
-        return self.fused and self.dtype == _at_least_float32(self.dtype)
+        return self.fused and self.dtype == wide(self.dtype)
 
     def _dense_layers(self) -> list[Array]:
         return [a for fc in (self.fc1, self.fc2, self.fc3) for a in fc.parameters()]
@@ -112,10 +113,6 @@ class LeNet(nnx.Module):
             x = relu(fc(x), implementation=self.implementation)
         keep("fc3.input", x)
         return self.fc3(x)
-
-
-def _at_least_float32(dtype: DTypeLike) -> DTypeLike:
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _drop(name: str, value: Array) -> None:
@@ -195,25 +192,16 @@ def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32, *, fused: boo
         return list(saved.values())
 
     saved = jax.eval_shape(saved_tensors, state, images, labels)
-    gradients = {
-        "logits": (batch, 10),
-        "fc3.input": (batch, 84),
-        "fc2.pre_relu": (batch, 84),
-        "fc2.input": (batch, 120),
-        "fc1.pre_relu": (batch, 120),
-        "fc1.input": (batch, 256),
-        "pool2.input": (batch, 16, 8, 8),
-        "conv2.pre_relu": (batch, 16, 8, 8),
-        "conv2.input": (batch, 6, 12, 12),
-        "pool1.input": (batch, 6, 24, 24),
-        "conv1.pre_relu": (batch, 6, 24, 24),
-    }
-    if fused:
-        # What lies within a fused op is never made.
-        for name in ("pool2.input", "conv2.pre_relu", "pool1.input", "conv1.pre_relu"):
-            del gradients[name]
-    if model._dense_fused:
-        del gradients["fc3.input"], gradients["fc2.input"]
+    # Each is of what is saved: the results of ReLU, and what a layer or a pool reads. What lies within a fused op is
+    # never made.
+    before_relu = {"fc3.input": "fc2", "fc2.input": "fc1", "pool2.input": "conv2", "pool1.input": "conv1"}
+    gradients = {}
+    for key, a in reversed(list(zip(names, saved, strict=True))):
+        is_made = key.endswith(("logits", ".input")) and key != "conv1.input"
+        if is_made and not (model._dense_fused and key in ("fc3.input", "fc2.input")):
+            gradients[key] = a.shape
+        if key in before_relu:
+            gradients[f"{before_relu[key]}.pre_relu"] = a.shape
     name = jnp.dtype(dtype).name
     return [
         *(MemoryRow("saved", key, a.shape, a.dtype.name) for key, a in zip(names, saved, strict=True)),

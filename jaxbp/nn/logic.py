@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -26,6 +26,17 @@ def thermometer(x: Float[AnyArray, "*batch features"], thresholds: ArrayLike) ->
     return (x[..., None] > jnp.asarray(thresholds, x.dtype)).astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
+class GateOptions(TypedDict, total=False):
+    """What every layer of gates takes by keyword; `rngs` alone has no default."""
+
+    initialization: Literal["normal", "residual"]
+    parametrization: Parametrization
+    residual_logit: float | None
+    implementation: Implementation
+    dtype: DTypeLike
+    rngs: Required[nnx.Rngs]
+
+
 class Gates(nnx.Module):
     """What layers of gates share: their parameters and fixed wires, and how they harden.
 
@@ -40,11 +51,11 @@ class Gates(nnx.Module):
         wires: Any,
         shape: tuple[int, ...],
         *,
-        initialization: Literal["normal", "residual"],
-        parametrization: Parametrization,
-        residual_logit: float | None,
-        implementation: Implementation,
-        dtype: DTypeLike,
+        initialization: Literal["normal", "residual"] = "residual",
+        parametrization: Parametrization = "softmax",
+        residual_logit: float | None = None,
+        implementation: Implementation = None,
+        dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         options = dict(initialization=initialization, parametrization=parametrization, residual_logit=residual_logit)
@@ -55,14 +66,10 @@ class Gates(nnx.Module):
 
     def harden(self) -> Array:
         """The numbers of the gates' most probable functions."""
-        logits = self.logits[...]
-        gates = harden(logits.reshape(-1, logits.shape[-1]), self.parametrization)
-        return gates.reshape(logits.shape[:-1])
+        return harden(self.logits[...], self.parametrization)
 
     def _apply(self, op, x, *, hard, **options):
-        logits = self.logits[...]
-        if hard:
-            logits = hard_logits(self.harden().ravel(), self.parametrization).reshape(logits.shape)
+        logits = hard_logits(self.harden(), self.parametrization) if hard else self.logits[...]
         options |= dict(parametrization=self.parametrization, implementation=self.implementation)
         return op(logits, self.wires.get_value(), x.astype(self.dtype), **options)
 
@@ -78,27 +85,8 @@ class LogicLayer(Gates):
       rngs: draws normal parameters from its stream `params`.
     """
 
-    def __init__(
-        self,
-        wires: Wires,
-        *,
-        initialization: Literal["normal", "residual"] = "residual",
-        parametrization: Parametrization = "softmax",
-        residual_logit: float | None = None,
-        implementation: Implementation = None,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(
-            wires,
-            (wires.gates,),
-            initialization=initialization,
-            parametrization=parametrization,
-            residual_logit=residual_logit,
-            implementation=implementation,
-            dtype=dtype,
-            rngs=rngs,
-        )
+    def __init__(self, wires: Wires, **options: Unpack[GateOptions]):
+        super().__init__(wires, (wires.gates,), **options)
 
     def __call__(
         self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False, groups: int | None = None
@@ -131,21 +119,8 @@ class LogicNetwork(nnx.Module):
         tau: float = 1.0,
         wiring: Wiring = Wires.unique,
         seed: int = 0,
-        initialization: Literal["normal", "residual"] = "residual",
-        parametrization: Parametrization = "softmax",
-        residual_logit: float | None = None,
-        implementation: Implementation = None,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[GateOptions],
     ):
-        options = dict(
-            initialization=initialization,
-            parametrization=parametrization,
-            residual_logit=residual_logit,
-            implementation=implementation,
-            dtype=dtype,
-            rngs=rngs,
-        )
         self.layers = nnx.List(
             LogicLayer(wiring(reads, gates, seed + i), **options)
             for i, (reads, gates) in enumerate(zip([inputs, *widths], widths, strict=False))

@@ -1,26 +1,24 @@
 """Convolutional networks of differentiable logic gates."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 from jaxtyping import Float
 
 from jaxbp.logic.convolution import TreeWires
 from jaxbp.logic.convolutional_circuit import ConvolutionalCircuit
-from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.wires import Wires
-from jaxbp.nn.logic import Gates, LogicNetwork, Wiring, thermometer
+from jaxbp.nn.logic import GateOptions, Gates, LogicNetwork, Wiring, thermometer
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._windows import Padding, Size
 from jaxbp.ops.logic_conv2d import logic_conv2d, logic_conv2d_or_pool2d
 from jaxbp.ops.shapes import flatten
-from jaxbp.pairing import Implementation
 
 
 def image_thermometer(
@@ -55,25 +53,11 @@ class LogicConv2d(Gates):
         pool: Size | None = None,
         stride: Size = 1,
         padding: Padding = 0,
-        initialization: Literal["normal", "residual"] = "residual",
-        parametrization: Parametrization = "softmax",
-        residual_logit: float | None = None,
-        implementation: Implementation = None,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[GateOptions],
     ):
         if not isinstance(wires, TreeWires):
             raise TypeError(f"LogicConv2d: wires is a {type(wires).__name__}; wants a jaxbp.TreeWires")
-        super().__init__(
-            wires,
-            (wires.kernels, wires.gates),
-            initialization=initialization,
-            parametrization=parametrization,
-            residual_logit=residual_logit,
-            implementation=implementation,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        super().__init__(wires, (wires.kernels, wires.gates), **options)
         self.pool, self.stride, self.padding = pool, stride, padding
 
     @property
@@ -139,21 +123,8 @@ class LogicConvNetwork(nnx.Module):
         channels_per_kernel: int = 2,
         wiring: Wiring = Wires.unique,
         seed: int = 0,
-        initialization: Literal["normal", "residual"] = "residual",
-        parametrization: Parametrization = "softmax",
-        residual_logit: float | None = None,
-        implementation: Implementation = None,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[GateOptions],
     ):
-        options = dict(
-            initialization=initialization,
-            parametrization=parametrization,
-            residual_logit=residual_logit,
-            implementation=implementation,
-            dtype=dtype,
-            rngs=rngs,
-        )
         if len(shape) != 3 or not all(_checks.is_int(n) and n >= 1 for n in shape):
             raise ValueError(f"LogicConvNetwork: shape is {tuple(shape)}; wants channels, height and width")
         if not convolutions:
@@ -168,9 +139,8 @@ class LogicConvNetwork(nnx.Module):
             layers.append(LogicConv2d(wires, stride=stride, padding=padding, pool=pool, **options))
             channels = kernels
         self.shape, self.convolutions = tuple(shape), nnx.List(layers)
-        values = jax.eval_shape(self._convolved, jnp.zeros((1, *shape), dtype)).size
-        options |= dict(tau=tau, wiring=wiring, seed=seed + len(layers))
-        self.head = LogicNetwork(values, widths, classes, **options)
+        values = jax.eval_shape(self._convolved, jnp.zeros((1, *shape))).size
+        self.head = LogicNetwork(values, widths, classes, tau=tau, wiring=wiring, seed=seed + len(layers), **options)
 
     @property
     def classes(self) -> int:

@@ -9,10 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.lax import PrecisionLike
-from jaxtyping import Key, UInt32
+from jaxtyping import Float, Key, UInt32
 
 AnyArray = Array | np.ndarray
 """What ops take for arrays. They give JAX's."""
+AnyFloats = Float[AnyArray, "*shape"]
+"""A floating array that an op takes; all of one op have the same shape."""
+Floats = Float[Array, "*shape"]
+"""A floating array of that shape, which the op gives."""
 AnyKey = Key[Array, ""] | UInt32[AnyArray, "2"]
 """A key of `jax.random`, typed or raw."""
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
@@ -45,7 +49,7 @@ def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
         raise ValueError(f"{op}: {name} has shape {a.shape}; wants ({pattern})")
 
 
-def pair(op: str, name: str, value: Any, *, at_least: int) -> tuple[int, int]:
+def pair(op: str, name: str, value: Any, at_least: int = 1) -> tuple[int, int]:
     """An int, or one for rows and one for columns, as a pair."""
     both = (value, value) if is_int(value) else value
     ints = isinstance(both, tuple | list) and len(both) == 2 and all(is_int(v) for v in both)
@@ -68,6 +72,13 @@ def precision(op: str, value: PrecisionLike) -> PrecisionLike:
 _PRECISIONS = ("default", "fastest", "bfloat16", "high", "bfloat16_3x", "tensorfloat32", "highest", "float32")
 
 
+def count(op: str, name: str, value: Any, at_least: int = 1) -> int:
+    """A static whole number."""
+    if not is_int(value) or value < at_least:
+        raise ValueError(f"{op}: {name} is {value!r}; wants an int of at least {at_least}")
+    return int(value)  # NumPy's may overflow
+
+
 def is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
@@ -78,16 +89,15 @@ def is_number(value: Any) -> bool:
 
 def unsupported(*arrays: Any, **options: Any) -> str | None:
     """What the element-wise kernels, and those of sums, do not take of the arrays."""
-    arrays = jax.tree.leaves(arrays)
-    if any(a.size >= 2**31 for a in arrays):
+    if any(a.size >= 2**31 for a in jax.tree.leaves(arrays)):
         return "2^31 or more elements"
     return unsupported_dtype(*arrays)
 
 
-def unsupported_dtype(*arrays: Array | None) -> str | None:
+def unsupported_dtype(*arrays: Any, **options: Any) -> str | None:
     """What the kernels do not take of the arrays' dtypes."""
-    for a in arrays:
-        if a is not None and jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.name not in KERNEL_DTYPES:
+    for a in jax.tree.leaves(arrays):
+        if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.name not in KERNEL_DTYPES:
             return f"dtype {a.dtype}, only {', '.join(KERNEL_DTYPES)}"
     return None
 

@@ -1,6 +1,9 @@
 """What `implementation=None` stands for where no kernel of ours is faster than XLA, from measurement."""
 
-from jaxbp.pairing import Fastest
+import functools
+
+from jaxbp.ops import _checks
+from jaxbp.pairing import Fastest, Pair
 
 FUSED = Fastest(gpu="xla")
 """Formulas that XLA fuses into their neighbours, which a kernel would prevent."""
@@ -10,3 +13,6 @@ KEPT_ON_GPU = Fastest(gpu="autodiff", older_gpu="autodiff")
 """On a GPU JAX's own gradient is faster, where forward and backward are in one program: both read what it keeps."""
 KEPT_EVERYWHERE = Fastest(gpu="autodiff", older_gpu="autodiff", elsewhere="autodiff")
 """JAX's own gradient is faster on GPUs and CPUs."""
+
+fused_pair = functools.partial(Pair, unsupported=_checks.unsupported, fastest=FUSED, jit=True)
+"""A `Pair` that XLA fuses into its neighbours; its kernels are element-wise, or sums of what is."""

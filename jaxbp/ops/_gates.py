@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxbp import barriers
 from jaxbp.logic.wires import Wires
 
 
@@ -29,7 +30,7 @@ def forward(coefficients: Array, wires: Wires, rows: Array) -> Array:
 def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tuple[Array, Array]:
     """(dc, drows): `dc = Σ dy (1, a, b, ab)` over the examples, and `drows` the sum over a row's consumers of
     `dy (c1 + c3 b)` where it is their a, `dy (c2 + c3 a)` where it is their b."""
-    rows = stored(rows)
+    rows = barriers.on_cpu(rows)
     dc = jnp.stack(_sums_over_examples(dy, rows[wires.a], rows[wires.b]))
     shared = [axis for axis in range(1, rows.ndim - 1) if rows.shape[axis] == 1]
     if shared:  # Of gates that read the same rows, the sums come first.
@@ -44,12 +45,7 @@ def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tupl
         slope = slopes[consumer] + curve[gate] * rows[wires.partners[places]]
         return slope if shared else dy[gate] * slope
 
-    return dc, stored(sum_over_consumers(of_consumers, wires))
-
-
-def stored(rows: Array) -> Array:
-    """The rows. XLA's compiler for the CPU would else compute a row again wherever it is gathered."""
-    return lax.platform_dependent(rows, cpu=lax.optimization_barrier, default=lambda rows: rows)
+    return dc, barriers.on_cpu(sum_over_consumers(of_consumers, wires))
 
 
 _MOST_PARTS = 16

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxbp import barriers
 from jaxbp.logic.convolution import TreeWires
 from jaxbp.ops._windows import output_size
 from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
@@ -60,7 +61,7 @@ def gradients(dy, places, coefficients, wires, x, *, stride, pool):
         dy, places, c, leaves = kernel
         values = [at_place(places, lambda u, v, leaf=leaf: geometry.read(x, leaf, u, v)) for leaf in leaves]
         # What the many sums below are made of is computed once: a compiler would fuse it into each of them.
-        levels = levels_of_tree(c, lax.optimization_barrier(values))
+        levels = levels_of_tree(c, barriers.optimization_barrier(values))
         dc, dleaves = gradients_of_tree(c, _kept(levels), dy)
         for leaf, dleaf in zip(leaves, dleaves, strict=True):
             dx = geometry.add(dx, leaf, dleaf, places)
@@ -72,19 +73,19 @@ def gradients(dy, places, coefficients, wires, x, *, stride, pool):
 
 @jax.custom_jvp
 def _kept(arrays):
-    return lax.optimization_barrier(arrays)
+    return barriers.optimization_barrier(arrays)
 
 
 @_kept.defjvp
 def _(arrays, tangents):
     # One by one: of several, JAX wants all or none to depend on what it differentiates in.
-    return _kept(*arrays), jax.tree.map(lax.optimization_barrier, *tangents)
+    return _kept(*arrays), jax.tree.map(barriers.optimization_barrier, *tangents)
 
 
 def _sum(a: Array) -> Array:
     """Axis by axis, so that no sum has too many terms. XLA would make one sum of them, but for the barriers."""
     for _ in range(a.ndim):
-        a = lax.optimization_barrier(jnp.sum(a, axis=-1))
+        a = barriers.optimization_barrier(jnp.sum(a, axis=-1))
     return a
 
 

@@ -40,8 +40,8 @@ def pool_options(op, input_size, window, stride, padding) -> dict[str, Any]:
     Raises:
       ValueError: options that do not fit.
     """
-    window = _checks.pair(op, "window", window, at_least=1)
-    stride = window if stride is None else _checks.pair(op, "stride", stride, at_least=1)
+    window = _checks.pair(op, "window", window)
+    stride = window if stride is None else _checks.pair(op, "stride", stride)
     padding = window_padding(op, padding, input_size, window, stride)
     for size, reach, (before, behind) in zip(input_size, window, padding, strict=True):
         if max(before, behind) >= reach:

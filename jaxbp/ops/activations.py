@@ -9,11 +9,11 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
-from jaxbp.ops._checks import AnyArray
+from jaxbp.ops._checks import AnyArray, AnyFloats, Floats
 from jaxbp.ops._elementwise import Elementwise
-from jaxbp.ops._fastest import KEPT, KEPT_EVERYWHERE, KEPT_ON_GPU
+from jaxbp.ops._fastest import KEPT, KEPT_EVERYWHERE, KEPT_ON_GPU, fused_pair
 from jaxbp.ops._numerics import exponentials, largest_and_total, widen
-from jaxbp.pairing import Implementation, Pair
+from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
 
@@ -130,48 +130,34 @@ def _normalised(name, function, term, fastest=KEPT):
         arrays = dy, x, *largest_and_total(x, axis)
         return elementwise(gradient, *arrays, sum_over(terms, *arrays, axes=axis))
 
-    return Pair(
-        forward,
-        {"xla": formula, "pallas": kernel},
-        name=name,
-        unsupported=_checks.unsupported,
-        fastest=fastest,
-        fastest_vjp=KEPT,
-        jit=True,
-    )
+    return fused_pair(forward, {"xla": formula, "pallas": kernel}, name=name, fastest=fastest, fastest_vjp=KEPT)
 
 
 _SOFTMAX = _normalised("softmax", jax.nn.softmax, lambda dy, p: dy * p)
 _LOG_SOFTMAX = _normalised("log_softmax", jax.nn.log_softmax, lambda dy, p: dy, fastest=KEPT_EVERYWHERE)
 
 
-def sigmoid(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def sigmoid(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """The logistic function, `y = σ(x) = 1 / (1 + e⁻ˣ)`."""
     return _SIGMOID.of(implementation, {"x": x})
 
 
-def sigmoid_backward(
-    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def sigmoid_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Gradient of `sigmoid`: `dx = dy σ(x) (1 - σ(x))`, computed as `σ(x) σ(-x)`."""
     return _SIGMOID.backward_of(implementation, dy, {"x": x})
 
 
-def tanh(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def tanh(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """The hyperbolic tangent, `y = tanh x`."""
     return _TANH.of(implementation, {"x": x})
 
 
-def tanh_backward(
-    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def tanh_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Gradient of `tanh`: `dx = dy (1 - tanh² x)`."""
     return _TANH.backward_of(implementation, dy, {"x": x})
 
 
-def leaky_relu(
-    x: Float[AnyArray, "*shape"], negative_slope: float = 0.01, *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def leaky_relu(x: AnyFloats, negative_slope: float = 0.01, *, implementation: Implementation = None) -> Floats:
     """Leaky ReLU, `y = x where x > 0, else negative_slope x`.
 
     Source: A. Maas, A. Hannun and A. Ng, "Rectifier nonlinearities improve neural network acoustic models", 2013.
@@ -182,12 +168,8 @@ def leaky_relu(
 
 
 def leaky_relu_backward(
-    dy: Float[AnyArray, "*shape"],
-    x: Float[AnyArray, "*shape"],
-    negative_slope: float = 0.01,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    dy: AnyFloats, x: AnyFloats, negative_slope: float = 0.01, *, implementation: Implementation = None
+) -> Floats:
     """Gradient of `leaky_relu`: `dx = dy where x > 0, else negative_slope dy`, at 0 too."""
     return _LEAKY_RELU.backward_of(
         implementation,
@@ -197,9 +179,7 @@ def leaky_relu_backward(
     )
 
 
-def prelu(
-    x: Float[AnyArray, "*shape"], alpha: Float[AnyArray, "*alpha_shape"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def prelu(x: AnyFloats, alpha: Float[AnyArray, "*alpha_shape"], *, implementation: Implementation = None) -> Floats:
     """Leaky ReLU with slopes that are learnt, `y = x where x > 0, else alpha x`.
 
     Args:
@@ -214,12 +194,8 @@ def prelu(
 
 
 def prelu_backward(
-    dy: Float[AnyArray, "*shape"],
-    x: Float[AnyArray, "*shape"],
-    alpha: Float[AnyArray, "*alpha_shape"],
-    *,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "*shape"], Float[Array, "*alpha_shape"]]:
+    dy: AnyFloats, x: AnyFloats, alpha: Float[AnyArray, "*alpha_shape"], *, implementation: Implementation = None
+) -> tuple[Floats, Float[Array, "*alpha_shape"]]:
     """Gradients of `prelu`: `dx = dy where x > 0, else alpha dy`, and `dalpha = Σ dy x where x <= 0`, the sum over the
     axes along which alpha is broadcast."""
     _check_alpha("prelu_backward", x, alpha)
@@ -232,9 +208,7 @@ def _check_alpha(op, x, alpha):
         raise ValueError(f"{op}: alpha has shape {alpha.shape}; wants one that broadcasts to x's, {x.shape}")
 
 
-def elu(
-    x: Float[AnyArray, "*shape"], alpha: float = 1.0, *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def elu(x: AnyFloats, alpha: float = 1.0, *, implementation: Implementation = None) -> Floats:
     """Exponential linear unit, `y = x where x > 0, else alpha (eˣ - 1)`.
 
     Source: D. Clevert, T. Unterthiner and S. Hochreiter, "Fast and accurate deep network learning by exponential linear
@@ -243,20 +217,12 @@ def elu(
     return _ELU.of(implementation, {"x": x}, alpha=_checks.number("elu", "alpha", alpha))
 
 
-def elu_backward(
-    dy: Float[AnyArray, "*shape"],
-    x: Float[AnyArray, "*shape"],
-    alpha: float = 1.0,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+def elu_backward(dy: AnyFloats, x: AnyFloats, alpha: float = 1.0, *, implementation: Implementation = None) -> Floats:
     """Gradient of `elu`: `dx = dy where x > 0, else dy alpha eˣ`."""
     return _ELU.backward_of(implementation, dy, {"x": x}, alpha=_checks.number("elu_backward", "alpha", alpha))
 
 
-def gelu(
-    x: Float[AnyArray, "*shape"], approximate: bool = True, *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def gelu(x: AnyFloats, approximate: bool = True, *, implementation: Implementation = None) -> Floats:
     """Gaussian error linear unit, `y = x Φ(x)`, Φ the normal distribution's.
 
     Args:
@@ -270,18 +236,14 @@ def gelu(
 
 
 def gelu_backward(
-    dy: Float[AnyArray, "*shape"],
-    x: Float[AnyArray, "*shape"],
-    approximate: bool = True,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    dy: AnyFloats, x: AnyFloats, approximate: bool = True, *, implementation: Implementation = None
+) -> Floats:
     """Gradient of `gelu`: `dx = dy (Φ(x) + x φ(x))`, φ the normal density; with `approximate`,
     `dx = dy/2 (1 + t + x (1 - t²) √(2/π) (1 + 0.134145 x²))`, t its tanh."""
     return _GELU.backward_of(implementation, dy, {"x": x}, approximate=bool(approximate))
 
 
-def silu(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def silu(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Sigmoid linear unit, `y = x σ(x)`, also called swish.
 
     Source: S. Elfwing, E. Uchibe and K. Doya, "Sigmoid-weighted linear units", arXiv:1702.03118.
@@ -289,14 +251,12 @@ def silu(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None)
     return _SILU.of(implementation, {"x": x})
 
 
-def silu_backward(
-    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def silu_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Gradient of `silu`: `dx = dy (σ(x) + x σ(x) (1 - σ(x)))`."""
     return _SILU.backward_of(implementation, dy, {"x": x})
 
 
-def mish(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def mish(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Mish, `y = x tanh(softplus(x))`.
 
     Source: D. Misra, "Mish: a self regularized non-monotonic activation function", BMVC 2020.
@@ -304,40 +264,30 @@ def mish(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None)
     return _MISH.of(implementation, {"x": x})
 
 
-def mish_backward(
-    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def mish_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Gradient of `mish`: `dx = dy (t + x σ(x) (1 - t²))`, `t = tanh(softplus(x))`."""
     return _MISH.backward_of(implementation, dy, {"x": x})
 
 
-def softplus(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def softplus(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Softplus, `y = ln(1 + eˣ)`, computed so that nothing overflows."""
     return _SOFTPLUS.of(implementation, {"x": x})
 
 
-def softplus_backward(
-    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def softplus_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Gradient of `softplus`: `dx = dy σ(x)`."""
     return _SOFTPLUS.backward_of(implementation, dy, {"x": x})
 
 
-def softmax(
-    x: Float[AnyArray, "*shape"], axis: int | Sequence[int] = -1, *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def softmax(x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None) -> Floats:
     """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, over an axis or several. The largest x is subtracted first."""
     (x,) = _checks.floating("softmax", x=x)
     return _SOFTMAX(x, implementation=implementation, axis=_checks.axes("softmax", axis, x.ndim))
 
 
 def softmax_backward(
-    dy: Float[AnyArray, "*shape"],
-    x: Float[AnyArray, "*shape"],
-    axis: int | Sequence[int] = -1,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    dy: AnyFloats, x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None
+) -> Floats:
     """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`, y from x and not rounded."""
     op = "softmax_backward"
     dy, x = _checks.floating(op, dy=dy, x=x)
@@ -345,9 +295,7 @@ def softmax_backward(
     return _SOFTMAX.vjp(dy, x, implementation=implementation, axis=_checks.axes(op, axis, x.ndim))
 
 
-def log_softmax(
-    x: Float[AnyArray, "*shape"], axis: int | Sequence[int] = -1, *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def log_softmax(x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None) -> Floats:
     """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, over an axis or several. The largest x is subtracted
     first."""
     (x,) = _checks.floating("log_softmax", x=x)
@@ -355,12 +303,8 @@ def log_softmax(
 
 
 def log_softmax_backward(
-    dy: Float[AnyArray, "*shape"],
-    x: Float[AnyArray, "*shape"],
-    axis: int | Sequence[int] = -1,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    dy: AnyFloats, x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None
+) -> Floats:
     """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`, y from x and not rounded."""
     op = "log_softmax_backward"
     dy, x = _checks.floating(op, dy=dy, x=x)

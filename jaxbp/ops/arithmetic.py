@@ -13,11 +13,15 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
-from jaxbp.ops._checks import AnyArray
+from jaxbp.ops._checks import AnyArray, AnyFloats, Floats
 from jaxbp.ops._elementwise import Elementwise
-from jaxbp.ops._fastest import FUSED, KEPT, KEPT_EVERYWHERE
-from jaxbp.pairing import Implementation, Pair
+from jaxbp.ops._fastest import KEPT, KEPT_EVERYWHERE, fused_pair
+from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
+
+X1 = Float[AnyArray, "*shape1"]
+X2 = Float[AnyArray, "*shape2"]
+Gradients = tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]
 
 
 def _power(x1, x2):
@@ -114,15 +118,7 @@ def _negative_kernel(dy, *, shape):
     return elementwise(jnp.negative, dy)
 
 
-_NEGATIVE = Pair(
-    _negative,
-    {"xla": _negative, "pallas": _negative_kernel},
-    linear=True,
-    name="negative",
-    unsupported=_checks.unsupported,
-    fastest=FUSED,
-    jit=True,
-)
+_NEGATIVE = fused_pair(_negative, {"xla": _negative, "pallas": _negative_kernel}, linear=True, name="negative")
 _ADD = Elementwise("add", jnp.add, lambda dy, x1, x2: (dy, dy))
 _SUBTRACT = Elementwise("subtract", jnp.subtract, lambda dy, x1, x2: (dy, -dy))
 _MULTIPLY = Elementwise("multiply", jnp.multiply, lambda dy, x1, x2: (dy * x2, dy * x1))
@@ -143,74 +139,42 @@ _MINIMUM = Elementwise(
 )
 
 
-def add(
-    x1: Float[AnyArray, "*shape1"], x2: Float[AnyArray, "*shape2"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def add(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """The sum, `y = x1 + x2`."""
     return _ADD.of(implementation, {"x1": x1, "x2": x2})
 
 
-def add_backward(
-    dy: Float[AnyArray, "*shape"],
-    x1: Float[AnyArray, "*shape1"],
-    x2: Float[AnyArray, "*shape2"],
-    *,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
+def add_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `add`: `dx1 = dy`, `dx2 = dy`."""
     return _ADD.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
-def subtract(
-    x1: Float[AnyArray, "*shape1"], x2: Float[AnyArray, "*shape2"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def subtract(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """The difference, `y = x1 - x2`."""
     return _SUBTRACT.of(implementation, {"x1": x1, "x2": x2})
 
 
-def subtract_backward(
-    dy: Float[AnyArray, "*shape"],
-    x1: Float[AnyArray, "*shape1"],
-    x2: Float[AnyArray, "*shape2"],
-    *,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
+def subtract_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `subtract`: `dx1 = dy`, `dx2 = -dy`."""
     return _SUBTRACT.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
-def multiply(
-    x1: Float[AnyArray, "*shape1"], x2: Float[AnyArray, "*shape2"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def multiply(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """The product, `y = x1 x2`."""
     return _MULTIPLY.of(implementation, {"x1": x1, "x2": x2})
 
 
-def multiply_backward(
-    dy: Float[AnyArray, "*shape"],
-    x1: Float[AnyArray, "*shape1"],
-    x2: Float[AnyArray, "*shape2"],
-    *,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
+def multiply_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `multiply`: `dx1 = dy x2`, `dx2 = dy x1`."""
     return _MULTIPLY.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
-def divide(
-    x1: Float[AnyArray, "*shape1"], x2: Float[AnyArray, "*shape2"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def divide(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """The quotient, `y = x1 / x2`: infinite where x2 is 0, NaN where both are."""
     return _DIVIDE.of(implementation, {"x1": x1, "x2": x2})
 
 
-def divide_backward(
-    dy: Float[AnyArray, "*shape"],
-    x1: Float[AnyArray, "*shape1"],
-    x2: Float[AnyArray, "*shape2"],
-    *,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
+def divide_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `divide`: `dx1 = dy / x2`, `dx2 = -dy x1 / x2²`.
 
     Where x2 is 0 they are infinite, and NaN where IEEE arithmetic says so (0 / 0). No denominator is clamped.
@@ -218,9 +182,7 @@ def divide_backward(
     return _DIVIDE.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
-def power(
-    x1: Float[AnyArray, "*shape1"], x2: Float[AnyArray, "*shape2"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def power(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """The power, `y = x1 ** x2`.
 
     `0 ** 0` is 1, 0 to a negative power infinite, and a negative number to a power that is not whole NaN.
@@ -228,13 +190,7 @@ def power(
     return _POWER.of(implementation, {"x1": x1, "x2": x2})
 
 
-def power_backward(
-    dy: Float[AnyArray, "*shape"],
-    x1: Float[AnyArray, "*shape1"],
-    x2: Float[AnyArray, "*shape2"],
-    *,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
+def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `power`: `dx1 = dy x2 x1 ** (x2 - 1)`, `dx2 = dy x1 ** x2 ln x1`.
 
     Where x1 is 0, dx1 is dy times 0 for x2 > 1 and for x2 = 0 (`x1 ** 0` is constant), 1 for x2 = 1, inf for x2 between
@@ -244,51 +200,33 @@ def power_backward(
     return _POWER.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
-def maximum(
-    x1: Float[AnyArray, "*shape1"], x2: Float[AnyArray, "*shape2"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def maximum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """The larger of each two, `y = max(x1, x2)`; NaN if one is."""
     return _MAXIMUM.of(implementation, {"x1": x1, "x2": x2})
 
 
-def maximum_backward(
-    dy: Float[AnyArray, "*shape"],
-    x1: Float[AnyArray, "*shape1"],
-    x2: Float[AnyArray, "*shape2"],
-    *,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
+def maximum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `maximum`: `dx1 = dy` where x1 > x2, else 0; `dx2` likewise. Equals get half of `dy` each."""
     return _MAXIMUM.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
-def minimum(
-    x1: Float[AnyArray, "*shape1"], x2: Float[AnyArray, "*shape2"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def minimum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """The smaller of each two, `y = min(x1, x2)`; NaN if one is."""
     return _MINIMUM.of(implementation, {"x1": x1, "x2": x2})
 
 
-def minimum_backward(
-    dy: Float[AnyArray, "*shape"],
-    x1: Float[AnyArray, "*shape1"],
-    x2: Float[AnyArray, "*shape2"],
-    *,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]:
+def minimum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `minimum`: `dx1 = dy` where x1 < x2, else 0; `dx2` likewise. Equals get half of `dy` each."""
     return _MINIMUM.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
-def negative(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def negative(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """The negative, `y = -x`, of one array."""
     (x,) = _checks.floating("negative", x=x)
     return _NEGATIVE(x, implementation=implementation, shape=x.shape)
 
 
-def negative_backward(
-    dy: Float[AnyArray, "*shape"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def negative_backward(dy: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Gradient of `negative`: `dx = -dy`."""
     (dy,) = _checks.floating("negative_backward", dy=dy)
     return _NEGATIVE.vjp(dy, implementation=implementation, shape=dy.shape)

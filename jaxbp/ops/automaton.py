@@ -235,7 +235,7 @@ def _logits_and_state(dlast, logits, automaton, state, draws):
 def _unsupported(*arrays, **options):
     """Of `(logits, automaton, state, draws)`, behind dlast or not."""
     automaton, state = arrays[-3:-1]
-    reason = _checks.unsupported_dtype(*jax.tree.leaves(arrays[-4]), state)
+    reason = _checks.unsupported_dtype(arrays[-4], state)
     return reason or (_automaton_kernels.unsupported(automaton, state) if state.size else None)
 
 

@@ -6,10 +6,10 @@ from jaxtyping import Float
 
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
-from jaxbp.ops._fastest import FUSED
+from jaxbp.ops._fastest import fused_pair
 from jaxbp.ops._numerics import widen
 from jaxbp.ops._windows import Padding, Size, output_size, pool_options
-from jaxbp.pairing import Implementation, Pair
+from jaxbp.pairing import Implementation
 from pallas_kernels.conv.conv2d import correlate
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.pointwise.elementwise import elementwise
@@ -59,23 +59,9 @@ def _global_gradient_kernel(dy, *, shape):
     return elementwise(lambda dy: dy / (shape[2] * shape[3]), dy[:, :, None, None], shape=shape)
 
 
-_AVG_POOL2D = Pair(
-    _forward,
-    {"xla": _gradient, "pallas": _gradient_kernel},
-    linear=True,
-    name="avg_pool2d",
-    unsupported=_checks.unsupported,
-    fastest=FUSED,
-    jit=True,
-)
-_GLOBAL_AVG_POOL2D = Pair(
-    _global_forward,
-    {"xla": _global_gradient, "pallas": _global_gradient_kernel},
-    linear=True,
-    name="global_avg_pool2d",
-    unsupported=_checks.unsupported,
-    fastest=FUSED,
-    jit=True,
+_AVG_POOL2D = fused_pair(_forward, {"xla": _gradient, "pallas": _gradient_kernel}, linear=True, name="avg_pool2d")
+_GLOBAL_AVG_POOL2D = fused_pair(
+    _global_forward, {"xla": _global_gradient, "pallas": _global_gradient_kernel}, linear=True, name="global_avg_pool2d"
 )
 
 
@@ -132,7 +118,7 @@ def avg_pool2d_backward(
     """
     op = "avg_pool2d_backward"
     (dy,) = _checks.floating(op, dy=dy)
-    input_size = _checks.pair(op, "input_size", input_size, at_least=1)
+    input_size = _checks.pair(op, "input_size", input_size)
     options = _options(op, input_size, window, stride, padding)
     size = output_size(input_size=input_size, **options)
     _checks.shape(op, "dy", dy, "batch", "channels", *size)
@@ -162,7 +148,7 @@ def global_avg_pool2d_backward(
     op = "global_avg_pool2d_backward"
     (dy,) = _checks.floating(op, dy=dy)
     _checks.shape(op, "dy", dy, "batch", "channels")
-    shape = (*dy.shape, *_checks.pair(op, "input_size", input_size, at_least=1))
+    shape = (*dy.shape, *_checks.pair(op, "input_size", input_size))
     return _GLOBAL_AVG_POOL2D.vjp(dy, implementation=implementation, shape=shape)
 
 

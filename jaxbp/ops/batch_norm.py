@@ -8,9 +8,9 @@ from jaxtyping import Float
 
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
-from jaxbp.ops._fastest import FUSED
+from jaxbp.ops._fastest import fused_pair
 from jaxbp.ops._numerics import mean_and_rest, widen
-from jaxbp.pairing import Implementation, Pair
+from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
 
@@ -81,15 +81,7 @@ def _combine(dy, x, mean, rest, a, b, c):
     return a * dy + b * ((x - mean) - rest) + c
 
 
-_BATCH_NORM = Pair(
-    _forward,
-    {"xla": _backward, "pallas": _backward_kernel},
-    save=_normalise,
-    name="batch_norm",
-    unsupported=_checks.unsupported,
-    fastest=FUSED,
-    jit=True,
-)
+_BATCH_NORM = fused_pair(_forward, {"xla": _backward, "pallas": _backward_kernel}, save=_normalise, name="batch_norm")
 
 
 def batch_norm(

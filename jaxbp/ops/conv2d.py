@@ -287,59 +287,45 @@ def _fastest_input_gradient(dy, w, *, input_size, precision, **options):
     return _fastest(w, input_size, dy.shape[2:], precision)
 
 
-_FORWARD = Op(
+_part = functools.partial(Op, unsupported=_unsupported, shares=True, jit=True)
+_FORWARD = _part(
     "conv2d",
     {"xla": forward_formula, "pallas": differentiable(_forward_kernel, forward_formula, leading(0))},
-    unsupported=_unsupported,
-    shares=True,
     fastest=_fastest_forward,
-    jit=True,
 )
-_INPUT_GRADIENT = Op(
+_INPUT_GRADIENT = _part(
     "conv2d_backward_input",
     {
         "autodiff": _input_gradient_autodiff,
         "xla": input_gradient_formula,
         "pallas": differentiable(_input_gradient_kernel, input_gradient_formula, leading(0)),
     },
-    unsupported=_unsupported,
-    shares=True,
     fastest=_fastest_input_gradient,
-    jit=True,
 )
-_WEIGHTS_GRADIENT = Op(
+_WEIGHTS_GRADIENT = _part(
     "conv2d_backward_weights",
     {
         "autodiff": _weights_gradient_autodiff,
         "xla": weights_gradient_formula,
         "pallas": differentiable(_weights_gradient_kernel, weights_gradient_formula, leading(0, 1)),
     },
-    unsupported=_unsupported,
-    shares=True,
-    jit=True,
 )
-_BIAS_GRADIENT = Op(
+_BIAS_GRADIENT = _part(
     "conv2d_backward_bias",
     {
         "autodiff": _bias_gradient_autodiff,
         "xla": bias_gradient_formula,
         "pallas": differentiable(_bias_gradient_kernel, bias_gradient_formula, leading(0)),
     },
-    unsupported=_unsupported,
-    shares=True,
     fastest=_LIBRARY,
-    jit=True,
 )
 # Both, for where the tensor cores make them in one pass.
-_PARAMETER_GRADIENTS = Op(
+_PARAMETER_GRADIENTS = _part(
     "conv2d_backward_parameters",
     {
         "xla": _parameter_gradients_formula,
         "pallas": differentiable(_parameter_gradients_kernel, _parameter_gradients_formula, leading(0, 1)),
     },
-    unsupported=_unsupported,
-    shares=True,
-    jit=True,
 )
 
 
@@ -450,7 +436,7 @@ def conv2d_backward_input(
     op = "conv2d_backward_input"
     dy, w = _checks.floating(op, dy=dy, w=w)
     _checks.shape(op, "w", w, "out_channels", "in_channels/groups", "filter_height", "filter_width")
-    input_size = _checks.pair(op, "input_size", input_size, at_least=1)
+    input_size = _checks.pair(op, "input_size", input_size)
     options = _options(op, input_size, w.shape[2:], stride, padding, dilation, groups, precision)
     _checks.shape(op, "dy", dy, "batch", w.shape[0], *output_size(input_size, w.shape[2:], **options))
     _check_channels(op, "x", (dy.shape[0], w.shape[1] * groups), w.shape, groups)
@@ -489,7 +475,7 @@ def conv2d_backward_weights(
     op = "conv2d_backward_weights"
     dy, x = _checks.floating(op, dy=dy, x=x)
     _checks.shape(op, "x", x, "batch", "in_channels", "height", "width")
-    filter_size = _checks.pair(op, "filter_size", filter_size, at_least=1)
+    filter_size = _checks.pair(op, "filter_size", filter_size)
     options = _options(op, x.shape[2:], filter_size, stride, padding, dilation, groups, precision)
     _checks.shape(op, "dy", dy, x.shape[0], "out_channels", *output_size(x.shape[2:], filter_size, **options))
     _check_channels(op, "x", x.shape, (dy.shape[1], x.shape[1] // groups), groups)
@@ -528,10 +514,9 @@ def check(op, x, w, b, *, stride, padding, precision, dilation=1, groups=1) -> d
 
 def _options(op, input_size, filter_size, stride, padding, dilation, groups, precision) -> dict[str, Any]:
     """The options in one form: pairs, and the padding as zeros before and behind, per axis."""
-    stride = _checks.pair(op, "stride", stride, at_least=1)
-    dilation = _checks.pair(op, "dilation", dilation, at_least=1)
-    if not _checks.is_int(groups) or groups < 1:
-        raise ValueError(f"{op}: groups is {groups!r}; wants an int of at least 1")
+    stride = _checks.pair(op, "stride", stride)
+    dilation = _checks.pair(op, "dilation", dilation)
+    groups = _checks.count(op, "groups", groups)
     extent = tuple((f - 1) * d + 1 for f, d in zip(filter_size, dilation, strict=True))
     padding = window_padding(op, padding, input_size, extent, stride)
     for size, (before, behind), reach in zip(input_size, padding, extent, strict=True):

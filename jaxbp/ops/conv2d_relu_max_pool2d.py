@@ -8,6 +8,7 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Float, Integer
 
+from jaxbp import barriers
 from jaxbp.ops import _checks, _filter_matrix, conv2d, max_pool2d
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import on_tensor_cores
@@ -41,7 +42,7 @@ def _forward(x, w, b, **options):
 
 def _forward_and_places(x, w, b, **options):
     convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
-    return max_pool2d.keep(*_places(conv2d.forward_formula(x, w, b, **convolution), **pool))
+    return barriers.on_cpu(_places(conv2d.forward_formula(x, w, b, **convolution), **pool))
 
 
 def _places(z, **pool):

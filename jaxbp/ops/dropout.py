@@ -2,14 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Float
 
 from jaxbp.ops import _checks
-from jaxbp.ops._checks import AnyArray, AnyKey
-from jaxbp.ops._fastest import FUSED
+from jaxbp.ops._checks import AnyFloats, AnyKey, Floats
+from jaxbp.ops._fastest import fused_pair
 from jaxbp.ops._numerics import widen
-from jaxbp.pairing import Implementation, Pair
+from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
 
 
@@ -38,24 +36,10 @@ def _save(x, key, *, rate):
     return _forward(x, key, rate=rate), (key,)
 
 
-_DROPOUT = Pair(
-    _forward,
-    {"xla": _gradient, "pallas": _gradient_kernel},
-    save=_save,
-    name="dropout",
-    unsupported=_checks.unsupported,
-    fastest=FUSED,
-    jit=True,
-)
+_DROPOUT = fused_pair(_forward, {"xla": _gradient, "pallas": _gradient_kernel}, save=_save, name="dropout")
 
 
-def dropout(
-    x: Float[AnyArray, "*shape"],
-    key: AnyKey,
-    rate: float,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+def dropout(x: AnyFloats, key: AnyKey, rate: float, *, implementation: Implementation = None) -> Floats:
     """Dropout, `y = x / (1 - rate)` with probability `1 - rate`, else 0, drawn for each element by itself.
 
     Args:
@@ -74,13 +58,7 @@ def dropout(
     return _DROPOUT(x, key, rate=rate, implementation=implementation)
 
 
-def dropout_backward(
-    dy: Float[AnyArray, "*shape"],
-    key: AnyKey,
-    rate: float,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+def dropout_backward(dy: AnyFloats, key: AnyKey, rate: float, *, implementation: Implementation = None) -> Floats:
     """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0: `dropout` of dy with the same key."""
     dy, key, rate = _check("dropout_backward", "dy", dy, key, rate)
     # The forward is linear: any x has this gradient, dy as well.

@@ -8,11 +8,10 @@ result, in the same shape and dtype. Anything else is a TypeError or a ValueErro
 import math
 
 import jax.numpy as jnp
-from jax import Array, lax
-from jaxtyping import Float
+from jax import lax
 
 from jaxbp.ops import _checks
-from jaxbp.ops._checks import AnyArray
+from jaxbp.ops._checks import AnyFloats, Floats
 from jaxbp.ops._elementwise import Elementwise
 from jaxbp.pairing import Implementation
 
@@ -31,85 +30,69 @@ _CLIP = Elementwise(
 )
 
 
-def exp(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def exp(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """The exponential, `y = eˣ`."""
     return _EXP.of(implementation, {"x": x})
 
 
-def exp_backward(
-    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def exp_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Gradient of `exp`: `dx = dy eˣ`."""
     return _EXP.backward_of(implementation, dy, {"x": x})
 
 
-def log(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def log(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """The natural logarithm, `y = ln x`: -inf at 0, NaN below."""
     return _LOG.of(implementation, {"x": x})
 
 
-def log_backward(
-    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def log_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Gradient of `log`: `dx = dy / x`, infinite at 0."""
     return _LOG.backward_of(implementation, dy, {"x": x})
 
 
-def sqrt(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def sqrt(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """The square root, `y = √x`: NaN below 0."""
     return _SQRT.of(implementation, {"x": x})
 
 
-def sqrt_backward(
-    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def sqrt_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Gradient of `sqrt`: `dx = dy / (2 √x)`, infinite at 0."""
     return _SQRT.backward_of(implementation, dy, {"x": x})
 
 
-def abs(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def abs(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """The absolute value, `y = |x|`."""
     return _ABS.of(implementation, {"x": x})
 
 
-def abs_backward(
-    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def abs_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Gradient of `abs`: `dx = dy sign(x)`. At 0 it is 0, the middle of the two slopes."""
     return _ABS.backward_of(implementation, dy, {"x": x})
 
 
-def sin(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def sin(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """The sine of radians, `y = sin x`."""
     return _SIN.of(implementation, {"x": x})
 
 
-def sin_backward(
-    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def sin_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Gradient of `sin`: `dx = dy cos x`."""
     return _SIN.backward_of(implementation, dy, {"x": x})
 
 
-def cos(x: Float[AnyArray, "*shape"], *, implementation: Implementation = None) -> Float[Array, "*shape"]:
+def cos(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """The cosine of radians, `y = cos x`."""
     return _COS.of(implementation, {"x": x})
 
 
-def cos_backward(
-    dy: Float[AnyArray, "*shape"], x: Float[AnyArray, "*shape"], *, implementation: Implementation = None
-) -> Float[Array, "*shape"]:
+def cos_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Gradient of `cos`: `dx = -dy sin x`."""
     return _COS.backward_of(implementation, dy, {"x": x})
 
 
 def clip(
-    arr: Float[AnyArray, "*shape"],
-    min: float | None = None,
-    max: float | None = None,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    arr: AnyFloats, min: float | None = None, max: float | None = None, *, implementation: Implementation = None
+) -> Floats:
     """Bounds, `y = min(max(arr, lower), upper)`.
 
     Args:
@@ -125,13 +108,13 @@ def clip(
 
 
 def clip_backward(
-    dy: Float[AnyArray, "*shape"],
-    arr: Float[AnyArray, "*shape"],
+    dy: AnyFloats,
+    arr: AnyFloats,
     min: float | None = None,
     max: float | None = None,
     *,
     implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+) -> Floats:
     """Gradient of `clip` in arr: `dy` where arr is within the bounds or on one, else 0."""
     return _CLIP.backward_of(implementation, dy, {"arr": arr}, **_bounds("clip_backward", min, max))
 

@@ -14,6 +14,7 @@ from. A layer is made of two pairs. One leads from parameters to coefficients, a
 coefficients: it has the wires, the batch, and the kernels.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -23,6 +24,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
+from jaxbp import barriers
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.wires import Wires
@@ -109,13 +111,13 @@ def _features_first(x):
 
 def _features_last(x, shape):
     """The inverse, to `(*shape, features)`."""
-    return _gates.stored(x).T.reshape(*shape, x.shape[0])
+    return barriers.on_cpu(x).T.reshape(*shape, x.shape[0])
 
 
 @functools.partial(jax.jit, inline=True)
 def _as_rows(x):
     # A vector lies in memory in one way alone. (A constraint on the layout would do, but cannot be exported.)
-    return lax.optimization_barrier(x.ravel()).reshape(x.shape)
+    return barriers.optimization_barrier(x.ravel()).reshape(x.shape)
 
 
 # -------------------------------------------------------------------------------------------------------- the kernels
@@ -152,20 +154,8 @@ def _gradients_by_two_kernels(dy, coefficients, graph, x):
 
 
 def _graph(wires):
-    return Graph(
-        a=wires.a,
-        b=wires.b,
-        consumers=wires.consumers,
-        partners=wires.partners,
-        offsets=wires.offsets,
-        trail=wires.trail,
-        trail_inputs=wires.trail_inputs,
-        trail_consumers=wires.trail_consumers,
-        trail_partners=wires.trail_partners,
-        trail_places=wires.trail_places,
-        regular=wires.regular,
-        most_consumers=wires.most_consumers,
-    )
+    """The wires as the kernels take them, whose names they share."""
+    return Graph(*(getattr(wires, field.name) for field in dataclasses.fields(Graph)))
 
 
 def _examples_last(x):
@@ -230,10 +220,14 @@ COEFFICIENTS = {
         name="softmax_gates",
     ),
     # No kernel would be faster for four parameters a gate: XLA needs no sums over functions.
-    "input_wise": Pair(
-        gates.input_wise, dict.fromkeys(("pallas", "xla"), gates.input_wise_backward), name="input_wise_gates"
-    ),
-    "walsh": Pair(gates.walsh, dict.fromkeys(("pallas", "xla"), gates.walsh_backward), name="walsh_gates"),
+    **{
+        name: Pair(
+            functools.partial(gates.of_rows, parametrization=name),
+            dict.fromkeys(("pallas", "xla"), functools.partial(gates.of_rows_backward, parametrization=name)),
+            name=f"{name}_gates",
+        )
+        for name in gates.BASES
+    },
 }
 
 
@@ -262,19 +256,10 @@ def _definition_backward(dy, parameters, wires, x, **options):
     return jax.vjp(lambda p, x: _definition(p, wires, x, **options), parameters, x)[1](dy)
 
 
-def _unsupported(*arrays, **options):
-    return _checks.unsupported_dtype(*jax.tree.leaves(arrays))
-
-
-_GATE_LAYER = Op(
-    "gate_layer", {"autodiff": _definition, **composed(_layer)}, unsupported=_unsupported, shares=True, jit=True
-)
-_GATE_LAYER_BACKWARD = Op(
-    "gate_layer_backward",
-    {"autodiff": _definition_backward, **composed(_layer_backward)},
-    unsupported=_unsupported,
-    shares=True,
-    jit=True,
+_public_op = functools.partial(Op, unsupported=_checks.unsupported_dtype, shares=True, jit=True)
+_GATE_LAYER = _public_op("gate_layer", {"autodiff": _definition, **composed(_layer)})
+_GATE_LAYER_BACKWARD = _public_op(
+    "gate_layer_backward", {"autodiff": _definition_backward, **composed(_layer_backward)}
 )
 
 

@@ -23,6 +23,11 @@ from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.norm import layer_norm as kernels
 from pallas_kernels.norm import layer_norm_streamed
 
+AnyRows = Float[AnyArray, "*batch hidden"]
+Rows = Float[Array, "*batch hidden"]
+AnyParameter = Float[AnyArray, "hidden"]
+Parameter = Float[Array, "hidden"]
+
 
 def rows(a):
     """`(..., hidden)` as a matrix."""
@@ -138,10 +143,6 @@ def _streamed_if_faster(streamed, plain, *arrays, **options):
     return on_gpu(streamed_, plain, *arrays) if streamed.pays(*arrays, **options) else plain(*arrays)
 
 
-def unsupported(*arrays, **options):
-    return _checks.unsupported_dtype(*arrays)
-
-
 def fastest(x, scale, bias, *, eps, center=True):
     """The kernels, where they can stream the rows: what has only the plain ones is faster by JAX's own."""
     pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, eps=eps, center=center)
@@ -182,7 +183,7 @@ _LAYER_NORM, _RMS_NORM = (
         # Of (dy, x, scale, offset, inv_std).
         examples=leading(0, 1, 3, 4),
         name=name,
-        unsupported=unsupported,
+        unsupported=_checks.unsupported_dtype,
         fastest=fastest,
         jit=True,
     )
@@ -192,13 +193,8 @@ _LAYER_NORM, _RMS_NORM = (
 
 
 def layer_norm(
-    x: Float[AnyArray, "*batch hidden"],
-    scale: Float[AnyArray, "hidden"],
-    bias: Float[AnyArray, "hidden"],
-    eps: float = 1e-5,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*batch hidden"]:
+    x: AnyRows, scale: AnyParameter, bias: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None
+) -> Rows:
     """LayerNorm, `y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, mean and variance over each row.
 
     The variance is the mean of the squared deviations, biased, and never `mean(x²) - mean(x)²`: a row far from zero
@@ -226,13 +222,8 @@ def layer_norm(
 
 
 def layer_norm_backward(
-    dy: Float[AnyArray, "*batch hidden"],
-    x: Float[AnyArray, "*batch hidden"],
-    scale: Float[AnyArray, "hidden"],
-    eps: float = 1e-5,
-    *,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "*batch hidden"], Float[Array, "hidden"], Float[Array, "hidden"]]:
+    dy: AnyRows, x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None
+) -> tuple[Rows, Parameter, Parameter]:
     """Gradients of `layer_norm`: with `t = dy * scale` and x̂ the normalised rows,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
@@ -258,13 +249,7 @@ def layer_norm_backward(
     return _LAYER_NORM.vjp(dy, x, scale, jnp.zeros_like(scale), eps=eps, center=True, implementation=implementation)
 
 
-def rms_norm(
-    x: Float[AnyArray, "*batch hidden"],
-    scale: Float[AnyArray, "hidden"],
-    eps: float = 1e-5,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*batch hidden"]:
+def rms_norm(x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None) -> Rows:
     """RMSNorm, `y = x / sqrt(mean(x²) + eps) * scale`, the mean over each row.
 
     Args:
@@ -287,13 +272,8 @@ def rms_norm(
 
 
 def rms_norm_backward(
-    dy: Float[AnyArray, "*batch hidden"],
-    x: Float[AnyArray, "*batch hidden"],
-    scale: Float[AnyArray, "hidden"],
-    eps: float = 1e-5,
-    *,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "*batch hidden"], Float[Array, "hidden"]]:
+    dy: AnyRows, x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None
+) -> tuple[Rows, Parameter]:
     """Gradients of `rms_norm`: with `t = dy * scale`, `x̂ = x * inv_rms` and `inv_rms = 1 / sqrt(mean(x²) + eps)`,
 
         dx = inv_rms * (t - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,

@@ -240,7 +240,7 @@ _LAYER_NORM_LINEAR = Pair(
     # Of (dy, x, scale, bias, w, b, offset, inv_std, normalised).
     examples=leading(0, 1, 6, 7, 8),
     name="layer_norm_linear",
-    unsupported=layer_norm.unsupported,
+    unsupported=_checks.unsupported_dtype,
     fastest=_fastest,
     jit=True,
 )

@@ -40,16 +40,12 @@ def _gradients_kernel(dy, x, w, b, *, precision):
     return batch_first(kernels.input_gradient(dy_last, w), rows).reshape(x.shape), dw, db
 
 
-def _unsupported(*arrays, precision):
-    return _checks.unsupported_dtype(*arrays)
-
-
 _LINEAR = Pair(
     _forward,
     {"xla": _gradients, "pallas": _gradients_kernel},
     name="linear",
     examples=leading(0, 1),
-    unsupported=_unsupported,
+    unsupported=_checks.unsupported_dtype,
     # Also without the tensor cores, the library's products are faster.
     fastest=Fastest(gpu="xla"),
     jit=True,

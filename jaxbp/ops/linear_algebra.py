@@ -18,9 +18,9 @@ from jaxtyping import Float
 
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
-from jaxbp.ops._fastest import FUSED
+from jaxbp.ops._fastest import fused_pair
 from jaxbp.ops._numerics import on_tensor_cores, wide, widen
-from jaxbp.pairing import Implementation, Op, Pair, composed
+from jaxbp.pairing import Implementation, Op, composed
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import linear as kernels
 from pallas_kernels.pointwise.reductions import sum_over
@@ -98,22 +98,8 @@ def _in_float32(function):
     return forward
 
 
-_MATMUL = Pair(
-    _in_float32(jnp.matmul),
-    composed(_matmul_gradients),
-    name="matmul",
-    unsupported=_checks.unsupported,
-    fastest=FUSED,
-    jit=True,
-)
-_DOT = Pair(
-    _in_float32(jnp.dot),
-    composed(_dot_gradients),
-    name="dot",
-    unsupported=_checks.unsupported,
-    fastest=FUSED,
-    jit=True,
-)
+_MATMUL = fused_pair(_in_float32(jnp.matmul), composed(_matmul_gradients), name="matmul")
+_DOT = fused_pair(_in_float32(jnp.dot), composed(_dot_gradients), name="dot")
 
 
 # ------------------------------------------------------------------------------------------------- outer and transpose
@@ -139,24 +125,9 @@ def _transpose_back(dy, *, axes, shape):
     return dy.transpose(sorted(range(len(axes)), key=axes.__getitem__))
 
 
-_OUTER = Pair(
-    jnp.outer,
-    {"xla": _outer_gradients, "pallas": _outer_gradients_kernel},
-    name="outer",
-    unsupported=_checks.unsupported,
-    fastest=FUSED,
-    jit=True,
-)
+_OUTER = fused_pair(jnp.outer, {"xla": _outer_gradients, "pallas": _outer_gradients_kernel}, name="outer")
 # "pallas" is XLA's transpose as well: no kernel was faster.
-_TRANSPOSE = Pair(
-    _transpose,
-    {"xla": _transpose_back, "pallas": _transpose_back},
-    linear=True,
-    name="transpose",
-    unsupported=_checks.unsupported,
-    fastest=FUSED,
-    jit=True,
-)
+_TRANSPOSE = fused_pair(_transpose, {"xla": _transpose_back, "pallas": _transpose_back}, linear=True, name="transpose")
 
 
 # ----------------------------------------------------------------------------------------------------------- the public

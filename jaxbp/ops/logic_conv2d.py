@@ -167,15 +167,10 @@ def _unsupported(*arrays, stride, padding, pool, **options):
     return kernels.supports(wires.leaves.shape, pool) or _checks.unsupported(*arrays)
 
 
-_LOGIC_CONV2D = Op(
-    "logic_conv2d", {"autodiff": _definition, **composed(_convolution)}, unsupported=_unsupported, shares=True, jit=True
-)
-_LOGIC_CONV2D_BACKWARD = Op(
-    "logic_conv2d_backward",
-    {"autodiff": _definition_backward, **composed(_convolution_backward)},
-    unsupported=_unsupported,
-    shares=True,
-    jit=True,
+_public_op = functools.partial(Op, unsupported=_unsupported, shares=True, jit=True)
+_LOGIC_CONV2D = _public_op("logic_conv2d", {"autodiff": _definition, **composed(_convolution)})
+_LOGIC_CONV2D_BACKWARD = _public_op(
+    "logic_conv2d_backward", {"autodiff": _definition_backward, **composed(_convolution_backward)}
 )
 
 
@@ -218,9 +213,7 @@ def logic_conv2d(
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
-    options = dict(stride=stride, padding=padding, pool=1, parametrization=parametrization)
-    logits, x, options = _check("logic_conv2d", logits, wires, x, **options)
-    return _LOGIC_CONV2D(logits, wires, x, implementation=implementation, **options)[0]
+    return _call("logic_conv2d", logits, wires, x, 1, stride, padding, parametrization, implementation)[0]
 
 
 def logic_conv2d_backward(
@@ -254,9 +247,7 @@ def logic_conv2d_backward(
       TypeError, ValueError: as in `logic_conv2d`.
     """
     op = "logic_conv2d_backward"
-    options = dict(stride=stride, padding=padding, pool=1, parametrization=parametrization)
-    logits, x, options = _check(op, logits, wires, x, **options)
-    dy = _check_gradient(op, dy, wires, x, options)
+    dy, logits, x, options = _check_gradient(op, dy, logits, wires, x, 1, stride, padding, parametrization)
     return _LOGIC_CONV2D_BACKWARD(dy, None, logits, wires, x, implementation=implementation, **options)
 
 
@@ -352,9 +343,7 @@ def logic_conv2d_or_pool2d_backward(
       TypeError, ValueError: as in `logic_conv2d`; places that are not integers of dy's shape.
     """
     op = "logic_conv2d_or_pool2d_backward"
-    options = dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
-    logits, x, options = _check(op, logits, wires, x, **options)
-    dy = _check_gradient(op, dy, wires, x, options)
+    dy, logits, x, options = _check_gradient(op, dy, logits, wires, x, pool, stride, padding, parametrization)
     places = max_pool2d.check_indices(op, "places", places, dy.shape)
     if options["pool"] == (1, 1):
         places = None
@@ -382,12 +371,11 @@ def logic_or_pool2d(
 
 
 def _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation):
-    options = dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
-    logits, x, options = _check(op, logits, wires, x, **options)
+    logits, x, options = _check(op, logits, wires, x, pool, stride, padding, parametrization)
     return _LOGIC_CONV2D.named(op)(logits, wires, x, implementation=implementation, **options)
 
 
-def _check(op, logits, wires, x, *, stride, padding, pool, parametrization):
+def _check(op, logits, wires, x, pool, stride, padding, parametrization):
     """The arrays, and the options in one form."""
     if not isinstance(wires, TreeWires):
         raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.TreeWires")
@@ -395,7 +383,7 @@ def _check(op, logits, wires, x, *, stride, padding, pool, parametrization):
     (x,) = _checks.floating(op, x=x)
     gates.check_parameters(op, logits, wires.gates, parametrization, kernels=(wires.kernels,))
     _checks.shape(op, "x", x, "batch", wires.channels, "height", "width")
-    stride = _checks.pair(op, "stride", stride, at_least=1)
+    stride = _checks.pair(op, "stride", stride)
     padding = window_padding(op, padding, x.shape[2:], wires.window, stride)
     for size, window, around in zip(x.shape[2:], wires.window, padding, strict=True):
         if size + sum(around) < window:
@@ -404,16 +392,17 @@ def _check(op, logits, wires, x, *, stride, padding, pool, parametrization):
                 f"{x.shape[2]} x {x.shape[3]} with padding {padding}"
             )
     size = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
-    pool = _checks.pair(op, "pool", pool, at_least=1)
+    pool = _checks.pair(op, "pool", pool)
     if any(p > n for p, n in zip(pool, size, strict=True)):
         raise ValueError(f"{op}: pool is {pool[0]} x {pool[1]}, larger than the trees' places, {size[0]} x {size[1]}")
     return logits, x, dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
 
 
-def _check_gradient(op, dy, wires, x, options):
+def _check_gradient(op, dy, logits, wires, x, *options):
+    logits, x, options = _check(op, logits, wires, x, *options)
     dy, _ = _checks.floating(op, dy=dy, x=x)
     size = output_size(x.shape[2:], wires.window, stride=options["stride"], padding=options["padding"])
     _checks.shape(
         op, "dy", dy, x.shape[0], wires.kernels, *(n // p for n, p in zip(size, options["pool"], strict=True))
     )
-    return dy
+    return dy, logits, x, options

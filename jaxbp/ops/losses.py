@@ -9,13 +9,16 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
-from jaxbp.ops._checks import AnyArray
+from jaxbp.ops._checks import AnyArray, AnyFloats, Floats
 from jaxbp.ops._elementwise import Elementwise
-from jaxbp.ops._fastest import FUSED, KEPT_ON_GPU
+from jaxbp.ops._fastest import KEPT_ON_GPU, fused_pair
 from jaxbp.ops._numerics import widen
-from jaxbp.pairing import Implementation, Pair
+from jaxbp.pairing import Implementation
 from jaxbp.sharding import leading
 from pallas_kernels.pointwise.elementwise import elementwise
+
+Gradients = tuple[Floats, Floats]
+"""The gradients in predictions and targets."""
 
 
 def _mean_loss(name, loss, slope):
@@ -37,9 +40,7 @@ def _mean_loss(name, loss, slope):
     def kernel(dy, predictions, targets):
         return elementwise(functools.partial(gradients, size=predictions.size), dy, predictions, targets)
 
-    return Pair(
-        forward, {"xla": formula, "pallas": kernel}, name=name, unsupported=_checks.unsupported, fastest=FUSED, jit=True
-    )
+    return fused_pair(forward, {"xla": formula, "pallas": kernel}, name=name)
 
 
 def _x_log_y(x, y):
@@ -118,14 +119,11 @@ def _kl_kernel(dy, log_predictions, targets):
     return elementwise(_kl_gradients, dy[..., None], log_predictions, targets)
 
 
-_KL_DIVERGENCE = Pair(
+_KL_DIVERGENCE = fused_pair(
     _kl_divergence,
     {"xla": _kl_formula, "pallas": _kl_kernel},
     name="kl_divergence",
     examples=leading(0, 1, 2, features=0),
-    unsupported=_checks.unsupported,
-    fastest=FUSED,
-    jit=True,
 )
 
 
@@ -146,10 +144,7 @@ def _checked(op, shape_of_dy=lambda shape: shape, **arrays):
 
 
 def mean_squared_error(
-    predictions: Float[AnyArray, "*shape"],
-    targets: Float[AnyArray, "*shape"],
-    *,
-    implementation: Implementation = None,
+    predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
 ) -> Float[Array, ""]:
     """Mean of squares, `loss = 1/n Σᵢ (predictionsᵢ - targetsᵢ)²`, over all n elements.
 
@@ -162,12 +157,8 @@ def mean_squared_error(
 
 
 def mean_squared_error_backward(
-    dy: Float[AnyArray, ""],
-    predictions: Float[AnyArray, "*shape"],
-    targets: Float[AnyArray, "*shape"],
-    *,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    dy: Float[AnyArray, ""], predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
+) -> Gradients:
     """Gradients of `mean_squared_error`: `dpredictionsᵢ = 2/n dy (predictionsᵢ - targetsᵢ)`, `dtargets` its
     negative."""
     arrays = _checked("mean_squared_error_backward", lambda shape: (), dy=dy, predictions=predictions, targets=targets)
@@ -175,10 +166,7 @@ def mean_squared_error_backward(
 
 
 def mean_absolute_error(
-    predictions: Float[AnyArray, "*shape"],
-    targets: Float[AnyArray, "*shape"],
-    *,
-    implementation: Implementation = None,
+    predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
 ) -> Float[Array, ""]:
     """Mean of absolute values, `loss = 1/n Σᵢ |predictionsᵢ - targetsᵢ|`, over all n elements.
 
@@ -190,12 +178,8 @@ def mean_absolute_error(
 
 
 def mean_absolute_error_backward(
-    dy: Float[AnyArray, ""],
-    predictions: Float[AnyArray, "*shape"],
-    targets: Float[AnyArray, "*shape"],
-    *,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    dy: Float[AnyArray, ""], predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
+) -> Gradients:
     """Gradients of `mean_absolute_error`: `dpredictionsᵢ = dy/n sign(predictionsᵢ - targetsᵢ)`, 0 where they are equal;
     `dtargets` its negative."""
     arrays = _checked("mean_absolute_error_backward", lambda shape: (), dy=dy, predictions=predictions, targets=targets)
@@ -203,12 +187,8 @@ def mean_absolute_error_backward(
 
 
 def huber(
-    predictions: Float[AnyArray, "*shape"],
-    targets: Float[AnyArray, "*shape"],
-    delta: float = 1.0,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    predictions: AnyFloats, targets: AnyFloats, delta: float = 1.0, *, implementation: Implementation = None
+) -> Floats:
     """Huber's loss, `½ e² where |e| <= delta, else delta (|e| - ½ delta)`, element by element, of the error
     `e = predictions - targets`.
 
@@ -222,13 +202,13 @@ def huber(
 
 
 def huber_backward(
-    dy: Float[AnyArray, "*shape"],
-    predictions: Float[AnyArray, "*shape"],
-    targets: Float[AnyArray, "*shape"],
+    dy: AnyFloats,
+    predictions: AnyFloats,
+    targets: AnyFloats,
     delta: float = 1.0,
     *,
     implementation: Implementation = None,
-) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+) -> Gradients:
     """Gradients of `huber`: `dpredictions = dy min(max(e, -delta), delta)`, `dtargets` its negative."""
     arrays = _checked("huber_backward", dy=dy, predictions=predictions, targets=targets)
     return _HUBER.vjp(
@@ -237,11 +217,8 @@ def huber_backward(
 
 
 def binary_cross_entropy(
-    probabilities: Float[AnyArray, "*shape"],
-    labels: Float[AnyArray, "*shape"],
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    probabilities: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
+) -> Floats:
     """Cross-entropy of probabilities, `loss = -y ln p - (1 - y) ln(1 - p)`, element by element.
 
     Of logits, `sigmoid_binary_cross_entropy` is more accurate. Here p is not clamped: a loss that is infinite is
@@ -260,12 +237,8 @@ def binary_cross_entropy(
 
 
 def binary_cross_entropy_backward(
-    dy: Float[AnyArray, "*shape"],
-    probabilities: Float[AnyArray, "*shape"],
-    labels: Float[AnyArray, "*shape"],
-    *,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    dy: AnyFloats, probabilities: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
+) -> Gradients:
     """Gradients of `binary_cross_entropy` in both: `dy (p - y) / (p (1 - p))` and `dy (ln(1 - p) - ln p)`.
 
     For y = 0 the first is `1 / (1 - p)` and for y = 1 `-1 / p`, at any p. At p = 0 and p = 1 the second is infinite.
@@ -275,11 +248,8 @@ def binary_cross_entropy_backward(
 
 
 def sigmoid_binary_cross_entropy(
-    logits: Float[AnyArray, "*shape"],
-    labels: Float[AnyArray, "*shape"],
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    logits: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
+) -> Floats:
     """Cross-entropy of logits, `loss = -y ln σ(x) - (1 - y) ln σ(-x)`, element by element; nothing overflows.
 
     Args:
@@ -295,12 +265,8 @@ def sigmoid_binary_cross_entropy(
 
 
 def sigmoid_binary_cross_entropy_backward(
-    dy: Float[AnyArray, "*shape"],
-    logits: Float[AnyArray, "*shape"],
-    labels: Float[AnyArray, "*shape"],
-    *,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    dy: AnyFloats, logits: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
+) -> Gradients:
     """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy (σ(x) - y)`, `dlabels = -dy x`."""
     arrays = _checked("sigmoid_binary_cross_entropy_backward", dy=dy, logits=logits, labels=labels)
     return _SIGMOID_BINARY_CROSS_ENTROPY.vjp(*arrays, implementation=implementation)

@@ -5,6 +5,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Integer
 
+from jaxbp import barriers
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import wide
@@ -58,13 +59,8 @@ def native(x, *, window, stride, padding, input_size):
     return y, max_and_indices(lax.stop_gradient(x), **options)[1]
 
 
-def keep(*arrays):
-    """The arrays; on the CPU XLA would compute them again wherever the backward reads them."""
-    return lax.platform_dependent(*arrays, cpu=lambda *a: lax.optimization_barrier(a), default=lambda *a: a)
-
-
 def _save(x, **options):
-    y, indices = keep(*max_and_indices(x, **options))
+    y, indices = barriers.on_cpu(max_and_indices(x, **options))
     return (y, indices), (indices,)
 
 
@@ -116,10 +112,6 @@ def _route_kernel(dy, indices, **options):
     return batch_first(dx_last, dy.shape[0])
 
 
-def _unsupported(*arrays, **options):
-    return _checks.unsupported_dtype(*arrays)
-
-
 _MAX_POOL2D_BACKWARD = Op(
     "max_pool2d_backward",
     {
@@ -127,7 +119,7 @@ _MAX_POOL2D_BACKWARD = Op(
         "xla": route_formula,
         "pallas": differentiable(_route_kernel, route_formula, leading(0, 1)),
     },
-    unsupported=_unsupported,
+    unsupported=_checks.unsupported_dtype,
     # On NCHW images the transposes around the kernel cost more than it saves.
     fastest=Fastest(gpu="xla"),
     jit=True,
@@ -140,7 +132,7 @@ _MAX_POOL2D = Pair(
     save=_save,
     has_aux=True,
     name="max_pool2d",
-    unsupported=_unsupported,
+    unsupported=_checks.unsupported_dtype,
     fastest=_MAX_POOL2D_BACKWARD.fastest,
     jit=True,
 )
@@ -228,7 +220,7 @@ def max_pool2d_backward(
     """
     op = "max_pool2d_backward"
     (dy,) = _checks.floating(op, dy=dy)
-    input_size = _checks.pair(op, "input_size", input_size, at_least=1)
+    input_size = _checks.pair(op, "input_size", input_size)
     options = pool_options(op, input_size, window, stride, padding)
     _checks.shape(op, "dy", dy, "batch", "channels", *output_size(**options))
     indices = check_indices(op, "indices", indices, dy.shape)

@@ -224,10 +224,6 @@ def _narrow(arrays, sizes):
     return [a[:, :n] for a, n in zip(arrays, sizes, strict=True)]
 
 
-def _unsupported(*arrays, precision):
-    return _checks.unsupported_dtype(*arrays)
-
-
 _MLP_SOFTMAX_CROSS_ENTROPY = Pair(
     _forward,
     # The kernel's backward takes more than the formula's can: its kernels are differentiable one by one.
@@ -235,7 +231,7 @@ _MLP_SOFTMAX_CROSS_ENTROPY = Pair(
     save={"xla": _save, "pallas": _save_kernel},
     has_aux=True,
     name="mlp_softmax_cross_entropy",
-    unsupported=_unsupported,
+    unsupported=_checks.unsupported_dtype,
     shares=True,
     jit=True,
 )

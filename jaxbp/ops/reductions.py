@@ -15,13 +15,15 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
-from jaxbp.ops._checks import AnyArray
-from jaxbp.ops._fastest import FUSED, KEPT
+from jaxbp.ops._checks import AnyArray, AnyFloats, Floats
+from jaxbp.ops._fastest import KEPT, fused_pair
 from jaxbp.ops._numerics import largest_and_total, mean_and_rest, widen
-from jaxbp.pairing import Implementation, Pair
+from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
 
 Axis = int | Sequence[int] | None
+AnyReduced = Float[AnyArray, "*reduced"]
+Reduced = Float[Array, "*reduced"]
 
 
 def _count(shape, axis):
@@ -79,9 +81,8 @@ def _share(count):
     return 1.0 / count if count else math.inf
 
 
-_KERNELS = dict(unsupported=_checks.unsupported, fastest=FUSED, jit=True)
-_SUM = Pair(_reduced(jnp.sum), _spread(lambda count: 1.0), linear=True, name="sum", **_KERNELS)
-_MEAN = Pair(_reduced(jnp.mean), _spread(_share), linear=True, name="mean", **_KERNELS)
+_SUM = fused_pair(_reduced(jnp.sum), _spread(lambda count: 1.0), linear=True, name="sum")
+_MEAN = fused_pair(_reduced(jnp.mean), _spread(_share), linear=True, name="mean")
 
 
 # ------------------------------------------------------------------------------------------- variance, and log-sum-exp
@@ -104,14 +105,9 @@ def _logsumexp_gradient(dy, a, largest, total, *, count):
     return jnp.exp(a - largest) * (dy / total)
 
 
-_VAR = Pair(_reduced(jnp.var), _elementwise_gradient(_var_gradient, mean_and_rest), name="var", **_KERNELS)
-_LOGSUMEXP = Pair(
-    _reduced(_logsumexp),
-    _elementwise_gradient(_logsumexp_gradient, largest_and_total),
-    name="logsumexp",
-    unsupported=_checks.unsupported,
-    fastest=KEPT,
-    jit=True,
+_VAR = fused_pair(_reduced(jnp.var), _elementwise_gradient(_var_gradient, mean_and_rest), name="var")
+_LOGSUMEXP = fused_pair(
+    _reduced(_logsumexp), _elementwise_gradient(_logsumexp_gradient, largest_and_total), name="logsumexp", fastest=KEPT
 )
 
 
@@ -153,8 +149,8 @@ def _to_place_kernel(dy, index, *, axis, keepdims, shape):
 
 _max, _min = _reduced(jnp.max), _reduced(jnp.min)
 _TO_PLACE = {"xla": _to_place, "pallas": _to_place_kernel}
-_MAX = Pair(_max, _TO_PLACE, save=_save_first(_max), name="max", **_KERNELS)
-_MIN = Pair(_min, _TO_PLACE, save=_save_first(_min), name="min", **_KERNELS)
+_MAX = fused_pair(_max, _TO_PLACE, save=_save_first(_max), name="max")
+_MIN = fused_pair(_min, _TO_PLACE, save=_save_first(_min), name="min")
 
 
 # ------------------------------------------------------------------------------------------------ the public functions
@@ -168,79 +164,42 @@ def _reduce(op, implementation, a, axis, keepdims, **options):
     return op(a, implementation=implementation, axis=axis, keepdims=bool(keepdims), shape=a.shape, **options)
 
 
-def _backward(op, implementation, dy, shape, axis, keepdims, *arrays, **options):
-    axis = _checks.axes(op.name, axis, len(shape))
-    reduced = (1 if i in axis else size for i, size in enumerate(shape) if keepdims or i not in axis)
+def _backward(op, implementation, dy, a, axis, keepdims, **options):
+    dy, a = _checks.floating(op.name, dy=dy, a=a)
+    axis = _checks.axes(op.name, axis, a.ndim)
+    reduced = (1 if i in axis else size for i, size in enumerate(a.shape) if keepdims or i not in axis)
     _checks.shape(op.name, "dy", dy, *reduced)
-    return op(
-        dy, *arrays, implementation=implementation, axis=axis, keepdims=bool(keepdims), shape=tuple(shape), **options
-    )
+    arrays = (dy,) if op in (_SUM.vjp, _MEAN.vjp) else (dy, a)
+    return op(*arrays, implementation=implementation, axis=axis, keepdims=bool(keepdims), shape=a.shape, **options)
 
 
-def _backward_of_array(op, implementation, dy, a, axis, keepdims, **options):
-    dy, a = _checks.floating(op.name, dy=dy, a=a)
-    return _backward(op, implementation, dy, a.shape, axis, keepdims, a, **options)
-
-
-def _backward_of_shape(op, implementation, dy, a, axis, keepdims):
-    dy, a = _checks.floating(op.name, dy=dy, a=a)
-    return _backward(op, implementation, dy, a.shape, axis, keepdims)
-
-
-def sum(
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*reduced"]:
+def sum(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
     """The sum, `y = Σᵢ aᵢ`."""
     return _reduce(_SUM, implementation, a, axis, keepdims)
 
 
 def sum_backward(
-    dy: Float[AnyArray, "*reduced"],
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+) -> Floats:
     """Gradient of `sum`: `daᵢ = dy`. Of a only the shape counts."""
-    return _backward_of_shape(_SUM.vjp, implementation, dy, a, axis, keepdims)
+    return _backward(_SUM.vjp, implementation, dy, a, axis, keepdims)
 
 
-def mean(
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*reduced"]:
+def mean(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
     """The mean of n elements, `y = 1/n Σᵢ aᵢ`."""
     return _reduce(_MEAN, implementation, a, axis, keepdims)
 
 
 def mean_backward(
-    dy: Float[AnyArray, "*reduced"],
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+) -> Floats:
     """Gradient of `mean`: `daᵢ = dy / n`. Of a only the shape counts."""
-    return _backward_of_shape(_MEAN.vjp, implementation, dy, a, axis, keepdims)
+    return _backward(_MEAN.vjp, implementation, dy, a, axis, keepdims)
 
 
 def var(
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    ddof: int = 0,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*reduced"]:
+    a: AnyFloats, axis: Axis = None, ddof: int = 0, keepdims: bool = False, *, implementation: Implementation = None
+) -> Reduced:
     """The variance of n elements, `y = Σᵢ (aᵢ - mean)² / (n - ddof)`.
 
     With `ddof` not below n it is NaN or infinite, as in `jax.numpy`.
@@ -249,91 +208,60 @@ def var(
 
 
 def var_backward(
-    dy: Float[AnyArray, "*reduced"],
-    a: Float[AnyArray, "*shape"],
+    dy: AnyReduced,
+    a: AnyFloats,
     axis: Axis = None,
     ddof: int = 0,
     keepdims: bool = False,
     *,
     implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+) -> Floats:
     """Gradient of `var`: `daᵢ = 2 dy (aᵢ - mean) / (n - ddof)`."""
-    return _backward_of_array(_VAR.vjp, implementation, dy, a, axis, keepdims, ddof=_ddof("var_backward", ddof))
+    return _backward(_VAR.vjp, implementation, dy, a, axis, keepdims, ddof=_ddof("var_backward", ddof))
 
 
-def max(
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*reduced"]:
+def max(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
     """The maximum, `y = maxᵢ aᵢ`; NaN if one is."""
     return _reduce(_MAX, implementation, a, axis, keepdims)
 
 
 def max_backward(
-    dy: Float[AnyArray, "*reduced"],
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+) -> Floats:
     """Gradient of `max`: `daᵢ = dy` at the first maximum (or NaN) in row-major order, else 0.
 
     JAX's own gradient divides dy among equals.
     """
-    return _backward_of_array(_MAX.vjp, implementation, dy, a, axis, keepdims)
+    return _backward(_MAX.vjp, implementation, dy, a, axis, keepdims)
 
 
-def min(
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*reduced"]:
+def min(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
     """The minimum, `y = minᵢ aᵢ`; NaN if one is."""
     return _reduce(_MIN, implementation, a, axis, keepdims)
 
 
 def min_backward(
-    dy: Float[AnyArray, "*reduced"],
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+) -> Floats:
     """Gradient of `min`: `daᵢ = dy` at the first minimum (or NaN) in row-major order, else 0.
 
     JAX's own gradient divides dy among equals.
     """
-    return _backward_of_array(_MIN.vjp, implementation, dy, a, axis, keepdims)
+    return _backward(_MIN.vjp, implementation, dy, a, axis, keepdims)
 
 
 def logsumexp(
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*reduced"]:
+    a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+) -> Reduced:
     """The logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`. The largest a is subtracted first."""
     return _reduce(_LOGSUMEXP, implementation, a, axis, keepdims)
 
 
 def logsumexp_backward(
-    dy: Float[AnyArray, "*reduced"],
-    a: Float[AnyArray, "*shape"],
-    axis: Axis = None,
-    keepdims: bool = False,
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*shape"]:
+    dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+) -> Floats:
     """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, the softmax; not from y, which is rounded."""
-    return _backward_of_array(_LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims)
+    return _backward(_LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims)
 
 
 def _ddof(op, ddof):

@@ -1,20 +1,13 @@
 """Trusting a backward: `check` holds it against finite differences, `compare` puts its implementations side by side."""
 
-from jaxbp.verify.check import TOLERANCES, CheckResult, CheckRow, check
-from jaxbp.verify.compare import Comparison, Difference, Measured, Program, compare
-from jaxbp.verify.judge import Tolerance
-from jaxbp.verify.points import ADDED
-
-__all__ = [
-    "ADDED",
-    "TOLERANCES",
-    "CheckResult",
-    "CheckRow",
-    "Comparison",
-    "Difference",
-    "Measured",
-    "Program",
-    "Tolerance",
-    "check",
-    "compare",
-]
+from jaxbp.verify.check import TOLERANCES as TOLERANCES
+from jaxbp.verify.check import CheckResult as CheckResult
+from jaxbp.verify.check import CheckRow as CheckRow
+from jaxbp.verify.check import check as check
+from jaxbp.verify.compare import Comparison as Comparison
+from jaxbp.verify.compare import Difference as Difference
+from jaxbp.verify.compare import Measured as Measured
+from jaxbp.verify.compare import Program as Program
+from jaxbp.verify.compare import compare as compare
+from jaxbp.verify.judge import Tolerance as Tolerance
+from jaxbp.verify.points import ADDED as ADDED

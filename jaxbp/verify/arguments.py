@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxbp.pairing import positional_names
+
 
 def is_float(a: Any) -> bool:
     return jnp.issubdtype(a.dtype, jnp.floating)
@@ -68,7 +70,7 @@ class Arguments:
 
 def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
     """The arrays in the positional arguments of `function`, with their names."""
-    parameters = _positional_names(function, len(args))
+    parameters = positional_names(getattr(function, "forward", function), len(args))
     paths, structure = jax.tree.flatten_with_path(tuple(args))
     names, leaves = [], []
     for (position, *way), a in paths:
@@ -107,10 +109,3 @@ def name_of(function: Callable) -> str:
     if isinstance(function, functools.partial):
         return name_of(function.func)
     return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
-
-
-def _positional_names(function: Callable, count: int) -> list[str]:
-    """Names for `count` positional arguments; those that the signature does not name are numbered."""
-    parameters = inspect.signature(getattr(function, "forward", function)).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [names[i] if i < len(names) else f"argument {i}" for i in range(count)]

@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import io
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from rich.text import Text
 
 from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 from jaxbp.verify.arguments import Arguments, bind, name_of, require_function, require_several, take_apart
-from jaxbp.verify.page import page
+from jaxbp.verify.page import WIDTH, colour, page, printed, section, show
 from jaxbp.verify.timing import compile_program, device_seconds
 
 CALLS = 10
 """Calls in a program that is timed on a GPU: the device need not wait for the host between them."""
 
 KINDS = ("value", "gradient", "hessian product")
+BAR_WIDTH = 60
+"""Of the longest bar of a page, in characters."""
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
 """By dtype, the relative difference that the order of a sum may make."""
 TF32 = 1e-2
@@ -91,6 +94,12 @@ class Measured:
     failed: str | None = None
     same_as: str | None = None
 
+    @property
+    def programs(self) -> list[tuple[str, Program]]:
+        """The programs that there are, with what each gives, one of `KINDS`."""
+        both = zip(KINDS[1:], (self.gradients, self.hessian_product), strict=True)
+        return [(kind, program) for kind, program in both if program is not None]
+
     def difference(self, kind: str, name: str) -> Difference | None:
         """That of one result; None if it was not reached."""
         return next((one for one in self.differences if (one.kind, one.name) == (kind, name)), None)
@@ -117,11 +126,35 @@ class Comparison:
         reference, *others = self.measured
         return [self._verdict(reference, one) for one in others]
 
+    @classmethod
+    def of(cls, report: Mapping[str, Any]) -> "Comparison":
+        """The comparison of which `dataclasses.asdict` made these plain values, or what JSON made of them: None where a
+        number is not finite."""
+
+        def difference(values):
+            known = {key: math.inf if value is None else value for key, value in values.items()}
+            return Difference(**known | {"shape": tuple(values["shape"])})
+
+        def measured(values):
+            programs = {name: values[name] and Program(**values[name]) for name in ("gradients", "hessian_product")}
+            return Measured(**values | programs | {"differences": tuple(map(difference, values["differences"]))})
+
+        report = {field.name: report[field.name] for field in dataclasses.fields(cls)}
+        return cls(**report | {"measured": tuple(map(measured, report["measured"]))})
+
     def to_html(self, path: str | os.PathLike) -> None:
-        """Writes it as a page: one file, with its pictures in it."""
-        Path(path).write_text(
-            page(dataclasses.asdict(self), self.verdict, [f"jax {jax.__version__}"]), encoding="utf-8"
-        )
+        """Writes it as a page: one file."""
+        Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
+
+    def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
+        """It as a page of HTML, and what is to stand before and after its tables."""
+        names = ", ".join(str(one.implementation) for one in self.measured)
+        parts = [
+            section("Time", printed(self._bars("µs", "microseconds", 1))),
+            section("Memory", printed(self._bars("MiB", "peak_bytes", 2**20))),
+            section("Numbers", printed(*self._tables())),
+        ]
+        return page(f"{self.function}: {names}", self.verdict, [self.device, *notes], before, *parts, after)
 
     def _verdict(self, reference: Measured, one: Measured) -> str:
         if one.gradients is None:
@@ -146,18 +179,28 @@ class Comparison:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        self.show(Console(file=text, width=140))
+        self.show(Console(file=text, width=WIDTH))
         return text.getvalue()
 
     def show(self, console: Console) -> None:
         """Prints the verdict, the tables, and why an implementation failed."""
-        for line in self.verdict:
-            console.print(Text(line, style="bold"), soft_wrap=True)
-        console.print(self._costs())
-        console.print(self._differences())
-        for one in self.measured:
-            if one.failed:
-                console.print(Text(f"failed: {one.implementation}: {one.failed}", style="red"), soft_wrap=True)
+        show(console, *(Text(line, style="bold") for line in self.verdict))
+        show(console, *self._tables())
+
+    def _tables(self) -> list[Table | Text]:
+        failed = [one for one in self.measured if one.failed]
+        reasons = [Text(f"failed: {one.implementation}: {one.failed}", style="red") for one in failed]
+        return [self._costs(), self._differences(), *reasons]
+
+    def _bars(self, unit: str, field: str, size: float) -> Table:
+        """What a field is in every program, as bars."""
+        bars = Table.grid("", "", "", padding=(0, 1))
+        values = [(one.implementation, kind, getattr(p, field)) for one in self.measured for kind, p in one.programs]
+        largest = max(value for *_, value in values) or 1
+        for implementation, kind, value in values:
+            bar = Text("█" * round(BAR_WIDTH * value / largest), style=colour(implementation))
+            bars.add_row(f"{implementation}, {kind}", bar, f"{value / size:,.2f} {unit}")
+        return bars
 
     def _costs(self) -> Table:
         costs = Table(
@@ -171,11 +214,9 @@ class Comparison:
             column.no_wrap = True
         costs.columns[-1].overflow = "fold"
         for one in self.measured:
-            programs = {"gradient": one.gradients, "Hessian": one.hessian_product}
-            kinds = (KINDS[1], KINDS[2])
-            for (name, program), kind in zip(programs.items(), kinds, strict=True):
-                if program is not None:
-                    costs.add_row(str(one.implementation), name, *_cells(program), _worst(one.largest(kind)))
+            for kind, program in one.programs:
+                name = "Hessian" if kind == "hessian product" else kind
+                costs.add_row(str(one.implementation), name, *_cells(program), _worst(one.largest(kind)))
             costs.add_section()
         return costs
 

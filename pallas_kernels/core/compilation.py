@@ -24,35 +24,23 @@ _MIN_CORES = 4
 """On two busy cores nothing is gained: docs/lab/2026-11-24-compile.md."""
 
 
-def compiles_ahead(module_context: Any, keeps_kernels: bool) -> bool:
+def compiles_ahead(module_context: Any) -> bool:
     """Whether kernels of the program that is being lowered are compiled ahead.
 
-    They are where it is lowered for this machine's GPUs alone, which has cores to spare, and where a kernel that is
-    lowered will be compiled: not where JAX keeps programs from one process to the next, which are lowered to find them,
-    unless kernels are kept beside them (`kept_kernels`), so that only new ones are lowered.
+    They are if it is lowered for this machine's GPUs alone, if there are cores to spare, and if JAX keeps no programs
+    from one process to the next. A program that JAX finds there needs no kernel compiled.
     """
     return (
         jax.default_backend() == "gpu"
-        and lowers_for_cuda_alone(module_context)
+        and tuple(module_context.platforms) == ("cuda",)
+        and not module_context.lowering_parameters.for_export
         and _cores() >= _MIN_CORES
-        and (keeps_kernels or jax.config.jax_compilation_cache_dir is None)
+        and jax.config.jax_compilation_cache_dir is None
     )
 
 
-def lowers_for_cuda_alone(module_context: Any) -> bool:
-    """Whether a program is lowered for CUDA and nothing else, to be compiled by this process."""
-    return tuple(module_context.platforms) == ("cuda",) and not module_context.lowering_parameters.for_export
-
-
-def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> export.Exported:
-    """`lowered`, while a thread begins to compile it."""
-    exported = lowered(function, avals)
-    _threads().submit(_compile, exported)
-    return exported
-
-
-def lowered(function: Callable[..., Any], avals: Sequence[Any]) -> export.Exported:
-    """The function, lowered for CUDA once and for all: the same wherever it is called, on whichever mesh.
+def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> Callable[..., Any]:
+    """Return the function, lowered for CUDA once and for all, while a thread begins to compile it.
 
     Args:
       function: of arrays, to a list of arrays.
@@ -60,13 +48,15 @@ def lowered(function: Callable[..., Any], avals: Sequence[Any]) -> export.Export
     """
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
+    # JAX takes the mesh from the context, and the number of devices from the concrete mesh. A kernel has one device.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         exported = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*structs)
-    return dataclasses.replace(exported, nr_devices=1)  # which JAX takes from the concrete mesh
+    exported = dataclasses.replace(exported, nr_devices=1)
+    _threads().submit(_compile, exported, structs)
+    return exported.call
 
 
-def _compile(exported):
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in exported.in_avals]
+def _compile(exported, structs):
     jax.jit(exported.call).lower(*structs).compile()
 
 

@@ -80,17 +80,6 @@ def kernels_run() -> bool:
     return device is not None and device.runs_kernels
 
 
-def kind() -> str:
-    """Of the device that a function is traced for: "NVIDIA H200", say, or "cpu"."""
-    return _target_context.value.kind if _target_context.value is not None else _default_device().device_kind
-
-
-def capability() -> str | None:
-    """The compute capability of the default device, which Mosaic GPU lowers for, also where `targeting` names another;
-    None without a GPU."""
-    return getattr(_default_device(), "compute_capability", None)
-
-
 def _default_device() -> jax.Device:
     device = jax.config.jax_default_device
     return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]

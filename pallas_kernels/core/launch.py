@@ -37,8 +37,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels.core import kept_kernels
-from pallas_kernels.core.compilation import compiled_ahead, compiles_ahead, lowered
+from pallas_kernels.core.compilation import compiled_ahead, compiles_ahead
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
@@ -88,7 +87,7 @@ def launch(
     call = dict(out=out, grid=grid, name=name, scratch=scratch)
     mosaic = functools.partial(_mosaic, body, **call, cluster=cluster or {}, warpgroups=warpgroups, options=options)
     interpreter = functools.partial(_interpret, body, **call)
-    # A weak type would change what a body computes with it, and a kept kernel has none.
+    # A weak type would change what a body computes with it, and a kernel that is compiled ahead has none.
     arrays = vary_alike([lax.convert_element_type(a, a.dtype) if jax.typeof(a).weak_type else a for a in arrays])
     if (params := simulating()) is not None:
         with _check_vma(False):
@@ -192,28 +191,18 @@ mlir.register_lowering(
 
 
 def _lower_for_cuda(context, *arrays, cuda, **_):
-    function, avals = cuda, context.avals_in
-    kept_in = kept_kernels.folder(context.module_context)
-    ahead = compiles_ahead(context.module_context, kept_in is not None)
-    lower = compiled_ahead if ahead else lowered
-    if kept_in is not None:
-        function = kept_kernels.kept_or_lowered(lower, cuda, avals, kept_in).call
-    elif ahead:
-        function = lower(cuda, avals).call
+    ahead = compiles_ahead(context.module_context)
+    function = compiled_ahead(cuda, context.avals_in) if ahead else cuda
     return mlir.lower_fun(function, multiple_results=True)(context, *arrays)
 
 
 mlir.register_lowering(_launch_p, _lower_for_cuda, platform="cuda", cacheable=False)
 
 
-def _over_axes(function, axes, *arrays):
-    return jax.vmap(function, axes)(*arrays)
-
-
 def _batch(arrays, axes, *, name, shapes, batched, default, **_):
     size = next(a.shape[axis] for a, axis in zip(arrays, axes, strict=True) if axis is not None)
     # JAX does not batch kernels that change an array in place.
-    batched, default = (functools.partial(_over_axes, function, tuple(axes)) for function in (batched, default))
+    batched, default = (jax.vmap(function, tuple(axes)) for function in (batched, default))
     shapes = tuple(jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a in shapes)
     functions = dict(cuda=batched, batched=batched, default=default)
     return _launch_p.bind(*arrays, name=name, shapes=shapes, **functions), (0,) * len(shapes)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.interpreters import mlir
 
 # A JAX context, not a global: its value is part of jit's cache key.
 _simulation = jax.make_user_context(None)
@@ -26,9 +27,12 @@ def simulated() -> Iterator[None]:
     Memory starts as NaN (integers: their largest value), a read out of bounds raises, and a data race raises
     `RuntimeError` here or an error where it happens.
     """
+    from jax._src.pallas.mosaic_gpu.core import layout_cast_p
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as simulator
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
+    # Before JAX 0.12 the simulator hands a cast to XLA, which has no rule for it. Here arrays have no layout.
+    mlir.register_lowering(layout_cast_p, lambda context, x, **layout: [x], platform="cpu")
     simulator.reset_gpu_interpret_mode_state()
     try:
         with _simulation(InterpretGPUParams(detect_races=True)):

@@ -60,11 +60,11 @@ def _supports(formula, scalars, changed, constant):
 
 
 def _heuristic(formula, scalars, changed, constant):
-    launches = 1 if scalars is None else 2  # a first one computes the scalars
+    launches = 2  # a first one computes the scalars
     arrays, elements = sum(a.size > 0 for a in changed[0]), sum(a.size for a in changed[0])
-    # Not in place, XLA copies each array back in a loop, a launch each. An update without moments, and one of large
-    # arrays, it does best where it makes the gradients, which then pass through no memory.
-    if arrays <= launches or not CHANGES_IN_PLACE or len(changed) == 1 or elements > arrays * _MAX_ELEMENTS:
+    # Not in place, XLA copies each array back in a loop, a launch each. An update of large arrays XLA does best where
+    # it makes the gradients, which then pass through no memory.
+    if arrays <= launches or not CHANGES_IN_PLACE or elements > arrays * _MAX_ELEMENTS:
         return None
     enough = elements >= LANES * _ELEMENTS * _WANTED_PROGRAMS
     return Config(_ELEMENTS // _width([*changed, *constant]) if enough else 1)
@@ -73,7 +73,7 @@ def _heuristic(formula, scalars, changed, constant):
 @kernel(supports=_supports, heuristic=_heuristic)
 def updates(
     formula: Callable[..., tuple[Array, ...]],
-    scalars: Array | None,
+    scalars: Array,
     changed: Sequence[Arrays],
     constant: Sequence[Arrays],
     *,
@@ -86,7 +86,7 @@ def updates(
 
     Args:
       formula: takes a list of float32 numbers and a float32 block of each list; returns one for each list of `changed`.
-      scalars: `(n,)`, float32, or None for none.
+      scalars: `(n,)`, float32.
       changed: lists of arrays that the results replace, one dtype a list. The i-th arrays of all lists have one shape,
         which may be (), or have a size of 0.
       constant: lists of arrays that are only read.
@@ -110,26 +110,25 @@ def _update(formula, scalars, changed, constant, config):
     shape = LANES * config.accesses, _width([*changed, *constant])
     ends = list(itertools.accumulate(-(-a.size // math.prod(shape)) for a in changed[0]))
     flat = [a.reshape(-1) for a in itertools.chain(*changed, *constant)]
-    numbers = [] if scalars is None else [scalars]
     out = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat[: len(changed) * count])
     results = launch(
-        functools.partial(_body, formula=formula, numbers=len(numbers), inputs=inputs, ends=ends, shape=shape),
-        *numbers,
+        functools.partial(_body, formula=formula, inputs=inputs, ends=ends, shape=shape),
+        scalars,
         *flat,
         out=out,
         grid={"program": ends[-1]},
         name="updates",
         barriers=False,
         sums_across_warps=False,
-        in_place={len(numbers) + o: o for o in range(len(out))},
+        in_place={1 + o: o for o in range(len(out))},
     )
     shaped = [y.reshape(a.shape) for y, a in zip(results, itertools.chain(*changed), strict=True)]
     return _lists(shaped, count)
 
 
-def _body(*refs, formula, numbers, inputs, ends, shape, program):
-    scalars = [ref[k] for ref in refs[:numbers] for k in range(ref.shape[0])]
-    lists = _lists(refs[numbers:], len(ends))
+def _body(scalars_ref, *refs, formula, inputs, ends, shape, program):
+    scalars = [scalars_ref[k] for k in range(scalars_ref.shape[0])]
+    lists = _lists(refs, len(ends))
     array, first = jnp.int32(0), jnp.int32(0)
     for end in ends[:-1]:
         array, first = array + (program >= end).astype(jnp.int32), jnp.where(program >= end, end, first)

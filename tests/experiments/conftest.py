@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import json
+import signal
 from typing import Annotated, ClassVar
 
 import jax
@@ -64,6 +65,18 @@ class ToyConfig(TrainingConfig):
 @pytest.fixture(scope="session")
 def toy_config():
     return ToyConfig
+
+
+@pytest.fixture
+def press_ctrl_c():
+    """Interrupts this process as Ctrl-C does.
+
+    Python raises `KeyboardInterrupt` only if SIGINT was not ignored when it started, as it is under `nohup` and in the
+    background of a script. The fixture sets the usual handler for the time of a test.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")

@@ -48,12 +48,12 @@ def test_a_failure_names_the_worst_element_and_exits_with_1(tmp_path, capsys, mo
     assert (row["index"], row["analytic"], row["absolute"]) == ([2], "nan", "inf") and row["data"] == "own data"
 
 
-def test_what_was_found_before_an_interruption_is_kept_and_has_not_passed(tmp_path, capsys, monkeypatch):
+def test_what_was_found_before_an_interruption_is_kept_and_has_not_passed(tmp_path, press_ctrl_c, capsys, monkeypatch):
     original, path = check.check_entry, tmp_path / "relu.json"
 
     def interrupted(entry, *args):
         if entry.name == "relu_backward":
-            raise KeyboardInterrupt
+            press_ctrl_c()
         return original(entry, *args)
 
     monkeypatch.setattr(check, "check_entry", interrupted)

@@ -1,5 +1,6 @@
 """The real thing: processes that are killed while they train."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -13,14 +14,24 @@ from experiments.training import checkpoints, curves
 pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parents[2]
-EPOCHS = 400
-"""More than processes do before they are killed."""
+EPOCHS = 80
+PAUSE = 0.05
+"""Seconds after each checkpoint of a process that is killed, so that none ends before."""
 SCRIPT = """
 import sys
+import time
 from pathlib import Path
 from conftest import ToyConfig
 from experiments import train
 from experiments.training import checkpoints
+write = checkpoints.write
+
+def write_and_pause(*args):
+    written = write(*args)
+    time.sleep(float(sys.argv[3]))
+    return written
+
+checkpoints.write = write_and_pause
 path = Path(sys.argv[1])
 has_begun = bool(checkpoints.epochs(path / "checkpoints"))
 train.train(ToyConfig(run_dir=path, resume=has_begun, epochs=int(sys.argv[2])))
@@ -29,10 +40,10 @@ train.train(ToyConfig(run_dir=path, resume=has_begun, epochs=int(sys.argv[2])))
 
 @pytest.fixture
 def command(monkeypatch):
-    """A process that begins the toy experiment, or goes on with it."""
+    """Returns a function that makes the command of a process, which begins the toy experiment or goes on with it."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "experiments"))))
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-    return lambda run_dir: [sys.executable, "-c", SCRIPT, str(run_dir), str(EPOCHS)]
+    return lambda run_dir, pause=PAUSE: [sys.executable, "-c", SCRIPT, str(run_dir), str(EPOCHS), str(pause)]
 
 
 def test_an_unknown_experiment_ends_in_one_line(capsys):
@@ -45,7 +56,7 @@ def test_a_run_killed_at_each_kind_of_moment_ends_in_the_same_bits(command, toy_
     whole = toy_config(run_dir=tmp_path / "whole", epochs=EPOCHS)
     train.train(whole)
     assert list(kill.kill_again_and_again(command, tmp_path / "killed", 3)) == list(kill.MOMENTS)
-    kill.finish(command, tmp_path / "killed")
+    kill.finish(functools.partial(command, pause=0), tmp_path / "killed")
     assert kill.outcome(tmp_path / "killed") == kill.outcome(whole.run_dir)
 
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -248,14 +247,14 @@ def test_a_directory_mistyped_is_not_trained_in(run, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_ctrl_c_says_how_to_go_on_and_draws_the_curves(run, toy_config, tmp_path, capsys, monkeypatch):
+def test_ctrl_c_says_how_to_go_on_and_draws_the_curves(run, tmp_path, press_ctrl_c, capsys, monkeypatch):
     original = loop.run
 
     def interrupted(*args):
         for epoch in original(*args):
             yield epoch
             if epoch[0].epoch == 2:
-                signal.raise_signal(signal.SIGINT)
+                press_ctrl_c()
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "run", interrupted)
@@ -268,8 +267,8 @@ def test_ctrl_c_says_how_to_go_on_and_draws_the_curves(run, toy_config, tmp_path
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 4
 
 
-def test_ctrl_c_before_the_first_write_leaves_nothing(run, toy_config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(toy_config, "load", lambda config: signal.raise_signal(signal.SIGINT))
+def test_ctrl_c_before_the_first_write_leaves_nothing(run, toy_config, tmp_path, press_ctrl_c, capsys, monkeypatch):
+    monkeypatch.setattr(toy_config, "load", lambda config: press_ctrl_c())
     assert run("toy") == 130
     assert capsys.readouterr().err == "stopped before anything was written\n"
     assert not (tmp_path / "run").exists()

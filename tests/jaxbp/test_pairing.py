@@ -221,6 +221,14 @@ def test_with_jit_it_is_no_different_under_transformations():
     assert text == str(jax.make_jaxpr(Pair(cube, {"xla": cube_gradient}))(X))
 
 
+def test_with_jit_an_op_is_compiled_once_under_each_name():
+    traces = []
+    op = Op("cube", {"xla": counting(cube, traces)}, jit=True)
+    for _ in range(3):
+        assert_close(op.named("power")(X), X**3, "float32")
+    assert len(traces) == 1
+
+
 def test_with_jit_no_array_need_be_given():
     assert float(Op("two", {"xla": lambda *, k: jnp.float32(k)}, jit=True)(k=2)) == 2
 

@@ -1,6 +1,5 @@
 import json
 import re
-import signal
 from types import SimpleNamespace
 
 import jax
@@ -61,12 +60,12 @@ def test_after_the_time_limit_no_row_is_started_and_the_report_names_what_is_mis
     assert not report["complete"] and report["missing"] == [f"{title}, autodiff"]
 
 
-def test_ctrl_c_keeps_the_rows_that_are_measured(quickly, tmp_path, capsys, monkeypatch):
+def test_ctrl_c_keeps_the_rows_that_are_measured(quickly, tmp_path, press_ctrl_c, capsys, monkeypatch):
     path, original = tmp_path / "results.json", bench.measured_rows
 
     def interrupted(*args):
         yield next(original(*args))
-        signal.raise_signal(signal.SIGINT)
+        press_ctrl_c()
 
     monkeypatch.setattr(bench, "measured_rows", interrupted)
     code, _ = quickly("--batch", "2", "3", "--json", str(path))

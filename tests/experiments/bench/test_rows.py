@@ -97,14 +97,6 @@ def test_a_pallas_without_a_kernel_of_ours_is_no_row(work_at, monkeypatch, capsy
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_lenets_compilation_is_timed_only_where_it_is_asked_for(work_at, monkeypatch, asked):
-    monkeypatch.setattr(measure, "ROUNDS", 1)
-    settings = Settings(["autodiff"], {}, "best", "float32", "default", 1e-3, asked, rates_of("cpu"))
-    (row,) = measured_rows([Case(work_at("lenet"), 2, settings)], lambda: True)
-    assert (row["compile_seconds"] is not None) == asked
-
-
 # --------------------------------------------------------------------------------------------------------------- peers
 
 

@@ -27,6 +27,7 @@ from helpers import (
     on_the_cpu,
     op_of,
     ours,
+    poison_memory,
     reference,
     relative_error,
     results_of,
@@ -232,7 +233,7 @@ def test_an_empty_batch_has_gradients_of_every_shape(name, implementation):
 @pytest.mark.parametrize(("dtype", "batch"), [("float32", 1), ("float32", 1000), ("bfloat16", 129), ("float16", 129)])
 @every_place
 def test_gpu_kernels_at_real_shapes_match_float64(name, place, dtype, batch):
-    _poison_memory()
+    poison_memory()
     _check_at_place(name, place, "pallas", dtype, _that_fits(name, place, batch))
 
 
@@ -241,7 +242,7 @@ def test_gpu_kernels_at_real_shapes_match_float64(name, place, dtype, batch):
 def test_gpu_kernels_give_the_same_bits_twice(name, place):
     batch = _that_fits(name, place, 1000)
     once = compiled(name, place, "pallas")(*drawn(name, place, batch=batch))
-    _poison_memory()
+    poison_memory()
     again = compiled(name, place, "pallas")(*drawn(name, place, batch=batch))
     assert _equal(once, again)
 
@@ -286,11 +287,6 @@ def _check_at_place(name, place, implementation, dtype, batch):
         assert_close(actual[1], in_float64(backward, dy, places, logits, wires, x), dtype)
     else:
         assert_close(actual, exact, dtype)
-
-
-def _poison_memory():
-    """Leaves NaN in the memory that the next outputs get, so that one not written shows."""
-    jax.block_until_ready([jnp.full(1 << 28, jnp.nan) for _ in range(4)])
 
 
 # ---------------------------------------------------------------------------------------------- what a GPU would refuse

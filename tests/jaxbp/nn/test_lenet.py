@@ -17,7 +17,6 @@ import jaxbp
 from jaxbp.nn import LeNet, lenet_memory_table, lenet_saved_tensors
 from jaxbp.nn.lenet import MemoryRow
 from jaxbp.ops import mlp_softmax_cross_entropy as mlp
-from pallas_kernels.core import kept_kernels
 
 every_implementation = pytest.mark.parametrize("implementation", jaxbp.IMPLEMENTATIONS)
 fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
@@ -387,9 +386,7 @@ def named(scope, size):
     return max(fitting, key=sizes.get)
 
 
-def test_the_backward_is_the_chain_of_21_steps(monkeypatch):
-    # A lowered program calls a kept kernel as a function of its own, without the scope of the call.
-    monkeypatch.setattr(kept_kernels, "folder", lambda module_context: None)
+def test_the_backward_is_the_chain_of_21_steps():
     loss, parameters = mean_loss("pallas")
     lowered = jax.jit(jax.grad(loss)).trace(parameters, *draw(BATCH)).lower(lowering_platforms=("cuda",))
     chain = [named(*step) for step in steps_of_the_backward(lowered.as_text(debug_info=True))]

@@ -316,26 +316,43 @@ def test_the_same_op_without_the_mistake_passes(mistake):
     check(right, *args, order=2, **settings).raise_if_failed()
 
 
+# Of three numbers, and without a constant: compilers add them up as they are told to, and may rewrite `a / 10 * 3`.
+def first_two_first(a):
+    return (a[0] + a[1]) + a[2]
+
+
+def last_two_first(a):
+    return a[0] + (a[1] + a[2])
+
+
 def equal_but_for_rounding(a, b):
-    return jnp.maximum(a / 10 * 3, b * 0.3)
+    return jnp.maximum(first_two_first(a), last_two_first(b))
 
 
 def by_other_roundings(share):
-    """Its backward, which computes both in the other's way; `share(u, v)` of dy is for u."""
+    """Its backward, which adds up each argument in the other's order; `share(u, v)` of dy is for u."""
 
     def backward(dy, a, b):
-        u, v = a * 0.3, b / 10 * 3
-        return 0.3 * share(u, v) * dy, 0.3 * share(v, u) * dy
+        u, v = last_two_first(a), first_two_first(b)
+        return jnp.broadcast_to(share(u, v) * dy, a.shape), jnp.broadcast_to(share(v, u) * dy, b.shape)
 
     return Pair(equal_but_for_rounding, {"xla": backward}, name="op")
 
 
-EQUAL = 2 * [np.float32([1, 2, 3, 5, 6, 7])]
+EQUAL = 2 * drawn((3, 10), dtype="float64")
 
 
-def test_which_of_two_is_the_larger_may_be_decided_by_rounding():
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_orders_of_a_sum_give_equal_numbers_and_larger_and_smaller_ones(dtype):
+    a = EQUAL[0].astype(dtype)
+    assert {-1, 0, 1} == set(np.sign(first_two_first(a) - last_two_first(a)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_which_of_two_is_the_larger_may_be_decided_by_rounding(dtype):
     right = by_other_roundings(lambda u, v: jnp.where(u > v, 1, jnp.where(u == v, 0.5, 0)))
-    result = quickly(right, *EQUAL, added=(), implementations=["xla"]).raise_if_failed()
+    args = [a.astype(dtype) for a in EQUAL]
+    result = quickly(right, *args, added=(), implementations=["xla"]).raise_if_failed()
     assert all(row.reason.startswith("decided by rounding at ") for row in result.rows if row.order == 1)
     assert "beyond that, decided by rounding at" in str(result)
 

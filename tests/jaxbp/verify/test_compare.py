@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import html
 import io
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -166,5 +167,10 @@ def test_a_comparison_is_a_page_of_its_own(tmp_path):
     assert first.get("class") == "verdict" and "more than rounding" in first.text
     assert "wrong: autodiff, xla, pallas" in text and "has no implementation" in html.unescape(text)
     assert not {element.tag for element in root.iter()} & {"script", "link", "img"}
-    widths = [float(width) for width in re.findall(r"width: ([\d.]+)%", text)]
-    assert widths and all(0 <= width <= 100 for width in widths)
+    bars = [len(bar) for bar in re.findall("█+", text)]
+    assert len(bars) == 4 and max(bars) == 60
+
+
+def test_a_comparison_is_made_again_from_its_plain_values():
+    comparison = quickly(WRONG, X, implementations=["xla", "pallas"])
+    assert Comparison.of(json.loads(json.dumps(dataclasses.asdict(comparison)))) == comparison

@@ -1,6 +1,6 @@
 """JAX's own gradient never fails a check, whatever the data and its dtype.
 
-CI runs a part that differs from day to day; this runs all of it, and the whole catalogue, here with 14 processes:
+The tests check a few combinations. This command checks all of them, and the whole catalogue, here with 14 processes:
 
     python tests/jaxbp/verify/test_no_false_alarm.py --processes 14
     python tests/jaxbp/verify/test_no_false_alarm.py functions
@@ -9,7 +9,6 @@ It prints every alarm, progress to stderr, and last a line of JSON. It exits wit
 """
 
 import argparse
-import datetime
 import functools
 import itertools
 import json
@@ -87,8 +86,7 @@ FUNCTIONS = {
     "jax.nn.logsumexp": (functools.partial(jax.nn.logsumexp, axis=-1), (X,)),
 }
 ALL = list(itertools.product(FUNCTIONS, SEEDS, SCALES, DTYPES))
-TODAY = np.random.default_rng(datetime.date.today().toordinal())
-A_FEW = [ALL[i] for i in TODAY.choice(len(ALL), 12, replace=False)]
+A_FEW = [ALL[i] for i in np.random.default_rng(0).choice(len(ALL), 12, replace=False)]
 
 
 def alarms(name, seed, scale, dtype, order=1):

@@ -174,11 +174,17 @@ def shapes(block, N):
     return *(jax.ShapeDtypeStruct(size, "float32") for size in sizes), jax.ShapeDtypeStruct(sizes[-1], "uint8")
 
 
-@pytest.mark.parametrize(("block", "channels", "windows"), [("lenet1", 8, 1), ("lenet2", 2, 4)])
-def test_the_forward_shares_images_of_one_channel_among_channels_and_others_among_windows(block, channels, windows):
-    x, w, b, *_ = shapes(block, 1024)
-    wanted = ForwardConfig(channels, windows, lane_block=256, programs_per_multiprocessor=6)
-    assert kernels.forward.heuristic(x, w, b, window=WINDOW) == wanted
+@pytest.mark.parametrize(
+    ("block", "N", "config"),
+    [
+        ("lenet1", 1024, ForwardConfig(3, 4, 2 * LANES, 4)),
+        ("lenet2", 1024, ForwardConfig(4, 2, LANES, 1)),
+        ("lenet2", 2048, ForwardConfig(2, 4, 2 * LANES, 3)),
+    ],
+)
+def test_the_forward_has_short_vectors_where_there_are_fewer_programs_than_multiprocessors(block, N, config, on_hopper):
+    x, w, b, *_ = shapes(block, N)
+    assert kernels.forward.heuristic(x, w, b, window=WINDOW) == config
 
 
 @pytest.mark.parametrize(

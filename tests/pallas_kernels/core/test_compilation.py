@@ -3,6 +3,7 @@
 Compiling needs CUDA's compiler, of which `ahead_of_time.missing` says what is not installed.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import jax
 import pytest
 from ahead_of_time import missing
 from helpers import cuda_program
+from jax.sharding import AxisType
 from planted import double, rows, run
 
 from pallas_kernels.core import compilation, launch
@@ -36,37 +38,36 @@ def a_gpu_and_cores(monkeypatch):
 
 @pytest.mark.usefixtures("a_gpu_and_cores")
 def test_kernels_of_a_program_for_the_gpu_of_this_machine_are_compiled_ahead():
-    assert compilation.compiles_ahead(context(), keeps_kernels=False)
+    assert compilation.compiles_ahead(context())
 
 
 @pytest.mark.usefixtures("a_gpu_and_cores")
 @pytest.mark.parametrize("other", [context(platforms=("cpu",)), context(("cpu", "cuda")), context(for_export=True)])
 def test_those_of_other_programs_are_not(other):
-    assert not compilation.compiles_ahead(other, keeps_kernels=False)
+    assert not compilation.compiles_ahead(other)
 
 
 @pytest.mark.usefixtures("a_gpu_and_cores")
 def test_nothing_is_compiled_ahead_on_few_cores(monkeypatch):
     monkeypatch.setattr(compilation, "_cores", lambda: 2)
-    assert not compilation.compiles_ahead(context(), keeps_kernels=False)
+    assert not compilation.compiles_ahead(context())
 
 
 @pytest.mark.usefixtures("a_gpu_and_cores")
-def test_where_programs_are_kept_it_takes_kept_kernels(tmp_path):
+def test_nothing_is_compiled_ahead_where_programs_are_kept(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    assert not compilation.compiles_ahead(context(), keeps_kernels=False)
-    assert compilation.compiles_ahead(context(), keeps_kernels=True)
+    assert not compilation.compiles_ahead(context())
 
 
 @pytest.mark.usefixtures("a_gpu_and_cores")
 def test_without_a_gpu_nothing_is_compiled_ahead(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert not compilation.compiles_ahead(context(), keeps_kernels=False)
+    assert not compilation.compiles_ahead(context())
 
 
 def test_a_body_is_traced_once(monkeypatch):
     compiled, traced = [], []
-    monkeypatch.setattr(launch, "compiles_ahead", lambda module_context, keeps_kernels: True)
+    monkeypatch.setattr(launch, "compiles_ahead", lambda module_context: True)
     monkeypatch.setattr(compilation, "_compile", lambda *a: compiled.append(a))
 
     def body(x_ref, y_ref, *, i):
@@ -79,6 +80,22 @@ def test_a_body_is_traced_once(monkeypatch):
     assert len(compiled) == 1
 
 
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Auto)])
+def test_a_kernel_is_compiled_ahead_for_one_device_also_under_a_mesh(kinds, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(launch, "compiles_ahead", lambda module_context: True)
+    threads = SimpleNamespace(submit=lambda _, exported, structs: compiled.append(exported))
+    monkeypatch.setattr(compilation, "_threads", lambda: threads)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=kinds)
+    for under in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+        jax.clear_caches()
+        with under:
+            assert "mosaic_gpu" in cuda_program(lambda x: run(double, x), rows())
+    assert [exported.nr_devices for exported in compiled] == [1, 1]
+    assert len({exported.mlir_module() for exported in compiled}) == 1
+
+
 SCRIPT = """
 import jax
 from ahead_of_time import gpus
@@ -88,7 +105,7 @@ from planted import double, rows, run
 x = jax.eval_shape(rows)
 with gpus(device.HOPPER) as (gpu,):
     jax.config.update("jax_default_device", gpu)
-    launch.compiles_ahead = lambda module_context, keeps_kernels: True
+    launch.compiles_ahead = lambda module_context: True
     sharding = jax.sharding.SingleDeviceSharding(gpu)
     x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     program = jax.jit(lambda x: run(double, x)).trace(x).lower(lowering_platforms=("cuda",))

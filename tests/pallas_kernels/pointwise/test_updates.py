@@ -64,14 +64,6 @@ def test_lists_of_half_precisions_are_computed_in_float32(dtypes):
     check(simulate(*arrays, config=Config()), *arrays)
 
 
-def test_without_numbers_and_without_moments():
-    p, g = normal((5,), (600,)), normal((5,), (600,), seed=1)
-    with on_the_cpu(), simulated():
-        (new,) = jax.jit(lambda p, g: updates(lambda _, p, g: (p - g,), None, [p], [g], config=Config()))(p, g)
-    for result, a, b in zip(new, p, g, strict=True):
-        np.testing.assert_array_equal(result, a - b)
-
-
 def test_arrays_of_no_elements_need_no_kernel():
     scalars, changed, constant = drawn([(0,), (2, 0)])
     assert [a.shape for a in run(scalars, changed, constant, config=Config())[0]] == [(0,), (2, 0)]
@@ -112,15 +104,13 @@ def structs(*shapes, dtype="float32"):
 def test_it_pays_where_it_saves_launches():
     scalars = jax.ShapeDtypeStruct((1,), "float32")
 
-    def heuristic(scalars, *shapes, moments=1, dtype="float32"):
+    def heuristic(*shapes, dtype="float32"):
         arrays = structs(*shapes, dtype=dtype)
-        return updates.heuristic(formula, scalars, [arrays] * (1 + moments), [arrays])
+        return updates.heuristic(formula, scalars, [arrays] * 2, [arrays])
 
-    assert [heuristic(None, (0,), *[(4,)] * n) for n in (1, 2)] == [None, Config(1)]
-    assert [heuristic(scalars, (0,), *[(4,)] * n) for n in (2, 3)] == [None, Config(1)]
-    assert [heuristic(None, *[(2**n, 2)] * 2) for n in (18, 19)] == [Config(2), None]
-    assert heuristic(None, (2**19,), (2**19,), dtype="bfloat16") == Config(1)
-    assert heuristic(None, *[(4,)] * 9, moments=0) is None
+    assert [heuristic((0,), *[(4,)] * n) for n in (2, 3)] == [None, Config(1)]
+    assert [heuristic(*[(2**n, 2)] * 3) for n in (18, 19)] == [Config(2), None]
+    assert heuristic(*[(2**19,)] * 3, dtype="bfloat16") == Config(1)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int32"])

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.once
 @pytest.fixture
 def task(monkeypatch):
     monkeypatch.setattr(works, "CHECKERBOARD", SMALL)
-    monkeypatch.setattr(works, "TICKS", 2)
+    monkeypatch.setattr(works, "TICKS", 1)
     monkeypatch.setitem(works.AUTOMATON_BATCHES, 4, ((), ()))
     arguments = works.automaton_work(4).draw(0, 1, "float32")
     return Task("automaton", {"size": 4}, (arguments,), arguments, 2, "float32", "default", False, 1e-4, "best")

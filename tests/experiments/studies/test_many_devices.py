@@ -1,24 +1,25 @@
-"""Steps of training compiled for eight GPUs that are not there: what they communicate, and what runs meanwhile."""
+"""What training on several devices costs: timed here, and read off programs for eight GPUs that are not there."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from ahead_of_time import missing
 
-ROOT = Path(__file__).parents[1]
-STUDY = ROOT / "docs" / "lab" / "many_devices.py"
+from experiments.studies import many_devices
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.once
 @pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
 def test_devices_share_the_kernels_and_sum_the_gradients_once(tmp_path):
     works, found = ["lenet", "logic", "logic-large"], tmp_path / "found.json"
-    command = [sys.executable, STUDY, "compile", "--works", *works, "--json", found]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    command = [sys.executable, "-m", "experiments.studies.many_devices", "compile", "--works", *works, "--json", found]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     rows = json.loads(found.read_text())["rows"]
     assert [row["overlapping"] for row in rows] == [False, True] * 3
@@ -30,3 +31,16 @@ def test_devices_share_the_kernels_and_sum_the_gradients_once(tmp_path):
     # LeNet's parameters, some of them in rows that are filled up; four coefficients a gate; and the loss.
     assert 44_426 < rows[0]["bytes"] // 4 < 1.2 * 44_426
     assert [row["bytes"] for row in rows[2::2]] == [4 * (4 * 6 * gates + 1) for gates in (8000, 64000)]
+
+
+@pytest.mark.once
+def test_a_step_is_timed_in_each_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(many_devices, "EXAMPLES", {"lenet": (4,)})
+    monkeypatch.setattr(many_devices, "OVERLAPPING", {})
+    monkeypatch.setattr(many_devices, "SECONDS", 1e-3)
+    path = tmp_path / "found.json"
+    assert many_devices.main(["measure", "--works", "lenet", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    (row,) = report["rows"]
+    assert report["devices"] == len(jax.devices()) and row["examples"] == 4
+    assert all(row[place] > 0 for place in ("alone", "mesh_of_one", "mesh", "mesh_overlapping"))

@@ -1,0 +1,174 @@
+"""What data-parallel training costs beside the work itself: measured on several GPUs, and read off compiled programs.
+
+    python -m experiments.studies.many_devices measure --json docs/results/many-devices.json   # on several GPUs
+    python -m experiments.studies.many_devices compile --json docs/results/collectives.json    # needs CUDA's compiler
+
+`measure` times training steps with the same examples per device: on one GPU without a mesh, on a mesh of one, and on a
+mesh of all, with XLA's defaults and with `OVERLAPPING`.
+`compile` compiles the same steps for eight H200 that need not be there, and lists what they communicate.
+"""
+
+import argparse
+import concurrent.futures
+import math
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from experiments.bench.works import Work, selected
+from experiments.output.errors import exit_code
+from experiments.output.files import write_atomically
+from experiments.output.results import ROOT, provenance, to_json
+from jaxbp.verify.timing import device_seconds
+from pallas_kernels.core.device import HOPPER
+
+OVERLAPPING = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 2**17,
+}
+"""XLA's options for one sum per layer, which runs during the backward of the layer before it."""
+EXAMPLES = {"lenet": (8192, 65536), "logic": (128, 1024), "logic-large": (128, 1024), "mixer": (8192,)}
+"""Workload -> examples per device."""
+COMPILED_FOR = 8
+SECONDS = 0.03
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    args = sys.argv[1:] if args is None else list(args)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["measure", "compile"])
+    parser.add_argument("--works", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(args)
+    if given.what == "compile":
+        jax.config.update("jax_platforms", "cpu")  # A GPU that is here would be taken for those that are not.
+    report = provenance(shlex.join(["python", "-m", "experiments.studies.many_devices", *args]))
+    report |= {"devices": len(jax.devices()) if given.what == "measure" else COMPILED_FOR, "rows": []}
+    for row in {"measure": measured, "compile": compiled}[given.what](selected(given.works)):
+        print(row, flush=True)
+        report["rows"].append(row)
+        if given.json:
+            write_atomically(given.json, to_json(report))
+    return 0
+
+
+def data_parallel(work: Work, examples: int, mesh: Mesh) -> tuple[Any, ...]:
+    """Return the shapes of a step's arguments: parameters replicated, data sharded, so many examples per device."""
+
+    def on_mesh(tree, *spec):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        state, *data = jax.eval_shape(lambda: work.draw(0, examples * mesh.size, "float32"))
+    return on_mesh(state), *(on_mesh(a, "examples") for a in data)
+
+
+def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
+    return Mesh(np.array(devices), ("examples",), axis_types=(AxisType.Auto,))
+
+
+# ------------------------------------------------------------------------------------------------------------- measured
+
+
+def measured(works: Sequence[Work]) -> Iterator[dict[str, Any]]:
+    """Time each step, in microseconds, in each place. All programs are compiled first, in parallel."""
+    one, every = mesh_of(jax.devices()[:1]), mesh_of(jax.devices())
+    places = {
+        "alone": (None, {}),
+        "mesh_of_one": (one, {}),
+        "mesh": (every, {}),
+        "mesh_overlapping": (every, OVERLAPPING),
+    }
+    steps = [(work, examples) for work in works for examples in EXAMPLES[work.op]]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = {
+            (step, place): pool.submit(lowered(*step, *where).compile)
+            for step in steps
+            for place, where in places.items()
+        }
+        for work, examples in steps:
+            row = {"work": work.title, "examples": examples}
+            for place, (mesh, _) in places.items():
+                arguments = work.draw(0, examples * (mesh.size if mesh else 1), "float32")
+                if mesh is not None:
+                    shardings = jax.tree.map(lambda a: a.sharding, data_parallel(work, examples, mesh))
+                    arguments = jax.device_put(arguments, shardings)
+                program = programs[(work, examples), place].result()
+                row[place] = device_seconds(program, ((arguments,),), SECONDS).seconds / work.steps * 1e6
+            yield row
+
+
+def lowered(work: Work, examples: int, mesh: Mesh | None, options: Mapping[str, Any]) -> jax.stages.Lowered:
+    """Lower several steps with so many examples per device."""
+    function = jax.jit(work.chain(work.function(None, "float32"), work.steps), compiler_options=dict(options))
+    if mesh is None:
+        return function.lower((jax.eval_shape(lambda: work.draw(0, examples, "float32")),))
+    return function.lower((data_parallel(work, examples, mesh),))
+
+
+# ------------------------------------------------------------------------------------------------------------- compiled
+
+
+def compiled(works: Sequence[Work]) -> Iterator[dict[str, Any]]:
+    """Compile one step of each workload for `COMPILED_FOR` GPUs, without and with `OVERLAPPING`."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from ahead_of_time import gpus
+
+    def one_step(function):
+        def step(state, *data):
+            loss, gradients = function(state, *data)
+            return jax.tree.map(lambda p, g: p - 0.01 * g, state, gradients), loss
+
+        return step
+
+    # Nothing can be computed while an absent GPU is the default device, so the functions are made before.
+    functions = [one_step(work.function(None, "float32")) for work in works]
+    with gpus(HOPPER, COMPILED_FOR) as devices:
+        for work, function in zip(works, functions, strict=True):
+            arguments = data_parallel(work, EXAMPLES[work.op][0], mesh_of(devices))
+            step = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+            for overlapping in (False, True):
+                # Autotuning is off because it needs a GPU.
+                options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+                program = step.compile(compiler_options=options | (OVERLAPPING if overlapping else {})).as_text()
+                yield {"work": work.title, "overlapping": overlapping} | communicated(program)
+
+
+KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+COLLECTIVE = re.compile(rf"= (?P<result>.*?) (?P<kind>{KINDS})(?P<start>-start)?\(")
+SIZES = {"f32": 4, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1}
+
+
+def communicated(program: str) -> dict[str, Any]:
+    """Return what a compiled program communicates.
+
+    Returns:
+      collectives: kind -> how many; bytes: of their arrays; kernels: of this library; kernels_meanwhile: how many of
+      these stand between the start of a collective and its end.
+    """
+    kinds, size, kernels, meanwhile, running = {}, 0, 0, 0, 0
+    for line in program[program.index("\nENTRY") :].splitlines():
+        if found := COLLECTIVE.search(line):
+            kinds[found["kind"]] = kinds.get(found["kind"], 0) + 1
+            arrays = re.findall(r"(\w+)\[([\d,]*)\]", found["result"])
+            if found["start"]:  # An asynchronous collective names its arguments and its results.
+                running, arrays = running + 1, arrays[: len(arrays) // 2]
+            size += sum(SIZES[dtype] * math.prod(int(n) for n in shape.split(",") if n) for dtype, shape in arrays)
+        running -= bool(re.search(r" [a-z-]+-done\(", line))
+        # A kernel stands by itself or within a fusion that slices for it.
+        if "mosaic_gpu" in line or "dynamic_slice_fusion" in line.partition(" = ")[0]:
+            kernels += 1
+            meanwhile += running > 0
+    return {"collectives": kinds, "bytes": size, "kernels": kernels, "kernels_meanwhile": meanwhile}
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

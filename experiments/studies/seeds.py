@@ -1,0 +1,130 @@
+"""Train experiments with several seeds, and collect how each run came out.
+
+    python -m experiments.studies.seeds ca-checkerboard --seeds 16 --json docs/results/hardening-restarts.json
+    python -m experiments.studies.seeds "lenet --precision float32" "lenet --precision mixed_float16" --json out.json
+
+Each argument holds the arguments of `python -m experiments.train` for one setting, without `--seed`. A run trains in a
+child process and leaves no files. Runs side by side (`--processes`) slow each other down, so their times mean little.
+The result file has one row for each setting and seed. It is written anew after each run.
+"""
+
+import argparse
+import dataclasses
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from experiments import train
+from experiments.children import in_children, share_gpus
+from experiments.configs import LogicConvConfig, TrainingConfig
+from experiments.configs.automaton import AutomatonConfig, LifeConfig
+from experiments.data.datasets import Dataset
+from experiments.output.errors import exit_code
+from experiments.output.files import write_atomically
+from experiments.output.results import provenance, to_json
+from experiments.training import devices, loop
+from experiments.training.automaton import life, trials
+from experiments.training.compiled import FLAGS, compiled_classifier
+from experiments.training.logic import relaxed_predictions, samples_per_second
+from jaxbp import pack_bits
+
+Task = tuple[str, int]
+"""The arguments of `experiments.train`, and the seed."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    args = sys.argv[1:] if args is None else list(args)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("settings", nargs="+", help="arguments of experiments.train, those of one setting in quotes")
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0")
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time")
+    parser.add_argument("--limit", type=float, default=86_400, help="seconds after which a run is ended")
+    parser.add_argument("--json", type=Path, required=True)
+    given = parser.parse_args(args)
+    tasks = [(settings, seed) for seed in range(given.seeds) for settings in given.settings]
+    for task in tasks:
+        config_of(task)  # A mistake is reported before anything is trained.
+    share_gpus()
+    report = provenance(shlex.join(["python", "-m", "experiments.studies.seeds", *args])) | {"rows": []}
+    if any("logic-conv" in settings for settings in given.settings):
+        report |= c_compiler()
+    for done in in_children(trained, tasks, given.processes, given.limit):
+        settings, seed = done.task
+        outcome = {"failed": f"{done.death}: {done.said}"} if done.death else done.results[0]
+        report["rows"].append({"settings": settings, "seed": seed} | outcome)
+        print(report["rows"][-1], flush=True)
+        write_atomically(given.json, to_json(report))
+    return 0
+
+
+def config_of(task: Task) -> TrainingConfig:
+    settings, seed = task
+    return train.parse([*shlex.split(settings), "--seed", str(seed)]).experiment
+
+
+def trained(task: Task) -> Iterator[dict[str, Any]]:
+    """Train once, and yield the figures of the run."""
+    config = config_of(task)
+    config, dataset = dataclasses.replace(config, devices=devices.number_of(config)), config.load()
+    prepared, epochs = loop.prepare(config, dataset), []
+    for metrics, state, _ in loop.run(prepared, prepared.state):
+        epochs.append(metrics)
+        params = state.params
+        if config.is_last(metrics.epoch, metrics.test_accuracy):
+            break
+    nnx.update(prepared.model, jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), params))
+    yield {
+        "epochs": len(epochs),
+        "updates": metrics.step,
+        "test_accuracy": metrics.test_accuracy,
+        "skipped_steps": sum(epoch.skipped_steps for epoch in epochs),
+        "seconds": sum(epoch.seconds + epoch.evaluation_seconds for epoch in epochs),
+        "compile_seconds": prepared.compile_seconds,
+    } | circuit_figures(config, prepared.model, dataset)
+
+
+def circuit_figures(config: TrainingConfig, model: nnx.Module, dataset: Dataset) -> dict[str, Any]:
+    """Return what only the hardened circuit of an automaton or of a convolutional logic network tells."""
+    if isinstance(config, AutomatonConfig):
+        circuit = model.harden().seen(config.visible)
+        shares, _ = (life if isinstance(config, LifeConfig) else trials)(config, circuit)
+        return shares | {"gates": circuit.gates}
+    if not isinstance(config, LogicConvConfig):
+        return {}
+    circuit, bits = model.harden(), np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
+    relaxed = np.mean(relaxed_predictions(model, bits, config.batch_size) == dataset.test_labels)
+    figures = {"placed_gates": circuit.placed_gates, "simplified_gates": len(circuit.netlist())}
+    figures["relaxed"] = float(relaxed)
+    if compiler := shutil.which("cc"):
+        with tempfile.TemporaryDirectory() as folder:
+            classify = compiled_classifier(circuit, model.classes, compiler, Path(folder))
+            classes = classify(pack_bits(bits.reshape(len(bits), -1)))[: len(bits)]
+            figures["c_accuracy"] = float(np.mean(classes == dataset.test_labels))
+            figures["c_samples_per_second"] = samples_per_second(classify, bits)
+    return figures
+
+
+def c_compiler() -> dict[str, str]:
+    """Return the names of the processor and of the C compiler, which decide the speed of a circuit's C code."""
+    cpus, compiler = Path("/proc/cpuinfo"), shutil.which("cc")
+    found = re.search(r"model name\s*: (.*)", cpus.read_text()) if cpus.exists() else None
+    named = {"processor": found[1]} if found else {}
+    if compiler:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+        named["compiler"] = f"{version.splitlines()[0]}, {next(flag for flag in FLAGS if flag.startswith('-O'))}"
+    return named
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

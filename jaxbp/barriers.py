@@ -1,0 +1,61 @@
+"""Optimization barriers that XLA's compiler for the CPU keeps.
+
+A barrier keeps XLA from merging equal computations, from moving a computation, and from repeating one. Before jaxlib
+0.11.1, the compiler for the CPU removes every barrier before it assigns layouts, fuses operations, and merges equal
+computations. There, a call that XLA must not inline takes the barrier's place. XLA reads this from the attribute
+`inlineable` of the call; if it ignored the attribute, programs would need more time or memory, with the same results.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jaxlib.version
+from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+REMOVED_EARLY = jaxlib.version.__version_info__ < (0, 11, 1)
+"""Whether the compiler for the CPU removes barriers before it optimizes."""
+
+
+def optimization_barrier(arrays: Any) -> Any:
+    """Return `lax.optimization_barrier(arrays)`."""
+    return _barrier(arrays) if _needs_calls() else lax.optimization_barrier(arrays)
+
+
+def on_cpu(arrays: Any) -> Any:
+    """Return the arrays, behind a barrier where the program is lowered for the CPU.
+
+    Without it, XLA's compiler for the CPU computes an array again wherever it is read.
+    """
+    return lax.platform_dependent(arrays, cpu=optimization_barrier, default=lambda arrays: arrays)
+
+
+def checkpoint(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `jax.checkpoint(f)`, which computes f again in the backward pass, and not before."""
+    return _not_inlined(jax.checkpoint(f)) if _needs_calls() else jax.checkpoint(f)
+
+
+def _needs_calls() -> bool:
+    return REMOVED_EARLY and jax.default_backend() == "cpu"
+
+
+def _not_inlined(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The function as a call in the program, and each of its derivatives as another."""
+
+    @jax.jit
+    def inner(x):
+        # XLA may inline the calls in f.
+        with set_xla_metadata(inlineable="true"):
+            return f(x)
+
+    @functools.wraps(f)
+    def call(x):
+        with set_xla_metadata(inlineable="false"):
+            return inner(x)
+
+    return call
+
+
+_barrier = _not_inlined(lax.optimization_barrier)

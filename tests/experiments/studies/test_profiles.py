@@ -1,0 +1,42 @@
+"""Workloads under Nsight Compute, whose place a script takes."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from experiments.output.errors import UserError
+from experiments.studies import profiles
+
+FAKE = """#!{python}
+import sys
+assert sys.argv[-3:] == ["experiments.studies.profiles", "--run", "{work}"]
+columns = ["ID", "Kernel Name", "gpu__time_duration.sum", "launch__registers_per_thread"]
+stalls = ["barrier", "long_scoreboard"]
+columns += ["smsp__average_warps_issue_stalled_" + name + "_per_issue_active.ratio" for name in stalls]
+lines = [columns, ["", "", "ns", "", "", ""], ["0", "relu_kernel(float)", "1,500.0", "32", "0.5", "2.5"]]
+with open(sys.argv[sys.argv.index("--log-file") + 1], "w") as log:
+    print("==PROF== Connected", *(",".join('"' + cell + '"' for cell in line) for line in lines), sep="\\n", file=log)
+"""
+
+
+@pytest.mark.once
+def test_each_kernel_has_a_row(tmp_path, monkeypatch):
+    work, path = "relu_backward:relu1@2/float32/xla", tmp_path / "profiles.json"
+    script = tmp_path / "ncu"
+    script.write_text(FAKE.format(python=sys.executable, work=work))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert profiles.main([work, "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["work"], row["dtype"], row["implementation"]) == ("relu_backward relu1, batch 2", "float32", "xla")
+    assert (row["kernel"], row["microseconds"], row["registers"], row["dram"]) == ("relu_kernel", 1.5, 32, None)
+    assert (row["waits_for"], row["waited_cycles"]) == ("long_scoreboard", 2.5)
+
+
+def test_a_workload_has_one_place_and_defaults():
+    asked = profiles.asked_for("lenet@8192/bfloat16")
+    assert (asked.batch, *asked[2:]) == (8192, "bfloat16", "pallas", "default")
+    with pytest.raises(UserError, match="wants one, as in"):
+        profiles.asked_for("relu_backward")

@@ -1,0 +1,42 @@
+"""Runs over several seeds: their rows, and what is added for circuits."""
+
+import json
+
+import pytest
+
+from experiments.studies import seeds
+
+pytestmark = pytest.mark.once
+
+
+def test_each_setting_and_seed_has_a_row_and_a_run_that_fails_says_why(tmp_path):
+    path = tmp_path / "seeds.json"
+    settings = ["lenet --epochs 1 --implementation xla", "lenet --batch-size 10000"]
+    assert seeds.main([*settings, "--seeds", "1", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    trained, failed = report["rows"]
+    assert report["command"].startswith("python -m experiments.studies.seeds 'lenet --epochs 1")
+    assert (trained["settings"], trained["seed"], trained["epochs"], trained["skipped_steps"]) == (settings[0], 0, 1, 0)
+    assert 0.5 < trained["test_accuracy"] <= 1 and trained["updates"] > 40
+    assert failed["settings"] == settings[1] and "batch_size = 10000" in failed["failed"]
+
+
+def test_a_mistake_is_reported_before_anything_is_trained(tmp_path):
+    with pytest.raises(SystemExit):
+        seeds.main(["lenet", "lenet --nothing 1", "--json", str(tmp_path / "seeds.json")])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_automata_say_how_often_they_are_right(tiny_automaton, monkeypatch):
+    monkeypatch.setattr(seeds, "config_of", lambda task: tiny_automaton(seed=task[1]))
+    (row,) = seeds.trained(("ca-tiny", 0))
+    assert (row["right"], row["stands"], row["heals"]) == (1, 1, 1)
+    assert row["updates"] == 80 and row["gates"] > 0
+
+
+def test_convolutional_logic_networks_say_what_their_circuit_is(tmp_path):
+    (row,) = seeds.trained(("logic-conv --kernels 1 --epochs 1", 0))
+    assert row["placed_gates"] > row["simplified_gates"] > 0 and 0 < row["relaxed"] <= 1
+    if "c_accuracy" in row:
+        assert row["c_accuracy"] == pytest.approx(row["test_accuracy"]) and row["c_samples_per_second"] > 0
+        assert "-O3" in seeds.c_compiler()["compiler"]
