@@ -38,20 +38,23 @@ def page(report: Report) -> str:
     settings = json.dumps({"command": report["command"], **report["config"]}, indent=1)
     before = ""
     if report["curves"]:
-        before = section("Training", _figures(report, _draw_curves, _draw_distances) + _curves(report))
+        table = printed(curves_table(report["curves"], report["reference"]))
+        before = section("Training", _figures(report, _draw_curves, _draw_distances) + table)
     notes = f"{report['precision']} precision", versions, report["date"]
     after = f"<details><summary>Settings</summary><pre>{escape(settings)}</pre></details>"
     return Comparison.of(report).page(notes, before, after)
 
 
-def _curves(report: Report) -> str:
-    curves, steps = report["curves"], len(report["curves"][report["reference"]])
-    shown = sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1})
-    table = Table("step", *curves)
-    for step in shown:
+def curves_table(curves: Mapping[str, Sequence[float | None]], reference: str) -> Table:
+    """The losses at some steps, a column an implementation, and each curve's largest distance from the reference."""
+    table, steps = Table("step", *curves, title="training loss"), len(curves[reference])
+    for step in sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1}):
         losses = (curve[step] for curve in curves.values())
         table.add_row(str(step + 1), *("not finite" if loss is None else f"{loss:.6f}" for loss in losses))
-    return printed(table)
+    furthest = (np.abs(_line(curve) - _line(curves[reference])).max() for curve in curves.values())
+    table.add_section()
+    table.add_row(f"furthest from {reference}", *(f"{distance:.1e}" for distance in furthest))
+    return table
 
 
 # ------------------------------------------------------------------------------------------------------------- pictures
