@@ -1,13 +1,7 @@
-"""The bench's report as a table, which is made from the JSON file alone:
-
-python -m experiments.bench.report results.json
-"""
+"""The bench's report as a table."""
 
 import itertools
-import json
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -85,8 +79,3 @@ def _cells(row: Row) -> list[str]:
 
 def _text(value: float | None, pattern: str, unit: float = 1) -> str:
     return "" if value is None else pattern.format(value / unit)
-
-
-if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        print_table(json.loads(path.read_text()))

@@ -1,17 +1,10 @@
-"""The page of a comparison: one HTML file that contains its pictures, in a light and a dark scheme.
-
-It is made from the report's JSON file alone:
-
-    python -m experiments.output.comparison_page lenet.json     # writes lenet.html
-"""
+"""The page of a comparison: one HTML file that contains its pictures, in a light and a dark scheme."""
 
 import io
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -22,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from experiments.output.files import write_atomically
 from jaxbp.verify import Comparison
 from jaxbp.verify.page import colour, printed, section
 
@@ -128,8 +120,3 @@ def _steps(curve: Sequence[Any]) -> range:
 
 def _line(curve: Sequence[float | None]) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in curve])
-
-
-if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        write_atomically(path.with_suffix(".html"), page(json.loads(path.read_text())).encode())
