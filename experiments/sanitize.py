@@ -140,11 +140,12 @@ def run(config: SanitizeConfig, command: str) -> int:
     if config.child:
         return run_kernels(*config.ops)
     from experiments.output.results import provenance, to_json
+    from jaxbp.catalogue import CATALOGUE
 
     for option in ("processes", "attempts"):
         if (number := getattr(config, option)) < 1:
             raise UserError(f"--{option} is {number}: wanted at least 1")
-    sanitizer, names = find_sanitizer(), _names(config.ops)
+    sanitizer, names = find_sanitizer(), refuse_unknown("op", config.ops, (entry.name for entry in CATALOGUE))
     report: dict[str, Any] = {
         **provenance(command),
         "explained": {explained.name: explained.reason for explained in EXPLAINED},
@@ -182,14 +183,6 @@ def find_sanitizer() -> str:
 def version_of(sanitizer: str) -> str | None:
     printed = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=False).stdout
     return match[1] if (match := re.search(r"Version (\S+)", printed)) else None
-
-
-def _names(names: Sequence[str]) -> list[str]:
-    from jaxbp.catalogue import CATALOGUE
-
-    known = [entry.name for entry in CATALOGUE]
-    refuse_unknown("op", names, known)
-    return list(names) or known
 
 
 def attempted(sanitizer: str, tool: str, name: str, limit: float, attempts: int) -> dict[str, Any]:

@@ -75,9 +75,8 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Work]:
     named = [{"all", work.op, f"{work.op}:{work.place}"} | ({"ops"} if work.steps is None else set()) for work in works]
     unknown = [case for case in cases if not any(case in names for names in named)]
     ops = list(dict.fromkeys(work.op for work in works))
-    refuse_unknown(
-        "case", (case for case in unknown if case.partition(":")[0] not in ops), ops, "all, ops, or some of "
-    )
+    unknown_ops = [case for case in unknown if case.partition(":")[0] not in ops]
+    refuse_unknown("case", unknown_ops, ops, "all, ops, or some of ")
     for op, _, place in (case.partition(":") for case in unknown):
         places = ", ".join(work.place for work in works if work.op == op)
         raise UserError(f"unknown place {place} of {op}: wanted {f'one of {places}' if places else 'none'}")
@@ -258,34 +257,29 @@ def logic_network(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class LogicConvSizes:
+class LogicConvSizes(NamedTuple):
     """A published convolutional logic network: the shape of its images of bits, its convolutions with their or-pools,
     the gates of the layers behind them, and what the sums of classes are divided by."""
 
     shape: tuple[int, int, int]
-    convolutions: tuple[LogicConvolution, ...]
-    widths: tuple[int, ...]
+    convolutions: Sequence[LogicConvolution]
+    widths: Sequence[int]
     tau: float
     cpu_batches: tuple[int, ...] = ()
 
 
-def _logic_conv_sizes(shape, convolutions, k, tau, **batches):
-    convolutions = tuple(c._replace(kernels=c.kernels * k, pool=2) for c in convolutions)
-    return LogicConvSizes(shape, convolutions, (1280 * k, 640 * k, 320 * k), tau, **batches)
-
-
+_MNIST_CONVOLUTIONS = [
+    LogicConvolution(64, 5, pool=2),
+    LogicConvolution(3 * 64, 3, padding=1, pool=2),
+    LogicConvolution(9 * 64, 3, padding=1, pool=2),
+]
+_CIFAR_CONVOLUTIONS = [LogicConvolution(n * 256, 3, padding=1, pool=2) for n in (1, 4, 16, 32)]
+_WIDTHS = 1280, 640, 320
 LOGIC_CONV = {
-    "mnist-m": _logic_conv_sizes(
-        (1, 28, 28),
-        [LogicConvolution(1, 5), LogicConvolution(3, 3, padding=1), LogicConvolution(9, 3, padding=1)],
-        k=64,
-        tau=28.0,
-        cpu_batches=(16,),
+    "mnist-m": LogicConvSizes(
+        (1, 28, 28), _MNIST_CONVOLUTIONS, tuple(64 * width for width in _WIDTHS), 28.0, cpu_batches=(16,)
     ),
-    "cifar-m": _logic_conv_sizes(
-        (9, 32, 32), [LogicConvolution(n, 3, padding=1) for n in (1, 4, 16, 32)], k=256, tau=40.0
-    ),
+    "cifar-m": LogicConvSizes((9, 32, 32), _CIFAR_CONVOLUTIONS, tuple(256 * width for width in _WIDTHS), 40.0),
 }
 """Of F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024: size M, for MNIST and for
 CIFAR-10 with three bits a colour."""

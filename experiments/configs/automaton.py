@@ -235,10 +235,6 @@ class AutomatonConfig(TrainingConfig):
         first = self.hard_from * updates
         return getattr(self, field) * jnp.clip((update - first) / max(updates - 1 - first, 1), 0, 1)
 
-    def rounded_as_of(self, update: Int[Array, ""]) -> float | Float[Array, ""]:
-        """`rounded_share` as of an update: the same at all."""
-        return self.rounded_share
-
     def _training_loss(self, model, examples, targets):
         grid = tuple(n // self.shrink for n in self.grid) if self.shrink > 1 else None
         starts, key = self._starts_and_key(examples, grid)
@@ -253,7 +249,7 @@ class AutomatonConfig(TrainingConfig):
             logits = self._partly_hard(jax.random.fold_in(of_gates, 1), logits, share)
             options["parametrization"] = "softmax"
         state, automaton = starts.astype(self.policy.compute_dtype), model.automaton.get_value()
-        options |= dict(key=of_cells, fire_rate=self.fire_rate, rounding_rate=self.rounded_as_of(update))
+        options |= dict(key=of_cells, fire_rate=self.fire_rate, rounding_rate=self.rounded_share)
         last = jaxbp.automaton_rollout(logits, automaton, state, self.steps // self.shrink, **options)
         losses, right = self._losses(last, starts)
         return losses + penalty, right

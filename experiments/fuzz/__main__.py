@@ -102,25 +102,19 @@ class Found:
             if outcome.message == REFUSED:
                 self.refused += 1
             elif outcome.message is not None:
-                number = task.number * len(DATA) + draw
-                failure = dict(number=number, op=program.entry.name, message=outcome.message, lines=outcome.lines)
+                failure = _case(task, draw) | dict(message=outcome.message, lines=outcome.lines)
                 self.failures.append(failure)
-                yield f"failed: case {number}, {program.entry.name}: {outcome.message}\n{outcome.lines}"
+                yield "failed: case {number}, {op}: {message}\n{lines}".format(**failure)
         missing = [draw for draw in task.draws if draw not in outcomes]
         if done.death is not None and missing:
-            number = task.number * len(DATA) + missing[0]
             self.lost += len(missing) - 1
-            self.crashes.append(
-                dict(
-                    number=number,
-                    op=program.entry.name,
-                    death=done.death,
-                    said=done.said,
-                    autodiff=None,
-                    lines=reproducer(task, missing[0]),
-                )
-            )
-            yield f"crashed: case {number}, {program.entry.name}: {done.death}\n{done.said}"
+            crash = _case(task, missing[0]) | dict(death=done.death, said=done.said, autodiff=None)
+            self.crashes.append(crash | dict(lines=reproducer(task, missing[0])))
+            yield "crashed: case {number}, {op}: {death}\n{said}".format(**crash)
+
+
+def _case(task: Task, draw: int) -> dict[str, Any]:
+    return dict(number=task.number * len(DATA) + draw, op=task.program.entry.name)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -132,7 +126,8 @@ def run(config: FuzzConfig, command: str) -> int:
     """Draw and try cases until the limit, and print and keep what is found."""
     found, seed = _start(config, np.random.SeedSequence().entropy % 2**32 if config.seed is None else config.seed)
     share_gpus()
-    whole = Task(seed, 0, _ops(config.ops), kernels_run())
+    ops = refuse_unknown("op", config.ops, (entry.name for entry in CATALOGUE))
+    whole = Task(seed, 0, ops, kernels_run())
     head = provenance(command)
     print(f"seed {seed}, from case {found.cases}", flush=True)
     start, kept, before = time.perf_counter(), 0.0, found.seconds
@@ -143,10 +138,9 @@ def run(config: FuzzConfig, command: str) -> int:
             number, draw = divmod(config.only, len(DATA))
             yield dataclasses.replace(whole, number=number, draws=(draw,))
             return
-        for number in range(found.cases // len(DATA), sys.maxsize):
+        end = sys.maxsize if config.cases is None else -(-config.cases // len(DATA))
+        for number in range(found.cases // len(DATA), end):
             if limit is not None and time.perf_counter() - start > limit:
-                return
-            if config.cases is not None and number * len(DATA) >= config.cases:
                 return
             yield dataclasses.replace(whole, number=number)
 
@@ -213,12 +207,6 @@ def _start(config: FuzzConfig, seed: int) -> tuple[Found, int]:
     if config.seed not in (None, kept["seed"]):
         raise UserError(f"--seed is {config.seed}, but {config.json} has seed {kept['seed']}")
     return found, kept["seed"]
-
-
-def _ops(names: Sequence[str]) -> tuple[str, ...]:
-    known = [entry.name for entry in CATALOGUE]
-    refuse_unknown("op", names, known)
-    return tuple(names or known)
 
 
 if __name__ == "__main__":

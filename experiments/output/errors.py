@@ -69,8 +69,10 @@ def exit_code(command: Callable[[], int]) -> int:
         return _said(str(stop) or "stopped", 130)
 
 
-def refuse_unknown(what: str, names: Iterable[str], known: Iterable[str], wanted: str = "some of ") -> None:
-    """Requires known names. Names that are alike are proposed, else all of them, behind `wanted`.
+def refuse_unknown(what: str, names: Sequence[str], known: Iterable[str], wanted: str = "some of ") -> tuple[str, ...]:
+    """Require known names, and return them, or all that are known if there are none.
+
+    Names that are alike are proposed, else all of them, after `wanted`.
 
     Raises:
       UserError: (a ValueError) for other names.
@@ -80,6 +82,7 @@ def refuse_unknown(what: str, names: Iterable[str], known: Iterable[str], wanted
         like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))
         hint = f"did you mean {' or '.join(like)}?" if like else f"wanted {wanted}{', '.join(known)}"
         raise UserError(f"unknown {what} {', '.join(unknown)}: {hint}")
+    return tuple(names or known)
 
 
 def refuse_missing_folders(*paths: Path | None) -> None:
