@@ -6,6 +6,7 @@ Compiling needs CUDA's compiler, of which `ahead_of_time.missing` says what is n
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,10 +74,10 @@ def test_a_body_is_traced_once(monkeypatch):
         traced.append(i)
         double(x_ref, y_ref, i=i)
 
-    assert "mosaic_gpu" in cuda_program(lambda x: run(body, x), rows())
-    assert len(traced) == 1
-    compilation._threads().submit(lambda: None).result()
-    assert len(compiled) == 1
+    with ThreadPoolExecutor(1) as threads:  # which waits for them in the end
+        monkeypatch.setattr(compilation, "_threads", lambda: threads)
+        assert "mosaic_gpu" in cuda_program(lambda x: run(body, x), rows())
+    assert len(traced) == len(compiled) == 1
 
 
 SCRIPT = """
