@@ -39,10 +39,12 @@ train.train(ToyConfig(run_dir=path, resume=has_begun, epochs=int(sys.argv[2])))
 
 
 @pytest.fixture
-def command(monkeypatch):
+def command(monkeypatch, tmp_path):
     """Returns a function that makes the command of a process, which begins the toy experiment or goes on with it."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "experiments"))))
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    # A process that is killed may leave half a compiled program, of which others would be warned.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
     return lambda run_dir, pause=PAUSE: [sys.executable, "-c", SCRIPT, str(run_dir), str(EPOCHS), str(pause)]
 
 

@@ -92,7 +92,7 @@ def test_the_page_in_a_browser_heals_what_a_click_destroys(tmp_path):
     # A container has no sandbox of its own to give.
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--dump-dom", f"{path.as_uri()}#test={TICKS}"]
-    page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
     (written,) = re.findall(r'<pre id="test">(.*?)</pre>', page, re.DOTALL)
     written = json.loads(written)
     expected = expected_states(automaton, state, damaged_at=TICKS // 2)
