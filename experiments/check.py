@@ -17,13 +17,10 @@ its gradients again and again, on a GPU at real sizes, and exits with 1 where th
 import dataclasses
 import functools
 import itertools
-import json
-import math
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +30,9 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.output.accuracy import measure
-from experiments.output.errors import UserError, exit_code, kept_in, refuse_unknown
+from experiments.output.errors import UserError, kept_in, refuse_missing_folders, refuse_unknown, run_command
 from experiments.output.files import write_atomically
+from experiments.output.results import finite, to_json
 from jaxbp.catalogue import CATALOGUE, Entry
 from jaxbp.catalogue.schema import Case, FixedArgument
 from jaxbp.verify import ADDED, CheckResult, CheckRow, check
@@ -70,24 +68,19 @@ class CheckConfig:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 1 if a check failed, else `errors.py`'s."""
-    args = sys.argv[1:] if args is None else list(args)
-    return exit_code(lambda: _main(args))
+    """Run the command line. Return the exit code: 1 if a check failed, else that of `errors.py`."""
+    return run_command(run, CheckConfig, "experiments.check", args)
 
 
-def _main(args: Sequence[str]) -> int:
-    config = tyro.cli(
-        CheckConfig, args=args, prog="python -m experiments.check", config=(tyro.conf.FlagCreatePairsOff,)
-    )
+def run(config: CheckConfig, command: str) -> int:
+    """Check what the config asks for, and print and keep what is found."""
     entries = selected(config.ops)
-    if config.json is not None and not config.json.parent.is_dir():
-        raise UserError(f"{config.json} cannot be written: there is no folder {config.json.parent}")
+    refuse_missing_folders(config.json)
     if config.repeat is not None and config.repeat < 2:
         raise UserError(f"repeat is {config.repeat}; wanted at least 2 runs, to compare")
     console, rows = Console(), []
     if not console.is_terminal:
         console = Console(width=150 if config.verbose or config.accuracy else WIDTH)
-    command = shlex.join(["python", "-m", "experiments.check", *args])
     if config.accuracy:
         ours = [name for name in config.implementations if name != "autodiff"]
         return 0 if measure(entries, ours, config.dtype, command, console, config.json) else 1
@@ -98,8 +91,10 @@ def _main(args: Sequence[str]) -> int:
             console.print(result.table() if config.verbose else result.summary())
             rows += result.rows
             if config.json is not None:
-                found = CheckResult(tuple(rows))
-                write_atomically(config.json, to_json(command, found, complete=i == len(cases)))
+                complete, found = i == len(cases), CheckResult(tuple(rows))
+                report = {"command": command, "complete": complete, "passed": complete and bool(found)}
+                report["rows"] = [dataclasses.asdict(row) for row in rows]
+                write_atomically(config.json, to_json(finite(report, str)))
     result = CheckResult(tuple(rows))
     for failure in result.failures:
         console.print(Text(f"failed: {failure}", style="bold red"), soft_wrap=True)
@@ -169,17 +164,6 @@ def _runs_with_other_bits(function, case: Case, implementation: str, dtype: str,
         bits = lambda: [np.asarray(a).tobytes() for a in jax.tree.leaves(run(values, cotangents))]  # noqa: E731
         first = bits()
         return sum(bits() != first for _ in range(config.repeat - 1))
-
-
-def to_json(command: str, result: CheckResult, complete: bool) -> bytes:
-    """The rows as JSON, in which numbers that are not finite are strings. A run that was cut short has not passed."""
-    rows = [{name: _plain(value) for name, value in dataclasses.asdict(row).items()} for row in result.rows]
-    report = {"command": command, "complete": complete, "passed": complete and bool(result), "rows": rows}
-    return (json.dumps(report, indent=1) + "\n").encode()
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

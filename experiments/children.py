@@ -2,20 +2,18 @@
 
 import collections
 import dataclasses
-import math
 import multiprocessing
 import os
 import re
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 _SPAWN = multiprocessing.get_context("spawn")  # JAX's threads do not live through a fork
-_READY, _END = "ready", "end"
 KEPT_CHARACTERS = 2000
 STACK = re.compile(r"^ *@ +0x.*\n?", re.MULTILINE)
 """The calls of C++ that led to an abort. They come after what is wrong, and are many."""
@@ -41,42 +39,38 @@ class Done:
 def in_children(
     work: Callable[[Any], Iterable[Any]], tasks: Iterable[Any], processes: int, limit: float
 ) -> Iterator[Done]:
-    """Does the tasks in so many processes, which do one after the other; gives what came of each, in their order.
+    """Do the tasks in so many processes, each one after the other; yield what came of each task, in their order.
 
-    `work`, a function of a module, gives the results of a task one by one; a process that gives none for `limit`
-    seconds, and does not end the task, is killed. Tasks are taken as processes are free. What processes write to
-    stderr is kept for those that die. Processes share GPUs.
+    `work`, a function of a module, gives the results of a task one by one. A process that gives none for `limit`
+    seconds, and does not end the task, is killed. A task is taken when a process is free. The text that a process
+    writes to stderr is kept if it dies. Processes share GPUs.
 
     Raises:
       RuntimeError: a process dies before it begins its first task.
     """
     share_gpus()
-    tasks, children, order = iter(tasks), [], collections.deque()
-    try:
-        while True:
-            free = [child for child in children if child.doing is None]
-            while (free or len(children) < processes) and (task := next(tasks, None)) is not None:
-                order.append(Done(task))
-                if free:
-                    free.pop().begin(order[-1])
-                else:
-                    children.append(_Child(work, order[-1], limit))
-            while order and all(child.doing is not order[0] for child in children):
-                yield order.popleft()
-            busy = {child.connection: child for child in children if child.doing is not None}
-            if not busy:
-                return
-            soonest = min(child.deadline for child in busy.values())
-            ready = wait(busy, None if soonest == math.inf else max(soonest - time.monotonic(), 0))
-            for connection, child in busy.items():
-                if connection in ready:
-                    child.listen()
-                elif time.monotonic() > child.deadline:
-                    child.kill(f"no answer in {limit:g} s")
-            children = [child for child in children if not child.connection.closed]
-    finally:
-        for child in children:
-            child.kill()
+    children, order = [], collections.deque()
+    with ThreadPoolExecutor(processes) as pool:  # each thread waits for one process
+        try:
+            for task in tasks:
+                child = next((child for child in children if child.is_free), None)
+                if child is None:
+                    children.append(child := _Child(work))
+                child.is_free = False
+                order.append(pool.submit(child.do, task, limit))
+                while order:
+                    running = [future for future in order if not future.done()]
+                    if order[0] not in running:
+                        yield order.popleft().result()
+                    elif len(running) == processes:
+                        wait(running, return_when=FIRST_COMPLETED)
+                    else:
+                        break
+            while order:
+                yield order.popleft().result()
+        finally:
+            for child in children:
+                child.kill()
 
 
 def share_gpus() -> None:
@@ -85,54 +79,49 @@ def share_gpus() -> None:
 
 
 class _Child:
-    """A process, and the task that it does."""
+    """A process that does one task after the other."""
 
-    def __init__(self, work: Callable, first: Done, limit: float):
-        self.doing: Done | None = first
-        self.limit, self.deadline = limit, math.inf  # until it is ready for its first task
+    def __init__(self, work: Callable):
         self.stderr = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed with the process)
         self.connection, theirs = _SPAWN.Pipe()
         self.process = _SPAWN.Process(target=_serve, args=(work, theirs, self.stderr.name), daemon=True)
         self.process.start()
         theirs.close()
+        self.is_free, self.has_started = True, False
 
-    def begin(self, done: Done) -> None:
-        self.doing, self.deadline = done, time.monotonic() + self.limit
-        self.connection.send(done.task)
-
-    def listen(self) -> None:
+    def do(self, task: Any, limit: float) -> Done:
+        """Do a task. Where the process dies of it, it is never free again."""
+        results = []
         try:
-            message, result = self.connection.recv()
+            self.has_started = self.has_started or self.connection.recv()
+            self.connection.send(task)
+            while self.connection.poll(limit):
+                is_end, result = self.connection.recv()
+                if is_end:
+                    self.is_free = True
+                    return Done(task, results)
+                results.append(result)
+            death = f"no answer in {limit:g} s"
         except (EOFError, OSError):
             self.process.join()
             code = self.process.exitcode
-            if self.deadline == math.inf:
+            if not self.has_started:
                 raise RuntimeError(f"a child process did not start: exit code {code}") from None
-            return self.kill(signal.Signals(-code).name if code < 0 else f"exit code {code}")
-        self.deadline = time.monotonic() + self.limit
-        if message == _READY:
-            self.begin(self.doing)
-        elif message == _END:
-            self.doing = None
-        else:
-            self.doing.results.append(result)
+            death = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        self.kill()
+        said = STACK.sub("", Path(self.stderr.name).read_text(errors="replace"))[-KEPT_CHARACTERS:]
+        return Done(task, results, death, said)
 
-    def kill(self, death: str | None = None) -> None:
-        """Ends the process, and with it its task, if it has one."""
+    def kill(self) -> None:
         self.process.kill()
         self.process.join()
-        self.connection.close()
-        if self.doing is not None:
-            said = STACK.sub("", Path(self.stderr.name).read_text(errors="replace"))[-KEPT_CHARACTERS:]
-            self.doing.death, self.doing.said, self.doing = death, said, None
-        self.stderr.close()
 
 
 def _serve(work: Callable[[Any], Iterable[Any]], connection: Connection, stderr: str) -> None:
-    """A child's life."""
+    """Do what a child process does in its life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its children
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND), 2)
-    connection.send((_READY, None))
+    connection.send(True)  # it has started
     while True:
         try:
             task = connection.recv()
@@ -140,5 +129,5 @@ def _serve(work: Callable[[Any], Iterable[Any]], connection: Connection, stderr:
             return
         os.ftruncate(2, 0)
         for result in work(task):
-            connection.send((None, result))
-        connection.send((_END, None))
+            connection.send((False, result))
+        connection.send((True, None))

@@ -12,9 +12,7 @@ writes is one file, with its pictures in it.
 import dataclasses
 import functools
 import inspect
-import math
 import operator
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,9 +31,9 @@ from experiments import configs
 from experiments.configs import EXPERIMENTS, TrainingConfig
 from experiments.data.datasets import Dataset
 from experiments.output.comparison_page import page
-from experiments.output.errors import UserError, exit_code, kept_in
+from experiments.output.errors import UserError, kept_in, refuse_missing_folders, run_command
 from experiments.output.files import write_atomically
-from experiments.output.results import provenance, to_json
+from experiments.output.results import finite, provenance, to_json
 from experiments.training import loop as training
 from jaxbp.verify import Comparison, compare
 
@@ -66,39 +64,25 @@ class CompareConfig(Generic[Config]):
     def __post_init__(self):
         if self.steps < 0:
             raise UserError(f"steps is {self.steps}: wanted 0 or more")
-        for path in (self.json, self.html):
-            if path is not None and not path.parent.is_dir():
-                raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
+        refuse_missing_folders(self.json, self.html)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 1 if an implementation failed, else `errors.py`'s."""
-    args = sys.argv[1:] if args is None else list(args)
-    return exit_code(lambda: _main(args))
-
-
-def _main(args: Sequence[str]) -> int:
-    config = parse(args)
-    with jax.default_matmul_precision(config.matmul_precision), kept_in(config.json):
-        report = run(config, shlex.join(["python", "-m", "experiments.compare", *args]))
-    if config.html is not None:
-        write_atomically(config.html, page(report).encode())
-    return 1 if any(measured["failed"] for measured in report["measured"]) else 0
-
-
-def parse(args: Sequence[str]) -> CompareConfig:
-    """The config that the command line asks for."""
+    """Run the command line. Return the exit code: 1 if an implementation failed, else that of `errors.py`."""
     commands = [
         Annotated[CompareConfig[config], tyro.conf.subcommand(name, description=inspect.getdoc(config))]
         for name, config in EXPERIMENTS.items()
     ]
-    return tyro.cli(
-        functools.reduce(operator.or_, commands),
-        args=args,
-        prog="python -m experiments.compare",
-        description=CompareConfig.__doc__,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    config = functools.reduce(operator.or_, commands)
+    return run_command(_main, config, "experiments.compare", args, description=CompareConfig.__doc__)
+
+
+def _main(config: CompareConfig, command: str) -> int:
+    with jax.default_matmul_precision(config.matmul_precision), kept_in(config.json):
+        report = run(config, command)
+    if config.html is not None:
+        write_atomically(config.html, page(report).encode())
+    return 1 if any(measured["failed"] for measured in report["measured"]) else 0
 
 
 def run(config: CompareConfig, command: str) -> dict[str, Any]:
@@ -120,7 +104,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
     curves: dict[str, list[float]] = {}
 
     def keep(complete: bool) -> dict[str, Any]:
-        report = _plain(
+        report = finite(
             {
                 **provenance(command),
                 "complete": complete,
@@ -199,15 +183,6 @@ def curves_table(curves: Mapping[str, Sequence[float]]) -> Table:
     table.add_section()
     table.add_row(Text(f"furthest from {REFERENCE}"), *(f"{distance:.1e}" for distance in furthest))
     return table
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON holds it: numbers that are not finite become None."""
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Annotated
 import tyro
 
 from experiments.configs import EXPERIMENTS
-from experiments.output.errors import BrokenRun, UserError, exit_code, refuse_unknown
+from experiments.output.errors import BrokenRun, UserError, refuse_unknown, run_command
 from experiments.output.files import is_leftover
 from experiments.training import checkpoints, run_directory
 from experiments.training.loop import TIMINGS
@@ -49,8 +49,13 @@ class KillConfig:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 1 if the runs differ; see also `experiments/output/errors.py`."""
-    config = tyro.cli(KillConfig, args=args, prog="python -m experiments.kill")
+    """Run the command line. Return the exit code: 1 if the runs differ, else that of `errors.py`."""
+    return run_command(run, KillConfig, "experiments.kill", args)
+
+
+def run(config: KillConfig, _: str) -> int:
+    """Train with and without kills, and compare what comes of it."""
+    refuse_unknown("experiment", [config.experiment], EXPERIMENTS)
 
     def command(run_dir: Path) -> Sequence[str]:
         train = [sys.executable, "-m", "experiments.train"]
@@ -59,20 +64,16 @@ def main(args: Sequence[str] | None = None) -> int:
         epochs = str(config.epochs or 4 * config.kills)
         return [*train, config.experiment, "--epochs", epochs, "--run-dir", str(run_dir)]
 
-    def compare() -> int:
-        refuse_unknown("experiment", [config.experiment], EXPERIMENTS)
-        with tempfile.TemporaryDirectory() as folder:
-            whole, killed = Path(folder) / "whole", Path(folder) / "killed"
-            finish(command, whole)
-            for number, moment in enumerate(kill_again_and_again(command, killed, config.kills, config.seed), start=1):
-                epoch = run_directory.newest(killed).epoch if killed.exists() else 0
-                print(f"kill {number} of {config.kills}, {moment}: epoch {epoch} is whole", flush=True)
-            finish(command, killed)
-            same = outcome(whole) == outcome(killed)
-        print(f"killed {config.kills} times, the run ended in {'the same' if same else 'OTHER'} bits")
-        return 0 if same else 1
-
-    return exit_code(compare)
+    with tempfile.TemporaryDirectory() as folder:
+        whole, killed = Path(folder) / "whole", Path(folder) / "killed"
+        finish(command, whole)
+        for number, moment in enumerate(kill_again_and_again(command, killed, config.kills, config.seed), start=1):
+            epoch = run_directory.newest(killed).epoch if killed.exists() else 0
+            print(f"kill {number} of {config.kills}, {moment}: epoch {epoch} is whole", flush=True)
+        finish(command, killed)
+        same = outcome(whole) == outcome(killed)
+    print(f"killed {config.kills} times, the run ended in {'the same' if same else 'OTHER'} bits")
+    return 0 if same else 1
 
 
 def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int = 0) -> Iterator[str]:

@@ -37,7 +37,6 @@ import dataclasses
 import importlib.util
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -50,7 +49,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from experiments.output.errors import UserError, exit_code, kept_in, refuse_unknown
+from experiments.output.errors import UserError, kept_in, refuse_unknown, run_command
 from experiments.output.files import write_atomically
 
 
@@ -132,15 +131,12 @@ class SanitizeConfig:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 1 for what nothing explains, else that of `errors.py`."""
-    args = sys.argv[1:] if args is None else list(args)
-    return exit_code(lambda: _main(args))
+    """Run the command line. Return the exit code: 1 for what nothing explains, else that of `errors.py`."""
+    return run_command(run, SanitizeConfig, "experiments.sanitize", args)
 
 
-def _main(args: Sequence[str]) -> int:
-    config = tyro.cli(
-        SanitizeConfig, args=args, prog="python -m experiments.sanitize", config=(tyro.conf.FlagCreatePairsOff,)
-    )
+def run(config: SanitizeConfig, command: str) -> int:
+    """Run every op under every tool, and print and keep what is found."""
     if config.child:
         return run_kernels(*config.ops)
     from experiments.output.results import provenance, to_json
@@ -150,7 +146,7 @@ def _main(args: Sequence[str]) -> int:
             raise UserError(f"--{option} is {number}: wanted at least 1")
     sanitizer, names = find_sanitizer(), _names(config.ops)
     report: dict[str, Any] = {
-        **provenance(shlex.join(["python", "-m", "experiments.sanitize", *args])),
+        **provenance(command),
         "explained": {explained.name: explained.reason for explained in EXPLAINED},
         "rows": [],
     }
@@ -317,4 +313,4 @@ def run_kernels(name: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(main())

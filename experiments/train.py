@@ -96,7 +96,7 @@ def _lead(args: Sequence[str], command: "Command") -> int:
     """The run, of one process or of process 0."""
     config, path = command
     config = dataclasses.replace(config, devices=devices.number_of(config))
-    print(configs.to_json(config), end="", flush=True)
+    print(configs.as_json(configs.to_dict(config)), end="", flush=True)
     metrics = train(config)
     if path is not None:
         report = result(shlex.join([*PROGRAM.split(), *args]), config, run_directory.read_metrics(config.run_dir))

@@ -36,7 +36,6 @@ The JSON file is written after every row. Next to what all result files have (`e
 
 import dataclasses
 import os
-import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -50,10 +49,10 @@ from experiments.bench import compare, peers
 from experiments.bench.floor import measured_rates
 from experiments.bench.measure import settling_seconds
 from experiments.bench.peers import VariantChoice
-from experiments.bench.report import picture, print_table
+from experiments.bench.report import print_table
 from experiments.bench.rows import Case, Settings, measured_rows, with_speedups
 from experiments.bench.works import Work, quick, selected
-from experiments.output.errors import UserError, exit_code, kept_in
+from experiments.output.errors import UserError, kept_in, refuse_missing_folders, run_command
 from experiments.output.files import write_atomically
 from experiments.output.results import provenance, to_json
 
@@ -90,33 +89,26 @@ class BenchConfig:
     """Least time of a round. A GPU at its power limit swings, about once a second: 1 averages over that."""
     json: Path | None = None
     """File to write the rows to, after each of them."""
-    png: Path | None = None
-    """File to draw the rows to; by default beside the JSON file."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 1 if an implementation failed, else `errors.py`'s."""
+    """Run the command line. Return the exit code: 1 if an implementation failed, else that of `errors.py`."""
     args = sys.argv[1:] if args is None else list(args)
     if args[:1] == ["compare"]:
         return compare.main(args[1:])
-    return exit_code(lambda: _main(args))
+    return run_command(_main, BenchConfig, "experiments.bench", args)
 
 
-def _main(args: Sequence[str]) -> int:
+def _main(config: BenchConfig, command: str) -> int:
     started = time.monotonic()
-    config = tyro.cli(
-        BenchConfig, args=args, prog="python -m experiments.bench", config=(tyro.conf.FlagCreatePairsOff,)
-    )
     check(config)
     works = selected(config.cases, config.batch_last)
     if config.peers:
         # JAX has not started yet: leave the peers room on the GPU.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with kept_in(config.json):
-        report = run(works, config, shlex.join(["python", "-m", "experiments.bench", *args]), started)
+        report = run(works, config, command, started)
     print_table(report)
-    if (png := config.png or (config.json and config.json.with_suffix(".png"))) is not None:
-        write_atomically(png, picture(report))
     return 1 if any(map(is_failure_of_ours, report["rows"])) else 0
 
 
@@ -135,9 +127,7 @@ def check(config: BenchConfig) -> None:
         raise UserError("batch_last is not for peers: they take their arrays examples first")
     if config.time_limit is not None and not config.time_limit >= 0:
         raise UserError(f"time_limit is {config.time_limit}: wanted at least 0")
-    for path in (config.json, config.png):
-        if path is not None and not path.parent.is_dir():
-            raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
+    refuse_missing_folders(config.json)
 
 
 def run(works: Sequence[Work], config: BenchConfig, command: str, started: float) -> dict[str, Any]:

@@ -11,7 +11,6 @@ compared.
 
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from experiments.output.errors import UserError, exit_code
+from experiments.output.errors import UserError, run_command
 
 Report = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -54,13 +53,12 @@ class Change:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code."""
-    args = sys.argv[1:] if args is None else list(args)
-    return exit_code(lambda: _main(args))
+    """Run the command line. Return the exit code."""
+    return run_command(run, CompareConfig, "experiments.bench compare", args)
 
 
-def _main(args: Sequence[str]) -> int:
-    config = tyro.cli(CompareConfig, args=args, prog="python -m experiments.bench compare")
+def run(config: CompareConfig, _: str) -> int:
+    """Compare two files, and print what changed."""
     if not config.threshold >= 0:
         raise UserError(f"threshold is {config.threshold}: wanted at least 0")
     old, new = _read(config.old), _read(config.new)

@@ -1,21 +1,15 @@
-"""The bench's report as a table and as a picture. Both are made from the JSON file alone:
+"""The bench's report as a table, which is made from the JSON file alone:
 
-python -m experiments.bench.report results.json     # prints the table, and draws results.png
+python -m experiments.bench.report results.json
 """
 
-import io
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Figure and canvas by hand: pyplot keeps figures in global state and picks a backend by the machine's display.
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -95,44 +89,6 @@ def _text(value: float | None, pattern: str, unit: float = 1) -> str:
     return "" if value is None else pattern.format(value / unit)
 
 
-def picture(report: Mapping[str, Any]) -> bytes:
-    """A PNG with a bar a row, grouped by work, on a logarithmic axis; the floor is a line across the bars."""
-    bars, ticks, y = [], {}, 0
-    for work, rows in groups(report):
-        bars += enumerate(rows, start=y)
-        ticks[work] = y + (len(rows) - 1) / 2
-        y += len(rows) + 1
-    figure = Figure(figsize=(11, 2 + 0.18 * y), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    _draw_bars(axes, bars)
-    axes.set_yticks(list(ticks.values()), list(ticks))
-    axes.set_ylim(y - 0.5, -1)
-    figure.suptitle(title(report), fontsize=8)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=100)
-    return png.getvalue()
-
-
-def _draw_bars(axes: Axes, bars: Sequence[tuple[int, Row]]) -> None:
-    for i, name in enumerate(dict.fromkeys(row["implementation"] for _, row in bars)):
-        times = [(y, row["microseconds"]) for y, row in bars if row["implementation"] == name and not row["failed"]]
-        if times:
-            axes.barh(*zip(*times, strict=True), height=0.9, color=colormaps["tab20"](i % 20), label=name)
-    floors = [row["floor_microseconds"] for _, row in bars]
-    axes.vlines(floors, [y - 0.5 for y, _ in bars], [y + 0.5 for y, _ in bars], color="black", label="floor")
-    for y, row in bars:
-        if row["failed"]:
-            axes.text(row["floor_microseconds"], y, f" {row['implementation']} failed", va="center", fontsize=7)
-    axes.set_xscale("log")
-    if floors:
-        axes.set_xlim(left=min(floors) / 2)
-    axes.set_xlabel("µs")
-    axes.grid(axis="x", alpha=0.3)
-
-
 if __name__ == "__main__":
     for path in map(Path, sys.argv[1:]):
-        print_table(report := json.loads(path.read_text()))
-        path.with_suffix(".png").write_bytes(picture(report))
+        print_table(json.loads(path.read_text()))

@@ -199,73 +199,41 @@ def one_after_another(function: Callable, calls: int, implementation: str | None
 
 
 def lenet_work() -> Work:
-    """LeNet's loss and gradients; in a program each call is a step of training."""
+    """A step of training LeNet."""
 
-    def function(implementation, dtype):
-        graph = nnx.graphdef(nnx.eval_shape(lambda: _lenet(implementation, dtype)))
+    def network(implementation, dtype):
+        return LeNet(implementation=implementation, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
 
-        def loss(state, images, labels):
-            return nnx.merge(graph, state).loss(images, labels)[0].mean()
+    def losses(model, images, labels, _):
+        return model.loss(images, labels)[0]
 
-        return loss_and_gradients(loss)
-
-    def draw(seed, batch, dtype):
-        return draw_images(nnx.state(_lenet(None, dtype)), seed, batch, dtype)
-
-    batches = (128, 1024, 8192, 65536), (128,)
-    title = "lenet training step"
-    return Work("lenet", "", title, {}, batches, function, draw, training, steps=10)
-
-
-def _lenet(implementation: str | None, dtype: str) -> LeNet:
-    return LeNet(implementation=implementation, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+    return _training_step("lenet", "", {}, network, (1, 28, 28), ((128, 1024, 8192, 65536), (128,)), losses=losses)
 
 
 def mixer_work() -> Work:
-    """Loss and gradients of an MLP-Mixer; in a program each call is a step of training."""
+    """A step of training an MLP-Mixer."""
 
-    def function(implementation, dtype):
-        graph = nnx.graphdef(nnx.eval_shape(lambda: _mixer(implementation, dtype)))
+    def network(implementation, dtype):
+        return Mixer(implementation=implementation, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
 
-        def loss(state, images, labels):
-            logits = nnx.merge(graph, state)(images).astype(jnp.promote_types(images.dtype, jnp.float32))
-            return jaxbp.softmax_cross_entropy(logits, labels, implementation=implementation).mean()
-
-        return loss_and_gradients(loss)
-
-    def draw(seed, batch, dtype):
-        return draw_images(nnx.state(_mixer(None, dtype)), seed, batch, dtype)
-
-    title = "mixer training step"
-    return Work("mixer", "", title, {}, ((8192,), (128,)), function, draw, training, steps=10)
-
-
-def _mixer(implementation: str | None, dtype: str) -> Mixer:
-    return Mixer(implementation=implementation, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
-
-
-def draw_images(parameters: Any, seed: int, batch: int, dtype: str) -> tuple:
-    """The arguments of a step on images."""
-    image_key, label_key = jax.random.split(jax.random.key(seed))
-    images = jax.random.uniform(image_key, (batch, 1, 28, 28), dtype)
-    return with_scale(parameters, dtype), images, jax.random.randint(label_key, (batch,), 0, 10)
+    return _training_step("mixer", "", {}, network, (1, 28, 28), ((8192,), (128,)))
 
 
 def logic_work(
     name: str, gates: int, cpu_batches: tuple[int, ...], parametrization: Parametrization = "softmax"
 ) -> Work:
-    """Loss and gradients of a logic network of six layers, as published for MNIST; each call is a step of training."""
+    """A step of training a logic network of six layers, as published for MNIST, on random bits."""
     network = functools.partial(logic_network, gates, parametrization)
-    return _logic_step(
-        name,
-        f"6x{gates}",
-        {"gates": gates},
-        network,
-        (784,),
-        ((128, 1024), cpu_batches),
-        # In float64, 16 functions a gate and example take a CPU long.
-        error_batch=max(1, 8000 * 128 // gates),
-    )
+    # In float64, 16 functions per gate and example take a CPU long.
+    options = dict(error_batch=max(1, 8000 * 128 // gates), draw_inputs=_draw_bits, optimiser=_ADAM)
+    return _training_step(name, f"6x{gates}", {"gates": gates}, network, (784,), ((128, 1024), cpu_batches), **options)
+
+
+def _draw_bits(key, shape):
+    return jax.random.bernoulli(key, 0.5, shape)
+
+
+_ADAM = functools.partial(fused_adamw, 0.01)
 
 
 def logic_network(
@@ -323,13 +291,14 @@ CIFAR-10 with three bits a colour."""
 
 
 def logic_conv_work(place: str, parametrization: Parametrization = "softmax") -> Work:
-    """Loss and gradients of a convolutional logic network, `LOGIC_CONV[place]`; each call is a step of training."""
-    network = functools.partial(logic_conv_network, place, parametrization)
-    sizes = LOGIC_CONV[place]
-    batches = (128,), sizes.cpu_batches
-    # On bits many places of a window are equal but for rounding: which is the largest would be chance.
-    images = jax.random.uniform
-    return _logic_step("logic-conv", place, {"place": place}, network, sizes.shape, batches, 1, images)
+    """A step of training a convolutional logic network, `LOGIC_CONV[place]`.
+
+    Its inputs are no bits: with these, many positions of a window would be equal but for rounding, and chance would
+    decide which is the largest.
+    """
+    network, sizes = functools.partial(logic_conv_network, place, parametrization), LOGIC_CONV[place]
+    batches, options = ((128,), sizes.cpu_batches), dict(error_batch=1, optimiser=_ADAM)
+    return _training_step("logic-conv", place, {"place": place}, network, sizes.shape, batches, **options)
 
 
 def logic_conv_network(
@@ -359,18 +328,32 @@ def logic_conv_network(
 _unique_wires = functools.cache(jaxbp.Wires.unique)
 
 
-def _logic_step(
+def _cross_entropy(model, inputs, labels, implementation):
+    scores = model(inputs).astype(jnp.promote_types(inputs.dtype, jnp.float32))
+    return jaxbp.softmax_cross_entropy(scores, labels, implementation=implementation)
+
+
+def _training_step(
     op: str,
     place: str,
     options: Mapping[str, Any],
-    network: Callable,
+    network: Callable[..., nnx.Module],
     shape: tuple[int, ...],
     batches: tuple[tuple[int, ...], tuple[int, ...]],
-    error_batch: int,
-    draw_inputs: Callable[[jax.Array, tuple[int, ...]], jax.Array] | None = None,
+    *,
+    losses: Callable = _cross_entropy,
+    draw_inputs: Callable[[jax.Array, tuple[int, ...]], jax.Array] = jax.random.uniform,
+    optimiser: Callable[..., FusedOptimizer] | None = None,
+    error_batch: int = 128,
 ) -> Work:
-    """A step of training of `network(implementation=, dtype=)` on random bits, or on `draw_inputs(key, shape)`."""
-    draw_inputs = draw_inputs or (lambda key, shape: jax.random.bernoulli(key, 0.5, shape))
+    """Loss and gradients of `network(implementation=, dtype=)`; in a program each call is a step of training.
+
+    Args:
+      shape: of the inputs, without the batch.
+      losses: `(model, inputs, labels, implementation) -> losses`, one per example.
+      draw_inputs: `(key, shape) -> inputs`.
+      optimiser: as `training` takes it.
+    """
 
     @functools.cache
     def parts(implementation, dtype):
@@ -378,11 +361,10 @@ def _logic_step(
             return nnx.split(network(implementation=implementation, dtype=dtype), nnx.Param, ...)
 
     def function(implementation, dtype):
-        graph, _, wires = parts(implementation, dtype)
+        graph, _, constants = parts(implementation, dtype)
 
-        def loss(logits, bits, labels):
-            scores = nnx.merge(graph, logits, wires)(bits).astype(jnp.promote_types(bits.dtype, jnp.float32))
-            return jaxbp.softmax_cross_entropy(scores, labels, implementation=implementation).mean()
+        def loss(parameters, inputs, labels):
+            return losses(nnx.merge(graph, parameters, constants), inputs, labels, implementation).mean()
 
         return loss_and_gradients(loss)
 
@@ -391,8 +373,8 @@ def _logic_step(
         inputs = draw_inputs(input_key, (batch, *shape)).astype(dtype)
         return with_scale(parts(None, dtype)[1], dtype), inputs, jax.random.randint(label_key, (batch,), 0, 10)
 
-    chain = functools.partial(training, optimiser=functools.partial(fused_adamw, 0.01))
-    title = f"{op.removesuffix('-large')} training step {place}"
+    chain = functools.partial(training, optimiser=optimiser)
+    title = f"{op.removesuffix('-large')} training step {place}".rstrip()
     return Work(op, place, title, options, batches, function, draw, chain, steps=10, error_batch=error_batch)
 
 

@@ -4,20 +4,8 @@ To add an experiment, subclass `TrainingConfig` (or `ImageConfig`, for one train
 leaves open, and list the class in `EXPERIMENTS`: the command line, the run directory and the loop then work with it.
 """
 
-from experiments.configs.automaton import AUTOMATA, AutomatonConfig
-from experiments.configs.base import (
-    Augment,
-    Loss,
-    Recipe,
-    TrainingConfig,
-    as_json,
-    differences,
-    from_dict,
-    resumed,
-    to_dict,
-    to_json,
-)
-from experiments.configs.images import ImageConfig, classification_loss
+from experiments.configs.automaton import AUTOMATA
+from experiments.configs.base import TrainingConfig, as_json, differences, from_dict, resumed, to_dict
 from experiments.configs.lenet import LeNetConfig
 from experiments.configs.logic import LogicConfig
 from experiments.configs.logic_conv import LogicConvConfig
@@ -30,21 +18,14 @@ EXPERIMENTS: dict[str, type[TrainingConfig]] = {
 __all__ = [
     "AUTOMATA",
     "EXPERIMENTS",
-    "Augment",
-    "AutomatonConfig",
-    "ImageConfig",
     "LeNetConfig",
     "LogicConfig",
     "LogicConvConfig",
-    "Loss",
     "MixerConfig",
-    "Recipe",
     "TrainingConfig",
     "as_json",
-    "classification_loss",
     "differences",
     "from_dict",
     "resumed",
     "to_dict",
-    "to_json",
 ]

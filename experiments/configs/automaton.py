@@ -6,9 +6,8 @@ everything else that is random. Training draws new seeds for every update.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 import jaxbp
-from experiments.configs.base import Augment, Loss, Recipe, TrainingConfig, is_whole
+from experiments.configs.base import Augment, Loss, Range, Recipe, TrainingConfig
 from experiments.configs.images import ImplementationName
 from experiments.data import patterns
 from experiments.data.datasets import Dataset
@@ -113,70 +112,49 @@ class AutomatonConfig(TrainingConfig):
 
     recipe: RecipeName = "hardening"
     """Defaults of what is left open: ours, or the published ones."""
-    updates: int | None = None
+    updates: Annotated[int | None, Range(1)] = None
     """Steps of the optimiser, rounded up to a multiple of the epochs. None: the recipe's."""
-    epochs: int | None = None
+    epochs: Annotated[int | None, Range(1)] = None
     """Parts that the updates are done in, with an evaluation and a checkpoint after each. None: the recipe's."""
-    learning_rate: float | None = None
+    learning_rate: Annotated[float | None, Range(above=True)] = None
     """AdamW's. None: the recipe's."""
     schedule: Schedule = "constant"
     """Of the learning rate: constant, or a cosine's half to 0."""
-    weight_decay: float | None = None
+    weight_decay: Annotated[float | None, Range()] = None
     """AdamW's. None: the recipe's."""
-    pass_through: float | None = None
+    pass_through: Annotated[float | None, Range()] = None
     """How surely gates pass on an input at first: `residual_logit` of jaxbp.initial_logits. None: the recipe's."""
-    hard_share: float | None = None
+    hard_share: Annotated[float | None, Range(0, 1)] = None
     """Share of the gates that are hard at the last update, with the relaxed gates' gradients. None: the recipe's."""
-    rounded_share: float | None = None
+    rounded_share: Annotated[float | None, Range(0, 1)] = None
     """Share of a state's values that are rounded before each tick, straight through. None: the recipe's."""
-    certainty: float | None = None
+    certainty: Annotated[float | None, Range()] = None
     """Weight, at the last update, of the variance that the gates' truth tables have. None: the recipe's."""
-    hard_from: float | None = None
+    hard_from: Annotated[float | None, Range(0, 1)] = None
     """Share of the updates in which `hard_share` and `certainty` are 0; they grow in a line. None: the recipe's."""
     first_gates: FirstGates | None = None
     """Gates pass on at first: a, or a or b, drawn, so that a channel returns, or cells differ. None: the recipe's."""
-    shrink: int | None = None
+    shrink: Annotated[int | None, Range(1)] = None
     """The grid of training is smaller by this factor, and its ticks fewer. None: the recipe's."""
-    restart_after: int | None = None
+    restart_after: Annotated[int | None, Range()] = None
     """Updates after which training begins again, at the end of an epoch; 0: never. None: the recipe's."""
-    noise: float = 0.0
+    noise: Annotated[float, Range()] = 0.0
     """Scale of the Gumbel noise in the parameters, drawn for every update."""
     parametrization: Parametrization = "softmax"
     """What a gate's parameters are: see jaxbp.gate_layer."""
-    target_accuracy: float | None = None
+    target_accuracy: Annotated[float | None, Range(0, 1)] = None
     """Stop after the first epoch with this share of right examples. None: 1, or with the published recipe never."""
     implementation: ImplementationName | None = None
     """Which backward passes run; None: the fastest that the platform supports."""
 
     def __post_init__(self):
-        self._check_choice("recipe", get_args(RecipeName))
-        updates, epochs = self.published[1], self.published[0].epochs
-        if self.recipe == "hardening" and self.hardening:
-            updates, epochs = self.hardening
-        settings = self.settings if self.recipe == "hardening" else PUBLISHED
-        for field, value in {**settings, "updates": updates, "epochs": epochs}.items():
-            if getattr(self, field) is None:
-                object.__setattr__(self, field, value)
-        self._check("updates", is_whole(self.updates) and self.updates >= 1, "a whole number of at least 1")
-        self._check_choice("schedule", get_args(Schedule))
-        self._check_choice("parametrization", get_args(Parametrization))
-        self._check_choice("implementation", (None, *jaxbp.IMPLEMENTATIONS))
-        self._check_choice("first_gates", get_args(FirstGates))
+        super().__post_init__()
         possible = self.first_gates != "returning" or self.channels > 1
         self._check("first_gates", possible, "another one: an automaton of one channel cannot return")
         possible = self.first_gates != "separating" or self.trials == 1
         self._check("first_gates", possible, "another one: this automaton has more than one start")
-        self._check("restart_after", is_whole(self.restart_after) and self.restart_after >= 0, "a whole number from 0")
         most = min(*self.grid, self.steps) if self.any_grid else 1
-        self._check("shrink", is_whole(self.shrink) and 1 <= self.shrink <= most, f"a whole number from 1 to {most}")
-        for field in ("pass_through", "noise", "certainty"):
-            value = getattr(self, field)
-            is_number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
-            self._check(field, is_number, "a finite number of at least 0")
-        for field in ("hard_share", "rounded_share", "hard_from"):
-            value = getattr(self, field)
-            self._check(field, isinstance(value, int | float) and 0 <= value <= 1, "a number from 0 to 1")
-        super().__post_init__()
+        self._check("shrink", self.shrink <= most, f"a whole number from 1 to {most}")
 
     @property
     def curves(self) -> tuple[str, str]:
@@ -186,8 +164,16 @@ class AutomatonConfig(TrainingConfig):
         in_an_epoch = -(-self.updates // self.epochs)
         return dataclasses.replace(self, epochs=epochs, updates=epochs * in_an_epoch)
 
-    def defaults(self) -> Recipe:
-        return self.published[0]
+    def defaults(self) -> Mapping[str, Any]:
+        recipe, updates = self.published
+        settings = {
+            **recipe._asdict(),
+            "updates": updates,
+            **(PUBLISHED if self.recipe == "published" else self.settings),
+        }
+        if self.recipe == "hardening" and self.hardening:
+            settings["updates"], settings["epochs"] = self.hardening
+        return settings
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
         model = LogicAutomaton(

@@ -6,9 +6,10 @@ A config also builds its model and loss, which is all that the training loop kno
 import dataclasses
 import json
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import optax
 from flax import nnx
@@ -38,6 +39,28 @@ class Recipe(NamedTuple):
     learning_rate: float
 
 
+class Range(NamedTuple):
+    """The numbers that a setting may be: in a field's annotation, `Annotated[int, Range(1)]`.
+
+    Attributes:
+      least, most: the bounds. Infinity is never allowed.
+      above: whether the setting must be larger than `least`.
+    """
+
+    least: float = 0
+    most: float = math.inf
+    above: bool = False
+
+    def has(self, value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return is_number and self.least <= value <= self.most and not (self.above and value == self.least)
+
+    def __str__(self) -> str:
+        if self.above:
+            return f"above {self.least}"
+        return f"of at least {self.least}" if math.isinf(self.most) else f"from {self.least} to {self.most}"
+
+
 FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data_dir", "devices"})
 """Where the run and the data lie does not change what the run computes; on how many devices, its rounding alone."""
 
@@ -62,21 +85,21 @@ class TrainingConfig:
     before: ClassVar[Mapping[str, Any]] = {}
     """Settings that runs had which were saved without them, where that is not the default."""
 
-    seed: int = 0
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Seed of the initial parameters, of the order of the examples and of their augmentation."""
-    batch_size: int | None = None
+    batch_size: Annotated[int | None, Range(1)] = None
     """Examples a step; an epoch's last, incomplete batch is dropped. None: the default for the dataset."""
-    epochs: int | None = None
+    epochs: Annotated[int | None, Range(1)] = None
     """Passes over the training set; the learning rate's schedule spans them. None: the default for the dataset."""
-    learning_rate: float | None = None
+    learning_rate: Annotated[float | None, Range(above=True)] = None
     """Adam's peak learning rate: a short warm-up, then a cosine decay to zero. None: the default for the dataset."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Range()] = 0.0
     """Share of the parameters, times the learning rate, that each of Adam's steps takes from them (AdamW)."""
     precision: PrecisionName = "float32"
     """What the model computes in. Parameters, optimiser and loss are float32; mixed_float16 scales the loss."""
-    target_accuracy: float | None = None
+    target_accuracy: Annotated[float | None, Range(0, 1)] = None
     """Stop after the first epoch with this test accuracy, a share from 0 to 1. None: train all epochs."""
-    devices: int | None = None
+    devices: Annotated[int | None, Range(1)] = None
     """Devices that divide each batch among them. None: all, or the largest number that divides batch_size."""
     run_dir: Path | None = None
     """Where the run is kept; None: a new folder under runs/, named after the experiment and the time."""
@@ -84,26 +107,10 @@ class TrainingConfig:
     """Continue the run in run_dir from its last checkpoint, with its settings; epochs may be larger."""
 
     def __post_init__(self):
-        unset = [field for field in Recipe._fields if getattr(self, field) is None]
-        for field in unset:
-            # So that the config that is printed, saved and compared says what the run does.
-            object.__setattr__(self, field, getattr(self.defaults(), field))
-        self._check("seed", is_whole(self.seed) and 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1")
-        self._check("batch_size", is_whole(self.batch_size) and self.batch_size >= 1, "a whole number of at least 1")
-        self._check("epochs", is_whole(self.epochs) and self.epochs >= 1, "a whole number of at least 1")
-        rate = self.learning_rate
-        is_rate = isinstance(rate, int | float) and math.isfinite(rate) and rate > 0
-        self._check("learning_rate", is_rate, "a finite number above 0")
-        decay = self.weight_decay
-        is_number = isinstance(decay, int | float) and math.isfinite(decay) and decay >= 0
-        self._check("weight_decay", is_number, "a finite number of at least 0")
-        self._check_choice("precision", get_args(PrecisionName))
-        target = self.target_accuracy
-        is_share = target is None or (isinstance(target, int | float) and 0 <= target <= 1)
-        self._check("target_accuracy", is_share, "a number from 0 to 1")
-        is_number = self.devices is None or (is_whole(self.devices) and self.devices >= 1)
-        self._check("devices", is_number, "a whole number of at least 1")
+        for field in dataclasses.fields(self):
+            self._check_type(field)
         self._check("resume", not self.resume or self.run_dir is not None, "run_dir as well, to know which run")
+        self._fill(self.defaults())
 
     @property
     def policy(self) -> Policy:
@@ -122,8 +129,8 @@ class TrainingConfig:
         """The same run with more epochs, each of as many steps. The learning rate's schedule spans them all."""
         return dataclasses.replace(self, epochs=epochs)
 
-    def defaults(self) -> Recipe:
-        """The settings that the user left open."""
+    def defaults(self) -> Mapping[str, Any]:
+        """The values of settings that the user left open."""
         raise NotImplementedError
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
@@ -146,6 +153,27 @@ class TrainingConfig:
     def augmentation(self) -> Augment | None:
         """A random change of a batch's inputs in training, not in the evaluation; None: no change."""
         return None
+
+    def _fill(self, settings: Mapping[str, Any]) -> None:
+        """Set the settings that are open, so that the config that is printed and saved says what the run does."""
+        for field, value in settings.items():
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, value)
+
+    def _check_type(self, field: dataclasses.Field) -> None:
+        """Require one of a `Literal`'s values, or a number in the annotation's `Range`."""
+        kind, *ranges = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
+        kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+        value = getattr(self, field.name)
+        if value is None and types.NoneType in kinds:
+            return
+        for each in kinds:
+            if get_origin(each) is Literal:
+                self._check_choice(field.name, get_args(each))
+        for limits in ranges:
+            is_whole = int in kinds
+            wanted = f"{'a whole' if is_whole else 'a finite'} number {limits}"
+            self._check(field.name, limits.has(value) and isinstance(value, int if is_whole else int | float), wanted)
 
     def _check(self, field: str, is_valid: bool, wanted: str) -> None:
         if not is_valid:
@@ -176,11 +204,6 @@ def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
     return config(**(config.before | values | paths))
 
 
-def to_json(config: TrainingConfig) -> str:
-    """The config as the indented JSON that is printed and saved."""
-    return as_json(to_dict(config))
-
-
 def as_json(saved: Mapping[str, Any]) -> str:
     """What `to_dict` gave, as indented JSON."""
     return json.dumps(saved, indent=2) + "\n"
@@ -209,8 +232,3 @@ def resumed(saved: Config, config: Config) -> Config:
         raise UserError(f"cannot resume {config.run_dir} with other settings ({fields}): only epochs may become more")
     elsewhere = {field: value for field, value in vars(config).items() if field in FIELDS_WITHOUT_EFFECT}
     return dataclasses.replace(more, **elsewhere)
-
-
-def is_whole(value: Any) -> bool:
-    """Whether the value is an int, which a bool is not."""
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,16 +1,16 @@
 """What the experiments on images share: the dataset, the implementation, the dtype and the loss."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import jaxbp
-from experiments.configs.base import Augment, Recipe, TrainingConfig, is_whole
+from experiments.configs.base import Augment, Range, Recipe, TrainingConfig
 from experiments.data import augmentation, datasets
 from experiments.data.datasets import Dataset, DatasetName
 
@@ -36,22 +36,20 @@ class ImageConfig(TrainingConfig):
     """Folder of the dataset's files; None: a cache folder. digits needs none."""
     implementation: ImplementationName | None = None
     """Which backward passes run; None: the fastest that the platform supports."""
-    shift: int = 0
+    shift: Annotated[int, Range()] = 0
     """Moves each training image at random, by at most so many pixels in each direction."""
-    distortion: float = 0.0
+    distortion: Annotated[float, Range()] = 0.0
     """Bends each training image at random: the standard deviation of a smooth field of displacements, in pixels."""
 
     def __post_init__(self):
         self._check_choice("dataset", self.datasets)
-        self._check_choice("implementation", (None, *jaxbp.IMPLEMENTATIONS))
-        side = min(datasets.IMAGE_SHAPES[self.dataset][1:])
-        self._check("shift", is_whole(self.shift) and 0 <= self.shift < side, f"a whole number from 0 to {side - 1}")
-        is_number = isinstance(self.distortion, int | float) and 0 <= self.distortion < side
-        self._check("distortion", is_number, f"a number of pixels from 0, below {side}")
         super().__post_init__()
+        side = min(datasets.IMAGE_SHAPES[self.dataset][1:])
+        self._check("shift", self.shift < side, f"a whole number from 0 to {side - 1}")
+        self._check("distortion", self.distortion < side, f"a number of pixels from 0, below {side}")
 
-    def defaults(self) -> Recipe:
-        return RECIPES[self.dataset]
+    def defaults(self) -> Mapping[str, Any]:
+        return RECIPES[self.dataset]._asdict()
 
     def load(self) -> Dataset:
         return datasets.load(self.dataset, self.data_dir)

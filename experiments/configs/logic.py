@@ -3,14 +3,15 @@
 import dataclasses
 import functools
 import math
-from typing import ClassVar, Literal, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import jaxbp
-from experiments.configs.base import Loss, Recipe, is_whole
+from experiments.configs.base import Loss, Range, Recipe
 from experiments.configs.images import ImageConfig, classification_loss
 from experiments.data import datasets
 from experiments.data.datasets import DatasetName
@@ -62,13 +63,13 @@ class LogicConfig(GateConfig):
     name: ClassVar[str] = "logic"
     gradient_clip: ClassVar[float | None] = 100.0
 
-    layers: int | None = None
+    layers: Annotated[int | None, Range(1)] = None
     """Of gates. None: 4 for digits, else 6."""
-    gates: int | None = None
+    gates: Annotated[int | None, Range(1)] = None
     """Of a layer, a multiple of 10. None: 2000 for digits, else 8000."""
-    tau: float | None = None
+    tau: Annotated[float | None, Range(above=True)] = None
     """What the sums of a class's outputs are divided by. None: sqrt(gates / 80), which is 10 for 8000."""
-    levels: int = 3
+    levels: Annotated[int, Range(1)] = 3
     """Bits of a pixel: whether it is above 1 / (levels + 1), 2 / (levels + 1), ..."""
     wiring: Literal["unique", "random"] = "unique"
     """Which inputs the gates read: no pair twice, or any."""
@@ -78,29 +79,16 @@ class LogicConfig(GateConfig):
     """What a gate's parameters are: see jaxbp.gate_layer."""
 
     def __post_init__(self):
-        digits = self.dataset == "digits"
-        defaults = {"layers": 4 if digits else 6, "gates": 2000 if digits else 8000}
-        for field, value in defaults.items():
-            if getattr(self, field) is None:
-                object.__setattr__(self, field, value)
-        self._check("layers", is_whole(self.layers) and self.layers >= 1, "a whole number of at least 1")
-        is_multiple = is_whole(self.gates) and self.gates >= 10 and self.gates % datasets.CLASSES == 0
-        self._check("gates", is_multiple, "a positive multiple of 10")
-        if self.tau is None:
-            object.__setattr__(self, "tau", math.sqrt(self.gates / 80))
-        is_number = isinstance(self.tau, int | float) and math.isfinite(self.tau) and self.tau > 0
-        self._check("tau", is_number, "a finite number above 0")
-        self._check("levels", is_whole(self.levels) and self.levels >= 1, "a whole number of at least 1")
-        self._check_choice("wiring", ("unique", "random"))
-        self._check_choice("initialization", ("residual", "normal"))
-        self._check_choice("parametrization", get_args(Parametrization))
         super().__post_init__()
+        self._check("gates", self.gates % datasets.CLASSES == 0, "a positive multiple of 10")
+        self._fill({"tau": math.sqrt(self.gates / 80)})
         inputs = self.levels * math.prod(datasets.IMAGE_SHAPES[self.dataset])
         fits = self.wiring == "random" or inputs <= 2 * self.gates
         self._check("gates", fits, f"at least half of the {inputs} bits of an image, or wiring random")
 
-    def defaults(self) -> Recipe:
-        return RECIPES[self.dataset]
+    def defaults(self) -> Mapping[str, Any]:
+        sizes = {"layers": 4, "gates": 2000} if self.dataset == "digits" else {"layers": 6, "gates": 8000}
+        return RECIPES[self.dataset]._asdict() | sizes
 
     def network(self, key: PRNGKeyArray) -> nnx.Module:
         return LogicNetwork(

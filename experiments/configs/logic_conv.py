@@ -19,15 +19,14 @@ Source: F. Petersen et al., "Convolutional differentiable logic gate networks", 
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from experiments.configs.base import Recipe, is_whole
+from experiments.configs.base import Range, Recipe
 from experiments.configs.logic import GateConfig
 from experiments.data import datasets
 from experiments.data.datasets import DatasetName
@@ -121,52 +120,33 @@ class LogicConvConfig(GateConfig):
 
     size: SizeName = "s"
     """Of the network, and of its settings that are left open."""
-    kernels: int | None = None
+    kernels: Annotated[int | None, Range(1)] = None
     """Of the first convolution: k. None: the size's."""
-    tau: float | None = None
+    tau: Annotated[float | None, Range(above=True)] = None
     """What the sums of a class's outputs are divided by. None: the size's."""
-    levels: int | None = None
+    levels: Annotated[int | None, Range(1)] = None
     """Bits of a pixel: whether it is above 1 / (levels + 1), 2 / (levels + 1), ... None: the size's."""
-    weight_decay: float | None = None
+    weight_decay: Annotated[float | None, Range()] = None
     """Share of the parameters, times the learning rate, that each of Adam's steps takes from them. None: the size's."""
-    shift: int | None = None
+    shift: Annotated[int | None, Range()] = None
     """Moves each training image at random, by at most so many pixels in each direction. None: the size's."""
-    distortion: float | None = None
+    distortion: Annotated[float | None, Range()] = None
     """Bends each training image at random: how far, in pixels, as a standard deviation. None: the size's."""
     initialization: Literal["residual", "normal"] = "residual"
     """Whether gates pass on an input at first, or are random mixtures."""
-    residual_logit: float | None = None
+    residual_logit: Annotated[float | None, Range(above=True)] = None
     """How strongly they pass it on: see jaxbp.initial_logits. None: the size's."""
     parametrization: Parametrization | None = None
     """What a gate's parameters are: see jaxbp.gate_layer. None: the size's."""
-
-    def __post_init__(self):
-        self._check_choice("dataset", self.datasets)
-        self._check_choice("size", get_args(SizeName))
-        for field, value in self._size._asdict().items():
-            if field != "recipe" and getattr(self, field) is None:
-                object.__setattr__(self, field, value)
-        self._check("kernels", is_whole(self.kernels) and self.kernels >= 1, "a whole number of at least 1")
-        self._check("levels", is_whole(self.levels) and self.levels >= 1, "a whole number of at least 1")
-        for field in ("tau", "residual_logit"):
-            value = getattr(self, field)
-            is_number = isinstance(value, int | float) and math.isfinite(value) and value > 0
-            self._check(field, is_number, "a finite number above 0")
-        self._check_choice("initialization", ("residual", "normal"))
-        self._check_choice("parametrization", get_args(Parametrization))
-        super().__post_init__()
 
     @property
     def architecture(self) -> Architecture:
         """Of the dataset."""
         return ARCHITECTURES[self.dataset]
 
-    @property
-    def _size(self) -> Size:
-        return self.architecture.sizes[self.size]
-
-    def defaults(self) -> Recipe:
-        return self._size.recipe
+    def defaults(self) -> Mapping[str, Any]:
+        size = self.architecture.sizes[self.size]._asdict()
+        return size.pop("recipe")._asdict() | size
 
     def network(self, key: PRNGKeyArray) -> nnx.Module:
         channels, *size = datasets.IMAGE_SHAPES[self.dataset]

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
-from experiments.configs.base import Loss, Recipe, is_whole
+from experiments.configs.base import Loss, Range
 from experiments.configs.images import ImageConfig, classification_loss
 from jaxbp.nn import Mixer
 
@@ -18,21 +19,19 @@ class MixerConfig(ImageConfig):
 
     name: ClassVar[str] = "mixer"
 
-    patch: int = 7
+    patch: Annotated[int, Range(1)] = 7
     """Height and width of a patch, a divisor of 28."""
-    channels: int = 128
+    channels: Annotated[int, Range(1)] = 128
     """Numbers that stand for a patch."""
-    blocks: int = 2
+    blocks: Annotated[int, Range(1)] = 2
     """Times that patches and channels are mixed."""
 
     def __post_init__(self):
-        self._check("patch", is_whole(self.patch) and self.patch >= 1 and 28 % self.patch == 0, "a divisor of 28")
-        self._check("channels", is_whole(self.channels) and self.channels >= 1, "a whole number of at least 1")
-        self._check("blocks", is_whole(self.blocks) and self.blocks >= 1, "a whole number of at least 1")
         super().__post_init__()
+        self._check("patch", 28 % self.patch == 0, "a divisor of 28")
 
-    def defaults(self) -> Recipe:
-        return super().defaults()._replace(learning_rate=1e-3)
+    def defaults(self) -> Mapping[str, Any]:
+        return {**super().defaults(), "learning_rate": 1e-3}
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
         model = Mixer(

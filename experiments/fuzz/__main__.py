@@ -8,7 +8,7 @@
 A case is an op of the catalogue with shapes and options of its own, in one implementation and dtype, plain or through
 a transformation of JAX (vmap, scan, remat, donation, a gradient of the gradient), at some numbers: normal, far from
 zero, of few values (zeros and ties), or with infinities, NaN, the largest and the least. It depends on its seed and
-number alone. The reference is JAX's own differentiation of the plain formula in float64: see `judge.py`.
+number alone. The reference is JAX's own differentiation of the plain formula in float64: see `jaxbp/verify/judge.py`.
 
 Cases run in child processes, `--processes` of them, which a GPU may be shared by: one that dies, as when a compiler
 aborts, or that gives no answer for `--case-seconds`, is a finding, and another goes on. The same case is then run
@@ -31,7 +31,6 @@ for a failure, and for a crash that is not the library's. The JSON file, beside 
 import collections
 import dataclasses
 import json
-import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,12 +38,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
 from experiments.children import Done, in_children, share_gpus
 from experiments.fuzz.cases import DATA
 from experiments.fuzz.work import REFUSED, Task, reproducer, work
-from experiments.output.errors import UserError, exit_code, kept_in, refuse_unknown
+from experiments.output.errors import UserError, kept_in, refuse_missing_folders, refuse_unknown, run_command
 from experiments.output.files import write_atomically
 from experiments.output.results import provenance, to_json
 from jaxbp.catalogue import CATALOGUE
@@ -126,17 +124,16 @@ class Found:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 1 if a case failed, else that of `errors.py`."""
-    args = sys.argv[1:] if args is None else list(args)
-    return exit_code(lambda: _main(args))
+    """Run the command line. Return the exit code: 1 if a case failed, else that of `errors.py`."""
+    return run_command(run, FuzzConfig, "experiments.fuzz", args)
 
 
-def _main(args: Sequence[str]) -> int:
-    config = tyro.cli(FuzzConfig, args=args, prog="python -m experiments.fuzz", config=(tyro.conf.FlagCreatePairsOff,))
+def run(config: FuzzConfig, command: str) -> int:
+    """Draw and try cases until the limit, and print and keep what is found."""
     found, seed = _start(config, np.random.SeedSequence().entropy % 2**32 if config.seed is None else config.seed)
     share_gpus()
     whole = Task(seed, 0, _ops(config.ops), kernels_run())
-    head = provenance(shlex.join(["python", "-m", "experiments.fuzz", *args]))
+    head = provenance(command)
     print(f"seed {seed}, from case {found.cases}", flush=True)
     start, kept, before = time.perf_counter(), 0.0, found.seconds
     limit = 60.0 if (config.seconds, config.cases, config.only) == (None, None, None) else config.seconds
@@ -196,8 +193,7 @@ def _by_autodiff(crashes: Sequence[dict[str, Any]], whole: Task, config: FuzzCon
 
 
 def _start(config: FuzzConfig, seed: int) -> tuple[Found, int]:
-    if config.json is not None and not config.json.parent.is_dir():
-        raise UserError(f"{config.json} cannot be written: there is no folder {config.json.parent}")
+    refuse_missing_folders(config.json)
     if config.processes < 0 or not config.case_seconds > 0:
         raise UserError(
             f"--processes is {config.processes}, --case-seconds {config.case_seconds}: wanted at least 0, more than 0"
@@ -226,4 +222,4 @@ def _ops(names: Sequence[str]) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(main())

@@ -83,8 +83,9 @@ class Program:
         return self.differentiated_once and not self.entry.name.startswith("conv2d")
 
     def function(self, arguments: Arguments, implementation: str | None) -> Callable:
-        """Of the floats alone, with floating results as a list."""
-        return arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
+        """The transformed op, of the floats alone, with floating results as a list."""
+        function = arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
+        return TRANSFORMATIONS[self.transformation](function)
 
 
 def draw_program(seed: int, number: int, entries: Sequence[Entry], on_gpu: bool) -> Program:

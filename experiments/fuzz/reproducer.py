@@ -7,19 +7,21 @@ import jax
 import numpy as np
 
 from experiments.fuzz.cases import Program
+from experiments.fuzz.transformations import SECOND_ORDER
 from jaxbp.catalogue import FixedArgument
 from jaxbp.verify.arguments import Arguments
 
 
 def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.ndarray]) -> str:
-    """Prints what the implementation gives, then "autodiff" in the same dtype and in float64."""
+    """Lines that print what the implementation gives, after "autodiff" in the same dtype and in float64."""
     leaves, names, floats = iter(arguments.leaves), [], []
     lines = [
         "from math import inf, nan",
         "import jax, jax.numpy as jnp, jaxbp",
-        f"from experiments.fuzz.transformations import {program.transformation}",
+        "from experiments.fuzz.transformations import TRANSFORMATIONS",
         "from jaxbp.verify.arguments import floats",
-        "from jaxbp.verify.reference import float64",
+        "from jaxbp.verify.points import generator, normal",
+        "from jaxbp.verify.reference import derivative, float64, value_and_gradients",
         *['jax.config.update("jax_enable_x64", True)'] * (program.dtype == "float64"),
         *['jax.config.update("jax_default_matmul_precision", "highest")'] * program.exact,
     ]
@@ -29,7 +31,8 @@ def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.nda
         names.append(name)
         if isinstance(argument, FixedArgument):
             lines.append(f"{name} = {argument.code}")
-            _skip(leaves, argument)
+            for _ in jax.tree.leaves(argument.draw(None, 0, "float32")):
+                next(leaves)
         else:
             lines.append(f"{name} = {_array(next(leaves))}")
             floats += [name] * (argument.below is None)
@@ -37,23 +40,26 @@ def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.nda
     given = ", ".join(str(tree).replace("'", "") for tree in jax.tree.unflatten(structure, names))
     call = f"jaxbp.{program.entry.name}({given}{options}, implementation=implementation)"
     donated = ", donate_argnums=0" if program.transformation == "donated" else ""
+    run, along = f"value_and_gradients(function{donated})", ""
+    if program.transformation in SECOND_ORDER:
+        reverse = program.transformation == "gradient_of_gradient"
+        run, along = f"derivative(function, 2, reverse={reverse})", ", directions"
     lines += [
+        f"values = [{', '.join(floats)}]",
         f"cotangents = [{', '.join(map(_array, cotangents))}]",
-        "def run(implementation, values, cotangents):",
+        "random = generator(0)",
+        "directions = [[jnp.array(normal(random, a.shape, a.dtype), a.dtype) for a in values]]",
+        "def run(implementation, values, cotangents, directions):",
         f"    function = lambda {', '.join(floats)}: floats({call})",
-        f"    transformed = lambda *numbers: {program.transformation}(function, *numbers)",
-        f"    return jax.jit(transformed{donated})(values, cotangents)",
-        "print(run('autodiff', values := [" + ", ".join(floats) + "], cotangents))",
+        f"    function = TRANSFORMATIONS[{program.transformation!r}](function)",
+        f"    return {run}(values, cotangents{along})",
+        "arrays = values, cotangents, directions",
         "with float64():",
-        "    print(run('autodiff', *jax.tree.map(lambda a: a.astype('float64'), (values, cotangents))))",
-        f"print(run({program.implementation!r}, values, cotangents))",
+        "    print(run('autodiff', *jax.tree.map(lambda a: jnp.array(a, 'float64'), arrays)))",
+        "print(run('autodiff', *jax.tree.map(jnp.array, arrays)))",
+        f"print(run({program.implementation!r}, *arrays))",
     ]
     return "\n".join(lines)
-
-
-def _skip(leaves, argument):
-    for _ in jax.tree.leaves(argument.draw(None, 0, "float32")):
-        next(leaves)
 
 
 def _array(a: Any) -> str:

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from experiments.fuzz.cases import DATA, Program, draw_program, smaller
-from experiments.fuzz.judge import Trial, cotangents_of
 from experiments.fuzz.reproducer import lines_of
+from experiments.fuzz.trial import Trial
 from jaxbp.catalogue import CATALOGUE
 from jaxbp.verify.arguments import Arguments
 
@@ -93,21 +93,15 @@ def _numbers(
     with jax.enable_x64(program.dtype == "float64"):
         arguments = program.arguments(random, DATA[draw])
         results = results or jax.eval_shape(program.function(arguments, "autodiff"), *arguments.floats)
-    return arguments, cotangents_of(random, results)
+    return arguments, [random.standard_normal(y.shape).astype(y.dtype) for y in results]
 
 
 def _smallest(program: Program, task: Task, draw: int) -> Program:
-    """The program, made simpler step by step as long as it fails."""
-    tried = 0
-    while tried < MOST_TRIALS:
-        for simpler in smaller(program):
-            tried += 1
-            ((_, message),) = _outcomes(simpler, task, (draw,))
-            if message not in (None, REFUSED):
-                program = simpler
-                break
-            if tried >= MOST_TRIALS:
-                return program
-        else:
-            return program
+    """Make the program simpler, in at most `MOST_TRIALS` trials, as long as it fails."""
+    candidates, tried = iter(smaller(program)), 0
+    while tried < MOST_TRIALS and (simpler := next(candidates, None)) is not None:
+        tried += 1
+        ((_, message),) = _outcomes(simpler, task, (draw,))
+        if message not in (None, REFUSED):
+            program, candidates = simpler, iter(smaller(simpler))
     return program

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.output.files import write_atomically
-from experiments.output.results import provenance, to_json
+from experiments.output.results import finite, provenance, to_json
 from jaxbp.catalogue import Entry
 from jaxbp.verify.accuracy import DRAWS, OFFSETS, SCALES, Accuracy, accuracy
 
@@ -85,10 +84,7 @@ def worst(found: Sequence[Accuracy], draws: int) -> dict[str, Any]:
     """The row of the place that takes most of what is allowed."""
     most = max(found, key=lambda each: each.excess)
     row = dataclasses.asdict(most) | {"places": len({each.place for each in found}), "draws": draws}
-    # No relative error is that large: JSON has no infinity.
-    return {
-        key: 1e300 if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
-    }
+    return finite(row, lambda infinite: 1e300)  # no relative error is that large
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Bool, Int
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 
-# Figure and canvas by hand: pyplot keeps figures in global state and picks a backend by the machine's display.
+# Figures are made without pyplot, which keeps them in global state and picks a backend by the machine's display.
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -103,7 +102,6 @@ def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], v
     """A PNG with a row for each run: its first tick, its last, and some in between."""
     colours = ListedColormap([COLOURS[name] for name in PALETTES[visible]])
     figure = Figure(figsize=(1.4 * FRAMES, 1.75 * len(runs)), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(len(runs), FRAMES, squeeze=False)
     for row, (name, states) in zip(grid, runs.items(), strict=True):
         ticks = np.unique(np.linspace(0, len(states) - 1, FRAMES).round().astype(int))

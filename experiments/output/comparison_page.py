@@ -17,9 +17,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-# Figure and canvas by hand: pyplot keeps figures in global state and picks a backend by the machine's display.
+# Figures are made without pyplot, which keeps them in global state and picks a backend by the machine's display.
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -75,7 +74,6 @@ def _svg(draw: Callable[[Axes, Report], None], report: Report) -> str:
     }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(4.5, 3), layout="constrained")
-        FigureCanvasSVG(figure)
         axes = figure.subplots()
         axes.spines[["top", "right"]].set_visible(False)
         draw(axes, report)

@@ -1,4 +1,4 @@
-"""How a command line ends that does not end well: in one line on stderr, and an exit code.
+"""How a command line runs, and how it ends if it does not end well: in one line on stderr, and an exit code.
 
 1      a run that cannot go on: damaged files, a full disk, a loss that is no longer finite
 2      a mistake of the user
@@ -7,9 +7,13 @@
 
 import contextlib
 import difflib
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import tyro
 
 
 class UserError(ValueError):
@@ -26,6 +30,27 @@ class BrokenRun(Exception):
 
 class Stopped(KeyboardInterrupt):
     """Ctrl-C, with what is to be said of what is done so far."""
+
+
+def run_command(
+    run: Callable[[Any, str], int], config: Any, module: str, args: Sequence[str] | None, **options: Any
+) -> int:
+    """Return the exit code of `run(config, command)`: the parsed arguments, and the command line as text.
+
+    Args:
+      config: a dataclass, or a union of subcommands.
+      args: None for those of this process.
+      options: of `tyro.cli`.
+    """
+    args = sys.argv[1:] if args is None else list(args)
+    program = ["python", "-m", module]
+
+    def command():
+        flags = (tyro.conf.FlagCreatePairsOff,)
+        parsed = tyro.cli(config, args=args, prog=" ".join(program), config=flags, **options)
+        return run(parsed, shlex.join([*program, *args]))
+
+    return exit_code(command)
 
 
 def exit_code(command: Callable[[], int]) -> int:
@@ -55,6 +80,17 @@ def refuse_unknown(what: str, names: Iterable[str], known: Iterable[str], wanted
         like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))
         hint = f"did you mean {' or '.join(like)}?" if like else f"wanted {wanted}{', '.join(known)}"
         raise UserError(f"unknown {what} {', '.join(unknown)}: {hint}")
+
+
+def refuse_missing_folders(*paths: Path | None) -> None:
+    """Require that the files can be written, as far as their folders are concerned.
+
+    Raises:
+      UserError: (a ValueError) for a file in a folder that does not exist.
+    """
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
 
 
 @contextlib.contextmanager

@@ -13,10 +13,11 @@ A result file is a JSON object with these fields and those of its command:
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -73,6 +74,15 @@ def versions() -> dict[str, str]:
 def to_json(report: Mapping[str, Any]) -> bytes:
     """The report as indented JSON. Numbers that are not finite are refused."""
     return (json.dumps(report, indent=1, allow_nan=False) + "\n").encode()
+
+
+def finite(value: Any, otherwise: Callable[[float], Any] = lambda number: None) -> Any:
+    """Return the value with `otherwise(number)` for each number that is not finite, as JSON has none of these."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner, otherwise) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner, otherwise) for inner in value]
+    return otherwise(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _git(root: Path, *args: str) -> str:

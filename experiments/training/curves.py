@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Figure and canvas by hand: pyplot keeps figures in global state and picks a backend by the machine's display.
+# Figures are made without pyplot, which keeps them in global state and picks a backend by the machine's display.
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, SubFigure
 
 from experiments.data.datasets import Dataset
@@ -36,7 +35,6 @@ def draw(
     rows = -(-min(len(mistakes), MOST_MISTAKES) // COLUMNS)
     heights = [4.0] + ([0.5 + 1.15 * rows] if rows else [])
     figure = Figure(figsize=(10, sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title)
     above, *below = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     scales = [line.loss_scale for line in metrics if line.loss_scale is not None]

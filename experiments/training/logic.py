@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-# Figure and canvas by hand: pyplot keeps figures in global state and picks a backend by the machine's display.
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+# Figures are made without pyplot, which keeps them in global state and picks a backend by the machine's display.
 from matplotlib.figure import Figure
 
 from experiments.configs import LogicConfig
@@ -106,7 +105,6 @@ def histogram(circuit: AnyCircuit, title: str) -> bytes:
     """A PNG with a bar chart a layer: how many gates have which function."""
     counts = circuit.histogram()
     figure = Figure(figsize=(10, 1.5 + 1.4 * len(counts)), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(f"{title}: the gates of each layer")
     rows = figure.subplots(len(counts), sharex=True, squeeze=False)[:, 0]
     for i, (axes, layer) in enumerate(zip(rows, counts, strict=True), start=1):

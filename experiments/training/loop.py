@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from experiments.configs import Augment, TrainingConfig
+from experiments.configs.base import Augment, TrainingConfig
 from experiments.data.datasets import Dataset
 from experiments.output.errors import UserError
 from experiments.training import devices

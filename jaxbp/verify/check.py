@@ -33,15 +33,7 @@ from jaxbp.verify.arguments import (
 )
 from jaxbp.verify.judge import Judge, Tolerance
 from jaxbp.verify.points import ADDED, OWN, Point
-from jaxbp.verify.reference import (
-    Arrays,
-    Expected,
-    Reference,
-    derivative,
-    has_no_forward_mode,
-    scale_of,
-    value_and_gradients,
-)
+from jaxbp.verify.reference import Arrays, Derivatives, Expected, Reference, scale_of
 
 TOLERANCES: Mapping[str, Tolerance] = {
     "float16": Tolerance(rtol=1e-2, atol=1e-4, step=1e-3),
@@ -305,11 +297,11 @@ def _rows(
         expected += [(point, _at(reference, point, steps, most_elements)) for point in tried[1:]]
         native = None
         if reference.independent:
-            native = _Programs(op, arguments, options, "autodiff" if takes_implementation(op) else None)
+            native = Programs(op, arguments, options, "autodiff" if takes_implementation(op) else None)
         judge = Judge(reference, native, tolerances, directions, kink_convention)
         for implementation in implementations:
             is_native = native is not None and implementation == native.implementation
-            programs = native if is_native else _Programs(op, arguments, options, implementation)
+            programs = native if is_native else Programs(op, arguments, options, implementation)
             yield from _of_implementation(op, programs, reference, judge, expected)
             if "dtypes" in added and len(set(dtypes)) == 1:
                 for dtype in ("float32",) if dtypes[0].itemsize == 2 else ("bfloat16", "float16"):
@@ -333,22 +325,30 @@ def _at(reference: Reference, point: Point, steps: Sequence[float | None], most:
     return Expected(1, "autodiff", gradients, [np.zeros(g.shape, bool) for g in gradients])
 
 
-class _Programs:
-    """An implementation's value, gradients and their derivatives, in a dtype."""
+class Programs:
+    """An implementation's value, gradients and their derivatives, in a dtype.
 
-    def __init__(self, op: Callable, arguments: Arguments, options: Mapping[str, Any], implementation: Implementation):
+    Args:
+      compiling: of `Derivatives`.
+    """
+
+    def __init__(
+        self,
+        op: Callable,
+        arguments: Arguments,
+        options: Mapping[str, Any],
+        implementation: Implementation,
+        **compiling: Any,
+    ):
         self.implementation, self.arguments = implementation, arguments
         self.function = jax.jit(arguments.of_floats(bind(op, implementation, options)))
-        self._gradients, self._derivatives = value_and_gradients(self.function), {}
-        self._last = {}
+        self._derivatives = Derivatives(self.function, **compiling)
 
-    def in_dtype(self, dtype: str) -> "_Programs":
+    def in_dtype(self, dtype: str) -> "Programs":
         """The same programs for arguments of another dtype."""
         leaves = [np.asarray(a).astype(dtype) if is_float(a) else a for a in self.arguments.leaves]
-        other = object.__new__(_Programs)
-        other.__dict__ = self.__dict__ | dict(
-            arguments=dataclasses.replace(self.arguments, leaves=tuple(leaves)), _last={}, _derivatives={}
-        )
+        other = object.__new__(Programs)
+        other.__dict__ = self.__dict__ | dict(arguments=dataclasses.replace(self.arguments, leaves=tuple(leaves)))
         return other
 
     def result_dtypes(self) -> list[np.dtype] | None:
@@ -371,22 +371,12 @@ class _Programs:
             values = [v.astype(a.dtype) for v, a in zip(values, floats, strict=True)]
             directions = [[v.astype(a.dtype) for v, a in zip(d, floats, strict=True)] for d in directions]
             cotangents = [c.astype(dtype) for c, dtype in zip(cotangents, dtypes, strict=True)]
-        if order < 2:
-            return self._gradients(values, cotangents)[order]
-        for reverse in (False, True):
-            if order not in self._derivatives:
-                self._derivatives[order] = derivative(self.function, order, reverse)
-            try:
-                return self._derivatives[order](values, cotangents, directions)
-            except TypeError as error:
-                if reverse or not has_no_forward_mode(error):
-                    raise
-                del self._derivatives[order]
+        return self._derivatives(order, values, cotangents, directions)
 
 
 def _of_implementation(
     op: Callable,
-    programs: _Programs,
+    programs: Programs,
     reference: Reference,
     judge: Judge,
     expected: Sequence[tuple[Point, Expected]],

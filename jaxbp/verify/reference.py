@@ -48,18 +48,17 @@ class Expected:
     contradicted: Arrays
 
 
-def value_and_gradients(function: Function) -> Callable:
-    """`(values, cotangents) -> (results, gradients)`, jitted."""
+def value_and_gradients(function: Function, **options: Any) -> Callable:
+    """`(values, cotangents) -> (results, gradients)`, jitted, with options of `jax.jit`."""
 
-    @jax.jit
     def run(values, cotangents):
         y, vjp = jax.vjp(function, *values)
         return y, vjp(list(cotangents))
 
-    return run
+    return jax.jit(run, **options)
 
 
-def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
+def derivative(function: Function, order: int, reverse: bool = False, **options: Any) -> Callable:
     """`(values, cotangents, directions) -> ` the gradient of `Σ c (y + y²/2)`, differentiated along directions. Jitted.
 
     At order 2 it is the Hessian times a direction. By the square, the backward is differentiated in its dy as well,
@@ -80,14 +79,44 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 
         return jax.grad(slope)
 
-    @jax.jit
     def run(values, cotangents, directions):
         function = lambda values: gradient(values, cotangents)  # noqa: E731
         for direction in directions[: order - 1]:
             function = along(function, tuple(direction))
         return function(tuple(values))
 
-    return run
+    return jax.jit(run, **options)
+
+
+class Derivatives:
+    """The results of a function, its gradients and their derivatives, each compiled when it is first asked for.
+
+    Args:
+      modes: whether a derivative of a gradient is taken in reverse, in the order in which this is tried.
+      options: of `jax.jit`.
+    """
+
+    def __init__(self, function: Function, modes: Sequence[bool] = (False, True), **options: Any):
+        self._function, self._modes, self._options = function, modes, options
+        self.value_and_gradients, self._higher = value_and_gradients(function, **options), {}
+
+    def __call__(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
+        """The results, the gradients, or from order 2 on what `derivative` gives."""
+        if order < 2:
+            return self.value_and_gradients(values, cotangents)[order]
+        for reverse in self._modes:
+            if order not in self._higher:
+                self._higher[order] = derivative(self._function, order, reverse, **self._options)
+            try:
+                return self._higher[order](values, cotangents, directions)
+            except TypeError as error:
+                del self._higher[order]
+                if reverse == self._modes[-1] or not has_no_forward_mode(error):
+                    raise
+
+    def plain(self, order: int) -> Callable:
+        """The program that gives an order, or for orders below 2 both, not compiled. It has been asked for before."""
+        return (self.value_and_gradients if order < 2 else self._higher[order]).__wrapped__
 
 
 @contextlib.contextmanager
@@ -108,19 +137,19 @@ class Reference:
       constants: the numbers that stand in its program: at one of them may be a kink.
     """
 
-    def __init__(self, op: Callable, arguments: Arguments, options: Mapping[str, Any]):
+    def __init__(self, op: Callable, arguments: Arguments, options: Mapping[str, Any], **compiling: Any):
         self.names = arguments.float_names
         self.function, self.results, native = _plain_forward(op, arguments, options)
         self.result_names = ["value"] if len(self.results) == 1 else [f"value {i}" for i in range(len(self.results))]
         equations = list(_equations(jax.make_jaxpr(self.function)(*arguments.floats).jaxpr))
         self.independent = native or not any("custom" in e.primitive.name for e in equations)
         self.constants = _constants(equations)
-        self._gradients, self._derivatives = value_and_gradients(self.function), {}
+        self._derivatives = Derivatives(self.function, **compiling)
         self._slopes = jax.jit(self._slopes_of_elements)
 
     def value_and_gradients(self, values: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
         with float64():
-            return _arrays(self._gradients(list(values), list(cotangents)))
+            return _arrays(self._derivatives.value_and_gradients(list(values), list(cotangents)))
 
     def first_orders(
         self, values: Arrays, cotangents: Arrays, steps: Sequence[float | None], most: int
@@ -172,29 +201,22 @@ class Reference:
         shaped = lambda whole: [p.reshape(a.shape) for p, a in zip(np.split(whole, sizes), autodiff, strict=True)]  # noqa: E731
         return Expected(order, against, shaped(slope), shaped(other))
 
-    def derivative(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Arrays:
-        """As of `derivative`, in float64."""
+    def derivative(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()) -> Arrays:
+        """The results, the gradients, or from order 2 on what `derivative` gives, in float64."""
         with float64():
-            for reverse in (False, True):
-                if order not in self._derivatives:
-                    self._derivatives[order] = derivative(self.function, order, reverse)
-                try:
-                    return _arrays(self._derivatives[order](list(values), list(cotangents), list(directions)))
-                except TypeError as error:
-                    if reverse or not has_no_forward_mode(error):
-                        raise
-                    del self._derivatives[order]
+            return _arrays(self._derivatives(order, list(values), list(cotangents), list(directions)))
 
     def rounding(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays], dtype: Any = np.float64
     ) -> Arrays:
         """How far rounding to a dtype moves the results of order 0 and 1, or the derivative of another order."""
+        self.derivative(order, values, cotangents, directions)  # finds the mode that it has
         with float64():
+            run, arguments = self._derivatives.plain(order), [list(values), list(cotangents)]
             if order < 2:
-                found = rounding(self._gradients, list(values), list(cotangents), dtype=dtype)
+                found = rounding(run, *arguments, dtype=dtype)
                 return found[len(cotangents) :] if order else found[: len(cotangents)]
-            self.derivative(order, values, cotangents, directions)  # finds the mode that it has
-            return rounding(self._derivatives[order], list(values), list(cotangents), list(directions), dtype=dtype)
+            return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
         """The gradients, and what they would be with other roundings: `(1 + runs, parts, ...)` each.

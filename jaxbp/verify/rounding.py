@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 RUNS, MANY = 4, 1024
+MOST = 2.0**-10
+"""Many roundings move a number by at most this share of it, unless one moves it further, as in half precisions."""
 ROUNDED = frozenset({
     "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "conv_general_dilated", "cos",
     "cosh", "cumlogsumexp", "cumprod", "cumsum", "digamma", "div", "dot_general", "erf", "erf_inv", "erfc", "exp",
@@ -33,13 +35,15 @@ def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np
 
     The results are in a flat list. Loops are run as they are: what is rounded in them is not seen.
     """
-    by = MANY * float(jnp.finfo(dtype).eps)
+    eps = float(jnp.finfo(dtype).eps)
+    many = max(1.0, min(MANY, MOST / eps))
     random = np.random.default_rng(0)
     run = lambda moved: [np.asarray(y) for y in jax.tree.leaves(rerun(function, moved)(*args))]  # noqa: E731
-    exactly, moved = run(lambda equation, y: y), [run(functools.partial(_moved, random, by)) for _ in range(RUNS)]
+    exactly = run(lambda equation, y: y)
+    moved = [run(functools.partial(_moved, random, many * eps)) for _ in range(RUNS)]
     with np.errstate(invalid="ignore"):
         off = [[np.abs(m - y) for m in some] for y, *some in zip(exactly, *moved, strict=True)]
-    return [np.max([np.where(np.isfinite(m), m, 0.0) for m in some], axis=0) / MANY for some in off]
+    return [np.max([np.where(np.isfinite(m), m, 0.0) for m in some], axis=0) / many for some in off]
 
 
 def _moved(random, by, equation, y):

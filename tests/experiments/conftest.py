@@ -2,7 +2,7 @@ import dataclasses
 import functools
 import json
 import signal
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ from flax import nnx
 
 import jaxbp
 from experiments import compare, train
-from experiments.configs import Recipe, TrainingConfig
 from experiments.configs.automaton import CheckerboardConfig
+from experiments.configs.base import Range, Recipe, TrainingConfig
 from experiments.data.datasets import Dataset
 from experiments.training import logic
 from experiments.training import loop as training
@@ -43,10 +43,10 @@ class ToyConfig(TrainingConfig):
 
     name: ClassVar[str] = "toy"
 
-    devices: int | None = 1
+    devices: Annotated[int | None, Range(1)] = 1
 
     def defaults(self):
-        return Recipe(batch_size=16, epochs=4, learning_rate=1e-2)
+        return Recipe(batch_size=16, epochs=4, learning_rate=1e-2)._asdict()
 
     def build(self, key):
         return Classifier(nnx.Rngs(key)), toy_loss

@@ -171,7 +171,12 @@ def test_every_option_reaches_the_config(tmp_path):
     }
     args = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     config = train.parse(["lenet", *args, "--no-fused"]).experiment
-    assert json.loads(configs.to_json(config)) == {"experiment": "lenet", "resume": False, "fused": False, **options}
+    assert json.loads(configs.as_json(configs.to_dict(config))) == {
+        "experiment": "lenet",
+        "resume": False,
+        "fused": False,
+        **options,
+    }
 
 
 def test_the_result_is_a_file_with_what_was_measured_where(toy_config, tmp_path, monkeypatch):

@@ -19,12 +19,12 @@ def work_at():
 
 @pytest.fixture(scope="package")
 def finished(tmp_path_factory):
-    """A run of the command line: its exit code, report and picture."""
+    """A run of the command line: its exit code and report."""
     path = tmp_path_factory.mktemp("bench") / "results.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "ROUNDS", 1)
         code = bench.main([*CASES, *QUICK, "autodiff", "None", "--compile-seconds", "--json", str(path)])
-    return SimpleNamespace(code=code, report=json.loads(path.read_text()), picture=path.with_suffix(".png"))
+    return SimpleNamespace(code=code, report=json.loads(path.read_text()))
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ def test_what_no_experiment_on_images_can_have_is_refused(setting, value, wanted
 
 
 def test_the_recipe_is_that_of_the_dataset():
-    assert ImageConfig(dataset="digits").defaults().epochs == 20
-    assert ImageConfig(dataset="mnist").defaults().batch_size == 64
+    assert ImageConfig(dataset="digits").epochs == 20
+    assert ImageConfig(dataset="mnist").batch_size == 64
 
 
 def test_images_are_moved_only_when_asked_for():

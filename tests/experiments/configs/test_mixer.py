@@ -20,5 +20,5 @@ def test_what_no_mixer_can_have_is_refused(setting, value):
 
 
 def test_it_learns_more_slowly_than_a_lenet():
-    assert MixerConfig().defaults().learning_rate == 1e-3
-    assert MixerConfig().defaults().batch_size == 16
+    assert MixerConfig().learning_rate == 1e-3
+    assert MixerConfig().batch_size == 16

@@ -1,0 +1,88 @@
+"""What `jaxbp.verify` says of the numbers that an implementation gives."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.fuzz.cases import Program
+from experiments.fuzz.transformations import SECOND_ORDER
+from jaxbp.verify import TOLERANCES, CheckRow, Tolerance
+from jaxbp.verify.arguments import Arguments
+from jaxbp.verify.check import Programs
+from jaxbp.verify.judge import Judge
+from jaxbp.verify.points import Point, generator, normal
+from jaxbp.verify.reference import Expected, Reference
+
+EPS = float(np.finfo(np.float32).eps)
+FLOAT32 = Tolerance(rtol=32 * EPS, atol=EPS, step=None)
+"""The tolerance of float32. It is less than that of a check, so that formulas that lose digits are found."""
+TF32 = TOLERANCES["float16"]
+"""TF32 has as many digits as float16. Products of float32 are computed in it unless full precision is asked for."""
+HEADROOM = 4
+"""A result that is within this factor of the dtype's largest number may overflow: the terms of a sum may be larger than
+the sum, and are rounded to the dtype."""
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+"""Every rounding takes place as it is written. Nearly all of the time is compilation, which LLVM's optimisations would
+make longer."""
+
+
+class Trial:
+    """A program, compiled once for several draws of its numbers.
+
+    Attributes:
+      results: the shapes and dtypes of its floating results.
+    """
+
+    def __init__(self, program: Program, arguments: Arguments):
+        self.program = program
+        numbers = Arguments(arguments.float_names, arguments.floats, jax.tree.structure(arguments.floats))
+
+        def op(*values, implementation):
+            return program.function(arguments, implementation)(*values)
+
+        options = dict(compiler_options=COMPILER_OPTIONS)
+        donated = dict(donate_argnums=0) if program.transformation == "donated" else {}
+        in_reverse = program.transformation == "gradient_of_gradient"
+        self._ours = Programs(op, numbers, {}, program.implementation, modes=(in_reverse,), **options, **donated)
+        random = generator(0)
+        self._directions = [[normal(random, a.shape, a.dtype) for a in numbers.floats]]
+        reference, native = Reference(op, numbers, {}, **options), Programs(op, numbers, {}, "autodiff", **options)
+        tolerances = {**TOLERANCES, "float32": FLOAT32 if program.exact else TF32}
+        self._judge = Judge(reference, native, tolerances, self._directions, program.entry.kink_convention)
+        self.results = reference.results
+
+    def run(self, values: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]) -> str | None:
+        """Say what is wrong for these numbers, or return None.
+
+        Raises:
+          NotImplementedError: the implementation does not take the program.
+        """
+        program, reference = self.program, self._judge.reference
+        wide = [[np.asarray(a, np.float64) for a in arrays] for arrays in (values, cotangents)]
+        point = Point(program.transformation, *wide, beyond=not program.differentiated_once)
+        for order in (2,) if program.transformation in SECOND_ORDER else (0, 1):
+            exact = reference.derivative(order, *wide, self._directions)
+            ours = self._ours.results(order, *wide, self._directions)
+            wanted = [_wanted(e, a) for e, a in zip(exact, ours, strict=True)]
+            expected = Expected(order, "float64", wanted, [np.zeros(e.shape, bool) for e in exact])
+            for i, (name, a) in enumerate(zip(reference.names if order else reference.result_names, ours, strict=True)):
+                found = self._judge.verdict(point, expected, i, a, self._ours)
+                row = CheckRow(
+                    program.entry.name, program.implementation, program.dtype, name, order, "float64", **found
+                )
+                if row.verdict == "failed":
+                    return f"order {order}: {row.finding}"
+        return None
+
+
+def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
+    """Return the exact numbers, but ours where nothing is asked for.
+
+    That is where JAX's own differentiation gives NaN in float64, as a formula may do better; and where ours is not
+    finite within `HEADROOM`.
+    """
+    is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) * HEADROOM > float(jnp.finfo(ours.dtype).max))
+    ours = np.asarray(ours, np.float64)
+    return np.where(np.isnan(exact) | (is_nearly_too_large & ~np.isfinite(ours)), ours, exact)
