@@ -11,8 +11,6 @@ from experiments import kill, train
 from experiments.output.errors import BrokenRun
 from experiments.training import checkpoints, curves
 
-pytestmark = pytest.mark.once
-
 ROOT = Path(__file__).parents[2]
 EPOCHS = 80
 PAUSE = 0.05
@@ -53,7 +51,6 @@ def test_an_unknown_experiment_ends_in_one_line(capsys):
     assert capsys.readouterr().err == "error: unknown experiment lnet: did you mean lenet?\n"
 
 
-@pytest.mark.rotating
 def test_a_run_killed_at_each_kind_of_moment_ends_in_the_same_bits(command, toy_config, tmp_path):
     whole = toy_config(run_dir=tmp_path / "whole", epochs=EPOCHS)
     train.train(whole)

@@ -6,8 +6,6 @@ from rich.console import Console
 from experiments.bench import __main__ as bench
 from experiments.bench import compare
 
-pytestmark = pytest.mark.once
-
 
 def row(work="relu", microseconds=100.0, spread=0.01, implementation="None", **fields):
     rounds = [microseconds * (1 + by) for by in (-spread, 0.0, spread)]

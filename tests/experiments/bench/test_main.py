@@ -9,8 +9,6 @@ from experiments.bench import __main__ as bench
 from experiments.bench.measure import Accuracy
 from experiments.output.results import to_json
 
-pytestmark = pytest.mark.once
-
 
 def test_the_report_says_where_and_how_it_was_measured(finished):
     report = finished.report

@@ -10,8 +10,6 @@ from experiments.bench.measure import Accuracy, Compiler
 from experiments.bench.rows import Case, Settings
 from jaxbp.verify import timing
 
-pytestmark = pytest.mark.once
-
 
 def test_time_includes_the_whole_program(monkeypatch):
     now = [0.0]

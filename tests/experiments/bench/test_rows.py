@@ -4,13 +4,10 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
-import pytest
 from helpers import TOLERANCE
 
 from experiments.bench import measure, peers
 from experiments.bench.rows import Case, Settings, measured_rows
-
-pytestmark = pytest.mark.once
 
 FIELDS = {
     "work",

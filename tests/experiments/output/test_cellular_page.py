@@ -14,8 +14,6 @@ from cells import checkerboard, checkerboard_target, life, random_circuit
 from experiments.output.cellular_page import damage, state_of, words_of, write_page
 from jaxbp import CellularCircuit
 
-pytestmark = pytest.mark.once
-
 TICKS = 100
 
 
@@ -83,7 +81,6 @@ def test_the_script_gives_the_states_of_100_ticks(tmp_path, automaton, state, ta
     assert kept and states == [words_of(each) for each in expected_states(automaton, state)]
 
 
-@pytest.mark.once
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_the_page_in_a_browser_heals_what_a_click_destroys(tmp_path):
     automaton, state, target = AUTOMATA["a checkerboard"]

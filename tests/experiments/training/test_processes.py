@@ -15,8 +15,6 @@ from experiments import kill, train
 from experiments.output.errors import UserError
 from experiments.training.processes import Place, _relay
 
-pytestmark = pytest.mark.once
-
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import sys
@@ -80,7 +78,6 @@ def test_two_processes_go_on_with_a_run_in_the_bits_of_one_with_two_devices(star
     assert kill.outcome(both) == kill.outcome(alone)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("killed", [1, 0])
 def test_a_killed_process_ends_the_other_with_a_line(start, tmp_path, killed):
     processes = start("toy", "--devices", "2", "--epochs", "100000", "--run-dir", tmp_path / "run")

@@ -116,7 +116,6 @@ with gpus(device.HOPPER) as (gpu,):
 """
 
 
-@pytest.mark.once
 @pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
 def test_a_program_finds_its_kernel_compiled():
     # Mosaic GPU prints each kernel that it compiles.
