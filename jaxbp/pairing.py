@@ -313,7 +313,7 @@ class Pair(Op):
         shares: bool = False,
         jit: bool = False,
     ):
-        name = name or _name_of(forward)
+        name = name or name_of(forward)
         made_of = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         shares = shares or examples is not None
         if not isinstance(backward, Op):
@@ -471,8 +471,11 @@ def positional_names(function: Callable, count: int) -> list[str]:
     return [*names[:count], *(f"argument {i}" for i in range(len(names), count))]
 
 
-def _name_of(function: Callable) -> str:
-    return _name_of(function.func) if isinstance(function, functools.partial) else function.__name__
+def name_of(function: Callable) -> str:
+    """What a function is called in messages."""
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
 
 
 def _differentiated(forward, has_aux, dy, *arrays, **options):

@@ -15,6 +15,10 @@ from jaxbp.sharding import leading
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import softmax_cross_entropy as kernels
 
+AnyLogits = Float[AnyArray, "*batch classes"]
+AnyLabels = Int[AnyArray, "*batch"] | Float[AnyArray, "*batch classes"]
+Losses = Float[Array, "*batch"]
+
 
 def _is_class(labels):
     return jnp.issubdtype(labels.dtype, jnp.integer)
@@ -116,12 +120,7 @@ _SOFTMAX_CROSS_ENTROPY = Pair(
 )
 
 
-def softmax_cross_entropy(
-    logits: Float[AnyArray, "*batch classes"],
-    labels: Int[AnyArray, "*batch"] | Float[AnyArray, "*batch classes"],
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*batch"]:
+def softmax_cross_entropy(logits: AnyLogits, labels: AnyLabels, *, implementation: Implementation = None) -> Losses:
     """Softmax and cross-entropy, `loss = Σ_k y_k (logsumexp(logits) - logits_k)`, a loss an example.
 
     The log-sum-exp subtracts the largest logit first, so no exponential overflows.
@@ -146,11 +145,7 @@ def softmax_cross_entropy(
 
 
 def softmax_cross_entropy_backward(
-    dy: Float[AnyArray, "*batch"],
-    logits: Float[AnyArray, "*batch classes"],
-    labels: Int[AnyArray, "*batch"] | Float[AnyArray, "*batch classes"],
-    *,
-    implementation: Implementation = None,
+    dy: Float[AnyArray, "*batch"], logits: AnyLogits, labels: AnyLabels, *, implementation: Implementation = None
 ) -> Float[Array, "*batch classes"]:
     """Gradient of `softmax_cross_entropy` in the logits: `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`.
 

@@ -408,22 +408,18 @@ def _of_implementation(
 def _compared_all(op, programs, reference, judge, expected) -> Iterator[CheckRow]:
     row = functools.partial(CheckRow, name_of(op), programs.implementation)
     for point, e in expected:
+        names = reference.names if e.order else reference.result_names
         try:
-            yield from _compared(row, programs, reference, judge, point, e)
+            actual = programs.results(e.order, point.values, point.cotangents, judge.directions)
+            for i, (name, a) in enumerate(zip(names, actual, strict=True)):
+                if point.of is None or point.of == i or e.order == 0:
+                    verdict = judge.verdict(point, e, i, a, programs)
+                    yield row(a.dtype.name, name, e.order, e.against, data=point.name, **verdict)
         except Exception as error:  # a wrong backward can raise anything
             reason = f"{type(error).__name__}: {_one_line(error)}"
             dtype = programs.arguments.floats[0].dtype.name
             yield row(dtype, "all", e.order, "", "failed", reason=reason, data=point.name)
             return
-
-
-def _compared(row, programs, reference, judge, point, expected):
-    actual = programs.results(expected.order, point.values, point.cotangents, judge.directions)
-    names = reference.names if expected.order else reference.result_names
-    for i, (name, a) in enumerate(zip(names, actual, strict=True)):
-        if point.of is None or point.of == i or expected.order == 0:
-            verdict = judge.verdict(point, expected, i, a, programs)
-            yield row(a.dtype.name, name, expected.order, expected.against, data=point.name, **verdict)
 
 
 def _grouped(rows: Sequence[CheckRow]) -> dict[tuple, list[CheckRow]]:
