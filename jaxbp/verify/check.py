@@ -52,6 +52,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 """By dtype."""
 ORDERS = (1, 2, 3)
 WIDTH = 80
+STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim"}
 MOST_KINKS = 16
 """Constants of a program that are tried as kinks."""
 
@@ -147,8 +148,7 @@ class CheckResult:
             failed = [row for row in rows if row.verdict == "failed"]
             skipped = [row for row in rows if row.verdict == "skipped"]
             verdict = "failed" if failed else "skipped" if len(skipped) == len(rows) else "ok"
-            style = {"ok": "green", "failed": "bold red", "skipped": "dim"}[verdict]
-            lines.append(Text(f"{verdict:7} ", style, no_wrap=True, overflow="ellipsis"))
+            lines.append(Text(f"{verdict:7} ", STYLES[verdict], no_wrap=True, overflow="ellipsis"))
             lines[-1].append(op if implementation is None else f"{op}, {implementation}", "default")
             if verdict == "ok":
                 lines[-1].append(f": {len(rows) - len(skipped)} results, off by {_off(rows)}", "default")
@@ -168,23 +168,13 @@ class CheckResult:
 
     def table(self) -> Table:
         """The rows as a table of Rich."""
-        table = Table(
-            "op", "implementation", "dtype", "data", "argument", "order", "against", "max abs", "max rel", "verdict"
-        )
+        fields = ("op", "implementation", "dtype", "data", "argument", "order", "against")
+        table = Table(*fields, "max abs", "max rel", "verdict")
         for row, following in zip(self.rows, (*self.rows[1:], None), strict=True):
-            style = {"ok": "green", "failed": "bold red", "skipped": "dim"}[row.verdict]
-            verdict = Text(row.verdict + (f": {row.reason}" if row.reason else ""), style=style)
-            cells = (
-                row.op,
-                str(row.implementation),
-                row.dtype,
-                row.data,
-                row.argument,
-                str(row.order),
-                row.against,
-            )
+            verdict = Text(row.verdict + (f": {row.reason}" if row.reason else ""), style=STYLES[row.verdict])
+            cells = (Text(str(getattr(row, field))) for field in fields)
             ends = following is None or following.implementation != row.implementation
-            table.add_row(*map(Text, cells), _short(row.absolute), _short(row.relative), verdict, end_section=ends)
+            table.add_row(*cells, _short(row.absolute), _short(row.relative), verdict, end_section=ends)
         return table
 
 
