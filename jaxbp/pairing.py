@@ -324,7 +324,7 @@ class Pair(Op):
         if linear:
             save = functools.partial(_saving_nothing, forward)
         elif save is None:
-            save, residuals = functools.partial(_saving_arguments, forward), residuals or _arguments
+            save, residuals = functools.partial(saving_arguments, forward), residuals or given_arguments
         rules = {
             implementation: (save[implementation] if isinstance(save, Mapping) else save, rule)
             for implementation, rule in backward.implementations.items()
@@ -376,11 +376,12 @@ def _value(save, *arrays, **options):
     return save(*arrays, **options)[0]
 
 
-def _saving_arguments(forward, *arrays, **options):
+def saving_arguments(forward: Callable, *arrays: Any, **options: Any) -> tuple[Any, tuple]:
+    """The `save` of a forward that keeps its arguments, and below its `residuals`."""
     return forward(*arrays, **options), arrays
 
 
-def _arguments(*arrays, **options):
+def given_arguments(*arrays: Any, **options: Any) -> tuple:
     return arrays
 
 
