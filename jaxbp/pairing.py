@@ -232,7 +232,7 @@ class Op:
         return next(name for name in (implementation, "xla", "autodiff", "pallas") if name in self.implementations)
 
     def named(self, name: str) -> "Op":
-        """The same op under another name, for error messages; one object for a name, so that it is compiled once."""
+        """Return the same op under another name, for error messages. Each name has one object, compiled once."""
         if name not in self._renamed:
             renamed = self._renamed[name] = object.__new__(type(self))
             renamed.__dict__ = self.__dict__ | {"name": name}
@@ -377,11 +377,12 @@ def _value(save, *arrays, **options):
 
 
 def saving_arguments(forward: Callable, *arrays: Any, **options: Any) -> tuple[Any, tuple]:
-    """The `save` of a forward that keeps its arguments, and below its `residuals`."""
+    """Run the forward and keep its arguments: the `save` of a pair whose backward needs these."""
     return forward(*arrays, **options), arrays
 
 
 def given_arguments(*arrays: Any, **options: Any) -> tuple:
+    """Return the arguments: the `residuals` that belong to `saving_arguments`."""
     return arrays
 
 
@@ -473,7 +474,7 @@ def positional_names(function: Callable, count: int) -> list[str]:
 
 
 def name_of(function: Callable) -> str:
-    """What a function is called in messages."""
+    """The name of a function for messages."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)

@@ -65,7 +65,7 @@ _BLOCKS = (
 
 
 def _blocks(name: str, of: Callable[..., Case]) -> dict[str, Case]:
-    """`of(x, w, z, y)` for each block, with its number behind the name."""
+    """`of(x, w, z, y)` for each block, named by the block's number."""
     return {f"{name}{i}": of(*shapes) for i, shapes in enumerate(_BLOCKS, 1)}
 
 
@@ -80,11 +80,12 @@ def _indices(*shape: int | str, below: int) -> Argument:
 def _pair(
     function: Callable, small: Case, real: Mapping[str, Case], takes: Any = slice(None), like: str = ""
 ) -> tuple[Entry, Entry]:
-    """The entries of a function and of its public backward, whose cases differ in `dy` alone, the first argument here.
+    """The entries of a function and of its public backward.
 
     Args:
-      takes: of the function's arguments those that the backward takes behind `dy`.
-      like: what both are like; if it is the function itself, its backward.
+      small, real: the cases, with `dy`, the gradient in the function's result, before the function's arguments.
+      takes: selects those of the function's arguments that the backward takes after `dy`.
+      like: the entry that both are like. If it is the function's own name, only the backward is like it.
     """
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
 

@@ -27,7 +27,7 @@ def thermometer(x: Float[AnyArray, "*batch features"], thresholds: ArrayLike) ->
 
 
 class GateOptions(TypedDict, total=False):
-    """What every layer of gates takes by keyword; `rngs` alone has no default."""
+    """The keyword arguments of every layer of gates, as `LogicLayer` describes them. Only `rngs` has no default."""
 
     initialization: Literal["normal", "residual"]
     parametrization: Parametrization

@@ -111,7 +111,7 @@ def _keeping_rows(through, coefficients, automaton, state, draws, *, steps, fire
 
 
 def _seen(through, draws, shape, fire_rate, state, t):
-    """The state as tick t sees it, and which cells update at it."""
+    """Return the state as tick t sees it, and which cells update at tick t."""
     return _rounded(through, draws, t, state, shape), _fires(draws, t, shape, fire_rate)
 
 

@@ -293,7 +293,7 @@ def rms_norm_backward(
 
 
 def check(op, eps, **arrays):
-    """The arrays, if x has rows of at least one element, and scale and bias fit them; and requires an eps."""
+    """Return the arrays, checked: x has rows of at least one element, and scale and bias fit them. Also check eps."""
     values = dict(zip(arrays, _checks.floating(op, **arrays), strict=True))
     x = values["x"]
     if x.ndim == 0 or x.shape[-1] == 0:

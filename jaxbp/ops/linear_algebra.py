@@ -234,7 +234,7 @@ def _order(op, axes, ndim):
 
 
 def _product_of(op, implementation, precision, **arrays):
-    """`matmul` or `dot`, or its backward, of named arrays."""
+    """Call `matmul`, `dot`, or the backward of one of them, after checking its named arrays."""
     *dy, a, b = _checks.floating(op.name, **arrays)
     shapes = f"a has shape {a.shape} and b {b.shape}"
     for name, x in (("a", a), ("b", b)):

@@ -129,8 +129,8 @@ _KL_DIVERGENCE = fused_pair(
 
 
 def _loss(op, implementation, options: Mapping[str, float] = {}, **arrays):
-    """A loss, or its backward, of named arrays of one floating dtype and one shape; a first one, `dy`, of the loss's
-    shape."""
+    """Call a loss, or its backward, after checking its named arrays: they have one floating dtype and one shape, but
+    `dy`, which has the shape of the loss."""
     values = dict(zip(arrays, _checks.floating(op.name, **arrays), strict=True))
     (first, like), *others = ((name, a) for name, a in values.items() if name != "dy")
     for name, a in others:
