@@ -162,7 +162,7 @@ class TrainingConfig:
 
     def _check_type(self, field: dataclasses.Field) -> None:
         """Require one of a `Literal`'s values, or a number in the annotation's `Range`."""
-        kind, *ranges = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
+        kind, *notes = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
         kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
         value = getattr(self, field.name)
         if value is None and types.NoneType in kinds:
@@ -170,7 +170,7 @@ class TrainingConfig:
         for each in kinds:
             if get_origin(each) is Literal:
                 self._check_choice(field.name, get_args(each))
-        for limits in ranges:
+        for limits in (note for note in notes if isinstance(note, Range)):
             is_whole = int in kinds
             wanted = f"{'a whole' if is_whole else 'a finite'} number {limits}"
             self._check(field.name, limits.has(value) and isinstance(value, int if is_whole else int | float), wanted)

@@ -28,8 +28,9 @@ from jaxbp.verify.arguments import Arguments, bind, floats, take_apart
 DATA = ("normal", "moved", "of few values", "with special values") * 2
 """Each program is given numbers of all four kinds, twice: compilation is what takes the time."""
 
-FIRST_OF_EQUALS = ("max", "min", "max_pool2d", "max_pool2d_with_indices")
-"""Equal numbers share a gradient in autodiff, and the first has it in ours: these are given no two that are equal."""
+FIRST_OF_EQUALS = ("max", "min", "max_pool2d", "max_pool2d_with_indices", "logic_or_pool2d")
+"""Ops of whose arguments no two numbers are equal, and none is NaN: autodiff shares the gradient among equal numbers,
+and ours goes to the first."""
 
 MOST_DRAWS = 30
 """Of shapes and options, until the plain formula takes them."""
@@ -123,8 +124,7 @@ def _floats(
 ):
     shape, limits = argument.shape, jnp.finfo(dtype)
     if apart:
-        size = int(np.prod(shape))
-        return random.permutation(np.linspace(-2, 2, size)).reshape(shape).astype(dtype)
+        return random.permutation(_distinct(int(np.prod(shape)), dtype)).reshape(shape)
     x = random.standard_normal(shape) * argument.scale
     if kind == "of few values" and not argument.weights:
         x = random.choice([-1.0, -0.5, 0.0, 0.5, 1.0, 2.0], shape)
@@ -144,6 +144,16 @@ def _floats(
         special = [0.0, -0.0, least, *[most, -most, np.nan, np.inf, -np.inf] * infinite]
         x.flat[random.integers(x.size, size=2)] = random.choice(special[:3] if argument.weights else special, 2)
     return x.astype(dtype)
+
+
+def _distinct(size: int, dtype: str) -> np.ndarray:
+    """Return so many numbers of both signs, of which the dtype holds no two as equal ones."""
+    numbers = np.linspace(-2, 2, size).astype(dtype)
+    if len(np.unique(numbers)) == size:
+        return numbers
+    count = -(-size // 2)  # Neighbours around 1 in a half precision
+    positive = (int(np.ones(1, dtype).view(np.uint16)[0]) - count // 2 + np.arange(count)).astype(np.uint16).view(dtype)
+    return np.concatenate([-positive, positive])[:size]
 
 
 # --------------------------------------------------------------------------------------------------- shapes and options

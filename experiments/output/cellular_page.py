@@ -6,7 +6,6 @@ The automaton's netlist is written as JavaScript, of words of 32 cells. The page
 
 import json
 import string
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -17,9 +16,6 @@ from experiments.output.cellular_pictures import COLOURS, PALETTES
 from experiments.output.files import write_atomically
 from jaxbp import CellularCircuit
 from jaxbp.logic.cellular_circuit import pack_grid
-
-WORD_DIGITS = 8
-"""Hexadecimal digits of 32 cells."""
 
 
 class _Template(string.Template):
@@ -35,7 +31,6 @@ def write_page(
     *,
     fire_rate: float = 1.0,
     visible: int | None = None,
-    colours: Sequence[str] | None = None,
 ) -> None:
     """Writes the page.
 
@@ -43,23 +38,18 @@ def write_page(
       target: what stands beside the grid, and by which the page counts the cells that are right.
       fire_rate: the probability with which a cell updates in a tick.
       visible: how many channels make the picture, 1 to 3: by default as many as the target has, or 1.
-      colours: of CSS, for the picture's `2**visible` values; the first channel is the lowest bit.
 
     Raises:
-      ValueError: a state of other channels, a target of another grid, or a picture that has no colours.
+      ValueError: a state of other channels, a target of another grid, or a picture of other channels.
     """
     height, width, channels = initial_state.shape
     visible = visible or (1 if target is None else target.shape[-1])
-    colours = list(colours or (f"--{name}" for name in PALETTES.get(visible, ())))
     if channels != circuit.channels:
         raise ValueError(f"write_page: initial_state has {channels} channels; wants {circuit.channels}, the circuit's")
     if target is not None and target.shape != (height, width, visible):
         raise ValueError(f"write_page: target has shape {target.shape}; wants {(height, width, visible)}")
-    if visible > channels or len(colours) != 2**visible:
-        raise ValueError(
-            f"write_page: the picture has {visible} channels and {len(colours)} colours; "
-            f"wants at most {channels} channels, and a colour for each of their values"
-        )
+    if visible > channels or visible not in PALETTES:
+        raise ValueError(f"write_page: the picture has {visible} channels; wants 1 to 3, and at most {channels}")
     weights = 1 << np.arange(visible)
     values = {
         "title": escape(title),
@@ -72,14 +62,13 @@ def write_page(
         "edges": "joined" if circuit.periodic else "zeros outside",
         "fire_rate": float(fire_rate),
         "fires": f"{fire_rate:.0%}",
-        "patch": _patch(height, width),
+        "patch": max(1, min(height, width) // 4),
         "largest": max(height, width),
         "lines": "\n".join(f"  {line}" for line in _lines(circuit)),
         "initial": words_of(initial_state),
         "target": "" if target is None else "".join(f"{value:x}" for value in (target @ weights).ravel()),
         "visible": visible,
-        # Within a script, "</" could end it.
-        "colours": json.dumps(colours).replace("</", "<\\/"),
+        "colours": json.dumps([f"--{name}" for name in PALETTES[visible]]),
     }
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     write_atomically(Path(path), _Template(template).substitute(values).encode())
@@ -89,28 +78,6 @@ def words_of(state: Bool[np.ndarray, "height width channels"]) -> str:
     """A state as the page has it: eight hexadecimal digits for 32 cells of a row, channel by channel."""
     words = pack_grid(state[None])[:, 0].astype("<u8").view("<u4")[..., : -(-state.shape[1] // 32)]
     return "".join(f"{word:08x}" for word in words.ravel().tolist())
-
-
-def state_of(words: str, height: int, width: int, channels: int) -> Bool[np.ndarray, "height width channels"]:
-    """The inverse of `words_of`."""
-    numbers = [int(words[i : i + WORD_DIGITS], 16) for i in range(0, len(words), WORD_DIGITS)]
-    planes = np.array(numbers, "<u4").reshape(channels, height, -1).view(np.uint8)
-    return np.moveaxis(np.unpackbits(planes, axis=-1, count=width, bitorder="little"), 0, -1).astype(bool)
-
-
-def damage(state: Bool[np.ndarray, "height width channels"]) -> Bool[np.ndarray, "height width channels"]:
-    """What the page's first click on the grid's centre leaves."""
-    height, width, _ = state.shape
-    size = _patch(height, width)
-    top, left = height // 2 - (size - 1) // 2, width // 2 - (size - 1) // 2
-    state = state.copy()
-    state[top : top + size, left : left + size] = False
-    return state
-
-
-def _patch(height: int, width: int) -> int:
-    """The side of the patch that a click destroys, as the page opens."""
-    return max(1, min(height, width) // 4)
 
 
 def _lines(circuit: CellularCircuit) -> list[str]:

@@ -20,16 +20,7 @@ AnyCircuit = Circuit | ConvolutionalCircuit | Netlist
 def compiled(circuit: AnyCircuit, compiler: str, folder: Path) -> Callable[[np.ndarray], np.ndarray]:
     """`circuit.evaluate` as its C code, compiled into `folder`."""
     function = load(circuit.to_c("circuit"), compiler, folder).circuit
-    function.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
-
-    def evaluate(x):
-        y = np.empty((circuit.outputs, x.shape[1]), np.uint32)
-        x = np.ascontiguousarray(x, np.uint32)
-        if function(x.shape[1], x.ctypes.data, y.ctypes.data):
-            raise MemoryError("the compiled circuit found no memory")
-        return y
-
-    return evaluate
+    return lambda x: _called(function, x, np.empty((circuit.outputs, x.shape[1]), np.uint32))
 
 
 def compiled_classifier(
@@ -37,16 +28,15 @@ def compiled_classifier(
 ) -> Callable[[np.ndarray], np.ndarray]:
     """The classes of packed samples `(inputs, words)`, by the circuit's C code, compiled into `folder`."""
     function = load(circuit.to_c("circuit", classes), compiler, folder).circuit_classify_words
-    function.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
+    return lambda x: _called(function, x, np.empty(WORD_BITS * x.shape[1], np.intc))
 
-    def classify(x):
-        of_samples = np.empty(WORD_BITS * x.shape[1], np.intc)
-        x = np.ascontiguousarray(x, np.uint32)
-        if function(x.shape[1], x.ctypes.data, of_samples.ctypes.data):
-            raise MemoryError("the compiled circuit found no memory")
-        return of_samples
 
-    return classify
+def _called(function: Callable, x: np.ndarray, result: np.ndarray) -> np.ndarray:
+    """What a function of C gives for packed samples, written into `result`."""
+    x = np.ascontiguousarray(x, np.uint32)
+    if function(ctypes.c_size_t(x.shape[1]), *(ctypes.c_void_p(a.ctypes.data) for a in (x, result))):
+        raise MemoryError("the compiled circuit found no memory")
+    return result
 
 
 def compiled_automaton(
@@ -54,11 +44,10 @@ def compiled_automaton(
 ) -> Callable[[np.ndarray, int], np.ndarray]:
     """`automaton.run` of one grid `(height, width, channels)` as its C code, compiled into `folder`."""
     function = load(automaton.to_c("automaton"), compiler, folder).automaton
-    function.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p]
 
     def run(state, ticks):
         words = np.ascontiguousarray(pack_grid(state[None])[:, 0])
-        if function(*state.shape[:2], ticks, words.ctypes.data):
+        if function(*map(ctypes.c_size_t, (*state.shape[:2], ticks)), ctypes.c_void_p(words.ctypes.data)):
             raise MemoryError("the compiled automaton found no memory")
         return unpack_grid(words[:, None], state.shape[1])[0]
 

@@ -7,6 +7,7 @@ import io
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ from flax import nnx
 # Figures are made without pyplot, which keeps them in global state and picks a backend by the machine's display.
 from matplotlib.figure import Figure
 
-from experiments.configs import LogicConfig
+from experiments.configs.logic import GateConfig, LogicConfig
 from experiments.data import datasets
 from experiments.data.datasets import Dataset
 from experiments.output.files import write_atomically
@@ -34,19 +35,37 @@ TIMED_SAMPLES, TIMED_SECONDS = 8192, 0.3
 def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:
     """Lines about the model. Writes the files."""
     circuit = model.harden()
-    bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
-    write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
     netlist = Netlist.of(circuit).simplify()
-    source = comment(config) + netlist.to_c("circuit", model.classes)
-    write_atomically(config.run_dir / "circuit.c", source.encode())
-    write_atomically(config.run_dir / "circuit.v", (comment(config) + netlist.to_verilog("circuit")).encode())
     lines = [
-        accuracies(model, circuit, bits, dataset.test_labels, config.batch_size),
         f"{circuit.histogram().sum():,} gates; {config.run_dir / 'gates.png'} shows their functions",
         f"{len(netlist):,} gates when simplified, in {config.run_dir / 'circuit.c'} and circuit.v",
-        speeds(netlist, bits),
     ]
-    return "\n".join(lines)
+    return write_report(config, model, dataset, circuit, netlist, comment(config), lines)
+
+
+def write_report(
+    config: GateConfig,
+    model: nnx.Module,
+    dataset: Dataset,
+    circuit: AnyCircuit,
+    evaluated: AnyCircuit,
+    comment: str,
+    lines: Sequence[str],
+    verilog: bool = True,
+) -> str:
+    """Write the picture of a hardened network's gates and its code, and return its accuracies, `lines`, and its speed.
+
+    Args:
+      evaluated: the circuit, as it is written and timed.
+      comment: for the head of the code.
+    """
+    bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
+    write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
+    write_atomically(config.run_dir / "circuit.c", (comment + evaluated.to_c("circuit", model.classes)).encode())
+    if verilog:
+        write_atomically(config.run_dir / "circuit.v", (comment + evaluated.to_verilog("circuit")).encode())
+    accuracy = accuracies(model, circuit, bits, dataset.test_labels, config.batch_size)
+    return "\n".join([accuracy, *lines, speeds(evaluated, bits)])
 
 
 def accuracies(model: nnx.Module, circuit: AnyCircuit, bits: np.ndarray, labels: np.ndarray, batch_size: int) -> str:

@@ -3,13 +3,9 @@
 Written into the run's folder: `gates.png`, `circuit.c` with `circuit_classify`, and of a small circuit `circuit.v`.
 """
 
-import jax.numpy as jnp
-import numpy as np
-
 from experiments.configs import LogicConvConfig
 from experiments.data.datasets import CLASSES, IMAGE_SHAPES, Dataset
-from experiments.output.files import write_atomically
-from experiments.training.logic import accuracies, histogram, speeds
+from experiments.training.logic import write_report
 from jaxbp import ConvolutionalCircuit
 from jaxbp.nn import LogicConvNetwork
 
@@ -19,26 +15,15 @@ MOST_GATES_OF_VERILOG = 200_000
 
 def report(config: LogicConvConfig, model: LogicConvNetwork, dataset: Dataset) -> str:
     """Lines about the model. Writes the files."""
-    circuit = model.harden()
-    bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
-    picture = config.run_dir / "gates.png"
-    write_atomically(picture, histogram(circuit, f"{config.name} on {dataset.name}"))
-    source = comment(config, circuit) + circuit.to_c("circuit", model.classes)
-    write_atomically(config.run_dir / "circuit.c", source.encode())
-    files = "circuit.c"
-    if circuit.placed_gates <= MOST_GATES_OF_VERILOG:
-        source = comment(config, circuit) + circuit.to_verilog("circuit")
-        write_atomically(config.run_dir / "circuit.v", source.encode())
-        files = "circuit.c and circuit.v"
-    return "\n".join(
-        [
-            accuracies(model, circuit, bits, dataset.test_labels, config.batch_size),
-            f"{circuit.gates:,} gates, those of a kernel counted once; {picture} shows their functions",
-            f"{circuit.placed_gates:,} gates, those of kernels and pools counted at every place",
-            f"{len(circuit.netlist()):,} of these when kernels and layers are simplified, in {files} beside gates.png",
-            speeds(circuit, bits),
-        ]
-    )
+    circuit, picture = model.harden(), config.run_dir / "gates.png"
+    has_verilog = circuit.placed_gates <= MOST_GATES_OF_VERILOG
+    files = "circuit.c and circuit.v" if has_verilog else "circuit.c"
+    lines = [
+        f"{circuit.gates:,} gates, those of a kernel counted once; {picture} shows their functions",
+        f"{circuit.placed_gates:,} gates, those of kernels and pools counted at every place",
+        f"{len(circuit.netlist()):,} of these when kernels and layers are simplified, in {files} beside gates.png",
+    ]
+    return write_report(config, model, dataset, circuit, circuit, comment(config, circuit), lines, has_verilog)
 
 
 def comment(config: LogicConvConfig, circuit: ConvolutionalCircuit) -> str:
