@@ -367,6 +367,8 @@ def _spread(values: Array, block: Array) -> Array:
 
 
 class _ForwardRefs(NamedTuple):
+    """References of `forward`, which has no gradients, and of `forward_and_gradients`."""
+
     x: Any
     labels: Any
     weights: Any
@@ -374,6 +376,8 @@ class _ForwardRefs(NamedTuple):
     loss: Any
     logits: Any
     hidden: tuple
+    gradients: tuple | None
+    dx: Any
     stages: Any
     loaded: Any
     operands: tuple
@@ -424,17 +428,24 @@ def forward(
     """
     network, N = _Network.from_weights(weights), x.shape[1]
     packed = _pack(_slices(weights, network.forward_products), biases, network)
-    return launch(
+    loss, logits, hidden, *_ = launch(
         functools.partial(_forward, network),
         x,
         labels,
         packed.reshape(-1, _SLICE),
         packed,
-        out=(_struct(N), _struct(N, network.widths[-1]), tuple(_struct(N, n) for n in network.widths[1:-1])),
+        out=(
+            _struct(N),
+            _struct(N, network.widths[-1]),
+            tuple(_struct(N, n) for n in network.widths[1:-1]),
+            None,
+            None,
+        ),
         grid={"block": N // EXAMPLES},
         scratch=network.scratch(network.forward_products, network.widths[:-1], config.stages),
         name="mlp_softmax_cross_entropy",
     )
+    return loss, logits, hidden
 
 
 # -------------------------------------------------------------------------------------------------------- the backward
@@ -514,23 +525,8 @@ def backward(
 # -------------------------------------------------------------------------------- both at once, for each loss by itself
 
 
-class _ForwardAndGradientsRefs(NamedTuple):
-    x: Any
-    labels: Any
-    weights: Any
-    biases: Any
-    loss: Any
-    logits: Any
-    hidden: tuple
-    gradients: tuple
-    dx: Any
-    stages: Any
-    loaded: Any
-    operands: tuple
-
-
 def _forward_and_gradients(network: _Network, *refs: Any, block: Any) -> None:
-    refs, examples, layers = _ForwardAndGradientsRefs(*refs), pl.ds(block * EXAMPLES, EXAMPLES), network.layers
+    refs, examples, layers = _ForwardRefs(*refs), pl.ds(block * EXAMPLES, EXAMPLES), network.layers
     stream = _Stream(network.all_products, refs.weights, refs.stages, refs.loaded)
     labels, softmax = _write_losses(stream, network, refs, examples, loads=8, bulk=True)
     valid = _spread(_valid(labels, network.classes), softmax.exponentials)
