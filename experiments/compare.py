@@ -24,13 +24,11 @@ import numpy as np
 import tyro
 from jaxtyping import PyTree
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from experiments import configs
 from experiments.configs import EXPERIMENTS, TrainingConfig
 from experiments.data.datasets import Dataset
-from experiments.output.comparison_page import page
+from experiments.output.comparison_page import curves_table, page
 from experiments.output.errors import UserError, kept_in, refuse_missing_folders, run_command
 from experiments.output.files import write_atomically
 from experiments.output.results import finite, provenance, to_json
@@ -128,7 +126,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
             curves[name] = train(dataclasses.replace(experiment, implementation=name), config.steps, dataset)
             keep(complete=False)
     if curves:
-        console.print(curves_table(curves))
+        console.print(curves_table(curves, REFERENCE))
     return keep(complete=True)
 
 
@@ -171,18 +169,6 @@ def train(config: TrainingConfig, steps: int, dataset: Dataset) -> list[float]:
         state, losses, *_ = prepared.train_epoch(state, epoch + 1)
         curve += np.asarray(losses, np.float64).tolist()
     return curve[:steps]
-
-
-def curves_table(curves: Mapping[str, Sequence[float]]) -> Table:
-    """The losses at some steps, a column an implementation, and each curve's largest distance from the reference."""
-    table = Table("step", *curves, title="training loss")
-    steps = len(curves[REFERENCE])
-    for step in sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1}):
-        table.add_row(str(step + 1), *(f"{curve[step]:.6f}" for curve in curves.values()))
-    furthest = (np.abs(np.subtract(curve, curves[REFERENCE])).max() for curve in curves.values())
-    table.add_section()
-    table.add_row(Text(f"furthest from {REFERENCE}"), *(f"{distance:.1e}" for distance in furthest))
-    return table
 
 
 if __name__ == "__main__":

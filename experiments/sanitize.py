@@ -289,6 +289,7 @@ def run_kernels(name: str) -> int:
 
     from jaxbp.catalogue import CATALOGUE
     from jaxbp.verify.arguments import bind, take_apart
+    from jaxbp.verify.reference import value_and_gradients
 
     (entry,) = (entry for entry in CATALOGUE if entry.name == name)
     for dtype in ("float32", "bfloat16"):
@@ -296,15 +297,10 @@ def run_kernels(name: str) -> int:
         with jax.default_device(jax.devices("cpu")[0]):
             drawn = entry.small.draw(0, dtype=jnp.dtype(dtype))
         arguments = take_apart(entry.function, jax.device_put(drawn, jax.devices()[0]))
-        function = arguments.of_floats(bind(entry.function, "pallas", entry.small.options))
-
-        @jax.jit
-        def run(*values, function=function):
-            results, vjp = jax.vjp(function, *values)
-            return results, vjp([jnp.ones_like(y) for y in results])
-
+        function, values = arguments.of_floats(bind(entry.function, "pallas", entry.small.options)), arguments.floats
         try:
-            jax.block_until_ready(run(*arguments.floats))
+            cotangents = [jnp.ones(y.shape, y.dtype) for y in jax.eval_shape(function, *values)]
+            jax.block_until_ready(value_and_gradients(function)(values, cotangents))
             print(f"{name}, {dtype}: ran")
         except NotImplementedError as refused:
             print(f"{name}, {dtype}: {refused}")

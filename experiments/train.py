@@ -15,10 +15,10 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from experiments import configs
 from experiments.configs import AUTOMATA, TrainingConfig
 from experiments.configs.base import FIELDS_WITHOUT_EFFECT
 from experiments.data.datasets import Dataset
-from experiments.output.errors import Stopped, UserError, exit_code
+from experiments.output.errors import Stopped, UserError, exit_code, refuse_missing_folders
 from experiments.output.files import write_atomically
 from experiments.output.results import provenance, to_json
 from experiments.training import automaton, curves, devices, logic, logic_conv, processes, run_directory
@@ -44,26 +44,24 @@ from experiments.training.run_directory import RunDirectory
 PROGRAM = "python -m experiments.train"
 
 
-class Report(NamedTuple):
-    """What an experiment adds to a run after training."""
-
-    of: Callable[[Any, nnx.Module, Dataset], str]
-    """`(config, trained model, dataset) -> lines` to print. It writes the files into run_dir."""
-    files: Sequence[str]
-
-
-REPORTS: Mapping[str, Report] = {
-    "logic": Report(logic.report, logic.FILES),
-    "logic-conv": Report(logic_conv.report, logic_conv.FILES),
-    **dict.fromkeys(AUTOMATA, Report(automaton.report, automaton.FILES)),
-}
+REPORTS = {"logic": logic, "logic-conv": logic_conv, **dict.fromkeys(AUTOMATA, automaton)}
+"""Experiment -> the module of what it adds to a run after training: `report(config, trained model, dataset)`, which
+writes the files of the names `FILES` into run_dir and returns lines to print."""
 CURVES = "curves.png"
-OPTIONS: Mapping[str, tuple[type, str]] = {
-    "json": (Path, "File to write the result to: accuracy, times, settings, device and versions."),
-    "coordinator": (str, "HOST:PORT of process 0, of a run in several processes; it takes the next port as well."),
-    "process": (int, "Which process this is, from 0. The others have process 0's settings."),
-    "processes": (int, "How many processes there are."),
-}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the command line that are no settings of a run."""
+
+    json: Path | None = None
+    """File to write the result to: accuracy, times, settings, device and versions."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, of a run in several processes; it takes the next port as well."""
+    process: int | None = None
+    """Which process this is, from 0. The others have process 0's settings."""
+    processes: int | None = None
+    """How many processes there are."""
 
 
 class Command(NamedTuple):
@@ -84,8 +82,7 @@ def _main(args: Sequence[str]) -> int:
     if place is not None and place.process:
         processes.run(place, _follow)
     command = parse(args)
-    if command.json is not None and not command.json.parent.is_dir():
-        raise UserError(f"{command.json} cannot be written: there is no folder {command.json.parent}")
+    refuse_missing_folders(command.json)
     if place is not None:
         settings = json.dumps(configs.to_dict(command.experiment))
         processes.run(place, lambda _: _lead(args, command), settings)
@@ -145,7 +142,7 @@ def parse(args: Sequence[str]) -> Command:
             options["args"] = args[1:]
         parsed = tyro.cli(_with_options(type(saved)), default=_with_options(type(saved))(**vars(saved)), **options)
     settings = dict(vars(parsed))
-    path, *_ = [settings.pop(name) for name in OPTIONS]
+    path, *_ = [settings.pop(field.name) for field in dataclasses.fields(Options)]
     if settings["run_dir"] is None:
         settings["run_dir"] = Path("runs") / f"{parsed.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     config = configs.EXPERIMENTS[parsed.name](**settings)
@@ -170,10 +167,8 @@ def _run_to_resume(args: Sequence[str]) -> TrainingConfig | None:
 
 
 def _with_options(config: type[TrainingConfig]) -> type[TrainingConfig]:
-    """The config with the options that are no settings of a run."""
-    fields = [(name, Annotated[kind | None, tyro.conf.arg(help=help)], None) for name, (kind, help) in OPTIONS.items()]
-    options = dict(bases=(config,), frozen=True, kw_only=True, namespace={"__doc__": config.__doc__})
-    return dataclasses.make_dataclass(config.__name__, fields, **options)
+    options = dict(bases=(Options, config), frozen=True, kw_only=True, namespace={"__doc__": config.__doc__})
+    return dataclasses.make_dataclass(config.__name__, [], **options)
 
 
 def train(config: TrainingConfig) -> Metrics:
@@ -188,7 +183,7 @@ def train(config: TrainingConfig) -> Metrics:
     with RunDirectory(config) as directory:
         config = directory.config
         report = REPORTS.get(config.name)
-        files = (CURVES, *(report.files if report else ()))
+        files = (CURVES, *(report.FILES if report else ()))
         if directory.is_done and directory.has_whole(files):
             return directory.metrics[-1]
         dataset, predictions = None, None
@@ -212,7 +207,7 @@ def train(config: TrainingConfig) -> Metrics:
             print(f"curves in {config.run_dir / 'curves.png'}")
             nnx.update(prepared.model, jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), state.params))
             if report:
-                print(report.of(config, prepared.model, dataset))
+                print(report.report(config, prepared.model, dataset))
             directory.seal(files)
         except KeyboardInterrupt:
             raise _stopped(directory, dataset, predictions) from None

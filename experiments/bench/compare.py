@@ -4,9 +4,8 @@
     python -m experiments.bench compare old.json new.json --threshold 0.1
 
 A row is slower if its median is by more than the threshold, and its fastest round took longer than the old run's
-slowest, or if it fails and did not before; a row without rounds, as in older files, is judged by the threshold alone.
-Rows of peers are no code of ours, and left out. The exit code is 1 if a row is slower, and 2 for files that cannot be
-compared.
+slowest, or if it fails and did not before. Rows of peers are no code of ours, and left out. The exit code is 1 if a row
+is slower, and 2 for files that cannot be compared.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from experiments.output.errors import UserError, run_command
@@ -80,7 +79,7 @@ def _read(path: Path) -> Report:
     except ValueError as error:
         raise UserError(f"{path} is no JSON: {error}") from None
     rows = report.get("rows") if isinstance(report, dict) else None
-    if not rows or any({*FIELDS, "peer", "microseconds", "failed"} - row.keys() for row in rows):
+    if not rows or any({*FIELDS, "peer", "microseconds", "round_microseconds", "failed"} - row.keys() for row in rows):
         raise UserError(f"{path} is no report of the bench: wanted a file that it wrote with --json")
     return report
 
@@ -109,22 +108,10 @@ def verdict(old: Row, new: Row, threshold: float) -> Verdict:
     if new["failed"] or old["failed"]:
         return "the same" if old["failed"] and new["failed"] else "fails" if new["failed"] else "works again"
     a, b = old["microseconds"], new["microseconds"]
-    if b > a * (1 + threshold) and _fastest(new) > _slowest(old):
+    old_rounds, new_rounds = old["round_microseconds"], new["round_microseconds"]
+    if b > a * (1 + threshold) and min(new_rounds) > max(old_rounds):
         return "slower"
-    return "faster" if a > b * (1 + threshold) and _fastest(old) > _slowest(new) else "the same"
-
-
-def _fastest(row: Row) -> float:
-    return min(row.get("round_microseconds") or [row["microseconds"]])
-
-
-def _slowest(row: Row) -> float:
-    return max(row.get("round_microseconds") or [row["microseconds"]])
-
-
-def noise(row: Row) -> float | None:
-    """Half of the way from the fastest round to the slowest, as a share of the median."""
-    return (_slowest(row) - _fastest(row)) / 2 / row["microseconds"] if row.get("round_microseconds") else None
+    return "faster" if a > b * (1 + threshold) and min(old_rounds) > max(new_rounds) else "the same"
 
 
 def ratio(change: Change) -> float | None:
@@ -135,18 +122,13 @@ def ratio(change: Change) -> float | None:
 
 def print_changes(old: Report, new: Report, changed: Sequence[Change], console: Console | None = None) -> None:
     """Prints a line for each row that is not the same, and what is in one run alone."""
-    console = console or Console(width=140)
+    console = console or Console(width=140, highlight=False)
     for name, report in (("old", old), ("new", new)):
         copy = report.get("copy_bytes_per_second")
         rate = f", a copy moved {copy / 1e12:.3g} TB/s" if copy else ""
-        console.print(
-            f"{name}: {report['device']}, jax {report['versions'].get('jax')}, commit {report.get('commit')}, "
-            f"{report['date']}{rate}",
-            highlight=False,
-        )
-    table = Table("row", "old, µs", "new, µs", "new over old", "")
-    for column in table.columns[1:4]:
-        column.justify = "right"
+        where = f"{report['device']}, jax {report['versions'].get('jax')}, commit {report.get('commit')}"
+        console.print(f"{name}: {where}, {report['date']}{rate}")
+    table = Table("row", *(Column(name, justify="right") for name in ("old, µs", "new, µs", "new over old")), "")
     for change in changed:
         if change.verdict != "the same":
             style = "red" if change.verdict in SLOWER else "green"
@@ -156,19 +138,12 @@ def print_changes(old: Report, new: Report, changed: Sequence[Change], console: 
         console.print(table)
     slower = sum(change.verdict in SLOWER for change in changed)
     same = sum(change.verdict == "the same" for change in changed)
-    console.print(
-        f"{slower} of {len(changed)} rows slower, {same} the same within noise and threshold", highlight=False
-    )
-    if any(
-        not row.get("round_microseconds") for change in changed for row in (change.old, change.new) if not row["failed"]
-    ):
-        console.print("some rows do not have their rounds: they are judged by the threshold alone")
+    console.print(f"{slower} of {len(changed)} rows slower, {same} the same within noise and threshold")
     settled = [report.get("settling_seconds", 0.0) for report in (old, new)]
     if settled[0] != settled[1]:
         console.print(
             f"before their rounds programs ran for up to {settled[0]} s and {settled[1]} s: "
-            "at a GPU's power limit, what ran longer is slower",
-            highlight=False,
+            "at a GPU's power limit, what ran longer is slower"
         )
     of_old, of_new = _rows(old), _rows(new)
     for name, rows, other_rows in (("old", of_old, of_new), ("new", of_new, of_old)):
@@ -177,7 +152,8 @@ def print_changes(old: Report, new: Report, changed: Sequence[Change], console: 
 
 
 def _time(row: Row) -> str:
+    """The median, and half of the way from the fastest round to the slowest, as a share of the median."""
     if row["failed"]:
         return "failed"
-    spread = noise(row)
-    return f"{row['microseconds']:.1f}" + ("" if spread is None else f" ± {spread:.0%}")
+    median, rounds = row["microseconds"], row["round_microseconds"]
+    return f"{median:.1f} ± {(max(rounds) - min(rounds)) / 2 / median:.0%}"

@@ -1,11 +1,10 @@
 """Measuring one row: compiling, device time, memory, and the error against float64."""
 
-import contextlib
 import functools
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -13,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.works import Work, is_float
+from experiments.bench.works import Work
+from jaxbp.verify.arguments import is_float
+from jaxbp.verify.reference import float64
 from jaxbp.verify.timing import compile_program, device_seconds
 
 ROUNDS = 5
@@ -111,7 +112,7 @@ class Accuracy:
         draw = lambda: work.draw(0, self.batch, dtype)  # noqa: E731
         self._structs, self._programs, self._errors = jax.eval_shape(draw), {}, {}
         self._draw = compiler.submit(draw)
-        with _in_float64():
+        with float64():
             wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, _wide(a)), self._structs)
             self._reference = compiler.submit(work.function("autodiff", "float64"), *wide)
 
@@ -123,7 +124,7 @@ class Accuracy:
     @functools.cached_property
     def reference(self) -> list[np.ndarray]:
         """The floating results in float64, by JAX's own differentiation, on the CPU."""
-        with _in_float64():
+        with float64():
             wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, _wide(a))), self.arguments)
             return floats(self._reference.result()(*wide))
 
@@ -139,12 +140,6 @@ class Accuracy:
             results = floats(self._programs[name].result()(*self.arguments))
             self._errors[name] = relative_error(results, self.reference)
         return self._errors[name]
-
-
-@contextlib.contextmanager
-def _in_float64() -> Iterator[None]:
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def _wide(a: Any) -> Any:

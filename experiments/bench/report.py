@@ -1,17 +1,11 @@
-"""The bench's report as a table, which is made from the JSON file alone:
-
-python -m experiments.bench.report results.json
-"""
+"""The bench's report as a table."""
 
 import itertools
-import json
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 Row = Mapping[str, Any]
@@ -48,10 +42,8 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
     """Prints the report: a line a row, the rows of the same work together."""
     console = console or Console(width=140)
     console.print(Text(title(report)))
-    table = Table("work", "µs", "× autodiff", "% of floor", "memory, MiB", "of it temporary", "error", "compile, s")
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
+    numbers = ("µs", "× autodiff", "% of floor", "memory, MiB", "of it temporary", "error", "compile, s")
+    table = Table(Column("work", no_wrap=True), *(Column(name, justify="right") for name in numbers))
     for work, rows in groups(report):
         table.add_row(Text(work, style="bold"))
         for row in rows:
@@ -87,8 +79,3 @@ def _cells(row: Row) -> list[str]:
 
 def _text(value: float | None, pattern: str, unit: float = 1) -> str:
     return "" if value is None else pattern.format(value / unit)
-
-
-if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        print_table(json.loads(path.read_text()))

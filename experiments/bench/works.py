@@ -20,6 +20,7 @@ from jaxbp.nn import LeNet, LogicConvNetwork, LogicConvolution, LogicNetwork, Mi
 from jaxbp.ops.gate_layer import Parametrization
 from jaxbp.optimizers import FusedOptimizer, apply, fused_adamw
 from jaxbp.precision import LossScale
+from jaxbp.verify.arguments import is_float
 
 PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
 """A program has so many calls that the device needs at least this long, ten times what dispatching it takes."""
@@ -485,8 +486,3 @@ def training(
         return lax.scan(step, (state, update.init(parameters)), length=calls)
 
     return program
-
-
-def is_float(a: Any) -> bool:
-    """Whether an array, or its shape, has a floating dtype."""
-    return jnp.issubdtype(a.dtype, jnp.floating)

@@ -108,8 +108,6 @@ class AutomatonConfig(TrainingConfig):
     shown_grid: ClassVar[tuple[int, int] | None] = None
     """Of the pictures, if it is not training's."""
 
-    before: ClassVar[Settings] = dict(first_gates="a", shrink=1, restart_after=0)
-
     recipe: RecipeName = "hardening"
     """Defaults of what is left open: ours, or the published ones."""
     updates: Annotated[int | None, Range(1)] = None

@@ -82,8 +82,6 @@ class TrainingConfig:
     """What the examples are, in the plural."""
     curves: ClassVar[tuple[str, str]] = ("train", "test")
     """The names of the curves of training and of the evaluation."""
-    before: ClassVar[Mapping[str, Any]] = {}
-    """Settings that runs had which were saved without them, where that is not the default."""
 
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Seed of the initial parameters, of the order of the examples and of their augmentation."""
@@ -190,7 +188,7 @@ def to_dict(config: TrainingConfig) -> dict[str, Any]:
 
 
 def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
-    """The inverse of `to_dict`. A field that is newer than what was saved has what it had `before`, or its default.
+    """The inverse of `to_dict`. A field that is newer than what was saved has its default.
 
     Raises:
       UserError: (a ValueError) for another experiment's settings, or one that this version does not have.
@@ -201,7 +199,7 @@ def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
     if unknown := values.keys() - {field.name for field in dataclasses.fields(config)}:
         raise UserError(f"this version has no setting {', '.join(sorted(unknown))}: wanted the version that saved it")
     paths = {field: Path(values[field]) for field in ("run_dir", "data_dir") if values.get(field) is not None}
-    return config(**(config.before | values | paths))
+    return config(**(values | paths))
 
 
 def as_json(saved: Mapping[str, Any]) -> str:

@@ -116,7 +116,6 @@ class LogicConvConfig(GateConfig):
 
     name: ClassVar[str] = "logic-conv"
     datasets: ClassVar = get_args(DatasetName)
-    before: ClassVar = {"distortion": 0.0}
 
     size: SizeName = "s"
     """Of the network, and of its settings that are left open."""

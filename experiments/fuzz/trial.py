@@ -83,6 +83,6 @@ def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
     That is where JAX's own differentiation gives NaN in float64, as a formula may do better; and where ours is not
     finite within `HEADROOM`.
     """
-    is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) * HEADROOM > float(jnp.finfo(ours.dtype).max))
+    is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) > float(jnp.finfo(ours.dtype).max) / HEADROOM)
     ours = np.asarray(ours, np.float64)
     return np.where(np.isnan(exact) | (is_nearly_too_large & ~np.isfinite(ours)), ours, exact)

@@ -1,17 +1,10 @@
-"""The page of a comparison: one HTML file that contains its pictures, in a light and a dark scheme.
-
-It is made from the report's JSON file alone:
-
-    python -m experiments.output.comparison_page lenet.json     # writes lenet.html
-"""
+"""The page of a comparison: one HTML file that contains its pictures, in a light and a dark scheme."""
 
 import io
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -22,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from experiments.output.files import write_atomically
 from jaxbp.verify import Comparison
 from jaxbp.verify.page import colour, printed, section
 
@@ -38,20 +30,23 @@ def page(report: Report) -> str:
     settings = json.dumps({"command": report["command"], **report["config"]}, indent=1)
     before = ""
     if report["curves"]:
-        before = section("Training", _figures(report, _draw_curves, _draw_distances) + _curves(report))
+        table = printed(curves_table(report["curves"], report["reference"]))
+        before = section("Training", _figures(report, _draw_curves, _draw_distances) + table)
     notes = f"{report['precision']} precision", versions, report["date"]
     after = f"<details><summary>Settings</summary><pre>{escape(settings)}</pre></details>"
     return Comparison.of(report).page(notes, before, after)
 
 
-def _curves(report: Report) -> str:
-    curves, steps = report["curves"], len(report["curves"][report["reference"]])
-    shown = sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1})
-    table = Table("step", *curves)
-    for step in shown:
+def curves_table(curves: Mapping[str, Sequence[float | None]], reference: str) -> Table:
+    """The losses at some steps, a column an implementation, and each curve's largest distance from the reference."""
+    table, steps = Table("step", *curves, title="training loss"), len(curves[reference])
+    for step in sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1}):
         losses = (curve[step] for curve in curves.values())
         table.add_row(str(step + 1), *("not finite" if loss is None else f"{loss:.6f}" for loss in losses))
-    return printed(table)
+    furthest = (np.abs(_line(curve) - _line(curves[reference])).max() for curve in curves.values())
+    table.add_section()
+    table.add_row(f"furthest from {reference}", *(f"{distance:.1e}" for distance in furthest))
+    return table
 
 
 # ------------------------------------------------------------------------------------------------------------- pictures
@@ -125,8 +120,3 @@ def _steps(curve: Sequence[Any]) -> range:
 
 def _line(curve: Sequence[float | None]) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in curve])
-
-
-if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        write_atomically(path.with_suffix(".html"), page(json.loads(path.read_text())).encode())

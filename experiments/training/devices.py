@@ -4,7 +4,6 @@ They form a mesh with one axis, over which the examples of a batch are divided. 
 one.
 """
 
-import collections
 from collections.abc import Callable
 
 import jax
@@ -27,7 +26,7 @@ def number_of(config: TrainingConfig) -> int:
       UserError: (a ValueError) for more devices than there are, or a batch that they cannot divide evenly.
     """
     processes, batch, devices = jax.process_count(), config.batch_size, config.devices
-    there_are = processes * min(collections.Counter(device.process_index for device in jax.devices()).values())
+    there_are = processes * min(map(len, _of_each_process()))
     if batch % processes:
         raise UserError(f"batch_size = {batch}: wanted a multiple of processes = {processes}")
     if devices is None:
@@ -44,13 +43,12 @@ def number_of(config: TrainingConfig) -> int:
 def mesh_of(config: TrainingConfig) -> Mesh:
     """The mesh that a run lies on. Raises as `number_of` does."""
     devices = number_of(config)
-    of_each, taken = devices // jax.process_count(), collections.Counter()
-    first = []
-    for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
-        taken[device.process_index] += 1
-        if taken[device.process_index] <= of_each:
-            first.append(device)
+    first = [device for each in _of_each_process() for device in each[: devices // jax.process_count()]]
     return jax.make_mesh((devices,), (EXAMPLES,), axis_types=(AxisType.Auto,), devices=first)
+
+
+def _of_each_process() -> list[list[jax.Device]]:
+    return [jax.local_devices(process_index=process) for process in range(jax.process_count())]
 
 
 def whole(mesh: Mesh) -> NamedSharding:

@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 
 import jaxbp
-from experiments import configs
 from experiments.configs import AUTOMATA, automaton
 from experiments.configs.automaton import CheckerboardConfig, LetterConfig, LifeConfig, LizardConfig
 from experiments.data import patterns
@@ -273,14 +272,6 @@ def test_our_recipe_stops_when_the_hard_automaton_is_right():
 def test_an_invalid_setting_is_refused_at_once(field, value):
     with pytest.raises(ValueError, match=f"{field} = {value!r}: wanted "):
         LifeConfig(**{field: value})
-
-
-def test_a_run_that_was_saved_before_there_were_attempts_goes_on_as_one():
-    assert (CheckerboardConfig().restart_after, CheckerboardConfig().shrink) == (100, 2)
-    saved = {"experiment": "ca-checkerboard", "seed": 3, "learning_rate": 0.05}
-    config = configs.base.from_dict(CheckerboardConfig, saved)
-    assert (config.first_gates, config.restart_after, config.shrink) == ("a", 0, 1)
-    assert (config.seed, config.learning_rate) == (3, 0.05)
 
 
 def test_the_letter_is_in_the_colours_of_three_channels():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.configs import base, logic_conv
+from experiments.configs import logic_conv
 from experiments.configs.logic_conv import ARCHITECTURES, LogicConvConfig
 from experiments.output.errors import UserError
 from jaxbp import ConvolutionalCircuit
@@ -67,12 +67,6 @@ def test_what_is_asked_for_goes_before_the_sizes():
     config = LogicConvConfig(dataset="mnist", size="m", tau=3.0, levels=2, shift=0, weight_decay=0.5, batch_size=7)
     assert (config.tau, config.levels, config.shift, config.weight_decay, config.batch_size) == (3.0, 2, 0, 0.5, 7)
     assert config.kernels == 64
-
-
-def test_a_run_saved_before_there_were_distortions_goes_on_without():
-    saved = base.to_dict(LogicConvConfig(dataset="mnist", size="m"))
-    assert saved.pop("distortion") > 0
-    assert base.from_dict(LogicConvConfig, saved).distortion == 0
 
 
 def test_bits_are_thresholds_of_each_channel():
