@@ -87,7 +87,7 @@ def render(text: str, page: Path) -> str:
 
 
 def made_by(kind: str, *words: str) -> str:
-    """The table that a mark asks for, with its sources below."""
+    """Return the table that a mark asks for, with its sources below."""
     options = dict(word.split("=", 1) for word in words if "=" in word)
     op = options.pop("op", "*")
     found = {pattern: load(pattern) for pattern in words if "=" not in pattern}
@@ -253,7 +253,7 @@ def day(report: Report) -> str:
 
 
 def command(report: Report) -> str:
-    """The command of a run. Two scripts have moved since, and others are in the history alone."""
+    """Return the command of a run. Two scripts have moved since the run, and others are in the history alone."""
     moved = re.sub(r"docs/lab/(many_devices|profiles)\.py", r"-m experiments.studies.\1", report["command"])
     return f"git checkout {report['commit']} && {moved}" if "docs/lab/" in moved else moved
 
@@ -391,7 +391,7 @@ def seeds(reports: Reports) -> str:
 
 
 def setting(report: Report, row: Row) -> str:
-    """What was trained. Older files say it in several fields."""
+    """Return what was trained. Older files say it in several fields."""
     if "recipe" in row:
         return f"{report['experiment']}: {report['recipes'][row['recipe']]}"
     parts = [report.get("dataset"), *(row.get(field) for field in ("experiment", "size", "precision"))]
@@ -401,7 +401,7 @@ def setting(report: Report, row: Row) -> str:
 
 
 def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
-    """Heading -> cell. An automaton comes out exact or not; other models have an accuracy."""
+    """Return the cell below each heading. An automaton comes out exact or not; other models have an accuracy."""
     is_automaton = "right" in rows[0]
     exact = [row for row in rows if row.get("right") == 1]
 
@@ -487,8 +487,7 @@ def fuzz(reports: Reports) -> str:
     for name, run in reports.items():
         counts = (run["cases"], run["refused"], len(run["failures"]))
         crashed = f"{len(run['crashes']):,}" if "crashes" in run else ""  # it would have ended the run
-        where = f"{run['device']}, jax {run['versions']['jax']}, {day(run)}"
-        cells = (where, *map("{:,}".format, counts), crashed, number(run["seconds"]))
+        cells = (f"{devices({name: run})}, {day(run)}", *map("{:,}".format, counts), crashed, number(run["seconds"]))
         lines.append([f"[seed {run['seed']}](results/{name}.json)", *cells])
     return markdown(["cases", "device", "drawn", "no kernel takes", "failed", "crashed", "seconds"], lines)
 
@@ -710,7 +709,7 @@ WIDTH, LEFT, RIGHT, BAR = 880, 375, 100, 15
 """Pixels: of the picture, of its names and of what is right of the longest bar, and the height of a bar."""
 
 Bar = tuple[str, float, float, str]
-"""Its class, its ends as shares of the axis, and the words after it."""
+"""The class of the bar, its two ends as shares of the axis, and the words after it."""
 
 
 def speed() -> str:
@@ -766,7 +765,7 @@ def kernel_shares() -> dict[str, list[float]]:
 def chart(
     title: str, legend: Mapping[str, str], ticks: Mapping[float, str], bars: Mapping[str, Sequence[Sequence[Bar]]]
 ) -> str:
-    """Horizontal bars: of each name lines, one below the other, and of each line parts, one after the other."""
+    """Draw horizontal bars. Each name has lines, one below the other, and each line has bars, one after the other."""
 
     def text(x: float, y: float, words: str, kind: str, anchor: str = "start") -> str:
         return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(words)}</text>'

@@ -1,4 +1,4 @@
-"""What people run: `python -m experiments.{train,check,compare,bench,fuzz,tune,kill,sanitize}`."""
+"""What people run: `python -m experiments.{train,check,compare,bench,fuzz,kill,sanitize}`."""
 
 import importlib.util
 

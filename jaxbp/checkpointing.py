@@ -264,15 +264,14 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
             raise TypeError(f"{op}: layers[{i}] is a {type(layer).__name__}; wants a function of one argument")
     memory = max(1, round(math.sqrt(len(layers)))) if memory is None else memory
     check_memory(op, memory)
-    if memory == "all":
-        return _one_after_another(layers)
-    layers = tuple(map(barriers.checkpoint, layers))
-    if memory == "states":
-        return _one_after_another(layers)
+    if memory != "all":
+        layers = [barriers.checkpoint(layer) for layer in layers]
     if memory == "logarithmic":
         return _bisected(layers)
-    segments = (layers[i : i + memory] for i in range(0, len(layers), memory))
-    return _one_after_another([barriers.checkpoint(_one_after_another(segment)) for segment in segments])
+    if isinstance(memory, int):
+        segments = (layers[i : i + memory] for i in range(0, len(layers), memory))
+        layers = [barriers.checkpoint(_one_after_another(segment)) for segment in segments]
+    return _one_after_another(layers)
 
 
 def _bisected(layers):
@@ -358,59 +357,42 @@ def _checkpointed(f, steps, memory):
 
         def step_backward(gradients, carry, t):
             dcarry, dxs, dconstants = gradients
-            (floats, merge), (x_floats, x_merge) = _floating(carry), _floating(_at(xs, t))
-
-            def results(floats, x_floats, constants):
-                carry, y = f(merge(floats), x_merge(x_floats), *constants)
-                return _floating(carry)[0], _floating(y)[0]
-
-            pullback = jax.vjp(results, floats, x_floats, constants)[1]
+            pullback = _vjp(lambda c, x, constants: f(c, x, *constants), carry, _at(xs, t), constants)
             dcarry, dx, dconstant = pullback((dcarry, _at(dys, t)))
             return dcarry, _put(dxs, t, dx), jax.tree.map(jnp.add, dconstants, dconstant)
 
-        zeros = jax.tree.map(jnp.zeros_like, (_floating(xs)[0], constants))
+        zeros = jax.tree.map(jnp.zeros_like, (_floating(xs), constants))
         return retreat(step, step_backward, kept, (dcarry, *zeros), steps, memory)
 
     def by_autodiff(dcarry, dys, kept, constants, init, xs):
-        (floats, merge), (x_floats, x_merge) = _floating(init), _floating(xs)
-
-        def results(floats, x_floats, constants):
-            carry, ys = scan(constants, merge(floats), x_merge(x_floats))
-            return _floating(carry)[0], _floating(ys)[0]
-
-        return jax.vjp(results, floats, x_floats, constants)[1]((dcarry, dys))
+        dconstants, dinit, dxs = _vjp(scan, constants, init, xs)((dcarry, dys))
+        return dinit, dxs, dconstants
 
     gradients = differentiable(by_policy, by_autodiff)
 
     def backward(saved, cotangents):
-        kept, constants, init, xs = saved
-        final, ys = jax.eval_shape(scan, constants, init, xs)
-        dcarry, dys = (_floating(of, like)[0] for of, like in zip(cotangents, (final, ys), strict=True))
-        dcarry, dxs, dconstants = gradients(dcarry, dys, kept, constants, init, xs)
-        return dconstants, _floating(init)[1](dcarry, None), _floating(xs)[1](dxs, None)
+        dcarry, dxs, dconstants = gradients(*_floating(cotangents), *saved)
+        return dconstants, dcarry, dxs
 
     call = jax.custom_vjp(scan)
     call.defvjp(save, backward)
     return call
 
 
-_KEEP = object()
+def _vjp(function: Callable, *arguments: Any) -> Callable[[Any], tuple]:
+    """Return the pullback of `jax.vjp`, with None for every array that has no gradient, as `lax.scan` can carry it."""
+    results, pullback = jax.vjp(function, *arguments)
+
+    def floating_pullback(cotangents):
+        with_zeros = lambda a, d: np.zeros(a.shape, jax.dtypes.float0) if d is None else d  # noqa: E731
+        return _floating(pullback(jax.tree.map(with_zeros, results, cotangents)))
+
+    return floating_pullback
 
 
-def _floating(tree: Any, like: Any = None) -> tuple[list, Callable]:
-    """The leaves with gradients, those that are floating in `like`, and what puts others in their place."""
-    leaves, structure = jax.tree.flatten(tree)
-    of = leaves if like is None else jax.tree.leaves(like)
-    chosen = [jnp.issubdtype(a.dtype, jnp.inexact) for a in of]
-
-    def merge(floats, other=_KEEP):
-        floats = iter(floats)
-        return structure.unflatten(
-            next(floats) if is_float else a if other is _KEEP else other
-            for a, is_float in zip(leaves, chosen, strict=True)
-        )
-
-    return [a for a, is_float in zip(leaves, chosen, strict=True) if is_float], merge
+def _floating(tree: Any) -> Any:
+    """Return the tree with None in place of every array that has no gradient, and of every such array's cotangent."""
+    return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.inexact) else None, tree)
 
 
 def _at(tree: Any, t: Any) -> Any:

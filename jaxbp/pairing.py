@@ -232,7 +232,7 @@ class Op:
         return next(name for name in (implementation, "xla", "autodiff", "pallas") if name in self.implementations)
 
     def named(self, name: str) -> "Op":
-        """The same op under another name, for error messages; one object for a name, so that it is compiled once."""
+        """Return the same op under another name, for error messages. Each name has one object, compiled once."""
         if name not in self._renamed:
             renamed = self._renamed[name] = object.__new__(type(self))
             renamed.__dict__ = self.__dict__ | {"name": name}
@@ -313,7 +313,7 @@ class Pair(Op):
         shares: bool = False,
         jit: bool = False,
     ):
-        name = name or _name_of(forward)
+        name = name or name_of(forward)
         made_of = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         shares = shares or examples is not None
         if not isinstance(backward, Op):
@@ -324,7 +324,7 @@ class Pair(Op):
         if linear:
             save = functools.partial(_saving_nothing, forward)
         elif save is None:
-            save, residuals = functools.partial(_saving_arguments, forward), residuals or _arguments
+            save, residuals = functools.partial(saving_arguments, forward), residuals or given_arguments
         rules = {
             implementation: (save[implementation] if isinstance(save, Mapping) else save, rule)
             for implementation, rule in backward.implementations.items()
@@ -376,11 +376,13 @@ def _value(save, *arrays, **options):
     return save(*arrays, **options)[0]
 
 
-def _saving_arguments(forward, *arrays, **options):
+def saving_arguments(forward: Callable, *arrays: Any, **options: Any) -> tuple[Any, tuple]:
+    """Run the forward and keep its arguments: the `save` of a pair whose backward needs these."""
     return forward(*arrays, **options), arrays
 
 
-def _arguments(*arrays, **options):
+def given_arguments(*arrays: Any, **options: Any) -> tuple:
+    """Return the arguments: the `residuals` that belong to `saving_arguments`."""
     return arrays
 
 
@@ -471,8 +473,11 @@ def positional_names(function: Callable, count: int) -> list[str]:
     return [*names[:count], *(f"argument {i}" for i in range(len(names), count))]
 
 
-def _name_of(function: Callable) -> str:
-    return _name_of(function.func) if isinstance(function, functools.partial) else function.__name__
+def name_of(function: Callable) -> str:
+    """The name of a function for messages."""
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
 
 
 def _differentiated(forward, has_aux, dy, *arrays, **options):

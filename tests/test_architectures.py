@@ -159,7 +159,6 @@ def _compile_all(architecture):
 # ----------------------------------------------------------------------------------------------------------- the tests
 
 
-@pytest.mark.once
 @pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
 @pytest.mark.parametrize("architecture", DEVICES)
 def test_every_op_compiles(architecture):

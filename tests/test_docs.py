@@ -19,8 +19,6 @@ from jaxbp.catalogue import CATALOGUE
 from jaxbp.verify import TOLERANCES
 from pallas_kernels.core.launch import launch
 
-pytestmark = pytest.mark.once
-
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if not page.is_relative_to(DOCS / "formulas")]
 CODE = {page: re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL) for page in PAGES}
@@ -509,7 +507,7 @@ def computed_in(monkeypatch):
     return importlib.import_module("computed_in")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.rotating)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_no_op_adds_up_or_exponentiates_in_half_precision(computed_in, dtype):
     found = {
         (entry.name, implementation): computed_in.found(entry.name, implementation, dtype)

@@ -4,10 +4,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
-pytestmark = pytest.mark.once
-
 PROGRAM = """
 import json, time
 from time import process_time as now

@@ -126,7 +126,6 @@ def test_without_their_packages_the_commands_say_in_one_line_what_to_install():
     assert done.stderr.endswith("pip install -e '.[experiments]')\n")
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
 def test_a_type_checker_finds_the_wrong_lines_and_no_others(installed, user, checker):
     if checker == "mypy":

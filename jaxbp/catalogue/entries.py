@@ -57,6 +57,18 @@ _LENET_TAIL = (
     *(a for n, m in ((256, 120), (120, 84), (84, 10)) for a in (Argument((m, n), scale=n**-0.5), (m,))),
 )
 
+_BLOCKS = (
+    ((BATCH, 1, 28, 28), (6, 1, 5, 5), (BATCH, 6, 24, 24), (BATCH, 6, 12, 12)),
+    ((BATCH, 6, 12, 12), (16, 6, 5, 5), (BATCH, 16, 8, 8), (BATCH, 16, 4, 4)),
+)
+"""LeNet's blocks of convolution, ReLU and pool: the image x, the filters w, the convolution z, and the pooled y."""
+
+
+def _blocks(name: str, of: Callable[..., Case]) -> dict[str, Case]:
+    """`of(x, w, z, y)` for each block, named by the block's number."""
+    return {f"{name}{i}": of(*shapes) for i, shapes in enumerate(_BLOCKS, 1)}
+
+
 _FUSED_ANY = dict(window=(2, 3), padding=(1, 0))
 
 
@@ -68,11 +80,12 @@ def _indices(*shape: int | str, below: int) -> Argument:
 def _pair(
     function: Callable, small: Case, real: Mapping[str, Case], takes: Any = slice(None), like: str = ""
 ) -> tuple[Entry, Entry]:
-    """The entries of a function and of its public backward, whose cases differ in `dy` alone, the first argument here.
+    """The entries of a function and of its public backward.
 
     Args:
-      takes: of the function's arguments those that the backward takes behind `dy`.
-      like: what both are like; if it is the function itself, its backward.
+      small, real: the cases, with `dy`, the gradient in the function's result, before the function's arguments.
+      takes: selects those of the function's arguments that the backward takes after `dy`.
+      like: the entry that both are like. If it is the function's own name, only the backward is like it.
     """
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
 
@@ -163,74 +176,54 @@ CHECKERBOARD = AutomatonArgument(8, 16, (8, 4, 2), (*[256] * 10, 128, 64, 32, 16
 """The published automaton."""
 
 
-def _ticks(function: Callable, small: Mapping[str, int], real: Mapping[str, int]) -> tuple[Entry, Entry]:
-    """Of a grid of few cells, and of the published grid; with each one's options."""
+def _ticks(function: Callable, **options: int) -> tuple[Entry, Entry]:
+    """Of a grid of few cells, and of the published grid."""
 
-    def at(automaton, grid, logits, options):
+    def at(automaton, grid, logits):
         state = automaton.state(*grid)
         return _case(state.shape, logits, automaton, state, **options)
 
     # Gates that mostly pass on an input: through twenty layers of random functions no gradient comes.
     passing = CHECKERBOARD.logits(offset=tuple(6.0 * (i == PASS_THROUGH) for i in range(16)))
-    published = dataclasses.replace(at(CHECKERBOARD, (BATCH, 16, 16), passing, real), batch=2)
-    small_case = at(_CELL, (2, 2, 3), _CELL.logits(), small)
-    return _pair(function, small_case, {"checkerboard": published}, like="automaton_step")
+    published = dataclasses.replace(at(CHECKERBOARD, (BATCH, 16, 16), passing), batch=2)
+    return _pair(function, at(_CELL, (2, 2, 3), _CELL.logits()), {"checkerboard": published}, like="automaton_step")
 
 
 CATALOGUE: tuple[Entry, ...] = (
     Entry(
         conv2d.conv2d,
         _case((2, 2, 5, 6), (3, 2, 3, 2), (3,), **_ANY),
-        {
-            "conv1": _case((BATCH, 1, 28, 28), (6, 1, 5, 5), (6,)),
-            "conv2": _case((BATCH, 6, 12, 12), (16, 6, 5, 5), (16,)),
-        },
+        _blocks("conv", lambda x, w, z, y: _case(x, w, w[:1])),
     ),
     Entry(
         conv2d.conv2d_backward_input,
         _case((2, 3, 3, 5), (3, 2, 3, 2), input_size=(5, 6), **_ANY),
-        {
-            "conv1": _case((BATCH, 6, 24, 24), (6, 1, 5, 5), input_size=(28, 28)),
-            "conv2": _case((BATCH, 16, 8, 8), (16, 6, 5, 5), input_size=(12, 12)),
-        },
+        _blocks("conv", lambda x, w, z, y: _case(z, w, input_size=x[2:])),
     ),
     Entry(
         conv2d.conv2d_backward_weights,
         _case((2, 3, 3, 5), (2, 2, 5, 6), filter_size=(3, 2), **_ANY),
-        {
-            "conv1": _case((BATCH, 6, 24, 24), (BATCH, 1, 28, 28), filter_size=(5, 5)),
-            "conv2": _case((BATCH, 16, 8, 8), (BATCH, 6, 12, 12), filter_size=(5, 5)),
-        },
+        _blocks("conv", lambda x, w, z, y: _case(z, x, filter_size=w[2:])),
     ),
-    Entry(
-        conv2d.conv2d_backward_bias,
-        _case((2, 3, 3, 5)),
-        {"conv1": _case((BATCH, 6, 24, 24)), "conv2": _case((BATCH, 16, 8, 8))},
-    ),
+    Entry(conv2d.conv2d_backward_bias, _case((2, 3, 3, 5)), _blocks("conv", lambda x, w, z, y: _case(z))),
     *_pair(
         activations.relu,
         _case((3, 7), (3, 7)),
         {
-            "relu1": _case((BATCH, 6, 24, 24), (BATCH, 6, 24, 24)),
-            "relu2": _case((BATCH, 16, 8, 8), (BATCH, 16, 8, 8)),
+            **_blocks("relu", lambda x, w, z, y: _case(z, z)),
             "relu3": _case((BATCH, 120), (BATCH, 120)),
             "relu4": _case((BATCH, 84), (BATCH, 84)),
         },
     ),
     *(
-        Entry(
-            function,
-            _case(_APART, **_POOL_ANY),
-            {"pool1": _case((BATCH, 6, 24, 24), window=2), "pool2": _case((BATCH, 16, 8, 8), window=2)},
-        )
+        Entry(function, _case(_APART, **_POOL_ANY), _blocks("pool", lambda x, w, z, y: _case(z, window=2)))
         for function in (max_pool2d.max_pool2d, max_pool2d.max_pool2d_with_indices)
     ),
     Entry(
         max_pool2d.max_pool2d_backward,
         _case((2, 2, 3, 5), _indices(2, 2, 3, 5, below=6), input_size=(5, 6), **_POOL_ANY),
         {
-            "pool1": _case((BATCH, 6, 12, 12), _indices(BATCH, 6, 12, 12, below=4), input_size=(24, 24), window=2),
-            "pool2": _case((BATCH, 16, 4, 4), _indices(BATCH, 16, 4, 4, below=4), input_size=(8, 8), window=2),
+            **_blocks("pool", lambda x, w, z, y: _case(y, _indices(*y, below=4), input_size=z[2:], window=2)),
             "overlapping": _case(
                 (BATCH, 16, 4, 4),
                 _indices(BATCH, 16, 4, 4, below=9),
@@ -244,10 +237,7 @@ CATALOGUE: tuple[Entry, ...] = (
     Entry(
         conv2d_relu_max_pool2d.conv2d_relu_max_pool2d,
         _case((1, 2, 5, 7), (3, 2, 3, 2), (3,), **_FUSED_ANY),
-        {
-            "block1": _case((BATCH, 1, 28, 28), (6, 1, 5, 5), (6,), window=2),
-            "block2": _case((BATCH, 6, 12, 12), (16, 6, 5, 5), (16,), window=2),
-        },
+        _blocks("block", lambda x, w, z, y: _case(x, w, w[:1], window=2)),
     ),
     Entry(
         conv2d_relu_max_pool2d.conv2d_relu_max_pool2d_with_places,
@@ -257,14 +247,7 @@ CATALOGUE: tuple[Entry, ...] = (
     Entry(
         conv2d_relu_max_pool2d.conv2d_relu_max_pool2d_backward,
         _case((1, 3, 2, 2), _indices(1, 3, 2, 2, below=7), (1, 2, 5, 7), (3, 2, 3, 2), **_FUSED_ANY),
-        {
-            "block1": _case(
-                (BATCH, 6, 12, 12), _indices(BATCH, 6, 12, 12, below=5), (BATCH, 1, 28, 28), (6, 1, 5, 5), window=2
-            ),
-            "block2": _case(
-                (BATCH, 16, 4, 4), _indices(BATCH, 16, 4, 4, below=5), (BATCH, 6, 12, 12), (16, 6, 5, 5), window=2
-            ),
-        },
+        _blocks("block", lambda x, w, z, y: _case(y, _indices(*y, below=5), x, w, window=2)),
     ),
     *_pair(
         linear.linear,
@@ -487,7 +470,7 @@ CATALOGUE: tuple[Entry, ...] = (
         _case(_APART, pool=2),
         {"pool1": _case((BATCH, 64, 24, 24), pool=2)},
     ),
-    *_ticks(automaton.automaton_step, {}, {}),
-    *_ticks(automaton.automaton_rollout, dict(steps=2), dict(steps=2)),
+    *_ticks(automaton.automaton_step),
+    *_ticks(automaton.automaton_rollout, steps=2),
 )
 """Every op, once."""

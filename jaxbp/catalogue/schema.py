@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+import jaxbp
 from jaxbp.logic.automaton import Automaton
 from jaxbp.logic.convolution import TreeWires
 from jaxbp.logic.wires import Wires
@@ -69,7 +70,8 @@ class FixedArgument:
         return _fixed(self)
 
     def made(self) -> Wires | TreeWires | Automaton:
-        raise NotImplementedError
+        """What the code makes."""
+        return eval(self.code, {"jaxbp": jaxbp})
 
 
 @functools.cache
@@ -88,9 +90,6 @@ class WiresArgument(FixedArgument):
     def code(self) -> str:
         return f"jaxbp.Wires.random({self.inputs}, {self.gates}, seed=0)"
 
-    def made(self) -> Wires:
-        return Wires.random(self.inputs, self.gates, seed=0)
-
 
 @dataclasses.dataclass(frozen=True)
 class TreeWiresArgument(FixedArgument):
@@ -105,9 +104,6 @@ class TreeWiresArgument(FixedArgument):
     def code(self) -> str:
         sizes = f"{self.channels}, {self.kernels}, {self.window}, depth={self.depth}"
         return f"jaxbp.TreeWires.random({sizes}, seed=0)"
-
-    def made(self) -> TreeWires:
-        return TreeWires.random(self.channels, self.kernels, self.window, depth=self.depth, seed=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,9 +134,6 @@ class AutomatonArgument(FixedArgument):
     def state(self, *grid: int | str) -> Argument:
         """Of a batch of grids, in [0, 1]."""
         return Argument((*grid, self.channels), weights=True)
-
-    def made(self) -> Automaton:
-        return Automaton.create(self.channels, self.kernels, self.perception, self.update, self.periodic, seed=0)
 
 
 @dataclasses.dataclass(frozen=True)

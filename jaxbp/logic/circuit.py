@@ -69,7 +69,7 @@ _MASKS = np.where(COEFFICIENTS % 2, np.uint32(2**32 - 1), np.uint32(0)).astype(n
 
 
 def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray, "*shape"]:
-    """The gates' numbers on the host.
+    """Return the numbers of a layer's gates, on the host.
 
     Raises:
       ValueError: gates that are not from 0 to 15, or not of this shape.

@@ -381,23 +381,10 @@ def _c_of_convolution(
         calls.append(f"  {kernel}(x, y + block * {to});")
     _, rows, columns = convolution.output_shape
     down, right = convolution.steps
-    return Code(
-        f"{name}_convolution{i}",
-        source.first,
-        target.first,
-        _C_CONVOLUTION.substitute(
-            name=name,
-            i=i,
-            rows=rows,
-            columns=columns,
-            down=down * source.shape[2],
-            right=right,
-            width=target.shape[2],
-            pool=" | ".join(f"tree(from + k + block * {u * source.shape[2] + v})" for u, v in convolution.pooled),
-            kernels="\n".join(functions),
-            calls="\n".join(calls),
-        ),
-    )
+    values = dict(name=name, i=i, rows=rows, columns=columns, kernels="\n".join(functions), calls="\n".join(calls))
+    values |= dict(down=down * source.shape[2], right=right, width=target.shape[2])
+    values["pool"] = " | ".join(f"tree(from + k + block * {u * source.shape[2] + v})" for u, v in convolution.pooled)
+    return Code(f"{name}_convolution{i}", source.first, target.first, _C_CONVOLUTION.substitute(values))
 
 
 _VERILOG_CONVOLUTION = string.Template(r"""
@@ -455,27 +442,12 @@ def _verilog_of_convolution(name: str, i: int, convolution: Convolution) -> str:
     """A convolution as a module of Verilog, which places the module of its kernels."""
     (channels, height, width), (kernels, rows, columns) = convolution.shape, convolution.output_shape
     (top, _), (left, _) = convolution.padding
-    return _VERILOG_CONVOLUTION.substitute(
-        name=name,
-        i=i,
-        channels=channels,
-        height=height,
-        width=width,
-        top=top,
-        left=left,
-        padded_height=convolution.padded_shape[1],
-        padded_width=convolution.padded_shape[2],
-        window_height=convolution.wires.window[0],
-        window_width=convolution.wires.window[1],
-        kernels=kernels,
-        rows=rows,
-        columns=columns,
-        pool_rows=convolution.pool[0],
-        pool_columns=convolution.pool[1],
-        row_stride=convolution.stride[0],
-        column_stride=convolution.stride[1],
-        pool=" | ".join(f"found[{place} * KERNELS + channel]" for place in range(math.prod(convolution.pool))),
-    )
+    _, padded_height, padded_width = convolution.padded_shape
+    window_height, window_width = convolution.wires.window
+    pool_rows, pool_columns = convolution.pool
+    row_stride, column_stride = convolution.stride
+    pool = " | ".join(f"found[{place} * KERNELS + channel]" for place in range(pool_rows * pool_columns))
+    return _VERILOG_CONVOLUTION.substitute(locals())  # the template has the names of these variables
 
 
 def _convolution(op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options) -> Convolution:

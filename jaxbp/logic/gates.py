@@ -71,8 +71,8 @@ def softmax_backward(dc: Array, logits: Array) -> Array:
 
 
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
-    """Coefficients `(gates, 4)` of gates whose truth table's rows are sigmoids: of the parameters `(gates, 4)` for
-    "input_wise", of `w0 ± w1 ± w2 ± w3`, the sums of 1, A, B and AB, for "walsh"."""
+    """Coefficients `(gates, 4)` of gates whose truth tables have sigmoids as rows: of the parameters `(gates, 4)` for
+    "input_wise", of `w0 ± w1 ± w2 ± w3`, the weighted sums of 1, A, B and AB, for "walsh"."""
     return _times(_rows(parameters, parametrization), INTERPOLATION)
 
 

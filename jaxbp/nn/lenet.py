@@ -27,6 +27,8 @@ from jaxbp.ops.shapes import flatten
 from jaxbp.ops.softmax_cross_entropy import softmax_cross_entropy
 from jaxbp.pairing import Implementation
 
+Keep = Callable[[str, Array], None]
+
 
 class LeNet(nnx.Module):
     """`1x28x28 -> conv 6@5x5 -> ReLU -> pool 2 -> conv 16@5x5 -> ReLU -> pool 2 -> 256 -> 120 -> 84 -> 10`.
@@ -60,7 +62,7 @@ class LeNet(nnx.Module):
 
     def __call__(self, images: Float[AnyArray, "batch 1 28 28"]) -> Float[Array, "batch 10"]:
         """The logits."""
-        return self._logits(self._features(images, _drop), _drop)
+        return self._logits(self._features(images))
 
     def loss(
         self, images: Float[AnyArray, "batch 1 28 28"], labels: Int[AnyArray, "batch"]
@@ -69,12 +71,12 @@ class LeNet(nnx.Module):
 
         If the model is fused and not of half precision, the dense layers and the loss are one op.
         """
-        x = self._features(images, _drop)
+        x = self._features(images)
         if self._dense_fused:
             return mlp.mlp_softmax_cross_entropy_with_classes(
                 x, labels, *self._dense_layers(), implementation=self.implementation
             )
-        logits = self._logits(x, _drop)
+        logits = self._logits(x)
         logits = logits.astype(wide(logits.dtype))
         loss = softmax_cross_entropy(logits, labels, implementation=self.implementation)
         return loss, jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -86,7 +88,7 @@ class LeNet(nnx.Module):
     def _dense_layers(self) -> list[Array]:
         return [a for fc in (self.fc1, self.fc2, self.fc3) for a in fc.parameters()]
 
-    def _features(self, images: Array, keep: Callable[[str, Array], None]) -> Array:
+    def _features(self, images: Array, keep: Keep = lambda name, value: None) -> Array:
         """What the dense layers take, handing each tensor that the backward needs to `keep` by its name."""
         if images.ndim != 4 or images.shape[1:] != (1, 28, 28):
             raise ValueError(f"LeNet: images has shape {images.shape}; wants (batch, 1, 28, 28)")
@@ -106,17 +108,13 @@ class LeNet(nnx.Module):
                 keep(f"pool{i}.indices", indices)
         return flatten(x)
 
-    def _logits(self, x: Array, keep: Callable[[str, Array], None]) -> Array:
+    def _logits(self, x: Array, keep: Keep = lambda name, value: None) -> Array:
         """The dense layers, as `_features`."""
         for i, fc in enumerate((self.fc1, self.fc2), start=1):
             keep(f"fc{i}.input", x)
             x = relu(fc(x), implementation=self.implementation)
         keep("fc3.input", x)
         return self.fc3(x)
-
-
-def _drop(name: str, value: Array) -> None:
-    pass
 
 
 def lenet_saved_tensors(

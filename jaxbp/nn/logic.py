@@ -27,7 +27,7 @@ def thermometer(x: Float[AnyArray, "*batch features"], thresholds: ArrayLike) ->
 
 
 class GateOptions(TypedDict, total=False):
-    """What every layer of gates takes by keyword; `rngs` alone has no default."""
+    """The keyword arguments of every layer of gates, as `LogicLayer` describes them. Only `rngs` has no default."""
 
     initialization: Literal["normal", "residual"]
     parametrization: Parametrization
@@ -43,6 +43,7 @@ class Gates(nnx.Module):
     Args:
       wires: what the gates read.
       shape: of the gates.
+      initial: `initialization` and `residual_logit`, as in `jaxbp.initial_logits`.
       The rest as in `LogicLayer`.
     """
 
@@ -51,15 +52,13 @@ class Gates(nnx.Module):
         wires: Any,
         shape: tuple[int, ...],
         *,
-        initialization: Literal["normal", "residual"] = "residual",
         parametrization: Parametrization = "softmax",
-        residual_logit: float | None = None,
         implementation: Implementation = None,
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
+        **initial: Any,
     ):
-        options = dict(initialization=initialization, parametrization=parametrization, residual_logit=residual_logit)
-        logits = initial_logits(rngs.params(), math.prod(shape), **options)
+        logits = initial_logits(rngs.params(), math.prod(shape), parametrization=parametrization, **initial)
         self.logits = nnx.Param(logits.reshape(*shape, -1))
         self.wires = nnx.Variable(wires)
         self.parametrization, self.implementation, self.dtype = parametrization, implementation, dtype

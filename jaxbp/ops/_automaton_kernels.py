@@ -4,10 +4,12 @@ States are held as the kernels read them, `(cells channels + spare,)`; gradients
 seen and of what they have kept. Coefficients are those of `_automaton_formula`.
 """
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -35,7 +37,9 @@ class RowsRead(NamedTuple):
     backward: Array
 
 
-class Prepared(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prepared:
     """What all ticks share."""
 
     coefficients: tuple
@@ -43,7 +47,11 @@ class Prepared(NamedTuple):
     lanes: Array
     wires: RowsRead
     consumers: Array
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def plan(self) -> Plan:
+        return plan(self.automaton, self.shape)
 
 
 def plan(automaton: Automaton, shape: tuple[int, ...]) -> Plan:
@@ -91,8 +99,7 @@ def leave(state: Array, shape: tuple[int, ...]) -> Array:
 
 def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
     """The gradient of the last state: nobody has seen it."""
-    sizes = plan(prepared.automaton, prepared.shape)
-    spare = sizes.inputs.lanes
+    sizes, spare = prepared.plan, prepared.plan.inputs.lanes
     return jnp.zeros(sizes.cells * sizes.neighbourhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
 
 
@@ -107,15 +114,13 @@ def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp
 
 def zeros(prepared: Prepared) -> Array:
     """Of the coefficients' gradients, before the first is added: a copy a program."""
-    sizes = plan(prepared.automaton, prepared.shape)
-    programs = kernels.tick_backward.heuristic(plan=sizes).programs
-    return jnp.zeros((programs, sizes.gates, 4), jnp.float32)
+    programs = kernels.tick_backward.heuristic(plan=prepared.plan).programs
+    return jnp.zeros((programs, prepared.plan.gates, 4), jnp.float32)
 
 
 def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
     """The coefficients' gradients, as the coefficients came: summed over programs, and perception's over channels."""
-    automaton = prepared.automaton
-    sizes = plan(automaton, prepared.shape)
+    automaton, sizes = prepared.automaton, prepared.plan
     total, parts = _reordered(jnp.sum(total, axis=0), automaton, sizes.gate_firsts, _LANES).T, []
     for layer, first in zip(sizes.layers, sizes.gate_firsts, strict=False):
         parts.append(total[:, first : first + layer.count])
@@ -132,16 +137,15 @@ def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
 
 def tick(prepared: Prepared, state: Array, fires: Array | None) -> Array:
     """The next state. Where a cell does not fire, `fires (batch, height, width)`, it keeps its own."""
-    return _tick(*prepared[:-1], state, fires, shape=prepared.shape)
+    return _tick(prepared, state, fires)
 
 
 def tick_backward(
     prepared: Prepared, dnew: tuple[Array, Array], total: Array, state: Array, fires: Array | None
 ) -> tuple[tuple[Array, Array], Array]:
     """(dstate, total + dcoefficients) of `tick`."""
-    *arrays, shape = prepared
-    kernel, otherwise = (functools.partial(f, shape=shape) for f in (_backward_by_kernel, _backward_by_formula))
-    dseen, dkept, total = on_gpu(kernel, otherwise, *arrays, state, fires, *dnew, total)
+    arrays = prepared, state, fires, *dnew, total
+    dseen, dkept, total = on_gpu(_backward_by_kernel, _backward_by_formula, *arrays)
     return (dseen, dkept), total
 
 
@@ -149,32 +153,27 @@ def _flat(fires):
     return None if fires is None else fires.ravel().astype(jnp.int32)
 
 
-def _tick_by_kernel(coefficients, automaton, lanes, wires, consumers, state, fires, *, shape):
-    return kernels.tick(lanes, wires.forward, state, _flat(fires), plan=plan(automaton, shape))
+def _tick_by_kernel(prepared, state, fires):
+    return kernels.tick(prepared.lanes, prepared.wires.forward, state, _flat(fires), plan=prepared.plan)
 
 
-def _tick_by_formula(coefficients, automaton, lanes, wires, consumers, state, fires, *, shape):
-    prepared = formula.prepare(coefficients, automaton, shape)
-    return enter(formula.leave(formula.tick(prepared, formula.enter(leave(state, shape)), fires), shape))
+def _tick_by_formula(prepared, state, fires):
+    own, shape = formula.prepare(prepared.coefficients, prepared.automaton, prepared.shape), prepared.shape
+    return enter(formula.leave(formula.tick(own, formula.enter(leave(state, shape)), fires), shape))
 
 
-def _tick_on_gpu(*arrays, shape):
-    return on_gpu(*(functools.partial(f, shape=shape) for f in (_tick_by_kernel, _tick_by_formula)), *arrays)
+_tick = differentiable(functools.partial(on_gpu, _tick_by_kernel, _tick_by_formula), _tick_by_formula)
 
 
-_tick = differentiable(_tick_on_gpu, _tick_by_formula)
+def _backward_by_kernel(prepared, state, fires, dseen, dkept, total):
+    arrays = prepared.lanes, prepared.wires.backward, prepared.consumers, state, _flat(fires), dseen, dkept, total
+    return kernels.tick_backward(*arrays, plan=prepared.plan)
 
 
-def _backward_by_kernel(coefficients, automaton, lanes, wires, consumers, state, fires, dseen, dkept, total, *, shape):
-    sizes = plan(automaton, shape)
-    arrays = lanes, wires.backward, consumers, state, _flat(fires), dseen, dkept, total
-    return kernels.tick_backward(*arrays, plan=sizes)
-
-
-def _backward_by_formula(coefficients, automaton, lanes, wires, consumers, state, fires, dseen, dkept, total, *, shape):
+def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
     """Puts perception's gradients, which are summed over channels already, into the first channel's lanes."""
-    prepared = Prepared(coefficients, automaton, lanes, wires, consumers, shape)
-    own, sizes = formula.prepare(coefficients, automaton, shape), plan(automaton, shape)
+    automaton, shape, sizes = prepared.automaton, prepared.shape, prepared.plan
+    own = formula.prepare(prepared.coefficients, automaton, shape)
     dnew = formula.enter(leave_gradient(prepared, (dseen, dkept), jnp.float32))
     dstate, dc = formula.tick_backward(own, dnew, formula.zeros(own), formula.enter(leave(state, shape)), fires)
     first_channel = np.arange(automaton.channels) == 0

@@ -14,9 +14,9 @@ from jaxtyping import Float, Key, UInt32
 AnyArray = Array | np.ndarray
 """What ops take for arrays. They give JAX's."""
 AnyFloats = Float[AnyArray, "*shape"]
-"""A floating array that an op takes; all of one op have the same shape."""
+"""A floating array that an op takes. All of these in one signature have the same shape."""
 Floats = Float[Array, "*shape"]
-"""A floating array of that shape, which the op gives."""
+"""A floating array of that shape, which an op gives."""
 AnyKey = Key[Array, ""] | UInt32[AnyArray, "2"]
 """A key of `jax.random`, typed or raw."""
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
@@ -73,7 +73,7 @@ _PRECISIONS = ("default", "fastest", "bfloat16", "high", "bfloat16_3x", "tensorf
 
 
 def count(op: str, name: str, value: Any, at_least: int = 1) -> int:
-    """A static whole number."""
+    """Return a static int of at least `at_least`."""
     if not is_int(value) or value < at_least:
         raise ValueError(f"{op}: {name} is {value!r}; wants an int of at least {at_least}")
     return int(value)  # NumPy's may overflow

@@ -13,7 +13,7 @@ from jax import Array
 from jaxbp.ops import _checks
 from jaxbp.ops._fastest import FUSED
 from jaxbp.ops._numerics import widen
-from jaxbp.pairing import Fastest, Implementation, Pair
+from jaxbp.pairing import Fastest, Implementation, Pair, given_arguments
 from jaxbp.sharding import Axes
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
@@ -61,7 +61,7 @@ class Elementwise(Pair):
             in_dtype,
             {"xla": formula, "pallas": kernel},
             save=save_result if keeps_result else None,
-            residuals=(lambda *arrays, **options: arrays) if keeps_result else None,
+            residuals=given_arguments if keeps_result else None,
             name=name,
             examples=_of_full_rank,
             unsupported=_checks.unsupported,

@@ -15,4 +15,4 @@ KEPT_EVERYWHERE = Fastest(gpu="autodiff", older_gpu="autodiff", elsewhere="autod
 """JAX's own gradient is faster on GPUs and CPUs."""
 
 fused_pair = functools.partial(Pair, unsupported=_checks.unsupported, fastest=FUSED, jit=True)
-"""A `Pair` that XLA fuses into its neighbours; its kernels are element-wise, or sums of what is."""
+"""A `Pair` of formulas that XLA fuses into their neighbours. Its kernels are element-wise, or sum such terms."""

@@ -48,10 +48,10 @@ class _Draws(NamedTuple):
 
 def _advance(through, coefficients, automaton, state, draws, *, steps, fire_rate, memory, keep):
     prepared = through.prepare(coefficients, automaton, state.shape)
+    seen = functools.partial(_seen, through, draws, state.shape, fire_rate)
 
     def step(s, t):
-        s = _rounded(through, draws, t, s, state.shape)
-        return through.tick(prepared, s, _fires(draws, t, state.shape, fire_rate))
+        return through.tick(prepared, *seen(s, t))
 
     last, kept = advance(step, through.enter(state), steps, memory, unroll=through.UNROLL, keep=keep)
     return through.leave(last, state.shape), kept
@@ -77,14 +77,13 @@ def _backward(through, dlast, coefficients, automaton, state, draws, kept, *, st
         kept = _save(through, coefficients, automaton, state, draws, **options)[1][-1]
     prepared = through.prepare(coefficients, automaton, state.shape)
     carry = through.enter_gradient(prepared, dlast), through.zeros(prepared)
+    seen = functools.partial(_seen, through, draws, state.shape, fire_rate)
 
     def step(s, t):
-        s = _rounded(through, draws, t, s, state.shape)
-        return through.tick(prepared, s, _fires(draws, t, state.shape, fire_rate))
+        return through.tick(prepared, *seen(s, t))
 
     def step_backward(gradients, s, t):
-        s = _rounded(through, draws, t, s, state.shape)
-        return through.tick_backward(prepared, *gradients, s, _fires(draws, t, state.shape, fire_rate))
+        return through.tick_backward(prepared, *gradients, *seen(s, t))
 
     def backward_of_rows(gradients, t_and_rows):
         t, rows = t_and_rows
@@ -102,13 +101,18 @@ def _backward(through, dlast, coefficients, automaton, state, draws, kept, *, st
 
 def _keeping_rows(through, coefficients, automaton, state, draws, *, steps, fire_rate):
     prepared = through.prepare(coefficients, automaton, state.shape)
+    seen = functools.partial(_seen, through, draws, state.shape, fire_rate)
 
     def step(s, t):
-        s = _rounded(through, draws, t, s, state.shape)
-        return through.tick_keeping_rows(prepared, s, _fires(draws, t, state.shape, fire_rate))
+        return through.tick_keeping_rows(prepared, *seen(s, t))
 
     last, rows = lax.scan(step, through.enter(state), np.arange(steps, dtype=np.int32))
     return through.leave(last, state.shape), rows
+
+
+def _seen(through, draws, shape, fire_rate, state, t):
+    """Return the state as tick t sees it, and which cells update at tick t."""
+    return _rounded(through, draws, t, state, shape), _fires(draws, t, shape, fire_rate)
 
 
 def _fires(draws, t, shape, fire_rate):

@@ -14,6 +14,11 @@ from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
 
+AnyImages = Float[AnyArray, "batch channels *space"]
+AnyChannels = Float[AnyArray, "channels"]
+Results = tuple[Float[Array, "batch channels *space"], Float[Array, "channels"], Float[Array, "channels"]]
+"""What the op gives: y, mean and variance; and its backward: dx, dscale and dbias."""
+
 
 def _over(x):
     """The axes over which statistics are taken: all but the channels."""
@@ -85,13 +90,8 @@ _BATCH_NORM = fused_pair(_forward, {"xla": _backward, "pallas": _backward_kernel
 
 
 def batch_norm(
-    x: Float[AnyArray, "batch channels *space"],
-    scale: Float[AnyArray, "channels"],
-    bias: Float[AnyArray, "channels"],
-    *,
-    epsilon: float = 1e-5,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "batch channels *space"], Float[Array, "channels"], Float[Array, "channels"]]:
+    x: AnyImages, scale: AnyChannels, bias: AnyChannels, *, epsilon: float = 1e-5, implementation: Implementation = None
+) -> Results:
     """Batch normalisation, `y = scale (x - mean) / √(var + epsilon) + bias`, with each channel's mean and variance.
 
     Args:
@@ -117,13 +117,8 @@ def batch_norm(
 
 
 def batch_norm_backward(
-    dy: Float[AnyArray, "batch channels *space"],
-    x: Float[AnyArray, "batch channels *space"],
-    scale: Float[AnyArray, "channels"],
-    *,
-    epsilon: float = 1e-5,
-    implementation: Implementation = None,
-) -> tuple[Float[Array, "batch channels *space"], Float[Array, "channels"], Float[Array, "channels"]]:
+    dy: AnyImages, x: AnyImages, scale: AnyChannels, *, epsilon: float = 1e-5, implementation: Implementation = None
+) -> Results:
     """Gradients of `batch_norm` by its y: with `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)`, n elements a channel,
 
         dbias = Σ dy,  dscale = Σ dy x̂,  dx = scale s (dy - dbias/n - x̂ dscale/n),

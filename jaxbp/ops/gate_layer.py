@@ -31,7 +31,7 @@ from jaxbp.logic.wires import Wires
 from jaxbp.ops import _checks, _gates
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import widen
-from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
+from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable, given_arguments, saving_arguments
 from jaxbp.sharding import leading
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.logic import backward as backward_kernels
@@ -180,14 +180,6 @@ _SOFTMAX_KERNEL = _where_it_pays(mixture, gates.softmax)
 _SOFTMAX_BACKWARD_KERNEL = _where_it_pays(mixture_gradient, gates.softmax_backward)
 
 
-def _residuals(logits):
-    return (logits,)
-
-
-def _keep_logits(coefficients, logits):
-    return coefficients(logits), _residuals(logits)
-
-
 # ---------------------------------------------------------------------------------------------------------- the pairs
 
 _GATES_BACKWARD = Op(
@@ -213,10 +205,10 @@ COEFFICIENTS = {
         gates.softmax,
         {"xla": gates.softmax_backward, "pallas": _SOFTMAX_BACKWARD_KERNEL},
         save={
-            "xla": functools.partial(_keep_logits, gates.softmax),
-            "pallas": functools.partial(_keep_logits, _SOFTMAX_KERNEL),
+            "xla": functools.partial(saving_arguments, gates.softmax),
+            "pallas": functools.partial(saving_arguments, _SOFTMAX_KERNEL),
         },
-        residuals=_residuals,
+        residuals=given_arguments,
         name="softmax_gates",
     ),
     # No kernel would be faster for four parameters a gate: XLA needs no sums over functions.

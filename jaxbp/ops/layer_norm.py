@@ -216,8 +216,7 @@ def layer_norm(
 
     Source: J. Ba, J. Kiros and G. Hinton, "Layer normalization", 2016.
     """
-    x, scale, bias = _checks.floating("layer_norm", x=x, scale=scale, bias=bias)
-    check("layer_norm", x, eps, scale=scale, bias=bias)
+    x, scale, bias = check("layer_norm", eps, x=x, scale=scale, bias=bias)
     return _LAYER_NORM(x, scale, bias, eps=eps, center=True, implementation=implementation)
 
 
@@ -243,8 +242,7 @@ def layer_norm_backward(
 
     Source: derived in docs/layer_norm.md, from the paper that `layer_norm` names.
     """
-    dy, x, scale = _checks.floating("layer_norm_backward", dy=dy, x=x, scale=scale)
-    check("layer_norm_backward", x, eps, scale=scale)
+    dy, x, scale = check("layer_norm_backward", eps, dy=dy, x=x, scale=scale)
     _checks.shape("layer_norm_backward", "dy", dy, *x.shape)
     return _LAYER_NORM.vjp(dy, x, scale, jnp.zeros_like(scale), eps=eps, center=True, implementation=implementation)
 
@@ -266,8 +264,7 @@ def rms_norm(x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementati
 
     Source: B. Zhang and R. Sennrich, "Root mean square layer normalization", NeurIPS 2019.
     """
-    x, scale = _checks.floating("rms_norm", x=x, scale=scale)
-    check("rms_norm", x, eps, scale=scale)
+    x, scale = check("rms_norm", eps, x=x, scale=scale)
     return _RMS_NORM(x, scale, None, eps=eps, center=False, implementation=implementation)
 
 
@@ -290,17 +287,20 @@ def rms_norm_backward(
     Raises:
       TypeError, ValueError: as in `layer_norm`.
     """
-    dy, x, scale = _checks.floating("rms_norm_backward", dy=dy, x=x, scale=scale)
-    check("rms_norm_backward", x, eps, scale=scale)
+    dy, x, scale = check("rms_norm_backward", eps, dy=dy, x=x, scale=scale)
     _checks.shape("rms_norm_backward", "dy", dy, *x.shape)
     return _RMS_NORM.vjp(dy, x, scale, None, eps=eps, center=False, implementation=implementation)
 
 
-def check(op, x, eps, **parameters):
-    """Rows of at least one element, parameters that fit them, and an eps."""
+def check(op, eps, **arrays):
+    """Return the arrays, checked: x has rows of at least one element, and scale and bias fit them. Also check eps."""
+    values = dict(zip(arrays, _checks.floating(op, **arrays), strict=True))
+    x = values["x"]
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x has shape {x.shape}; wants (..., hidden), at least one element a row")
-    for name, a in parameters.items():
-        _checks.shape(op, name, a, x.shape[-1])
+    for name, a in values.items():
+        if name in ("scale", "bias"):
+            _checks.shape(op, name, a, x.shape[-1])
     if not _checks.is_number(eps) or not 0 <= eps < math.inf:
         raise ValueError(f"{op}: eps is {eps!r}; wants a finite number of at least 0")
+    return tuple(values.values())

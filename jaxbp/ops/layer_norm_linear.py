@@ -279,9 +279,12 @@ def layer_norm_linear(
       TypeError: arguments that are not of one floating dtype.
       ValueError: shapes that do not fit, or an eps that is no number of at least 0.
     """
-    x, scale, bias, w, b = _checks.floating("layer_norm_linear", x=x, scale=scale, bias=bias, w=w, b=b)
-    _check("layer_norm_linear", x, scale, bias, w, b, eps)
-    options = dict(eps=eps, precision=_checks.precision("layer_norm_linear", precision), implementation=implementation)
+    op = "layer_norm_linear"
+    x, scale, bias, w, b = layer_norm.check(op, eps, x=x, scale=scale, bias=bias, w=w, b=b)
+    _checks.shape(op, "w", w, "out", x.shape[-1])
+    if b is not None:
+        _checks.shape(op, "b", b, w.shape[0])
+    options = dict(eps=eps, precision=_checks.precision(op, precision), implementation=implementation)
     return _LAYER_NORM_LINEAR(x, scale, bias, w, b, **options)
 
 
@@ -324,16 +327,9 @@ def layer_norm_linear_backward(
     Source: docs/layer_norm.md; the products are those of `linear_backward`.
     """
     op = "layer_norm_linear_backward"
-    dy, x, scale, bias, w = _checks.floating(op, dy=dy, x=x, scale=scale, bias=bias, w=w)
-    _check(op, x, scale, bias, w, None, eps)
+    dy, x, scale, bias, w = layer_norm.check(op, eps, dy=dy, x=x, scale=scale, bias=bias, w=w)
+    _checks.shape(op, "w", w, "out", x.shape[-1])
     _checks.shape(op, "dy", dy, *x.shape[:-1], w.shape[0])
     b = jnp.zeros(w.shape[:1], w.dtype)
     options = dict(eps=eps, precision=_checks.precision(op, precision), implementation=implementation)
     return _LAYER_NORM_LINEAR.vjp(dy, x, scale, bias, w, b, **options)
-
-
-def _check(op, x, scale, bias, w, b, eps):
-    layer_norm.check(op, x, eps, scale=scale, bias=bias)
-    _checks.shape(op, "w", w, "out", x.shape[-1])
-    if b is not None:
-        _checks.shape(op, "b", b, w.shape[0])

@@ -144,9 +144,7 @@ def matmul(
 
     A vector on the left is a row, one on the right a column; their axis is not in the result.
     """
-    a, b = _checked("matmul", a, b)
-    precision = _checks.precision("matmul", precision)
-    return _MATMUL(a, b, precision=precision, implementation=implementation)
+    return _product_of(_MATMUL, implementation, precision, a=a, b=b)
 
 
 def matmul_backward(
@@ -158,7 +156,7 @@ def matmul_backward(
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch_a rows inner"], Float[Array, "*batch_b inner columns"]]:
     """Gradients of `matmul`: `da = dy bᵀ`, `db = aᵀ dy`, summed over the batch axes along which a or b is broadcast."""
-    return _products_backward(_MATMUL, jnp.matmul, dy, a, b, precision, implementation)
+    return _product_of(_MATMUL.vjp, implementation, precision, dy=dy, a=a, b=b)
 
 
 def dot(
@@ -172,9 +170,7 @@ def dot(
 
     Of two vectors it is a number. Unlike those of `matmul`, axes before the last two are not matched to each other.
     """
-    a, b = _checked("dot", a, b)
-    precision = _checks.precision("dot", precision)
-    return _DOT(a, b, precision=precision, implementation=implementation)
+    return _product_of(_DOT, implementation, precision, a=a, b=b)
 
 
 def dot_backward(
@@ -186,7 +182,7 @@ def dot_backward(
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*rows inner"], Float[Array, "*batch inner columns"]]:
     """Gradients of `dot`: `da = Σ dy b` over b's other axes, `db = Σ a dy` over a's. Of vectors, `da = dy b`."""
-    return _products_backward(_DOT, jnp.dot, dy, a, b, precision, implementation)
+    return _product_of(_DOT.vjp, implementation, precision, dy=dy, a=a, b=b)
 
 
 def outer(
@@ -237,27 +233,22 @@ def _order(op, axes, ndim):
     return tuple(axis % ndim for axis in axes)
 
 
-def _checked(op, a, b):
-    a, b = _checks.floating(op, a=a, b=b)
+def _product_of(op, implementation, precision, **arrays):
+    """Call `matmul`, `dot`, or the backward of one of them, after checking its named arrays."""
+    *dy, a, b = _checks.floating(op.name, **arrays)
+    shapes = f"a has shape {a.shape} and b {b.shape}"
     for name, x in (("a", a), ("b", b)):
         if x.ndim == 0:
-            raise ValueError(f"{op}: {name} has shape (); wants at least one axis (multiply takes numbers)")
+            raise ValueError(f"{op.name}: {name} has shape (); wants at least one axis (multiply takes numbers)")
     if a.shape[-1] != b.shape[max(0, b.ndim - 2)]:
-        raise ValueError(
-            f"{op}: a has shape {a.shape} and b {b.shape}; wants a's last axis as long as b's last but one, or its only"
-        )
-    if op.startswith("matmul"):
+        raise ValueError(f"{op.name}: {shapes}; wants a's last axis as long as b's last but one, or its only")
+    function = jnp.matmul if op.name.startswith("matmul") else jnp.dot
+    if function is jnp.matmul:
         try:
             jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         except ValueError:
-            raise ValueError(f"{op}: a has shape {a.shape} and b {b.shape}; wants batch axes that broadcast") from None
-    return a, b
-
-
-def _products_backward(pair, function, dy, a, b, precision, implementation):
-    op = pair.vjp.name
-    dy, a, b = _checks.floating(op, dy=dy, a=a, b=b)
-    a, b = _checked(op, a, b)
-    _checks.shape(op, "dy", dy, *jax.eval_shape(function, a, b).shape)
-    precision = _checks.precision(op, precision)
-    return pair.vjp(dy, a, b, precision=precision, implementation=implementation)
+            raise ValueError(f"{op.name}: {shapes}; wants batch axes that broadcast") from None
+    if dy:
+        _checks.shape(op.name, "dy", *dy, *jax.eval_shape(function, a, b).shape)
+    precision = _checks.precision(op.name, precision)
+    return op(*dy, a, b, precision=precision, implementation=implementation)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -127,20 +128,22 @@ _KL_DIVERGENCE = fused_pair(
 )
 
 
-def _checked(op, shape_of_dy=lambda shape: shape, **arrays):
-    """The arrays, of one floating dtype and one shape; a first one, `dy`, of the loss's shape."""
-    values = dict(zip(arrays, _checks.floating(op, **arrays), strict=True))
-    dy = values.pop("dy", None)
-    (first, like), *others = values.items()
+def _loss(op, implementation, options: Mapping[str, float] = {}, **arrays):
+    """Call a loss, or its backward, after checking its named arrays: they have one floating dtype and one shape, but
+    `dy`, which has the shape of the loss."""
+    values = dict(zip(arrays, _checks.floating(op.name, **arrays), strict=True))
+    (first, like), *others = ((name, a) for name, a in values.items() if name != "dy")
     for name, a in others:
         if a.shape != like.shape:
-            raise ValueError(f"{op}: {name} has shape {a.shape}; wants {like.shape}, as {first}")
-    if op.startswith("kl_divergence") and like.ndim == 0:
-        raise ValueError(f"{op}: {first} has shape (); wants (..., classes)")
-    if dy is None:
-        return tuple(values.values())
-    _checks.shape(op, "dy", dy, *shape_of_dy(like.shape))
-    return (dy, *values.values())
+            raise ValueError(f"{op.name}: {name} has shape {a.shape}; wants {like.shape}, as {first}")
+    shape = () if op.name.startswith("mean_") else like.shape
+    if op.name.startswith("kl_divergence"):
+        if like.ndim == 0:
+            raise ValueError(f"{op.name}: {first} has shape (); wants (..., classes)")
+        shape = like.shape[:-1]
+    if "dy" in values:
+        _checks.shape(op.name, "dy", values["dy"], *shape)
+    return op(*values.values(), implementation=implementation, **options)
 
 
 def mean_squared_error(
@@ -152,8 +155,7 @@ def mean_squared_error(
       TypeError: arguments that are not of one floating dtype.
       ValueError: shapes that differ. Nothing is broadcast.
     """
-    arrays = _checked("mean_squared_error", predictions=predictions, targets=targets)
-    return _MEAN_SQUARED_ERROR(*arrays, implementation=implementation)
+    return _loss(_MEAN_SQUARED_ERROR, implementation, predictions=predictions, targets=targets)
 
 
 def mean_squared_error_backward(
@@ -161,8 +163,7 @@ def mean_squared_error_backward(
 ) -> Gradients:
     """Gradients of `mean_squared_error`: `dpredictionsᵢ = 2/n dy (predictionsᵢ - targetsᵢ)`, `dtargets` its
     negative."""
-    arrays = _checked("mean_squared_error_backward", lambda shape: (), dy=dy, predictions=predictions, targets=targets)
-    return _MEAN_SQUARED_ERROR.vjp(*arrays, implementation=implementation)
+    return _loss(_MEAN_SQUARED_ERROR.vjp, implementation, dy=dy, predictions=predictions, targets=targets)
 
 
 def mean_absolute_error(
@@ -173,8 +174,7 @@ def mean_absolute_error(
     Raises:
       TypeError, ValueError: as in `mean_squared_error`.
     """
-    arrays = _checked("mean_absolute_error", predictions=predictions, targets=targets)
-    return _MEAN_ABSOLUTE_ERROR(*arrays, implementation=implementation)
+    return _loss(_MEAN_ABSOLUTE_ERROR, implementation, predictions=predictions, targets=targets)
 
 
 def mean_absolute_error_backward(
@@ -182,8 +182,7 @@ def mean_absolute_error_backward(
 ) -> Gradients:
     """Gradients of `mean_absolute_error`: `dpredictionsᵢ = dy/n sign(predictionsᵢ - targetsᵢ)`, 0 where they are equal;
     `dtargets` its negative."""
-    arrays = _checked("mean_absolute_error_backward", lambda shape: (), dy=dy, predictions=predictions, targets=targets)
-    return _MEAN_ABSOLUTE_ERROR.vjp(*arrays, implementation=implementation)
+    return _loss(_MEAN_ABSOLUTE_ERROR.vjp, implementation, dy=dy, predictions=predictions, targets=targets)
 
 
 def huber(
@@ -197,8 +196,8 @@ def huber(
 
     Source: P. Huber, "Robust estimation of a location parameter", 1964.
     """
-    arrays = _checked("huber", predictions=predictions, targets=targets)
-    return _HUBER(*arrays, implementation=implementation, delta=_checks.number("huber", "delta", delta, 0.0))
+    delta = _checks.number("huber", "delta", delta, 0.0)
+    return _loss(_HUBER, implementation, dict(delta=delta), predictions=predictions, targets=targets)
 
 
 def huber_backward(
@@ -210,10 +209,8 @@ def huber_backward(
     implementation: Implementation = None,
 ) -> Gradients:
     """Gradients of `huber`: `dpredictions = dy min(max(e, -delta), delta)`, `dtargets` its negative."""
-    arrays = _checked("huber_backward", dy=dy, predictions=predictions, targets=targets)
-    return _HUBER.vjp(
-        *arrays, implementation=implementation, delta=_checks.number("huber_backward", "delta", delta, 0.0)
-    )
+    delta = _checks.number("huber_backward", "delta", delta, 0.0)
+    return _loss(_HUBER.vjp, implementation, dict(delta=delta), dy=dy, predictions=predictions, targets=targets)
 
 
 def binary_cross_entropy(
@@ -232,8 +229,7 @@ def binary_cross_entropy(
     Raises:
       TypeError, ValueError: as in `mean_squared_error`.
     """
-    arrays = _checked("binary_cross_entropy", probabilities=probabilities, labels=labels)
-    return _BINARY_CROSS_ENTROPY(*arrays, implementation=implementation)
+    return _loss(_BINARY_CROSS_ENTROPY, implementation, probabilities=probabilities, labels=labels)
 
 
 def binary_cross_entropy_backward(
@@ -243,8 +239,7 @@ def binary_cross_entropy_backward(
 
     For y = 0 the first is `1 / (1 - p)` and for y = 1 `-1 / p`, at any p. At p = 0 and p = 1 the second is infinite.
     """
-    arrays = _checked("binary_cross_entropy_backward", dy=dy, probabilities=probabilities, labels=labels)
-    return _BINARY_CROSS_ENTROPY.vjp(*arrays, implementation=implementation)
+    return _loss(_BINARY_CROSS_ENTROPY.vjp, implementation, dy=dy, probabilities=probabilities, labels=labels)
 
 
 def sigmoid_binary_cross_entropy(
@@ -260,16 +255,14 @@ def sigmoid_binary_cross_entropy(
     Raises:
       TypeError, ValueError: as in `mean_squared_error`.
     """
-    arrays = _checked("sigmoid_binary_cross_entropy", logits=logits, labels=labels)
-    return _SIGMOID_BINARY_CROSS_ENTROPY(*arrays, implementation=implementation)
+    return _loss(_SIGMOID_BINARY_CROSS_ENTROPY, implementation, logits=logits, labels=labels)
 
 
 def sigmoid_binary_cross_entropy_backward(
     dy: AnyFloats, logits: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
 ) -> Gradients:
     """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy (σ(x) - y)`, `dlabels = -dy x`."""
-    arrays = _checked("sigmoid_binary_cross_entropy_backward", dy=dy, logits=logits, labels=labels)
-    return _SIGMOID_BINARY_CROSS_ENTROPY.vjp(*arrays, implementation=implementation)
+    return _loss(_SIGMOID_BINARY_CROSS_ENTROPY.vjp, implementation, dy=dy, logits=logits, labels=labels)
 
 
 def kl_divergence(
@@ -292,8 +285,7 @@ def kl_divergence(
 
     Source: S. Kullback and R. Leibler, "On information and sufficiency", 1951.
     """
-    arrays = _checked("kl_divergence", log_predictions=log_predictions, targets=targets)
-    return _KL_DIVERGENCE(*arrays, implementation=implementation)
+    return _loss(_KL_DIVERGENCE, implementation, log_predictions=log_predictions, targets=targets)
 
 
 def kl_divergence_backward(
@@ -304,7 +296,4 @@ def kl_divergence_backward(
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
     """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`, infinite where p_k is 0."""
-    arrays = _checked(
-        "kl_divergence_backward", lambda shape: shape[:-1], dy=dy, log_predictions=log_predictions, targets=targets
-    )
-    return _KL_DIVERGENCE.vjp(*arrays, implementation=implementation)
+    return _loss(_KL_DIVERGENCE.vjp, implementation, dy=dy, log_predictions=log_predictions, targets=targets)

@@ -32,8 +32,9 @@ def _at_place(place, x, *, window, stride, padding, input_size, fill):
 def max_and_indices(x, **options):
     places = _places(options["window"])
     index_dtype = jnp.uint8 if len(places) <= 256 else jnp.int32
-    index = jnp.broadcast_to(jnp.asarray(_first_inside(**options), index_dtype), _shape(x, **options))
-    largest = jnp.full(index.shape, -jnp.inf, x.dtype)
+    shape = (*x.shape[:2], *output_size(**options))
+    index = jnp.broadcast_to(jnp.asarray(_first_inside(**options), index_dtype), shape)
+    largest = jnp.full(shape, -jnp.inf, x.dtype)
     for i, place in enumerate(places):
         value = _at_place(place, x, fill=-jnp.inf, **options)
         # Only what is larger replaces it: the first of equals stays. NaN is larger than any number, and stays.
@@ -241,7 +242,3 @@ def check_indices(op, name, indices, shape):
         raise TypeError(f"{op}: {name} is {getattr(indices, 'dtype', type(indices).__name__)}; wants integers")
     _checks.shape(op, name, indices, *shape)
     return jnp.asarray(indices)
-
-
-def _shape(x, **options):
-    return (*x.shape[:2], *output_size(**options))

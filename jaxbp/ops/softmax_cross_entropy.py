@@ -1,5 +1,6 @@
 """Softmax and cross-entropy as one loss of logits, with labels that are classes or weights of all classes."""
 
+import functools
 import math
 
 import jax
@@ -10,10 +11,14 @@ from jaxtyping import Float, Int
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import exponentials, largest_and_total, widen
-from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable
+from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable, saving_arguments
 from jaxbp.sharding import leading
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import softmax_cross_entropy as kernels
+
+AnyLogits = Float[AnyArray, "*batch classes"]
+AnyLabels = Int[AnyArray, "*batch"] | Float[AnyArray, "*batch classes"]
+Losses = Float[Array, "*batch"]
 
 
 def _is_class(labels):
@@ -99,14 +104,10 @@ _LOSSES_AND_STATISTICS = differentiable(_losses_and_statistics_kernel, _losses_a
 _LOGITS_GRADIENT = differentiable(_logits_gradient_kernel, _logits_gradient, leading(0, 1, 2, 3, 4, features=0))
 
 
-def _save(logits, labels):
-    return losses(logits, labels), (logits, labels)
-
-
 _SOFTMAX_CROSS_ENTROPY = Pair(
     losses,
     Op("softmax_cross_entropy_backward", {"xla": _gradients, "pallas": _gradients_kernel}, jit=True),
-    save={"xla": _save, "pallas": _save_kernel},
+    save={"xla": functools.partial(saving_arguments, losses), "pallas": _save_kernel},
     name="softmax_cross_entropy",
     unsupported=_checks.unsupported_dtype,
     # With ten classes a GPU spends the time on launching either way; XLA's fusion needs no transposes. A CPU has less
@@ -116,12 +117,7 @@ _SOFTMAX_CROSS_ENTROPY = Pair(
 )
 
 
-def softmax_cross_entropy(
-    logits: Float[AnyArray, "*batch classes"],
-    labels: Int[AnyArray, "*batch"] | Float[AnyArray, "*batch classes"],
-    *,
-    implementation: Implementation = None,
-) -> Float[Array, "*batch"]:
+def softmax_cross_entropy(logits: AnyLogits, labels: AnyLabels, *, implementation: Implementation = None) -> Losses:
     """Softmax and cross-entropy, `loss = Σ_k y_k (logsumexp(logits) - logits_k)`, a loss an example.
 
     The log-sum-exp subtracts the largest logit first, so no exponential overflows.
@@ -146,11 +142,7 @@ def softmax_cross_entropy(
 
 
 def softmax_cross_entropy_backward(
-    dy: Float[AnyArray, "*batch"],
-    logits: Float[AnyArray, "*batch classes"],
-    labels: Int[AnyArray, "*batch"] | Float[AnyArray, "*batch classes"],
-    *,
-    implementation: Implementation = None,
+    dy: Float[AnyArray, "*batch"], logits: AnyLogits, labels: AnyLabels, *, implementation: Implementation = None
 ) -> Float[Array, "*batch classes"]:
     """Gradient of `softmax_cross_entropy` in the logits: `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`.
 

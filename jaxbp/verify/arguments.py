@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxbp.pairing import name_of as name_of
 from jaxbp.pairing import positional_names
 
 
@@ -103,9 +104,3 @@ def require_several(op: str, name: str, value: Any) -> None:
     """Requires more than one name: of a string, each letter would be taken for one."""
     if isinstance(value, str):
         raise TypeError(f"{op}: {name} is {value!r}; wants a sequence, say [{value!r}]")
-
-
-def name_of(function: Callable) -> str:
-    if isinstance(function, functools.partial):
-        return name_of(function.func)
-    return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)

@@ -44,6 +44,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 """By dtype."""
 ORDERS = (1, 2, 3)
 WIDTH = 80
+STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim"}
 MOST_KINKS = 16
 """Constants of a program that are tried as kinks."""
 
@@ -139,8 +140,7 @@ class CheckResult:
             failed = [row for row in rows if row.verdict == "failed"]
             skipped = [row for row in rows if row.verdict == "skipped"]
             verdict = "failed" if failed else "skipped" if len(skipped) == len(rows) else "ok"
-            style = {"ok": "green", "failed": "bold red", "skipped": "dim"}[verdict]
-            lines.append(Text(f"{verdict:7} ", style, no_wrap=True, overflow="ellipsis"))
+            lines.append(Text(f"{verdict:7} ", STYLES[verdict], no_wrap=True, overflow="ellipsis"))
             lines[-1].append(op if implementation is None else f"{op}, {implementation}", "default")
             if verdict == "ok":
                 lines[-1].append(f": {len(rows) - len(skipped)} results, off by {_off(rows)}", "default")
@@ -160,23 +160,13 @@ class CheckResult:
 
     def table(self) -> Table:
         """The rows as a table of Rich."""
-        table = Table(
-            "op", "implementation", "dtype", "data", "argument", "order", "against", "max abs", "max rel", "verdict"
-        )
+        fields = ("op", "implementation", "dtype", "data", "argument", "order", "against")
+        table = Table(*fields, "max abs", "max rel", "verdict")
         for row, following in zip(self.rows, (*self.rows[1:], None), strict=True):
-            style = {"ok": "green", "failed": "bold red", "skipped": "dim"}[row.verdict]
-            verdict = Text(row.verdict + (f": {row.reason}" if row.reason else ""), style=style)
-            cells = (
-                row.op,
-                str(row.implementation),
-                row.dtype,
-                row.data,
-                row.argument,
-                str(row.order),
-                row.against,
-            )
+            verdict = Text(row.verdict + (f": {row.reason}" if row.reason else ""), style=STYLES[row.verdict])
+            cells = (Text(str(getattr(row, field))) for field in fields)
             ends = following is None or following.implementation != row.implementation
-            table.add_row(*map(Text, cells), _short(row.absolute), _short(row.relative), verdict, end_section=ends)
+            table.add_row(*cells, _short(row.absolute), _short(row.relative), verdict, end_section=ends)
         return table
 
 
@@ -398,22 +388,18 @@ def _of_implementation(
 def _compared_all(op, programs, reference, judge, expected) -> Iterator[CheckRow]:
     row = functools.partial(CheckRow, name_of(op), programs.implementation)
     for point, e in expected:
+        names = reference.names if e.order else reference.result_names
         try:
-            yield from _compared(row, programs, reference, judge, point, e)
+            actual = programs.results(e.order, point.values, point.cotangents, judge.directions)
+            for i, (name, a) in enumerate(zip(names, actual, strict=True)):
+                if point.of is None or point.of == i or e.order == 0:
+                    verdict = judge.verdict(point, e, i, a, programs)
+                    yield row(a.dtype.name, name, e.order, e.against, data=point.name, **verdict)
         except Exception as error:  # a wrong backward can raise anything
             reason = f"{type(error).__name__}: {_one_line(error)}"
             dtype = programs.arguments.floats[0].dtype.name
             yield row(dtype, "all", e.order, "", "failed", reason=reason, data=point.name)
             return
-
-
-def _compared(row, programs, reference, judge, point, expected):
-    actual = programs.results(expected.order, point.values, point.cotangents, judge.directions)
-    names = reference.names if expected.order else reference.result_names
-    for i, (name, a) in enumerate(zip(names, actual, strict=True)):
-        if point.of is None or point.of == i or expected.order == 0:
-            verdict = judge.verdict(point, expected, i, a, programs)
-            yield row(a.dtype.name, name, expected.order, expected.against, data=point.name, **verdict)
 
 
 def _grouped(rows: Sequence[CheckRow]) -> dict[tuple, list[CheckRow]]:

@@ -96,7 +96,7 @@ class Measured:
 
     @property
     def programs(self) -> list[tuple[str, Program]]:
-        """The programs that there are, with what each gives, one of `KINDS`."""
+        """The programs that ran, each with the kind of its results, one of `KINDS`."""
         both = zip(KINDS[1:], (self.gradients, self.hessian_product), strict=True)
         return [(kind, program) for kind, program in both if program is not None]
 
@@ -128,8 +128,8 @@ class Comparison:
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> "Comparison":
-        """The comparison of which `dataclasses.asdict` made these plain values, or what JSON made of them: None where a
-        number is not finite."""
+        """Make a comparison again from its plain values, as `dataclasses.asdict` gives them or a JSON file holds them.
+        A number that is not finite may be None there."""
 
         def difference(values):
             known = {key: math.inf if value is None else value for key, value in values.items()}
@@ -147,7 +147,7 @@ class Comparison:
         Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
 
     def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
-        """It as a page of HTML, and what is to stand before and after its tables."""
+        """Return the comparison as a page of HTML, with other elements of HTML before and after its own."""
         names = ", ".join(str(one.implementation) for one in self.measured)
         parts = [
             section("Time", printed(self._bars("µs", "microseconds", 1))),
@@ -193,7 +193,7 @@ class Comparison:
         return [self._costs(), self._differences(), *reasons]
 
     def _bars(self, unit: str, field: str, size: float) -> Table:
-        """What a field is in every program, as bars."""
+        """Draw one field of every program as bars."""
         bars = Table.grid("", "", "", padding=(0, 1))
         values = [(one.implementation, kind, getattr(p, field)) for one in self.measured for kind, p in one.programs]
         largest = max(value for *_, value in values) or 1

@@ -29,7 +29,7 @@ pre { overflow-x: auto; font-size: 0.8rem; line-height: 1.2; }
 
 
 def page(title: str, verdict: Sequence[str], notes: Sequence[str], *parts: str) -> str:
-    """The page: the verdict, and elements of HTML."""
+    """Return the page: the verdict, the notes, and the parts, which are elements of HTML."""
     lines = "".join(f'<p class="verdict">{escape(line)}</p>\n' for line in verdict)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -53,14 +53,14 @@ def section(title: str, body: str) -> str:
 
 
 def printed(*parts: RenderableType) -> str:
-    """What Rich prints, as an element of a page."""
+    """Return what Rich prints as an element of a page."""
     console = Console(file=io.StringIO(), record=True, width=WIDTH)
     show(console, *parts)
     return console.export_html(theme=MONOKAI, inline_styles=True, code_format="<pre>{code}</pre>\n")
 
 
 def show(console: Console, *parts: RenderableType) -> None:
-    """Prints one after the other. A line of text is not wrapped."""
+    """Print the parts one after the other, lines of text without wrapping them."""
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, Text))
 

@@ -10,7 +10,6 @@ The kernels compute in exact float32 on the CUDA cores: an example a lane, weigh
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +23,7 @@ from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import (
     LANES,
     SUMMED_ROWS,
+    divisors,
     largest_divisor,
     quotient,
     remainder,
@@ -65,11 +65,6 @@ def _unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int])
 
 def _lane_block(N: int, at_most: int) -> int:
     return max(length for length in (LANES, 2 * LANES) if N % length == 0 and length <= at_most)
-
-
-def _largest_divisor_with(n: int, limit: int, accepts: Callable[[int], bool]) -> int:
-    """The largest divisor of n, not above `limit`, that `accepts`; else 1."""
-    return next((d for d in range(largest_divisor(n, limit), 1, -1) if n % d == 0 and accepts(d)), 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- forward
@@ -130,11 +125,11 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
     # Fewer windows and channels a program where the batch alone does not keep the GPU busy.
     lane_block = _lane_block(N, config.lane_block)
     rows = (N // lane_block) * P
-    windows = _largest_divisor_with(Q, config.windows, lambda d: rows * K * (Q // d) >= wanted)
+    windows = largest_divisor(Q, config.windows, lambda d: rows * K * (Q // d) >= wanted)
     steps = Q // windows
-    channels = _largest_divisor_with(K, config.channels, lambda d: rows * (K // d) * steps >= wanted)
+    channels = largest_divisor(K, config.channels, lambda d: rows * (K // d) * steps >= wanted)
     # The fewest programs along a row that are enough.
-    row_programs = (d for d in range(1, steps) if steps % d == 0 and rows * (K // channels) * d >= wanted)
+    row_programs = (d for d in divisors(steps) if rows * (K // channels) * d >= wanted)
     turns = steps // next(row_programs, steps)
     y, place = launch(
         _ForwardProgram(window, lane_block, channels, windows, turns).body,
@@ -281,7 +276,7 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
     """What a sweep on an H200 found."""
     (F, G), (R, S), (K, _, Q, _), gpu = _filter_size(dy, x, window), window, dy.shape, device.target()
     patch = lambda windows: (F + R - 1) * (G + windows * S - 1)  # noqa: E731
-    windows = _largest_divisor_with(Q, 4, lambda d: patch(d) <= _MAX_PATCH)
+    windows = largest_divisor(Q, 4, lambda d: patch(d) <= _MAX_PATCH)
     for channels in (2, 1) if K % 2 == 0 and 2 * F * G <= _MAX_ACCUMULATORS and _fits(2, F * G) else (1,):
         registers = channels * (F * G + 1) + patch(windows) + _OTHER_REGISTERS
         resident = max(1, gpu.registers // (LANES * registers))
@@ -407,14 +402,12 @@ class InputGradientConfig:
       channels: input channels a program, a divisor of all of them.
       cells: cells side by side a program; the last of a row has what is left. A weight that is loaded serves all of
         them.
-      lane_block: length of its vectors of the batch, at most.
       ahead: output channels a turn, a divisor of all: their gradients are loaded while those of the turn before are
         multiplied.
     """
 
     channels: int
     cells: int
-    lane_block: int
     ahead: int
 
 
@@ -443,13 +436,13 @@ def _input_gradient_heuristic(
     cut = next(busy, cuts[-1])
     most = min(_MAX_CELL_SUMS // (cut.cells * R * S), _MAX_UNROLLED // products(cut))
     enough = lambda d: programs * (C // d) * cut.groups >= 4 * multiprocessors  # noqa: E731
-    channels = _largest_divisor_with(C, max(1, most), enough)
+    channels = largest_divisor(C, most, enough)
 
     # The fewer cells it has, the less it multiplies a turn, and the further ahead it must load.
     registers = lambda ahead: channels * cut.cells * R * S + cut.windows * (R * S + 4 * ahead)  # noqa: E731
     fits = lambda n: n * channels * products(cut) <= _MAX_UNROLLED and registers(n) <= _MAX_CELL_REGISTERS  # noqa: E731
-    ahead = _largest_divisor_with(K, min(4, -(-columns // cut.cells)), fits)
-    return InputGradientConfig(channels, cut.cells, LANES, ahead)
+    ahead = largest_divisor(K, min(4, -(-columns // cut.cells)), fits)
+    return InputGradientConfig(channels, cut.cells, ahead)
 
 
 class _Part(NamedTuple):
@@ -534,19 +527,19 @@ def input_gradient(
       dx `(C, H, W, N)` in dy's dtype.
     """
     (K, C, F, G), N, (rows, columns), (R, S) = w.shape, dy.shape[-1], _cells(input_size, window), window
-    channels, lane_block = config.channels, _lane_block(N, config.lane_block)
+    channels = config.channels
     for name, length in {"channels": C, "ahead": K}.items():
         check_divides("conv2d_relu_max_pool2d.input_gradient", name, getattr(config, name), length)
     cut = _Cut(columns, config.cells, dy.shape[2], G, S)
     dx = launch(
-        _InputGradientProgram(window, rows, cut, lane_block, config.ahead).body,
+        _InputGradientProgram(window, rows, cut, config.ahead).body,
         dy,
         place.swapaxes(0, 1),
         # A tap's weights of a program's channels lie together, so that one access loads several.
         jnp.moveaxis(w.astype(jnp.float32).reshape(K, C // channels, channels, F, G), 2, -1),
         out=jax.ShapeDtypeStruct((C, rows * R, columns * S, N), dy.dtype),
         # The rows that the most windows reach into come first, so that at the end the programs are short.
-        grid={"row": rows, "block": N // lane_block, "group": cut.groups, "c": C // channels},
+        grid={"row": rows, "block": N // LANES, "group": cut.groups, "c": C // channels},
         name="conv2d_relu_max_pool2d_backward_input",
     )
     return dx[:, : input_size[0], : input_size[1]]
@@ -560,7 +553,7 @@ def outwards(n, count):
 
 @dataclasses.dataclass(frozen=True)
 class _InputGradientProgram:
-    """A group of cells of a row, for a few input channels and a lane block.
+    """A group of cells of a row, for a few input channels and `LANES` examples.
 
     Attributes:
       rows: of cells.
@@ -569,11 +562,10 @@ class _InputGradientProgram:
     window: tuple[int, int]
     rows: int
     cut: _Cut
-    lane_block: int
     ahead: int
 
     def body(self, dy, place, w, dx, *, row, block, group, c):
-        at = outwards(row, self.rows), group * self.cut.cells, c, pl.ds(block * self.lane_block, self.lane_block)
+        at = outwards(row, self.rows), group * self.cut.cells, c, pl.ds(block * LANES, LANES)
         # Each part of a row has code of its own, which multiplies by no window that does not exist.
         for part, groups in self.cut.parts.items():
             fill_cells = functools.partial(self.fill_cells, dy, place, w, dx, at, part)

@@ -30,6 +30,7 @@ from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import (
     as_box,
     as_operand,
+    divisors,
     load,
     operand,
     operand_and_box,
@@ -217,9 +218,7 @@ def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
     shapes = sizes(Config(1, 1, 0, 0, 0))
     candidates = (
         sizes(Config(rows, columns, operand_bytes, _WARPGROUPS, 0))
-        for rows, columns in itertools.product(range(1, shapes.P + 1), range(1, shapes.Q + 1))
-        if shapes.P % rows == 0 and shapes.Q % columns == 0
-        for operand_bytes in (128, 64)
+        for rows, columns, operand_bytes in itertools.product(divisors(shapes.P), divisors(shapes.Q), (128, 64))
     )
     best = min((candidate for candidate in candidates if candidate.fit()), key=_Sizes.clocks, default=None)
     return best and dataclasses.replace(best.config, stages=best.stages)

@@ -35,6 +35,7 @@ from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import (
     as_box,
     as_operand,
+    divisors,
     load,
     operand,
     operand_and_box,
@@ -154,10 +155,6 @@ class _Sizes(WindowTiles):
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
 
 
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
     """Of the configs of the most warpgroups that fit, the one of the fewest clocks; None if nothing fits.
 
@@ -167,7 +164,7 @@ def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
     shapes = sizes(Config(1, 1, 1, 1))
     candidates = (
         sizes(Config(rows, columns, channels, warpgroups))
-        for rows, columns, channels in itertools.product(_divisors(shapes.P), _divisors(shapes.Q), _divisors(shapes.C))
+        for rows, columns, channels in itertools.product(divisors(shapes.P), divisors(shapes.Q), divisors(shapes.C))
         for warpgroups in range(1, _MAX_WARPGROUPS + 1)
     )
     order = lambda sizes: (-sizes.config.warpgroups, sizes.clocks(), -sizes.config.channels)  # noqa: E731

@@ -20,9 +20,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.conv.conv2d_relu_max_pool2d import taps
+from pallas_kernels.conv.conv2d_relu_max_pool2d_forward_sm90 import BARRIER_BYTES
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import load, operand, rounded_to_tf32, store, with_products
+from pallas_kernels.core.layouts import divisors, load, operand, rounded_to_tf32, store, with_products
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
@@ -39,8 +40,6 @@ _MIN_BATCH = 2048
 """Below, matrix products of the library are as fast."""
 MIN_JAX = (0, 11, 1)
 """The first version that is known to lower `jnp.concatenate` in a kernel."""
-_BARRIER_BYTES = 1024
-"""Shared memory for the barriers, which are followed by operands aligned to 1024 bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +110,7 @@ class _Sizes:
         operands = self.routed * (2 * self.reach * self.cell + self.groups * _EXAMPLES)
         staging = self.warpgroups * _EXAMPLES * self.cell_row
         return (
-            self.itemsize * (operands + staging) <= device.target().shared_bytes - _BARRIER_BYTES
+            self.itemsize * (operands + staging) <= device.target().shared_bytes - BARRIER_BYTES
             and self.warpgroups <= _MAX_WARPGROUPS
             and self.reach * self.cell * _EXAMPLES // 128 <= _MAX_SUMS
             and self.cell_width >= self.G - 1
@@ -126,8 +125,7 @@ def _sizes(dy: Any, w: Any, window: tuple[int, int], windows: int) -> _Sizes:
 
 
 def _smallest_group(dy: Any, w: Any, window: tuple[int, int]) -> int | None:
-    Q = dy.shape[2]
-    return next((d for d in range(1, Q + 1) if Q % d == 0 and _sizes(dy, w, window, d).fit()), None)
+    return next((d for d in divisors(dy.shape[2]) if _sizes(dy, w, window, d).fit()), None)
 
 
 def _supports(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_size: tuple[int, int]) -> str | None:

@@ -15,7 +15,7 @@ among x's makes the bias's gradient.
 import dataclasses
 import functools
 import itertools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import (
     LANES,
     OPERAND_BYTES,
+    divisors,
     largest_divisor,
     load,
     operand,
@@ -244,11 +245,9 @@ def _cheapest(sizes: Any) -> Config | None:
         return None
     candidates = (
         sizes(Config(channels, places, images_on_left, 0))
-        for channels in range(1, shapes.C + 1)
-        if shapes.C % channels == 0
-        for places in range(1, shapes.R * shapes.S + 1)
-        if shapes.R * shapes.S % places == 0
-        for images_on_left in (False, True)
+        for channels, places, images_on_left in itertools.product(
+            divisors(shapes.C), divisors(shapes.R * shapes.S), (False, True)
+        )
     )
     best = min((candidate for candidate in candidates if candidate.fit()), key=_Sizes.clocks, default=None)
     return best and dataclasses.replace(best.config, stages=best.stages)
@@ -296,7 +295,7 @@ def weights_gradient(
         [x.reshape(-1, sizes.N), dy, place],
         buffers=2,
         copies=config.channels + 1 + (1 if simulating() is None else sizes.K),  # the simulator reshapes no memory
-        scratch=[plgpu.SMEM(stages, dy.dtype), plgpu.SMEM(stages, jnp.uint8)],
+        dys_and_places=(plgpu.SMEM(stages, dy.dtype), plgpu.SMEM(stages, jnp.uint8)),
         name="conv2d_relu_max_pool2d_backward_weights_tensor_cores",
     )
 
@@ -331,20 +330,20 @@ def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Arra
     return _launch(
         _ConvolutionProgram,
         sizes,
-        [x.reshape(-1, sizes.N), dy.reshape(-1, sizes.N)],
+        [x.reshape(-1, sizes.N), dy.reshape(-1, sizes.N), None],
         buffers=config.stages,
         copies=config.channels + sizes.K,
         name="correlate_batch_tensor_cores",
     )
 
 
-def _launch(program, sizes, arrays, *, buffers, copies, name, scratch=()):
+def _launch(program, sizes, arrays, *, buffers, copies, name, dys_and_places=(None, None)):
     """The gradients in w and b.
 
     Args:
       buffers: for the routed gradient.
       copies: that fill a stage.
-      scratch: further shared memory.
+      dys_and_places: shared memory for stages of both, where dy is routed.
     """
     config, per_split = sizes.config, sizes.per_split(device.target().multiprocessors)
     (splits, *shares), rows = (-(-sizes.units // per_split), *sizes.shares), sizes.warpgroups * _TILE
@@ -363,7 +362,7 @@ def _launch(program, sizes, arrays, *, buffers, copies, name, scratch=()):
             operand((buffers, sizes.routed_rows, sizes.examples), dy.dtype),
             plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
             plgpu.Barrier(num_arrivals=sizes.warpgroups),
-            *scratch,
+            *dys_and_places,
         ],
         name=name,
     )
@@ -381,40 +380,41 @@ def _body(program, sizes, per_split, *refs, split, **ids):
     def accumulate(sums):
         first = split * per_split
         steps = jnp.minimum(sizes.units - first, per_split)
-        named = dict(zip(program.REFERENCES, refs, strict=True))
-        program(sizes=sizes, sums=sums, split=split, first=first, steps=steps, **ids, **named).run()
+        program(sizes, *refs, sums=sums, split=split, first=first, steps=steps, **ids).run()
 
     pl.run_scoped(accumulate, plgpu.ACC((_TILE, sizes.columns)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _Program:
     """A split's sums, of a part of the channels and of the places: its references, and its steps.
 
     Attributes:
-      x, dy: in device memory.
+      x, dy, place: in device memory; place is None for `conv2d`.
       out: the sums, in device memory, of which nothing but the gradients is used.
       gradients: in w and b, of this program's units.
       xs: stages of x's rows, with the ones behind them.
       routed: the routed gradient.
       loaded: where a stage's copies arrive.
       ready: the barrier at which the warpgroups wait until all have routed.
+      dys, places: stages of dy and place, or None.
       sums: the accumulator.
       split, c, t: the program's place in the grid.
       first: the split's first unit, of `steps`.
     """
 
-    REFERENCES: ClassVar[tuple[str, ...]]
-
     sizes: _Sizes
     x: Any
     dy: Any
+    place: Any
     out: Any
     gradients: Any
     xs: Any
     routed: Any
     loaded: Any
     ready: Any
+    dys: Any
+    places: Any
     sums: Any
     split: Any
     c: Any
@@ -510,20 +510,8 @@ class _Program:
         return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _PooledProgram(_Program):
-    """Routes dy to the places of the windows' maxima, into two buffers in turn.
-
-    Attributes:
-      place: in device memory.
-      dys, places: stages of dy and place.
-    """
-
-    REFERENCES = ("x", "dy", "place", "out", "gradients", "xs", "routed", "loaded", "ready", "dys", "places")
-
-    place: Any
-    dys: Any
-    places: Any
+    """Routes dy to the places of the windows' maxima, into two buffers in turn."""
 
     def routed_row(self, t, k, q):
         return (t * self.sizes.K + k) * self.sizes.Q + q
@@ -551,11 +539,8 @@ class _PooledProgram(_Program):
         return buffer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _ConvolutionProgram(_Program):
     """Takes dy as it is, rounded where it lies if float32."""
-
-    REFERENCES = ("x", "dy", "out", "gradients", "xs", "routed", "loaded", "ready")
 
     def routed_row(self, t, k, q):
         return (k * self.sizes.config.places + t) * self.sizes.Q + q

@@ -124,11 +124,8 @@ def spread(numbers: Array, width: int) -> Array:
 
     @plgpu.inline_mgpu(arg_types=(vector_layout(lanes),), return_type=_block(lanes, width, numbers.dtype))
     def broadcast(_, numbers):
-        registers = np.empty_like(numbers.registers)
-        for index, register in np.ndenumerate(numbers.registers):
-            number = vector.extract(register, [], [0])
-            registers[index] = _row([number] * width)
-        return _fragmented(registers, block_layout(lanes, width), signed=numbers.is_signed)
+        repeat = lambda register: _row([vector.extract(register, [], [0])] * width)  # noqa: E731
+        return _map_registers(numbers, repeat, block_layout(lanes, width))
 
     return broadcast(numbers)
 

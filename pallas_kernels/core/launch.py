@@ -45,7 +45,7 @@ from pallas_kernels.core.simulator import simulating
 
 def launch(
     body: Callable[..., None],
-    *arrays: Array,
+    *arrays: Any,
     out: Any,
     grid: dict[str, int],
     name: str,
@@ -57,6 +57,8 @@ def launch(
     in_place: Mapping[int, int] | None = None,
 ) -> Any:
     """Runs `body(*array_refs, *out_refs, *scratch_refs, **program_ids)` once for every point of `grid`.
+
+    Each of `arrays`, `out` and `scratch` may be a pytree or None: the body gets references in the same structure.
 
     Args:
       body: the kernel. It writes every element of every output.
@@ -73,18 +75,22 @@ def launch(
         wrote, or only behind a barrier of the body's own, as `plgpu.commit_smem`.
       sums_across_warps: whether the body sums along an axis that several warps share. Without, the 2 KiB of shared
         memory for them are free.
-      in_place: number of an array -> number of an output of its shape and dtype that may take its memory: each element
-        is written by the program alone that reads it, afterwards. XLA copies the array first if it is still needed.
+      in_place: number of an array, of all leaves of `arrays`, -> number of an output of its shape and dtype that may
+        take its memory: each element is written by the program alone that reads it, afterwards. XLA copies the array
+        first if it is still needed.
 
     Returns:
-      An array for each entry of `out`, in its structure.
+      An array for each leaf of `out`, in its structure.
     """
     # The default semantics differ between JAX versions. Lane lowers unrolled bodies much faster.
     options = {"lowering_semantics": plgpu.LoweringSemantics.Lane, "unsafe_no_auto_barriers": not barriers}
     if not sums_across_warps:
         options["reduction_scratch_bytes"] = 0
     out = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), out)
-    call = dict(out=out, grid=grid, name=name, scratch=scratch)
+    outputs = out if isinstance(out, (tuple, list)) else (out,)
+    structure = jax.tree.structure((*arrays, *outputs, *scratch))
+    arrays, shapes, scratch = jax.tree.leaves(arrays), tuple(jax.tree.leaves(out)), jax.tree.leaves(scratch)
+    call = dict(structure=structure, out=shapes, grid=grid, name=name, scratch=scratch)
     mosaic = functools.partial(_mosaic, body, **call, cluster=cluster or {}, warpgroups=warpgroups, options=options)
     interpreter = functools.partial(_interpret, body, **call)
     # A weak type would change what a body computes with it, and a kernel that is compiled ahead has none.
@@ -96,15 +102,17 @@ def launch(
         if not scratch and jax.default_backend() == "cpu":
             _warn_interpreted()
         mosaic_in_place = in_place and CHANGES_IN_PLACE and functools.partial(mosaic, in_place=in_place)
-        results = _bind(name, mosaic, interpreter, arrays, out, mosaic_in_place or mosaic)
-    return vary_alike((arrays, results))[1]
+        results = _bind(name, mosaic, interpreter, arrays, shapes, mosaic_in_place or mosaic)
+    return jax.tree.unflatten(jax.tree.structure(out), vary_alike((arrays, list(results)))[1])
 
 
 CHANGES_IN_PLACE = jax.__version_info__ >= (0, 11)
 """Whether kernels take mutable references, so that results may be `in_place`: JAX 0.11.0 and newer do."""
 
 
-def _mosaic(body, *arrays, out, grid, name, scratch, cluster, warpgroups, options, in_place=None, interpret=None):
+def _mosaic(
+    body, *arrays, structure, out, grid, name, scratch, cluster, warpgroups, options, in_place=None, interpret=None
+):
     arrays, out_type = list(arrays), out
     shared = {o: i for i, o in (in_place or {}).items()}
     if shared:
@@ -122,7 +130,7 @@ def _mosaic(body, *arrays, out, grid, name, scratch, cluster, warpgroups, option
             inputs, others, rest = refs[: len(arrays)], refs[len(arrays) :], refs[len(arrays) + len(out_type) :]
             refs = [*inputs, *outputs(inputs, others), *rest]
         axes = [*grid, *cluster, "warpgroup"] if warpgroups else [*grid, *cluster]
-        body(*refs, **{axis: lax.axis_index(axis) for axis in axes})
+        body(*structure.unflatten(refs), **{axis: lax.axis_index(axis) for axis in axes})
 
     kernel_body.__name__ = name
     results = plgpu.kernel(
@@ -141,12 +149,12 @@ def _mosaic(body, *arrays, out, grid, name, scratch, cluster, warpgroups, option
     return outputs({i: arrays[i][...] for i in in_place}, results) if shared else results
 
 
-def _interpret(body, *arrays, out, grid, name, scratch):
+def _interpret(body, *arrays, structure, out, grid, name, scratch):
     if scratch:
         raise NotImplementedError(f"{name}: uses a GPU's shared memory, which only GPUs and `simulated` have")
 
     def kernel_body(*refs):
-        body(*refs, **{axis: pl.program_id(i) for i, axis in enumerate(grid)})
+        body(*structure.unflatten(refs), **{axis: pl.program_id(i) for i, axis in enumerate(grid)})
 
     return pl.pallas_call(kernel_body, out_shape=out, grid=tuple(grid.values()), interpret=True, name=name)(*arrays)
 
@@ -171,13 +179,12 @@ def _on_mesh_of(arrays, ndim):
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*[None] * ndim))
 
 
-def _bind(name, mosaic, interpreter, arrays, out, in_place):
-    shapes, structure = jax.tree.flatten(out)
+def _bind(name, mosaic, interpreter, arrays, shapes, in_place):
     # A body is traced when it is lowered, in the contexts of that moment: those that matter to it come along.
     functions = dict(cuda=in_place, batched=mosaic, default=interpreter)
     x64 = jax.config.jax_enable_x64
     functions = {key: functools.partial(_trace, function, x64) for key, function in functions.items()}
-    return structure.unflatten(_launch_p.bind(*arrays, name=name, shapes=tuple(shapes), **functions))
+    return _launch_p.bind(*arrays, name=name, shapes=shapes, **functions)
 
 
 def _trace(function, x64, *arrays):

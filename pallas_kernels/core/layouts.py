@@ -182,6 +182,11 @@ def _like(number, divisor):
     return number.dtype.type(divisor) if isinstance(divisor, int) else divisor
 
 
-def largest_divisor(n: int, limit: int) -> int:
-    """The largest divisor of `n` not above `limit`."""
-    return max(d for d in range(1, max(1, min(n, limit)) + 1) if n % d == 0)
+def largest_divisor(n: int, limit: int, accepts: Callable[[int], bool] = lambda d: True) -> int:
+    """The largest divisor of `n`, not above `limit`, that `accepts`; else 1."""
+    return next((d for d in range(min(n, limit), 1, -1) if n % d == 0 and accepts(d)), 1)
+
+
+def divisors(n: int) -> list[int]:
+    """The divisors of `n`, in order."""
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -254,10 +254,9 @@ class _Product:
         accumulators: Sequence[Any],
         spans: Callable[[_Tile], Sequence[tuple[Any, Any, Callable]]],
         epilogue: Callable[..., None],
-        *,
-        cluster: Any,
-        cta: Any,
         warpgroup: Any,
+        cluster: Any,
+        cta: Any = 0,
     ) -> None:
         """The pipeline: the producer and the consumers, each with its share of the registers.
 
@@ -363,7 +362,7 @@ class _Forward(_Product):
 
     consumers = 1
 
-    def body(self, *refs, warpgroup, cluster, cta=0):
+    def body(self, *refs, warpgroup, **ids):
         refs = _ForwardRefs(*refs)
         ring = Ring(self.config.stages, functools.partial(self.copy, refs), refs.loaded, free=refs.free)
         multiply = functools.partial(self.multiply, refs)
@@ -372,9 +371,8 @@ class _Forward(_Product):
             [plgpu.ACC((self.consumer_rows, self.config.columns))],
             lambda tile: [(tile.first, tile.end, multiply)],
             functools.partial(self.epilogue, refs, warpgroup),
-            cluster=cluster,
-            cta=cta,
-            warpgroup=warpgroup,
+            warpgroup,
+            **ids,
         )
         pl.when(warpgroup < _PRODUCER)(lambda: plgpu.wait_smem_to_gmem(0))
 
@@ -478,7 +476,7 @@ class _WeightsGradientRefs(NamedTuple):
 class _WeightsGradient(_Product):
     """`dw = dyᵀ x`, where dyᵀ and x are the operands, and `db = dyᵀ 1`."""
 
-    def body(self, *refs, warpgroup, cluster, cta=0):
+    def body(self, *refs, warpgroup, **ids):
         refs = _WeightsGradientRefs(*refs)
         ring = Ring(self.config.stages, functools.partial(self.copy, refs), refs.loaded, free=refs.free)
 
@@ -494,9 +492,8 @@ class _WeightsGradient(_Product):
             [plgpu.ACC((self.consumer_rows, self.config.columns)), plgpu.ACC((self.consumer_rows, _ONES))],
             functools.partial(self.spans, refs, warpgroup),
             functools.partial(self.epilogue, refs, warpgroup),
-            cluster=cluster,
-            cta=cta,
-            warpgroup=warpgroup,
+            warpgroup,
+            **ids,
         )
 
     def copy(self, refs, count, stage, barrier, tile, step):

@@ -151,7 +151,7 @@ class _Network:
         return [
             operand((stages, max(outputs for _, outputs in products), _SLICE), jnp.float32),
             plgpu.Barrier(num_barriers=stages),
-            *(operand((EXAMPLES, n), jnp.float32) for n in operands),
+            tuple(operand((EXAMPLES, n), jnp.float32) for n in operands),
         ]
 
 
@@ -273,13 +273,6 @@ class _Stream:
 # ------------------------------------------------------------------------------------------------ steps of the kernels
 
 
-def _group(kind: type, refs: Sequence[Any], **counts: int) -> Any:
-    """References as a NamedTuple; a field named in `counts` is a tuple of as many."""
-    refs = iter(refs)
-    fields = kind._fields
-    return kind(*(tuple(itertools.islice(refs, counts[f])) if f in counts else next(refs) for f in fields))
-
-
 def _read(ref: Any, examples: Any, layout: Any) -> Array:
     return load(ref.at[examples], layout, optimized=False)
 
@@ -374,6 +367,8 @@ def _spread(values: Array, block: Array) -> Array:
 
 
 class _ForwardRefs(NamedTuple):
+    """References of `forward`, which has no gradients, and of `forward_and_gradients`."""
+
     x: Any
     labels: Any
     weights: Any
@@ -381,22 +376,32 @@ class _ForwardRefs(NamedTuple):
     loss: Any
     logits: Any
     hidden: tuple
+    gradients: tuple | None
+    dx: Any
     stages: Any
     loaded: Any
     operands: tuple
 
 
 def _forward(network: _Network, *refs: Any, block: Any) -> None:
-    refs = _group(_ForwardRefs, refs, hidden=network.layers - 1, operands=network.layers)
-    examples = pl.ds(block * EXAMPLES, EXAMPLES)
+    refs, examples = _ForwardRefs(*refs), pl.ds(block * EXAMPLES, EXAMPLES)
     stream = _Stream(network.forward_products, refs.weights, refs.stages, refs.loaded)
+    _write_losses(stream, network, refs, examples, loads=4, bulk=False)
+
+
+def _write_losses(
+    stream: _Stream, network: _Network, refs: Any, examples: Any, *, loads: int, bulk: bool
+) -> tuple[Array, _Softmax]:
+    """Goes forward, to the logits and the losses. Returns the labels and the softmax."""
     stream.start()
     labels = _read(refs.labels, examples, value_a_row())
-    _read_columns(refs.x, examples, refs.operands[0], loads=4)
-    z = _logits(stream, network, refs, examples, bulk=False)
+    _read_columns(refs.x, examples, refs.operands[0], loads)
+    z = _logits(stream, network, refs, examples, bulk=bulk)
     store(refs.logits.at[examples], z)
-    loss = _softmax(z, labels, network.classes).loss()
+    softmax = _softmax(z, labels, network.classes)
+    loss = softmax.loss()
     store(refs.loss.at[examples], jnp.where(_valid(labels, network.classes), loss, jnp.nan))
+    return labels, softmax
 
 
 def _forward_supports(x, labels, weights, biases):
@@ -423,18 +428,24 @@ def forward(
     """
     network, N = _Network.from_weights(weights), x.shape[1]
     packed = _pack(_slices(weights, network.forward_products), biases, network)
-    loss, logits, *hidden = launch(
+    loss, logits, hidden, *_ = launch(
         functools.partial(_forward, network),
         x,
         labels,
         packed.reshape(-1, _SLICE),
         packed,
-        out=(_struct(N), _struct(N, network.widths[-1]), *(_struct(N, n) for n in network.widths[1:-1])),
+        out=(
+            _struct(N),
+            _struct(N, network.widths[-1]),
+            tuple(_struct(N, n) for n in network.widths[1:-1]),
+            None,
+            None,
+        ),
         grid={"block": N // EXAMPLES},
         scratch=network.scratch(network.forward_products, network.widths[:-1], config.stages),
         name="mlp_softmax_cross_entropy",
     )
-    return loss, logits, tuple(hidden)
+    return loss, logits, hidden
 
 
 # -------------------------------------------------------------------------------------------------------- the backward
@@ -454,9 +465,7 @@ class _BackwardRefs(NamedTuple):
 
 
 def _backward(network: _Network, *refs: Any, block: Any) -> None:
-    layers = network.layers
-    refs = _group(_BackwardRefs, refs, hidden=layers - 1, gradients=layers, operands=layers)
-    examples = pl.ds(block * EXAMPLES, EXAMPLES)
+    refs, examples = _BackwardRefs(*refs), pl.ds(block * EXAMPLES, EXAMPLES)
     stream = _Stream(network.backward_products, refs.weights, refs.stages, refs.loaded)
     stream.start()
     z = _read(refs.logits, examples, plgpu.Layout.WGMMA)
@@ -464,7 +473,7 @@ def _backward(network: _Network, *refs: Any, block: Any) -> None:
     labels = _read(refs.labels, examples, value_a_row())
     dy = jnp.where(_valid(labels, network.classes), dy, jnp.nan)
     gradient = _spread(dy, z) * _softmax(z, labels, network.classes).gradient()
-    for i, layer in enumerate(reversed(range(layers))):
+    for i, layer in enumerate(reversed(range(network.layers))):
         _put(rounded_to_tf32(gradient), refs.operands[layer], refs.gradients[i].at[examples], bulk=False)
         # These loads are under way during the product.
         h = _read(refs.hidden[layer - 1], examples, plgpu.Layout.WGMMA) if layer else None
@@ -498,53 +507,29 @@ def backward(
     """
     network, N = _Network.from_weights(weights), dy.size
     packed = jnp.concatenate(_slices([w.T for w in reversed(weights)], network.backward_products))
-    return launch(
+    gradients, dx = launch(
         functools.partial(_backward, network),
         dy,
         labels,
         logits,
         packed.reshape(-1, _SLICE),
-        *hidden,
-        out=(*(_struct(N, n) for n in reversed(network.widths[1:])), _struct(network.widths[0], N)),
+        hidden,
+        out=(tuple(_struct(N, n) for n in reversed(network.widths[1:])), _struct(network.widths[0], N)),
         grid={"block": N // EXAMPLES},
         scratch=network.scratch(network.backward_products, network.widths[1:], config.stages),
         name="mlp_softmax_cross_entropy_backward",
     )
+    return *gradients, dx
 
 
 # -------------------------------------------------------------------------------- both at once, for each loss by itself
 
 
-class _ForwardAndGradientsRefs(NamedTuple):
-    x: Any
-    labels: Any
-    weights: Any
-    biases: Any
-    loss: Any
-    logits: Any
-    hidden: tuple
-    gradients: tuple
-    dx: Any
-    stages: Any
-    loaded: Any
-    operands: tuple
-
-
 def _forward_and_gradients(network: _Network, *refs: Any, block: Any) -> None:
-    layers = network.layers
-    counts = dict(hidden=layers - 1, gradients=layers, operands=layers + 1)
-    refs = _group(_ForwardAndGradientsRefs, refs, **counts)
-    examples = pl.ds(block * EXAMPLES, EXAMPLES)
+    refs, examples, layers = _ForwardRefs(*refs), pl.ds(block * EXAMPLES, EXAMPLES), network.layers
     stream = _Stream(network.all_products, refs.weights, refs.stages, refs.loaded)
-    stream.start()
-    labels = _read(refs.labels, examples, value_a_row())
-    _read_columns(refs.x, examples, refs.operands[0], loads=8)
-    z = _logits(stream, network, refs, examples, bulk=True)
-    store(refs.logits.at[examples], z)
-    softmax = _softmax(z, labels, network.classes)
-    loss = softmax.loss()
-    store(refs.loss.at[examples], jnp.where(_valid(labels, network.classes), loss, jnp.nan))
-    valid = _spread(_valid(labels, network.classes), z)
+    labels, softmax = _write_losses(stream, network, refs, examples, loads=8, bulk=True)
+    valid = _spread(_valid(labels, network.classes), softmax.exponentials)
     gradient = jnp.where(valid, softmax.gradient(), jnp.nan)
     for i, layer in enumerate(reversed(range(layers))):
         operand = refs.operands[layer + 1]
@@ -589,21 +574,24 @@ def forward_and_gradients(
     pieces = [first_weights[end - n : end] for n, end in zip(network.pieces, ends, strict=True)]
     matrices = [*weights, *(w.T for w in reversed(weights[1:])), *pieces]
     packed = _pack(_slices(matrices, network.all_products), biases, network)
-    outputs = (network.widths[-1], *network.widths[1:-1], *reversed(network.widths[1:]))
-    loss, logits, *results = launch(
+    loss, logits, hidden, gradients, dx = launch(
         functools.partial(_forward_and_gradients, network),
         x,
         labels,
         packed.reshape(-1, _SLICE),
         packed,
-        out=(_struct(N), *(_struct(N, n) for n in outputs), _struct(network.widths[0], N)),
+        out=(
+            *(_struct(N), _struct(N, network.widths[-1])),
+            tuple(_struct(N, n) for n in network.widths[1:-1]),
+            tuple(_struct(N, n) for n in reversed(network.widths[1:])),
+            _struct(network.widths[0], N),
+        ),
         grid={"block": N // EXAMPLES},
         scratch=network.scratch(network.all_products, network.widths, config.stages),
         barriers=False,
         name="mlp_softmax_cross_entropy_forward_and_gradients",
     )
-    hidden, gradients = results[: network.layers - 1], results[network.layers - 1 :]
-    return loss, logits, tuple(hidden), tuple(gradients)
+    return loss, logits, hidden, (*gradients, dx)
 
 
 # --------------------------------------------------------------------------------------- the gradients of the layers
@@ -649,11 +637,10 @@ class _WeighedGradients:
         return [(rows * EXAMPLES, columns * _SLICE) for rows, columns in self.grids]
 
     def body(self, *refs, part, tile, warpgroup):
-        layers, first_tiles = self.network.layers, self.first_tiles
-        refs = _group(_WeighedGradientsRefs, refs, hidden=layers - 1, gradients=layers, sums=layers)
+        refs, first_tiles = _WeighedGradientsRefs(*refs), self.first_tiles
         lanes = pl.ds(warpgroup * EXAMPLES, EXAMPLES)
         examples = pl.ds(part * LANES + warpgroup * EXAMPLES, EXAMPLES)
-        for layer in range(layers):
+        for layer in range(self.network.layers):
             make = functools.partial(self.make_tile, refs, layer, part, tile, warpgroup, lanes, examples)
             pl.when((first_tiles[layer] <= tile) & (tile < first_tiles[layer + 1]))(make)
         pl.when(tile >= first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
@@ -742,14 +729,14 @@ def weighed_gradients(
     *gradients, dx = gradients
     network = _Network(sizes)
     division = _WeighedGradients(network)
-    dx, *sums = launch(
+    dx, sums = launch(
         division.body,
         dy,
         x,
         dx,
-        *hidden,
-        *gradients,
-        out=(_struct(*dx.shape), *(_struct(parts, *shape) for shape in division.shapes)),
+        hidden,
+        gradients,
+        out=(_struct(*dx.shape), tuple(_struct(parts, *shape) for shape in division.shapes)),
         grid={"part": parts, "tile": division.tiles},
         warpgroups=2,
         scratch=[

@@ -34,16 +34,12 @@ class Config:
     unroll: int
 
 
-def _forward_heuristic(logits, labels):
+def _heuristic(logits, labels):
     statistic = jax.ShapeDtypeStruct(logits.shape[1:], jnp.float32)
     return Config(vector_length(logits, labels, statistic), largest_divisor(logits.shape[0], _MAX_UNROLLED))
 
 
-def _backward_heuristic(dy, logits, labels, largest, total):
-    return _forward_heuristic(logits, labels)
-
-
-@kernel(heuristic=_forward_heuristic)
+@kernel(heuristic=_heuristic)
 def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tuple[Array, Array, Array]:
     """`loss[n] = sum over k of y[k, n] * (log(total[n]) - (logits[k, n] - largest[n]))`, where `largest[n]` is the
     largest of the logits and `total[n] = sum over k of exp(logits[k, n] - largest[n])`.
@@ -56,7 +52,7 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
       half precision, or with the logarithm of their sum, the gradient of an example that is nearly right would be lost.
     """
     (classes, N), length = logits.shape, config.length
-    fold_classes = functools.partial(_fold_classes, classes, config.unroll)
+    fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
 
     def body(logits_ref, labels_ref, loss_ref, largest_ref, total_ref, *, block):
         lanes = pl.ds(block * length, length)
@@ -83,7 +79,7 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
     )
 
 
-@kernel(heuristic=_backward_heuristic)
+@kernel(heuristic=lambda dy, logits, labels, *statistics: _heuristic(logits, labels))
 def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, total: Array, *, config: Config) -> Array:
     """`dlogits[k, n] = dy[n] * (p[k, n] * sum over j of y[j, n] - y[k, n])`, where
     `p[k, n] = exp(logits[k, n] - largest[n]) / total[n]`.
@@ -97,7 +93,7 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
       `(classes, N)` in the dtype of the logits.
     """
     (classes, N), length = logits.shape, config.length
-    fold_classes = functools.partial(_fold_classes, classes, config.unroll)
+    fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
     has_integer_labels = jnp.issubdtype(labels.dtype, jnp.integer)
 
     def body(dy_ref, logits_ref, labels_ref, largest_ref, total_ref, dlogits_ref, *, block):
@@ -127,11 +123,6 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
         grid={"block": N // length},
         name="softmax_cross_entropy_backward",
     )
-
-
-def _fold_classes(classes, unroll, step, start):
-    """A loop that has the loads of as many classes under way at once as `unroll` says."""
-    return lax.fori_loop(0, classes, step, start, unroll=unroll)
 
 
 def _weigher(labels_ref, lanes, classes):

@@ -16,6 +16,7 @@ program with many cells has them in registers meanwhile.
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -408,7 +409,10 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
     """
     return launch(
         functools.partial(_tick, plan=plan, config=config),
-        *_without_none(coefficients, wires, state, fires),
+        coefficients,
+        wires,
+        state,
+        fires,
         out=jax.ShapeDtypeStruct(state.shape, state.dtype),
         grid={"program": config.programs},
         warpgroups=config.warpgroups,
@@ -421,7 +425,7 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
 
 def _tick(*refs, program, warpgroup, plan, config):
     """The body: the cells of a program, one group after the other."""
-    refs, layers = _named(_TickRefs, refs), plan.forward_layers
+    refs, layers = _TickRefs(*refs), plan.forward_layers
     team = _Team(config, warpgroup, refs.barrier)
 
     def steps(slices, _):
@@ -481,7 +485,14 @@ def tick_backward(
     """
     return launch(
         functools.partial(_tick_backward, plan=plan, config=config),
-        *_without_none(coefficients, wires, consumers, state, fires, dseen, dkept, total),
+        coefficients,
+        wires,
+        consumers,
+        state,
+        fires,
+        dseen,
+        dkept,
+        total,
         out=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (dseen, dkept, total)),
         grid={"program": config.programs},
         warpgroups=config.warpgroups,
@@ -494,7 +505,7 @@ def tick_backward(
 
 def _tick_backward(*refs, program, warpgroup, plan, config):
     """The body: the cells of a program, one group after the other."""
-    refs = _named(_TickBackwardRefs, refs)
+    refs = _TickBackwardRefs(*refs)
     team = _Team(config, warpgroup, refs.barrier)
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
     # With several groups of cells, each adds to what the one before has written: sums so far are copied to the result.
@@ -515,16 +526,6 @@ def _tick_backward(*refs, program, warpgroup, plan, config):
     sums = _visit_groups(plan, config, program, team, refs.rows, loads, steps, sums)
     if sums is not None:
         _add_totals(plan, team, refs.rows, sums, total_in, total_out)
-
-
-def _without_none(*arrays):
-    return [a for a in arrays if a is not None]
-
-
-def _named(kind, refs):
-    """References as a NamedTuple, `fires` None where there is no reference for it."""
-    names = [name for name in kind._fields if name != "fires" or len(refs) == len(kind._fields)]
-    return kind(**{"fires": None} | dict(zip(names, refs, strict=True)))
 
 
 def _groups_of_program(plan, config):
@@ -631,20 +632,16 @@ class _Team:
         """Whether each warpgroup has one of so many slices of a part that is alone."""
         return part.is_alone and 1 < slices == self.config.warpgroups
 
-    def is_left_to_one(self, part, slices):
-        """Whether one warpgroup has a part and all slices."""
-        return part.is_alone and not self.shares_slices(part, len(slices))
-
     def own(self, part, slices):
         """This warpgroup's of the slices of a part."""
         if self.shares_slices(part, len(slices)):
             return [dataclasses.replace(slices[0], number=self.warpgroup & (WARPGROUPS - 1))]
         return slices
 
-    def divide(self, part, slices, function, first=0):
-        """`function(slices)` of a part: of one that is alone, each warpgroup has a slice, or `first` the only one."""
-        if self.is_left_to_one(part, slices):
-            pl.when(self.warpgroup == first % self.config.warpgroups)(functools.partial(function, slices))
+    def divide(self, part, slices, function):
+        """`function(slices)` of a part: of one that is alone, each warpgroup has a slice, or the first the only one."""
+        if part.is_alone and not self.shares_slices(part, len(slices)):
+            pl.when(self.warpgroup == 0)(functools.partial(function, slices))
         else:
             function(self.own(part, slices))
 
@@ -1023,7 +1020,7 @@ class _Backward:
         for cells, (da, db) in zip(slices, gradients, strict=True):
             cells.rows[pl.ds(first, part.lanes)] = da
             cells.rows[pl.ds(first + layer.lanes, part.lanes)] = db
-        return sums_of_rows(*map(_sum, zip(*products, strict=True)))
+        return sums_of_rows(*(functools.reduce(operator.add, terms) for terms in zip(*products, strict=True)))
 
     def output_gradient(self, cells, i, part, consumers):
         """Of the rows of a part's gates; those of the last layer are there already."""
@@ -1039,7 +1036,7 @@ class _Backward:
         def sum_slices(slices):
             for cells in slices:
                 rows = (firsts[0] + k * plan.channels for k in range(plan.kernels))
-                cells.rows[part.rows] = _sum(gather_rows(cells.rows, row) for row in rows)
+                cells.rows[part.rows] = functools.reduce(operator.add, (gather_rows(cells.rows, row) for row in rows))
 
         self.circuit.team.divide(part, self.circuit.slices, sum_slices)
 
@@ -1055,7 +1052,7 @@ class _Backward:
 
 def _sum_consumers(cells, table, pairs):
     rows = [row for pair in pairs for row in _unpack(pair)][: table.consumers]
-    return _sum(gather_rows(cells.rows, row) for row in rows)
+    return functools.reduce(operator.add, (gather_rows(cells.rows, row) for row in rows))
 
 
 def _zeros(lanes):
@@ -1105,7 +1102,3 @@ def _add_totals(plan, team, rows, sums, before, after):
 def _unpack(packed):
     """The two numbers that `jaxbp` packs into one."""
     return packed & 0xFFFF, lax.shift_right_logical(packed, np.int32(16))
-
-
-def _sum(terms):
-    return functools.reduce(lambda total, term: total + term, terms)

@@ -1,28 +1,12 @@
 """The wires of a layer of two-input gates as a graph: inputs are its nodes, gates its edges."""
 
 import dataclasses
-import functools
 
 import jax
 from jax import Array
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "a",
-        "b",
-        "consumers",
-        "partners",
-        "offsets",
-        "trail",
-        "trail_inputs",
-        "trail_consumers",
-        "trail_partners",
-        "trail_places",
-    ],
-    meta_fields=["regular", "most_consumers"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
     """Which inputs each gate reads, which gates read each input, and both once more along an Euler trail. A pytree.
@@ -54,8 +38,8 @@ class Graph:
     trail_consumers: Array
     trail_partners: Array
     trail_places: Array
-    regular: bool
-    most_consumers: int
+    regular: bool = dataclasses.field(metadata=dict(static=True))
+    most_consumers: int = dataclasses.field(metadata=dict(static=True))
 
     @property
     def gates(self) -> int:

@@ -149,16 +149,9 @@ def supports(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
     return None
 
 
-def _supports_forward(coefficients, leaves, x, *, window, stride, pool):
-    return supports(leaves.shape, pool) or _unsupported_size(x)
-
-
-def _supports_backward(dy, places, coefficients, leaves, x, *, window, stride, pool):
-    return supports(leaves.shape, pool) or _unsupported_size(x)
-
-
-def _unsupported_size(x):
-    return "images of 2^31 or more numbers" if x.size >= 2**31 else None
+def _supports(*arrays, pool, **options):
+    *_, leaves, x = arrays
+    return supports(leaves.shape, pool) or ("images of 2^31 or more numbers" if x.size >= 2**31 else None)
 
 
 # ------------------------------------------------------------------------------------------------------------- forward
@@ -168,7 +161,7 @@ def _forward_heuristic(coefficients, leaves, x, *, window, stride, pool):
     return Config(rows=1)  # The fastest in docs/lab/2026-11-22-trees.md.
 
 
-@kernel(supports=_supports_forward, heuristic=_forward_heuristic)
+@kernel(supports=_supports, heuristic=_forward_heuristic)
 def forward(
     coefficients: Array,
     leaves: Array,
@@ -193,7 +186,7 @@ def forward(
     geometry = _Geometry.from_image(x, window, stride, pool)
     kernels, N = leaves.shape[0], x.shape[-1]
 
-    def body(c_ref, pixels_ref, x_ref, y_ref, *place_ref, block, part, k):
+    def body(c_ref, pixels_ref, x_ref, y_ref, place_ref, *, block, part, k):
         lanes, tree = pl.ds(block * LANES, LANES), _Tree(c_ref, pixels_ref, k)
 
         def window(row, column):
@@ -207,26 +200,25 @@ def forward(
                     is_larger = ~(value <= largest) & (largest == largest)
                     largest, place = jnp.where(is_larger, value, largest), jnp.where(is_larger, i, place)
             y_ref[k, row, column, lanes] = largest.astype(y_ref.dtype)
-            if place_ref:
-                place_ref[0][k, row, column, lanes] = place.astype(jnp.uint8)
+            if place_ref is not None:
+                place_ref[k, row, column, lanes] = place.astype(jnp.uint8)
 
         first = part * config.rows
         last = jnp.minimum(first + config.rows, geometry.rows)
         _visit_windows(first, last, geometry.columns, lambda row, columns, _: window(row, *columns))
 
     shape = (kernels, geometry.rows, geometry.columns, N)
-    out = (jax.ShapeDtypeStruct(shape, x.dtype), jax.ShapeDtypeStruct(shape, jnp.uint8))
-    y, *places = launch(
+    places = jax.ShapeDtypeStruct(shape, jnp.uint8) if len(geometry.places) > 1 else None
+    return launch(
         body,
         coefficients.astype(jnp.float32),
         geometry.leaf_pixels(leaves),
         _as_rows(x),
-        out=out if len(geometry.places) > 1 else out[:1],
+        out=(jax.ShapeDtypeStruct(shape, x.dtype), places),
         grid={"block": N // LANES, "part": -(-geometry.rows // config.rows), "k": kernels},
         barriers=False,
         name="trees",
     )
-    return y, places[0] if places else None
 
 
 def _as_rows(x):
@@ -253,7 +245,7 @@ def _leaves_heuristic(dy, places, coefficients, leaves, x, *, window, stride, po
     return Config(max(1, min(rows, rows * warpgroups_per_row // (_PROGRAMS * device.target().multiprocessors))))
 
 
-@kernel(supports=_supports_backward, heuristic=_leaves_heuristic)
+@kernel(supports=_supports, heuristic=_leaves_heuristic)
 def leaf_gradients(
     dy: Array,
     places: Array | None,
@@ -282,7 +274,10 @@ def leaf_gradients(
     blocks, parts = N // LANES, -(-geometry.rows // config.rows)
     dc, dleaves = launch(
         functools.partial(_leaf_gradients_of_rows, geometry=geometry, rows=config.rows),
-        *_without_none(dy, places, coefficients.astype(jnp.float32), geometry.leaf_pixels(leaves)),
+        dy,
+        places,
+        coefficients.astype(jnp.float32),
+        geometry.leaf_pixels(leaves),
         _as_rows(x) if places is None else x.ravel(),
         out=(
             jax.ShapeDtypeStruct((blocks, parts, kernels, 4 * gates), jnp.float32),
@@ -296,17 +291,18 @@ def leaf_gradients(
     return jnp.sum(dc, axis=(0, 1)).reshape(kernels, gates, 4), dleaves
 
 
-def _leaf_gradients_of_rows(dy_ref, *refs, block, part, k, geometry, rows):
+def _leaf_gradients_of_rows(
+    dy_ref, place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _, *, block, part, k, geometry, rows
+):
     """The body: a kernel, some rows of its windows, and a block of examples."""
-    *place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _ = refs
     lanes, tree = pl.ds(block * LANES, LANES), _Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 
     def load_window(row, column):
         first = geometry.first(row, column)
-        if not place_ref:
+        if place_ref is None:
             return tree.load_leaves(x_ref, first, lanes, geometry)[0]
-        place = place_ref[0][k, row, column, lanes].astype(jnp.int32)
+        place = place_ref[k, row, column, lanes].astype(jnp.int32)
         return tree.gather_leaves(x_ref, N, first, lanes, place, geometry)
 
     def windows(row, columns, sums):
@@ -326,10 +322,6 @@ def _leaf_gradients_of_rows(dy_ref, *refs, block, part, k, geometry, rows):
     sums = _visit_windows(first, last, geometry.columns, windows, (zero,) * (4 * gates), columns_per_turn)
     for i, total in enumerate(sums):
         dc_ref[block, part, k, i] = jnp.sum(total)
-
-
-def _without_none(*arrays):
-    return [a for a in arrays if a is not None]
 
 
 # -------------------------------------------------------------------------------------------- the gradient of the image
@@ -379,7 +371,11 @@ def input_gradient(
     bands = _Bands(config.rows, height, width, stride, padding, pool)
     return launch(
         functools.partial(_input_gradient_of_band, bands=bands, count=leaves.shape[1]),
-        *_without_none(dleaves, places, leaves.reshape(-1, 3), readers, reader_offsets),
+        dleaves,
+        places,
+        leaves.reshape(-1, 3),
+        readers,
+        reader_offsets,
         out=jax.ShapeDtypeStruct((*size, N), jnp.float32),
         grid={"block": N // LANES, "band": -(-height // config.rows), "channel": channels},
         scratch=[plgpu.SMEM(((bands.pixels + 1) * LANES,), jnp.float32)],
@@ -441,9 +437,10 @@ class _Bands:
         return jnp.where(valid, row * self.width + column, self.pixels) * LANES + lane
 
 
-def _input_gradient_of_band(dleaves_ref, *refs, block, band, channel, bands, count):
+def _input_gradient_of_band(
+    dleaves_ref, place_ref, leaves_ref, readers_ref, offsets_ref, dx_ref, sums, *, block, band, channel, bands, count
+):
     """The body: a channel's band, and a block of examples."""
-    *place_ref, leaves_ref, readers_ref, offsets_ref, dx_ref, sums = refs
     _, rows, columns, _ = dleaves_ref.shape
     lanes = pl.ds(block * LANES, LANES)
     lane = lane_and_column(LANES, 1)[0]
@@ -458,7 +455,9 @@ def _input_gradient_of_band(dleaves_ref, *refs, block, band, channel, bands, cou
         def add_windows(row, columns, _):
             targets, values, (row_step, column_step) = [], [], bands.steps
             for column in columns:
-                place = spread(place_ref[0][k, row, column, lanes].astype(jnp.int32), 1) if place_ref else None
+                place = None
+                if place_ref is not None:
+                    place = spread(place_ref[k, row, column, lanes].astype(jnp.int32), 1)
                 targets.append(
                     bands.targets(row * row_step + leaf_row, column * column_step + leaf_column, place, lane)
                 )

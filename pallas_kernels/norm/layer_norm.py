@@ -14,7 +14,7 @@ order.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import LANES, largest_divisor, zeros_like
+from pallas_kernels.core.layouts import LANES, largest_divisor, vector_length, zeros_like
 from pallas_kernels.core.tiles import kernel
 
 _SUMMED_COLUMNS = 4096
@@ -63,23 +63,13 @@ class GradientsConfig:
     columns: int
 
 
-def _vector(width: int) -> int:
-    """Up to 4 elements a thread."""
-    return LANES * max(elements for elements in (1, 2, 4) if width % (LANES * elements) == 0)
-
-
-def _width(hidden: int) -> int:
-    """In whole warpgroups."""
-    return hidden + -hidden % LANES
-
-
 def _normalise_heuristic(x, scale, bias, *, eps, center):
-    return NormaliseConfig(_vector(_width(x.shape[-1])))
+    return NormaliseConfig(vector_length(jax.eval_shape(_fill_up, x)))
 
 
 def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    rows, width = x.shape[0], _width(x.shape[-1])
-    vector = _vector(width)
+    filled = jax.eval_shape(_fill_up, x)
+    (rows, width), vector = filled.shape, vector_length(filled)
     columns = vector * largest_divisor(width // vector, _SUMMED_COLUMNS // vector)
     rows_of_program = max(1, min(_SUMMED_ROWS, rows // (_PROGRAMS * device.target().multiprocessors)))
     return GradientsConfig(vector, rows_of_program, columns)
@@ -106,27 +96,28 @@ def normalise(
     x, scale, bias, mask = map(_fill_up, (x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
     vectors = _vectors(x.shape[1], config.vector)
 
-    def body(x_ref, scale_ref, bias_ref, mask_ref, y_ref, *statistics_refs, row):
+    def body(x_ref, scale_ref, bias_ref, mask_ref, y_ref, offset_ref, inv_std_ref, *, row):
         x_row = _Row(x_ref, mask_ref, row, vectors, hidden, eps, center)
-        hat, statistics = x_row.normalise()
-        for ref, a in zip(statistics_refs, statistics, strict=True):
-            ref[row] = a
+        hat, offset, inv_std = x_row.normalise()
+        if center:
+            offset_ref[row] = offset
+        inv_std_ref[row] = inv_std
         for vector in vectors:
             y = _scaled(hat(vector), scale_ref, bias_ref, vector, center)
             y_ref[row, vector] = y.astype(y_ref.dtype)
 
     row_statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
-    y, *statistics = launch(
+    y, offset, inv_std = launch(
         body,
         x,
         scale,
         bias,
         mask,
-        out=(jax.ShapeDtypeStruct(x.shape, x.dtype), *[row_statistic] * (2 if center else 1)),
+        out=(x, row_statistic if center else None, row_statistic),
         grid={"row": rows},
         name="layer_norm" if center else "rms_norm",
     )
-    return y[:, :hidden], *([] if center else [None]), *statistics
+    return y[:, :hidden], offset, inv_std
 
 
 @kernel(heuristic=_gradients_heuristic)
@@ -161,24 +152,20 @@ def gradients(
     rows, hidden = x.shape
     dy, x, scale, bias, mask = map(_fill_up, (dy, x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
     width, parts = x.shape[1], -(-rows // config.rows)
-    x_struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
     sums = jax.ShapeDtypeStruct((parts, width), jnp.float32)
-    out = {"dx": x_struct, "dscale": sums} | ({"dbias": sums} if center else {}) | ({"y": x_struct} if with_y else {})
-    backward = _Backward(config, rows, hidden, eps, center, ("dy", "x", "scale", "bias", "mask", *out))
-    results = launch(
-        backward.body,
+    dx, sums, y = launch(
+        _Backward(config, rows, hidden, eps, center).body,
         dy,
         x,
         scale,
         bias,
         mask,
-        out=tuple(out.values()),
+        out=(x, [sums, sums] if center else [sums], x if with_y else None),
         grid={"part": parts, "owner": width // config.columns},
         name="layer_norm_backward" if center else "rms_norm_backward",
     )
-    results = dict(zip(out, results, strict=True))
-    dscale, dbias = (jnp.sum(results[n], axis=0)[:hidden] if n in results else None for n in ("dscale", "dbias"))
-    return results["dx"][:, :hidden], dscale, dbias, results["y"][:, :hidden] if with_y else None
+    dscale, *dbias = (jnp.sum(a, axis=0)[:hidden] for a in sums)
+    return dx[:, :hidden], dscale, dbias[0] if center else None, y[:, :hidden] if with_y else None
 
 
 # ---------------------------------------------------------------------------------------------------------- their steps
@@ -203,8 +190,8 @@ class _Row:
     eps: float
     center: bool
 
-    def normalise(self) -> tuple[Callable[[Any], Array], list[Array]]:
-        """(x̂ as a function of a slice, the statistics)."""
+    def normalise(self) -> tuple[Callable[[Any], Array], Array, Array]:
+        """(x̂ as a function of a slice, offset, inv_std)."""
         first, offset = self.x_ref[self.row, 0].astype(jnp.float32), jnp.float32(0)
 
         def deviation(vector):
@@ -217,57 +204,68 @@ class _Row:
         if self.center:
             offset = self.mean(masked_deviation)
         inv_std = lax.rsqrt(self.mean(lambda vector: jnp.square(masked_deviation(vector))) + self.eps)
-        return lambda vector: deviation(vector) * inv_std, [offset, inv_std] if self.center else [inv_std]
+        return lambda vector: deviation(vector) * inv_std, offset, inv_std
 
     def mean(self, function: Callable[[Any], Array]) -> Array:
         return jnp.sum(functools.reduce(jnp.add, map(function, self.vectors))) / self.hidden
 
 
+class _BackwardRefs(NamedTuple):
+    """A body's references; `sums` are dscale and, with `center`, dbias; `y` is None where it is not wanted."""
+
+    dy: Any
+    x: Any
+    scale: Any
+    bias: Any
+    mask: Any
+    dx: Any
+    sums: list
+    y: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The gradients' body; `names` are those of its references, in order."""
+    """The gradients' body."""
 
     config: GradientsConfig
     rows: int
     hidden: int
     eps: float
     center: bool
-    names: tuple[str, ...]
 
     def body(self, *refs: Any, part: Any, owner: Any) -> None:
-        refs, part_rows = dict(zip(self.names, refs, strict=True)), self.config.rows
-        sum_refs = [refs[name] for name in ("dscale", "dbias") if name in refs]
+        refs, part_rows = _BackwardRefs(*refs), self.config.rows
         count = self.config.columns // self.config.vector
         owned_columns = [pl.ds((owner * count + j) * self.config.vector, self.config.vector) for j in range(count)]
 
         def add(i, sums):
             return self._add_row(refs, part * part_rows + i, owned_columns, sums)
 
-        zeros = [[zeros_like(refs["scale"][vector]) for _ in sum_refs] for vector in owned_columns]
+        zeros = [[zeros_like(refs.scale[vector]) for _ in refs.sums] for vector in owned_columns]
         sums = lax.fori_loop(0, jnp.minimum(part_rows, self.rows - part * part_rows), add, zeros)
         for vector, totals in zip(owned_columns, sums, strict=True):
-            for ref, total in zip(sum_refs, totals, strict=True):
+            for ref, total in zip(refs.sums, totals, strict=True):
                 ref[part, vector] = total
 
     def _add_row(self, refs, row, owned_columns, sums):
         """Writes a row's dx, and y, in the owned columns, and gives the sums with its terms."""
-        dy_ref, scale_ref, vectors = refs["dy"], refs["scale"], _vectors(refs["x"].shape[1], self.config.vector)
-        x_row = _Row(refs["x"], refs["mask"], row, vectors, self.hidden, self.eps, self.center)
-        load_hat, (*_, inv_std) = x_row.normalise()
+        vectors = _vectors(refs.x.shape[1], self.config.vector)
+        x_row = _Row(refs.x, refs.mask, row, vectors, self.hidden, self.eps, self.center)
+        load_hat, _, inv_std = x_row.normalise()
 
         def t(vector):
-            return _load(dy_ref, (row, vector)) * _load(scale_ref, vector)
+            return _load(refs.dy, (row, vector)) * _load(refs.scale, vector)
 
         projection = x_row.mean(lambda vector: t(vector) * load_hat(vector))
         mean = x_row.mean(t) if self.center else 0.0
         results = []
         for vector, totals in zip(owned_columns, sums, strict=True):
-            hat, dy = load_hat(vector), _load(dy_ref, (row, vector))
-            dx = dy * _load(scale_ref, vector) - hat * projection - mean
-            refs["dx"][row, vector] = (dx * inv_std).astype(refs["dx"].dtype)
-            if "y" in refs:
-                y = _scaled(hat, scale_ref, refs["bias"], vector, self.center)
-                refs["y"][row, vector] = y.astype(refs["y"].dtype)
+            hat, dy = load_hat(vector), _load(refs.dy, (row, vector))
+            dx = dy * _load(refs.scale, vector) - hat * projection - mean
+            refs.dx[row, vector] = (dx * inv_std).astype(refs.dx.dtype)
+            if refs.y is not None:
+                y = _scaled(hat, refs.scale, refs.bias, vector, self.center)
+                refs.y[row, vector] = y.astype(refs.y.dtype)
             terms = (dy * hat, dy)
             results.append([total + a for total, a in zip(totals, terms, strict=False)])
         return results

@@ -271,7 +271,7 @@ def input_gradient(
             operand((config.stages, _WARPGROUPS, _ROWS, outputs // 2), x.dtype),
             half,
             # Where x̂ is as wide as dz, dz's stage also holds x̂ until it is written.
-            *([] if hidden == outputs else [half]),
+            None if hidden == outputs else half,
             operand((outputs, hidden), x.dtype),
             plgpu.SMEM((config.stages, 2, _WARPGROUPS, _ROWS), jnp.float32),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=config.stages),
@@ -317,7 +317,7 @@ class _InputGradient:
     config: InputGradientConfig
 
     def body(self, *refs: Any, program: Any, warpgroup: Any) -> None:
-        refs = self._named(refs)
+        refs = _InputGradientRefs(*refs)
         columns, dz_columns = (pl.ds(warpgroup * half, half) for half in (self.hidden // 2, self.outputs // 2))
         steps = quotient(self.rows // _ROWS - program + self.programs - 1, self.programs)
 
@@ -352,10 +352,6 @@ class _InputGradient:
 
         lax.fori_loop(0, steps, block, None)
         plgpu.wait_smem_to_gmem(0)
-
-    def _named(self, refs):
-        names = [name for name in _InputGradientRefs._fields if name != "hat_buffers" or self.hidden != self.outputs]
-        return _InputGradientRefs(**{"hat_buffers": None} | dict(zip(names, refs, strict=True)))
 
     def _block(self, refs, step, rows, columns, scales, warpgroup, x_ring, dz_ring):
         """Half the columns of a block: dx in x's place, and x̂, on their way to device memory."""

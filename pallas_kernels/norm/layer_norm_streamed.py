@@ -94,19 +94,11 @@ def _fitting_stages(x: Any, arrays: int) -> int:
     return (device.target().shared_bytes - _OVERHEAD_BYTES) // _stage_bytes(x, arrays)
 
 
-def _normalise_supports(x, scale, bias, *, eps, center):
+def _forward_supports(x, *parameters, **options):
     return _supports(x, arrays=1)
 
 
-def _gradients_supports(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    return _supports(x, arrays=2)
-
-
-def _input_gradient_supports(t, normalised, inv_std):
-    return _supports(normalised, arrays=2)
-
-
-def _input_gradient_from_x_supports(t, x, *, eps):
+def _backward_supports(dy, x, *others, **options):
     return _supports(x, arrays=2)
 
 
@@ -133,41 +125,27 @@ def _input_gradient_from_x_heuristic(t, x, *, eps):
 # --------------------------------------------------------------------------------------------------------- the kernels
 
 
-@kernel(supports=_normalise_supports, heuristic=_normalise_heuristic)
+@kernel(supports=_forward_supports, heuristic=_normalise_heuristic)
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: Config
 ) -> tuple[Array, Array | None, Array]:
-    """The forward.
-
-    Args:
-      x: `(rows, hidden)`.
-      scale, bias: `(hidden,)`; no bias without `center`.
-
-    Returns:
-      y in x's dtype, and the float32 statistics of each row, its offset and its inv_std; None for the offset without
-      `center`.
-    """
+    """The forward: `layer_norm.normalise`."""
     block, (programs, padded_rows) = _block(x.shape[1]), _division(x.shape[0], config)
     row_statistic = jax.ShapeDtypeStruct((padded_rows,), jnp.float32)
-    arrays = {"x": x, "scale": scale} | ({"bias": bias} if center else {})
-    arrays = {name: block.split_columns(a) for name, a in arrays.items()}
-    x_struct = jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype)
-    out = {"y": x_struct} | ({"offset": row_statistic} if center else {}) | {"inv_std": row_statistic}
-    forward = _Forward(block, config, programs, (*arrays, *out, "stages", "loaded"), eps, center)
-    results = launch(
-        forward.body,
-        *arrays.values(),
-        out=tuple(out.values()),
+    rows, *parameters = map(block.split_columns, (x, scale, bias) if center else (x, scale))
+    y, statistics = launch(
+        _Forward(block, config, programs, eps, center).body,
+        rows,
+        parameters,
+        out=(rows, _Statistics(row_statistic if center else None, row_statistic)),
         grid={"program": programs},
         scratch=_stages(block, config, x),
         name="layer_norm" if center else "rms_norm",
     )
-    results = dict(zip(out, results, strict=True))
-    offset = results["offset"][: x.shape[0]] if center else None
-    return results["y"].reshape(x.shape), offset, results["inv_std"][: x.shape[0]]
+    return y.reshape(x.shape), *(a if a is None else a[: x.shape[0]] for a in statistics)
 
 
-@kernel(supports=_gradients_supports, heuristic=_gradients_heuristic)
+@kernel(supports=_backward_supports, heuristic=_gradients_heuristic)
 def gradients(
     dy: Array,
     x: Array,
@@ -181,46 +159,37 @@ def gradients(
     with_y: bool = False,
     config: Config,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """The backward: with `t = dy * scale`, means over a row and sums over all rows,
-
-        dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
-
-    and without `center` neither `mean(t)` nor dbias.
+    """The backward: `layer_norm.gradients`.
 
     Args:
-      dy, x: `(rows, hidden)`.
-      bias: of the forward; wanted only for y, with `center`.
       offset, inv_std: as `normalise` gives them. Without inv_std, both are computed on the way.
-      with_y: whether to return the forward's y, too, from the same pass.
-
-    Returns:
-      dx in x's dtype, float32 dscale and, with `center`, dbias, and y if it is wanted; else None for these.
     """
     block, (programs, padded_rows) = _block(x.shape[1]), _division(x.shape[0], config)
-    arrays = {"x": x, "dy": dy, "scale": scale} | ({"bias": bias} if center and with_y else {})
-    arrays = {name: block.split_columns(a) for name, a in arrays.items()}
-    x_struct = jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype)
-    totals = jax.ShapeDtypeStruct((programs, 2 if center else 1, *block.shape[1:]), jnp.float32)
+    rows, gradients, *parameters = map(
+        block.split_columns, (x, dy, scale, bias) if center and with_y else (x, dy, scale)
+    )
+    statistics = None
     if inv_std is not None:
-        statistics = {"offset": offset, "inv_std": inv_std} if center else {"inv_std": inv_std}
-        arrays |= {name: jnp.pad(a, (0, padded_rows - x.shape[0])) for name, a in statistics.items()}
-    out = {"dx": x_struct, "sums": totals} | ({"y": x_struct} if with_y else {})
-    backward = _Backward(block, config, programs, (*arrays, *out, "x_stages", "dy_stages", "loaded"), eps, center)
-    results = launch(
-        backward.body,
-        *arrays.values(),
-        out=tuple(out.values()),
+        padding = 0, padded_rows - x.shape[0]
+        statistics = _Statistics(jnp.pad(offset, padding) if center else None, jnp.pad(inv_std, padding))
+    totals = jax.ShapeDtypeStruct((programs, 2 if center else 1, *block.shape[1:]), jnp.float32)
+    dx, sums, y = launch(
+        _Backward(block, config, programs, eps, center).body,
+        rows,
+        gradients,
+        parameters,
+        statistics,
+        out=(rows, totals, rows if with_y else None),
         grid={"program": programs},
         scratch=_stages(block, config, x, dy),
         name="layer_norm_backward" if center else "rms_norm_backward",
     )
-    results = dict(zip(out, results, strict=True))
-    dscale, *dbias = jnp.sum(results["sums"].reshape(programs, -1, x.shape[1]), axis=0)
-    y = results["y"].reshape(x.shape) if with_y else None
-    return results["dx"].reshape(x.shape), dscale, dbias[0] if center else None, y
+    dscale, *dbias = jnp.sum(sums.reshape(programs, -1, x.shape[1]), axis=0)
+    y = y.reshape(x.shape) if with_y else None
+    return dx.reshape(x.shape), dscale, dbias[0] if center else None, y
 
 
-@kernel(supports=_input_gradient_supports, heuristic=_input_gradient_heuristic)
+@kernel(supports=_backward_supports, heuristic=_input_gradient_heuristic)
 def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Config) -> Array:
     """dx alone, by x̂ and `t = dy * scale`: `inv_std * (t - mean(t) - x̂ * mean(t * x̂))`, in x̂'s dtype.
 
@@ -231,7 +200,7 @@ def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Confi
     return _launch_input_gradient(t, normalised, inv_std, None, config)[0]
 
 
-@kernel(supports=_input_gradient_from_x_supports, heuristic=_input_gradient_from_x_heuristic)
+@kernel(supports=_backward_supports, heuristic=_input_gradient_from_x_heuristic)
 def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> tuple[Array, Array]:
     """dx and x̂ in x's dtype, as `input_gradient` and `normalise` without scale and bias, in one pass.
 
@@ -243,22 +212,19 @@ def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> 
 
 def _launch_input_gradient(t, x, inv_std, eps, config):
     """(dx,) of rows x̂ in x's place, with inv_std; or (dx, x̂) of rows x, with eps."""
-    (rows, hidden), block = x.shape, _block(x.shape[1])
-    programs, padded_rows = _division(rows, config)
-    arrays = {"t": block.split_columns(t), "x": block.split_columns(x)}
-    out = ["dx", "normalised"]
-    if eps is None:
-        arrays["inv_std"], out = jnp.pad(inv_std, (0, padded_rows - rows)), ["dx"]
-    names = (*arrays, *out, "t_stages", "x_stages", "loaded")
+    block, (programs, padded_rows) = _block(x.shape[1]), _division(x.shape[0], config)
+    t, rows = block.split_columns(t), block.split_columns(x)
     results = launch(
-        _InputGradient(block, config, programs, names, eps).body,
-        *arrays.values(),
-        out=(jax.ShapeDtypeStruct(arrays["x"].shape, x.dtype),) * len(out),
+        _InputGradient(block, config, programs, eps).body,
+        t,
+        rows,
+        None if inv_std is None else jnp.pad(inv_std, (0, padded_rows - x.shape[0])),
+        out=(rows,) if eps is None else (rows, rows),
         grid={"program": programs},
         scratch=_stages(block, config, t, x),
         name="layer_norm_backward_input",
     )
-    return tuple(a.reshape(rows, hidden) for a in results)
+    return tuple(a.reshape(x.shape) for a in results)
 
 
 def _division(rows: int, config: Config) -> tuple[int, int]:
@@ -268,19 +234,19 @@ def _division(rows: int, config: Config) -> tuple[int, int]:
 
 
 def _stages(block: "_Block", config: Config, *arrays: Array) -> list[Any]:
-    """Shared memory and barriers of a ring for these arrays."""
+    """Shared memory of a ring for these arrays, and its barriers."""
     stages = [plgpu.SMEM((config.stages, config.rows, *block.shape[1:]), a.dtype) for a in arrays]
-    return [*stages, plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.stages)]
+    return [stages, plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.stages)]
 
 
 # ------------------------------------------------------------------------------------------ blocks of rows in registers
 
 
 class _Statistics(NamedTuple):
-    """Of each row of a block, in registers; the offset with `center` alone."""
+    """Of each row; the offset with `center` alone."""
 
-    offset: Array | None
-    inv_std: Array
+    offset: Any
+    inv_std: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,22 +297,19 @@ class _Block:
         a = lax.broadcast_in_dim(self.load(ref, self.column_layout), self.shape, (1, 2))
         return plgpu.layout_cast(a, self.layout)
 
-    def load_statistics(self, refs: dict[str, Any], row: Any) -> _Statistics:
-        return _Statistics(*(self.load_row_values(refs[name], row) if name in refs else None for name in _STATISTICS))
-
     def load_row_values(self, ref: Any, row: Any) -> Array:
         """A value a row, of a block's rows from `row` on."""
         return self.load(self.block_rows(ref, row), self.row_layout)
 
-    def store_statistics(self, refs: dict[str, Any], row: Any, statistics: _Statistics) -> None:
-        for name in _STATISTICS:
-            if name not in refs:
-                continue
-            a = getattr(statistics, name)
+    def load_statistics(self, refs: _Statistics, row: Any) -> _Statistics:
+        return jax.tree.map(lambda ref: self.load_row_values(ref, row), refs)
+
+    def store_statistics(self, refs: _Statistics, row: Any, statistics: _Statistics) -> None:
+        for ref, a in zip(jax.tree.leaves(refs), jax.tree.leaves(statistics), strict=True):
             if self.row_per_warp:
-                store(self.block_rows(refs[name], row), a)
+                store(self.block_rows(ref, row), a)
             else:
-                refs[name][row] = jnp.sum(a)
+                ref[row] = jnp.sum(a)
 
     def broadcast_rows(self, a: Array) -> Array:
         """A value a row, for each of its columns."""
@@ -420,9 +383,6 @@ class _Block:
         return dx * self.broadcast_rows(inv_std)
 
 
-_STATISTICS = _Statistics._fields
-
-
 def _block(hidden: int) -> _Block | None:
     """For rows of that length; None where there is none."""
     if hidden <= 1024 and hidden % 128 == 0:
@@ -442,16 +402,11 @@ def _block(hidden: int) -> _Block | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Stream:
-    """A persistent program's walk over groups of rows.
-
-    Attributes:
-      names: of the body's references, in order.
-    """
+    """A persistent program's walk over groups of rows."""
 
     block: _Block
     config: Config
     programs: int
-    names: tuple[str, ...]
 
     def stream(
         self,
@@ -506,13 +461,11 @@ class _Forward(_Stream):
     eps: float
     center: bool
 
-    def body(self, *refs: Any, program: Any) -> None:
-        refs = dict(zip(self.names, refs, strict=True))
-        parameters = [self.block.load_parameter(refs[name]) for name in ("scale", "bias") if name in refs]
-        step = functools.partial(self._step, refs, parameters)
-        self.stream(step, None, [refs["x"]], [refs["y"]], [refs["stages"]], refs["loaded"], program)
+    def body(self, x, parameters, y, statistics, stages, loaded, *, program):
+        step = functools.partial(self._step, list(map(self.block.load_parameter, parameters)), statistics)
+        self.stream(step, None, [x], [y], stages, loaded, program)
 
-    def _step(self, refs, parameters, first_row, stages, wait, _):
+    def _step(self, parameters, statistics_refs, first_row, stages, wait, _):
         block = self.block
         wait()
         for rows in block.groups(self.config.rows):
@@ -521,7 +474,7 @@ class _Forward(_Stream):
             for ref, hat in zip(blocks, hats, strict=True):
                 ref[...] = _scaled(hat(), *parameters).astype(ref.dtype)
             for row, block_statistics in zip(rows, statistics, strict=True):
-                block.store_statistics(refs, first_row + row, block_statistics)
+                block.store_statistics(statistics_refs, first_row + row, block_statistics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -529,28 +482,27 @@ class _Backward(_Stream):
     eps: float
     center: bool
 
-    def body(self, *refs: Any, program: Any) -> None:
-        refs = dict(zip(self.names, refs, strict=True))
-        scale, *bias = [self.block.load_parameter(refs[name]) for name in ("scale", "bias") if name in refs]
-        zeros = [self.block.partial_sum(zeros_like(scale)) for _ in range(refs["sums"].shape[1])]
-        targets = [refs[name] for name in ("dx", "y") if name in refs]
-        stages = [refs["x_stages"], refs["dy_stages"]]
-        step = functools.partial(self._step, refs, (scale, *bias))
-        sums = self.stream(step, zeros, [refs["x"], refs["dy"]], targets, stages, refs["loaded"], program)
+    def body(self, x, dy, parameters, statistics, dx, sums_ref, y, stages, loaded, *, program):
+        parameters = list(map(self.block.load_parameter, parameters))
+        zeros = [self.block.partial_sum(zeros_like(parameters[0])) for _ in range(sums_ref.shape[1])]
+        step = functools.partial(self._step, parameters, statistics, y is not None)
+        sums = self.stream(step, zeros, [x, dy], [dx] if y is None else [dx, y], stages, loaded, program)
         for i, total in enumerate(sums):
-            store(refs["sums"].at[program, i], self.block.sum(total))
+            store(sums_ref.at[program, i], self.block.sum(total))
 
-    def _step(self, refs, parameters, first_row, stages, wait, sums):
+    def _step(self, parameters, statistics_refs, with_y, first_row, stages, wait, sums):
         block, groups, known_statistics = self.block, self.block.groups(self.config.rows), None
-        if "inv_std" in refs:
-            known_statistics = [[block.load_statistics(refs, first_row + row) for row in rows] for rows in groups]
+        if statistics_refs is not None:
+            known_statistics = [
+                [block.load_statistics(statistics_refs, first_row + row) for row in rows] for rows in groups
+            ]
         wait()
         for i, rows in enumerate(groups):
             xs, dys = ([block.block_rows(stage, row) for row in rows] for stage in stages)
             hats, statistics = block.normalise(
                 xs, known_statistics and known_statistics[i], eps=self.eps, center=self.center
             )
-            sums = self._finish(xs, dys, hats, statistics, parameters, sums, "y" in refs)
+            sums = self._finish(xs, dys, hats, statistics, parameters, sums, with_y)
         return sums
 
     def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
@@ -576,11 +528,9 @@ class _InputGradient(_Stream):
 
     eps: float | None
 
-    def body(self, *refs: Any, program: Any) -> None:
-        refs = dict(zip(self.names, refs, strict=True))
-        targets = [refs[name] for name in ("dx", "normalised") if name in refs]
-        stages, step = [refs["t_stages"], refs["x_stages"]], functools.partial(self._step, refs.get("inv_std"))
-        self.stream(step, None, [refs["t"], refs["x"]], targets, stages, refs["loaded"], program)
+    def body(self, t, x, inv_std, *refs, program):
+        *targets, stages, loaded = refs
+        self.stream(functools.partial(self._step, inv_std), None, [t, x], targets, stages, loaded, program)
 
     def _step(self, inv_std, first_row, stages, wait, _):
         block, groups = self.block, self.block.groups(self.config.rows)

@@ -83,13 +83,12 @@ def elementwise(
         return structure.unflatten([jnp.zeros(shape, dtype)] * structure.num_leaves)
     if size < LANES:
         arrays = _fill_vector(arrays, shape)
-    rows, length, count = _rows(shape if size >= LANES else (LANES,), arrays), config.length, len(arrays)
+    rows, length = _rows(shape if size >= LANES else (LANES,), arrays), config.length
     blocks = rows.length // length
     last_vectors = -(-(rows.length % length) // LANES)
 
-    def body(*refs, program):
+    def body(x_refs, *y_refs, program):
         row, block = quotient(program, blocks), remainder(program, blocks)
-        x_refs, y_refs = refs[:count], refs[count:]
 
         def compute(start, length):
             values = formula(*(rows.load(i, ref, row, start, length) for i, ref in enumerate(x_refs)))
@@ -107,7 +106,7 @@ def elementwise(
 
     results = launch(
         body,
-        *rows.flatten(arrays),
+        rows.flatten(arrays),
         out=(jax.ShapeDtypeStruct((rows.count * rows.length,), dtype),) * structure.num_leaves,
         grid={"program": rows.count * blocks},
         name=getattr(formula, "__name__", "elementwise").strip("_<>"),

@@ -227,10 +227,9 @@ def _sums_of_columns(formula, arrays, walk, config, outputs):
 def _launch(formula, arrays, sums, splits, outputs):
     """For each row and block the sum over all steps of the formula of the vectors at `sums.place(row, block, step)`."""
     steps, width, blocks = -(-sums.steps // splits), sums.width, sums.blocks
-    full_row, count = sums.rows.spans_row.index(True), len(arrays)
+    full_row = sums.rows.spans_row.index(True)
 
-    def body(*refs, program):
-        x_refs, y_refs = refs[:count], refs[count:]
+    def body(x_refs, *y_refs, program):
         part, block = quotient(program, blocks), remainder(program, blocks)
         row, split = quotient(part, splits), remainder(part, splits)
 
@@ -251,7 +250,7 @@ def _launch(formula, arrays, sums, splits, outputs):
     programs = sums.count * splits * blocks
     results = launch(
         body,
-        *arrays,
+        arrays,
         out=(jax.ShapeDtypeStruct((programs * width,), jnp.float32),) * outputs,
         grid={"program": programs},
         name="sum_over",

@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,41 +105,36 @@ def updates(
 
 def _update(formula, scalars, changed, constant, config):
     """`updates` in one launch, of arrays that are not empty."""
-    count, inputs = len(changed[0]), len(changed) + len(constant)
     shape = LANES * config.accesses, _width([*changed, *constant])
     ends = list(itertools.accumulate(-(-a.size // math.prod(shape)) for a in changed[0]))
-    flat = [a.reshape(-1) for a in itertools.chain(*changed, *constant)]
-    out = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat[: len(changed) * count])
+    flat_changed, flat_constant = (
+        [[a.reshape(-1) for a in arrays] for arrays in lists] for lists in (changed, constant)
+    )
     results = launch(
-        functools.partial(_body, formula=formula, inputs=inputs, ends=ends, shape=shape),
+        functools.partial(_body, formula=formula, ends=ends, shape=shape),
         scalars,
-        *flat,
-        out=out,
+        flat_changed,
+        flat_constant,
+        out=flat_changed,
         grid={"program": ends[-1]},
         name="updates",
         barriers=False,
         sums_across_warps=False,
-        in_place={1 + o: o for o in range(len(out))},
+        in_place={1 + o: o for o in range(len(changed) * len(ends))},
     )
-    shaped = [y.reshape(a.shape) for y, a in zip(results, itertools.chain(*changed), strict=True)]
-    return _lists(shaped, count)
+    return jax.tree.map(lambda y, a: y.reshape(a.shape), results, changed)
 
 
-def _body(scalars_ref, *refs, formula, inputs, ends, shape, program):
+def _body(scalars_ref, changed, constant, *new, formula, ends, shape, program):
     scalars = [scalars_ref[k] for k in range(scalars_ref.shape[0])]
-    lists = _lists(refs, len(ends))
     array, first = jnp.int32(0), jnp.int32(0)
     for end in ends[:-1]:
         array, first = array + (program >= end).astype(jnp.int32), jnp.where(program >= end, end, first)
     start = (program - first) * math.prod(shape)
-    blocks = load_of(lists[:inputs], array, start, shape)
+    blocks = load_of([*changed, *constant], array, start, shape)
     results = formula(scalars, *(block.astype(jnp.float32) for block in blocks))
-    results = [new.astype(refs[0].dtype) for new, refs in zip(results, lists[inputs:], strict=True)]
-    store_to(lists[inputs:], array, start, results)
-
-
-def _lists(things: Sequence[Any], length: int) -> list[Sequence[Any]]:
-    return [things[i : i + length] for i in range(0, len(things), length)]
+    results = [block.astype(refs[0].dtype) for block, refs in zip(results, new, strict=True)]
+    store_to(new, array, start, results)
 
 
 def _width(lists: Sequence[Arrays]) -> int:

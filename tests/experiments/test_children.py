@@ -24,10 +24,10 @@ def work(task):
 
 def test_what_dies_or_hangs_takes_its_own_task_alone():
     tasks = ["abort", "a", "hang", "b", "raise", "c"]
-    done = list(in_children(work, tasks, processes=2, limit=1.5))
+    done = list(in_children(work, tasks, processes=2, limit=5))  # the others answer in milliseconds
     assert [one.task for one in done] == tasks
     deaths = {one.task: one.death for one in done}
-    assert deaths == dict.fromkeys("abc") | {"abort": "SIGABRT", "hang": "no answer in 1.5 s", "raise": "exit code 1"}
+    assert deaths == dict.fromkeys("abc") | {"abort": "SIGABRT", "hang": "no answer in 5 s", "raise": "exit code 1"}
     assert all(one.results[1:] == ([] if one.death else [one.task]) for one in done)
     said = {one.task: one.said for one in done}
     assert said["abort"].startswith("why it died") and "xla" not in said["abort"]

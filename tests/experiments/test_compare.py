@@ -5,8 +5,6 @@ import pytest
 
 from experiments import compare
 
-pytestmark = pytest.mark.once
-
 
 def test_numbers_say_how_gradients_and_training_differ(comparison):
     code, report, _ = comparison

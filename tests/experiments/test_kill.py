@@ -11,8 +11,6 @@ from experiments import kill, train
 from experiments.output.errors import BrokenRun
 from experiments.training import checkpoints, curves
 
-pytestmark = pytest.mark.once
-
 ROOT = Path(__file__).parents[2]
 EPOCHS = 80
 PAUSE = 0.05
@@ -39,10 +37,12 @@ train.train(ToyConfig(run_dir=path, resume=has_begun, epochs=int(sys.argv[2])))
 
 
 @pytest.fixture
-def command(monkeypatch):
+def command(monkeypatch, tmp_path):
     """Returns a function that makes the command of a process, which begins the toy experiment or goes on with it."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "experiments"))))
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    # A process that is killed may leave half a compiled program, of which others would be warned.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
     return lambda run_dir, pause=PAUSE: [sys.executable, "-c", SCRIPT, str(run_dir), str(EPOCHS), str(pause)]
 
 
@@ -51,7 +51,6 @@ def test_an_unknown_experiment_ends_in_one_line(capsys):
     assert capsys.readouterr().err == "error: unknown experiment lnet: did you mean lenet?\n"
 
 
-@pytest.mark.rotating
 def test_a_run_killed_at_each_kind_of_moment_ends_in_the_same_bits(command, toy_config, tmp_path):
     whole = toy_config(run_dir=tmp_path / "whole", epochs=EPOCHS)
     train.train(whole)

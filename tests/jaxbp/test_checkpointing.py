@@ -13,8 +13,6 @@ from jax.test_util import check_grads
 import jaxbp
 from jaxbp.checkpointing import _binomial, _schedule
 
-pytestmark = pytest.mark.once
-
 POLICIES = ["states", 1, 3, 50, "logarithmic"]
 
 
@@ -41,7 +39,6 @@ def value_and_gradients(memory, weights, s, xs, scan=None):
     return jax.jit(jax.value_and_grad(of_all, (0, 1, 2), has_aux=True))(weights, s, xs)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("steps", [1, 7, 20])
 def test_every_policy_has_the_scans_values_and_gradients(steps):
     arrays = normal((3, 3), (3,), (steps, 3))
@@ -50,7 +47,6 @@ def test_every_policy_has_the_scans_values_and_gradients(steps):
         assert_close(value_and_gradients(memory, *arrays), want, "float32")
 
 
-@pytest.mark.once
 def test_second_derivatives():
     with jax.enable_x64(True):
         weights, s, xs = (a.astype(jnp.float64) / 2 for a in normal((3, 3), (3,), (5, 3)))
@@ -148,7 +144,6 @@ def test_layers_have_their_values_and_gradients_under_every_policy(memory):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(("memory", "states"), [("states", 64), (4, 64 / 4 + 4), (None, 8 + 8), ("logarithmic", 6 + 2)])
 def test_64_layers_need_the_memory_that_is_documented(memory, states):
     weights, x = stack(64, 8)

@@ -60,7 +60,6 @@ def check(results, wanted, tolerance):
         np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.rotating
 @every_pair
 def test_the_kernel_takes_optaxs_steps(name):
     make, optax_optimizer = PAIRS[name]
@@ -83,7 +82,6 @@ def test_the_kernel_takes_optaxs_steps_on_a_gpu(name, dtype):
 
 
 # In float16 Optax rounds the default eps to 0, and divides by it.
-@pytest.mark.rotating
 @pytest.mark.parametrize(("eps", "dtype"), [(1e-8, "bfloat16"), (1e-2, "float16")])
 def test_half_precisions_are_computed_in_float32(eps, dtype):
     shapes, steps = {"a": (5,), "b": (129,)}, dict(dtype=dtype, steps=2)
@@ -102,7 +100,6 @@ def test_off_a_gpu_every_implementation_is_optaxs(name, implementation):
         check(steps_of(make(implementation=implementation), SHAPES), steps_of(optax_optimizer, SHAPES), 5e-7)
 
 
-@pytest.mark.rotating
 @every_pair
 def test_state_and_update_are_optaxs(name):
     make, optax_optimizer = PAIRS[name]

@@ -15,7 +15,6 @@ from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES
 
 pytestmark = [
-    pytest.mark.once,
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over"),
 ]
 
@@ -141,7 +140,6 @@ def test_a_pair_of_a_users_own_works_on_a_mesh(shared, axes):
     assert_close(hessian(scale_), jax.hessian(lambda s: jnp.sum(jnp.sin(x * s)))(scale), 1e-4)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("options", [{}, dict(key=jax.random.key(1), fire_rate=0.6, rounding_rate=0.5)])
 def test_an_automaton_on_explicit_axes_has_the_gradients_of_one_device(options):
     automaton = jaxbp.Automaton.create(2, 1, [8, 4, 2], [4, 2], periodic=True, seed=0)

@@ -7,7 +7,7 @@ from experiments.bench import __main__ as bench
 from experiments.bench import measure
 from experiments.bench.works import selected
 
-CASES = ["lenet", "conv2d_backward_weights", "max_pool2d_with_indices"]
+CASES = ["lenet", "max_pool2d_with_indices"]
 QUICK = ["--batch", "2", "--seconds", "0.001", "--implementations"]
 
 

@@ -5,8 +5,6 @@ import pytest
 from experiments.bench import __main__ as bench
 from experiments.bench import compare
 
-pytestmark = pytest.mark.once
-
 
 def row(work="relu", microseconds=100.0, spread=0.01, implementation="None", **fields):
     rounds = [microseconds * (1 + by) for by in (-spread, 0.0, spread)]

@@ -7,8 +7,6 @@ import pytest
 
 from experiments.bench.floor import Cost, cost, floor_seconds, has_launch, rate_of
 
-pytestmark = pytest.mark.once
-
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 BATCH = 3
 DY1, X1, W1 = BATCH * 6 * 24 * 24, BATCH * 28 * 28, 6 * 5 * 5

@@ -1,11 +1,8 @@
 import re
 
-import pytest
 from rich.console import Console
 
 from experiments.bench import report as bench_report
-
-pytestmark = pytest.mark.once
 
 
 def test_the_table_has_a_line_a_row_and_says_what_failed(finished, capsys):

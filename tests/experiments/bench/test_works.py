@@ -9,8 +9,6 @@ from experiments.bench.works import logic_work, quick, selected
 from jaxbp.catalogue import CATALOGUE
 from pallas_kernels.core.launch import CHANGES_IN_PLACE
 
-pytestmark = pytest.mark.once
-
 
 def test_a_forward_stands_for_its_backwards_and_for_no_other_op():
     ops = {work.op for work in selected(["conv2d", "relu_backward"])}

@@ -14,8 +14,6 @@ from experiments.data import patterns
 from jaxbp import Automaton
 from jaxbp.logic import gates
 
-pytestmark = pytest.mark.once
-
 # Channels, kernels times their bits a channel, ticks, gates of the first update layer; learning rate, batch, updates.
 TABLE = {
     "ca-life": (1, 16, 1, 128, 0.05, 20, 3000),

@@ -2,8 +2,6 @@ import dataclasses
 
 import pytest
 
-pytestmark = pytest.mark.once
-
 INVALID = [
     ("seed", -1),
     ("batch_size", 0),

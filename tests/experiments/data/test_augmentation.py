@@ -13,8 +13,6 @@ from experiments.configs.images import ImageConfig
 from experiments.data import augmentation
 from experiments.output.errors import UserError
 
-pytestmark = pytest.mark.once
-
 
 def translate(image, down, right):
     """`image (..., height, width)` moved, by the definition: zeros but where a pixel has come from."""

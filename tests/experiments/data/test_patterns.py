@@ -1,10 +1,7 @@
 import numpy as np
-import pytest
 from cells import life_step
 
 from experiments.data import patterns
-
-pytestmark = pytest.mark.once
 
 
 def test_a_checkerboards_squares_are_of_2_x_2_cells():

@@ -14,7 +14,6 @@ from jaxbp.verify.accuracy import Accuracy, Place
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
-@pytest.mark.once
 def test_an_op_is_measured_and_a_second_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(accuracy, "FULL", dict(offsets=(0.0, 1e2), scales=(1.0,), draws=4))
     path = tmp_path / "rows.json"

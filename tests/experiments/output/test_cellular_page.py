@@ -14,8 +14,6 @@ from cells import checkerboard, checkerboard_target, life, random_circuit
 from experiments.output.cellular_page import words_of, write_page
 from jaxbp import CellularCircuit
 
-pytestmark = pytest.mark.once
-
 TICKS = 100
 
 
@@ -95,7 +93,6 @@ def test_the_script_gives_the_states_of_100_ticks(tmp_path, automaton, state, ta
     assert kept and states == [words_of(each) for each in expected_states(automaton, state)]
 
 
-@pytest.mark.once
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_the_page_in_a_browser_heals_what_a_click_destroys(tmp_path):
     automaton, state, target = AUTOMATA["a checkerboard"]
@@ -104,7 +101,7 @@ def test_the_page_in_a_browser_heals_what_a_click_destroys(tmp_path):
     # A container has no sandbox of its own to give.
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--dump-dom", f"{path.as_uri()}#test={TICKS}"]
-    page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
     (written,) = re.findall(r'<pre id="test">(.*?)</pre>', page, re.DOTALL)
     written = json.loads(written)
     expected = expected_states(automaton, state, damaged_at=TICKS // 2)

@@ -19,8 +19,6 @@ from experiments.output.cellular_pictures import (
 )
 from jaxbp import CellularCircuit
 
-pytestmark = pytest.mark.once
-
 
 def random_state(*shape):
     return np.random.default_rng(0).random(shape) < 0.4

@@ -1,11 +1,7 @@
 import re
 import xml.etree.ElementTree as ElementTree
 
-import pytest
-
 from experiments.output import comparison_page
-
-pytestmark = pytest.mark.once
 
 
 def test_the_page_is_well_formed_and_has_all_numbers(comparison):

@@ -14,7 +14,6 @@ from experiments.studies import many_devices
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.once
 @pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
 def test_devices_share_the_kernels_and_sum_the_gradients_once(tmp_path):
     works, found = ["lenet", "logic", "logic-large"], tmp_path / "found.json"
@@ -33,7 +32,6 @@ def test_devices_share_the_kernels_and_sum_the_gradients_once(tmp_path):
     assert [row["bytes"] for row in rows[2::2]] == [4 * (4 * 6 * gates + 1) for gates in (8000, 64000)]
 
 
-@pytest.mark.once
 def test_a_step_is_timed_in_each_place(tmp_path, monkeypatch):
     monkeypatch.setattr(many_devices, "EXAMPLES", {"lenet": (4,)})
     monkeypatch.setattr(many_devices, "OVERLAPPING", {})

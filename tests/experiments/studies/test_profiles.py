@@ -21,7 +21,6 @@ with open(sys.argv[sys.argv.index("--log-file") + 1], "w") as log:
 """
 
 
-@pytest.mark.once
 def test_each_kernel_has_a_row(tmp_path, monkeypatch):
     work, path = "relu_backward:relu1@2/float32/xla", tmp_path / "profiles.json"
     script = tmp_path / "ncu"

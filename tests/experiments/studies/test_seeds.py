@@ -6,8 +6,6 @@ import pytest
 
 from experiments.studies import seeds
 
-pytestmark = pytest.mark.once
-
 
 def test_each_setting_and_seed_has_a_row_and_a_run_that_fails_says_why(tmp_path):
     path = tmp_path / "seeds.json"

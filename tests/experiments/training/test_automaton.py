@@ -18,8 +18,6 @@ from experiments.training import automaton, compiled
 from experiments.training.loop import TIMINGS
 from jaxbp import CellularCircuit, Netlist
 
-pytestmark = pytest.mark.once
-
 
 @pytest.fixture(scope="module")
 def finished(tiny_automaton, tmp_path_factory):

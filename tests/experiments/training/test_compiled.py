@@ -10,7 +10,7 @@ from experiments.training import compiled
 from experiments.training.logic import hardened_predictions
 from jaxbp import Circuit, Wires, pack_bits
 
-pytestmark = [pytest.mark.once, pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")]
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 
 def test_ticks_are_counted_until_they_take_long_enough(monkeypatch):

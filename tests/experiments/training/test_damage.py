@@ -18,8 +18,6 @@ from experiments import configs, train
 from experiments.training import checkpoints, curves, run_directory
 from experiments.training.loop import TIMINGS
 
-pytestmark = pytest.mark.once
-
 POSITIONS = 2
 """Where a bit is flipped, evenly over a file."""
 
@@ -120,7 +118,6 @@ def test_there_are_more_than_300_cases(runs):
     assert len(files) * (1 + len(DAMAGES)) > 300
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("run", "place"), CASES)
 def test_a_run_with_a_damaged_file_goes_on_to_the_same_bits(run, place, runs, tmp_path, capsys):
     wanted = outcome(runs["finished"])

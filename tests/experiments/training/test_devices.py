@@ -14,7 +14,6 @@ from experiments.training import curves, devices, run_directory
 from experiments.training import loop as training
 
 pytestmark = [
-    pytest.mark.once,
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over"),
 ]
 
@@ -60,7 +59,6 @@ CONFIGS = {
 }
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_eight_devices_train_within_rounding_of_one(config, sgd):
     sgd(config)

@@ -11,8 +11,6 @@ from matplotlib import image
 from experiments.training import run_directory
 from experiments.training.compiled import load
 
-pytestmark = pytest.mark.once
-
 
 @pytest.fixture(scope="module")
 def finished(gates_run):

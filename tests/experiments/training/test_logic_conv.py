@@ -12,8 +12,6 @@ from experiments.configs import LogicConvConfig
 from experiments.training import logic, logic_conv, run_directory
 from experiments.training.compiled import load
 
-pytestmark = pytest.mark.once
-
 
 @pytest.fixture(scope="module")
 def finished(gates_run):

@@ -12,8 +12,6 @@ from experiments.training import loop as training
 from experiments.training.loop import TIMINGS, TrainState
 from jaxbp.precision import LossScale
 
-pytestmark = pytest.mark.once
-
 
 def run(config, dataset=None, state=None, epochs_done=0):
     """Every epoch's metrics and a copy of its state, from the start or from `state`."""

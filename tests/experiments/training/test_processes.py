@@ -15,8 +15,6 @@ from experiments import kill, train
 from experiments.output.errors import UserError
 from experiments.training.processes import Place, _relay
 
-pytestmark = pytest.mark.once
-
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import sys
@@ -28,7 +26,28 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 @pytest.fixture
-def start(monkeypatch):
+def port():
+    """A free port, with a free one after it.
+
+    The one before them is held for the time of a test, so that no other test takes them before the processes do: two
+    coordinators on one port would not notice.
+    """
+    for port in itertools.count(20001, 3):  # below those that the system gives to connections
+        with socket.socket() as held, socket.socket() as free, socket.socket() as free_after:
+            try:
+                held.bind(("127.0.0.1", port - 1))
+                free.bind(("127.0.0.1", port))
+                free_after.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            free.close()
+            free_after.close()
+            yield port
+            return
+
+
+@pytest.fixture
+def start(monkeypatch, port):
     """Starts the toy experiment in two processes, of which the first has the settings."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "experiments"))))
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
@@ -40,7 +59,7 @@ def start(monkeypatch):
     started = []
 
     def both(*settings):
-        place = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2"]
+        place = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2"]
         for i, arguments in enumerate((settings, ())):
             command = [sys.executable, "-c", SCRIPT, *map(str, arguments), *place, "--process", str(i)]
             pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -51,18 +70,6 @@ def start(monkeypatch):
     for process in started:
         process.kill()
         process.communicate()
-
-
-def free_port():
-    """One with a free port after it, below those that the system gives to connections, and another in each process."""
-    for port in itertools.count(20000 + 2 * (os.getpid() % 6000), 2):
-        with socket.socket() as one, socket.socket() as next_one:
-            try:
-                one.bind(("127.0.0.1", port))
-                next_one.bind(("127.0.0.1", port + 1))
-                return port
-            except OSError:
-                continue
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs two devices to shard over, of the CPU")
@@ -80,7 +87,6 @@ def test_two_processes_go_on_with_a_run_in_the_bits_of_one_with_two_devices(star
     assert kill.outcome(both) == kill.outcome(alone)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("killed", [1, 0])
 def test_a_killed_process_ends_the_other_with_a_line(start, tmp_path, killed):
     processes = start("toy", "--devices", "2", "--epochs", "100000", "--run-dir", tmp_path / "run")

@@ -14,7 +14,7 @@ from experiments.training import loop as training
 from experiments.training.loop import TIMINGS
 from experiments.training.run_directory import RunDirectory
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("prepared_once")]
+pytestmark = pytest.mark.usefixtures("prepared_once")
 
 
 def epochs_of(run_dir):

@@ -112,8 +112,6 @@ def _hessian_products(name, implementation):
     return run
 
 
-@pytest.mark.rotating
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [(name, of) for name in NAMES for of in jaxbp.IMPLEMENTATIONS if of != "pallas" or name in PAIRS],
@@ -130,8 +128,6 @@ def test_gradients_match_finite_differences(name, implementation):
             np.testing.assert_allclose(dot(gradients, direction), difference, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.rotating
-@pytest.mark.once
 @ours
 @every_pair
 def test_second_derivatives_match_finite_differences_of_the_gradient(name, implementation):
@@ -145,8 +141,6 @@ def test_second_derivatives_match_finite_differences_of_the_gradient(name, imple
             np.testing.assert_allclose(product, (a - b) / (2 * step), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.rotating
-@pytest.mark.once
 @ours
 @every_pair
 def test_forward_over_reverse_equals_reverse_over_reverse(name, implementation):
@@ -158,8 +152,6 @@ def test_forward_over_reverse_equals_reverse_over_reverse(name, implementation):
         assert_close(forward_over_reverse, reverse_over_reverse, dtype)
 
 
-@pytest.mark.rotating
-@pytest.mark.once
 @every_pair
 def test_check_grads_to_second_order(name):
     # Kernels take no float64, and JAX's steps are too small for float32.
@@ -172,7 +164,6 @@ def test_check_grads_to_second_order(name):
 # ------------------------------------------------------------------------------------------------------ against float64
 
 
-@pytest.mark.rotating
 @ours
 @every_op
 def test_value_and_gradients_match_float64(name, implementation):
@@ -185,8 +176,6 @@ def _half_precisions():
         yield name, ("bfloat16", "float16")[(i + j) % 2], implementation
 
 
-@pytest.mark.rotating
-@pytest.mark.once
 @pytest.mark.parametrize(("name", "dtype", "implementation"), list(_half_precisions()))
 def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
     y, gradients = compiled(name, None, implementation)(*drawn(name, dtype=dtype))
@@ -212,14 +201,11 @@ def _size(name, place, batch=2):
     return sum(a.size for a in jax.tree.leaves(case_of(name, place).structs(batch=batch)))
 
 
-@pytest.mark.rotating
-@pytest.mark.once
 @pytest.mark.parametrize(("name", "place", "implementation"), list(_for_the_interpreter()))
 def test_value_and_gradients_of_one_example_at_real_shapes_match_float64(name, place, implementation):
     _check_at_place(name, place, implementation, "float32", batch=1)
 
 
-@pytest.mark.rotating
 @every_implementation
 @every_op
 def test_an_empty_batch_has_gradients_of_every_shape(name, implementation):
@@ -309,7 +295,6 @@ def _cuda_program(name, place, dtype, batch):
     return cuda_program(value_and_gradients(op), arrays, results_of(op, arrays))
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "place", "dtype"), list(_places_and_dtypes()))
 def test_kernels_lower_for_cuda_without_a_gpu(name, place, dtype):
     program = _cuda_program(name, place, dtype, batch=case_of(name, place).batch or 16384)
@@ -326,15 +311,12 @@ def _left_to_xla(name, place, dtype):
     return dtype != "float32" and name in ("conv2d_backward_input", "linear", "linear_backward")
 
 
-@pytest.mark.rotating
 @every_pair
 def test_float32_kernels_lower_for_cuda_under_x64(name):
     with jax.enable_x64(True), jax.default_matmul_precision("default" if name.startswith("mlp_") else "highest"):
         assert "mosaic_gpu" in _cuda_program(name, None, "float32", batch=2)
 
 
-@pytest.mark.rotating
-@pytest.mark.once
 @every_pair
 def test_kernels_stay_in_bounds_and_write_every_output_in_the_simulator(name):
     if name in ("conv2d_relu_max_pool2d", "gate_layer") and jax.__version_info__ < (0, 12):
@@ -345,8 +327,6 @@ def test_kernels_stay_in_bounds_and_write_every_output_in_the_simulator(name):
     assert_close(result, reference(name), "float32")
 
 
-@pytest.mark.rotating
-@pytest.mark.once
 @every_pair
 def test_kernels_give_the_same_bits_whichever_program_runs_first(name):
     # The simulator runs programs one by one and takes their order for granted: this finds what depends on it.
@@ -385,8 +365,6 @@ def test_unknown_implementation_is_refused(name):
 # ------------------------------------------------------------------------------------------ under JAX's transformations
 
 
-@pytest.mark.rotating
-@pytest.mark.once
 @every_pair_of_ours
 def test_without_jit_the_gradients_are_the_same(name, implementation):
     arrays, cotangents = drawn(name)
@@ -394,8 +372,6 @@ def test_without_jit_the_gradients_are_the_same(name, implementation):
     assert_close(vjp(cotangents), compiled(name, None, implementation)(arrays, cotangents)[1], "float32")
 
 
-@pytest.mark.rotating
-@pytest.mark.once
 @every_pair_of_ours
 def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, implementation):
     # All at once: each alone would compile the kernels again.
@@ -408,8 +384,6 @@ def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, im
     assert_close(scan(stack([stack(row) for row in each])), expected, "float32")
 
 
-@pytest.mark.rotating
-@pytest.mark.once
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices to shard over")
 @every_pair_of_ours
 def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, implementation):
@@ -439,8 +413,6 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
     assert_close(gradients, reference(name, place, batch=4)[1], "float32")
 
 
-@pytest.mark.rotating
-@pytest.mark.once
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over")
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
 @every_pair_of_ours
@@ -483,13 +455,11 @@ def _smallest_place(name):
 # --------------------------------------------------------------------------------------------------------------- export
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", ["gate_layer", "gate_layer_backward", "conv2d_relu_max_pool2d", "layer_norm"])
 def test_every_platform_at_once_can_be_exported_to(name):
     _export(name)
 
 
-@pytest.mark.once
 def test_the_elementwise_ops_can_be_exported_to_every_platform_at_once():
     _export("relu", "softmax", "max", "batch_norm", "dropout")
 

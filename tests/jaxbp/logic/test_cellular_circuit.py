@@ -14,8 +14,6 @@ from jaxbp import CellularCircuit, Netlist
 from jaxbp.logic.cellular_circuit import pack_grid, unpack_grid
 from jaxbp.logic.sources import VERILOG_WORDS
 
-pytestmark = pytest.mark.once
-
 SIZES = [(1, 1), (1, 2), (1, 67), (5, 1), (2, 2), (3, 63), (3, 64), (4, 65), (6, 130)]
 boundaries = pytest.mark.parametrize("periodic", [False, True], ids=["zero", "periodic"])
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

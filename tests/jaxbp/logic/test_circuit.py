@@ -16,8 +16,6 @@ from experiments.training.compiled import compiled, load
 from jaxbp import Circuit, Netlist, Wires
 from jaxbp.logic.gates import TRUTH_TABLES
 
-pytestmark = pytest.mark.once
-
 random = np.random.default_rng(0)
 # Every gate, with both inputs from anywhere; layers of different widths.
 LAYERS = [

@@ -8,8 +8,6 @@ import pytest
 
 from jaxbp import TreeWires
 
-pytestmark = pytest.mark.once
-
 
 def test_random_trees_read_channels_evenly_and_no_place_twice():
     wires = TreeWires.random(6, 20, (3, 3), channels_per_kernel=2, seed=0)

@@ -17,7 +17,6 @@ from jaxbp import ConvolutionalCircuit, TreeWires, Wires
 from jaxbp.logic.gates import TRUTH_TABLES
 from jaxbp.logic.sources import VERILOG_WORDS
 
-pytestmark = pytest.mark.once
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 random = np.random.default_rng(0)

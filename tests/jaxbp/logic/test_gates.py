@@ -15,8 +15,6 @@ from jaxbp.logic import gates as logic_gates
 from jaxbp.logic.gates import COEFFICIENTS, PARAMETERS, TRUTH_TABLES, relaxed_gates
 from jaxbp.ops import gate_layer
 
-pytestmark = pytest.mark.once
-
 BOOLEAN = [
     lambda a, b: False,
     lambda a, b: a and b,

@@ -19,8 +19,6 @@ from jaxbp.logic import netlist as netlist_module
 from jaxbp.logic.gates import TRUTH_TABLES
 from jaxbp.logic.netlist import FUNCTIONS
 
-pytestmark = pytest.mark.once
-
 random = np.random.default_rng(0)
 LAYERS = [
     (random.integers(0, 16, 40), Wires.random(14, 40, seed=0)),

@@ -10,8 +10,6 @@ import jaxbp
 from jaxbp.logic.gates import PARAMETERS
 from jaxbp.nn import LogicAutomaton
 
-pytestmark = pytest.mark.once
-
 SIZES = dict(channels=3, perception_kernels=2, perception_widths=[8, 4, 2], update_widths=[12, 8, 5, 3])
 
 
@@ -32,7 +30,6 @@ def test_it_is_the_op_with_its_parameters():
     assert jnp.array_equal(model(state, 3, **options), wanted)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("periodic", [False, True], ids=["zero", "periodic"])
 @pytest.mark.parametrize("parametrization", PARAMETERS)
 def test_the_hardened_automaton_is_its_circuit_bit_for_bit(parametrization, periodic):

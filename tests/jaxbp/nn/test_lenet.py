@@ -165,7 +165,7 @@ CASES = {
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(case, id=id, marks=[pytest.mark.once] * ("pallas" in id)) for id, case in CASES.items()],
+    params=[pytest.param(case, id=id) for id, case in CASES.items()],
 )
 def two_steps(request):
     """Two steps of gradient descent on one batch, from one compilation: the losses, and the gradients of the first."""
@@ -194,7 +194,6 @@ def in_float64():
     return value, by_name(gradients)
 
 
-@pytest.mark.rotating
 def test_loss_and_all_gradients_agree_with_float64(two_steps):
     value, gradients, _ = two_steps
     expected, expected_gradients = in_float64()
@@ -205,7 +204,6 @@ def test_loss_and_all_gradients_agree_with_float64(two_steps):
     assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.rotating
 def test_a_step_of_gradient_descent_lowers_the_loss(two_steps):
     first_loss, _, second_loss = two_steps
     assert second_loss < first_loss
@@ -244,7 +242,6 @@ def test_the_table_has_44426_values_of_parameter_gradients(fused):
     assert sum(row.bytes for row in table.values()) == 4 * 44_426
 
 
-@pytest.mark.once
 @fused_or_not
 def test_saved_tensors_are_those_of_the_table(fused):
     _, saved = lenet_saved_tensors(build(fused=fused), *draw(32))
@@ -272,7 +269,6 @@ def test_the_backward_keeps_the_tables_tensors_and_nothing_else(implementation, 
     assert kept == collections.Counter((row.shape, row.dtype) for row in rows("saved", 3, fused).values())
 
 
-@pytest.mark.once
 @fused_or_not
 def test_activation_gradients_are_those_of_the_table(fused):
     options = dict(implementation="xla")

@@ -18,8 +18,6 @@ from jaxbp import Wires
 from jaxbp.logic.gates import PARAMETERS
 from jaxbp.nn import LogicLayer, LogicNetwork, thermometer
 
-pytestmark = pytest.mark.once
-
 
 def bits(shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).random(shape) < 0.5, jnp.float32)

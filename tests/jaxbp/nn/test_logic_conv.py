@@ -13,8 +13,6 @@ from jaxbp import TreeWires
 from jaxbp.logic.gates import PARAMETERS
 from jaxbp.nn import LogicConv2d, LogicConvNetwork, LogicConvolution, image_thermometer
 
-pytestmark = pytest.mark.once
-
 WIRES = TreeWires.random(3, 4, 2, depth=2, seed=0)
 CONVOLUTIONS = [LogicConvolution(4, 3, padding=1, pool=2, depth=2), LogicConvolution(6, (2, 1), stride=(1, 2), depth=1)]
 
@@ -85,7 +83,6 @@ def test_seeds_tell_the_wires_of_networks_apart():
     assert leaves(0) == leaves(0) != leaves(7)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("parametrization", PARAMETERS)
 def test_the_hardened_network_is_its_circuit(parametrization):
     net = network(parametrization=parametrization)

@@ -12,8 +12,6 @@ from helpers import assert_close, every_implementation, in_float64, normal
 import jaxbp
 from jaxbp.nn import LayerNorm, LayerNormLinear, Mixer
 
-pytestmark = pytest.mark.once
-
 
 def mixer(implementation=None, dtype=jnp.float32, **options):
     """A small Mixer as `logits(parameters, images)`, and its parameters."""
@@ -50,7 +48,6 @@ def test_patches_are_squares_of_the_image():
     assert_close((model(lit) - model(dark))[0] * 16, model.embed.weight[...][:, 1 * 7 + 3], "float32")
 
 
-@pytest.mark.rotating
 @every_implementation
 def test_gradients_agree_with_float64(implementation):
     (images,) = normal((2, 1, 28, 28))

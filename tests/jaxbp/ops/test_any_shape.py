@@ -6,13 +6,10 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from helpers import assert_close, draw_cotangents, in_float64, normal, value_and_gradients
 from hypothesis import strategies as st
 
 from jaxbp import conv2d, linear, max_pool2d
-
-pytestmark = pytest.mark.once
 
 # Few, always the same and not made smaller: for each new shape an interpreted kernel takes a second to compile.
 few = hypothesis.settings(
@@ -32,7 +29,6 @@ def _check(function, arrays, **options):
         assert_close(value_and_gradients(op)(arrays, cotangents), expected, "float32")
 
 
-@pytest.mark.rotating
 @few
 @hypothesis.given(st.data())
 def test_conv2d(data):
@@ -44,7 +40,6 @@ def test_conv2d(data):
     _check(conv2d, arrays, stride=stride, padding=padding)
 
 
-@pytest.mark.rotating
 @few
 @hypothesis.given(st.data())
 def test_max_pool2d(data):
@@ -57,7 +52,6 @@ def test_max_pool2d(data):
     _check(max_pool2d, (x,), window=window, stride=stride, padding=padding)
 
 
-@pytest.mark.rotating
 @few
 @hypothesis.given(st.lists(st.sampled_from([1, 2, 3, 43, 129]), max_size=2), st.sampled_from([1, 2, 5, 11]), small)
 def test_linear(batch, in_features, out_features):

@@ -7,8 +7,6 @@ from helpers import every_implementation
 
 import jaxbp
 
-pytestmark = pytest.mark.once
-
 INF, NAN = np.inf, np.nan
 
 # name, x1, x2 -> y, dx1, dx2 for dy = 2

@@ -57,13 +57,12 @@ def published(automaton, shape, steps, fire_rate=1.0):
     return rollout
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "periodic, shape, fire_rate",
     [
         (False, (2, 3, 4), 1.0),
-        pytest.param(True, (1, 3, 5), 0.6, marks=pytest.mark.once),
-        pytest.param(True, (2, 1, 1), 1.0, marks=pytest.mark.once),
+        pytest.param(True, (1, 3, 5), 0.6),
+        pytest.param(True, (2, 1, 1), 1.0),
     ],
 )
 def test_gradients_are_those_of_the_published_formulation_in_float64(periodic, shape, fire_rate):
@@ -75,7 +74,6 @@ def test_gradients_are_those_of_the_published_formulation_in_float64(periodic, s
         assert_close(got, want, "float32")
 
 
-@pytest.mark.once
 def test_twenty_ticks_are_those_of_the_published_formulation_in_float64():
     wires, arrays = automaton(), operands(automaton(), pass_through=4.0)
     want = in_float64(functools.partial(gradients, published(wires, (2, 3, 4), 20)), *arrays)
@@ -83,7 +81,6 @@ def test_twenty_ticks_are_those_of_the_published_formulation_in_float64():
     assert_close(got, want, 1e-4)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("implementation", ["pallas", "autodiff", None])
 def test_implementations_agree(implementation):
     wires, (logits, state, dlast) = automaton(True), operands(automaton(True))
@@ -98,8 +95,6 @@ def test_implementations_agree(implementation):
         assert_close(jax.jit(lambda d, p, s: backward(d, p, wires, s, 3))(dlast, logits, state), want[1], "float32")
 
 
-@pytest.mark.rotating
-@pytest.mark.once
 def test_a_step_is_a_rollout_of_one():
     wires = automaton()
     logits, state, dlast = operands(wires, parametrization="input_wise")
@@ -130,8 +125,6 @@ def test_a_batch_is_its_grids_one_by_one():
     assert_close(together, mapped, 1e-6)
 
 
-@pytest.mark.rotating
-@pytest.mark.once
 def test_check_grads_to_second_order():
     with jax.enable_x64(True):
         wires = automaton()
@@ -179,7 +172,6 @@ def rounding_loop(automaton, steps, rounding_rate, fire_rate):
     return rollout
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("implementation", ["pallas", "xla", "autodiff"])
 def test_values_are_rounded_before_each_tick_straight_through(implementation):
     wires = jaxbp.Automaton.create(2, 1, [8, 4, 2], [3, 2], periodic=True, seed=1)
@@ -234,7 +226,6 @@ def test_which_cells_fire_does_not_depend_on_the_rounding():
     assert jnp.array_equal(*last)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("implementation", ["pallas", "xla", "autodiff"])
 def test_a_rounding_rate_may_be_traced_and_has_no_gradient(implementation):
     logits, state, dlast = operands(automaton())
@@ -265,7 +256,6 @@ def test_half_precision_states_are_computed_in_float32():
     assert_close(got, jaxbp.automaton_step(logits, automaton(), half.astype(jnp.float32)), "bfloat16")
 
 
-@pytest.mark.once
 def test_kept_memory_grows_as_the_policy_says():
     """From 64 ticks to 256, in states, by what the compiled gradient allocates."""
     wires, (logits, state, _) = automaton(), operands(automaton(), (4, 32, 32))

@@ -7,8 +7,6 @@ from helpers import every_implementation
 
 from jaxbp import avg_pool2d, avg_pool2d_backward, global_avg_pool2d, global_avg_pool2d_backward
 
-pytestmark = pytest.mark.once
-
 
 def image(*rows):
     return jnp.asarray(rows, jnp.float32)[None, None]

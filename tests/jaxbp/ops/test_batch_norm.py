@@ -8,8 +8,6 @@ from helpers import assert_close, normal, ours
 
 from jaxbp import batch_norm, batch_norm_backward
 
-pytestmark = pytest.mark.once
-
 
 @pytest.mark.parametrize("shape", [(8, 3), (4, 3, 5), (2, 3, 4, 4)], ids=str)
 def test_each_channel_has_mean_bias_and_the_variance_of_scale_squared(shape):

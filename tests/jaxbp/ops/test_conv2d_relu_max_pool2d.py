@@ -29,15 +29,12 @@ from jaxbp import (
 from pallas_kernels.conv.conv2d_relu_max_pool2d_forward_tf32_sm90 import MIN_JAX
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 
-pytestmark = pytest.mark.once
-
 
 def three_ops(x, w, b, *, window, **options):
     x = conv2d(x, w, b, **options, implementation="autodiff")
     return max_pool2d(relu(x, implementation="autodiff"), window, implementation="autodiff")
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("options", [dict(window=2), dict(window=(1, 3), padding=(2, 1))], ids=str)
 @every_implementation
 def test_values_and_gradients_are_those_of_the_three_ops(options, implementation):
@@ -135,7 +132,6 @@ def test_the_input_gradient_of_lenet_is_the_fastest_of_three(batch, dtype, preci
     assert [way for way in (EXACT, ON_TENSOR_CORES, BAND) if way in program] == [wanted]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=["H200", "B200", "RTX"])
 @pytest.mark.parametrize(
     ("dtype", "precision"),
@@ -153,7 +149,6 @@ def test_only_hopper_has_a_forward_on_the_tensor_cores_but_for_exact_float32(imp
     assert ("wgmma" in program) == (gpu is HOPPER and (dtype != "float32" or in_tf32))
 
 
-@pytest.mark.rotating
 def test_without_a_gpu_the_exact_kernels_take_the_place_of_those_on_the_tensor_cores():
     dy, x, w = normal(*LARGE)
     places = jnp.asarray(np.random.default_rng(2).integers(0, 5, dy.shape, np.uint8))

@@ -9,8 +9,6 @@ from jaxbp.ops import _filter_matrix
 from pallas_kernels.conv import conv2d_relu_max_pool2d
 from pallas_kernels.core.layouts import LANES
 
-pytestmark = pytest.mark.once
-
 
 def integers(*shape):
     """Small whole numbers, whose sums are exact in float32 in any order."""

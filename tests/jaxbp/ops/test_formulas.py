@@ -36,8 +36,6 @@ from helpers import (
 import jaxbp
 from jaxbp.catalogue import CATALOGUE
 
-pytestmark = pytest.mark.once
-
 LIKE = [entry for entry in CATALOGUE if entry.like]
 FORWARDS = [entry.name.removesuffix("_backward") for entry in LIKE if "_backward" in entry.name]
 FAMILIES = {}
@@ -114,7 +112,6 @@ def moved(drawn, direction, by):
     return {name: (move(arrays, direction[name]), cotangents) for name, (arrays, cotangents) in drawn.items()}
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("implementation", ["pallas", "autodiff"])
 @every_family
 def test_gradients_match_finite_differences(family, implementation):
@@ -132,7 +129,6 @@ def test_gradients_match_finite_differences(family, implementation):
             np.testing.assert_allclose(slope, difference, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.rotating
 @ours
 @every_family
 def test_values_gradients_and_public_backwards_match_float64(family, implementation):
@@ -147,7 +143,6 @@ def test_public_backwards_by_autodiff_are_the_pairs_gradients(family):
         _check(name, result, result, "float64")
 
 
-@pytest.mark.rotating
 # In a kernel that takes the formula as it is, half precisions are those of the op that is tested in full.
 @pytest.mark.parametrize(
     ("family", "implementation", "dtype"),
@@ -172,7 +167,6 @@ def _check(name, result, reference, tolerance):
         raise AssertionError(f"{name}: {error}") from error
 
 
-@pytest.mark.rotating
 @every_family
 def test_first_and_second_derivatives_of_the_formulas_match_finite_differences(family):
     # A kernel's derivative is its formula's, which the ops tested in full show.
@@ -206,7 +200,6 @@ def test_first_and_second_derivatives_of_the_formulas_match_finite_differences(f
 LEFT_TO_XLA = {"transpose"}
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "dtype"), [(n, ("float32", "bfloat16")[i % 2]) for i, n in enumerate(FORWARDS)])
 def test_kernels_lower_for_cuda_without_a_gpu(name, dtype):
     dtype = "float32" if ENTRIES[name].like == "linear" else dtype  # the tensor cores' products are the library's

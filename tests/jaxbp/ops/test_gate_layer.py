@@ -33,8 +33,6 @@ from jaxbp.logic.gates import PARAMETERS
 from jaxbp.ops import gate_layer as op
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 
-pytestmark = pytest.mark.once
-
 # As they stand in the literature: the function, and its derivatives in a and in b.
 RELAXED = [
     (lambda a, b: 0 * a, lambda a, b: 0 * a, lambda a, b: 0 * a),
@@ -101,7 +99,6 @@ def test_the_gradient_in_the_logits_is_that_of_the_formula(implementation):
 # ------------------------------------------------------------------------------------------------------ against float64
 
 
-@pytest.mark.rotating
 @ours
 @pytest.mark.parametrize("sizes", [(8, 4), (16, 8), (64, 32)], ids=lambda sizes: f"{sizes[0]}->{sizes[1]}")
 def test_layers_match_float64(sizes, implementation):
@@ -125,7 +122,6 @@ def test_a_gate_that_passes_on_its_a_does(implementation):
     np.testing.assert_allclose(dx, jnp.broadcast_to(jnp.array([1.0, 0.0]), (20, 2)), atol=1e-3)
 
 
-@pytest.mark.rotating
 @every_parametrization
 @every_implementation
 def test_every_parametrization_matches_finite_differences(implementation, parametrization):
@@ -168,14 +164,12 @@ def test_groups_that_do_not_divide_the_gates_are_refused(groups):
         jaxbp.gate_layer(jnp.zeros((6, 16)), SHARED, jnp.zeros((2, 5)), groups=groups)
 
 
-@pytest.mark.rotating
 @ours
 def test_check_grads_to_order_two_of_groups(implementation):
     layer = lambda logits, x: jaxbp.gate_layer(logits, SHARED, x, groups=2, implementation=implementation)  # noqa: E731
     check_grads(layer, normal((6, 16), (3, 5), seed=3), order=2, modes=("rev",), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.rotating
 @every_parametrization
 @ours
 def test_check_grads_to_order_two(implementation, parametrization):
@@ -200,7 +194,6 @@ def test_the_light_parametrizations_interpolate_between_the_rows_of_a_truth_tabl
 # ---------------------------------------------------------------------------------------------------- batches and wires
 
 
-@pytest.mark.rotating
 @every_implementation
 def test_a_batch_equals_its_examples_one_by_one(implementation):
     dy, logits, x = normal((130, 6), (6, 16), (130, 5), seed=5)
@@ -224,7 +217,6 @@ WIRES = {
 }
 
 
-@pytest.mark.rotating
 @ours
 @pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
 def test_gradients_gather_over_every_consumer(wires, implementation):
@@ -271,7 +263,6 @@ def test_no_two_gates_read_one_copy_of_a_row(wires):
     assert np.array_equal(copies // wires.most_consumers, np.stack([wires.a, wires.b], axis=1).ravel())
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
 def test_gradients_of_gradients_match_float64(wires):
     def second(implementation):

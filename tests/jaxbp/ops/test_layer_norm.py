@@ -26,8 +26,6 @@ from jaxbp import rms_norm_backward as rms_backward
 from pallas_kernels.core.device import BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
 
-pytestmark = pytest.mark.once
-
 ALL = [(layer_norm, ((3, 5), (5,), (5,))), (rms_norm, ((3, 5), (5,)))]
 every_op = pytest.mark.parametrize(("op", "shapes"), ALL, ids=[op.__name__ for op, _ in ALL])
 
@@ -145,7 +143,6 @@ def test_the_backwards_of_rms_norm_and_of_layer_norm_agree_on_centred_rows():
     assert relative_error(dx, rms_dx) > 1e-3
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("rows", [1, 129])
 @pytest.mark.parametrize("hidden", [1, 96, 256, 1000, 1152, 4096, 8192, 16384])
 def test_kernels_lower_for_cuda_at_any_size(hidden, rows):

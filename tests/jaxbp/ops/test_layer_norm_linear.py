@@ -26,8 +26,6 @@ from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeti
 from pallas_kernels.dense import linear_sm90
 from pallas_kernels.norm import layer_norm_linear_sm90
 
-pytestmark = pytest.mark.once
-
 
 def reference(arrays, cotangents):
     """(results, gradients) by JAX's own differentiation in float64."""
@@ -147,7 +145,6 @@ def rows_normalised(monkeypatch):
     monkeypatch.setattr(importlib.import_module("jaxbp.ops.layer_norm_linear"), "_MIN_ROWS_AN_OUTPUT", 0)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("prepare", [of_kernels, rows_normalised])
 @pytest.mark.parametrize("bias_of_outputs", [True, False])
 @FUSED
@@ -169,7 +166,6 @@ def test_products_that_are_kernels_agree_with_the_formula_and_so_do_their_deriva
     assert_close(run("pallas", *arrays), in_float64(functools.partial(run, "autodiff"), *arrays), 2e-2)
 
 
-@pytest.mark.rotating
 @FUSED
 def test_products_that_are_kernels_lower_for_cuda_with_and_without_statistics(hidden, out, monkeypatch):
     of_kernels(monkeypatch)
@@ -185,7 +181,6 @@ def test_products_that_are_kernels_lower_for_cuda_with_and_without_statistics(hi
     assert ("layer_norm_linear_backward_input" in program) == (hidden == 128)
 
 
-@pytest.mark.rotating
 @FUSED
 @pytest.mark.parametrize("device", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
 def test_none_programs_the_tensor_cores_on_hopper_alone(device, hidden, out):
@@ -198,7 +193,6 @@ def test_none_programs_the_tensor_cores_on_hopper_alone(device, hidden, out):
     assert ("layer_norm_linear_backward_input" in program) == (device is HOPPER and hidden == 128)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("device", [HOPPER, BLACKWELL], ids=lambda device: device.kind)
 def test_many_rows_in_bfloat16_have_the_kernels_of_normalised_rows_on_hopper_alone(device):
     shapes = (65536, 1024), (65536, 1024), (1024,), (1024,), (1024, 1024), (1024,)

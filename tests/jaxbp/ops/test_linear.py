@@ -18,8 +18,6 @@ from helpers import (
 from jaxbp import linear, linear_backward
 from jaxbp.ops.linear import forward_in_float32, parameter_gradients_in_float32
 
-pytestmark = pytest.mark.once
-
 
 @every_implementation
 def test_numerical_gradients_agree_to_a_thousandth(implementation):
@@ -27,7 +25,6 @@ def test_numerical_gradients_agree_to_a_thousandth(implementation):
     assert_numerical_gradients_agree(linear, normal((3, 5), (2, 5), (2,)), step=0.5, implementation=implementation)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("batch", [(), (4,), (2, 1, 3)], ids=str)
 @every_implementation
 def test_gradients_sum_over_all_leading_axes(batch, implementation):

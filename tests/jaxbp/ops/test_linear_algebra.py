@@ -10,8 +10,6 @@ from helpers import assert_close, draw_cotangents, in_float64, normal, results_a
 
 import jaxbp
 
-pytestmark = pytest.mark.once
-
 SHAPES = {
     "matmul": [
         [(3,), (3,)],

@@ -22,8 +22,6 @@ from pallas_kernels.core.device import HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.logic import trees
 
-pytestmark = pytest.mark.once
-
 WIRES = TreeWires.random(3, 4, (3, 2), seed=0)
 # Kernel 0 reads one place four times, kernel 1 the window's corners of one channel; channel 1 is read by none.
 SHARED = TreeWires.from_leaves(
@@ -89,7 +87,6 @@ def of_op(implementation, parametrization="softmax", **geometry):
 # ------------------------------------------------------------------------------------------------------ against loops
 
 
-@pytest.mark.rotating
 @every_geometry
 @every_implementation
 def test_values_places_and_gradients_are_those_of_the_definition(implementation, geometry):
@@ -103,7 +100,6 @@ def test_values_places_and_gradients_are_those_of_the_definition(implementation,
         assert relative_error(gradient, wanted) < 1e-5
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("parametrization", PARAMETERS)
 @ours
 def test_each_parametrization_has_its_own_gradient(implementation, parametrization):
@@ -113,7 +109,6 @@ def test_each_parametrization_has_its_own_gradient(implementation, parametrizati
     assert_close(run(logits, WIRES, images()), reference, "float32")
 
 
-@pytest.mark.rotating
 @ours
 def test_gradients_of_gradients_are_right(implementation):
     (logits,) = normal((3, 3, 16), seed=2)
@@ -121,7 +116,6 @@ def test_gradients_of_gradients_are_right(implementation):
     check_grads(lambda logits, x: op(logits, SHARED, x), (logits, images(1, size=(3, 3))), 2, ("rev",), 2e-2, 2e-2)
 
 
-@pytest.mark.rotating
 @ours
 def test_hardened_trees_are_exact_on_bits(implementation):
     gates = np.random.default_rng(0).integers(16, size=(4, 7))
@@ -148,7 +142,6 @@ def test_of_equal_places_the_first_has_the_gradient(implementation):
     np.testing.assert_array_equal(dx, jax.grad(lambda x: jnp.sum(jaxbp.logic_or_pool2d(x)))(x))
 
 
-@pytest.mark.rotating
 @every_implementation
 def test_a_place_that_several_leaves_read_has_the_sum_of_their_gradients(implementation):
     (logits,) = normal((3, 3, 16), seed=3)
@@ -170,7 +163,6 @@ def test_a_nan_stays_and_is_in_no_other_window(implementation):
     assert places[1].max() < 4
 
 
-@pytest.mark.rotating
 @every_implementation
 def test_batches_of_none_and_of_one(implementation):
     (logits,) = normal((4, 7, 16), seed=1)
@@ -182,7 +174,6 @@ def test_batches_of_none_and_of_one(implementation):
     assert_close((one[0], *one[2:]), (reference[0], *reference[2:]), "float32")
 
 
-@pytest.mark.rotating
 @ours
 def test_a_gradient_of_a_gradient_in_half_precision_is_rounded_once(implementation):
     wires = TreeWires.random(1, 2, (1, 2), depth=1, seed=0)
@@ -210,7 +201,6 @@ def test_a_hundred_runs_give_the_same_bits(implementation):
 # -------------------------------------------------------------------------------------------------------- the kernels
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("window", "stride", "pad", "pool"),
     [((2, 2), (1, 1), (1, 1), (2, 2)), ((2, 2), (1, 1), (0, 1), (1, 1)), ((1, 2), (2, 1), (0, 0), (1, 2))],

@@ -8,8 +8,6 @@ from helpers import assert_close, every_implementation, gradients_of, normal
 
 import jaxbp
 
-pytestmark = pytest.mark.once
-
 INF = np.inf
 
 

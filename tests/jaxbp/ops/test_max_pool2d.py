@@ -19,8 +19,6 @@ from helpers import (
 
 from jaxbp import max_pool2d, max_pool2d_backward, max_pool2d_with_indices
 
-pytestmark = pytest.mark.once
-
 
 def pool(x, implementation, **options):
     """(y, dx) of one image, with 1, 2, 3, ... for dy."""

@@ -14,8 +14,6 @@ import jaxbp
 from jaxbp.ops import mlp_softmax_cross_entropy as mlp
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 
-pytestmark = pytest.mark.once
-
 SIZES = (12, 9, 7, 5)
 
 
@@ -33,7 +31,6 @@ def one_by_one(x, labels, *layers):
     return jaxbp.softmax_cross_entropy(x, labels, implementation="autodiff"), jnp.argmax(x, axis=-1)
 
 
-@pytest.mark.rotating
 @every_implementation
 @pytest.mark.parametrize("sizes", [SIZES, (12, 5)], ids=["three layers", "one layer"])
 def test_losses_classes_and_gradients_are_those_of_the_ops_one_by_one(implementation, sizes):

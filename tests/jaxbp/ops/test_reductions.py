@@ -10,8 +10,6 @@ from helpers import assert_close, normal, ours
 
 import jaxbp
 
-pytestmark = pytest.mark.once
-
 NAMES = ("sum", "mean", "var", "max", "min", "logsumexp")
 
 

@@ -10,8 +10,6 @@ from helpers import assert_close, assert_numerical_gradients_agree, every_implem
 
 from jaxbp import softmax_cross_entropy, softmax_cross_entropy_backward
 
-pytestmark = pytest.mark.once
-
 
 @functools.cache
 def _run(implementation):

@@ -12,8 +12,6 @@ import jaxbp
 from jaxbp.catalogue import Argument, Case, Entry
 from jaxbp.verify.accuracy import Place, accuracy
 
-pytestmark = pytest.mark.once
-
 
 def _softmax_of_result(x):
     y = jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)
@@ -73,7 +71,6 @@ REDUCING = {
 """Ops that could save what is rounded, or round what they add up. For all: `python -m experiments.check --accuracy`."""
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 10.0), ("float32", 1e2)])
 def test_no_op_that_reduces_is_further_from_float64_than_autodiff(dtype, scale):
     found = list(accuracy(REDUCING, ("xla",), (dtype,), (0.0, 1e4), (scale,)))

@@ -12,8 +12,6 @@ from jaxbp import Pair
 from jaxbp.verify import check
 from pallas_kernels.pointwise.elementwise import elementwise
 
-pytestmark = pytest.mark.once
-
 quickly = functools.partial(check, order=1)
 
 
@@ -141,13 +139,11 @@ def assert_caught(mistake, dtype):
     assert {row.implementation for row in result.failures} == {"xla"}  # JAX's own is right
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_caught_and_named(mistake):
     assert_caught(mistake, "float32")
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("mistake", ["a missing 1/N", "a wrong mask at 0", "a dropped batch sum"])
 def test_a_planted_mistake_is_caught_in_every_dtype(mistake, dtype):
@@ -297,7 +293,6 @@ MISSED = {
 }  # fmt: skip
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("mistake", MISSED)
 def test_a_mistake_that_random_numbers_do_not_show_is_caught(mistake):
     forward, wrong, args, settings = MISSED[mistake]

@@ -19,8 +19,6 @@ from jaxbp.nn import Linear
 from jaxbp.verify import compare
 from jaxbp.verify.compare import Comparison, Difference, Measured, Program, _one_after_another
 
-pytestmark = pytest.mark.once
-
 X = np.linspace(-2, 2, 6, dtype=np.float32)
 RIGHT = Pair(jnp.sin, {"xla": lambda dy, x: dy * jnp.cos(x)}, name="sine")
 WRONG = Pair(jnp.sin, {"xla": lambda dy, x: 1.5 * dy * jnp.cos(x)}, name="wrong")

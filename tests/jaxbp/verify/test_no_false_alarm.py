@@ -29,8 +29,6 @@ from experiments.children import Done, in_children
 from jaxbp.catalogue import CATALOGUE
 from jaxbp.verify import check
 
-pytestmark = pytest.mark.once
-
 SEEDS, SCALES, DTYPES = range(10), (1.0, 1e-3, 1e3), ("float32", "bfloat16", "float16", "float64")
 X, WIDE = (3, 4), (4, 2)
 
@@ -101,7 +99,6 @@ def test_there_are_thirty_functions_of_jax():
     assert len(FUNCTIONS) >= 30
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "seed", "scale", "dtype"), A_FEW)
 def test_a_function_of_jax_passes(name, seed, scale, dtype):
     assert alarms(name, seed, scale, dtype) == []
@@ -165,7 +162,6 @@ ONCE_WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", ONCE_WRONG)
 def test_what_was_once_called_wrong_passes(name):
     op, args, settings = ONCE_WRONG[name]

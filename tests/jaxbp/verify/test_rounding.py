@@ -8,8 +8,6 @@ import pytest
 from jaxbp.verify.reference import EPS, float64
 from jaxbp.verify.rounding import rounded_otherwise, rounding
 
-pytestmark = pytest.mark.once
-
 
 def moved(function, *args, **settings):
     with float64():

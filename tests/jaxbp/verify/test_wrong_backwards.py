@@ -11,10 +11,7 @@ _SPEC.loader.exec_module(wrong_backwards)
 CORPUS = wrong_backwards.CORPUS
 PAGE = (Path(__file__).parents[3] / "docs" / "wrong_backwards.md").read_text(encoding="utf-8")
 
-pytestmark = pytest.mark.once
 
-
-@pytest.mark.rotating
 @pytest.mark.parametrize("wrong", CORPUS, ids=lambda wrong: f"{wrong.op} of {wrong.source}")
 def test_a_published_mistake_is_caught_and_is_in_the_book(wrong):
     result = wrong.check()

@@ -12,8 +12,6 @@ from pallas_kernels.conv.conv2d import CorrelateConfig, correlate, correlate_bat
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, targeting
 from pallas_kernels.core.layouts import LANES
 
-pytestmark = pytest.mark.once
-
 
 def integers(*shape):
     """Small whole numbers, whose sums are exact in float32 in any order."""

@@ -90,10 +90,9 @@ def test_windows_that_do_not_divide_a_row_are_refused(on_hopper):
 @pytest.mark.parametrize(
     ("channels", "cells", "ahead"), [(2, 3, 1), (1, 3, 3), (2, 2, 1), (2, 1, 1), (1, 1, 3)]
 )  # of 2, 3 and 3
-@pytest.mark.parametrize("lane_block", [LANES, 2 * LANES])
-def test_the_input_gradient_is_right_for_rows_of_cells_and_parts_of_them(channels, cells, ahead, lane_block):
+def test_the_input_gradient_is_right_for_rows_of_cells_and_parts_of_them(channels, cells, ahead):
     (dy, place, x), (w,) = operands("small", 2 * LANES), normal((3, 2, 3, 3), seed=3)
-    config = InputGradientConfig(channels, cells, lane_block, ahead)
+    config = InputGradientConfig(channels, cells, ahead)
     gradient = functools.partial(kernels.input_gradient, input_size=x.shape[1:3], window=WINDOW, config=config)
     with on_the_cpu(), targeting(HOPPER):
         dx = jax.jit(gradient)(dy, place, w)
@@ -126,8 +125,8 @@ def test_the_input_gradient_is_right_for_other_windows_and_filters(window, windo
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (InputGradientConfig(4, 3, LANES, 1), "channels is 4; wants a divisor of 2"),
-        (InputGradientConfig(2, 3, LANES, 2), "ahead is 2; wants a divisor of 3"),
+        (InputGradientConfig(4, 3, 1), "channels is 4; wants a divisor of 2"),
+        (InputGradientConfig(2, 3, 2), "ahead is 2; wants a divisor of 3"),
     ],
 )
 def test_tiles_of_the_input_gradient_that_do_not_divide_are_refused(config, message, on_hopper):
@@ -204,7 +203,7 @@ def test_the_weights_gradient_is_split_by_channels_too_where_windows_are_few(blo
 def test_the_input_gradient_has_whole_rows_where_the_batch_keeps_the_gpu_busy(N, channels, cells, ahead, on_hopper):
     _, w, _, dy, place = shapes("lenet2", N)
     config = kernels.input_gradient.heuristic(dy, place, w, input_size=(12, 12), window=WINDOW)
-    assert config == InputGradientConfig(channels, cells, LANES, ahead)
+    assert config == InputGradientConfig(channels, cells, ahead)
 
 
 @pytest.mark.parametrize("N", [LANES, 2048])

@@ -134,7 +134,6 @@ def test_the_simulator_finds_the_pooled_gradient_right(block):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-@pytest.mark.rotating
 @can_simulate
 @pytest.mark.parametrize(("K", "I", "J", "C", "F"), [(4, 4, 4, 2, 5), (8, 4, 4, 4, 5)])
 def test_the_simulator_finds_the_convolutions_gradient_right(K, I, J, C, F):  # noqa: E741

@@ -141,6 +141,22 @@ def test_a_result_in_the_place_of_an_array_that_is_still_needed():
     np.testing.assert_array_equal(results, ((x + 1) / 2, 2 * (x + 1), x + 1))
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_the_body_gets_references_in_the_structure_of_the_arrays_and_results(has_bias):
+    def body(factors, bias_ref, x_ref, y_refs, none, *, i):
+        assert none is None and (bias_ref is not None) == has_bias
+        for factor_ref, y_ref in zip(factors, y_refs, strict=True):
+            y = factor_ref[0] * x_ref[i, FIRST]
+            y_ref[i, FIRST] = y + bias_ref[0] if has_bias else y
+
+    x, factors, bias = rows(), [jnp.full(1, 2.0), jnp.full(1, 3.0)], jnp.ones(1) if has_bias else None
+    run = lambda x: launch(body, factors, bias, x, out=((x, x), None), grid={"i": 2}, name="planted")  # noqa: E731
+    results, none = run(x)
+    assert none is None
+    np.testing.assert_array_equal(results, (2 * x + has_bias, 3 * x + has_bias))
+    assert "mosaic_gpu" in cuda_program(run, x)
+
+
 def test_shared_memory_wants_a_gpu_or_the_simulator():
     def body(x_ref, y_ref, scratch, *, i):
         y_ref[i, FIRST] = x_ref[i, FIRST]

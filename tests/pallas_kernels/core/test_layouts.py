@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.core.layouts import largest_divisor, quotient, remainder, vector_length
+from pallas_kernels.core.layouts import divisors, largest_divisor, quotient, remainder, vector_length
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,13 @@ def test_vectors_are_the_longest_that_divide_the_lanes_and_load_at_once(lanes, d
 )
 def test_largest_divisor(n, limit, divisor):
     assert largest_divisor(n, limit) == divisor
+
+
+def test_the_largest_divisor_that_is_accepted_and_all_divisors():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert largest_divisor(12, 8, lambda d: d % 3 > 0) == 4
+    assert largest_divisor(12, 8, lambda d: d % 2 > 0) == 3
+    assert largest_divisor(12, 8, lambda d: False) == 1
 
 
 @pytest.mark.parametrize("number", [0, 6, 7, 20])

@@ -42,7 +42,6 @@ def layer_structs(rows, outputs, inputs, dtype="bfloat16"):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, inputs), (outputs, inputs), (outputs,))]
 
 
-@pytest.mark.rotating
 @can_simulate
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "sizes"),

@@ -72,7 +72,6 @@ def jitted(automaton, config=None):
     return jax.jit(lambda *arrays: by_kernels(automaton, *arrays, config))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "config, grid",
     [

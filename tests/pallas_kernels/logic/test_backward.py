@@ -14,8 +14,6 @@ from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.logic import backward as kernels
 
-pytestmark = pytest.mark.once
-
 WIRES = {
     "few consumers": lambda: Wires.unique(6, 6, seed=0),  # at most three
     "many consumers": lambda: Wires.random(3, 10, seed=0),
@@ -63,7 +61,6 @@ def fastest(dy, coefficients, wires, x):
     return op._fastest_gradients(dy, coefficients, op._graph(wires), x)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("function", "wires", "N"),
     [(function, wires, LANES) for function in (BY_INPUT, separate) for wires in WIRES]

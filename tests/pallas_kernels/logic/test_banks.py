@@ -28,7 +28,6 @@ def test_an_octet_takes_a_cycle_for_each_row_in_the_same_banks(rows, cycles):
     assert banks.cycles(np.array(rows)) == cycles
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("sizes", [LIZARD, SMALL])
 def test_an_order_has_every_gate_once_and_the_channels_in_their_own(sizes):
     automaton = jaxbp.Automaton.create(*sizes, True, seed=0)
@@ -63,7 +62,6 @@ def cycles(automaton):
     return reads, sums
 
 
-@pytest.mark.rotating
 def test_the_checkerboard_reads_with_few_conflicts():
     """In the order of the wires it takes 2,360 and 2,100 cycles; without any conflict it would take 1,280 and 1,060."""
     reads, sums = cycles(jaxbp.Automaton.create(*CHECKERBOARD, False, seed=0))

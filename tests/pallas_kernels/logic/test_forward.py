@@ -12,8 +12,6 @@ from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.logic.forward import Config, forward
 
-pytestmark = pytest.mark.once
-
 WIRES = {
     "shared": lambda: Wires.from_pairs([0, 0, 1, 2, 0, 4], [1, 0, 4, 4, 4, 4], 5),
     "random": lambda: Wires.random(6, 9, seed=0),

@@ -10,8 +10,6 @@ from pallas_kernels.core.device import BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.norm import layer_norm as kernels
 from pallas_kernels.norm.layer_norm import GradientsConfig, NormaliseConfig
 
-pytestmark = pytest.mark.once
-
 centred_or_not = pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
 
 

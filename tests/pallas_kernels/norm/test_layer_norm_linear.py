@@ -8,8 +8,6 @@ from helpers import assert_close, cuda_program, normal, on_the_cpu
 from pallas_kernels.norm import layer_norm_linear as kernels
 from pallas_kernels.norm.layer_norm_linear import Config
 
-pytestmark = pytest.mark.once
-
 
 def draw(outputs, hidden, dtype="bfloat16"):
     """s, db, scale, bias and w."""

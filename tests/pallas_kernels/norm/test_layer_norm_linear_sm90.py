@@ -51,7 +51,6 @@ def expected(x, scale, bias, w, b, dz):
     return ((hat * scale + bias) @ w.T + b, mean(x)[:, 0] - first, inv_std[:, 0]), (dx, hat)
 
 
-@pytest.mark.rotating
 @can_simulate
 @pytest.mark.parametrize("shift", [0, 100], ids=["", "far from zero"])
 @WIDTHS

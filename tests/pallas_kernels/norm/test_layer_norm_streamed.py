@@ -13,8 +13,6 @@ from pallas_kernels.core.simulator import simulated
 from pallas_kernels.norm import layer_norm_streamed as kernels
 from pallas_kernels.norm.layer_norm_streamed import Config
 
-pytestmark = pytest.mark.once
-
 can_simulate = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older simulators lack bulk copies")
 
 # Rows of a warp and of a warpgroup; groups of several blocks; a last group that is not full; a ring of two.
@@ -27,7 +25,6 @@ CASES = {
 }
 
 
-@pytest.mark.rotating
 @can_simulate
 @pytest.mark.parametrize(
     ("name", "center", "known"),
@@ -64,7 +61,6 @@ def assert_input_gradient_right(rows, hidden, dtype, config):
     assert_close(actual, (dx(x, inv_std), (dx(hat, own_inv_std), hat)), dtype)
 
 
-@pytest.mark.rotating
 @can_simulate
 @pytest.mark.parametrize("name", CASES)
 def test_the_simulator_finds_dx_alone_right(name):

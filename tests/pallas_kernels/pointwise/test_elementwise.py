@@ -12,8 +12,6 @@ from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, targeting
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.pointwise.elementwise import Config, elementwise
 
-pytestmark = pytest.mark.once
-
 BROADCASTS = {
     "smaller than a vector": [(3,), (3,)],
     "a vector and part of one": [(700,), (700,)],

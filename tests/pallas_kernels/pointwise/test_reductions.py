@@ -12,8 +12,6 @@ from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, targeting
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.pointwise.reductions import Config, sum_over
 
-pytestmark = pytest.mark.once
-
 SUMS = {
     "short rows": [(3, 4), (4,), (1,)],
     "short columns": [(3, 4), (4,), (0,)],

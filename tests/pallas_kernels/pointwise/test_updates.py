@@ -13,8 +13,6 @@ from pallas_kernels.core.launch import CHANGES_IN_PLACE
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.pointwise.updates import ARRAYS, Config, updates
 
-pytestmark = pytest.mark.once
-
 SHAPES = [(), (1,), (5,), (127,), (128,), (0, 3), (129,), (10, 100), (1024,), (2050,)]
 LARGE = [(70000,), (3, 5), (513, 1025)]
 HALVES = [("bfloat16", "bfloat16", "bfloat16"), ("bfloat16", "float32", "bfloat16"), ("float16", "float16", "float32")]
@@ -50,14 +48,12 @@ def check(results, scalars, changed, constant):
 
 
 # Unwritten memory is NaN, reads out of bounds raise, and so do two programs at one place.
-@pytest.mark.rotating
 @pytest.mark.parametrize("accesses", [1, 2])
 def test_every_element_of_every_array_is_updated_in_the_simulator(accesses):
     arrays = drawn()
     check(simulate(*arrays, config=Config(accesses)), *arrays)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("dtypes", HALVES, ids="-".join)
 def test_lists_of_half_precisions_are_computed_in_float32(dtypes):
     arrays = drawn([(), (7,), (1030,)], dtypes)

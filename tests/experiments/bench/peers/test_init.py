@@ -9,8 +9,6 @@ from experiments.bench import peers
 from experiments.bench.peers import published_automaton
 from experiments.bench.rows import Case, Settings
 
-pytestmark = pytest.mark.once
-
 
 def test_without_their_libraries_there_are_no_peers_and_the_bench_says_so(monkeypatch, capsys):
     libraries = {"PyTorch": "torch", "Liger-Kernel": "liger_kernel", "QuACK": "quack", "tokamax": "tokamax"}

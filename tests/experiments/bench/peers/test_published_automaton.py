@@ -11,8 +11,6 @@ from jaxbp.catalogue import AutomatonArgument
 
 SMALL = AutomatonArgument(1, 1, (8, 4, 2), (2, 1), periodic=False)
 
-pytestmark = pytest.mark.once
-
 
 @pytest.fixture
 def task(monkeypatch):
@@ -23,7 +21,6 @@ def task(monkeypatch):
     return Task("automaton", {"size": 4}, (arguments,), arguments, 2, "float32", "default", False, 1e-4, "best")
 
 
-@pytest.mark.rotating
 def test_both_variants_are_timed_and_have_the_gradients_of_ours(task):
     ours = jax.jit(works.automaton_work(4).function("xla", "float32"))(*task.small)
     names = []

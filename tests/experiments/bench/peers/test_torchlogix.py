@@ -14,7 +14,6 @@ from jaxbp.nn import LogicConvolution
 
 IS_INSTALLED = all(map(importlib.util.find_spec, ["torch", "torchlogix"])) and sys.version_info >= (3, 12)
 pytestmark = [
-    pytest.mark.once,
     pytest.mark.skipif(not IS_INSTALLED, reason="needs PyTorch and torchlogix: from Python 3.12 on"),
 ]
 CONVOLUTIONS = (LogicConvolution(6, 3, pool=2), LogicConvolution(8, 3, padding=1, pool=2, depth=2))
