@@ -104,6 +104,10 @@ class Derivatives:
         """The results, the gradients, or from order 2 on what `derivative` gives."""
         if order < 2:
             return self.value_and_gradients(values, cotangents)[order]
+        return self.with_square(order, values, cotangents, directions)
+
+    def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
+        """Return what `derivative` gives, from order 1 on: the gradient of `Σ c (y + y²/2)` and its derivatives."""
         for reverse in self._modes:
             if order not in self._higher:
                 self._higher[order] = derivative(self._function, order, reverse, **self._options)
@@ -180,13 +184,18 @@ class Reference:
         """The derivative of this order by JAX, confirmed by differences of the order below."""
         autodiff = self.derivative(order, values, cotangents, directions)
         below = directions[: order - 2]
-        gradient = flat(self.derivative(order - 1, values, cotangents, below))
+
+        def gradient_at(values):
+            with float64():
+                return flat(_arrays(self._derivatives.with_square(order - 1, list(values), list(cotangents), below)))
+
+        gradient = gradient_at(values)
 
         def look(which, by):
             found = []
             for sign in (1, -1):
                 moved = [a + sign * by[0] * d for a, d in zip(values, directions[order - 2], strict=True)]
-                found.append(flat(self.derivative(order - 1, moved, cotangents, below))[which])
+                found.append(gradient_at(moved)[which])
             upper, lower = found
             noise = 8 * EPS * scale_of(gradient) / by[0]
             slopes = (upper - gradient[which]) / by[0], (gradient[which] - lower) / by[0]
