@@ -31,8 +31,7 @@ from rich.text import Text
 
 from experiments.output.accuracy import measure
 from experiments.output.errors import UserError, kept_in, refuse_missing_folders, refuse_unknown, run_command
-from experiments.output.files import write_atomically
-from experiments.output.results import finite, to_json
+from experiments.output.results import finite, keep
 from jaxbp.catalogue import CATALOGUE, Entry
 from jaxbp.catalogue.schema import Case, FixedArgument
 from jaxbp.verify import ADDED, CheckResult, CheckRow, check
@@ -90,11 +89,10 @@ def run(config: CheckConfig, command: str) -> int:
             result = (check_entry if config.repeat is None else repeat_entry)(entry, dtype, config)
             console.print(result.table() if config.verbose else result.summary())
             rows += result.rows
-            if config.json is not None:
-                complete, found = i == len(cases), CheckResult(tuple(rows))
-                report = {"command": command, "complete": complete, "passed": complete and bool(found)}
-                report["rows"] = [dataclasses.asdict(row) for row in rows]
-                write_atomically(config.json, to_json(finite(report, str)))
+            complete, found = i == len(cases), CheckResult(tuple(rows))
+            report = {"command": command, "complete": complete, "passed": complete and bool(found)}
+            report["rows"] = [dataclasses.asdict(row) for row in rows]
+            keep(finite(report, str), config.json)
     result = CheckResult(tuple(rows))
     for failure in result.failures:
         console.print(Text(f"failed: {failure}", style="bold red"), soft_wrap=True)

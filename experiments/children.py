@@ -82,7 +82,7 @@ class _Child:
     """A process that does one task after the other."""
 
     def __init__(self, work: Callable):
-        self.stderr = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed with the process)
+        self.stderr = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed when the process dies)
         self.connection, theirs = _SPAWN.Pipe()
         self.process = _SPAWN.Process(target=_serve, args=(work, theirs, self.stderr.name), daemon=True)
         self.process.start()
@@ -90,7 +90,7 @@ class _Child:
         self.is_free, self.has_started = True, False
 
     def do(self, task: Any, limit: float) -> Done:
-        """Do a task. Where the process dies of it, it is never free again."""
+        """Do a task. If the process dies of it, it is never free again."""
         results = []
         try:
             self.has_started = self.has_started or self.connection.recv()
@@ -110,6 +110,8 @@ class _Child:
             death = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         self.kill()
         said = STACK.sub("", Path(self.stderr.name).read_text(errors="replace"))[-KEPT_CHARACTERS:]
+        self.connection.close()
+        self.stderr.close()
         return Done(task, results, death, said)
 
     def kill(self) -> None:
@@ -118,7 +120,7 @@ class _Child:
 
 
 def _serve(work: Callable[[Any], Iterable[Any]], connection: Connection, stderr: str) -> None:
-    """Do what a child process does in its life."""
+    """Do the tasks that come through the connection: what a child process runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its children
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND), 2)
     connection.send(True)  # it has started

@@ -28,10 +28,11 @@ from rich.console import Console
 from experiments import configs
 from experiments.configs import EXPERIMENTS, TrainingConfig
 from experiments.data.datasets import Dataset
+from experiments.output import results
 from experiments.output.comparison_page import curves_table, page
 from experiments.output.errors import UserError, kept_in, refuse_missing_folders, run_command
 from experiments.output.files import write_atomically
-from experiments.output.results import finite, provenance, to_json
+from experiments.output.results import finite, provenance
 from experiments.training import loop as training
 from jaxbp.verify import Comparison, compare
 
@@ -114,8 +115,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
                 "curves": curves,
             }
         )
-        if config.json is not None:
-            write_atomically(config.json, to_json(report))
+        results.keep(report, config.json)
         return report
 
     keep(complete=False)

@@ -50,7 +50,6 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from experiments.output.errors import UserError, kept_in, refuse_unknown, run_command
-from experiments.output.files import write_atomically
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +138,7 @@ def run(config: SanitizeConfig, command: str) -> int:
     """Run every op under every tool, and print and keep what is found."""
     if config.child:
         return run_kernels(*config.ops)
-    from experiments.output.results import provenance, to_json
+    from experiments.output.results import keep, provenance
     from jaxbp.catalogue import CATALOGUE
 
     for option in ("processes", "attempts"):
@@ -162,8 +161,7 @@ def run(config: SanitizeConfig, command: str) -> int:
                 print(f"    {finding['count']} x {finding['message']}, {finding['kernel']}: {why}", flush=True)
             if row["output"]:
                 print(row["output"], flush=True)
-            if config.json is not None:
-                write_atomically(config.json, to_json(report))
+            keep(report, config.json)
     outcomes = [row["outcome"] for row in report["rows"]]
     print(", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes)))
     return 0 if {"clean", "explained", "crashed at exit"}.issuperset(outcomes) else 1

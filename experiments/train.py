@@ -34,8 +34,7 @@ from experiments.configs import AUTOMATA, TrainingConfig
 from experiments.configs.base import FIELDS_WITHOUT_EFFECT
 from experiments.data.datasets import Dataset
 from experiments.output.errors import Stopped, UserError, exit_code, refuse_missing_folders
-from experiments.output.files import write_atomically
-from experiments.output.results import provenance, to_json
+from experiments.output.results import keep, provenance
 from experiments.training import automaton, curves, devices, logic, logic_conv, processes, run_directory
 from experiments.training import loop as training
 from experiments.training.loop import Metrics, Training, TrainState
@@ -97,7 +96,7 @@ def _lead(args: Sequence[str], command: "Command") -> int:
     metrics = train(config)
     if path is not None:
         report = result(shlex.join([*PROGRAM.split(), *args]), config, run_directory.read_metrics(config.run_dir))
-        write_atomically(path, to_json(report))
+        keep(report, path)
     print(f"test accuracy {metrics.test_accuracy:.4f}")
     return 0
 

@@ -53,8 +53,7 @@ from experiments.bench.report import print_table
 from experiments.bench.rows import Case, Settings, measured_rows, with_speedups
 from experiments.bench.works import Work, quick, selected
 from experiments.output.errors import UserError, kept_in, refuse_missing_folders, run_command
-from experiments.output.files import write_atomically
-from experiments.output.results import provenance, to_json
+from experiments.output.results import keep, provenance
 
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff", "None")
 
@@ -173,15 +172,10 @@ def run(works: Sequence[Work], config: BenchConfig, command: str, started: float
             for row in measured_rows(cases, keep_going):
                 report["rows"] = with_speedups([*report["rows"], row])
                 note_progress(report, cases)
-                _keep(report, config)
+                keep(report, config.json)
         finally:
-            _keep(report, config)
+            keep(report, config.json)
     return report
-
-
-def _keep(report: Mapping[str, Any], config: BenchConfig) -> None:
-    if config.json is not None:
-        write_atomically(config.json, to_json(report))
 
 
 def note_progress(report: dict[str, Any], cases: Sequence[Case]) -> None:

@@ -27,10 +27,6 @@ from jaxbp.logic.gates import Parametrization
 from jaxbp.nn import LogicAutomaton
 from jaxbp.optimizers import FusedOptimizer, fused_adamw
 
-RecipeName = Literal["hardening", "published"]
-Schedule = Literal["constant", "cosine"]
-FirstGates = Literal["a", "drawn", "returning", "separating"]
-
 Settings = Mapping[str, Any]
 PUBLISHED: Settings = dict(
     pass_through=10.0,
@@ -108,7 +104,7 @@ class AutomatonConfig(TrainingConfig):
     shown_grid: ClassVar[tuple[int, int] | None] = None
     """Of the pictures, if it is not training's."""
 
-    recipe: RecipeName = "hardening"
+    recipe: Literal["hardening", "published"] = "hardening"
     """Defaults of what is left open: ours, or the published ones."""
     updates: Annotated[int | None, Range(1)] = None
     """Steps of the optimiser, rounded up to a multiple of the epochs. None: the recipe's."""
@@ -116,7 +112,7 @@ class AutomatonConfig(TrainingConfig):
     """Parts that the updates are done in, with an evaluation and a checkpoint after each. None: the recipe's."""
     learning_rate: Annotated[float | None, Range(above=True)] = None
     """AdamW's. None: the recipe's."""
-    schedule: Schedule = "constant"
+    schedule: Literal["constant", "cosine"] = "constant"
     """Of the learning rate: constant, or a cosine's half to 0."""
     weight_decay: Annotated[float | None, Range()] = None
     """AdamW's. None: the recipe's."""
@@ -130,7 +126,7 @@ class AutomatonConfig(TrainingConfig):
     """Weight, at the last update, of the variance that the gates' truth tables have. None: the recipe's."""
     hard_from: Annotated[float | None, Range(0, 1)] = None
     """Share of the updates in which `hard_share` and `certainty` are 0; they grow in a line. None: the recipe's."""
-    first_gates: FirstGates | None = None
+    first_gates: Literal["a", "drawn", "returning", "separating"] | None = None
     """Gates pass on at first: a, or a or b, drawn, so that a channel returns, or cells differ. None: the recipe's."""
     shrink: Annotated[int | None, Range(1)] = None
     """The grid of training is smaller by this factor, and its ticks fewer. None: the recipe's."""

@@ -26,8 +26,6 @@ Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]
 Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
 """`augment(key, inputs, step) -> inputs`, changed at random by `key` alone; `step` counts a run's steps from 0."""
 
-
-PrecisionName = Literal["float32", "mixed_bfloat16", "mixed_float16"]
 Config = TypeVar("Config", bound="TrainingConfig")
 
 
@@ -93,7 +91,7 @@ class TrainingConfig:
     """Adam's peak learning rate: a short warm-up, then a cosine decay to zero. None: the default for the dataset."""
     weight_decay: Annotated[float, Range()] = 0.0
     """Share of the parameters, times the learning rate, that each of Adam's steps takes from them (AdamW)."""
-    precision: PrecisionName = "float32"
+    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
     """What the model computes in. Parameters, optimiser and loss are float32; mixed_float16 scales the loss."""
     target_accuracy: Annotated[float | None, Range(0, 1)] = None
     """Stop after the first epoch with this test accuracy, a share from 0 to 1. None: train all epochs."""

@@ -42,9 +42,8 @@ import numpy as np
 from experiments.children import Done, in_children, share_gpus
 from experiments.fuzz.cases import DATA
 from experiments.fuzz.work import REFUSED, Task, reproducer, work
+from experiments.output import results
 from experiments.output.errors import UserError, kept_in, refuse_missing_folders, refuse_unknown, run_command
-from experiments.output.files import write_atomically
-from experiments.output.results import provenance, to_json
 from jaxbp.catalogue import CATALOGUE
 from pallas_kernels.core.device import kernels_run
 
@@ -128,7 +127,7 @@ def run(config: FuzzConfig, command: str) -> int:
     share_gpus()
     ops = refuse_unknown("op", config.ops, (entry.name for entry in CATALOGUE))
     whole = Task(seed, 0, ops, kernels_run())
-    head = provenance(command)
+    head = results.provenance(command)
     print(f"seed {seed}, from case {found.cases}", flush=True)
     start, kept, before = time.perf_counter(), 0.0, found.seconds
     limit = 60.0 if (config.seconds, config.cases, config.only) == (None, None, None) else config.seconds
@@ -146,9 +145,8 @@ def run(config: FuzzConfig, command: str) -> int:
 
     def keep() -> None:
         found.seconds = round(before + time.perf_counter() - start, 1)
-        if config.json is not None:
-            counts = {field: dict(sorted(each.items())) for field, each in sorted(found.counts.items())}
-            write_atomically(config.json, to_json({**head, "seed": seed, **vars(found), "counts": counts}))
+        counts = {field: dict(sorted(each.items())) for field, each in sorted(found.counts.items())}
+        results.keep({**head, "seed": seed, **vars(found), "counts": counts}, config.json)
 
     with kept_in(config.json):
         for done in _done(tasks(), config):

@@ -50,27 +50,41 @@ class Program:
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
         """The arguments, with numbers of a kind of `DATA` for floats. Integers are part of the program."""
-        integers = np.random.default_rng(0)
-        leaves, structure = jax.tree.flatten(self.case.arguments)
-        first = leaves.index(self.case.floats[0])
-        apart = self.entry.name.partition("_backward")[0] in FIRST_OF_EQUALS
-        drawn = [
-            argument.draw(None, 0, self.dtype)
-            if isinstance(argument, FixedArgument)
-            else integers.integers(0, argument.below, argument.shape).astype(argument.dtype)
-            if argument.below is not None
-            else _floats(
-                random,
-                argument,
-                kind,
-                self.dtype,
-                i == first and self.takes_infinities,
-                apart,
-                self.differentiated_once,
-            )
-            for i, argument in enumerate(leaves)
-        ]
-        return take_apart(self.entry.function, jax.tree.unflatten(structure, drawn))
+        integers, floats = np.random.default_rng(0), []
+
+        def drawn(argument):
+            if isinstance(argument, FixedArgument):
+                return argument.draw(None, 0, self.dtype)
+            if argument.below is not None:
+                return integers.integers(0, argument.below, argument.shape).astype(argument.dtype)
+            floats.append(self._floats(random, argument, kind, infinite=not floats and self.takes_infinities))
+            return floats[-1]
+
+        return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
+
+    def _floats(self, random: np.random.Generator, argument: Argument, kind: str, infinite: bool) -> np.ndarray:
+        shape, limits = argument.shape, jnp.finfo(self.dtype)
+        if self.entry.name.partition("_backward")[0] in FIRST_OF_EQUALS:
+            return random.permutation(_distinct(int(np.prod(shape)), self.dtype)).reshape(shape)
+        x = random.standard_normal(shape) * argument.scale
+        if kind == "of few values" and not argument.weights:
+            x = random.choice([-1.0, -0.5, 0.0, 0.5, 1.0, 2.0], shape)
+        if argument.weights:
+            x = np.exp(x) / np.exp(x).sum(-1, keepdims=True) if x.size else x
+        if argument.positive:
+            x = np.abs(x) + 0.5
+        if kind == "moved" and not argument.weights:
+            x = x * 10 ** random.uniform(-3, 2)
+            if not argument.positive:
+                x = x + random.choice([0.0, 1.0, 100.0])
+        # Where a probability is 0, autodiff of a divergence as it is defined has no right second derivative.
+        if kind == "with special values" and x.size and (self.differentiated_once or not argument.weights):
+            most = float(limits.max) ** 0.5
+            # Nothing is wider than float64, so what underflows in ours may do so elsewhere in the reference.
+            least = float(limits.tiny) ** (0.5 if self.dtype == "float64" else 1)
+            special = [0.0, -0.0, least, *[most, -most, np.nan, np.inf, -np.inf] * infinite]
+            x.flat[random.integers(x.size, size=2)] = random.choice(special[:3] if argument.weights else special, 2)
+        return x.astype(self.dtype)
 
     @property
     def differentiated_once(self) -> bool:
@@ -117,33 +131,6 @@ def _results(function, case):
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers
-
-
-def _floats(
-    random: np.random.Generator, argument: Argument, kind: str, dtype: str, infinite: bool, apart: bool, once: bool
-):
-    shape, limits = argument.shape, jnp.finfo(dtype)
-    if apart:
-        return random.permutation(_distinct(int(np.prod(shape)), dtype)).reshape(shape)
-    x = random.standard_normal(shape) * argument.scale
-    if kind == "of few values" and not argument.weights:
-        x = random.choice([-1.0, -0.5, 0.0, 0.5, 1.0, 2.0], shape)
-    if argument.weights:
-        x = np.exp(x) / np.exp(x).sum(-1, keepdims=True) if x.size else x
-    if argument.positive:
-        x = np.abs(x) + 0.5
-    if kind == "moved" and not argument.weights:
-        x = x * 10 ** random.uniform(-3, 2)
-        if not argument.positive:
-            x = x + random.choice([0.0, 1.0, 100.0])
-    # Where a probability is 0, autodiff of a divergence as it is defined has no right second derivative.
-    if kind == "with special values" and x.size and not (argument.weights and not once):
-        most = float(limits.max) ** 0.5
-        # Float64 has nothing wider to be held against: what underflows in ours may do so elsewhere in the reference.
-        least = float(limits.tiny) ** (0.5 if dtype == "float64" else 1)
-        special = [0.0, -0.0, least, *[most, -most, np.nan, np.inf, -np.inf] * infinite]
-        x.flat[random.integers(x.size, size=2)] = random.choice(special[:3] if argument.weights else special, 2)
-    return x.astype(dtype)
 
 
 def _distinct(size: int, dtype: str) -> np.ndarray:

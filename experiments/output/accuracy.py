@@ -12,8 +12,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from experiments.output.files import write_atomically
-from experiments.output.results import finite, provenance, to_json
+from experiments.output.results import finite, keep, provenance
 from jaxbp.catalogue import Entry
 from jaxbp.verify.accuracy import DRAWS, OFFSETS, SCALES, Accuracy, accuracy
 
@@ -55,8 +54,7 @@ def measure(
         if table.row_count:
             console.print(table)
         report["passed"] = all(row["excess"] <= 1 for row in report["rows"])
-        if path is not None:
-            write_atomically(path, to_json(report))
+        keep(report, path)
     return report["passed"]
 
 

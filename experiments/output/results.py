@@ -26,8 +26,8 @@ from typing import Any
 import jax
 
 import jaxbp
+from experiments.output.files import write_atomically
 
-SCHEMA = 1
 ROOT = Path(__file__).parents[2]
 COMMIT_VARIABLE = "JAXBP_COMMIT"
 """An environment variable that names the commit where the files were copied without its history."""
@@ -37,14 +37,15 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 def provenance(command: str) -> dict[str, Any]:
     """The fields that all result files share."""
     device = jax.devices()[0]
+    versions = {"python": sys.version.split()[0], "jaxbp": jaxbp.__version__}
     return {
-        "schema": SCHEMA,
+        "schema": 1,
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "device": device.device_kind,
         "platform": device.platform,
-        "versions": versions(),
+        "versions": versions | {name: metadata.version(name) for name in PACKAGES},
     }
 
 
@@ -65,15 +66,15 @@ def commit(root: Path = ROOT) -> str | None:
     return None
 
 
-def versions() -> dict[str, str]:
-    """The versions of Python, this library and the packages it stands on."""
-    packages = {name: metadata.version(name) for name in PACKAGES}
-    return {"python": sys.version.split()[0], "jaxbp": jaxbp.__version__} | packages
-
-
 def to_json(report: Mapping[str, Any]) -> bytes:
     """The report as indented JSON. Numbers that are not finite are refused."""
     return (json.dumps(report, indent=1, allow_nan=False) + "\n").encode()
+
+
+def keep(report: Mapping[str, Any], path: Path | None) -> None:
+    """Write the report as JSON, if there is a path."""
+    if path is not None:
+        write_atomically(path, to_json(report))
 
 
 def finite(value: Any, otherwise: Callable[[float], Any] = lambda number: None) -> Any:

@@ -24,8 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.bench.works import Work, selected
 from experiments.output.errors import exit_code
-from experiments.output.files import write_atomically
-from experiments.output.results import ROOT, provenance, to_json
+from experiments.output.results import ROOT, keep, provenance
 from jaxbp.verify.timing import device_seconds
 from pallas_kernels.core.device import HOPPER
 
@@ -54,8 +53,7 @@ def main(args: Sequence[str] | None = None) -> int:
     for row in {"measure": measured, "compile": compiled}[given.what](selected(given.works)):
         print(row, flush=True)
         report["rows"].append(row)
-        if given.json:
-            write_atomically(given.json, to_json(report))
+        keep(report, given.json)
     return 0
 
 

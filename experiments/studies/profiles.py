@@ -35,8 +35,7 @@ import jax
 
 from experiments.bench.works import Work, selected
 from experiments.output.errors import UserError, exit_code
-from experiments.output.files import write_atomically
-from experiments.output.results import provenance, to_json
+from experiments.output.results import keep, provenance
 
 DEFAULT = [
     "logic-conv:mnist-m@128",
@@ -126,8 +125,7 @@ def main(args: Sequence[str] | None = None) -> int:
             for row in rows_of(profiled(text, kernels, environment, Path(folder, "profile.csv")), each):
                 print(row, flush=True)
                 report["rows"].append(row)
-            if given.json:
-                write_atomically(given.json, to_json(report))
+            keep(report, given.json)
     return 0
 
 

@@ -31,8 +31,7 @@ from experiments.configs import LogicConvConfig, TrainingConfig
 from experiments.configs.automaton import AutomatonConfig, LifeConfig
 from experiments.data.datasets import Dataset
 from experiments.output.errors import exit_code
-from experiments.output.files import write_atomically
-from experiments.output.results import provenance, to_json
+from experiments.output.results import keep, provenance
 from experiments.training import devices, loop
 from experiments.training.automaton import life, trials
 from experiments.training.compiled import FLAGS, compiled_classifier
@@ -64,7 +63,7 @@ def main(args: Sequence[str] | None = None) -> int:
         outcome = {"failed": f"{done.death}: {done.said}"} if done.death else done.results[0]
         report["rows"].append({"settings": settings, "seed": seed} | outcome)
         print(report["rows"][-1], flush=True)
-        write_atomically(given.json, to_json(report))
+        keep(report, given.json)
     return 0
 
 
