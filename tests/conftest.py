@@ -92,6 +92,7 @@ class PrintFailures:
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
+            self.terminal.ensure_newline()
             self.terminal.write_sep("_", f"{report.nodeid} ({report.when})", red=True)
             self.terminal.write_line(report.longreprtext)
 

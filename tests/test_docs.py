@@ -507,8 +507,8 @@ def computed_in(monkeypatch):
     return importlib.import_module("computed_in")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_no_op_adds_up_or_exponentiates_in_half_precision(computed_in, dtype):
+def test_no_op_adds_up_or_exponentiates_in_half_precision(computed_in):
+    dtype = "bfloat16"
     found = {
         (entry.name, implementation): computed_in.found(entry.name, implementation, dtype)
         for entry in CATALOGUE

@@ -12,7 +12,7 @@ from experiments.output.errors import BrokenRun
 from experiments.training import checkpoints, curves
 
 ROOT = Path(__file__).parents[2]
-EPOCHS = 80
+EPOCHS = 60
 PAUSE = 0.05
 """Seconds after each checkpoint of a process that is killed, so that none ends before."""
 SCRIPT = """
