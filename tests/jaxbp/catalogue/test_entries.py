@@ -174,7 +174,7 @@ def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
 
 
 def _for_the_interpreter():
-    """The largest place of a pair that a CPU computes quickly: one for its formula, and a smaller one for its kernels."""
+    """The largest place of a pair that a CPU computes quickly, for its formula, and a smaller one for its kernels."""
     for name in PAIRS:
         sizes = {place: _size(name, place, batch=1) for place in ENTRIES[name].real}
         for implementation, most in (("xla", 2**22), ("pallas", 2**16)):
