@@ -21,15 +21,13 @@ def task(monkeypatch):
     return Task("automaton", {"size": 4}, (arguments,), arguments, 2, "float32", "default", False, 1e-4, "best")
 
 
-def test_both_variants_are_timed_and_have_the_gradients_of_ours(task):
+def test_the_published_automaton_is_timed_and_has_the_gradients_of_ours(task):
     ours = jax.jit(works.automaton_work(4).function("xla", "float32"))(*task.small)
-    names = []
-    for name, precision, run in published_automaton.variants(task):
-        measured = run()
-        names.append(name)
-        assert precision is None and measured["microseconds"] > 0 and measured["temporary_bytes"] > 0
-        assert relative_error(measured["results"], [np.asarray(a, np.float64) for a in jax.tree.leaves(ours)]) < 1e-5
-    assert names == ["16 gates", "16 gates, deterministic"]
+    names, precisions, runs = zip(*published_automaton.variants(task), strict=True)
+    assert names == ("16 gates", "16 gates, deterministic") and set(precisions) == {None}
+    measured = runs[1]()  # the other one differs on a GPU alone
+    assert measured["microseconds"] > 0 and measured["temporary_bytes"] > 0
+    assert relative_error(measured["results"], [np.asarray(a, np.float64) for a in jax.tree.leaves(ours)]) < 1e-5
 
 
 def test_there_is_none_for_other_work(task):
