@@ -97,9 +97,10 @@ class PrintFailures:
             self.terminal.write_line(report.longreprtext)
 
 
-# A run on another machine has a GPU or a newer JAX. The tools of the last line take longer to install than CI has.
+# Another run has a GPU or a newer JAX. The tools of the last line take longer to install than CI has.
 MAY_SKIP = re.compile(
-    "needs a GPU|says what is missing without a GPU|needs (two|eight) devices|older simulators lack"
+    "needs a GPU|says what is missing without a GPU|needs (two|four|eight) devices"
+    "|older (simulators|versions)|no kernel pays before JAX|its simulator puts the programs of a grid in an order"
     "|needs (JAX's plugin for CUDA|ptxas|PyTorch and torchlogix):"
 )
 
