@@ -8,15 +8,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Before JAX starts: devices to shard over, and fast compilation of the interpreted kernels, which are loops with long
-# bodies and run briefly. A product that wants more threads would wait for ever for those that wait for it in the
-# simulator.
+# Before JAX starts: an operation needs no Python traceback, which takes a tenth of the time; and where there is no GPU,
+# devices to shard over, and fast compilation of the interpreted kernels, which are loops with long bodies and run
+# briefly. A product that wants more threads would wait for ever for those that wait for it in the simulator.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+os.environ["JAX_TRACEBACK_FILTERING"] = "off"
 if shutil.which("nvidia-smi") is None:
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "")
         + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
         + " --xla_disable_hlo_passes=simplify-while-loops,while-loop-invariant-code-motion"
-        + " --xla_cpu_multi_thread_eigen=false"
+        + " --xla_cpu_multi_thread_eigen=false --xla_cpu_parallel_codegen_split_count=1"
     )
     # Nearly all of the time is compilation. The processes of pytest-xdist, which inherit this, share what they compile.
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -171,7 +171,7 @@ def _trees(channels: int, size: int, kernels: int, *dy: Argument | tuple, window
     return dataclasses.replace(case, batch=128)
 
 
-_CELL = AutomatonArgument(2, 2, (8, 4, 2), (6, 3, 2))
+_CELL = AutomatonArgument(2, 1, (8, 4, 2), (3, 2))
 CHECKERBOARD = AutomatonArgument(8, 16, (8, 4, 2), (*[256] * 10, 128, 64, 32, 16, 8, 8), periodic=False)
 """The published automaton."""
 
@@ -186,7 +186,7 @@ def _ticks(function: Callable, **options: int) -> tuple[Entry, Entry]:
     # Gates that mostly pass on an input: through twenty layers of random functions no gradient comes.
     passing = CHECKERBOARD.logits(offset=tuple(6.0 * (i == PASS_THROUGH) for i in range(16)))
     published = dataclasses.replace(at(CHECKERBOARD, (BATCH, 16, 16), passing), batch=2)
-    return _pair(function, at(_CELL, (2, 2, 3), _CELL.logits()), {"checkerboard": published}, like="automaton_step")
+    return _pair(function, at(_CELL, (BATCH, 2, 3), _CELL.logits()), {"checkerboard": published}, like="automaton_step")
 
 
 CATALOGUE: tuple[Entry, ...] = (
