@@ -15,7 +15,7 @@ logic networks, on random bits, convolutional ones on random numbers, as forward
   not fit into the GPU's cache, except at small batches, as there are at most 32 calls. Further programs are queued
   behind it. The time is the median of several rounds, whose spread is the noise. Before them a program runs for a
   while on a GPU, so that its clock is that of one at work, which its power limit may have lowered.
-- The floor is the least time in which this device could do the work: see `experiments/bench/floor.py`.
+- The floor is the least time in which this GPU could do the work: see `experiments/bench/floor.py`.
 - Memory is XLA's account of the compiled program: arguments, results and temporaries of one call.
 - The error is the largest relative norm of a result's difference from float64, at a smaller batch. A peer's is that of
   its eager functions.
@@ -28,7 +28,7 @@ The JSON file is written after every row. Next to what all result files have (`e
     dtype, precision       of the arrays, and of products of float32
     settling_seconds       how long a program runs before its first round, at most: until it is steady
     copy_bytes_per_second, bytes_per_second, operations_per_second
-                           the rates of this device, in the first of the dtypes: see `floor.measured_rates`
+                           the rates of this GPU, in the first of the dtypes: see `floor.measured_rates`
     rows                   an object a row: see `rows.Case`
     complete               whether every row was measured
     missing                the names of those that were not: "WORK, batch BATCH, IMPLEMENTATION"
@@ -147,7 +147,7 @@ def run(works: Sequence[Work], config: BenchConfig, command: str, started: float
     report["settling_seconds"] = settling_seconds()
     keep_going = lambda: config.time_limit is None or time.monotonic() - started < config.time_limit  # noqa: E731
     with jax.default_matmul_precision(config.precision):
-        rates = {dtype: measured_rates(dtype, on_gpu, config.seconds) for dtype in config.dtype}
+        rates = {dtype: measured_rates(dtype, config.seconds) if on_gpu else {} for dtype in config.dtype}
         report |= rates[config.dtype[0]] | {"rows": []}
         settings = [
             Settings(
@@ -158,7 +158,7 @@ def run(works: Sequence[Work], config: BenchConfig, command: str, started: float
                 config.precision,
                 config.seconds,
                 config.compile_seconds,
-                rates={"platform": report["platform"], **rates[dtype]},
+                rates[dtype],
                 several_dtypes=len(config.dtype) > 1,
             )
             for dtype in config.dtype

@@ -1,4 +1,4 @@
-"""The floor: the least time in which this device could do a piece of work, from rates measured in the same run.
+"""The floor: the least time in which this GPU could do a piece of work, from rates measured in the same run.
 
 A call has to read every argument that its results depend on, to write every result, and to do the multiplications and
 additions of its matrix products and convolutions. The floor is the longest of these times:
@@ -19,7 +19,6 @@ implementation from below. Small arrays stay far above it: launching alone takes
 
 import functools
 import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -34,15 +33,12 @@ from experiments.bench.works import Work, one_after_another
 from jaxbp.verify.timing import device_seconds
 
 MIB = 2**20
-GPU_WORKING_SETS = (8 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 512 * MIB)
+WORKING_SETS = (8 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 512 * MIB)
 """Bytes that a program touches: within the L2 cache of an H200 (60 MiB), around it, and so far beyond that it is
 memory's rate."""
-CPU_WORKING_SETS = (*(4**k for k in range(7, 14)), 128 * MIB)
-"""From a first-level cache to memory, 16 KiB to 128 MiB."""
-GPU_CALLS = 8
+CALLS = 8
 """Kernels in a program whose working set may fit into the cache: dispatch would take longer than a single one."""
-GPU_PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 4096, 4096))
-CPU_PRODUCTS = ((512, 512, 512), (1024, 1024, 1024))
+PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 4096, 4096))
 RATE_SECONDS = 0.03
 """Least time of a round, at most: in a longer one the GPU's clock comes down."""
 
@@ -94,8 +90,8 @@ def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
 # ------------------------------------------------------------------------------------------------------ this device's
 
 
-def measured_rates(dtype: str, on_gpu: bool, seconds: float) -> dict[str, Any]:
-    """The rates of this device.
+def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
+    """The rates of this GPU. A CPU has no floor here: of its times only ratios count.
 
     Args:
       seconds: least time of a round, if shorter than `RATE_SECONDS`.
@@ -105,10 +101,8 @@ def measured_rates(dtype: str, on_gpu: bool, seconds: float) -> dict[str, Any]:
       copy_bytes_per_second: the copy's rate for the largest working set: memory's.
       operations_per_second: precision -> the rate of the fastest matrix product.
     """
-    programs = _traffic_on_gpu() if on_gpu else _traffic_on_cpu()
-    products = GPU_PRODUCTS if on_gpu else CPU_PRODUCTS
-    programs |= {
-        (precision, shape): _product(shape, precision, dtype) for precision in PRECISIONS for shape in products
+    programs = _traffic() | {
+        (precision, shape): _product(shape, precision, dtype) for precision in PRECISIONS for shape in PRODUCTS
     }
     least = dict.fromkeys(programs, math.inf)
     for _ in range(measure.ROUNDS):  # a disturbance must not meet all rounds of one program
@@ -122,7 +116,7 @@ def measured_rates(dtype: str, on_gpu: bool, seconds: float) -> dict[str, Any]:
     return {
         "copy_bytes_per_second": curves["copy"][-1][1],
         "bytes_per_second": curves,
-        "operations_per_second": {p: max(rates[p, shape] for shape in products) for p in PRECISIONS},
+        "operations_per_second": {p: max(rates[p, shape] for shape in PRODUCTS) for p in PRECISIONS},
     }
 
 
@@ -138,10 +132,10 @@ def _product(shape: tuple[int, int, int], precision: str, dtype: str) -> Timed:
     return 2 * m * k * n, lambda seconds: device_seconds(program, (a, b), seconds, 1)[0]
 
 
-def _traffic_on_gpu() -> dict[tuple[str, int], Timed]:
+def _traffic() -> dict[tuple[str, int], Timed]:
     programs = {}
-    for size in GPU_WORKING_SETS:
-        calls = 1 if size > 256 * MIB else GPU_CALLS
+    for size in WORKING_SETS:
+        calls = 1 if size > 256 * MIB else CALLS
         half, whole = (size // part // calls // 4 for part in (2, 1))  # float32
         programs["copy", size] = _chain(jnp.negative, calls, size, (half,))
         programs["read", size] = _chain(lambda x: x.reshape(-1, 1024).sum(1), calls, size, (whole,))
@@ -153,39 +147,6 @@ def _chain(function: Callable, calls: int, size: int, shape: tuple[int, ...]) ->
     sets = tuple((jax.random.normal(jax.random.key(i), shape),) for i in range(calls))
     program = jax.jit(one_after_another(function, calls)).lower(sets).compile()
     return size, lambda seconds: device_seconds(program, (sets,), seconds, 1)[0]
-
-
-def _traffic_on_cpu() -> dict[tuple[str, int], Timed]:
-    """Copies in place: a new array's pages take longer to map than to fill."""
-    programs = {}
-    for size in CPU_WORKING_SETS:
-        programs["copy", size] = 2 * size / CPU_ARRAYS, _copies_in_place(size // CPU_ARRAYS // 4)
-        x = jnp.ones(size // 4)
-        total = jax.jit(jnp.sum).lower(x).compile()
-        programs["read", size] = size, lambda seconds, f=total, x=x: device_seconds(f, (x,), seconds, 1)[0]
-    return programs
-
-
-CPU_ARRAYS = 2
-"""Arrays copied at a time: a small copy runs on one core, and the calls of a row overlap too."""
-
-
-def _copies_in_place(elements: int) -> Callable[[float], float]:
-    arrays = [jnp.ones(elements) for _ in range(CPU_ARRAYS)]
-    negate = jax.jit(jnp.negative, donate_argnums=0).lower(arrays[0]).compile()
-
-    def run(calls):
-        start = time.perf_counter()
-        for i in range(calls):
-            arrays[i % CPU_ARRAYS] = negate(arrays[i % CPU_ARRAYS])
-        jax.block_until_ready(arrays)
-        return (time.perf_counter() - start) / calls
-
-    def seconds_a_copy(seconds):
-        once = min(run(CPU_ARRAYS) for _ in range(3))
-        return run(max(CPU_ARRAYS, min(2000, int(seconds / once))))
-
-    return seconds_a_copy
 
 
 # ------------------------------------------------------------------------------------------------------- a call's cost

@@ -17,15 +17,15 @@ HOST_BOUND = 0.05
 def title(report: Mapping[str, Any]) -> str:
     """Where and how it was measured, on two lines."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name != "python")
+    where = f"{report['device']}; {report['dtype']}, {report['precision']} precision; {versions}"
+    if "operations_per_second" not in report:
+        return where
     rates = ", ".join(
         f"{rate / 1e12:.3g} TFLOP/s at {precision} precision"
         for precision, rate in report["operations_per_second"].items()
     )
     copy = report["copy_bytes_per_second"] / 1e12
-    return (
-        f"{report['device']}; {report['dtype']}, {report['precision']} precision; {versions}\n"
-        f"measured in this run: copy {copy:.3g} TB/s; matrix product {rates}"
-    )
+    return f"{where}\nmeasured in this run: copy {copy:.3g} TB/s; matrix product {rates}"
 
 
 def groups(report: Mapping[str, Any]) -> Iterator[tuple[str, list[Row]]]:

@@ -16,9 +16,9 @@ def test_the_report_says_where_and_how_it_was_measured(finished):
     assert report["device"] == jax.devices()[0].device_kind
     assert report["versions"]["jax"] == jax.__version__
     assert report["schema"] == 1 and re.fullmatch(r"[0-9a-f]{7,}\+?", report["commit"] or "0000000")
-    assert report["copy_bytes_per_second"] > 0
     assert report["complete"] and report["missing"] == []
-    assert set(report["operations_per_second"]) == {"default", "highest"}
+    rates = {"default", "highest"} if report["platform"] == "gpu" else set()
+    assert set(report.get("operations_per_second", ())) == rates
 
 
 def test_the_file_is_the_json_of_its_report(finished):
