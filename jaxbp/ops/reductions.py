@@ -94,10 +94,17 @@ def _var_gradient(dy, a, mean, rest, *, count, ddof):
     return dy * ((a - mean) - rest) * (2.0 / (count - ddof))
 
 
+def _largest_and_positive_total(a, axis):
+    """`largest_and_total`, with a total of 1 for a row of -inf: then its gradient, 0 / total, is 0."""
+    largest, total = largest_and_total(a, axis)
+    return largest, jnp.where(total == 0, 1.0, total)
+
+
 def _logsumexp(a, axis, keepdims):
     """In what the gradient is made from, too, so that a program of both has that once."""
     largest, total = largest_and_total(a, axis)
-    y = jnp.log(total) + largest
+    is_empty = total == 0
+    y = jnp.where(is_empty, -jnp.inf, jnp.log(jnp.where(is_empty, 1.0, total)) + largest)
     return y if keepdims else jnp.squeeze(y, axis)
 
 
@@ -107,7 +114,10 @@ def _logsumexp_gradient(dy, a, largest, total, *, count):
 
 _VAR = fused_pair(_reduced(jnp.var), _elementwise_gradient(_var_gradient, mean_and_rest), name="var")
 _LOGSUMEXP = fused_pair(
-    _reduced(_logsumexp), _elementwise_gradient(_logsumexp_gradient, largest_and_total), name="logsumexp", fastest=KEPT
+    _reduced(_logsumexp),
+    _elementwise_gradient(_logsumexp_gradient, _largest_and_positive_total),
+    name="logsumexp",
+    fastest=KEPT,
 )
 
 
@@ -253,7 +263,10 @@ def min_backward(
 def logsumexp(
     a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
 ) -> Reduced:
-    """The logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`. The largest a is subtracted first."""
+    """The logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`. The largest a is subtracted first.
+
+    Of numbers that are all -inf it is -inf, with a gradient of 0.
+    """
     return _reduce(_LOGSUMEXP, implementation, a, axis, keepdims)
 
 
