@@ -32,11 +32,11 @@ def _at_place(place, x, *, window, stride, padding, input_size, fill):
 def max_and_indices(x, **options):
     places = _places(options["window"])
     index_dtype = jnp.uint8 if len(places) <= 256 else jnp.int32
-    shape = (*x.shape[:2], *output_size(**options))
-    index = jnp.broadcast_to(jnp.asarray(_first_inside(**options), index_dtype), shape)
-    largest = jnp.full(shape, -jnp.inf, x.dtype)
-    for i, place in enumerate(places):
-        value = _at_place(place, x, fill=-jnp.inf, **options)
+    values = [_at_place(place, x, fill=-jnp.inf, **options) for place in places]
+    # Made like a value, they are sharded like it on a mesh of explicit axes.
+    index = jnp.zeros_like(values[0], index_dtype) + jnp.asarray(_first_inside(**options), index_dtype)
+    largest = jnp.full_like(values[0], -jnp.inf)
+    for i, value in enumerate(values):
         # Only what is larger replaces it: the first of equals stays. NaN is larger than any number, and stays.
         larger = ~(value <= largest) & ~jnp.isnan(largest)
         largest = jnp.where(larger, value, largest)
