@@ -159,7 +159,8 @@ def max_pool2d(
 
     Returns:
       y, in x's dtype, of height `(height + 2 p - window) // s + 1`, and width alike. NaN in a window gives NaN.
-      Of equal maxima the first in row-major order gets the gradient.
+      Of equal maxima the first in row-major order gets the gradient, and so does the first NaN. By "autodiff", the
+      gradient of a window with NaN goes where XLA sends it, which may be another position.
 
     Raises:
       TypeError: x is not floating.

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
@@ -134,10 +135,24 @@ def _save_first(forward):
     """What saves the place of the first maximum or minimum, which is all that the gradient needs."""
 
     def save(a, *, axis, keepdims, shape):
-        y = forward(a, axis=axis, keepdims=True, shape=shape)
-        # Faster than argmax. Where y is NaN, the first NaN is its place.
-        extreme = (a == y) | (jnp.isnan(a) & jnp.isnan(y))
-        index = jnp.min(jnp.where(extreme, _places(shape, axis), _count(shape, axis)), axis=axis)
+        @jax.custom_jvp
+        def extreme(a):
+            return forward(a, axis=axis, keepdims=True, shape=shape)
+
+        def index_of(a, y):
+            # Faster than argmax. Where y is NaN, the first NaN is its place.
+            is_extreme = (a == y) | (jnp.isnan(a) & jnp.isnan(y))
+            return jnp.min(jnp.where(is_extreme, _places(shape, axis), _count(shape, axis)), axis=axis, keepdims=True)
+
+        @extreme.defjvp
+        def _(primals, tangents):
+            # For second derivatives, in which JAX's own rule would share y's tangent among equals.
+            y = extreme(*primals)
+            selected = _places(shape, axis) == index_of(*primals, y)
+            return y, jnp.sum(jnp.where(selected, *tangents, 0), axis=axis, keepdims=True)
+
+        y = extreme(a)
+        index = jnp.squeeze(index_of(a, y), axis)
         return y if keepdims else y.reshape(index.shape), (index,)
 
     return save

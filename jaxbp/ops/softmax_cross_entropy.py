@@ -56,8 +56,8 @@ def _is_masked(weights, log_probabilities):
 
 
 def dy_of_valid(dy, labels, classes):
-    """Return dy, but NaN where it is not 0 and its label is no class."""
-    return jnp.where(are_valid(labels, classes) | (dy == 0), dy, jnp.nan)
+    """Return dy, but where its label is no class 0 if it is 0, else NaN."""
+    return jnp.where(are_valid(labels, classes), dy, jnp.where(dy == 0, 0.0, jnp.nan).astype(dy.dtype))
 
 
 def logits_gradient(dy, logits, labels):
