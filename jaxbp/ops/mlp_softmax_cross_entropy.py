@@ -105,7 +105,7 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """What the kernel needs that weighs gradients: those of each loss by itself, as wide. Of weights, the shapes.
+    """The arrays for the kernel that weighs the gradients of each loss, as wide. Only the shapes of weights matter.
 
     The gradients are 0 where the label is no class, so that dy alone decides between 0 and NaN.
     """
@@ -263,8 +263,8 @@ def mlp_softmax_cross_entropy(
         computes the formula in jnp, with the library's products.
 
     Returns:
-      The losses, in x's dtype. An integer that is no class makes its example's loss NaN, and the gradients, too, unless
-      the gradient of the whole in that loss is 0, as it is for a loss that `jnp.where` leaves out.
+      The losses, in x's dtype. An integer that is no class makes its example's loss NaN. The gradients are NaN, too,
+      unless dy is 0 there. If `jnp.where` leaves the loss out, dy is 0, and the example adds nothing to the gradients.
 
     Raises:
       TypeError, ValueError: dtypes or shapes that do not fit, or layers that do not come in pairs.

@@ -146,7 +146,7 @@ def _save_first(forward):
 
         @extreme.defjvp
         def _(primals, tangents):
-            # For second derivatives, in which JAX's own rule would share y's tangent among equals.
+            # In second derivatives, autodiff would share y's tangent among equal numbers.
             y = extreme(*primals)
             selected = _places(shape, axis) == index_of(*primals, y)
             return y, jnp.sum(jnp.where(selected, *tangents, 0), axis=axis, keepdims=True)

@@ -155,8 +155,8 @@ def softmax_cross_entropy(logits: AnyLogits, labels: AnyLabels, *, implementatio
 
     Returns:
       The losses, in the dtype of the logits, computed in float32 or wider. An integer that is no class makes its
-      example's loss NaN. Its gradient is NaN, too, unless the gradient of the whole in that loss is 0, as it is for a
-      loss that `jnp.where` leaves out: then it is 0.
+      example's loss NaN. Its gradient is NaN, too, unless dy is 0. If `jnp.where` leaves the loss out, dy is 0, and
+      the gradient is 0.
 
     Raises:
       TypeError, ValueError: dtypes or shapes that do not fit.
