@@ -17,7 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from pallas_kernels.core.launch import has_explicit_axes, on_no_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +139,8 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
             results = kernel(*leaves)
             return [_sum(a, names) if axis is None else a for a, axis in zip(results, of_results, strict=True)]
 
-        return mesh, on_own_examples, shardings(of_results), tuple(shardings(of_arguments))
+        on_one_device = functools.partial(_on_one_device, on_own_examples)
+        return mesh, on_one_device, shardings(of_results), tuple(shardings(of_arguments))
 
     # Under jit of its own a function may have constants, which a partitioned one must not.
     call = custom_partitioning(lambda *leaves: jax.jit(kernel)(*leaves))
@@ -148,6 +153,37 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
         return jax.vmap(kernel, [0 if m else None for m in mapped])(*leaves), [True] * len(of_results)
 
     return batched
+
+
+def _on_one_device(function: Callable, *arrays: Any) -> list:
+    """Return `function(*arrays)`, traced and lowered as what one device computes.
+
+    Where `jax.set_mesh` has set a mesh of explicit axes, JAX would type the device's own arrays as lying on it.
+    """
+    if not has_explicit_axes():
+        return function(*arrays)
+    with on_no_mesh():
+        jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays))
+    avals = dict(arguments=tuple(jaxpr.in_avals), results=tuple(jaxpr.out_avals))
+    return _one_device_p.bind(*arrays, function=jaxpr_as_fun(jaxpr), **avals)
+
+
+_one_device_p = Primitive("one_device")
+_one_device_p.multiple_results = True
+
+
+@_one_device_p.def_abstract_eval
+def _(*arrays, results, **_):
+    return list(results)
+
+
+def _lower_for_one_device(context, *arrays, function, arguments, results):
+    context = context.replace(avals_in=arguments, avals_out=results)
+    with on_no_mesh():
+        return mlir.lower_fun(function, multiple_results=True)(context, *arrays)
+
+
+mlir.register_lowering(_one_device_p, _lower_for_one_device)
 
 
 def _sum(a, names):

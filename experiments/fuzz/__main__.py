@@ -6,9 +6,9 @@
     python -m experiments.fuzz --seed 0 --only 1234              # one case again
 
 A case is an op of the catalogue with shapes and options of its own, in one implementation and dtype, plain or through
-a transformation of JAX (vmap, scan, remat, donation, a gradient of the gradient), at some numbers: normal, far from
-zero, of few values (zeros and ties), or with infinities, NaN, the largest and the least. It depends on its seed and
-number alone. The reference is JAX's own differentiation of the plain formula in float64: see `jaxbp/verify/judge.py`.
+a transformation of JAX (vmap, scan, remat, donation, a gradient of the gradient), at the numbers of a kind of
+`cases.DATA`. It depends on its seed and number alone. The reference is autodiff in float64, of the plain formula or,
+for maxima, of `references.py`: see `jaxbp/verify/judge.py`.
 
 Cases run in child processes, `--processes` of them, which a GPU may be shared by: one that dies, as when a compiler
 aborts, or that gives no answer for `--case-seconds`, is a finding, and another goes on. The same case is then run

@@ -1,6 +1,7 @@
 """What is drawn: an op with shapes, options and a transformation (a program), and the numbers that it is given."""
 
 import dataclasses
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.fuzz.references import REFERENCES
 from experiments.fuzz.transformations import SECOND_ORDER, TRANSFORMATIONS
 from jaxbp.catalogue import (
     CATALOGUE,
@@ -25,12 +27,22 @@ from jaxbp.logic.gates import PARAMETERS
 from jaxbp.ops._checks import KERNEL_DTYPES
 from jaxbp.verify.arguments import Arguments, bind, floats, take_apart
 
-DATA = ("normal", "moved", "of few values", "with special values") * 2
-"""Each program is given numbers of all four kinds, twice: compilation is what takes the time."""
+DATA = (
+    "normal",
+    "moved",
+    "of few values",
+    "with special values",
+    "far from zero",
+    "with subnormal numbers",
+    "with ruled-out entries",
+    "under a mask",
+)
+"""Each program is given numbers of all kinds: compilation is what takes the time.
 
-FIRST_OF_EQUALS = ("max", "min", "max_pool2d", "max_pool2d_with_indices", "logic_or_pool2d")
-"""Ops of whose arguments no two numbers are equal, and none is NaN: autodiff shares the gradient among equal numbers,
-and ours goes to the first."""
+With ruled-out entries, the first argument has -inf at random and in whole rows, and weights have zeros. Under a mask,
+half of the cotangents are 0, and the numbers are special.
+"""
+INVALID_LABELS = (-100, -1, 2**31 - 1)
 
 MOST_DRAWS = 30
 """Of shapes and options, until the plain formula takes them."""
@@ -47,6 +59,13 @@ class Program:
     transformation: str
     exact: bool = True
     """Whether products are asked for in full float32."""
+    invalid_labels: bool = False
+    """Whether some labels are no class. The cotangents there are 0."""
+
+    @property
+    def kink_convention(self) -> bool:
+        """Whether the reference has the op's slope where there is no derivative."""
+        return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
         """The arguments, with numbers of a kind of `DATA` for floats. Integers are part of the program."""
@@ -56,16 +75,28 @@ class Program:
             if isinstance(argument, FixedArgument):
                 return argument.draw(None, 0, self.dtype)
             if argument.below is not None:
-                return integers.integers(0, argument.below, argument.shape).astype(argument.dtype)
+                x = integers.integers(0, argument.below, argument.shape).astype(argument.dtype)
+                return np.where(self._is_valid(x.shape), x, integers.choice(INVALID_LABELS)).astype(argument.dtype)
             floats.append(self._floats(random, argument, kind, infinite=not floats and self.takes_infinities))
-            return floats[-1]
+            is_dy = "_backward" in self.entry.name and len(floats) == 1
+            return self.masked(floats[-1], random, kind) if is_dy else floats[-1]
 
         return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
 
+    def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
+        """A cotangent of the op's result, with zeros where the label is invalid, and under a mask at random."""
+        if self.invalid_labels:
+            cotangent = cotangent * self._is_valid(cotangent.shape)
+        return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
+
+    def _is_valid(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Which labels are valid, the same in every call: two of every three neighbours along the last axis."""
+        if not self.invalid_labels or not shape:
+            return np.ones(shape, bool)
+        return np.broadcast_to(np.arange(shape[-1]) % 3 > 0, shape)
+
     def _floats(self, random: np.random.Generator, argument: Argument, kind: str, infinite: bool) -> np.ndarray:
         shape, limits = argument.shape, jnp.finfo(self.dtype)
-        if self.entry.name.partition("_backward")[0] in FIRST_OF_EQUALS:
-            return random.permutation(_distinct(int(np.prod(shape)), self.dtype)).reshape(shape)
         x = random.standard_normal(shape) * argument.scale
         if kind == "of few values" and not argument.weights:
             x = random.choice([-1.0, -0.5, 0.0, 0.5, 1.0, 2.0], shape)
@@ -77,9 +108,21 @@ class Program:
             x = x * 10 ** random.uniform(-3, 2)
             if not argument.positive:
                 x = x + random.choice([0.0, 1.0, 100.0])
+        if kind == "far from zero" and not argument.weights:
+            x = x + random.choice([1e3, 1e4] if argument.positive else [1e3, -1e4, 3e4])
         # Where a probability is 0, autodiff of a divergence as it is defined has no right second derivative.
-        if kind == "with special values" and x.size and (self.differentiated_once or not argument.weights):
-            most = float(limits.max) ** 0.5
+        if not x.size or not (self.differentiated_once or not argument.weights):
+            return x.astype(self.dtype)
+        if kind == "with ruled-out entries" and argument.weights:
+            x = x * (random.random(shape) < 0.7)
+        if kind == "with ruled-out entries" and infinite and not argument.weights and not argument.positive:
+            x = np.where(random.random(shape) < 0.3, -np.inf, x)
+            x = np.where(random.random((*shape[:-1], 1) if shape else ()) < 0.2, -np.inf, x)
+        if kind == "with subnormal numbers" and self.dtype != "float64" and not argument.weights:
+            x.flat[random.integers(x.size, size=2)] = float(limits.tiny) / random.choice([-4, 4, 64], 2)
+        if kind in ("with special values", "under a mask"):
+            # A norm is NaN where the sum of a row's squares overflows, which in float64 it does not.
+            most = float(limits.max) ** 0.5 / (8 if "norm" in self.entry.name else 1)
             # Nothing is wider than float64, so what underflows in ours may do so elsewhere in the reference.
             least = float(limits.tiny) ** (0.5 if self.dtype == "float64" else 1)
             special = [0.0, -0.0, least, *[most, -most, np.nan, np.inf, -np.inf] * infinite]
@@ -99,7 +142,10 @@ class Program:
 
     def function(self, arguments: Arguments, implementation: str | None) -> Callable:
         """The transformed op, of the floats alone, with floating results as a list."""
-        function = arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
+        function = bind(self.entry.function, implementation, self.case.options)
+        if implementation == "autodiff" and self.entry.name in REFERENCES:
+            function = functools.partial(REFERENCES[self.entry.name], **self.case.options)
+        function = arguments.of_floats(function)
         return TRANSFORMATIONS[self.transformation](function)
 
 
@@ -113,7 +159,9 @@ def draw_program(seed: int, number: int, entries: Sequence[Entry], on_gpu: bool)
     dtype = str(random.choice(dtypes))
     transformation = str(random.choice(list(TRANSFORMATIONS)))
     exact = bool(random.random() < 0.8) or dtype != "float32"
-    return Program(entry, _case(random, entry), dtype, implementation, transformation, exact)
+    case = _case(random, entry)
+    has_labels = "cross_entropy" in entry.name and any(getattr(a, "below", None) for a in case.leaves)
+    return Program(entry, case, dtype, implementation, transformation, exact, has_labels and random.random() < 0.5)
 
 
 def takes(function: Callable, case: Case) -> bool:
@@ -128,19 +176,6 @@ def _results(function, case):
         return floats(jax.eval_shape(bind(function, "autodiff", case.options), *structs))
     except (ValueError, TypeError):
         return None
-
-
-# ------------------------------------------------------------------------------------------------------------- numbers
-
-
-def _distinct(size: int, dtype: str) -> np.ndarray:
-    """Return so many numbers of both signs, of which the dtype holds no two as equal ones."""
-    numbers = np.linspace(-2, 2, size).astype(dtype)
-    if len(np.unique(numbers)) == size:
-        return numbers
-    count = -(-size // 2)  # Neighbours around 1 in a half precision
-    positive = (int(np.ones(1, dtype).view(np.uint16)[0]) - count // 2 + np.arange(count)).astype(np.uint16).view(dtype)
-    return np.concatenate([-positive, positive])[:size]
 
 
 # --------------------------------------------------------------------------------------------------- shapes and options
@@ -203,6 +238,14 @@ def _renamed(random: np.random.Generator, entry: Entry) -> Case:
                 shape = a.shape[1:] if change == "less" else (front, *a.shape)
                 arguments[i] = dataclasses.replace(a, shape=shape)
     return Case(tuple(_without_bias(random, entry, arguments)), _options(random, entry, options, arguments))
+
+
+def _cross_entropy(random: np.random.Generator, entry: Entry) -> Case:
+    """With a class for each example or, instead, with a weight for each class."""
+    case = _renamed(random, entry)
+    logits, weights = case.arguments
+    classes = Argument(logits.shape[:-1], below=max(logits.shape[-1], 1)) if logits.shape else weights
+    return dataclasses.replace(case, arguments=(logits, classes if random.random() < 0.5 else weights))
 
 
 def _without_bias(random, entry, arguments):
@@ -316,6 +359,7 @@ _GEOMETRY: Mapping[str, Callable[[np.random.Generator, Entry], Case]] = {
     **dict.fromkeys(("conv2d", "conv2d_relu_max_pool2d", "conv2d_relu_max_pool2d_with_places"), _convolution),
     **dict.fromkeys(("logic_conv2d", "logic_conv2d_or_pool2d", "logic_conv2d_or_pool2d_with_places"), _trees),
     **dict.fromkeys(("automaton_step", "automaton_rollout"), _automaton),
+    "softmax_cross_entropy": _cross_entropy,
     **dict.fromkeys(("max_pool2d", "max_pool2d_with_indices", "avg_pool2d"), _pool),
 }
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from experiments.fuzz.cases import Program
+from experiments.fuzz.references import REFERENCES
 from experiments.fuzz.transformations import SECOND_ORDER
 from jaxbp.catalogue import FixedArgument
 from jaxbp.verify.arguments import Arguments
@@ -18,6 +19,7 @@ def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.nda
     lines = [
         "from math import inf, nan",
         "import jax, jax.numpy as jnp, jaxbp",
+        "from experiments.fuzz.references import REFERENCES",
         "from experiments.fuzz.transformations import TRANSFORMATIONS",
         "from jaxbp.verify.arguments import floats",
         "from jaxbp.verify.points import generator, normal",
@@ -39,6 +41,8 @@ def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.nda
     options = "".join(f", {name}={value!r}" for name, value in program.case.options.items())
     given = ", ".join(str(tree).replace("'", "") for tree in jax.tree.unflatten(structure, names))
     call = f"jaxbp.{program.entry.name}({given}{options}, implementation=implementation)"
+    if program.entry.name in REFERENCES:
+        call = f"REFERENCES[{program.entry.name!r}]({given}{options}) if implementation == 'autodiff' else {call}"
     donated = ", donate_argnums=0" if program.transformation == "donated" else ""
     run, along = f"value_and_gradients(function{donated})", ""
     if program.transformation in SECOND_ORDER:

@@ -50,7 +50,7 @@ class Trial:
         self._directions = [[normal(random, a.shape, a.dtype) for a in numbers.floats]]
         reference, native = Reference(op, numbers, {}, **options), Programs(op, numbers, {}, "autodiff", **options)
         tolerances = {**TOLERANCES, "float32": FLOAT32 if program.exact else TF32}
-        self._judge = Judge(reference, native, tolerances, self._directions, program.entry.kink_convention)
+        self._judge = Judge(reference, native, tolerances, self._directions, program.kink_convention)
         self.results = reference.results
 
     def run(self, values: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]) -> str | None:

@@ -93,7 +93,10 @@ def _numbers(
     with jax.enable_x64(program.dtype == "float64"):
         arguments = program.arguments(random, DATA[draw])
         results = results or jax.eval_shape(program.function(arguments, "autodiff"), *arguments.floats)
-    return arguments, [random.standard_normal(y.shape).astype(y.dtype) for y in results]
+    cotangents = (random.standard_normal(y.shape).astype(y.dtype) for y in results)
+    if "_backward" not in program.entry.name:
+        cotangents = (program.masked(c, random, DATA[draw]) for c in cotangents)
+    return arguments, list(cotangents)
 
 
 def _smallest(program: Program, task: Task, draw: int) -> Program:

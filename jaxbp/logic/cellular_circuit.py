@@ -343,7 +343,13 @@ def pack_grid(
 
 
 def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width: int) -> np.ndarray:
-    """The inverse of `pack_grid`."""
+    """The inverse of `pack_grid`.
+
+    Raises:
+      ValueError: a width of more columns than the words hold.
+    """
+    if not 0 <= width <= WORD * words.shape[-1]:
+        raise ValueError(f"unpack_grid: width is {width}; wants at most {WORD * words.shape[-1]}, as the words hold")
     planes = np.ascontiguousarray(words, dtype="<u8").view(np.uint8)
     return np.moveaxis(np.unpackbits(planes, axis=-1, count=width, bitorder="little"), 0, -1).astype(bool)
 

@@ -16,13 +16,20 @@ from jaxtyping import Bool, UInt8, UInt32
 from jaxbp.logic.gates import COEFFICIENTS, GATES
 from jaxbp.logic.sources import EXPRESSIONS, Table, c_of_tables, check_c, check_verilog, verilog_of
 from jaxbp.logic.wires import Wires
+from jaxbp.ops import _checks
 
 WORD_BITS = 32
 
 
 def pack_bits(bits: Bool[np.ndarray, "samples features"]) -> UInt32[np.ndarray, "features words"]:
-    """Samples as words: bit k of word w is sample 32 w + k. The last word is filled up with zeros."""
-    bits = np.asarray(bits, bool)
+    """Samples as words: bit k of word w is sample 32 w + k. The last word is filled up with zeros.
+
+    Raises:
+      ValueError: bits that are not a matrix, or not all 0 or 1.
+    """
+    bits = booleans("pack_bits", bits)
+    if bits.ndim != 2:
+        raise ValueError(f"pack_bits: bits has shape {bits.shape}; wants (samples, features)")
     words = -(-len(bits) // WORD_BITS)
     filled = np.zeros((bits.shape[1], words * WORD_BITS), bool)
     filled[:, : len(bits)] = bits.T
@@ -31,20 +38,42 @@ def pack_bits(bits: Bool[np.ndarray, "samples features"]) -> UInt32[np.ndarray, 
 
 
 def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bool[np.ndarray, "samples features"]:
-    """The inverse of `pack_bits`."""
+    """The inverse of `pack_bits`.
+
+    Raises:
+      ValueError: words that are not a matrix, or more samples than they hold.
+    """
+    if np.ndim(words) != 2:
+        raise ValueError(f"unpack_bits: words has shape {np.shape(words)}; wants (features, words)")
+    most = np.shape(words)[1] * WORD_BITS
+    if not _checks.is_int(samples) or not 0 <= samples <= most:
+        raise ValueError(f"unpack_bits: samples is {samples!r}; wants an int in [0, {most}], as many as the words hold")
     packed = np.ascontiguousarray(words, dtype="<u4").view(np.uint8)
     return np.unpackbits(packed, axis=1, count=samples, bitorder="little").T.astype(bool)
+
+
+def booleans(op: str, bits: ArrayLike) -> Bool[np.ndarray, "..."]:
+    """Return the bits as booleans on the host.
+
+    Raises:
+      ValueError: a number that is neither 0 nor 1.
+    """
+    bits = np.asarray(bits)
+    if bits.dtype != bool and (wrong := bits[(bits != 0) & (bits != 1)]).size:
+        raise ValueError(f"{op}: bits has the number {wrong[0]}; wants 0 and 1, as jaxbp.nn.thermometer gives them")
+    return bits.astype(bool)
 
 
 def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
     """What a circuit evaluates for samples that are not packed.
 
     Raises:
-      ValueError: samples of another number of inputs.
+      ValueError: samples of another number of inputs, or numbers that are neither 0 nor 1.
     """
-    bits = np.asarray(bits)
+    op, bits = type(circuit).__name__, np.asarray(bits)
     if bits.shape[1:] != (circuit.inputs,):
-        raise ValueError(f"{type(circuit).__name__}: bits has shape {bits.shape}; wants (samples, {circuit.inputs})")
+        raise ValueError(f"{op}: bits has shape {bits.shape}; wants (samples, {circuit.inputs})")
+    bits = booleans(op, bits)
     return unpack_bits(circuit.evaluate(pack_bits(bits)), len(bits))
 
 

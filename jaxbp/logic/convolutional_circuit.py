@@ -15,7 +15,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, UInt8, UInt32
 
-from jaxbp.logic.circuit import WORD_BITS, Circuit, bitwise_gates, gate_numbers, pack_bits, unpack_bits
+from jaxbp.logic.circuit import WORD_BITS, Circuit, bitwise_gates, booleans, gate_numbers, pack_bits, unpack_bits
 from jaxbp.logic.convolution import TreeWires
 from jaxbp.logic.gates import GATES, PASS_THROUGH
 from jaxbp.logic.netlist import GateList, Netlist
@@ -217,6 +217,7 @@ class ConvolutionalCircuit:
         if bits.shape[1:] != self.shape:
             wanted = ", ".join(map(str, self.shape))
             raise ValueError(f"ConvolutionalCircuit: bits has shape {bits.shape}; wants (samples, {wanted})")
+        bits = booleans("ConvolutionalCircuit", bits)
         y, at_a_time = np.empty((len(bits), self.outputs), bool), WORDS_AT_A_TIME * WORD_BITS
         for begin in range(0, len(bits), at_a_time):  # what there is between the layers takes memory
             some = bits[begin : begin + at_a_time].reshape(-1, self.inputs)

@@ -137,9 +137,12 @@ def harden(
 
     Raises:
       TypeError, ValueError: as in `gate_layer`.
+      ValueError: logits that are NaN. Within `jax.jit`, which does not know them, no error is raised.
     """
     (logits,) = _checks.floating("harden", logits=logits)
     check_parameters("harden", logits, "gates", parametrization, kernels=logits.shape[:-2])
+    if not isinstance(logits, jax.core.Tracer) and (count := int(jnp.isnan(logits).any(axis=-1).sum())):
+        raise ValueError(f"harden: the logits of {count} gates are NaN; wants numbers")
     if parametrization == "softmax":
         return jnp.argmax(logits, axis=-1).astype(jnp.uint8)
     row = logits if parametrization == "input_wise" else _times(widen(logits), WALSH.T)
@@ -220,15 +223,20 @@ def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -
 
     Raises:
       TypeError: x is not floating.
-      ValueError: groups does not divide the inputs, or tau is not above 0.
+      ValueError: groups does not divide the inputs, or tau is not a number above 0.
     """
     (x,) = _checks.floating("group_sum", x=x)
     if x.ndim == 0 or not _checks.is_int(groups) or groups < 1 or x.shape[-1] % groups:
         raise ValueError(f"group_sum: x has shape {x.shape} and groups is {groups!r}; wants a divisor of its last axis")
-    if not tau > 0:
-        raise ValueError(f"group_sum: tau is {tau!r}; wants a number above 0")
+    check_tau("group_sum", tau)
     sums = jnp.sum(widen(x).reshape(*x.shape[:-1], groups, x.shape[-1] // groups), axis=-1)
     return (sums / tau).astype(x.dtype)
+
+
+def check_tau(op: str, tau: Any) -> None:
+    """Requires a divisor of scores: a number above 0."""
+    if not _checks.is_number(tau) or not tau > 0:
+        raise ValueError(f"{op}: tau is {tau!r}; wants a number above 0")
 
 
 def check_parameters(

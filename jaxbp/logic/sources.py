@@ -32,11 +32,47 @@ EXPRESSIONS = (
 _C = """
 alignas alignof auto bool break case char const constexpr continue default do double else enum extern false float
 for goto if inline int long nullptr register restrict return short signed sizeof static static_assert struct switch
-thread_local true typedef typeof typeof_unqual union unsigned void volatile while asm fortran
-main malloc calloc free memcpy memset size_t uint16_t uint32_t uint64_t
+thread_local true typedef typeof typeof_unqual union unsigned void volatile while asm fortran main
 """
-C_WORDS = frozenset(_C.split())
-"""Keywords of C up to C23, and what the written sources use of its library."""
+_C_LIBRARY = """
+BIG_ENDIAN BYTE_ORDER EXIT_FAILURE EXIT_SUCCESS FD_CLR FD_ISSET FD_SET FD_SETSIZE FD_ZERO LITTLE_ENDIAN MB_CUR_MAX
+NFDBITS NULL PDP_ENDIAN RAND_MAX WCONTINUED WEXITED WEXITSTATUS WIFCONTINUED WIFEXITED WIFSIGNALED WIFSTOPPED WNOHANG
+WNOWAIT WSTOPPED WSTOPSIG WTERMSIG WUNTRACED a64l abort abs aligned_alloc alloca arc4random arc4random_buf
+arc4random_uniform asctime at_quick_exit atexit atof atoi atol atoll bcmp bcopy be16toh be32toh be64toh bsearch bzero
+calloc clearenv clock ctime dcgettext dgettext difftime div drand48 drand48_r ecvt ecvt_r erand48 erand48_r execl
+execle execlp execv execve execvp execvpe exit explicit_bzero fclose fcvt fcvt_r fd_mask fd_set feclearexcept fegetenv
+fegetexceptflag fegetround feholdexcept feof feraiseexcept ferror fesetenv fesetexceptflag fesetround fetestexcept
+feupdateenv fflush ffs ffsimax ffsl ffsll fgetc fgets fopen fork fprintf fprintf_unlocked fputc fputc_unlocked fputs
+fputs_unlocked fread free freopen fscanf fseek ftell fwrite fwrite_unlocked gamma_r gammaf_r gammal_r gcvt getc
+getchar getenv getloadavg getsubopt gettext gmtime htobe16 htobe32 htobe64 htole16 htole32 htole64 i386 imaxabs index
+initstate initstate_r isalnum isalpha isascii isblank iscntrl isdigit isgraph islower isprint ispunct isspace isupper
+iswalnum iswalpha iswblank iswcntrl iswdigit iswgraph iswlower iswprint iswpunct iswspace iswupper iswxdigit isxdigit
+jrand48 jrand48_r l64a labs lcong48 lcong48_r ldiv le16toh le32toh le64toh lgamma_r lgammaf_r lgammal_r linux llabs
+lldiv localtime longjmp lrand48 lrand48_r malloc mblen mbstowcs mbtowc memccpy memchr memcmp memcpy memmem memmove
+mempcpy memrchr memset mkdtemp mkstemp mkstemps mktemp mktime mrand48 mrand48_r nrand48 nrand48_r offsetof on_exit
+perror posix_memalign printf printf_unlocked pselect putc putc_unlocked putchar putchar_unlocked putenv puts
+puts_unlocked qecvt qecvt_r qfcvt qfcvt_r qgcvt qsort qsort_r quick_exit raise rand rand_r random random_r rawmemchr
+realloc reallocarray reallocf realpath remove rename rewind rindex rpmatch scanf seed48 seed48_r select setbuf setenv
+setjmp setlocale setstate setstate_r setvbuf signal snprintf sprintf srand srand48 srand48_r srandom srandom_r sscanf
+stpcpy stpncpy strcasecmp strcasecmp_l strcasestr strcat strchr strchrnul strcmp strcoll strcoll_l strcpy strcspn
+strdup strerror strerror_l strerror_r strfmon strftime strlcat strlcpy strlen strncasecmp strncasecmp_l strncat
+strncmp strncpy strndup strnlen strpbrk strrchr strsep strsignal strspn strstr strtod strtof strtok strtok_r strtol
+strtold strtoll strtoq strtoul strtoull strtouq strverscmp strxfrm strxfrm_l system time tmpfile tmpnam toascii
+tolower toupper towlower towupper u_char u_int u_long u_short uint ulong ungetc unix unsetenv ushort valloc vfprintf
+vfscanf vprintf vscanf vsnprintf vsprintf vsscanf wcstombs wctomb
+"""
+_C_MATHS = """
+acos acosh asin asinh atan atan2 atanh cabs cacos cacosh carg casin casinh catan catanh cbrt ccos ccosh ceil cexp
+cimag clog conj copysign cos cosh cpow cproj creal csin csinh csqrt ctan ctanh drem erf erfc exp exp10 exp2 expm1 fabs
+fdim finite floor fma fmax fmin fmod frexp gamma hypot ilogb isinf isnan j0 j1 jn ldexp lgamma llrint llround log
+log10 log1p log2 logb lrint lround modf nan nearbyint nextafter nexttoward pow pow10 remainder remquo rint round scalb
+scalbln scalbn signbit significand sin sincos sinh sqrt tan tanh tgamma trunc y0 y1 yn
+"""
+_OF_KINDS = [word + kind for word in _C_MATHS.split() for kind in ("", "f", "l")]
+C_WORDS = frozenset([*_C.split(), *_C_LIBRARY.split(), *_OF_KINDS])
+"""Keywords of C up to C23, the functions that compilers know, and what the headers of the written sources declare."""
+_C_RESERVED = re.compile(r"_[A-Z_]\w*|\w+_t|(U?INT|PTRDIFF|SIG_ATOMIC|SIZE|WCHAR|WINT)\w*_(C|MAX|MIN)", re.ASCII)
+"""Names that C and POSIX reserve for types, limits, and compilers."""
 _VERILOG = """
 always and assign automatic begin buf bufif0 bufif1 case casex casez cell cmos config deassign default defparam
 design disable edge else end endcase endconfig endfunction endgenerate endmodule endprimitive endspecify endtable
@@ -62,10 +98,10 @@ VERILOG_WORDS = frozenset(_VERILOG.split())
 
 
 def check_name(op: str, name: str, words: frozenset[str]) -> None:
-    """Requires an identifier that is none of these words."""
+    """Requires an identifier that is none of these words, and for C none that is reserved."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise ValueError(f"{op}: name is {name!r}; wants an identifier")
-    if name in words:
+    if name in words or (words is C_WORDS and _C_RESERVED.fullmatch(name)):
         language = "C" if words is C_WORDS else "Verilog"
         raise ValueError(f"{op}: name is {name!r}, a word of {language}; wants another")
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
 from jaxbp.logic.circuit import Circuit
-from jaxbp.logic.gates import Parametrization, hard_logits, harden, initial_logits
+from jaxbp.logic.gates import Parametrization, check_tau, hard_logits, harden, initial_logits
 from jaxbp.logic.wires import Wires
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops.gate_layer import gate_layer
@@ -21,9 +21,14 @@ Wiring = Callable[[int, int, int], Wires]
 """`wiring(inputs, gates, seed)`, as `Wires.unique` and `Wires.random`."""
 
 
-def thermometer(x: Float[AnyArray, "*batch features"], thresholds: ArrayLike) -> Float[Array, "*batch bits"]:
-    """Bits of numbers, `x > t` for each threshold t. The bits of a feature are neighbours."""
-    return (x[..., None] > jnp.asarray(thresholds, x.dtype)).astype(x.dtype).reshape(*x.shape[:-1], -1)
+def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -> Shaped[Array, "*batch bits"]:
+    """Bits of numbers, `x > t` for each threshold t, in x's dtype. The bits of a feature are neighbours.
+
+    Thresholds are rounded to x's dtype if that is floating. Integers and booleans are compared with them as numbers.
+    """
+    x = jnp.asarray(x)
+    thresholds = jnp.asarray(thresholds, x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else None)
+    return (x[..., None] > thresholds).astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
 class GateOptions(TypedDict, total=False):
@@ -106,6 +111,9 @@ class LogicNetwork(nnx.Module):
       seed: of the wires.
       The rest as in `LogicLayer`.
 
+    Raises:
+      ValueError: tau is not a number above 0, or widths do not fit.
+
     Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022.
     """
 
@@ -120,6 +128,7 @@ class LogicNetwork(nnx.Module):
         seed: int = 0,
         **options: Unpack[GateOptions],
     ):
+        check_tau("LogicNetwork", tau)
         self.layers = nnx.List(
             LogicLayer(wiring(reads, gates, seed + i), **options)
             for i, (reads, gates) in enumerate(zip([inputs, *widths], widths, strict=False))

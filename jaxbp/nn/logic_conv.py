@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
 from jaxbp.logic.convolution import TreeWires
 from jaxbp.logic.convolutional_circuit import ConvolutionalCircuit
@@ -22,9 +22,9 @@ from jaxbp.ops.shapes import flatten
 
 
 def image_thermometer(
-    x: Float[AnyArray, "batch channels height width"], thresholds: ArrayLike
-) -> Float[Array, "batch channels*thresholds height width"]:
-    """Channels of bits, `x > t` for each threshold t. The bits of a channel follow each other."""
+    x: Shaped[AnyArray, "batch channels height width"], thresholds: ArrayLike
+) -> Shaped[Array, "batch channels*thresholds height width"]:
+    """Channels of bits, `x > t` for each threshold t, as in `thermometer`. The bits of a channel follow each other."""
     return jnp.moveaxis(thermometer(jnp.moveaxis(x, 1, -1), thresholds), -1, 1)
 
 

@@ -79,6 +79,13 @@ def count(op: str, name: str, value: Any, at_least: int = 1) -> int:
     return int(value)  # NumPy's may overflow
 
 
+def boolean(op: str, name: str, value: Any) -> bool:
+    """Return a static boolean."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{op}: {name} is {value!r}; wants True or False")
+    return bool(value)
+
+
 def is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 

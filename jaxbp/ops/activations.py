@@ -78,7 +78,28 @@ _ELU = Elementwise(
 )
 
 
+_SATURATION = 1000.0
+"""Beyond ±1000, `gelu`, `silu`, and `mish` are 0 or x, and their slopes are 0 or 1, to the last digit of float64."""
+
+
+def _saturating(function):
+    """`function(x)`, and beyond `_SATURATION` 0 or x. There the function itself would multiply 0 by infinity."""
+
+    def forward(x, **options):
+        is_saturated = jnp.abs(x) > _SATURATION
+        y = function(jnp.where(is_saturated, 0.0, x), **options)
+        return jnp.where(is_saturated, jnp.where(x > 0, x, 0.0), y)
+
+    return forward
+
+
+def _unsaturated(x):
+    """x within ±`_SATURATION`, where slopes have reached their limits. NaN stays NaN."""
+    return jnp.minimum(jnp.maximum(x, -_SATURATION), _SATURATION)
+
+
 def _gelu_backward(dy, x, *, approximate):
+    x = _unsaturated(x)
     if approximate:
         slope = math.sqrt(2 / math.pi)
         t = jnp.tanh(slope * (x + 0.044715 * x**3))
@@ -88,11 +109,13 @@ def _gelu_backward(dy, x, *, approximate):
 
 
 def _silu_backward(dy, x):
+    x = _unsaturated(x)
     s = jax.nn.sigmoid(x)
     return dy * s * (1 + x * (1 - s))
 
 
 def _mish_backward(dy, x):
+    x = _unsaturated(x)
     # tanh(softplus(x)) = n / d, from exponentials that cannot overflow.
     e = jnp.exp(jnp.where(x > 0, -x, x))
     n = jnp.where(x > 0, 1 + 2 * e, e * (e + 2))
@@ -100,9 +123,9 @@ def _mish_backward(dy, x):
     return dy * (n / d + x * jax.nn.sigmoid(x) * ((d - n) / d) * ((d + n) / d))
 
 
-_GELU = Elementwise("gelu", lambda x, *, approximate: jax.nn.gelu(x, approximate), _gelu_backward, fastest=KEPT_ON_GPU)
-_SILU = Elementwise("silu", jax.nn.silu, _silu_backward)
-_MISH = Elementwise("mish", jax.nn.mish, _mish_backward, fastest=KEPT_ON_GPU)
+_GELU = Elementwise("gelu", _saturating(jax.nn.gelu), _gelu_backward, fastest=KEPT_ON_GPU)
+_SILU = Elementwise("silu", _saturating(jax.nn.silu), _silu_backward)
+_MISH = Elementwise("mish", _saturating(jax.nn.mish), _mish_backward, fastest=KEPT_ON_GPU)
 _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.sigmoid(x))
 
 
@@ -226,13 +249,17 @@ def gelu(x: AnyFloats, approximate: bool = True, *, implementation: Implementati
     """Gaussian error linear unit, `y = x Φ(x)`, Φ the normal distribution's.
 
     Args:
-      x: any shape.
-      approximate: `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))` in its place.
+      x: any shape. At -inf y is 0.
+      approximate: `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))` in its place. PyTorch's "tanh" is True, and its "none"
+        is False.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Raises:
+      ValueError: approximate is not a boolean.
 
     Source: D. Hendrycks and K. Gimpel, "Gaussian error linear units", arXiv:1606.08415.
     """
-    return _GELU.of(implementation, {"x": x}, approximate=bool(approximate))
+    return _GELU.of(implementation, {"x": x}, approximate=_checks.boolean("gelu", "approximate", approximate))
 
 
 def gelu_backward(
@@ -240,11 +267,12 @@ def gelu_backward(
 ) -> Floats:
     """Gradient of `gelu`: `dx = dy (Φ(x) + x φ(x))`, φ the normal density; with `approximate`,
     `dx = dy/2 (1 + t + x (1 - t²) √(2/π) (1 + 0.134145 x²))`, t its tanh."""
-    return _GELU.backward_of(implementation, dy, {"x": x}, approximate=bool(approximate))
+    approximate = _checks.boolean("gelu_backward", "approximate", approximate)
+    return _GELU.backward_of(implementation, dy, {"x": x}, approximate=approximate)
 
 
 def silu(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Sigmoid linear unit, `y = x σ(x)`, also called swish.
+    """Sigmoid linear unit, `y = x σ(x)`, also called swish. At -inf y is 0.
 
     Source: S. Elfwing, E. Uchibe and K. Doya, "Sigmoid-weighted linear units", arXiv:1702.03118.
     """
@@ -257,7 +285,7 @@ def silu_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation
 
 
 def mish(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Mish, `y = x tanh(softplus(x))`.
+    """Mish, `y = x tanh(softplus(x))`. At -inf y is 0.
 
     Source: D. Misra, "Mish: a self regularized non-monotonic activation function", BMVC 2020.
     """

@@ -3,7 +3,7 @@
 import math
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Float
 
 from jaxbp.ops import _checks
@@ -11,6 +11,7 @@ from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._fastest import fused_pair
 from jaxbp.ops._numerics import mean_and_rest, widen
 from jaxbp.pairing import Implementation
+from pallas_kernels.norm.statistics import inverse_root
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
 
@@ -35,7 +36,7 @@ def _normalise(x, scale, bias, *, epsilon):
     mean, rest = mean_and_rest(x, _over(x))
     centred = (widen(x) - mean) - rest
     var = jnp.mean(jnp.square(centred), axis=_over(x))
-    factor = widen(scale) * lax.rsqrt(var + epsilon)
+    factor = widen(scale) * inverse_root(var, epsilon)
     y = centred * _along(factor, x) + _along(widen(bias), x)
     results = y, (mean + rest).reshape(var.shape), var
     return tuple(a.astype(x.dtype) for a in results), (x, scale, mean, rest, var)
@@ -74,7 +75,7 @@ def _coefficients(dy_sum, deviation_sum, dys, x, scale, var, epsilon):
     """
     _, dmean, dvar = dys
     count = math.prod(x.shape[axis] for axis in _over(x))
-    s = lax.rsqrt(var + epsilon)
+    s = inverse_root(var, epsilon)
     dscale = deviation_sum * s
     a = widen(scale) * s
     b = (2 * widen(dvar) - a * s * dscale) / count
@@ -93,6 +94,8 @@ def batch_norm(
     x: AnyImages, scale: AnyChannels, bias: AnyChannels, *, epsilon: float = 1e-5, implementation: Implementation = None
 ) -> Results:
     """Batch normalisation, `y = scale (x - mean) / √(var + epsilon) + bias`, with each channel's mean and variance.
+
+    A channel whose squares overflow is NaN.
 
     Args:
       x: the channels second; any axes of space, or none.

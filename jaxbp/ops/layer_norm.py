@@ -22,6 +22,7 @@ from jaxbp.sharding import leading
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.norm import layer_norm as kernels
 from pallas_kernels.norm import layer_norm_streamed
+from pallas_kernels.norm.statistics import inverse_root
 
 AnyRows = Float[AnyArray, "*batch hidden"]
 Rows = Float[Array, "*batch hidden"]
@@ -52,7 +53,7 @@ def row_statistics(x, *, eps, center):
 
 
 def _inv_std(centred, eps):
-    return lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1) + eps)
+    return inverse_root(jnp.mean(jnp.square(centred), axis=-1), eps)
 
 
 def _normalised(x, offset, inv_std):
@@ -198,7 +199,7 @@ def layer_norm(
     """LayerNorm, `y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, mean and variance over each row.
 
     The variance is the mean of the squared deviations, biased, and never `mean(x²) - mean(x)²`: a row far from zero
-    keeps its digits.
+    keeps its digits. A row whose squares overflow is NaN.
 
     Args:
       x: rows, with any leading axes.
@@ -248,7 +249,7 @@ def layer_norm_backward(
 
 
 def rms_norm(x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None) -> Rows:
-    """RMSNorm, `y = x / sqrt(mean(x²) + eps) * scale`, the mean over each row.
+    """RMSNorm, `y = x / sqrt(mean(x²) + eps) * scale`, the mean over each row. A row whose squares overflow is NaN.
 
     Args:
       x: rows, with any leading axes.

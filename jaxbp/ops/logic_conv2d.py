@@ -360,7 +360,8 @@ def logic_or_pool2d(
 ) -> Float[Array, "batch channels out_height out_width"]:
     """The "or" of each window's bits, relaxed to the largest of its numbers: `max_pool2d`, whose arguments it has.
 
-    The gradient goes to the first of the largest, and `max_pool2d_backward` is its backward.
+    The gradient goes to the first of the largest, or to the first NaN, and `max_pool2d_backward` is its backward. By
+    "autodiff", the gradient of a window with NaN goes where XLA sends it.
 
     Raises:
       TypeError, ValueError: as in `max_pool2d`.

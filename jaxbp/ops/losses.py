@@ -47,9 +47,13 @@ def _mean_loss(name, loss, slope):
 def _x_log_y(x, y):
     """`x ln y`, 0 where x and y are 0, in a form whose own derivatives are right there: -inf in x, 0 in y."""
     at_zero = (x == 0) & (y == 0)
-    # The term is 0, with a slope of -inf in x.
+    return _x_times_log(x, jnp.log(jnp.where(at_zero, 1.0, y)), at_zero)
+
+
+def _x_times_log(x, log, at_zero):
+    """`x log`, but 0 with a slope of -inf in x at zero, where x is 0 and the logarithm would be -inf."""
     gap = jnp.where(at_zero, x - lax.stop_gradient(x), 1.0)
-    return x * jnp.log(jnp.where(at_zero, 1.0, y)) - jnp.where(at_zero, jnp.sqrt(gap), 0.0)
+    return x * jnp.where(at_zero, 0.0, log) - jnp.where(at_zero, jnp.sqrt(gap), 0.0)
 
 
 def _huber(predictions, targets, *, delta):
@@ -80,7 +84,10 @@ def _log(x):
 
 
 def _sigmoid_binary_cross_entropy(logits, labels):
-    return -labels * jax.nn.log_sigmoid(logits) - (1 - labels) * jax.nn.log_sigmoid(-logits)
+    def term(label, logits):
+        return _x_times_log(label, jax.nn.log_sigmoid(logits), (label == 0) & (logits == -jnp.inf))
+
+    return -term(labels, logits) - term(1 - labels, -logits)
 
 
 _MEAN_SQUARED_ERROR = _mean_loss("mean_squared_error", jnp.square, lambda error: 2 * error)
@@ -246,6 +253,8 @@ def sigmoid_binary_cross_entropy(
     logits: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
 ) -> Floats:
     """Cross-entropy of logits, `loss = -y ln σ(x) - (1 - y) ln σ(-x)`, element by element; nothing overflows.
+
+    An infinite logit that is right costs nothing.
 
     Args:
       logits: x.

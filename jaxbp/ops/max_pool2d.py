@@ -32,11 +32,11 @@ def _at_place(place, x, *, window, stride, padding, input_size, fill):
 def max_and_indices(x, **options):
     places = _places(options["window"])
     index_dtype = jnp.uint8 if len(places) <= 256 else jnp.int32
-    shape = (*x.shape[:2], *output_size(**options))
-    index = jnp.broadcast_to(jnp.asarray(_first_inside(**options), index_dtype), shape)
-    largest = jnp.full(shape, -jnp.inf, x.dtype)
-    for i, place in enumerate(places):
-        value = _at_place(place, x, fill=-jnp.inf, **options)
+    values = [_at_place(place, x, fill=-jnp.inf, **options) for place in places]
+    # Made like a value, they are sharded like it on a mesh of explicit axes.
+    index = jnp.zeros_like(values[0], index_dtype) + jnp.asarray(_first_inside(**options), index_dtype)
+    largest = jnp.full_like(values[0], -jnp.inf)
+    for i, value in enumerate(values):
         # Only what is larger replaces it: the first of equals stays. NaN is larger than any number, and stays.
         larger = ~(value <= largest) & ~jnp.isnan(largest)
         largest = jnp.where(larger, value, largest)
@@ -159,7 +159,8 @@ def max_pool2d(
 
     Returns:
       y, in x's dtype, of height `(height + 2 p - window) // s + 1`, and width alike. NaN in a window gives NaN.
-      Of equal maxima the first in row-major order gets the gradient.
+      Of equal maxima the first in row-major order gets the gradient, and so does the first NaN. By "autodiff", the
+      gradient of a window with NaN goes where XLA sends it, which may be another position.
 
     Raises:
       TypeError: x is not floating.

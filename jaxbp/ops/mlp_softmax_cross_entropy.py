@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from jaxbp.ops import _checks
 from jaxbp.ops._checks import AnyArray
 from jaxbp.ops._numerics import on_tensor_cores
-from jaxbp.ops.softmax_cross_entropy import logits_gradient, losses
+from jaxbp.ops.softmax_cross_entropy import are_valid, dy_of_valid, logits_gradient, losses
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from jaxbp.sharding import Axes, Examples
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
@@ -105,9 +105,13 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """What the kernel needs that weighs gradients: those of each loss by itself, as wide. Of weights, the shapes."""
+    """The arrays for the kernel that weighs the gradients of each loss, as wide. Only the shapes of weights matter.
+
+    The gradients are 0 where the label is no class, so that dy alone decides between 0 and NaN.
+    """
 
     x_last: Array
+    labels: Array
     hidden: tuple[Array, ...]
     gradients: tuple[Array, ...]
     weights: tuple[Array, ...]
@@ -131,7 +135,8 @@ def _wide_row_gradients(dy, labels, logits, hidden, weights):
 
 def _wide_rows_and_gradients(x_last, labels, weights, biases):
     loss, logits, hidden = _wide_rows(x_last, labels, weights, biases)
-    return loss, logits, hidden, _wide_row_gradients(jnp.ones_like(loss), labels, logits, hidden, weights)
+    dy = are_valid(labels, len(biases[-1])).astype(loss.dtype)
+    return loss, logits, hidden, _wide_row_gradients(dy, labels, logits, hidden, weights)
 
 
 def _weighed_gradients(dy, x_last, hidden, gradients, *, sizes):
@@ -177,7 +182,7 @@ def _save_kernel(x, labels, *layers, precision):
     arrays = x_last, labels_last, weights, biases
     if kernels.forward_and_gradients.pays(*arrays):
         loss, logits, hidden, gradients = _WIDE_ROWS_AND_GRADIENTS(*arrays)
-        saved = WideRowsAndGradients(x_last, hidden, gradients, weights)
+        saved = WideRowsAndGradients(x_last, labels_last, hidden, gradients, weights)
     else:
         loss, logits, hidden = _WIDE_ROWS(*arrays)
         saved = WideRows(x_last, labels_last, logits, hidden, weights)
@@ -190,8 +195,9 @@ def _gradients_kernel(dy, saved, *, precision):
     if isinstance(saved, WideRows):
         dx_last, layers = _gradients_of_wide_rows(dy, saved, precision=precision)
     else:
-        arrays = batch_last(dy), saved.x_last, saved.hidden, saved.gradients
-        dx_last, *layers = _WEIGHED_GRADIENTS(*arrays, sizes=_sizes(saved.weights))
+        *_, classes = sizes = _sizes(saved.weights)
+        dy_last = dy_of_valid(batch_last(dy), saved.labels, classes)
+        dx_last, *layers = _WEIGHED_GRADIENTS(dy_last, saved.x_last, saved.hidden, saved.gradients, sizes=sizes)
     return batch_first(dx_last[: saved.weights[0].shape[1]], len(dy)), None, *layers
 
 
@@ -257,7 +263,8 @@ def mlp_softmax_cross_entropy(
         computes the formula in jnp, with the library's products.
 
     Returns:
-      The losses, in x's dtype. An integer that is no class makes its example's loss and gradients NaN.
+      The losses, in x's dtype. An integer that is no class makes its example's loss NaN. The gradients are NaN, too,
+      unless dy is 0 there. If `jnp.where` leaves the loss out, dy is 0, and the example adds nothing to the gradients.
 
     Raises:
       TypeError, ValueError: dtypes or shapes that do not fit, or layers that do not come in pairs.

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
@@ -94,10 +95,17 @@ def _var_gradient(dy, a, mean, rest, *, count, ddof):
     return dy * ((a - mean) - rest) * (2.0 / (count - ddof))
 
 
+def _largest_and_positive_total(a, axis):
+    """`largest_and_total`, with a total of 1 for a row of -inf: then its gradient, 0 / total, is 0."""
+    largest, total = largest_and_total(a, axis)
+    return largest, jnp.where(total == 0, 1.0, total)
+
+
 def _logsumexp(a, axis, keepdims):
     """In what the gradient is made from, too, so that a program of both has that once."""
     largest, total = largest_and_total(a, axis)
-    y = jnp.log(total) + largest
+    is_empty = total == 0
+    y = jnp.where(is_empty, -jnp.inf, jnp.log(jnp.where(is_empty, 1.0, total)) + largest)
     return y if keepdims else jnp.squeeze(y, axis)
 
 
@@ -107,7 +115,10 @@ def _logsumexp_gradient(dy, a, largest, total, *, count):
 
 _VAR = fused_pair(_reduced(jnp.var), _elementwise_gradient(_var_gradient, mean_and_rest), name="var")
 _LOGSUMEXP = fused_pair(
-    _reduced(_logsumexp), _elementwise_gradient(_logsumexp_gradient, largest_and_total), name="logsumexp", fastest=KEPT
+    _reduced(_logsumexp),
+    _elementwise_gradient(_logsumexp_gradient, _largest_and_positive_total),
+    name="logsumexp",
+    fastest=KEPT,
 )
 
 
@@ -124,10 +135,24 @@ def _save_first(forward):
     """What saves the place of the first maximum or minimum, which is all that the gradient needs."""
 
     def save(a, *, axis, keepdims, shape):
-        y = forward(a, axis=axis, keepdims=True, shape=shape)
-        # Faster than argmax. Where y is NaN, the first NaN is its place.
-        extreme = (a == y) | (jnp.isnan(a) & jnp.isnan(y))
-        index = jnp.min(jnp.where(extreme, _places(shape, axis), _count(shape, axis)), axis=axis)
+        @jax.custom_jvp
+        def extreme(a):
+            return forward(a, axis=axis, keepdims=True, shape=shape)
+
+        def index_of(a, y):
+            # Faster than argmax. Where y is NaN, the first NaN is its place.
+            is_extreme = (a == y) | (jnp.isnan(a) & jnp.isnan(y))
+            return jnp.min(jnp.where(is_extreme, _places(shape, axis), _count(shape, axis)), axis=axis, keepdims=True)
+
+        @extreme.defjvp
+        def _(primals, tangents):
+            # In second derivatives, autodiff would share y's tangent among equal numbers.
+            y = extreme(*primals)
+            selected = _places(shape, axis) == index_of(*primals, y)
+            return y, jnp.sum(jnp.where(selected, *tangents, 0), axis=axis, keepdims=True)
+
+        y = extreme(a)
+        index = jnp.squeeze(index_of(a, y), axis)
         return y if keepdims else y.reshape(index.shape), (index,)
 
     return save
@@ -253,7 +278,10 @@ def min_backward(
 def logsumexp(
     a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
 ) -> Reduced:
-    """The logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`. The largest a is subtracted first."""
+    """The logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`. The largest a is subtracted first.
+
+    Of numbers that are all -inf it is -inf, with a gradient of 0.
+    """
     return _reduce(_LOGSUMEXP, implementation, a, axis, keepdims)
 
 

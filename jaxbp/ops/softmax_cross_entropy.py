@@ -28,24 +28,46 @@ def _is_class(labels):
 def losses(logits, labels):
     log_probabilities = jax.nn.log_softmax(widen(logits))
     if _is_class(labels):
-        valid = (labels >= 0) & (labels < logits.shape[-1])
+        valid = are_valid(labels, logits.shape[-1])
         chosen = jnp.where(valid, labels, 0)[..., None]
-        loss = -jnp.take_along_axis(log_probabilities, chosen, axis=-1)[..., 0]
-        # A factor, not a choice: the gradient of an example with an invalid label is NaN as well.
-        loss *= jnp.where(valid, 1.0, jnp.nan).astype(loss.dtype)
+        loss = _nan_unless(valid, -jnp.take_along_axis(log_probabilities, chosen, axis=-1)[..., 0])
     else:
-        loss = -jnp.sum(widen(labels) * log_probabilities, axis=-1)
+        y = widen(labels)
+        terms = y * jnp.where(_is_masked(y, log_probabilities), 0.0, log_probabilities)
+        loss = -jnp.sum(terms, axis=-1)
     return loss.astype(logits.dtype)
 
 
+def are_valid(labels, classes):
+    return (labels >= 0) & (labels < classes)
+
+
+def _nan_unless(valid, loss):
+    """Return the loss where it is valid, and NaN elsewhere, with a gradient of NaN unless the cotangent is 0."""
+    # The transpose of a product with NaN makes NaN of a cotangent of 0, too. Here a cotangent is multiplied by the
+    # largest number twice, then by 0: it is 0 or overflows, and infinity times 0 is NaN.
+    zero, largest = (jnp.where(valid, 1.0, factor).astype(loss.dtype) for factor in (0.0, jnp.finfo(loss.dtype).max))
+    return loss * zero * largest * largest + jnp.where(valid, 0.0, jnp.nan).astype(loss.dtype)
+
+
+def _is_masked(weights, log_probabilities):
+    """Return where a class is ruled out, by a weight of 0 and a logit of -inf. Its term is 0, and not 0 times inf."""
+    return (weights == 0) & (log_probabilities == -jnp.inf)
+
+
+def dy_of_valid(dy, labels, classes):
+    """Return dy, but where its label is no class 0 if it is 0, else NaN."""
+    return jnp.where(are_valid(labels, classes), dy, jnp.where(dy == 0, 0.0, jnp.nan).astype(dy.dtype))
+
+
 def logits_gradient(dy, logits, labels):
-    dy = widen(dy)[..., None]
+    dy = widen(dy)
     if _is_class(labels):
         p = jax.nn.softmax(widen(logits))
-        valid = (labels >= 0) & (labels < p.shape[-1])
-        gradient = p - jax.nn.one_hot(labels, p.shape[-1], dtype=p.dtype)
-        gradient = dy * gradient * jnp.where(valid, 1.0, jnp.nan).astype(p.dtype)[..., None]
+        dy = dy_of_valid(dy, labels, p.shape[-1])[..., None]
+        gradient = dy * (p - jax.nn.one_hot(labels, p.shape[-1], dtype=p.dtype))
     else:
+        dy = dy[..., None]
         (e, total), y = exponentials(logits, -1), widen(labels)
         gradient = e * (dy * jnp.sum(y, axis=-1, keepdims=True) / total) - dy * y
     return gradient.astype(logits.dtype)
@@ -56,7 +78,9 @@ def _gradients(dy, logits, labels, *, of_logits=logits_gradient):
     # A class has no gradient.
     if _is_class(labels):
         return dlogits, None
-    return dlogits, (-widen(dy)[..., None] * jax.nn.log_softmax(widen(logits))).astype(labels.dtype)
+    log_probabilities = jax.nn.log_softmax(widen(logits))
+    log_probabilities = jnp.where(_is_masked(widen(labels), log_probabilities), 0.0, log_probabilities)
+    return dlogits, (-widen(dy)[..., None] * log_probabilities).astype(labels.dtype)
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
@@ -125,12 +149,14 @@ def softmax_cross_entropy(logits: AnyLogits, labels: AnyLabels, *, implementatio
     Args:
       logits: scores, the classes last.
       labels: a class an example (integers in [0, classes)), or y, a weight a class, of the dtype of the logits.
-        Weights are differentiable and need not sum to 1.
+        Weights are differentiable and need not sum to 1. A class of weight 0 at a logit of -inf has no part in the loss
+        and no gradient.
       implementation: "pallas", "xla", "autodiff", or None for the fastest on this device.
 
     Returns:
       The losses, in the dtype of the logits, computed in float32 or wider. An integer that is no class makes its
-      example's loss and gradient NaN.
+      example's loss NaN. Its gradient is NaN, too, unless dy is 0. If `jnp.where` leaves the loss out, dy is 0, and
+      the gradient is 0.
 
     Raises:
       TypeError, ValueError: dtypes or shapes that do not fit.

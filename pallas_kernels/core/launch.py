@@ -16,6 +16,7 @@ A launch is one primitive of its own, whose body is traced when it is lowered, a
 program therefore takes no time for its kernels, and a CPU never traces what only a GPU runs.
 """
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ from jax._src.dispatch import apply_primitive
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
 from pallas_kernels.core.compilation import compiled_ahead, compiles_ahead
 from pallas_kernels.core.layouts import LANES
@@ -188,8 +189,20 @@ def _bind(name, mosaic, interpreter, arrays, shapes, in_place):
 
 
 def _trace(function, x64, *arrays):
-    with jax.enable_x64(x64), _check_vma(False):
+    # A body's own arrays lie on no mesh.
+    context = on_no_mesh() if has_explicit_axes() else contextlib.nullcontext()
+    with jax.enable_x64(x64), _check_vma(False), context:
         return jax.tree.leaves(function(*arrays))
+
+
+def has_explicit_axes() -> bool:
+    """Whether `jax.set_mesh` has set a mesh with explicit axes."""
+    return AxisType.Explicit in get_abstract_mesh().axis_types
+
+
+def on_no_mesh() -> contextlib.AbstractContextManager:
+    """A context in which no mesh is set."""
+    return use_abstract_mesh(AbstractMesh((), ()))
 
 
 mlir.register_lowering(

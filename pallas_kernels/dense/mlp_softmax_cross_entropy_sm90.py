@@ -471,7 +471,7 @@ def _backward(network: _Network, *refs: Any, block: Any) -> None:
     z = _read(refs.logits, examples, plgpu.Layout.WGMMA)
     dy = _read(refs.dy, examples, value_a_row())
     labels = _read(refs.labels, examples, value_a_row())
-    dy = jnp.where(_valid(labels, network.classes), dy, jnp.nan)
+    dy = jnp.where(_valid(labels, network.classes) | (dy == 0), dy, jnp.nan)
     gradient = _spread(dy, z) * _softmax(z, labels, network.classes).gradient()
     for i, layer in enumerate(reversed(range(network.layers))):
         _put(rounded_to_tf32(gradient), refs.operands[layer], refs.gradients[i].at[examples], bulk=False)
@@ -530,7 +530,7 @@ def _forward_and_gradients(network: _Network, *refs: Any, block: Any) -> None:
     stream = _Stream(network.all_products, refs.weights, refs.stages, refs.loaded)
     labels, softmax = _write_losses(stream, network, refs, examples, loads=8, bulk=True)
     valid = _spread(_valid(labels, network.classes), softmax.exponentials)
-    gradient = jnp.where(valid, softmax.gradient(), jnp.nan)
+    gradient = jnp.where(valid, softmax.gradient(), 0.0)
     for i, layer in enumerate(reversed(range(layers))):
         operand = refs.operands[layer + 1]
         # The gradient overwrites h, which is not read again.
@@ -566,7 +566,8 @@ def forward_and_gradients(
       x, labels, weights, biases: as `forward` takes them.
 
     Returns:
-      loss, logits, the h, and the gradients of each loss by itself: those of `forward`, and those of `backward`.
+      loss, logits, the h, and the gradients of each loss by itself: those of `forward`, and those of `backward`. The
+      gradients are 0 for an example whose label is no class.
     """
     network, N = _Network.from_weights(weights), x.shape[1]
     first_weights = weights[0].T

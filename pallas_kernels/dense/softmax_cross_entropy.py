@@ -2,7 +2,7 @@
 another.
 
 Labels are integers `(N,)`, a class an example, or floats `(classes, N)`, a weight a class. The batch N is last and a
-multiple of `LANES`. An integer that is no class makes its example NaN.
+multiple of `LANES`. An integer that is no class makes its example's loss NaN, and its gradient unless dy is 0.
 """
 
 import dataclasses
@@ -99,7 +99,8 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
     def body(dy_ref, logits_ref, labels_ref, largest_ref, total_ref, dlogits_ref, *, block):
         lanes = pl.ds(block * length, length)
         weigh, valid = _weigher(labels_ref, lanes, classes)
-        gradient = jnp.where(valid, dy_ref[lanes].astype(jnp.float32), jnp.nan)
+        dy = dy_ref[lanes].astype(jnp.float32)
+        gradient = jnp.where(valid | (dy == 0), dy, jnp.nan)
         zero = zeros_like(gradient)
         # An integer label gives its class the weight 1, and the others 0.
         weight = zero + 1.0 if has_integer_labels else fold_classes(lambda k, s: s + weigh(k, 1.0), zero)
@@ -133,4 +134,10 @@ def _weigher(labels_ref, lanes, classes):
         return lambda k, value: jnp.where(label == k, value, 0.0), (label >= 0) & (label < classes)
     first = labels_ref[0, lanes]
     valid = (first == first) | (first != first)
-    return lambda k, value: labels_ref[k, lanes].astype(jnp.float32) * value, valid
+
+    def weigh(k, value):
+        # A class of weight 0 has no part in the loss, also at a logit of -inf.
+        weight = labels_ref[k, lanes].astype(jnp.float32)
+        return jnp.where((weight == 0) & (value == -jnp.inf), 0.0, weight * value)
+
+    return weigh, valid

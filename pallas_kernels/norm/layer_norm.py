@@ -25,6 +25,7 @@ from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, largest_divisor, vector_length, zeros_like
 from pallas_kernels.core.tiles import kernel
+from pallas_kernels.norm.statistics import inverse_root
 
 _SUMMED_COLUMNS = 4096
 """Columns whose gradients' sums fit in a program's registers: 32 of a thread's 255 (CUDA C++ Programming Guide, compute
@@ -203,7 +204,7 @@ class _Row:
 
         if self.center:
             offset = self.mean(masked_deviation)
-        inv_std = lax.rsqrt(self.mean(lambda vector: jnp.square(masked_deviation(vector))) + self.eps)
+        inv_std = inverse_root(self.mean(lambda vector: jnp.square(masked_deviation(vector))), self.eps)
         return lambda vector: deviation(vector) * inv_std, offset, inv_std
 
     def mean(self, function: Callable[[Any], Array]) -> Array:

@@ -24,6 +24,7 @@ from pallas_kernels.core.layouts import load, multiply_registers, operand, quoti
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
+from pallas_kernels.norm.statistics import inverse_root
 
 _ROWS = 64
 """Rows of a block: those of a wgmma (PTX ISA)."""
@@ -457,5 +458,5 @@ def _normalise(x: Array, first_values: Array, eps: float) -> tuple[Callable[[Any
     def deviation(columns):
         return difference(columns) - _broadcast_rows(offset)
 
-    inv_std = lax.rsqrt(_sum(lambda columns: jnp.square(deviation(columns)), pieces) * share + eps)
+    inv_std = inverse_root(_sum(lambda columns: jnp.square(deviation(columns)), pieces) * share, eps)
     return lambda columns: deviation(columns) * _broadcast_rows(inv_std), offset, inv_std

@@ -28,6 +28,7 @@ from pallas_kernels.core.layouts import load, quotient, store, zeros_like
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
+from pallas_kernels.norm.statistics import inverse_root
 
 _RINGS_BYTES = 192 * 1024
 """Bytes of the rings of all programs on a multiprocessor, at most. From the sweeps of docs/lab/2026-11-21-norm.md, on
@@ -363,7 +364,7 @@ class _Block:
         if known_statistics:
             inv_stds = [a.inv_std for a in known_statistics]
         else:
-            inv_stds = [lax.rsqrt(self.mean(jnp.square(block())) + eps) for block in x]
+            inv_stds = [inverse_root(self.mean(jnp.square(block())), eps) for block in x]
         statistics = [_Statistics(*a) for a in zip(offsets, inv_stds, strict=True)]
         return self.combine(jnp.multiply, x, inv_stds), statistics
 

@@ -133,11 +133,35 @@ def test_a_pair_of_a_users_own_works_on_a_mesh(shared, axes):
     x_, scale_ = on_mesh(x, "examples", axes=axes), on_mesh(scale, axes=axes)
     for implementation in ("pallas", "xla", None):
         loss = lambda x, scale, of=implementation: jnp.sum(jnp.sin(pair(x, scale, implementation=of)))  # noqa: E731
-        traced = jax.jit(jax.grad(loss, (0, 1))).trace(x_, scale_)
+        with jax.set_mesh(x_.sharding.mesh):
+            traced = jax.jit(jax.grad(loss, (0, 1))).trace(x_, scale_)
+            found = traced.lower().compile()(x_, scale_)
         assert ("custom_partitioning[" in str(traced.jaxpr)) == (shared and implementation == "pallas")
-        assert_close(traced.lower().compile()(x_, scale_), jax.grad(loss, (0, 1))(x, scale), "float32")
-    hessian = jax.jit(jax.hessian(lambda s: jnp.sum(jnp.sin(pair(x_, s, implementation="pallas")))))
-    assert_close(hessian(scale_), jax.hessian(lambda s: jnp.sum(jnp.sin(x * s)))(scale), 1e-4)
+        assert_close(found, jax.grad(loss, (0, 1))(x, scale), "float32")
+    with jax.set_mesh(x_.sharding.mesh):
+        found = jax.jit(jax.hessian(lambda s: jnp.sum(jnp.sin(pair(x_, s, implementation="pallas")))))(scale_)
+    assert_close(found, jax.hessian(lambda s: jnp.sum(jnp.sin(x * s)))(scale), 1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "xla", "autodiff", None])
+def test_pools_on_explicit_axes_are_sharded_as_the_images(implementation):
+    of_convolution = "xla" if implementation == "pallas" else implementation  # its kernels take long in an interpreter
+    (images,), (w,) = normal((8, 2, 5, 5)), normal((3, 2, 2, 2), seed=1)
+
+    @jax.jit
+    def values_and_gradients(images):
+        def loss(images):
+            y, indices = jaxbp.max_pool2d_with_indices(images, 3, stride=2, implementation=implementation)
+            z = jaxbp.conv2d_relu_max_pool2d(images, w, window=2, implementation=of_convolution)
+            return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(z)), (y, indices, z)
+
+        return jax.value_and_grad(loss, has_aux=True)(images)
+
+    placed = on_mesh(images, "examples", axes=AxisType.Explicit)
+    with jax.set_mesh(placed.sharding.mesh):
+        found = values_and_gradients(placed)
+    assert_close(found, values_and_gradients(images), "float32")
+    assert {a.sharding.spec for a in jax.tree.leaves(found) if a.ndim} == {P("examples", None, None, None)}
 
 
 @pytest.mark.parametrize("options", [{}, dict(key=jax.random.key(1), fire_rate=0.6, rounding_rate=0.5)])
@@ -149,6 +173,8 @@ def test_an_automaton_on_explicit_axes_has_the_gradients_of_one_device(options):
     rollout = functools.partial(jaxbp.automaton_rollout, **options)
     gradient = jax.jit(jax.grad(lambda logits, s: jnp.sum(jnp.sin(rollout(logits, automaton, s, 2))), (0, 1)))
     placed = jax.tree.map(lambda a: on_mesh(a, axes=AxisType.Explicit), logits)
-    found = gradient(placed, on_mesh(state, "examples", axes=AxisType.Explicit))
+    placed_state = on_mesh(state, "examples", axes=AxisType.Explicit)
+    with jax.set_mesh(placed_state.sharding.mesh):
+        found = gradient(placed, placed_state)
     assert_close(found, gradient(logits, state), "float32")
     assert found[1].sharding.spec == P("examples", None, None, None)

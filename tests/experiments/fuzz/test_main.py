@@ -44,6 +44,34 @@ def test_the_least_number_can_be_held_against_float64(dtype, least):
     assert np.min([p[p > 0].min() for p in drawn]) == pytest.approx(least, rel=0.1)
 
 
+def drawn(name, kind, invalid_labels=False):
+    """(arguments, a cotangent of ones for each row of the first) of an op's small case."""
+    program = Program(ENTRIES[name], ENTRIES[name].small, "float32", "xla", "plain", invalid_labels=invalid_labels)
+    random = np.random.default_rng(0)
+    arguments = program.arguments(random, kind)
+    return arguments, program.masked(np.ones(ENTRIES[name].small.arguments[0].shape[:-1]), random, kind)
+
+
+def test_numbers_at_the_edges_are_drawn():
+    tiny = np.finfo(np.float32).tiny
+    (x,) = drawn("logsumexp", "with subnormal numbers")[0].floats
+    assert ((np.abs(x) > 0) & (np.abs(x) < tiny)).any()
+    (x,) = drawn("logsumexp", "far from zero")[0].floats
+    assert np.abs(x).min() > 900
+    rows = [drawn("softmax", "with ruled-out entries")[0].floats[0].reshape(-1, 4)]
+    assert (rows[0] == -np.inf).any() and np.isfinite(rows[0]).any()
+    _, cotangent = drawn("softmax", "under a mask")
+    assert 0 < cotangent.mean() < 1
+
+
+def test_an_invalid_label_is_under_a_mask():
+    arguments, cotangent = drawn("mlp_softmax_cross_entropy", "normal", invalid_labels=True)
+    _, labels, *_ = arguments.leaves
+    is_valid = (labels >= 0) & (labels < 4)
+    assert not is_valid.all() and is_valid.any()
+    np.testing.assert_array_equal(cotangent, is_valid)
+
+
 @pytest.fixture(autouse=True)
 def settings():
     """Lines that show a failure set these for the whole process."""

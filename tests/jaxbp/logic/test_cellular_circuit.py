@@ -42,6 +42,8 @@ def test_a_packed_state_has_64_cells_of_a_row_in_a_word_and_is_unpacked_again(wi
     assert words.shape == (4, 2, 3, -(-width // 64)) and words.dtype == np.uint64
     assert bool(words[3, 1, 2, (width - 1) // 64] >> np.uint64((width - 1) % 64) & np.uint64(1)) == state[1, 2, -1, 3]
     assert np.array_equal(unpack_grid(words, width), state)
+    with pytest.raises(ValueError, match=r"^unpack_grid: width is .*; wants at most"):
+        unpack_grid(words, 64 * words.shape[-1] + 1)
 
 
 @boundaries

@@ -48,6 +48,26 @@ def test_packed_bits_are_unpacked_again(samples):
     assert np.array_equal(jaxbp.unpack_bits(jaxbp.pack_bits(BITS[:samples]), samples), BITS[:samples])
 
 
+@pytest.mark.parametrize("number", [0.5, np.nan, 2])
+def test_numbers_that_are_no_bits_are_refused(number):
+    bits = BITS.astype(np.float32)
+    assert np.array_equal(CIRCUIT(bits), CIRCUIT(BITS))
+    bits[3, 4] = number
+    for op, call in ("Circuit", CIRCUIT), ("Netlist", Netlist.of(CIRCUIT)), ("pack_bits", jaxbp.pack_bits):
+        with pytest.raises(ValueError, match=rf"^{op}: bits has the number .*; wants 0 and 1, as jaxbp.nn.thermometer"):
+            call(bits)
+
+
+def test_what_is_not_packed_or_more_than_is_packed_is_refused():
+    with pytest.raises(ValueError, match=r"^pack_bits: bits has shape \(9,\); wants \(samples, features\)"):
+        jaxbp.pack_bits(BITS[0])
+    words = jaxbp.pack_bits(BITS)
+    with pytest.raises(ValueError, match=r"^unpack_bits: samples is 97; wants an int in \[0, 96\], as many as"):
+        jaxbp.unpack_bits(words, 97)
+    with pytest.raises(ValueError, match=r"^unpack_bits: words has shape \(3,\); wants \(features, words\)"):
+        jaxbp.unpack_bits(words[0], 75)
+
+
 def test_the_relaxed_network_of_hard_logits_is_the_circuit_exactly(expected):
     for dtype in (jnp.float32, jnp.bfloat16):
         x = jnp.asarray(BITS, dtype)

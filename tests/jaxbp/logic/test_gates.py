@@ -83,6 +83,13 @@ def test_harden_takes_the_first_of_equally_probable_gates():
 
 
 @every_parametrization
+def test_logits_that_are_nan_are_not_hardened(parametrization):
+    logits = jnp.zeros((3, PARAMETERS[parametrization])).at[1, 2].set(jnp.nan)
+    with pytest.raises(ValueError, match=r"^harden: the logits of 1 gates are NaN; wants numbers"):
+        jaxbp.harden(logits, parametrization)
+
+
+@every_parametrization
 def test_residual_gates_pass_on_their_a(parametrization):
     logits = jaxbp.initial_logits(jax.random.key(0), 7, parametrization=parametrization)
     assert logits.shape == (7, PARAMETERS[parametrization])

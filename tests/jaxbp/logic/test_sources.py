@@ -21,3 +21,9 @@ def test_every_keyword_is_refused_as_a_name(words, language):
         with pytest.raises(ValueError, match=f"op: name is '{word}', a word of {language}; wants another"):
             check_name("op", word, words)
     check_name("op", "cells_2", words)
+
+
+@pytest.mark.parametrize("name", ["int32_t", "NULL", "abs", "printf", "sqrtf", "UINT8_MAX", "INT64_C", "_Bool", "__x"])
+def test_names_that_c_has_taken_are_refused(name):
+    with pytest.raises(ValueError, match=f"op: name is '{name}', a word of C; wants another"):
+        check_name("op", name, C_WORDS)

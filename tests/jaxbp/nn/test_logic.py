@@ -36,6 +36,19 @@ def test_a_thermometer_has_a_bit_a_threshold():
     assert thermometer(x, [0.25, 0.5]).tolist() == [[0, 0, 1, 1], [1, 0, 1, 1]]
 
 
+@pytest.mark.parametrize("dtype", [bool, np.uint8])
+def test_a_thermometer_compares_integers_with_the_thresholds_as_they_are(dtype):
+    x = np.array([[True, False]], dtype)
+    assert thermometer(x, [0.5]).tolist() == [[1, 0]]
+    assert thermometer(x, [0.5, 1.0, 300.0]).dtype == dtype
+
+
+def test_a_tau_that_is_no_divisor_is_refused():
+    for tau in (0.0, -1.0, np.nan):
+        with pytest.raises(ValueError, match=f"^LogicNetwork: tau is {tau}; wants a number above 0"):
+            LogicNetwork(8, [12, 10], 5, tau=tau, rngs=nnx.Rngs(0))
+
+
 def test_a_layer_is_the_op_with_its_parameters():
     wires = Wires.random(5, 6, seed=0)
     layer = LogicLayer(wires, initialization="normal", rngs=nnx.Rngs(0))

@@ -297,6 +297,10 @@ OPTIONS = {
         lambda: jaxbp.dropout(zeros(3), zeros(2, dtype="uint32"), 1.5),
         "dropout: rate is 1.5; wants a number in [0.0, 1.0]",
     ),
+    "PyTorch's spelling of gelu": (
+        lambda: jaxbp.gelu(zeros(3), approximate="none"),
+        "gelu: approximate is 'none'; wants True or False",
+    ),
     "delta": (lambda: jaxbp.huber(zeros(3), zeros(3), -1), "huber: delta is -1; wants a number in [0.0, inf]"),
     "implementation": (
         conv2d(implementation="cuda"),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, normal, ours
+from helpers import assert_close, every_implementation, normal, ours
 
 from jaxbp import batch_norm, batch_norm_backward
 
@@ -42,6 +42,16 @@ def test_one_value_a_channel_has_no_gradient(implementation):
         jnp.ones((1, 2)), jnp.ones((1, 2)), jnp.ones(2), implementation=implementation
     )
     np.testing.assert_array_equal((dx[0], dscale, dbias), [[0, 0], [0, 0], [1, 1]])
+
+
+@every_implementation
+def test_a_channel_whose_squares_overflow_is_nan(implementation):
+    x = jnp.array([[1e20, 1.0], [-1e20, 2.0]])
+    y, _, var = batch_norm(x, jnp.ones(2), jnp.zeros(2), implementation=implementation)
+    np.testing.assert_array_equal(jnp.isnan(y), [[True, False]] * 2)
+    assert var[0] == jnp.inf
+    dx, _, _ = batch_norm_backward(jnp.ones((2, 2)), x, jnp.ones(2), implementation=implementation)
+    np.testing.assert_array_equal(jnp.isnan(dx), [[True, False]] * 2)
 
 
 def test_the_statistics_have_gradients():

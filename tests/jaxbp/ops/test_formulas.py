@@ -288,21 +288,25 @@ def test_every_function_has_annotations_and_a_formula():
 # ---------------------------------------------------------------------------------------------------- singular points
 
 INF, NAN = math.inf, math.nan
+HUGE = [-200.0, 200.0, -6e19, 6e19, -INF, INF]
+LINEAR = [0, 200, 0, 6e19, 0, INF], [[0, 1, 0, 1, 0, 1]]
 SINGULAR = {
-    # op: (options, arguments, values, gradients for dy = 1)
+    # op, and what tells its case from others: (options, arguments, values, gradients for dy = 1)
     "relu": ({}, [[0.0, NAN]], [0, NAN], [[0, 0]]),
     "leaky_relu": (dict(negative_slope=0.5), [[0.0, -2.0]], [0, -1], [[0.5, 0.5]]),
     "prelu": ({}, [[0.0, -2.0, 2.0], [0.5, 0.5, 0.5]], [0, -1, 2], [[0.5, 0.5, 1], [0, -2, 0]]),
     "elu": (dict(alpha=0.5), [[0.0, -INF, INF]], [0, -0.5, INF], [[0.5, 0, 1]]),
     "sigmoid": ({}, [[-200.0, 200.0, -INF, INF]], [0, 1, 0, 1], [[0, 0, 0, 0]]),
     "tanh": ({}, [[-200.0, 200.0, -INF]], [-1, 1, -1], [[0, 0, 0]]),
-    "softplus": ({}, [[-200.0, 200.0]], [0, 200], [[0, 1]]),
-    "mish": ({}, [[-200.0, 200.0]], [0, 200], [[0, 1]]),
-    "silu": ({}, [[-200.0, 200.0]], [0, 200], [[0, 1]]),
-    "gelu": (dict(approximate=False), [[-200.0, 200.0]], [0, 200], [[0, 1]]),
+    "softplus": ({}, [HUGE], *LINEAR),
+    "mish": ({}, [HUGE], *LINEAR),
+    "silu": ({}, [HUGE], *LINEAR),
+    "gelu": (dict(approximate=False), [HUGE], *LINEAR),
+    "gelu approximate": (dict(approximate=True), [HUGE], *LINEAR),
     "softmax": ({}, [[1e4, 0.0, -INF]], [1, 0, 0], [[0, 0, 0]]),
     "log_softmax": ({}, [[1e4, 0.0]], [0, -1e4], [[-1, 1]]),
     "logsumexp": ({}, [[1e4, 0.0, -INF]], 1e4, [[1, 0, 0]]),
+    "logsumexp of nothing": ({}, [[-INF, -INF]], -INF, [[0, 0]]),
     "log": ({}, [[0.0, -0.0, -1.0, INF]], [-INF, -INF, NAN, INF], [[INF, -INF, -1, 0]]),
     "sqrt": ({}, [[0.0, -1.0, INF]], [0, NAN, INF], [[INF, NAN, 0]]),
     "abs": ({}, [[0.0, -0.0, -INF]], [0, 0, INF], [[0, 0, -1]]),
@@ -350,11 +354,20 @@ SINGULAR = {
     ),
     "sigmoid_binary_cross_entropy": (
         {},
-        [[200.0, -200.0, 200.0, -200.0], [1.0, 0.0, 0.0, 1.0]],
-        [0, 0, 200, 200],
-        [[0, 0, 1, -1], [-200, 200, -200, 200]],
+        [[200.0, -200.0, 200.0, -200.0, INF, -INF, INF, -INF], [1.0, 0.0, 0.0, 1.0] * 2],
+        [0, 0, 200, 200, 0, 0, INF, INF],
+        [[0, 0, 1, -1] * 2, [-200, 200, -200, 200, -INF, INF, -INF, INF]],
     ),
     "kl_divergence": ({}, [[0.0, -INF], [1.0, 0.0]], 0, [[-1, 0], [1, -INF]]),
+    "softmax_cross_entropy": (
+        {},
+        [[-INF, 0.0, 0.0], [0.0, 1.0, 0.0]],
+        math.log(2),
+        [[0, -0.5, 0.5], [0, math.log(2), math.log(2)]],
+    ),
+    # In float32 these squares overflow.
+    "layer_norm": ({}, [[1e20, -1e20, 2e20, 0.0], [1.0] * 4, [0.0] * 4], [NAN] * 4, [[NAN] * 4, [NAN] * 4, [1] * 4]),
+    "rms_norm": ({}, [[1e20, -1e20, 2e20, 0.0], [1.0] * 4], [NAN] * 4, [[NAN] * 4, [NAN] * 4]),
 }
 
 
@@ -362,7 +375,8 @@ SINGULAR = {
 def _at_singular_points(implementation):
     def one(name):
         options, arguments, *_ = SINGULAR[name]
-        op = functools.partial(ENTRIES[name].function, **options, implementation=implementation)
+        op, _, _ = name.partition(" ")
+        op = functools.partial(ENTRIES[op].function, **options, implementation=implementation)
         y, vjp = jax.vjp(op, *(jnp.array(a, jnp.float32) for a in arguments))
         return y, vjp(jnp.ones_like(y))
 

@@ -58,6 +58,28 @@ def test_a_label_that_is_no_class_makes_its_loss_and_gradients_nan(implementatio
     assert np.isnan(loss).tolist() == np.isnan(dx).any(axis=1).tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("batch", [3, 1025])  # below and above what one kernel does at once
+@every_implementation
+def test_an_example_that_a_mask_leaves_out_has_no_part_in_the_gradients(implementation, batch, on_hopper):
+    x, labels, *layers = arguments(batch=(batch,))
+
+    @jax.jit
+    def gradients(x, labels, *layers):
+        def masked(x, *layers):
+            loss = jaxbp.mlp_softmax_cross_entropy(x, labels, *layers, implementation=implementation)
+            return jnp.sum(jnp.where(labels >= 0, loss, 0))
+
+        return jax.grad(masked, range(1 + len(layers)))(x, *layers)
+
+    with jax.default_matmul_precision("default"):  # with which kernels, or what they compute in jnp, are taken
+        dx, *found = gradients(x, labels.at[1].set(-100), *layers)
+    expected = jaxbp.mlp_softmax_cross_entropy_backward(
+        jnp.ones(batch).at[1].set(0), x, labels, *layers, implementation="autodiff"
+    )
+    assert_close((dx, *found), expected, 1e-5)
+    np.testing.assert_array_equal(dx[1], 0)
+
+
 @pytest.mark.parametrize(
     ("sizes", "dtype", "precision", "kernels"),
     [

@@ -64,6 +64,12 @@ def test_nan_is_the_maximum_and_the_first_one_gets_the_gradient(implementation):
     np.testing.assert_array_equal(jaxbp.max_backward(jnp.array(1.0), a, implementation=implementation), [0, 1, 0, 0])
 
 
+@ours
+def test_the_first_of_equals_has_the_second_derivative_alone(implementation):
+    square = lambda a: jaxbp.max(a, implementation=implementation) ** 2  # noqa: E731
+    np.testing.assert_array_equal(jax.hessian(square)(jnp.ones(3)), [[2, 0, 0], [0, 0, 0], [0, 0, 0]])
+
+
 def test_native_autodiff_divides_the_gradient_among_equals():
     da = jaxbp.max_backward(jnp.array(1.0), jnp.ones(4), implementation="autodiff")
     np.testing.assert_array_equal(da, [0.25] * 4)

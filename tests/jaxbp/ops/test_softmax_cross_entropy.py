@@ -84,6 +84,18 @@ def test_a_label_out_of_range_makes_its_example_nan_and_no_other(dtype, outside,
 
 
 @every_implementation
+def test_an_example_that_a_mask_leaves_out_has_no_gradient(implementation):
+    (logits,), labels = normal((4, 3)), np.array([0, -100, 3, 2])
+
+    def masked(logits):
+        loss = softmax_cross_entropy(logits, labels, implementation=implementation)
+        return jnp.sum(jnp.where((labels >= 0) & (labels < 3), loss, 0))
+
+    _, (expected,) = loss_and_gradients(logits, np.clip(labels, 0, 2), implementation)
+    np.testing.assert_array_equal(jax.jit(jax.grad(masked))(logits), expected.at[1:3].set(0))
+
+
+@every_implementation
 def test_nan_in_logits_stays_in_its_example(implementation):
     loss, (gradient,) = loss_and_gradients([[1, np.nan, 3], [1, 2, 3]], [0, 2], implementation)
     np.testing.assert_array_equal(np.isnan(loss), [True, False])

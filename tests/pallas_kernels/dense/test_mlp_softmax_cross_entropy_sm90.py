@@ -10,6 +10,7 @@ import pytest
 from helpers import on_the_cpu, relative_error
 
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
+from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
 
@@ -110,12 +111,22 @@ def test_the_simulator_finds_them_right(sizes):
 
 
 @can_simulate
-def test_a_label_that_is_no_class_gives_nan_to_its_example_alone():
-    x, labels, *others = draw((32, 9, 4), kernels.EXAMPLES)
+def test_a_label_that_is_no_class_gives_nan_to_its_example_alone_and_0_where_dy_is_0():
+    x, labels, *others, dy = draw((32, 9, 4), kernels.EXAMPLES)
     with on_the_cpu(), simulated():
-        loss, *_, gradients = jax.block_until_ready(both(x, labels.at[3].set(4).at[5].set(-1), *others))
-    for rows in (loss[:, None], gradients[-1].T, gradients[1][:, :9]):
-        assert (np.isnan(rows).any(axis=1) == np.isin(np.arange(kernels.EXAMPLES), (3, 5))).all()
+        labels, dy = labels.at[3].set(4).at[5].set(-1).at[7].set(-1), dy.at[7].set(0)
+        loss, *_, gradients = jax.block_until_ready(both(x, labels, *others, dy))
+    for rows, invalid in ((loss[:, None], (3, 5, 7)), (gradients[-1].T, (3, 5)), (gradients[1][:, :9], (3, 5))):
+        assert (np.isnan(rows).any(axis=1) == np.isin(np.arange(kernels.EXAMPLES), invalid)).all()
+
+
+@can_simulate
+def test_gradients_at_once_are_0_where_the_label_is_no_class():
+    x, labels, *others, dy = draw((32, 9, 4), LANES)
+    with on_the_cpu(), simulated():
+        (loss, _, _, gradients), made = jax.block_until_ready(at_once(x, labels.at[3].set(-1), *others, dy))
+    assert np.isnan(loss).nonzero()[0].tolist() == [3]
+    assert not gradients[-1][:, 3].any() and np.isfinite(made[1]).all()
 
 
 def test_rows_have_place_for_a_one_behind_each_hidden_layer():

@@ -61,6 +61,15 @@ def test_the_simulator_finds_them_right(hidden, out, shift):
     assert_close(actual, expected(*arrays), 5e-3)
 
 
+@can_simulate
+def test_a_row_whose_squares_overflow_is_nan_and_no_other():
+    x, *others = draw(64, 128, 128)
+    with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=1)):
+        (z, _, inv_std), gradients = jax.block_until_ready(both(x.at[3, 5].set(1e20), *others))
+    for rows in (z, inv_std[:, None], *gradients):
+        assert np.isnan(rows).any(axis=1).nonzero()[0].tolist() == [3]
+
+
 def answers(question, rows, hidden, out, dtype="bfloat16"):
     """What both kernels say to a question."""
     x, scale, bias, w, b, dz = structs(rows, hidden, out, dtype)

@@ -70,6 +70,22 @@ def test_the_simulator_finds_dx_alone_right(name):
         assert_input_gradient_right(rows, hidden, dtype, config)
 
 
+@can_simulate
+def test_a_row_whose_squares_overflow_is_nan_and_no_other():
+    t, x = normal((4, 128), (4, 128))
+    x = x.at[2, 5].set(1e20)
+
+    @jax.jit
+    def run(t, x):
+        y, _, inv_std = kernels.normalise(x, jnp.ones(128), None, eps=1e-5, center=False, config=Config(4, 2, 1))
+        return y, inv_std[:, None], *kernels.input_gradient_from_x(t, x, eps=1e-5, config=Config(4, 2, 1))
+
+    with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=1)):
+        for rows in jax.block_until_ready(run(t, x)):
+            np.testing.assert_array_equal(np.isnan(rows).all(axis=1), [False, False, True, False])
+            assert np.isfinite(rows[:2]).all()
+
+
 def arguments(hidden, dtype):
     """(kernel, its arguments, the arrays that it streams)."""
     x, scale = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1000, hidden), (hidden,)))

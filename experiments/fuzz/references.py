@@ -1,0 +1,67 @@
+"""References for ops whose gradient goes to the first of equal numbers, and to the first NaN.
+
+JAX's autodiff of their plain forwards shares the gradient among equal numbers, or sends it to another position.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxbp.ops._windows import output_size, pool_options
+
+
+def _first(values: Array, extreme: Array, inside: Any = True) -> Array:
+    """Return the first of the values along the last axis that is the extreme; if that is NaN, the first NaN."""
+    found = ((values == extreme[..., None]) | jnp.isnan(values)) & inside
+    return jnp.take_along_axis(values, jnp.argmax(found, axis=-1)[..., None], axis=-1)[..., 0]
+
+
+def _reduction(reduce: Callable[..., Array]) -> Callable[..., Array]:
+    def reference(a: Array, axis: Any = None, keepdims: bool = False) -> Array:
+        shape = jnp.max(a, axis=axis, keepdims=keepdims).shape
+        axes = range(a.ndim) if axis is None else np.atleast_1d(np.asarray(axis, int)) % max(a.ndim, 1)
+        kept = [i for i in range(a.ndim) if i not in axes]
+        rows = a.transpose(*kept, *sorted(axes)).reshape(*(a.shape[i] for i in kept), -1)
+        return _first(rows, reduce(rows, axis=-1)).reshape(shape)
+
+    return reference
+
+
+def _backward(reference: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda dy, a, **options: jax.vjp(functools.partial(reference, **options), a)[1](dy)[0]
+
+
+def _pool(x: Array, window: Any, *, stride: Any = None, padding: Any = 0) -> Array:
+    options = pool_options("reference", x.shape[2:], window, stride, padding)
+    places = []
+    for size, f, s, (before, _), n in zip(
+        x.shape[2:], options["window"], options["stride"], options["padding"], output_size(**options), strict=True
+    ):
+        at = np.arange(n)[:, None] * s - before + np.arange(f)
+        places.append((np.clip(at, 0, size - 1), (at >= 0) & (at < size)))
+    (rows, rows_inside), (columns, columns_inside) = places
+    windows = x[:, :, rows[:, None, :, None], columns[None, :, None, :]]
+    inside = rows_inside[:, None, :, None] & columns_inside[None, :, None, :]
+    values, inside = (a.reshape(*a.shape[:-2], -1) for a in (windows, inside))
+    return _first(values, jnp.max(jnp.where(inside, values, -jnp.inf), axis=-1), inside)
+
+
+def _logic_pool(x: Array, pool: Any = 2, **options: Any) -> Array:
+    return _pool(x, pool, **options)
+
+
+REFERENCES: Mapping[str, Callable[..., Array]] = {
+    "max": _reduction(jnp.max),
+    "min": _reduction(jnp.min),
+    "max_backward": _backward(_reduction(jnp.max)),
+    "min_backward": _backward(_reduction(jnp.min)),
+    "max_pool2d": _pool,
+    "max_pool2d_with_indices": _pool,
+    "logic_or_pool2d": _logic_pool,
+}
+"""By the name of the op, functions of its arrays and options."""
