@@ -47,7 +47,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 ORDERS = (1, 2, 3)
 MOST_KINKS = 16
 """Constants of a program that are tried as kinks."""
-MOST_ELEMENTS, WORK = (64, 10_000), 2**24
+MOST_ELEMENTS, WORK = (64, 10_000), 2**23
 """By default so many elements per argument are moved that this times the numbers in the arguments is `WORK`, within
 these bounds."""
 

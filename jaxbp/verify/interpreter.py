@@ -4,6 +4,7 @@ A value is an array, or a pytree of arrays where the rule wants more than one nu
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax import lax
 CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"})
 """Primitives that run one inner program with their arguments."""
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+JAX_FOLDER = str(Path(jax.__file__).parent)
 
 Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]
 """`rule(equation, inputs) -> results`."""
@@ -123,6 +125,18 @@ def without_custom_rules(function: Callable) -> Callable:
 
 def has(program: Any, names: frozenset[str] | set[str]) -> bool:
     return any(equation.primitive.name in names for equation in equations(program))
+
+
+def has_custom_rules(program: Any) -> bool:
+    """Whether a program has derivative rules that are not JAX's, such as the rule of `jax.nn.relu`."""
+    return any(e.primitive.name in CUSTOM_RULES and not _is_rule_of_jax(e) for e in equations(program))
+
+
+def _is_rule_of_jax(equation):
+    program, rule = called(equation), equation.params.get("jvp_jaxpr_fun")
+    sources = [getattr(program, "jaxpr", program), rule]
+    sources = [getattr(getattr(source, "debug_info", None), "func_src_info", None) for source in sources]
+    return all(source is not None and JAX_FOLDER in source for source in sources)
 
 
 def _with_inner(equation):

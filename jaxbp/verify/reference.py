@@ -22,7 +22,7 @@ from jaxbp.verify.derivatives import (
     value_and_gradients,
 )
 from jaxbp.verify.differences import EPS, Differences, Slopes, confirmed, decided
-from jaxbp.verify.interpreter import CUSTOM_RULES, equations, has, without_custom_rules
+from jaxbp.verify.interpreter import equations, has, has_custom_rules, without_custom_rules
 from jaxbp.verify.lifting import CannotLiftError, lifted, narrowest
 from jaxbp.verify.rounding import rounded_otherwise, rounding
 from jaxbp.verify.stopping import STOP, held
@@ -83,7 +83,7 @@ class Reference:
             program = jax.make_jaxpr(moved)(*wide)
             forward = jax.make_jaxpr(self.function)(*wide) if gradient_of else program
         _require_pure(moved, wide, program, name_of(op))
-        self.independent = native or gradient_of is not None or not has(program, CUSTOM_RULES)
+        self.independent = native or gradient_of is not None or not has_custom_rules(program)
         self.constants = _constants(jax.make_jaxpr(moved)(*arguments.floats))
         self._eps, self.note, transform = EPS, None, lambda program: program
         if (dtype := narrowest(program, forward)) is not None and dtype != np.float64:
