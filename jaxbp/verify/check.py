@@ -99,8 +99,9 @@ def check(
     - "ties": few numbers, each many times. "zeros": zeros only. "large": numbers up to 300, one argument at a time.
     - "dtypes": the user's data and large numbers in bfloat16 and float16, or in float32 for data in these.
 
-    Arguments stay in their range: positive ones positive, those in [0, 1] there, and rows that sum to 1 unchanged. An
-    op that needs more of its arguments, say sorted ones, is checked with `added=("cotangents",)`.
+    An implementation that fails on the user's data is not tried on more. Arguments stay in their range: positive ones
+    positive, those in [0, 1] there, and rows that sum to 1 unchanged. An op that needs more of its arguments, say
+    sorted ones, is checked with `added=("cotangents",)`.
 
     Products of float32 are exact in a check, whatever JAX's default precision. A number beyond the tolerance is wrong
     only if JAX's own differentiation in the same dtype is not as far off, and if there is no kink within rounding of
@@ -216,9 +217,11 @@ def _rows(
         orders = [(own, order) for order in range(2, settings.order + 1)]
         expected, failed = study.expected(tried, orders)
         for implementation in settings.implementations:
-            programs = study.programs(implementation)
-            yield from study.of_implementation(programs, expected, failed, tried[0], tried)
-            if "dtypes" in settings.added and len(set(dtypes)) == 1:
+            programs, found = study.programs(implementation), []
+            for row in study.of_implementation(programs, expected, failed, tried[0], tried):
+                found.append(row)
+                yield row
+            if not _is_broken(found) and "dtypes" in settings.added and len(set(dtypes)) == 1:
                 for dtype in ("float32",) if dtypes[0].itemsize == 2 else ("bfloat16", "float16"):
                     yield from study.in_dtype(programs, dtype, (own, large))
 
@@ -330,9 +333,12 @@ class _Study:
             wrong = not self.reference.independent and order == 1 and self._can(self.native, order, point)
             verdict = "failed" if wrong else "inconclusive"
             yield row(dtype, "all", order, "", verdict, reason=_named(error), data=point.name)
-        judge = self.judge()
-        yield from self.compared(programs, judge, expected)
-        yield from self.transformed(programs, judge, own, points)
+        judge, found = self.judge(), []
+        for checked in self.compared(programs, judge, expected):
+            found.append(checked)
+            yield checked
+        if not _is_broken(found):
+            yield from self.transformed(programs, judge, own, points)
         for name, a in zip(programs.arguments.names, programs.arguments.leaves, strict=True):
             if not is_float(a):
                 yield row(str(a.dtype), name, 1, "", "skipped", reason=NOT_FLOATING)
@@ -361,15 +367,19 @@ class _Study:
         yield from self.compared(changed, judge, [(p, self.at(p)) for p in rounded])
 
     def compared(self, programs, judge, expected) -> Iterator[CheckRow]:
-        row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
+        """Yield what is found at each point. If the user's data fails, no added data is tried."""
+        row, found = functools.partial(CheckRow, name_of(self.op), programs.implementation), []
         for point, e in expected:
+            if point.name != OWN and _is_broken(found):
+                return
             names = self.reference.names if e.order else self.reference.result_names
             try:
                 actual = programs.results(e.order, point.values, point.cotangents, judge.directions)
                 for i, (name, a) in enumerate(zip(names, actual, strict=True)):
                     if point.of is None or point.of == i or e.order == 0:
                         verdict = judge.verdict(point, e, i, a, programs)
-                        yield row(a.dtype.name, name, e.order, e.against, data=point.name, **verdict)
+                        found.append(row(a.dtype.name, name, e.order, e.against, data=point.name, **verdict))
+                        yield found[-1]
             except Exception as error:  # a wrong backward can raise anything
                 verdict = "failed" if programs is not self.native else "inconclusive"
                 dtype = programs.arguments.floats[0].dtype.name
@@ -461,10 +471,19 @@ class _Study:
             return False
 
 
+def _is_broken(rows: Sequence[CheckRow]) -> bool:
+    """Whether a value or a gradient is wrong on the user's data."""
+    return any(row.verdict == "failed" and row.data == OWN and row.order < 2 for row in rows)
+
+
 def _untried(rows, options, cases, added) -> str:
     missing = [name for name in ADDED if name not in added]
     tried = {row.dtype for row in rows if row.verdict != "skipped"}
     missing += [dtype for dtype in TOLERANCES if dtype not in tried and not any(row.data == dtype for row in rows)]
+    if broken := {row.implementation for row in rows if _is_broken([row])} - {None}:
+        missing.append(f"added data for {', '.join(sorted(broken))}, which fails on the user's")
+    elif any(_is_broken([row]) for row in rows):
+        missing.append("added data, because the user's fails")
     if not cases:
         given = f" than {', '.join(f'{name}={value!r}' for name, value in options.items())}" if options else ""
         missing += [f"other options{given}" if options else "options", "other shapes (cases=)"]
