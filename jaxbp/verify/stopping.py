@@ -59,6 +59,8 @@ def _hold(equation, inputs):
         start = lengths.matvec + lengths.vecmat
         for i in range(start, start + lengths.solve + lengths.transpose_solve):
             given[i] = inputs[i]._replace(held=inputs[i].moved)
+    elif name == "linear_solve":  # lineax's, which mixes the factorization with its other arguments
+        given = [a._replace(held=a.moved) for a in inputs]
     found = {}
     for stream in Streams._fields:
         arguments = [getattr(a, stream) for a in given]
