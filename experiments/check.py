@@ -36,8 +36,8 @@ from jaxbp.catalogue import CATALOGUE, Entry
 from jaxbp.catalogue.schema import Case, FixedArgument
 from jaxbp.verify import ADDED, CheckResult, CheckRow, check
 from jaxbp.verify.arguments import bind, take_apart
-from jaxbp.verify.check import WIDTH
-from jaxbp.verify.reference import value_and_gradients
+from jaxbp.verify.derivatives import value_and_gradients
+from jaxbp.verify.report import WIDTH
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,11 @@ def _runs_with_other_bits(function, case: Case, implementation: str, dtype: str,
         args = case.draw(config.seed, batch=case.batch or 128, dtype=jnp.dtype(dtype))
         arguments = take_apart(function, args)
         op = arguments.of_floats(bind(function, implementation, case.options))
-        run, values, random = value_and_gradients(op), list(arguments.floats), np.random.default_rng(config.seed)
+        run, values, random = (
+            jax.jit(value_and_gradients(op)),
+            list(arguments.floats),
+            np.random.default_rng(config.seed),
+        )
         cotangents = [random.standard_normal(y.shape).astype(y.dtype) for y in jax.eval_shape(op, *values)]
         bits = lambda: [np.asarray(a).tobytes() for a in jax.tree.leaves(run(values, cotangents))]  # noqa: E731
         first = bits()

@@ -280,7 +280,7 @@ def run_kernels(name: str) -> int:
 
     from jaxbp.catalogue import CATALOGUE
     from jaxbp.verify.arguments import bind, take_apart
-    from jaxbp.verify.reference import value_and_gradients
+    from jaxbp.verify.derivatives import value_and_gradients
 
     (entry,) = (entry for entry in CATALOGUE if entry.name == name)
     for dtype in ("float32", "bfloat16"):
@@ -291,7 +291,7 @@ def run_kernels(name: str) -> int:
         function, values = arguments.of_floats(bind(entry.function, "pallas", entry.small.options)), arguments.floats
         try:
             cotangents = [jnp.ones(y.shape, y.dtype) for y in jax.eval_shape(function, *values)]
-            jax.block_until_ready(value_and_gradients(function)(values, cotangents))
+            jax.block_until_ready(jax.jit(value_and_gradients(function))(values, cotangents))
             print(f"{name}, {dtype}: ran")
         except NotImplementedError as refused:
             print(f"{name}, {dtype}: {refused}")

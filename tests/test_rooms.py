@@ -148,14 +148,17 @@ TESTED_ELSEWHERE = {
     # Parts of a kernel or an op, tested through it.
     *("pallas_kernels/conv/max_pool2d", "pallas_kernels/core/mosaic", "pallas_kernels/logic/tree"),
     *(f"jaxbp/ops/_{name}" for name in ("automaton_formula", "automaton_kernels", "fastest", "gates", "trees")),
-    *(f"jaxbp/verify/{name}" for name in ("judge", "page", "points")),
+    # Parts of a check, tested through it.
+    *(f"jaxbp/verify/{name}" for name in ("causes", "derivatives", "differences", "interpreter", "judge", "page")),
+    *(f"jaxbp/verify/{name}" for name in ("points", "programs", "progress", "report")),
+    "experiments/public_functions",
     *(f"experiments/fuzz/{name}" for name in ("cases", "reproducer", "transformations", "work")),
     # Libraries that CI lacks.
     *(f"experiments/bench/peers/{name}" for name in ("liger", "quack", "tokamax", "torch")),
 }
 OF_MORE_THAN_A_MODULE = {
     *(f"jaxbp/ops/test_{name}" for name in ("any_shape", "bad_input", "formulas")),
-    *(f"jaxbp/verify/test_{name}" for name in ("no_false_alarm", "wrong_backwards")),
+    *(f"jaxbp/verify/test_{name}" for name in ("findings", "no_false_alarm", "planted_mistakes", "wrong_backwards")),
     "experiments/training/test_damage",
     "experiments/bench/peers/test_init",  # what is in the package itself
 }

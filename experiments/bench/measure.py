@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments.bench.works import Work
 from jaxbp.verify.arguments import is_float
-from jaxbp.verify.reference import float64
+from jaxbp.verify.derivatives import float64
 from jaxbp.verify.timing import compile_program, device_seconds
 
 ROUNDS = 5

@@ -23,7 +23,7 @@ def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.nda
         "from experiments.fuzz.transformations import TRANSFORMATIONS",
         "from jaxbp.verify.arguments import floats",
         "from jaxbp.verify.points import generator, normal",
-        "from jaxbp.verify.reference import derivative, float64, value_and_gradients",
+        "from jaxbp.verify.derivatives import derivative, float64, value_and_gradients",
         *['jax.config.update("jax_enable_x64", True)'] * (program.dtype == "float64"),
         *['jax.config.update("jax_default_matmul_precision", "highest")'] * program.exact,
     ]
@@ -44,10 +44,10 @@ def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.nda
     if program.entry.name in REFERENCES:
         call = f"REFERENCES[{program.entry.name!r}]({given}{options}) if implementation == 'autodiff' else {call}"
     donated = ", donate_argnums=0" if program.transformation == "donated" else ""
-    run, along = f"value_and_gradients(function{donated})", ""
+    run, along = f"jax.jit(value_and_gradients(function){donated})", ""
     if program.transformation in SECOND_ORDER:
         reverse = program.transformation == "gradient_of_gradient"
-        run, along = f"derivative(function, 2, reverse={reverse})", ", directions"
+        run, along = f"jax.jit(derivative(function, 2, reverse={reverse}))", ", directions"
     lines += [
         f"values = [{', '.join(floats)}]",
         f"cotangents = [{', '.join(map(_array, cotangents))}]",

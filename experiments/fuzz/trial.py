@@ -10,9 +10,9 @@ from experiments.fuzz.cases import Program
 from experiments.fuzz.transformations import SECOND_ORDER
 from jaxbp.verify import TOLERANCES, CheckRow, Tolerance
 from jaxbp.verify.arguments import Arguments
-from jaxbp.verify.check import Programs
 from jaxbp.verify.judge import Judge
 from jaxbp.verify.points import Point, generator, normal
+from jaxbp.verify.programs import Programs
 from jaxbp.verify.reference import Expected, Reference
 
 EPS = float(np.finfo(np.float32).eps)
@@ -61,7 +61,7 @@ class Trial:
         """
         program, reference = self.program, self._judge.reference
         wide = [[np.asarray(a, np.float64) for a in arrays] for arrays in (values, cotangents)]
-        point = Point(program.transformation, *wide, beyond=not program.differentiated_once)
+        point = Point(program.transformation, *wide, maybe_undefined=not program.differentiated_once)
         for order in (2,) if program.transformation in SECOND_ORDER else (0, 1):
             exact = reference.derivative(order, *wide, self._directions)
             ours = self._ours.results(order, *wide, self._directions)

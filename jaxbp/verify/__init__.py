@@ -1,8 +1,6 @@
 """Trusting a backward: `check` holds it against finite differences, `compare` puts its implementations side by side."""
 
 from jaxbp.verify.check import TOLERANCES as TOLERANCES
-from jaxbp.verify.check import CheckResult as CheckResult
-from jaxbp.verify.check import CheckRow as CheckRow
 from jaxbp.verify.check import check as check
 from jaxbp.verify.compare import Comparison as Comparison
 from jaxbp.verify.compare import Difference as Difference
@@ -11,3 +9,5 @@ from jaxbp.verify.compare import Program as Program
 from jaxbp.verify.compare import compare as compare
 from jaxbp.verify.judge import Tolerance as Tolerance
 from jaxbp.verify.points import ADDED as ADDED
+from jaxbp.verify.report import CheckResult as CheckResult
+from jaxbp.verify.report import CheckRow as CheckRow

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxbp.catalogue import Case, Entry
 from jaxbp.verify.arguments import bind, is_float, take_apart
-from jaxbp.verify.reference import float64
+from jaxbp.verify.derivatives import float64
 
 DTYPES = ("float32", "bfloat16", "float16")
 OFFSETS = (0.0, 1.0, 1e2, 1e4, 1e5)

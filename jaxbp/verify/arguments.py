@@ -56,8 +56,16 @@ class Arguments:
         ]
 
     def call(self, function: Callable, leaves: Sequence[Any]) -> list[Array]:
-        """The floating results of `function` from other arrays."""
-        return floats(function(*jax.tree.unflatten(self.structure, leaves)))
+        """The floating results of `function` from other arrays.
+
+        Raises:
+          TypeError: a result is no array.
+        """
+        results = function(*jax.tree.unflatten(self.structure, leaves))
+        if other := [a for a in jax.tree.leaves(results) if not hasattr(a, "dtype")]:
+            kind = type(other[0]).__name__
+            raise TypeError(f"{name_of(function)} returns {other[0]!r}, a Python {kind}; wants arrays")
+        return floats(results)
 
     def of_floats(self, function: Callable) -> Callable[..., list[Array]]:
         """`function` of the floating arrays alone, with its floating results as a list."""
@@ -71,7 +79,7 @@ class Arguments:
 
 def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
     """The arrays in the positional arguments of `function`, with their names."""
-    parameters = positional_names(getattr(function, "forward", function), len(args))
+    parameters = _parameters(function, len(args))
     paths, structure = jax.tree.flatten_with_path(tuple(args))
     names, leaves = [], []
     for (position, *way), a in paths:
@@ -84,6 +92,35 @@ def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
     return Arguments(tuple(names), tuple(leaves), structure)
 
 
+def _parameters(function: Callable, count: int) -> list[str]:
+    """The names of positional arguments: those of the forward of a pair, also within `functools.partial`."""
+    if isinstance(function, functools.partial):
+        return _parameters(function.func, len(function.args) + count)[len(function.args) :]
+    try:
+        return positional_names(getattr(function, "forward", function), count)
+    except ValueError:  # some callables have no signature
+        return [f"argument {i}" for i in range(count)]
+
+
+def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
+    """Return `function` with its default implementation, if its implementations have other names than ours."""
+    if not takes_implementation(function):
+        return function
+    arguments = take_apart(function, args)
+    try:
+        jax.eval_shape(arguments.of_floats(bind(function, "autodiff", options)), *arguments.floats)
+    except NotImplementedError:
+        return function
+    except Exception:
+        default = functools.partial(function, implementation=None)
+        try:
+            jax.eval_shape(arguments.of_floats(bind(default, None, options)), *arguments.floats)
+        except Exception:  # the cause is something else, which the check reports
+            return function
+        return default
+    return function
+
+
 def bind(function: Callable, implementation: str | None, options: Mapping[str, Any]) -> Callable:
     """`function` with its options and, if it takes one, the implementation."""
     if takes_implementation(function):
@@ -92,7 +129,13 @@ def bind(function: Callable, implementation: str | None, options: Mapping[str, A
 
 
 def takes_implementation(function: Callable) -> bool:
-    return "implementation" in inspect.signature(function).parameters
+    """Whether `implementation=` can be given, and is not yet."""
+    if isinstance(function, functools.partial) and "implementation" in function.keywords:
+        return False
+    try:
+        return "implementation" in inspect.signature(function).parameters
+    except ValueError:  # some callables have no signature
+        return False
 
 
 def require_function(op: str, name: str, value: Any) -> None:

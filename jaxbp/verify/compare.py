@@ -19,6 +19,7 @@ from rich.text import Text
 
 from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 from jaxbp.verify.arguments import Arguments, bind, name_of, require_function, require_several, take_apart
+from jaxbp.verify.derivatives import has_no_forward_mode
 from jaxbp.verify.page import WIDTH, colour, page, printed, section, show
 from jaxbp.verify.timing import compile_program, device_seconds
 
@@ -63,6 +64,7 @@ class Program:
     Attributes:
       microseconds: of a call, with more of them queued behind it. All have the same arguments, so what is small stays
         in the device's cache.
+      fastest, slowest: the microseconds per call in the fastest and in the slowest round of timing.
       host_waited: the share of that time in which the host waited for the device. Near 0 the host bounds the time.
       compile_seconds: from Python to the executable.
       peak_bytes: arguments, results and temporaries, as XLA reports them.
@@ -74,6 +76,8 @@ class Program:
     compile_seconds: float
     peak_bytes: int
     temporary_bytes: int
+    fastest: float | None = None
+    slowest: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +88,7 @@ class Measured:
       gradients: value and gradients.
       hessian_product: the derivative of the gradients along a direction; None if not asked for.
       failed: why there is nothing else, or nothing of the Hessian.
+      missing: whether it failed because the function has no such implementation, such as a kernel.
       same_as: the implementation before it whose program of value and gradients is this one's, to the letter.
     """
 
@@ -93,6 +98,7 @@ class Measured:
     hessian_product: Program | None = None
     failed: str | None = None
     same_as: str | None = None
+    missing: bool = False
 
     @property
     def programs(self) -> list[tuple[str, Program]]:
@@ -157,6 +163,8 @@ class Comparison:
         return page(f"{self.function}: {names}", self.verdict, [self.device, *notes], before, *parts, after)
 
     def _verdict(self, reference: Measured, one: Measured) -> str:
+        if one.missing:
+            return f"{self.function} has no {'kernel' if one.implementation == 'pallas' else one.implementation}"
         if one.gradients is None:
             return f"{one.implementation} failed: {one.failed}"
         if one.same_as is not None:
@@ -167,6 +175,7 @@ class Comparison:
             speed = "as fast"
         else:
             speed = f"{_times(ratio)} faster" if ratio > 1 else f"{_times(1 / ratio)} slower"
+            speed += _spread(reference.gradients, one.gradients, ratio > 1)
         if min(reference.gradients.host_waited, one.gradients.host_waited) < HOST_BOUND:
             speed += " (the time is the host's)"
         worst = max(one.differences, key=lambda difference: difference.relative)
@@ -188,7 +197,7 @@ class Comparison:
         show(console, *self._tables())
 
     def _tables(self) -> list[Table | Text]:
-        failed = [one for one in self.measured if one.failed]
+        failed = [one for one in self.measured if one.failed and not one.missing]
         reasons = [Text(f"failed: {one.implementation}: {one.failed}", style="red") for one in failed]
         return [self._costs(), self._differences(), *reasons]
 
@@ -247,7 +256,8 @@ def compare(
     """`function(*args, implementation=..., **options)` under each implementation: results, time, memory, compilation.
 
     Gradients are those of the sum of the results, each element of one that is no scalar times a random number. The
-    Hessian's product with a random direction is taken forward over reverse. An implementation whose program is that of
+    Hessian's product with a random direction is taken forward over reverse, or in reverse where a custom rule has no
+    forward mode. An implementation whose program is that of
     another, as of a function that does not hand `implementation=` on, is said to be the same.
 
     Args:
@@ -280,7 +290,7 @@ def compare(
     direction = [_normal(random, leaves[i]) for i in chosen]
     expected, measured, programs = None, [], {}
     for implementation in dict.fromkeys((reference, *implementations)):
-        gradients, hessian_product = _programs(bind(function, implementation, options), arguments, chosen)
+        gradients, hessian_product, in_reverse = _programs(bind(function, implementation, options), arguments, chosen)
         one, results = Measured(implementation), {}
         try:
             text = jax.jit(gradients).lower(leaves, cotangents).as_text()
@@ -289,12 +299,20 @@ def compare(
             program, (y, gradient) = _run(gradients, (leaves, cotangents), seconds)
             one, results = dataclasses.replace(one, gradients=program), {"value": y, "gradient": gradient}
             if second_order:
-                program, product = _run(hessian_product, (leaves, cotangents, direction), seconds)
+                given = leaves, cotangents, direction
+                try:
+                    program, product = _run(hessian_product, given, seconds)
+                except TypeError as error:
+                    if not has_no_forward_mode(error):
+                        raise
+                    program, product = _run(in_reverse, given, seconds)
                 one, results = dataclasses.replace(one, hessian_product=program), results | {"hessian product": product}
         except Exception as error:  # a backward can raise anything, and the other implementations are still of interest
             if expected is None:
                 raise
-            one = dataclasses.replace(one, failed=" ".join(f"{type(error).__name__}: {error}".split())[:200])
+            missing = isinstance(error, NotImplementedError) and "has no implementation" in str(error)
+            failed = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            one = dataclasses.replace(one, failed=failed, missing=missing)
         expected = expected or results
         differences = tuple(
             _difference(kind, name, a, e)
@@ -309,8 +327,11 @@ def compare(
     return Comparison(name_of(function), jax.devices()[0].device_kind, reference, tuple(measured), rounding)
 
 
-def _programs(function: Callable, arguments: Arguments, chosen: Sequence[int]) -> tuple[Callable, Callable]:
-    """`(leaves, cotangents) -> (results, gradients)` and `(leaves, cotangents, direction) -> Hessian's product`."""
+def _programs(function: Callable, arguments: Arguments, chosen: Sequence[int]) -> tuple[Callable, Callable, Callable]:
+    """`(leaves, cotangents) -> (results, gradients)` and `(leaves, cotangents, direction) -> Hessian's product`.
+
+    The product is taken forward over reverse, and again in reverse over reverse.
+    """
 
     def of_chosen(leaves, function):
         def call(*values):
@@ -328,7 +349,12 @@ def _programs(function: Callable, arguments: Arguments, chosen: Sequence[int]) -
         call, values = of_chosen(leaves, lambda leaves: gradients(leaves, cotangents)[1])
         return jax.jvp(call, values, list(direction))[1]
 
-    return gradients, hessian_product
+    def in_reverse(leaves, cotangents, direction):
+        call, values = of_chosen(leaves, lambda leaves: gradients(leaves, cotangents)[1])
+        slope = lambda *values: sum(jnp.vdot(d, g) for d, g in zip(direction, call(*values), strict=True))  # noqa: E731
+        return jax.grad(slope, argnums=tuple(range(len(values))))(*values)
+
+    return gradients, hessian_product, in_reverse
 
 
 def _run(function: Callable, arguments: tuple, seconds: float) -> tuple[Program, Any]:
@@ -338,11 +364,12 @@ def _run(function: Callable, arguments: tuple, seconds: float) -> tuple[Program,
     results = compiled(*arguments)
     calls = CALLS if jax.default_backend() == "gpu" else 1  # XLA's compiler for the CPU makes slower code of a loop
     program = compiled if calls == 1 else jax.jit(functools.partial(_one_after_another, function, calls, results))
-    program_seconds, host_waited, _ = device_seconds(program, arguments, seconds)
+    program_seconds, host_waited, rounds = device_seconds(program, arguments, seconds)
     memory = compiled.memory_analysis()
     whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     temporary = memory.temp_size_in_bytes
-    program = Program(program_seconds / calls * 1e6, host_waited, compile_seconds, whole + temporary, temporary)
+    per_call = [seconds / calls * 1e6 for seconds in (program_seconds, min(rounds), max(rounds))]
+    program = Program(per_call[0], host_waited, compile_seconds, whole + temporary, temporary, *per_call[1:])
     return program, jax.tree.map(np.asarray, results)
 
 
@@ -374,6 +401,15 @@ def _difference(kind: str, name: str, a: np.ndarray, expected: np.ndarray) -> Di
 
 def _normal(random: np.random.Generator, a: Any) -> np.ndarray:
     return random.standard_normal(a.shape).astype(a.dtype)
+
+
+def _spread(reference: Program, one: Program, faster: bool) -> str:
+    """The smallest and the largest ratio of two rounds, one of each program."""
+    if None in (reference.fastest, one.fastest):
+        return ""
+    low, high = reference.fastest / one.slowest, reference.slowest / one.fastest
+    low, high = (low, high) if faster else (1 / high, 1 / low)
+    return f" ({_times(low)} to {_times(high)})"
 
 
 def _times(ratio: float) -> str:

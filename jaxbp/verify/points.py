@@ -1,16 +1,20 @@
 """Where an op is tried: the user's own data, and data beside it that shows what random numbers do not."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import numpy as np
 
-from jaxbp.verify.reference import Arrays, scale_of
+from jaxbp.verify.derivatives import Arrays, scale_of
 
 ADDED = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
 """What a check adds to the user's data, by name."""
 OWN = "own data"
+SUBNORMAL, LEAST_NORMAL = 1e-39, 1.5e-38
+"""Numbers that are subnormal in float32 and bfloat16, and just not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Point:
       values, cotangents: in float64, rounded to the dtypes that they are for.
       of: the index of the argument, if the point tests one argument alone.
       kinks: whether numbers were put exactly where the op may have a kink.
-      beyond: whether the op may be undefined there, so that an expectation that is not finite tells nothing.
+      maybe_undefined: whether the op may be undefined there, so that an expectation that is not finite tells nothing.
     """
 
     name: str
@@ -30,7 +34,7 @@ class Point:
     cotangents: Arrays
     of: int | None = None
     kinks: bool = False
-    beyond: bool = False
+    maybe_undefined: bool = False
 
     def rounded(self, dtypes: Sequence[np.dtype], results: Sequence[np.dtype]) -> "Point":
         """The same in other dtypes."""
@@ -64,6 +68,7 @@ def points(
     if "kinks" in added and len(kinks):
         for i, name in enumerate(names):
             yield from _with_kinks(own, i, name, kinks)
+        yield _each(own, "-0 and subnormals", _with_least)
     if "ties" in added:
         ties = _each(own, "ties", _coarse)
         for a, other in itertools.combinations(ties.values, 2):
@@ -77,6 +82,20 @@ def points(
             where = f"large {name}" if len(names) > 1 else "large"
             if (moved := _each(own, where, lambda a: _large(a, random), {i})).values[i] is not own.values[i]:
                 yield moved
+
+
+def halved(own: Point) -> Point:
+    """Return half of each argument, but for those whose rows sum to 1."""
+    return dataclasses.replace(_each(own, "half", lambda a: a / 2), kinks=False, maybe_undefined=False)
+
+
+def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
+    """Return the arguments with one array, the one of the smallest range, for all of `same`."""
+    ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
+    rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
+    array = own.values[min(same, key=rank)]
+    values = [array if i in same else a for i, a in enumerate(own.values)]
+    return dataclasses.replace(own, name=name, values=values, kinks=True, maybe_undefined=True)
 
 
 def everywhere_large(own: Point, random: np.random.Generator) -> Point:
@@ -104,11 +123,26 @@ def _each(own: Point, name: str, change: Callable, which: set[int] | None = None
         change(a) if (which is None or i in which) and a.size and not _sums_to_1(a) else a
         for i, a in enumerate(own.values)
     ]
-    return dataclasses.replace(own, name=name, values=values, of=None, kinks=True, beyond=True)
+    return dataclasses.replace(own, name=name, values=values, of=None, kinks=True, maybe_undefined=True)
 
 
 def _sums_to_1(a: np.ndarray) -> bool:
     return a.ndim > 0 and a.shape[-1] > 1 and bool((a >= 0).all() and np.allclose(a.sum(axis=-1), 1, atol=0.02))
+
+
+def _with_least(a: np.ndarray) -> np.ndarray:
+    """The array with -0 and with subnormal numbers, of the signs that it has."""
+    least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
+    least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
+    changed = np.array(a)
+    changed.flat[np.unique(np.linspace(0, a.size - 1, 3).astype(int))] = least[: min(3, a.size)]
+    return changed
+
+
+@functools.cache
+def _has_subnormals() -> bool:
+    """Whether programs tell subnormal numbers from 0. XLA's for the CPU do not."""
+    return bool(jax.jit(lambda x: x > 0)(np.float32(SUBNORMAL)))
 
 
 def _coarse(a: np.ndarray) -> np.ndarray:

@@ -1,34 +1,34 @@
-"""What a backward should give, in float64: JAX's own differentiation of the plain forward, confirmed by differences."""
+"""What a backward should give, in float64: JAX's differentiation of the plain forward, confirmed by differences."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from jaxbp.verify.arguments import Arguments, bind, name_of, takes_implementation
+from jaxbp.verify.derivatives import (
+    Arrays,
+    Derivatives,
+    Function,
+    flat,
+    float64,
+    in_numpy,
+    scale_of,
+    value_and_gradients,
+)
+from jaxbp.verify.differences import EPS, Differences, Slopes, confirmed, decided
+from jaxbp.verify.interpreter import equations, has, has_custom_rules, without_custom_rules
+from jaxbp.verify.lifting import CannotLiftError, lifted, narrowest
 from jaxbp.verify.rounding import rounded_otherwise, rounding
+from jaxbp.verify.stopping import STOP, held
 
-EPS = float(np.finfo(np.float64).eps)
-STEP = EPS ** (1 / 3)
-"""As a share of an argument's scale: the error of the difference by curvature is then about that by rounding."""
-NEARER, STEPS = 8, 5
-"""Each step of a difference is by so much smaller than the one before, and so many are tried."""
-AT_ONCE = 256
-"""Elements that are moved in one call."""
-NEIGHBOURS = 16
-"""Points near a point, whose gradients tell whether it lies at a kink."""
-HAIR = 1e-12
-"""As a share of an argument's scale: a kink within it is at the point itself."""
-
-Function = Callable[..., list[Array]]
-"""Of floating arrays, with floating results."""
-Arrays = Sequence[np.ndarray]
+MOST_NOT_FINITE = 64
+"""Elements with a gradient that is not finite that are decided by differences."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,157 +38,147 @@ class Expected:
     Attributes:
       order: 0 for values, 1 for gradients, 2 and 3 for derivatives of these.
       against: how it was found.
-      arrays: of the results, or of the arguments to differentiate in.
-      contradicted: where differences say something else than JAX's own differentiation, and are what is expected.
+      arrays: one per result, or per argument to differentiate with respect to.
+      contradicted: where differences differ from JAX's differentiation, and are what is expected.
+      undecided: where JAX's differentiation is not finite and differences do not decide; None if nowhere.
     """
 
     order: int
     against: str
     arrays: Arrays
     contradicted: Arrays
-
-
-def value_and_gradients(function: Function, **options: Any) -> Callable:
-    """`(values, cotangents) -> (results, gradients)`, jitted, with options of `jax.jit`."""
-
-    def run(values, cotangents):
-        y, vjp = jax.vjp(function, *values)
-        return y, vjp(list(cotangents))
-
-    return jax.jit(run, **options)
-
-
-def derivative(function: Function, order: int, reverse: bool = False, **options: Any) -> Callable:
-    """`(values, cotangents, directions) -> ` the gradient of `Σ c (y + y²/2)`, differentiated along directions. Jitted.
-
-    At order 2 it is the Hessian times a direction. By the square, the backward is differentiated in its dy as well,
-    also where the op is linear. It is taken forward over reverse; or all in reverse, which is dearer, but does with a
-    backward that has a backward of its own, and so no forward mode.
-    """
-
-    def gradient(values, cotangents):
-        y, vjp = jax.vjp(function, *values)
-        return vjp([c * (1 + a) for c, a in zip(cotangents, y, strict=True)])
-
-    def along(function, direction):
-        if not reverse:
-            return lambda values: jax.jvp(lambda *values: function(values), tuple(values), tuple(direction))[1]
-
-        def slope(values):
-            return sum(jnp.vdot(d, g) for d, g in zip(direction, function(values), strict=True))
-
-        return jax.grad(slope)
-
-    def run(values, cotangents, directions):
-        function = lambda values: gradient(values, cotangents)  # noqa: E731
-        for direction in directions[: order - 1]:
-            function = along(function, tuple(direction))
-        return function(tuple(values))
-
-    return jax.jit(run, **options)
-
-
-class Derivatives:
-    """The results of a function, its gradients and their derivatives, each compiled when it is first asked for.
-
-    Args:
-      modes: whether a derivative of a gradient is taken in reverse, in the order in which this is tried.
-      options: of `jax.jit`.
-    """
-
-    def __init__(self, function: Function, modes: Sequence[bool] = (False, True), **options: Any):
-        self._function, self._modes, self._options = function, modes, options
-        self.value_and_gradients, self._higher = value_and_gradients(function, **options), {}
-
-    def __call__(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """The results, the gradients, or from order 2 on what `derivative` gives."""
-        if order < 2:
-            return self.value_and_gradients(values, cotangents)[order]
-        return self.with_square(order, values, cotangents, directions)
-
-    def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return what `derivative` gives, from order 1 on: the gradient of `Σ c (y + y²/2)` and its derivatives."""
-        for reverse in self._modes:
-            if order not in self._higher:
-                self._higher[order] = derivative(self._function, order, reverse, **self._options)
-            try:
-                return self._higher[order](values, cotangents, directions)
-            except TypeError as error:
-                del self._higher[order]
-                if reverse == self._modes[-1] or not has_no_forward_mode(error):
-                    raise
-
-    def plain(self, order: int) -> Callable:
-        """The program that gives an order, or for orders below 2 both, not compiled. It has been asked for before."""
-        return (self.value_and_gradients if order < 2 else self._higher[order]).__wrapped__
-
-
-@contextlib.contextmanager
-def float64() -> Iterator[None]:
-    """Within it, JAX computes in float64, on the CPU."""
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]), np.errstate(all="ignore"):
-        yield
+    undecided: Arrays | None = None
 
 
 class Reference:
-    """The forward of an op that JAX differentiates by itself, in float64, and what should come out of it.
+    """The forward of an op that JAX differentiates, in float64, and what should come out of it.
 
     Attributes:
-      function: the plain forward.
-      names, result_names: of the floating arguments and results.
+      function: the plain forward, in the dtype of its arguments.
+      names, result_names: the names of the floating arguments and results.
       results: shapes and dtypes, from the arguments as they are.
       independent: whether JAX differentiates it by its own rules alone, so that the op's backward has no part in it.
-      constants: the numbers that stand in its program: at one of them may be a kink.
+      constants: the numbers in its program: it may have a kink at one of them.
+      note: what was done about a program that computes in a narrower dtype than its arguments; None if nothing.
     """
 
-    def __init__(self, op: Callable, arguments: Arguments, options: Mapping[str, Any], **compiling: Any):
-        self.names = arguments.float_names
-        self.function, self.results, native = _plain_forward(op, arguments, options)
+    def __init__(
+        self,
+        op: Callable,
+        arguments: Arguments,
+        options: Mapping[str, Any],
+        gradient_of: Callable | None = None,
+        **compiling: Any,
+    ):
+        self.names, self._shapes = arguments.float_names, arguments.floats
+        self.function, self.results, native = plain_forward(op, arguments, options)
         self.result_names = ["value"] if len(self.results) == 1 else [f"value {i}" for i in range(len(self.results))]
-        equations = list(_equations(jax.make_jaxpr(self.function)(*arguments.floats).jaxpr))
-        self.independent = native or not any("custom" in e.primitive.name for e in equations)
-        self.constants = _constants(equations)
-        self._derivatives = Derivatives(self.function, **compiling)
-        self._slopes = jax.jit(self._slopes_of_elements)
+        moved = self.function
+        if gradient_of is not None:
+            moved = arguments.of_floats(functools.partial(gradient_of, **options))
+            self._require_results(moved, arguments, name_of(gradient_of))
+            self.function = with_gradient_of(self.function, moved)
+        wide = [jax.ShapeDtypeStruct(a.shape, np.float64) for a in arguments.floats]
+        with float64():
+            program = jax.make_jaxpr(moved)(*wide)
+            forward = jax.make_jaxpr(self.function)(*wide) if gradient_of else program
+        _require_pure(moved, wide, program, name_of(op))
+        self.independent = native or gradient_of is not None or not has_custom_rules(program)
+        self.constants = _constants(jax.make_jaxpr(moved)(*arguments.floats))
+        self._eps, self.note, transform = EPS, None, lambda program: program
+        if (dtype := narrowest(program, forward)) is not None and dtype != np.float64:
+            transform = self._lifting(wide, dtype)
+        self._transform, self._stops = transform, has(program, STOP)
+        self._derivatives = Derivatives(self.function, transform=transform, **compiling)
+        results = transform(moved)
+        self._differences = Differences(
+            held(results) if self._stops else lambda moved, base: results(*moved), eps=self._eps
+        )
+        self._jumps = {}
+        self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
+
+    def _lifting(self, wide, dtype):
+        """Lift the program to float64; where that cannot be done, take steps that the narrow dtype can tell apart."""
+        cotangents = [jax.ShapeDtypeStruct(y.shape, np.float64) for y in self.results]
+        try:
+            with float64():
+                jax.eval_shape(lifted(value_and_gradients(self.function)), wide, cotangents)
+        except Exception as error:  # whatever a primitive says of a dtype that it does not take
+            reason = str(error) if isinstance(error, CannotLiftError) else type(error).__name__
+            self._eps = float(jnp.finfo(dtype).eps)
+            self.note = f"computes in {dtype.name}, which cannot be lifted ({reason}): differences take larger steps"
+            return lambda program: program
+        self.note = f"computes in {dtype.name}: the reference computes the same in float64"
+        return lifted
+
+    def _require_results(self, surrogate, arguments, name):
+        shapes = [y.shape for y in jax.eval_shape(surrogate, *arguments.floats)]
+        if shapes != (wanted := [y.shape for y in self.results]):
+            raise ValueError(f"check: gradient_of={name} has results of shapes {shapes}; wants {wanted}")
+
+    @functools.cached_property
+    def _without_custom_rules(self) -> Derivatives:
+        """The derivatives of the function without its custom rules."""
+        return Derivatives(without_custom_rules(self.function), transform=self._transform)
+
+    def computed_in(self, dtypes: Sequence[np.dtype]) -> np.dtype | None:
+        """Return the floating dtype of least precision that the forward computes in, for arguments of these dtypes."""
+        shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._shapes, dtypes, strict=True)]
+        return narrowest(jax.make_jaxpr(self.function)(*shapes))
 
     def value_and_gradients(self, values: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
         with float64():
-            return _arrays(self._derivatives.value_and_gradients(list(values), list(cotangents)))
+            return in_numpy(self._derivatives.value_and_gradients(list(values), list(cotangents)))
 
     def first_orders(
         self, values: Arrays, cotangents: Arrays, steps: Sequence[float | None], most: int
     ) -> tuple[Expected, Expected]:
-        """Values and gradients; of each argument at most so many elements are moved, by its step, to confirm them.
+        """Return values and gradients. At most `most` elements per argument are moved, by its step, to confirm them.
 
         A step of None is one by the scale of the argument.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
         error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
         arrays = [np.array(g) for g in autodiff]
-        contradicted, told = [np.zeros(g.shape, bool) for g in autodiff], True
+        contradicted, undecided = ([np.zeros(g.shape, bool) for g in autodiff] for _ in range(2))
+        told, sampled = True, []
         for i, (step, gradient) in enumerate(zip(steps, autodiff, strict=True)):
-            places = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
-            if not places.size:
+            indices = self._sampled(values, cotangents, i, gradient, most)
+            if not indices.size:
                 continue
-            a = values[i].ravel()[places]
-            by = np.maximum(scale_of(values[i]), np.abs(a)) * STEP if step is None else np.full(a.shape, step)
-            look = lambda which, by, i=i, places=places: self._look(values, cotangents, i, places[which], by)  # noqa: E731
-            slope, other, confirmed = _confirmed(gradient.ravel()[places], by, look, error)
-            arrays[i].flat[places], contradicted[i].flat[places] = slope, other
-            told &= bool(confirmed.all())
+            if indices.size < gradient.size:
+                sampled.append(f"{indices.size:,} of {gradient.size:,}")
+            look = functools.partial(self._look, values, cotangents, i)
+            by = functools.partial(self._steps, values[i], step)
+            slope, other, agreed = confirmed(
+                gradient.ravel()[indices],
+                by(indices),
+                lambda which, by, look=look, indices=indices: look(indices[which], by),
+                error,
+                self._rtol,
+            )
+            arrays[i].flat[indices], contradicted[i].flat[indices] = slope, other
+            told &= bool(agreed.all())
+            if (infinite := np.flatnonzero(~np.isfinite(gradient.ravel()))).size:
+                undecided[i].flat[infinite] = True
+                infinite = infinite[:MOST_NOT_FINITE]
+                slope = decided(by(infinite), lambda which, by, look=look, at=infinite: look(at[which], by))
+                known = ~np.isnan(slope)
+                undecided[i].flat[infinite[known]] = False
+                finite = np.isfinite(slope)
+                arrays[i].flat[infinite[finite]] = slope[finite]
+                contradicted[i].flat[infinite[finite]] = True
         against = "differences" if told else "differences; autodiff where there is a kink"
+        if sampled:
+            against += f"; autodiff but for {', '.join(sampled)} elements"
         uncontradicted = [np.zeros(a.shape, bool) for a in y]
-        return Expected(0, "float64", y, uncontradicted), Expected(1, against, arrays, contradicted)
+        return Expected(0, "float64", y, uncontradicted), Expected(1, against, arrays, contradicted, undecided)
 
     def higher(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Expected:
-        """The derivative of this order by JAX, confirmed by differences of the order below."""
+        """Return the derivative of this order by JAX, confirmed by differences of the order below."""
         autodiff = self.derivative(order, values, cotangents, directions)
         below = directions[: order - 2]
-
-        def gradient_at(values):
-            with float64():
-                return flat(_arrays(self._derivatives.with_square(order - 1, list(values), list(cotangents), below)))
-
+        gradient_at = self._gradient_near(order - 1, values, cotangents, below)
         gradient = gradient_at(values)
 
         def look(which, by):
@@ -197,28 +187,36 @@ class Reference:
                 moved = [a + sign * by[0] * d for a, d in zip(values, directions[order - 2], strict=True)]
                 found.append(gradient_at(moved)[which])
             upper, lower = found
-            noise = 8 * EPS * scale_of(gradient) / by[0]
-            slopes = (upper - gradient[which]) / by[0], (gradient[which] - lower) / by[0]
-            noise = np.full(upper.shape, noise)
-            return (upper - lower) / (2 * by[0]), *np.sort(slopes, axis=0), noise, noise
+            noise = np.full(upper.shape, 8 * self._eps * scale_of(gradient) / by[0])
+            right, left = (upper - gradient[which]) / by[0], (gradient[which] - lower) / by[0]
+            return Slopes((upper - lower) / (2 * by[0]), *np.sort((right, left), axis=0), right, left, noise, noise)
 
         of_all = flat(autodiff)
         error = lambda: float(flat(self.rounding(order - 1, values, cotangents, below)).max())  # noqa: E731
-        slope, other, confirmed = _confirmed(of_all, np.full(of_all.shape, STEP), look, error)
-        against = "differences of gradients" if confirmed.all() else "differences of gradients; autodiff at a kink"
+        slope, other, agreed = confirmed(of_all, np.full(of_all.shape, self._step), look, error, self._rtol)
+        against = "differences of gradients" if agreed.all() else "differences of gradients; autodiff at a kink"
         sizes = np.cumsum([a.size for a in autodiff])[:-1]
         shaped = lambda whole: [p.reshape(a.shape) for p, a in zip(np.split(whole, sizes), autodiff, strict=True)]  # noqa: E731
         return Expected(order, against, shaped(slope), shaped(other))
 
     def derivative(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()) -> Arrays:
-        """The results, the gradients, or from order 2 on what `derivative` gives, in float64."""
+        """Return the results, the gradients, or from order 2 on what `derivative` gives, in float64."""
         with float64():
-            return _arrays(self._derivatives(order, list(values), list(cotangents), list(directions)))
+            return in_numpy(self._derivatives(order, list(values), list(cotangents), list(directions)))
+
+    def by_rules_of_jax(
+        self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()
+    ) -> Arrays:
+        """Return what `derivative` gives without the function's custom rules."""
+        if self.independent:
+            return self.derivative(order, values, cotangents, directions)
+        with float64():
+            return in_numpy(self._without_custom_rules(order, list(values), list(cotangents), list(directions)))
 
     def rounding(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays], dtype: Any = np.float64
     ) -> Arrays:
-        """How far rounding to a dtype moves the results of order 0 and 1, or the derivative of another order."""
+        """Return how far rounding to a dtype moves the results of order 0 and 1, or the derivative of another order."""
         self.derivative(order, values, cotangents, directions)  # finds the mode that it has
         with float64():
             run, arguments = self._derivatives.plain(order), [list(values), list(cotangents)]
@@ -228,7 +226,7 @@ class Reference:
             return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
-        """The gradients, and what they would be with other roundings: `(1 + runs, parts, ...)` each.
+        """Return the gradients, and what they would be with other roundings: `(1 + runs, parts, ...)` each.
 
         Args:
           parts: cotangents, several of each result: their first axis.
@@ -236,108 +234,115 @@ class Reference:
         """
 
         def gradients(values, parts):
-            vjp = jax.vjp(self.function, *values)[1]
-            return jax.vmap(lambda *cotangents: vjp(list(cotangents)))(*parts)
+            y, vjp = jax.vjp(self.function, *values)
+            return jax.vmap(lambda *parts: vjp([c.astype(a.dtype) for c, a in zip(parts, y, strict=True)]))(*parts)
 
         with float64():
-            return rounded_otherwise(gradients, list(values), list(parts), **settings)
+            return rounded_otherwise(self._transform(gradients), list(values), list(parts), **settings)
+
+    def jumps(
+        self,
+        order: int,
+        i: int,
+        values: Arrays,
+        cotangents: Arrays,
+        directions: Sequence[Arrays],
+        ends: Sequence[Arrays],
+        indices: np.ndarray,
+        halvings: int,
+    ) -> np.ndarray:
+        """Return how far elements of the i-th derivative jump on the way from the values to the ends, one each.
+
+        The way is halved again and again, and the half with the larger change is kept. A smooth function then changes
+        by nothing, a function with a kink by the jump of its slope.
+        """
+        self.derivative(order, values, cotangents, directions)  # finds the mode that it has
+        if (order, i) not in self._jumps:
+            run = self._derivatives.plain(order)
+
+            def at(values, *others):
+                return run(values, *others)[i] if order > 1 else run(values, *others)[1][i]
+
+            def jump(values, others, halvings, end, index):
+                def slope(t):
+                    return at([a + t * (b - a) for a, b in zip(values, end, strict=True)], *others).ravel()[index]
+
+                def halve(_, state):
+                    t0, g0, t1, g1 = state
+                    t = (t0 + t1) / 2
+                    left = jnp.abs((g := slope(t)) - g0) >= jnp.abs(g1 - g)
+                    return tuple(jnp.where(left, a, b) for a, b in ((t0, t), (g0, g), (t, t1), (g, g1)))
+
+                start = (0.0, slope(0.0), 1.0, slope(1.0))
+                _, before, _, after = lax.fori_loop(0, halvings, halve, start)
+                return after - before
+
+            def all_jumps(values, others, halvings, ends, indices):
+                return lax.map(lambda of: jump(values, others, halvings, *of), (ends, indices))
+
+            self._jumps[order, i] = jax.jit(all_jumps)
+        others = (list(cotangents), list(directions)) if order > 1 else (list(cotangents),)
+        with float64():
+            stacked = [np.stack(a) for a in zip(*ends, strict=True)]
+            return np.asarray(self._jumps[order, i](list(values), others, halvings, stacked, indices))
 
     def _rounding_of_sum(self, values, cotangents):
-        """How far rounding moves `Σ c y` at most."""
+        """Return how far rounding moves `Σ c y` at most."""
         moved = self.rounding(0, values, cotangents, [])
         return sum(float(np.sum(np.abs(c) * m)) for c, m in zip(cotangents, moved, strict=True))
 
-    def _look(self, values, cotangents, argument, places, by):
-        """(slope, the lower and the higher of the one-sided slopes, rounding, rounding at most) in elements.
+    def _look(self, values, cotangents, argument, indices, steps):
+        return self._differences(values, cotangents, argument, indices, steps)
 
-        Results that do not depend on an element cancel exactly. Only the last bound counts them, as the dependence may
-        be too small to see.
+    def _steps(self, a, step, indices):
+        by_scale = np.maximum(scale_of(a), np.abs(np.nan_to_num(a.ravel()[indices], posinf=0, neginf=0))) * self._step
+        if step is None:
+            return by_scale
+        return np.full(indices.shape, step) if self._eps == EPS else np.maximum(step, by_scale)
+
+    def _sampled(self, values, cotangents, i, gradient, most):
+        """Return the flat indices of the elements that are moved.
+
+        They are spread evenly. Where a custom rule has a part in the gradient, those come first at which it differs
+        most from JAX's differentiation without the rule.
         """
-        x, size, slopes_of_calls = values[argument].ravel()[places], min(AT_ONCE, values[argument].size), []
-        masks = [np.float64(i == argument) for i in range(len(values))]
+        evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
+        if self.independent or gradient.size <= most:
+            return evenly
+        try:
+            other = self.by_rules_of_jax(1, values, cotangents)[i]
+        except Exception:  # a program that JAX does not differentiate in reverse
+            return evenly
+        off = np.nan_to_num(np.abs(np.asarray(other) - gradient).ravel(), nan=np.inf)
+        worst = np.argsort(-off, kind="stable")[: most // 2]
+        return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
+
+    def _gradient_near(self, order, values, cotangents, below):
+        """Return a function of moved values that gives what `with_square` gives, with all stopped gradients held."""
+        arguments = list(cotangents), list(below)
         with float64():
-            for start in range(0, len(places), AT_ONCE):
-                # One size of call, so one program.
-                call = (np.resize(a[start : start + AT_ONCE], size) for a in (places, x, x + by, x - by))
-                slopes = self._slopes(list(values), list(cotangents), masks, *call)
-                slopes_of_calls.append(np.stack(slopes)[:, : len(places) - start])
-        return tuple(np.concatenate(slopes_of_calls, axis=1))
+            self._derivatives.with_square(order, list(values), *arguments)  # finds the mode that it has
+        if not self._stops:
+            run = lambda moved: self._derivatives.with_square(order, list(moved), *arguments)  # noqa: E731
+        else:
+            near = jax.jit(held(self._derivatives.plain(order, square=True)))
+            run = lambda moved: near((list(moved), *arguments), (list(values), *arguments))  # noqa: E731
 
-    def _slopes_of_elements(self, values, cotangents, masks, *places):
-        results = lambda values: jnp.concatenate([y.ravel() for y in self.function(*values)])  # noqa: E731
-        c, y = jnp.concatenate([c.ravel() for c in cotangents]), results(values)
-        largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), 0.0), initial=0.0)
+        def gradient_at(moved):
+            with float64():
+                return flat(in_numpy(run(moved)))
 
-        def with_element(place, value):
-            # All arguments take part, so that one program does for each of them.
-            return [
-                jnp.where(mask, a.ravel().at[place].set(value).reshape(a.shape), a) if a.size else a
-                for a, mask in zip(values, masks, strict=True)
-            ]
-
-        def slopes(of):
-            place, x, upper, lower = of
-            y_upper, y_lower = (results(with_element(place, value)) for value in (upper, lower))
-            rounding = 8 * EPS * largest / (upper - lower)
-            noise = rounding * jnp.sum(jnp.where(y_upper != y_lower, jnp.abs(c), 0.0))
-            right, left = c * (y_upper - y) / (upper - x), c * (y - y_lower) / (x - lower)
-            low, high = jnp.sum(jnp.minimum(left, right)), jnp.sum(jnp.maximum(left, right))
-            return c @ (y_upper - y_lower) / (upper - lower), low, high, noise, rounding * jnp.sum(jnp.abs(c))
-
-        return lax.map(slopes, places)
+        return gradient_at
 
 
-def _confirmed(
-    autodiff: np.ndarray, steps: np.ndarray, look: Callable, error: Callable[[], float]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(what is expected, where differences contradict autodiff, where they confirm it).
+def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
+    """Return the forward that takes float64, its results for the arguments as they are, and whether it is "autodiff",
+    which has no hand-written backward.
 
-    `look(which, steps)` gives slope, lower and higher one-sided slope, their rounding, and that at most. A slope that
-    is autodiff's at any step confirms it: a larger step crossed a kink or was too coarse, a smaller one is all
-    rounding. Autodiff is contradicted where two steps agree with each other, on both sides, and not with it.
-    Elsewhere, as at a kink, differences can not tell, and autodiff stands. Nor can they where the slopes are no further
-    apart than the function's rounding `error()` makes them: in steps of its rounding a function is flat, or a ramp.
+    Raises:
+      ValueError: no floating result.
+      TypeError: no implementation takes float64.
     """
-    expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
-    confirmed, open_, before = ~np.isfinite(autodiff), np.isfinite(autodiff), None
-    for k in range(STEPS):
-        which = np.flatnonzero(open_)
-        if not which.size:
-            break
-        g = autodiff[which]
-        slope, low, high, noise, at_most = look(which, steps[which] / NEARER**k)
-        size = np.maximum(np.abs(slope), np.abs(g))
-        sharp = noise <= 0.01 * size
-        agrees = np.abs(slope - g) <= 1e-6 * size + 4 * noise
-        agrees &= sharp | (k == 0)
-        confirmed[which] |= agrees
-        if before is not None:
-            last = before[which]
-            same = np.abs(slope - last) <= 1e-4 * size + 4 * noise
-            same &= (high - low <= 1e-2 * size + 8 * noise) & sharp & ~agrees
-            same &= np.abs(slope - g) > 10 * np.abs(slope - last) + 8 * at_most
-            if same.any():
-                same &= np.abs(slope - g) > 4 * error() / (steps[which] / NEARER**k)
-            expected[which[same]], contradicted[which[same]] = slope[same], True
-            open_[which[same]] = False
-        before = np.full(autodiff.shape, np.nan)
-        before[which] = slope
-        open_[which[agrees]] = False
-    return expected, contradicted, confirmed
-
-
-def has_no_forward_mode(error: TypeError) -> bool:
-    return "forward-mode" in str(error) or "forward mode" in str(error)
-
-
-def scale_of(a: np.ndarray) -> float:
-    """The largest finite size of an element; 1 if all are 0."""
-    return float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) or 1.0
-
-
-def _plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
-    """The forward that takes float64, shapes and dtypes of its results from the arguments as they are, and whether it
-    is the one that has no hand-written backward."""
     names = ("autodiff", "xla", "pallas") if takes_implementation(op) else (None,)
     wide = [jax.ShapeDtypeStruct(a.shape, np.float64) for a in arguments.floats]
     for name in names:
@@ -345,44 +350,50 @@ def _plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any
         try:
             results = jax.eval_shape(function, *arguments.floats)
             with float64():
-                in_float64 = jax.eval_shape(function, *wide)
+                jax.eval_shape(function, *wide)
         except NotImplementedError:
             continue
         if not results:
             raise ValueError(f"check: {name_of(op)} has no floating result; wants at least one, to differentiate")
-        if dtypes := {y.dtype.name for y in in_float64} - {"float64"}:
-            raise TypeError(
-                f"check: {name_of(op)} gives {', '.join(dtypes)} for float64 arguments; wants float64, in which "
-                "differences are exact enough"
-            )
         return function, results, name == "autodiff"
     raise TypeError(f"check: {name_of(op)} takes float64 in no implementation; wants one that does, for differences")
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """Those of a program, and of the programs in it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner)
+def with_gradient_of(forward: Function, surrogate: Function) -> Function:
+    """Return the function with the value of `forward` and the derivative of `surrogate`."""
+
+    @jax.custom_jvp
+    def function(*values):
+        return forward(*values)
+
+    @function.defjvp
+    def _(primals, tangents):
+        y, moved = function(*primals), jax.jvp(surrogate, primals, tangents)[1]
+        return y, [t.astype(a.dtype) for t, a in zip(moved, y, strict=True)]
+
+    return function
 
 
-def _constants(equations: Sequence[Any]) -> list[float]:
-    """The floating numbers in a program that are no bound of what a dtype holds."""
+def _require_pure(function: Function, shapes: Sequence[Any], program: Any, name: str) -> None:
+    """Requires that another trace gives the same program."""
+    with float64():
+        again = jax.make_jaxpr(lambda *values: function(*values))(*shapes)
+    if _signature(program) != _signature(again):
+        raise TypeError(f"check: {name} has a side effect: two traces of it differ; wants a pure function")
+
+
+def _signature(program):
+    """The primitives of a program, its shapes, and its numbers."""
+    literals = lambda e: [repr(np.asarray(v.val)) for v in e.invars if hasattr(v, "val") and v.aval.shape == ()]  # noqa: E731
+    return [(e.primitive.name, [str(v.aval) for v in e.outvars], literals(e)) for e in equations(program)]
+
+
+def _constants(program: Any) -> list[float]:
+    """Return the floating numbers in a program that are not the bounds of a dtype."""
     found = set()
-    for equation in equations:
+    for equation in equations(program):
         for variable in equation.invars:
             value = getattr(variable, "val", None)
             if value is not None and np.ndim(value) == 0 and jnp.issubdtype(jnp.result_type(value), jnp.floating):
                 found.add(float(value))
     return sorted(c for c in found if 1e-3 <= abs(c) <= 1e3)
-
-
-def flat(arrays: Arrays) -> np.ndarray:
-    return np.concatenate([np.ravel(a) for a in arrays])
-
-
-def _arrays(tree):
-    return jax.tree.map(np.asarray, tree)

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbp.verify.interpreter import bind, called, evaluate
+
 RUNS, MANY = 4, 1024
 MOST = 2.0**-10
 """Many roundings move a number by at most this share of it, unless one moves it further, as in half precisions."""
@@ -26,8 +28,6 @@ ROUNDED = frozenset({
     "reduce_window_sum", "rsqrt", "scatter-add", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
 })  # fmt: skip
 """Primitives that round; others, such as a maximum, return one of their arguments."""
-CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"})
-"""Primitives that are a program of their own, with its arguments and results."""
 
 
 def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
@@ -38,18 +38,31 @@ def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np
     eps = float(jnp.finfo(dtype).eps)
     many = max(1.0, min(MANY, MOST / eps))
     random = np.random.default_rng(0)
-    run = lambda moved: [np.asarray(y) for y in jax.tree.leaves(rerun(function, moved)(*args))]  # noqa: E731
-    exactly = run(lambda equation, y: y)
+    program, leaves = jax.make_jaxpr(function)(*args), [jnp.asarray(a) for a in jax.tree.leaves(args)]
+    run = lambda moved: [np.asarray(y) for y in evaluate(program, leaves, _floats_moved(moved))]  # noqa: E731
+    exactly = run(lambda equation, inputs, y: y)
     moved = [run(functools.partial(_moved, random, many * eps)) for _ in range(RUNS)]
     with np.errstate(invalid="ignore"):
         off = [[np.abs(m - y) for m in some] for y, *some in zip(exactly, *moved, strict=True)]
     return [np.max([np.where(np.isfinite(m), m, 0.0) for m in some], axis=0) / many for some in off]
 
 
-def _moved(random, by, equation, y):
+def _moved(random, by, equation, inputs, y):
     if equation.primitive.name not in ROUNDED:
         return y
     return y * (1 + by * random.choice((-1, 1), y.shape)).astype(y.dtype)
+
+
+def _floats_moved(moved: Callable) -> Callable:
+    """Return the rule that makes `moved(equation, inputs, y)` of each floating result y. A loop is one equation."""
+
+    def rule(equation, inputs):
+        if (program := called(equation)) is not None:
+            return evaluate(program, inputs, rule)
+        results = bind(equation, inputs)
+        return [moved(equation, inputs, y) if jnp.issubdtype(y.dtype, jnp.floating) else y for y in results]
+
+    return rule
 
 
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
@@ -80,7 +93,7 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
             exact &= short if short.shape == y.shape else short.all()
         return y * np.where(exact, 1, 1 + by * (4 * share - 3)).astype(y.dtype)
 
-    found = [_run(program.jaxpr, program.consts, leaves, functools.partial(moved, seed)) for seed in range(1 + runs)]
+    found = [evaluate(program, leaves, _floats_moved(functools.partial(moved, seed))) for seed in range(1 + runs)]
     return [np.stack(each) for each in zip(*found, strict=True)]
 
 
@@ -97,35 +110,3 @@ def _mixed(seed, a):
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
     size = 0.5 + (bits >> np.uint64(11)) / 2.0**54
     return np.where(np.asarray(a) < 0, -size, size)
-
-
-def rerun(function: Callable, moved: Callable[[Any, jax.Array], jax.Array]) -> Callable:
-    """`function`, of which every equation's floating results are what `moved(equation, result)` makes of them.
-
-    Equations are those of its jaxpr and of the calls in it; a loop is one equation.
-    """
-
-    def run(*args):
-        program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
-        results = _run(program.jaxpr, program.consts, leaves, lambda equation, _, y: moved(equation, y))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return run
-
-
-def _run(jaxpr, consts, args, moved):
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    read = lambda variable: variable.val if hasattr(variable, "val") else known[variable]  # noqa: E731
-    for equation in jaxpr.eqns:
-        inputs = [read(variable) for variable in equation.invars]
-        primitive, params = equation.primitive, equation.params
-        inner = params.get("jaxpr", params.get("call_jaxpr")) if primitive.name in CALLS else None
-        if inner is not None:
-            results = _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs, moved)
-        else:
-            results = primitive.bind(*inputs, **primitive.get_bind_params(params))
-            results = results if primitive.multiple_results else [results]
-            results = [moved(equation, inputs, y) if jnp.issubdtype(y.dtype, jnp.floating) else y for y in results]
-        known.update(zip(equation.outvars, results, strict=True))
-    return [read(variable) for variable in jaxpr.outvars]

@@ -1,8 +1,10 @@
 import html
 import json
 
+import jax.numpy as jnp
 import pytest
 
+import jaxbp
 from experiments import compare
 
 
@@ -43,12 +45,23 @@ def test_ctrl_c_keeps_what_is_compared(compare_toy, tmp_path, press_ctrl_c, caps
     assert not report["complete"] and len(report["measured"]) == 2 and list(report["curves"]) == ["autodiff"]
 
 
-def test_a_failing_implementation_is_on_the_page_and_exits_with_1(compare_toy, wrong_pair, tmp_path, capsys):
+def test_an_implementation_that_there_is_not_is_on_the_page_and_has_not_failed(
+    compare_toy, wrong_pair, tmp_path, capsys
+):
     path = tmp_path / "toy.html"
     args = ("--steps", "1", "--no-second-order", "--implementations", "pallas", "--html", str(path))
-    assert compare_toy(*args, pair=wrong_pair) == 1
-    assert "has no implementation 'pallas'" in html.unescape(path.read_text())
-    assert "failed: pallas: NotImplementedError: wrong: has no implementation 'pallas'" in capsys.readouterr().out
+    assert compare_toy(*args, pair=wrong_pair) == 0
+    assert "has no kernel" in html.unescape(path.read_text())
+    assert "failed" not in capsys.readouterr().out
+
+
+def test_a_failing_implementation_exits_with_1(compare_toy, capsys):
+    def fails(dy, *arrays):
+        raise ValueError("no gradient today")
+
+    pair = jaxbp.Pair(jnp.tanh, {"xla": fails}, name="wrong")
+    assert compare_toy("--steps", "0", "--no-second-order", pair=pair) == 1
+    assert "failed: xla: ValueError: no gradient today" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

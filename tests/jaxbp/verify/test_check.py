@@ -348,7 +348,8 @@ def test_which_of_two_is_the_larger_may_be_decided_by_rounding(dtype):
     right = by_other_roundings(lambda u, v: jnp.where(u > v, 1, jnp.where(u == v, 0.5, 0)))
     args = [a.astype(dtype) for a in EQUAL]
     result = quickly(right, *args, added=(), implementations=["xla"]).raise_if_failed()
-    assert all(row.reason.startswith("decided by rounding at ") for row in result.rows if row.order == 1)
+    gradients = [row for row in result.rows if row.order == 1 and row.data == "own data"]
+    assert all(row.reason.startswith("decided by rounding at ") for row in gradients)
     assert "beyond that, decided by rounding at" in str(result)
 
 
@@ -416,8 +417,9 @@ def test_arguments_stay_in_their_range():
 def test_the_report_says_what_was_tried_and_what_was_not():
     result = check(jaxbp.relu, *drawn((3,)), order=1, implementations=["xla"])
     text = " ".join(str(result).split())
-    assert "tried: own data, dy times -30, dy with zeros, x at 0, ties, zeros, large" in text
-    assert "not tried: options, other shapes (cases=)" in text
+    assert "tried: own data, dy times -30, dy with zeros, x at 0, -0 and subnormals, ties, zeros, large" in text
+    assert "outside jit, vmap of remat" in text
+    assert "not tried: float64, options, other shapes (cases=)" in text
     assert all(len(line) <= 80 for line in str(result).splitlines())
     assert len(str(check(jaxbp.relu, *drawn((3,)), order=1, added=())).splitlines()) == 3 + 3
 
@@ -532,11 +534,6 @@ def test_elements_beyond_the_most_are_held_against_autodiff():
         (lambda: check(jaxbp.relu, np.ones(2), implementations="xla"), TypeError, "'xla'; wants a sequence, say"),
         (lambda: check(lambda i: i, np.arange(3)), ValueError, "check: <lambda> has no floating argument"),
         (lambda: check(lambda x: jnp.argmax(x), np.ones(3)), ValueError, "check: <lambda> has no floating result"),
-        (
-            lambda: check(lambda x: jnp.float32(x), np.ones(3)),
-            TypeError,
-            "check: <lambda> gives float32 for float64 arguments; wants float64",
-        ),
         (lambda: check(jaxbp.relu, np.ones(3), window=2), TypeError, "window"),
     ],
 )

@@ -78,7 +78,7 @@ def test_an_implementation_that_fails_says_why_and_the_others_are_compared():
     _, pallas, xla = result.measured
     assert "has no implementation 'pallas'" in pallas.failed and pallas.gradients is None
     assert xla.failed is None and xla.gradients is not None and xla.hessian_product is None
-    assert "has no implementation" in str(result)
+    assert "sine has no kernel" in str(result) and "failed" not in str(result)
 
 
 def test_parameters_are_named_in_pytrees_and_in_models():
@@ -142,7 +142,7 @@ def test_a_function_that_ignores_the_implementation_is_told_so():
 
 def test_the_verdict_says_how_fast_and_how_far_off():
     comparison = quickly(RIGHT, X, implementations=["xla", "pallas"], second_order=False)
-    gradients = dataclasses.replace(comparison.measured[0].gradients, microseconds=10.0, host_waited=1.0)
+    gradients = dataclasses.replace(comparison.measured[0].gradients, microseconds=10.0, host_waited=1.0, fastest=None)
 
     def verdict(ratio, relative):
         difference = Difference("gradient", "x", (6,), relative, relative)
@@ -153,7 +153,31 @@ def test_the_verdict_says_how_fast_and_how_far_off():
     assert verdict(1 / 48, 3e-7) == "xla 48x faster; differences at most 3e-07: rounding"
     assert verdict(2.5, 0) == "xla 2.5x slower; no difference"
     assert verdict(1.01, 0.5) == "xla as fast; differs by 5e-01 in gradient x: more than rounding"
-    assert comparison.verdict[1].startswith("pallas failed: NotImplementedError")
+    assert comparison.verdict[1] == "sine has no kernel"
+
+
+def test_a_ratio_has_the_spread_of_its_rounds():
+    reference, one = (Program(t, 1.0, 0.1, 0, 0, t - 1, t + 1) for t in (20.0, 5.0))
+    same = (Difference("value", "x", (), 0.0, 0.0),)
+    measured = Measured("autodiff", same, reference), Measured("xla", same, one)
+    (said,) = Comparison("f", "cpu", "autodiff", measured).verdict
+    assert said == "xla 4.0x faster (3.2x to 5.2x); no difference"
+    (said,) = Comparison("f", "cpu", "xla", measured[::-1]).verdict
+    assert said.startswith("autodiff 4.0x slower (3.2x to 5.2x)")
+
+
+def test_a_custom_rule_whose_forward_calls_the_function_has_a_hessian_in_reverse():
+    def pair(implementation):
+        @jax.custom_vjp
+        def sine(x):
+            return jnp.sin(x)
+
+        sine.defvjp(lambda x: (sine(x), x), lambda x, dy: (dy * jnp.cos(x),))
+        return jnp.sin if implementation == "autodiff" else sine
+
+    function = lambda x, *, implementation: pair(implementation)(x)  # noqa: E731
+    (_, xla) = quickly(function, X, implementations=["xla"]).measured
+    assert xla.failed is None and xla.largest("hessian product").relative < 1e-6
 
 
 def test_a_comparison_is_a_page_of_its_own(tmp_path):
@@ -163,7 +187,7 @@ def test_a_comparison_is_a_page_of_its_own(tmp_path):
     root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
     first = next(element for element in root.iter("p"))
     assert first.get("class") == "verdict" and "more than rounding" in first.text
-    assert "wrong: autodiff, xla, pallas" in text and "has no implementation" in html.unescape(text)
+    assert "wrong: autodiff, xla, pallas" in text and "wrong has no kernel" in html.unescape(text)
     assert not {element.tag for element in root.iter()} & {"script", "link", "img"}
     bars = [len(bar) for bar in re.findall("█+", text)]
     assert len(bars) == 4 and max(bars) == 60

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbp.verify.reference import EPS, float64
+from jaxbp.verify.derivatives import float64
+from jaxbp.verify.differences import EPS
 from jaxbp.verify.rounding import rounded_otherwise, rounding
 
 

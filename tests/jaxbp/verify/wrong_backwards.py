@@ -312,10 +312,152 @@ def read_elsewhere(dy, x):
     return put(dy, WIRES[..., [0, 2, 1]])
 
 
+# ------------------------------------------------------------------------------------------------- more operations
+
+
+def softmax_attention(q, k, v):
+    return jax.nn.softmax(q @ k.T) @ v
+
+
+def softmax_attention_backward(dy, q, k, v, visible):
+    p = jax.nn.softmax(jnp.where(visible, q @ k.T, -jnp.inf))
+    dp = dy @ v.T
+    ds = p * (dp - (dp * p).sum(axis=-1, keepdims=True))
+    return ds @ k, ds.T @ q, p.T @ dy
+
+
+def causal(rows):
+    return np.tril(np.ones((rows, rows), bool))
+
+
+def causal_attention(q, k, v):
+    return jax.nn.softmax(jnp.where(causal(len(q)), q @ k.T, -jnp.inf)) @ v
+
+
+def dilated(x, w):
+    """y_l = w_0 x_{l-2} + w_1 x_l + w_2 x_{l+2}, with zeros beyond the ends."""
+    wide = jnp.pad(x, 2)
+    return sum(w[i] * wide[2 * i : 2 * i + x.size] for i in range(3))
+
+
+def dilated_overwritten(dy, x, w):
+    """The three contributions to an element are stored, and only the last stays."""
+    at = np.arange(x.size)
+    dx = jnp.zeros(x.size + 4, x.dtype)
+    for i in range(3):
+        dx = dx.at[at + 2 * i].set(w[i] * dy)
+    wide = jnp.pad(x, 2)
+    return dx[2:-2], jnp.stack([(dy * wide[2 * i : 2 * i + x.size]).sum() for i in range(3)])
+
+
+def sum_over_filters(x, w):
+    """y_f = Σ_c w_fc x_c."""
+    return w @ x
+
+
+def gradient_at_the_filters_channel(dy, x, w):
+    return jnp.zeros_like(x).at[: dy.shape[0]].set(w[:, 0, None] * dy), dy @ x.T
+
+
+def batch_norm(x):
+    centred = x - x.mean(axis=0)
+    return centred * jax.lax.rsqrt((centred**2).mean(axis=0) + 1e-5)
+
+
+def batch_norm_dy_once(dy, x):
+    """N dy - Σ dy - x̂ Σ dy x̂, with dy in place of N dy."""
+    centred = x - x.mean(axis=0)
+    inv_std = jax.lax.rsqrt((centred**2).mean(axis=0) + 1e-5)
+    xhat = centred * inv_std
+    return inv_std / x.shape[0] * (dy - dy.sum(axis=0) - xhat * (dy * xhat).sum(axis=0))
+
+
+def scattered_columns(x, y):
+    return x.at[:, :2].set(y).sum(axis=1)
+
+
+def scattered_columns_zero(dy, x, y):
+    return jnp.zeros_like(x), jnp.broadcast_to(dy[:, None], y.shape)
+
+
+def drift(x):
+    return jnp.sin(x) * x.sum(axis=-1, keepdims=True)
+
+
+def drift_row_sum(dy, x):
+    """All elements of a row get the sum of its diagonal terms."""
+    own = dy * (jnp.cos(x) * x.sum(axis=-1, keepdims=True) + jnp.sin(x))
+    return jnp.broadcast_to(own.sum(axis=-1, keepdims=True), x.shape)
+
+
 X, FEATURES = (4, 3), (3,)
 NORM = (X, FEATURES, FEATURES)
 
 CORPUS = (
+    WrongBackward(
+        "attention",
+        "triton-lang/triton#5660",
+        "the backward has a causal mask, and the forward has none",
+        softmax_attention,
+        lambda dy, q, k, v: softmax_attention_backward(dy, q, k, v, causal(len(q))),
+        (X, X, X),
+    ),
+    WrongBackward(
+        "attention",
+        "triton-lang/triton#7216",
+        "the forward has a causal mask, and the backward has none",
+        causal_attention,
+        lambda dy, q, k, v: softmax_attention_backward(dy, q, k, v, True),
+        (X, X, X),
+    ),
+    WrongBackward(
+        "dilated_convolution",
+        "jmschrei/cherimoya#25",
+        "contributions to one element overwrite each other",
+        dilated,
+        dilated_overwritten,
+        ((7,), FEATURES),
+    ),
+    WrongBackward(
+        "convolution",
+        "NervanaSystems/neon#111",
+        "the gradient is written at the number of the filter, not of the channel",
+        sum_over_filters,
+        gradient_at_the_filters_channel,
+        (X, (2, 4)),
+    ),
+    WrongBackward(
+        "batch_norm",
+        "ROCm/MIOpen#104",
+        "dy is not multiplied by the number of rows",
+        batch_norm,
+        batch_norm_dy_once,
+        (X,),
+    ),
+    WrongBackward(
+        "slice_scatter",
+        "pytorch/pytorch#180164",
+        "a mask is folded into a constant, and dx is zero",
+        scattered_columns,
+        scattered_columns_zero,
+        (X, (4, 2)),
+    ),
+    WrongBackward(
+        "drift",
+        "AndreiChertkov/fpcross#2",
+        "the sum of a row in place of its diagonal",
+        drift,
+        drift_row_sum,
+        (X,),
+    ),
+    WrongBackward(
+        "i0",
+        "jax-ml/jax#11479",
+        "1 at 0, by the slope of |x|",
+        jax.scipy.special.i0,
+        lambda dy, x: jnp.where(x == 0, dy, dy * jax.scipy.special.i1(x)),
+        (X,),
+    ),
     WrongBackward(
         "swiglu",
         "ByteDance-Seed/Triton-distributed#185",

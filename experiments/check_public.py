@@ -1,0 +1,67 @@
+"""Check public functions of JAX and of packages on it: their native gradients must pass.
+
+    python -m experiments.check_public                           # all that are installed, three seeds each
+    python -m experiments.check_public jax.nn optax --seeds 1    # those whose names begin so
+
+Prints one line per function, with each failure under it, and exits with 1 if there was one.
+"""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import jax
+import tyro
+
+from experiments.output.errors import UserError, run_command
+from experiments.public_functions import PublicFunction, public_functions
+from jaxbp.verify import CheckResult, check
+
+CLEARED_EVERY = 20
+"""Functions after which JAX frees what it compiled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckPublicConfig:
+    """Check the native gradients of public functions."""
+
+    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Beginnings of names; by default all."""
+    seeds: int = 3
+    """Draws of the arguments, one check each."""
+    order: int = 1
+    """The order of `check`."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line. Return the exit code: 1 if a function failed, else that of `errors.py`."""
+    return run_command(run, CheckPublicConfig, "experiments.check_public", args)
+
+
+def run(config: CheckPublicConfig, command: str) -> int:
+    functions = [f for f in public_functions() if not config.names or f.name.startswith(config.names)]
+    if not functions:
+        raise UserError(f"no public function begins with {' or '.join(config.names)}")
+    failed, checks = 0, 0
+    for i, function in enumerate(functions, start=1):
+        start = time.perf_counter()
+        results = [check_function(function, seed, config.order) for seed in range(config.seeds)]
+        checks, wrong = checks + len(results), [row for result in results for row in result.failures]
+        failed += bool(wrong)
+        print(f"{'failed' if wrong else 'ok':7} {function.name}, {time.perf_counter() - start:.1f} s", flush=True)
+        for row in wrong:
+            print(f"        {row}", flush=True)
+        if i % CLEARED_EVERY == 0:
+            jax.clear_caches()
+    print(f"{failed} of {len(functions)} functions failed, in {checks} checks")
+    return 1 if failed else 0
+
+
+def check_function(function: PublicFunction, seed: int, order: int = 1, **settings) -> CheckResult:
+    return check(function.function, *function.draw(seed), order=order, seed=seed, **{**function.settings, **settings})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

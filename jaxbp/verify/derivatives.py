@@ -1,0 +1,126 @@
+"""The value of a function, its gradients, and their derivatives, each as one compiled program."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+Function = Callable[..., list[Array]]
+"""A function of floating arrays, with floating results."""
+Arrays = Sequence[np.ndarray]
+
+
+def value_and_gradients(function: Function) -> Callable:
+    """Return `(values, cotangents) -> (results, gradients)`."""
+
+    def run(values, cotangents):
+        y, vjp = jax.vjp(function, *values)
+        return y, vjp([jnp.asarray(c, a.dtype) for c, a in zip(cotangents, y, strict=True)])
+
+    return run
+
+
+def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
+    """Return `(values, cotangents, directions) -> derivative`.
+
+    It is the gradient of `Σ c (y + y²/2)`, differentiated along directions. At order 2 it is the Hessian times a
+    direction. The square differentiates the backward with respect to its dy, also where the op is linear. The mode is
+    forward over reverse, or reverse over reverse, which a backward with a backward of its own needs.
+    """
+
+    def gradient(values, cotangents):
+        y, vjp = jax.vjp(function, *values)
+        return vjp([jnp.asarray(c, a.dtype) * (1 + a) for c, a in zip(cotangents, y, strict=True)])
+
+    def along(function, direction):
+        if not reverse:
+            return lambda values: jax.jvp(lambda *values: function(values), tuple(values), tuple(direction))[1]
+
+        def slope(values):
+            return sum(jnp.vdot(d, g) for d, g in zip(direction, function(values), strict=True))
+
+        return jax.grad(slope)
+
+    def run(values, cotangents, directions):
+        function = lambda values: gradient(values, cotangents)  # noqa: E731
+        for direction in directions[: order - 1]:
+            function = along(function, tuple(direction))
+        return function(tuple(values))
+
+    return run
+
+
+class Derivatives:
+    """The results of a function, its gradients and their derivatives, each compiled when it is first asked for.
+
+    Args:
+      modes: whether a derivative of a gradient is taken in reverse, in the order in which this is tried.
+      transform: is applied to each program before it is compiled.
+      options: options of `jax.jit`.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        modes: Sequence[bool] = (False, True),
+        transform: Callable[[Callable], Callable] = lambda program: program,
+        **options: Any,
+    ):
+        self._function, self._modes, self._transform, self._options = function, modes, transform, options
+        self.value_and_gradients, self._higher = self._compiled(value_and_gradients(function)), {}
+
+    def __call__(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
+        """Return the results, the gradients, or from order 2 on what `derivative` gives."""
+        if order < 2:
+            return self.value_and_gradients(values, cotangents)[order]
+        return self.with_square(order, values, cotangents, directions)
+
+    def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
+        """Return what `derivative` gives, from order 1 on: the gradient of `Σ c (y + y²/2)` and its derivatives."""
+        for reverse in self._modes:
+            if order not in self._higher:
+                self._higher[order] = self._compiled(derivative(self._function, order, reverse))
+            try:
+                return self._higher[order](values, cotangents, directions)
+            except TypeError as error:
+                del self._higher[order]
+                if reverse == self._modes[-1] or not has_no_forward_mode(error):
+                    raise
+
+    def plain(self, order: int, square: bool = False) -> Callable:
+        """Return the program for an order, not compiled; below order 2, and without the square, it gives both orders.
+
+        It has been asked for before.
+        """
+        return (self._higher[order] if square or order > 1 else self.value_and_gradients).__wrapped__
+
+    def _compiled(self, program):
+        return jax.jit(self._transform(program), **self._options)
+
+
+def has_no_forward_mode(error: TypeError) -> bool:
+    return "forward-mode" in str(error) or "forward mode" in str(error)
+
+
+@contextlib.contextmanager
+def float64() -> Iterator[None]:
+    """Compute in float64, on the CPU."""
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]), np.errstate(all="ignore"):
+        yield
+
+
+def scale_of(a: np.ndarray) -> float:
+    """Return the largest finite size of an element; 1 if all are 0."""
+    return float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) or 1.0
+
+
+def flat(arrays: Arrays) -> np.ndarray:
+    return np.concatenate([np.ravel(a) for a in arrays])
+
+
+def in_numpy(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)

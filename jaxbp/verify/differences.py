@@ -1,0 +1,155 @@
+"""Finite differences that confirm a gradient, contradict it, or decide it where it is not finite."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxbp.verify.derivatives import Arrays, float64
+
+EPS = float(np.finfo(np.float64).eps)
+STEP_DIVISOR, STEPS = 8, 5
+"""Each step of a difference is the one before divided by `STEP_DIVISOR`; `STEPS` steps are tried."""
+AT_ONCE = 256
+"""Elements that are moved in one call."""
+CONVERGED, DIVERGED = 1e-3, 1.5
+"""Slopes at two steps that differ by less are equal; slopes that grow by more at each step are infinite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slopes:
+    """Slopes of `Σ c y` with respect to single elements.
+
+    Attributes:
+      central: between the points on both sides.
+      low, high: `Σ` of the smaller, and of the larger, of each result's two one-sided slopes.
+      right, left: the one-sided slopes of the sum.
+      noise: the rounding of the slopes, from the results that depend on the element.
+      noise_of_all: the rounding as if all results depended on it: a dependence may be too small to see.
+    """
+
+    central: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    right: np.ndarray
+    left: np.ndarray
+    noise: np.ndarray
+    noise_of_all: np.ndarray
+
+
+class Differences:
+    """Differences of `Σ c y` with respect to single elements of the arguments.
+
+    Args:
+      moved: `(values, base) -> results`.
+      eps: the rounding of the results.
+    """
+
+    def __init__(self, moved: Callable, eps: float = EPS):
+        self._moved, self._eps, self._slopes = moved, eps, jax.jit(self._slopes_of_elements)
+
+    def __call__(
+        self, values: Arrays, cotangents: Arrays, argument: int, indices: np.ndarray, steps: np.ndarray
+    ) -> Slopes:
+        """Return the slopes with respect to elements of one argument, at flat indices."""
+        x, size, found = values[argument].ravel()[indices], min(AT_ONCE, values[argument].size), []
+        masks = [np.float64(i == argument) for i in range(len(values))]
+        with float64():
+            for start in range(0, len(indices), AT_ONCE):
+                # Every call has the same size, so one program serves all of them.
+                call = (np.resize(a[start : start + AT_ONCE], size) for a in (indices, x, x + steps, x - steps))
+                slopes = self._slopes(list(values), list(cotangents), masks, *call)
+                found.append(np.stack(slopes)[:, : len(indices) - start])
+        return Slopes(*np.concatenate(found, axis=1))
+
+    def _slopes_of_elements(self, values, cotangents, masks, *elements):
+        results = lambda moved: jnp.concatenate([y.ravel() for y in self._moved(tuple(moved), tuple(values))])  # noqa: E731
+        c, y = jnp.concatenate([c.ravel() for c in cotangents]), results(values)
+        largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), 0.0), initial=0.0)
+
+        def with_element(index, value):
+            # All arguments take part, so that one program serves each of them.
+            return [
+                jnp.where(mask, a.ravel().at[index].set(value).reshape(a.shape), a) if a.size else a
+                for a, mask in zip(values, masks, strict=True)
+            ]
+
+        def slopes(of):
+            index, x, upper, lower = of
+            y_upper, y_lower = (results(with_element(index, value)) for value in (upper, lower))
+            rounding = 8 * self._eps * largest / (upper - lower)
+            noise = rounding * jnp.sum(jnp.where(y_upper != y_lower, jnp.abs(c), 0.0))
+            right, left = c * (y_upper - y) / (upper - x), c * (y - y_lower) / (x - lower)
+            low, high = jnp.sum(jnp.minimum(left, right)), jnp.sum(jnp.maximum(left, right))
+            central = c @ (y_upper - y_lower) / (upper - lower)
+            return central, low, high, jnp.sum(right), jnp.sum(left), noise, rounding * jnp.sum(jnp.abs(c))
+
+        return lax.map(slopes, elements)
+
+
+def confirmed(
+    autodiff: np.ndarray, steps: np.ndarray, look: Callable, error: Callable[[], float], rtol: float = 1e-6
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what is expected, where differences contradict autodiff, and where they confirm it.
+
+    A slope that is autodiff's at any step confirms it: a larger step crossed a kink or was too coarse, and a smaller
+    step sees only rounding. Autodiff is contradicted where two steps agree with each other, on both sides, and not with
+    it. Elsewhere, as at a kink, differences decide nothing, and autodiff is expected. They also decide nothing where
+    the slopes are no further apart than the function's rounding `error()` makes them: a function is flat, or a ramp,
+    between two steps of its rounding.
+
+    Args:
+      look: `(which, steps) -> Slopes`.
+    """
+    expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
+    agreed, open_, before = ~np.isfinite(autodiff), np.isfinite(autodiff), None
+    for k in range(STEPS):
+        which = np.flatnonzero(open_)
+        if not which.size:
+            break
+        step, g = steps[which] / STEP_DIVISOR**k, autodiff[which]
+        slopes = look(which, step)
+        slope, noise = slopes.central, slopes.noise
+        size = np.maximum(np.abs(slope), np.abs(g))
+        sharp = noise <= 0.01 * size
+        agrees = np.abs(slope - g) <= rtol * size + 4 * noise
+        agrees &= sharp | (k == 0)
+        agreed[which] |= agrees
+        if before is not None:
+            last = before[which]
+            same = np.abs(slope - last) <= 100 * rtol * size + 4 * noise
+            same &= (slopes.high - slopes.low <= 1e-2 * size + 8 * noise) & sharp & ~agrees
+            same &= np.abs(slope - g) > 10 * np.abs(slope - last) + 8 * slopes.noise_of_all
+            if same.any():
+                same &= np.abs(slope - g) > 4 * error() / step
+            expected[which[same]], contradicted[which[same]] = slope[same], True
+            open_[which[same]] = False
+        before = np.full(autodiff.shape, np.nan)
+        before[which] = slope
+        open_[which[agrees]] = False
+    return expected, contradicted, agreed
+
+
+def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
+    """Return the slope on the sides that have one, where autodiff is not finite; NaN where they have none, or two.
+
+    A side has a slope if it converges over three steps, or if it grows at each of them: then it is infinite.
+    """
+    found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]
+    right, left = (_limit(*(getattr(slopes, side) for slopes in found)) for side in ("right", "left"))
+    same = (right == left) | (np.abs(right - left) <= CONVERGED * np.abs(right))
+    return np.where(np.isnan(right), left, np.where(np.isnan(left) | same, right, np.nan))
+
+
+def _limit(first, second, third):
+    with np.errstate(all="ignore"):
+        converged = (np.abs(third - second) <= CONVERGED * np.abs(second)) & np.isfinite(second)
+        grows = np.isinf(third) | (
+            (np.abs(third) > DIVERGED * np.abs(second))
+            & (np.abs(second) > DIVERGED * np.abs(first))
+            & (np.sign(third) == np.sign(second))
+        )
+    return np.where(converged, third, np.where(grows, np.sign(third) * np.inf, np.nan))

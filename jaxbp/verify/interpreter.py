@@ -1,0 +1,154 @@
+"""Run a traced program equation by equation, with a rule that says how each equation is computed.
+
+A value is an array, or a pytree of arrays where the rule wants more than one number per variable.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"})
+"""Primitives that run one inner program with their arguments."""
+CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+JAX_FOLDER = str(Path(jax.__file__).parent)
+
+Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]
+"""`rule(equation, inputs) -> results`."""
+
+
+def is_program(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+def called(equation: Any) -> Any:
+    """Return the program that a call runs, or None."""
+    if equation.primitive.name not in CALLS:
+        return None
+    return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+
+
+def equations(program: Any) -> Iterator[Any]:
+    """Yield the equations of a program and of the programs in it."""
+    for equation in getattr(program, "jaxpr", program).eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
+            if is_program(value):
+                yield from equations(value)
+
+
+def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable = lambda a: a) -> list[Any]:
+    """Return the results of a program.
+
+    Args:
+      program: a `Jaxpr` or `ClosedJaxpr`.
+      constant: makes a value of a constant of the program.
+    """
+    jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *args), strict=True))
+    read = lambda v: constant(v.val) if hasattr(v, "val") else known[v]  # noqa: E731
+    for equation in jaxpr.eqns:
+        with equation.ctx.manager:
+            results = rule(equation, [read(v) for v in equation.invars])
+        known.update(zip(equation.outvars, results, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
+    """Return the results of one equation, with some of its parameters changed."""
+    primitive = equation.primitive
+    results = primitive.bind(*inputs, **primitive.get_bind_params({**equation.params, **changed}))
+    return list(results) if primitive.multiple_results else [results]
+
+
+def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Callable) -> list[Any] | None:
+    """Return the results of a call, a loop, or a branch, whose inner equations follow the rule; None for the others.
+
+    A loop and a branch decide by the first array of a value.
+    """
+    run = lambda program, args: evaluate(program, args, rule, constant)  # noqa: E731
+    first = lambda value: jax.tree.leaves(value)[0]  # noqa: E731
+    name, params = equation.primitive.name, equation.params
+    if (program := called(equation)) is not None:
+        return run(program, inputs)
+    if name == "scan":
+        consts, carry = _scan_sizes(params)
+        fixed, start, xs = inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :]
+
+        def step(state, x):
+            results = run(params["jaxpr"], [*fixed, *state, *x])
+            return results[:carry], results[carry:]
+
+        options = {key: params[key] for key in ("length", "reverse", "unroll")}
+        end, ys = lax.scan(step, list(start), list(xs), **options)
+        return [*end, *ys]
+    if name == "while":
+        split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        of_condition, of_body, start = inputs[: split[0]], inputs[split[0] : split[1]], inputs[split[1] :]
+        condition = lambda state: first(run(params["cond_jaxpr"], [*of_condition, *state]))  # noqa: E731
+        return lax.while_loop(condition, lambda state: run(params["body_jaxpr"], [*of_body, *state]), list(start))
+    if name == "cond":
+        branches = [lambda *args, branch=branch: run(branch, args) for branch in params["branches"]]
+        return lax.switch(first(inputs[0]), branches, *inputs[1:])
+    if name == "shard_map":
+        specs = dict(in_specs=params["in_specs"], out_specs=list(params["out_specs"]))
+        kept = dict(mesh=params["mesh"], check_vma=params["check_vma"], axis_names=set(params["newly_manual_axes"]))
+        return jax.shard_map(lambda *args: run(params["jaxpr"], args), **specs, **kept)(*inputs)
+    return None
+
+
+def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a) -> Callable:
+    """Return `function`, traced when it is called, whose equations follow the rule."""
+
+    def run(*args):
+        program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        results = evaluate(program, [constant(jnp.asarray(a)) for a in jax.tree.leaves(args)], rule, constant)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return run
+
+
+def without_custom_rules(function: Callable) -> Callable:
+    """Return `function` without its custom derivative rules: JAX differentiates what is inside."""
+
+    def rule(equation, inputs):
+        if not any(inner.primitive.name in CUSTOM_RULES for inner in _with_inner(equation)):
+            return bind(equation, inputs)
+        results = structured(equation, inputs, rule, lambda a: a)
+        return bind(equation, inputs) if results is None else results
+
+    return rerun(function, rule)
+
+
+def has(program: Any, names: frozenset[str] | set[str]) -> bool:
+    return any(equation.primitive.name in names for equation in equations(program))
+
+
+def has_custom_rules(program: Any) -> bool:
+    """Whether a program has derivative rules that are not JAX's, such as the rule of `jax.nn.relu`."""
+    return any(e.primitive.name in CUSTOM_RULES and not _is_rule_of_jax(e) for e in equations(program))
+
+
+def _is_rule_of_jax(equation):
+    program, rule = called(equation), equation.params.get("jvp_jaxpr_fun")
+    sources = [getattr(program, "jaxpr", program), rule]
+    sources = [getattr(getattr(source, "debug_info", None), "func_src_info", None) for source in sources]
+    return all(source is not None and JAX_FOLDER in source for source in sources)
+
+
+def _with_inner(equation):
+    yield equation
+    for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
+        if is_program(value):
+            yield from equations(value)
+
+
+def _scan_sizes(params):
+    """The numbers of constants and of carried values. JAX 0.12 keeps them in a tree."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)

@@ -1,0 +1,119 @@
+"""Float64 for programs that compute in a narrower dtype.
+
+A function may convert its float64 arguments: `x.astype(float32)`, `preferred_element_type=float32`. A finite
+difference would then move them by less than one rounding. `lifted` evaluates the same program with every floating
+number in float64.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxbp.verify.interpreter import bind, evaluate, is_program, rerun, structured
+
+FIXED = frozenset({"pallas_call", "mosaic_gpu_call", "core_map", "pure_callback", "io_callback", "ffi_call"})
+"""Primitives whose code takes only the dtypes that it was traced with."""
+
+
+class CannotLiftError(NotImplementedError):
+    """A program computes in a narrow dtype where the dtype cannot be replaced."""
+
+
+def lifted(function: Callable) -> Callable:
+    """Return `function`, which is traced with its arguments, with each floating number of the program in float64.
+
+    Raises:
+      CannotLiftError: when called, if a kernel or a callback of the program has a narrower result.
+    """
+    return rerun(function, _lift, _wide)
+
+
+def narrowest(*programs: Any) -> np.dtype | None:
+    """Return the floating dtype of least precision that programs compute in from their floating arguments.
+
+    None if they compute nothing from them.
+    """
+    jaxprs = [getattr(program, "jaxpr", program) for program in programs]
+    found = set().union(*(_computed_in(jaxpr, {v for v in jaxpr.invars if _is_float(v.aval)}) for jaxpr in jaxprs))
+    return max(found, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
+
+
+def _computed_in(jaxpr, moved):
+    """The dtypes of what depends on some variables, which are extended by what depends on them."""
+    found = set()
+    for equation in jaxpr.eqns:
+        if not any(v in moved for v in equation.invars if not hasattr(v, "val")):
+            continue
+        moved.update(equation.outvars)
+        found |= {v.aval.dtype for v in equation.outvars if _is_float(v.aval)}
+        if equation.primitive.name in FIXED:
+            continue
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
+            if is_program(value):
+                inner = getattr(value, "jaxpr", value)
+                found |= _computed_in(inner, {v for v in inner.invars if _is_float(v.aval)})
+        if equation.primitive.name == "reduce_precision":
+            found |= {_of_bits(equation.params)}
+    return found
+
+
+def _of_bits(params):
+    bits = params["mantissa_bits"]
+    return np.dtype(jnp.bfloat16 if bits < 10 else np.float16 if bits < 23 else np.float32 if bits < 52 else np.float64)
+
+
+def _lift(equation, inputs):
+    name, params = equation.primitive.name, equation.params
+    if name in FIXED:
+        if any(_is_float(v.aval) and v.aval.dtype != np.float64 for v in equation.outvars):
+            raise CannotLiftError(f"{name} computes in {equation.outvars[0].aval.dtype}")
+        return bind(equation, _as_traced(equation, inputs))
+    if name == "reduce_precision":
+        return inputs
+    if name == "bitcast_convert_type":
+        return [_wide(y) for y in bind(equation, _as_traced(equation, inputs))]
+    if (results := structured(equation, inputs, _lift, _wide)) is not None:
+        return results
+    changed = {key: _wide_parameter(value) for key, value in params.items()}
+    if isinstance(changed.get("precision"), lax.DotAlgorithm | lax.DotAlgorithmPreset):
+        changed["precision"] = lax.Precision.HIGHEST
+    return bind(equation, inputs, **changed)
+
+
+def _as_traced(equation, inputs):
+    return [
+        jnp.asarray(a, v.aval.dtype) if _is_float(v.aval) else a for a, v in zip(inputs, equation.invars, strict=True)
+    ]
+
+
+def _wide_parameter(value):
+    """A parameter whose dtypes, and whose programs' dtypes, are wide."""
+    if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
+        return _wide_dtype(np.dtype(value))
+    if is_program(value):
+        jaxpr = getattr(value, "jaxpr", value)
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, _wide_dtype(v.aval.dtype)) for v in jaxpr.invars]
+        wide = jax.make_jaxpr(lambda *args: evaluate(value, args, _lift, _wide))(*shapes)
+        return wide if isinstance(value, type(wide)) else wide.jaxpr
+    if isinstance(value, tuple) and any(is_program(inner) for inner in jax.tree.leaves(value, is_leaf=is_program)):
+        return jax.tree.map(_wide_parameter, value, is_leaf=is_program)
+    return value
+
+
+def _wide_dtype(dtype):
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.dtype(np.float64)
+    return np.dtype(np.complex128) if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
+
+
+def _wide(a):
+    dtype = jnp.result_type(a)
+    return a if (wide := _wide_dtype(dtype)) == dtype else jnp.asarray(a, wide)
+
+
+def _is_float(aval):
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)

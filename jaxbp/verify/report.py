@@ -1,0 +1,213 @@
+"""What a check found, as rows, as lines for people, and as a table."""
+
+import dataclasses
+import io
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxbp.verify.points import OWN
+
+WIDTH = 80
+STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim", "inconclusive": "yellow"}
+NOT_FLOATING = "not floating, so without a gradient"
+ROWS_IN_REPR = 3
+"""Failures that `repr` of a result shows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckRow:
+    """What was found of one argument.
+
+    Attributes:
+      op, implementation, dtype: what ran.
+      argument: the name of the argument or of the result, or "all" of them together.
+      order: 0 for a value, 1 for a gradient, 2 and 3 for its derivatives.
+      against: what it was compared with.
+      verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if nothing decides.
+      elements: how many were compared.
+      absolute: the largest difference.
+      relative: the largest difference as a share of the largest expected element.
+      index, analytic, numeric: the element that is furthest beyond its limit, or nearest to it: where it is, what the
+        op gave, and what was expected.
+      inputs: the name and the number of each argument that has this element.
+      reason: why it was skipped or is inconclusive; or what the mistake looks like; or why it is no mistake although
+        the tolerance is exceeded.
+      data: the user's data, or which of the data added to it.
+      case: the options or shapes of `cases`; empty for the user's.
+    """
+
+    op: str
+    implementation: str | None
+    dtype: str
+    argument: str
+    order: int
+    against: str
+    verdict: str
+    elements: int = 0
+    absolute: float | None = None
+    relative: float | None = None
+    index: tuple[int, ...] | None = None
+    analytic: float | None = None
+    numeric: float | None = None
+    inputs: tuple[tuple[str, float], ...] = ()
+    reason: str | None = None
+    data: str = OWN
+    case: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.op}, {self.implementation}, {self.dtype}, order {self.order}: {self.finding}"
+
+    @property
+    def finding(self) -> str:
+        """Which element is what, what it should be, and at which inputs."""
+        case = f"{self.case}: " if self.case else ""
+        if self.index is None:
+            on = f" ({self.data})" if self.data != OWN else ""
+            return f"{case}{self.argument}: {self.reason or self.verdict}{on}"
+        where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
+        against = self.against if self.data == OWN else f"{self.against}, {self.data}"
+        inputs = ", ".join(f"{name} = {value:.6g}" for name, value in self.inputs)
+        at = f", at {inputs}" if inputs else ""
+        looks = f": {self.reason}" if self.verdict == "failed" and self.reason else ""
+        found = f"{self.argument}{where} is {self.analytic:.9g}; wants {self.numeric:.9g} ({against}){at}"
+        return f"{case}{found}{looks}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class CheckResult:
+    """The rows of a check. True if none failed; printed, it has a line for each implementation.
+
+    Attributes:
+      rows: what was found.
+      untried: what the check did not look at, in words.
+      notes: what a reader must know of how it was checked.
+    """
+
+    rows: tuple[CheckRow, ...]
+    untried: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def failures(self) -> tuple[CheckRow, ...]:
+        return tuple(row for row in self.rows if row.verdict == "failed")
+
+    @property
+    def tried(self) -> tuple[str, ...]:
+        """The data that was checked, the user's first."""
+        return tuple(dict.fromkeys(row.data for row in self.rows if row.verdict != "skipped"))
+
+    @property
+    def not_tried(self) -> tuple[str, ...]:
+        """The dtypes and transformations that were skipped, each with its reason."""
+        skipped = (row for row in self.rows if row.verdict == "skipped" and row.data != OWN)
+        return tuple(dict.fromkeys(f"{row.data} ({row.reason})" for row in skipped))
+
+    def __bool__(self) -> bool:
+        return not self.failures
+
+    def __repr__(self) -> str:
+        counts = {verdict: sum(row.verdict == verdict for row in self.rows) for verdict in STYLES}
+        counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+        shown = "".join(f"\n  {row}"[:250] for row in self.failures[:ROWS_IN_REPR])
+        return f"<CheckResult: {counted or 'no rows'}{shown}>"
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=WIDTH).print(self.summary())
+        return text.getvalue()
+
+    def raise_if_failed(self) -> "CheckResult":
+        """Return itself.
+
+        Raises:
+          AssertionError: a failure. It has a line for each: the worst element, what it is, and what it should be.
+        """
+        if self.failures:
+            raise AssertionError("\n".join(map(str, self.failures)))
+        return self
+
+    def summary(self) -> Group:
+        """Return a line for each implementation, the first of its failures under it, and the data, for Rich."""
+        lines = []
+        for (op, implementation), rows in _grouped(self.rows).items():
+            lines += _lines_of(op if implementation is None else f"{op}, {implementation}", rows)
+        lines += [Text(note, "dim") for note in self.notes]
+        if self.tried:
+            lines.append(Text(f"tried: {_listed(self.tried)}", "dim"))
+        if cases := list(filter(None, dict.fromkeys(row.case for row in self.rows))):
+            lines.append(Text(f"and the same with {'; '.join(cases)}", "dim"))
+        if untried := ", ".join(filter(None, (*self.not_tried, self.untried))):
+            lines.append(Text(f"not tried: {untried}", "dim"))
+        return Group(*lines)
+
+    def table(self) -> Table:
+        """Return the rows as a table of Rich."""
+        fields = ("op", "implementation", "dtype", "case", "data", "argument", "order", "against")
+        fields = [field for field in fields if field != "case" or any(row.case for row in self.rows)]
+        table = Table(*fields, "max abs", "max rel", "verdict")
+        for row, following in zip(self.rows, (*self.rows[1:], None), strict=True):
+            verdict = Text(row.verdict + (f": {row.reason}" if row.reason else ""), style=STYLES[row.verdict])
+            cells = (Text(str(getattr(row, field))) for field in fields)
+            ends = following is None or following.implementation != row.implementation
+            table.add_row(*cells, _short(row.absolute), _short(row.relative), verdict, end_section=ends)
+        return table
+
+
+def _lines_of(name: str, rows: Sequence[CheckRow]) -> list[Text]:
+    """The lines of one implementation."""
+    of = lambda verdict: [row for row in rows if row.verdict == verdict]  # noqa: E731
+    failed, skipped, open_ = of("failed"), of("skipped"), of("inconclusive")
+    verdict = "failed" if failed else "skipped" if len(skipped) == len(rows) else "ok" if of("ok") else "inconclusive"
+    lines = [Text(f"{verdict:7} ", STYLES[verdict], no_wrap=True, overflow="ellipsis")]
+    lines[0].append(name, "default")
+    if verdict == "ok":
+        lines[0].append(f": {len(of('ok'))} results, off by {_off(rows)}", "default")
+    if failed:
+        lines.append(Text(f"        {failed[0].dtype}, order {failed[0].order}: {failed[0].finding}"))
+    elif verdict == "skipped":
+        lines.append(Text(f"        {skipped[0].reason}"))
+    else:
+        lines += [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in _excused(rows)]
+    if len(failed) > 1:
+        lines.append(Text(f"        and {len(failed) - 1} more, on {_listed(row.data for row in failed)}"))
+    if open_:
+        on = _listed(f"order {row.order} on {row.data}" for row in open_)
+        lines.append(Text(f"        inconclusive: {on}: {open_[0].reason}", "yellow"))
+    return lines
+
+
+def _grouped(rows: Iterable[CheckRow]) -> dict[tuple, list[CheckRow]]:
+    groups = {}
+    for row in rows:
+        if row.reason != NOT_FLOATING:
+            groups.setdefault((row.op, row.implementation), []).append(row)
+    return groups
+
+
+def _off(rows: Sequence[CheckRow]) -> str:
+    """The largest relative difference in each dtype, of what is within the tolerance."""
+    found = {}
+    for row in rows:
+        if row.relative is not None and not row.reason:
+            found[row.dtype] = max(found.get(row.dtype, 0.0), row.relative)
+    return " ".join(f"{dtype.replace('loat', '')} {value:.0e}" for dtype, value in found.items())
+
+
+def _excused(rows: Sequence[CheckRow]) -> list[str]:
+    """On which data right results are beyond the tolerance, and why."""
+    data = {}
+    for row in rows:
+        if row.verdict == "ok" and row.reason:
+            data.setdefault(row.reason, []).append(row.data)
+    return [f"        beyond that, {reason}: on {_listed(names)}" for reason, names in data.items()]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"

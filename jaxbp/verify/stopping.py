@@ -1,0 +1,77 @@
+"""Finite differences of a program with `stop_gradient`, whose argument counts as a constant."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxbp.verify.interpreter import bind, evaluate, has, is_program, structured
+
+STOP = frozenset({"stop_gradient"})
+
+
+class Streams(NamedTuple):
+    """One variable of a program in three runs.
+
+    Attributes:
+      held: at the moved arguments, with each stopped gradient at the base.
+      base: at the base.
+      moved: at the moved arguments, with nothing held.
+    """
+
+    held: Array
+    base: Array
+    moved: Array
+
+
+def held(function: Callable) -> Callable:
+    """Return `(moved, base) -> results`: those of `function(*moved)`, if every `stop_gradient` has its value at `base`.
+
+    Both are tuples of arguments. A loop takes as many steps, and a branch is the one, that `moved` decides.
+    """
+
+    def run(moved, base):
+        program, shapes = jax.make_jaxpr(function, return_shape=True)(*moved)
+        pairs = zip(jax.tree.leaves(moved), jax.tree.leaves(base), strict=True)
+        arguments = [Streams(m := jnp.asarray(a), jnp.asarray(b), m) for a, b in pairs]
+        results = evaluate(program, arguments, _hold, _constant)
+        return jax.tree.unflatten(jax.tree.structure(shapes), [y.held for y in results])
+
+    return run
+
+
+def _hold(equation, inputs):
+    name, params = equation.primitive.name, equation.params
+    if name in STOP:
+        return [Streams(a.base, a.base, a.moved) for a in inputs]
+    inner = jax.tree.leaves(list(params.values()), is_leaf=is_program)
+    if any(has(value, STOP) for value in inner if is_program(value)):
+        results = structured(equation, inputs, _hold, _constant)
+        if results is not None:
+            return results
+    given = list(inputs)
+    if name == "custom_linear_solve":
+        # It stops the gradient of a factorization, because the derivative of the solution needs none. The solution
+        # itself moves.
+        lengths = params["const_lengths"]
+        start = lengths.matvec + lengths.vecmat
+        for i in range(start, start + lengths.solve + lengths.transpose_solve):
+            given[i] = inputs[i]._replace(held=inputs[i].moved)
+    elif name == "linear_solve":  # lineax's, which mixes the factorization with its other arguments
+        given = [a._replace(held=a.moved) for a in inputs]
+    found = {}
+    for stream in Streams._fields:
+        arguments = [getattr(a, stream) for a in given]
+        same = next((f for f, (known, _) in found.items() if all(map(_is, known, arguments))), None)
+        found[stream] = found[same] if same else (arguments, bind(equation, arguments))
+    return [Streams(*results) for results in zip(*(results for _, results in found.values()), strict=True)]
+
+
+def _is(a, b):
+    return a is b
+
+
+def _constant(a):
+    return Streams(a, a, a)
