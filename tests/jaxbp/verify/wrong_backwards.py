@@ -380,6 +380,12 @@ def scattered_columns_zero(dy, x, y):
     return jnp.zeros_like(x), jnp.broadcast_to(dy[:, None], y.shape)
 
 
+def i0(x):
+    """Its integral over half a period: `jax.scipy.special.i0` has the slope 1 at 0 before JAX 0.11."""
+    cosines = np.cos((np.arange(64) + 0.5) * (np.pi / 64))
+    return jnp.mean(jnp.exp(x[..., None] * jnp.asarray(cosines, x.dtype)), axis=-1)
+
+
 def drift(x):
     return jnp.sin(x) * x.sum(axis=-1, keepdims=True)
 
@@ -453,8 +459,8 @@ CORPUS = (
     WrongBackward(
         "i0",
         "jax-ml/jax#11479",
-        "1 at 0, by the slope of |x|",
-        jax.scipy.special.i0,
+        "1 at 0, by the slope of abs(x)",
+        i0,
         lambda dy, x: jnp.where(x == 0, dy, dy * jax.scipy.special.i1(x)),
         (X,),
     ),
