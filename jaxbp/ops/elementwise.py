@@ -17,7 +17,13 @@ from jaxbp.pairing import Implementation
 
 _EXP = Elementwise("exp", jnp.exp, lambda dy, x: dy * jnp.exp(x))
 _LOG = Elementwise("log", jnp.log, lambda dy, x: dy / x)
-_SQRT = Elementwise("sqrt", jnp.sqrt, lambda dy, x: dy * 0.5 * lax.rsqrt(x))
+_SQRT = Elementwise(
+    "sqrt",
+    jnp.sqrt,
+    # A quotient, because the derivative of `rsqrt` overflows for small x, where a dy of 0 would make it NaN.
+    lambda dy, x: dy / jnp.sqrt(x) * 0.5,
+    in_kernels=lambda dy, x: dy * 0.5 * lax.rsqrt(x),
+)
 # In newer versions of JAX, jnp.abs has the slope 1 at 0.
 _ABS = Elementwise("abs", lambda x: x * jnp.sign(x), lambda dy, x: dy * jnp.sign(x))
 _SIN = Elementwise("sin", jnp.sin, lambda dy, x: dy * jnp.cos(x))

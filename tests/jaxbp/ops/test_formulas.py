@@ -403,6 +403,13 @@ SECOND = {
 }
 
 
+@ours
+def test_the_derivative_of_the_gradient_of_sqrt_is_0_for_a_dy_of_0_at_the_smallest_normal_numbers(implementation):
+    backward = functools.partial(jaxbp.sqrt_backward, implementation=implementation)
+    slope = jax.grad(lambda x: jnp.sum(backward(jnp.zeros(3), x)))(jnp.array([1.2e-38, 1e-30, 4.0]))
+    np.testing.assert_array_equal(slope, np.zeros(3))
+
+
 @pytest.mark.parametrize("name", SECOND)
 def test_second_derivatives_at_singular_points(name):
     options, x, others, expected = SECOND[name]
