@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxbp.mapped_axis import mapped_axis_first
 from jaxbp.sharding import Examples, mesh_of, on_explicit_axes, over_devices, with_automatic_axes
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import vary_alike
@@ -395,17 +396,19 @@ def _paired(name: str, forward: Callable, save: Callable, backward: Callable, ha
 
     @_remembered
     def bind(**options):
-        call = jax.custom_vjp(functools.partial(forward, **options))
+        def run(*arrays):
+            return mapped_axis_first(forward(*arrays, **options))
 
         def save_with_kinds(*arrays):
             y, saved = save(*arrays, **options)
-            return y, (saved, _Kinds.of(arrays))
+            return mapped_axis_first(y), (saved, _Kinds.of(arrays))
 
         def gradients(saved, dy):
             saved, kinds = saved
             found = backward(dy[0] if has_aux else dy, *saved, **options)
             return _checked(name, positional_names(forward, len(kinds.each)), kinds, found)
 
+        call = jax.custom_vjp(run)
         call.defvjp(save_with_kinds, gradients)
         return call
 

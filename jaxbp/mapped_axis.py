@@ -1,0 +1,33 @@
+"""Arrays whose mapped axis comes first under `vmap`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+def mapped_axis_first(arrays: Any) -> Any:
+    """Return the arrays. Under `vmap`, the mapped axis of each becomes the first one.
+
+    If a `custom_vjp` is mapped within `jit`, JAX takes the position of the mapped axis from the function, and uses it
+    for the results of the forward rule. If the positions differ, JAX permutes the axes of the results without an error.
+    Therefore both pass their results through this function.
+    """
+    return jax.tree.map(_mapped_axis_first_p.bind, arrays)
+
+
+_mapped_axis_first_p = Primitive("mapped_axis_first")
+_mapped_axis_first_p.def_impl(lambda x: x)
+_mapped_axis_first_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_mapped_axis_first_p, lambda context, x: [x])
+ad.deflinear2(_mapped_axis_first_p, lambda dy, x: [_mapped_axis_first_p.bind(dy)])
+
+
+def _batched(arrays: tuple[Array], axes: tuple[int]) -> tuple[Array, int]:
+    return _mapped_axis_first_p.bind(jnp.moveaxis(arrays[0], axes[0], 0)), 0
+
+
+batching.primitive_batchers[_mapped_axis_first_p] = _batched
