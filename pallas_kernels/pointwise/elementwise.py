@@ -80,7 +80,8 @@ def elementwise(
     dtype, size = arrays[0].dtype, math.prod(shape)
     structure = results_structure(formula, arrays)
     if size == 0:
-        return structure.unflatten([jnp.zeros(shape, dtype)] * structure.num_leaves)
+        # Made of an argument, not of a constant, whose derivative JAX cannot map over a batch.
+        return structure.unflatten([jnp.broadcast_to(arrays[0], shape)] * structure.num_leaves)
     if size < LANES:
         arrays = _fill_vector(arrays, shape)
     rows, length = _rows(shape if size >= LANES else (LANES,), arrays), config.length

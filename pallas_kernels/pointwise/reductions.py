@@ -183,7 +183,8 @@ def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Con
     kept_shape = tuple(1 if axis in axes else size for axis, size in enumerate(full_shape))
     structure = results_structure(formula, arrays)
     if math.prod(full_shape) == 0:
-        return structure.unflatten([jnp.zeros(kept_shape)] * structure.num_leaves)
+        zeros = jnp.sum(jnp.broadcast_to(arrays[0], full_shape), axis=tuple(axes), keepdims=True, dtype=jnp.float32)
+        return structure.unflatten([zeros] * structure.num_leaves)
     shape, shapes, summed_axes = _squeeze(arrays, axes)
     walk = _Walk.from_axes(shape, summed_axes)
     arrays = [walk.arrange(a.reshape(s), shape) for a, s in zip(arrays, shapes, strict=True)]

@@ -226,6 +226,16 @@ def test_an_empty_batch_has_gradients_of_every_shape(family):
             assert [gradient.shape for gradient in gradients] == [a.shape for a in floats(arrays)], name
 
 
+@every_name
+def test_an_empty_batch_is_mapped_and_differentiated(name):
+    (place,) = ENTRIES[name].real
+    arrays = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), case_of(name, place).structs(batch=0))
+    mapped = jax.jit(jax.vmap(of_floats(op_of(name, place, "pallas"), arrays)))
+    values = [jax.ShapeDtypeStruct((2, *a.shape), a.dtype) for a in floats(arrays)]
+    gradients = jax.eval_shape(lambda *values: jax.vjp(mapped, *values)[1](mapped(*values)), *values)
+    assert [gradient.shape for gradient in gradients] == [a.shape for a in values]
+
+
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
