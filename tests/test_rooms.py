@@ -150,7 +150,7 @@ TESTED_ELSEWHERE = {
     *(f"jaxbp/ops/_{name}" for name in ("automaton_formula", "automaton_kernels", "fastest", "gates", "trees")),
     # Parts of a check, tested through it.
     *(f"jaxbp/verify/{name}" for name in ("causes", "derivatives", "differences", "interpreter", "judge", "page")),
-    *(f"jaxbp/verify/{name}" for name in ("points", "programs", "progress", "report")),
+    *(f"jaxbp/verify/{name}" for name in ("points", "programs", "progress", "report", "study")),
     "experiments/public_functions",
     *(f"experiments/fuzz/{name}" for name in ("cases", "reproducer", "transformations", "work")),
     # Libraries that CI lacks.

@@ -42,21 +42,24 @@ class Programs:
         other.__dict__ = self.__dict__ | dict(arguments=dataclasses.replace(self.arguments, leaves=tuple(leaves)))
         return other
 
-    def result_dtypes(self) -> list[np.dtype] | None:
-        """Return the dtypes of the results; None if the implementation does not take the arguments' dtype."""
+    def result_dtypes(self) -> list[np.dtype]:
+        """Return the dtypes of the results."""
+        return [y.dtype for y in jax.eval_shape(self.function, *self.arguments.floats)]
+
+    def takes_arguments(self) -> bool:
+        """Whether the implementation takes the arguments' shapes and dtypes."""
         try:
-            return [y.dtype for y in jax.eval_shape(self.function, *self.arguments.floats)]
+            self.result_dtypes()
         except (NotImplementedError, TypeError, ValueError):
-            return None
+            return False
+        return True
 
     def rounded(self, values: Arrays) -> list[np.ndarray]:
         return [np.asarray(v.astype(a.dtype), np.float64) for v, a in zip(values, self.arguments.floats, strict=True)]
 
     def results(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return values, gradients, or the derivative of an order; None if it does not take the arguments."""
+        """Return values, gradients, or the derivative of an order."""
         dtypes = self.result_dtypes()
-        if dtypes is None:
-            return None
         with np.errstate(over="ignore"):
             directions = [self._in_dtypes(d) for d in directions]
             cotangents = [c.astype(dtype) for c, dtype in zip(cotangents, dtypes, strict=True)]

@@ -34,6 +34,16 @@ def of_one_argument(forward, backward):
     )
 
 
+def test_arguments_that_an_implementation_does_not_take_are_refused():
+    def forward(x, *, implementation):
+        if implementation == "xla":
+            raise NotImplementedError("tanh: implementation='xla' does not take them")
+        return jnp.tanh(x)
+
+    with pytest.raises(NotImplementedError, match="does not take them"):
+        judged(dataclasses.replace(ENTRIES["tanh"], function=forward), [np.ones(3)], np.ones(3))
+
+
 def test_terms_that_cancel_exactly_in_autodiff_by_luck_may_leave_a_rounding():
     *values, dy = drawn((3, 4, 1), (1,), (1,), (3, 4, 1))
     assert judged(ENTRIES["layer_norm"], values, dy, "gradient_of_gradient", eps=1e-6) is None

@@ -1,0 +1,301 @@
+"""One case of a check: each implementation compared with the reference, at the user's data and at added data."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbp.pairing import Implementation
+from jaxbp.verify import points as at
+from jaxbp.verify.arguments import is_float, name_of, takes_implementation
+from jaxbp.verify.derivatives import flat
+from jaxbp.verify.interpreter import without_custom_rules
+from jaxbp.verify.judge import Judge, Tolerance, within
+from jaxbp.verify.points import OWN, Point
+from jaxbp.verify.programs import Programs
+from jaxbp.verify.reference import Expected
+from jaxbp.verify.report import NOT_FLOATING, CheckRow
+
+MOST_ELEMENTS, WORK = (64, 10_000), 2**23
+"""The least and the most elements per argument that are moved by default. Within these bounds, the number of elements
+times the numbers in the arguments is at most `WORK`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The arguments of `check` that say what is tried."""
+
+    implementations: Sequence[Implementation]
+    order: int
+    kinks: Sequence[float]
+    kink_convention: bool
+    added: Sequence[str]
+    tolerances: Mapping[str, Tolerance]
+    most_elements: int | None
+    seed: int
+    gradient_of: Callable | None
+
+
+class Study:
+    """One case of a check: the reference, and what each implementation is compared with.
+
+    Attributes:
+      native: the implementation that JAX differentiates; for a function with custom rules, the function without them;
+        None if that cannot be differentiated.
+      same: groups of arguments that can be one array, by their numbers among the floating arguments.
+    """
+
+    def __init__(self, op, arguments, options, settings, reference, directions):
+        self.op, self.arguments, self.options, self.settings = op, arguments, options, settings
+        self.reference, self.directions = reference, directions
+        self.steps = [settings.tolerances[a.dtype.name].step for a in arguments.floats]
+        size = sum(a.size for a in arguments.floats) + sum(y.size for y in reference.results)
+        least, most = MOST_ELEMENTS
+        self.most = settings.most_elements or max(least, min(most, WORK // max(1, size)))
+        groups = {}
+        for i, a in enumerate(arguments.floats):
+            groups.setdefault((a.shape, a.dtype), []).append(i)
+        self.same = [group for group in groups.values() if len(group) > 1 and arguments.floats[group[0]].size]
+        self.native = self._native()
+        self._computed_in = functools.cache(lambda *dtypes: self._narrowed(dtypes))
+
+    def _native(self):
+        reference = self.reference
+        if self.settings.gradient_of is not None:
+            return Programs(self.op, self.arguments, self.options, None, change=lambda _: reference.function)
+        if reference.independent:
+            implementation = "autodiff" if takes_implementation(self.op) else None
+            return Programs(self.op, self.arguments, self.options, implementation)
+        return Programs(
+            self.op, self.arguments, self.options, None, change=lambda _: without_custom_rules(reference.function)
+        )
+
+    def programs(self, implementation: Implementation) -> Programs:
+        independent = self.reference.independent and self.settings.gradient_of is None
+        if independent and implementation == self.native.implementation:
+            return self.native
+        return Programs(self.op, self.arguments, self.options, implementation)
+
+    def same_name(self, same: Sequence[int]) -> str:
+        return f"{' = '.join(self.reference.names[i] for i in same)}"
+
+    def judge(self, dtype: str | None = None) -> Judge:
+        dtypes = [jnp.dtype(dtype or a.dtype) for a in self.arguments.floats]
+        native = self.native and self.native.in_dtype(dtype) if dtype else self.native
+        settings = self.settings
+        return Judge(
+            self.reference,
+            native,
+            settings.tolerances,
+            self.directions,
+            settings.kink_convention,
+            self._computed_in(*dtypes),
+        )
+
+    def _narrowed(self, dtypes):
+        """The dtype that the forward computes in, if it has less precision than all of its arguments."""
+        try:
+            narrow = self.reference.computed_in(dtypes)
+        except Exception:  # the function does not take the dtype; `in_dtype` says so
+            return None
+        eps = lambda dtype: float(jnp.finfo(dtype).eps)  # noqa: E731
+        return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
+
+    def at(self, point: Point) -> Expected:
+        """Return the gradients at a point of added data. Those of a backward with custom rules are confirmed there."""
+        if not self.reference.independent:
+            return self.reference.first_orders(point.values, point.cotangents, self.steps, self.most)[1]
+        _, gradients = self.reference.value_and_gradients(point.values, point.cotangents)
+        return Expected(1, "autodiff", gradients, [np.zeros(g.shape, bool) for g in gradients])
+
+    def expected(
+        self, points: Sequence[Point], orders: Sequence[tuple[Point, int]]
+    ) -> tuple[list[tuple[Point, Expected]], list[tuple[Point, int, Exception]]]:
+        """Return what is expected at each point, the first of which is the user's, and what cannot be computed."""
+        own, *added = points
+        found, failed = [], []
+        confirm = lambda: self.reference.first_orders(own.values, own.cotangents, self.steps, self.most)  # noqa: E731
+        higher = lambda point, order: self.reference.higher(order, point.values, point.cotangents, self.directions)  # noqa: E731
+        tasks = [(own, 1, confirm)]
+        tasks += [(point, order, functools.partial(higher, point, order)) for point, order in orders]
+        tasks += [(point, 1, functools.partial(self.at, point)) for point in added]
+        for point, order, compute in tasks:
+            try:
+                result = compute()
+                found += [(point, e) for e in (result if isinstance(result, tuple) else (result,))]
+            except jax.errors.UnexpectedTracerError:
+                raise
+            except Exception as error:  # a program can raise anything
+                failed.append((point, order, error))
+        return found, failed
+
+    def of_implementation(self, programs, expected, failed, own, points) -> Iterator[CheckRow]:
+        """Yield what is found of everything that is expected, and what is not checked."""
+        row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
+        dtype = self.arguments.floats[0].dtype.name
+        try:
+            jax.eval_shape(programs.function, *programs.arguments.floats)
+        except NotImplementedError as error:
+            yield row(dtype, "all", 1, "", "skipped", reason=_one_line(error))
+            return
+        for point, order, error in failed:
+            # A backward with custom rules is a part of the reference. It is wrong if JAX can do without it.
+            wrong = not self.reference.independent and order == 1 and self._can(self.native, order, point)
+            verdict = "failed" if wrong else "inconclusive"
+            yield row(dtype, "all", order, "", verdict, reason=_named(error), data=point.name)
+        judge, found = self.judge(), []
+        for checked in self.compared(programs, judge, expected):
+            found.append(checked)
+            yield checked
+        if not is_broken(found):
+            yield from self.transformed(programs, judge, own, points)
+        for name, a in zip(programs.arguments.names, programs.arguments.leaves, strict=True):
+            if not is_float(a):
+                yield row(str(a.dtype), name, 1, "", "skipped", reason=NOT_FLOATING)
+
+    def in_dtype(self, programs: Programs, dtype: str, points: Sequence[Point]) -> Iterator[CheckRow]:
+        """Yield what is found of data in another dtype, or why it is not tried."""
+        row = functools.partial(CheckRow, name_of(self.op), programs.implementation, dtype, "all", 1, "", "skipped")
+        own = points[0]
+        if dtype not in self.settings.tolerances:
+            yield row(reason="there is no tolerance", data=dtype)
+            return
+        changed, judge = programs.in_dtype(dtype), self.judge(dtype)
+        reason = None
+        try:
+            results = [y.dtype for y in jax.eval_shape(changed.function, *changed.arguments.floats)]
+            if self._can(self.native, 1, own):
+                self.native.in_dtype(dtype).results(1, own.values, own.cotangents, self.directions)
+            if not takes_implementation(self.op):  # what fails was not asked for
+                changed.results(1, own.values, own.cotangents, self.directions)
+        except Exception as error:  # a primitive can raise anything for a dtype that it does not take
+            reason = _named(error)
+        if reason is not None:
+            yield row(reason=reason, data=dtype)
+            return
+        rounded = [p.rounded([jnp.dtype(dtype)] * len(self.arguments.floats), results) for p in points]
+        yield from self.compared(changed, judge, [(p, self.at(p)) for p in rounded])
+
+    def compared(self, programs, judge, expected) -> Iterator[CheckRow]:
+        """Yield what is found at each point. If the user's data fails, no added data is tried."""
+        row, found = functools.partial(CheckRow, name_of(self.op), programs.implementation), []
+        for point, e in expected:
+            if point.name != OWN and is_broken(found):
+                return
+            names = self.reference.names if e.order else self.reference.result_names
+            try:
+                actual = programs.results(e.order, point.values, point.cotangents, judge.directions)
+                for i, (name, a) in enumerate(zip(names, actual, strict=True)):
+                    if point.of is None or point.of == i or e.order == 0:
+                        verdict = judge.verdict(point, e, i, a, programs)
+                        found.append(row(a.dtype.name, name, e.order, e.against, data=point.name, **verdict))
+                        yield found[-1]
+            except Exception as error:  # a wrong backward can raise anything
+                verdict = "failed" if programs is not self.native else "inconclusive"
+                dtype = programs.arguments.floats[0].dtype.name
+                yield row(dtype, "all", e.order, "", verdict, reason=_named(error), data=point.name)
+                return
+
+    def transformed(self, programs, judge, own, points) -> Iterator[CheckRow]:
+        """Yield whether values and gradients are the same outside `jit`, under transformations, and with one array."""
+        half = at.halved(own).rounded([a.dtype for a in self.arguments.floats], programs.result_dtypes())
+        both = [own, half]
+        batch = [(p.values, self._cotangents(programs, p)) for p in both]
+        runs = [("outside jit", both[:1], lambda p: [p.outside_jit(*batch[0])])]
+        vmapped = lambda vmap, remat: lambda p: p.vmapped(batch, vmap, remat)  # noqa: E731
+        runs.append(("vmap of remat", both, vmapped(True, True)))
+        for name, where, run in runs:
+            rows = list(self._same(programs, judge, name, where, run))
+            if name == "vmap of remat" and any(row.verdict != "ok" for row in rows):
+                alone = [("vmap", vmapped(True, False)), ("remat", vmapped(False, True))]
+                apart = [row for name, run in alone for row in self._same(programs, judge, name, where, run)]
+                rows = apart if any(row.verdict != "ok" for row in apart) else rows
+            yield from rows
+        for same in self.same:
+            (point,) = [p for p in points if p.name == self.same_name(same)]
+            run = functools.partial(
+                self._with_one_array, same=same, cotangents=self._cotangents(programs, point), point=point
+            )
+            yield from self._same(programs, judge, f"{point.name}, one array", [point], run, same)
+
+    def _with_one_array(self, programs, same, cotangents, point):
+        y, gradient = programs.with_one_array(point.values, cotangents, same)
+        return [[*y, gradient]]
+
+    def _cotangents(self, programs, point):
+        return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes(), strict=True)]
+
+    def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
+        """Yield a row for each array that is neither what `jit` gives nor what is expected, or one row for all.
+
+        With `same`, the gradient is with respect to one array, and is the sum over these arguments.
+        """
+        row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
+        dtype = self.arguments.floats[0].dtype.name
+        try:
+            found = run(programs)
+        except Exception as error:  # a wrong backward can raise anything
+            native = self.native if self._can(self.native, 1, where[0]) else None
+            try:
+                able = native is not None and native is not programs and run(native) is not None
+            except Exception:
+                able = False
+            verdict = "failed" if able and not isinstance(error, NotImplementedError) else "skipped"
+            yield row(dtype, "all", 1, "", verdict, reason=_named(error), data=name)
+            return
+        try:
+            wrong = list(self._differing(programs, judge, name, where, found, same))
+        except Exception as error:
+            yield row(dtype, "all", 1, "", "inconclusive", reason=_named(error), data=name)
+            return
+        yield from wrong or [row(dtype, "all", 1, "jit", "ok", elements=sum(flat(a).size for a in found), data=name)]
+
+    def _differing(self, programs, judge, name, where, found, same):
+        reference = self.reference
+        for point, arrays in zip(where, found, strict=True):
+            settings = point.values, point.cotangents, self.directions
+            jitted = [programs.results(order, *settings) for order in (0, 1)]
+            if same:
+                jitted[1] = [sum(np.asarray(jitted[1][i], np.float64) for i in same)]
+            count, expected = len(reference.results), None
+            for k, (a, j) in enumerate(zip(arrays, itertools.chain(*jitted), strict=True)):
+                if within(a, j, self.settings.tolerances[a.dtype.name]):
+                    continue
+                expected = expected or reference.value_and_gradients(point.values, point.cotangents)
+                order, i = (0, k) if k < count else (1, k - count)
+                wanted = [sum(expected[1][i] for i in same)] if order and same else expected[order]
+                e = Expected(order, "autodiff", wanted, [np.zeros(w.shape, bool) for w in wanted])
+                verdict = judge.verdict(point, e, i, a, programs)
+                names = reference.names if order else reference.result_names
+                argument = point.name if order and same else names[i]
+                yield CheckRow(
+                    name_of(self.op), programs.implementation, a.dtype.name, argument, order, "autodiff",
+                    data=name, **verdict,
+                )  # fmt: skip
+
+    def _can(self, programs: Programs | None, order: int, point: Point) -> bool:
+        """Whether programs give an order at a point."""
+        if programs is None:
+            return False
+        try:
+            programs.results(order, point.values, point.cotangents, self.directions)
+        except Exception:  # a program can raise anything
+            return False
+        return True
+
+
+def is_broken(rows: Sequence[CheckRow]) -> bool:
+    """Whether a value or a gradient is wrong on the user's data."""
+    return any(row.verdict == "failed" and row.data == OWN and row.order < 2 for row in rows)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {_one_line(error)}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
