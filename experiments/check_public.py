@@ -36,7 +36,7 @@ class CheckPublicConfig:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 1 if a function failed, else that of `errors.py`."""
+    """Run the command line. Return the exit code: 1 if a function failed, or a code of `errors.py`."""
     return run_command(run, CheckPublicConfig, "experiments.check_public", args)
 
 

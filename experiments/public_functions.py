@@ -1,4 +1,4 @@
-"""Public functions whose native gradients are right, so that a check of them must find nothing.
+"""Public functions whose gradients by autodiff are right, so that a check of them must not fail.
 
 Each is given as its function and the arguments that it takes. Functions of a package that is not installed are left
 out.
@@ -133,7 +133,7 @@ def dot_product_attention(q, k, v):
 
 
 def public_functions() -> list[PublicFunction]:
-    """Return those of JAX, of our own ports, and of the packages that are installed."""
+    """Return the functions of JAX, the ports in this file, and the functions of the packages that are installed."""
     found = []
     for table, count in ((UNARY, 1), (BINARY, 2)):
         for (module, kind), names in table.items():

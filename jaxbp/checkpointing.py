@@ -350,7 +350,7 @@ def _checkpointed(f, steps, memory):
             return carry, _put(state[1], t, y)
 
         results, kept = advance(step, state, steps, memory, keep=lambda state: state[0])
-        return mapped_axis_first(results), (kept, constants, init, xs)
+        return mapped_axis_first(results, (kept, constants, init, xs))
 
     def by_policy(dcarry, dys, kept, constants, init, xs):
         def step(carry, t):
@@ -375,7 +375,7 @@ def _checkpointed(f, steps, memory):
         dcarry, dxs, dconstants = gradients(*_floating(cotangents), *saved)
         return dconstants, dcarry, dxs
 
-    call = jax.custom_vjp(lambda *arguments: mapped_axis_first(scan(*arguments)))
+    call = jax.custom_vjp(lambda *arguments: mapped_axis_first(scan(*arguments))[0])
     call.defvjp(save, backward)
     return call
 

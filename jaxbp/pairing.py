@@ -397,11 +397,11 @@ def _paired(name: str, forward: Callable, save: Callable, backward: Callable, ha
     @_remembered
     def bind(**options):
         def run(*arrays):
-            return mapped_axis_first(forward(*arrays, **options))
+            return mapped_axis_first(forward(*arrays, **options))[0]
 
         def save_with_kinds(*arrays):
-            y, saved = save(*arrays, **options)
-            return mapped_axis_first(y), (saved, _Kinds.of(arrays))
+            y, saved = mapped_axis_first(*save(*arrays, **options))
+            return y, (saved, _Kinds.of(arrays))
 
         def gradients(saved, dy):
             saved, kinds = saved

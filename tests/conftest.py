@@ -10,7 +10,7 @@ from pathlib import Path
 
 # Before JAX starts: an operation needs no Python traceback, which takes a tenth of the time; and where there is no GPU,
 # devices to shard over, and fast compilation of the interpreted kernels, which are loops with long bodies and run
-# briefly. A product that wants more threads would wait for ever for those that wait for it in the simulator.
+# briefly. With more threads, a product would wait forever for threads that wait for the product in the simulator.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 os.environ["JAX_TRACEBACK_FILTERING"] = "off"
 if shutil.which("nvidia-smi") is None:

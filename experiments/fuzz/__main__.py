@@ -7,7 +7,7 @@
 
 A case is an op of the catalogue with shapes and options of its own, in one implementation and dtype, plain or through
 a transformation of JAX (vmap, scan, remat, donation, a gradient of the gradient), at the numbers of a kind of
-`cases.DATA`. It depends on its seed and number alone. The reference is autodiff in float64, of the plain formula or,
+`cases.DATA`. It depends only on its seed and number. The reference is autodiff in float64, of the plain formula or,
 for maxima, of `references.py`: see `jaxbp/verify/judge.py`.
 
 Cases run in child processes, `--processes` of them, which a GPU may be shared by: one that dies, as when a compiler

@@ -93,7 +93,7 @@ def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
 
 
 def _parameters(function: Callable, count: int) -> list[str]:
-    """The names of positional arguments: those of the forward of a pair, also within `functools.partial`."""
+    """The names of positional arguments. A pair has the names of its forward, also within `functools.partial`."""
     if isinstance(function, functools.partial):
         return _parameters(function.func, len(function.args) + count)[len(function.args) :]
     try:

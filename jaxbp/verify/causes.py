@@ -1,4 +1,4 @@
-"""What a wrong gradient looks like, in words."""
+"""Describe a wrong gradient in words: a factor, a sign, a permutation."""
 
 import numpy as np
 

@@ -82,9 +82,9 @@ def check(
     sorted ones, is checked with `added=("cotangents",)`.
 
     Products of float32 are exact in a check, whatever JAX's default precision. A number beyond the tolerance is wrong
-    only if JAX's own differentiation in the same dtype is not as far off, and if there is no kink within rounding of
-    the data. If the forward computes in a narrower dtype than its arguments, its tolerance is the narrower dtype's, and
-    the reference computes the same program in float64. An argument of `stop_gradient` counts as a constant.
+    only if autodiff in the same dtype is closer, and if there is no kink within rounding of the data. If the forward
+    computes in a narrower dtype than its arguments, its tolerance is the narrower dtype's, and the reference computes
+    the same program in float64. An argument of `stop_gradient` counts as a constant.
 
     Args:
       op: a `Pair`, an `Op`, or a function with `implementation=`; or one without, which is checked as it is.
@@ -102,7 +102,7 @@ def check(
       gradient_of: a function of the same arguments and options whose derivative the backward must have, for gradients
         that are not the forward's: `check(round_straight_through, x, gradient_of=lambda x: x)`. Then the order is 1,
         and "autodiff", which has the forward's derivative, is not checked.
-      seed: seed of what is random. The check has a stream of its own, whatever the data was drawn from.
+      seed: of the random numbers of the check, which are independent of the generator that drew the data.
       options: options of the op.
 
     Returns:

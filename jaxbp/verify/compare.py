@@ -257,8 +257,8 @@ def compare(
 
     Gradients are those of the sum of the results, each element of one that is no scalar times a random number. The
     Hessian's product with a random direction is taken forward over reverse, or in reverse where a custom rule has no
-    forward mode. An implementation whose program is that of
-    another, as of a function that does not hand `implementation=` on, is said to be the same.
+    forward mode. If two implementations compile to the same program, the report says so. This happens when a function
+    does not pass `implementation=` on.
 
     Args:
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and hands it down.

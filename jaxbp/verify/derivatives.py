@@ -29,7 +29,7 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 
     It is the gradient of `Σ c (y + y²/2)`, differentiated along directions. At order 2 it is the Hessian times a
     direction. The square differentiates the backward with respect to its dy, also where the op is linear. The mode is
-    forward over reverse, or reverse over reverse, which a backward with a backward of its own needs.
+    forward over reverse, or reverse over reverse, which a backward needs that has a hand-written backward itself.
     """
 
     def gradient(values, cotangents):

@@ -28,7 +28,7 @@ from jaxbp.verify.reference import Expected, Reference
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
 """Rounding is measured on so many sets of data, apart by this share; and so many times it is allowed."""
 FACTOR_ELEMENTS = 8
-"""In an array of at least so many elements, roundings do not add up to a factor."""
+"""The least number of elements of an array in which roundings do not look like a factor."""
 MOST = 32
 """So many elements are looked at one by one."""
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
@@ -42,7 +42,7 @@ KINK_RTOL = 1e-12
 """A kink that is nearer, as a share of an argument's scale, is at the point itself."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
 """A gradient jumps if it changes over a distance of `KINK_WIDTH`, as a share of an argument's scale. Jumps are looked
-for at so many elements, fewer if the halvings times the numbers in the arguments are more than `WORK`."""
+for at `KINKS_LOOKED_AT` elements, or at fewer if the halvings times the numbers in the arguments exceed `WORK`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,15 +113,15 @@ class Judge:
             native = self._native(point, expected.order, i) if native is None else native
             if native is not None and not sees_kinks:
                 as_native = compare(native)[0] <= 1
-                # Without rules of JAX alone, the gradient that JAX would take may overflow where a rule need not.
+                # If the function has custom rules, autodiff may overflow at numbers at which the rules need not.
                 as_native &= np.isfinite(native) | self.reference.independent
                 if self.reference.independent:
                     as_native |= ~np.isfinite(native) & np.isfinite(e)
-                wrong, reason = _excused(wrong, as_native & ~contradicted, reason, f"as JAX's own in {dtype}")
+                wrong, reason = _excused(wrong, as_native & ~contradicted, reason, f"as autodiff in {dtype}")
         if wrong.any() and not _is_multiple(a, e, native, held, tolerance):
             spread = self._rounding(point, expected.order, i)
             more, _ = compare(e, ALLOWED * spread)
-            wrong, reason = _excused(wrong, more <= 1, reason, "no further off than JAX's own rounding")
+            wrong, reason = _excused(wrong, more <= 1, reason, "no further off than autodiff's rounding")
         if wrong.any():
             # What computes in half precision adds up in float32; but a gradient is rounded before it is differentiated.
             in_dtype = expected.order > 1 or self.native is None
@@ -229,7 +229,7 @@ class Judge:
         return fine, "any slope at a kink" if (at_it & fine).any() else "within rounding of a kink", hint
 
     def _jump(self, point, order, i, around, indices, limit):
-        """Whether elements jump on the way to the points around at which they change most, and so have a kink near by.
+        """Whether elements jump between the point and the nearby points at which they change most: there is a kink.
 
         If there are more elements than are looked at, all are said to jump if those do.
         """
@@ -320,7 +320,7 @@ def _excused(wrong, fine, reason, why):
 
 
 def _is_multiple(a, e, native, held, tolerance):
-    """Whether an array is the expected one times a factor that JAX's own does not have: rounding gives no factor."""
+    """Whether an array is the expected array times a factor, and autodiff's array is not. Rounding gives no factor."""
     held = held & np.isfinite(a) & np.isfinite(e)
     if native is None or held.sum() < FACTOR_ELEMENTS or not np.isfinite(native[held]).all() or not e[held].any():
         return False

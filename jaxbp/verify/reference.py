@@ -1,4 +1,4 @@
-"""What a backward should give, in float64: JAX's differentiation of the plain forward, confirmed by differences."""
+"""The gradients that a backward should give, in float64: autodiff of the plain forward, confirmed by differences."""
 
 import dataclasses
 import functools
@@ -251,7 +251,7 @@ class Reference:
         indices: np.ndarray,
         halvings: int,
     ) -> np.ndarray:
-        """Return how far elements of the i-th derivative jump on the way from the values to the ends, one each.
+        """Return how far elements of the i-th derivative jump between the values and the ends, one end per element.
 
         The way is halved again and again, and the half with the larger change is kept. A smooth function then changes
         by nothing, a function with a kink by the jump of its slope.
@@ -336,8 +336,9 @@ class Reference:
 
 
 def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
-    """Return the forward that takes float64, its results for the arguments as they are, and whether it is "autodiff",
-    which has no hand-written backward.
+    """Return the forward that takes float64, the shapes and dtypes of its results, and whether it is "autodiff".
+
+    The forward of "autodiff" has no hand-written backward. The results are those for the arguments in their dtypes.
 
     Raises:
       ValueError: no floating result.

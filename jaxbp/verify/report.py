@@ -1,4 +1,4 @@
-"""What a check found, as rows, as lines for people, and as a table."""
+"""The findings of a check: as rows, as lines for people, and as a table."""
 
 import dataclasses
 import io
@@ -19,7 +19,7 @@ ROWS_IN_REPR = 3
 
 @dataclasses.dataclass(frozen=True)
 class CheckRow:
-    """What was found of one argument.
+    """The finding for one argument.
 
     Attributes:
       op, implementation, dtype: what ran.

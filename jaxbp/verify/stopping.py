@@ -27,7 +27,7 @@ class Streams(NamedTuple):
 
 
 def held(function: Callable) -> Callable:
-    """Return `(moved, base) -> results`: those of `function(*moved)`, if every `stop_gradient` has its value at `base`.
+    """Return `(moved, base) -> results`: `function(*moved)` with every `stop_gradient` at its value at `base`.
 
     Both are tuples of arguments. A loop takes as many steps, and a branch is the one, that `moved` decides.
     """

@@ -106,7 +106,7 @@ class Study:
         return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
 
     def at(self, point: Point) -> Expected:
-        """Return the gradients at a point of added data. Those of a backward with custom rules are confirmed there."""
+        """Return the gradients at a point of added data. Differences confirm them if the function has custom rules."""
         if not self.reference.independent:
             return self.reference.first_orders(point.values, point.cotangents, self.steps, self.most)[1]
         _, gradients = self.reference.value_and_gradients(point.values, point.cotangents)

@@ -59,8 +59,14 @@ def test_mapped_values_and_gradients_are_those_without_a_hand_written_backward(c
 
 def test_it_is_the_identity_under_every_transformation():
     (x,) = normal((2, 3))
-    f = lambda x: mapped_axis_first({"a": jnp.sin(x)})["a"]  # noqa: E731
+    f = lambda x: mapped_axis_first({"a": jnp.sin(x)})[0]["a"]  # noqa: E731
     assert_close(f(x), jnp.sin(x), 1e-7)
     assert_close(jax.jvp(f, (x,), (x,))[1], x * jnp.cos(x), "float32")
     assert_close(jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(f(x)))(x)))(x), -jnp.sin(x), "float32")
     assert "mapped_axis_first" not in jax.jit(jax.vmap(f, in_axes=1)).lower(x).as_text()
+
+
+def test_a_residual_that_is_also_a_result_remains_one_array():
+    (x,) = normal((2, 3))
+    results, residuals = mapped_axis_first({"a": x}, (x, x + 1))
+    assert results["a"] is residuals[0]

@@ -546,5 +546,5 @@ def test_the_summary_says_apart_from_the_others_what_is_right_beyond_the_toleran
     length = Pair(lambda x: jnp.sqrt(1 + x * x), {"xla": lambda dy, x: dy * x / jnp.sqrt(1 + x * x)}, name="length")
     first, second, *_ = str(quickly(length, *drawn((40,)), implementations=["xla"])).splitlines()
     assert first.startswith("ok      length, xla: ") and all(float(off) < 0.05 for off in first.split()[-3::2])
-    assert second == "        beyond that, as JAX's own in float16: on large"
+    assert second == "        beyond that, as autodiff in float16: on large"
     assert max(map(len, (first, second))) <= 80

@@ -1,4 +1,4 @@
-"""What a check makes of kinks, dtypes, infinities, and what JAX cannot do; and what it says of it."""
+"""How a check treats kinks, dtypes, infinities, and programs that JAX cannot differentiate, and how it reports them."""
 
 import functools
 import re
@@ -64,7 +64,7 @@ def test_a_dtype_that_jax_does_not_support_is_not_tried(name):
 
 
 def test_an_error_of_a_librarys_rule_in_a_dtype_of_the_check_is_not_a_failure():
-    """As of `optax.losses.multiclass_sparsemax_loss`."""
+    """A function that fails in bfloat16, such as `optax.losses.multiclass_sparsemax_loss`."""
 
     @jax.custom_jvp
     def sine(x):
