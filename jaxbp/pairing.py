@@ -459,12 +459,17 @@ def _checked(op: str, names: list[str], kinds: _Kinds, found: Any) -> tuple:
     if len(gradients) != len(names):
         raise ValueError(f"{op}_backward: gives {len(gradients)} gradients; wants {len(names)}, {each}")
     for name, kind, gradient in zip(names, kinds.each, gradients, strict=True):
-        if gradient is None or kind is None or not jnp.issubdtype(kind[1], jnp.floating):
+        if gradient is None or kind is None:
+            continue
+        dtype = jnp.result_type(gradient)
+        if not jnp.issubdtype(kind[1], jnp.inexact):
+            if dtype != jax.dtypes.float0:
+                raise TypeError(f"{op}_backward: {name} has dtype {kind[1]}, but a gradient of {dtype}; wants None")
             continue
         if jnp.shape(gradient) != kind[0]:
             shape = jnp.shape(gradient)
             raise ValueError(f"{op}_backward: the gradient of {name} has shape {shape}; wants {kind[0]}, {name}'s own")
-        if (dtype := jnp.result_type(gradient)) != kind[1]:
+        if dtype != kind[1]:
             raise TypeError(f"{op}_backward: the gradient of {name} has dtype {dtype}; wants {kind[1]}, {name}'s own")
     return gradients
 

@@ -1,6 +1,7 @@
 import atexit
 import ctypes
 import gc
+import importlib.metadata
 import os
 import re
 import shutil
@@ -20,6 +21,8 @@ if shutil.which("nvidia-smi") is None:
         + " --xla_disable_hlo_passes=simplify-while-loops,while-loop-invariant-code-motion"
         + " --xla_cpu_multi_thread_eigen=false --xla_cpu_parallel_codegen_split_count=1"
     )
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # It can do without MLIR, in half of the time.
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
     # Nearly all of the time is compilation. The processes of pytest-xdist, which inherit this, share what they compile.
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = cache = tempfile.mkdtemp()

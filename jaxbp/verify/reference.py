@@ -342,7 +342,7 @@ def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]
 
     Raises:
       ValueError: no floating result.
-      TypeError: no implementation takes float64.
+      TypeError: no implementation takes float64, or the function fails in it.
     """
     names = ("autodiff", "xla", "pallas") if takes_implementation(op) else (None,)
     wide = [jax.ShapeDtypeStruct(a.shape, np.float64) for a in arguments.floats]
@@ -350,10 +350,18 @@ def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]
         function = arguments.of_floats(bind(op, name, options))
         try:
             results = jax.eval_shape(function, *arguments.floats)
+        except NotImplementedError:
+            continue
+        try:
             with float64():
                 jax.eval_shape(function, *wide)
         except NotImplementedError:
             continue
+        except TypeError as error:
+            raise TypeError(
+                f"check: {name_of(op)} does not take float64, which the reference needs: {error}. An array that the "
+                "function closes over keeps its dtype; give it to check as an argument"
+            ) from error
         if not results:
             raise ValueError(f"check: {name_of(op)} has no floating result; wants at least one, to differentiate")
         return function, results, name == "autodiff"

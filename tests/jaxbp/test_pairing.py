@@ -660,6 +660,23 @@ def test_a_backward_that_gives_something_else_is_refused_with_op_argument_and_wh
         pair.vjp(x, x, w, implementation="xla")
 
 
+def taken(x, rows):
+    return x[rows]
+
+
+def test_a_gradient_for_integers_is_none_or_float0():
+    x, rows = jnp.arange(3.0), jnp.array([0, 2])
+
+    def gradient(of_rows):
+        pair = Pair(taken, {"xla": lambda dy, x, rows: (jnp.zeros_like(x).at[rows].add(dy), of_rows)})
+        return jax.grad(lambda x: jnp.sum(pair(x, rows, implementation="xla")))(x)
+
+    for none in (None, np.zeros(2, jax.dtypes.float0)):
+        np.testing.assert_array_equal(gradient(none), [1, 0, 1])
+    with pytest.raises(TypeError, match="^taken_backward: rows has dtype int32, but a gradient of float32; wants None"):
+        gradient(jnp.ones(2))
+
+
 def test_a_partial_has_the_name_of_its_function():
     pair = Pair(functools.partial(scaled), {"xla": scaled_backward})
     assert pair.name == "scaled"
