@@ -171,7 +171,7 @@ def _trees(channels: int, size: int, kernels: int, *dy: Argument | tuple, window
     return dataclasses.replace(case, batch=128)
 
 
-_CELL = AutomatonArgument(2, 2, (8, 4, 2), (6, 3, 2))
+_CELL = AutomatonArgument(2, 1, (8, 4, 2), (4, 2))
 CHECKERBOARD = AutomatonArgument(8, 16, (8, 4, 2), (*[256] * 10, 128, 64, 32, 16, 8, 8), periodic=False)
 """The published automaton."""
 
