@@ -81,6 +81,9 @@ class Derivatives:
 
     def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
         """Return what `derivative` gives, from order 1 on: the gradient of `Σ c (y + y²/2)` and its derivatives."""
+        if order == 1:  # needs no program of its own
+            y, _ = self.value_and_gradients(values, cotangents)
+            return self.value_and_gradients(values, [c * (1 + a) for c, a in zip(cotangents, y, strict=True)])[1]
         for reverse in self._modes:
             if order not in self._higher:
                 self._higher[order] = self._compiled(derivative(self._function, order, reverse))
@@ -94,9 +97,11 @@ class Derivatives:
     def plain(self, order: int, square: bool = False) -> Callable:
         """Return the program for an order, not compiled; below order 2, and without the square, it gives both orders.
 
-        It has been asked for before.
+        An order above 1 has been asked for before.
         """
-        return (self._higher[order] if square or order > 1 else self.value_and_gradients).__wrapped__
+        if order > 1:
+            return self._higher[order].__wrapped__
+        return self._transform(derivative(self._function, 1)) if square else self.value_and_gradients.__wrapped__
 
     def _compiled(self, program):
         return jax.jit(self._transform(program), **self._options)
