@@ -1,6 +1,6 @@
-"""In which dtypes ops compute, found by walking what JAX traces: the op, its gradient, and the kernels in both.
+"""Find the dtypes in which ops compute, by walking the jaxprs of each op, its gradient, and the kernels in both.
 
-Nothing runs. A kernel's body is traced as it is lowered for a GPU. `table` is a table of docs/tables.py.
+Nothing runs. The body of a kernel is traced in the form that is lowered for a GPU. docs/tables.py includes `table`.
 """
 
 import functools
@@ -19,14 +19,14 @@ SUMS = "reduce_sum reduce_window_sum reduce_prod cumsum cumprod cumlogsumexp psu
 FUNCTIONS = "exp exp2 expm1 log log1p logistic tanh sin cos tan erf erfc erf_inv rsqrt sqrt cbrt pow div integer_pow"
 PRIMITIVES = {
     "sums": {*SUMS.split(), "select_and_scatter_add", "wgmma_ref"},
-    # Each loop over the terms of a sum is made of these, in kernels too.
+    # Loops over the terms of a sum consist of these, in kernels too.
     "terms": {"add", "sub"},
-    # XLA's. It adds up within them in float32, and rounds to the dtype of their result.
+    # XLA's products add up in float32, and round to the dtype of their result.
     "products": {"dot_general", "conv_general_dilated", "ragged_dot_general"},
     "functions": {*FUNCTIONS.split(), "atan2", "lgamma", "digamma"},
 }
 TENSOR_CORES = "wgmma_ref"
-"""A kernel's products. What they are added to is the first operand."""
+"""The products of kernels. The first operand is the accumulator."""
 
 OURS = ("xla", "pallas")
 HALVES = ("bfloat16", "float16")
@@ -34,12 +34,12 @@ BATCH = 128
 ENTRIES = {entry.name: entry for entry in CATALOGUE}
 
 ADD_IN_HALF = {"linear", "conv2d", "conv2d_relu_max_pool2d", "layer_norm_linear", "mlp_softmax_cross_entropy"}
-"""Ops that add two numbers in half precision: a bias to a product that is rounded already. It is no sum, and costs one
-more rounding, whatever the sizes."""
+"""Ops that add a bias in half precision to a product that is already rounded. The addition is not a sum over an axis,
+and costs one more rounding, independent of the sizes."""
 
 Found = defaultdict[str, set[str]]
-"""The floating dtypes that an op computes in: of each kind in `PRIMITIVES`, of the "results" with their gradients, and
-of what is "kept" for the backward, which may be the "inputs"."""
+"""The floating dtypes of an op: for each kind in `PRIMITIVES`, for the "results" with their gradients, and for the
+residuals "kept" for the backward, which may be the "inputs"."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the walk
@@ -47,7 +47,10 @@ of what is "kept" for the backward, which may be the "inputs"."""
 
 @functools.cache
 def found(name: str, implementation: str, dtype: str) -> Found:
-    """What an op of this dtype computes in: its small case, and real ones unless it runs the kernels of another."""
+    """Return the dtypes in which an op computes, in its small case and its real cases.
+
+    Backwards, and ops that run the kernels of another op, skip the real cases.
+    """
     entry, dtypes = ENTRIES[name], defaultdict(set)
     for case in (entry.small, *([] if entry.like or "_backward" in name else entry.real.values())):
         _walk_case(entry, case, implementation, dtype, dtypes)
@@ -68,7 +71,7 @@ def _walk_case(entry: Entry, case: Case, implementation: str, dtype: str, dtypes
 
 
 def _with_gradients(op, *arrays):
-    """`((results, gradients), what is kept for the backward)`."""
+    """Return `((results, gradients), residuals)`."""
     leaves, structure = jax.tree.flatten(arrays)
 
     def of_floats(*values):
@@ -80,7 +83,7 @@ def _with_gradients(op, *arrays):
 
 
 def walk(jaxpr: Any, dtypes: Found) -> Found:
-    """Adds what a jaxpr computes in, with all jaxprs in it."""
+    """Add the dtypes in which a jaxpr and all jaxprs nested in it compute."""
     for equation in _equations(jaxpr):
         name = equation.primitive.name
         variables = equation.invars[:1] if name == TENSOR_CORES else equation.outvars
@@ -106,7 +109,7 @@ HEAD = ("ops", "`implementation`", "sums", "XLA's products", "exponentials, root
 
 
 def table() -> str:
-    """A line for all ops that are alike, each with its backward, and a column for each thing that an op does."""
+    """Return a table with one line per group of ops with the same dtypes, and one column per kind of computation."""
     names = [name for name in ENTRIES if "_backward" not in name and "_with_" not in name]
     lines: dict[tuple[str, ...], list[str]] = {}
     for name in names:
@@ -137,6 +140,6 @@ def _text(dtypes: set[str]) -> str:
 
 
 def _order(cells: tuple[str, ...]) -> tuple:
-    """Those that do less before those that do more."""
+    """Return a key that sorts ops that compute less before ops that compute more."""
     implementation, sums, products, functions, kept = cells
     return bool(products), "*" in sums, bool(sums), bool(functions), kept, implementation == "pallas"

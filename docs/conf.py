@@ -1,4 +1,4 @@
-"""The book as a site: `sphinx-build -W docs build/book`, with the extra `docs` installed."""
+"""Sphinx configuration of the book. Build the site with `sphinx-build -W docs build/book` and the extra `docs`."""
 
 import sys
 from pathlib import Path
@@ -10,18 +10,20 @@ import formula_sheet
 import jaxbp
 
 project = "jaxbp"
-author = "the authors of jaxbp"
+author = copyright = "the authors of jaxbp"
 version = release = jaxbp.__version__
-# mathml is ours, beside this file.
+# The extension mathml is the file mathml.py next to this file.
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "mathml"]
 exclude_patterns = []
 html_theme = "furo"
 html_title = f"jaxbp {version}"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["book.css"]
 html_math_renderer = "mathml"
 myst_heading_anchors = 3
 myst_enable_extensions = ["deflist", "dollarmath"]
-# Single backquotes in docstrings are code.
+# Text between single backquotes in a docstring is code.
 default_role = "code"
 add_module_names = False
 toc_object_entries = False

@@ -1,4 +1,4 @@
-"""The formula sheet: a page a family of ops, made from the docstrings of the ops when the site is built."""
+"""Build the formula sheet from the docstrings of the ops, one page per family of ops, when the site is built."""
 
 import inspect
 import itertools
@@ -14,11 +14,11 @@ import typeset
 from jaxbp.catalogue import CATALOGUE, Entry
 
 HEADINGS = ("Args:", "Returns:", "Raises:", "Example:", "Source")
-"""They begin the parts of a docstring that are no formula."""
+"""The headings of the parts of a docstring that contain no formula."""
 
 
 def write(folder: Path) -> None:
-    """Writes the pages into `folder`, which holds nothing else."""
+    """Write the pages into `folder`, and delete everything else in it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, text in pages().items():
@@ -26,7 +26,7 @@ def write(folder: Path) -> None:
 
 
 def pages() -> dict[str, str]:
-    """Name of a family -> its page in Markdown."""
+    """Return name of a family -> its page in Markdown."""
     families: dict[str, list[Entry]] = {}
     for entry in CATALOGUE:
         families.setdefault(entry.function.__module__, []).append(entry)
@@ -35,7 +35,7 @@ def pages() -> dict[str, str]:
 
 def _page(module: typing.Any, entries: list[Entry]) -> str:
     first, *text = inspect.getdoc(module).split("\n\n")
-    # A sentence may go on after its title: "Max-pooling: the forward keeps ...", "Convolution, which ...".
+    # The first sentence may continue after the title: "Max-pooling: the forward keeps ...", "Convolution, which ...".
     sentence = " ".join(first.split())
     title = re.split(r":|, (?:each|which)\b", sentence)[0].rstrip(".")
     text = text if sentence.rstrip(".") == title else [sentence, *text]
@@ -45,7 +45,7 @@ def _page(module: typing.Any, entries: list[Entry]) -> str:
 
 
 def _entry(entry: Entry) -> Iterator[str]:
-    """An op's name, its signature with a link to its source, and what its docstring says of the formula."""
+    """Yield the name of an op, its signature with a link to its source, and the formula parts of its docstring."""
     yield f"## {entry.name}"
     signature = inspect.signature(entry.function)
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
@@ -60,7 +60,7 @@ def _entry(entry: Entry) -> Iterator[str]:
 
 
 def with_math(paragraph: str) -> str:
-    """The paragraph with its formulas as LaTeX, inline ones and those that are a block; what is not one stays code."""
+    """Return the paragraph with its inline and block formulas as LaTeX. Other code stays code."""
     if paragraph.startswith("    "):
         parts = [part.strip() for part in re.split(r"\n|(?<=,)\s{2,}", paragraph)]
         formulas = [(typeset.latex(part.rstrip(",.")), part) for part in parts]
@@ -76,7 +76,7 @@ def with_math(paragraph: str) -> str:
 
 
 def _shapes(function: Callable) -> Iterator[str]:
-    """The shapes of the arrays among a function's parameters and results, as a list."""
+    """Yield the shapes of the arrays among a function's parameters and results, as lines of a list."""
     for name, annotation in typing.get_type_hints(function).items():
         shapes = [f"`({', '.join(kind.dim_str.split())})`" for kind in _flat(annotation)]
         if shapes and name == "return":
@@ -86,7 +86,7 @@ def _shapes(function: Callable) -> Iterator[str]:
 
 
 def _flat(annotation: typing.Any) -> Iterator[typing.Any]:
-    """The arrays among the alternatives of a union and the parts of a tuple."""
+    """Yield the array annotations among the alternatives of a union and the parts of a tuple."""
     if hasattr(annotation, "dim_str"):
         yield annotation
     for part in typing.get_args(annotation):

@@ -1,4 +1,6 @@
-"""An extension of Sphinx: formulas as MathML, which browsers draw without a script and without asking for one."""
+"""Sphinx extension that renders formulas as MathML, which browsers draw without a script or a request."""
+
+import re
 
 from docutils.nodes import Element, SkipNode, math_block
 from docutils.utils.math import MathError
@@ -7,18 +9,31 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 from sphinx.writers.html5 import HTML5Translator
 
+ACCENT_WITH_INDEX = re.compile(r"(\\(?:hat|bar|tilde|dot|vec)\{[^{}]*\})_")
+WORD = re.compile(r"\\(?:operatorname|text)\{[^{}]*\}")
+
 
 def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (_visit, None), (_visit, None))
 
 
 def _visit(translator: HTML5Translator, node: Element) -> None:
-    """Writes the formula; for one that does not parse, code and a warning, which fails the build."""
+    """Write the formula as MathML. If it does not parse, write code and warn, which fails the build."""
     tex, is_block = node.astext(), isinstance(node, math_block)
     try:
-        formula = tex2mathml(tex.strip(), as_block=is_block)
+        formula = tex2mathml(_for_docutils(tex.strip()), as_block=is_block)
     except MathError as error:
         logging.getLogger(__name__).warning("no MathML for %s: %s", tex, error)
         formula = f"<code>{tex}</code>"
     translator.body.append(f'<div class="math">{formula}</div>' if is_block else formula)
     raise SkipNode
+
+
+def _for_docutils(tex: str) -> str:
+    """Return LaTeX that docutils renders as TeX renders `tex`.
+
+    docutils draws the index of an accented letter below the letter, like a limit, and prints the backslash of `\\_` in
+    words.
+    """
+    tex = ACCENT_WITH_INDEX.sub(r"\1{}_", tex)
+    return WORD.sub(lambda word: word[0].replace(r"\_", "_"), tex)

@@ -697,13 +697,16 @@ WITH_THEIR_SOURCES = ("computed_in", "fuzz", "training", "summary")
 STYLE = """
   .paper { fill: #ffffff; stroke: #d0d7de } .ink { fill: #1f2328 } .soft { fill: #59636e } .even { stroke: #59636e }
   .first { fill: #2a78d6 } .second { fill: #e07b39 } .pale { fill: #2a78d6; opacity: 0.4 }
+  .value { fill: #59636e; stroke: #ffffff; stroke-width: 5px; stroke-linejoin: round; paint-order: stroke }
   @media (prefers-color-scheme: dark) {
     .paper { fill: #0d1117; stroke: #3d444d } .ink { fill: #f0f6fc } .soft { fill: #9198a1 } .even { stroke: #9198a1 }
     .first { fill: #58a6ff } .second { fill: #f0986a } .pale { fill: #58a6ff }
+    .value { fill: #9198a1; stroke: #0d1117 }
   }
   text { font: 13px system-ui, sans-serif }
 """
-"""A paper of its own keeps a picture readable where a page's scheme is not the browser's."""
+"""The background of a picture keeps it readable if the page's color scheme differs from the browser's. The outline of a
+`value` has the background's color, so that grid lines do not cross the text."""
 
 WIDTH, LEFT, RIGHT, BAR = 880, 375, 100, 15
 """Pixels: of the picture, of its names and of what is right of the longest bar, and the height of a bar."""
@@ -790,7 +793,7 @@ def chart(
                 box = f'x="{at(start):.1f}" y="{y}" width="{at(end) - at(start):.1f}" height="{BAR - 2}"'
                 parts.append(f'<rect class="{kind}" {box}/>')
                 if words:
-                    parts.append(text(at(end) + 5, y + 11, words, "soft"))
+                    parts.append(text(at(end) + 5, y + 11, words, "value"))
             y += BAR
         y += 6
     size = f'viewBox="0 0 {WIDTH} {height + 10}" width="{WIDTH}"'

@@ -1,17 +1,19 @@
-"""Checks ops of the library against finite differences, in every implementation.
+"""Check the ops of jaxbp against finite differences, in every implementation.
 
     python -m experiments.check                                  # the whole catalogue, in float32
     python -m experiments.check relu linear --dtype float64      # some ops, each with its backwards
     python -m experiments.check conv2d --implementations xla --json conv2d.json
-    python -m experiments.check layer_norm --verbose             # a row for every result that was compared
+    python -m experiments.check layer_norm --verbose             # one row per compared result
     python -m experiments.check --accuracy --dtype float32 bfloat16 float16 --implementations xla pallas
-    python -m experiments.check --repeat 100                     # the same bits, 100 times
+    python -m experiments.check --repeat 100                     # 100 runs must give the same bits
 
-Exits with 1 if an implementation failed, after a line for each failure with the worst element. See
-`jaxbp.verify.check`, which checks your own ops as well, for what is compared. With `--accuracy` it measures how far
-from float64 each implementation is, next to JAX's own differentiation in the same dtype, over offsets and scales of the
-data (`jaxbp.verify.accuracy`), and exits with 1 where that is more than it allows. With `--repeat` it runs each op with
-its gradients again and again, on a GPU at real sizes, and exits with 1 where the bits are not those of the first run.
+The exit code is 1 if an implementation failed; one line per failure shows the worst element. `jaxbp.verify.check`
+documents the comparisons, and also checks your own ops. The options select two other checks:
+
+- `--accuracy` measures the error of each implementation against float64, next to the error of autodiff in the same
+  dtype, over offsets and scales of the data (`jaxbp.verify.accuracy`). The exit code is 1 if an error is too large.
+- `--repeat` runs each op with its gradients repeatedly, on a GPU at real sizes. The exit code is 1 if a run gives other
+  bits than the first run.
 """
 
 import dataclasses
@@ -42,37 +44,35 @@ from jaxbp.verify.report import WIDTH
 
 @dataclasses.dataclass(frozen=True)
 class CheckConfig:
-    """Hold the ops' gradients against finite differences, in every implementation."""
+    """Check the gradients of ops against finite differences, in every implementation."""
 
     ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
-    """Names of ops, or `all`. A forward's name stands for its backwards as well."""
+    """Names of ops, or `all`. The name of a forward also selects its backwards."""
     dtype: tuple[Literal["float16", "bfloat16", "float32", "float64"], ...] = ("float32",)
-    """Dtype of the arguments. Kernels take no float64."""
+    """Dtypes of the arguments. Kernels do not support float64."""
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ("pallas", "xla", "autodiff")
     """Implementations to check."""
     order: Literal[1, 2, 3] = 2
-    """1 for values and gradients alone, 2 and 3 for second and third derivatives as well."""
+    """1 checks values and gradients; 2 and 3 also check second and third derivatives."""
     accuracy: bool = False
-    """Measure the distance from float64 instead, also where the data is far from zero, large or small."""
+    """Instead, measure the error against float64, also for data that are far from zero, large, or small."""
     repeat: int | None = None
-    """Run each op with its gradients so many times instead, and compare the bits."""
+    """Instead, run each op with its gradients this many times, and compare the bits."""
     seed: int = 0
     """Seed of the arguments."""
     scale: float = 1.0
-    """What the arguments are multiplied by, but for probabilities."""
+    """Factor of all arguments except probabilities."""
     verbose: bool = False
-    """Whether to print a row for every result that was compared."""
+    """Whether to print one row per compared result."""
     json: Path | None = None
-    """File to write the rows to."""
+    """File for the rows."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 1 if a check failed, else that of `errors.py`."""
     return run_command(run, CheckConfig, "experiments.check", args)
 
 
 def run(config: CheckConfig, command: str) -> int:
-    """Check what the config asks for, and print and keep what is found."""
     entries = selected(config.ops)
     refuse_missing_folders(config.json)
     if config.repeat is not None and config.repeat < 2:
@@ -102,7 +102,7 @@ def run(config: CheckConfig, command: str) -> int:
 
 
 def selected(names: Sequence[str]) -> list[Entry]:
-    """The entries of the table that the names stand for, in its order."""
+    """Return the catalogue entries that the names select, in the catalogue's order."""
     known = [entry.name for entry in CATALOGUE]
     refuse_unknown("op", [name for name in names if name != "all"], known, "all or some of ")
     return [
@@ -113,7 +113,6 @@ def selected(names: Sequence[str]) -> list[Entry]:
 
 
 def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
-    """An op of the table at its small case."""
     with jax.enable_x64(dtype == "float64"):
         args = entry.small.draw(config.seed, dtype=jnp.dtype(dtype))
         args = jax.tree.map(
@@ -128,16 +127,16 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
         *args,
         implementations=config.implementations,
         order=config.order,
-        # A backward's own derivative has no convention at a kink.
+        # The derivative of a backward has no convention at a kink.
         kink_convention=entry.kink_convention and "_backward" not in entry.name,
-        added=[name for name in ADDED if name != "dtypes"],  # `--dtype` says in which
+        added=[name for name in ADDED if name != "dtypes"],  # `--dtype` selects the dtypes
         seed=config.seed,
         **entry.small.options,
     )
 
 
 def repeat_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
-    """Whether an op and its gradients have the same bits in every run: at its small case, on a GPU at the real ones."""
+    """Check that an op and its gradients always give the same bits: in the small case, or in the real ones on a GPU."""
     cases, rows = entry.real.values() if jax.default_backend() == "gpu" else [entry.small], []
     for case, implementation in itertools.product(cases, config.implementations):
         data = f"{config.repeat} runs"

@@ -1,9 +1,9 @@
-"""Check public functions of JAX and of packages on it: their native gradients must pass.
+"""Check the gradients that autodiff gives for public functions of JAX and of packages based on it. All must pass.
 
     python -m experiments.check_public                           # all that are installed, three seeds each
-    python -m experiments.check_public jax.nn optax --seeds 1    # those whose names begin so
+    python -m experiments.check_public jax.nn optax --seeds 1    # names that begin with these words
 
-Prints one line per function, with each failure under it, and exits with 1 if there was one.
+The command prints one line per function, with its failures below it, and exits with 1 if a function failed.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from experiments.public_functions import PublicFunction, public_functions
 from jaxbp.verify import CheckResult, check
 
 CLEARED_EVERY = 20
-"""Functions after which JAX frees what it compiled."""
+"""Functions after which JAX's compilation caches are cleared."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckPublicConfig:
-    """Check the native gradients of public functions."""
+    """Check the gradients that autodiff gives for public functions."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Beginnings of names; by default all."""
@@ -36,7 +36,6 @@ class CheckPublicConfig:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 1 if a function failed, or a code of `errors.py`."""
     return run_command(run, CheckPublicConfig, "experiments.check_public", args)
 
 

@@ -1,4 +1,4 @@
-"""Work in child processes: one that dies or hangs takes its own task with it, and nothing else."""
+"""Run tasks in child processes, so that a process that dies or hangs loses only its current task."""
 
 import collections
 import dataclasses
@@ -16,18 +16,18 @@ from typing import Any
 _SPAWN = multiprocessing.get_context("spawn")  # JAX's threads do not live through a fork
 KEPT_CHARACTERS = 2000
 STACK = re.compile(r"^ *@ +0x.*\n?", re.MULTILINE)
-"""The calls of C++ that led to an abort. They come after what is wrong, and are many."""
+"""The C++ stack of an abort. It follows the message, and is long."""
 
 
 @dataclasses.dataclass
 class Done:
-    """What came of a task.
+    """The outcome of a task.
 
     Attributes:
-      task: it.
-      results: what the work gave, as far as it came.
-      death: how the process ended before the task did, if it did: "SIGABRT", "exit code 1" or "no answer in 9 s".
-      said: the last that the process wrote to stderr in the task, if it died.
+      task: the task.
+      results: the results until the end of the task or of the process.
+      death: how the process ended, if it ended before the task: "SIGABRT", "exit code 1" or "no answer in 9 s".
+      said: the last text that the process wrote to stderr during the task, if it died.
     """
 
     task: Any
@@ -39,10 +39,10 @@ class Done:
 def in_children(
     work: Callable[[Any], Iterable[Any]], tasks: Iterable[Any], processes: int, limit: float
 ) -> Iterator[Done]:
-    """Do the tasks in so many processes, each one after the other; yield what came of each task, in their order.
+    """Run the tasks in `processes` processes, and yield the outcome of each task, in the order of the tasks.
 
-    `work`, a function of a module, gives the results of a task one by one. A process that gives none for `limit`
-    seconds, and does not end the task, is killed. A task is taken when a process is free. The text that a process
+    `work` is a function of a module, which yields the results of a task. A process that neither yields a result nor
+    ends the task for `limit` seconds is killed. The next task is taken when a process is free. The text that a process
     writes to stderr is kept if it dies. Processes share GPUs.
 
     Raises:
@@ -74,12 +74,12 @@ def in_children(
 
 
 def share_gpus() -> None:
-    """Leaves memory of GPUs to other processes, unless the environment says otherwise; before JAX looks for them."""
+    """Leave GPU memory to other processes, unless the environment decides otherwise. Call this before JAX starts."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 class _Child:
-    """A process that does one task after the other."""
+    """A process that runs one task after the other."""
 
     def __init__(self, work: Callable):
         self.stderr = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed when the process dies)
@@ -90,7 +90,7 @@ class _Child:
         self.is_free, self.has_started = True, False
 
     def do(self, task: Any, limit: float) -> Done:
-        """Do a task. If the process dies of it, it is never free again."""
+        """Run a task. If the process dies, it is never free again."""
         results = []
         try:
             self.has_started = self.has_started or self.connection.recv()
@@ -120,10 +120,10 @@ class _Child:
 
 
 def _serve(work: Callable[[Any], Iterable[Any]], connection: Connection, stderr: str) -> None:
-    """Do the tasks that come through the connection: what a child process runs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its children
+    """Run the tasks that arrive through the connection, in a child process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends its children
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND), 2)
-    connection.send(True)  # it has started
+    connection.send(True)  # the process has started
     while True:
         try:
             task = connection.recv()

@@ -1,12 +1,12 @@
-"""Compares the implementations on an experiment: their gradients, their cost and their training curves.
+"""Compare the implementations on an experiment: their gradients, their cost, and their training curves.
 
     python -m experiments.compare lenet                          # a table
     python -m experiments.compare lenet --steps 200 --html lenet.html --json lenet.json
     python -m experiments.compare lenet --precision mixed_bfloat16 --implementations xla autodiff
 
-Loss, every parameter's gradient and the Hessian's product with a random direction are compared on one batch, by
-`jaxbp.verify.compare`; then every implementation trains `--steps` steps from the same seed. The page that `--html`
-writes is one file, with its pictures in it.
+`jaxbp.verify.compare` compares the loss, the gradient of every parameter, and the product of the Hessian with a random
+direction, on one batch. Then every implementation trains for `--steps` steps from the same seed. `--html` writes a page
+in one file, which includes its pictures.
 """
 
 import dataclasses
@@ -42,23 +42,23 @@ Config = TypeVar("Config", bound=TrainingConfig)
 
 @dataclasses.dataclass(frozen=True)
 class CompareConfig(Generic[Config]):
-    """Compare the implementations on one experiment: gradients, cost, training curves."""
+    """Compare the implementations on one experiment: gradients, cost, and training curves."""
 
     experiment: tyro.conf.OmitArgPrefixes[Config]
     steps: int = 50
-    """Steps to train under each implementation; 0 for none."""
+    """Training steps for each implementation; 0 for none."""
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ()
-    """Implementations to compare with autodiff. By default all; without a GPU, where kernels are interpreted, xla."""
+    """Implementations to compare with autodiff. By default pallas and xla; without a GPU only xla."""
     matmul_precision: Literal["default", "highest"] = "default"
-    """Of products of float32: as the library likes it (TF32 on a GPU), or true float32."""
+    """Precision of float32 products: jaxbp's default (TF32 on a GPU), or true float32."""
     second_order: bool = True
-    """Whether to compare the Hessian's product with a random direction."""
+    """Whether to compare the product of the Hessian with a random direction."""
     seconds: float = 0.05
-    """Least time of a round of timing."""
+    """Least time of a timing round."""
     json: Path | None = None
-    """File to write the numbers to."""
+    """File for the numbers."""
     html: Path | None = None
-    """File to write the page to."""
+    """File for the page."""
 
     def __post_init__(self):
         if self.steps < 0:
@@ -67,7 +67,6 @@ class CompareConfig(Generic[Config]):
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 1 if an implementation failed, else that of `errors.py`."""
     commands = [
         Annotated[CompareConfig[config], tyro.conf.subcommand(name, description=inspect.getdoc(config))]
         for name, config in EXPERIMENTS.items()
@@ -85,7 +84,7 @@ def _main(config: CompareConfig, command: str) -> int:
 
 
 def run(config: CompareConfig, command: str) -> dict[str, Any]:
-    """Compares, prints tables, and returns all numbers as plain values. Writes them after every part."""
+    """Compare, print tables, and return all numbers as plain values. They are written after every part."""
     experiment = config.experiment
     if not any(field.name == "implementation" for field in dataclasses.fields(experiment)):
         raise UserError(f"{experiment.name} has no setting `implementation`: there is nothing to compare")
@@ -133,14 +132,14 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
 def _default_implementations() -> tuple[str, ...]:
     if jax.default_backend() == "gpu":
         return ("pallas", "xla")
-    print("no GPU: kernels would run in an interpreter, so pallas is left out; times are those of the CPU")
+    print("no GPU: pallas is left out, because kernels would run in an interpreter; times are CPU times")
     return ("xla",)
 
 
 def _compare_on_a_batch(
     config: CompareConfig, params: PyTree, losses: Mapping[str, training.PureLoss], dataset: Dataset
 ) -> Comparison:
-    """Loss and gradients on the first batch of the training set."""
+    """Compare loss and gradients on the first batch of the training set."""
 
     def loss(params, inputs, targets, *, implementation):
         return jnp.mean(losses[implementation](params, inputs, targets)[0])
@@ -153,7 +152,7 @@ def _compare_on_a_batch(
 
 
 def train(config: TrainingConfig, steps: int, dataset: Dataset) -> list[float]:
-    """The mean loss of each of the first `steps` steps of a training on the first examples, as many as they need."""
+    """Return the mean loss of each of the first `steps` training steps, on the first examples of the training set."""
     in_an_epoch = min(steps, len(dataset.train_images) // config.batch_size)
     size = in_an_epoch * config.batch_size
     subset = dataset._replace(

@@ -1,10 +1,11 @@
-"""Kills a training with SIGKILL again and again, and resumes it: it has to end in the bits of one that nobody killed.
+"""Kill a training run with SIGKILL repeatedly, resume it, and compare its final bits with an uninterrupted run.
 
     python -m experiments.kill                                   # LeNet on the digits, 50 times
     python -m experiments.kill logic --kills 10 --epochs 60
 
-A process is killed at a random moment of one of three kinds: at any time from its start, shortly after a checkpoint,
-and while it writes a file. After each kill the newest checkpoint has to be whole. Exits with 1 if anything differs.
+Each kill comes at a random moment of one of three kinds: at any time after the start, shortly after a checkpoint, or
+while the process writes a file. After each kill, the newest checkpoint must be intact. The exit code is 1 if the final
+bits differ.
 """
 
 import dataclasses
@@ -27,21 +28,21 @@ from experiments.training.loop import TIMINGS
 
 POLL_SECONDS = 0.0005
 Command = Callable[[Path], Sequence[str]]
-"""`run_dir -> the command` that begins the run there, or goes on with it."""
+"""`run_dir -> the command` that starts or resumes the run there."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KillConfig:
-    """Kill a training again and again, and compare its result with that of one that was not killed."""
+    """Kill and resume a training run repeatedly, and compare its result with an uninterrupted run."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "lenet"
-    """As for experiments.train."""
+    """An experiment of experiments.train."""
     kills: int = 50
     """Processes to kill."""
     epochs: int | None = None
-    """Of the run; None: four times the kills, as a process may do a few before it is killed."""
+    """Epochs of the run. None: four times the kills, because a process may complete a few before it is killed."""
     seed: int = 0
-    """Of the moments."""
+    """Seed of the moments."""
 
     def __post_init__(self):
         if self.kills < 1:
@@ -49,12 +50,10 @@ class KillConfig:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 1 if the runs differ, else that of `errors.py`."""
     return run_command(run, KillConfig, "experiments.kill", args)
 
 
 def run(config: KillConfig, _: str) -> int:
-    """Train with and without kills, and compare what comes of it."""
     refuse_unknown("experiment", [config.experiment], EXPERIMENTS)
 
     def command(run_dir: Path) -> Sequence[str]:
@@ -69,7 +68,7 @@ def run(config: KillConfig, _: str) -> int:
         finish(command, whole)
         for number, moment in enumerate(kill_again_and_again(command, killed, config.kills, config.seed), start=1):
             epoch = run_directory.newest(killed).epoch if killed.exists() else 0
-            print(f"kill {number} of {config.kills}, {moment}: epoch {epoch} is whole", flush=True)
+            print(f"kill {number} of {config.kills}, {moment}: the checkpoint of epoch {epoch} is intact", flush=True)
         finish(command, killed)
         same = outcome(whole) == outcome(killed)
     print(f"killed {config.kills} times, the run ended in {'the same' if same else 'OTHER'} bits")
@@ -77,10 +76,10 @@ def run(config: KillConfig, _: str) -> int:
 
 
 def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int = 0) -> Iterator[str]:
-    """Yields after each kill at what kind of moment it came.
+    """Yield the kind of moment after each kill.
 
     Raises:
-      BrokenRun: if a process ends before it is killed, or leaves a newest checkpoint that is damaged.
+      BrokenRun: if a process ends before it is killed, or its newest checkpoint is corrupt.
     """
     generator, kinds = random.Random(seed), list(MOMENTS.items())
     for number in range(kills):
@@ -104,14 +103,13 @@ def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int 
 
 
 def finish(command: Command, run_dir: Path) -> None:
-    """Runs to the end."""
     finished = subprocess.run(command(run_dir), capture_output=True, text=True, check=False)
     if finished.returncode:
         raise BrokenRun(f"a process ended with {finished.returncode}: {finished.stderr[-500:]}")
 
 
 def outcome(run_dir: Path) -> tuple:
-    """The epoch, the metrics but for the clock's, and the bytes of all arrays of a run's newest checkpoint."""
+    """Return the epoch, the metrics without timings, and the bytes of all arrays of a run's newest checkpoint."""
     checkpoint = run_directory.newest(run_dir)
     metrics = [{name: line[name] for name in line if name not in TIMINGS} for line in checkpoint.metrics]
     return checkpoint.epoch, metrics, {name: array.tobytes() for name, array in checkpoint.arrays.items()}

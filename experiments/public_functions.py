@@ -1,7 +1,6 @@
-"""Public functions whose gradients by autodiff are right, so that a check of them must not fail.
+"""Public functions whose autodiff gradients are correct, so that a check of them must pass.
 
-Each is given as its function and the arguments that it takes. Functions of a package that is not installed are left
-out.
+Each entry gives the function and its arguments. Functions of packages that are not installed are left out.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ class PublicFunction:
     """A function and its arguments.
 
     Attributes:
-      arguments: the shape and the kind of each argument, a key of `KINDS`.
+      arguments: the shape and the kind of each argument. A kind is a key of `KINDS`.
       settings: further arguments of `check`.
     """
 
@@ -74,11 +73,11 @@ BINARY = {
 }
 SYSTEM = (SQUARE, "definite"), ((3,), "normal")
 LINALG_SETTINGS = dict(added=("cotangents", "dtypes"))
-"""A matrix that is rounded, or has ties, is singular or no longer definite."""
+"""A matrix that is rounded or has ties may be singular or no longer definite."""
 
 
 def flash_attention(q, k, v, block=2):
-    """Softmax attention, one block of keys after the other, with running maxima and sums in float32."""
+    """Compute softmax attention one block of keys after the other, with running maxima and sums in float32."""
     scale = q.shape[-1] ** -0.5
     blocks = lambda a: a.reshape(-1, block, a.shape[-1])  # noqa: E731
 
@@ -100,7 +99,7 @@ def flash_attention(q, k, v, block=2):
 
 
 def selective_scan(x, delta, a, b, c):
-    """Mamba: h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_t, y_t = C_t · h_t, in float32."""
+    """Compute Mamba's h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_t, y_t = C_t · h_t in float32."""
     wide = [v.astype(jnp.float32) for v in (x, jax.nn.softplus(delta), b, c)]
 
     def step(h, of):
@@ -133,7 +132,7 @@ def dot_product_attention(q, k, v):
 
 
 def public_functions() -> list[PublicFunction]:
-    """Return the functions of JAX, the ports in this file, and the functions of the packages that are installed."""
+    """Return functions of JAX, the ports in this file, and functions of the installed packages."""
     found = []
     for table, count in ((UNARY, 1), (BINARY, 2)):
         for (module, kind), names in table.items():
@@ -172,7 +171,7 @@ def public_functions() -> list[PublicFunction]:
     for package in (_optax, _distrax, _lineax, _jaxopt):
         try:
             found += package()
-        except (ImportError, AttributeError):  # it is not installed, or not for this JAX
+        except (ImportError, AttributeError):  # not installed, or incompatible with this JAX
             continue
     return found
 

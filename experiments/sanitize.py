@@ -1,35 +1,36 @@
-"""Runs the kernels of every op under NVIDIA's compute-sanitizer: a process for each op and tool, with a time limit.
+"""Run the kernels of every op under NVIDIA's compute-sanitizer. Each op and tool has one process with a time limit.
 
-    pip install nvidia-cuda-sanitizer-api                       # brings compute-sanitizer, newer than most toolkits
+    pip install nvidia-cuda-sanitizer-api                       # installs a newer compute-sanitizer than most toolkits
     python -m experiments.sanitize --json sanitizer.json
     python -m experiments.sanitize relu conv2d --tools memcheck racecheck
 
     python -m experiments.sanitize --processes 8 --limit 60 --attempts 3
 
-A process computes the op's value and gradients with `implementation="pallas"` at its small case, in float32 and
-bfloat16, so that a crash tells which op it was. Memory is allocated by CUDA's own allocator, else accesses beyond one
-array would land in another, and programs are not made into CUDA graphs. Prints a line a process, and the findings.
-What is known to be harmless, or not this project's, is in `EXPLAINED` with its reason. Exits with 1 where a tool found
-something else, where a process failed, or took longer than its limit. The JSON file is written after each; beside what
-all result files have (`experiments/output/results.py`) it has
+A process computes the value and gradients of one op with `implementation="pallas"`, in its small case, in float32 and
+bfloat16. A crash therefore identifies the op. CUDA's allocator allocates the memory, because XLA's pool would hide
+accesses beyond the end of an array. Programs do not become CUDA graphs.
+
+The command prints one line per process, and its findings. `EXPLAINED` lists the findings that are harmless or not
+caused by jaxbp, with the reason. The exit code is 1 if a tool found something else, or a process failed or timed out.
+The JSON file is written after each process. In addition to the fields of every result file
+(`experiments/output/results.py`), it contains:
 
     explained      name -> reason
-    rows           an object an op and tool, of its last process: op, tool, outcome, code (the exit code), seconds,
-                   attempts (how many processes there were), findings, and output, the last lines printed where that is
-                   of use
+    rows           one object per op and tool, from its last process: op, tool, outcome, code (the exit code), seconds,
+                   attempts (the number of processes), findings, and output (the last printed lines, if they are useful)
 
-A finding has its message, its kernel, its count, and the name of what explains it or null. The outcome is
+A finding has its message, its kernel, its count, and the name of its explanation or null. The outcomes are:
 
     clean              the tool found nothing
-    explained          it found nothing that is not explained
-    found              it found something else
-    crashed at exit    as clean or explained: all kernels ran and the tool gave its summary, then the process died
+    explained          all findings are explained
+    found              the tool found something else
+    crashed at exit    like clean or explained, but the process died after all kernels ran and the tool gave its summary
     failed             a kernel did not run, or there is no summary
-    timed out          nothing was found until then
+    timed out          the time limit ended the process, and nothing was found until then
 
-The last two say nothing of the kernels. Under the tools processes die at their end, or hang in XLA's compiler, now and
-then, and do not when they are run again: `--attempts` says how often. Initcheck does not know of bulk copies of tensors
-to device memory, up to version 2026.4 at least, and finds fault with whoever reads what they wrote.
+The last two outcomes are inconclusive. Under the tools, processes sometimes die at exit or hang in XLA's compiler, and
+succeed on another attempt. `--attempts` limits the attempts. Up to version 2026.4 at least, initcheck does not track
+bulk copies of tensors to device memory, and reports the kernels that read the copied data.
 """
 
 import collections
@@ -54,7 +55,7 @@ from experiments.output.errors import UserError, kept_in, refuse_unknown, run_co
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
-    """Findings that are none of this project's mistakes. Each pattern is looked for at the start of what it names."""
+    """Findings that are not mistakes of jaxbp. Each pattern must match at the start of the field that it names."""
 
     name: str
     reason: str
@@ -62,7 +63,7 @@ class Explained:
     op: str = ""
     kernel: str = ""
     text: str = ""
-    """Of the finding, its lines joined by spaces."""
+    """The pattern of the lines of the finding, joined by spaces."""
 
 
 EXPLAINED = (
@@ -82,8 +83,8 @@ EXPLAINED = (
     ),
     Explained(
         "bulk copies of tensors",
-        "it reads what a kernel before it wrote by cp.async.bulk.tensor, ours or one of cuBLAS, which initcheck does "
-        "not know of: the tool says of an array that a kernel copies so that nothing had written it",
+        "the kernel reads an array that a kernel of jaxbp or cuBLAS wrote by cp.async.bulk.tensor; initcheck does not "
+        "track this instruction, and reports the array as never written",
         tool="initcheck",
         op="linear|matmul|layer_norm_linear|mlp_",
         kernel="mlp_softmax_cross_entropy_weighed_gradients|wrapped_|.*fusion",
@@ -93,12 +94,12 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) \w+(?! were)\b", re.MULTILINE)
 UNPRINTED = re.compile(r"^=+ \w+ SUMMARY: (\d+) \w+ were not printed", re.MULTILINE)
 BLOCK = re.compile(r"^=+ (?!COMPUTE-SANITIZER|\w+ SUMMARY|Target|Error: process)(\S.*(?:\n=+  +\S.*)*)", re.MULTILINE)
-"""A finding: a line, and those that belong to it, which are indented."""
+"""A finding: one line, and the indented lines that belong to it."""
 KERNEL = re.compile(r"\bat (?:0x[0-9a-f]+ in ([^(\n]+)|(\S.*?)\+0x)")
 PRINTED = 100_000
-"""Findings of a process that the tool prints."""
+"""The limit of findings that the tool prints per process."""
 FOUND = 99
-"""The exit code of compute-sanitizer where it found something."""
+"""The exit code of compute-sanitizer after a finding."""
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
@@ -111,31 +112,29 @@ KEPT_LINES = 40
 
 @dataclasses.dataclass(frozen=True)
 class SanitizeConfig:
-    """Run the ops' kernels under the tools of NVIDIA's compute-sanitizer."""
+    """Run the kernels of ops under the tools of NVIDIA's compute-sanitizer."""
 
     ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of ops, each by itself; by default all that have kernels of their own."""
+    """Names of ops, separated by spaces; by default all ops of the catalogue."""
     tools: tuple[Literal["memcheck", "racecheck", "initcheck", "synccheck"], ...] = TOOLS
     """Tools of compute-sanitizer."""
     limit: float = 300.0
-    """Seconds for a process, which is ended then."""
+    """Seconds after which a process is killed."""
     attempts: int = 2
-    """Processes for an op and tool at most: another one where one fails, or is ended."""
+    """The limit of processes per op and tool. A new one starts if one fails or times out."""
     processes: int = 1
-    """So many at a time."""
+    """The number of processes that run at the same time."""
     json: Path | None = None
-    """File to keep the rows in."""
+    """File for the rows."""
     child: bool = False
-    """Run the kernels of the one op in this process: what compute-sanitizer is given to run."""
+    """Run the kernels of one op in this process. compute-sanitizer runs this command."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 1 for what nothing explains, else that of `errors.py`."""
     return run_command(run, SanitizeConfig, "experiments.sanitize", args)
 
 
 def run(config: SanitizeConfig, command: str) -> int:
-    """Run every op under every tool, and print and keep what is found."""
     if config.child:
         return run_kernels(*config.ops)
     from experiments.output.results import keep, provenance
@@ -168,7 +167,7 @@ def run(config: SanitizeConfig, command: str) -> int:
 
 
 def find_sanitizer() -> str:
-    """In NVIDIA's wheel, or on PATH, where a toolkit's may be older."""
+    """Return the path of compute-sanitizer in NVIDIA's wheel, or else on PATH, where it may be older."""
     nvidia = importlib.util.find_spec("nvidia")
     for folder in nvidia.submodule_search_locations or () if nvidia else ():
         for path in Path(folder).glob("*/bin/compute-sanitizer"):
@@ -184,7 +183,7 @@ def version_of(sanitizer: str) -> str | None:
 
 
 def attempted(sanitizer: str, tool: str, name: str, limit: float, attempts: int) -> dict[str, Any]:
-    """The row of the first process that says something of the kernels, else of the last."""
+    """Return the row of the first process with a conclusive outcome, or of the last process."""
     for attempt in range(1, attempts + 1):
         row = sanitized(sanitizer, tool, name, limit) | {"attempts": attempt}
         if row["outcome"] not in ("failed", "timed out"):
@@ -193,7 +192,6 @@ def attempted(sanitizer: str, tool: str, name: str, limit: float, attempts: int)
 
 
 def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, Any]:
-    """One process under one tool, as a row."""
     options = [
         "--tool",
         tool,
@@ -202,9 +200,9 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
         "--print-limit",
         str(PRINTED),
         "--show-backtrace",
-        "device",  # the host's is some fifty lines a finding
+        "device",  # a host backtrace has about fifty lines per finding
         "--target-processes",
-        "application-only",  # and not the compilers that it runs
+        "application-only",  # not the compilers that the application runs
     ]
     command = [sanitizer, *options, sys.executable, "-m", "experiments.sanitize", name, "--child"]
     flags = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
@@ -233,7 +231,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
 
 
 def findings_in(text: str, tool: str, op: str) -> list[dict[str, Any]]:
-    """What a tool has printed of an op, equal findings together."""
+    """Return the findings that a tool printed for an op, with equal ones counted together."""
     counts: collections.Counter = collections.Counter()
     for block in BLOCK.findall(text):
         lines = [line.lstrip("= ") for line in block.splitlines()]
@@ -260,7 +258,7 @@ def findings_in(text: str, tool: str, op: str) -> list[dict[str, Any]]:
 
 
 def outcome_of(text: str, code: int | None, findings: Sequence[dict[str, Any]]) -> str:
-    """In a word, from what was printed, the exit code (None: the limit was reached), and the findings."""
+    """Return the outcome, from the printed text, the exit code (None after a timeout), and the findings."""
     summaries = [int(count) for count in SUMMARY.findall(text)]
     if any(finding["explained"] is None for finding in findings) or (any(summaries) and not findings):
         return "found"
@@ -274,7 +272,7 @@ def outcome_of(text: str, code: int | None, findings: Sequence[dict[str, Any]]) 
 
 
 def run_kernels(name: str) -> int:
-    """The op's value and gradients in each dtype, compiled, waited for."""
+    """Compile and run the op's value and gradients in each dtype, and wait for the results."""
     import jax
     import jax.numpy as jnp
 
@@ -284,7 +282,7 @@ def run_kernels(name: str) -> int:
 
     (entry,) = (entry for entry in CATALOGUE if entry.name == name)
     for dtype in ("float32", "bfloat16"):
-        # Drawn on the CPU: the generators are not what is looked into.
+        # The data are drawn on the CPU, so that the tools do not check the random generators.
         with jax.default_device(jax.devices("cpu")[0]):
             drawn = entry.small.draw(0, dtype=jnp.dtype(dtype))
         arguments = take_apart(entry.function, jax.device_put(drawn, jax.devices()[0]))

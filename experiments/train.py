@@ -1,12 +1,13 @@
-"""Trains a model from the command line.
+"""Train a model from the command line.
 
     python -m experiments.train lenet --dataset mnist --data-dir data --implementation xla
-    python -m experiments.train logic --json logic.json          # and the result as a file
+    python -m experiments.train logic --json logic.json          # also writes the result to a file
     python -m experiments.train ca-checkerboard
     python -m experiments.train lenet --devices 4
     python -m experiments.train lenet --coordinator HOST:PORT --process 0 --processes 2      # docs/many_devices.md
 
-The last line printed is the test accuracy. `--help` lists the experiments, and after an experiment's name its settings.
+The last printed line is the test accuracy. `--help` lists the experiments. After the name of an experiment, it lists
+the settings of the experiment.
 """
 
 import argparse
@@ -44,34 +45,36 @@ PROGRAM = "python -m experiments.train"
 
 
 REPORTS = {"logic": logic, "logic-conv": logic_conv, **dict.fromkeys(AUTOMATA, automaton)}
-"""Experiment -> the module of what it adds to a run after training: `report(config, trained model, dataset)`, which
-writes the files of the names `FILES` into run_dir and returns lines to print."""
+"""Experiment -> the module that reports on a trained model.
+
+`report(config, trained model, dataset)` writes the files named in `FILES` into run_dir, and returns lines to print.
+"""
 CURVES = "curves.png"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the command line that are no settings of a run."""
+    """Options of the command line that are not settings of a run."""
 
     json: Path | None = None
-    """File to write the result to: accuracy, times, settings, device and versions."""
+    """File for the result: accuracy, times, settings, device, and versions."""
     coordinator: str | None = None
-    """HOST:PORT of process 0, of a run in several processes; it takes the next port as well."""
+    """HOST:PORT of process 0, for a run in several processes. Process 0 also uses the next port."""
     process: int | None = None
-    """Which process this is, from 0. The others have process 0's settings."""
+    """Number of this process, from 0. The other processes use the settings of process 0."""
     processes: int | None = None
-    """How many processes there are."""
+    """Number of processes."""
 
 
 class Command(NamedTuple):
-    """What to train, and where to put the result."""
+    """The experiment to train, and the file for the result."""
 
     experiment: TrainingConfig
     json: Path | None
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: see `experiments/output/errors.py`."""
+    """Run the command line. Return the exit code: see `experiments/output/errors.py`."""
     args = sys.argv[1:] if args is None else list(args)
     return exit_code(lambda: _main(args))
 
@@ -89,7 +92,7 @@ def _main(args: Sequence[str]) -> int:
 
 
 def _lead(args: Sequence[str], command: "Command") -> int:
-    """The run, of one process or of process 0."""
+    """Run the training in the only process, or in process 0 of several."""
     config, path = command
     config = dataclasses.replace(config, devices=devices.number_of(config))
     print(configs.as_json(configs.to_dict(config)), end="", flush=True)
@@ -102,7 +105,7 @@ def _lead(args: Sequence[str], command: "Command") -> int:
 
 
 def _follow(settings: str) -> int:
-    """The run of another process: the same computation, of its own examples, and no files."""
+    """Run the training in another process: the same computation on other examples, without files."""
     saved = json.loads(settings)
     config = configs.from_dict(configs.EXPERIMENTS[saved["experiment"]], saved)
     prepared = training.prepare(config, config.load())
@@ -117,19 +120,22 @@ def _follow(settings: str) -> int:
 
 
 def _shared(prepared: Training, state: TrainState, epochs_done: int, is_done: bool) -> tuple[TrainState, int, bool]:
-    """Process 0's state to go on from, on the devices of all, after how many epochs, and whether these are all."""
+    """Broadcast from process 0 and return the state, the number of completed epochs, and whether training is finished.
+
+    The state is placed on the devices of every process.
+    """
     state, epochs_done, is_done = processes.of_process_0((state, np.int32(epochs_done), np.bool(is_done)))
     return devices.on_each(prepared.mesh, state), int(epochs_done), bool(is_done)
 
 
 def parse(args: Sequence[str]) -> Command:
-    """The config that the command line asks for, with a new run directory if none is named.
+    """Parse the command line into a config, with a new run directory if none is named.
 
-    With `--resume` and `--run-dir`, what is left open, also the experiment, is as that run has it.
+    With `--resume` and `--run-dir`, settings that are not given, and also the experiment, come from that run.
 
     Raises:
-      UserError: (a ValueError) for a run that there is not, or of other settings.
-      SystemExit: after `--help`, or a message about arguments that no run can have (2).
+      UserError: (a ValueError) for a run that does not exist or has other settings.
+      SystemExit: after `--help`, or with code 2 after a message about invalid arguments.
     """
     saved, options = _run_to_resume(args), dict(args=args, prog=PROGRAM)
     if saved is None:
@@ -149,7 +155,7 @@ def parse(args: Sequence[str]) -> Command:
 
 
 def _run_to_resume(args: Sequence[str]) -> TrainingConfig | None:
-    """The saved settings of the run that the arguments resume, if they do."""
+    """Return the saved settings of the run that the arguments resume, or None."""
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--resume", action="store_true")
     options.add_argument("--run-dir", "--run_dir", type=Path, nargs="?")
@@ -171,12 +177,12 @@ def _with_options(config: type[TrainingConfig]) -> type[TrainingConfig]:
 
 
 def train(config: TrainingConfig) -> Metrics:
-    """Trains in `config.run_dir`, from the start or from its last checkpoint; returns the last metrics.
+    """Train in `config.run_dir`, from the start or from its last checkpoint, and return the last metrics.
 
     Raises:
-      UserError: (a ValueError) for data, settings or a run directory that do not fit.
-      BrokenRun: for a run directory that another process works in, or that is damaged beyond going on.
-      FloatingPointError: when a loss is no longer finite; the last checkpoint is that of the epoch before.
+      UserError: (a ValueError) for invalid data or settings, or a run directory that does not match them.
+      BrokenRun: for a run directory in which another process works, or that is too damaged to resume.
+      FloatingPointError: if a loss is not finite. The last checkpoint is then the one of the previous epoch.
       Stopped: at Ctrl-C, after drawing the curves so far.
     """
     with RunDirectory(config) as directory:
@@ -199,7 +205,7 @@ def train(config: TrainingConfig) -> Metrics:
                         show(metrics)
                         if directory.is_done:
                             break
-            if predictions is None:  # all epochs were done before
+            if predictions is None:  # all epochs were completed before
                 _, _, predictions = map(np.asarray, prepared.evaluate(state.params))
             _draw(directory, dataset, predictions)
             print(_total(directory.metrics))
@@ -220,7 +226,7 @@ def _draw(directory: RunDirectory, dataset: Dataset, predictions: np.ndarray | N
 
 
 def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.ndarray | None) -> Stopped:
-    """Draws the curves so far, and says how to go on."""
+    """Draw the curves so far, and return an exception that says how to resume."""
     if not directory.has_begun:
         return Stopped("stopped before anything was written")
     if directory.metrics and dataset:
@@ -230,11 +236,12 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
 
 
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
-    """The result file of a run, of the metrics of all its epochs.
+    """Return the content of a run's result file, from the metrics of all its epochs.
 
-    Next to what all result files have (`experiments/output/results.py`): `dataset`, `settings`, `devices` (how many),
-    `epochs` (run), `train_seconds`, `evaluation_seconds` and `compile_seconds` (sums over the epochs), `test_accuracy`
-    (of the last epoch), `images_per_second` (of training, over all epochs).
+    In addition to the fields of every result file (`experiments/output/results.py`), it contains `dataset`, `settings`,
+    the number of `devices`, and the completed `epochs`. `train_seconds`, `evaluation_seconds`, and `compile_seconds`
+    are sums over the epochs. `test_accuracy` is from the last epoch. `images_per_second` covers the training of all
+    epochs.
     """
     seconds = _seconds(metrics)
     images = metrics[-1].step * config.batch_size
@@ -252,12 +259,12 @@ def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> 
 
 @contextlib.contextmanager
 def _progress(config: TrainingConfig, epochs_done: int) -> Iterator[Callable[[Metrics], None]]:
-    """Yields a function to show an epoch's metrics: in a bar on a terminal, otherwise as a line."""
+    """Yield a function that shows the metrics of an epoch, in a progress bar on a terminal or as a line."""
     console = Console()
     if not console.is_terminal:
         yield lambda metrics: print(f"epoch {metrics.epoch}/{config.epochs}  {_summary(config, metrics)}", flush=True)
         return
-    # Within 80 columns: the bar has what the rest leaves, and a narrow terminal cuts the last column.
+    # The bar takes the space that the other columns leave of 80. A narrow terminal cuts the last column.
     columns = (
         TextColumn("epoch"),
         MofNCompleteColumn(),

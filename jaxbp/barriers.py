@@ -1,9 +1,9 @@
 """Optimization barriers that XLA's compiler for the CPU keeps.
 
-A barrier keeps XLA from merging equal computations, from moving a computation, and from repeating one. Before jaxlib
+A barrier prevents XLA from merging equal computations, and from moving or repeating a computation. Before jaxlib
 0.11.1, the compiler for the CPU removes every barrier before it assigns layouts, fuses operations, and merges equal
-computations. There, a call that XLA must not inline takes the barrier's place. XLA reads this from the attribute
-`inlineable` of the call; if it ignored the attribute, programs would need more time or memory, with the same results.
+computations. There, a call that XLA must not inline replaces the barrier. XLA reads this from the attribute
+`inlineable` of the call. If it ignored the attribute, programs would need more time or memory, with the same results.
 """
 
 import functools
@@ -25,15 +25,15 @@ def optimization_barrier(arrays: Any) -> Any:
 
 
 def on_cpu(arrays: Any) -> Any:
-    """Return the arrays, behind a barrier where the program is lowered for the CPU.
+    """Return the arrays, behind a barrier if the program is lowered for the CPU.
 
-    Without it, XLA's compiler for the CPU computes an array again wherever it is read.
+    Without the barrier, XLA's compiler for the CPU recomputes an array wherever it is read.
     """
     return lax.platform_dependent(arrays, cpu=optimization_barrier, default=lambda arrays: arrays)
 
 
 def checkpoint(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `jax.checkpoint(f)`, which computes f again in the backward pass, and not before."""
+    """Return `jax.checkpoint(f)`, which recomputes f in the backward pass, and not before."""
     return _not_inlined(jax.checkpoint(f)) if _needs_calls() else jax.checkpoint(f)
 
 
@@ -42,7 +42,7 @@ def _needs_calls() -> bool:
 
 
 def _not_inlined(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The function as a call in the program, and each of its derivatives as another."""
+    """Return a function that appears as a call in the program. Each derivative is a separate call."""
 
     @jax.jit
     def inner(x):

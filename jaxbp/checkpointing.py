@@ -1,15 +1,15 @@
-"""Backpropagation through many steps with bounded memory: which states are kept, and which are computed again.
+"""Backpropagation through many steps with bounded memory: some states are kept, the others are recomputed.
 
-Reverse mode visits the steps of `state = step(state, t)` from the last to the first, and wants the state before each. A
-policy says what the forward keeps of them:
+Reverse mode visits the steps of `state = step(state, t)` from the last to the first, and needs the state before each
+step. A policy decides what the forward keeps:
 
     "all"          whatever the backward needs, from every step
     "states"       the state before every step
-    k              the state before every k-th step; the k - 1 between are computed again, k steps at a time
-    "logarithmic"  a number of states that grows with the logarithm of the steps. Steps are taken in segments of about
-                   log2(steps); before about log2(segments) of them a state is kept, placed by binomial checkpointing:
-                   with s kept states, binomial(s + r, s) segments can be reversed if none is computed more than r times
-                   again, which is the most that any schedule can.
+    k              the state before every k-th step; the k - 1 between are recomputed, k steps at a time
+    "logarithmic"  a number of states that grows with the logarithm of the steps. A segment has about log2(steps)
+                   steps. The states before about log2(segments) of the segments are kept, placed by binomial
+                   checkpointing: s kept states suffice for binomial(s + r, s) segments if no segment is recomputed
+                   more than r times. No schedule can do more.
 
 Source: A. Griewank, A. Walther, "Algorithm 799: revolve: an implementation of checkpointing for the reverse or adjoint
 mode of computational differentiation", ACM TOMS 2000.
@@ -31,11 +31,11 @@ from jaxbp.mapped_axis import mapped_axis_first
 from jaxbp.pairing import differentiable
 
 Memory = Literal["all", "states", "logarithmic"] | int
-"""What of a loop's steps the forward keeps for the backward."""
+"""Policy that decides what the forward of a loop keeps for the backward."""
 
 
 def check_memory(op: str, memory: Any) -> None:
-    """Requires a policy."""
+    """Require a valid policy."""
     is_count = isinstance(memory, int) and not isinstance(memory, bool) and memory >= 1
     if not is_count and memory not in ("all", "states", "logarithmic"):
         raise ValueError(
@@ -44,7 +44,7 @@ def check_memory(op: str, memory: Any) -> None:
 
 
 def check_steps(op: str, name: str, steps: Any) -> int:
-    """A static number of steps."""
+    """Return a static number of steps."""
     if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or steps < 0:
         raise ValueError(f"{op}: {name} is {steps!r}; wants an int of at least 0: it is static")
     return int(steps)
@@ -62,12 +62,12 @@ def advance(
     unroll: int = 1,
     keep: Callable[[Any], Any] = lambda state: state,
 ) -> tuple[Any, Any]:
-    """The state after `steps` of `state = step(state, t)`, t from 0, and the states that a policy keeps.
+    """Return the state after `steps` of `state = step(state, t)`, from t = 0, and the states that a policy keeps.
 
     Args:
-      memory: any policy but "all", which keeps no states.
+      memory: any policy except "all", which keeps no states.
       unroll: steps in the body of a compiled loop.
-      keep: the part of a state that `retreat` needs.
+      keep: returns the part of a state that `retreat` needs.
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -96,10 +96,10 @@ def advance(
 def retreat(
     step: Callable, step_backward: Callable, kept: Any, carry: Any, steps: int, memory: Memory, *, unroll: int = 1
 ) -> Any:
-    """`carry = step_backward(carry, state, t)` for t from `steps - 1` to 0, with the state before step t.
+    """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0, with the state before step t.
 
     Args:
-      kept: as `advance` gives it, for the same steps and policy.
+      kept: as returned by `advance`, for the same steps and policy.
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -135,7 +135,7 @@ def retreat(
 
 
 def _segment_length(steps: int, memory: Memory) -> int:
-    """Steps between two states that may be kept."""
+    """Return the number of steps between two states that may be kept."""
     if memory == "logarithmic":
         return max(1, steps.bit_length())
     return 1 if memory == "states" else memory
@@ -146,7 +146,7 @@ def _unrolled(wanted: int, length: int) -> int:
 
 
 def _through(step, state, start, length, *, unroll):
-    """The state after `length` steps from step `start`."""
+    """Return the state after `length` steps from step `start`."""
     if length == 1:
         return step(state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -154,7 +154,7 @@ def _through(step, state, start, length, *, unroll):
 
 
 def _back(step, step_backward, carry, state, start, length, *, unroll):
-    """The backward of `length` steps, of which `state` is before the first: the others are computed again."""
+    """Run the backward of `length` steps. `state` is the state before the first; the others are recomputed."""
     if length == 1:
         return step_backward(carry, state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -178,14 +178,14 @@ def _put(kept, slot, state):
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """In which order states are kept, fetched and computed again, to visit n segments from the last to the first.
+    """Order in which states are kept, fetched, and recomputed to visit n segments from the last to the first.
 
     Attributes:
-      slots: of kept states. One more takes what is not kept.
-      first_slots: where the forward puts the state before each segment, `(n,)`.
-      visits: for each visit, last segment first: the segment; the slot that is fetched; the segment before which the
-        fetched state is; where the visit's part of `slots_on_the_way` begins. `(n,)` each.
-      slots_on_the_way: the slots for the states before the segments that a visit computes again.
+      slots: the number of kept states. One additional slot receives states that are not kept.
+      first_slots: the slot in which the forward puts the state before each segment, `(n,)`.
+      visits: four arrays `(n,)` with one entry per visit, last segment first: the segment; the slot that is fetched;
+        the segment that starts with the fetched state; and where the visit's part of `slots_on_the_way` begins.
+      slots_on_the_way: the slots for the states before the segments that a visit recomputes.
     """
 
     slots: int
@@ -201,26 +201,26 @@ def _schedule(n: int) -> _Schedule:
     spare = slots
     _, _, _, stores = visits[0]
     first_slots = np.array([0, *(stores.get(i, spare) for i in range(1, n))], np.int32)
-    # The forward has kept what the first visit would keep: that begins at the last of it.
+    # The forward already kept the states that the first visit would keep, so this visit starts from the last of them.
     visits[0] = (n - 1, *max(((slot, i) for i, slot in stores.items()), key=lambda s: s[1], default=(0, 0)), {})
     on_the_way, first = [], []
     for segment, _, start, stores in visits:
         first.append(len(on_the_way))
         on_the_way += [spare if i == start else stores.get(i, spare) for i in range(start, segment)]
-        # What is kept before the visited segment itself was put there by the visit to a later one, or is not needed.
+        # A visit does not store the state before its segment. A previous visit has stored it, or it is not needed.
     columns = [np.array(column, np.int32) for column in list(zip(*visits, strict=True))[:3]]
     return _Schedule(slots, first_slots, (*columns, np.array(first, np.int32)), np.array([*on_the_way, 0], np.int32))
 
 
 def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
-    """Visits of n segments, last first: `(segment, slot fetched, its segment, {segment on the way: slot})`."""
+    """Return visits of n segments, last first: `(segment, slot fetched, its segment, {segment on the way: slot})`."""
     repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
     visits = []
 
     def visit(low, high, depth, repeats, fetched, stores):
-        """Those in [low, high), of which the first's state is in slot `depth`."""
+        """Visit the segments in [low, high). The state before the first is in slot `depth`."""
         while high - low > 1 and depth + 1 < slots:
-            # So many as the slots behind this one reverse with as many repeats.
+            # The number of segments that the remaining slots can reverse with this many repeats.
             right = min(math.comb(slots - depth - 2 + repeats, repeats), high - low - 1)
             middle = high - right
             visit(middle, high, depth + 1, repeats, fetched, stores | {middle: depth + 1})
@@ -237,16 +237,16 @@ def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
 
 
 def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None = None) -> Callable[[Any], Any]:
-    """The function that applies one layer after the other, with gradients that need less memory.
+    """Return the function that applies the layers in order, with gradients that need less memory.
 
-    Its values are those of the layers, of which each is a pure function of a pytree and may close over parameters. Its
-    gradient keeps what `memory` says and computes the rest again: of n layers whose inputs have c bytes,
+    Each layer is a pure function of a pytree and may close over parameters. The values do not change. The gradient
+    keeps what `memory` says and recomputes the rest. For n layers whose inputs have c bytes, it keeps
 
-        "all"          what JAX keeps, every intermediate result of every layer
+        "all"          what JAX keeps: every intermediate result of every layer
         "states"       n c, and the intermediate results of one layer
-        k              (n / k + k) c, and those of one layer
-        "logarithmic"  about log2(n) c, and those of one layer
-        None           k = √n, for which n / k + k is least: 2 √n c
+        k              (n / k + k) c, and the intermediate results of one layer
+        "logarithmic"  about log2(n) c, and the intermediate results of one layer
+        None           as k = √n, for which n / k + k is least: 2 √n c
 
     Each layer is computed once more under "states", twice under k, and up to log2(n) times under "logarithmic".
 
@@ -254,7 +254,7 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
       ValueError: no layers, or an unknown policy.
       TypeError: a layer that cannot be called.
 
-    Source: T. Chen et al., "Training deep nets with sublinear memory cost", 2016; of "logarithmic", A. Griewank,
+    Source: T. Chen et al., "Training deep nets with sublinear memory cost", 2016; for "logarithmic", A. Griewank,
     "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation", 1992.
     """
     op, layers = "checkpointed", tuple(layers)
@@ -276,7 +276,10 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
 
 
 def _bisected(layers):
-    """The layers with the input of each kept while it is the last, and of every half before it."""
+    """Compose the layers by recursive halving, with a checkpoint around each first half.
+
+    The input of a layer is kept while this layer is the last, and so is the input of every half before it.
+    """
     if len(layers) == 1:
         return layers[0]
     half = len(layers) // 2
@@ -297,13 +300,13 @@ def checkpointed_scan(
 ) -> tuple[Any, Any]:
     """`jax.lax.scan(f, init, xs, length)`, with gradients that need less memory.
 
-    The values are the scan's. Its gradient, by `jax.grad` or `jax.vjp`, keeps what `memory` says and computes the rest
-    again: of T steps, with a carry of c bytes,
+    The values equal those from the scan. The gradient, by `jax.grad` or `jax.vjp`, keeps what `memory` says and
+    recomputes the rest. For T steps with a carry of c bytes, it keeps
 
-        "all"          what JAX keeps, every intermediate result of f
+        "all"          what JAX keeps: every intermediate result of f
         "states"       T c, and the intermediate results of one step
-        k              (T / k + k) c, and those of one step; k = sqrt(T) needs least
-        "logarithmic"  about 2 log2(T) c, and those of one step
+        k              (T / k + k) c, and the intermediate results of one step; k = sqrt(T) needs least
+        "logarithmic"  about 2 log2(T) c, and the intermediate results of one step
 
     Each step is computed once more under "states", twice under k, and about log2(T) / 2 times under "logarithmic".
 
@@ -315,18 +318,17 @@ def checkpointed_scan(
       (carry, ys).
 
     Raises:
-      ValueError: an unknown policy; xs without rows; or xs and length that leave open or disagree on how many steps
-        there are.
+      ValueError: an unknown policy; xs without rows; or xs and length that do not determine one number of steps.
 
-    Source: this file's head.
+    Source: see the head of this file.
     """
     op = "checkpointed_scan"
     check_memory(op, memory)
     if any(np.ndim(a) == 0 for a in jax.tree.leaves(xs)):
-        raise ValueError(f"{op}: xs has a number; wants arrays with a row for every step")
+        raise ValueError(f"{op}: xs has a number; wants arrays with one row per step")
     sizes = {np.shape(a)[0] for a in jax.tree.leaves(xs)} | ({length} - {None})
     if len(sizes) != 1:
-        raise ValueError(f"{op}: xs and length have {sorted(sizes)} steps; wants one number of them")
+        raise ValueError(f"{op}: xs and length have {sorted(sizes)} steps; wants one number of steps")
     steps = check_steps(op, "length", sizes.pop())
     init, xs = jax.tree.map(jnp.asarray, (init, xs))
     if memory == "all" or steps == 0:
@@ -336,7 +338,7 @@ def checkpointed_scan(
 
 
 def _checkpointed(f, steps, memory):
-    """The scan as a function of the closed-over constants, the carry and xs, with the policy's gradient."""
+    """Return the scan as a function of (closed-over constants, carry, xs), with the policy's gradient."""
 
     def scan(constants, init, xs):
         return lax.scan(lambda c, x: f(c, x, *constants), init, xs, steps)
@@ -381,7 +383,8 @@ def _checkpointed(f, steps, memory):
 
 
 def _vjp(function: Callable, *arguments: Any) -> Callable[[Any], tuple]:
-    """Return the pullback of `jax.vjp`, with None for every array that has no gradient, as `lax.scan` can carry it."""
+    """Return the pullback of `jax.vjp`, with None for every array that has no gradient, so that `lax.scan` can carry
+    it."""
     results, pullback = jax.vjp(function, *arguments)
 
     def floating_pullback(cotangents):
@@ -392,7 +395,7 @@ def _vjp(function: Callable, *arguments: Any) -> Callable[[Any], tuple]:
 
 
 def _floating(tree: Any) -> Any:
-    """Return the tree with None in place of every array that has no gradient, and of every such array's cotangent."""
+    """Return the tree with None for every array that has no gradient, and for the cotangent of every such array."""
     return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.inexact) else None, tree)
 
 

@@ -1,7 +1,7 @@
-"""An Optax optimiser whose update of all parameters is one launch.
+"""An Optax optimizer that updates all parameters in one launch.
 
-XLA makes a launch of each parameter's update, and of small parameters a launch takes longer than its work. `apply` is
-Optax's `update` followed by `optax.apply_updates`, with one kernel for all arrays of a dtype:
+XLA launches one kernel per parameter, and for small parameters a launch takes longer than its work. `apply` is Optax's
+`update` followed by `optax.apply_updates`, with one kernel for all arrays of a dtype:
 
     optimizer = jaxbp.optimizers.fused_adamw(1e-3)
     state = optimizer.init(parameters)
@@ -11,8 +11,8 @@ Optax's `update` followed by `optax.apply_updates`, with one kernel for all arra
         gradients = jax.grad(loss)(parameters, x, y)
         return optimizer.apply(gradients, state, parameters)
 
-`init`, `update` and so the state are Optax's own. The kernel writes the new parameters and moments in the place of the
-old ones: donate these or carry them through `jax.lax.scan`, else XLA copies them first.
+`init`, `update`, and the state come from Optax. The kernel overwrites the old parameters and moments. Donate them or
+carry them through `jax.lax.scan`; otherwise XLA copies them first.
 """
 
 import dataclasses
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 
 _NAME = "fused_adamw"
 _MOMENTS = ("mu", "nu")
-"""The fields of Adam's state in Optax that have an array for each parameter."""
+"""Fields of Adam's state in Optax that have one array per parameter."""
 
 
 class FusedOptimizer(NamedTuple):
-    """An Optax transformation, `init` and `update`, with an `apply` that changes all parameters in one launch.
+    """An Optax transformation, `init` and `update`, with an `apply` that updates all parameters in one launch.
 
     Attributes:
       init: `init(params) -> state`.
       update: `update(grads, state, params) -> (updates, state)`.
       apply: `apply(grads, state, params, finite=None) -> (params, state)`, `update` followed by `optax.apply_updates`.
-        If the flag `finite` is given and false, parameters and state stay as they are: `jaxbp.precision.where_finite`
-        in the same launch.
+        If the flag `finite` is given and false, the parameters and the state do not change. This is
+        `jaxbp.precision.where_finite` in the same launch.
     """
 
     init: Callable[[PyTree], Any]
@@ -66,7 +66,8 @@ def apply(
     params: PyTree,
     finite: Bool[Array, ""] | None = None,
 ) -> tuple[PyTree, Any]:
-    """`(params, state)` after a step: `apply` of a fused optimiser, and the same in Optax's functions of any other."""
+    """Return `(params, state)` after a step: by `apply` of a fused optimizer, or by the Optax functions of any
+    other."""
     if isinstance(optimizer, FusedOptimizer):
         return optimizer.apply(grads, state, params, finite)
     import optax
@@ -86,39 +87,38 @@ def fused_adamw(
     *,
     implementation: Implementation = None,
 ) -> FusedOptimizer:
-    """`optax.adamw`, behind `optax.clip` if asked for, whose `apply` changes all parameters in one launch.
+    """`optax.adamw`, after an optional `optax.clip`, with an `apply` that updates all parameters in one launch.
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g²
         p = p - rate * (m / (1 - b1ᵗ) / (sqrt(v / (1 - b2ᵗ)) + eps) + weight_decay * p)
 
-    with g clipped to ±clip, and t the count of steps from 1. Without decay it is Adam; its state is then that of
-    `optax.adam`.
+    Here p are the parameters, g their gradients, clipped to ±clip, m and v the moments, and t the number of the step,
+    from 1. Without decay this is Adam, and the state is the state of `optax.adam`.
 
     Args:
-      learning_rate: a number, an array of shape (), or an Optax schedule, a function of the count of steps.
-      b1, b2: the share of the moments that a step keeps.
-      eps: is added to the denominator.
-      weight_decay: the share of the parameters that a step takes, times the learning rate.
+      learning_rate: a number, an array of shape (), or an Optax schedule, which is a function of the step count.
+      b1, b2: the fraction of each moment that a step keeps.
+      eps: added to the denominator.
+      weight_decay: the fraction of the parameters that a step subtracts, times the learning rate.
       clip: the largest magnitude of an element of the gradients, or None.
-      implementation: "pallas", the kernel; "xla" or "autodiff", Optax's own path; None, the faster one. The kernel
-        takes parameters of any shape, float32, bfloat16 or float16, and computes in float32. In JAX before 0.11.0 no
-        kernel changes arrays in place, and None is Optax's path.
+      implementation: "pallas" is the kernel, "xla" and "autodiff" are Optax, and None is the faster one. The kernel
+        supports parameters of any shape in float32, bfloat16, or float16, and computes in float32. In JAX before
+        0.11.0, kernels cannot change arrays in place, and None is Optax.
 
     Raises:
-      TypeError, ValueError: numbers that are none, or outside of their range; from `apply`, trees that do not belong
-        together.
-      NotImplementedError: from `apply` under "pallas", other dtypes, gradients by which Optax would change the dtype of
-        the state, or arrays on a mesh of several devices.
+      TypeError, ValueError: arguments that are not numbers or are out of range. From `apply`, trees that do not match.
+      NotImplementedError: from `apply` under "pallas", for other dtypes, for gradients with which Optax would change
+        the dtype of the state, or for arrays on a mesh of several devices.
 
-    Sources: D. P. Kingma and J. Ba, "Adam: a method for stochastic optimization", ICLR 2015; I. Loshchilov and
-    F. Hutter, "Decoupled weight decay regularization", ICLR 2019.
+    Sources: D. P. Kingma and J. Ba, "Adam: a method for stochastic optimization", ICLR 2015; I. Loshchilov and F.
+    Hutter, "Decoupled weight decay regularization", ICLR 2019.
     """
     _require("b1", b1, lambda b: 0 <= b < 1, "a number from 0 to below 1")
     _require("b2", b2, lambda b: 0 <= b < 1, "a number from 0 to below 1")
     _require("eps", eps, lambda e: e >= 0, "a number of at least 0")
     _require("weight_decay", weight_decay, lambda w: w >= 0, "a number of at least 0")
     _require("clip", clip, lambda c: c > 0, "a number above 0, or None")
-    # An array may be traced: it is handed on as an argument, and not kept in what is compiled once.
+    # An array may be traced, so it is passed as an argument instead of being stored in the compiled function.
     is_array = not callable(learning_rate) and not isinstance(learning_rate, numbers.Real)
     if is_array and not isinstance(learning_rate, Array | np.ndarray):
         raise TypeError(f"{_NAME}: learning_rate is {learning_rate!r}; wants a number or a schedule")
@@ -148,7 +148,7 @@ def fused_adamw(
 class _AdamW:
     """Optax's chain of transformations, and a kernel that computes the same.
 
-    Methods take the learning rate as an array `rate` if `learning_rate` is None.
+    If `learning_rate` is None, the methods take the learning rate as an array `rate`.
     """
 
     learning_rate: "optax.ScalarOrSchedule | None"
@@ -182,7 +182,7 @@ class _AdamW:
         return new_params, _next_state(state, dict(zip(_MOMENTS, new_moments, strict=True)), finite)
 
     def numbers(self, state, finite, rate):
-        """Return the numbers of a step that depend on the arrays, by their names."""
+        """Return the scalars of a step that depend on the arrays, by name."""
         nodes = _nodes(state)
         count = _following(nodes[0].count)
         step = {"first": 1 - self.b1**count, "second": 1 - self.b2**count}
@@ -191,7 +191,7 @@ class _AdamW:
         return step | {name: n for name, n in (("rate", rate), ("finite", finite)) if n is not None}
 
     def formula(self, names, values, p, m, v, g):
-        """New blocks of parameters and moments, in float32; the old ones if the step is not finite."""
+        """Return new blocks of parameters and moments, in float32, or the old ones if the step is not finite."""
         step = dict(zip(names, values, strict=True))
         new = self.update(step, p, m, v, g)
         if "finite" not in step:
@@ -203,7 +203,7 @@ class _AdamW:
         m = (1 - self.b1) * g + self.b1 * m
         v = (1 - self.b2) * (g * g) + self.b2 * v
         v_hat = v / step["second"]
-        # Mosaic GPU has had a reciprocal root for longer than a root.
+        # A reciprocal root, because older versions of Mosaic GPU have no root.
         root = jnp.where((v_hat > 0) & (v_hat < jnp.inf), v_hat * lax.rsqrt(v_hat), v_hat)
         u = (m / step["first"]) / (root + self.eps)
         u = u + self.weight_decay * p if self.weight_decay else u
@@ -242,7 +242,8 @@ def _lists(grads, state, params):
 
 
 def _alone(kernel: Callable, plain: Callable) -> Callable:
-    """`kernel` on a GPU; `plain` elsewhere, and under vmap, where an array of a batch may begin at any element."""
+    """Call `kernel` on a GPU. Call `plain` elsewhere and under vmap, where an array of the batch may begin at any
+    element."""
     call = custom_vmap(functools.partial(on_gpu, kernel, plain))
 
     @call.def_vmap
@@ -257,12 +258,12 @@ def _alone(kernel: Callable, plain: Callable) -> Callable:
 
 
 def _is_node(tree: Any) -> bool:
-    """Whether this is the state of a transformation that counts steps: Adam, with its moments, or a schedule."""
+    """Return whether this is the state of a transformation that counts steps: Adam, with its moments, or a schedule."""
     return "count" in getattr(tree, "_fields", ())
 
 
 def _nodes(state: Any) -> list[Any]:
-    """Those of the chain's transformations, in its order: Adam first, a schedule last."""
+    """Return the states that count steps, in the order of the chain: Adam first, a schedule last."""
     return list(filter(_is_node, jax.tree.leaves(state, is_leaf=_is_node)))
 
 
@@ -299,7 +300,9 @@ def _check_trees(chain, grads, state, params):
     wanted = jax.eval_shape(chain.init, params)
     same = jax.tree.structure(state) == jax.tree.structure(wanted)
     if not same or [a.shape for a in jax.tree.leaves(state)] != [a.shape for a in jax.tree.leaves(wanted)]:
-        raise ValueError(f"{_NAME}: state has the structure {jax.tree.structure(state)}; wants that of init(params)")
+        raise ValueError(
+            f"{_NAME}: state has the structure {jax.tree.structure(state)}; wants the structure of init(params)"
+        )
 
 
 def _require(name, value, is_valid, wanted):

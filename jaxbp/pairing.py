@@ -1,12 +1,12 @@
-"""Pairing a function with a hand-written backward, and choosing among its implementations.
+"""Pair a function with a hand-written backward, and choose among its implementations.
 
 An `Op` is a pure function in up to three implementations. A `Pair` is an `Op` made of a forward, what it saves, and a
-backward. Calling either with `implementation=`
+backward. The argument `implementation=` of a call selects:
 
-    "autodiff"  runs the forward as it is, for JAX to differentiate,
-    "xla"       joins the forward to the backward written as a formula in jnp, by `jax.custom_vjp`,
-    "pallas"    joins it to the backward that is a kernel,
-    None        takes the fastest of these that the platform supports.
+    "autodiff"  the forward, which JAX differentiates,
+    "xla"       the forward with the backward as a formula in jnp, joined by `jax.custom_vjp`,
+    "pallas"    the forward with the backward as a kernel,
+    None        the fastest of these that the platform supports.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from pallas_kernels.core import device
 from pallas_kernels.core.launch import vary_alike
 
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
-"""What `implementation=` takes, next to `None` for the fastest that the platform supports."""
+"""Names that `implementation=` accepts, in addition to `None` for the fastest that the platform supports."""
 
 Implementation = Literal["pallas", "xla", "autodiff"] | None
 
 REMEMBERED = 128
-"""Combinations of options for which an op keeps its bound function, those used last."""
+"""Number of recently used combinations of options for which an op keeps its bound function."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fastest:
-    """What `implementation=None` means, from measurement: on GPUs with kernels, on other GPUs, and elsewhere."""
+    """Measured defaults for `implementation=None`: on GPUs with kernels, on other GPUs, and elsewhere."""
 
     gpu: str = "pallas"
     older_gpu: str = "xla"
@@ -49,7 +49,7 @@ class Fastest:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Options:
-    """Options as a key, equal only to options of the same types: True is not 1, and 2 is not 2.0."""
+    """Options as a key that distinguishes types: True is not 1, and 2 is not 2.0."""
 
     values: Mapping[str, Any]
 
@@ -67,28 +67,28 @@ class _Options:
 def _typed(value: Any) -> Any:
     if isinstance(value, tuple):
         return type(value), tuple(map(_typed, value))
-    # As text, 0.0 is not -0.0, and NaN is NaN.
+    # Hexadecimal text distinguishes 0.0 from -0.0, and makes NaN equal to NaN.
     return type(value), float(value).hex() if isinstance(value, float | np.floating) else value
 
 
 def _remembered(build: Callable[..., Callable]) -> Callable[[Mapping[str, Any]], Callable]:
-    """`build(**options)`, the same object for the same options: JAX finds the traces of a function by its identity."""
+    """Cache `build(**options)`, because JAX finds the traces of a function by its identity."""
     cached = functools.lru_cache(REMEMBERED)(lambda options: build(**options.values))
     return lambda options: cached(_Options(options))
 
 
 def differentiable(kernel: Callable, formula: Callable, examples: Examples | None = None) -> Callable:
-    """`kernel` for values, `formula` for derivatives: kernels are opaque to JAX, the same function in jnp is not.
+    """Use `kernel` for values and `formula` for derivatives, because JAX cannot differentiate a kernel.
 
-    Both take `(*arrays, **options)` and compute the same function. Every kernel call of the library is wrapped in
-    this once, so gradients of gradients, Hessian-vector products and forward-over-reverse go through kernels. By
-    `examples` the devices of a mesh share its work: see `jaxbp.sharding`.
+    Both take `(*arrays, **options)` and compute the same function. Every kernel call of jaxbp is wrapped in this once.
+    Gradients of gradients, Hessian-vector products, and forward-over-reverse therefore work through kernels. With
+    `examples`, the devices of a mesh share the kernel's work: see `jaxbp.sharding`.
     """
 
     @_remembered
     def bind(**options):
         formula_ = functools.partial(formula, **options)
-        # Without jit around it, JAX would trace and compile the kernel at every call.
+        # Without jit, JAX would trace and compile the kernel at every call.
         shared = over_devices(functools.partial(kernel, **options), formula_, examples)
         call = jax.custom_jvp(jax.jit(shared, inline=True))
 
@@ -109,20 +109,20 @@ def differentiable(kernel: Callable, formula: Callable, examples: Examples | Non
 
 
 class Op:
-    """A pure function in up to three implementations, chosen by one argument.
+    """A pure function in up to three implementations, selected by one argument.
 
     Args:
-      name: its public name, for error messages and for scopes in compiled programs.
-      implementations: name -> `function(*arrays, **options)`. Options are static and hashable. A function under the
-        key None is what `None` calls; without one, `fastest` chooses.
-      unsupported: `(*arrays, **options) -> str | None`, what of these arguments the kernel does not take.
-      fastest: what `None` stands for; or a function of the arguments, `(*arrays, **options) -> Fastest`, where that
-        depends on them.
-      shares: the kernel is shared among the devices of a mesh. On a mesh, `None` takes one that is not for none.
-      sharded_like: `(*arrays) -> results` that are sharded as the op's, where JAX's own differentiation cannot say so
-        on a mesh of explicit axes.
-      jit: a call outside of any transformation is compiled as a whole, which makes small calls faster.
-        The functions then see tracers in place of the arrays, as they do under `jax.jit`.
+      name: the public name, for error messages and for scopes in compiled programs.
+      implementations: name -> `function(*arrays, **options)`. Options are static and hashable. `None` calls the
+        function under the key None if there is one; otherwise `fastest` chooses.
+      unsupported: `(*arrays, **options) -> str | None`, which returns why the kernel does not support the arguments.
+      fastest: the default implementations, or a function `(*arrays, **options) -> Fastest` if they depend on the
+        arguments.
+      shares: whether the devices of a mesh share the kernel's work. On a mesh, `None` chooses only such kernels.
+      sharded_like: `(*arrays) -> results`, whose sharding the results of the op get. Needed on a mesh of explicit axes
+        if JAX's autodiff cannot determine the sharding.
+      jit: compile a call outside of any transformation as a whole, which makes small calls faster. The functions then
+        see tracers in place of arrays, as under `jax.jit`.
     """
 
     def __init__(
@@ -152,15 +152,15 @@ class Op:
         self._renamed: dict[str, Op] = {}
 
     def __call__(self, *arrays: Any, implementation: Implementation = None, **options: Any) -> Any:
-        """The function of `arrays`, by the implementation asked for.
+        """Call the selected implementation.
 
         Raises:
           TypeError: an option that is not hashable.
           ValueError: an unknown implementation.
-          NotImplementedError: an implementation this op lacks, or arguments its kernel does not take.
+          NotImplementedError: an implementation that this op lacks, or arguments that its kernel does not support.
         """
         if self._compiled and not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(arrays)):
-            # What is wrong is said below in this library's words, without JAX's on tracing and hashing.
+            # `_run` repeats the call and raises errors without JAX's messages about tracing and hashing.
             with contextlib.suppress(NotImplementedError, TypeError, ValueError):
                 return self._compiled({**options, "implementation": implementation})(*arrays)
         return self._run(arrays, implementation, options)
@@ -185,13 +185,15 @@ class Op:
         return self._bind(implementation, options)(*arrays)
 
     def _sharded_like(self, implementation: str | None, options: Mapping[str, Any]) -> Callable | None:
-        """What an implementation's results are sharded like, if it leaves that to the compiler."""
+        """Return the function whose sharding the results get, if the implementation leaves the sharding to the
+        compiler."""
         if self.sharded_like or implementation == "autodiff" or "autodiff" not in self.implementations:
             return self.sharded_like
         return self._bind("autodiff", options)
 
     def _by_platform(self, arrays: tuple, options: Mapping[str, Any]) -> Any:
-        """The fastest: for the GPU by its architecture, for everything else by measurement, told apart when lowered."""
+        """Run the fastest implementation: for GPUs by architecture, elsewhere by measurement. Lowering selects the
+        platform."""
         fastest = self.fastest(*arrays, **options) if callable(self.fastest) else self.fastest
         gpu, older_gpu, elsewhere = map(self._available, (fastest.gpu, fastest.older_gpu, fastest.elsewhere))
         if gpu == "pallas" and not (
@@ -202,11 +204,11 @@ class Op:
             gpu = older_gpu
         if gpu == elsewhere:
             return self._bind(gpu, options)(*arrays)
-        # A function lowered for the CPU on a machine with a GPU is right, too.
+        # A function lowered for the CPU on a machine with a GPU must be correct, too.
         return lax.platform_dependent(*arrays, cuda=self._bind(gpu, options), default=self._bind(elsewhere, options))
 
     def _compiler(self) -> Callable[[Mapping[str, Any]], Callable]:
-        """The op with its implementation and options, compiled."""
+        """Return a cached function from options, including `implementation`, to the compiled op."""
 
         def compiled(implementation, **options):
             return jax.jit(lambda *arrays: self._run(arrays, implementation, options))
@@ -214,7 +216,7 @@ class Op:
         return _remembered(compiled)
 
     def _bind(self, implementation: str | None, options: Mapping[str, Any]) -> Callable:
-        """The function with its options, one object for the same options."""
+        """Return the function bound to its options, the same object for the same options."""
         try:
             return self._bound[implementation](options)
         except TypeError:
@@ -229,7 +231,7 @@ class Op:
             raise
 
     def _available(self, implementation: str) -> str:
-        """`implementation`, or the next best where this op has none of that name."""
+        """Return `implementation`, or the next best if this op lacks it."""
         return next(name for name in (implementation, "xla", "autodiff", "pallas") if name in self.implementations)
 
     def named(self, name: str) -> "Op":
@@ -241,7 +243,8 @@ class Op:
         return self._renamed[name]
 
     def __reduce__(self):
-        # What it was made of can be pickled, if that is functions of modules; what is bound to options need not be.
+        # Pickle only the constructor's arguments, whose functions must be defined in modules. Functions bound to
+        # options are rebuilt.
         return _made_again, (type(self), *self._made_of, self.name)
 
     def __repr__(self) -> str:
@@ -256,9 +259,9 @@ def _made_again(kind: type[Op], maker: type[Op], arguments: Mapping[str, Any], n
 
 
 def composed(function: Callable, implementations: tuple[Implementation, ...] = ("pallas", "xla")) -> dict:
-    """Implementation -> `function` with that `implementation=`: for a function made of ops, to which it hands it on.
+    """Return implementation -> `function` with this `implementation=`, for a function made of ops that passes it on.
 
-    With None among them, each op in the function takes the fastest of its own.
+    Under None, each op in the function chooses its fastest implementation.
     """
     return {name: functools.partial(function, implementation=name) for name in implementations}
 
@@ -271,25 +274,25 @@ class Pair(Op):
 
     Args:
       forward: `forward(*arrays, **options) -> y`, in jnp. Options are static and hashable. An array may be None.
-      backward: implementation -> `backward(dy, *saved, **options)`, which returns a gradient for each of the
-        forward's arrays (a tuple, or the array itself if there is one; None for one without a gradient). "xla" is
-        the formula in jnp; "pallas" a kernel of the same function. Or an `Op` that has these.
-      save: `save(*arrays, **options) -> (y, saved)`, what the forward keeps for the backward, by implementation or
-        one for all. By default it keeps its arguments. A kernel in it is to be `differentiable`.
-      residuals: `residuals(*arrays, **options) -> saved`, for a backward by itself, which wants no y; by default what
-        `save` keeps. Where that is the arguments, the forward is not run.
-      has_aux: the forward gives `(y, *aux)`, of which y alone has a gradient: dy is y's.
-      linear: the forward is linear in its one array, whose shape is the option `shape`; nothing is saved.
-      examples: for the kernel, which of `(dy, *saved)` have an example in each row of their leading axis: see
-        `jaxbp.sharding`.
-      name, unsupported, fastest, shares, jit: as in `Op`; with `examples` the kernel is shared.
-      fastest_vjp: what `None` stands for in `vjp`, of `(dy, *arrays)`; by default the same.
+      backward: implementation -> `backward(dy, *saved, **options)`, or an `Op` with these implementations. It returns a
+        tuple with one gradient, or None, per array of the forward, or one array if there is only one. "xla" is the
+        formula in jnp; "pallas" is a kernel of the same function.
+      save: `save(*arrays, **options) -> (y, saved)`, one function or one per implementation. By default, it saves the
+        arguments. A kernel in it must be `differentiable`.
+      residuals: `residuals(*arrays, **options) -> saved`, for a separate call of the backward, which does not need y.
+        By default `save` provides them. If they are the arguments, the forward does not run.
+      has_aux: the forward returns `(y, *aux)`. Only y has a gradient, dy.
+      linear: the forward is linear in its only array, whose shape is the option `shape`. Nothing is saved.
+      examples: for the kernel, a function of `(dy, *saved)` that returns their batch axes: see `jaxbp.sharding`.
+      name, unsupported, fastest, shares, jit: as in `Op`. With `examples`, the devices of a mesh share the kernel's
+        work.
+      fastest_vjp: as `fastest`, for `vjp`, of `(dy, *arrays)`; by default the same.
 
     Attributes:
       forward: the forward.
       backward: an `Op` of `(dy, *saved)`.
-      vjp: an `Op` of `(dy, *arrays)`, or `(dy,)` if linear: the gradients in the floating arrays, with the forward's
-        work that the backward needs. Its "autodiff" is `jax.vjp` of the forward.
+      vjp: an `Op` of `(dy, *arrays)`, or of `(dy,)` if linear. It computes the residuals, and returns the gradients
+        with respect to the floating arrays. Its "autodiff" is `jax.vjp` of the forward.
 
     Example:
       >>> square = Pair(lambda x: x * x, {"xla": lambda dy, x: 2 * x * dy}, name="square")
@@ -333,7 +336,7 @@ class Pair(Op):
         }
         rules.pop("autodiff", None)
         paired = {
-            # Under None the value by itself is the fastest, too: what `save` computes.
+            # Under None, a call without a gradient is the fastest, too, because it uses the forward in `save`.
             key: _paired(name, functools.partial(_value, save_) if key is None else forward, save_, rule, has_aux)
             for key, (save_, rule) in rules.items()
         }
@@ -356,7 +359,8 @@ class Pair(Op):
 
 
 def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Array) -> Array:
-    """JAX's own gradient of a linear function of an array of `shape`: the same wherever it is taken, so at zero."""
+    """Return JAX's gradient of a linear function of an array of `shape`. It is the same at every point, so it is taken
+    at zero."""
     _, zero = vary_alike((dy, jnp.zeros(shape, dy.dtype)))
     return jax.vjp(linear, zero)[1](dy)[0]
 
@@ -378,12 +382,12 @@ def _value(save, *arrays, **options):
 
 
 def saving_arguments(forward: Callable, *arrays: Any, **options: Any) -> tuple[Any, tuple]:
-    """Run the forward and keep its arguments: the `save` of a pair whose backward needs these."""
+    """Run the forward and keep its arguments. This is the `save` of a pair whose backward needs only the arguments."""
     return forward(*arrays, **options), arrays
 
 
 def given_arguments(*arrays: Any, **options: Any) -> tuple:
-    """Return the arguments: the `residuals` that belong to `saving_arguments`."""
+    """Return the arguments. These are the `residuals` that belong to `saving_arguments`."""
     return arrays
 
 
@@ -392,7 +396,7 @@ def _saving_nothing(forward, *arrays, **options):
 
 
 def _paired(name: str, forward: Callable, save: Callable, backward: Callable, has_aux: bool) -> Callable:
-    """`forward` with `backward` for its gradient."""
+    """Return `forward` with `backward` as its gradient."""
 
     @_remembered
     def bind(**options):
@@ -427,7 +431,7 @@ def _paired(name: str, forward: Callable, save: Callable, backward: Callable, ha
 def _vjp(
     name: str, forward: Callable, save: Callable, residuals: Callable | None, backward: Callable, linear: bool
 ) -> Callable:
-    """`backward` of the forward's own arguments."""
+    """Return `backward` as a function of the forward's arguments."""
 
     def vjp(dy, *arrays, **options):
         if linear:
@@ -442,7 +446,7 @@ def _vjp(
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Kinds:
-    """Shape and dtype of each argument; None of what is no array."""
+    """Shape and dtype of each argument, or None for an argument that is not an array."""
 
     each: tuple[tuple[tuple[int, ...], np.dtype] | None, ...]
 
@@ -452,7 +456,7 @@ class _Kinds:
 
 
 def _checked(op: str, names: list[str], kinds: _Kinds, found: Any) -> tuple:
-    """What a backward gives, a gradient for each argument. Raises TypeError or ValueError if it is something else."""
+    """Return the gradients from a backward, one per argument. Raise TypeError or ValueError if they do not fit."""
     gradients, each = _tuple(found), f"a gradient for each of {', '.join(names)}"
     if isinstance(found, list):
         raise TypeError(f"{op}_backward: gives a list; wants a tuple, {each}")
@@ -475,21 +479,21 @@ def _checked(op: str, names: list[str], kinds: _Kinds, found: Any) -> tuple:
 
 
 def positional_names(function: Callable, count: int) -> list[str]:
-    """Names for `count` positional arguments; those that the signature does not name are numbered."""
+    """Return names for `count` positional arguments. Arguments that the signature does not name are numbered."""
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [*names[:count], *(f"argument {i}" for i in range(len(names), count))]
 
 
 def name_of(function: Callable) -> str:
-    """The name of a function for messages."""
+    """Return the name of a function for messages."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
 
 
 def _differentiated(forward, has_aux, dy, *arrays, **options):
-    """JAX's own gradients in the floating arrays."""
+    """Return JAX's gradients with respect to the floating arrays."""
     floating = [i for i, a in enumerate(arrays) if _is_floating(a)]
 
     def of_floating(*values):

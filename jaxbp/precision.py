@@ -1,8 +1,8 @@
-"""Mixed precision: which dtype is used where, and dynamic loss scaling.
+"""Mixed precision: a policy of dtypes, and dynamic loss scaling.
 
-The numbers of float16 end at 65504 and lose digits below 2^-14, zero comes at 2^-25; gradients of a loss are often
-smaller. So the loss is multiplied by a scale before it is differentiated, and its gradients are divided by it, in
-float32. If a gradient is not finite, the step is skipped and the scale made smaller; after many finite steps it grows.
+The largest float16 is 65504. Numbers below 2^-14 lose digits, and at 2^-25 they become zero. Gradients of a loss are
+often smaller. Therefore the loss is multiplied by a scale, and its gradients are divided by it in float32. If a
+gradient is not finite, the step is skipped and the scale decreases. After many finite steps it increases.
 
     policy = jaxbp.precision.Policy.parse("mixed_float16")
     scale = jaxbp.precision.LossScale.create()
@@ -18,8 +18,8 @@ float32. If a gradient is not finite, the step is skipped and the scale made sma
         new = optax.apply_updates(parameters, updates), new_state
         return *where_finite(finite, new, (parameters, optimizer_state)), scale, value
 
-Everything is a pure function of arrays: it runs under `jax.jit`, `jax.lax.scan` and `jax.vmap`, with donated buffers,
-and asks nothing of the host. Only `LossScale.check` does, which a training loop calls now and then.
+All functions are pure functions of arrays. They run under `jax.jit`, `jax.lax.scan`, and `jax.vmap`, with donated
+buffers, and need nothing from the host. The exception is `LossScale.check`, which a training loop calls occasionally.
 
 Source: P. Micikevicius et al., "Mixed precision training", ICLR 2018.
 """
@@ -51,7 +51,7 @@ PRESETS = {
     "mixed_bfloat16": ("float32", "bfloat16", "float32"),
     "mixed_float16": ("float32", "float16", "float32"),
 }
-"""Name -> dtypes of parameters, of the computation and of its results."""
+"""Name -> dtypes of the parameters, the computation, and the results."""
 
 
 # ---------------------------------------------------------------------------------------------------------- the policy
@@ -59,12 +59,12 @@ PRESETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Which floating dtype is used where. Hashable, so that a jitted function may take it as a static argument.
+    """Floating dtypes of a model. A policy is hashable, so that a jitted function may take it as a static argument.
 
     Attributes:
-      param_dtype: of the parameters, and so of their gradients and the optimiser's state.
-      compute_dtype: of activations, and of the parameters as layers see them.
-      output_dtype: of what the model returns, in which the loss is computed.
+      param_dtype: dtype of the parameters, and therefore of their gradients and the optimizer's state.
+      compute_dtype: dtype of the activations, and of the parameters that layers see.
+      output_dtype: dtype of the model's results, in which the loss is computed.
 
     Raises:
       TypeError: a dtype that is not floating.
@@ -87,11 +87,12 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
-        """The policy that a text names.
+        """Return the policy that a text names.
 
         Args:
-          text: "float32", "bfloat16", "float16", "mixed_bfloat16" or "mixed_float16", of which the last two keep the
-            parameters and the results in float32; or all three, as "params=float32,compute=bfloat16,output=float32".
+          text: "float32", "bfloat16", "float16", "mixed_bfloat16", or "mixed_float16". The last two keep the parameters
+            and the results in float32. Alternatively, the text gives all three dtypes, such as
+            "params=float32,compute=bfloat16,output=float32".
 
         Raises:
           ValueError: another text.
@@ -100,7 +101,7 @@ class Policy:
             return cls(*PRESETS[text])
         pairs = [part.strip().partition("=") for part in text.split(",")] if isinstance(text, str) else []
         given = {NAMES.get(name): dtype for name, _, dtype in pairs}
-        wanted = f"one of {', '.join(PRESETS)}, or params=...,compute=...,output=... with a dtype each"
+        wanted = f"one of {', '.join(PRESETS)}, or params=...,compute=...,output=... with one dtype each"
         if len(pairs) != 3 or given.keys() != set(NAMES.values()):
             raise ValueError(f"Policy.parse: text is {text!r}; wants {wanted}")
         try:
@@ -112,15 +113,15 @@ class Policy:
         return ",".join(f"{name}={getattr(self, field)}" for name, field in NAMES.items())
 
     def cast_to_param(self, tree: Tree) -> Tree:
-        """The tree with its floating arrays in `param_dtype`; all others are kept."""
+        """Cast the floating arrays of the tree to `param_dtype`."""
         return _cast(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: Tree) -> Tree:
-        """The tree with its floating arrays in `compute_dtype`; all others are kept."""
+        """Cast the floating arrays of the tree to `compute_dtype`."""
         return _cast(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: Tree) -> Tree:
-        """The tree with its floating arrays in `output_dtype`; all others are kept."""
+        """Cast the floating arrays of the tree to `output_dtype`."""
         return _cast(tree, self.output_dtype)
 
 
@@ -138,14 +139,14 @@ def _is_float(a):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """The factor of the loss, and how it changes. A pytree; made by `create` or `static`.
+    """Factor of the loss, with the rule by which it changes. It is a pytree, made by `create` or `static`.
 
     Attributes:
       value: the scale.
-      finite_steps: finite steps since it last changed.
-      skipped_steps: steps in a row, up to the last one, that were not finite.
-      growth, interval: after so many finite steps it is multiplied by `growth`, if the product is finite.
-      backoff, minimum: after a step that is not finite it is multiplied by `backoff`, down to `minimum`.
+      finite_steps: the number of finite steps since the scale last changed.
+      skipped_steps: the number of consecutive steps that were not finite, up to the last step.
+      growth, interval: after `interval` finite steps the scale is multiplied by `growth`, if the product is finite.
+      backoff, minimum: after a step that is not finite the scale is multiplied by `backoff`, down to `minimum`.
     """
 
     value: Float[Array, ""]
@@ -165,13 +166,14 @@ class LossScale:
         interval: int = 2000,
         minimum: float = 1.0,
     ) -> "LossScale":
-        """A dynamic scale.
+        """Return a dynamic scale.
 
         Powers of two change no digits of a gradient that is neither too small nor too large.
 
         Raises:
-          ValueError: numbers that are no scale: not finite, an initial one below the minimum, a growth below 1, a
-            backoff above 1, an interval or a minimum that is not above 0.
+          ValueError: numbers that are not finite, an initial scale below the minimum, a growth below 1, a backoff that
+            is not above 0 and up to 1, an interval that is not a whole number above 0, or a minimum that is not above
+            0.
         """
         op = "LossScale.create"
         _require(op, "minimum", minimum, minimum > 0, "a finite number above 0")
@@ -179,14 +181,14 @@ class LossScale:
         _require(op, "growth", growth, growth >= 1, "a finite number of at least 1")
         _require(op, "backoff", backoff, 0 < backoff <= 1, "a number above 0 and up to 1")
         _require(op, "interval", interval, interval >= 1 and interval == int(interval), "a whole number above 0")
-        # An array each, so that all can be donated.
+        # Separate arrays, so that all can be donated.
         finite_steps, skipped_steps = (jnp.zeros((), jnp.int32) for _ in range(2))
         options = dict(growth=float(growth), backoff=float(backoff), interval=int(interval), minimum=float(minimum))
         return cls(jnp.asarray(initial, jnp.float32), finite_steps, skipped_steps, **options)
 
     @classmethod
     def static(cls, value: float) -> "LossScale":
-        """A scale that stays as it is. Steps that are not finite are skipped all the same.
+        """Return a constant scale. Steps that are not finite are skipped nevertheless.
 
         Raises:
           ValueError: a value that is not finite and above 0.
@@ -195,15 +197,16 @@ class LossScale:
         return cls.create(value, growth=1.0, backoff=1.0, minimum=value)
 
     def scale(self, loss: Float[Array, "..."]) -> Float[Array, "..."]:
-        """`loss` times the scale, in float32 or wider."""
+        """Return `loss` times the scale, in float32 or wider."""
         return widen(jnp.asarray(loss)) * self.value
 
     def unscale(self, gradients: Tree) -> Tree:
-        """The gradients over the scale, in float32 or wider; arrays that are not floating are kept."""
+        """Return the gradients divided by the scale, in float32 or wider. Arrays that are not floating are
+        unchanged."""
         return jax.tree.map(lambda g: widen(g) / self.value if _is_float(g) else g, gradients)
 
     def update(self, finite: Bool[Array, ""]) -> "LossScale":
-        """The scale after a step of which all gradients were finite, or not."""
+        """Return the scale after a step, given whether all gradients of the step were finite."""
         due = self.finite_steps + 1 >= self.interval
         larger = self.value * self.growth
         grown = jnp.where(due & jnp.isfinite(larger), larger, self.value)
@@ -221,9 +224,10 @@ class LossScale:
         """`jax.value_and_grad(f, argnums, has_aux)` of the scaled loss.
 
         Returns:
-          A function of f's arguments that returns `(value, gradients, finite, next_scale)`: the loss, or with `has_aux`
-          the loss and what else f returns; the gradients divided by the scale, in float32 or wider, and of JAX's dtype
-          float0 for arrays that are not floating; whether they and the loss are finite; and the next step's scale.
+          A function of f's arguments that returns `(value, gradients, finite, next_scale)`. The value is the loss, or
+          with `has_aux` the loss and the other result of f. The gradients are divided by the scale, in float32 or
+          wider. For arrays that are not floating they have JAX's dtype float0. `finite` tells whether the gradients and
+          the loss are finite. `next_scale` is the scale of the next step.
         """
 
         def scaled(*args, **kwargs):
@@ -242,35 +246,36 @@ class LossScale:
         return value_and_gradients
 
     def check(self, most_skipped: int = 100) -> None:
-        """Raises an error if the last `most_skipped` steps, or more, were all skipped. Waits for the device.
+        """Raise an error if at least the last `most_skipped` steps were all skipped. This waits for the device.
 
-        By then a dynamic scale is at its minimum: what is not finite is no overflow of the scaled gradients, but the
-        loss, the data or the parameters.
+        By then a dynamic scale is at its minimum. The cause is then the loss, the data, or the parameters, and not an
+        overflow of the scaled gradients.
 
         Raises:
-          FloatingPointError: after so many skipped steps.
+          FloatingPointError: after `most_skipped` skipped steps.
         """
         skipped, value = np.max(self.skipped_steps), np.min(self.value)
         if skipped >= most_skipped:
             raise FloatingPointError(
-                f"LossScale: the last {skipped} steps were skipped, as the loss or a gradient was not finite at a "
-                f"scale of {value:g} either; look for NaN or infinity in the data, the loss and the parameters"
+                f"LossScale: the last {skipped} steps were skipped because the loss or a gradient was not finite, even "
+                f"at a scale of {value:g}; look for NaN or infinity in the data, the loss and the parameters"
             )
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
-    """Whether every number of every floating array of a tree is finite."""
+    """Return whether every element of every floating array of a tree is finite."""
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(a)) for a in jax.tree.leaves(tree) if _is_float(a)], bool))
 
 
 def where_finite(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
-    """`new` if a step was finite, else `old`: parameters, optimiser state and step counters of a skipped step are kept.
+    """Return `new` if a step was finite, else `old`. A skipped step keeps parameters, optimizer state, and step
+    counters.
 
     Args:
-      new, old: trees of the same structure, shapes and dtypes.
+      new, old: trees of the same structure, shapes, and dtypes.
 
     Raises:
-      ValueError, TypeError: trees of different structures, shapes or dtypes.
+      ValueError, TypeError: trees of different structures, shapes, or dtypes.
     """
     if jax.tree.structure(new) != jax.tree.structure(old):
         structures = f"{jax.tree.structure(new)} and {jax.tree.structure(old)}"
@@ -284,11 +289,11 @@ def where_finite(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
 
 
 class LossScaledState(NamedTuple):
-    """The state of `loss_scaled`.
+    """State of `loss_scaled`.
 
     Attributes:
-      loss_scale: by whose `scale` the loss is multiplied before it is differentiated.
-      inner: the state of the optimiser.
+      loss_scale: its method `scale` multiplies the loss before the loss is differentiated.
+      inner: the state of the optimizer.
     """
 
     loss_scale: LossScale
@@ -298,14 +303,14 @@ class LossScaledState(NamedTuple):
 def loss_scaled(
     optimizer: "optax.GradientTransformation", loss_scale: LossScale
 ) -> "optax.GradientTransformationExtraArgs":
-    """An Optax transformation that takes the gradients of a scaled loss and gives the updates of `optimizer`.
+    """Return an Optax transformation that takes the gradients of a scaled loss and returns the updates of `optimizer`.
 
         optimizer = loss_scaled(optax.adam(1e-3), LossScale.create())
         gradients = jax.grad(lambda p: state.loss_scale.scale(loss(p)))(parameters)
         updates, state = optimizer.update(gradients, state, parameters)
 
-    The gradients are divided by the scale in float32. If one is not finite, the updates are 0 and the optimiser's state
-    stays as it was; the scale changes as `LossScale.update` says.
+    The gradients are divided by the scale in float32. If a gradient is not finite, the updates are 0 and the
+    optimizer's state does not change. The scale changes as in `LossScale.update`.
     """
     import optax
 

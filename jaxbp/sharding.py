@@ -1,8 +1,8 @@
 """Ops on arrays that lie on a mesh of devices.
 
-XLA partitions formulas by itself, but a kernel is opaque to it and would run on every device with all examples. So a
-kernel says along which axes its arrays have their examples. Each device then runs it on its own examples, and results
-without such an axis, the gradients of parameters, are summed over the devices.
+XLA partitions formulas, but would run a kernel on every device with all examples. Therefore a kernel declares the batch
+axes of its arrays, and each device runs it on its examples. Results without a batch axis, the gradients of parameters,
+are summed over the devices.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from pallas_kernels.core.launch import has_explicit_axes, on_no_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The axes of examples in the arguments of a kernel.
+    """Batch axes of the arguments of a kernel.
 
     Attributes:
-      of: the place of an argument -> the axis, or one for each of the argument's leaves. An argument that is not named
-        is the same for all examples.
-      multiple_of: what the number of examples of a device has to be a multiple of.
+      of: position of an argument -> its batch axis, or one axis for each of the argument's leaves. An argument that is
+        not named is the same for all examples.
+      multiple_of: the number of examples per device must be a multiple of this.
     """
 
     of: Mapping[int, int | Sequence[int]]
@@ -39,16 +39,17 @@ class Axes:
 
 
 Examples = Callable[..., Axes]
-"""Of a kernel's arrays."""
+"""A function from a kernel's arrays to their batch axes."""
 
 
 def leading(*places: int, features: int = 1) -> Examples:
-    """The leading axis of the arguments at these places, if the first of them has axes beside its `features`."""
+    """Return a function that declares the leading axes of the arguments at these positions as batch axes, if the first
+    of them has more axes than `features`."""
     return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
 
 
 def mesh_of(arrays: Any) -> jax.sharding.AbstractMesh | None:
-    """The mesh of several devices that the arrays lie on, or None; None, too, within `jax.shard_map`."""
+    """Return the mesh of several devices that the arrays lie on, or None. Within `jax.shard_map`, return None."""
     for a in jax.tree.leaves(arrays):
         mesh = jax.typeof(a).sharding.mesh
         if not mesh.empty and mesh.size > 1:
@@ -60,16 +61,16 @@ def mesh_of(arrays: Any) -> jax.sharding.AbstractMesh | None:
 
 
 def on_explicit_axes(arrays: Any) -> bool:
-    """Whether the arrays lie on a mesh that has explicit axes."""
+    """Return whether the arrays lie on a mesh that has explicit axes."""
     mesh = mesh_of(arrays)
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
 def with_automatic_axes(function: Callable, native: Callable, arrays: tuple) -> Any:
-    """`function(*arrays)`, sharded by the compiler, its results as JAX would shard those of `native`.
+    """Return `function(*arrays)`, sharded by the compiler. Its results get the sharding that JAX infers for `native`.
 
-    With explicit axes each product has to say how its result is sharded. JAX says so in the gradients that it derives,
-    so that rules written by hand need not.
+    With explicit axes, each product must declare the sharding of its result. JAX's gradients do so; with this function,
+    hand-written rules need not.
     """
     specs = jax.tree.map(lambda a: a.sharding.spec if a.sharding else PartitionSpec(), jax.eval_shape(native, *arrays))
     with jax.sharding.use_abstract_mesh(mesh_of(arrays)):
@@ -80,16 +81,16 @@ def with_automatic_axes(function: Callable, native: Callable, arrays: tuple) -> 
 
 
 def over_devices(kernel: Callable, formula: Callable, examples: Examples | None) -> Callable:
-    """`kernel`, on a mesh each device's for its own examples.
+    """Return a function that runs `kernel` on the examples of each device.
 
     Args:
-      kernel: each of its results has an axis of examples, or is a sum over them.
-      formula: the same function in jnp, for the shapes of results.
-      examples: where its arguments have their examples.
+      kernel: each of its results has a batch axis, or is a sum over the examples.
+      formula: the same function in jnp, for the shapes of the results.
+      examples: the batch axes of its arguments.
 
     Returns:
-      A function of the same arrays: `kernel` itself where they lie on one device, or the number of examples cannot be
-      divided evenly.
+      A function of the same arrays. It calls `kernel` unchanged if the arrays lie on one device, or if the examples
+      cannot be divided evenly.
     """
 
     @functools.wraps(kernel)
@@ -108,13 +109,13 @@ def over_devices(kernel: Callable, formula: Callable, examples: Examples | None)
 
 
 def _of_leaves(axis, argument):
-    """The axis of examples of each leaf of an argument, None where it has none."""
+    """Return the batch axis of each leaf of an argument, or None for a leaf without one."""
     leaves = jax.tree.leaves(argument)
     return axis if isinstance(axis, Sequence) else [axis] * len(leaves)
 
 
 def _that_grow(formula, leaves, axes):
-    """The axis of each result that grows with the number of examples, None where none does."""
+    """Return the axis of each result that grows with the number of examples, or None if no axis does."""
 
     def shapes(times):
         grown = []
@@ -142,10 +143,10 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
         on_one_device = functools.partial(_on_one_device, on_own_examples)
         return mesh, on_one_device, shardings(of_results), tuple(shardings(of_arguments))
 
-    # Under jit of its own a function may have constants, which a partitioned one must not.
+    # Within a separate jit, a function may have constants, which a partitioned function must not have.
     call = custom_partitioning(lambda *leaves: jax.jit(kernel)(*leaves))
     call.def_partition(partition, sharding_rule=functools.partial(_rule, of_arguments, of_results))
-    # JAX has no batching of partitioned functions.
+    # JAX cannot batch partitioned functions.
     batched = custom_vmap(call)
 
     @batched.def_vmap
@@ -156,9 +157,9 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
 
 
 def _on_one_device(function: Callable, *arrays: Any) -> list:
-    """Return `function(*arrays)`, traced and lowered as what one device computes.
+    """Return `function(*arrays)`, traced and lowered as the computation of one device.
 
-    Where `jax.set_mesh` has set a mesh of explicit axes, JAX would type the device's own arrays as lying on it.
+    If `jax.set_mesh` has set a mesh of explicit axes, JAX would give the arrays of the device a type on this mesh.
     """
     if not has_explicit_axes():
         return function(*arrays)
@@ -187,14 +188,14 @@ mlir.register_lowering(_one_device_p, _lower_for_one_device)
 
 
 def _sum(a, names):
-    """The sum over devices, of half precisions in float32."""
+    """Return the sum over devices. Half precisions are summed in float32."""
     wide = a.astype(jnp.promote_types(a.dtype, jnp.float32))
     return lax.psum(wide, names).astype(a.dtype) if names else a
 
 
 def _mesh_axes(arguments, axes, multiple_of):
-    """The mesh's axes over which the first argument that has examples has them divided; () if they are not, or
-    cannot be."""
+    """Return the mesh axes that divide the examples of the first argument with a batch axis, or () if they do not, or
+    cannot."""
     a, axis = next((a, axis) for a, axis in zip(arguments, axes, strict=True) if axis is not None)
     spec = (*a.sharding.spec, *[None] * a.ndim)[axis] or ()
     names = spec if isinstance(spec, tuple) else (spec,)
@@ -203,7 +204,7 @@ def _mesh_axes(arguments, axes, multiple_of):
 
 
 def _rule(of_arguments, of_results, mesh, arguments, results):
-    """In Shardy's notation: the axis of examples is one, and every other axis is whole."""
+    """Return Shardy's notation, in which the batch axes are one factor and every other axis is whole."""
     numbers, whole = itertools.count(), []
 
     def names(array, axis):

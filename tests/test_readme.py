@@ -1,4 +1,7 @@
-"""The README is true: its code runs, its commands are those that are tested, its links lead somewhere."""
+"""The README is true: its code runs, its commands are those that are tested, its links lead somewhere.
+
+Two tables of the book are tested here as well: those of the ops and of LeNet's memory.
+"""
 
 import os
 import re
@@ -28,7 +31,7 @@ def test_its_code_runs(code):
 
 @pytest.mark.parametrize(
     ("code", "wanted"),
-    [(PYTHON[0], ("pallas", "xla", "autodiff")), (PYTHON[1], ("pallas", "xla", "autodiff", "None"))],
+    [(PYTHON[0], ("pallas", "xla", "autodiff")), (PYTHON[2], ("pallas", "xla", "autodiff", "None"))],
     ids=["first", "pair"],
 )
 def test_its_examples_print_the_same_gradients_under_every_implementation(code, wanted, capsys):
@@ -40,12 +43,22 @@ def test_its_examples_print_the_same_gradients_under_every_implementation(code, 
     assert all(line == pytest.approx(numbers[0], rel=1e-5) for line in numbers)
 
 
-def test_its_first_screen_has_six_lines_to_run_a_chart_and_pictures():
+def test_its_example_of_check_prints_the_output_below_it(capsys):
+    def without_numbers(text):
+        return re.sub(r"\d+\.\d+", "#", " ".join(text.split()))
+
+    exec(PYTHON[1], {"__name__": "readme"})
+    (output,) = re.findall(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert without_numbers(capsys.readouterr().out) == without_numbers(output)
+
+
+def test_it_is_short_and_begins_with_six_lines_to_run_a_chart_and_pictures():
+    assert len(README.split()) <= 900
     assert len([line for line in PYTHON[0].splitlines() if line]) == 6
-    first_screen = README.partition("\n## ")[0]
-    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", first_screen)
-    assert [Path(picture).name for picture in pictures] == ["speed.svg", "gates.png", "lenet.png"]
-    assert len(first_screen.splitlines()) < 40
+    beginning = README.partition("\n## ")[0]
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", beginning)
+    assert [Path(picture).name for picture in pictures] == ["speed.svg", "lenet.png", "gates.png", "automaton.svg"]
+    assert beginning.index("```python") < beginning.index("speed.svg") < 3000
 
 
 def test_its_commands_are_one_to_train_and_one_to_test():
@@ -75,16 +88,17 @@ def test_files_that_it_links_to_or_names_are_there(document):
     assert [path for path in paths if not path.exists()] == []
 
 
-def test_it_names_every_op():
-    named = set(re.findall(r"`(\w+)`", README))
-    for row in re.findall(r"^\|(.*)\| each `NAME_backward` \|", README, re.MULTILINE):
+def test_the_table_of_ops_names_every_op():
+    api = (DOCS / "api.md").read_text()
+    named = set(re.findall(r"`(\w+)`", api))
+    for row in re.findall(r"^\|(.*)\| each `NAME_backward` \|", api, re.MULTILINE):
         named |= {f"{name}_backward" for name in re.findall(r"`(\w+)`", row)}
     assert [entry.name for entry in CATALOGUE if entry.name not in named] == []
 
 
-def test_its_table_of_memory_is_that_of_the_library():
+def test_the_table_of_lenets_memory_is_that_of_the_library():
     rows = lenet_memory_table(32)
     kinds = ("saved", "activation gradient", "parameter gradient")
     of_kind = {kind: [row.bytes for row in rows if row.kind == kind] for kind in kinds}
-    table = re.findall(r"^\|[^|]*\| (\d+) \| ([\d,]+) \|$", README, re.MULTILINE)
+    table = re.findall(r"^\|[^|]*\| (\d+) \| ([\d,]+) \|$", (DOCS / "runs.md").read_text(), re.MULTILINE)
     assert table == [(str(len(sizes)), f"{sum(sizes):,}") for sizes in of_kind.values()]

@@ -1,37 +1,39 @@
-"""Times every op of the library, and training steps of LeNet and of logic networks, side by side in one run.
+"""Time every op of jaxbp, and the training steps of LeNet and of logic networks, in one run.
 
     python -m experiments.bench                                        # everything
     python -m experiments.bench conv2d max_pool2d --json results.json  # some ops, each with its backwards
     python -m experiments.bench lenet --batch 128 8192 --precision highest
-    python -m experiments.bench logic-conv:mnist-m                     # at one place
+    python -m experiments.bench logic-conv:mnist-m                     # at one size
     python -m experiments.bench all --peers --json results.json        # and PyTorch on the same arrays
-    python -m experiments.bench --quick --json new.json                # a row of every family
-    python -m experiments.bench compare old.json new.json              # what became slower: exit code 1
+    python -m experiments.bench --quick --json new.json                # one workload per family
+    python -m experiments.bench compare old.json new.json              # exit code 1 if a row became slower
 
-A backward is timed by itself, a forward together with its gradient (`fwd+bwd`), LeNet as forward, backward and SGD,
-logic networks, on random bits, convolutional ones on random numbers, as forward, backward and Adam.
+A backward is timed without its forward, and a forward with its gradient (`fwd+bwd`). A training step of LeNet consists
+of forward, backward, and SGD. A training step of a logic network consists of forward, backward, and Adam. The inputs of
+a logic network are random bits; the inputs of a convolutional one are random numbers.
 
-- Time is device time: calls follow each other inside one compiled program, each with its own arrays. Together these do
-  not fit into the GPU's cache, except at small batches, as there are at most 32 calls. Further programs are queued
-  behind it. The time is the median of several rounds, whose spread is the noise. Before them a program runs for a
-  while on a GPU, so that its clock is that of one at work, which its power limit may have lowered.
-- The floor is the least time in which this GPU could do the work: see `experiments/bench/floor.py`.
-- Memory is XLA's account of the compiled program: arguments, results and temporaries of one call.
-- The error is the largest relative norm of a result's difference from float64, at a smaller batch. A peer's is that of
-  its eager functions.
-- Compile seconds are those of one call, from Python to the executable, with nothing else running. They are
-  measured with `--compile-seconds`.
-- `"pallas"` has no row where no kernel of this library runs. Without a GPU it has none at all.
+- Time is device time. Calls follow each other inside one compiled program, each with different arrays. Together the
+  arrays exceed the GPU's cache, except at small batches, because a program has at most 32 calls. Further programs are
+  queued behind it. The time is the median of several rounds, and their spread is the noise. On a GPU, a program first
+  runs for a while, so that the clock has reached its speed under load. The power limit may have lowered it.
+- The roofline is the least time in which this GPU could do the work: see `experiments/bench/floor.py`.
+- Memory is XLA's account of the compiled program: the arguments, results, and temporaries of one call.
+- The error is the largest ‖result - reference‖ / ‖reference‖ over all results, against float64, at a smaller batch. The
+  error of a peer is the error of its eager functions.
+- Compile seconds cover one call, from Python to the executable, with nothing else running. `--compile-seconds` measures
+  them.
+- `"pallas"` has no row if the workload runs no jaxbp kernel. Without a GPU, it has no rows.
 
-The JSON file is written after every row. Next to what all result files have (`experiments/output/results.py`):
+The JSON file is written after every row. In addition to the fields of every result file
+(`experiments/output/results.py`), it contains:
 
     dtype, precision       of the arrays, and of products of float32
-    settling_seconds       how long a program runs before its first round, at most: until it is steady
+    settling_seconds       the longest time that a program runs before its first round, to reach a steady speed
     copy_bytes_per_second, bytes_per_second, operations_per_second
                            the rates of this GPU, in the first of the dtypes: see `floor.measured_rates`
-    rows                   an object a row: see `rows.Case`
+    rows                   one object per row: see `rows.Case`
     complete               whether every row was measured
-    missing                the names of those that were not: "WORK, batch BATCH, IMPLEMENTATION"
+    missing                the names of unmeasured rows: "WORK, batch BATCH, IMPLEMENTATION"
 """
 
 import dataclasses
@@ -60,38 +62,37 @@ IMPLEMENTATIONS = ("pallas", "xla", "autodiff", "None")
 
 @dataclasses.dataclass(frozen=True)
 class BenchConfig:
-    """Time ops and training steps, beside JAX's own gradients and other libraries."""
+    """Time ops and training steps, and compare them with JAX's autodiff and with other libraries."""
 
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
-    """`all`, `ops`, a training step (lenet, logic, logic-large, logic-conv, mixer, automaton), an op, or `op:place`."""
+    """`all`, `ops`, a training step (lenet, logic, logic-large, logic-conv, mixer, automaton), an op, or `op:size`."""
     quick: bool = False
-    """Time one case of each family, at one batch size, under "pallas" and "None": for comparing runs."""
+    """Time one workload per family, at one batch size, with "pallas" and "None". Use this to compare runs."""
     batch: tuple[int, ...] = ()
-    """Batch sizes. By default those of the published tables; without a GPU 256 for ops and 128 for training steps."""
+    """Batch sizes. By default, those in the published tables; without a GPU, 256 for ops and 128 for training steps."""
     dtype: tuple[Literal["float32", "bfloat16", "float16"], ...] = ("float32",)
     """Dtypes of the arrays. Training steps keep their parameters in float32, and scale their loss in float16."""
     precision: Literal["default", "highest"] = "default"
-    """Of products of float32: the library's default (TF32 on a GPU), or true float32."""
+    """Precision of float32 products: jaxbp's default (TF32 on a GPU), or true float32."""
     implementations: tuple[Literal["pallas", "xla", "autodiff", "None"], ...] = ()
-    """Implementations to time. By default all four; with `quick` "pallas" and "None"."""
+    """Implementations to time. By default, all four; with `quick`, "pallas" and "None"."""
     batch_last: bool = False
-    """Time ops on arrays whose batch is the last axis, as kernels pass them to each other, without transposes."""
+    """Time ops on arrays with the batch as the last axis. Kernels pass arrays to each other so, without transposes."""
     peers: bool = False
-    """Time other libraries too, where installed: PyTorch, Liger-Kernel, QuACK, tokamax, torchlogix."""
+    """Also time the other libraries that are installed: PyTorch, Liger-Kernel, QuACK, tokamax, torchlogix."""
     peer_variants: VariantChoice = "best"
-    """best: the fastest variant of each library; all: eager ones, both precisions and every formulation as well."""
+    """best: the fastest variant of each library; all: also the eager variants, both precisions, every formulation."""
     compile_seconds: bool = False
-    """Time the compilation of every row. Programs then compile one after the other, and not concurrently."""
+    """Time the compilation of every row. Programs then compile one after the other, not concurrently."""
     time_limit: float | None = None
     """Seconds after which no further row is started."""
     seconds: float = 0.03
-    """Least time of a round. A GPU at its power limit swings, about once a second: 1 averages over that."""
+    """Least time of a round. The clock of a GPU at its power limit oscillates about once per second; 1 averages it."""
     json: Path | None = None
-    """File to write the rows to, after each of them."""
+    """File for the rows. It is written after each row."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 1 if an implementation failed, else that of `errors.py`."""
     args = sys.argv[1:] if args is None else list(args)
     if args[:1] == ["compare"]:
         return compare.main(args[1:])
@@ -112,34 +113,33 @@ def _main(config: BenchConfig, command: str) -> int:
 
 
 def is_failure_of_ours(row: Mapping[str, Any]) -> bool:
-    """Whether an implementation failed, other than by saying that it does not take the case."""
+    """Return whether one of jaxbp's implementations failed. Refusing the case as unsupported is not a failure."""
     return row["peer"] is None and row["failed"] is not None and not row["failed"].startswith("NotImplementedError")
 
 
 def check(config: BenchConfig) -> None:
-    """Raises UserError for a config that no run can have."""
     if not config.dtype or len(set(config.dtype)) < len(config.dtype):
         raise UserError(f"dtype is {' '.join(config.dtype) or 'nothing'}: wanted one or more, each of them once")
     if min(config.batch, default=1) < 1:
         raise UserError(f"batch is {min(config.batch)}: wanted at least 1")
     if config.batch_last and config.peers:
-        raise UserError("batch_last is not for peers: they take their arrays examples first")
+        raise UserError("batch_last is not for peers: they take arrays whose first axis is the batch")
     if config.time_limit is not None and not config.time_limit >= 0:
         raise UserError(f"time_limit is {config.time_limit}: wanted at least 0")
     refuse_missing_folders(config.json)
 
 
 def run(works: Sequence[Work], config: BenchConfig, command: str, started: float) -> dict[str, Any]:
-    """Times the work and returns the report. Writes it after every row.
+    """Time the workloads and return the report, which is written after every row.
 
     Args:
-      started: the moment from which the time limit counts, of `time.monotonic`.
+      started: the start of the time limit, from `time.monotonic`.
     """
     on_gpu = jax.default_backend() == "gpu"
     implementations = config.implementations or (("pallas", "None") if config.quick else IMPLEMENTATIONS)
     implementations = [name for name in implementations if on_gpu or name != "pallas"]
     if not on_gpu:
-        print("no GPU: kernels would run in an interpreter, so pallas is left out; times are those of the CPU")
+        print("no GPU: pallas is left out, because kernels would run in an interpreter; times are CPU times")
     modules = peers.installed() if config.peers else {}
     report = provenance(command)
     report["versions"] |= {name: module.VERSION for name, module in modules.items()}
@@ -179,7 +179,7 @@ def run(works: Sequence[Work], config: BenchConfig, command: str, started: float
 
 
 def note_progress(report: dict[str, Any], cases: Sequence[Case]) -> None:
-    """Writes into the report which rows of the cases it lacks."""
+    """Record in the report which rows of the cases are missing."""
     measured = {(row["work"], row["batch"], row["implementation"]) for row in report["rows"]}
     report["missing"] = [
         f"{case.title}, {name}"

@@ -1,11 +1,11 @@
-"""Two runs of the bench on the same device: what became slower beyond the noise that they measured.
+"""Compare two runs of the bench on the same device, and list the rows that became slower beyond the measured noise.
 
     python -m experiments.bench compare old.json new.json
     python -m experiments.bench compare old.json new.json --threshold 0.1
 
-A row is slower if its median is by more than the threshold, and its fastest round took longer than the old run's
-slowest, or if it fails and did not before. Rows of peers are no code of ours, and left out. The exit code is 1 if a row
-is slower, and 2 for files that cannot be compared.
+A row is slower if its median exceeds the old median by more than the threshold and its fastest round took longer than
+the slowest old round. A row that fails only in the new run also counts as slower. Rows of peers are left out, because
+they time no jaxbp code. The exit code is 1 if a row is slower, and 2 if the files cannot be compared.
 """
 
 import dataclasses
@@ -26,24 +26,24 @@ Row = Mapping[str, Any]
 Verdict = Literal["slower", "faster", "the same", "fails", "works again"]
 SLOWER = ("slower", "fails")
 FIELDS = ("work", "batch", "dtype", "precision", "implementation")
-"""They tell rows apart."""
+"""The fields that identify a row."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompareConfig:
-    """List what became slower between two runs of the bench on the same device."""
+    """List the rows that became slower between two runs of the bench on the same device."""
 
     old: Annotated[Path, tyro.conf.Positional]
     """A file that the bench wrote."""
     new: Annotated[Path, tyro.conf.Positional]
-    """Another, of the same device."""
+    """A later file that the bench wrote on the same device."""
     threshold: float = 0.05
-    """A row is slower if it takes longer by more than this share, and by more than the noise of both runs."""
+    """A row is slower if its time grew by more than this share, and by more than the noise of both runs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A row of both runs."""
+    """A row that both runs measured."""
 
     title: str
     old: Row
@@ -52,19 +52,17 @@ class Change:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code."""
     return run_command(run, CompareConfig, "experiments.bench compare", args)
 
 
 def run(config: CompareConfig, _: str) -> int:
-    """Compare two files, and print what changed."""
     if not config.threshold >= 0:
         raise UserError(f"threshold is {config.threshold}: wanted at least 0")
     old, new = _read(config.old), _read(config.new)
     for field in ("device", "platform"):
         if old[field] != new[field]:
             raise UserError(
-                f"{config.old} is of the {field} {old[field]} and {config.new} of {new[field]}: wanted runs on the same"
+                f"{config.old} is of the {field} {old[field]} and {config.new} of {new[field]}: wanted the same {field}"
             )
     changed = changes(old, new, config.threshold)
     if not changed:
@@ -77,15 +75,15 @@ def _read(path: Path) -> Report:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is no JSON: {error}") from None
+        raise UserError(f"{path} is not JSON: {error}") from None
     rows = report.get("rows") if isinstance(report, dict) else None
     if not rows or any({*FIELDS, "peer", "microseconds", "round_microseconds", "failed"} - row.keys() for row in rows):
-        raise UserError(f"{path} is no report of the bench: wanted a file that it wrote with --json")
+        raise UserError(f"{path} is not a report of the bench: wanted a file that it wrote with --json")
     return report
 
 
 def changes(old: Report, new: Report, threshold: float) -> list[Change]:
-    """The rows that are in both, those that became slower the most first."""
+    """Return the rows that both runs measured, by decreasing slowdown."""
     before, after = _rows(old), _rows(new)
     common = [
         Change(key, before[key], after[key], verdict(before[key], after[key], threshold))
@@ -98,13 +96,13 @@ def changes(old: Report, new: Report, threshold: float) -> list[Change]:
 
 
 def _rows(report: Report) -> dict[str, Row]:
-    """What tells rows apart -> the row of ours."""
+    """Return identifier -> row, for jaxbp's implementations."""
     rows = [row for row in report["rows"] if row["peer"] is None]
     return {", ".join(str(row[field]) for field in FIELDS): row for row in rows}
 
 
 def verdict(old: Row, new: Row, threshold: float) -> Verdict:
-    """How the new row stands to the old one."""
+    """Compare the new row with the old one."""
     if new["failed"] or old["failed"]:
         return "the same" if old["failed"] and new["failed"] else "fails" if new["failed"] else "works again"
     a, b = old["microseconds"], new["microseconds"]
@@ -115,13 +113,12 @@ def verdict(old: Row, new: Row, threshold: float) -> Verdict:
 
 
 def ratio(change: Change) -> float | None:
-    """The new time over the old one."""
     old, new = change.old["microseconds"], change.new["microseconds"]
     return new / old if old and new else None
 
 
 def print_changes(old: Report, new: Report, changed: Sequence[Change], console: Console | None = None) -> None:
-    """Prints a line for each row that is not the same, and what is in one run alone."""
+    """Print one line per changed row, and the rows that only one run measured."""
     console = console or Console(width=140, highlight=False)
     for name, report in (("old", old), ("new", new)):
         copy = report.get("copy_bytes_per_second")
@@ -142,17 +139,17 @@ def print_changes(old: Report, new: Report, changed: Sequence[Change], console: 
     settled = [report.get("settling_seconds", 0.0) for report in (old, new)]
     if settled[0] != settled[1]:
         console.print(
-            f"before their rounds programs ran for up to {settled[0]} s and {settled[1]} s: "
-            "at a GPU's power limit, what ran longer is slower"
+            f"before their rounds, programs ran for up to {settled[0]} s and {settled[1]} s: "
+            "at a GPU's power limit, programs that run longer are slower"
         )
     of_old, of_new = _rows(old), _rows(new)
     for name, rows, other_rows in (("old", of_old, of_new), ("new", of_new, of_old)):
         if titles := [title for title in rows if title not in other_rows]:
-            console.print(Text(f"in the {name} run alone: {'; '.join(titles)}"), soft_wrap=True)
+            console.print(Text(f"only in the {name} run: {'; '.join(titles)}"), soft_wrap=True)
 
 
 def _time(row: Row) -> str:
-    """The median, and half of the way from the fastest round to the slowest, as a share of the median."""
+    """Format the median, with half of the range of the rounds as a percentage of the median."""
     if row["failed"]:
         return "failed"
     median, rounds = row["microseconds"], row["round_microseconds"]

@@ -1,20 +1,20 @@
-"""The floor: the least time in which this GPU could do a piece of work, from rates measured in the same run.
+"""The roofline: the least time that this GPU allows for a workload, from rates measured in the same run.
 
-A call has to read every argument that its results depend on, to write every result, and to do the multiplications and
-additions of its matrix products and convolutions. The floor is the longest of these times:
+A call must read every argument that its results depend on, write every result, and do the multiplications and additions
+of its matrix products and convolutions. The roofline is the longest of these times:
 
-- the bytes at the device's best rate: as many as are both read and written at a copy's rate, the rest at the rate of
-  reading, or of writing, alone. A cache is faster than memory, so a rate depends on the bytes that a program touches,
-  its working set. The rate is the best one measured with a working set of that size or a larger one, which is what the
-  cache that holds these bytes can do at most.
-- the operations at the best rate of a few large matrix products of the same dtype and precision.
-- other arithmetic, where a work says how much it has at least, as that of an automaton's gates: at the rate of products
-  at the highest precision, which float32 reaches outside of a GPU's matrix units.
+- The bytes, at the device's best rate. Bytes that are both read and written count at the rate of a copy, the rest at
+  the rate of only reading or only writing. A cache is faster than memory, so the rate depends on the working set, which
+  is the number of bytes that a program touches. The rate is the best one measured with a working set of this size or
+  larger. It bounds the rate of the cache that holds these bytes.
+- The operations, at the best rate of a few large matrix products of the same dtype and precision.
+- Other arithmetic, where a workload states its least amount, such as the gates of an automaton. It counts at the rate
+  of products at the highest precision, which is the rate of float32 outside of a GPU's matrix units.
 
-The rates are the best of several short rounds, of a GPU whose clock its power limit has not yet lowered.
+The rates are the best of several short rounds, before the power limit lowers the GPU's clock.
 
-Launching a kernel, other arithmetic outside of products and intermediate results take no time in it, so it bounds every
-implementation from below. Small arrays stay far above it: launching alone takes longer.
+The roofline counts no time for launching kernels, for other arithmetic, or for intermediate results. It therefore
+bounds the time of every implementation from below. Small arrays take far longer, because launching alone does.
 """
 
 import functools
@@ -34,24 +34,24 @@ from jaxbp.verify.timing import device_seconds
 
 MIB = 2**20
 WORKING_SETS = (8 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 512 * MIB)
-"""Bytes that a program touches: within the L2 cache of an H200 (60 MiB), around it, and so far beyond that it is
-memory's rate."""
+"""Bytes that a program touches: below the L2 cache of an H200 (60 MiB), around it, and far enough beyond it to measure
+the rate of memory."""
 CALLS = 8
-"""Kernels in a program whose working set may fit into the cache: dispatch would take longer than a single one."""
+"""Kernels in a program whose working set may fit into the cache, because dispatch takes longer than a single kernel."""
 PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 4096, 4096))
 RATE_SECONDS = 0.03
-"""Least time of a round, at most: in a longer one the GPU's clock comes down."""
+"""Upper bound on the least time of a round. In longer rounds, the GPU's clock drops."""
 
 
 class Cost(NamedTuple):
-    """What one call takes at least.
+    """The least cost of one call.
 
     Attributes:
-      argument_bytes, result_bytes: of all arguments and results.
+      argument_bytes, result_bytes: the size of all arguments and results.
       operations: multiplications and additions in products and convolutions.
-      read_bytes: of the arguments on which the results depend.
-      written_bytes: of the results that are no arguments, each array once.
-      arithmetic: multiplications and additions elsewhere, as far as the work states them.
+      read_bytes: the size of the arguments that affect the results.
+      written_bytes: the size of the results that are not arguments, each array once.
+      arithmetic: other multiplications and additions, if the workload states them.
     """
 
     argument_bytes: int
@@ -63,14 +63,14 @@ class Cost(NamedTuple):
 
 
 def floor_seconds(cost: Cost, working_set: int, precision: str, rates: Mapping[str, Any]) -> float:
-    """The least time of a call in a program that touches `working_set` bytes: see the head of this file.
+    """Return the least time of a call in a program that touches `working_set` bytes: see the module docstring.
 
     Args:
-      rates: as `measured_rates` returns them.
+      rates: the result of `measured_rates`.
     """
     copy, read, write = (rate_of(kind, working_set, rates) for kind in ("copy", "read", "write"))
     copied = min(cost.read_bytes, cost.written_bytes)
-    # A copy is reading and writing: neither alone is slower.
+    # A copy reads and writes, so neither reading alone nor writing alone is slower than a copy.
     reading, writing = (cost.read_bytes - copied) / max(copy, read), (cost.written_bytes - copied) / max(copy, write)
     operations = rates["operations_per_second"]
     return max(
@@ -81,7 +81,10 @@ def floor_seconds(cost: Cost, working_set: int, precision: str, rates: Mapping[s
 
 
 def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
-    """The best rate measured from the largest working set on that is no larger than `working_set`; 0 if none was."""
+    """Return the best rate for a working set, or 0 if none was measured.
+
+    The rates start at the largest measured working set that does not exceed `working_set`.
+    """
     curve = rates["bytes_per_second"].get(kind, [])
     start = max((size for size, _ in curve if size <= working_set), default=0)
     return max((rate for size, rate in curve if size >= start), default=0.0)
@@ -91,21 +94,21 @@ def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
 
 
 def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
-    """The rates of this GPU. A CPU has no floor here: of its times only ratios count.
+    """Measure the rates of this GPU. A CPU has no roofline here, because only the ratios of its times count.
 
     Args:
-      seconds: least time of a round, if shorter than `RATE_SECONDS`.
+      seconds: the least time of a round, if shorter than `RATE_SECONDS`.
 
     Returns:
       bytes_per_second: "copy", "read" and "write" -> pairs of a working set in bytes and the rate.
-      copy_bytes_per_second: the copy's rate for the largest working set: memory's.
+      copy_bytes_per_second: the rate of a copy with the largest working set, which is the rate of memory.
       operations_per_second: precision -> the rate of the fastest matrix product.
     """
     programs = _traffic() | {
         (precision, shape): _product(shape, precision, dtype) for precision in PRECISIONS for shape in PRODUCTS
     }
     least = dict.fromkeys(programs, math.inf)
-    for _ in range(measure.ROUNDS):  # a disturbance must not meet all rounds of one program
+    for _ in range(measure.ROUNDS):  # interleaved, so that a disturbance does not hit all rounds of one program
         for key, (_, run) in programs.items():
             least[key] = min(least[key], run(min(seconds, RATE_SECONDS)))
     rates = {key: amount / least[key] for key, (amount, _) in programs.items()}
@@ -122,7 +125,7 @@ def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
 
 PRECISIONS = ("default", "highest")
 Timed = tuple[float, Callable[[float], float]]
-"""An amount, of bytes or operations, and a function that takes the seconds of a round and returns the time it took."""
+"""An amount of bytes or operations, and a function from the least seconds of a round to the measured time."""
 
 
 def _product(shape: tuple[int, int, int], precision: str, dtype: str) -> Timed:
@@ -153,12 +156,12 @@ def _chain(function: Callable, calls: int, size: int, shape: tuple[int, ...]) ->
 
 
 def cost(work: Work, batch: int, dtype: str) -> Cost:
-    """What one call takes at least, by the jaxpr of JAX's own differentiation."""
+    """Return the least cost of one call, from the jaxpr of autodiff."""
     arguments = jax.eval_shape(lambda: work.draw(0, batch, dtype))
     jaxpr = jax.make_jaxpr(work.function("autodiff", dtype))(*arguments).jaxpr
     needed, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     given = set(jaxpr.invars)
-    # A variable that is a result twice is written once. An argument, or a constant, is not written.
+    # A variable that is returned twice is written once. Arguments and constants are not written.
     results = dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in given)
     return Cost(
         argument_bytes=_bytes(v.aval for v in jaxpr.invars),
@@ -190,7 +193,7 @@ def _operations(jaxpr: Any) -> int:
 
 
 def _products_of_convolution(equation: Any) -> int:
-    """How many elements of the input meet one of a filter, without padding and holes."""
+    """Count the products of an input element and a filter element, without padding and holes."""
     (x, w), y, p = (v.aval.shape for v in equation.invars), equation.outvars[0].aval.shape, equation.params
     (n, _, *in_axes), (k, c, *w_axes), (_, _, *out_axes) = p["dimension_numbers"]
     products = x[n] // p["batch_group_count"] * w[k] * w[c]
@@ -204,7 +207,7 @@ def _products_of_convolution(equation: Any) -> int:
 
 
 def has_launch(jaxpr: Any) -> bool:
-    """Whether a kernel of `pallas_kernels` is launched in a jaxpr, or in one within it."""
+    """Return whether a jaxpr, or a jaxpr nested in it, launches a kernel of `pallas_kernels`."""
     return any(
         equation.primitive.name == "launch" or any(map(has_launch, jaxprs_in_params(equation.params)))
         for equation in jaxpr.eqns

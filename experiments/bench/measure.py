@@ -1,4 +1,4 @@
-"""Measuring one row: compiling, device time, memory, and the error against float64."""
+"""Measure one row: compilation, device time, memory, and the error against float64."""
 
 import functools
 import math
@@ -19,9 +19,9 @@ from jaxbp.verify.timing import compile_program, device_seconds
 
 ROUNDS = 5
 SETTLING_SECONDS = 2.4
-"""For which a program runs on a GPU before the first round, at most: until its time is steady."""
+"""The longest time that a program runs on a GPU before the first round, to reach a steady time."""
 NOTHING = 1e-12
-"""Of the largest array's norm, what is rounding in float64."""
+"""The share of the largest array's norm that is rounding error in float64."""
 MEASURED = (
     "microseconds",
     "round_microseconds",
@@ -32,13 +32,13 @@ MEASURED = (
     "error_reason",
     "failed",
 )
-"""The fields of a row that a measurement fills in. `microseconds` is the median of `round_microseconds`, whose spread
-is the noise of the row."""
+"""The fields of a row that a measurement sets. `microseconds` is the median of `round_microseconds`, whose spread is
+the noise of the row."""
 MOST_THREADS = 16
 
 
 class Compiler:
-    """Compiles programs on several threads, as XLA's compiler needs no Python. Use as a context manager."""
+    """A context manager that compiles programs on several threads. XLA's compiler needs no Python."""
 
     def __init__(self):
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
@@ -51,9 +51,9 @@ class Compiler:
         self._pool.shutdown(cancel_futures=True)
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
-        """The executable of a function for arguments, or their shapes, once it is compiled; or why there is none."""
+        """Return a future of the executable for these arguments, or their shapes. A failure raises from the future."""
         try:
-            # Tracing and lowering are Python, which threads would not speed up, and read settings of this thread.
+            # Tracing and lowering are Python, which threads would not speed up. They also read this thread's settings.
             future = self._pool.submit(jax.jit(function).lower(*arguments).compile)
         except Exception as error:
             future = Future()
@@ -62,13 +62,12 @@ class Compiler:
         return future
 
     def wait(self) -> None:
-        """Waits until everything is compiled."""
         wait(self._futures)
         self._futures.clear()
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The fields that `run` measured. If it fails, the reason: other rows are measured all the same."""
+    """Return the fields that `run` measured, or the reason of its failure."""
     try:
         return dict.fromkeys(MEASURED) | run()
     except Exception as error:
@@ -76,23 +75,23 @@ def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def time_chain(program: Callable, arguments: tuple, calls: int, seconds: float) -> dict[str, Any]:
-    """Compiles a program of so many calls, and returns the device time of one."""
+    """Compile a program of `calls` calls, and return the device time of one call."""
     return time_compiled(compile_program(program, (arguments,))[0], arguments, calls, seconds)
 
 
 def time_compiled(compiled: Callable, arguments: tuple, calls: int, seconds: float) -> dict[str, Any]:
-    """The device time of a call in an executable of so many calls."""
+    """Return the device time of one call in an executable of `calls` calls."""
     timed = device_seconds(compiled, (arguments,), seconds, ROUNDS, settling=settling_seconds())
     return microseconds(timed.rounds, calls) | {"host_waited": timed.host_waited}
 
 
 def settling_seconds() -> float:
-    """How long a program runs before its first round, at most, on the default device."""
+    """Return the longest time that a program runs before its first round, on the default device."""
     return SETTLING_SECONDS if jax.default_backend() == "gpu" else 0.0
 
 
 def microseconds(round_seconds: Sequence[float], calls: int) -> dict[str, Any]:
-    """The fields of a row that its rounds fill in, from the seconds of a program of so many calls in each."""
+    """Return the timing fields of a row, from the seconds per round of a program of `calls` calls."""
     rounds = [seconds / calls * 1e6 for seconds in round_seconds]
     return {"microseconds": statistics.median(rounds), "round_microseconds": rounds}
 
@@ -101,10 +100,10 @@ def microseconds(round_seconds: Sequence[float], calls: int) -> dict[str, Any]:
 
 
 class Accuracy:
-    """A piece of work at a small batch: its results in float64, and how far those of implementations are from them.
+    """The results of a workload in float64 at a small batch, and the errors of implementations against them.
 
     Attributes:
-      batch: the small batch.
+      batch: the small batch size.
     """
 
     def __init__(self, work: Work, batch: int, dtype: str, compiler: Compiler):
@@ -118,24 +117,23 @@ class Accuracy:
 
     @functools.cached_property
     def arguments(self) -> tuple:
-        """The arguments of the call."""
         return self._draw.result()()
 
     @functools.cached_property
     def reference(self) -> list[np.ndarray]:
-        """The floating results in float64, by JAX's own differentiation, on the CPU."""
+        """The floating results of autodiff in float64, on the CPU."""
         with float64():
             wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, _wide(a))), self.arguments)
             return floats(self._reference.result()(*wide))
 
     def submit(self, name: str) -> None:
-        """Compiles an implementation's function."""
+        """Start to compile the function of an implementation."""
         if name not in self._programs:
             function = self._work.function(implementation(name), self._dtype)
             self._programs[name] = self._compiler.submit(function, *self._structs)
 
     def error(self, name: str) -> float:
-        """The relative error of an implementation submitted before."""
+        """Return the relative error of an implementation that was submitted."""
         if name not in self._errors:
             results = floats(self._programs[name].result()(*self.arguments))
             self._errors[name] = relative_error(results, self.reference)
@@ -147,9 +145,10 @@ def _wide(a: Any) -> Any:
 
 
 def relative_error(results: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
-    """The largest ‖result - reference‖ / ‖reference‖.
+    """Return the largest ‖result - reference‖ / ‖reference‖.
 
-    Some gradients are 0 but for rounding, as of a bias that a norm takes away: these are held against the largest.
+    Some gradients are 0 up to rounding, such as the gradient of a bias that a norm removes. For these, the denominator
+    is the largest norm of all references.
     """
     norms = [np.linalg.norm(r) for r in reference]
     least = max(NOTHING * max(norms, default=0.0), 1e-300)
@@ -163,10 +162,10 @@ def relative_error(results: Sequence[np.ndarray], reference: Sequence[np.ndarray
 
 
 def floats(tree: Any) -> list[np.ndarray]:
-    """The floating arrays of a tree, in float64."""
+    """Return the floating arrays of a tree, in float64."""
     return [np.asarray(a, np.float64) for a in jax.tree.leaves(tree) if is_float(a)]
 
 
 def implementation(name: str) -> str | None:
-    """The value of `implementation=` that the command line calls `name`."""
+    """Return the value of `implementation=` that the command line calls `name`."""
     return None if name == "None" else name

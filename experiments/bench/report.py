@@ -1,4 +1,4 @@
-"""The bench's report as a table."""
+"""Print the report of the bench as a table."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -11,11 +11,11 @@ from rich.text import Text
 Row = Mapping[str, Any]
 
 HOST_BOUND = 0.05
-"""A host that waits for the device for less than this share of the time limits it: the time is the host's."""
+"""If the host waits for the device for less than this share of the time, the host limits the measured time."""
 
 
 def title(report: Mapping[str, Any]) -> str:
-    """Where and how it was measured, on two lines."""
+    """Return two lines that state where and how the report was measured."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name != "python")
     where = f"{report['device']}; {report['dtype']}, {report['precision']} precision; {versions}"
     if "operations_per_second" not in report:
@@ -29,7 +29,6 @@ def title(report: Mapping[str, Any]) -> str:
 
 
 def groups(report: Mapping[str, Any]) -> Iterator[tuple[str, list[Row]]]:
-    """The rows of each piece of work at each batch."""
     for (work, batch), rows in itertools.groupby(report["rows"], lambda row: (row["work"], row["batch"])):
         yield f"{work}, batch {batch}", list(rows)
 
@@ -39,17 +38,17 @@ def is_host_bound(row: Row) -> bool:
 
 
 def print_table(report: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the report: a line a row, the rows of the same work together."""
+    """Print one line per row, grouped by workload."""
     console = console or Console(width=140)
     console.print(Text(title(report)))
-    numbers = ("µs", "× autodiff", "% of floor", "memory, MiB", "of it temporary", "error", "compile, s")
-    table = Table(Column("work", no_wrap=True), *(Column(name, justify="right") for name in numbers))
+    numbers = ("µs", "× autodiff", "% of roofline", "memory, MiB", "temporary, MiB", "error", "compile, s")
+    table = Table(Column("workload", no_wrap=True), *(Column(name, justify="right") for name in numbers))
     for work, rows in groups(report):
         table.add_row(Text(work, style="bold"))
         for row in rows:
             table.add_row(Text(f"  {row['implementation']}"), *_cells(row), end_section=row is rows[-1])
     console.print(table)
-    console.print("× autodiff: autodiff's time over the row's. Error: against float64.")
+    console.print("× autodiff: the time of autodiff over the time of the row. Error: against float64.")
     if not report["complete"]:
         console.print(Text(f"not measured: {'; '.join(report['missing'])}"), soft_wrap=True)
     for row in report["rows"]:
@@ -58,7 +57,7 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
                 Text(f"failed: {row['work']}, batch {row['batch']}, {row['implementation']}: {row['failed']}")
             )
     if any(map(is_host_bound, report["rows"])):
-        console.print("*: the device waited for the host, so the device's time is less.")
+        console.print("*: the device waited for the host, so the device takes less time than this.")
 
 
 def _cells(row: Row) -> list[str]:

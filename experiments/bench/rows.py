@@ -1,7 +1,7 @@
-"""The rows of the report: every piece of work at every batch, by every implementation and peer.
+"""The rows of the report: every workload at every batch size, for every implementation and peer.
 
-Programs of a few pieces of work are compiled at once, on all cores, and then timed one after the other. No program is
-compiled while another is timed: compilers use the host's cores, and XLA tries algorithms on the GPU.
+The programs of a few workloads are compiled concurrently, on all cores, and then timed one after the other. No program
+is compiled while another is timed, because compilers use the host's cores and XLA tries algorithms on the GPU.
 """
 
 import functools
@@ -22,22 +22,22 @@ from jaxbp.verify.timing import compile_program
 Row = dict[str, Any]
 
 CASES_AT_ONCE, TRACING_SECONDS = 6, 20.0
-"""Cases whose programs are compiled before the first of them is timed, a bound on the memory of executables; and how
-long they are traced before that, so that a run with a time limit has rows although its programs are large."""
+"""Limits on the cases that are compiled before the first is timed: their number, which bounds the memory of
+executables, and the seconds of tracing, so that large programs leave time for rows under a time limit."""
 
 
 class Settings(NamedTuple):
-    """What the rows of a run have in common.
+    """The settings that the rows of a run share.
 
     Attributes:
-      implementations: names of ours.
+      implementations: the names of jaxbp's implementations.
       peers: name -> module.
-      variants: of the peers.
+      variants: the choice of variants of the peers.
       dtype, precision: of the arrays, and of products of float32.
-      seconds: least time of a round of timing.
-      compile_seconds: whether to time every row's compilation, one after the other.
-      rates: of this GPU, empty on a CPU.
-      several_dtypes: whether the run has others, so that rows are named after theirs.
+      seconds: the least time of a timing round.
+      compile_seconds: whether to time the compilation of every row, one after the other.
+      rates: the rates of this GPU; empty on a CPU.
+      several_dtypes: whether the run has several dtypes, so that the names of rows include the dtype.
     """
 
     implementations: Sequence[str]
@@ -52,7 +52,7 @@ class Settings(NamedTuple):
 
 
 class Case:
-    """A piece of work at a batch size: its programs and its rows."""
+    """The programs and the rows of a workload at one batch size."""
 
     def __init__(self, work: Work, batch: int, settings: Settings):
         self.work, self.batch, self.settings = work, batch, settings
@@ -61,16 +61,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The work; among several dtypes with its own."""
+        """The title of the workload, with the dtype if the run has several."""
         return f"{self.work.title} in {self.settings.dtype}" if self.settings.several_dtypes else self.work.title
 
     @property
     def title(self) -> str:
-        """The work and the batch."""
         return f"{self.name}, batch {self.batch}"
 
     def row_names(self) -> list[str]:
-        """The rows' names in the report's `implementation`, without those that are left out."""
+        """Return the names of the rows, the report's `implementation`, without rows that are left out."""
         names = [name for name in self.settings.implementations if name not in self._left_out]
         return names + [name for name, *_ in self._variants(self._task((), ()))]
 
@@ -82,7 +81,6 @@ class Case:
 
     @functools.cached_property
     def calls(self) -> int:
-        """Calls in a program."""
         if self.work.steps is not None:
             return self.work.steps
         if not self.settings.rates:
@@ -99,22 +97,22 @@ class Case:
     # ----------------------------------------------------------------------------------------------------- compiling
 
     def time_compilation(self) -> None:
-        """Compiles one call of each of our implementations, and keeps the seconds. Nothing else may compile then."""
+        """Compile one call per jaxbp implementation, and keep the seconds. Nothing else may compile meanwhile."""
         for name in self.settings.implementations:
             try:
                 self._compiled[name] = compile_program(self._function(name), self._structs)
             except Exception:
-                continue  # the row will say why, as its program fails in the same way
+                continue  # the program of the row fails in the same way, and the row records why
 
     def submit(self, compiler: Compiler, accuracy: Accuracy) -> None:
-        """Starts to compile the programs, but for those of rows without a kernel of ours."""
+        """Start to compile the programs. Leave out "pallas" if it launches no jaxbp kernel."""
         self.accuracy = accuracy
         self._programs["draw"] = compiler.submit(self._draw, 0)
         sets = (self._structs,) * (1 if self.work.steps else self.calls)
         for name in self.settings.implementations:
             function = self._function(name)
             if name == "pallas" and not self._launches(function):
-                print(f"{self.title}, pallas: left out, as no kernel of ours runs", file=sys.stderr, flush=True)
+                print(f"{self.title}, pallas: left out, because no jaxbp kernel runs", file=sys.stderr, flush=True)
                 self._left_out.add(name)
                 self._compiled.pop(name, None)
                 continue
@@ -132,7 +130,7 @@ class Case:
         try:
             return has_launch(jax.jit(function).trace(*self._structs).jaxpr.jaxpr)
         except Exception:
-            return True  # the row will say why
+            return True  # the row records why
 
     @functools.cached_property
     def _structs(self):
@@ -144,7 +142,7 @@ class Case:
     # -------------------------------------------------------------------------------------------------------- timing
 
     def rows(self, keep_going: Callable[[], bool]) -> Iterator[Row]:
-        """The rows, each measured when it is asked for, until `keep_going()` is false."""
+        """Yield the rows, each measured on demand, until `keep_going()` is false."""
         draw = self._programs.pop("draw").result()
         arguments = jax.block_until_ready(tuple(draw(seed) for seed in range(1 if self.work.steps else self.calls)))
         names = [name for name in self.settings.implementations if name not in self._left_out]
@@ -214,7 +212,7 @@ class Case:
 
 
 def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iterator[Row]:
-    """The rows of all cases, as far as they are measured before `keep_going()` is false."""
+    """Yield the rows of all cases until `keep_going()` is false."""
     accuracies, cases = {}, list(cases)
     with Compiler() as compiler:
         while cases and keep_going():
@@ -235,12 +233,11 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
 
 
 def with_speedups(rows: Iterable[Row]) -> list[Row]:
-    """The rows with `speedup_over_autodiff`, each over that of the same work and batch."""
+    """Return the rows with `speedup_over_autodiff`, the speedup over autodiff on the same workload and batch."""
     of = lambda row: (row["work"], row["batch"])  # noqa: E731
     autodiff = {of(row): row["microseconds"] for row in rows if row["implementation"] == "autodiff"}
     return [row | {"speedup_over_autodiff": ratio(autodiff.get(of(row)), row["microseconds"])} for row in rows]
 
 
 def ratio(a: float | None, b: float | None) -> float | None:
-    """a / b, or None without one of them."""
     return None if a is None or b is None else a / b

@@ -1,4 +1,4 @@
-"""What the bench times: ops of the catalogue, and training steps of networks and of an automaton."""
+"""Workloads that the bench times: ops of the catalogue, and training steps of networks and of an automaton."""
 
 import dataclasses
 import functools
@@ -23,28 +23,27 @@ from jaxbp.precision import LossScale
 from jaxbp.verify.arguments import is_float
 
 PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
-"""A program has so many calls that the device needs at least this long, ten times what dispatching it takes."""
+"""A program has enough calls to take at least this long on the device, ten times the time of its dispatch."""
 CACHE_BYTES = 128 * 2**20
-"""The arguments of a program's calls together exceed this, more than twice the L2 cache of an H200."""
+"""The arguments of all calls of a program exceed this size, which is more than twice the L2 cache of an H200."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Work:
-    """Something to time.
+    """A workload: one op or training step to time.
 
     Attributes:
-      op, place: its entry and case in the catalogue; of a training step, its name and size.
-      title: for people.
+      op, place: the op and its case in the catalogue, or the name and size of a training step.
+      title: the name in reports.
       options: the op's options.
       batches: the default batch sizes, on a GPU and elsewhere.
-      function: (implementation, dtype) -> the function of its arguments.
+      function: (implementation, dtype) -> the function to time.
       draw: (seed, batch, dtype) -> arguments.
-      chain: (function, calls, implementation) -> a program that takes sets of arguments and calls the function `calls`
-        times; a training step updates parameters by `jaxbp.optimizers` in that implementation, of which "autodiff", the
-        default, is Optax's own path.
-      steps: the calls in a program, if each takes the previous one's results and there is one set of arguments.
-      arithmetic: batch -> the multiplications and additions of a call outside of products and convolutions that no
-        implementation can do without, where they may take longer than reading and writing.
+      chain: (function, calls, implementation) -> a program that takes sets of arguments and makes `calls` calls. A
+        training step updates its parameters with `jaxbp.optimizers` in that implementation; "autodiff" is Optax.
+      steps: the calls in a program, if each takes the previous results. There is then one set of arguments.
+      arithmetic: batch -> the multiplications and additions per call that every implementation needs outside of
+        products and convolutions, where they may take longer than reading and writing.
       error_batch: the largest batch at which results are compared with float64, on the CPU.
     """
 
@@ -62,11 +61,11 @@ class Work:
 
 
 def selected(cases: Sequence[str], batch_last: bool = False) -> list[Work]:
-    """The work that the cases name, in the catalogue's order; with `batch_last`, its ops alone.
+    """Return the workloads that the cases name, in the catalogue's order; with `batch_last`, only the ops among them.
 
     Args:
-      cases: "all"; "ops", the catalogue without the training steps; an op or a training step, of which a forward stands
-        for its backwards as well; or one at one place, as "automaton:32x32".
+      cases: "all"; "ops", the catalogue without training steps; an op or a training step; or one of these at one size,
+        such as "automaton:32x32". A forward also selects its backwards.
     """
     works = [lenet_work(), *(op_work(entry, place) for entry in CATALOGUE for place in entry.real)]
     works += [mixer_work(), logic_work("logic", 8000, (128,)), logic_work("logic-large", 64000, ())]
@@ -89,13 +88,15 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Work]:
         return works
     ops = [work for work in works if work.steps is None]
     if not ops:
-        raise UserError(f"batch_last is for ops: wanted some beside {', '.join(cases)}, which are steps of training")
+        raise UserError(f"batch_last is for ops: wanted an op, but {', '.join(cases)} are steps of training")
     return [with_batch_last(work) for work in ops]
 
 
 def quick(works: Sequence[Work], on_gpu: bool) -> dict[Work, int]:
-    """A work of each family, with its batch: of each module of ops the first, which is a forward with its gradient, and
-    of each kind of training step the first that has a batch on this platform."""
+    """Return the first workload of each family that has a batch size on this platform, with that size.
+
+    The families are the modules of ops, which begin with a forward with its gradient, and the kinds of training steps.
+    """
     module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
     chosen: dict[str, tuple[Work, int]] = {}
     for work in works:
@@ -106,7 +107,7 @@ def quick(works: Sequence[Work], on_gpu: bool) -> dict[Work, int]:
 
 
 def op_work(entry: Entry, place: str) -> Work:
-    """An op at one of its catalogued places: a backward by itself, a forward with its gradient."""
+    """Return the workload of an op at one size of the catalogue: a backward, or a forward with its gradient."""
     case, backward = entry.real[place], "_backward" in entry.name
 
     def function(implementation, dtype):
@@ -131,7 +132,10 @@ def op_work(entry: Entry, place: str) -> Work:
 
 
 def _gate_operations(case: Case, backward: bool, batch: int) -> int:
-    """Of an automaton's gates. A backward by itself computes them again, but for the last layer of the last tick."""
+    """Return the operations of an automaton's gates, or 0 for other ops.
+
+    A backward without its forward recomputes all gates except the last layer of the last tick.
+    """
     *_, automaton, state = (None, *case.leaves)
     if not isinstance(automaton, AutomatonArgument):
         return 0
@@ -141,7 +145,10 @@ def _gate_operations(case: Case, backward: bool, batch: int) -> int:
 
 
 def forward_and_backward(op: Callable) -> Callable:
-    """`(arrays, cotangents) -> (floating results, other results, gradients in the floating arrays)`."""
+    """Return `(arrays, cotangents) -> (floating results, other results, gradients)`.
+
+    The gradients are with respect to the floating arrays.
+    """
 
     def function(arrays, cotangents):
         leaves, structure = jax.tree.flatten(arrays)
@@ -159,7 +166,7 @@ def forward_and_backward(op: Callable) -> Callable:
 
 
 def with_batch_last(work: Work) -> Work:
-    """The same work on arrays with the batch as the last axis instead of the first."""
+    """Return the same workload on arrays whose last axis is the batch, instead of the first."""
 
     def structs(batch):
         arguments = jax.eval_shape(lambda: work.draw(0, batch, "float32"))
@@ -181,7 +188,7 @@ def with_batch_last(work: Work) -> Work:
 
 
 def one_after_another(function: Callable, calls: int, implementation: str | None = None) -> Callable:
-    """A program of calls, each with its own set of arguments, that neither overlap nor merge.
+    """Return a program that makes the calls, each with another set of arguments. The calls neither overlap nor merge.
 
     Barriers order the calls on a GPU. XLA's CPU compiler drops barriers early.
     """
@@ -193,13 +200,12 @@ def one_after_another(function: Callable, calls: int, implementation: str | None
             arguments, token = lax.optimization_barrier((arguments, token))
             result, token = lax.optimization_barrier((function(*arguments), token))
             results.append(result)
-        return results  # all of them: XLA does not compute what is not returned
+        return results  # XLA does not compute what is not returned
 
     return program
 
 
 def lenet_work() -> Work:
-    """A step of training LeNet."""
 
     def network(implementation, dtype):
         return LeNet(implementation=implementation, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
@@ -211,7 +217,6 @@ def lenet_work() -> Work:
 
 
 def mixer_work() -> Work:
-    """A step of training an MLP-Mixer."""
 
     def network(implementation, dtype):
         return Mixer(implementation=implementation, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
@@ -222,9 +227,9 @@ def mixer_work() -> Work:
 def logic_work(
     name: str, gates: int, cpu_batches: tuple[int, ...], parametrization: Parametrization = "softmax"
 ) -> Work:
-    """A step of training a logic network of six layers, as published for MNIST, on random bits."""
+    """Return a training step of a logic network with six layers, as published for MNIST, on random bits."""
     network = functools.partial(logic_network, gates, parametrization)
-    # In float64, 16 functions per gate and example take a CPU long.
+    # On a CPU, 16 functions per gate and example are slow in float64.
     options = dict(error_batch=max(1, 8000 * 128 // gates), draw_inputs=_draw_bits, optimiser=_ADAM)
     return _training_step(name, f"6x{gates}", {"gates": gates}, network, (784,), ((128, 1024), cpu_batches), **options)
 
@@ -242,7 +247,6 @@ def logic_network(
     implementation: str | None = None,
     dtype: str = "float32",
 ) -> LogicNetwork:
-    """The network of `logic_work`."""
     return LogicNetwork(
         784,
         [gates] * 6,
@@ -258,8 +262,15 @@ def logic_network(
 
 
 class LogicConvSizes(NamedTuple):
-    """A published convolutional logic network: the shape of its images of bits, its convolutions with their or-pools,
-    the gates of the layers behind them, and what the sums of classes are divided by."""
+    """A published convolutional logic network.
+
+    Attributes:
+      shape: the shape of the images of bits.
+      convolutions: the convolutions with their or-pools.
+      widths: the gates of each later layer.
+      tau: the divisor of the class sums.
+      cpu_batches: the default batch sizes without a GPU.
+    """
 
     shape: tuple[int, int, int]
     convolutions: Sequence[LogicConvolution]
@@ -281,14 +292,16 @@ LOGIC_CONV = {
     ),
     "cifar-m": LogicConvSizes((9, 32, 32), _CIFAR_CONVOLUTIONS, tuple(256 * width for width in _WIDTHS), 40.0),
 }
-"""Of F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024: size M, for MNIST and for
-CIFAR-10 with three bits a colour."""
+"""The networks of size M, for MNIST and for CIFAR-10 with three bits per color channel.
+
+Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+"""
 
 
 def logic_conv_work(place: str, parametrization: Parametrization = "softmax") -> Work:
-    """A step of training a convolutional logic network, `LOGIC_CONV[place]`.
+    """Return a training step of a convolutional logic network, `LOGIC_CONV[place]`.
 
-    Its inputs are no bits: with these, many positions of a window would be equal but for rounding, and chance would
+    Its inputs are not bits. With bits, many positions of a window would be equal up to rounding, which would then
     decide which is the largest.
     """
     network, sizes = functools.partial(logic_conv_network, place, parametrization), LOGIC_CONV[place]
@@ -302,7 +315,6 @@ def logic_conv_network(
     implementation: str | None = None,
     dtype: str = "float32",
 ) -> LogicConvNetwork:
-    """The network of `logic_conv_work`."""
     sizes = LOGIC_CONV[place]
     return LogicConvNetwork(
         sizes.shape,
@@ -311,7 +323,7 @@ def logic_conv_network(
         10,
         tau=sizes.tau,
         wiring=_unique_wires,
-        initialization="residual",  # of random gates too
+        initialization="residual",  # of the layers as well as the convolutions
         parametrization=parametrization,
         implementation=implementation,
         dtype=jnp.dtype(dtype),
@@ -319,7 +331,7 @@ def logic_conv_network(
     )
 
 
-# Of hundreds of thousands of gates they take seconds, and each implementation and each peer has a network of its own.
+# For hundreds of thousands of gates, wires take seconds to make. Each implementation and each peer makes a network.
 _unique_wires = functools.cache(jaxbp.Wires.unique)
 
 
@@ -341,13 +353,15 @@ def _training_step(
     optimiser: Callable[..., FusedOptimizer] | None = None,
     error_batch: int = 128,
 ) -> Work:
-    """Loss and gradients of `network(implementation=, dtype=)`; in a program each call is a step of training.
+    """Return the workload that computes the loss and gradients of `network(implementation=, dtype=)`.
+
+    In a program, each call is a training step.
 
     Args:
-      shape: of the inputs, without the batch.
+      shape: the shape of one input.
       losses: `(model, inputs, labels, implementation) -> losses`, one per example.
       draw_inputs: `(key, shape) -> inputs`.
-      optimiser: as `training` takes it.
+      optimiser: the argument of `training`.
     """
 
     @functools.cache
@@ -374,19 +388,23 @@ def _training_step(
 
 
 AUTOMATON_BATCHES = {8: ((), (1,)), 16: ((2,), ()), 32: ((4,), ())}
-"""Side of a grid -> batch sizes on a GPU and elsewhere."""
+"""Side length of the grid -> batch sizes on a GPU and elsewhere."""
 TICKS = 20
 GATE_OPERATIONS = 24
-"""Of a gate in its bilinear form c0 + c1 a + c2 b + c3 ab. Forward three multiply-adds; backward four multiply-adds or
-products for the gradients of a and b, and five for those of the four coefficients; each counts twice."""
+"""Operations of a gate in its bilinear form c0 + c1 a + c2 b + c3 ab, forward and backward.
+
+The forward takes three multiply-adds. The backward takes four multiply-adds or products for da and db, and five for the
+gradients of the four coefficients. Each counts twice.
+"""
 FORWARD_OPERATIONS = 6
-"""Those of the forward alone."""
+"""Operations of the forward of a gate."""
 
 
 def automaton_work(size: int) -> Work:
-    """Loss and gradients of `TICKS` ticks of `CHECKERBOARD`; each call is a step of training.
+    """Return the workload that computes the loss and gradients of `TICKS` ticks of `CHECKERBOARD`.
 
-    Instead of an implementation's name, `function` also takes `(logits, automaton, state, steps) -> state`.
+    Each call is a training step. Instead of the name of an implementation, `function` also takes
+    `(logits, automaton, state, steps) -> state`.
     """
     with jax.ensure_compile_time_eval():
         automaton = CHECKERBOARD.made()
@@ -427,19 +445,22 @@ def automaton_work(size: int) -> Work:
 
 
 class Scaled(NamedTuple):
-    """Parameters, and by what their loss is scaled."""
+    """Parameters and the scale of their loss."""
 
     parameters: Any
     scale: LossScale
 
 
 def with_scale(parameters: Any, dtype: str) -> Any:
-    """What a step takes as its state: in float16 with a loss scale."""
+    """Return the state of a training step: the parameters, with a loss scale in float16."""
     return Scaled(parameters, LossScale.create()) if dtype == "float16" else parameters
 
 
 def loss_and_gradients(loss: Callable) -> Callable:
-    """`jax.value_and_grad(loss)` in the parameters; of a `Scaled` also whether they are finite, and the next scale."""
+    """Return `jax.value_and_grad(loss)` with respect to the parameters.
+
+    For a `Scaled` state, the function also returns whether the gradients are finite, and the next scale.
+    """
 
     def function(state, *arguments):
         if isinstance(state, Scaled):
@@ -455,9 +476,11 @@ def training(
     implementation: str | None = "autodiff",
     optimiser: Callable[..., FusedOptimizer] | None = None,
 ) -> Callable:
-    """A program of training steps (forward, backward, update), by default with SGD; scaled ones skip what is not
-    finite."""
-    # The fastest update where the step is ours: for few or large arrays that is Optax's as well.
+    """Return a program of training steps (forward, backward, update), by default with SGD.
+
+    With a loss scale, it skips updates that are not finite.
+    """
+    # jaxbp's steps take the fastest update. For few or large arrays that is Optax's.
     if optimiser is None:
         update = optax.sgd(0.01)
     else:
@@ -467,7 +490,8 @@ def training(
         ((state, images, labels),) = sets
 
         def step(carry, _):
-            # Without it, XLA would compute what depends on the images alone, say their transpose, once for all steps.
+            # Without the barrier, XLA would compute values that depend only on the images, such as their transpose,
+            # once for all steps.
             x, y, (state, optimiser_state) = lax.optimization_barrier((images, labels, carry))
             loss, gradients, *scaled = function(state, x, y)
             if not scaled:

@@ -1,7 +1,7 @@
-"""What can be trained, with which settings: one frozen dataclass an experiment.
+"""The experiments and their settings, one frozen dataclass per experiment.
 
-To add an experiment, subclass `TrainingConfig` (or `ImageConfig`, for one trained on an image dataset), write what it
-leaves open, and list the class in `EXPERIMENTS`: the command line, the run directory and the loop then work with it.
+To add an experiment, subclass `TrainingConfig`, or `ImageConfig` for image datasets. Implement its abstract methods,
+and list the class in `EXPERIMENTS`. The command line, the run directory, and the loop then work with it.
 """
 
 from experiments.configs.automaton import AUTOMATA

@@ -1,7 +1,7 @@
 """The experiments `ca-*`: logic cellular automata, trained by backpropagation through their ticks.
 
-An example is a seed, and the number of the update that it is drawn in: its start follows from the seed, and so does
-everything else that is random. Training draws new seeds for every update.
+An example is a seed and the number of the update that draws it. The seed determines the start state and everything else
+that is random. Training draws new seeds for every update.
 """
 
 import dataclasses
@@ -52,94 +52,95 @@ HARD_GATES: Settings = dict(
     restart_after=0,
     target_accuracy=1.0,
 )
-"""Gates become hard, more and more of them."""
+"""Training with a growing share of hard gates."""
 ROUNDED_STATES: Settings = {**HARD_GATES, "hard_share": 0.0, "rounded_share": 0.1}
-"""A tenth of the states' values are rounded before each tick."""
+"""Training that rounds a tenth of the values of a state before each tick."""
 RESTARTS: Settings = ROUNDED_STATES | dict(learning_rate=0.2, first_gates="returning", shrink=2, restart_after=100)
-"""Many short attempts on a small grid, each from other first functions."""
+"""Many short attempts on a small grid, each with other initial functions."""
 DECAYING: Settings = ROUNDED_STATES | dict(learning_rate=0.1, weight_decay=0.02)
-"""Decay keeps gates uncertain enough to go on learning."""
+"""Training with weight decay, which keeps gates uncertain enough to continue learning."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutomatonConfig(TrainingConfig):
     """A logic cellular automaton.
 
-    The loss is the squared error of the last state's visible channels, summed over cells; the mean over the batch. In
-    training a share of the gates may be hard, drawn anew for every update; the evaluation is the hard automaton's, and
-    its accuracy the share of examples of which every visible cell is right.
+    The loss is the squared error of the visible channels of the last state, summed over cells and averaged over the
+    batch. In training, a share of the gates may be hard, redrawn for every update. The evaluation runs the hard
+    automaton. Its accuracy is the share of examples in which every visible cell is correct.
     """
 
     gradient_clip: ClassVar[float | None] = 100.0
     independent: ClassVar[bool] = False
-    """The examples of a batch have a key in common, from which hard gates and firing cells are drawn."""
+    """False, because the examples of a batch share the key that draws hard gates and firing cells."""
     examples: ClassVar[str] = "grids"
 
     grid: ClassVar[tuple[int, int]]
     periodic: ClassVar[bool]
     channels: ClassVar[int]
     visible: ClassVar[int] = 1
-    """The first channels, which the loss is on."""
+    """The number of first channels that enter the loss."""
     any_grid: ClassVar[bool] = False
-    """Whether it is known what is to be seen on grids of other sizes."""
+    """Whether the target is defined on grids of other sizes."""
     steps: ClassVar[int]
     """Ticks from the start to the loss."""
     fire_rate: ClassVar[float] = 1.0
     perception: ClassVar[tuple[int, Sequence[int]]]
-    """Kernels, and the gates of each layer of one."""
+    """The number of kernels, and the number of gates in each layer of a kernel."""
     update: ClassVar[Sequence[int]]
-    """The gates of each layer."""
+    """The number of gates in each layer."""
     published: ClassVar[tuple[Recipe, int]]
-    """With the number of updates."""
+    """The published recipe and its number of updates."""
     settings: ClassVar[Settings] = HARD_GATES
-    """The defaults of our recipe, of the settings that decide how well an automaton hardens."""
+    """The defaults of the recipe "hardening", for the settings that decide how well an automaton hardens."""
     hardening: ClassVar[tuple[int, int] | None] = None
-    """Updates and epochs of our recipe, if they are others."""
+    """Updates and epochs of the recipe "hardening", if they differ from the published ones."""
     stands: ClassVar[bool] = False
-    """Whether an example of the evaluation has to be right after as many ticks again."""
+    """Whether an example of the evaluation must still be correct after the same number of ticks again."""
     test_examples: ClassVar[int] = 32
-    """Of the evaluation after each epoch."""
+    """Number of examples in the evaluation after each epoch."""
     trials: ClassVar[int] = 256
-    """Unseen starts from which the hardened automaton runs in the end; 1 if all are the same."""
+    """Unseen starts from which the hardened automaton runs at the end; 1 if all starts are equal."""
     shown_grid: ClassVar[tuple[int, int] | None] = None
-    """Of the pictures, if it is not training's."""
+    """Grid of the pictures, if it differs from the grid of training."""
 
     recipe: Literal["hardening", "published"] = "hardening"
-    """Defaults of what is left open: ours, or the published ones."""
+    """Defaults of the other settings: chosen for hardening, or as published."""
     updates: Annotated[int | None, Range(1)] = None
-    """Steps of the optimiser, rounded up to a multiple of the epochs. None: the recipe's."""
+    """Steps of the optimizer, rounded up to a multiple of the epochs. None: set by the recipe."""
     epochs: Annotated[int | None, Range(1)] = None
-    """Parts that the updates are done in, with an evaluation and a checkpoint after each. None: the recipe's."""
+    """Number of parts of training, each followed by an evaluation and a checkpoint. None: set by the recipe."""
     learning_rate: Annotated[float | None, Range(above=True)] = None
-    """AdamW's. None: the recipe's."""
+    """Learning rate of AdamW. None: set by the recipe."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """Of the learning rate: constant, or a cosine's half to 0."""
+    """Schedule of the learning rate: constant, or half a cosine to 0."""
     weight_decay: Annotated[float | None, Range()] = None
-    """AdamW's. None: the recipe's."""
+    """Weight decay of AdamW. None: set by the recipe."""
     pass_through: Annotated[float | None, Range()] = None
-    """How surely gates pass on an input at first: `residual_logit` of jaxbp.initial_logits. None: the recipe's."""
+    """How surely gates first pass on one input: `residual_logit` of jaxbp.initial_logits. None: set by the recipe."""
     hard_share: Annotated[float | None, Range(0, 1)] = None
-    """Share of the gates that are hard at the last update, with the relaxed gates' gradients. None: the recipe's."""
+    """Share of hard gates at the last update. They have the gradients of relaxed gates. None: set by the recipe."""
     rounded_share: Annotated[float | None, Range(0, 1)] = None
-    """Share of a state's values that are rounded before each tick, straight through. None: the recipe's."""
+    """Share of a state's values that are rounded before each tick, straight through. None: set by the recipe."""
     certainty: Annotated[float | None, Range()] = None
-    """Weight, at the last update, of the variance that the gates' truth tables have. None: the recipe's."""
+    """Weight, at the last update, of the variance of the gates' truth tables. None: set by the recipe."""
     hard_from: Annotated[float | None, Range(0, 1)] = None
-    """Share of the updates in which `hard_share` and `certainty` are 0; they grow in a line. None: the recipe's."""
+    """Share of updates with `hard_share` and `certainty` at 0, before they grow linearly. None: set by the recipe."""
     first_gates: Literal["a", "drawn", "returning", "separating"] | None = None
-    """Gates pass on at first: a, or a or b, drawn, so that a channel returns, or cells differ. None: the recipe's."""
+    """Input that gates first pass on: a; random; random, such that a channel returns; random, such that cells differ.
+    None: set by the recipe."""
     shrink: Annotated[int | None, Range(1)] = None
-    """The grid of training is smaller by this factor, and its ticks fewer. None: the recipe's."""
+    """Factor by which the grid of training is smaller, and its ticks fewer. None: set by the recipe."""
     restart_after: Annotated[int | None, Range()] = None
-    """Updates after which training begins again, at the end of an epoch; 0: never. None: the recipe's."""
+    """Updates after which training restarts, at the end of an epoch; 0: never. None: set by the recipe."""
     noise: Annotated[float, Range()] = 0.0
-    """Scale of the Gumbel noise in the parameters, drawn for every update."""
+    """Scale of the Gumbel noise that every update adds to the parameters."""
     parametrization: Parametrization = "softmax"
-    """What a gate's parameters are: see jaxbp.gate_layer."""
+    """Parameters of a gate: see jaxbp.gate_layer."""
     target_accuracy: Annotated[float | None, Range(0, 1)] = None
-    """Stop after the first epoch with this share of right examples. None: 1, or with the published recipe never."""
+    """Stop after the first epoch with this share of correct examples. None: 1, or never if published."""
     implementation: ImplementationName | None = None
-    """Which backward passes run; None: the fastest that the platform supports."""
+    """Implementation of the backward passes. None: the fastest that the platform supports."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -197,7 +198,7 @@ class AutomatonConfig(TrainingConfig):
             np.stack([np.arange(n), np.zeros(n)], 1, dtype=np.uint32, casting="unsafe")
             for n in (in_an_epoch, self.test_examples)
         )
-        # What is to be predicted of every example is that it comes out right.
+        # The target of every example is True, which means that the example is correct.
         return Dataset(train, np.ones(len(train), bool), test, np.ones(len(test), bool), self.name)
 
     def augmentation(self) -> Augment | None:
@@ -216,15 +217,15 @@ class AutomatonConfig(TrainingConfig):
     def starts(
         self, seeds: UInt32[Array, " batch"], grid: tuple[int, int] | None = None
     ) -> Bool[Array, "batch height width channels"]:
-        """The states from which the examples of these seeds start, also on another grid than training's."""
+        """Return the start states for these seeds, on the grid of training or on another grid."""
         raise NotImplementedError
 
     def targets(self, starts: Bool[Array, "batch height width channels"]) -> Bool[Array, "... height width visible"]:
-        """What is to be seen after the last tick."""
+        """Return the target of the visible channels after the last tick."""
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """`hard_share` or `certainty` as of an update: 0 in the first `hard_from` of an attempt, then in a line up."""
+        """Return `hard_share` or `certainty` at an update: 0 in the first `hard_from` of an attempt, then linear."""
         updates = self.updates
         if self.restart_after:
             updates, update = self.restart_after, update % self.restart_after
@@ -251,7 +252,7 @@ class AutomatonConfig(TrainingConfig):
         return losses + penalty, right
 
     def penalty(self, logits: PyTree, update: Int[Array, ""]) -> Float[Array, ""]:
-        """What `certainty` adds to the loss."""
+        """Return the term that `certainty` adds to the loss."""
         variances = [jnp.sum(gates.variance(layer, self.parametrization)) for layer in jax.tree.leaves(logits)]
         return self.as_of(update, "certainty") * sum(variances)
 
@@ -266,11 +267,11 @@ class AutomatonConfig(TrainingConfig):
         return losses, right
 
     def _starts_and_key(self, examples, grid=None):
-        """The examples' starts, and a key for everything else that is random."""
+        """Return the start states of the examples, and a key for other random choices."""
         return self.starts(examples[:, 0], grid), jax.random.fold_in(jax.random.key(examples[0, 0]), 1)
 
     def _draw_first_gates(self, model, key):
-        """Has every gate pass on its a or its b, drawn by the key."""
+        """Set every gate to pass on its input a or b, drawn by the key."""
         random = np.random.default_rng(np.asarray(jax.random.bits(key, (4,))))
         parts, automaton = (model.perception, model.update), model.automaton.get_value()
 
@@ -295,8 +296,10 @@ class AutomatonConfig(TrainingConfig):
                 layer[...] = jnp.where(chosen[..., None], exchanged, layer[...])
 
     def _confused(self, automaton, drawn):
-        """How many cells a function of what is seen at the last tick gets wrong at least, if all gates until then pass
-        on one input, where drawn their b."""
+        """Return how many cells the best function of the neighborhood at the last tick still gets wrong.
+
+        Until then, all gates pass on one input: b where `drawn` is true, else a.
+        """
         starts = self.starts(jnp.zeros(1, jnp.uint32))
         targets = np.asarray(self.targets(starts)).reshape(-1, self.visible)
         sources = _sources(automaton, *drawn)
@@ -324,21 +327,21 @@ class AutomatonConfig(TrainingConfig):
 
 
 _MOST_DRAWS = 20_000
-"""Of first gates; the checkerboard needs about 400, where they have to return."""
+"""The limit of draws of first gates; "returning" takes about 400 for the checkerboard."""
 _SEPARATING_DRAWS = 200
-"""Of first gates, the best of which is taken."""
+"""Draws of first gates for "separating", which takes the best one."""
 
 
 def _each(function: Callable[[PRNGKeyArray, Array], Array], key: PRNGKeyArray, logits: PyTree) -> PyTree:
-    """The function of every layer, with a key of its own."""
+    """Apply the function to every layer, each with another key."""
     layers, structure = jax.tree.flatten(logits)
     keys = jax.random.split(key, len(layers))
     return jax.tree.unflatten(structure, [function(*pair) for pair in zip(keys, layers, strict=True)])
 
 
 def _with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Array:
-    """The parameters of gates whose a is their b."""
-    order = [0, 2, 1, 3]  # of the rows of a truth table, and of 1, a, b, ab
+    """Return the parameters of gates with the inputs a and b exchanged."""
+    order = [0, 2, 1, 3]  # the new order of the rows of a truth table, and of 1, a, b, ab
     if parametrization == "softmax":
         order = [list(map(tuple, gates.TRUTH_TABLES)).index(tuple(table[order])) for table in gates.TRUTH_TABLES]
     return logits[..., np.array(order)]
@@ -347,8 +350,10 @@ def _with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> A
 def _sources(
     automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[tuple[int, int]]:
-    """What each channel is after a tick if every gate passes on one input, where chosen its b: a channel, and of which
-    of the nine cells around it, in row-major order."""
+    """Return the source of each channel in one tick, if every gate passes on one input: b where chosen, else a.
+
+    A source is a channel and one of the nine cells of the neighborhood, in row-major order.
+    """
 
     def passed_on(part, chosen):
         return [np.where(c, np.asarray(w.b), np.asarray(w.a)) for w, c in zip(part, chosen, strict=True)]
@@ -371,21 +376,24 @@ def _sources(
 
 
 def _returns(sources: Sequence[tuple[int, int]]) -> bool:
-    """Whether the first channel is that of another channel's neighbour along a diagonal, and this one's the first's in
-    the same direction."""
+    """Return whether the first channel returns, displaced along a diagonal, after two ticks.
+
+    Its source must be another channel of a diagonal neighbor, whose source must be the first channel in the same
+    direction.
+    """
     channel, direction = sources[0]
     return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
 
 
 def _seen(state: np.ndarray, periodic: bool) -> np.ndarray:
-    """The nine cells that each cell sees, (height, width, 9, channels)."""
+    """Return the nine cells of each cell's neighborhood, (height, width, 9, channels)."""
     around = np.pad(state, ((1, 1), (1, 1), (0, 0)), mode="wrap" if periodic else "constant")
     height, width = state.shape[:2]
     return np.stack([around[i : i + height, j : j + width] for i in range(3) for j in range(3)], axis=2)
 
 
 def _passed_on(state: np.ndarray, sources: Sequence[tuple[int, int]], ticks: int, periodic: bool) -> np.ndarray:
-    """The state after ticks at which every channel becomes its source."""
+    """Return the state after `ticks` ticks, in each of which every channel becomes its source."""
     channels, places = np.array(sources).T
     for _ in range(ticks):
         state = _seen(state, periodic)[:, :, places, channels]
@@ -398,7 +406,7 @@ def _random_states(seeds: UInt32[Array, " batch"], *shape: int) -> Bool[Array, "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LifeConfig(AutomatonConfig):
-    """The Game of Life, learned from one tick of all 512 boards of 3 x 3 cells."""
+    """The Game of Life, trained on one tick of all 512 boards of 3 x 3 cells."""
 
     name: ClassVar[str] = "ca-life"
     grid: ClassVar = (3, 3)
@@ -423,10 +431,9 @@ class LifeConfig(AutomatonConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatternConfig(AutomatonConfig):
-    """An automaton that grows one pattern, whatever it starts from."""
+    """An automaton that grows one pattern from every start."""
 
     def pattern(self, grid: tuple[int, int] | None = None) -> Bool[np.ndarray, "height width visible"]:
-        """What it is to grow."""
         raise NotImplementedError
 
     def targets(self, starts):
@@ -435,7 +442,7 @@ class PatternConfig(AutomatonConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckerboardConfig(PatternConfig):
-    """A checkerboard of squares of 2 x 2 cells, from random states."""
+    """A checkerboard with squares of 2 x 2 cells, grown from random states."""
 
     name: ClassVar[str] = "ca-checkerboard"
     settings: ClassVar = RESTARTS
@@ -460,7 +467,7 @@ class CheckerboardConfig(PatternConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AsyncCheckerboardConfig(CheckerboardConfig):
-    """The checkerboard, by cells that update at a tick with a probability of 0.6."""
+    """The checkerboard, grown by cells that update in each tick with a probability of 0.6."""
 
     name: ClassVar[str] = "ca-checkerboard-async"
     settings: ClassVar = DECAYING | dict(pass_through=7.0, restart_after=1000)
@@ -475,7 +482,7 @@ class AsyncCheckerboardConfig(CheckerboardConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LizardConfig(PatternConfig):
-    """A lizard, from one cell."""
+    """A lizard, grown from one cell."""
 
     name: ClassVar[str] = "ca-lizard"
     grid: ClassVar = (20, 20)
@@ -501,7 +508,7 @@ class LizardConfig(PatternConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LetterConfig(PatternConfig):
-    """A letter in three colours, from zeros: where a cell is, it learns from the grid's border."""
+    """A letter in three colors, grown from zeros. Cells learn their position from the border of the grid."""
 
     name: ClassVar[str] = "ca-letter"
     grid: ClassVar = (16, 16)

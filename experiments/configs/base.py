@@ -1,6 +1,6 @@
-"""The settings that every experiment shares, and a config as JSON.
+"""The settings that every experiment shares, and their conversion to JSON.
 
-A config also builds its model and loss, which is all that the training loop knows of either.
+A config also builds its model and loss. The training loop knows neither in any other way.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from jaxbp.optimizers import FusedOptimizer
 from jaxbp.precision import Policy
 
 Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
-"""`loss(model, inputs, targets) -> (loss of each example, predictions)`; the predictions compare with the targets."""
+"""`loss(model, inputs, targets) -> (loss per example, predictions)`. Predictions are comparable with the targets."""
 
 Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
-"""`augment(key, inputs, step) -> inputs`, changed at random by `key` alone; `step` counts a run's steps from 0."""
+"""`augment(key, inputs, step) -> inputs`. The random change depends on `key`; `step` counts a run's steps from 0."""
 
 Config = TypeVar("Config", bound="TrainingConfig")
 
@@ -38,7 +38,7 @@ class Recipe(NamedTuple):
 
 
 class Range(NamedTuple):
-    """The numbers that a setting may be: in a field's annotation, `Annotated[int, Range(1)]`.
+    """The allowed values of a numeric setting, for the annotation of a field: `Annotated[int, Range(1)]`.
 
     Attributes:
       least, most: the bounds. Infinity is never allowed.
@@ -60,7 +60,7 @@ class Range(NamedTuple):
 
 
 FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data_dir", "devices"})
-"""Where the run and the data lie does not change what the run computes; on how many devices, its rounding alone."""
+"""Fields that do not change what a run computes. The number of devices changes only the rounding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,37 +68,37 @@ class TrainingConfig:
     """The settings that every experiment shares.
 
     Raises:
-      UserError: (a ValueError) for a value no run can have, naming the field, the value and what is wanted.
+      UserError: (a ValueError) for an invalid value, naming the field, the value, and the wanted values.
     """
 
     name: ClassVar[str]
     gradient_clip: ClassVar[float | None] = None
     """Bound on the absolute value of every element of the gradients."""
     independent: ClassVar[bool] = True
-    """Whether the loss of an example is the same whatever else is in its batch."""
+    """Whether the loss of an example does not depend on the other examples of its batch."""
     examples: ClassVar[str] = "images"
-    """What the examples are, in the plural."""
+    """The plural name of the examples."""
     curves: ClassVar[tuple[str, str]] = ("train", "test")
-    """The names of the curves of training and of the evaluation."""
+    """The names of the training curve and of the evaluation curve."""
 
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
-    """Seed of the initial parameters, of the order of the examples and of their augmentation."""
+    """Seed of the initial parameters, of the order of the examples, and of their augmentation."""
     batch_size: Annotated[int | None, Range(1)] = None
-    """Examples a step; an epoch's last, incomplete batch is dropped. None: the default for the dataset."""
+    """Examples per step. The last, incomplete batch of an epoch is dropped. None: the default for the dataset."""
     epochs: Annotated[int | None, Range(1)] = None
-    """Passes over the training set; the learning rate's schedule spans them. None: the default for the dataset."""
+    """Passes over the training set; the learning rate schedule spans them. None: the default for the dataset."""
     learning_rate: Annotated[float | None, Range(above=True)] = None
-    """Adam's peak learning rate: a short warm-up, then a cosine decay to zero. None: the default for the dataset."""
+    """Adam's peak learning rate, after a short warm-up and before a cosine decay to 0. None: the dataset's default."""
     weight_decay: Annotated[float, Range()] = 0.0
-    """Share of the parameters, times the learning rate, that each of Adam's steps takes from them (AdamW)."""
+    """Share of the parameters that each step subtracts from them, times the learning rate (AdamW)."""
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
-    """What the model computes in. Parameters, optimiser and loss are float32; mixed_float16 scales the loss."""
+    """Dtype of the model. Parameters, optimizer, and loss are float32; mixed_float16 scales the loss."""
     target_accuracy: Annotated[float | None, Range(0, 1)] = None
     """Stop after the first epoch with this test accuracy, a share from 0 to 1. None: train all epochs."""
     devices: Annotated[int | None, Range(1)] = None
-    """Devices that divide each batch among them. None: all, or the largest number that divides batch_size."""
+    """Number of devices that divide each batch. None: the largest available number that divides batch_size."""
     run_dir: Path | None = None
-    """Where the run is kept; None: a new folder under runs/, named after the experiment and the time."""
+    """Directory of the run. None: a new folder under runs/, named after the experiment and the time."""
     resume: bool = False
     """Continue the run in run_dir from its last checkpoint, with its settings; epochs may be larger."""
 
@@ -114,50 +114,47 @@ class TrainingConfig:
         return Policy.parse(self.precision)
 
     def is_last(self, epoch: int, test_accuracy: float) -> bool:
-        """Whether training ends with this epoch."""
         return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
 
     def attempt(self, epoch: int) -> int:
-        """Which attempt an epoch is of, from 0: the first epoch of each begins with new parameters."""
+        """Return the attempt of an epoch, from 0. The first epoch of an attempt begins with new parameters."""
         return 0
 
     def extended(self: Config, epochs: int) -> Config:
-        """The same run with more epochs, each of as many steps. The learning rate's schedule spans them all."""
+        """Return the same run with more epochs of the same length. The learning rate schedule spans all of them."""
         return dataclasses.replace(self, epochs=epochs)
 
     def defaults(self) -> Mapping[str, Any]:
-        """The values of settings that the user left open."""
+        """Return the values of settings that the user did not set."""
         raise NotImplementedError
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
-        """The model, its parameters drawn from `key`, and its loss."""
+        """Build the model, with parameters drawn from `key`, and its loss."""
         raise NotImplementedError
 
     def load(self) -> Dataset:
-        """The data to train and test on."""
         raise NotImplementedError
 
     def optimizer(self, steps: int) -> optax.GradientTransformation | FusedOptimizer | None:
-        """What updates the parameters, so many times; None: Adam, as `learning_rate`, `gradient_clip` and
-        `weight_decay` say."""
+        """Return the optimizer for `steps` steps, or None for Adam with the settings of this config."""
         return None
 
     def evaluation(self, loss: Loss) -> Loss:
-        """The loss and predictions on the test set, given the training's loss."""
+        """Return the loss function for the test set, given the loss function for training."""
         return loss
 
     def augmentation(self) -> Augment | None:
-        """A random change of a batch's inputs in training, not in the evaluation; None: no change."""
+        """Return a random change of the inputs of training batches, or None. The evaluation does not use it."""
         return None
 
     def _fill(self, settings: Mapping[str, Any]) -> None:
-        """Set the settings that are open, so that the config that is printed and saved says what the run does."""
+        """Fill in missing settings, so that the printed and saved config describes the run completely."""
         for field, value in settings.items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
 
     def _check_type(self, field: dataclasses.Field) -> None:
-        """Require one of a `Literal`'s values, or a number in the annotation's `Range`."""
+        """Require one of the values of a `Literal`, or a number in the `Range` of the annotation."""
         kind, *notes = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
         kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
         value = getattr(self, field.name)
@@ -180,20 +177,20 @@ class TrainingConfig:
 
 
 def to_dict(config: TrainingConfig) -> dict[str, Any]:
-    """The config as plain values that JSON can hold, the experiment's name first."""
+    """Convert the config to plain values for JSON, with the name of the experiment first."""
     fields = {field: str(value) if isinstance(value, Path) else value for field, value in vars(config).items()}
     return {"experiment": config.name} | fields
 
 
 def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
-    """The inverse of `to_dict`. A field that is newer than what was saved has its default.
+    """Invert `to_dict`. A field that is missing in `saved`, because it is newer, gets its default.
 
     Raises:
-      UserError: (a ValueError) for another experiment's settings, or one that this version does not have.
+      UserError: (a ValueError) for the settings of another experiment, or a setting that this version does not have.
     """
     values = dict(saved)
     if (name := values.pop("experiment")) != config.name:
-        raise UserError(f"the settings saved are those of {name}: wanted those of {config.name}")
+        raise UserError(f"the saved settings are for {name}: wanted settings for {config.name}")
     if unknown := values.keys() - {field.name for field in dataclasses.fields(config)}:
         raise UserError(f"this version has no setting {', '.join(sorted(unknown))}: wanted the version that saved it")
     paths = {field: Path(values[field]) for field in ("run_dir", "data_dir") if values.get(field) is not None}
@@ -201,12 +198,11 @@ def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
 
 
 def as_json(saved: Mapping[str, Any]) -> str:
-    """What `to_dict` gave, as indented JSON."""
     return json.dumps(saved, indent=2) + "\n"
 
 
 def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tuple[Any, Any]]:
-    """The fields that change a run's result and differ: field -> (saved value, present value)."""
+    """Return the fields that differ and affect the result of a run: field -> (saved value, present value)."""
     one, other = to_dict(saved), to_dict(config)
     return {
         field: (one[field], other[field])
@@ -216,15 +212,15 @@ def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tupl
 
 
 def resumed(saved: Config, config: Config) -> Config:
-    """The settings with which a run goes on that has `saved`, asked for `config`: these may have more epochs.
+    """Return the settings with which a run resumes that has the settings `saved`. `config` may have more epochs.
 
     Raises:
-      UserError: (a ValueError) if anything else that changes the result differs.
+      UserError: (a ValueError) if another setting that affects the result differs.
     """
     more = saved.extended(config.epochs) if config.epochs > saved.epochs else saved
     differing = differences(dataclasses.replace(saved, epochs=more.epochs), config)
     if differing and differences(more, config):
         fields = "; ".join(f"{field}: saved {old!r}, now {new!r}" for field, (old, new) in differing.items())
-        raise UserError(f"cannot resume {config.run_dir} with other settings ({fields}): only epochs may become more")
+        raise UserError(f"cannot resume {config.run_dir} with other settings ({fields}): only epochs may increase")
     elsewhere = {field: value for field, value in vars(config).items() if field in FIELDS_WITHOUT_EFFECT}
     return dataclasses.replace(more, **elsewhere)

@@ -1,4 +1,4 @@
-"""What the experiments on images share: the dataset, the implementation, the dtype and the loss."""
+"""The settings and the loss that the experiments on images share."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -28,18 +28,18 @@ class ImageConfig(TrainingConfig):
     """The settings of the experiments that classify images."""
 
     datasets: ClassVar[Sequence[DatasetName]] = ("digits", "mnist", "fashion_mnist")
-    """Those that the experiment is for."""
+    """The datasets that the experiment supports."""
 
     dataset: DatasetName = "digits"
-    """digits comes with scikit-learn; mnist and fashion_mnist are downloaded into data_dir; cifar10 has to be in it."""
+    """digits comes with scikit-learn; mnist and fashion_mnist are downloaded into data_dir; cifar10 must be in it."""
     data_dir: Path | None = None
-    """Folder of the dataset's files; None: a cache folder. digits needs none."""
+    """Folder of the dataset's files. None: a cache folder. digits needs none."""
     implementation: ImplementationName | None = None
-    """Which backward passes run; None: the fastest that the platform supports."""
+    """Implementation of the backward passes. None: the fastest that the platform supports."""
     shift: Annotated[int, Range()] = 0
-    """Moves each training image at random, by at most so many pixels in each direction."""
+    """Shift each training image at random, by at most this many pixels in each direction."""
     distortion: Annotated[float, Range()] = 0.0
-    """Bends each training image at random: the standard deviation of a smooth field of displacements, in pixels."""
+    """Bend each training image at random by a smooth field of displacements with this standard deviation, in pixels."""
 
     def __post_init__(self):
         self._check_choice("dataset", self.datasets)
@@ -70,6 +70,9 @@ def classification_loss(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, " batch"], Int[Array, " batch"]]:
-    """Softmax cross entropy of each image in float32, whatever the model computes in, and the likeliest class."""
+    """Return the softmax cross entropy of each image, and the most likely class.
+
+    The cross entropy is computed in float32, whatever the dtype of the model.
+    """
     logits = model(images).astype(jnp.float32)
     return jaxbp.softmax_cross_entropy(logits, labels, implementation=implementation), jnp.argmax(logits, axis=-1)

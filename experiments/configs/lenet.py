@@ -18,7 +18,7 @@ class LeNetConfig(ImageConfig):
     name: ClassVar[str] = "lenet"
 
     fused: bool = True
-    """Whether convolution, ReLU and pool are one op; --no-fused trains through the chain of single ops."""
+    """Whether convolution, ReLU, and pool are one op; --no-fused trains with single ops."""
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
         model = LeNet(

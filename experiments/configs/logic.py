@@ -1,4 +1,4 @@
-"""The experiment `logic`, and what it shares with `logic-conv`."""
+"""The experiment `logic`, and the base class that it shares with `logic-conv`."""
 
 import dataclasses
 import functools
@@ -27,16 +27,16 @@ RECIPES: dict[DatasetName, Recipe] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateConfig(ImageConfig):
-    """A network of gates on bits of images: relaxed gates are trained, hard ones evaluated."""
+    """A network of gates on bits of images. Training uses relaxed gates, and the evaluation uses hard gates."""
 
     curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
 
     def network(self, key: PRNGKeyArray) -> nnx.Module:
-        """The model, called with bits and `hard=`."""
+        """Return the model, which is called with bits and `hard=`."""
         raise NotImplementedError
 
     def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch ..."]:
-        """What the network reads of images."""
+        """Convert images to the inputs of the network."""
         raise NotImplementedError
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
@@ -56,27 +56,27 @@ class GateConfig(ImageConfig):
 class LogicConfig(GateConfig):
     """A network of differentiable logic gates on the bits of thresholded images.
 
-    The test accuracy is that of the hardened network. The published networks for MNIST have 6 layers of 8000 gates,
-    and of 64000.
+    The test accuracy is measured on the hardened network. The published networks for MNIST have 6 layers of 8000 or
+    64000 gates.
     """
 
     name: ClassVar[str] = "logic"
     gradient_clip: ClassVar[float | None] = 100.0
 
     layers: Annotated[int | None, Range(1)] = None
-    """Of gates. None: 4 for digits, else 6."""
+    """Layers of gates. None: 4 for digits, else 6."""
     gates: Annotated[int | None, Range(1)] = None
-    """Of a layer, a multiple of 10. None: 2000 for digits, else 8000."""
+    """Gates per layer, a multiple of 10. None: 2000 for digits, else 8000."""
     tau: Annotated[float | None, Range(above=True)] = None
-    """What the sums of a class's outputs are divided by. None: sqrt(gates / 80), which is 10 for 8000."""
+    """Divisor of the sum of the outputs of each class. None: sqrt(gates / 80), which is 10 for 8000."""
     levels: Annotated[int, Range(1)] = 3
-    """Bits of a pixel: whether it is above 1 / (levels + 1), 2 / (levels + 1), ..."""
+    """Bits per pixel, which compare it with 1 / (levels + 1), 2 / (levels + 1), ..."""
     wiring: Literal["unique", "random"] = "unique"
-    """Which inputs the gates read: no pair twice, or any."""
+    """Input pairs of the gates: unique has no pair twice, random has any pairs."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Whether gates pass on an input at first, or are random mixtures."""
+    """Initial gates: residual passes on one input, normal is a random mixture."""
     parametrization: Parametrization = "softmax"
-    """What a gate's parameters are: see jaxbp.gate_layer."""
+    """Parameters of a gate: see jaxbp.gate_layer."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,19 +1,21 @@
 """The experiment `logic-conv`.
 
-For MNIST and Fashion-MNIST the network has, with k kernels in the first convolution, all of them trees of 7 gates:
+Let k be the number of kernels in the first convolution. All kernels are trees of 7 gates. The network for MNIST and
+Fashion-MNIST has:
 
     k kernels of 5 x 5, no padding      28 x 28 -> 24 x 24, or-pool -> 12 x 12
     3 k kernels of 3 x 3, no padding            -> 10 x 10, or-pool -> 5 x 5
     9 k kernels of 3 x 3, no padding            -> 3 x 3
     layers of 1280 k, 640 k and 320 k gates
 
-With a kernel's gates counted at every place these are 8939 k gates, and the or-pools have 657 k more: 143,024 and
-10,512 for size s (k = 16), 572,096 and 42,048 for m (64), 1,179,948 and 86,724 for l (132). The published counts are
-147,000, 566,000 and 1,270,000. The paper has padding in the second and the third convolution and a pool after the
-third, which would be 11,564 k gates and 999 k.
+If the gates of a kernel are counted at every position, these are 8939 k gates, and the or-pools have 657 k more. The
+counts are 143,024 and 10,512 for size s (k = 16), 572,096 and 42,048 for m (64), and 1,179,948 and 86,724 for l (132).
+The published counts are 147,000, 566,000 and 1,270,000. The paper has padding in the second and third convolutions and
+a pool after the third, which would give 11,564 k gates and 999 k.
 
-For CIFAR-10 there are four convolutions of k, 4 k, 16 k and 32 k kernels of 3 x 3 with padding, each with an or-pool,
-and the same layers. For digits there are two convolutions, the first of stride 2, and two layers.
+The network for CIFAR-10 has four convolutions with k, 4 k, 16 k and 32 k kernels of 3 x 3 with padding, each followed
+by an or-pool, and the same layers. The network for digits has two convolutions, the first with stride 2, and two
+layers.
 
 Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
 """
@@ -51,12 +53,12 @@ class Size(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """A network whose every width is a multiple of k, the kernels of its first convolution."""
+    """A network whose widths are multiples of k, the number of kernels in its first convolution."""
 
     convolutions: Sequence[LogicConvolution]
-    """Their kernels are multiples of k."""
+    """The convolutions, with kernels in multiples of k."""
     widths: Sequence[int]
-    """Of the layers of gates, multiples of k."""
+    """The widths of the layers of gates, in multiples of k."""
     sizes: Mapping[SizeName, Size]
 
 
@@ -111,36 +113,35 @@ ARCHITECTURES: Mapping[DatasetName, Architecture] = {
 class LogicConvConfig(GateConfig):
     """A convolutional network of differentiable logic gates on the bits of thresholded images.
 
-    The test accuracy is that of the hardened network.
+    The test accuracy is measured on the hardened network.
     """
 
     name: ClassVar[str] = "logic-conv"
     datasets: ClassVar = get_args(DatasetName)
 
     size: SizeName = "s"
-    """Of the network, and of its settings that are left open."""
+    """Size of the network, which also sets the defaults of other settings."""
     kernels: Annotated[int | None, Range(1)] = None
-    """Of the first convolution: k. None: the size's."""
+    """Number k of kernels in the first convolution. None: set by the size."""
     tau: Annotated[float | None, Range(above=True)] = None
-    """What the sums of a class's outputs are divided by. None: the size's."""
+    """Divisor of the sum of the outputs of each class. None: set by the size."""
     levels: Annotated[int | None, Range(1)] = None
-    """Bits of a pixel: whether it is above 1 / (levels + 1), 2 / (levels + 1), ... None: the size's."""
+    """Bits per pixel, which compare it with 1 / (levels + 1), 2 / (levels + 1), ... None: set by the size."""
     weight_decay: Annotated[float | None, Range()] = None
-    """Share of the parameters, times the learning rate, that each of Adam's steps takes from them. None: the size's."""
+    """Share of the parameters that each step subtracts, times the learning rate (AdamW). None: set by the size."""
     shift: Annotated[int | None, Range()] = None
-    """Moves each training image at random, by at most so many pixels in each direction. None: the size's."""
+    """Shift each training image at random, by at most this many pixels in each direction. None: set by the size."""
     distortion: Annotated[float | None, Range()] = None
-    """Bends each training image at random: how far, in pixels, as a standard deviation. None: the size's."""
+    """Bend each training image at random, by this standard deviation in pixels. None: set by the size."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Whether gates pass on an input at first, or are random mixtures."""
+    """Initial gates: residual passes on one input, normal is a random mixture."""
     residual_logit: Annotated[float | None, Range(above=True)] = None
-    """How strongly they pass it on: see jaxbp.initial_logits. None: the size's."""
+    """How strongly residual gates pass on the input: see jaxbp.initial_logits. None: set by the size."""
     parametrization: Parametrization | None = None
-    """What a gate's parameters are: see jaxbp.gate_layer. None: the size's."""
+    """Parameters of a gate: see jaxbp.gate_layer. None: set by the size."""
 
     @property
     def architecture(self) -> Architecture:
-        """Of the dataset."""
         return ARCHITECTURES[self.dataset]
 
     def defaults(self) -> Mapping[str, Any]:

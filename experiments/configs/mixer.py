@@ -22,9 +22,9 @@ class MixerConfig(ImageConfig):
     patch: Annotated[int, Range(1)] = 7
     """Height and width of a patch, a divisor of 28."""
     channels: Annotated[int, Range(1)] = 128
-    """Numbers that stand for a patch."""
+    """Channels per patch."""
     blocks: Annotated[int, Range(1)] = 2
-    """Times that patches and channels are mixed."""
+    """Number of blocks that mix patches and channels."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Random changes of a training batch, made on the device each time that the batch is drawn."""
+"""Random changes of training batches, made on the device whenever a batch is drawn."""
 
 import functools
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 def shift(
     key: PRNGKeyArray, images: Float[Array, "batch channels height width"], pixels: int
 ) -> Float[Array, "batch channels height width"]:
-    """Moves each image by a random number of rows and of columns, uniform from -pixels to pixels. Edges become 0."""
+    """Shift each image by random numbers of rows and columns, uniform from -pixels to pixels. Edges become 0."""
     sides = (pixels, pixels)
     padded = jnp.pad(images, ((0, 0), (0, 0), sides, sides))
     corners = jax.random.randint(key, (len(images), 2), 0, 2 * pixels + 1)
@@ -20,10 +20,10 @@ def shift(
 def distort(
     key: PRNGKeyArray, images: Float[Array, "batch channels height width"], pixels: float, knots: int = 4
 ) -> Float[Array, "batch channels height width"]:
-    """Bends each image: a pixel becomes the value, bilinear, at a place displaced by a smooth random field.
+    """Bend each image: each pixel becomes the bilinear value at a position displaced by a smooth random field.
 
-    Displacements are normal at knots x knots points, with `pixels` as their standard deviation, and cubic between them;
-    all channels of an image share them. Beyond the edges is 0.
+    Displacements are normal at knots x knots points, with standard deviation `pixels`, and cubic between the points.
+    All channels of an image share them. Values beyond the edges are 0.
 
     Source: P. Simard et al., "Best practices for convolutional neural networks applied to visual document analysis",
     ICDAR 2003, whose fields are smoothed noise.

@@ -1,4 +1,4 @@
-"""The image datasets: scikit-learn's bundled digits, MNIST, Fashion-MNIST and CIFAR-10."""
+"""The image datasets: the digits of scikit-learn, MNIST, Fashion-MNIST, and CIFAR-10."""
 
 import gzip
 import hashlib
@@ -23,10 +23,10 @@ IMAGE_SHAPES: Mapping[DatasetName, tuple[int, int, int]] = {
     "fashion_mnist": (1, 28, 28),
     "cifar10": (3, 32, 32),
 }
-"""Channels, height and width."""
+"""Channels, height, and width."""
 CLASSES = 10
 MOST_ITEMS = 1_000_000
-"""More than in any dataset of this format, and less than a machine's memory."""
+"""A limit that exceeds every dataset in this format, and fits into memory."""
 
 # Images and labels for training and for testing. Fashion-MNIST's files have the same names as MNIST's.
 FILES = {
@@ -61,7 +61,7 @@ MD5: Mapping[str, Mapping[str, str]] = {
 }
 
 
-# CIFAR-10's binary files have no header: of each image a byte for the label, and one for each channel, row and column.
+# CIFAR-10's binary files have no header. Each image has one byte for the label, and one per channel, row, and column.
 CIFAR10_FILES = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)}
 CIFAR10_RECORD = 1 + math.prod(IMAGE_SHAPES["cifar10"])
 
@@ -83,20 +83,19 @@ def load(
     mirrors: Sequence[str] | None = None,
     md5: Mapping[str, str] | None = None,
 ) -> Dataset:
-    """Loads a dataset.
+    """Load a dataset.
 
     Args:
       name: `"digits"`, `"mnist"`, `"fashion_mnist"` or `"cifar10"`.
-      data_dir: the folder of the IDX files, plain or gzipped; a missing file is downloaded into it. Of CIFAR-10, that
-        of its binary files, which are never downloaded. None: `jaxbp/<name>` in the user's cache folder. Digits needs
-        none.
+      data_dir: the folder of the IDX files, plain or gzipped. A missing file is downloaded into it. For CIFAR-10, the
+        folder of its binary files, which are never downloaded. None: `jaxbp/<name>` in the user's cache folder. Digits
+        needs no folder.
       mirrors: base addresses to download from, tried in turn; None: the official ones.
-      md5: the checksum of every file that may be downloaded, by name; None: those of the official files.
+      md5: name -> checksum of every file that may be downloaded; None: the checksums of the official files.
 
     Raises:
-      UserError: (a ValueError) for an unknown name, or a file with damaged or wrong content, with what is wanted.
-      FileNotFoundError: for a file that is neither in the folder nor can be downloaded, and one of CIFAR-10 that is
-        not in the folder.
+      UserError: (a ValueError) for an unknown name, or a file with corrupt or wrong content.
+      FileNotFoundError: for a file that is not in the folder and cannot be downloaded, such as a file of CIFAR-10.
     """
     if name == "digits":
         return _digits()
@@ -115,18 +114,17 @@ def load(
 
 
 def default_data_dir(name: str) -> Path:
-    """The folder of a dataset unless the user names one."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "jaxbp" / name
 
 
 def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "items ..."]:
-    """Reads an IDX file of bytes, gzipped if its name ends in `.gz`: an array `(items, *item_shape)`.
+    """Read an IDX file of bytes, gzipped if its name ends in `.gz`, as an array `(items, *item_shape)`.
 
     Raises:
-      UserError: (a ValueError) naming the file, what came and what is wanted, for a damaged gzip file, a wrong magic
-        number, items of another shape, none at all or more than `MOST_ITEMS`, or more or fewer bytes than the header
-        announces, of which no more are read.
+      UserError: (a ValueError) naming the file, the found value, and the wanted one. The reasons are a corrupt gzip
+        file, a wrong magic number, items of another shape, no items or more than `MOST_ITEMS`, or more or fewer bytes
+        than the header announces. Surplus bytes are not read.
     """
     dimensions = 1 + len(item_shape)
     header_bytes = 4 * (1 + dimensions)
@@ -144,7 +142,7 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
             if not 1 <= shape[0] <= MOST_ITEMS:
                 raise UserError(f"{path}: {shape[0]} items: wanted at least 1 and at most {MOST_ITEMS}")
             wanted_bytes = math.prod(shape)
-            # A few bytes of gzip can be gigabytes: one more than is wanted is enough to know that there are too many.
+            # A small gzip file can hold gigabytes. One byte more than wanted shows that there are too many.
             content = file.read(wanted_bytes + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: {error}: wanted a whole gzip file") from error
@@ -155,15 +153,15 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
 
 
 def _digits() -> Dataset:
-    # scikit-learn takes a second to import, and only this dataset needs it.
+    # scikit-learn takes one second to import, and only this dataset needs it.
     import jax
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).reshape(-1, 8, 8).astype(np.float32)
-    # As in MNIST, a box of 20 x 20 pixels in the middle of the image: strokes that end at the edge of the 8 x 8 pixels
-    # would otherwise be lost on convolutions without padding. Cubic interpolation overshoots, hence the clip.
+    # Like in MNIST, the digit fills a box of 20 x 20 pixels in the middle of the image. Otherwise, convolutions without
+    # padding would lose strokes that end at the edge of the 8 x 8 pixels. The clip removes cubic overshoot.
     images = np.asarray(jax.image.resize(images, (len(images), 20, 20), "cubic")).clip(0, 1)
     images = np.pad(images, ((0, 0), (4, 4), (4, 4)))[:, None]
     train_images, test_images, train_labels, test_labels = train_test_split(
@@ -173,12 +171,12 @@ def _digits() -> Dataset:
 
 
 def read_cifar10(path: Path) -> tuple[UInt8[np.ndarray, "images 3 32 32"], UInt8[np.ndarray, " images"]]:
-    """Reads one of CIFAR-10's binary files: images and labels.
+    """Read the images and labels of one of CIFAR-10's binary files.
 
     Raises:
-      UserError: (a ValueError) naming the file, what came and what is wanted, for a file that is no whole number of
-        images, none or more than `MOST_ITEMS`, or labels beyond 9.
-      FileNotFoundError: for a file that is not there.
+      UserError: (a ValueError) naming the file, the found value, and the wanted one. The reasons are a fractional
+        number of images, no images or more than `MOST_ITEMS`, or labels beyond 9.
+      FileNotFoundError: for a missing file.
     """
     if not path.is_file():
         files = ", ".join(name for names in CIFAR10_FILES.values() for name in names)
@@ -202,7 +200,7 @@ def _read_cifar10_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarra
 def _read_split(images_path: Path, labels_path: Path, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     images, labels = read_idx(images_path, shape), read_idx(labels_path, ())
     if len(images) != len(labels):
-        raise UserError(f"{labels_path}: {len(labels)} labels: wanted {len(images)}, one an image of {images_path}")
+        raise UserError(f"{labels_path}: {len(labels)} labels: wanted {len(images)}, one per image of {images_path}")
     _refuse_labels(labels_path, labels)
     return _scaled(images[:, None]), labels.astype(np.int32)
 
@@ -217,7 +215,7 @@ def _refuse_labels(path: Path, labels: UInt8[np.ndarray, " items"]) -> None:
 
 
 def _refuse_files_of_another_dataset(path: Path, name: str) -> None:
-    """MNIST and Fashion-MNIST have files of the same names and shapes: one would pass for the other unnoticed."""
+    """Reject the files of the wrong dataset. MNIST and Fashion-MNIST have files with the same names and shapes."""
     digest = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
     for dataset, known in MD5.items():
         if dataset != name and digest in known.values():
@@ -235,7 +233,7 @@ def _find_or_download(folder: Path, file: str, mirrors: Sequence[str], md5: Mapp
         try:
             return Path(pooch.retrieve(url, f"md5:{md5[zipped.name]}", fname=zipped.name, path=folder))
         except (OSError, ValueError) as error:
-            # Of an error of the network, the innermost one says in a line what it is.
+            # The innermost exception of a network error describes it in one line.
             failures.append(f"{url}: {getattr(next(iter(error.args), None), 'reason', error)}")
     if is_new and folder.exists():
         folder.rmdir()  # pooch creates it before the download

@@ -1,4 +1,4 @@
-"""What cellular automata are to do: patterns that they grow, and the Game of Life."""
+"""The targets of cellular automata: patterns to grow, and the Game of Life."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,22 +47,24 @@ _LETTER = """
 
 
 def checkerboard(height: int, width: int, square: int = 2) -> Bool[np.ndarray, "height width 1"]:
-    """Squares of `square` x `square` cells, the first one off."""
+    """Return a checkerboard with squares of `square` x `square` cells. The first square is off."""
     return (np.indices((height, width)) // square).sum(axis=0)[..., None] % 2 == 1
 
 
 def lizard() -> Bool[np.ndarray, "20 20 1"]:
-    """A lizard from above."""
     return _drawn(_LIZARD, "#")
 
 
 def letter() -> Bool[np.ndarray, "16 16 3"]:
-    """A B: its stem in the first channel, its bows in the two others."""
+    """Return the letter B, with the stem in the first channel and the bows in the other two."""
     return _drawn(_LETTER, "rgb")
 
 
 def life_step(boards: Shaped[Array, "*batch height width"]) -> Bool[Array, "*batch height width"]:
-    """A tick of the Game of Life on a torus: a cell lives with three neighbours, or with two if it did."""
+    """Return the boards after one tick of the Game of Life on a torus.
+
+    A cell lives if it has three living neighbors, or if it lived and has two.
+    """
     alive = jnp.asarray(boards, jnp.int32)
     with_own = sum(jnp.roll(alive, (down, right), axis=(-2, -1)) for down in (-1, 0, 1) for right in (-1, 0, 1))
     return (with_own == 3) | ((alive == 1) & (with_own == 4))

@@ -1,31 +1,31 @@
-"""Draws ops with shapes, dtypes, options, numbers and transformations, and holds them against float64.
+"""Run ops with random shapes, dtypes, options, data, and transformations, and compare the results with float64.
 
-    python -m experiments.fuzz --seconds 60                      # other cases at each run
+    python -m experiments.fuzz --seconds 60                      # different cases in each run
     python -m experiments.fuzz --seed 0 --cases 10000 --json fuzz.json
     python -m experiments.fuzz --seed 0 --cases 20000 --json fuzz.json --resume
     python -m experiments.fuzz --seed 0 --only 1234              # one case again
 
-A case is an op of the catalogue with shapes and options of its own, in one implementation and dtype, plain or through
-a transformation of JAX (vmap, scan, remat, donation, a gradient of the gradient), at the numbers of a kind of
-`cases.DATA`. It depends only on its seed and number. The reference is autodiff in float64, of the plain formula or,
-for maxima, of `references.py`: see `jaxbp/verify/judge.py`.
+A case is an op of the catalogue with random shapes and options, in one implementation and dtype, on data of one kind of
+`cases.DATA`. The op is called directly or through a transformation of JAX (vmap, scan, remat, donation, a gradient of
+the gradient). A case depends only on its seed and number. The reference is autodiff in float64 of the plain formula,
+or, for maxima, of `references.py`: see `jaxbp/verify/judge.py`.
 
-Cases run in child processes, `--processes` of them, which a GPU may be shared by: one that dies, as when a compiler
-aborts, or that gives no answer for `--case-seconds`, is a finding, and another goes on. The same case is then run
-with JAX's own differentiation alone: if that ends the same way, it is the library's fault and not ours.
+Cases run in `--processes` child processes, which may share a GPU. If a process dies, for example because a compiler
+aborts, or if it does not answer for `--case-seconds`, the case counts as a crash and a new process continues. The same
+case is then run with autodiff. If it crashes there as well, the fault is in JAX, not in jaxbp.
 
-A failure prints lines of Python that show it by themselves, from a case made as small as it still fails. Exits with 1
-for a failure, and for a crash that is not the library's. The JSON file, beside what all result files have
-(`experiments/output/results.py`):
+For each failure, the command reduces the case while it still fails, and prints Python code that reproduces it. The exit
+code is 1 after a failure, or after a crash that autodiff does not share. In addition to the fields of every result file
+(`experiments/output/results.py`), the JSON file contains:
 
     seed, cases            numbers 0 to cases - 1 were drawn
-    seconds                that took
-    refused                cases that a kernel does not take (NotImplementedError)
-    lost                   cases that did not run, for the process died in one of the same program
-    counts                 field (op, implementation, transformation, dtype, data) -> value -> how many cases ran
-    failures               an object each: number, op, what is wrong, and the lines that show it
-    crashes                an object each: number, op, how the process ended and what it said, how it ended with
-                           JAX's own differentiation (null: well), and the lines that show it
+    seconds                the time that they took
+    refused                cases that a kernel does not support (NotImplementedError)
+    lost                   cases that did not run, because the process died in another case of the same program
+    counts                 field (op, implementation, transformation, dtype, data) -> value -> number of cases
+    failures               one object each: number, op, what is wrong, and the code that reproduces it
+    crashes                one object each: number, op, how the process ended and its output, how it ended with
+                           autodiff (null if it ended well), and the code that reproduces it
 """
 
 import collections
@@ -53,31 +53,31 @@ KEPT_EVERY = 20
 
 @dataclasses.dataclass(frozen=True)
 class FuzzConfig:
-    """Draw ops, shapes, dtypes, options and numbers at random, and hold results against float64."""
+    """Run ops with random shapes, dtypes, options, and data, and compare the results with float64."""
 
     seconds: float | None = None
-    """Stop after this time. By default, and without `--cases`, a minute."""
+    """Stop after this time. The default without `--cases` is one minute."""
     cases: int | None = None
-    """Stop after the case of this number."""
+    """Stop after this number of cases."""
     seed: int | None = None
-    """Of the cases; by default another one at each run, which is printed."""
+    """Seed of the cases. By default, each run draws a new seed and prints it."""
     ops: tuple[str, ...] = ()
-    """Names of ops, each by itself; by default all."""
+    """Names of ops, separated by spaces; by default all."""
     only: int | None = None
-    """Run the case of this number alone."""
+    """Run only the case with this number."""
     processes: int = 1
-    """Child processes that cases run in; 0 for this process, with which a crash makes an end."""
+    """Number of child processes that run cases; 0 for this process, which a crash then ends."""
     case_seconds: float = 120.0
-    """A process that takes longer for a case, or to make a failure smaller by a step, is ended."""
+    """Kill a process that takes longer than this for one case, or for one step of reducing a failure."""
     json: Path | None = None
-    """File to keep the counts and failures in."""
+    """File for the counts, failures, and crashes."""
     resume: bool = False
-    """Go on behind the last case of the JSON file, and add to its counts."""
+    """Continue after the last case of the JSON file, and add to its counts."""
 
 
 @dataclasses.dataclass
 class Found:
-    """The outcome of cases, as they come."""
+    """The outcomes of all cases so far."""
 
     cases: int = 0
     seconds: float = 0.0
@@ -90,9 +90,9 @@ class Found:
     crashes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def add(self, done: Done) -> Iterator[str]:
-        """Counts what came of a task, and gives a text for what was found."""
+        """Count the outcomes of a task, and yield a text for each failure and crash."""
         task, program = done.task, done.task.program
-        outcomes = {outcome.draw: outcome for outcome in done.results}  # of two, the smaller case comes later
+        outcomes = {outcome.draw: outcome for outcome in done.results}  # the reduced case of a draw comes last
         for draw, outcome in outcomes.items():
             for field in ("dtype", "implementation", "transformation"):
                 self.counts[field][str(getattr(program, field))] += 1
@@ -117,12 +117,10 @@ def _case(task: Task, draw: int) -> dict[str, Any]:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 1 if a case failed, else that of `errors.py`."""
     return run_command(run, FuzzConfig, "experiments.fuzz", args)
 
 
 def run(config: FuzzConfig, command: str) -> int:
-    """Draw and try cases until the limit, and print and keep what is found."""
     found, seed = _start(config, np.random.SeedSequence().entropy % 2**32 if config.seed is None else config.seed)
     share_gpus()
     ops = refuse_unknown("op", config.ops, (entry.name for entry in CATALOGUE))
@@ -161,7 +159,7 @@ def run(config: FuzzConfig, command: str) -> int:
     ours = [crash for crash in found.crashes if crash["autodiff"] is None]
     print(
         f"{found.cases} cases in {found.seconds:.0f} s: {len(found.failures)} failed, {found.refused} refused by a "
-        f"kernel, {len(found.crashes)} crashed, of which {len(found.crashes) - len(ours)} by JAX alone as well"
+        f"kernel, {len(found.crashes)} crashed, of which {len(found.crashes) - len(ours)} with autodiff as well"
     )
     return 1 if found.failures or ours else 0
 
@@ -173,15 +171,15 @@ def _done(tasks: Iterable[Task], config: FuzzConfig) -> Iterator[Done]:
 
 
 def _by_autodiff(crashes: Sequence[dict[str, Any]], whole: Task, config: FuzzConfig) -> None:
-    """Says of each crash how the case ends with JAX's own differentiation."""
+    """Run each crashed case with autodiff, and record how it ends."""
     tasks = [
         dataclasses.replace(whole, number=number, draws=(draw,), implementation="autodiff")
         for number, draw in (divmod(crash["number"], len(DATA)) for crash in crashes)
     ]
     for crash, done in zip(crashes, _done(tasks, config), strict=True):
         crash["autodiff"] = done.death
-        ends = "ends well: the crash is ours" if done.death is None else f"{done.death}: the crash is the library's"
-        print(f"case {crash['number']}, {crash['op']}, {crash['death']}; by JAX alone {ends}", flush=True)
+        ends = "no crash: the crash is jaxbp's" if done.death is None else f"{done.death}: the crash is JAX's"
+        print(f"case {crash['number']}, {crash['op']}, {crash['death']}; with autodiff {ends}", flush=True)
 
 
 def _start(config: FuzzConfig, seed: int) -> tuple[Found, int]:
@@ -193,7 +191,7 @@ def _start(config: FuzzConfig, seed: int) -> tuple[Found, int]:
     if not config.resume:
         return Found(), seed
     if config.json is None or not config.json.exists():
-        raise UserError(f"--resume has no file to go on from: --json is {config.json}")
+        raise UserError(f"--resume has no file to continue from: --json is {config.json}")
     try:
         kept = json.loads(config.json.read_text())
         counts = collections.defaultdict(
@@ -201,7 +199,7 @@ def _start(config: FuzzConfig, seed: int) -> tuple[Found, int]:
         )
         found = Found(**{name: kept[name] for name in Found.__dataclass_fields__} | {"counts": counts})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{config.json} is no file of this command: {error}") from None
+        raise UserError(f"{config.json} was not written by this command: {error}") from None
     if config.seed not in (None, kept["seed"]):
         raise UserError(f"--seed is {config.seed}, but {config.json} has seed {kept['seed']}")
     return found, kept["seed"]

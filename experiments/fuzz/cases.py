@@ -1,4 +1,4 @@
-"""What is drawn: an op with shapes, options and a transformation (a program), and the numbers that it is given."""
+"""Draw programs, which are ops with shapes, options, and a transformation, and draw the data for them."""
 
 import dataclasses
 import functools
@@ -37,20 +37,20 @@ DATA = (
     "with ruled-out entries",
     "under a mask",
 )
-"""Each program is given numbers of all kinds: compilation is what takes the time.
+"""Kinds of data. Each program runs on all kinds, because compilation takes most of the time.
 
-With ruled-out entries, the first argument has -inf at random and in whole rows, and weights have zeros. Under a mask,
-half of the cotangents are 0, and the numbers are special.
+"with ruled-out entries" puts -inf into random entries and whole rows of the first argument, and zeros into weights.
+"under a mask" sets half of the cotangents to 0, and uses special values.
 """
 INVALID_LABELS = (-100, -1, 2**31 - 1)
 
 MOST_DRAWS = 30
-"""Of shapes and options, until the plain formula takes them."""
+"""Draws of shapes and options until the plain formula accepts them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """An op with all that is static. Two with the same fields compute the same."""
+    """An op with everything static. Two programs with equal fields compute the same."""
 
     entry: Entry
     case: Case
@@ -58,17 +58,17 @@ class Program:
     implementation: str | None
     transformation: str
     exact: bool = True
-    """Whether products are asked for in full float32."""
+    """Whether products are requested in full float32."""
     invalid_labels: bool = False
-    """Whether some labels are no class. The cotangents there are 0."""
+    """Whether some labels are not a class. The cotangents there are 0."""
 
     @property
     def kink_convention(self) -> bool:
-        """Whether the reference has the op's slope where there is no derivative."""
+        """Whether the reference uses the op's slope where the derivative does not exist."""
         return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
-        """The arguments, with numbers of a kind of `DATA` for floats. Integers are part of the program."""
+        """Draw the arguments, with floats of a kind of `DATA`. Integers are part of the program."""
         integers, floats = np.random.default_rng(0), []
 
         def drawn(argument):
@@ -84,13 +84,13 @@ class Program:
         return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
 
     def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
-        """A cotangent of the op's result, with zeros where the label is invalid, and under a mask at random."""
+        """Set a cotangent of the op's result to zero at invalid labels and, for "under a mask", at random."""
         if self.invalid_labels:
             cotangent = cotangent * self._is_valid(cotangent.shape)
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
 
     def _is_valid(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Which labels are valid, the same in every call: two of every three neighbours along the last axis."""
+        """Return which labels are valid. In every call, these are two of every three along the last axis."""
         if not self.invalid_labels or not shape:
             return np.ones(shape, bool)
         return np.broadcast_to(np.arange(shape[-1]) % 3 > 0, shape)
@@ -110,7 +110,7 @@ class Program:
                 x = x + random.choice([0.0, 1.0, 100.0])
         if kind == "far from zero" and not argument.weights:
             x = x + random.choice([1e3, 1e4] if argument.positive else [1e3, -1e4, 3e4])
-        # Where a probability is 0, autodiff of a divergence as it is defined has no right second derivative.
+        # Where a probability is 0, autodiff of the definition of a divergence gives a wrong second derivative.
         if not x.size or not (self.differentiated_once or not argument.weights):
             return x.astype(self.dtype)
         if kind == "with ruled-out entries" and argument.weights:
@@ -121,9 +121,9 @@ class Program:
         if kind == "with subnormal numbers" and self.dtype != "float64" and not argument.weights:
             x.flat[random.integers(x.size, size=2)] = float(limits.tiny) / random.choice([-4, 4, 64], 2)
         if kind in ("with special values", "under a mask"):
-            # A norm is NaN where the sum of a row's squares overflows, which in float64 it does not.
+            # A norm is NaN where the sum of squares of a row overflows. In the float64 reference it does not overflow.
             most = float(limits.max) ** 0.5 / (8 if "norm" in self.entry.name else 1)
-            # Nothing is wider than float64, so what underflows in ours may do so elsewhere in the reference.
+            # A float64 op has no wider reference, and the two may underflow in different terms.
             least = float(limits.tiny) ** (0.5 if self.dtype == "float64" else 1)
             special = [0.0, -0.0, least, *[most, -most, np.nan, np.inf, -np.inf] * infinite]
             x.flat[random.integers(x.size, size=2)] = random.choice(special[:3] if argument.weights else special, 2)
@@ -131,17 +131,22 @@ class Program:
 
     @property
     def differentiated_once(self) -> bool:
-        """Second derivatives where there are infinities depend, also in autodiff, on how a formula is written."""
+        """Whether the program takes only first derivatives of a forward.
+
+        At infinities, second derivatives depend on how a formula is written, even in autodiff.
+        """
         return "_backward" not in self.entry.name and self.transformation not in SECOND_ORDER
 
     @property
     def takes_infinities(self) -> bool:
-        """Whether NaN, infinities and numbers whose square overflows are among the first argument's special values. Not
-        for convolutions, which may be products with zeros in them."""
+        """Whether the special values of the first argument include NaN, infinities, and values whose square overflows.
+
+        Convolutions get none of these, because they may be computed as products with zeros.
+        """
         return self.differentiated_once and not self.entry.name.startswith("conv2d")
 
     def function(self, arguments: Arguments, implementation: str | None) -> Callable:
-        """The transformed op, of the floats alone, with floating results as a list."""
+        """Return the transformed op as a function of the floats, which returns a list of the floating results."""
         function = bind(self.entry.function, implementation, self.case.options)
         if implementation == "autodiff" and self.entry.name in REFERENCES:
             function = functools.partial(REFERENCES[self.entry.name], **self.case.options)
@@ -150,7 +155,7 @@ class Program:
 
 
 def draw_program(seed: int, number: int, entries: Sequence[Entry], on_gpu: bool) -> Program:
-    """The program of this number. It depends on nothing but the arguments."""
+    """Draw the program with this number. It depends only on the arguments."""
     random = np.random.default_rng([seed, number])
     entry = entries[random.integers(len(entries))]
     shares = {"pallas": 0.6, "xla": 0.15, None: 0.25} if on_gpu else {"pallas": 0.04, "xla": 0.6, None: 0.36}
@@ -165,12 +170,12 @@ def draw_program(seed: int, number: int, entries: Sequence[Entry], on_gpu: bool)
 
 
 def takes(function: Callable, case: Case) -> bool:
-    """Whether the plain formula takes arguments of these shapes, and gives something to differentiate."""
+    """Return whether the plain formula accepts arguments of these shapes, and has floating results."""
     return bool(_results(function, case))
 
 
 def _results(function, case):
-    """The shapes of the floating results; None where the op refuses the arguments, by the errors that it may raise."""
+    """Return the shapes of the floating results, or None if the op rejects the arguments."""
     structs = case.structs()
     try:
         return floats(jax.eval_shape(bind(function, "autodiff", case.options), *structs))
@@ -182,7 +187,7 @@ def _results(function, case):
 
 
 def _case(random: np.random.Generator, entry: Entry) -> Case:
-    """Shapes and options for the op; those of the catalogue where no others are found that it takes."""
+    """Draw shapes and options that the op accepts; return the small case of the catalogue if none are found."""
     forward = FORWARDS[entry.name.partition("_backward")[0]]
     for _ in range(MOST_DRAWS):
         case = _GEOMETRY.get(forward.name, _renamed)(random, forward)
@@ -203,7 +208,7 @@ def _size(random: np.random.Generator, zero: bool = True) -> int:
 
 
 def _renamed(random: np.random.Generator, entry: Entry) -> Case:
-    """The small case with another number for each size, and an axis more or less in front."""
+    """Return the small case with another number for each size, and perhaps one more or one fewer leading axis."""
     small = entry.small
     sizes = {1: 1}
     layer = entry.name == "gate_layer"
@@ -241,7 +246,7 @@ def _renamed(random: np.random.Generator, entry: Entry) -> Case:
 
 
 def _cross_entropy(random: np.random.Generator, entry: Entry) -> Case:
-    """With a class for each example or, instead, with a weight for each class."""
+    """Draw a case with one class per example, or with one weight per class instead."""
     case = _renamed(random, entry)
     logits, weights = case.arguments
     classes = Argument(logits.shape[:-1], below=max(logits.shape[-1], 1)) if logits.shape else weights
@@ -264,7 +269,6 @@ def _axis(random, ndim, takes_several):
 
 
 def _options(random, entry, options, arguments):
-    """Other values for the options that the op has."""
     names = inspect.signature(entry.function).parameters
     ndim = len(arguments[0].shape)
     drawn = dict(options)
@@ -365,7 +369,7 @@ _GEOMETRY: Mapping[str, Callable[[np.random.Generator, Entry], Case]] = {
 
 
 def _of_backward(random, entry: Entry, forward: Entry, case: Case, dy: tuple[int, ...]) -> Case:
-    """What a public backward takes, by the names of its parameters, which are those of the forward."""
+    """Return the arguments of a public backward, by the parameter names that it shares with its forward."""
     window = case.options.get("pool", case.options.get("window", 1))
     places = int(np.prod([window] * 2 if isinstance(window, int) else window))
     given: dict[str, Any] = dict(zip(_names(forward, case), case.arguments, strict=False))
@@ -395,7 +399,7 @@ def _names(entry, case):
 
 
 def smaller(program: Program) -> list[Program]:
-    """Programs like this one, each simpler in one thing, that the plain formula takes."""
+    """Return programs that are simpler in one respect and that the plain formula accepts."""
     found = []
     if program.transformation != "plain":
         found.append(dataclasses.replace(program, transformation="plain"))

@@ -1,6 +1,6 @@
-"""References for ops whose gradient goes to the first of equal numbers, and to the first NaN.
+"""References for ops whose gradient goes to the first of equal values, or to the first NaN.
 
-JAX's autodiff of their plain forwards shares the gradient among equal numbers, or sends it to another position.
+Autodiff of their plain forwards divides the gradient among equal values, or sends it to another position.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jaxbp.ops._windows import output_size, pool_options
 
 
 def _first(values: Array, extreme: Array, inside: Any = True) -> Array:
-    """Return the first of the values along the last axis that is the extreme; if that is NaN, the first NaN."""
+    """Return the first value along the last axis that equals the extreme, or the first NaN if the extreme is NaN."""
     found = ((values == extreme[..., None]) | jnp.isnan(values)) & inside
     return jnp.take_along_axis(values, jnp.argmax(found, axis=-1)[..., None], axis=-1)[..., 0]
 
@@ -64,4 +64,4 @@ REFERENCES: Mapping[str, Callable[..., Array]] = {
     "max_pool2d_with_indices": _pool,
     "logic_or_pool2d": _logic_pool,
 }
-"""By the name of the op, functions of its arrays and options."""
+"""Name of an op -> reference, a function of its arrays and options."""

@@ -1,4 +1,4 @@
-"""A failing case as lines of Python that show it by themselves."""
+"""Write a failing case as Python code that reproduces it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from jaxbp.verify.arguments import Arguments
 
 
 def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.ndarray]) -> str:
-    """Lines that print what the implementation gives, after "autodiff" in the same dtype and in float64."""
+    """Return code that prints the results of autodiff in float64 and in the dtype, and of the implementation."""
     leaves, names, floats = iter(arguments.leaves), [], []
     lines = [
         "from math import inf, nan",

@@ -1,4 +1,4 @@
-"""JAX's transformations of an op: each takes a function of arrays, and returns a function of the same arrays."""
+"""JAX transformations of an op. Each takes a function of arrays, and returns a function of the same arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ def plain(function):
 
 
 def vmapped(function):
-    """Map over two examples: the values, and half of them."""
+    """Map over two examples, the values and half of the values."""
     return lambda *values: jax.vmap(function)(*map(_and_half, values))
 
 
 def vmapped_in_one(function):
-    """Map over two examples that differ in the first of the values alone."""
+    """Map over two examples that differ only in the first argument."""
 
     def vmapped(first, *others):
         return jax.vmap(function, in_axes=(0, *[None] * len(others)))(_and_half(first), *others)
@@ -23,7 +23,7 @@ def vmapped_in_one(function):
 
 
 def scanned(function):
-    """Sum over two ticks of a scan: the values, and half of them."""
+    """Sum over two steps of a scan, the values and half of the values."""
 
     def total(*values):
         def tick(totals, values):
@@ -40,10 +40,10 @@ def _and_half(a):
 
 
 SECOND_ORDER = ("gradient_of_gradient", "forward_over_reverse")
-"""How the gradient of `Σ c (y + y²/2)` is differentiated along a direction: see `jaxbp.verify.reference.derivative`."""
+"""Modes that differentiate the gradient of `Σ c (y + y²/2)` in a direction: see `jaxbp.verify.reference.derivative`."""
 TRANSFORMATIONS = {
     **{function.__name__: function for function in (plain, vmapped, vmapped_in_one, scanned)},
     "rematerialised": jax.checkpoint,
-    "donated": plain,  # the memory of the values is given away when it is compiled
+    "donated": plain,  # donated at compilation
     **dict.fromkeys(SECOND_ORDER, plain),
 }

@@ -1,4 +1,4 @@
-"""What `jaxbp.verify` says of the numbers that an implementation gives."""
+"""Judge the results of an implementation with `jaxbp.verify`."""
 
 from collections.abc import Sequence
 
@@ -17,22 +17,21 @@ from jaxbp.verify.reference import Expected, Reference
 
 EPS = float(np.finfo(np.float32).eps)
 FLOAT32 = Tolerance(rtol=32 * EPS, atol=EPS, step=None)
-"""The tolerance of float32. It is less than that of a check, so that formulas that lose digits are found."""
+"""The tolerance of float32. It is stricter than the tolerance of a check, to find formulas that lose digits."""
 TF32 = TOLERANCES["float16"]
-"""TF32 has as many digits as float16. Products of float32 are computed in it unless full precision is asked for."""
+"""TF32 has as many digits as float16. Products of float32 are computed in TF32 unless full precision is requested."""
 HEADROOM = 4
-"""A result that is within this factor of the dtype's largest number may overflow: the terms of a sum may be larger than
-the sum, and are rounded to the dtype."""
+"""A result within this factor of the dtype's largest number may overflow, because the terms of a sum may be larger than
+the sum and are rounded to the dtype."""
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-"""Every rounding takes place as it is written. Nearly all of the time is compilation, which LLVM's optimisations would
-make longer."""
+"""Every rounding takes place as written. LLVM's optimizations are off, because compilation takes most of the time."""
 
 
 class Trial:
-    """A program, compiled once for several draws of its numbers.
+    """A program, compiled once for several draws of its data.
 
     Attributes:
-      results: the shapes and dtypes of its floating results.
+      results: the shapes and dtypes of the floating results.
     """
 
     def __init__(self, program: Program, arguments: Arguments):
@@ -54,10 +53,10 @@ class Trial:
         self.results = reference.results
 
     def run(self, values: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]) -> str | None:
-        """Say what is wrong for these numbers, or return None.
+        """Return what is wrong for these values, or None.
 
         Raises:
-          NotImplementedError: the implementation does not take the program.
+          NotImplementedError: the implementation does not support the program.
         """
         program, reference = self.program, self._judge.reference
         wide = [[np.asarray(a, np.float64) for a in arrays] for arrays in (values, cotangents)]
@@ -78,10 +77,10 @@ class Trial:
 
 
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
-    """Return the exact numbers, but ours where nothing is asked for.
+    """Return the exact values, or jaxbp's values where any value is correct.
 
-    That is where JAX's own differentiation gives NaN in float64, as a formula may do better; and where ours is not
-    finite within `HEADROOM`.
+    Any value is correct where autodiff gives NaN in float64, because a formula may do better. It is also correct if
+    jaxbp's result is not finite and the exact value is within `HEADROOM` of the largest number.
     """
     is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) > float(jnp.finfo(ours.dtype).max) / HEADROOM)
     ours = np.asarray(ours, np.float64)

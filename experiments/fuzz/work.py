@@ -1,4 +1,4 @@
-"""What a child process does: a program, given numbers of several draws, and what came of each."""
+"""Run the cases of one program in a child process, and reduce those that fail."""
 
 import dataclasses
 import functools
@@ -15,17 +15,17 @@ from jaxbp.catalogue import CATALOGUE
 from jaxbp.verify.arguments import Arguments
 
 MOST_TRIALS = 15
-"""To make a failing case smaller."""
+"""Trials to reduce a failing case."""
 CLEARED_EVERY = 200
-"""Programs after which JAX forgets what it compiled."""
+"""Programs after which JAX's compilation caches are cleared."""
 REFUSED = "refused"
-"""A kernel does not take the program."""
+"""The outcome of a program that a kernel does not support."""
 _tasks = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A program and the draws of its numbers, by what they depend on."""
+    """A program and the draws of its data, identified by the inputs of the random generators."""
 
     seed: int
     number: int
@@ -33,7 +33,7 @@ class Task:
     on_gpu: bool
     draws: tuple[int, ...] = tuple(range(len(DATA)))
     implementation: str | None = "drawn"
-    """"autodiff" in place of the one that is drawn."""
+    """"autodiff" to replace the drawn implementation."""
 
     @functools.cached_property
     def program(self) -> Program:
@@ -44,7 +44,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of one draw: what is wrong, `REFUSED`, or None; and lines of Python that show what is wrong."""
+    """The outcome of one draw: what is wrong, `REFUSED`, or None; and Python code that reproduces a failure."""
 
     draw: int
     message: str | None
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def work(task: Task) -> Iterator[Outcome]:
-    """An outcome for each draw. One that fails is given again, with lines of a case as small as it still fails."""
+    """Yield one outcome per draw. After a failure, yield the outcome again with the code of the reduced case."""
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()
     for draw, message in _outcomes(task.program, task, task.draws):
@@ -63,13 +63,13 @@ def work(task: Task) -> Iterator[Outcome]:
 
 
 def reproducer(task: Task, draw: int, program: Program | None = None) -> str:
-    """Lines that show what a program, by default the task's, does with numbers of a draw."""
+    """Return code that reproduces a program, by default the task's, on the data of a draw."""
     program = program or task.program
     return lines_of(program, *_numbers(program, task, draw))
 
 
 def _outcomes(program: Program, task: Task, draws: Iterable[int]) -> Iterator[tuple[int, str | None]]:
-    """(draw, what is wrong or `REFUSED` or None) for numbers of each draw."""
+    """Yield (draw, what is wrong or `REFUSED` or None) for the data of each draw."""
     trial = None
     precision = "highest" if program.exact else "default"
     with jax.enable_x64(program.dtype == "float64"), jax.default_matmul_precision(precision):
@@ -88,7 +88,7 @@ def _outcomes(program: Program, task: Task, draws: Iterable[int]) -> Iterator[tu
 def _numbers(
     program: Program, task: Task, draw: int, results: Sequence[jax.ShapeDtypeStruct] | None = None
 ) -> tuple[Arguments, list[np.ndarray]]:
-    """Arguments and cotangents. They depend on the program's shapes, and on the task's seed and number."""
+    """Draw arguments and cotangents. They depend on the program's shapes, and on the task's seed and number."""
     random = np.random.default_rng([task.seed, task.number, draw])
     with jax.enable_x64(program.dtype == "float64"):
         arguments = program.arguments(random, DATA[draw])
@@ -100,7 +100,7 @@ def _numbers(
 
 
 def _smallest(program: Program, task: Task, draw: int) -> Program:
-    """Make the program simpler, in at most `MOST_TRIALS` trials, as long as it fails."""
+    """Simplify the program in at most `MOST_TRIALS` trials, as long as it still fails."""
     candidates, tried = iter(smaller(program)), 0
     while tried < MOST_TRIALS and (simpler := next(candidates, None)) is not None:
         tried += 1

@@ -1,4 +1,8 @@
-"""What `experiments.check --accuracy` prints and writes: an op, dtype and implementation a row, by its worst place."""
+"""Measure, print, and write the accuracy for `experiments.check --accuracy`.
+
+Each row gives the worst location of one op, dtype, and implementation. A location is an offset and a scale of an
+argument.
+"""
 
 import dataclasses
 import functools
@@ -17,9 +21,9 @@ from jaxbp.catalogue import Entry
 from jaxbp.verify.accuracy import DRAWS, OFFSETS, SCALES, Accuracy, accuracy
 
 QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
-"""Without a GPU for kernels, which the simulator takes milliseconds a program for, and for convolutions."""
+"""Used without a GPU for convolutions, and for kernels, because the simulator takes milliseconds per CTA."""
 MORE = 8
-"""Times as many draws, where the first were beyond what is allowed."""
+"""Factor of the number of draws, where the first draws exceeded the allowed error."""
 FULL = dict(offsets=OFFSETS, scales=SCALES, draws=DRAWS)
 
 
@@ -31,12 +35,12 @@ def measure(
     console: Console,
     path: Path | None = None,
 ) -> bool:
-    """Measures op by op, and prints and keeps each as it comes. Returns whether no row is beyond what is allowed."""
+    """Measure op by op, and print and record each. Return whether no row exceeds the allowed error."""
     report = {**provenance(command), "passed": True, "rows": _kept(path)}
     done = {(row["op"], row["dtype"], row["implementation"]) for row in report["rows"]}
     without_gpu = jax.default_backend() != "gpu"
     for entry in entries:
-        table = Table("op", "dtype", "implementation", "places", "worst", "error", "autodiff's", "of what is allowed")
+        table = Table("op", "dtype", "implementation", "locations", "worst", "error", "autodiff error", "% of allowed")
         for implementation in implementations:
             slow = without_gpu and (implementation == "pallas" or entry.name.startswith("conv2d"))
             places = QUICK if slow else FULL
@@ -59,14 +63,17 @@ def measure(
 
 
 def _kept(path: Path | None) -> list[dict[str, Any]]:
-    """The rows of an earlier run into the same file, without those that failed, which are measured again."""
+    """Return the rows of an earlier run in the same file. Failed rows are left out, and are measured again."""
     if path is None or not path.exists():
         return []
     return [row for row in json.loads(path.read_text())["rows"] if row["excess"] <= 1]
 
 
 def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, scales, draws: int) -> list[Accuracy]:
-    """Among hundreds of places some are beyond what is allowed by luck: they are measured again, with more draws."""
+    """Measure all locations, and measure those that exceed the allowed error again, with more draws.
+
+    Among hundreds of locations, some exceed it by chance.
+    """
     run = functools.partial(accuracy, {entry.name: (entry, entry.small)}, (implementation,))
     found = []
     for each in run(dtypes, offsets, scales, draws):
@@ -79,7 +86,7 @@ def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, sc
 
 
 def worst(found: Sequence[Accuracy], draws: int) -> dict[str, Any]:
-    """The row of the place that takes most of what is allowed."""
+    """Return the row of the location with the largest share of the allowed error."""
     most = max(found, key=lambda each: each.excess)
     row = dataclasses.asdict(most) | {"places": len({each.place for each in found}), "draws": draws}
     return finite(row, lambda infinite: 1e300)  # no relative error is that large

@@ -1,7 +1,7 @@
-"""A page on which a hardened cellular automaton runs live: one HTML file that needs nothing else, also from `file://`.
+"""Write a page that runs a hardened cellular automaton live: one self-contained HTML file, which also works offline.
 
-The automaton's netlist is written as JavaScript, of words of 32 cells. The page's look and its script are in
-`cellular_page.html` beside this file.
+The netlist of the automaton becomes JavaScript on words of 32 cells. The layout and the script of the page are in
+`cellular_page.html`, next to this file.
 """
 
 import json
@@ -32,15 +32,15 @@ def write_page(
     fire_rate: float = 1.0,
     visible: int | None = None,
 ) -> None:
-    """Writes the page.
+    """Write the page.
 
     Args:
-      target: what stands beside the grid, and by which the page counts the cells that are right.
-      fire_rate: the probability with which a cell updates in a tick.
-      visible: how many channels make the picture, 1 to 3: by default as many as the target has, or 1.
+      target: the target, which is shown next to the grid, and with which the page counts the correct cells.
+      fire_rate: the probability that a cell updates in a tick.
+      visible: the number of channels in the picture, 1 to 3. The default is the target's number of channels, or 1.
 
     Raises:
-      ValueError: a state of other channels, a target of another grid, or a picture of other channels.
+      ValueError: the channels of the state, the shape of the target, or the channels of the picture do not fit.
     """
     height, width, channels = initial_state.shape
     visible = visible or (1 if target is None else target.shape[-1])
@@ -75,13 +75,13 @@ def write_page(
 
 
 def words_of(state: Bool[np.ndarray, "height width channels"]) -> str:
-    """A state as the page has it: eight hexadecimal digits for 32 cells of a row, channel by channel."""
+    """Encode a state for the page: eight hexadecimal digits per 32 cells of a row, channel by channel."""
     words = pack_grid(state[None])[:, 0].astype("<u8").view("<u4")[..., : -(-state.shape[1] // 32)]
     return "".join(f"{word:08x}" for word in words.ravel().tolist())
 
 
 def _lines(circuit: CellularCircuit) -> list[str]:
-    """The statements of one word of cells."""
+    """Return the JavaScript statements that update one word of cells."""
     netlist, lines = circuit.netlist, []
     read = {*netlist.a.tolist(), *netlist.b.tolist(), *netlist.results.tolist()}
     for i in sorted(read & set(range(netlist.inputs))):

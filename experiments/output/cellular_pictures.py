@@ -1,4 +1,4 @@
-"""Pictures of a hardened cellular automaton: a strip of some ticks as PNG, and every tick as GIF."""
+"""Draw pictures of a hardened cellular automaton: a strip of some ticks as PNG, and every tick as GIF."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 from matplotlib.colors import ListedColormap
 
-# Figures are made without pyplot, which keeps them in global state and picks a backend by the machine's display.
+# pyplot would keep figures in global state and pick a backend by the machine's display.
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -30,11 +30,11 @@ PALETTES = {
     2: ("off", "c1", "c4", "c5"),
     3: ("off", "c1", "c2", "c3", "c4", "c5", "c6", "on"),
 }
-"""The colours of pictures of one, two and three channels, of which the first is bit 0."""
+"""Number of channels -> colors of a cell, indexed by the channels as bits. The first channel is bit 0."""
 FRAMES = 8
-"""Of a strip."""
+"""Frames per strip."""
 GIF_PIXELS = 384
-"""Of a GIF's longer side, at most, unless the grid has more cells."""
+"""The limit for the longer side of a GIF, unless the grid has more cells."""
 GIF_MILLISECONDS, GIF_LAST_MILLISECONDS = 100, 1500
 
 
@@ -49,14 +49,15 @@ def write_pictures(
     fire_rate: float = 1.0,
     seed: int = 0,
 ) -> list[Path]:
-    """Runs the automaton from both states, and once more from the first one's end with a square destroyed.
+    """Run the automaton from both states, and from the end of the first run with a square destroyed. Write pictures.
 
-    Writes `automaton.png`, a strip of each run, and `automaton.gif`, `automaton_large.gif` and `automaton_healing.gif`.
+    The pictures are `automaton.png`, a strip of each run, and one GIF per run: `automaton.gif`, `automaton_large.gif`,
+    and `automaton_healing.gif`.
 
     Args:
-      ticks: of each run.
-      visible: how many channels make the picture, 1 to 3.
-      fire_rate, seed: as in `CellularCircuit.run`.
+      ticks: the ticks of each run.
+      visible: the number of channels in the picture, 1 to 3.
+      fire_rate, seed: arguments of `CellularCircuit.run`.
 
     Returns:
       The written files.
@@ -80,7 +81,7 @@ def write_pictures(
 
 
 def with_square_destroyed(state: Bool[np.ndarray, "height width channels"], side: int | None = None) -> np.ndarray:
-    """The state with zeros in a square at its centre, by default half as wide as the grid's shorter side."""
+    """Return the state with zeros in a square at its center, by default half as wide as the grid's shorter side."""
     height, width, _ = state.shape
     side = side or max(1, min(height, width) // 2)
     top, left = (height - side) // 2, (width - side) // 2
@@ -90,7 +91,7 @@ def with_square_destroyed(state: Bool[np.ndarray, "height width channels"], side
 
 
 def picture(states: Bool[np.ndarray, "*ticks height width channels"], visible: int) -> Int[np.ndarray, "..."]:
-    """Each cell's colour, by its number in the palette."""
+    """Return the color of each cell as an index into the palette."""
     if visible not in PALETTES or states.shape[-1] < visible:
         raise ValueError(
             f"picture: visible is {visible}; wants 1 to 3, and at most {states.shape[-1]}, the state's channels"
@@ -99,7 +100,7 @@ def picture(states: Bool[np.ndarray, "*ticks height width channels"], visible: i
 
 
 def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], visible: int = 1) -> bytes:
-    """A PNG with a row for each run: its first tick, its last, and some in between."""
+    """Return a PNG with one row per run: the first tick, the last tick, and some in between."""
     colours = ListedColormap([COLOURS[name] for name in PALETTES[visible]])
     figure = Figure(figsize=(1.4 * FRAMES, 1.75 * len(runs)), layout="constrained")
     grid = figure.subplots(len(runs), FRAMES, squeeze=False)
@@ -121,7 +122,7 @@ def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], v
 
 
 def animation(states: Bool[np.ndarray, "ticks height width channels"], visible: int = 1) -> bytes:
-    """A GIF with a frame a tick, which begins again after a pause."""
+    """Return a GIF with one frame per tick, which restarts after a pause."""
     scale = max(1, GIF_PIXELS // max(states.shape[1:3]))
     palette = [int(COLOURS[name][i : i + 2], 16) for name in PALETTES[visible] for i in (1, 3, 5)]
     first, *others = [_frame(frame, scale, palette) for frame in picture(states, visible)]

@@ -1,4 +1,4 @@
-"""The page of a comparison: one HTML file that contains its pictures, in a light and a dark scheme."""
+"""Write the page of a comparison: one HTML file that contains its pictures, in a light and a dark scheme."""
 
 import io
 import json
@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-# Figures are made without pyplot, which keeps them in global state and picks a backend by the machine's display.
+# pyplot would keep figures in global state and pick a backend by the machine's display.
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
@@ -20,12 +20,12 @@ from jaxbp.verify.page import colour, printed, section
 
 Report = Mapping[str, Any]
 
-# Replaced in the finished picture by the page's text colour.
+# The page's text color replaces this color in the finished picture.
 _TEXT = "#010203"
 
 
 def page(report: Report) -> str:
-    """The page: what a comparison has, and the curves of training before it."""
+    """Return the page: the training curves, followed by the comparison."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     settings = json.dumps({"command": report["command"], **report["config"]}, indent=1)
     before = ""
@@ -38,7 +38,7 @@ def page(report: Report) -> str:
 
 
 def curves_table(curves: Mapping[str, Sequence[float | None]], reference: str) -> Table:
-    """The losses at some steps, a column an implementation, and each curve's largest distance from the reference."""
+    """Return the losses at some steps, one column per implementation, and the largest distance from the reference."""
     table, steps = Table("step", *curves, title="training loss"), len(curves[reference])
     for step in sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1}):
         losses = (curve[step] for curve in curves.values())
@@ -57,9 +57,9 @@ def _figures(report: Report, *draw: Callable[[Axes, Report], None]) -> str:
 
 
 def _svg(draw: Callable[[Axes, Report], None], report: Report) -> str:
-    """A picture as an element of the page, in its text's colour and font."""
+    """Return a picture as an element of the page, in the page's text color and font."""
     text = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _TEXT)
-    # The salt keeps the ids of the pictures on a page apart, and the same from run to run.
+    # The salt makes the ids of a picture unique on the page, and equal in every run.
     style = {
         **text,
         "svg.fonttype": "none",
@@ -84,7 +84,7 @@ def _svg(draw: Callable[[Axes, Report], None], report: Report) -> str:
 
 def _draw_curves(axes: Axes, report: Report) -> None:
     for name, curve in report["curves"].items():
-        # Curves that agree overlap: the reference is a broad line under the thin ones.
+        # Equal curves overlap, so the reference is a broad line under the thin ones.
         is_reference = name == report["reference"]
         style = dict(linewidth=5, alpha=0.5) if is_reference else dict(linewidth=1.2)
         axes.plot(_steps(curve), _line(curve), color=colour(name), label=name, **style)

@@ -1,6 +1,6 @@
-"""How a command line runs, and how it ends if it does not end well: in one line on stderr, and an exit code.
+"""Run a command line. A failure prints one line on stderr and sets the exit code.
 
-1      a run that cannot go on: damaged files, a full disk, a loss that is no longer finite
+1      a run that cannot continue: corrupt files, a full disk, a loss that is not finite
 2      a mistake of the user
 130    Ctrl-C
 """
@@ -17,30 +17,31 @@ import tyro
 
 
 class UserError(ValueError):
-    """A setting or a file that the user supplied is invalid: the message names it, its value and what is wanted.
+    """An invalid setting or file from the user. The message names it, its value, and the wanted value.
 
-    It has a class so that the command line can tell it from a `ValueError` raised by a model or an operation under
-    development, whose traceback is needed.
+    The class separates it from a `ValueError` of a model or an op under development, which needs a traceback.
     """
 
 
 class BrokenRun(Exception):
-    """A run's files do not let it go on: the message names the file and what is wrong with it."""
+    """The files of a run prevent it from continuing. The message names the file and the reason."""
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C, with what is to be said of what is done so far."""
+    """Ctrl-C, with a message about the results so far."""
 
 
 def run_command(
     run: Callable[[Any, str], int], config: Any, module: str, args: Sequence[str] | None, **options: Any
 ) -> int:
-    """Return the exit code of `run(config, command)`: the parsed arguments, and the command line as text.
+    """Parse the command line, call `run(config, command)`, and return the exit code.
+
+    `command` is the command line as text.
 
     Args:
       config: a dataclass, or a union of subcommands.
-      args: None for those of this process.
-      options: of `tyro.cli`.
+      args: the arguments; None for the arguments of this process.
+      options: options of `tyro.cli`.
     """
     args = sys.argv[1:] if args is None else list(args)
     program = ["python", "-m", module]
@@ -54,7 +55,7 @@ def run_command(
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """What the command returns, or the exit code of its end, after one line on stderr."""
+    """Run the command and return its exit code. After an exception, print one line on stderr."""
     try:
         return command()
     except FileNotFoundError as error:
@@ -70,12 +71,10 @@ def exit_code(command: Callable[[], int]) -> int:
 
 
 def refuse_unknown(what: str, names: Sequence[str], known: Iterable[str], wanted: str = "some of ") -> tuple[str, ...]:
-    """Require known names, and return them, or all that are known if there are none.
-
-    Names that are alike are proposed, else all of them, after `wanted`.
+    """Require known names, and return them, or all known names if none are given.
 
     Raises:
-      UserError: (a ValueError) for other names.
+      UserError: (a ValueError) for unknown names. The message proposes similar names, or lists all after `wanted`.
     """
     known = list(dict.fromkeys(known))
     if unknown := [name for name in names if name not in known]:
@@ -86,7 +85,7 @@ def refuse_unknown(what: str, names: Sequence[str], known: Iterable[str], wanted
 
 
 def refuse_missing_folders(*paths: Path | None) -> None:
-    """Require that the files can be written, as far as their folders are concerned.
+    """Require that the folders of the files exist.
 
     Raises:
       UserError: (a ValueError) for a file in a folder that does not exist.
@@ -98,7 +97,7 @@ def refuse_missing_folders(*paths: Path | None) -> None:
 
 @contextlib.contextmanager
 def kept_in(path: Path | None) -> Iterator[None]:
-    """At Ctrl-C within, says that the file of the results has those so far."""
+    """Turn Ctrl-C in the context into a message that names the file with the results so far."""
     try:
         yield
     except KeyboardInterrupt:
@@ -107,12 +106,12 @@ def kept_in(path: Path | None) -> Iterator[None]:
 
 
 def _in_words(error: OSError) -> str:
-    """The file and what is wrong with it, without the number that the system has for that."""
+    """Return the file and the reason of an error, without the error number."""
     return f"{error.filename}: {error.strerror}" if error.filename is not None and error.strerror else str(error)
 
 
 def warn(message: str) -> None:
-    """Says in one line what was not as it should be, and what happens now."""
+    """Print a warning in one line: what is wrong, and how the command continues."""
     _said(f"warning: {message}", 0)
 
 

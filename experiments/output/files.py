@@ -1,4 +1,4 @@
-"""Writing files atomically."""
+"""Write files atomically."""
 
 import os
 import shutil
@@ -8,9 +8,9 @@ SUFFIX = ".jaxbp-tmp"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Puts `data` at `path`. A reader sees the old file or the whole new one, even after a kill at any moment.
+    """Write `data` to `path`. A reader sees the old file or the complete new one, even after a kill at any moment.
 
-    A kill can leave a temporary file in the folder; `is_leftover` knows these by name.
+    A kill can leave a temporary file in the folder. `is_leftover` recognizes it by name.
     """
     temporary = temporary_name(path)
     try:
@@ -25,7 +25,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def to_disk(*paths: Path) -> None:
-    """Returns once files are on the disk; of folders, the names in them."""
+    """Wait until files are on disk. For a folder, wait for the names in it."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -35,7 +35,7 @@ def to_disk(*paths: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, or a folder with all that is in it, if it is there."""
+    """Remove a file, or a folder with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -43,10 +43,10 @@ def remove(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Where this process writes what is to get the name `path`."""
+    """Return the temporary path at which this process writes the future `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}{SUFFIX}")
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether `path` is a temporary file or folder, which a killed process left."""
+    """Return whether `path` is a temporary file or folder that a killed process left."""
     return path.name.startswith(".") and path.name.endswith(SUFFIX)

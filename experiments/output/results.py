@@ -1,15 +1,15 @@
-"""What every result file says of the run that made it: when, from which commit, where, and with which versions.
+"""The fields that every result file shares: the date, commit, device, and versions of the run that made it.
 
-A result file is a JSON object with these fields and those of its command:
+A result file is a JSON object with these fields, and with the fields of its command:
 
     schema     1
     command    the command line
     date       ISO 8601, UTC
     commit     Git's short hash, with `+` if tracked files differ from it; null if unknown
-    device     the device's kind, as JAX names it
+    device     JAX's name of the kind of device
     platform   "cpu", "gpu", ...
-    versions   of Python, this library and what it stands on
-    note       what a reader must know beside that; only where there is something
+    versions   the versions of Python, jaxbp, and the packages that it uses
+    note       further information for the reader; optional
 """
 
 import json
@@ -30,12 +30,11 @@ from experiments.output.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
 COMMIT_VARIABLE = "JAXBP_COMMIT"
-"""An environment variable that names the commit where the files were copied without its history."""
+"""An environment variable that names the commit, for files that were copied without the Git history."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def provenance(command: str) -> dict[str, Any]:
-    """The fields that all result files share."""
     device = jax.devices()[0]
     versions = {"python": sys.version.split()[0], "jaxbp": jaxbp.__version__}
     return {
@@ -50,14 +49,14 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """The short hash of the commit checked out in `root`, with `+` if tracked files differ from it.
+    """Return the short hash of the commit checked out in `root`, with `+` if tracked files differ from it.
 
-    The variable `JAXBP_COMMIT` goes before it. Without either, None.
+    The environment variable `JAXBP_COMMIT` takes precedence. Without either, return None.
     """
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     try:
-        # An installed package may lie within the checkout of another project, whose commit says nothing of this one.
+        # An installed package may lie in the checkout of another project, whose commit does not apply to jaxbp.
         if Path(_git(root, "rev-parse", "--show-toplevel")) == root.resolve():
             is_dirty = bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
             return _git(root, "rev-parse", "--short", "HEAD") + "+" * is_dirty
@@ -67,7 +66,7 @@ def commit(root: Path = ROOT) -> str | None:
 
 
 def to_json(report: Mapping[str, Any]) -> bytes:
-    """The report as indented JSON. Numbers that are not finite are refused."""
+    """Convert the report to indented JSON. Numbers that are not finite raise an error."""
     return (json.dumps(report, indent=1, allow_nan=False) + "\n").encode()
 
 
@@ -78,7 +77,7 @@ def keep(report: Mapping[str, Any], path: Path | None) -> None:
 
 
 def finite(value: Any, otherwise: Callable[[float], Any] = lambda number: None) -> Any:
-    """Return the value with `otherwise(number)` for each number that is not finite, as JSON has none of these."""
+    """Replace each number that is not finite by `otherwise(number)`, because JSON has no such numbers."""
     if isinstance(value, Mapping):
         return {key: finite(inner, otherwise) for key, inner in value.items()}
     if isinstance(value, list | tuple):

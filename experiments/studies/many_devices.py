@@ -1,11 +1,11 @@
-"""What data-parallel training costs beside the work itself: measured on several GPUs, and read off compiled programs.
+"""Measure the overhead of data-parallel training on several GPUs, and list the communication in compiled programs.
 
     python -m experiments.studies.many_devices measure --json docs/results/many-devices.json   # on several GPUs
     python -m experiments.studies.many_devices compile --json docs/results/collectives.json    # needs CUDA's compiler
 
-`measure` times training steps with the same examples per device: on one GPU without a mesh, on a mesh of one, and on a
-mesh of all, with XLA's defaults and with `OVERLAPPING`.
-`compile` compiles the same steps for eight H200 that need not be there, and lists what they communicate.
+`measure` times training steps with the same number of examples per device: on one GPU without a mesh, on a mesh of one
+GPU, and on a mesh of all GPUs, with XLA's defaults and with `OVERLAPPING`.
+`compile` compiles the same steps for eight H200, which need not be present, and lists their collectives.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(args)
     if given.what == "compile":
-        jax.config.update("jax_platforms", "cpu")  # A GPU that is here would be taken for those that are not.
+        jax.config.update("jax_platforms", "cpu")  # JAX would take a present GPU for the absent ones.
     report = provenance(shlex.join(["python", "-m", "experiments.studies.many_devices", *args]))
     report |= {"devices": len(jax.devices()) if given.what == "measure" else COMPILED_FOR, "rows": []}
     for row in {"measure": measured, "compile": compiled}[given.what](selected(given.works)):
@@ -58,7 +58,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def data_parallel(work: Work, examples: int, mesh: Mesh) -> tuple[Any, ...]:
-    """Return the shapes of a step's arguments: parameters replicated, data sharded, so many examples per device."""
+    """Return the shapes of a step's arguments: parameters replicated, data sharded, `examples` examples per device."""
 
     def on_mesh(tree, *spec):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -77,7 +77,7 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def measured(works: Sequence[Work]) -> Iterator[dict[str, Any]]:
-    """Time each step, in microseconds, in each place. All programs are compiled first, in parallel."""
+    """Time each step in microseconds, on each mesh. All programs are compiled first, in parallel."""
     one, every = mesh_of(jax.devices()[:1]), mesh_of(jax.devices())
     places = {
         "alone": (None, {}),
@@ -105,7 +105,7 @@ def measured(works: Sequence[Work]) -> Iterator[dict[str, Any]]:
 
 
 def lowered(work: Work, examples: int, mesh: Mesh | None, options: Mapping[str, Any]) -> jax.stages.Lowered:
-    """Lower several steps with so many examples per device."""
+    """Lower several steps with `examples` examples per device."""
     function = jax.jit(work.chain(work.function(None, "float32"), work.steps), compiler_options=dict(options))
     if mesh is None:
         return function.lower((jax.eval_shape(lambda: work.draw(0, examples, "float32")),))
@@ -127,7 +127,7 @@ def compiled(works: Sequence[Work]) -> Iterator[dict[str, Any]]:
 
         return step
 
-    # Nothing can be computed while an absent GPU is the default device, so the functions are made before.
+    # Nothing can run while an absent GPU is the default device, so the functions are made before.
     functions = [one_step(work.function(None, "float32")) for work in works]
     with gpus(HOPPER, COMPILED_FOR) as devices:
         for work, function in zip(works, functions, strict=True):
@@ -146,11 +146,13 @@ SIZES = {"f32": 4, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1}
 
 
 def communicated(program: str) -> dict[str, Any]:
-    """Return what a compiled program communicates.
+    """Return the communication of a compiled program.
 
     Returns:
-      collectives: kind -> how many; bytes: of their arrays; kernels: of this library; kernels_meanwhile: how many of
-      these stand between the start of a collective and its end.
+      collectives: kind -> number of collectives.
+      bytes: the bytes of their arrays.
+      kernels: the number of jaxbp kernels.
+      kernels_meanwhile: the number of jaxbp kernels between the start and the end of a collective.
     """
     kinds, size, kernels, meanwhile, running = {}, 0, 0, 0, 0
     for line in program[program.index("\nENTRY") :].splitlines():
@@ -161,7 +163,7 @@ def communicated(program: str) -> dict[str, Any]:
                 running, arrays = running + 1, arrays[: len(arrays) // 2]
             size += sum(SIZES[dtype] * math.prod(int(n) for n in shape.split(",") if n) for dtype, shape in arrays)
         running -= bool(re.search(r" [a-z-]+-done\(", line))
-        # A kernel stands by itself or within a fusion that slices for it.
+        # A kernel appears directly, or within a fusion that slices its operands.
         if "mosaic_gpu" in line or "dynamic_slice_fusion" in line.partition(" = ")[0]:
             kernels += 1
             meanwhile += running > 0

@@ -1,19 +1,25 @@
-"""What bounds each kernel: the bench's workloads under Nsight Compute.
+"""Profile the bench's workloads with Nsight Compute, to find the limit of each kernel.
 
     python -m experiments.studies.profiles --json docs/results/profiles.json      # on a GPU, with `ncu` on the path
     python -m experiments.studies.profiles lenet@8192 layer_norm_backward:65536x1024@65536/bfloat16 --json some.json
 
 A workload is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]], where the bench's command defines CASE. By default it
-runs in float32 with "pallas" and "default" precision. One call is profiled: the kernels of this library and the
-products of XLA's libraries, and under "None" XLA's fusions as well.
+runs in float32 with "pallas" and "default" precision. One call is profiled: jaxbp's kernels and the products of cuBLAS
+and CUTLASS, and with "None" also XLA's fusions.
 
-All workloads are compiled first, without the profiler, into a cache of their own. Then each has its own process under
-the profiler, so that one that fails leaves the others' rows. Each kernel runs once for every few counters, with its
-memory restored and the caches flushed in between. The times are therefore those of a kernel by itself with cold caches,
-which are longer than in the program. Programs are not made into CUDA graphs. The rows have the time in microseconds;
-percentages of what the device could do at most: DRAM, L2, L1 (with shared memory), the busiest unit of the
-multiprocessors (for products, the tensor cores), and resident warps; instructions issued per cycle, of four; registers
-per thread; and what a warp waited for longest, in cycles per instruction.
+All workloads are first compiled without the profiler, into a separate cache. Then each workload runs in a separate
+process under the profiler, so that a failure does not lose the rows of other workloads. Each kernel runs several times,
+for a few counters at a time. Its memory is restored and the caches are flushed in between. The times are therefore for
+an isolated kernel with cold caches, and are longer than in the program. Programs do not become CUDA graphs.
+
+Each row contains:
+
+- the time in microseconds
+- the percentage of the device's peak for DRAM, L2, L1 (with shared memory), the busiest unit of the multiprocessors
+  (the tensor cores, for products), and resident warps
+- the instructions issued per cycle, of four
+- the registers per thread
+- the reason for which warps waited longest, in cycles per instruction
 """
 
 import argparse
@@ -55,9 +61,9 @@ DEFAULT = [
 ]
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "LaunchStats", "Occupancy")
 KERNELS = "conv2d|correlate|pool|cross_entropy|layer|linear|tree|automaton|sum_|gemm|nvjet|cutlass|xmma"
-"""Kernels are profiled if their names match this."""
+"""A pattern of the names of the profiled kernels."""
 SECONDS = 100
-"""A process under the profiler is ended after this time."""
+"""Time after which a process under the profiler is killed."""
 PROGRAM = "experiments.studies.profiles"
 ENVIRONMENT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -78,7 +84,7 @@ STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_p
 
 
 class Asked(NamedTuple):
-    """A workload of the command line."""
+    """A workload named on the command line."""
 
     work: Work
     batch: int
@@ -87,7 +93,6 @@ class Asked(NamedTuple):
     precision: str
 
     def run(self) -> None:
-        """Call the workload once."""
         implementation = None if self.implementation == "None" else self.implementation
         with jax.default_matmul_precision(self.precision):
             function = self.work.function(implementation, self.dtype)
@@ -130,7 +135,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def profiled(work: str, kernels: str, environment: dict[str, str], log: Path) -> str:
-    """Return what Nsight Compute prints: CSV with one line per kernel; empty if it fails."""
+    """Return the output of Nsight Compute, CSV with one line per kernel, or an empty string if it fails."""
     log.unlink(missing_ok=True)
     command = ["ncu", "--target-processes", "application-only", "--clock-control", "none"]
     command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
@@ -141,7 +146,7 @@ def profiled(work: str, kernels: str, environment: dict[str, str], log: Path) ->
         process.wait(SECONDS)
     except subprocess.TimeoutExpired:
         print(f"{work}: not done after {SECONDS} s", flush=True)
-    with contextlib.suppress(ProcessLookupError):  # What it started may outlive it.
+    with contextlib.suppress(ProcessLookupError):  # Its child processes may outlive it.
         os.killpg(process.pid, signal.SIGKILL)
     return log.read_text() if log.exists() else ""
 
@@ -168,7 +173,7 @@ def rows_of(text: str, asked: Asked) -> Iterator[dict[str, Any]]:
 
 
 def number(value: str | None) -> float | None:
-    """Return the number in a cell, which may have commas in it; None if it has no number."""
+    """Return the number in a cell, which may contain commas, or None if the cell has no number."""
     try:
         return float((value or "").replace(",", ""))
     except ValueError:

@@ -1,11 +1,11 @@
-"""Train experiments with several seeds, and collect how each run came out.
+"""Train experiments with several seeds, and collect the results of the runs.
 
     python -m experiments.studies.seeds ca-checkerboard --seeds 16 --json docs/results/hardening-restarts.json
     python -m experiments.studies.seeds "lenet --precision float32" "lenet --precision mixed_float16" --json out.json
 
 Each argument holds the arguments of `python -m experiments.train` for one setting, without `--seed`. A run trains in a
-child process and leaves no files. Runs side by side (`--processes`) slow each other down, so their times mean little.
-The result file has one row for each setting and seed. It is written anew after each run.
+child process and leaves no files. Concurrent runs (`--processes`) slow each other down, so their times mean little. The
+result file has one row per setting and seed. It is rewritten after each run.
 """
 
 import argparse
@@ -45,10 +45,10 @@ Task = tuple[str, int]
 def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("settings", nargs="+", help="arguments of experiments.train, those of one setting in quotes")
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0")
-    parser.add_argument("--processes", type=int, default=1, help="runs at a time")
-    parser.add_argument("--limit", type=float, default=86_400, help="seconds after which a run is ended")
+    parser.add_argument("settings", nargs="+", help="arguments of experiments.train, quoted, one string per setting")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0")
+    parser.add_argument("--processes", type=int, default=1, help="number of concurrent runs")
+    parser.add_argument("--limit", type=float, default=86_400, help="seconds after which a run is killed")
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args(args)
     tasks = [(settings, seed) for seed in range(given.seeds) for settings in given.settings]
@@ -73,7 +73,7 @@ def config_of(task: Task) -> TrainingConfig:
 
 
 def trained(task: Task) -> Iterator[dict[str, Any]]:
-    """Train once, and yield the figures of the run."""
+    """Train once, and yield the results of the run."""
     config = config_of(task)
     config, dataset = dataclasses.replace(config, devices=devices.number_of(config)), config.load()
     prepared, epochs = loop.prepare(config, dataset), []
@@ -94,7 +94,7 @@ def trained(task: Task) -> Iterator[dict[str, Any]]:
 
 
 def circuit_figures(config: TrainingConfig, model: nnx.Module, dataset: Dataset) -> dict[str, Any]:
-    """Return what only the hardened circuit of an automaton or of a convolutional logic network tells."""
+    """Return figures of the hardened circuit, for an automaton or a convolutional logic network."""
     if isinstance(config, AutomatonConfig):
         circuit = model.harden().seen(config.visible)
         shares, _ = (life if isinstance(config, LifeConfig) else trials)(config, circuit)
@@ -115,7 +115,7 @@ def circuit_figures(config: TrainingConfig, model: nnx.Module, dataset: Dataset)
 
 
 def c_compiler() -> dict[str, str]:
-    """Return the names of the processor and of the C compiler, which decide the speed of a circuit's C code."""
+    """Return the names of the processor and the C compiler, which affect the speed of a circuit's C code."""
     cpus, compiler = Path("/proc/cpuinfo"), shutil.which("cc")
     found = re.search(r"model name\s*: (.*)", cpus.read_text()) if cpus.exists() else None
     named = {"processor": found[1]} if found else {}

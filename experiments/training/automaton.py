@@ -1,7 +1,7 @@
-"""The report on a trained automaton: how often the hardened one is right, its gates, its pictures and its code.
+"""The report on a trained automaton: the accuracy of the hardened automaton, its gates, its pictures, and its code.
 
-Written into the run's folder: `automaton.json`, what is reported; `automaton.html`, the live page; `automaton.png` and
-three GIFs; `automaton.c` and `automaton.v`.
+The report writes these files into the run directory: `automaton.json`, the reported figures; `automaton.html`, the live
+page; `automaton.png` and three GIFs; `automaton.c` and `automaton.v`.
 """
 
 import json
@@ -27,20 +27,20 @@ FILES = (
     *("automaton_healing.gif", "automaton.c", "automaton.v"),
 )
 UNSEEN = np.uint32(2**31)
-"""The first seed of the trials: far from those of the evaluation."""
+"""The first seed of the trials, far from the seeds of the evaluation."""
 TIMED_GRID = (256, 256)
 LIFE_GRID, LIFE_TICKS = (128, 128), 300
 LARGER = 4
-"""How many times as high and wide the larger grid of the pictures is."""
+"""The factor by which the larger grid of the pictures is higher and wider."""
 
 
 def report(config: AutomatonConfig, model: LogicAutomaton, dataset: Dataset) -> str:
-    """Lines about the model. Writes the files."""
+    """Write the files, and return lines about the model."""
     full = model.harden()
     circuit = full.seen(config.visible)
     figures, lines = life(config, circuit) if isinstance(config, LifeConfig) else trials(config, circuit)
     figures |= {"gates": full.gates, "gates_seen": circuit.gates}
-    lines.append(f"a cell has {full.gates:,} gates, simplified, and {circuit.gates:,} for the visible channels alone")
+    lines.append(f"a cell has {full.gates:,} gates, simplified, and {circuit.gates:,} for only the visible channels")
     if compiler := shutil.which("cc"):
         with tempfile.TemporaryDirectory() as folder:
             run = compiled_automaton(circuit, compiler, Path(folder))
@@ -51,21 +51,20 @@ def report(config: AutomatonConfig, model: LogicAutomaton, dataset: Dataset) -> 
         )
     write_files(config, circuit)
     write_atomically(config.run_dir / "automaton.json", (json.dumps(figures, indent=1) + "\n").encode())
-    return "\n".join([*lines, f"{config.run_dir / 'automaton.html'} shows it, with pictures and its code beside it"])
+    return "\n".join([*lines, f"{config.run_dir / 'automaton.html'} shows it; pictures and code are next to it"])
 
 
 def starts(config: AutomatonConfig, first_seed: int, number: int, grid: tuple[int, int] | None = None) -> np.ndarray:
-    """Starts of consecutive seeds."""
     return np.asarray(config.starts(jnp.arange(number, dtype=jnp.uint32) + first_seed, grid))
 
 
 def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
-    """From unseen starts, shares of grids of which every visible cell is right.
+    """Return the shares of grids, from unseen starts, in which every visible cell is correct.
 
-    right   after as many ticks as in training
-    stands  at every tick from the next one to four times as many
-    blinks  at every second one of these, and not at all of them
-    heals   as many ticks after a square has been destroyed
+    right   after the number of ticks used in training
+    stands  at every later tick, up to four times that number
+    blinks  at every second one of these later ticks, but not at all of them
+    heals   after the same number of ticks again, once a square has been destroyed
     """
     steps, options = config.steps, dict(fire_rate=config.fire_rate, seed=config.seed)
     states = circuit.states(starts(config, UNSEEN, config.trials), 4 * steps, **options)
@@ -81,14 +80,14 @@ def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, f
     number = f"{config.trials} unseen starts" if config.trials > 1 else "its one start"
     line = (
         f"from {number}, every cell right: at tick {steps} {shares['right']:.1%}, at ticks {steps + 1} to {4 * steps} "
-        f"{shares['stands']:.1%} (only at every second one {shares['blinks']:.1%}), "
+        f"{shares['stands']:.1%} (only at every second tick {shares['blinks']:.1%}), "
         f"{steps} ticks after a square was destroyed {shares['heals']:.1%}"
     )
     return shares, [line]
 
 
 def life(config: LifeConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
-    """The share of the 512 neighbourhoods that are right, and for how many ticks a random board is."""
+    """Return the share of the 512 neighborhoods that are right, and the ticks for which a random board stays right."""
     boards = starts(config, 0, 512)
     right = circuit.run(boards, 1)[:, 1, 1] == np.asarray(config.targets(boards))[:, 1, 1]
     board = starts(config, UNSEEN, 1, LIFE_GRID)
@@ -98,13 +97,12 @@ def life(config: LifeConfig, circuit: CellularCircuit) -> tuple[dict[str, float]
     height, width = LIFE_GRID
     figures = {"right": float(np.mean(right)), "ticks": ticks}
     return figures, [
-        f"{right.sum()} of the 512 neighbourhoods are right, and {ticks} of {LIFE_TICKS} ticks of a random board of "
+        f"{right.sum()} of the 512 neighborhoods are right, and {ticks} of {LIFE_TICKS} ticks of a random board of "
         f"{height} x {width} cells"
     ]
 
 
 def write_files(config: AutomatonConfig, circuit: CellularCircuit) -> None:
-    """The page, the pictures and the code."""
     grid = config.shown_grid or config.grid
     larger = (LARGER * grid[0], LARGER * grid[1])
     start, large_start = (starts(config, UNSEEN, 1, size)[0] for size in (grid, larger))

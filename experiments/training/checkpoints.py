@@ -1,10 +1,10 @@
-"""A checkpoint: a folder with all that a run needs to go on, and the checksums of its files.
+"""Checkpoints. A checkpoint is a folder with everything that a run needs to resume, and the checksums of its files.
 
     run.json    the epoch, the settings, the checksum of the model's constants, the metrics of every epoch so far, the
-                checksums of the state's files, and its own
-    state/      parameters and the optimiser's state, as Orbax writes them
+                checksums of the files in state/, and the checksum of run.json
+    state/      the parameters and the state of the optimizer, written by Orbax
 
-A folder gets its name once all of it is on the disk. Nothing is read whose checksum is another.
+A folder gets its name once all of it is on disk. A file whose checksum does not match is never used.
 """
 
 import collections
@@ -32,14 +32,14 @@ RUN, STATE = "run.json", "state"
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A run after an epoch; before the first one, after epoch 0.
+    """A run after an epoch. Epoch 0 is the state before the first epoch.
 
     Attributes:
       config: the settings.
       constants: the checksum of the model's variables that are not trained.
-      metrics: of every epoch so far.
+      metrics: the metrics of every epoch so far.
       files: path below `state` -> checksum.
-      folder: where it is, or is to be, with those of other epochs.
+      folder: the folder that holds the checkpoints of all epochs.
     """
 
     epoch: int
@@ -55,8 +55,8 @@ class Checkpoint:
 
     @functools.cached_property
     def arrays(self) -> Mapping[str, np.ndarray]:
-        """Path -> array of the state, read when they are asked for."""
-        path = (self.path / STATE).resolve()  # Orbax takes absolute paths alone
+        """Path -> array of the state, read on first access."""
+        path = (self.path / STATE).resolve()  # Orbax takes only absolute paths
         with _orbax() as orbax:
             like = orbax.metadata(path).item_metadata.tree
             restore = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
@@ -64,7 +64,7 @@ class Checkpoint:
 
 
 def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoint:
-    """Writes the folder of the checkpoint's epoch, whole or not at all. Returns the checkpoint with its checksums."""
+    """Write the folder of the checkpoint atomically, and return the checkpoint with its checksums."""
     unfinished = temporary_name(checkpoint.path)
     try:
         unfinished.mkdir()
@@ -74,10 +74,10 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
         sums = {str(file.relative_to(unfinished / STATE)): _checksum(file.read_bytes()) for file in files}
         checkpoint = dataclasses.replace(checkpoint, files=sums)
         write_run(checkpoint, unfinished)
-        remove(checkpoint.path)  # one of this epoch is damaged: a run goes on from the newest that is whole
+        remove(checkpoint.path)  # runs resume from the newest intact one, so one here is corrupt
         os.rename(unfinished, checkpoint.path)
     except BaseException:
-        # After Ctrl-C, threads of Orbax may still write into it: what stays goes when the run goes on.
+        # After Ctrl-C, threads of Orbax may still write into the folder. Resuming the run removes what is left.
         with contextlib.suppress(OSError):
             remove(unfinished)
         raise
@@ -86,20 +86,20 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
 
 
 def write_run(checkpoint: Checkpoint, path: Path) -> None:
-    """Writes a checkpoint's file `run.json` into its folder: all but the state."""
+    """Write `run.json`, which holds everything but the state, into the checkpoint's folder."""
     run = {field: value for field, value in vars(checkpoint).items() if field not in ("folder", "arrays")}
     run["sha256"] = _checksum(json.dumps(run).encode())
     write_atomically(path / RUN, json.dumps(run, indent=1).encode())
 
 
 def save_state(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes the arrays, named by their paths, as a tree of Orbax."""
+    """Write the arrays, named by their paths, as an Orbax tree."""
     with _orbax() as orbax:
         orbax.save(path.resolve(), traverse_util.unflatten_dict(dict(arrays), sep="/"))
 
 
 def _orbax():
-    """Orbax of this process alone, which waits for no other one."""
+    """Return an Orbax checkpointer that does not wait for other processes."""
     process = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=process, active_processes={process})
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
@@ -107,17 +107,17 @@ def _orbax():
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint in a folder.
+    """Read the checkpoint in a folder.
 
     Raises:
-      BrokenRun: if a file is not as it was written, or the folder has not the name of its epoch.
+      BrokenRun: if a file has changed since it was written, or the folder is not named after its epoch.
     """
     run = _run(path / RUN)
     if path != path_of(path.parent, run["epoch"]):
         raise BrokenRun(f"{path} is a checkpoint of epoch {run['epoch']}, under another name")
     for name, checksum in run["files"].items():
         if _checksum(_bytes(path / STATE / name)) != checksum:
-            raise BrokenRun(f"{path / STATE / name} is damaged (its checksum is not that of its content)")
+            raise BrokenRun(f"{path / STATE / name} is corrupt (its checksum does not match)")
     return Checkpoint(**run, folder=path.parent)
 
 
@@ -128,41 +128,40 @@ def _run(file):
             return run
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    raise BrokenRun(f"{file} is damaged (its checksum is not that of its content)")
+    raise BrokenRun(f"{file} is corrupt (its checksum does not match)")
 
 
 def path_of(folder: Path, epoch: int) -> Path:
-    """Where the checkpoint of an epoch is."""
     return folder / str(epoch)
 
 
 def epochs(folder: Path) -> list[int]:
-    """The epochs of which there are folders, the last one first."""
+    """Return the epochs that have folders, the last one first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(name) for name in names if name.isdecimal() and str(int(name)) == name), reverse=True)
 
 
 def to_arrays(state: PyTree) -> dict[str, np.ndarray]:
-    """Path -> array."""
+    """Convert a state to a dict, path -> array."""
     return {name: np.asarray(leaf) for name, leaf in _named(state).items()}
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
-    """The inverse of `to_arrays`: a state whose structure, shapes and dtypes are those of `like`.
+    """Invert `to_arrays`, and return a state with the structure, shapes, and dtypes of `like`.
 
     Raises:
-      BrokenRun: if these are the arrays of another model or optimiser.
+      BrokenRun: if the arrays belong to another model or optimizer.
     """
     wanted = _named(like)
     for name in (*wanted, *arrays):
         saved, expected = (_described(leaves.get(name)) for leaves in (arrays, wanted))
         if saved != expected:
-            raise BrokenRun(f"the checkpoint is of another model or optimiser ({name}: saved {saved}, now {expected})")
+            raise BrokenRun(f"the checkpoint is of another model or optimizer ({name}: saved {saved}, now {expected})")
     return jax.tree.unflatten(jax.tree.structure(like), [jax.numpy.asarray(arrays[name]) for name in wanted])
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    """Path -> leaf, in the tree's order. A variable of NNX is named as it is, and not as its only leaf, `value`."""
+    """Return path -> leaf, in the tree's order. The path of an NNX variable omits its only leaf, `value`."""
     paths = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree.leaves_with_path(state)

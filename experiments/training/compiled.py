@@ -1,4 +1,4 @@
-"""Hardened networks as compiled C: loaded into this process, as functions of arrays."""
+"""Compile hardened networks to C, and load them into this process as functions of arrays."""
 
 import ctypes
 import subprocess
@@ -18,7 +18,7 @@ AnyCircuit = Circuit | ConvolutionalCircuit | Netlist
 
 
 def compiled(circuit: AnyCircuit, compiler: str, folder: Path) -> Callable[[np.ndarray], np.ndarray]:
-    """`circuit.evaluate` as its C code, compiled into `folder`."""
+    """Return `circuit.evaluate` from C code compiled into `folder`."""
     function = load(circuit.to_c("circuit"), compiler, folder).circuit
     return lambda x: _called(function, x, np.empty((circuit.outputs, x.shape[1]), np.uint32))
 
@@ -26,13 +26,13 @@ def compiled(circuit: AnyCircuit, compiler: str, folder: Path) -> Callable[[np.n
 def compiled_classifier(
     circuit: AnyCircuit, classes: int, compiler: str, folder: Path
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """The classes of packed samples `(inputs, words)`, by the circuit's C code, compiled into `folder`."""
+    """Return the classifier of packed samples `(inputs, words)`, from C code compiled into `folder`."""
     function = load(circuit.to_c("circuit", classes), compiler, folder).circuit_classify_words
     return lambda x: _called(function, x, np.empty(WORD_BITS * x.shape[1], np.intc))
 
 
 def _called(function: Callable, x: np.ndarray, result: np.ndarray) -> np.ndarray:
-    """What a function of C gives for packed samples, written into `result`."""
+    """Call a C function on packed samples, and return `result`, which it fills."""
     x = np.ascontiguousarray(x, np.uint32)
     if function(ctypes.c_size_t(x.shape[1]), *(ctypes.c_void_p(a.ctypes.data) for a in (x, result))):
         raise MemoryError("the compiled circuit found no memory")
@@ -42,7 +42,7 @@ def _called(function: Callable, x: np.ndarray, result: np.ndarray) -> np.ndarray
 def compiled_automaton(
     automaton: CellularCircuit, compiler: str, folder: Path
 ) -> Callable[[np.ndarray, int], np.ndarray]:
-    """`automaton.run` of one grid `(height, width, channels)` as its C code, compiled into `folder`."""
+    """Return `automaton.run` for one grid `(height, width, channels)`, from C code compiled into `folder`."""
     function = load(automaton.to_c("automaton"), compiler, folder).automaton
 
     def run(state, ticks):
@@ -55,7 +55,7 @@ def compiled_automaton(
 
 
 def ticks_per_second(run: Callable[[np.ndarray, int], np.ndarray], state: np.ndarray) -> float:
-    """Ticks a second of a function of one grid and ticks, on one core."""
+    """Return the ticks per second on one core."""
     ticks = 1
     while True:
         start = time.perf_counter()
@@ -67,7 +67,6 @@ def ticks_per_second(run: Callable[[np.ndarray, int], np.ndarray], state: np.nda
 
 
 def load(source: str, compiler: str, folder: Path) -> ctypes.CDLL:
-    """The functions of a C source, compiled into `folder`."""
     file, library = folder / "source.c", folder / "library.so"
     file.write_text(source)
     subprocess.run([compiler, *FLAGS, str(file), "-o", str(library)], check=True)

@@ -1,11 +1,11 @@
-"""The picture of a run: loss and error rate by epoch, and below them misclassified test images, if they are images."""
+"""Draw the picture of a run: loss and error rate per epoch, and below them misclassified test images, if any."""
 
 import io
 from collections.abc import Sequence
 
 import numpy as np
 
-# Figures are made without pyplot, which keeps them in global state and picks a backend by the machine's display.
+# pyplot would keep figures in global state and pick a backend by the machine's display.
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
@@ -23,11 +23,11 @@ def draw(
     predictions: np.ndarray | None,
     names: tuple[str, str] = ("train", "test"),
 ) -> bytes:
-    """A PNG of loss and error rate by epoch; below them the first test images that `predictions (N,)` get wrong.
+    """Return a PNG of loss and error rate per epoch, and below them the first test images that are misclassified.
 
     Args:
-      predictions: None for a picture without these.
-      names: of the curves of training and of the evaluation.
+      predictions: the predicted classes `(N,)`; None for a picture without test images.
+      names: the names of the training curve and of the evaluation curve.
     """
     mistakes = np.zeros(0, int)
     if predictions is not None and dataset.test_images.ndim == 4:
@@ -41,7 +41,7 @@ def draw(
     loss, error, *scale = above.subplots(1, 3 if scales else 2)
     _draw_curves(loss, metrics, "loss", [[getattr(line, f"{part}_loss") for line in metrics] for part in PARTS], names)
     errors = [[1 - getattr(line, f"{part}_accuracy") for line in metrics] for part in PARTS]
-    # On a logarithmic axis, no mistakes at all are half a one.
+    # A logarithmic axis cannot show 0, so no mistakes are drawn as half a mistake.
     least = [0.5 / len(examples) for examples in (dataset.train_labels, dataset.test_labels)]
     _draw_curves(error, metrics, "error rate", errors, names, least)
     for axes in scale:
@@ -80,6 +80,6 @@ def _draw_mistakes(figure: SubFigure, dataset: Dataset, predictions: np.ndarray,
     for axes in grid:
         axes.set_axis_off()
     for axes, index in zip(grid, mistakes, strict=False):
-        pixels = np.moveaxis(dataset.test_images[index], 0, -1)  # of one channel in grey, of three in colour
+        pixels = np.moveaxis(dataset.test_images[index], 0, -1)  # one channel is drawn in gray, three in color
         axes.imshow(pixels, cmap="gray_r", vmin=0, vmax=1)
         axes.set_title(f"{dataset.test_labels[index]} → {predictions[index]}", fontsize=9)

@@ -1,7 +1,6 @@
-"""The devices of a run: each holds the parameters and the data, and computes its share of every batch.
+"""The devices of a run. Each device holds the parameters and the data, and computes its share of every batch.
 
-They form a mesh with one axis, over which the examples of a batch are divided. A run on one device is one on a mesh of
-one.
+The devices form a mesh with one axis, which divides the examples of a batch. A run on one device uses a mesh of one.
 """
 
 from collections.abc import Callable
@@ -18,9 +17,9 @@ EXAMPLES = "examples"
 
 
 def number_of(config: TrainingConfig) -> int:
-    """How many devices a run takes: as many of each process as of every other.
+    """Return the number of devices that a run uses, the same number from each process.
 
-    Left open, the largest number that divides the batch.
+    If the config sets no number, return the largest one that divides the batch.
 
     Raises:
       UserError: (a ValueError) for more devices than there are, or a batch that they cannot divide evenly.
@@ -41,7 +40,7 @@ def number_of(config: TrainingConfig) -> int:
 
 
 def mesh_of(config: TrainingConfig) -> Mesh:
-    """The mesh that a run lies on. Raises as `number_of` does."""
+    """Return the mesh of a run. It raises the errors of `number_of`."""
     devices = number_of(config)
     first = [device for each in _of_each_process() for device in each[: devices // jax.process_count()]]
     return jax.make_mesh((devices,), (EXAMPLES,), axis_types=(AxisType.Auto,), devices=first)
@@ -52,28 +51,28 @@ def _of_each_process() -> list[list[jax.Device]]:
 
 
 def whole(mesh: Mesh) -> NamedSharding:
-    """All of an array on each device."""
+    """Return the sharding with a whole array on each device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def shares(mesh: Mesh) -> NamedSharding:
-    """Each device's share of the examples."""
+    """Return the sharding with a share of the examples on each device."""
     return NamedSharding(mesh, PartitionSpec(EXAMPLES))
 
 
 def shared(loss: Callable, mesh: Mesh) -> Callable:
-    """`loss(params, inputs, targets)` of a batch that is divided: each device computes those of its own examples.
+    """Return `loss(params, inputs, targets)` for a divided batch: each device computes the losses of its examples.
 
-    Its gradient in the parameters is the sum of the devices', each of the parameters' own dtype. Left to the compiler,
-    the sum would be one of what the model computes in.
+    The gradient with respect to the parameters is a sum over devices in the dtype of the parameters. The compiler's
+    sum would be in the dtype in which the model computes.
     """
     batch = PartitionSpec(EXAMPLES)
-    # Kernels do not say over which axes their results vary, which `check_vma` asks for.
+    # `check_vma` needs the axes over which results vary, and kernels do not declare them.
     return jax.shard_map(loss, mesh=mesh, in_specs=(PartitionSpec(), batch, batch), out_specs=batch, check_vma=False)
 
 
 def on_each(mesh: Mesh, tree: PyTree) -> PyTree:
-    """The arrays, which every process has, on each device. One that lies there stays where it is."""
+    """Place the arrays, which every process has, on each device. An array that is already there stays."""
     sharding = whole(mesh)
 
     def placed(array):

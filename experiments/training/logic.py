@@ -1,6 +1,6 @@
-"""The report on a trained logic network: its relaxed and hardened accuracy, its gates, the circuit's code and speed.
+"""The report on a trained logic network: relaxed and hardened accuracy, gates, and the code and speed of the circuit.
 
-Written into the run's folder: `gates.png`, `circuit.c` with `circuit_classify`, and `circuit.v`.
+The report writes `gates.png`, `circuit.c` with `circuit_classify`, and `circuit.v` into the run directory.
 """
 
 import io
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-# Figures are made without pyplot, which keeps them in global state and picks a backend by the machine's display.
+# pyplot would keep figures in global state and pick a backend by the machine's display.
 from matplotlib.figure import Figure
 
 from experiments.configs.logic import GateConfig, LogicConfig
@@ -33,7 +33,7 @@ TIMED_SAMPLES, TIMED_SECONDS = 8192, 0.3
 
 
 def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:
-    """Lines about the model. Writes the files."""
+    """Write the files, and return lines about the model."""
     circuit = model.harden()
     netlist = Netlist.of(circuit).simplify()
     lines = [
@@ -56,8 +56,8 @@ def write_report(
     """Write the picture of a hardened network's gates and its code, and return its accuracies, `lines`, and its speed.
 
     Args:
-      evaluated: the circuit, as it is written and timed.
-      comment: for the head of the code.
+      evaluated: the form of the circuit that is written and timed.
+      comment: the comment at the top of the code.
     """
     bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
     write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
@@ -69,14 +69,14 @@ def write_report(
 
 
 def accuracies(model: nnx.Module, circuit: AnyCircuit, bits: np.ndarray, labels: np.ndarray, batch_size: int) -> str:
-    """A line with both test accuracies, the hardened one that of the circuit."""
+    """Return a line with the test accuracies of the relaxed model and of the hardened circuit."""
     relaxed = np.mean(relaxed_predictions(model, bits, batch_size) == labels)
     hardened = np.mean(hardened_predictions(circuit, bits, model.classes) == labels)
     return f"relaxed test accuracy {relaxed:.4f}, hardened {hardened:.4f}"
 
 
 def speeds(circuit: AnyCircuit, bits: np.ndarray) -> str:
-    """A line with the samples a second of what is evaluated in words."""
+    """Return a line with the samples per second of the circuit in NumPy and as compiled C."""
     line = f"hardened, on one CPU core: {samples_per_second(circuit.evaluate, bits):,.0f} samples/s in NumPy"
     if compiler := shutil.which("cc"):
         with tempfile.TemporaryDirectory() as folder:
@@ -86,22 +86,21 @@ def speeds(circuit: AnyCircuit, bits: np.ndarray) -> str:
 
 
 def comment(config: LogicConfig) -> str:
-    """What the circuit's inputs and outputs are, at the head of its source."""
+    """Return the source comment that describes the circuit's inputs and outputs."""
     levels, width, group = config.levels, datasets.IMAGE_SHAPES[config.dataset][2], config.gates // datasets.CLASSES
     return (
         f"/* Input {levels} * ({width} * row + column) + level: whether a pixel is above (level + 1) / {levels + 1},\n"
-        f"   pixels being from 0 to 1. Of the {config.gates} outputs, those of class c are {group} c to "
+        f"   for pixels from 0 to 1. There are {config.gates} outputs; class c has outputs {group} c to "
         f"{group} c + {group - 1}. */\n"
     )
 
 
 def hardened_predictions(circuit: AnyCircuit, bits: np.ndarray, classes: int) -> np.ndarray:
-    """The classes of which the most outputs are on."""
+    """Return the class with the most active outputs, for each sample."""
     return np.argmax(circuit(bits).reshape(len(bits), classes, -1).sum(axis=-1), axis=-1)
 
 
 def relaxed_predictions(model: nnx.Module, bits: np.ndarray, batch_size: int) -> np.ndarray:
-    """The classes that the relaxed network predicts."""
     graph, state = nnx.split(model)
     predict = jax.jit(lambda state, x: jnp.argmax(nnx.merge(graph, state)(x), axis=-1))
     batches = [bits[i : i + batch_size] for i in range(0, len(bits), batch_size)]
@@ -109,7 +108,6 @@ def relaxed_predictions(model: nnx.Module, bits: np.ndarray, batch_size: int) ->
 
 
 def samples_per_second(evaluate, bits: np.ndarray) -> float:
-    """Samples a second of a function of packed samples."""
     words = pack_bits(np.resize(bits.reshape(len(bits), -1), (TIMED_SAMPLES, bits[0].size)))
     evaluate(words)
     times = []
@@ -121,7 +119,7 @@ def samples_per_second(evaluate, bits: np.ndarray) -> float:
 
 
 def histogram(circuit: AnyCircuit, title: str) -> bytes:
-    """A PNG with a bar chart a layer: how many gates have which function."""
+    """Return a PNG with one bar chart per layer, which shows the number of gates with each function."""
     counts = circuit.histogram()
     figure = Figure(figsize=(10, 1.5 + 1.4 * len(counts)), layout="constrained")
     figure.suptitle(f"{title}: the gates of each layer")

@@ -1,6 +1,7 @@
-"""The report on a trained convolutional logic network: its accuracies, its gates, the circuit's code and speed.
+"""The report on a trained convolutional logic network: accuracies, gates, and the code and speed of the circuit.
 
-Written into the run's folder: `gates.png`, `circuit.c` with `circuit_classify`, and of a small circuit `circuit.v`.
+The report writes `gates.png` and `circuit.c` with `circuit_classify` into the run directory, and `circuit.v` if the
+circuit is small.
 """
 
 from experiments.configs import LogicConvConfig
@@ -14,25 +15,25 @@ MOST_GATES_OF_VERILOG = 200_000
 
 
 def report(config: LogicConvConfig, model: LogicConvNetwork, dataset: Dataset) -> str:
-    """Lines about the model. Writes the files."""
+    """Write the files, and return lines about the model."""
     circuit, picture = model.harden(), config.run_dir / "gates.png"
     has_verilog = circuit.placed_gates <= MOST_GATES_OF_VERILOG
     files = "circuit.c and circuit.v" if has_verilog else "circuit.c"
     lines = [
-        f"{circuit.gates:,} gates, those of a kernel counted once; {picture} shows their functions",
-        f"{circuit.placed_gates:,} gates, those of kernels and pools counted at every place",
-        f"{len(circuit.netlist()):,} of these when kernels and layers are simplified, in {files} beside gates.png",
+        f"{circuit.gates:,} gates, each gate of a kernel counted once; {picture} shows their functions",
+        f"{circuit.placed_gates:,} gates, with kernels and pools counted at every position",
+        f"{len(circuit.netlist()):,} of these after simplification of kernels and layers, in {files} next to gates.png",
     ]
     return write_report(config, model, dataset, circuit, circuit, comment(config, circuit), lines, has_verilog)
 
 
 def comment(config: LogicConvConfig, circuit: ConvolutionalCircuit) -> str:
-    """What the circuit's inputs and outputs are, at the head of its source."""
+    """Return the source comment that describes the circuit's inputs and outputs."""
     channels, height, width = IMAGE_SHAPES[config.dataset]
     row = f"({config.levels} * channel + level)" if channels > 1 else "level"
     group = circuit.outputs // CLASSES
     return (
         f"/* Input {width} * ({height} * {row} + row) + column: whether a pixel is above\n"
-        f"   (level + 1) / {config.levels + 1}, pixels being from 0 to 1. Of the {circuit.outputs} outputs, those of "
-        f"class c are\n   {group} c to {group} c + {group - 1}. */\n"
+        f"   (level + 1) / {config.levels + 1}, for pixels from 0 to 1. There are {circuit.outputs} outputs; class c "
+        f"has outputs\n   {group} c to {group} c + {group - 1}. */\n"
     )

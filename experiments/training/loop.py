@@ -1,8 +1,8 @@
-"""The training loop: a whole epoch is one compiled scan over batches of data that stay on the devices.
+"""The training loop. Each epoch is one compiled scan over batches, and the data stay on the devices.
 
-The loop gets the model and its loss from a config's `build`, and random changes of the examples from its
-`augmentation`. The module is split once; after that everything is a pure function of pytrees, and `TrainState` is the
-scan's carry, the donated buffers and the checkpoint.
+A config's `build` returns the model and its loss, and its `augmentation` the random changes of the examples. The module
+is split once. After that, everything is a pure function of pytrees. `TrainState` is the carry of the scan, the donated
+buffers, and the checkpoint.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ from jaxbp.optimizers import FusedOptimizer, apply, fused_adamw
 from jaxbp.precision import LossScale
 
 PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]]
-"""`loss(params, inputs, targets) -> (loss of each example, predictions)`."""
+"""`loss(params, inputs, targets) -> (loss per example, predictions)`."""
 
 Share = Callable[[Array], Array]
-"""Lays a batch on the devices, on each its share of the examples."""
+"""A function that places a batch on the devices, a share of the examples on each."""
 
-# cuDNN's fastest convolution gradients add up in no fixed order, and its autotuner may choose another one in every
-# process: without this, neither a second run nor a resumed one would give the same bits on a GPU.
+# cuDNN's fastest convolution gradients add up in no fixed order, and its autotuner may choose another algorithm in
+# every process. With deterministic ops, a second run and a resumed run give the same bits on a GPU.
 COMPILER_OPTIONS = {"xla_gpu_deterministic_ops": True}
 
 
@@ -44,11 +44,11 @@ class TrainState(NamedTuple):
     params: PyTree
     opt_state: optax.OptState
     loss_scale: LossScale | None = None
-    """None where the loss is not scaled."""
+    """None if the loss is not scaled."""
 
 
 class Metrics(NamedTuple):
-    """The figures of an epoch. Training's loss and accuracy are means over its steps, while parameters change."""
+    """The metrics of one epoch. The training loss and accuracy are means over its steps, as the parameters change."""
 
     epoch: int
     step: int
@@ -58,39 +58,39 @@ class Metrics(NamedTuple):
     test_accuracy: float
     images_per_second: float
     seconds: float
-    """Of training, without compilation and evaluation."""
+    """Time of training, without compilation and evaluation."""
     evaluation_seconds: float
-    """Of the evaluation on the test set."""
+    """Time of the evaluation on the test set."""
     compile_seconds: float
-    """Spent before this epoch; 0 in all but the first epoch of a process."""
+    """Time of compilation before this epoch; 0 in all but the first epoch of a process."""
     loss_scale: float | None = None
-    """By which the loss is multiplied after this epoch; None if it is not."""
+    """The factor of the loss after this epoch; None if the loss is not scaled."""
     skipped_steps: int = 0
-    """Steps of this epoch whose loss or gradients were not finite, and which changed the loss scale alone."""
+    """Steps of this epoch whose loss or gradients were not finite. They changed only the loss scale."""
 
 
 MOST_SKIPPED = 50
-"""Steps in a row: the loss scale has reached its least value long before."""
+"""The limit of consecutive skipped steps. The loss scale reaches its least value long before."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
-"""The metrics that differ from run to run; all others are the same bits."""
+"""The metrics that differ between runs. All others are the same bits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A run ready to go: its initial state, and its two compiled functions bound to the data on the devices."""
+    """A prepared run: its initial state, and two compiled functions bound to the data on the devices."""
 
     mesh: Mesh
     state: TrainState
     model: nnx.Module
     """The module whose parameters the state holds."""
     constants_checksum: str | None
-    """Of the model's other variables: see the function of that name."""
+    """The checksum of the model's other variables: see the function `constants_checksum`."""
     train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array, Array]]
-    """`(state, epoch) -> (state, losses, accuracies, finite)`, in the buffers of `state`: as the function."""
+    """`(state, epoch) -> (state, losses, accuracies, finite)`, in the buffers of `state`: see `train_epoch`."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
     """`params -> (loss, correct, predictions)` on the test set."""
     restarted: Callable[[int], TrainState | None]
-    """`epoch -> state` to begin an epoch with that is the first of a new attempt; None for the others."""
+    """`epoch -> state`: a new initial state if the epoch is the first of a new attempt, else None."""
     compile_seconds: float
     epochs: int
     steps_per_epoch: int
@@ -98,10 +98,10 @@ class Training:
 
 
 def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
-    """Builds the config's model, loss and optimiser, and compiles their epoch and their evaluation.
+    """Build the model, loss, and optimizer of the config, and compile the epoch and the evaluation.
 
     Raises:
-      UserError: (a ValueError) if the training set does not fill a single batch, or for devices that do not fit.
+      UserError: (a ValueError) if the training set does not fill one batch, or the number of devices does not fit.
     """
     examples = len(dataset.train_images)
     if config.batch_size > examples:
@@ -168,16 +168,16 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
 
 
 def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
-    """Separates the model's parameters, and turns `loss(model, ...)` into a pure function of them.
+    """Separate the model's parameters, and turn `loss(model, ...)` into a pure function of them.
 
-    Variables other than `nnx.Param` (a network's fixed wiring, say) keep their initial value.
+    Variables other than `nnx.Param`, such as the fixed wires of a network, keep their initial values.
     """
     graphdef, params, constants = nnx.split(model, nnx.Param, ...)
     return params, lambda params, inputs, targets: loss(nnx.merge(graphdef, params, constants), inputs, targets)
 
 
 def constants_checksum(model: nnx.Module) -> str | None:
-    """The SHA-256 of a module's variables other than `nnx.Param`, which every process makes anew; None if none."""
+    """Return the SHA-256 of a module's variables other than `nnx.Param`, which every process rebuilds, or None."""
     variables, _ = jax.tree.flatten_with_path(nnx.state(model, nnx.Not(nnx.Param)))
     checksum = hashlib.sha256()
     for path, array in variables:
@@ -187,10 +187,10 @@ def constants_checksum(model: nnx.Module) -> str | None:
 
 
 def make_optimizer(peak: float, steps: int, clip: float | None = None, weight_decay: float = 0.0) -> FusedOptimizer:
-    """Adam, its learning rate rising linearly to `peak` over the first 5% of `steps`, then a cosine's half to 0.
+    """Return Adam with a learning rate that rises linearly to `peak`, then falls to 0 along half a cosine.
 
-    With `clip`, no element of the gradients that it gets is beyond ±clip. With `weight_decay`, a step also takes that
-    share of the parameters, times the learning rate (AdamW).
+    The rise takes the first 5% of `steps`. `clip` limits each element of the gradients to ±clip. With `weight_decay`,
+    each step also subtracts weight_decay × learning rate × parameters (AdamW).
     """
     warmup_steps = steps // 20
     rate = optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, steps)
@@ -210,19 +210,19 @@ def train_epoch(
     augment: Augment | None = None,
     share: Share = lambda batch: batch,
 ) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"], Bool[Array, " steps"]]:
-    """One pass over `inputs (N, ...)` and `targets (N, ...)` in an order that `key` and `epoch` alone decide.
+    """Train for one pass over `inputs (N, ...)` and `targets (N, ...)`, in an order that depends on `key` and `epoch`.
 
-    The `N % batch_size` examples that the shuffle puts last are left out of this epoch. With `augment`, every step's
-    inputs are first changed by it, as `key`, `epoch` and the step alone decide. Epochs count from 1, steps from 0.
+    The `N % batch_size` examples that the shuffle puts last are left out of this epoch. `augment` changes the inputs of
+    each step at random. The change depends only on `key`, `epoch`, and the step. Epochs count from 1, steps from 0.
 
     Returns:
-      The state; and of every step the mean loss, the share of right predictions, and whether it changed the parameters:
-      with a loss scale, a step that is not finite does not.
+      The state, and for each step the mean loss, the share of correct predictions, and whether the step changed the
+      parameters. With a loss scale, a step that is not finite does not change them.
     """
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))
     batches = order[: steps * batch_size].reshape(steps, batch_size)
-    # Epochs count up from 1 and their complements down, so that no key of a step is one of an order.
+    # Epochs count up from 1 and their complements count down, so that the keys of steps and of orders never collide.
     keys = jax.random.split(jax.random.fold_in(key, ~jnp.uint32(epoch)), steps) if augment else None
 
     def mean_loss(params: PyTree, inputs: Array, targets: Array) -> tuple[Float[Array, ""], Array]:
@@ -260,9 +260,9 @@ def evaluate(
     batch_size: int,
     share: Share = lambda batch: batch,
 ) -> tuple[Float[Array, ""], Int[Array, ""], Array]:
-    """The mean loss over `inputs (N, ...)`, the number of right predictions, and the predictions `(N, ...)`."""
+    """Return the mean loss over `inputs (N, ...)`, the count of correct predictions, and the predictions `(N, ...)`."""
     batches = -(-len(inputs) // batch_size)
-    # The last batch is filled up with the last example, whose repetitions are cut off below.
+    # The last batch is padded with the last example. The repetitions are cut off below.
     indices = jnp.minimum(jnp.arange(batches * batch_size), len(inputs) - 1).reshape(batches, batch_size)
 
     def of_batch(batch: Int[Array, " batch"]) -> tuple[Float[Array, " batch"], Array]:
@@ -277,14 +277,14 @@ def evaluate(
 def run(
     training: Training, state: TrainState, epochs_done: int = 0
 ) -> Iterator[tuple[Metrics, TrainState, np.ndarray]]:
-    """Trains from `state`, as it was after `epochs_done` epochs, to the last epoch.
+    """Train from `state`, the state after `epochs_done` epochs, to the last epoch.
 
-    Yields after each epoch its metrics, the state, and the test set's predictions. The next epoch is computed in the
-    state's own buffers, and the first one in those of `state`: copy what you want to keep before the next epoch.
+    After each epoch, yield its metrics, the state, and the predictions for the test set. The next epoch overwrites the
+    buffers of the yielded state, and the first epoch overwrites the buffers of `state`. Copy a state to keep it.
 
     Raises:
       FloatingPointError: at the first epoch with a loss that is not finite, naming the epoch and the step. With a loss
-        scale, at the first without a finite loss, or after `MOST_SKIPPED` skipped steps in a row.
+        scale, at the first epoch without a finite loss, or after `MOST_SKIPPED` consecutive skipped steps.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):
@@ -299,7 +299,7 @@ def run(
         evaluation_seconds = time.perf_counter() - started
         if state.loss_scale is not None:
             state.loss_scale.check(MOST_SKIPPED)
-            # A step may be skipped for its gradients alone.
+            # A step with a finite loss may be skipped because of its gradients.
             losses = losses[np.isfinite(losses)] if np.isfinite(losses).any() else losses
         _refuse_non_finite(epoch, losses, float(test_loss))
         metrics = Metrics(
@@ -329,10 +329,10 @@ def _refuse_non_finite(epoch: int, losses: Float[np.ndarray, " steps"], test_los
     if broken.size:
         raise FloatingPointError(
             f"the training loss became {losses[broken[0]]} in epoch {epoch}, at its step {broken[0] + 1} of "
-            f"{losses.size}: the last good state is that of epoch {epoch - 1}"
+            f"{losses.size}: the last good state is the state of epoch {epoch - 1}"
         )
-    # The last update of an epoch can break the parameters with no training loss to show it.
+    # The last update of an epoch can break the parameters, and no training loss of this epoch shows it.
     if not np.isfinite(test_loss):
         raise FloatingPointError(
-            f"the test loss became {test_loss} in epoch {epoch}: the last good state is that of epoch {epoch - 1}"
+            f"the test loss became {test_loss} in epoch {epoch}: the last good state is the state of epoch {epoch - 1}"
         )

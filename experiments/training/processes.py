@@ -1,8 +1,9 @@
-"""Several processes that train one model, each with the devices that it sees.
+"""Train one model in several processes, each with the devices that it sees.
 
-Process 0 has the settings, writes the run's directory and prints. JAX joins the devices. Beside that each of the others
-keeps a connection to process 0, on the port after the coordinator's: it brings the settings, and the kernel closes it
-when a process ends, however it does. So that the end of one is the end of all, whether they compile, draw or wait.
+Process 0 has the settings, writes the run directory, and prints. JAX joins the devices. Each other process also keeps a
+connection to process 0, on the port after the coordinator's port, and receives the settings through it. The operating
+system closes the connection when either process ends. All processes then end, whether they are compiling, drawing, or
+waiting.
 """
 
 import argparse
@@ -26,18 +27,18 @@ from jaxtyping import PyTree
 from experiments.output.errors import UserError, exit_code
 
 START_SECONDS = 300
-"""For all processes to come."""
+"""Time for all processes to connect."""
 PARTING_SECONDS = 2
-"""For the others to hear that a process ends."""
+"""Time for the other processes to notice that a process ends."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""In seconds, and probes: a machine that is gone is noticed after half a minute."""
+"""Seconds, and the number of probes. A lost machine is noticed after half a minute."""
 DONE = b"."
-"""What process 0 says before it ends well."""
+"""The message that process 0 sends before it ends well."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which process this is of how many, and where process 0 is."""
+    """The number of this process, the number of processes, and the address of process 0."""
 
     host: str
     port: int
@@ -46,10 +47,10 @@ class Place:
 
     @classmethod
     def of(cls, args: Sequence[str]) -> "Place | None":
-        """What a command line says, among other things; None if nothing.
+        """Parse the three options from a command line; return None if it has none of them.
 
         Raises:
-          UserError: (a ValueError) for some of the three options without the others, or for values that do not fit.
+          UserError: (a ValueError) for only some of the three options, or for invalid values.
         """
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--coordinator")
@@ -69,44 +70,43 @@ class Place:
 
 
 def run(place: Place, command: Callable[[str], int], settings: str | None = None) -> NoReturn:
-    """Runs `command(settings)` in all processes, and ends this one.
+    """Run `command(settings)` in all processes, and end this process.
 
-    Process 0's exit code is that of its command. Where that is 0, the others' is, too. A process that finds another one
-    gone says so in one line and ends with 1.
+    Process 0 exits with the code of its command. If the code is 0, the other processes also exit with 0. If a process
+    disappears, the others print one line and exit with 1.
 
     Args:
-      settings: a line, which process 0 has.
+      settings: one line, which only process 0 needs to have.
     """
     links, settings = _listen(place, settings) if place.process == 0 else _call(place)
     Joined(place, links).run(lambda: command(settings))
 
 
 def of_process_0(tree: PyTree) -> PyTree:
-    """The arrays that process 0 has, in all processes. Each has some of these shapes and dtypes."""
+    """Return process 0's arrays in all processes. Every process passes arrays with the same shapes and dtypes."""
     if jax.process_count() == 1:
         return tree
     arrays, structure = jax.tree.flatten(jax.tree.map(np.asarray, tree))
-    # As bytes: a sum over processes, which this is, would lose the sign of zeros.
+    # JAX broadcasts by a sum over processes, which would lose the sign of zeros. Bytes survive it.
     as_bytes = multihost_utils.broadcast_one_to_all([np.frombuffer(a.tobytes(), np.uint8) for a in arrays])
     pairs = zip(as_bytes, arrays, strict=True)
     return structure.unflatten([np.frombuffer(np.asarray(b).tobytes(), a.dtype).reshape(a.shape) for b, a in pairs])
 
 
 class Joined:
-    """This process, connected to process 0, or as process 0 to all others."""
+    """This process with its connections: to process 0, or from process 0 to all other processes."""
 
     def __init__(self, place: Place, links: dict[int, socket.socket]):
         self._place, self._links, self._ends = place, links, threading.Event()
         self._watches = [threading.Thread(target=self._watch, args=(i,), daemon=True) for i in links]
 
     def run(self, command: Callable[[], int]) -> NoReturn:
-        """Runs the command, and ends this process."""
         for watch in self._watches:
             watch.start()
         try:
             code = exit_code(lambda: self._initialized(command))
         except BaseException:
-            # With a process gone, collectives fail: it is for `_watch` to say why.
+            # If a process is gone, collectives fail. This leaves `_watch` the time to print the reason.
             time.sleep(PARTING_SECONDS)
             traceback.print_exc()
             code = 1
@@ -117,16 +117,16 @@ class Joined:
     def _initialized(self, command):
         place = self._place
         if place.process:
-            # Ctrl-C in a terminal goes to all. Process 0 answers it, and the others end with process 0.
+            # Ctrl-C in a terminal reaches all processes. Process 0 handles it, and the others end with process 0.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # It would take SIGTERM for news of a preemption, and go on.
+        # The preemption service would treat SIGTERM as a notice of preemption, and continue.
         jax.config.update("jax_enable_preemption_service", False)
         address = _relay(place) if place.process else f"{place.host}:{place.port}"
         jax.distributed.initialize(address, place.processes, place.process, cluster_detection_method="deactivate")
         return command()
 
     def _watch(self, process):
-        """Waits for the end of another process, and ends this one."""
+        """Wait for another process to end, then end this one."""
         try:
             said = self._links[process].recv(1)
         except OSError:
@@ -134,14 +134,14 @@ class Joined:
         if said == DONE:
             self._end(0)
         if not self._ends.is_set():
-            print(f"error: process {process} stopped answering: the run ends, and --resume goes on", file=sys.stderr)
+            print(f"error: process {process} stopped answering: the run ends; --resume continues it", file=sys.stderr)
             self._end(1)
 
     def _end(self, code) -> NoReturn:
         self._ends.set()
         if self._place.process == 0:
             for link in self._links.values():
-                with contextlib.suppress(OSError):  # it is gone
+                with contextlib.suppress(OSError):  # the process is gone
                     link.sendall(DONE * (code == 0))
                     link.shutdown(socket.SHUT_WR)
         for watch in self._watches:
@@ -153,7 +153,7 @@ class Joined:
 
 
 def _listen(place, settings):
-    """Waits for the others, and tells them the settings."""
+    """Wait for the other processes to connect, and send them the settings."""
     links, deadline = {}, time.monotonic() + START_SECONDS
     family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
     with socket.create_server((place.host, place.port + 1), family=family) as server:
@@ -162,7 +162,7 @@ def _listen(place, settings):
             try:
                 link, _ = server.accept()
             except TimeoutError:
-                raise TimeoutError(f"process {missing[0]} of {place.processes} did not come in time") from None
+                raise TimeoutError(f"process {missing[0]} of {place.processes} did not connect in time") from None
             links[_introduced(link, place, missing)] = link
     for link in links.values():
         link.sendall(settings.encode() + b"\n")
@@ -170,16 +170,16 @@ def _listen(place, settings):
 
 
 def _call(place):
-    """Comes to process 0, and hears the settings."""
+    """Connect to process 0, and receive the settings."""
     link = _connected(place.host, place.port + 1)
     link.sendall(f"{place.process} {place.processes}\n".encode())
     if not (settings := _line(link)):
-        raise ConnectionError("process 0 ended before all processes came")
+        raise ConnectionError("process 0 ended before all processes connected")
     return {0: _lasting(link)}, settings
 
 
 def _connected(host, port):
-    """A connection to process 0, which may not listen yet."""
+    """Connect to process 0, and retry while it does not listen yet."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:
@@ -191,10 +191,10 @@ def _connected(host, port):
 
 
 def _relay(place):
-    """Relays connections to the coordinator, and returns the address at which this process reaches the relay.
+    """Relay connections to the coordinator, and return the local address of the relay.
 
-    JAX aborts a process whose connection to the coordinator closes, often before `_watch` can say why. The relay's
-    connections to JAX stay open when process 0 is gone.
+    JAX aborts a process whose connection to the coordinator closes, often before `_watch` can print the reason. The
+    relay keeps its connections to JAX open when process 0 is gone.
     """
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -210,7 +210,7 @@ def _relay(place):
 
 
 def _forward(source, sink):
-    """Sends on to `sink` all that `source` receives, but not its end."""
+    """Forward everything from `source` to `sink`, and leave `sink` open at the end."""
     sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):
         while said := source.recv(2**16):
@@ -218,7 +218,7 @@ def _forward(source, sink):
 
 
 def _introduced(link, place, missing):
-    """Which process has come."""
+    """Return the number of the process that connected."""
     link.settimeout(PARTING_SECONDS)
     try:
         said = _line(link)
@@ -227,13 +227,13 @@ def _introduced(link, place, missing):
     process, _, processes = said.partition(" ")
     if processes != str(place.processes) or process not in map(str, missing):
         wanted = f"wanted process {' or '.join(map(str, missing))} of {place.processes}"
-        raise UserError(f"process {process or '?'} of {processes or '?'} came to {place.host}:{place.port}: {wanted}")
+        raise UserError(f"process {process or '?'} of {processes or '?'} reached {place.host}:{place.port}: {wanted}")
     _lasting(link)
     return int(process)
 
 
 def _lasting(link):
-    """A connection that waits for as long as the other machine is there."""
+    """Set a connection to wait for as long as the other machine is reachable."""
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
@@ -243,7 +243,7 @@ def _lasting(link):
 
 
 def _line(link):
-    """The next line that is said, and no byte more."""
+    """Read the next line, and no byte after it."""
     said = b""
     while not said.endswith(b"\n") and (byte := link.recv(1)):
         said += byte

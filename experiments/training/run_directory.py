@@ -1,14 +1,14 @@
-"""A run's directory: what it holds, and how a run goes on after an interruption or damage.
+"""The directory of a run, and how a run resumes after an interruption or damage.
 
-    .lock             locked while a process works in the directory, and by the kernel: a dead process leaves no lock
+    .lock             locked while a process works in the directory; the operating system unlocks it when that ends
     config.json       the settings
-    metrics.jsonl     a line an epoch
+    metrics.jsonl     one line per epoch
     checkpoints/      the state after each of the last epochs: see `experiments/training/checkpoints.py`
-    curves.png        drawn after the last epoch, or where the run was stopped; and what the experiment's report adds
-    files.sha256      the checksums of these, as `sha256sum --check` reads them; written last
+    curves.png        drawn after the last epoch, or when the run is stopped; the experiment's report adds more files
+    files.sha256      the checksums of the files above, for `sha256sum --check`; written last
 
-The newest checkpoint that is whole is the truth: it holds the settings and the metrics as well. Whatever else is not as
-it was written is made anew from it. Files that no run writes stay as they are.
+The newest intact checkpoint is authoritative. It also holds the settings and the metrics. Any other file that has
+changed since it was written is rewritten from it. Files that no run writes stay untouched.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ Config = TypeVar("Config", bound=TrainingConfig)
 
 
 def saved_config(path: Path) -> TrainingConfig:
-    """The settings of the run in a directory.
+    """Return the settings of the run in a directory.
 
     Raises:
-      UserError: (a ValueError) if there is no run, or one of no experiment of ours.
-      BrokenRun: if no checkpoint of it is whole.
+      UserError: (a ValueError) if there is no run, or the run is of an unknown experiment.
+      BrokenRun: if every checkpoint is corrupt.
     """
     saved = newest(path).config
     if saved["experiment"] not in configs.EXPERIMENTS:
@@ -54,14 +54,15 @@ def saved_config(path: Path) -> TrainingConfig:
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """The metrics of every epoch of the run in a directory. Raises as `saved_config` does."""
+    """Return the metrics of every epoch of the run in a directory. It raises the errors of `saved_config`."""
     return [Metrics(**line) for line in newest(path).metrics]
 
 
 def load(path: Path) -> tuple[TrainingConfig, nnx.Module]:
-    """The settings of the run in a directory, and its model with the parameters of the newest checkpoint.
+    """Return the settings of the run in a directory, and its model with the parameters of the newest checkpoint.
 
-    Raises as `saved_config` does, and `BrokenRun` if this version of the library makes another model of the settings.
+    It raises the errors of `saved_config`, and `BrokenRun` if this version of jaxbp builds another model from the
+    settings.
     """
     config, checkpoint = saved_config(path), newest(path)
     model, _ = config.build(jax.random.split(jax.random.key(config.seed))[0])
@@ -71,7 +72,7 @@ def load(path: Path) -> tuple[TrainingConfig, nnx.Module]:
 
 
 def newest(path: Path, loud: bool = False) -> Checkpoint:
-    """The newest checkpoint that is whole; with `loud`, damaged ones are named on stderr."""
+    """Return the newest intact checkpoint; with `loud`, name corrupt ones on stderr."""
     _check_is_run(path)
     folder, damaged = path / CHECKPOINTS, []
     for epoch in checkpoints.epochs(folder):
@@ -81,17 +82,17 @@ def newest(path: Path, loud: bool = False) -> Checkpoint:
             damaged.append(str(error))
             continue
         if damaged and loud:
-            warn(f"{'; '.join(damaged)}: going on from epoch {checkpoint.epoch}")
+            warn(f"{'; '.join(damaged)}: resuming from epoch {checkpoint.epoch}")
         return checkpoint
-    raise BrokenRun(f"run_dir = {path} has no checkpoint to go on from: {'; '.join(damaged) or 'none is left'}")
+    raise BrokenRun(f"run_dir = {path} has no checkpoint to resume from: {'; '.join(damaged) or 'none is left'}")
 
 
 class RunDirectory:
-    """Writes a run's files. Use as a context manager, within which no other process works in the directory.
+    """A context manager that writes the files of a run, and keeps other processes out of the directory.
 
     Attributes:
-      config: the settings; of a run that goes on, the saved ones, but for more epochs and where the data lie.
-      metrics: those of every epoch done.
+      config: the settings. A resumed run has the saved settings, except for more epochs and the location of the data.
+      metrics: the metrics of every completed epoch.
     """
 
     def __init__(self, config: Config):
@@ -99,11 +100,12 @@ class RunDirectory:
         self._path, self._checkpoint, self._open = config.run_dir, None, contextlib.ExitStack()
 
     def __enter__(self) -> "RunDirectory":
-        """Takes up the run that is there if the config says `resume`; otherwise see `begin`.
+        """Open the run in the directory if the config sets `resume`; otherwise `begin` creates it.
 
         Raises:
-          UserError: for a directory with no run to resume or one of other settings; for a new run, with anything.
-          BrokenRun: if no checkpoint is whole, or another process works in the directory.
+          UserError: to resume, if the directory holds no run or a run with other settings; for a new run, if the
+            directory is not empty.
+          BrokenRun: if every checkpoint is corrupt, or another process works in the directory.
         """
         if not self.config.resume:
             _check_is_free(self._path)
@@ -124,34 +126,33 @@ class RunDirectory:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is something to go on from."""
+        """Whether there is a checkpoint to resume from."""
         return self._checkpoint is not None
 
     @property
     def is_done(self) -> bool:
-        """Whether the last epoch is done."""
         return bool(self.metrics) and self.config.is_last(len(self.metrics), self.metrics[-1].test_accuracy)
 
     def has_whole(self, names: Sequence[str]) -> bool:
-        """Whether the files of these names are as `seal` found them."""
+        """Return whether these files have not changed since `seal`."""
         try:
             return (self._path / CHECKSUMS).read_text() == self._checksums(names)
         except (OSError, UnicodeDecodeError):
             return False
 
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
-        """The state to go on from: that of the checkpoint, or `initial`, which a new directory is made for.
+        """Return the state to start from: the state of the checkpoint, or `initial` in a new directory.
 
         Args:
           constants: the checksum of the model's variables that are not trained.
 
         Raises:
-          BrokenRun: if the checkpoint is of another model, or of one with other constants.
+          BrokenRun: if the checkpoint is of another model, or of a model with other constants.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)
             self._open.enter_context(_locked(self._path))
-            _check_is_free(self._path)  # once more: it may be another process's by now
+            _check_is_free(self._path)  # again under the lock, because another process may have taken it
             (self._path / CHECKPOINTS).mkdir(exist_ok=True)
             self._checkpoint = Checkpoint(0, configs.to_dict(self.config), constants, [], {}, self._path / CHECKPOINTS)
             self._save(initial, [])
@@ -160,13 +161,13 @@ class RunDirectory:
         saved = self._checkpoint.constants
         if saved != constants:
             raise BrokenRun(
-                f"cannot resume {self._path}: the model's fixed variables, as a network's wires, are not those of its "
-                f"training (SHA-256 saved {saved}, now {constants}): wanted the version of jaxbp that began it"
+                f"cannot resume {self._path}: the model's fixed variables, such as wires, differ from the saved ones "
+                f"(SHA-256 saved {saved}, now {constants}): wanted the version of jaxbp that began it"
             )
         state = checkpoints.from_arrays(self._checkpoint.arrays, initial)
         saved = configs.from_dict(type(self.config), self._checkpoint.config)
         if configs.differences(saved, self.config) or saved.devices != self.config.devices:
-            # More epochs, or other devices: so that a run stopped before the next checkpoint still knows of them.
+            # Record more epochs or other devices now, in case the run stops before the next checkpoint.
             extended = {**configs.to_dict(self.config), "run_dir": self._checkpoint.config["run_dir"], "resume": False}
             self._checkpoint = dataclasses.replace(self._checkpoint, config=extended)
             checkpoints.write_run(self._checkpoint, self._checkpoint.path)
@@ -174,7 +175,7 @@ class RunDirectory:
         return state
 
     def save(self, metrics: Metrics, state: PyTree) -> None:
-        """Keeps an epoch's metrics and the state after it; the epoch is done once this returns."""
+        """Save the metrics of an epoch and the state after it. The epoch is completed once this returns."""
         self._save(state, [*self.metrics, metrics])
         self.metrics = [*self.metrics, metrics]
         write_atomically(self._path / METRICS, _lines(self.metrics))
@@ -183,11 +184,10 @@ class RunDirectory:
                 remove(checkpoints.path_of(self._path / CHECKPOINTS, epoch))
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes a file of the report."""
         write_atomically(self._path / name, data)
 
     def seal(self, names: Sequence[str]) -> None:
-        """Writes the checksums of these files: the run is finished."""
+        """Write the checksums of these files, which marks the run as finished."""
         self.write(CHECKSUMS, self._checksums(names).encode())
 
     def _save(self, state: PyTree, metrics: Sequence[Metrics]) -> None:
@@ -196,7 +196,7 @@ class RunDirectory:
         checkpoints.write(checkpoint, checkpoints.to_arrays(state))
 
     def _write_anew(self, loud: bool = False) -> None:
-        """Makes of the checkpoint what is not as it says, and removes what killed processes left."""
+        """Rewrite files that differ from the checkpoint, and remove temporary files of killed processes."""
         for folder in (self._path, self._path / CHECKPOINTS):
             for leftover in filter(is_leftover, folder.iterdir()):
                 remove(leftover)
@@ -206,9 +206,9 @@ class RunDirectory:
             found = file.read_bytes() if file.exists() else b""
             if found == data:
                 continue
-            # A process may have been killed before it wrote the file, or have gone on from there.
+            # A shorter or longer file is no damage: a process was killed before it wrote it, or resumed from there.
             if loud and not (data.startswith(found) or found.startswith(data)):
-                warn(f"{file} is not what the run wrote: written anew")
+                warn(f"{file} is not what the run wrote: rewritten")
             write_atomically(file, data)
 
     def _checksums(self, names: Iterable[str]) -> str:
@@ -217,7 +217,6 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def _locked(path: Path):
-    """Holds the lock of a run's directory."""
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
@@ -230,7 +229,7 @@ def _locked(path: Path):
 
 
 def _check_is_free(path: Path) -> None:
-    """Requires a directory for a new run: one that is missing, or holds at most what a run begins with."""
+    """Require a directory for a new run: it must be missing, or hold at most the files with which a run begins."""
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir = {path}: wanted a directory")
     folder = path / CHECKPOINTS
@@ -240,7 +239,7 @@ def _check_is_free(path: Path) -> None:
 
 
 def _check_is_run(path: Path) -> None:
-    """Requires a directory in which a run has begun."""
+    """Require a directory in which a run has begun."""
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir = {path}: wanted a directory")
     if not (checkpoints.epochs(path / CHECKPOINTS) or ((path / CONFIG).exists() and (path / METRICS).exists())):

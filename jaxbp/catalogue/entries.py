@@ -1,7 +1,7 @@
-"""The table of ops: what each takes, small for checking and at real sizes for lowering and timing.
+"""The table of ops, with small cases for checks and realistic cases for lowering and timing.
 
-An op listed here is checked against finite differences in every implementation, simulated, lowered for CUDA in every
-dtype its kernels take, and timed. Nothing is listed anywhere else.
+An op in this table is checked against finite differences in every implementation. It is also simulated, lowered for
+CUDA in every dtype that its kernels take, and timed. No other list of ops exists.
 """
 
 import dataclasses
@@ -44,13 +44,13 @@ def _case(*arguments: Any, **options: Any) -> Case:
 
 _ANY = dict(stride=(2, 1), padding=(1, 0))
 _POOL_ANY = dict(window=(3, 2), stride=(2, 1), padding=(1, 0))
-# Values apart from each other, so that a finite difference does not move the maximum.
+# The values are far enough apart that a finite difference does not move the maximum.
 _APART = Argument((1, 2, 5, 6), apart=True)
 _CLASS = Argument((BATCH,), below=10)
 
 _LABELS = Argument((2, 3), below=4)
 _LAYERS = ((6, 5), (6,), (4, 6), (4,))
-# Layers that neither blow up nor shrink what goes through them: otherwise the softmax knows one class only.
+# Activations neither grow nor shrink through these layers. Otherwise the softmax would put all weight on one class.
 _LENET_TAIL = (
     (BATCH, 256),
     _CLASS,
@@ -61,11 +61,12 @@ _BLOCKS = (
     ((BATCH, 1, 28, 28), (6, 1, 5, 5), (BATCH, 6, 24, 24), (BATCH, 6, 12, 12)),
     ((BATCH, 6, 12, 12), (16, 6, 5, 5), (BATCH, 16, 8, 8), (BATCH, 16, 4, 4)),
 )
-"""LeNet's blocks of convolution, ReLU and pool: the image x, the filters w, the convolution z, and the pooled y."""
+"""LeNet's two blocks of convolution, ReLU and pool, as shapes of the image x, the filters w, the convolution z, and
+the pooled y."""
 
 
 def _blocks(name: str, of: Callable[..., Case]) -> dict[str, Case]:
-    """`of(x, w, z, y)` for each block, named by the block's number."""
+    """Return `of(x, w, z, y)` for each block, named by the block's number."""
     return {f"{name}{i}": of(*shapes) for i, shapes in enumerate(_BLOCKS, 1)}
 
 
@@ -73,19 +74,19 @@ _FUSED_ANY = dict(window=(2, 3), padding=(1, 0))
 
 
 def _indices(*shape: int | str, below: int) -> Argument:
-    """Where in its window each maximum lay."""
+    """Return an argument for the position of each maximum in its window."""
     return Argument(shape, below=below, dtype=jnp.uint8)
 
 
 def _pair(
     function: Callable, small: Case, real: Mapping[str, Case], takes: Any = slice(None), like: str = ""
 ) -> tuple[Entry, Entry]:
-    """The entries of a function and of its public backward.
+    """Return the entries of a function and of its public backward.
 
     Args:
-      small, real: the cases, with `dy`, the gradient in the function's result, before the function's arguments.
-      takes: selects those of the function's arguments that the backward takes after `dy`.
-      like: the entry that both are like. If it is the function's own name, only the backward is like it.
+      small, real: the cases, with `dy`, the gradient with respect to the result, before the function's arguments.
+      takes: selects the arguments of the function that the backward takes after `dy`.
+      like: the field `like` of both entries. If it is the function's own name, only the backward gets it.
     """
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
 
@@ -114,7 +115,7 @@ def _unary(function: Callable, small: Argument = _SMALL_APART, **options: Any) -
 
 
 def _binary(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """x2 is broadcast along rows, and in most small cases x1 as well."""
+    """x2 is broadcast along rows. In most small cases, x1 is too."""
     x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
     rows = 2 if function is arithmetic.divide else 1
     small = _case((3, 2, 4), x1((3, rows, 4)), x2((2, 1)))
@@ -139,7 +140,7 @@ def _rowwise(function: Callable) -> tuple[Entry, ...]:
 
 
 def _without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Of ops whose gradient goes to the first of equal numbers, which autodiff shares it among."""
+    """Mark ops that give the gradient to the first of several equal numbers. Autodiff divides it among them."""
     return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
 
 
@@ -148,7 +149,7 @@ _KEY = Argument((2,), below=2**31 - 1, dtype=jnp.uint32)
 
 
 def _rows(*sizes: tuple[int, ...], of: Callable[..., Case]) -> dict[str, Case]:
-    """`of(*size)` for each `(rows, *size)`."""
+    """Return `of(*size)` for each `(rows, *size)`."""
     return {f"{rows}x{'x'.join(map(str, size))}": dataclasses.replace(of(*size), batch=rows) for rows, *size in sizes}
 
 
@@ -165,7 +166,7 @@ _TREES = TreeWiresArgument(2, 2, (2, 2), depth=2)
 
 
 def _trees(channels: int, size: int, kernels: int, *dy: Argument | tuple, window: int = 3, **options: Any) -> Case:
-    """A layer of the published networks: 3 x 3 with padding, or the first one of MNIST."""
+    """A layer of the published networks: a 3 x 3 window with padding, or MNIST's first layer."""
     wires, x = TreeWiresArgument(channels, kernels, (window, window)), (BATCH, channels, size, size)
     case = _case(*dy, (kernels, 7, 16), wires, x, padding=1 if window == 3 else 0, **options)
     return dataclasses.replace(case, batch=128)
@@ -177,13 +178,13 @@ CHECKERBOARD = AutomatonArgument(8, 16, (8, 4, 2), (*[256] * 10, 128, 64, 32, 16
 
 
 def _ticks(function: Callable, **options: int) -> tuple[Entry, Entry]:
-    """Of a grid of few cells, and of the published grid."""
+    """Return the entries for a grid of few cells, and for the published grid."""
 
     def at(automaton, grid, logits):
         state = automaton.state(*grid)
         return _case(state.shape, logits, automaton, state, **options)
 
-    # Gates that mostly pass on an input: through twenty layers of random functions no gradient comes.
+    # Most gates pass one input through. Through twenty layers of random functions, the gradient would vanish.
     passing = CHECKERBOARD.logits(offset=tuple(6.0 * (i == PASS_THROUGH) for i in range(16)))
     published = dataclasses.replace(at(CHECKERBOARD, (BATCH, 16, 16), passing), batch=2)
     return _pair(function, at(_CELL, (BATCH, 2, 3), _CELL.logits()), {"checkerboard": published}, like="automaton_step")
@@ -426,7 +427,7 @@ CATALOGUE: tuple[Entry, ...] = (
     ),
     Entry(
         gate_layer.gate_layer_backward,
-        _case((2, 3, 6), (6, 16), WiresArgument(6, 6), (2, 3, 6)),  # regular, which the layer's are not
+        _case((2, 3, 6), (6, 16), WiresArgument(6, 6), (2, 3, 6)),  # regular, unlike the wires of `gate_layer`'s case
         {"4096->8192": _gates(4096, 8192, (BATCH, 8192))},
     ),
     *_pair(
@@ -473,4 +474,4 @@ CATALOGUE: tuple[Entry, ...] = (
     *_ticks(automaton.automaton_step),
     *_ticks(automaton.automaton_rollout, steps=2),
 )
-"""Every op, once."""
+"""One entry per op."""

@@ -1,4 +1,4 @@
-"""What the table of ops is made of: arguments to draw, cases of them, and entries."""
+"""Building blocks of the table of ops: random arguments, cases, and entries."""
 
 import dataclasses
 import functools
@@ -17,15 +17,22 @@ from jaxbp.logic.wires import Wires
 from jaxbp.ops import _checks
 
 BATCH = "batch"
-"""Stands for the batch size in an argument's shape."""
+"""Placeholder for the batch size in an argument's shape."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An array to draw: its shape, and for integers the bound they stay below.
+    """An array to draw at random.
 
-    Floats are standard normal times `scale`, plus `offset` along the last axis, or with `weights` the softmax of that
-    over the last axis, or with `apart` evenly spaced in random order, or with `positive` at least a half.
+    Floats are standard normal, times `scale`, plus `offset` along the last axis.
+
+    Attributes:
+      shape: its sizes, one of which may be `BATCH`.
+      below: the exclusive upper bound of integers; None for floats.
+      weights: whether to take the softmax of the floats over the last axis.
+      apart: whether to use evenly spaced values in random order instead.
+      dtype: the dtype of integers.
+      positive: whether the floats are at least a half.
     """
 
     shape: tuple[int | str, ...]
@@ -53,14 +60,14 @@ class Argument:
 
 
 class FixedArgument:
-    """Wires, or all those of an automaton: random, the same for every key and dtype.
+    """Wires, or all wires of an automaton: random, and the same for every key and dtype.
 
     Attributes:
-      code: the expression of `jaxbp`'s names that makes them.
+      code: the Python expression that makes them. It may use the name `jaxbp`.
     """
 
     shape: ClassVar[tuple[()]] = ()
-    """They have no batch."""
+    """Wires have no batch axis."""
     code: str
 
     def struct(self, batch: int, dtype: DTypeLike) -> Any:
@@ -70,7 +77,7 @@ class FixedArgument:
         return _fixed(self)
 
     def made(self) -> Wires | TreeWires | Automaton:
-        """What the code makes."""
+        """Evaluate `code`."""
         return eval(self.code, {"jaxbp": jaxbp})
 
 
@@ -81,7 +88,7 @@ def _fixed(argument: FixedArgument) -> Wires | TreeWires | Automaton:
 
 @dataclasses.dataclass(frozen=True)
 class WiresArgument(FixedArgument):
-    """Of a layer of gates."""
+    """The wires of a layer of gates."""
 
     inputs: int
     gates: int
@@ -93,7 +100,7 @@ class WiresArgument(FixedArgument):
 
 @dataclasses.dataclass(frozen=True)
 class TreeWiresArgument(FixedArgument):
-    """Of a convolution of trees of gates."""
+    """The wires of a convolution of gate trees."""
 
     channels: int
     kernels: int
@@ -108,7 +115,7 @@ class TreeWiresArgument(FixedArgument):
 
 @dataclasses.dataclass(frozen=True)
 class AutomatonArgument(FixedArgument):
-    """Of a cell's circuit."""
+    """The wires of a cellular automaton."""
 
     channels: int
     kernels: int
@@ -123,24 +130,27 @@ class AutomatonArgument(FixedArgument):
 
     @property
     def gates_a_cell(self) -> int:
-        """Perception's run for every channel."""
+        """Gates evaluated per cell and tick. Perception runs once per channel."""
         return self.channels * self.kernels * sum(self.perception) + sum(self.update)
 
     def logits(self, parameters: int = 16, offset: tuple[float, ...] = ()) -> list[list[Argument]]:
-        """Of each layer of perception, and of each layer of update."""
+        """Return the logits of each perception layer, and of each update layer."""
         perception = [Argument((self.kernels, gates, parameters), offset=offset) for gates in self.perception]
         return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
 
     def state(self, *grid: int | str) -> Argument:
-        """Of a batch of grids, in [0, 1]."""
+        """Return a batch of grids with numbers in [0, 1]."""
         return Argument((*grid, self.channels), weights=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An op's arguments and options at one place, and how many examples to time it with, if not the bench's default.
+    """An op's arguments and options for one check or timing.
 
-    An argument may be a pytree of arrays, and is then one of `Argument`.
+    Each argument is an `Argument`, a `FixedArgument`, or a pytree of them.
+
+    Attributes:
+      batch: the batch size for timing; None for the bench's default.
     """
 
     arguments: tuple[Any, ...]
@@ -149,35 +159,33 @@ class Case:
 
     @property
     def leaves(self) -> list[Argument | FixedArgument]:
-        """Those of all arguments."""
+        """The leaves of all arguments."""
         return jax.tree.leaves(self.arguments)
 
     @property
     def floats(self) -> list[Argument]:
-        """Those that are floating."""
+        """The floating leaves."""
         return [a for a in self.leaves if isinstance(a, Argument) and a.below is None]
 
     def structs(self, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[Any, ...]:
-        """The arguments' shapes and dtypes."""
         return jax.tree.map(lambda argument: argument.struct(batch, dtype), self.arguments)
 
     def draw(self, seed: int, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[Any, ...]:
-        """Fresh random arguments."""
         keys = iter(jax.random.split(jax.random.key(seed), len(self.leaves)))
         return jax.tree.map(lambda argument: argument.draw(next(keys), batch, dtype), self.arguments)
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A public function of the library, with the cases it is checked and timed on.
+    """A public function of jaxbp, with the cases for its checks and timings.
 
     Attributes:
       function: takes the arguments, the options and `implementation=`.
-      small: for finite differences and the interpreter.
-      real: place -> case, the sizes that count.
-      kernel_dtypes: what its kernels take.
-      like: an entry that is paired in the same way and runs the same kernels, with another formula in them. What does
-        not depend on the formula is tested with that entry alone.
+      small: the case for finite differences and for the interpreter.
+      real: maps names to cases of realistic size.
+      kernel_dtypes: the dtypes that its kernels take.
+      like: the name of an entry with the same pairing and the same kernels, but another formula. Tests that do not
+        depend on the formula run for that entry only.
       kink_convention: whether it has autodiff's slope where there is no derivative.
     """
 

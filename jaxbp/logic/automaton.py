@@ -1,4 +1,4 @@
-"""The wires of a logic cellular automaton: one circuit of gates that every cell of a grid runs."""
+"""The wires of a logic cellular automaton, in which every cell of a grid runs the same circuit of gates."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from jaxbp.ops import _checks
 from pallas_kernels.logic import banks
 
 NEIGHBOURHOOD = 9
-"""Cells that a cell sees: itself, the fifth, and those around it, in row-major order."""
+"""The number of cells that a cell sees: itself, the fifth, and those around it, in row-major order."""
 CENTRE = 4
 
 
@@ -24,22 +24,25 @@ CENTRE = 4
 class Automaton:
     """The wires of the circuit that all cells of a grid run at every tick.
 
-    A cell has `channels` numbers in [0, 1], bits when hardened. At a tick it sees the 3 x 3 cells around and at its
-    place, outside of a grid that is not periodic zeros. Perception: `kernels` circuits with the same wires and gates of
-    their own read one channel of the nine cells, and give `bits` each; every one of them reads every channel. Update:
-    one more circuit reads the cell's own channels and then the perceived bits, in the order channel, bit, kernel, and
-    gives the cell's next channels.
+    A cell has `channels` numbers in [0, 1], which are bits after hardening. At a tick, it sees the 3 x 3 cells around
+    it, including itself. Cells outside a grid that is not periodic are zero. The circuit has two parts:
 
-    Made by `create` or `from_wires`. A pytree: an argument of jitted functions, or a constant in them.
+    - Perception: `kernels` circuits with the same wires but separate gates. Each reads one channel of the nine cells
+      and returns `bits` numbers, for every channel.
+    - Update: one circuit that reads the cell's channels and then the perceived bits, in the order channel, bit, kernel.
+      It returns the cell's next channels.
+
+    Make it with `create` or `from_wires`. It is a pytree: an argument of jitted functions, or a constant in them.
 
     Attributes:
-      perception: the wires of each layer; the first reads the nine cells, in row-major order.
-      update: the wires of each layer.
-      order: update's gates, layer after layer, in an order in which kernels read different banks of shared memory: the
-        gate of each place in a layer, and the place of each gate. Made on the host, once, as the wires are.
-      channels: of a cell.
-      kernels: of the perception.
-      periodic: whether the grid's borders meet.
+      perception: the wires of each perception layer. The first layer reads the nine cells, in row-major order.
+      update: the wires of each update layer.
+      order: the update gates of each layer in an order in which kernels read different banks of shared memory. The
+        first row has the gate at each position of a layer, and the second row the position of each gate. Made once, on
+        the host, like the wires.
+      channels: the channels of a cell.
+      kernels: the number of perception circuits.
+      periodic: whether opposite borders of the grid meet.
 
     Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
     """
@@ -53,18 +56,18 @@ class Automaton:
 
     @property
     def bits(self) -> int:
-        """What a perception kernel gives for each channel."""
+        """The number of outputs of a perception kernel per channel."""
         return self.perception[-1].gates
 
     @property
     def orders(self) -> list[Int[Array, "2 gates"]]:
-        """`order` by layers."""
+        """`order`, divided into layers."""
         ends = list(itertools.accumulate((w.gates for w in self.update), initial=0))
         return [self.order[:, first:end] for first, end in itertools.pairwise(ends)]
 
     @property
     def gates(self) -> int:
-        """Of the whole circuit: those that have parameters. Perception's are counted once and run for every channel."""
+        """The number of gates with parameters. Perception gates count once, although they run for every channel."""
         return self.kernels * sum(w.gates for w in self.perception) + sum(w.gates for w in self.update)
 
     @classmethod
@@ -77,18 +80,19 @@ class Automaton:
         periodic: bool,
         seed: int,
     ) -> "Automaton":
-        """Random wires, as published: perception begins with `Wires.moore`, all other layers are `Wires.unique`.
+        """Make random wires, as published: `Wires.moore` in the first perception layer, `Wires.unique` in all others.
 
         Args:
-          channels: of a cell.
-          perception_kernels: how many.
-          perception_widths: gates of each layer of a kernel; the first has 8, a neighbour and the centre each.
-          update_widths: gates of each layer; the last has `channels`.
-          periodic: whether the grid's borders meet.
-          seed: of the wires.
+          channels: the channels of a cell.
+          perception_kernels: the number of perception circuits.
+          perception_widths: the gates of each layer of a perception circuit. The first layer has 8 gates, and each
+            reads one neighbor and the center.
+          update_widths: the gates of each update layer. The last layer has `channels` gates.
+          periodic: whether opposite borders of the grid meet.
+          seed: the seed of the wires.
 
         Raises:
-          ValueError: sizes below 1 or that do not fit, or a layer that `Wires.unique` cannot have.
+          ValueError: sizes are below 1 or do not fit, or `Wires.unique` cannot make a layer.
 
         Example:
           >>> checkerboard = Automaton.create(8, 16, [8, 4, 2], [256] * 10 + [128, 64, 32, 16, 8, 8], False, seed=0)
@@ -99,7 +103,7 @@ class Automaton:
         _checks.count(op, "channels", channels)
         _checks.count(op, "perception_kernels", perception_kernels)
         if not perception_widths or perception_widths[0] != 8:
-            raise ValueError(f"{op}: perception_widths is {perception_widths!r}; wants 8 first, a gate a neighbour")
+            raise ValueError(f"{op}: perception_widths is {perception_widths!r}; wants 8 first, one gate per neighbor")
         if not update_widths or update_widths[-1] != channels:
             raise ValueError(f"{op}: update_widths is {update_widths!r}; wants {channels} last, the channels")
         seeds = iter(np.random.default_rng(seed).integers(2**31, size=len(perception_widths) + len(update_widths)))
@@ -117,11 +121,11 @@ class Automaton:
     def from_wires(
         cls, perception: Sequence[Wires], update: Sequence[Wires], channels: int, periodic: bool
     ) -> "Automaton":
-        """An automaton of these wires; the inputs of the first update layer say how many perception kernels there are.
+        """Make an automaton from wires. The inputs of the first update layer determine the number of kernels.
 
         Raises:
-          TypeError: a layer that is no `Wires`.
-          ValueError: no layers, or layers that do not fit.
+          TypeError: a layer is not a `Wires`.
+          ValueError: there are no layers, or the layers do not fit.
         """
         op = "Automaton.from_wires"
         _checks.count(op, "channels", channels)
@@ -145,29 +149,29 @@ class Automaton:
         if kernels < 1 or rest:
             raise ValueError(
                 f"{op}: update[0] reads {update[0].inputs} inputs; wants {channels}, the channels, and a multiple of "
-                f"{of_a_kernel}, what a perception kernel gives"
+                f"{of_a_kernel}, the outputs of a perception kernel"
             )
         order = _order(update, channels, kernels, perception[-1].gates)
         return cls(tuple(perception), tuple(update), order, channels, kernels, bool(periodic))
 
 
 def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
-    """Of the perceived bits, as update reads them, the place in the order bit, kernel, channel, in which they come."""
+    """Return the indices, in the order bit, kernel, channel, of the perceived bits in the order that update reads."""
     return np.arange(bits * kernels * channels).reshape(bits, kernels, channels).transpose(2, 0, 1).ravel()
 
 
 def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> Array:
-    """`Automaton.order`. Wires that are traced keep theirs."""
+    """Return `Automaton.order`. Traced wires keep their order."""
     if any(isinstance(wires.a, jax.core.Tracer) for wires in update):
         orders = [np.arange(wires.gates) for wires in update]
     else:
         centre = CENTRE * channels + np.arange(channels)
-        # As in `Plan`, where all layers begin at multiples of more than an octet: perception's last behind the inputs.
+        # In `Plan`, too, layers begin at multiples of more than an octet, and perception's last one follows the inputs.
         first = -(-NEIGHBOURHOOD * channels // banks.OCTET) * banks.OCTET
         rows = np.concatenate([centre, first + perceived_rows(channels, kernels, bits)])
         layers = [(np.asarray(wires.a), np.asarray(wires.b)) for wires in update]
         orders = banks.orders(layers, [wires.turns for wires in update], rows)
-    with jax.ensure_compile_time_eval():  # made within jit, it is still the same array outside
+    with jax.ensure_compile_time_eval():  # an array made within jit is also usable outside
         both = [np.concatenate(orders), np.concatenate([np.argsort(order) for order in orders])]
         return jnp.asarray(np.stack(both), jnp.int32)
 
@@ -176,4 +180,4 @@ def _unique(op: str, name: str, inputs: int, gates: int, seed: int) -> Wires:
     try:
         return Wires.unique(inputs, gates, seed)
     except ValueError as error:
-        raise ValueError(f"{op}: {name} has {gates} gates behind {inputs} inputs: {error}") from None
+        raise ValueError(f"{op}: {name} has {gates} gates after {inputs} inputs: {error}") from None

@@ -1,4 +1,4 @@
-"""A hardened cellular automaton: one circuit in every cell of a grid, run on words of bits, as C and in hardware."""
+"""Hardened cellular automata: one circuit in every cell of a grid, run on words of bits, as C, and in hardware."""
 
 import string
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from jaxbp.ops import _checks
 NEIGHBOURS = 9
 CENTRE = 4
 WORD = 64
-"""Cells of a row in a word."""
+"""The cells of a row per word."""
 
-# A row is its words and one more, the border between it and the next row: its bit 0 is the cell behind the row's last
-# one, its bit 63 the cell before the next row's first one. So all rows of a grid, and a row of border above and below,
-# are one run of words, in which a cell's neighbours are a shift and a fixed distance away. Results of a block are in
-# an array of their own: only then does a compiler know that they do not overlap, and use vectors.
+# A row has its words and one border word, which it shares with the next row. Bit 0 of the border word is the cell after
+# the row's last cell, and bit 63 is the cell before the next row's first cell. All rows of a grid, and a border row
+# above and below, are therefore one run of words, in which a neighbor is a shift and a fixed distance away. The results
+# of a block are in a separate array, because a compiler uses vectors only if it knows that arrays do not overlap.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -27,7 +27,7 @@ _C_SOURCE = string.Template(r"""#include <stddef.h>
 
 enum { ${name}_channels = $channels, ${name}_periodic = $periodic, ${name}_block = 8 };
 
-/* The next state of the cells of a block of words, from their neighbourhoods: 64 cells a word. */
+/* The next state of the cells of a block of words, from their neighborhoods, with 64 cells per word. */
 static void ${name}_cells(uint64_t (*restrict x)[${name}_block], uint64_t (*restrict y)[${name}_block]) {
   for (size_t k = 0; k < ${name}_block; k++) {
 $lines
@@ -35,7 +35,7 @@ $lines
   (void)x;
 }
 
-/* One tick of the words begin to end of a plane, block by block. */
+/* One tick of the words from begin to end of a plane, block by block. */
 static void ${name}_tick(size_t stride, size_t plane, size_t begin, size_t end, const uint64_t *x, uint64_t *y) {
   enum { channels = ${name}_channels, block = ${name}_block };
   uint64_t neighbourhood[9 * channels][block], next[channels][block];
@@ -54,7 +54,7 @@ static void ${name}_tick(size_t stride, size_t plane, size_t begin, size_t end, 
   }
 }
 
-/* Clears what is behind each row, and fills the border. */
+/* Clears the bits after each row, and fills the border. */
 static void ${name}_border(size_t height, size_t width, size_t plane, uint64_t *x) {
   const size_t words = (width + 63) / 64, stride = words + 1, last = (width - 1) % 64;
   for (uint64_t *top = x + 1; top < x + ${name}_channels * plane; top += plane) {
@@ -74,8 +74,8 @@ static void ${name}_border(size_t height, size_t width, size_t plane, uint64_t *
   }
 }
 
-/* state[$channels][height][(width + 63) / 64], ticks later: bit j of word w of a row is its cell 64 w + j.
-   Returns 0, or 1 if there is no memory to work in. */
+/* Advances state[$channels][height][(width + 63) / 64] by ticks: bit j of word w of a row is its cell 64 w + j.
+   Returns 0, or 1 if there is no memory. */
 int $name(size_t height, size_t width, size_t ticks, uint64_t *state) {
   if (!height || !width) return 0;
   const size_t words = (width + 63) / 64, stride = words + 1, plane = (height + 2) * stride + 2 + ${name}_block;
@@ -103,8 +103,8 @@ int $name(size_t height, size_t width, size_t ticks, uint64_t *state) {
 """)
 
 _VERILOG_SOURCE = string.Template(r"""
-// A grid of cells, each with registers. Bit (row * $width + column) * $channels + channel of a state is that channel of
-// that cell. With load, the cells take the state `loaded`; else, with enable, they tick.
+// A grid of cells, each with registers. Bit (row * $width + column) * $channels + channel of a state is one channel of
+// one cell. With load, the cells take the state `loaded`. Otherwise, with enable, they tick.
 module $name (
   input wire clock,
   input wire load,
@@ -113,7 +113,7 @@ module $name (
   output wire [$last:0] state
 );
   localparam HEIGHT = $height, WIDTH = $width, CHANNELS = $channels, PERIODIC = $periodic;
-  // Behind a border of one cell on every side.
+  // The grid has a border of one cell on every side.
   wire [CHANNELS - 1:0] cells [0:(HEIGHT + 2) * (WIDTH + 2) - 1];
   genvar r, c;
   generate
@@ -149,23 +149,23 @@ endmodule
 
 
 class CellularCircuit:
-    """A grid of cells that all run one circuit, which reads a cell and its eight neighbours.
+    """A grid of cells that all run one circuit, which reads a cell and its eight neighbors.
 
-    Input `p * channels + c` of the circuit is channel c at place p of the 3 x 3 neighbourhood, in row-major order: the
-    cell itself is place 4. Its outputs are the channels of the cell's next state.
+    Input `p * channels + c` of the circuit is channel c at position p of the 3 x 3 neighborhood, in row-major order.
+    The cell itself is at position 4. The circuit's outputs are the channels of the cell's next state.
 
-    A state is boolean, `(batch, height, width, channels)`, and the grid may be of any size.
+    A state is boolean, `(batch, height, width, channels)`, and the grid may have any size.
 
     Args:
-      circuit: of one cell.
-      channels: of a cell.
-      periodic: whether the grid's opposite edges are neighbours. Otherwise all cells outside it are 0.
+      circuit: the circuit of one cell.
+      channels: the channels of a cell.
+      periodic: whether the grid's opposite edges are neighbors. Otherwise all cells outside the grid are 0.
 
     Raises:
-      ValueError: no channels, or the circuit does not have `9 channels` inputs and `channels` outputs.
+      ValueError: there are no channels, or the circuit does not have `9 channels` inputs and `channels` outputs.
 
     Attributes:
-      netlist: the circuit's gates, simplified.
+      netlist: the simplified gates of the circuit.
     """
 
     def __init__(self, circuit: Circuit | Netlist, channels: int, periodic: bool = False):
@@ -180,16 +180,16 @@ class CellularCircuit:
 
     @property
     def gates(self) -> int:
-        """How many gates a cell has, simplified."""
+        """The number of gates per cell, after simplification."""
         return len(self.netlist)
 
     def seen(self, visible: int) -> "CellularCircuit":
-        """The same automaton for whoever looks at its first `visible` channels alone.
+        """Return an automaton with the same first `visible` channels, and with as few gates as they need.
 
-        Channels that these depend on in no tick keep their state, and their gates are left out.
+        Channels that never affect the visible channels keep their state, and their gates are removed.
 
         Raises:
-          ValueError: visible is not from 1 to the channels.
+          ValueError: visible is not from 1 to the number of channels.
         """
         if not _checks.is_int(visible) or not 1 <= visible <= self.channels:
             raise ValueError(f"CellularCircuit: visible is {visible!r}; wants an int from 1 to {self.channels}")
@@ -211,13 +211,13 @@ class CellularCircuit:
         state: Bool[np.ndarray, "batch height width channels"],
         fires: Bool[np.ndarray, "batch height width"] | None = None,
     ) -> Bool[np.ndarray, "batch height width channels"]:
-        """The state a tick later.
+        """Return the state after one tick.
 
         Args:
-          fires: the cells that update; the others keep their state. None for all.
+          fires: the cells that update, or None for all. The others keep their state.
 
         Raises:
-          ValueError: a state that is not boolean or has other channels, or fires of another grid.
+          ValueError: the state is not boolean or has another number of channels, or `fires` is of another grid.
         """
         self._check(state)
         if fires is not None:
@@ -237,14 +237,15 @@ class CellularCircuit:
         fire_rate: float = 1.0,
         seed: int | None = None,
     ) -> Bool[np.ndarray, "batch height width channels"]:
-        """The state after so many ticks.
+        """Return the state after `ticks` ticks.
 
         Args:
-          fire_rate: the probability with which a cell updates in a tick.
-          seed: of these draws; wanted where the fire rate is below 1.
+          fire_rate: the probability that a cell updates in a tick.
+          seed: the seed of these draws, required if the fire rate is below 1.
 
         Raises:
-          ValueError: a state that is not boolean or has other channels; ticks below 0; or no probability, or no seed.
+          ValueError: the state is not boolean or has another number of channels; ticks is below 0; the fire rate is not
+            a probability; or a seed is missing.
         """
         for words in self._run(state, ticks, fire_rate, seed):
             last = words
@@ -258,11 +259,11 @@ class CellularCircuit:
         fire_rate: float = 1.0,
         seed: int | None = None,
     ) -> Bool[np.ndarray, "ticks+1 batch height width channels"]:
-        """The state now and after each of so many ticks: the arguments and the errors of `run`."""
+        """Return the state now and after each of `ticks` ticks. The arguments and errors are as in `run`."""
         return np.stack([unpack_grid(words, state.shape[2]) for words in self._run(state, ticks, fire_rate, seed)])
 
     def _run(self, state, ticks, fire_rate, seed) -> Iterator[np.ndarray]:
-        """The packed state now, and after each tick."""
+        """Yield the packed state now, and after each tick."""
         self._check(state)
         _checks.count("CellularCircuit", "ticks", ticks, at_least=0)
         if not 0 <= fire_rate <= 1 or (fire_rate < 1 and seed is None):
@@ -280,7 +281,7 @@ class CellularCircuit:
             yield words
 
     def _tick(self, x: UInt64[np.ndarray, "channels batch height words"], width: int, fires: np.ndarray | None):
-        """A tick of a packed state, whose bits behind the last column are 0 and remain so."""
+        """Return a packed state after one tick. The bits after the last column are 0 and remain 0."""
         if fires is None:
             fires = pack_grid(np.ones((1, 1, width, 1), bool))
         y = self.netlist.evaluate(_neighbourhoods(x, width, self.periodic))
@@ -294,11 +295,11 @@ class CellularCircuit:
             )
 
     def to_c(self, name: str = "automaton") -> str:
-        """C99 source of `int name(size_t height, size_t width, size_t ticks, uint64_t *state)`.
+        """Return C99 source of `int name(size_t height, size_t width, size_t ticks, uint64_t *state)`.
 
-        It takes a grid of any size so many ticks ahead, where it lies: `state[channels][height][(width + 63) / 64]`,
-        of which bit j of word w in a row is the cell 64 w + j. It returns 0, or 1 if there is no memory to work in.
-        Words of a state are those of `pack_grid(state)[:, i]`, of grid i in the batch.
+        The function advances a grid of any size in place: `state[channels][height][(width + 63) / 64]`. Bit j of word w
+        in a row is the cell 64 w + j. It returns 0, or 1 if there is no memory. `pack_grid(state)[:, i]` has this
+        layout for grid i of the batch.
         """
         check_c("CellularCircuit", name)
         names = [f"x[{i}][k]" for i in range(self.netlist.inputs)] + [f"g{g}" for g in range(self.gates)]
@@ -313,10 +314,10 @@ class CellularCircuit:
         )
 
     def to_verilog(self, height: int, width: int, name: str = "automaton") -> str:
-        """A Verilog module of a grid of cells with registers, and before it `{name}_cell`, the circuit of one.
+        """Return a Verilog module of a grid of cells with registers, after the module `{name}_cell` of one cell.
 
-        Its ports are `clock`; `load` and the state `loaded`, which the cells take at a clock's edge; `enable`, with
-        which they tick at one; and `state`. Channel ch of the cell in row r and column c is bit
+        The ports are `clock`, `load`, `loaded`, `enable`, and `state`. At a clock edge, the cells take the state
+        `loaded` with `load`, or tick with `enable`. Channel ch of the cell in row r and column c is bit
         `(r * width + c) * channels + ch`.
         """
         if height < 1 or width < 1:
@@ -335,7 +336,7 @@ class CellularCircuit:
 def pack_grid(
     state: Bool[np.ndarray, "batch height width channels"],
 ) -> UInt64[np.ndarray, "channels batch height words"]:
-    """A state as words, 64 cells of a row in each, from the lowest bit. Bits behind the last column are 0."""
+    """Pack a state into words of 64 cells of a row, from the lowest bit. Bits after the last column are 0."""
     planes = np.packbits(np.moveaxis(state, -1, 0), axis=-1, bitorder="little")
     filled = np.zeros((*planes.shape[:-1], -(-state.shape[2] // WORD) * WORD // 8), np.uint8)
     filled[..., : planes.shape[-1]] = planes
@@ -343,10 +344,10 @@ def pack_grid(
 
 
 def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width: int) -> np.ndarray:
-    """The inverse of `pack_grid`.
+    """Unpack the words of `pack_grid`.
 
     Raises:
-      ValueError: a width of more columns than the words hold.
+      ValueError: the width exceeds the columns in the words.
     """
     if not 0 <= width <= WORD * words.shape[-1]:
         raise ValueError(f"unpack_grid: width is {width}; wants at most {WORD * words.shape[-1]}, as the words hold")
@@ -355,7 +356,7 @@ def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width:
 
 
 def _neighbourhoods(x: np.ndarray, width: int, periodic: bool) -> np.ndarray:
-    """The circuit's inputs, `(9 channels, batch, height, words)`, of a packed state."""
+    """Return the circuit's inputs for a packed state: `(9 channels, batch, height, words)`."""
     edge = np.uint64(periodic)
     last = np.uint64((width - 1) % WORD)
     one, top = np.uint64(1), np.uint64(WORD - 1)

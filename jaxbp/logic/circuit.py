@@ -1,6 +1,7 @@
-"""Hardened logic networks: evaluated 32 samples a word with bitwise operations, and written out as C and as Verilog.
+"""Hardened logic networks, evaluated on words of 32 samples with bitwise operations, and exported as C and as Verilog.
 
-On bits, a gate's `c0 + c1 a + c2 b + c3 ab` is taken modulo 2: the sum is "exclusive or", the product is "and".
+On bits, a gate's `c0 + c1 a + c2 b + c3 ab` is taken modulo 2. The sum is then "exclusive or", and the product is
+"and".
 """
 
 import dataclasses
@@ -22,10 +23,10 @@ WORD_BITS = 32
 
 
 def pack_bits(bits: Bool[np.ndarray, "samples features"]) -> UInt32[np.ndarray, "features words"]:
-    """Samples as words: bit k of word w is sample 32 w + k. The last word is filled up with zeros.
+    """Pack samples into words: bit k of word w is sample 32 w + k. The last word is padded with zeros.
 
     Raises:
-      ValueError: bits that are not a matrix, or not all 0 or 1.
+      ValueError: the bits are not a matrix, or not all 0 or 1.
     """
     bits = booleans("pack_bits", bits)
     if bits.ndim != 2:
@@ -38,10 +39,10 @@ def pack_bits(bits: Bool[np.ndarray, "samples features"]) -> UInt32[np.ndarray, 
 
 
 def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bool[np.ndarray, "samples features"]:
-    """The inverse of `pack_bits`.
+    """Unpack the words of `pack_bits`.
 
     Raises:
-      ValueError: words that are not a matrix, or more samples than they hold.
+      ValueError: the words are not a matrix, or hold fewer samples.
     """
     if np.ndim(words) != 2:
         raise ValueError(f"unpack_bits: words has shape {np.shape(words)}; wants (features, words)")
@@ -56,7 +57,7 @@ def booleans(op: str, bits: ArrayLike) -> Bool[np.ndarray, "..."]:
     """Return the bits as booleans on the host.
 
     Raises:
-      ValueError: a number that is neither 0 nor 1.
+      ValueError: a number is neither 0 nor 1.
     """
     bits = np.asarray(bits)
     if bits.dtype != bool and (wrong := bits[(bits != 0) & (bits != 1)]).size:
@@ -65,10 +66,10 @@ def booleans(op: str, bits: ArrayLike) -> Bool[np.ndarray, "..."]:
 
 
 def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
-    """What a circuit evaluates for samples that are not packed.
+    """Return a circuit's outputs for samples that are not packed.
 
     Raises:
-      ValueError: samples of another number of inputs, or numbers that are neither 0 nor 1.
+      ValueError: the samples have another number of inputs, or numbers that are neither 0 nor 1.
     """
     op, bits = type(circuit).__name__, np.asarray(bits)
     if bits.shape[1:] != (circuit.inputs,):
@@ -78,22 +79,22 @@ def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -
 
 
 def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Array, "inputs words"]) -> Array:
-    """A layer of hardened gates on words, `(inputs, words) -> (gates, words)`: JAX's, or NumPy's if x is.
+    """Evaluate a layer of hardened gates on words, `(inputs, words) -> (gates, words)`, with JAX, or NumPy if x is.
 
     Args:
-      gates: their numbers, as `jaxbp.harden` gives them.
+      gates: the numbers of the gates, such as `jaxbp.harden` returns.
     """
     return bitwise_gates(gates, x[wires.a], x[wires.b])
 
 
 def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UInt32[Array, "..."]) -> Array:
-    """Hardened gates of words: the gates' axes are the first ones of a and b."""
+    """Evaluate hardened gates on words. The first axes of a and b are the axes of the gates."""
     masks = _MASKS if isinstance(a, np.ndarray) else jnp.asarray(_MASKS)
     c0, c1, c2, c3 = masks.T[:, gates].reshape(4, *gates.shape, *[1] * (a.ndim - gates.ndim))
     return c0 ^ (c1 & a) ^ ((c2 ^ (c3 & a)) & b)
 
 
-# All ones where a coefficient is odd.
+# All bits are ones where a coefficient is odd.
 _MASKS = np.where(COEFFICIENTS % 2, np.uint32(2**32 - 1), np.uint32(0)).astype(np.uint32)
 
 
@@ -101,7 +102,7 @@ def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray,
     """Return the numbers of a layer's gates, on the host.
 
     Raises:
-      ValueError: gates that are not from 0 to 15, or not of this shape.
+      ValueError: the gates are not from 0 to 15, or not of this shape.
     """
     gates = np.asarray(gates)
     if gates.shape != shape or (gates.size and not 0 <= gates.min() <= gates.max() < GATES):
@@ -116,18 +117,18 @@ class Circuit:
     """Layers of hardened gates.
 
     Attributes:
-      layers: of each, the numbers of its gates and its wires, on the host.
+      layers: for each layer, the numbers of its gates and its wires, on the host.
     """
 
     layers: Sequence[tuple[UInt8[np.ndarray, "gates"], Wires]]
 
     @classmethod
     def of(cls, layers: Iterable[tuple[ArrayLike, Wires]]) -> "Circuit":
-        """A circuit of `(gates, wires)`, as from `jaxbp.harden`.
+        """Make a circuit from `(gates, wires)`, with gates such as `jaxbp.harden` returns.
 
         Raises:
-          ValueError: no layers; gates that are not from 0 to 15, or not as many as the wires'; or a layer that reads
-            more or fewer inputs than the one before has gates.
+          ValueError: there are no layers; gates are not from 0 to 15, or not as many as the wires need; or a layer
+            reads another number of inputs than the layer before has gates.
         """
         host = []
         for i, (gates, wires) in enumerate(layers):
@@ -153,11 +154,11 @@ class Circuit:
         return self.layers[-1][1].gates
 
     def __call__(self, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
-        """The outputs of each sample."""
+        """Return the outputs of each sample."""
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """The outputs of packed samples. Also within `jax.jit`, of JAX's arrays."""
+        """Return the outputs of packed samples. Within `jax.jit`, x is a JAX array."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"Circuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         for gates, wires in self.layers:
@@ -165,21 +166,22 @@ class Circuit:
         return x
 
     def histogram(self) -> np.ndarray:
-        """How many gates of each number every layer has: `(layers, 16)`."""
+        """Count the gates of each number in each layer: `(layers, 16)`."""
         return np.stack([np.bincount(gates, minlength=GATES) for gates, _ in self.layers])
 
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
-        """C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes what `evaluate` does.
+        """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
-        Bit k of `x[i * words + w]` is input i of sample 32 w + k, and so for y. It returns 0, or 1 if there is no
-        memory to work in. Words are taken 16 at a time: fewer take as long. A layer is a table of gates for each of the
-        16 functions, and a loop over it: compilers take long over as many lines as a large circuit has gates.
-        Pass-throughs are gates here; `Netlist.simplify` folds them.
+        Bit k of `x[i * words + w]` is input i of sample 32 w + k, and y is laid out in the same way. The function
+        returns 0, or 1 if there is no memory. It takes 16 words at a time, so that fewer words take equally long. A
+        layer is one table of gates per function, and a loop over each table, because compilers are slow on one line per
+        gate. Pass-throughs are gates here; `Netlist.simplify` removes them.
 
         Args:
-          classes: with `int name_classify_words(size_t words, const uint32_t *x, int *classes)` as well: the class of
-            each sample in x, whose outputs, a group of equal size a class, are on most often; the first one if several
-            are. And with `int name_classify(const uint8_t *bits)`, the class of one sample; -1 if there is no memory.
+          classes: the number of classes, which adds two functions. Each class has a group of equally many outputs, and
+            the class of a sample is the first one with the most outputs on.
+            `int name_classify_words(size_t words, const uint32_t *x, int *classes)` computes the class of each sample,
+            and `int name_classify(const uint8_t *bits)` the class of one sample, or -1 if there is no memory.
         """
         check_c("Circuit", name, classes, self.outputs)
         tables, rows, source, target = [], max(self.inputs, *(wires.gates for _, wires in self.layers)), 0, 1
@@ -191,7 +193,7 @@ class Circuit:
         return c_of_tables(name, self.inputs, 2 * rows, tables, range(self.outputs), source * rows, classes)
 
     def to_verilog(self, name: str = "circuit") -> str:
-        """A combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
+        """Return a combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
         check_verilog("Circuit", name)
         lines, source = [], "x"
         for i, (gates, wires) in enumerate(self.layers):

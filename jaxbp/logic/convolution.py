@@ -1,4 +1,4 @@
-"""Which inputs the trees of a convolution of logic gates read."""
+"""The wires of a convolution of logic gates: the inputs that its trees read."""
 
 import dataclasses
 
@@ -16,21 +16,21 @@ from jaxbp.ops._windows import Size
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TreeWires:
-    """The leaves of a convolution's kernels, each a complete binary tree of two-input gates over a window.
+    """The leaves of a convolution's kernels. Each kernel is a complete binary tree of two-input gates over a window.
 
-    A kernel of depth d has `2^d` leaves and `2^d - 1` gates, level by level: of each level, gate g reads the leaves,
-    or the gates of the level before, 2 g as its a and 2 g + 1 as its b. The last gate is the root. Made on the host,
-    once, by `random` or `from_leaves`.
+    A kernel of depth d has `2^d` leaves and `2^d - 1` gates, level by level. At each level, gate g reads two leaves, or
+    two gates of the level before: 2 g as its a, and 2 g + 1 as its b. The last gate is the root.
 
-    A pytree: an argument of jitted functions, or a constant in them.
+    Make it with `random` or `from_leaves`, once, on the host. It is a pytree: an argument of jitted functions, or a
+    constant in them.
 
     Attributes:
-      leaves: of each kernel, the channel and the row and column in its window that a leaf reads; int32.
-      readers: the leaves that read each input channel, one channel after the other; leaf l of kernel k is
+      leaves: for each leaf of each kernel, the channel, and the row and column in the window, that it reads; int32.
+      readers: the leaves that read each input channel, one channel after the other. Leaf l of kernel k has the number
         `k 2^depth + l`.
-      reader_offsets: where those of a channel begin, and where the last ones end.
-      channels: of the input.
-      window: its height and width.
+      reader_offsets: where the readers of each channel begin, and where the last ones end.
+      channels: the channels of the input.
+      window: the height and width of the window.
     """
 
     leaves: Int[Array, "kernels leaves 3"]
@@ -49,21 +49,21 @@ class TreeWires:
 
     @property
     def gates(self) -> int:
-        """Of each kernel."""
+        """The number of gates per kernel."""
         return self.leaves.shape[-2] - 1
 
     @property
     def dtype(self) -> np.dtype:
-        """Of all arrays: int32."""
+        """The dtype of all arrays, int32."""
         return self.leaves.dtype
 
     @classmethod
     def from_leaves(cls, leaves: ArrayLike, channels: int, window: Size) -> "TreeWires":
-        """Trees as listed: leaf l of kernel k reads `leaves[k, l]`, a channel, and a row and a column in the window.
+        """Make trees where leaf l of kernel k reads `leaves[k, l]`: a channel, and a row and a column in the window.
 
         Raises:
           TypeError: leaves are not integers.
-          ValueError: leaves that are not `(kernels, 2^depth, 3)`, or outside of the channels or the window.
+          ValueError: leaves are not `(kernels, 2^depth, 3)`, or are outside the channels or the window.
         """
         channels = _checks.count("TreeWires.from_leaves", "channels", channels)
         window = _checks.pair("TreeWires.from_leaves", "window", window)
@@ -76,7 +76,7 @@ class TreeWires:
                 "with a power of two of leaves"
             )
         if leaves.shape[1] < 2:
-            raise ValueError("TreeWires.from_leaves: a kernel has 1 leaf; wants at least 2, those of one gate")
+            raise ValueError("TreeWires.from_leaves: a kernel has 1 leaf; wants at least 2, the leaves of one gate")
         bounds = np.array([channels, *window])
         if (wrong := np.argwhere((leaves < 0) | (leaves >= bounds))).size:
             at = tuple(wrong[0].tolist())
@@ -90,7 +90,7 @@ class TreeWires:
             readers=np.argsort(read, kind="stable"),
             reader_offsets=np.searchsorted(read, np.arange(channels + 1), sorter=np.argsort(read, kind="stable")),
         )
-        with jax.ensure_compile_time_eval():  # made within jit, they are still the same arrays outside
+        with jax.ensure_compile_time_eval():  # arrays made within jit are also usable outside
             arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
         return cls(**arrays, channels=channels, window=window)
 
@@ -105,16 +105,16 @@ class TreeWires:
         channels_per_kernel: int = 2,
         seed: int,
     ) -> "TreeWires":
-        """Random trees. Channels are read by as many kernels, and within a kernel by as many leaves, give or take one.
+        """Make random trees.
 
-        A kernel reads no place of a channel twice, unless it has more leaves than places. As many of its leaves as can
-        be are in each of its channels.
+        Every channel is read by equally many kernels, and within a kernel by equally many leaves, give or take one. A
+        kernel reads no position of a channel twice, unless more of its leaves read the channel than it has positions.
 
         Args:
-          channels_per_kernel: how many channels a kernel reads, at most all.
+          channels_per_kernel: the number of channels that a kernel reads, at most all channels.
 
         Raises:
-          ValueError: a count below 1.
+          ValueError: a count is below 1.
 
         Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
         """
@@ -129,19 +129,19 @@ class TreeWires:
         rounds = [_shuffled(size, kernels * per_kernel, random) for _ in range(-(-of_channel // size))]
         places = np.concatenate(rounds, axis=1)[:, :of_channel].reshape(kernels, per_kernel, of_channel)
         leaves = np.stack([np.broadcast_to(chosen, places.shape), *np.divmod(places, window[1])], axis=-1)
-        # A leaf of each channel in turn, so that those left out are of different ones.
+        # Channels take turns, so that the leaves that are cut off belong to different channels.
         leaves = leaves.swapaxes(1, 2).reshape(kernels, -1, 3)[:, : 2**depth]
         order = _shuffled(2**depth, kernels, random)[..., None]
         return cls.from_leaves(np.take_along_axis(leaves, order, axis=1), channels, window)
 
 
 def _shuffled(count: int, rows: int, random: np.random.Generator) -> np.ndarray:
-    """Rows with 0 to count - 1, each in an order of its own."""
+    """Return rows with the numbers from 0 to count - 1, each row in a random order."""
     return random.permuted(np.tile(np.arange(count), (rows, 1)), axis=1)
 
 
 def _channels_of_kernels(channels: int, kernels: int, per_kernel: int, random: np.random.Generator) -> np.ndarray:
-    """Different channels for each kernel, each channel for as many kernels as any other, give or take one."""
+    """Return different channels for each kernel. All channels are used equally often, give or take one."""
     rounds = _shuffled(channels, -(-kernels * per_kernel // channels), random)
     chosen = rounds.ravel()[: kernels * per_kernel].reshape(kernels, per_kernel)
     while True:
@@ -149,6 +149,6 @@ def _channels_of_kernels(channels: int, kernels: int, per_kernel: int, random: n
         if not repeated.any():
             return chosen
         for kernel in np.flatnonzero(repeated):
-            # A channel of it for another kernel's.
+            # Exchange one of its channels with a channel of another kernel.
             other, i, j = random.integers(kernels), *random.integers(per_kernel, size=2)
             chosen[kernel, i], chosen[other, j] = chosen[other, j], chosen[kernel, i]

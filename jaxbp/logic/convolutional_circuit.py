@@ -1,4 +1,4 @@
-"""Hardened convolutional logic networks: evaluated on words of bits, and written out as C and as Verilog."""
+"""Hardened convolutional logic networks, evaluated on words of bits, and exported as C and as Verilog."""
 
 import dataclasses
 import functools
@@ -25,21 +25,21 @@ from jaxbp.ops import _checks
 from jaxbp.ops._windows import output_size, window_padding
 
 OR = 7
-"""The gate of pools."""
+"""The number of the gate "or", which pools use."""
 WORDS_AT_A_TIME = 32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Convolution:
-    """Hardened kernels, trees of gates, at all places of images of one size, and an or-pool behind them.
+    """Hardened kernels on images of one size, followed by an or-pool. A kernel is a tree of gates.
 
     Attributes:
-      gates: the number of each, level by level, the root last.
-      wires: which inputs they read.
+      gates: the numbers of the gates, level by level, the root last.
+      wires: the inputs that they read.
       shape: channels, height and width of the images.
-      stride: of the kernels, in rows and columns.
-      padding: zeros before and behind, of rows and of columns.
-      pool: rows and columns of a pool's window; pools are side by side, and a remainder that fills none is left out.
+      stride: the kernels' stride in rows and in columns.
+      padding: zeros before and after the rows, and before and after the columns.
+      pool: rows and columns of a pool's window. Windows do not overlap, and incomplete windows are dropped.
     """
 
     gates: UInt8[np.ndarray, "kernels gates"]
@@ -56,39 +56,39 @@ class Convolution:
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
-        """Kernels, height and width, after the pool."""
+        """Kernels, height and width after the pool."""
         places = output_size(self.shape[1:], self.wires.window, stride=self.stride, padding=self.padding)
         return (self.wires.kernels, *(n // p for n, p in zip(places, self.pool, strict=True)))
 
     @property
     def steps(self) -> tuple[int, int]:
-        """How many rows and columns of the image are between neighbouring pools."""
+        """The rows and columns of the image between neighboring pools."""
         return tuple(s * p for s, p in zip(self.stride, self.pool, strict=True))
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """Offsets of the places in a pool's window from the first one, in rows and columns of the image."""
+        """The positions in a pool's window, as offsets from the first one in rows and columns of the image."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property
     def placed_gates(self) -> int:
-        """Those of kernels at all places that a pool reads, and the pools' own."""
+        """The gates of all kernels at all positions that a pool reads, and the gates of the pools."""
         pool = math.prod(self.pool)
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
     def netlist(self) -> Netlist:
-        """From a window, `(channels, height, width)`, to an output a kernel."""
+        """Return the gates from a window, `(channels, height, width)`, to one output per kernel."""
         size = (self.shape[0], *self.wires.window)
         gates = GateList(math.prod(size))
         return gates.netlist(self._roots(np.ravel_multi_index(self._leaves, size), gates.add))
 
     @property
     def _leaves(self) -> tuple[np.ndarray, ...]:
-        """Of each kernel's leaves the channels, the rows and the columns."""
+        """The channels, rows and columns of each kernel's leaves."""
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """The root of each kernel's tree, from its leaves: `(kernels, leaves, ...)` to `(kernels, ...)`."""
+        """Return the root of each kernel's tree: from `(kernels, leaves, ...)` to `(kernels, ...)`."""
         first = 0
         while (count := values.shape[1] // 2) > 0:
             values = of_gates(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])
@@ -96,13 +96,13 @@ class Convolution:
         return values[:, 0]
 
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
-        """For each place in a pool's window, what the windows of all pools have at these channels, rows and columns.
+        """Return the values at these channels, rows and columns of all windows, for each position in a pool's window.
 
         Args:
-          x: `(channels, height, width, ...)`, with its padding.
+          x: `(channels, height, width, ...)`, with padding.
 
         Returns:
-          `(*places, rows, columns, ...)` each.
+          One `(*places, rows, columns, ...)` per position.
         """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
         channel, row, column = (place[..., None, None] for place in places)
@@ -110,13 +110,13 @@ class Convolution:
         return [x[channel, row + u, column + v] for u, v in self.pooled]
 
     def evaluate(self, x: UInt32[Array, "channels height width words"]) -> Array:
-        """Packed images to packed images."""
+        """Return packed images of packed images."""
         pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
         leaves = self._windows(pad(x, ((0, 0), *self.padding, (0, 0))), self._leaves)
         return functools.reduce(operator.or_, (self._roots(place, bitwise_gates) for place in leaves))
 
     def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
-        """From the sources of the input images to those of the output images: adds the kernels' gates at all places."""
+        """Add the kernels' gates at all positions. Return the sources of the output images from the inputs' sources."""
         if any(map(any, self.padding)):
             x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))
         window = tuple(np.indices((self.shape[0], *self.wires.window)).reshape(3, -1))
@@ -126,13 +126,14 @@ class Convolution:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConvolutionalCircuit:
-    """Convolutions of hardened gates, and behind them layers of gates.
+    """Convolutions of hardened gates, followed by layers of gates.
 
-    Between the two an image is flattened in row-major order: channels, rows, columns. So are the inputs.
+    Images are flattened in row-major order: channels, rows, columns. This holds for the inputs and between the
+    convolutions and the layers.
 
     Attributes:
-      convolutions: on the host.
-      head: the layers behind them, or None.
+      convolutions: the convolutions, on the host.
+      head: the layers after the convolutions, or None.
     """
 
     convolutions: Sequence[Convolution]
@@ -145,18 +146,19 @@ class ConvolutionalCircuit:
         convolutions: Iterable[tuple[ArrayLike, TreeWires] | tuple[ArrayLike, TreeWires, Mapping[str, Any]]],
         layers: Iterable[tuple[ArrayLike, Wires]] = (),
     ) -> "ConvolutionalCircuit":
-        """A circuit of `(gates, wires)`, as from `jaxbp.harden`.
+        """Make a circuit from `(gates, wires)`, with gates such as `jaxbp.harden` returns.
 
         Args:
           shape: channels, height and width of an input.
-          convolutions: of each the gates `(kernels, gates)`, the wires, and the options `stride`, `padding` and `pool`
-            that `jaxbp.logic_conv2d_or_pool2d` had; without `pool`, there is none.
-          layers: behind them, as `jaxbp.Circuit` takes them.
+          convolutions: for each convolution, the gates `(kernels, gates)`, the wires, and the options `stride`,
+            `padding` and `pool` of `jaxbp.logic_conv2d_or_pool2d`. Without `pool`, there is no pool.
+          layers: the layers after the convolutions, as in `jaxbp.Circuit`.
 
         Raises:
-          ValueError: a shape that is not three counts; no convolutions; gates that are not from 0 to 15, or not as many
-            as the wires'; options that are none; a convolution that reads other channels than there are, or has no
-            place; or a layer that reads more or fewer inputs than there are.
+          TypeError: an option is unknown.
+          ValueError: the shape is not three positive integers; there are no convolutions; gates are not from 0 to 15,
+            or not as many as the wires need; an option has a wrong value; a convolution reads another number of
+            channels than there are, or has no position; or a layer reads another number of inputs than there are.
         """
         shape = tuple(shape)
         if len(shape) != 3 or not all(_checks.is_int(n) and n >= 1 for n in shape):
@@ -197,35 +199,35 @@ class ConvolutionalCircuit:
 
     @property
     def gates(self) -> int:
-        """How many gates there are, a kernel's once."""
+        """The number of gates. A kernel counts once."""
         return int(self.histogram().sum())
 
     @property
     def placed_gates(self) -> int:
-        """How many gates there are where every place has its own, and every pool those of its "or"."""
+        """The number of gates if every position has a separate copy of the kernels, including the pools' gates."""
         convolutions = sum(convolution.placed_gates for convolution in self.convolutions)
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 
     def histogram(self) -> np.ndarray:
-        """How many gates of each number every convolution and every layer has: `(layers, 16)`. Kernels count once."""
+        """Count the gates of each number in each convolution and layer: `(layers, 16)`. A kernel counts once."""
         kernels = [np.bincount(c.gates.ravel(), minlength=GATES) for c in self.convolutions]
         return np.stack([*kernels, *(self.head.histogram() if self.head else ())])
 
     def __call__(self, bits: Bool[np.ndarray, "samples channels height width"]) -> Bool[np.ndarray, "samples outputs"]:
-        """The outputs of each sample."""
+        """Return the outputs of each sample."""
         bits = np.asarray(bits)
         if bits.shape[1:] != self.shape:
             wanted = ", ".join(map(str, self.shape))
             raise ValueError(f"ConvolutionalCircuit: bits has shape {bits.shape}; wants (samples, {wanted})")
         bits = booleans("ConvolutionalCircuit", bits)
         y, at_a_time = np.empty((len(bits), self.outputs), bool), WORDS_AT_A_TIME * WORD_BITS
-        for begin in range(0, len(bits), at_a_time):  # what there is between the layers takes memory
+        for begin in range(0, len(bits), at_a_time):  # the values between layers take memory
             some = bits[begin : begin + at_a_time].reshape(-1, self.inputs)
             y[begin : begin + at_a_time] = unpack_bits(self.evaluate(pack_bits(some)), len(some))
         return y
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """The outputs of packed samples. Also within `jax.jit`, of JAX's arrays."""
+        """Return the outputs of packed samples. Within `jax.jit`, x is a JAX array."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"ConvolutionalCircuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         words = x.shape[1]
@@ -237,19 +239,19 @@ class ConvolutionalCircuit:
 
     @functools.cached_property
     def _kernels(self) -> list[Netlist]:
-        """Each convolution's, simplified."""
+        """The simplified kernels of each convolution."""
         return [convolution.netlist().simplify() for convolution in self.convolutions]
 
     @functools.cached_property
     def _head(self) -> Netlist | None:
-        """The layers, simplified."""
+        """The simplified layers."""
         return Netlist.of(self.head).simplify() if self.head else None
 
     def netlist(self) -> Netlist:
-        """All gates of all places and pools, and of the layers behind them.
+        """Return the gates of all positions and pools, and of the layers.
 
-        Kernels are simplified, each once, and so are the layers. What `Netlist.simplify` does beyond that crosses
-        places and layers; of many gates it takes long.
+        Each kernel and the layers are simplified. `Netlist.simplify` can also simplify across positions and layers, but
+        takes long for many gates.
         """
         gates = GateList(self.inputs)
         x = np.arange(self.inputs).reshape(self.shape)
@@ -258,15 +260,15 @@ class ConvolutionalCircuit:
         return gates.netlist(gates.place(self._head, x.ravel()) if self.head else x.ravel())
 
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
-        """C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes what `evaluate` does.
+        """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
-        Words and classes are as in `Circuit.to_c`. A kernel is written once, simplified, in a loop over the pools,
-        which takes 16 words at a time through all places of a pool. The layers are tables of gates, simplified too.
+        Words and classes are as in `Circuit.to_c`. Each simplified kernel is written once, in a loop over the pools.
+        The loop takes 16 words at a time through all positions of a pool. The simplified layers are tables of gates.
         """
         check_c("ConvolutionalCircuit", name, classes, self.outputs)
         tables, end = [], 0
         if any(map(any, self.convolutions[0].padding)):
-            end = self.inputs  # the image comes in without its padding
+            end = self.inputs  # the input has no padding
         images = []
         for shape, ((top, _), (left, _)) in (
             *((c.padded_shape, c.padding) for c in self.convolutions),
@@ -287,15 +289,18 @@ class ConvolutionalCircuit:
         return c_of_tables(name, self.inputs, first + rows, tables, results, first, classes)
 
     def to_verilog(self, name: str = "circuit", pipelined: bool = False) -> str:
-        """Verilog of `{name}`, a module from `input [inputs-1:0] x` to `output [outputs-1:0] y`, and of its parts.
+        """Return Verilog of the module `{name}` and its parts.
 
-        A convolution is a module that places another one, of its kernels, by generate loops. The parts are simplified,
-        each by itself.
+        The module leads from `input [inputs-1:0] x` to `output [outputs-1:0] y`.
+
+        A convolution is a module that instantiates the module of its kernels in generate loops. Each part is simplified
+        separately.
 
         Args:
-          pipelined: with registers behind every convolution with its pool, and behind every layer. The module then has
-            an `input clock`, takes a new x at each rising edge, and as many edges later as there are convolutions and
-            layers, the one that takes x included, y is its result. Without, all of it is combinational.
+          pipelined: whether to put registers after every layer, and after every convolution with its pool. The module
+            then has an `input clock` and takes a new x at each rising edge. The result y appears after as many edges
+            as there are convolutions and layers, counting the edge that takes x. Otherwise the module is
+            combinational.
         """
         check_verilog("ConvolutionalCircuit", name)
         modules, parts = [], []
@@ -318,18 +323,18 @@ class ConvolutionalCircuit:
                 source = f"held{i}"
         lines.append(f"assign y = {source};")
         if pipelined:
-            modules.append(f"// y is the result of the x of {len(parts)} rising edges of the clock ago.\n")
+            modules.append(f"// y is the result of the x that was taken {len(parts)} rising edges of the clock ago.\n")
         modules.append(verilog_of(name, self.inputs, self.outputs, lines, clocked=pipelined))
         return "\n".join(modules)
 
 
 class _Image(NamedTuple):
-    """Rows of values that hold an image.
+    """The rows of values that hold an image.
 
     Attributes:
-      first: row of values.
+      first: the first row of values.
       shape: channels, height and width, with padding.
-      corner: the row and the column where the image begins, behind the padding.
+      corner: the row and the column at which the image begins, after the padding.
     """
 
     first: int
@@ -337,7 +342,7 @@ class _Image(NamedTuple):
     corner: tuple[int, int]
 
     def rows(self, shape: tuple[int, int, int]) -> np.ndarray:
-        """Those that hold an image of this shape, without its padding, counted from the first."""
+        """Return the rows of an image of this shape, without padding, counted from the first row."""
         (_, height, width), (top, left) = shape, self.corner
         return np.arange(math.prod(self.shape)).reshape(self.shape)[:, top : top + height, left : left + width]
 
@@ -365,7 +370,7 @@ $calls
 def _c_of_convolution(
     name: str, i: int, convolution: Convolution, kernels: Netlist, source: _Image, target: _Image
 ) -> Code:
-    """A convolution as a function of C, from an image to an image."""
+    """Return a convolution as a C function from an image to an image."""
     window = np.indices((source.shape[0], *convolution.wires.window)).reshape(3, -1)
     reads = np.ravel_multi_index(tuple(window), source.shape).tolist()
     names = [f"x[{name}_block * {row}]" for row in reads] + [f"g{g}" for g in range(len(kernels))]
@@ -389,7 +394,7 @@ def _c_of_convolution(
 
 
 _VERILOG_CONVOLUTION = string.Template(r"""
-// Bit (channel * height + row) * width + column of an image is that place of that channel.
+// Bit (channel * height + row) * width + column of an image is the pixel in that row and column of the channel.
 module ${name}_convolution$i (
   input wire [$channels * $height * $width - 1:0] x,
   output wire [$kernels * $rows * $columns - 1:0] y
@@ -440,7 +445,7 @@ endmodule
 
 
 def _verilog_of_convolution(name: str, i: int, convolution: Convolution) -> str:
-    """A convolution as a module of Verilog, which places the module of its kernels."""
+    """Return a convolution as a Verilog module, which instantiates the module of its kernels."""
     (channels, height, width), (kernels, rows, columns) = convolution.shape, convolution.output_shape
     (top, _), (left, _) = convolution.padding
     _, padded_height, padded_width = convolution.padded_shape
@@ -454,7 +459,7 @@ def _verilog_of_convolution(name: str, i: int, convolution: Convolution) -> str:
 def _convolution(op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options) -> Convolution:
     gates = gate_numbers(op, gates, wires.kernels, wires.gates)
     if wires.channels != shape[0]:
-        raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, those of its input")
+        raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, the channels of its input")
     if unknown := options.keys() - {"stride", "padding", "pool"}:
         raise TypeError(f"{op} has the options {', '.join(unknown)}; wants stride, padding and pool")
     stride, pool = (_checks.pair(op, name, options.get(name, 1)) for name in ("stride", "pool"))

@@ -1,9 +1,9 @@
-"""Two-input logic gates: the 16 functions, their relaxation to numbers, and the parameters that mix them.
+"""Two-input logic gates: the 16 functions, their relaxation to real numbers, and the parameters that mix them.
 
-A gate's function of two bits is one of 16, numbered as in the literature by its truth table: the bits of the number,
-from the highest, are its values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). Relaxed to numbers between 0 and 1
-(`relaxed_gates`), each is linear in a and in b. So is every mixture of them: a gate is `y = c0 + c1 a + c2 b + c3 ab`,
-whichever parameters its four coefficients come from.
+A gate computes one of 16 functions of two bits. As in the literature, its truth table is its number: the bits of the
+number, from the highest, are the values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). Relaxed to numbers between 0 and
+1 (`relaxed_gates`), each function is linear in a and in b. Every mixture is, too. A gate is therefore
+`y = c0 + c1 a + c2 b + c3 ab`, whatever parameters its four coefficients come from.
 """
 
 import math
@@ -26,25 +26,25 @@ GATES = 16
 PASS_THROUGH = 3
 """The gate `a`."""
 PARAMETERS = {"softmax": 16, "input_wise": 4, "walsh": 4}
-"""How many parameters a gate has."""
+"""The number of parameters per gate."""
 
 TRUTH_TABLES = np.arange(GATES)[:, None] >> np.array([3, 2, 1, 0]) & 1
-"""The rows (0, 0), (0, 1), (1, 0) and (1, 1) of each gate: `(16, 4)`."""
+"""The values of each gate in the rows (0, 0), (0, 1), (1, 0) and (1, 1): `(16, 4)`."""
 INTERPOLATION = np.array([[1, -1, -1, 1], [0, 0, 1, -1], [0, 1, 0, -1], [0, 0, 0, 1]])
-"""From a truth table to c0, c1, c2, c3: its row r has the coefficients of the function that is 1 in row r of the truth
-table, and 0 in the three others."""
+"""The matrix from a truth table to c0, c1, c2, c3. Its row r has the coefficients of the function that is 1 in row r of
+the truth table and 0 in the other rows."""
 COEFFICIENTS = TRUTH_TABLES @ INTERPOLATION
-"""c0, c1, c2, c3 of each gate: `(16, 4)`."""
+"""The coefficients c0, c1, c2, c3 of each gate: `(16, 4)`."""
 WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
-"""1, A, B and AB in each row of the truth table, where A and B are -1 for a 0 and 1 for a 1."""
+"""The values of 1, A, B and AB in each row of the truth table, where A and B are -1 for a 0 and 1 for a 1."""
 BASES = {"input_wise": np.eye(4, dtype=int), "walsh": WALSH}
-"""From the parameters to the truth table's rows, before their sigmoid."""
+"""The matrices from parameters to the rows of the truth table, before the sigmoid."""
 TINY = 1e-20
-"""A probability that changes no float32 near 1, and whose products with gradients are no subnormal numbers."""
+"""A probability that changes no float32 number near 1, and whose products with gradients are not subnormal."""
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:
-    """The 16 functions of two arrays, one by one, as they are written in the literature."""
+    """Return the 16 functions of two arrays, in the form of the literature."""
     zero, one, ab = jnp.zeros_like(a), jnp.ones_like(a), a * b
     first = [zero, ab, a - ab, a, b - ab, b, a + b - 2 * ab, a + b - ab]
     last = [1 - (a + b - ab), 1 - (a + b - 2 * ab), 1 - b, 1 - b + ab, 1 - a, 1 - a + ab, 1 - ab, one]
@@ -55,29 +55,32 @@ def relaxed_gates(a: Array, b: Array) -> list[Array]:
 
 
 def softmax(logits: Array) -> Array:
-    """Coefficients `(gates, 4)` of gates that are the 16 functions, weighted with the softmax of `(gates, 16)`."""
+    """Return the coefficients `(gates, 4)` of the 16 functions weighted with the softmax of `(gates, 16)` logits."""
     return _times(jax.nn.softmax(widen(logits)), COEFFICIENTS)
 
 
 def softmax_backward(dc: Array, logits: Array) -> Array:
-    """`dlogits = p (u - Σ p u)`, with p the probabilities and `u = T dc`, T the coefficients of the 16 functions."""
+    """Return `dlogits = p (u - Σ p u)`, with probabilities p and `u = T dc`. T has the 16 functions' coefficients."""
     wide = widen(logits)
     p, du = jax.nn.softmax(wide), _times(dc, COEFFICIENTS.T)
-    # Relative to the u of the most probable function, which changes nothing but rounding: where its p is nearly 1,
-    # u - Σ p u would cancel.
+    # Subtracting the u of the most probable function changes nothing but rounding. If its p is nearly 1, u - Σ p u
+    # would cancel.
     is_largest = wide == jnp.max(wide, axis=-1, keepdims=True)
     du -= lax.stop_gradient(jnp.max(jnp.where(is_largest, du, -jnp.inf), axis=-1, keepdims=True))
     return (p * (du - jnp.sum(p * du, axis=-1, keepdims=True))).astype(logits.dtype)
 
 
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
-    """Coefficients `(gates, 4)` of gates whose truth tables have sigmoids as rows: of the parameters `(gates, 4)` for
-    "input_wise", of `w0 ± w1 ± w2 ± w3`, the weighted sums of 1, A, B and AB, for "walsh"."""
+    """Return the coefficients `(gates, 4)` of gates whose truth tables have sigmoids as rows.
+
+    The sigmoids are of the parameters `(gates, 4)` for "input_wise". For "walsh", they are of `w0 ± w1 ± w2 ± w3`, the
+    weighted sums of 1, A, B and AB.
+    """
     return _times(_rows(parameters, parametrization), INTERPOLATION)
 
 
 def of_rows_backward(dc: Array, parameters: Array, *, parametrization: str) -> Array:
-    """With r a row of the truth table: `dparameter = r (1 - r) dr`, or `dw = Σ_rows r (1 - r) dr (1, A, B, AB)`."""
+    """Return `dparameter = r (1 - r) dr`, or `dw = Σ_rows r (1 - r) dr (1, A, B, AB)`, with r a truth table's row."""
     row = _rows(parameters, parametrization)
     dsums = _times(dc, INTERPOLATION.T) * row * (1 - row)
     return _times(dsums, BASES[parametrization]).astype(parameters.dtype)
@@ -88,7 +91,7 @@ def _rows(parameters, parametrization):
 
 
 def _times(a, constant):
-    """The product with a small matrix of integers, exact but for the sum's rounding."""
+    """Return the product with a small integer matrix, exact up to the rounding of the sum."""
     return jnp.matmul(a, jnp.asarray(constant, a.dtype), precision=Precision.HIGHEST)
 
 
@@ -104,15 +107,15 @@ def initial_logits(
     residual_logit: float | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "gates parameters"]:
-    """Parameters to start training from.
+    """Return parameters to start training from.
 
     Args:
-      key: draws the normal ones.
-      initialization: "normal", standard normal numbers; "residual", gates that pass on their a.
-      residual_logit: of these: of that function, where the other 15 have 0, or of the truth table's rows, one way and
-        the other. None: 5 (a probability of 0.91), and log 19 (rows of 0.95 and 0.05).
+      key: the key for normal parameters.
+      initialization: "normal" for standard normal numbers, or "residual" for gates that pass their input a through.
+      residual_logit: the logit of the pass-through function, where the other 15 have 0; or the positive and negative
+        logit of the truth table's rows. None is 5 (a probability of 0.91), or log 19 (rows of 0.95 and 0.05).
 
-    Source: of "residual", F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    Source for "residual": F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
     op = "initial_logits"
     _check_choice(op, "parametrization", parametrization, get_args(Parametrization))
@@ -131,13 +134,13 @@ def initial_logits(
 def harden(
     logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
 ) -> UInt8[Array, "*kernels gates"]:
-    """Each gate's most probable function, by its number from 0 to 15; of equally probable ones the first.
+    """Return the number, from 0 to 15, of each gate's most probable function. A tie gives the first one.
 
-    Where the parameters make a truth table, each of its rows is rounded: a half is a 0.
+    If the parameters define a truth table, each row is rounded, and a half becomes 0.
 
     Raises:
       TypeError, ValueError: as in `gate_layer`.
-      ValueError: logits that are NaN. Within `jax.jit`, which does not know them, no error is raised.
+      ValueError: the logits are NaN. Within `jax.jit`, no error is raised, because their values are unknown.
     """
     (logits,) = _checks.floating("harden", logits=logits)
     check_parameters("harden", logits, "gates", parametrization, kernels=logits.shape[:-2])
@@ -152,9 +155,9 @@ def harden(
 def hard_logits(
     gates: UInt8[Array, "*kernels gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*kernels gates parameters"]:
-    """Parameters whose gates are exactly those of these numbers: `harden` gives them back.
+    """Return parameters whose gates are exactly the given ones: `harden` returns the same numbers.
 
-    A layer of them is exact on bits: its probabilities are 0 and 1, and so are its results.
+    A layer with these parameters is exact on bits, because its probabilities are 0 and 1.
     """
     row = jnp.asarray(TRUTH_TABLES, dtype)[gates]
     if parametrization == "softmax":
@@ -166,12 +169,13 @@ def hard_logits(
 def variance(
     logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
 ) -> Float[Array, "*kernels gates"]:
-    """How uncertain a relaxed gate is: `Σ_rows r (1 - r)`, with r the rows of its truth table; 0 for a hard gate.
+    """Return the uncertainty of a relaxed gate: `Σ_rows r (1 - r)`, with r the rows of its truth table.
 
-    r is the probability that the gate gives 1 for the row's inputs, so this is the variance of what it gives.
+    r is the probability that the gate outputs 1 for the inputs of the row. The result is therefore the variance of the
+    output. It is 0 for a hard gate.
 
     Raises:
-      ValueError: an unknown parametrization.
+      ValueError: the parametrization is unknown.
     """
     _check_choice("variance", "parametrization", parametrization, get_args(Parametrization))
     if parametrization == "softmax":
@@ -186,17 +190,17 @@ def straight_through(
     hard: Bool[Array, "*kernels gates"],
     parametrization: Parametrization = "softmax",
 ) -> Float[Array, "*kernels gates functions"]:
-    """Softmax parameters of gates of which some are hard: the most probable function, with the relaxed gate's gradient.
+    """Return softmax parameters that make some gates hard: their most probable function, with the relaxed gradient.
 
-    With c the coefficients of a relaxed gate and h those of the hard one, a gate of these parameters has the
-    coefficients `c + hard * stop_gradient(h - c)`, to 1e-18. The parameters are the logarithms of probabilities, as the
-    softmax of the logarithms of probabilities is these again.
+    Let c be the coefficients of a relaxed gate, and h the coefficients of the hard one. Then a gate with the returned
+    parameters has the coefficients `c + hard * stop_gradient(h - c)`, to 1e-18. The parameters are the logarithms of
+    probabilities, because the softmax of these logarithms is the probabilities.
 
     Args:
-      hard: which gates.
+      hard: which gates to make hard.
 
     Raises:
-      ValueError: an unknown parametrization.
+      ValueError: the parametrization is unknown.
 
     Source: Y. Bengio, N. Léonard, A. Courville, "Estimating or propagating gradients through stochastic neurons for
     conditional computation", 2013.
@@ -219,11 +223,11 @@ def _with_gradient_of(relaxed, value):
 
 
 def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -> Float[Array, "*batch groups"]:
-    """The sums of `groups` equal runs of neighbouring inputs, over tau: the scores of classes from a layer of gates.
+    """Return the sums of `groups` equal runs of neighboring inputs, divided by tau: class scores from a layer of gates.
 
     Raises:
       TypeError: x is not floating.
-      ValueError: groups does not divide the inputs, or tau is not a number above 0.
+      ValueError: groups does not divide the number of inputs, or tau is not a number above 0.
     """
     (x,) = _checks.floating("group_sum", x=x)
     if x.ndim == 0 or not _checks.is_int(groups) or groups < 1 or x.shape[-1] % groups:
@@ -234,7 +238,7 @@ def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -
 
 
 def check_tau(op: str, tau: Any) -> None:
-    """Requires a divisor of scores: a number above 0."""
+    """Require a divisor of scores: a number above 0."""
     if not _checks.is_number(tau) or not tau > 0:
         raise ValueError(f"{op}: tau is {tau!r}; wants a number above 0")
 
@@ -248,7 +252,7 @@ def check_parameters(
     name: str = "logits",
     kernels: tuple[int, ...] = (),
 ) -> None:
-    """Requires a known parametrization, and as many parameters of each gate, for each of `kernels` if there are any."""
+    """Require a known parametrization, and the right number of parameters per gate, and of gates per kernel if any."""
     _check_choice(op, "parametrization", parametrization, get_args(Parametrization))
     _checks.shape(op, name, logits, *kernels, gates, PARAMETERS[parametrization])
 

@@ -1,4 +1,4 @@
-"""A circuit as a list of gates: simplified, evaluated on words of bits, and written out as C and as Verilog."""
+"""A circuit as a list of gates: simplified, evaluated on words of bits, and exported as C and as Verilog."""
 
 import dataclasses
 import math
@@ -18,28 +18,28 @@ from jaxbp.ops import _checks
 
 _OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
 FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for expression in EXPRESSIONS)
-"""The 16 functions, in the same operators, of words, of arrays of words, or of truth tables in the bits of an int."""
+"""The 16 functions in the operators of `EXPRESSIONS`. They take words, arrays of words, or truth tables as ints."""
 GATES_AT_A_TIME = 4096
-"""Gates of a netlist in C whose values are to be in a cache together."""
+"""The number of gates in C whose values should fit into a cache together."""
 TABULATED_LEAVES = 10
-"""The truth tables by which `Netlist.simplify` finds equal gates have at most 1024 rows."""
+"""The most leaves of a truth table by which `Netlist.simplify` finds equal gates: at most 1024 rows."""
 _LEAF = np.array([False, True])
-"""A leaf's own truth table."""
+"""The truth table of a leaf."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Netlist:
     """Gates in topological order. Each reads two sources: source i is input i, source `inputs + g` is gate g.
 
-    `of` makes it from a circuit and `from_gates` from a list; both sort the gates by their depth and then by their
-    function, and `simplify` makes it small. `len` is the number of gates.
+    `of` makes a netlist from a circuit, and `from_gates` from a list. Both sort the gates by depth and then by
+    function. `simplify` makes it smaller. `len` is the number of gates.
 
     Attributes:
-      inputs: how many.
+      inputs: the number of inputs.
       gates: the function of each gate, 0 to 15.
-      a, b: its sources.
+      a, b: the sources of each gate.
       results: the source of each output.
-      groups: where the gates of one depth and one function begin and end. They do not read each other.
+      groups: the beginning and end of each group of gates with one depth and one function. They do not read each other.
     """
 
     inputs: int
@@ -51,11 +51,11 @@ class Netlist:
 
     @classmethod
     def from_gates(cls, inputs: int, gates: ArrayLike, a: ArrayLike, b: ArrayLike, outputs: ArrayLike) -> "Netlist":
-        """The gates as listed, each behind those that it reads.
+        """Make a netlist from a list of gates, each of which comes after the gates that it reads.
 
         Raises:
-          ValueError: no inputs or no outputs; not one function of 0 to 15, one a and one b of each gate; a gate that
-            reads itself, a later one or none; or an output that is no source.
+          ValueError: there are no inputs or no outputs; a gate does not have one function of 0 to 15, one a and one b;
+            a gate reads itself, a later gate, or no source; or an output is not a source.
         """
         _checks.count("Netlist", "inputs", inputs)
         vectors = [_integers(name, v) for name, v in (("gates", gates), ("a", a), ("b", b), ("outputs", outputs))]
@@ -77,7 +77,7 @@ class Netlist:
 
     @classmethod
     def _sorted(cls, inputs, gates, a, b, outputs, keys):
-        """The gates by the last of the keys, then by those before it. Gates of equal keys are a group."""
+        """Sort the gates by the last key, then by the keys before it. Gates of equal keys form a group."""
         order = np.lexsort(keys)
         keys = np.array(keys).reshape(len(keys), gates.size)[:, order]
         now_at = np.arange(inputs + gates.size)
@@ -94,7 +94,7 @@ class Netlist:
 
     @classmethod
     def of(cls, circuit: Circuit) -> "Netlist":
-        """A circuit's gates, one by one."""
+        """Make a netlist from the gates of a circuit."""
         listed = GateList(circuit.inputs)
         sources = np.arange(circuit.inputs)
         for gates, wires in circuit.layers:
@@ -109,11 +109,11 @@ class Netlist:
         return self.gates.size
 
     def __call__(self, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
-        """The outputs of each sample."""
+        """Return the outputs of each sample."""
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: Shaped[Array, "inputs *words"]) -> Shaped[Array, "outputs *words"]:
-        """The outputs of packed samples, words of any unsigned type: JAX's, also within `jax.jit`, or NumPy's."""
+        """Return the outputs of packed samples. The words have any unsigned type, in a JAX or a NumPy array."""
         if x.shape[:1] != (self.inputs,):
             raise ValueError(f"Netlist: x has shape {x.shape}; wants ({self.inputs}, words)")
         shape = (self.inputs + len(self), *x.shape[1:])
@@ -132,17 +132,20 @@ class Netlist:
         return values[self.results]
 
     def histogram(self) -> np.ndarray:
-        """How many gates have each of the 16 functions."""
+        """Count the gates of each of the 16 functions."""
         return np.bincount(self.gates, minlength=GATES)
 
     def simplify(self) -> "Netlist":
-        """A netlist of the same function with fewer gates.
+        """Return a netlist that computes the same with fewer gates.
 
-        Constants, pass-throughs and inverters become part of the functions that read them; so does a gate whose
-        reader depends on its two sources alone. Equal gates become one: equal in function and sources, up to an
-        inversion and the sources' order, or equal in truth table. A truth table is over at most `TABULATED_LEAVES`
-        leaves: inputs, and gates that would depend on more. Gates that no output depends on are left out. What
-        remains depends on both its sources, except an inverter or a constant that is itself an output.
+        - Constants, pass-throughs and inverters become part of the functions that read them. A gate also does if its
+          reader depends only on the gate's two sources.
+        - Equal gates become one. They are equal in function and sources, up to an inversion and the order of sources,
+          or equal in truth table. A truth table has at most `TABULATED_LEAVES` leaves. Leaves are inputs, and gates
+          that would depend on more.
+        - Gates that no output depends on are removed.
+
+        Each remaining gate depends on both its sources, except an inverter or a constant that is an output.
         """
         builder = _Builder(self.inputs)
         literals = [2 * (1 + i) for i in range(self.inputs)]
@@ -151,7 +154,7 @@ class Netlist:
         return builder.netlist([literals[source] for source in self.results.tolist()])
 
     def cones(self) -> list[list[int]]:
-        """For each output the gates that it depends on, in topological order."""
+        """Return for each output the gates that it depends on, in topological order."""
         cones = []
         for result in self.results.tolist():
             cone, found = set(), [result - self.inputs]
@@ -164,10 +167,10 @@ class Netlist:
         return cones
 
     def expressions(self, names: Sequence[str], zero: str, one: str) -> list[str]:
-        """Each gate in the operators of C, Verilog and JavaScript.
+        """Return each gate in the operators of C, Verilog and JavaScript.
 
         Args:
-          names: of all sources.
+          names: the names of all sources.
           zero, one: the constants.
         """
         return [
@@ -176,19 +179,20 @@ class Netlist:
         ]
 
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
-        """C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, as `Circuit.to_c` writes it.
+        """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, as in `Circuit.to_c`.
 
-        With `classes` it has `name_classify_words` and `name_classify` as well, also as there.
-
-        The memory of a gate's value is reused after its last reader.
+        `classes` adds `name_classify_words` and `name_classify`, as in `Circuit.to_c`. The memory of a gate's value is
+        reused after its last reader.
         """
         check_c("Netlist", name, classes, self.outputs)
         tables, results, rows = self.tables()
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
 
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
-        """The gates as tables of C, the row of each output, and how many rows there are, all counted from a first one,
-        with which the inputs begin."""
+        """Return the gates as C tables, the row of each output, and the number of rows.
+
+        All rows are counted from `first`, at which the inputs begin.
+        """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
         numbers = np.stack([row[self.inputs :] - self.inputs, row[netlist.a], row[netlist.b]], axis=1)
@@ -199,7 +203,7 @@ class Netlist:
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """The same gates, those first that some of the outputs depend on: their values are read while in a cache."""
+        """Sort gates by the first outputs that depend on them, so that values are read while they are in a cache."""
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
@@ -211,7 +215,7 @@ class Netlist:
         return Netlist._sorted(self.inputs, self.gates, self.a, self.b, self.results, keys)
 
     def to_verilog(self, name: str = "circuit") -> str:
-        """A combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
+        """Return a combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
         check_verilog("Netlist", name)
         names = [f"x[{i}]" for i in range(self.inputs)] + [f"gate{g}" for g in range(len(self))]
         expressions = self.expressions(names, "1'b0", "1'b1")
@@ -220,10 +224,10 @@ class Netlist:
         return verilog_of(name, self.inputs, self.outputs, lines)
 
     def _rows(self) -> tuple[np.ndarray, int]:
-        """A row of memory for each source, and how many there are. A row that a group reads is free after it."""
+        """Return a memory row for each source, and the number of rows. A row is free after its last reader."""
         last_read = np.zeros(self.inputs + len(self), int)
         for group, (begin, end) in enumerate(self.groups):
-            last_read[self.inputs + begin : self.inputs + end] = group  # if nothing reads it
+            last_read[self.inputs + begin : self.inputs + end] = group  # in case nothing reads it
             last_read[self.a[begin:end]] = last_read[self.b[begin:end]] = group
         last_read[: self.inputs] = last_read[self.results] = len(self.groups)
         read_last_by = [[] for _ in range(len(self.groups) + 1)]
@@ -241,20 +245,20 @@ class Netlist:
 
 
 class GateList:
-    """Gates listed array by array, for a netlist."""
+    """Collects the gates of a netlist, array by array."""
 
     def __init__(self, inputs: int):
         self.inputs, self.sources, self.listed = inputs, inputs, []
 
     def add(self, gates: ArrayLike, a: ArrayLike, b: ArrayLike) -> Int[np.ndarray, "..."]:
-        """The sources of new gates: arrays of one shape, up to broadcasting."""
+        """Add gates, given as arrays that broadcast to one shape, and return their sources."""
         gates, a, b = np.broadcast_arrays(gates, a, b)
         self.listed.append(np.stack([gates.ravel(), a.ravel(), b.ravel()]))
         begin, self.sources = self.sources, self.sources + a.size
         return np.arange(begin, self.sources).reshape(a.shape)
 
     def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
-        """The outputs of new gates like a netlist's, at each of several places: `(*places, outputs)`."""
+        """Add a netlist's gates at several places, and return their outputs, `(*places, outputs)`."""
         places = inputs.shape[:-1]
         new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
         sources = np.concatenate([inputs, new], axis=-1)
@@ -267,16 +271,16 @@ class GateList:
 
 
 class _Builder:
-    """Gates in normal form: nodes 1 to `inputs` are the inputs, node 0 is the constant 0.
+    """Gates in normal form: nodes 1 to `inputs` are the inputs, and node 0 is the constant 0.
 
-    A literal is `2 node + 1` if inverted, else `2 node`. A gate depends on both its nodes, of which the first is the
-    lower, and is 0 where both are: that leaves five functions.
+    A literal is `2 node + 1` if inverted, else `2 node`. A gate depends on both its nodes, the lower one first, and is
+    0 where both are 0. This leaves five functions.
     """
 
     def __init__(self, inputs: int):
         self.inputs = inputs
-        self.gates: dict[int, tuple[int, int, int]] = {}  # of each node: function, first, second
-        # Of each node, the leaves on which it depends, and its truth table: an axis a leaf.
+        self.gates: dict[int, tuple[int, int, int]] = {}  # node -> function, first, second
+        # For each node, the leaves on which it depends, and its truth table with one axis per leaf.
         self.tables = {node: ((node,), _LEAF) for node in range(1, 1 + inputs)}
         self.node_of: dict[Any, int] = {
             (leaves, table.tobytes()): node for node, (leaves, table) in self.tables.items()
@@ -284,10 +288,10 @@ class _Builder:
         self.node_of[(), bytes(1)] = 0
 
     def literal(self, function: int, a: int, b: int) -> int:
-        """The literal of a function of two literals."""
+        """Return the literal of a function of two literals."""
         nodes = {a >> 1, b >> 1} - {0}
         sources = {node: self._sources(node) for node in nodes}
-        # Read through both nodes, or through one of them, if that leaves at most two.
+        # Read through both nodes, or through one of them, if at most two sources remain.
         choices = [set().union(*sources.values()), *(nodes - {node} | below for node, below in sources.items())]
         leaves = next((choice for choice in choices if len(choice) <= 2), nodes)
         first, second, *_ = [*sorted(leaves), 0, 0]
@@ -307,7 +311,7 @@ class _Builder:
         return set(self.gates[node][1:]) if node in self.gates else {node}
 
     def _function(self, literal: int, first: int, second: int) -> int:
-        """A literal as a function of two nodes: a constant, one of them, or a gate of no others."""
+        """Return a literal as a function of two nodes: a constant, one of the nodes, or a gate of them."""
         node, functions = literal >> 1, {first: 3, second: 5, 0: 0}
         if node not in functions:
             function, *sources = self.gates[node]
@@ -324,7 +328,7 @@ class _Builder:
         return self.node_of[gate]
 
     def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
-        """A gate's leaves and its truth table, unless it has too many."""
+        """Return a gate's leaves and its truth table; None if there are too many leaves."""
         function, *nodes = gate
         leaves = sorted({leaf for node in nodes for leaf in self.tables[node][0]})
         if len(leaves) > TABULATED_LEAVES:
@@ -340,14 +344,14 @@ class _Builder:
         return tuple(leaves), table
 
     def netlist(self, outputs: Sequence[int]) -> Netlist:
-        """The gates that these literals depend on. One that is wanted inverted alone is inverted itself."""
+        """Return the gates that these literals depend on. A gate is inverted if only its inversion is an output."""
         plain, inverted = ({literal >> 1 for literal in outputs if literal & 1 == bit} for bit in (0, 1))
         live = plain | inverted
         for node in reversed(self.gates):
             if node in live:
                 live.update(self._sources(node))
         turned = (inverted - plain) & self.gates.keys()
-        source_of = {2 * (1 + i): i for i in range(self.inputs)}  # of a literal
+        source_of = {2 * (1 + i): i for i in range(self.inputs)}  # literal -> source
         gates = []
 
         def add(literal, function, a, b):

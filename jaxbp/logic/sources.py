@@ -1,4 +1,4 @@
-"""What circuits share that write themselves out as C and as Verilog: operators, names, and C of tables of gates."""
+"""Shared parts of the C and Verilog export of circuits: operators, names, and C code for tables of gates."""
 
 import re
 import string
@@ -98,7 +98,7 @@ VERILOG_WORDS = frozenset(_VERILOG.split())
 
 
 def check_name(op: str, name: str, words: frozenset[str]) -> None:
-    """Requires an identifier that is none of these words, and for C none that is reserved."""
+    """Require an identifier that is not one of these words, and for C not reserved."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise ValueError(f"{op}: name is {name!r}; wants an identifier")
     if name in words or (words is C_WORDS and _C_RESERVED.fullmatch(name)):
@@ -107,18 +107,18 @@ def check_name(op: str, name: str, words: frozenset[str]) -> None:
 
 
 def check_c(op: str, name: str, classes: int | None = None, outputs: int = 1) -> None:
-    """Requires a name for C, and None or a number of classes that share the outputs evenly."""
+    """Require a name for C, and None or a number of classes that divides the outputs."""
     check_name(op, name, C_WORDS)
     if classes is not None and not (_checks.is_int(classes) and classes >= 1 and outputs % classes == 0):
         raise ValueError(f"{op}: classes is {classes!r}; wants None or a divisor of the {outputs} outputs")
 
 
 def check_verilog(op: str, name: str) -> None:
-    """Requires a name for Verilog."""
+    """Require a name for Verilog."""
     check_name(op, name, VERILOG_WORDS)
 
 
-# The block is of words that a gate takes at a time: its numbers are read once for all of them.
+# A gate takes a block of words at a time, so that its numbers are read once per block.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -126,7 +126,7 @@ _C_SOURCE = string.Template(r"""#include <stddef.h>
 enum { ${name}_block = 16 };
 typedef struct { $wire y, a, b; } ${name}_gate;
 
-/* Gates of one function: y = expression(a, b). None reads what another of them writes. */
+/* Gates of one function: y = expression(a, b). No gate reads a result of another one of them. */
 #define ${name}_FUNCTION(function, expression) \
   static void function(const ${name}_gate *gates, size_t n, const uint32_t *restrict x, uint32_t *restrict y) { \
     for (size_t i = 0; i < n; i++) { \
@@ -142,7 +142,7 @@ $functions
 $tables
 static const $wire ${name}_outputs[] = {$output_rows};
 
-/* The values of the words of x from w on, up to a block of them. The rest of the block is 0. */
+/* The values of the words of x from w on, up to a block of words. The rest of the block is 0. */
 static void ${name}_values(size_t words, size_t w, const uint32_t *x, uint32_t *values) {
   const size_t block = ${name}_block, n = words - w < block ? words - w : block;
   for (size_t i = 0; i < $inputs; i++)
@@ -150,13 +150,13 @@ static void ${name}_values(size_t words, size_t w, const uint32_t *x, uint32_t *
 $calls
 }
 
-/* Where the first line of the cache in this memory begins. */
+/* The first cache line that begins in this memory. */
 static uint32_t *${name}_line(uint32_t *memory) {
   return memory + (-(uintptr_t)memory / sizeof *memory) % ${name}_block;
 }
 
-/* x[$inputs][words] to y[$outputs][words]: bit k of x[i][w] is input i of sample 32 w + k, and so for y.
-   Returns 0, or 1 if there is no memory to work in. */
+/* x[$inputs][words] to y[$outputs][words]: bit k of x[i][w] is input i of sample 32 w + k, and y has the same layout.
+   Returns 0, or 1 if there is no memory. */
 int $name(size_t words, const uint32_t *x, uint32_t *y) {
   const size_t block = ${name}_block;
   uint32_t *const memory = calloc(${name}_block * ($rows + 1), sizeof *memory);
@@ -174,10 +174,10 @@ int $name(size_t words, const uint32_t *x, uint32_t *y) {
   return 0;
 }
 """)
-# A class's outputs stand beside each other. They are added up in all samples of a block at once: plane p has bit p of
-# each sample's sum.
+# The outputs of a class are adjacent. They are summed in all samples of a block at once: plane p has bit p of each
+# sample's sum.
 _C_CLASSIFY = string.Template(r"""
-/* Adds up a class's outputs, as a counter in which each plane's carry waits for another one. */
+/* Sums the outputs of a class, with a counter in which each plane's carry waits for another carry. */
 static void ${name}_sum(const uint32_t *values, const $wire *outputs, uint32_t (*restrict sum)[${name}_block]) {
   enum { block = ${name}_block, group = $group, planes = $planes };
   uint32_t waiting[planes][block], carry[block];
@@ -204,8 +204,8 @@ static void ${name}_sum(const uint32_t *values, const $wire *outputs, uint32_t (
       }
 }
 
-/* The class of each of the 32 words samples of x, 0 to $last_class: that with most outputs on, the first of several.
-   Returns 0, or 1 if there is no memory to work in. */
+/* The class of each of the 32 words samples of x, 0 to $last_class: the first class with the most outputs on.
+   Returns 0, or 1 if there is no memory. */
 int ${name}_classify_words(size_t words, const uint32_t *x, int *classes) {
   enum { block = ${name}_block, planes = $planes, digits = $digits };
   uint32_t *const memory = calloc(${name}_block * ($rows + 1), sizeof *memory);
@@ -236,7 +236,7 @@ int ${name}_classify_words(size_t words, const uint32_t *x, int *classes) {
   return 0;
 }
 
-/* The class of one sample; -1 if there is no memory. bits[$inputs] are its inputs, 0 or another number. */
+/* The class of one sample; -1 if there is no memory. bits[$inputs] are its inputs: 0 is off, any other number is on. */
 int ${name}_classify(const uint8_t *bits) {
   int classes[32];
   uint32_t *const x = malloc($inputs * sizeof *x);
@@ -253,9 +253,9 @@ class Table(NamedTuple):
     """Gates of one function, none of which reads another.
 
     Attributes:
-      function: from 0 to 15.
-      reads, writes: the rows of values from which those of the gates count.
-      gates: of each gate, the rows of its result and of its two sources: `(gates, 3)`.
+      function: the number of the function, from 0 to 15.
+      reads, writes: the rows of values from which the rows in `gates` are counted.
+      gates: for each gate, the rows of its result and of its two sources: `(gates, 3)`.
     """
 
     function: int
@@ -265,12 +265,12 @@ class Table(NamedTuple):
 
 
 class Code(NamedTuple):
-    """A function of C that reads and writes values, blocks of words as the tables' gates do.
+    """A C function that reads and writes values, in the same blocks of words as a table's gates.
 
     Attributes:
-      function: its name.
+      function: the name of the function.
       reads, writes: the rows of values that its arguments `const uint32_t *x` and `uint32_t *y` point to.
-      source: its definition.
+      source: the definition of the function.
     """
 
     function: str
@@ -288,15 +288,12 @@ def c_of_tables(
     last: int = 0,
     classes: int | None = None,
 ) -> str:
-    """C99 of `int name(size_t words, const uint32_t *x, uint32_t *y)`: a loop over each table, in their order.
-
-    Compilers take long over as many lines as a large circuit has gates; a loop over a table compiles in no time.
+    """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, with one loop per table, in order.
 
     Args:
-      rows: how many values there is room for. The inputs are in the first ones; the others are 0 at first.
-      outputs: the row of each, counted from `last`.
-      classes: with functions `int name_classify_words(size_t words, const uint32_t *x, int *classes)` and
-        `int name_classify(const uint8_t *bits)` of so many classes.
+      rows: the number of rows of values. The inputs are in the first rows, and the others begin as 0.
+      outputs: the row of each output, counted from `last`.
+      classes: as in `Circuit.to_c`.
     """
     functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
     for i, table in enumerate(tables):
@@ -337,7 +334,10 @@ def c_of_tables(
 
 
 def verilog_of(name: str, inputs: int, outputs: int, lines: Iterable[str], clocked: bool = False) -> str:
-    """A Verilog module of these lines, from `input [inputs-1:0] x` to `output [outputs-1:0] y`; also with a `clock`."""
+    """Return a Verilog module of these lines, from `input [inputs-1:0] x` to `output [outputs-1:0] y`.
+
+    If `clocked`, the module also has a `clock`.
+    """
     clock = ["  input wire clock,"] if clocked else []
     ports = [*clock, f"  input wire [{inputs - 1}:0] x,", f"  output wire [{outputs - 1}:0] y"]
     return "\n".join([f"module {name} (", *ports, ");", *(f"  {line}" for line in lines), "endmodule", ""])

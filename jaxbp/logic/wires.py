@@ -18,27 +18,27 @@ from jaxbp.ops import _checks
 class Wires:
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
 
-    The wires are listed once more by the input that they read, which makes the gradient of an input a sum over its
-    consumers: 2 g where gate g reads it as its a, 2 g + 1 where as its b. Those of input i are
-    `consumers[offsets[2 i] : offsets[2 i + 2]]`, first the even ones, up to `offsets[2 i + 1]`. The list is made on the
-    host, once, as are the wires, by the constructors `from_pairs`, `random`, `unique` and `moore`; the dataclass's own
-    takes whatever it is given.
+    The wires are also listed by input, so that the gradient of an input is a sum over its consumers. Consumer 2 g is
+    gate g reading the input as its a, and consumer 2 g + 1 is gate g reading it as its b. The consumers of input i are
+    `consumers[offsets[2 i] : offsets[2 i + 2]]`. The even ones come first, up to `offsets[2 i + 1]`.
 
-    A pytree: an argument of jitted functions, or a constant in them.
+    The constructors `from_pairs`, `random`, `unique` and `moore` make wires and lists once, on the host. The dataclass
+    constructor does not check its arguments. Wires are a pytree: an argument of jitted functions, or a constant in
+    them.
 
     Attributes:
-      a, b: int32 in [0, inputs).
-      consumers: of all inputs, one after the other.
-      partners: of each of these, the other input of its gate.
-      offsets: where an input's consumers in either role begin, and where the last ones end.
-      trail: the gates in an order in which neighbours mostly share an input, and their a and b in that order. Kernels
-        follow it: what they read is then still in the cache.
-      trail_inputs: the inputs as the trail comes to them, so that neighbours mostly share a gate.
-      trail_consumers, trail_partners: once more the consumers and their gates' other inputs, with the inputs in that
-        order; of an input's consumers, first those by which the trail leaves it.
-      trail_places: where among them the trail takes a gate.
-      inputs: how many inputs there are, whether or not a gate reads them.
-      most_consumers: of any input.
+      a, b: the inputs of each gate, int32 in [0, inputs).
+      consumers: the consumers of all inputs, one input after the other.
+      partners: for each consumer, the other input of its gate.
+      offsets: where the consumers of each input begin in each role, and where the last ones end.
+      trail: the gates in an order in which most neighbors share an input, and their a and b in that order. Kernels
+        follow the trail, because their inputs are then still in the cache.
+      trail_inputs: the inputs in the order of the trail, so that most neighbors share a gate.
+      trail_consumers, trail_partners: the consumers and partners, with the inputs in that order. Among an input's
+        consumers, those by which the trail leaves the input come first.
+      trail_places: where in `trail_consumers` the trail reaches a gate.
+      inputs: the number of inputs, including those that no gate reads.
+      most_consumers: the largest number of consumers of an input.
     """
 
     a: Int[Array, " gates"]
@@ -60,12 +60,12 @@ class Wires:
 
     @property
     def regular(self) -> bool:
-        """Whether all inputs have as many consumers. If that is even, the trail leaves each by half of them."""
+        """Whether all inputs have equally many consumers. If their number is even, the trail leaves by half."""
         return self.inputs * self.most_consumers == 2 * self.gates
 
     @property
     def turns(self) -> np.ndarray:
-        """`(2, gates)`, on the host: of a gate's a and b, where the gate is among the consumers of that input."""
+        """`(2, gates)`, on the host: the position of each gate among the consumers of its a, and of its b."""
         consumers, offsets = np.asarray(self.consumers), np.asarray(self.offsets)
         turns = np.empty(consumers.size, np.int64)
         turns[consumers] = np.arange(consumers.size) - np.repeat(offsets[:-1:2], np.diff(offsets[::2]))
@@ -73,25 +73,25 @@ class Wires:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of all arrays: int32."""
+        """The dtype of all arrays, int32."""
         return self.a.dtype
 
     @classmethod
     def from_pairs(cls, a: ArrayLike, b: ArrayLike, inputs: int) -> "Wires":
-        """Wires as listed: gate g reads a[g] and b[g].
+        """Make wires where gate g reads a[g] and b[g].
 
         Raises:
-          TypeError: a or b is not of integers.
-          ValueError: a and b are empty or not vectors of one length, or not all in [0, inputs).
+          TypeError: a or b does not hold integers.
+          ValueError: a and b are empty, are not vectors of one length, or are not in [0, inputs).
         """
         inputs = _checks.count("Wires.from_pairs", "inputs", inputs)
         a, b = (_check_indices(name, wires, inputs) for name, wires in (("a", a), ("b", b)))
         if a.shape != b.shape:
-            raise ValueError(f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one of each a gate")
+            raise ValueError(f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one of each per gate")
         if a.size == 0:
             raise ValueError("Wires.from_pairs: there are no gates; wants at least one")
-        reads = np.stack([a, b], axis=1).ravel()  # what consumer 2 g + role reads
-        # Sorted by input and role.
+        reads = np.stack([a, b], axis=1).ravel()  # the input that consumer 2 g + role reads
+        # Sort by input and role.
         consumers = np.lexsort([np.arange(reads.size) // 2, np.arange(reads.size) % 2, reads])
         counts = np.bincount(2 * reads + np.arange(reads.size) % 2, minlength=2 * inputs)
         offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -114,16 +114,18 @@ class Wires:
             trail_partners=reads[along ^ 1],
             trail_places=places[left_by[np.argsort(trail)]],
         )
-        with jax.ensure_compile_time_eval():  # made within jit, they are still the same arrays outside
+        with jax.ensure_compile_time_eval():  # arrays made within jit are also usable outside
             arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
         return cls(**arrays, inputs=inputs, most_consumers=int(np.diff(offsets[::2]).max()))
 
     @classmethod
     def random(cls, inputs: int, gates: int, seed: int) -> "Wires":
-        """Random wires: every input is read as often as any other, give or take one. A gate may read one input twice.
+        """Make random wires that read every input equally often, give or take one.
+
+        A gate may read one input twice.
 
         Raises:
-          ValueError: no inputs or no gates.
+          ValueError: there are no inputs or no gates.
         """
         inputs, gates = _checks.count("Wires.random", "inputs", inputs), _checks.count("Wires.random", "gates", gates)
         random = np.random.default_rng(seed)
@@ -132,11 +134,13 @@ class Wires:
 
     @classmethod
     def unique(cls, inputs: int, gates: int, seed: int) -> "Wires":
-        """Random wires of which no two gates have the same pair, in either order. Every input is read; unless the gates
-        are more than a quarter of all pairs, as often as any other, give or take one.
+        """Make random wires in which no two gates have the same pair, in either order.
+
+        Every input is read. Unless there are more gates than a quarter of all pairs, every input is read equally often,
+        give or take one.
 
         Raises:
-          ValueError: too few gates to read every input, or more than there are pairs.
+          ValueError: there are too few gates to read every input, or more gates than pairs.
 
         Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022.
         """
@@ -149,10 +153,10 @@ class Wires:
             )
         if gates > (pairs := inputs * (inputs - 1) // 2):
             raise ValueError(
-                f"Wires.unique: {inputs} inputs have {pairs} pairs; wants at most so many gates, not {gates}"
+                f"Wires.unique: {inputs} inputs have {pairs} pairs; wants at most {pairs} gates, not {gates}"
             )
         random = np.random.default_rng(seed)
-        if 4 * gates > pairs:  # where drawing them blindly would seldom find a new one
+        if 4 * gates > pairs:  # random draws would seldom give a new pair
             a, b = np.concatenate([_every_input_once(inputs, random), _every_pair_once(inputs, random)], axis=1)
             kept = np.sort(_first_of_each_pair(a, b))[:gates]
             a, b = a[kept], b[kept]
@@ -164,11 +168,12 @@ class Wires:
 
     @classmethod
     def moore(cls, seed: int | None = None) -> "Wires":
-        """Eight gates on the nine cells of a 3 x 3 neighbourhood in row-major order: each reads a neighbour as its a,
-        and the centre as its b.
+        """Make eight gates on the nine cells of a 3 x 3 neighborhood in row-major order.
+
+        Each gate reads one neighbor as its a, and the center as its b.
 
         Args:
-          seed: of the gates' order; None for that of the cells.
+          seed: the seed of the gates' order; None for the order of the cells.
 
         Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
         """
@@ -179,20 +184,21 @@ class Wires:
 
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The gates in an order in which neighbours mostly share an input, and the inputs, which mostly share a gate.
+    """Return gates in an order in which most neighbors share an input, and inputs of which most neighbors share a gate.
 
-    Gates are the edges of a graph of inputs. A walk goes on by any gate not yet taken; where there is none, the next
-    one begins at its start again, or at the next input that still has one. Where all inputs have an even number of
-    consumers, every walk ends where it began, and so leaves each input as often as it comes to it.
+    Gates are the edges of a graph whose nodes are inputs. A walk continues along any gate that is not yet taken. Where
+    there is none, the next walk begins at the same start, or at the next input that still has a gate. If all inputs
+    have an even number of consumers, every walk ends where it began, and so leaves each input as often as it reaches
+    it.
 
     Returns:
-      Of each gate, in this order, 2 g where the walk goes from its a to its b, else 2 g + 1; and the inputs.
+      For each gate in this order, 2 g if the walk goes from its a to its b, else 2 g + 1; and the inputs.
     """
     reads, consumers, place, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
     taken, left_by, inputs = set(), [], {}
 
     def walk(i):
-        """Takes gates from input i on, as far as it goes. Returns whether there was one."""
+        """Take gates from input i on, as far as possible. Return whether there was one."""
         begun = len(left_by)
         while True:
             inputs.setdefault(i)
@@ -212,7 +218,7 @@ def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tu
 
 
 def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
-    """Pairs in which every input is once; of an odd number, one twice."""
+    """Return pairs in which every input occurs once. If their number is odd, one occurs twice."""
     order = random.permutation(inputs)
     if inputs % 2:
         order = np.append(order, order[0])
@@ -220,13 +226,13 @@ def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _first_of_each_pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Where each pair is, in either order, for the first time."""
+    """Return the index at which each pair first occurs, in either order."""
     pairs = np.minimum(a, b) * (1 + max(a.max(), b.max())) + np.maximum(a, b)
     return np.unique(pairs, return_index=True)[1]
 
 
 def _without_repeats(a: np.ndarray, b: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs, with b's exchanged at random until no pair stands twice and no gate reads one input twice."""
+    """Exchange b's at random until no pair occurs twice and no gate reads one input twice."""
     while True:
         wrong = np.ones(a.size, bool)
         wrong[_first_of_each_pair(a, b)] = False
@@ -238,7 +244,7 @@ def _without_repeats(a: np.ndarray, b: np.ndarray, random: np.random.Generator) 
 
 
 def _every_pair_once(inputs: int, random: np.random.Generator) -> np.ndarray:
-    """All pairs, in random order."""
+    """Return all pairs in random order."""
     pairs = np.stack(np.triu_indices(inputs, 1))
     return random.permuted(pairs[:, random.permutation(pairs.shape[1])], axis=0)
 

@@ -21,16 +21,16 @@ from jaxbp.pairing import Implementation
 
 
 class LogicAutomaton(nnx.Module):
-    """`jaxbp.automaton_rollout` with its parameters, logits of each layer, and its fixed wires.
+    """`jaxbp.automaton_rollout` with its parameters, the logits of each layer, and its fixed wires.
 
     Args:
       channels, perception_kernels, perception_widths, update_widths, periodic, seed: as in `Automaton.create`.
       initialization, residual_logit, parametrization: as in `jaxbp.initial_logits`.
       implementation: as in `jaxbp.automaton_rollout`.
-      rngs: draws normal parameters from its stream `params`.
+      rngs: the source of normal parameters, from its stream `params`.
 
     Raises:
-      ValueError: as `Automaton.create`.
+      ValueError: as in `Automaton.create`.
 
     Source: P. Miotti et al., "Differentiable logic cellular automata", 2025, whose residual logit is 10.
     """
@@ -80,9 +80,9 @@ class LogicAutomaton(nnx.Module):
         memory: Memory = "states",
         hard: bool = False,
     ) -> Float[Array, "batch height width channels"]:
-        """The state after so many ticks; with `hard`, by each gate's most probable function alone.
+        """Return the state after `steps` ticks. With `hard`, each gate computes its most probable function.
 
-        The other arguments and the errors are those of `jaxbp.automaton_rollout`.
+        The other arguments and the errors are as in `jaxbp.automaton_rollout`.
         """
         logits = jax.tree.map(self._hard, self.logits) if hard else self.logits
         return automaton_rollout(
@@ -100,18 +100,18 @@ class LogicAutomaton(nnx.Module):
 
     @property
     def logits(self) -> Logits:
-        """The parameters, as `jaxbp.automaton_rollout` takes them."""
+        """The parameters, in the form that `jaxbp.automaton_rollout` takes."""
         return [layer[...] for layer in self.perception], [layer[...] for layer in self.update]
 
     def harden(self) -> CellularCircuit:
-        """The circuit of a cell, of each gate's most probable function."""
+        """Return the circuit of a cell, in which each gate has its most probable function."""
         automaton = self.automaton.get_value()
         channels, kernels = automaton.channels, automaton.kernels
         inputs = np.arange(NEIGHBOURHOOD * channels).reshape(NEIGHBOURHOOD, channels, 1)
         listed = GateList(inputs.size)
 
         def layer(logits, wires, sources):
-            """The sources that a layer's gates are, `(gates, ...)`, of those that it reads, `(inputs, ...)`."""
+            """Add a layer's gates, which read `sources`, `(inputs, ...)`. Return their sources, `(gates, ...)`."""
             a, b = sources[np.asarray(wires.a)], sources[np.asarray(wires.b)]
             numbers = np.asarray(gates.harden(logits, self.parametrization)).T
             return listed.add(numbers.reshape(wires.gates, *[1] * (a.ndim - 2), -1), a, b)

@@ -1,4 +1,4 @@
-"""Layers: parameters around an op."""
+"""Layers: ops with their parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxbp.pairing import Implementation
 
 
 def _uniform(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: DTypeLike) -> nnx.Param:
-    """Uniform within ±1/sqrt(fan_in), fan_in the inputs of one output: outputs start at a third of their variance."""
+    """Draw uniformly within ±1/sqrt(fan_in), so that outputs have a third of the inputs' variance at first."""
     return nnx.Param(jax.random.uniform(rngs.params(), shape, dtype, -(fan_in**-0.5), fan_in**-0.5))
 
 
@@ -25,11 +25,11 @@ class Conv2d(nnx.Module):
     """`jaxbp.conv2d` with its parameters, `weight (out_channels, in_channels, *filter_size)` and `bias`.
 
     Args:
-      in_channels, out_channels, filter_size: the filters' shape.
+      in_channels, out_channels, filter_size: the shape of the filters.
       stride, padding, precision, implementation: as in `jaxbp.conv2d`.
-      dtype: of the computation; images and parameters are cast to it.
-      param_dtype: of the parameters.
-      rngs: draws the parameters from its stream `params`, uniform within ±1/sqrt(inputs of an output).
+      dtype: the dtype of the computation, to which images and parameters are cast.
+      param_dtype: the dtype of the parameters.
+      rngs: the source of parameters, from its stream `params`: uniform within ±1/sqrt(inputs per output).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Conv2d(nnx.Module):
         self.implementation, self.dtype = implementation, dtype
 
     def parameters(self) -> tuple[Array, Array]:
-        """Weight and bias in the dtype of the computation."""
+        """Return weight and bias in the dtype of the computation."""
         return self.weight[...].astype(self.dtype), self.bias[...].astype(self.dtype)
 
     def __call__(self, x: Float[AnyArray, "batch in_channels height width"]) -> Float[Array, "batch out_channels h w"]:
@@ -71,7 +71,7 @@ class Linear(nnx.Module):
     """`jaxbp.linear` with its parameters, `weight (out_features, in_features)` and `bias`.
 
     Args:
-      in_features, out_features: the weight's shape.
+      in_features, out_features: the shape of the weight.
       The rest as in `Conv2d`.
     """
 
@@ -91,7 +91,7 @@ class Linear(nnx.Module):
         self.precision, self.implementation, self.dtype = precision, implementation, dtype
 
     def parameters(self) -> tuple[Array, Array]:
-        """Weight and bias in the dtype of the computation."""
+        """Return weight and bias in the dtype of the computation."""
         return self.weight[...].astype(self.dtype), self.bias[...].astype(self.dtype)
 
     def __call__(self, x: Float[AnyArray, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
@@ -100,12 +100,12 @@ class Linear(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """`jaxbp.layer_norm` with its parameters, `scale (hidden,)`, at first one, and `bias`, at first zero.
+    """`jaxbp.layer_norm` with its parameters, `scale (hidden,)`, which starts at one, and `bias`, which starts at zero.
 
     Args:
       hidden: the length of a row.
       eps: as in `jaxbp.layer_norm`.
-      rngs: not needed; taken so that all layers can be built alike.
+      rngs: unused; accepted so that all layers have the same arguments.
       The rest as in `Conv2d`.
     """
 
@@ -129,10 +129,10 @@ class LayerNorm(nnx.Module):
 
 
 class LayerNormLinear(nnx.Module):
-    """`jaxbp.layer_norm_linear` with its parameters: the norm, a `LayerNorm`, and the dense layer, a `Linear`.
+    """`jaxbp.layer_norm_linear` with its parameters, in a `LayerNorm` and a `Linear`.
 
     Args:
-      in_features, out_features: the weight's shape.
+      in_features, out_features: the shape of the weight.
       eps: as in `jaxbp.layer_norm`.
       The rest as in `Conv2d`.
     """

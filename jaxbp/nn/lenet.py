@@ -1,9 +1,9 @@
-"""LeNet-5 on 28 x 28 images, and what its backward keeps in memory.
+"""LeNet-5 on 28 x 28 images, and the tensors that its backward keeps in memory.
 
-The backward is a chain of 21 steps, each an op of this library: softmax_cross_entropy; weights, bias and input of fc3,
-the ReLU mask of fc2; weights, bias and input of fc2, the ReLU mask of fc1; weights, bias and input of fc1; max-pool 2,
-ReLU 2; weights, bias and input of conv2; max-pool 1, ReLU 1; weights and bias of conv1. The gradient in the images is
-a 22nd that is computed only when asked for.
+The backward is a chain of 21 steps, each an op of jaxbp: softmax_cross_entropy; weights, bias and input of fc3, the
+ReLU mask of fc2; weights, bias and input of fc2, the ReLU mask of fc1; weights, bias and input of fc1; max-pool 2,
+ReLU 2; weights, bias and input of conv2; max-pool 1, ReLU 1; weights and bias of conv1. The gradient with respect to
+the images is a 22nd step, which is computed only when requested.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ Keep = Callable[[str, Array], None]
 class LeNet(nnx.Module):
     """`1x28x28 -> conv 6@5x5 -> ReLU -> pool 2 -> conv 16@5x5 -> ReLU -> pool 2 -> 256 -> 120 -> 84 -> 10`.
 
-    Valid convolutions, ReLU between the dense layers, 44,426 parameters.
+    It has valid convolutions, ReLU between the dense layers, and 44,426 parameters.
 
     Args:
-      fused: whether convolution, ReLU and pool are one op, which keeps a byte a window for its backward, or three.
-      implementation: of every op, as in `jaxbp.conv2d`.
-      dtype: of the computation; the parameters are float32.
-      rngs: draws the parameters from its stream `params`.
+      fused: whether convolution, ReLU and pool are one op, which keeps one byte per window for its backward, or three.
+      implementation: the implementation of every op, as in `jaxbp.conv2d`.
+      dtype: the dtype of the computation. The parameters are float32.
+      rngs: the source of parameters, from its stream `params`.
 
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998, with ReLU and max-pooling.
     """
@@ -61,15 +61,15 @@ class LeNet(nnx.Module):
         self.fused, self.implementation, self.dtype = fused, implementation, dtype
 
     def __call__(self, images: Float[AnyArray, "batch 1 28 28"]) -> Float[Array, "batch 10"]:
-        """The logits."""
+        """Return the logits."""
         return self._logits(self._features(images))
 
     def loss(
         self, images: Float[AnyArray, "batch 1 28 28"], labels: Int[AnyArray, "batch"]
     ) -> tuple[Float[Array, "batch"], Int[Array, "batch"]]:
-        """The softmax cross-entropy of the logits, in float32 or wider, and the likeliest class, of each image.
+        """Return the softmax cross-entropy, in float32 or wider, and the most likely class of each image.
 
-        If the model is fused and not of half precision, the dense layers and the loss are one op.
+        If the model is fused and does not use half precision, the dense layers and the loss are one op.
         """
         x = self._features(images)
         if self._dense_fused:
@@ -89,7 +89,7 @@ class LeNet(nnx.Module):
         return [a for fc in (self.fc1, self.fc2, self.fc3) for a in fc.parameters()]
 
     def _features(self, images: Array, keep: Keep = lambda name, value: None) -> Array:
-        """What the dense layers take, handing each tensor that the backward needs to `keep` by its name."""
+        """Return the input of the dense layers. Pass each tensor that the backward needs to `keep`, with its name."""
         if images.ndim != 4 or images.shape[1:] != (1, 28, 28):
             raise ValueError(f"LeNet: images has shape {images.shape}; wants (batch, 1, 28, 28)")
         implementation = self.implementation
@@ -103,13 +103,13 @@ class LeNet(nnx.Module):
                 keep(f"pool{i}.places", places)
             else:
                 x = relu(conv(x), implementation=implementation)
-                keep(f"pool{i}.input", x)  # by relu
+                keep(f"pool{i}.input", x)  # relu's backward reads it
                 x, indices = max_pool2d_with_indices(x, 2, implementation=implementation)
                 keep(f"pool{i}.indices", indices)
         return flatten(x)
 
     def _logits(self, x: Array, keep: Keep = lambda name, value: None) -> Array:
-        """The dense layers, as `_features`."""
+        """Apply the dense layers, with `keep` as in `_features`."""
         for i, fc in enumerate((self.fc1, self.fc2), start=1):
             keep(f"fc{i}.input", x)
             x = relu(fc(x), implementation=self.implementation)
@@ -120,18 +120,18 @@ class LeNet(nnx.Module):
 def lenet_saved_tensors(
     model: LeNet, images: Float[AnyArray, "batch 1 28 28"], labels: Int[AnyArray, "batch"]
 ) -> tuple[Float[Array, "batch"], dict[str, Array]]:
-    """LeNet's forward and loss, with every tensor its backward needs, by name.
+    """Return LeNet's loss and, by name, every tensor that its backward needs.
 
-    These are the inputs of the five layers with parameters, the two maps of where the pools' maxima lay, of what is not
-    fused the values before a ReLU, and the logits. The kernel of `softmax_cross_entropy` by itself keeps two float32
-    numbers more for each image, which are not listed.
+    These are the inputs of the five layers with parameters, two maps with the positions of the pools' maxima, and the
+    logits. Where the model is not fused, they include the values before a ReLU. The separate kernel of
+    `softmax_cross_entropy` keeps two more float32 numbers per image, which are not listed.
 
     Args:
       model: a LeNet.
       images, labels: a batch and its classes.
 
     Returns:
-      (loss, saved): a loss an example, and name -> tensor in the order of the forward.
+      (loss, saved): one loss per example, and name -> tensor in the order of the forward.
     """
     saved = {}
     x = model._features(images, saved.__setitem__)
@@ -148,7 +148,7 @@ def lenet_saved_tensors(
 
 @dataclasses.dataclass(frozen=True)
 class MemoryRow:
-    """A tensor of LeNet's training step: what it is for, its shape and dtype, and its size in bytes."""
+    """A tensor of LeNet's training step: its kind, name, shape and dtype, and its size in bytes."""
 
     kind: str
     name: str
@@ -161,20 +161,20 @@ class MemoryRow:
 
 
 def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32, *, fused: bool = False) -> list[MemoryRow]:
-    """What a training step of LeNet keeps and produces, for a batch, in bytes.
+    """List the tensors that a training step of LeNet keeps and computes for a batch, with their sizes.
 
     Args:
       batch: the number of images.
-      dtype: of the computation.
+      dtype: the dtype of the computation.
       fused: as in `LeNet`.
 
     Returns:
-      A row a tensor, of three kinds: "saved" (forward for backward), "activation gradient" (what a step of the chain
-      hands to the next: 335,936 values at batch 32) and "parameter gradient" (44,426 values). In half precision the
-      backward also keeps a copy of each parameter in it, which is not listed.
+      One row per tensor, of three kinds: "saved" (from forward to backward), "activation gradient" (from one step of
+      the chain to the next, 335,936 values at batch 32) and "parameter gradient" (44,426 values). In half precision the
+      backward also keeps a copy of each parameter in that precision, which is not listed.
 
     Raises:
-      ValueError: a batch below 1.
+      ValueError: the batch is below 1.
     """
     if batch < 1:
         raise ValueError(f"lenet_memory_table: batch is {batch}; wants at least 1")
@@ -190,8 +190,8 @@ def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32, *, fused: boo
         return list(saved.values())
 
     saved = jax.eval_shape(saved_tensors, state, images, labels)
-    # Each is of what is saved: the results of ReLU, and what a layer or a pool reads. What lies within a fused op is
-    # never made.
+    # The gradients belong to saved tensors: results of ReLU, and inputs of layers and pools. Tensors within a fused op
+    # do not exist in memory.
     before_relu = {"fc3.input": "fc2", "fc2.input": "fc1", "pool2.input": "conv2", "pool1.input": "conv1"}
     gradients = {}
     for key, a in reversed(list(zip(names, saved, strict=True))):

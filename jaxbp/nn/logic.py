@@ -18,13 +18,13 @@ from jaxbp.ops.gate_layer import gate_layer
 from jaxbp.pairing import Implementation
 
 Wiring = Callable[[int, int, int], Wires]
-"""`wiring(inputs, gates, seed)`, as `Wires.unique` and `Wires.random`."""
+"""`wiring(inputs, gates, seed)`, such as `Wires.unique` and `Wires.random`."""
 
 
 def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -> Shaped[Array, "*batch bits"]:
-    """Bits of numbers, `x > t` for each threshold t, in x's dtype. The bits of a feature are neighbours.
+    """Return bits of numbers, `x > t` for each threshold t, in x's dtype. The bits of a feature are adjacent.
 
-    Thresholds are rounded to x's dtype if that is floating. Integers and booleans are compared with them as numbers.
+    Thresholds are rounded to x's dtype if it is floating. Integers and booleans are compared with them as numbers.
     """
     x = jnp.asarray(x)
     thresholds = jnp.asarray(thresholds, x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else None)
@@ -32,7 +32,7 @@ def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -
 
 
 class GateOptions(TypedDict, total=False):
-    """The keyword arguments of every layer of gates, as `LogicLayer` describes them. Only `rngs` has no default."""
+    """The keyword arguments of every layer of gates, documented in `LogicLayer`. Only `rngs` is required."""
 
     initialization: Literal["normal", "residual"]
     parametrization: Parametrization
@@ -43,11 +43,11 @@ class GateOptions(TypedDict, total=False):
 
 
 class Gates(nnx.Module):
-    """What layers of gates share: their parameters and fixed wires, and how they harden.
+    """Base class of layers of gates, with their parameters, their fixed wires, and `harden`.
 
     Args:
-      wires: what the gates read.
-      shape: of the gates.
+      wires: the wires of the gates.
+      shape: the shape of the gates.
       initial: `initialization` and `residual_logit`, as in `jaxbp.initial_logits`.
       The rest as in `LogicLayer`.
     """
@@ -69,7 +69,7 @@ class Gates(nnx.Module):
         self.parametrization, self.implementation, self.dtype = parametrization, implementation, dtype
 
     def harden(self) -> Array:
-        """The numbers of the gates' most probable functions."""
+        """Return the numbers of the gates' most probable functions."""
         return harden(self.logits[...], self.parametrization)
 
     def _apply(self, op, x, *, hard, **options):
@@ -82,11 +82,11 @@ class LogicLayer(Gates):
     """`jaxbp.gate_layer` with its parameters, `logits (gates, parameters)`, and its fixed wires.
 
     Args:
-      wires: which inputs each gate reads.
+      wires: the inputs that each gate reads.
       initialization, parametrization, residual_logit: as in `jaxbp.initial_logits`.
       implementation: as in `jaxbp.gate_layer`.
-      dtype: of the computation; inputs are cast to it. The parameters stay float32.
-      rngs: draws normal parameters from its stream `params`.
+      dtype: the dtype of the computation, to which inputs are cast. The parameters stay float32.
+      rngs: the source of normal parameters, from its stream `params`.
     """
 
     def __init__(self, wires: Wires, **options: Unpack[GateOptions]):
@@ -95,20 +95,20 @@ class LogicLayer(Gates):
     def __call__(
         self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False, groups: int | None = None
     ) -> Float[Array, "*batch results"]:
-        """The gates' outputs, or sums of `groups` of them; with `hard`, of each gate's most probable function alone."""
+        """Return the gates' outputs, or sums of `groups` of them. `hard` selects the most probable function."""
         return self._apply(gate_layer, x, hard=hard, groups=groups)
 
 
 class LogicNetwork(nnx.Module):
-    """Layers of gates, and the sums of groups of the last one's outputs for the scores of classes.
+    """Layers of gates. The class scores are sums of groups of the last layer's outputs.
 
     Args:
-      inputs: how many bits come in.
-      widths: the gates of each layer; the last one's are a multiple of the classes.
-      classes: how many.
-      tau: what the sums are divided by: the larger, the more even the classes' probabilities.
-      wiring: makes the wires of a layer.
-      seed: of the wires.
+      inputs: the number of input bits.
+      widths: the gates of each layer. The last width is a multiple of the number of classes.
+      classes: the number of classes.
+      tau: the divisor of the sums. The larger it is, the more even are the probabilities of the classes.
+      wiring: a function that makes the wires of a layer.
+      seed: the seed of the wires.
       The rest as in `LogicLayer`.
 
     Raises:
@@ -136,12 +136,12 @@ class LogicNetwork(nnx.Module):
         self.classes, self.tau = classes, tau
 
     def __call__(self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False) -> Float[Array, "*batch classes"]:
-        """The classes' scores; with `hard`, those of the hardened network, which wants bits."""
+        """Return the class scores. With `hard`, return the scores of the hardened network, which takes bits."""
         *layers, last = self.layers
         for layer in layers:
             x = layer(x, hard=hard)
         return last(x, hard=hard, groups=self.classes) / self.tau
 
     def harden(self) -> Circuit:
-        """The hardened network's gates, without the sums."""
+        """Return the gates of the hardened network, without the sums."""
         return Circuit.of((layer.harden(), layer.wires.get_value()) for layer in self.layers)

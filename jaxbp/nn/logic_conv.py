@@ -24,7 +24,7 @@ from jaxbp.ops.shapes import flatten
 def image_thermometer(
     x: Shaped[AnyArray, "batch channels height width"], thresholds: ArrayLike
 ) -> Shaped[Array, "batch channels*thresholds height width"]:
-    """Channels of bits, `x > t` for each threshold t, as in `thermometer`. The bits of a channel follow each other."""
+    """Return channels of bits, `x > t` for each threshold t, as `thermometer` does. A channel's bits are adjacent."""
     return jnp.moveaxis(thermometer(jnp.moveaxis(x, 1, -1), thresholds), -1, 1)
 
 
@@ -32,16 +32,13 @@ class LogicConv2d(Gates):
     """`jaxbp.logic_conv2d` with its parameters, `logits (kernels, gates, parameters)`, and its fixed wires.
 
     Args:
-      wires: which places of a window the leaves of each kernel's tree read.
-      pool: height and width of the windows of an or-pool behind it, as in `jaxbp.logic_conv2d_or_pool2d`; None: none.
-      stride, padding: as in `jaxbp.logic_conv2d`.
-      initialization, parametrization, residual_logit: as in `jaxbp.initial_logits`.
-      implementation: as in `jaxbp.logic_conv2d`.
-      dtype: of the computation; inputs are cast to it. The parameters stay float32.
-      rngs: draws normal parameters from its stream `params`.
+      wires: the positions of a window that the leaves of each kernel's tree read.
+      pool: height and width of the windows of an or-pool, as in `jaxbp.logic_conv2d_or_pool2d`; None for no pool.
+      stride, padding, implementation: as in `jaxbp.logic_conv2d`.
+      The rest as in `LogicLayer`.
 
     Raises:
-      TypeError: wires that are none of trees.
+      TypeError: the wires are not `TreeWires`.
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -69,7 +66,7 @@ class LogicConv2d(Gates):
     def __call__(
         self, x: Float[AnyArray, "batch channels height width"], *, hard: bool = False
     ) -> Float[Array, "batch kernels out_height out_width"]:
-        """The kernels' outputs; with `hard`, those of each gate's most probable function alone."""
+        """Return the kernels' outputs. With `hard`, each gate computes its most probable function."""
         op = logic_conv2d if self.pool is None else logic_conv2d_or_pool2d
         return self._apply(op, x, hard=hard, **self.options)
 
@@ -78,10 +75,10 @@ class LogicConvolution(NamedTuple):
     """A convolution of a `LogicConvNetwork`.
 
     Attributes:
-      kernels: how many.
-      window: what each kernel reads places of.
+      kernels: the number of kernels.
+      window: the height and width of a kernel's window.
       stride, padding, pool: as in `LogicConv2d`.
-      depth: of the kernels' trees.
+      depth: the depth of the kernels' trees.
     """
 
     kernels: int
@@ -93,21 +90,21 @@ class LogicConvolution(NamedTuple):
 
 
 class LogicConvNetwork(nnx.Module):
-    """Convolutions of gates with or-pools, and a `LogicNetwork` that reads all values of the last one.
+    """Convolutions of gates with or-pools, followed by a `LogicNetwork` that reads all values of the last one.
 
     Args:
       shape: channels, height and width of the images of bits.
-      convolutions: at least one.
-      widths: the gates of each layer behind them; the last one's are a multiple of the classes.
-      classes: how many.
-      channels_per_kernel: how many channels a kernel reads, as in `jaxbp.TreeWires.random`.
+      convolutions: the convolutions, at least one.
+      widths: the gates of each layer after them. The last width is a multiple of the number of classes.
+      classes: the number of classes.
+      channels_per_kernel: the number of channels that a kernel reads, as in `jaxbp.TreeWires.random`.
       tau, wiring: as in `LogicNetwork`.
-      seed: of the wires.
+      seed: the seed of the wires.
       The rest as in `LogicConv2d`.
 
     Raises:
-      TypeError: a convolution that is no `LogicConvolution`.
-      ValueError: a shape that is not three counts, no convolutions, or widths that do not fit.
+      TypeError: a convolution is not a `LogicConvolution`.
+      ValueError: the shape is not three positive integers, there are no convolutions, or widths do not fit.
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -149,12 +146,12 @@ class LogicConvNetwork(nnx.Module):
     def __call__(
         self, x: Float[AnyArray, "batch channels height width"], *, hard: bool = False
     ) -> Float[Array, "batch classes"]:
-        """The classes' scores; with `hard`, those of the hardened network, which wants bits."""
+        """Return the class scores. With `hard`, return the scores of the hardened network, which takes bits."""
         _checks.shape("LogicConvNetwork", "x", x, "batch", *self.shape)
         return self.head(flatten(self._convolved(x, hard=hard)), hard=hard)
 
     def harden(self) -> ConvolutionalCircuit:
-        """The hardened network's gates, without the sums."""
+        """Return the gates of the hardened network, without the sums."""
         convolutions = [(layer.harden(), layer.wires.get_value(), layer.options) for layer in self.convolutions]
         return ConvolutionalCircuit.of(self.shape, convolutions, self.head.harden().layers)
 

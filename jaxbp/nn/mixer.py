@@ -1,4 +1,4 @@
-"""MLP-Mixer: an image as a table of patches and channels, mixed along one axis and the other in turn."""
+"""MLP-Mixer: an image as a table of patches and channels, mixed alternately along each axis."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -17,11 +17,11 @@ IMAGE_SIZE = 28
 class MixerBlock(nnx.Module):
     """`x + mlp(norm(x)ᵀ)ᵀ` across the patches, then `x + mlp(norm(x))` across the channels.
 
-    The second norm and the dense layer behind it are one op, `jaxbp.layer_norm_linear`.
+    The second norm and the next dense layer are one op, `jaxbp.layer_norm_linear`.
 
     Args:
-      patches, channels: the table's shape.
-      patches_hidden, channels_hidden: what each MLP has between its two dense layers.
+      patches, channels: the shape of the table.
+      patches_hidden, channels_hidden: the hidden width of each MLP.
       options: `implementation`, `dtype` and `rngs` of every layer.
     """
 
@@ -40,19 +40,19 @@ class MixerBlock(nnx.Module):
 
 
 class Mixer(nnx.Module):
-    """MLP-Mixer on 28 x 28 images: patches, mixer blocks, then a norm and the classes' scores, averaged over patches.
+    """MLP-Mixer on 28 x 28 images: patches, mixer blocks, a norm, and the class scores, averaged over patches.
 
     Args:
       patch: height and width of a patch, a divisor of 28.
-      channels: each patch becomes so many by a dense layer.
-      patches_hidden, channels_hidden: widths of the blocks' MLPs.
-      blocks: their number.
-      implementation: of every op, as in `jaxbp.layer_norm_linear`.
-      dtype: of the computation; the parameters are float32.
-      rngs: draws the parameters from its stream `params`.
+      channels: the number of channels that a dense layer makes of each patch.
+      patches_hidden, channels_hidden: the hidden widths of the blocks' MLPs.
+      blocks: the number of blocks.
+      implementation: the implementation of every op, as in `jaxbp.layer_norm_linear`.
+      dtype: the dtype of the computation. The parameters are float32.
+      rngs: the source of parameters, from its stream `params`.
 
     Raises:
-      ValueError: patches that do not fill the image.
+      ValueError: the patches do not fill the image.
 
     Source: I. Tolstikhin et al., "MLP-Mixer: an all-MLP architecture for vision", NeurIPS 2021, with ReLU.
     """
@@ -81,7 +81,7 @@ class Mixer(nnx.Module):
         self.patch, self.dtype = patch, dtype
 
     def __call__(self, images: Float[AnyArray, "batch 1 28 28"]) -> Float[Array, "batch 10"]:
-        """The logits."""
+        """Return the logits."""
         if images.ndim != 4 or images.shape[1:] != (1, IMAGE_SIZE, IMAGE_SIZE):
             raise ValueError(f"Mixer: images has shape {images.shape}; wants (batch, 1, {IMAGE_SIZE}, {IMAGE_SIZE})")
         side = IMAGE_SIZE // self.patch
@@ -89,5 +89,5 @@ class Mixer(nnx.Module):
         x = self.embed(x.swapaxes(2, 3).reshape(len(images), side**2, self.patch**2))
         for block in self.blocks:
             x = block(x)
-        # The mean of the patches' scores is the score of their mean.
+        # The mean of the patches' scores equals the score of their mean, because the last layer is linear.
         return jnp.mean(self.head(x), axis=1)

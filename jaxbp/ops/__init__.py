@@ -1,1 +1,1 @@
-"""The library of ops, a file a family. `jaxbp.catalogue` lists them all."""
+"""The public ops, one file per family. `jaxbp.catalogue` lists them all."""

@@ -1,7 +1,7 @@
-"""A tick of a logic cellular automaton, and its backward, in jnp.
+"""One tick of a logic cellular automaton and its backward, as formulas in jnp.
 
-States are held with the cells last, `(channels, batch, height, width)`, so that a gate reads rows of cells.
-Coefficients are a list of `(4, gates, kernels)` for perception and one of `(4, gates)` for update.
+States are `(channels, batch, height, width)`, so that a gate reads rows of cells. Coefficients are a list of
+`(4, gates, kernels)` for perception and a list of `(4, gates)` for update.
 """
 
 import math
@@ -17,51 +17,52 @@ from jaxbp.ops._numerics import widen
 UNROLL = 1
 """Ticks in the body of a compiled loop."""
 KEEPS_ROWS = True
-"""Whether the forward can keep what every gate reads."""
+"""Whether the forward can keep the inputs of every gate."""
 
 
 def enter(state: Array) -> Array:
-    """`(batch, height, width, channels)` as states are held here."""
+    """Convert a state `(batch, height, width, channels)` to this layout."""
     return jnp.moveaxis(state, -1, 0)
 
 
 def leave(state: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of `enter`."""
+    """Return the inverse of `enter`."""
     return jnp.moveaxis(state, 0, -1)
 
 
 def enter_gradient(prepared: tuple, dlast: Array) -> Array:
-    """The gradient of the last state as gradients are held here."""
+    """Convert the gradient of the last state likewise."""
     return enter(dlast)
 
 
 def leave_gradient(prepared: tuple, gradient: Array, dtype: jnp.dtype) -> Array:
-    """The inverse, for the gradient of the first state."""
+    """Convert the gradient of the first state back."""
     return jnp.moveaxis(gradient, 0, -1)
 
 
 def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> tuple:
-    """What all ticks share."""
+    """Return the values that all ticks share."""
     return coefficients, automaton
 
 
 def zeros(prepared: tuple) -> tuple[list, list]:
-    """Of the coefficients' gradients, before the first is added."""
+    """Return zero gradients of the coefficients."""
     return tuple([jnp.zeros_like(c) for c in part] for part in prepared[0])
 
 
 def finish(prepared: tuple, total: tuple) -> tuple[list, list]:
-    """The coefficients' gradients, as the coefficients came."""
+    """Return the gradients in the shapes of the coefficients."""
     return total
 
 
 def tick(prepared: tuple, state: Array, fires: Array | None) -> Array:
-    """The next state. Where a cell does not fire, `fires (batch, height, width)`, it keeps its own."""
+    """Return the next state. A cell that does not fire, according to `fires (batch, height, width)`, keeps its
+    state."""
     return tick_keeping_rows(prepared, state, fires)[0]
 
 
 def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tuple[Array, tuple]:
-    """`tick`, and what each layer read."""
+    """Return the result of `tick` and the rows that each layer read."""
     (perceiving, updating), automaton = prepared
     seen = _neighbourhood(widen(state), automaton.periodic)  # (9, channels, batch, height, width)
     rows, read = seen.reshape(seen.shape[0], 1, state.size), ([], [])
@@ -80,14 +81,14 @@ def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tup
 
 
 def tick_backward(prepared: tuple, dnew: Array, total: tuple, state: Array, fires: Array | None) -> tuple[Array, tuple]:
-    """(dstate, total + dcoefficients) of `tick`, whose layers are computed again."""
+    """Return (dstate, total + dcoefficients) of `tick`, recomputing its layers."""
     return tick_backward_of_rows(prepared, dnew, total, tick_keeping_rows(prepared, state, fires)[1], fires)
 
 
 def tick_backward_of_rows(
     prepared: tuple, dnew: Array, total: tuple, read: tuple, fires: Array | None
 ) -> tuple[Array, tuple]:
-    """`tick_backward`, of what each layer has read."""
+    """Return the result of `tick_backward`, given the rows that each layer read."""
     (perceiving, updating), automaton = prepared
     dc, cells = ([], []), math.prod(dnew.shape[1:])
     dy = widen(dnew if fires is None else jnp.where(fires, dnew, 0)).reshape(automaton.channels, cells)
@@ -110,9 +111,10 @@ def tick_backward_of_rows(
 
 @jax.custom_jvp
 def in_range(new: Array) -> Array:
-    """A state, in [0, 1], where rounding alone leaves that: exact gates do not, and the derivative is theirs.
+    """Clip a state to [0, 1] with a derivative of 1.
 
-    XNOR takes 1 + e twice to 1 + 2e. Layers and ticks of such gates make any number of a rounding error.
+    Exact gates stay in [0, 1]; only rounding leaves it. XNOR of 1 + e and 1 + e is 1 + 2e, so such gates would amplify
+    a rounding error without limit.
     """
     return jnp.clip(new, 0, 1)
 
@@ -121,7 +123,7 @@ in_range.defjvp(lambda new, tangents: (in_range(*new), *tangents))
 
 
 def _neighbourhood(state, periodic):
-    """`(..., height, width) -> (9, ..., height, width)`: the cells around each, in row-major order."""
+    """`(..., height, width) -> (9, ..., height, width)`: the 3 x 3 cells around each cell, in row-major order."""
     height, width = state.shape[-2:]
     edge = [(0, 0)] * (state.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(state, edge, mode="wrap" if periodic else "constant")
@@ -129,7 +131,7 @@ def _neighbourhood(state, periodic):
 
 
 def neighbourhood_backward(dseen, periodic):
-    """`dstate = Σ` of what the cells around a cell have as its gradient."""
+    """Return dstate, the sum over the nine cells that see a cell of their gradients with respect to it."""
     height, width = dseen.shape[-2:]
     edge = [(0, 0)] * (dseen.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(dseen, edge, mode="wrap" if periodic else "constant")

@@ -1,7 +1,8 @@
-"""A tick of a logic cellular automaton, and its backward, by the kernels: their arrays from ours, and back.
+"""One tick of a logic cellular automaton and its backward, computed by the kernels.
 
-States are held as the kernels read them, `(cells channels + spare,)`; gradients of states as a pair, of what cells have
-seen and of what they have kept. Coefficients are those of `_automaton_formula`.
+This module converts the arrays to the layout of the kernels. A state is a vector `(cells channels + spare,)`. The
+gradient of a state is a pair: with respect to what the cells have seen of it, and to what they have kept. Coefficients
+are as in `_automaton_formula`.
 """
 
 import dataclasses
@@ -23,15 +24,15 @@ from pallas_kernels.logic import automaton as kernels
 from pallas_kernels.logic.automaton import Layer, Plan, padded_lanes
 
 UNROLL = 16
-"""Ticks in the body of a compiled loop: a kernel launched alone starts later than one in a CUDA graph."""
+"""Ticks in the body of a compiled loop. A kernel in a CUDA graph starts sooner than a separate launch."""
 _GATES, _LANES = 0, 1
-"""In an order of gates: the gate of each lane, and the lane of each gate."""
+"""Positions in an order of gates: the gate of each lane, and the lane of each gate."""
 KEEPS_ROWS = False
-"""Whether the forward can keep what every gate reads."""
+"""Whether the forward can keep the inputs of every gate."""
 
 
 class RowsRead(NamedTuple):
-    """The rows that the gate of every lane reads: those of `Plan.forward_layers`, and those of `Plan.layers`."""
+    """The rows that the gate of every lane reads, for `Plan.forward_layers` and for `Plan.layers`."""
 
     forward: Array
     backward: Array
@@ -40,7 +41,7 @@ class RowsRead(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What all ticks share."""
+    """The values that all ticks share."""
 
     coefficients: tuple
     automaton: Automaton
@@ -55,7 +56,7 @@ class Prepared:
 
 
 def plan(automaton: Automaton, shape: tuple[int, ...]) -> Plan:
-    """The kernels' sizes for states of this shape."""
+    """Return the kernels' sizes for states of this shape."""
     return Plan(
         *shape,
         periodic=automaton.periodic,
@@ -69,12 +70,12 @@ def plan(automaton: Automaton, shape: tuple[int, ...]) -> Plan:
 
 
 def unsupported(automaton: Automaton, state: Array) -> str | None:
-    """What of these the kernels do not take."""
+    """Return why the kernels do not support these arguments, or None."""
     return kernels.tick_backward.supports(plan=plan(automaton, state.shape))
 
 
 def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> Prepared:
-    """What all ticks share: the coefficients of every lane, the rows that it reads, and the consumers of its row."""
+    """Return the coefficients of every lane, the rows that it reads, and the consumers of its row."""
     sizes = plan(automaton, shape)
     layers = [c.reshape(4, -1) for c in [*coefficients[0], *coefficients[1]]]
     filled = [
@@ -88,23 +89,23 @@ def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -
 
 
 def enter(state: Array) -> Array:
-    """`(batch, height, width, channels)` as states are held here."""
+    """Convert a state `(batch, height, width, channels)` to this layout."""
     return jnp.pad(state.ravel(), (0, padded_lanes(state.shape[-1])))
 
 
 def leave(state: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of `enter`."""
+    """Return the inverse of `enter`."""
     return state[: math.prod(shape)].reshape(shape)
 
 
 def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
-    """The gradient of the last state: nobody has seen it."""
+    """Convert the gradient of the last state, which no cell has seen."""
     sizes, spare = prepared.plan, prepared.plan.inputs.lanes
     return jnp.zeros(sizes.cells * sizes.neighbourhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
 
 
 def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp.dtype) -> Array:
-    """The gradient of the first state, from that of what cells have seen of it and kept."""
+    """Return the gradient of the first state from the parts dseen and dkept."""
     dseen, dkept = gradient
     batch, height, width, channels = prepared.shape
     dseen = dseen[: batch * height * width * 9 * channels].reshape(batch, height, width, 9, channels)
@@ -113,13 +114,13 @@ def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp
 
 
 def zeros(prepared: Prepared) -> Array:
-    """Of the coefficients' gradients, before the first is added: a copy a program."""
+    """Return zero gradients of the coefficients, one copy per CTA."""
     programs = kernels.tick_backward.heuristic(plan=prepared.plan).programs
     return jnp.zeros((programs, prepared.plan.gates, 4), jnp.float32)
 
 
 def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
-    """The coefficients' gradients, as the coefficients came: summed over programs, and perception's over channels."""
+    """Return the gradients in the shapes of the coefficients, summed over CTAs and, for perception, over channels."""
     automaton, sizes = prepared.automaton, prepared.plan
     total, parts = _reordered(jnp.sum(total, axis=0), automaton, sizes.gate_firsts, _LANES).T, []
     for layer, first in zip(sizes.layers, sizes.gate_firsts, strict=False):
@@ -136,14 +137,15 @@ def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
 
 
 def tick(prepared: Prepared, state: Array, fires: Array | None) -> Array:
-    """The next state. Where a cell does not fire, `fires (batch, height, width)`, it keeps its own."""
+    """Return the next state. A cell that does not fire, according to `fires (batch, height, width)`, keeps its
+    state."""
     return _tick(prepared, state, fires)
 
 
 def tick_backward(
     prepared: Prepared, dnew: tuple[Array, Array], total: Array, state: Array, fires: Array | None
 ) -> tuple[tuple[Array, Array], Array]:
-    """(dstate, total + dcoefficients) of `tick`."""
+    """Return (dstate, total + dcoefficients) of `tick`."""
     arrays = prepared, state, fires, *dnew, total
     dseen, dkept, total = on_gpu(_backward_by_kernel, _backward_by_formula, *arrays)
     return (dseen, dkept), total
@@ -171,7 +173,7 @@ def _backward_by_kernel(prepared, state, fires, dseen, dkept, total):
 
 
 def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
-    """Puts perception's gradients, which are summed over channels already, into the first channel's lanes."""
+    """Put perception's gradients, already summed over channels, into the lanes of the first channel."""
     automaton, shape, sizes = prepared.automaton, prepared.shape, prepared.plan
     own = formula.prepare(prepared.coefficients, automaton, shape)
     dnew = formula.enter(leave_gradient(prepared, (dseen, dkept), jnp.float32))
@@ -191,14 +193,14 @@ def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
 
 
 def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
-    """The rows of these layers, and of the inputs, that the gate of every lane reads."""
+    """Return the rows of these layers, and of the inputs, that the gate of every lane reads."""
     C, K = automaton.channels, automaton.kernels
     perceived = layers[len(automaton.perception) - 1].first + perceived_rows(C, K, automaton.bits)
     inputs = jnp.asarray(np.concatenate([CENTRE * C + np.arange(C), perceived]), jnp.int32)
     parts = []
     for i, (wires, layer) in enumerate(zip([*automaton.perception, *automaton.update], layers, strict=True)):
         reads, j = jnp.stack([wires.a, wires.b]), i - len(automaton.perception)
-        if i == 0:  # (gate, kernel, channel) reads (place, channel)
+        if i == 0:  # (gate, kernel, channel) reads (position, channel)
             rows = (reads[:, :, None] * C + np.arange(C)).repeat(K, axis=1)
         elif j < 0:
             of_kernels = np.arange(K)[:, None] * C + np.arange(C)
@@ -212,7 +214,7 @@ def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
 
 
 def _reordered(rows, automaton, firsts, which):
-    """Rows of all gates as those of lanes, by `_GATES`, or back, by `_LANES`. Layers begin at `firsts`."""
+    """Map rows numbered by gate to rows numbered by lane (`_GATES`), or back (`_LANES`). Layers begin at `firsts`."""
     firsts = firsts[len(automaton.perception) :]
     places = [np.arange(firsts[0])]
     for order, first, end in zip(automaton.orders, firsts, firsts[1:], strict=False):
@@ -221,18 +223,18 @@ def _reordered(rows, automaton, firsts, which):
 
 
 def _packed(low, high):
-    """Two rows of shared memory in one number."""
+    """Pack two row numbers of shared memory into one integer."""
     return low | high << 16
 
 
 def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
-    """`Plan.consumers`, one after the other."""
+    """Return `Plan.consumers`, concatenated."""
     C, K, rows = automaton.channels, automaton.kernels, sizes.gradients
     perception, orders = automaton.perception, automaton.orders
     nobody = sizes.zeros
 
     def of_update(j):
-        """Of the inputs of update's layer j."""
+        """Return the consumers of the inputs of update's layer j."""
         i = len(perception) + j
         gate, role = _consumers(automaton.update[j])
         lane = orders[j][_LANES][gate]
@@ -260,14 +262,14 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
         else:
             table = jnp.zeros((0, layer.lanes), jnp.int32)
         parts.append(filled(table, layer.lanes))
-    # Of the inputs: their sums over kernels, (role, gate, channel), and for the centre update's first layer as well.
+    # Consumers of the inputs: sums over kernels, (role, gate, channel), and for the center also update's first layer.
     gate, role = _consumers(perception[0])
     row = rows.kernel_sums.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)
     of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.neighbourhood)
     around = [(0, 0), (CENTRE * C, (8 - CENTRE) * C)]
     of_centre = jnp.pad(of_update(0)[:, :C], around, constant_values=nobody)
     parts.append(filled(jnp.concatenate([of_sums, of_centre]), sizes.inputs.lanes))
-    # Where the sums over kernels begin.
+    # The rows where the sums over kernels begin.
     role, gate, channel = np.indices((2, perception[0].gates, C))
     begins = rows.firsts[0] + role * sizes.layers[0].lanes + gate * (K * C) + channel
     parts.append(jnp.pad(jnp.asarray(begins.ravel()), (0, rows.kernel_sums.lanes - begins.size)))
@@ -275,7 +277,7 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
 
 
 def _consumers(wires: Wires) -> tuple[Array, Array]:
-    """(gate, role) of each consumer of each input, `(turns, inputs)`; gate -1 for those that an input has not."""
+    """Return (gate, role) of each consumer of each input, `(turns, inputs)`. A missing consumer has gate -1."""
     first, end = wires.offsets[:-1:2], wires.offsets[2::2]
     turns = first + np.arange(wires.most_consumers, dtype=np.int32)[:, None]
     consumer = wires.consumers[jnp.minimum(turns, wires.consumers.size - 1)]

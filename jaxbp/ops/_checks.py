@@ -1,4 +1,7 @@
-"""Checks of arguments when an op is traced. Every message names the op, the argument, what came and what is wanted."""
+"""Checks of arguments, made when an op is traced.
+
+Every message names the op, the argument, the value received, and the value wanted.
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,18 +15,18 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float, Key, UInt32
 
 AnyArray = Array | np.ndarray
-"""What ops take for arrays. They give JAX's."""
+"""The arrays that ops accept. Ops return JAX arrays."""
 AnyFloats = Float[AnyArray, "*shape"]
-"""A floating array that an op takes. All of these in one signature have the same shape."""
+"""A floating array argument of an op. All of these in one signature have the same shape."""
 Floats = Float[Array, "*shape"]
-"""A floating array of that shape, which an op gives."""
+"""A floating array of the same shape, returned by an op."""
 AnyKey = Key[Array, ""] | UInt32[AnyArray, "2"]
 """A key of `jax.random`, typed or raw."""
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def floating(op: str, **arguments: Any) -> tuple[Array, ...]:
-    """The arguments as arrays of one floating dtype of 16 bits or more. A bias, `b`, may be None."""
+    """Return arrays of one floating dtype of at least 16 bits. A bias, `b`, may be None."""
     arrays = {name: None if a is None and name == "b" else array(op, name, a) for name, a in arguments.items()}
     (first, reference), *_ = ((name, a) for name, a in arrays.items() if a is not None)
     for name, a in arrays.items():
@@ -39,7 +42,7 @@ def floating(op: str, **arguments: Any) -> tuple[Array, ...]:
 
 
 def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
-    """Requires a's shape: a number stands for itself, "batch" for any size, another string for any but 0."""
+    """Require the shape of a. "batch" means any size; another string means any size but 0."""
     fits = len(a.shape) == len(wanted) and all(
         want == "batch" or size > 0 if isinstance(want, str) else size == want
         for size, want in zip(a.shape, wanted, strict=True)
@@ -50,7 +53,7 @@ def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
 
 
 def pair(op: str, name: str, value: Any, at_least: int = 1) -> tuple[int, int]:
-    """An int, or one for rows and one for columns, as a pair."""
+    """Return a pair of ints, given one int or a pair for rows and columns."""
     both = (value, value) if is_int(value) else value
     ints = isinstance(both, tuple | list) and len(both) == 2 and all(is_int(v) for v in both)
     if not ints or min(both) < at_least:
@@ -59,7 +62,7 @@ def pair(op: str, name: str, value: Any, at_least: int = 1) -> tuple[int, int]:
 
 
 def precision(op: str, value: PrecisionLike) -> PrecisionLike:
-    """What `jax.lax.dot` takes as its precision."""
+    """Return a precision that `jax.lax.dot` accepts."""
     both = value if isinstance(value, tuple) and len(value) == 2 else () if value is None else (value,)
     for one in both:
         named = isinstance(one, str) and (one in _PRECISIONS or one in lax.DotAlgorithmPreset.__members__)
@@ -95,14 +98,14 @@ def is_number(value: Any) -> bool:
 
 
 def unsupported(*arrays: Any, **options: Any) -> str | None:
-    """What the element-wise kernels, and those of sums, do not take of the arrays."""
+    """Return why element-wise and reduction kernels do not support the arrays, or None."""
     if any(a.size >= 2**31 for a in jax.tree.leaves(arrays)):
         return "2^31 or more elements"
     return unsupported_dtype(*arrays)
 
 
 def unsupported_dtype(*arrays: Any, **options: Any) -> str | None:
-    """What the kernels do not take of the arrays' dtypes."""
+    """Return why the kernels do not support the dtypes of the arrays, or None."""
     for a in jax.tree.leaves(arrays):
         if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.name not in KERNEL_DTYPES:
             return f"dtype {a.dtype}, only {', '.join(KERNEL_DTYPES)}"
@@ -114,11 +117,11 @@ def array(op: str, name: str, a: Any) -> Array:
         raise TypeError(f"{op}: {name} is a {type(a).__name__}; wants an array")
     if isinstance(a, Array) and not isinstance(a, jax.core.Tracer):
         return a
-    return jnp.asarray(a)  # Within a tracer of `grad` a Python number is one still.
+    return jnp.asarray(a)  # A Python number inside a tracer of `grad` becomes an array.
 
 
 def broadcast(op: str, **arrays: Array) -> tuple[int, ...]:
-    """The shape that the arrays broadcast to, aligned from the right."""
+    """Return the shape that the arrays broadcast to, aligned from the right."""
     try:
         return jnp.broadcast_shapes(*(a.shape for a in arrays.values()))
     except ValueError:
@@ -127,7 +130,7 @@ def broadcast(op: str, **arrays: Array) -> tuple[int, ...]:
 
 
 def axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """An axis, several, or None for all, as axes in order, counted from the front."""
+    """Return one, several, or all axes (None) as a sorted tuple, counted from the front."""
     wanted = tuple(range(ndim)) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
     fits = all(is_int(a) and -ndim <= a < ndim for a in wanted)
     if not fits or len({a % ndim for a in wanted}) < len(wanted):
@@ -136,7 +139,7 @@ def axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...
 
 
 def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-    """A static number in `[low, high]`."""
+    """Return a static number in `[low, high]`."""
     if not is_number(value) or not low <= value <= high:
         raise ValueError(f"{op}: {name} is {value!r}; wants a number in [{low}, {high}]")
     return float(value)

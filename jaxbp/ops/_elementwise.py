@@ -1,4 +1,4 @@
-"""Element-wise ops, each paired from its forward and the formula of its gradient; they share their kernels.
+"""Pairs of element-wise ops. All of them share the same kernels.
 
 Half precisions are computed in float32. Gradients are summed over the axes along which an argument was broadcast.
 """
@@ -20,14 +20,14 @@ from pallas_kernels.pointwise.reductions import sum_over
 
 
 class Elementwise(Pair):
-    """A pair of element-wise formulas, with NumPy's broadcasting: gradients are summed over what was broadcast.
+    """A pair of element-wise formulas with NumPy's broadcasting. Gradients are summed over the broadcast axes.
 
     Args:
       forward: `forward(*arrays, **options)`, in jnp.
-      gradient: `gradient(dy, *arrays, **options)`, a gradient for each array.
-      in_kernels: the same formula in operations that kernels have, where `gradient` uses others.
-      keeps_result: `gradient(dy, y)` is the same as `gradient(dy, x)`, of one array: y is kept for the backward. What
-        follows often keeps it as well, and then x is not needed.
+      gradient: `gradient(dy, *arrays, **options)`, which returns one gradient per array.
+      in_kernels: the same formula in operations that kernels support, if `gradient` uses others.
+      keeps_result: keep y instead of x, because `gradient(dy, y)` equals `gradient(dy, x)`. The next op often keeps y,
+        too.
       fastest, fastest_vjp: as in `Pair`; by default `FUSED`.
     """
 
@@ -71,13 +71,13 @@ class Elementwise(Pair):
         )
 
     def of(self, implementation: Implementation, arrays: dict[str, Any], **options: Any) -> Array:
-        """The op of named arrays, checked."""
+        """Check the named arrays and call the op."""
         values = _checks.floating(self.name, **arrays)
         _checks.broadcast(self.name, **dict(zip(arrays, values, strict=True)))
         return self(*values, implementation=implementation, **options)
 
     def backward_of(self, implementation: Implementation, dy: Any, arrays: dict[str, Any], **options: Any) -> Any:
-        """The backward of named arrays, checked."""
+        """Check the named arrays and call the backward."""
         op = self.vjp.name
         dy, *values = _checks.floating(op, dy=dy, **arrays)
         _checks.shape(op, "dy", dy, *_checks.broadcast(op, **dict(zip(arrays, values, strict=True))))
@@ -85,19 +85,20 @@ class Elementwise(Pair):
 
 
 def _of_full_rank(dy, *arrays):
-    """The leading axis of those arrays that are not broadcast along it."""
+    """Return the leading axis of those arrays that are not broadcast along it."""
     of_full_rank = [i for i, a in enumerate((dy, *arrays)) if a.ndim and a.ndim == dy.ndim and len(a) == len(dy)]
     return Axes(dict.fromkeys(of_full_rank, 0))
 
 
 def _in_shapes_of(arrays, gradients):
-    """Gradients in their arrays' shapes and dtypes: a tuple, or the array itself if there is one."""
+    """Return the gradients in the shapes and dtypes of their arrays, as a tuple, or as one array if there is only
+    one."""
     results = tuple(g.reshape(a.shape).astype(a.dtype) for g, a in zip(gradients, arrays, strict=True))
     return results if len(results) > 1 else results[0]
 
 
 def _broadcast_axes(shape, a):
-    """The axes of `shape` along which `a` is broadcast."""
+    """Return the axes of `shape` along which `a` is broadcast."""
     missing = len(shape) - a.ndim
     aligned = (1,) * missing + a.shape
     return tuple(axis for axis, size in enumerate(shape) if aligned[axis] != size or axis < missing)
@@ -112,7 +113,7 @@ def _summed(shape, gradients, arrays):
 
 
 def _gradient_kernels(gradient, dy, arrays):
-    """One kernel for all gradients that are not summed, and for each other one a kernel that computes and adds up."""
+    """Launch one kernel for all gradients that need no sum, and one summing kernel for each other gradient."""
 
     def select(wanted):
         def formula(*values):

@@ -1,4 +1,4 @@
-"""What `implementation=None` stands for where no kernel of ours is faster than XLA, from measurement."""
+"""Measured defaults of `implementation=None` for ops where no kernel of jaxbp is faster than XLA."""
 
 import functools
 
@@ -6,13 +6,13 @@ from jaxbp.ops import _checks
 from jaxbp.pairing import Fastest, Pair
 
 FUSED = Fastest(gpu="xla")
-"""Formulas that XLA fuses into their neighbours, which a kernel would prevent."""
+"""For formulas that XLA fuses into their neighbors. A kernel would prevent the fusion."""
 KEPT = Fastest(gpu="xla", elsewhere="autodiff")
-"""On a CPU JAX's own gradient is faster: it keeps an exponential of the forward, which ours computes twice."""
+"""For ops whose autodiff gradient is faster on a CPU. It keeps an exponential that the formula would compute twice."""
 KEPT_ON_GPU = Fastest(gpu="autodiff", older_gpu="autodiff")
-"""On a GPU JAX's own gradient is faster, where forward and backward are in one program: both read what it keeps."""
+"""For ops whose autodiff gradient is faster on a GPU if one program has forward and backward."""
 KEPT_EVERYWHERE = Fastest(gpu="autodiff", older_gpu="autodiff", elsewhere="autodiff")
-"""JAX's own gradient is faster on GPUs and CPUs."""
+"""For ops whose autodiff gradient is faster on GPUs and CPUs."""
 
 fused_pair = functools.partial(Pair, unsupported=_checks.unsupported, fastest=FUSED, jit=True)
-"""A `Pair` of formulas that XLA fuses into their neighbours. Its kernels are element-wise, or sum such terms."""
+"""A `Pair` of formulas that XLA fuses into their neighbors. Its kernels are element-wise or sum element-wise terms."""

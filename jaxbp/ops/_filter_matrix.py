@@ -1,6 +1,6 @@
-"""Convolutions of small images as products with one matrix of the filters, which XLA's library runs on tensor cores.
+"""Convolutions of small images as matrix products, which cuBLAS runs on the tensor cores.
 
-Most of the multiplications are by the matrix' zeros, but the tensor cores are faster by more than that.
+Most multiplications are by zeros of the filter matrix, but the tensor cores more than make up for them.
 """
 
 import math
@@ -15,12 +15,13 @@ from jax.lax import PrecisionLike
 
 _MAX_ELEMENTS = 1 << 22
 _MAX_POSITIONS_PER_TAP = 32
-"""Where the matrix pays: small enough to make anew in every call, and not too many zeros a tap. Measured up to 2.6
-million elements and 31 positions a tap (28 x 28 images, 5 x 5 filters), where it is faster than the library's."""
+"""Limits of the matrix's size, because every call builds it, and of its zeros per tap. Measured up to 2.6 million
+elements and 31 positions per tap (28 x 28 images, 5 x 5 filters), where it is faster than cuDNN."""
 
 
 def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
-    """Whether a product with the `filter_matrix` is faster than the convolution; that of one tap is itself one."""
+    """Return whether a product with the `filter_matrix` is faster than the convolution. With one tap, the convolution
+    is such a product."""
     K, C, F, G = w_shape
     positions = math.prod(input_size)
     elements = C * positions * K * math.prod(output_size)
@@ -36,8 +37,8 @@ def filter_matrix(
     before: tuple[int, int],
     dilation: tuple[int, int],
 ) -> Array:
-    """A convolution as a matrix: `matrix[(c, h, l), (k, i, j)] = w[k, c, u, v]` where input (h, l) meets output (i, j),
-    that is `h = i * stride + u * dilation - before` and l likewise, and 0 elsewhere.
+    """Return a convolution as a matrix, `matrix[(c, h, l), (k, i, j)] = w[k, c, u, v]` where input (h, l) meets output
+    (i, j), else 0. They meet where `h = i * stride + u * dilation - before`, and l likewise.
 
     Args:
       w: `(K, C, F, G)`.
@@ -61,9 +62,10 @@ def filter_matrix(
 
 
 def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, precision: PrecisionLike = None) -> Array:
-    """Each example's `(C, H, W)`, laid out flat, times a `filter_matrix`: `(N, K * I * J)` in its dtype.
+    """Multiply the flattened `(C, H, W)` of each example by a `filter_matrix`. Return `(N, K * I * J)` in the dtype of
+    the images.
 
-    With `transposed` it is `(N, K, I, J) -> (N, C * H * W)`, the gradient of that in its images.
+    With `transposed`, map `(N, K, I, J) -> (N, C * H * W)`, the gradient of the product with respect to its images.
     """
     flat = images.reshape(images.shape[0], math.prod(images.shape[1:]))
     contracted = ((1,), (int(transposed),)), ((), ())
@@ -75,26 +77,26 @@ def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, prec
 
 _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000
-"""Multiplications of the exact kernel below which its one launch is faster than the band's four."""
+"""Below this many multiplications, the exact kernel's one launch is faster than the band's four."""
 _MAX_BAND_RATIO = {4: 4, 2: 8}
-"""Bytes of a number -> how many times the exact kernel's multiplications the tensor cores make up for by their rate.
-Measured in float32; for half precisions chosen by hand, not tuned."""
+"""Bytes per element -> largest ratio of the band's multiplications to the exact kernel's at which the tensor cores are
+faster. Measured in float32; chosen by hand, not tuned, for half precisions."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
-    """Whether `banded_input_gradient` is faster than the exact kernel (docs/lab/2026-11-25-lenet.md).
+    """Return whether `banded_input_gradient` is faster than the exact kernel (docs/lab/2026-11-25-lenet.md).
 
-    It multiplies more, but on the tensor cores; in float32 only large products are worth its launches.
+    It multiplies more, but on the tensor cores. In float32 only large products are worth its launches.
 
     Args:
       w: `(K, C, F, G)`, or anything with its shape.
       dy: `(K, P, Q, N)`, or anything with its shape and dtype.
-      width: of the input.
+      width: the width of the input.
     """
     (K, C, F, G), (_, P, Q, N), (R, S) = w.shape, dy.shape, window
     if dy.dtype.itemsize not in _MAX_BAND_RATIO:
         return False
-    # Of a row of windows of one example.
+    # Multiplications per example and row of windows.
     exact = K * C * F * G * R * S * Q
     band = C * (F + R - 1) * width * K * R * S * Q
     if dy.dtype == jnp.float32 and exact * P * N < _MIN_FLOAT32_PRODUCTS:
@@ -111,13 +113,14 @@ def banded_input_gradient(
     window: tuple[int, int],
     precision: PrecisionLike = None,
 ) -> Array:
-    """Gradient of `conv2d_relu_max_pool2d` in x, the batch last: one product a row of windows, all with the same band.
+    """Gradient of `conv2d_relu_max_pool2d` with respect to x, with the batch last: one product per row of windows, all
+    with the same band.
 
-    It multiplies the band's zeros too, and of the routed gradient all places but one in a window.
+    It also multiplies the zeros of the band and of the routed gradient, which has one nonzero per window.
 
     Args:
       dy: `(K, P, Q, N)`.
-      place: of each window's maximum, of the same shape.
+      place: the position of each window's maximum, of the same shape.
       w: `(K, C, F, G)`.
       input_size: H and W.
 
@@ -127,7 +130,7 @@ def banded_input_gradient(
     K, P, Q, N = dy.shape
     C, (R, S), (H, W) = w.shape[1], window, input_size
     matrix, height = _band(w, Q, W, window)
-    # The gradient at the convolution's resolution, a row of windows at a time.
+    # The gradient at the convolution's resolution, one row of windows at a time.
     places = jnp.arange(R * S, dtype=place.dtype)[:, None, None]
     dy, place = dy.swapaxes(0, 1)[:, :, None], place.swapaxes(0, 1)[:, :, None]
     routed = jnp.where(place == places, dy, 0).reshape(P, K * R * S * Q, N)
@@ -144,7 +147,8 @@ def banded_input_gradient(
 
 
 def _band(w, Q, W, window):
-    """`band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` where that is in the filter; its rows i."""
+    """Return the band, `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` inside the filter, and its
+    number of rows i."""
     (K, C, F, G), (R, S) = w.shape, window
     height = F + R - 1
     i, j = np.arange(height)[:, None, None, None, None], np.arange(W)[None, :, None, None, None]

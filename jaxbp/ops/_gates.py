@@ -1,7 +1,7 @@
-"""A layer of gates on rows: `rows (inputs, ..., examples)`, coefficients `(4, gates, ...)`.
+"""A layer of gates on rows `(inputs, ..., examples)`, with coefficients `(4, gates, ...)`.
 
-Gate g has `y = c0 + c1 a + c2 b + c3 ab` of the rows a and b that its wires give it. The axes between, if any, are of
-gates that share wires, each with coefficients of its own; rows may have 1 there, and are then read by all of them.
+Gate g computes `y = c0 + c1 a + c2 b + c3 ab` from the rows a and b that its wires select. Gates along the middle axes
+share wires but not coefficients. Rows of size 1 along such an axis are read by all of them.
 """
 
 import functools
@@ -17,23 +17,23 @@ from jaxbp.logic.wires import Wires
 
 
 def mixed(coefficients: Array, a: Array, b: Array) -> Array:
-    """`c0 + c1 a + c2 b + c3 ab`."""
+    """Return `c0 + c1 a + c2 b + c3 ab`."""
     c0, c1, c2, c3 = coefficients[..., None]
     return c0 + c1 * a + (c2 + c3 * a) * b
 
 
 def forward(coefficients: Array, wires: Wires, rows: Array) -> Array:
-    """The gates' rows."""
+    """Return the rows that the gates compute."""
     return mixed(coefficients, rows[wires.a], rows[wires.b])
 
 
 def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tuple[Array, Array]:
-    """(dc, drows): `dc = Σ dy (1, a, b, ab)` over the examples, and `drows` the sum over a row's consumers of
-    `dy (c1 + c3 b)` where it is their a, `dy (c2 + c3 a)` where it is their b."""
+    """Return (dc, drows). `dc = Σ dy (1, a, b, ab)` sums over the examples. drows sums over the consumers of a row:
+    `dy (c1 + c3 b)` where the row is their a, and `dy (c2 + c3 a)` where it is their b."""
     rows = barriers.on_cpu(rows)
     dc = jnp.stack(_sums_over_examples(dy, rows[wires.a], rows[wires.b]))
     shared = [axis for axis in range(1, rows.ndim - 1) if rows.shape[axis] == 1]
-    if shared:  # Of gates that read the same rows, the sums come first.
+    if shared:  # If gates read the same rows, sum over these gates first.
         dy = [jnp.expand_dims(d, shared) for d in _sums(shared, *(c[..., None] * dy for c in coefficients[1:]))]
         slopes, curve = _interleaved(jnp.stack(dy[:2])), dy[2]
     else:
@@ -49,18 +49,18 @@ def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tupl
 
 
 _MOST_PARTS = 16
-"""Terms of a sum up to which LLVM unrolls its loop, and then computes neighbouring sums in one vector."""
+"""Largest number of terms for which LLVM unrolls a sum, and computes neighboring sums in one vector."""
 
 
 def _sums_over_examples(dy: Array, a: Array, b: Array) -> list[Array]:
-    """`Σ dy (1, a, b, ab)`."""
+    """Return `Σ dy (1, a, b, ab)`."""
 
     def terms(dy, a, b):
         da = dy * a
         return dy, da, dy * b, da * b
 
     def by_parts(*rows):
-        """First the parts of the rows are added up, then the numbers of their sum."""
+        """Sum over the parts of the rows first, then over the elements of the result."""
         examples, axes = dy.shape[-1], [dy.ndim - 1]
         parts = max(n for n in range(1, _MOST_PARTS + 1) if examples % n == 0)
         rows = (x.reshape(*x.shape[:-1], parts, examples // parts) for x in rows)
@@ -73,7 +73,7 @@ def _sums_over_examples(dy: Array, a: Array, b: Array) -> list[Array]:
 
 
 def _sums(axes: Sequence[int], *terms: Array) -> list[Array]:
-    """Of each term."""
+    """Return the sum of each term."""
     on_cpu, default = (functools.partial(sums, axes) for sums in (_in_one_loop, _one_by_one))
     return lax.platform_dependent(*terms, cpu=on_cpu, default=default)
 
@@ -83,32 +83,32 @@ def _one_by_one(axes: Sequence[int], *terms: Array) -> list[Array]:
 
 
 def _in_one_loop(axes: Sequence[int], *terms: Array) -> list[Array]:
-    """As one reduction. XLA's compiler for the CPU hands a single sum to a library, which takes ten times as long where
-    it has products to add up."""
+    """Compute all sums in one reduction. XLA's CPU compiler passes a single sum of products to a library, which takes
+    ten times as long."""
     zeros = [jnp.zeros((), term.dtype) for term in terms]
     return lax.reduce(list(terms), zeros, lambda *pair: jax.tree.map(jnp.add, *pair), axes)
 
 
 def _interleaved(pair: Array) -> Array:
-    """`(2, gates, ...) -> (2 gates, ...)`, as consumers are numbered."""
+    """Reshape `(2, gates, ...) -> (2 gates, ...)`, in the order in which consumers are numbered."""
     return jnp.moveaxis(pair, 0, 1).reshape(2 * pair.shape[1], *pair.shape[2:])
 
 
 _MOST_TURNS = 32
-"""Consumers of an input up to which their sum is unrolled, with a gather of rows for each."""
+"""Largest number of consumers per input for which their sum is unrolled, with one gather each."""
 
 _LARGEST_PRODUCT = 2**14
-"""Elements of a matrix of inputs and consumers up to which their sums are a product with it."""
+"""Largest matrix of inputs and consumers, in elements, for which the sums are one product with it."""
 
 
 def few_have_most(wires: Wires) -> bool:
-    """Whether a few inputs have most of the consumers."""
+    """Return whether a few inputs have most of the consumers."""
     most = wires.most_consumers
     return most > _MOST_TURNS or most * wires.inputs > 4 * wires.gates + wires.inputs
 
 
 def sum_over_consumers(terms: Callable[[Array], Array], wires: Wires) -> Array:
-    """For each input, the sum of `terms(places among the consumers) -> (places, ...)` over its consumers."""
+    """Return, for each input, the sum of `terms(places among the consumers) -> (places, ...)` over its consumers."""
     first, end, places = wires.offsets[:-1:2], wires.offsets[2::2], np.arange(2 * wires.gates)
     if few_have_most(wires):
         inputs, values = jnp.searchsorted(end, places, side="right"), terms(places)

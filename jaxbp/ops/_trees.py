@@ -1,8 +1,7 @@
-"""Convolutions of trees of gates as formulas in jnp, of images with the examples last: `(channels, height, width, N)`.
+"""Convolutions of trees of gates as formulas in jnp, on images `(channels, height, width, N)` with the examples last.
 
-Each kernel's tree is computed at all places at once, a kernel after the other: a leaf is a slice of the image, which a
-compiler reads where it stands. With an or-pool only the largest place of each window is kept; the backward computes
-its tree again.
+The kernels are computed one after the other, each tree at all positions at once. A leaf is a slice of the image, which
+is not copied. An or-pool keeps only the position of each window's largest value, and the backward recomputes its tree.
 """
 
 import functools
@@ -19,14 +18,15 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
 
 def forward(coefficients, wires, x, *, stride, pool):
-    """(y, places): the largest value of each pool's window, and the first place in it that has it, `u * width + v`.
+    """Return (y, places): the largest value in each window of the pool, and its first position in the window,
+    `u * width + v`.
 
     Args:
       coefficients: `(kernels, gates, 4)`.
-      x: with its padding.
+      x: the padded images.
 
     Returns:
-      `(kernels, height, width, N)` each; places are None for a pool of one place.
+      Two arrays `(kernels, height, width, N)`. places is None for a window of one position.
     """
     geometry = _Geometry(wires, x, stride, pool)
 
@@ -47,11 +47,11 @@ def forward(coefficients, wires, x, *, stride, pool):
 
 
 def gradients(dy, places, coefficients, wires, x, *, stride, pool):
-    """(dc, dx)."""
+    """Return (dc, dx)."""
     geometry = _Geometry(wires, x, stride, pool)
 
     def at_place(places, read):
-        """Of each window what `read` gives for its place."""
+        """For each window, return the value that `read` gives at the selected position."""
         if places is None:
             return read(0, 0)
         found = zip(itertools.count(), itertools.starmap(read, geometry.places))
@@ -60,7 +60,7 @@ def gradients(dy, places, coefficients, wires, x, *, stride, pool):
     def of_kernel(dx, kernel):
         dy, places, c, leaves = kernel
         values = [at_place(places, lambda u, v, leaf=leaf: geometry.read(x, leaf, u, v)) for leaf in leaves]
-        # What the many sums below are made of is computed once: a compiler would fuse it into each of them.
+        # Without the barrier, the compiler would fuse the computation of these values into each of the many sums below.
         levels = levels_of_tree(c, barriers.optimization_barrier(values))
         dc, dleaves = gradients_of_tree(c, _kept(levels), dy)
         for leaf, dleaf in zip(leaves, dleaves, strict=True):
@@ -78,24 +78,25 @@ def _kept(arrays):
 
 @_kept.defjvp
 def _(arrays, tangents):
-    # One by one: of several, JAX wants all or none to depend on what it differentiates in.
+    # One barrier per array: in a joint barrier, JAX wants all or none to depend on the differentiated input.
     return _kept(*arrays), jax.tree.map(barriers.optimization_barrier, *tangents)
 
 
 def _sum(a: Array) -> Array:
-    """Axis by axis, so that no sum has too many terms. XLA would make one sum of them, but for the barriers."""
+    """Sum axis by axis, so that no sum has too many terms. Without the barriers, XLA would merge the sums into one."""
     for _ in range(a.ndim):
         a = barriers.optimization_barrier(jnp.sum(a, axis=-1))
     return a
 
 
 def is_larger(value: Array, largest: Array) -> Array:
-    """Whether a value takes the place of the largest before it: of equals the first stays, and so does a NaN."""
+    """Return whether a value replaces the largest value so far. Among equal values the first stays, and so does a
+    NaN."""
     return ~(value <= largest) & (largest == largest)
 
 
 class _Geometry:
-    """Where trees and pools stand on a padded image."""
+    """The positions of trees and pools on a padded image."""
 
     def __init__(self, wires: TreeWires, x: Array, stride: tuple[int, int], pool: tuple[int, int]):
         self.stride, self.pool = stride, pool
@@ -106,7 +107,7 @@ class _Geometry:
         self.examples = x.shape[-1]
 
     def read(self, x: Array, leaf: Array, u: int, v: int) -> Array:
-        """What a leaf reads for the place (u, v) of each pool's window: `(height, width, N)`."""
+        """Return the values that a leaf reads for position (u, v) of each window of the pool, `(height, width, N)`."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         channel, row, column = leaf
         span = (1, (rows - 1) * p * s + 1, (columns - 1) * q * t + 1, self.examples)
@@ -114,7 +115,7 @@ class _Geometry:
         return lax.dynamic_slice(x, begin, span)[0, :: p * s, :: q * t]
 
     def add(self, dx: Array, leaf: Array, dleaf: Array, places: Array | None) -> Array:
-        """dx with the gradient of a leaf added where each window's place has read it."""
+        """Return dx plus the gradient of a leaf, added where the leaf read x for the position of each window."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         if places is not None:
             window = jnp.arange(p * q, dtype=self.place_dtype).reshape(1, p, 1, q, 1)

@@ -1,4 +1,4 @@
-"""The geometry of windows that move over images, a convolution's filters and a pool's windows alike."""
+"""Geometry of windows that move over images: the filters of a convolution and the windows of a pool."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from jax import lax
 from jaxbp.ops import _checks
 
 Size = int | tuple[int, int]
-"""Of rows and columns, or one for both."""
+"""One int for rows and columns, or a pair."""
 Padding = int | tuple[int, int] | str
-"""An int, one for rows and one for columns, "SAME" or "VALID"."""
+"""One int, a pair for rows and columns, "SAME", or "VALID"."""
 
 
 def output_size(input_size, window, *, stride, padding, dilation=(1, 1), **options) -> tuple[int, int]:
-    """How many windows there are, in rows and columns. Of a convolution's options, the others do not matter."""
+    """Return the number of windows along rows and columns. Other options of a convolution are ignored."""
     return tuple(
         (size + sum(p) - (f - 1) * d - 1) // s + 1
         for size, f, p, s, d in zip(input_size, window, padding, stride, dilation, strict=True)
@@ -21,10 +21,10 @@ def output_size(input_size, window, *, stride, padding, dilation=(1, 1), **optio
 
 
 def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, int], tuple[int, int]]:
-    """`padding` as (before, behind) for rows and for columns.
+    """Return `padding` as (before, after) for rows and for columns.
 
     Raises:
-      ValueError: it is none.
+      ValueError: padding is not valid.
     """
     if isinstance(padding, str):
         if padding.upper() not in ("SAME", "VALID"):
@@ -35,7 +35,7 @@ def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, 
 
 
 def pool_options(op, input_size, window, stride, padding) -> dict[str, Any]:
-    """A pool's options in one form: pairs, and the padding as zeros before and behind, per axis.
+    """Return the options of a pool in one form: pairs, and the padding before and after each axis.
 
     Raises:
       ValueError: options that do not fit.
@@ -55,6 +55,6 @@ def pool_options(op, input_size, window, stride, padding) -> dict[str, Any]:
 
 
 def side_by_side(*, window, stride, padding, input_size) -> bool:
-    """Whether every position of the input is in exactly one window, and all of every window in the input."""
+    """Return whether every position of the input is in exactly one window and every window lies inside the input."""
     filled = all(size % f == 0 for size, f in zip(input_size, window, strict=True))
     return filled and stride == window and padding == ((0, 0), (0, 0))

@@ -28,7 +28,7 @@ def relu(x: Float[AnyArray, "..."], *, implementation: Implementation = None) ->
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
-      y, of x's shape and dtype. NaN stays NaN.
+      y, in x's shape and dtype. NaN stays NaN.
 
     Raises:
       TypeError: x is not floating.
@@ -44,11 +44,11 @@ def relu_backward(
     """Gradient of `relu`: `dx = dy where x > 0, else 0`. At x = 0 it is 0.
 
     Args:
-      dy: gradient of the loss in y.
-      x: the forward's input, of dy's shape and dtype.
+      dy: gradient with respect to y.
+      x: the input of the forward, in dy's shape and dtype.
 
     Returns:
-      dx, of the same shape and dtype.
+      dx, in the same shape and dtype.
 
     Raises:
       TypeError, ValueError: dtypes or shapes that differ.
@@ -56,8 +56,8 @@ def relu_backward(
     return _RELU.backward_of(implementation, dy, {"x": x})
 
 
-# All other functions take any shape and any floating dtype (kernels: float32, bfloat16, float16), compute half
-# precisions in float32 and return x's dtype. Other dtypes are a TypeError, shapes that do not fit a ValueError.
+# All other functions accept any shape and floating dtype (kernels: float32, bfloat16, float16), compute half precisions
+# in float32, and return x's dtype. Other dtypes raise a TypeError, and shapes that do not fit a ValueError.
 
 _SIGMOID = Elementwise("sigmoid", jax.nn.sigmoid, lambda dy, x: dy * jax.nn.sigmoid(x) * jax.nn.sigmoid(-x))
 _TANH = Elementwise("tanh", jnp.tanh, lambda dy, x: dy * (1 - jnp.tanh(x) ** 2))
@@ -79,11 +79,11 @@ _ELU = Elementwise(
 
 
 _SATURATION = 1000.0
-"""Beyond ±1000, `gelu`, `silu`, and `mish` are 0 or x, and their slopes are 0 or 1, to the last digit of float64."""
+"""Beyond ±1000, `gelu`, `silu`, and `mish` are 0 or x and their slopes are 0 or 1, to the last digit of float64."""
 
 
 def _saturating(function):
-    """`function(x)`, and beyond `_SATURATION` 0 or x. There the function itself would multiply 0 by infinity."""
+    """Return `function(x)`, but 0 or x beyond `_SATURATION`, where the function would multiply 0 by infinity."""
 
     def forward(x, **options):
         is_saturated = jnp.abs(x) > _SATURATION
@@ -94,7 +94,7 @@ def _saturating(function):
 
 
 def _unsaturated(x):
-    """x within ±`_SATURATION`, where slopes have reached their limits. NaN stays NaN."""
+    """Clip x to ±`_SATURATION`, where slopes have reached their limits. NaN stays NaN."""
     return jnp.minimum(jnp.maximum(x, -_SATURATION), _SATURATION)
 
 
@@ -116,7 +116,7 @@ def _silu_backward(dy, x):
 
 def _mish_backward(dy, x):
     x = _unsaturated(x)
-    # tanh(softplus(x)) = n / d, from exponentials that cannot overflow.
+    # tanh(softplus(x)) = n / d, computed from exponentials that cannot overflow.
     e = jnp.exp(jnp.where(x > 0, -x, x))
     n = jnp.where(x > 0, 1 + 2 * e, e * (e + 2))
     d = jnp.where(x > 0, n + 2 * e * e, n + 2)
@@ -130,9 +130,10 @@ _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.s
 
 
 def _normalised(name, function, term, fastest=KEPT):
-    """A function over axes with the gradient `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`.
+    """Return a pair for a function over axes with the gradient `dx = c - p Σ c`, where p is the softmax and
+    `c = term(dy, p)`.
 
-    The forward saves x, not its result, which is rounded.
+    The forward saves x instead of its result, because the result is rounded.
     """
 
     def forward(x, *, axis):
@@ -161,17 +162,17 @@ _LOG_SOFTMAX = _normalised("log_softmax", jax.nn.log_softmax, lambda dy, p: dy, 
 
 
 def sigmoid(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """The logistic function, `y = σ(x) = 1 / (1 + e⁻ˣ)`."""
+    """Logistic function, `y = σ(x) = 1 / (1 + e⁻ˣ)`."""
     return _SIGMOID.of(implementation, {"x": x})
 
 
 def sigmoid_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Gradient of `sigmoid`: `dx = dy σ(x) (1 - σ(x))`, computed as `σ(x) σ(-x)`."""
+    """Gradient of `sigmoid`: `dx = dy σ(x) (1 - σ(x))`. The factor is computed as `σ(x) σ(-x)`."""
     return _SIGMOID.backward_of(implementation, dy, {"x": x})
 
 
 def tanh(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """The hyperbolic tangent, `y = tanh x`."""
+    """Hyperbolic tangent, `y = tanh x`."""
     return _TANH.of(implementation, {"x": x})
 
 
@@ -193,7 +194,7 @@ def leaky_relu(x: AnyFloats, negative_slope: float = 0.01, *, implementation: Im
 def leaky_relu_backward(
     dy: AnyFloats, x: AnyFloats, negative_slope: float = 0.01, *, implementation: Implementation = None
 ) -> Floats:
-    """Gradient of `leaky_relu`: `dx = dy where x > 0, else negative_slope dy`, at 0 too."""
+    """Gradient of `leaky_relu`: `dx = dy where x > 0, else negative_slope dy`. At 0 it is negative_slope dy."""
     return _LEAKY_RELU.backward_of(
         implementation,
         dy,
@@ -203,11 +204,12 @@ def leaky_relu_backward(
 
 
 def prelu(x: AnyFloats, alpha: Float[AnyArray, "*alpha_shape"], *, implementation: Implementation = None) -> Floats:
-    """Leaky ReLU with slopes that are learnt, `y = x where x > 0, else alpha x`.
+    """Leaky ReLU with learned slopes, `y = x where x > 0, else alpha x`.
 
     Args:
       x: any shape.
-      alpha: slopes, of a shape that broadcasts to x's: `()` for one, `(channels, 1, 1)` for one a channel of images.
+      alpha: slopes, in a shape that broadcasts to x's, such as `()` for one slope, or `(channels, 1, 1)` for one slope
+        per channel of images.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Source: K. He et al., "Delving deep into rectifiers", ICCV 2015.
@@ -219,8 +221,8 @@ def prelu(x: AnyFloats, alpha: Float[AnyArray, "*alpha_shape"], *, implementatio
 def prelu_backward(
     dy: AnyFloats, x: AnyFloats, alpha: Float[AnyArray, "*alpha_shape"], *, implementation: Implementation = None
 ) -> tuple[Floats, Float[Array, "*alpha_shape"]]:
-    """Gradients of `prelu`: `dx = dy where x > 0, else alpha dy`, and `dalpha = Σ dy x where x <= 0`, the sum over the
-    axes along which alpha is broadcast."""
+    """Gradients of `prelu`: `dx = dy where x > 0, else alpha dy`, and `dalpha = Σ dy x where x <= 0`. The sum is over
+    the axes along which alpha is broadcast."""
     _check_alpha("prelu_backward", x, alpha)
     return _PRELU.backward_of(implementation, dy, {"x": x, "alpha": alpha})
 
@@ -246,12 +248,12 @@ def elu_backward(dy: AnyFloats, x: AnyFloats, alpha: float = 1.0, *, implementat
 
 
 def gelu(x: AnyFloats, approximate: bool = True, *, implementation: Implementation = None) -> Floats:
-    """Gaussian error linear unit, `y = x Φ(x)`, Φ the normal distribution's.
+    """Gaussian error linear unit, `y = x Φ(x)`, where Φ is the normal distribution function.
 
     Args:
       x: any shape. At -inf y is 0.
-      approximate: `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))` in its place. PyTorch's "tanh" is True, and its "none"
-        is False.
+      approximate: if True, compute `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`. True is PyTorch's "tanh", and False
+        its "none".
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Raises:
@@ -265,8 +267,8 @@ def gelu(x: AnyFloats, approximate: bool = True, *, implementation: Implementati
 def gelu_backward(
     dy: AnyFloats, x: AnyFloats, approximate: bool = True, *, implementation: Implementation = None
 ) -> Floats:
-    """Gradient of `gelu`: `dx = dy (Φ(x) + x φ(x))`, φ the normal density; with `approximate`,
-    `dx = dy/2 (1 + t + x (1 - t²) √(2/π) (1 + 0.134145 x²))`, t its tanh."""
+    """Gradient of `gelu`: `dx = dy (Φ(x) + x φ(x))`, where φ is the normal density. With `approximate` it is
+    `dx = dy/2 (1 + t + x (1 - t²) √(2/π) (1 + 0.134145 x²))`, where t is the tanh of the forward."""
     approximate = _checks.boolean("gelu_backward", "approximate", approximate)
     return _GELU.backward_of(implementation, dy, {"x": x}, approximate=approximate)
 
@@ -293,12 +295,12 @@ def mish(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
 
 
 def mish_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Gradient of `mish`: `dx = dy (t + x σ(x) (1 - t²))`, `t = tanh(softplus(x))`."""
+    """Gradient of `mish`: `dx = dy (t + x σ(x) (1 - t²))` with `t = tanh(softplus(x))`."""
     return _MISH.backward_of(implementation, dy, {"x": x})
 
 
 def softplus(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Softplus, `y = ln(1 + eˣ)`, computed so that nothing overflows."""
+    """Softplus, `y = ln(1 + eˣ)`, computed without overflow."""
     return _SOFTPLUS.of(implementation, {"x": x})
 
 
@@ -308,7 +310,7 @@ def softplus_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementa
 
 
 def softmax(x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None) -> Floats:
-    """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, over an axis or several. The largest x is subtracted first."""
+    """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, over one or several axes. The largest x is subtracted first."""
     (x,) = _checks.floating("softmax", x=x)
     return _SOFTMAX(x, implementation=implementation, axis=_checks.axes("softmax", axis, x.ndim))
 
@@ -316,7 +318,7 @@ def softmax(x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Imp
 def softmax_backward(
     dy: AnyFloats, x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None
 ) -> Floats:
-    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`, y from x and not rounded."""
+    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`. It computes y from x, without rounding to x's dtype."""
     op = "softmax_backward"
     dy, x = _checks.floating(op, dy=dy, x=x)
     _checks.shape(op, "dy", dy, *x.shape)
@@ -324,7 +326,7 @@ def softmax_backward(
 
 
 def log_softmax(x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None) -> Floats:
-    """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, over an axis or several. The largest x is subtracted
+    """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, over one or several axes. The largest x is subtracted
     first."""
     (x,) = _checks.floating("log_softmax", x=x)
     return _LOG_SOFTMAX(x, implementation=implementation, axis=_checks.axes("log_softmax", axis, x.ndim))
@@ -333,7 +335,7 @@ def log_softmax(x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation:
 def log_softmax_backward(
     dy: AnyFloats, x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None
 ) -> Floats:
-    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`, y from x and not rounded."""
+    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`. It computes y from x, without rounding to x's dtype."""
     op = "log_softmax_backward"
     dy, x = _checks.floating(op, dy=dy, x=x)
     _checks.shape(op, "dy", dy, *x.shape)

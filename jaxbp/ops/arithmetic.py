@@ -1,9 +1,9 @@
 """Arithmetic, with NumPy's broadcasting.
 
-Every function takes `x1` and `x2` of one floating dtype, in shapes that broadcast (aligned from the right), and gives
-their result in that dtype, by the `implementation` asked for: "pallas", "xla", "autodiff", or None for the fastest.
-Every backward takes `dy`, the gradient of the loss in the result, first, and gives `(dx1, dx2)`, each in its argument's
-shape: the sum over the axes along which the argument was broadcast. Anything else is a TypeError or a ValueError.
+Every function takes `x1` and `x2` of one floating dtype, in shapes that broadcast (aligned from the right). The result
+has that dtype. `implementation` is "pallas", "xla", "autodiff", or None for the fastest. The first argument of every
+backward is `dy`, the gradient with respect to the result. A backward returns `(dx1, dx2)`, each in its argument's
+shape, summed over broadcast axes. Invalid arguments raise a TypeError or a ValueError.
 """
 
 import math
@@ -25,20 +25,20 @@ Gradients = tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]
 
 
 def _power(x1, x2):
-    """`x1 ** x2`, in a form whose own derivatives are right at zero."""
+    """Return `x1 ** x2`, in a form whose autodiff derivatives are correct at zero."""
     at_zero = x1 == 0
     steep = at_zero & (x2 <= 0)
-    # 0 ** 0 is 1 whatever the base does.
+    # 0 ** 0 does not depend on the base, so its derivative with respect to the base is 0.
     base = jnp.where(at_zero & (x2 == 0), 1.0, x1)
     y = jnp.power(base, jnp.where(steep, lax.stop_gradient(x2), x2))
-    # 0 in value, with a slope of -inf in x2.
+    # The subtracted term has the value 0, and a slope of -inf with respect to x2.
     gap = jnp.where(steep, x2 - lax.stop_gradient(x2), 1.0)
     return y - jnp.where(steep, jnp.sqrt(gap), 0.0)
 
 
 def _power_in_kernels(base, exponent):
-    """`base ** exponent` from operations that kernels have, which compute in float32."""
-    # A logarithm's rounding is as many times as large in the power as the exponent is.
+    """Return `base ** exponent`, by operations that kernels support, in float32."""
+    # The power multiplies the rounding error of the logarithm by the exponent, so the logarithm needs two float32.
     log, rest = _log_in_two(jnp.abs(base))
     product, rest_of_product = _product_in_two(exponent, log)
     in_range = jnp.abs(product) < 128
@@ -53,8 +53,8 @@ def _power_in_kernels(base, exponent):
 
 
 def _log_in_two(x):
-    """`ln x` as the sum of two float32, nearly twice as exact as one: of `x = m 2ⁿ` it is `n ln 2 + 2 atanh(s)`, where
-    `s = (m - 1) / (m + 1)`."""
+    """Return `ln x` as the sum of two float32, nearly twice as exact as one. For `x = m 2ⁿ` it is `n ln 2 + 2 atanh(s)`
+    with `s = (m - 1) / (m + 1)`."""
     is_normal = (x >= float(jnp.finfo(jnp.float32).tiny)) & (x < jnp.inf)
     normal = jnp.where(is_normal, x, 1.0)
     power = _with_bits(normal, 0x7F800000)
@@ -66,7 +66,7 @@ def _log_in_two(x):
     left = ((m - 1) - product) - rest_of_product - s * (m - (below - 1))
     square = s * s
     series = 2 * s * square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9 + square / 11))))
-    most_of_log_2 = 355 / 512  # times n it is exact
+    most_of_log_2 = 355 / 512  # n times this is exact
     large, small = n * most_of_log_2, 2 * s
     log = large + small
     rest = (large - (log - (log - large))) + (small - (log - large))
@@ -75,15 +75,15 @@ def _log_in_two(x):
 
 
 def _product_in_two(a, b):
-    """`a b` as the sum of two: the product of their upper halves, which is exact, and the rest. However a compiler
-    joins these operations, they are no less exact."""
+    """Return `a b` as a sum of two: the product of the upper halves, which is exact, and the rest. If a compiler fuses
+    these operations, the sum is no less exact."""
     a_high, b_high = _with_bits(a, ~0xFFF), _with_bits(b, ~0xFFF)
     a_low, b_low = a - a_high, b - b_high
     return a_high * b_high, a_high * b_low + (a_low * b_high + a_low * b_low)
 
 
 def _with_bits(x, mask):
-    """x with those of its bits."""
+    """Return x with the bits of the mask."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & mask
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -94,8 +94,9 @@ def _rounded(x):
 
 def _power_gradient(power):
     def gradient(dy, x1, x2):
-        # Only at these points: everywhere else the factor x2 makes it 0, and has a slope in second derivatives. They
-        # are kept out of the powers and logarithms, whose slopes there would make NaN of a 0.
+        # Replace the derivative only at these points. Elsewhere the factor x2 makes it 0 and has a slope in second
+        # derivatives. Powers and logarithms do not see these points, because their slopes there would turn a 0 into
+        # NaN.
         constant, at_zero = (x2 == 0) & ((x1 == 0) | (x1 != x1)), x1 == 0
         d1 = jnp.where(constant, 0.0, x2 * power(jnp.where(constant, 1.0, x1), x2 - 1))
         base = jnp.where(at_zero, 1.0, x1)
@@ -106,7 +107,7 @@ def _power_gradient(power):
 
 
 def _gradient_of_larger(dy, x1, x2):
-    """dy where x1 is the larger, half of it where they are equal."""
+    """Return dy where x1 is the larger, and half of dy where both are equal."""
     return jnp.where(x1 > x2, dy, jnp.where(x1 == x2, 0.5 * dy, 0.0))
 
 
@@ -140,7 +141,7 @@ _MINIMUM = Elementwise(
 
 
 def add(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
-    """The sum, `y = x1 + x2`."""
+    """Sum, `y = x1 + x2`."""
     return _ADD.of(implementation, {"x1": x1, "x2": x2})
 
 
@@ -150,7 +151,7 @@ def add_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementatio
 
 
 def subtract(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
-    """The difference, `y = x1 - x2`."""
+    """Difference, `y = x1 - x2`."""
     return _SUBTRACT.of(implementation, {"x1": x1, "x2": x2})
 
 
@@ -160,7 +161,7 @@ def subtract_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implemen
 
 
 def multiply(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
-    """The product, `y = x1 x2`."""
+    """Product, `y = x1 x2`."""
     return _MULTIPLY.of(implementation, {"x1": x1, "x2": x2})
 
 
@@ -170,22 +171,22 @@ def multiply_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implemen
 
 
 def divide(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
-    """The quotient, `y = x1 / x2`: infinite where x2 is 0, NaN where both are."""
+    """Quotient, `y = x1 / x2`: infinite where x2 is 0, NaN where both are 0."""
     return _DIVIDE.of(implementation, {"x1": x1, "x2": x2})
 
 
 def divide_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `divide`: `dx1 = dy / x2`, `dx2 = -dy x1 / x2²`.
 
-    Where x2 is 0 they are infinite, and NaN where IEEE arithmetic says so (0 / 0). No denominator is clamped.
+    Where x2 is 0 they are infinite, or NaN according to IEEE arithmetic (0 / 0). No denominator is clamped.
     """
     return _DIVIDE.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
 def power(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
-    """The power, `y = x1 ** x2`.
+    """Power, `y = x1 ** x2`.
 
-    `0 ** 0` is 1, 0 to a negative power infinite, and a negative number to a power that is not whole NaN.
+    `0 ** 0` is 1. 0 to a negative power is infinite. A negative number to a non-integer power is NaN.
     """
     return _POWER.of(implementation, {"x1": x1, "x2": x2})
 
@@ -193,35 +194,37 @@ def power(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
 def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `power`: `dx1 = dy x2 x1 ** (x2 - 1)`, `dx2 = dy x1 ** x2 ln x1`.
 
-    Where x1 is 0, dx1 is dy times 0 for x2 > 1 and for x2 = 0 (`x1 ** 0` is constant), 1 for x2 = 1, inf for x2 between
-    0 and 1, and infinite for x2 < 0; dx2 is dy times 0 for x2 > 0, and -inf otherwise, the limit from the right. Where
-    x1 is negative, dx2 is NaN.
+    Where x1 is 0, dx1 is dy times 0 for x2 > 1 and for x2 = 0 (`x1 ** 0` is constant), times 1 for x2 = 1, times inf
+    for x2 between 0 and 1, and infinite for x2 < 0. There dx2 is dy times 0 for x2 > 0, and dy times -inf otherwise,
+    which is the limit from the right. Where x1 is negative, dx2 is NaN.
     """
     return _POWER.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
 def maximum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
-    """The larger of each two, `y = max(x1, x2)`; NaN if one is."""
+    """Element-wise maximum, `y = max(x1, x2)`; NaN if either element is NaN."""
     return _MAXIMUM.of(implementation, {"x1": x1, "x2": x2})
 
 
 def maximum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
-    """Gradients of `maximum`: `dx1 = dy` where x1 > x2, else 0; `dx2` likewise. Equals get half of `dy` each."""
+    """Gradients of `maximum`: `dx1 = dy` where x1 > x2, else 0; `dx2` likewise. Two equal elements get half of `dy`
+    each."""
     return _MAXIMUM.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
 def minimum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
-    """The smaller of each two, `y = min(x1, x2)`; NaN if one is."""
+    """Element-wise minimum, `y = min(x1, x2)`; NaN if either element is NaN."""
     return _MINIMUM.of(implementation, {"x1": x1, "x2": x2})
 
 
 def minimum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
-    """Gradients of `minimum`: `dx1 = dy` where x1 < x2, else 0; `dx2` likewise. Equals get half of `dy` each."""
+    """Gradients of `minimum`: `dx1 = dy` where x1 < x2, else 0; `dx2` likewise. Two equal elements get half of `dy`
+    each."""
     return _MINIMUM.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
 def negative(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """The negative, `y = -x`, of one array."""
+    """Negative of one array, `y = -x`."""
     (x,) = _checks.floating("negative", x=x)
     return _NEGATIVE(x, implementation=implementation, shape=x.shape)
 

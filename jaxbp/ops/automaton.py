@@ -1,9 +1,8 @@
-"""Logic cellular automata: a tick of a grid, and many, with backpropagation through time.
+"""Logic cellular automata: one tick of a grid, and many ticks with backpropagation through time.
 
-Two pairs, as in a gate layer. One leads from the gates' parameters to their coefficients. The other is on the
-coefficients: it has the wires, the grid, the ticks, and the kernels. Its backward goes through the ticks from the last
-to the first, with the states that the forward has kept (`jaxbp.checkpointing`), and adds up the gradients of the
-coefficients, over cells within a tick and then over ticks, in that order.
+As in a gate layer, one pair maps the parameters of the gates to coefficients, and a second pair computes the ticks from
+the coefficients. Its backward visits the ticks from the last to the first, using the states that the forward kept
+(`jaxbp.checkpointing`). It sums gradients over the cells of a tick, then over the ticks.
 """
 
 import functools
@@ -29,17 +28,17 @@ from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
 from jaxbp.sharding import Axes, Examples, mesh_of
 
 Logits = tuple[list[Float[AnyArray, "kernels gates parameters"]], list[Float[AnyArray, "gates parameters"]]]
-"""Of each layer of perception, and of each layer of update."""
+"""Logits of each layer of perception, and of each layer of update."""
 Gradients = tuple[list[Float[Array, "kernels gates parameters"]], list[Float[Array, "gates parameters"]]]
-"""Of the logits."""
+"""Gradients of the logits."""
 
 # ----------------------------------------------------------------------------------------------- on the coefficients
 
 
 class _Draws(NamedTuple):
-    """A key a tick, and the probability with which a value is rounded before it, None for 0.
+    """One key per tick, and the probability of rounding a value before it, or None for 0.
 
-    None in place of all is for ticks in which nothing is random.
+    If nothing is random, the whole tuple is None.
     """
 
     keys: Array
@@ -62,7 +61,7 @@ def _forward(through, *arrays, memory, **options):
 
 
 def _save(through, *arrays, memory, **options):
-    """The last state, and what the backward wants: the arguments and what is kept of the ticks."""
+    """Return the last state and the residuals: the arguments and what is kept of the ticks."""
     if memory == "all" and through.KEEPS_ROWS:
         last, kept = _keeping_rows(through, *arrays, **options)
     else:
@@ -111,27 +110,27 @@ def _keeping_rows(through, coefficients, automaton, state, draws, *, steps, fire
 
 
 def _seen(through, draws, shape, fire_rate, state, t):
-    """Return the state as tick t sees it, and which cells update at tick t."""
+    """Return the state that tick t sees, and which cells update at tick t."""
     return _rounded(through, draws, t, state, shape), _fires(draws, t, shape, fire_rate)
 
 
 def _fires(draws, t, shape, fire_rate):
-    """Which cells update at tick t, `(batch, height, width)`; None if all do."""
+    """Return which cells update at tick t, `(batch, height, width)`, or None if all do."""
     return None if fire_rate == 1.0 else jax.random.bernoulli(draws.keys[t], fire_rate, shape[:-1])
 
 
 def _rounded(through, draws, t, state, shape):
-    """The state as tick t sees it. Its derivative is 1, so the tick's backward at it is all that the backward needs."""
+    """Return the state that tick t sees. Its derivative is 1."""
     if draws is None or draws.rounding_rate is None:
         return state
-    # The same numbers in every layout, and of every dtype.
+    # The random bits must be the same in every layout and every dtype.
     uniform = jax.random.uniform(jax.random.fold_in(draws.keys[t], 1), shape, jnp.float32)
     change = jnp.where(through.enter(uniform < draws.rounding_rate), jnp.round(state) - state, 0)
     return state + lax.stop_gradient(change)
 
 
 def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **options):
-    """`_backward`, for JAX to differentiate."""
+    """Compute `_backward` by JAX's autodiff."""
 
     def forward(coefficients, state):
         return _forward(_automaton_formula, coefficients, automaton, state, draws, **options)
@@ -141,7 +140,7 @@ def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **
 
 
 def _own_grids(coefficients, automaton, state, draws):
-    """What is random is drawn for all grids at once."""
+    """Return the batch axes. Random values are drawn for all grids at once."""
     return Axes({2: 0} if draws is None else {})
 
 
@@ -155,8 +154,8 @@ _FORWARD = differentiable(
 
 
 def _save_on_own_device(*arrays, **options):
-    """On a mesh nothing is kept of the ticks: each device's states have spare numbers behind them, which are no rows
-    of one array."""
+    """Keep nothing of the ticks on a mesh. The states of each device end in spare elements, so they are not rows of one
+    array."""
     if _own_grids(*arrays).of and mesh_of(arrays) is not None:
         return _FORWARD(*arrays, **options), (*arrays, None)
     return _save(_automaton_kernels, *arrays, **options)
@@ -175,11 +174,11 @@ _TICKS = {
         functools.partial(_save, _automaton_formula),
     ),
 }
-"""Of coefficients, automaton, state, and draws. Each implementation is a pair: its forward is its own, too."""
+"""Pairs of (coefficients, automaton, state, draws). Each implementation has a separate forward."""
 
 
 def _ticks(implementation: str, state: Array) -> Pair:
-    """Kernels take no empty grid."""
+    """Return the pair for a state. The kernels do not support an empty grid."""
     return _TICKS[implementation if state.size else "xla"]
 
 
@@ -187,7 +186,7 @@ def _ticks(implementation: str, state: Array) -> Pair:
 
 
 def _coefficients(logits: Logits, *, parametrization: str, implementation: Implementation) -> tuple[list, list]:
-    """`(4, gates, kernels)` of each layer of perception, and `(4, gates)` of each of update."""
+    """Return `(4, gates, kernels)` for each layer of perception and `(4, gates)` for each layer of update."""
     layers = [*logits[0], *logits[1]]
     flat = jnp.concatenate([layer.reshape(-1, layer.shape[-1]) for layer in layers])
     of_gates = COEFFICIENTS[parametrization](widen(flat), implementation=implementation).T
@@ -219,7 +218,7 @@ def _rollout_backward(dlast, logits, automaton, state, draws, *, parametrization
 
 
 def _definition(logits, automaton, state, draws, *, parametrization, **options):
-    """Tick after tick, for JAX to differentiate."""
+    """Compute the ticks one after the other, for JAX to differentiate."""
     coefficients = _coefficients(logits, parametrization=parametrization, implementation="autodiff")
     return _forward(_automaton_formula, coefficients, automaton, state, draws, **options)
 
@@ -237,7 +236,7 @@ def _logits_and_state(dlast, logits, automaton, state, draws):
 
 
 def _unsupported(*arrays, **options):
-    """Of `(logits, automaton, state, draws)`, behind dlast or not."""
+    """Return why `(logits, automaton, state, draws)`, optionally preceded by dlast, are unsupported, or None."""
     automaton, state = arrays[-3:-1]
     reason = _checks.unsupported_dtype(arrays[-4], state)
     return reason or (_automaton_kernels.unsupported(automaton, state) if state.size else None)
@@ -248,7 +247,7 @@ _STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
         name,
         {"autodiff": definition, **composed(function, tuple(_TICKS))},
         unsupported=_unsupported,
-        # Cells of all grids lie side by side in it, an array whose sharding JAX does not say.
+        # The op concatenates the cells of all grids. JAX does not infer the sharding of this array.
         sharded_like=like,
         jit=True,
     )
@@ -274,22 +273,22 @@ def automaton_step(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> Float[Array, "batch height width channels"]:
-    """The next state of a grid whose cells all run one circuit of relaxed gates: a tick.
+    """Return the next state of a grid whose cells all run one circuit of relaxed gates: one tick.
 
         perceived_kc = perception_k(seen_0c, ..., seen_8c), for every kernel k and channel c
         next = update(own channels, then perceived in the order channel, bit, kernel)
 
-    where seen_p is the state of the p-th of the 3 x 3 cells around a cell, row by row: outside of the grid 0, or that
-    of the other side if the automaton is periodic. perception_k and update are layers of gates, each
-    `y = Σ_i softmax(logits)_i op_i(a, b)` as in `gate_layer`. Such values are in [0, 1]. What leaves it by rounding is
-    clipped, as gates that compare a and b double it in every layer; derivatives are those of exact gates.
+    Here seen_pc is channel c of the p-th of the 3 x 3 cells around a cell, row by row. Outside of the grid it is 0, or
+    the opposite side if the automaton is periodic. perception_k and update are layers of gates, each
+    `y = Σ_i softmax(logits)_i op_i(a, b)` as in `gate_layer`. Values that rounding moves out of [0, 1] are clipped,
+    because gates that compare a and b double such an error in every layer. The clipping does not change derivatives.
 
     Args:
-      logits: a pair of lists, of each layer: perception's `(kernels, gates, parameters)`, update's
-        `(gates, parameters)`. They may be of a wider dtype than the state.
-      automaton: the wires.
-      state: in [0, 1].
-      key: says which cells update, where not all do.
+      logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and
+        `(gates, parameters)` for update. They may have a wider dtype than the state.
+      automaton: a `jaxbp.Automaton`, the wires.
+      state: values in [0, 1].
+      key: decides which cells update; required if `fire_rate` is below 1.
       fire_rate: the probability with which a cell updates; otherwise it keeps its state.
       parametrization: as in `gate_layer`.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
@@ -298,7 +297,7 @@ def automaton_step(
       The next state, in the state's dtype, computed in float32 or wider.
 
     Raises:
-      TypeError: an automaton or a key that is none, or arguments that are not floating.
+      TypeError: automaton or key has the wrong type, or an array is not floating.
       ValueError: shapes that do not fit, an unknown parametrization, or a fire rate below 1 without a key.
 
     Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
@@ -321,17 +320,17 @@ def automaton_step_backward(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Gradients, Float[Array, "batch height width channels"]]:
-    """Gradients of `automaton_step`: those of its gate layers, each as in `gate_layer_backward`.
+    """Gradients of `automaton_step`. Each of its gate layers has the gradients of `gate_layer_backward`.
 
-    A gate's is summed over all cells, a perception gate's over all channels as well; a cell's over the nine cells that
-    see it, and, where it did not fire, `dnext` itself.
+    Gradients of gates are summed over all cells, and for perception over all channels. The gradient of a cell is summed
+    over the nine cells that see it. If the cell did not fire, `dnext` is added.
 
     Args:
-      dnext: gradient of the loss in the next state, of the state's dtype.
-      The rest: the forward's.
+      dnext: gradient with respect to the next state, in its dtype.
+      Other arguments: as in the forward.
 
     Returns:
-      (dlogits, dstate), each in the structure, shapes and dtypes of what it is the gradient of.
+      (dlogits, dstate), in the structure, shapes, and dtypes of the logits and the state.
 
     Raises:
       TypeError, ValueError: as in `automaton_step`.
@@ -358,33 +357,33 @@ def automaton_rollout(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> Float[Array, "batch height width channels"]:
-    """The state after `steps` ticks, each an `automaton_step`; tick t has the key `jax.random.fold_in(key, t)`.
+    """Return the state after `steps` ticks of `automaton_step`. Tick t has the key `jax.random.fold_in(key, t)`.
 
         state_{t+1} = automaton_step(s_t),  s_t = state_t + m_t stop_gradient(round(state_t) - state_t)
 
-    where m_t is 1 with the probability `rounding_rate`, drawn for every value, and otherwise 0.
+    Here m_t is drawn for every value. It is 1 with probability `rounding_rate` and otherwise 0.
 
     Args:
-      steps: how many; static.
-      rounding_rate: the probability with which a value of the state is rounded to 0 or 1 before a tick, straight
-        through: its derivative is 1. It may be traced, and is then not checked. Its own gradient is 0. With the number
-        0.0 nothing is drawn.
-      memory: what is kept for the backward. Of T ticks of a grid whose state has n bytes,
-        "all": every gate's input, in every tick. (The kernels compute these again all the same, and keep T n.)
-        "states": the state before every tick, T n; each tick is computed once more.
-        an int k: the state before every k-th, (T / k + k) n; each tick is computed twice more.
-        "logarithmic": about 2 log2(T) n, by binomial checkpointing.
-        All give the same gradients.
-      The rest: as in `automaton_step`.
+      steps: the number of ticks; static.
+      rounding_rate: the probability of rounding a value of the state to 0 or 1 before a tick, with derivative 1
+        (straight-through). The rate has gradient 0, and is not checked if traced. With the number 0.0, nothing is
+        drawn.
+      memory: what is kept for the backward, for T ticks of a grid whose state has n bytes. All policies give the same
+        gradients.
+        "all": the inputs of every gate in every tick. (The kernels recompute these and keep T n bytes.)
+        "states": the state before every tick, T n bytes. Each tick is computed once more.
+        an int k: the state before every k-th tick, (T / k + k) n bytes. Each tick is computed twice more.
+        "logarithmic": about 2 log2(T) n bytes, by binomial checkpointing.
+      Other arguments: as in `automaton_step`.
 
     Returns:
       The last state, in the state's dtype.
 
     Raises:
-      TypeError, ValueError: as in `automaton_step`; steps that are no int of at least 0, an unknown policy, or a
-        rounding rate that is not in [0, 1], or above 0 without a key.
+      TypeError, ValueError: as in `automaton_step`. Also a ValueError for negative or non-integer steps, an unknown
+        policy, or a rounding rate outside [0, 1] or above 0 without a key.
 
-    Source: as `automaton_step`; the policies, `jaxbp.checkpointed_scan`.
+    Source: as in `automaton_step`; for the policies, see `jaxbp.checkpointed_scan`.
     """
     op = "automaton_rollout"
     logits, state = _check(op, logits, automaton, state, parametrization)
@@ -413,14 +412,14 @@ def automaton_rollout_backward(
         (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, s_t), t from the last
         dlogits = Σ_t dlogits_t, added up from the last tick to the first
 
-    where s_t is state_t, rounded in part as in the forward, whose numbers are drawn again.
+    Here s_t is state_t, rounded in part as in the forward. The same random values are drawn again.
 
     Args:
-      dlast: gradient of the loss in the last state, of the state's dtype.
-      The rest: the forward's.
+      dlast: gradient with respect to the last state, in its dtype.
+      Other arguments: as in the forward.
 
     Returns:
-      (dlogits, dstate), each in the structure, shapes and dtypes of what it is the gradient of.
+      (dlogits, dstate), in the structure, shapes, and dtypes of the logits and the state.
 
     Raises:
       TypeError, ValueError: as in `automaton_rollout`.
@@ -443,7 +442,7 @@ def _check(op: str, logits: Any, automaton: Any, state: Any, parametrization: An
     parts = {"perception": automaton.perception, "update": automaton.update}
     if not isinstance(logits, tuple | list) or [len(p) for p in logits] != [len(w) for w in parts.values()]:
         wanted = " and ".join(f"{len(w)} of {name}" for name, w in parts.items())
-        raise ValueError(f"{op}: logits is not a pair of lists with an array a layer; wants {wanted}")
+        raise ValueError(f"{op}: logits is not a pair of lists with one array per layer; wants {wanted}")
     names = [f"logits[{i}][{j}]" for i, part in enumerate(logits) for j in range(len(part))]
     layers = _checks.floating(op, **dict(zip(names, [*logits[0], *logits[1]], strict=True)))
     wires = [*automaton.perception, *automaton.update]
@@ -459,7 +458,7 @@ def _time_options(op: str, steps: Any, fire_rate: Any, memory: Any) -> dict[str,
 
 
 def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, steps: int | None) -> _Draws | None:
-    """With a key for every tick, or `key` for the only one; None where all cells update and no value is rounded."""
+    """Return one key per tick, or `key` for a single tick. Return None if nothing is random."""
     rate, rounding = _checks.number(op, "fire_rate", fire_rate, 0.0, 1.0), _rounding_rate(op, rounding_rate)
     if rate == 1.0 and rounding is None:
         return None
@@ -481,7 +480,7 @@ def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, step
 
 
 def _rounding_rate(op: str, rate: Any) -> Array | None:
-    """The rate as an array; None for the number 0, with which nothing is drawn."""
+    """Return the rate as an array, or None for the number 0, with which nothing is drawn."""
     if isinstance(rate, Array | np.ndarray):
         if rate.shape != () or not jnp.issubdtype(rate.dtype, jnp.floating):
             came = f"{rate.dtype} of shape {rate.shape}"

@@ -1,4 +1,4 @@
-"""Average-pooling: each position of the input gets its share of the windows it is in."""
+"""Average-pooling: the backward divides the gradient of a window equally among its positions."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -22,7 +22,7 @@ def _forward(x, *, window, stride, padding, shape):
 
 
 def _spread(dy, window, stride, padding, shape):
-    """dy at the distances of the windows, so that the sums over windows of it, one a position, are the gradients."""
+    """Return dy, spaced out by the stride, so that summing it over one window per input position gives dx."""
     sides = zip(window, stride, padding, shape[2:], dy.shape[2:], strict=True)
     edges = []
     for f, s, (before, _), size, out in sides:
@@ -77,13 +77,14 @@ def avg_pool2d(
 
     Args:
       x: images, NCHW.
-      window: F and G, height and width of the windows, an int or a pair.
-      stride: s, an int or a pair; the window's size if None.
-      padding: p, zeros on each side, which count: an int, a pair, "SAME" or "VALID"; less than the window.
+      window: F and G, the height and width of the windows, as an int or a pair.
+      stride: s, an int or a pair. None means the size of the window.
+      padding: p, zeros on each side, which count in the average: an int, a pair, "SAME", or "VALID". It must be less
+        than the window.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
-      y, in x's dtype, of height `(height + 2 p - F) // s + 1`, and width alike.
+      y, in x's dtype. Its height is `(height + 2 p - F) // s + 1`; its width likewise.
 
     Raises:
       TypeError: x is not floating.
@@ -106,12 +107,12 @@ def avg_pool2d_backward(
     padding: Padding = 0,
     implementation: Implementation = None,
 ) -> Float[Array, "batch channels height width"]:
-    """Gradient of `avg_pool2d`: `dx[n, c, h, l] = 1/(F G) Σ dy[n, c, i, j]` over the windows that (h, l) is in.
+    """Gradient of `avg_pool2d`: `dx[n, c, h, l] = 1/(F G) Σ dy[n, c, i, j]` over the windows that contain (h, l).
 
     Args:
-      dy: gradient of the loss in y.
-      input_size: height and width of x, which y does not tell.
-      window, stride, padding: the forward's.
+      dy: gradient with respect to y.
+      input_size: height and width of x, which y does not determine.
+      window, stride, padding: as in the forward.
 
     Raises:
       TypeError, ValueError: as in `avg_pool2d`.
@@ -129,10 +130,10 @@ def avg_pool2d_backward(
 def global_avg_pool2d(
     x: Float[AnyArray, "batch channels height width"], *, implementation: Implementation = None
 ) -> Float[Array, "batch channels"]:
-    """The mean of each channel's image, `y[n, c] = 1/(H W) Σ over h, l of x[n, c, h, l]`.
+    """Mean of each channel's image, `y[n, c] = 1/(H W) Σ over h, l of x[n, c, h, l]`.
 
     Raises:
-      TypeError, ValueError: x is not floating, or no batch of images.
+      TypeError, ValueError: x is not floating, or is not a batch of images.
 
     Source: M. Lin, Q. Chen and S. Yan, "Network in network", ICLR 2014.
     """
@@ -144,7 +145,7 @@ def global_avg_pool2d(
 def global_avg_pool2d_backward(
     dy: Float[AnyArray, "batch channels"], input_size: tuple[int, int], *, implementation: Implementation = None
 ) -> Float[Array, "batch channels height width"]:
-    """Gradient of `global_avg_pool2d`: `dx[n, c, h, l] = dy[n, c] / (H W)`, H and W the `input_size`."""
+    """Gradient of `global_avg_pool2d`: `dx[n, c, h, l] = dy[n, c] / (H W)`, where H and W are the `input_size`."""
     op = "global_avg_pool2d_backward"
     (dy,) = _checks.floating(op, dy=dy)
     _checks.shape(op, "dy", dy, "batch", "channels")

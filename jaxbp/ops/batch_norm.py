@@ -1,4 +1,4 @@
-"""Batch normalisation, as in training: with the statistics of the batch."""
+"""Batch normalization as in training: with the statistics of the batch."""
 
 import math
 
@@ -18,21 +18,21 @@ from pallas_kernels.pointwise.reductions import sum_over
 AnyImages = Float[AnyArray, "batch channels *space"]
 AnyChannels = Float[AnyArray, "channels"]
 Results = tuple[Float[Array, "batch channels *space"], Float[Array, "channels"], Float[Array, "channels"]]
-"""What the op gives: y, mean and variance; and its backward: dx, dscale and dbias."""
+"""Results of the op, (y, mean, var), and of its backward, (dx, dscale, dbias)."""
 
 
 def _over(x):
-    """The axes over which statistics are taken: all but the channels."""
+    """Return the axes over which the statistics are computed: all but the channels."""
     return (0, *range(2, x.ndim))
 
 
 def _along(a, x):
-    """A vector, an element a channel, as it stands beside x."""
+    """Reshape a vector with one element per channel so that it broadcasts to x."""
     return a.reshape(-1, *(1,) * (x.ndim - 2))
 
 
 def _normalise(x, scale, bias, *, epsilon):
-    """((y, mean, var), what the backward wants of them)."""
+    """Return ((y, mean, var), residuals)."""
     mean, rest = mean_and_rest(x, _over(x))
     centred = (widen(x) - mean) - rest
     var = jnp.mean(jnp.square(centred), axis=_over(x))
@@ -63,15 +63,15 @@ def _backward_kernel(dys, x, scale, mean, rest, var, *, epsilon):
 
 
 def _terms(dy, x, mean, rest):
-    """What is summed over the batch."""
+    """Return the terms that are summed over the batch."""
     return dy, dy * ((x - mean) - rest)
 
 
 def _coefficients(dy_sum, deviation_sum, dys, x, scale, var, epsilon):
-    """((a, b, c), dscale, dbias), with which `dx = a dy + b (x - mean) + c`.
+    """Return ((a, b, c), dscale, dbias), with which `dx = a dy + b (x - mean) + c`.
 
-    With `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)` and n elements a channel: `dbias = Σ dy`, `dscale = Σ dy x̂`, and
-    `dx = scale s (dy - dbias/n - x̂ dscale/n) + dmean/n + dvar 2 (x - mean)/n`.
+    With `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)`, and n elements per channel: `dbias = Σ dy`, `dscale = Σ dy x̂`,
+    and `dx = scale s (dy - dbias/n - x̂ dscale/n) + dmean/n + dvar 2 (x - mean)/n`.
     """
     _, dmean, dvar = dys
     count = math.prod(x.shape[axis] for axis in _over(x))
@@ -93,19 +93,20 @@ _BATCH_NORM = fused_pair(_forward, {"xla": _backward, "pallas": _backward_kernel
 def batch_norm(
     x: AnyImages, scale: AnyChannels, bias: AnyChannels, *, epsilon: float = 1e-5, implementation: Implementation = None
 ) -> Results:
-    """Batch normalisation, `y = scale (x - mean) / √(var + epsilon) + bias`, with each channel's mean and variance.
+    """Batch normalization, `y = scale (x - mean) / √(var + epsilon) + bias`, with the mean and variance of each channel
+    over the batch.
 
-    A channel whose squares overflow is NaN.
+    A channel whose squares overflow becomes NaN.
 
     Args:
-      x: the channels second; any axes of space, or none.
-      scale, bias: one a channel.
+      x: an array whose second axis is the channels, followed by any number of spatial axes.
+      scale, bias: one value per channel.
       epsilon: a number of at least 0.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
-      (y, mean, var), in x's dtype, computed in float32 or wider. The statistics are those of this batch, the variance
-      with n and not n - 1; running averages, for when there is no batch, are the caller's. All three have gradients.
+      (y, mean, var), in x's dtype, computed in float32 or wider. The variance divides by n, not n - 1. The caller
+      computes running averages for inference. All three results have gradients.
 
     Raises:
       TypeError: arguments that are not of one floating dtype.
@@ -122,11 +123,12 @@ def batch_norm(
 def batch_norm_backward(
     dy: AnyImages, x: AnyImages, scale: AnyChannels, *, epsilon: float = 1e-5, implementation: Implementation = None
 ) -> Results:
-    """Gradients of `batch_norm` by its y: with `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)`, n elements a channel,
+    """Gradients of `batch_norm` through its result y. With `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)`, and n
+    elements per channel,
 
         dbias = Σ dy,  dscale = Σ dy x̂,  dx = scale s (dy - dbias/n - x̂ dscale/n),
 
-    the sums over the batch and space. The last two terms come from the statistics, which depend on every x.
+    with sums over the batch and the spatial axes. The last two terms come from the statistics, which depend on every x.
 
     Returns:
       (dx, dscale, dbias). `batch_norm` itself saves the statistics; this function computes them from x.

@@ -1,7 +1,7 @@
-"""Two-dimensional convolution and its three gradients, each of which is a convolution too.
+"""Two-dimensional convolution and its three gradients, which are convolutions, too.
 
-Throughout, `d` is the dilation, `s` the stride and `p` the padding in front, per axis, and positions outside an array
-count as zero.
+Throughout, `d` is the dilation, `s` the stride, and `p` the padding before the first element, per axis. Positions
+outside of an array count as zero.
 """
 
 import functools
@@ -42,7 +42,7 @@ def forward(x, w, b, *, stride, padding, dilation, groups, precision):
 
 
 def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
-    """`forward`, by what is fast on a CPU too."""
+    """Compute `forward` by operations that are fast on a CPU, too."""
     options = dict(padding=padding, precision=precision)
     convolve = functools.partial(
         _convolve,
@@ -61,7 +61,7 @@ def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
 
 
 def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
-    """The convolution as one product of matrices: of the filters, and of what every place of a filter looks at."""
+    """Compute the convolution as one matrix product of the filters and the inputs of every filter position."""
     out = output_size(x.shape[2:], w.shape[2:], stride=stride, padding=padding, dilation=dilation)
     x = jnp.pad(x, ((0, 0), (0, 0), *padding)).swapaxes(0, 1)
     columns = []
@@ -76,7 +76,7 @@ def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
 
 
 def _convolve(x, w, *, dimension_numbers, **options):
-    """`lax.conv_general_dilated`; on the CPU with the channels last, the only order that is fast there in a loop."""
+    """Call `lax.conv_general_dilated`, on a CPU with the channels last. No other order is fast there in a loop."""
 
     def channels_last(x, w):
         x_axes, w_axes, y_axes = dimension_numbers
@@ -106,7 +106,7 @@ def _matrix(w, input_size, output_size, *, stride, padding, dilation, **options)
 
 
 def _product_pays(w, input_size, output_size, precision):
-    """Whether the convolution and its gradient in the input are faster as the library's product on the tensor cores."""
+    """Return whether a matrix product on the tensor cores is faster than the convolution or its input gradient."""
     return on_tensor_cores(w.dtype, precision) and _filter_matrix.pays(w.shape, input_size, output_size)
 
 
@@ -158,14 +158,15 @@ def _input_gradient_exact(dy, w, *, input_size, stride, padding, dilation, group
 
 
 def _flip_and_swap(w, groups):
-    """Filters turned by 180 degrees, input and output channels exchanged within each group."""
+    """Rotate the filters by 180 degrees and exchange the input and output channels of each group."""
     out_channels, in_channels, *window = w.shape
     w = jnp.flip(w, (2, 3)).reshape(groups, out_channels // groups, in_channels, *window)
     return w.swapaxes(1, 2).reshape(groups * in_channels, out_channels // groups, *window)
 
 
 def _full_padding(output_size, filter_size, input_size, stride, padding, dilation):
-    """Padding under which the filter visits every position of the input, given dy spread out by the stride."""
+    """Return the padding with which the filter visits every position of the input, after dy is spaced out by the
+    stride."""
     low = [(f - 1) * d - p for f, d, (p, _) in zip(filter_size, dilation, padding, strict=True)]
     high = [
         size + (f - 1) * d - ((out - 1) * s + 1) - before
@@ -183,7 +184,7 @@ def _weights_gradient_autodiff(dy, x, *, filter_size, groups, **options):
 
 
 def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, groups, precision):
-    # Channels take the batch's place: dw is x correlated with dy, summed over the examples.
+    # Exchange the channel and batch axes: dw is x correlated with dy, summed over the examples.
     return _convolve(
         x,
         dy,
@@ -219,7 +220,7 @@ def _parameter_gradients_exact(dy_last, x_last):
 
 
 def _one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
-    """Whether a kernel makes the weights' gradient and the bias's in one pass on the tensor cores."""
+    """Return whether one kernel can compute dw and db in one pass on the tensor cores, and is fast."""
     reached = [out + f - 1 for out, f in zip(dy.shape[2:], filter_size, strict=True)]
     dy_last = jax.ShapeDtypeStruct((*dy.shape[1:], LANES), dy.dtype)
     x_last = jax.ShapeDtypeStruct((x.shape[1], *reached, LANES), x.dtype)
@@ -228,13 +229,13 @@ def _one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
 
 
 def _reached(dy, x, *, filter_size, stride, padding, dilation, **options):
-    """What the filter reached of x, padding included, with the batch last."""
+    """Return the part of the padded x that the filter reached, with the batch last."""
     reached = _reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation)
     return lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*r, 0) for r in reached), (0, 0, 0)])
 
 
 def _reached_padding(output_size, input_size, filter_size, stride, padding, dilation):
-    """The padding of x up to the last row and column that the filter reached (negative: x beyond it is cut off)."""
+    """Return the padding of x up to the last row and column that the filter reached. Negative padding crops x."""
     return [
         (p, (out - 1) * s + (f - 1) * d + 1 - size - p)
         for out, size, f, s, (p, _), d in zip(
@@ -270,12 +271,13 @@ def _unsupported(*arrays, dilation=(1, 1), groups=1, **options):
     return _checks.unsupported_dtype(*arrays)
 
 
-# Where kernels on NCHW images, their transposes included, are slower than the library.
+# For ops whose kernels, including the transposes of NCHW images, are slower than cuDNN.
 _LIBRARY = Fastest(gpu="xla")
 
 
 def _fastest(w, input_size, output_size, precision):
-    """Kernels where the product with the filters' matrix pays: the exact kernel is slower on NCHW than the library."""
+    """Choose the kernels where the product with the filter matrix pays. On NCHW images, the exact kernel is slower than
+    cuDNN."""
     return Fastest() if _product_pays(w, input_size, output_size, precision) else _LIBRARY
 
 
@@ -319,7 +321,7 @@ _BIAS_GRADIENT = _part(
     },
     fastest=_LIBRARY,
 )
-# Both, for where the tensor cores make them in one pass.
+# Both parameter gradients, for arrays where the tensor cores compute them in one pass.
 _PARAMETER_GRADIENTS = _part(
     "conv2d_backward_parameters",
     {
@@ -343,7 +345,7 @@ def _gradients(dy, x, w, b, *, implementation, **options):
     return _INPUT_GRADIENT(dy, w, input_size=x.shape[2:], implementation=implementation, **options), dw, db
 
 
-# Under None the forward and each gradient take the fastest of their own.
+# With None, the forward and each gradient choose their fastest implementations separately.
 _EVERY = ("pallas", "xla", None)
 _CONV2D = Pair(
     forward,
@@ -370,30 +372,30 @@ def conv2d(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch out_channels out_height out_width"]:
-    """Convolution as deep learning has it, without turning the filter:
+    """Convolution without flipping the filter, as usual in deep learning:
     `y[n, k, i, j] = b[k] + Σ_{c, u, v} x[n, c, i s + u d - p, j s + v d - p] w[k, c, u, v]`.
 
     Args:
       x: images, NCHW.
       w: filters, OIHW.
-      b: a bias an output channel, or None for none.
-      stride, dilation: an int, or one for rows and one for columns.
-      padding: zeros on each side: an int, one for rows and one for columns, "SAME" (as many positions out as
-        strides fit in; the odd zero behind) or "VALID" (none).
-      groups: channels in and out are split into so many groups that do not see each other.
-      precision: of the products, as in `jax.lax.conv_general_dilated`. The kernels compute in full float32, except that
-        small images are multiplied with a matrix of the filters where the precision lets the tensor cores do so: a NaN
-        or infinity then spreads over its image.
-      implementation: "pallas" (no dilation, no groups), "xla", "autodiff", or None for the fastest of the platform.
-        Under "pallas" the convolution itself, and products with a matrix of the filters, are left to the library.
+      b: one bias per output channel, or None.
+      stride, dilation: one int, or a pair for rows and columns.
+      padding: zeros on each side: one int, a pair for rows and columns, "SAME", or "VALID". "SAME" gives the input's
+        size divided by the stride, rounded up, with an odd zero last. "VALID" adds none.
+      groups: the number of separate groups into which input and output channels are split.
+      precision: of the products, as in `jax.lax.conv_general_dilated`. The kernels compute in full float32. But if the
+        precision permits tensor cores, small images are multiplied by a matrix of the filters, and a NaN or infinity
+        spreads over its image.
+      implementation: "pallas" (no dilation, no groups), "xla", "autodiff", or None for the fastest on the platform.
+        Under "pallas", cuDNN computes the convolution, and cuBLAS the products with a matrix of the filters.
 
     Returns:
-      y, in x's dtype, of height `(height + 2 p - d (filter_height - 1) - 1) // s + 1`, and width alike.
+      y, in x's dtype. Its height is `(height + 2 p - d (filter_height - 1) - 1) // s + 1`; its width likewise.
 
     Raises:
       TypeError: arguments that are not of one floating dtype.
       ValueError: shapes or options that do not fit.
-      NotImplementedError: "pallas" with what its kernels do not take.
+      NotImplementedError: "pallas" with arguments that its kernels do not support.
 
     Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.
     """
@@ -416,14 +418,15 @@ def conv2d_backward_input(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch in_channels height width"]:
-    """Gradient of `conv2d` in x: `dx[n, c, h, l] = Σ_{k, u, v} dy[n, k, i, j] w[k, c, u, v]` over all u, v with
-    `i s + u d - p = h` and `j s + v d - p = l`: dy, spread out by the stride, under the filter turned by 180 degrees.
+    """Gradient of `conv2d` with respect to x: `dx[n, c, h, l] = Σ_{k, u, v} dy[n, k, i, j] w[k, c, u, v]` over all u, v
+    with `i s + u d - p = h` and `j s + v d - p = l`. This convolves dy, spaced out by the stride, with the filter
+    rotated by 180 degrees.
 
     Args:
-      dy: gradient of the loss in y.
-      w: the forward's filters.
-      input_size: height and width of x, which y does not tell.
-      The rest as in `conv2d`.
+      dy: gradient with respect to y.
+      w: the filters.
+      input_size: height and width of x, which y does not determine.
+      Other arguments: as in `conv2d`.
 
     Returns:
       dx, in dy's dtype.
@@ -431,7 +434,7 @@ def conv2d_backward_input(
     Raises:
       TypeError, ValueError, NotImplementedError: as in `conv2d`.
 
-    Source: as `conv2d`, chapter 4.
+    Source: as in `conv2d`, chapter 4.
     """
     op = "conv2d_backward_input"
     dy, w = _checks.floating(op, dy=dy, w=w)
@@ -455,14 +458,14 @@ def conv2d_backward_weights(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "out_channels in_channels/groups filter_height filter_width"]:
-    """Gradient of `conv2d` in w: `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`:
-    x correlated with dy.
+    """Gradient of `conv2d` with respect to w:
+    `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`. This is x correlated with dy.
 
     Args:
-      dy: gradient of the loss in y.
-      x: the forward's input.
-      filter_size: height and width of w, which x and y do not tell when the stride skips rows.
-      The rest as in `conv2d`.
+      dy: gradient with respect to y.
+      x: the input.
+      filter_size: height and width of w, which x and y do not determine if the stride skips rows.
+      Other arguments: as in `conv2d`.
 
     Returns:
       dw, in dy's dtype, summed in float32.
@@ -470,7 +473,7 @@ def conv2d_backward_weights(
     Raises:
       TypeError, ValueError, NotImplementedError: as in `conv2d`.
 
-    Source: as `conv2d`, chapter 4.
+    Source: as in `conv2d`, chapter 4.
     """
     op = "conv2d_backward_weights"
     dy, x = _checks.floating(op, dy=dy, x=x)
@@ -485,16 +488,16 @@ def conv2d_backward_weights(
 def conv2d_backward_bias(
     dy: Float[AnyArray, "batch out_channels out_height out_width"], *, implementation: Implementation = None
 ) -> Float[Array, "out_channels"]:
-    """Gradient of `conv2d` in b: `db[k] = Σ_{n, i, j} dy[n, k, i, j]`.
+    """Gradient of `conv2d` with respect to b: `db[k] = Σ_{n, i, j} dy[n, k, i, j]`.
 
     Args:
-      dy: gradient of the loss in y.
+      dy: gradient with respect to y.
 
     Returns:
       db, in dy's dtype, summed in float32.
 
     Raises:
-      TypeError, ValueError: dy is not floating, or not of four axes.
+      TypeError, ValueError: dy is not floating, or does not have four axes.
     """
     (dy,) = _checks.floating("conv2d_backward_bias", dy=dy)
     _checks.shape("conv2d_backward_bias", "dy", dy, "batch", "out_channels", "out_height", "out_width")
@@ -502,7 +505,7 @@ def conv2d_backward_bias(
 
 
 def check(op, x, w, b, *, stride, padding, precision, dilation=1, groups=1) -> dict[str, Any]:
-    """Checks the arguments of a convolution; its options in one form."""
+    """Check the arguments of a convolution and return its options in one form."""
     _checks.shape(op, "w", w, "out_channels", "in_channels/groups", "filter_height", "filter_width")
     _checks.shape(op, "x", x, "batch", "in_channels", "height", "width")
     options = _options(op, x.shape[2:], w.shape[2:], stride, padding, dilation, groups, precision)
@@ -513,7 +516,7 @@ def check(op, x, w, b, *, stride, padding, precision, dilation=1, groups=1) -> d
 
 
 def _options(op, input_size, filter_size, stride, padding, dilation, groups, precision) -> dict[str, Any]:
-    """The options in one form: pairs, and the padding as zeros before and behind, per axis."""
+    """Return the options in one form: pairs, and the zeros before and after each axis."""
     stride = _checks.pair(op, "stride", stride)
     dilation = _checks.pair(op, "dilation", dilation)
     groups = _checks.count(op, "groups", groups)

@@ -1,4 +1,5 @@
-"""Convolution, ReLU and max-pooling as one op, which keeps a byte a window where three ops keep three activations."""
+"""Convolution, ReLU, and max-pooling as one op: it keeps one byte per window instead of the activations of three
+ops."""
 
 import functools
 
@@ -23,12 +24,11 @@ from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 
 _KERNEL_BATCH = 4096
-"""From which the input's gradient by the kernel on the tensor cores is faster than products with the band, where both
-pay (docs/lab/2026-11-25-lenet.md)."""
+"""Batch size from which the tensor-core kernel for dx is faster than the band (docs/lab/2026-11-25-lenet.md)."""
 
 
 def _split(x_size, w_size, *, window, stride, padding, precision):
-    """The options of the convolution and of the pool."""
+    """Return the options of the convolution and of the pool."""
     convolution = dict(stride=stride, padding=padding, dilation=(1, 1), groups=1, precision=precision)
     size = output_size(x_size, w_size, **convolution)
     return convolution, dict(window=window, stride=window, padding=((0, 0), (0, 0)), input_size=size)
@@ -46,7 +46,8 @@ def _forward_and_places(x, w, b, **options):
 
 
 def _places(z, **pool):
-    """The pooled ReLU of z, and where each maximum lay or that ReLU was off, in bytes if they go into them."""
+    """Return the pooled ReLU of z, and the position of each maximum or a mark that ReLU was off. Positions are bytes if
+    they fit."""
     largest, places = max_pool2d.max_and_indices(z, **pool)
     off = pool["window"][0] * pool["window"][1]
     places = places.astype(jnp.uint8 if off <= 255 else jnp.int32)
@@ -76,7 +77,7 @@ def _gradients_autodiff(dy, places, x, w, b, **options):
 
 def _gradients_formula(dy, places, x, w, b, **options):
     convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
-    # Where ReLU was off the place is in no window: the pool's backward sends nothing there.
+    # If ReLU was off, the position lies in no window, and the pool's backward adds no gradient.
     dz = max_pool2d.route_formula(dy, places, **pool)
     dx = conv2d.input_gradient_formula(dz, w, input_size=x.shape[2:], **convolution)
     dw = conv2d.weights_gradient_formula(dz, x, filter_size=w.shape[2:], **convolution)
@@ -85,7 +86,7 @@ def _gradients_formula(dy, places, x, w, b, **options):
 
 def _gradients_kernel(dy, places, x, w, b, *, window, stride, padding, precision):
     dy_last, places_last = batch_last(dy), batch_last(places)
-    # What the pool's windows reach of the padded input: the last rows and columns may be beyond them.
+    # The part of the padded input that the pool's windows reach. The last rows and columns may lie outside of it.
     used = [n * size + f - 1 for n, size, f in zip(dy.shape[2:], window, w.shape[2:], strict=True)]
     reached = [(p, u - size - p, 0) for (p, _), u, size in zip(padding, used, x.shape[2:], strict=True)]
     x_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *reached, (0, 0, 0)])
@@ -164,17 +165,17 @@ def conv2d_relu_max_pool2d(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch out_channels out_height out_width"]:
-    """`max_pool2d(relu(conv2d(x, w, b, stride=stride, padding=padding)), window)`, with much less to remember.
+    """`max_pool2d(relu(conv2d(x, w, b, stride=stride, padding=padding)), window)`, with far fewer residuals.
 
-    The backward needs the input, and for each window the place of its maximum or that ReLU was off: a byte. The
-    activations at the convolution's resolution are neither kept nor, by the kernels, ever written.
+    The backward needs the input and one byte per window: the position of its maximum, or a mark that ReLU was off. The
+    activations before pooling are not kept, and the kernels never write them.
 
     Args:
       x, w, b, stride, padding, precision: as in `conv2d`.
       window: height and width of the pool's windows, which do not overlap.
-      implementation: "pallas" (stride 1, filters of at most 64 places, windows of at most 16), "xla", "autodiff" or
-        None. Under "pallas" the gradient in x of small images may be products of the library with a matrix of the
-        filters, where they are faster and the precision lets the tensor cores do them.
+      implementation: "pallas" (stride 1, filters of at most 64 positions, windows of at most 16), "xla", "autodiff", or
+        None for the fastest. Under "pallas", cuBLAS may compute dx of small images with a matrix of the filters, if the
+        precision permits tensor cores.
 
     Returns:
       y, in x's dtype.
@@ -199,14 +200,14 @@ def conv2d_relu_max_pool2d_with_places(
 ) -> tuple[
     Float[Array, "batch out_channels out_height out_width"], Integer[Array, "batch out_channels out_height out_width"]
 ]:
-    """`conv2d_relu_max_pool2d`, and what its backward remembers of the windows.
+    """Return the result of `conv2d_relu_max_pool2d` and the positions that its backward needs.
 
     Args:
       As in `conv2d_relu_max_pool2d`.
 
     Returns:
-      (y, places): each window's maximum lay at `u * window_width + v`, or ReLU was off: `window_height * window_width`.
-      uint8 for windows of up to 255 places, else int32. They have no gradient.
+      (y, places). places is `u * window_width + v` at the maximum of each window, or `window_height * window_width` if
+      ReLU was off. It is uint8 for windows of up to 255 positions, else int32, and has no gradient.
 
     Raises:
       As in `conv2d_relu_max_pool2d`.
@@ -231,20 +232,20 @@ def conv2d_relu_max_pool2d_backward(
     Float[Array, "out_channels in_channels filter_height filter_width"],
     Float[Array, "out_channels"],
 ]:
-    """Gradients of `conv2d_relu_max_pool2d` in x, w and b.
+    """Gradients of `conv2d_relu_max_pool2d` with respect to x, w, and b.
 
-    With dz the gradient at the convolution's resolution, dy at each window's place and zero elsewhere, they are
-    `conv2d_backward_input(dz, w)`, `conv2d_backward_weights(dz, x)` and `conv2d_backward_bias(dz)`; the kernels never
-    make dz.
+    Let dz be dy at the selected position of each window, and zero elsewhere. The gradients are
+    `conv2d_backward_input(dz, w)`, `conv2d_backward_weights(dz, x)`, and `conv2d_backward_bias(dz)`. The kernels never
+    store dz.
 
     Args:
-      dy: gradient of the loss in y.
-      places: as `conv2d_relu_max_pool2d_with_places` gives them.
-      x, w: the forward's inputs.
-      The rest as in `conv2d_relu_max_pool2d`.
+      dy: gradient with respect to y.
+      places: as returned by `conv2d_relu_max_pool2d_with_places`.
+      x, w: as in the forward.
+      Other arguments: as in `conv2d_relu_max_pool2d`.
 
     Returns:
-      (dx, dw, db), each in the shape and dtype of what it is the gradient of; half precisions are summed in float32.
+      (dx, dw, db), in the shapes and dtypes of x, w, and b. Half precisions are summed in float32.
 
     Raises:
       As in `conv2d_relu_max_pool2d`.
@@ -270,5 +271,5 @@ def _options(op, x, w, b, window, stride, padding, precision):
     convolution = conv2d.check(op, x, w, b, stride=stride, padding=padding, precision=precision)
     options = {name: convolution[name] for name in ("stride", "padding", "precision")}
     size = output_size(x.shape[2:], w.shape[2:], **convolution)
-    # The pool has checks of its own, of its window against what the convolution leaves it.
+    # The pool checks its window against the output size of the convolution.
     return options | dict(window=pool_options(op, size, window, None, 0)["window"])

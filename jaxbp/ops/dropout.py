@@ -1,4 +1,4 @@
-"""Dropout. Nothing is saved: the backward draws the same mask from the same key."""
+"""Dropout: nothing is saved, because the backward draws the same mask from the same key."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def _keep(key, shape, rate):
 
 
 def _forward(x, key, *, rate):
-    # At a rate of 1 all is dropped, and there is no division by 0.
+    # A rate of 1 drops every element; the condition avoids a division by 0.
     scale = 1 / (1 - rate) if rate < 1 else 0.0
     return jnp.where(_keep(key, x.shape, rate), (widen(x) * scale).astype(x.dtype), jnp.zeros((), x.dtype))
 
@@ -40,17 +40,17 @@ _DROPOUT = fused_pair(_forward, {"xla": _gradient, "pallas": _gradient_kernel}, 
 
 
 def dropout(x: AnyFloats, key: AnyKey, rate: float, *, implementation: Implementation = None) -> Floats:
-    """Dropout, `y = x / (1 - rate)` with probability `1 - rate`, else 0, drawn for each element by itself.
+    """Dropout, `y = x / (1 - rate)` with probability `1 - rate`, else 0, drawn independently for each element.
 
     Args:
       x: any shape and floating dtype.
-      key: of `jax.random`. The same key drops the same elements, in the backward too, which is why nothing is saved.
+      key: a key of `jax.random`. The same key drops the same elements, in the backward too.
       rate: the probability of a 0, a number in [0, 1].
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Raises:
-      TypeError: x is not floating, or key is no key.
-      ValueError: a rate that is no probability.
+      TypeError: x is not floating, or key is not a key.
+      ValueError: rate is not in [0, 1].
 
     Source: N. Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 2014.
     """
@@ -59,9 +59,10 @@ def dropout(x: AnyFloats, key: AnyKey, rate: float, *, implementation: Implement
 
 
 def dropout_backward(dy: AnyFloats, key: AnyKey, rate: float, *, implementation: Implementation = None) -> Floats:
-    """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0: `dropout` of dy with the same key."""
+    """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0. This is `dropout` of dy with the same
+    key."""
     dy, key, rate = _check("dropout_backward", "dy", dy, key, rate)
-    # The forward is linear: any x has this gradient, dy as well.
+    # The forward is linear, so every x has this gradient, including dy.
     return _DROPOUT.vjp(dy, dy, key, rate=rate, implementation=implementation)
 
 

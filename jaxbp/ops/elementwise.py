@@ -1,8 +1,9 @@
 """Element-wise functions of one array.
 
-Every function takes `x` of any shape and floating dtype and gives one of the same, by the `implementation` asked for:
-"pallas", "xla", "autodiff", or None for the fastest. Every backward takes `dy`, the gradient of the loss in the
-result, in the same shape and dtype. Anything else is a TypeError or a ValueError.
+Every function takes `x` of any shape and floating dtype and returns an array of the same shape and dtype.
+`implementation` is "pallas", "xla", "autodiff", or None for the fastest. The first argument of every backward is `dy`,
+the gradient with respect to the result, in the same shape and dtype. Invalid arguments raise a TypeError or a
+ValueError.
 """
 
 import math
@@ -20,7 +21,7 @@ _LOG = Elementwise("log", jnp.log, lambda dy, x: dy / x)
 _SQRT = Elementwise(
     "sqrt",
     jnp.sqrt,
-    # A quotient, because the derivative of `rsqrt` overflows for small x, where a dy of 0 would make it NaN.
+    # A quotient, because the derivative of `rsqrt` overflows for small x, and a dy of 0 would then give NaN.
     lambda dy, x: dy / jnp.sqrt(x) * 0.5,
     in_kernels=lambda dy, x: dy * 0.5 * lax.rsqrt(x),
 )
@@ -28,7 +29,7 @@ _SQRT = Elementwise(
 _ABS = Elementwise("abs", lambda x: x * jnp.sign(x), lambda dy, x: dy * jnp.sign(x))
 _SIN = Elementwise("sin", jnp.sin, lambda dy, x: dy * jnp.cos(x))
 _COS = Elementwise("cos", jnp.cos, lambda dy, x: -dy * jnp.sin(x))
-# Selections in place of a minimum and a maximum, whose gradients at the bounds would be half.
+# Selections instead of a minimum and a maximum, whose gradients at the bounds would be half.
 _CLIP = Elementwise(
     "clip",
     lambda arr, *, min, max: jnp.where(arr < min, min, jnp.where(arr > max, max, arr)),
@@ -37,7 +38,7 @@ _CLIP = Elementwise(
 
 
 def exp(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """The exponential, `y = eˣ`."""
+    """Exponential, `y = eˣ`."""
     return _EXP.of(implementation, {"x": x})
 
 
@@ -47,7 +48,7 @@ def exp_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 
 
 def log(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """The natural logarithm, `y = ln x`: -inf at 0, NaN below."""
+    """Natural logarithm, `y = ln x`: -inf at 0, NaN below."""
     return _LOG.of(implementation, {"x": x})
 
 
@@ -57,7 +58,7 @@ def log_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 
 
 def sqrt(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """The square root, `y = √x`: NaN below 0."""
+    """Square root, `y = √x`: NaN below 0."""
     return _SQRT.of(implementation, {"x": x})
 
 
@@ -67,17 +68,17 @@ def sqrt_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation
 
 
 def abs(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """The absolute value, `y = |x|`."""
+    """Absolute value, `y = |x|`."""
     return _ABS.of(implementation, {"x": x})
 
 
 def abs_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Gradient of `abs`: `dx = dy sign(x)`. At 0 it is 0, the middle of the two slopes."""
+    """Gradient of `abs`: `dx = dy sign(x)`. At 0 it is 0, the mean of the two slopes."""
     return _ABS.backward_of(implementation, dy, {"x": x})
 
 
 def sin(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """The sine of radians, `y = sin x`."""
+    """Sine of an angle in radians, `y = sin x`."""
     return _SIN.of(implementation, {"x": x})
 
 
@@ -87,7 +88,7 @@ def sin_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 
 
 def cos(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """The cosine of radians, `y = cos x`."""
+    """Cosine of an angle in radians, `y = cos x`."""
     return _COS.of(implementation, {"x": x})
 
 
@@ -99,16 +100,16 @@ def cos_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 def clip(
     arr: AnyFloats, min: float | None = None, max: float | None = None, *, implementation: Implementation = None
 ) -> Floats:
-    """Bounds, `y = min(max(arr, lower), upper)`.
+    """Clip to bounds, `y = min(max(arr, lower), upper)`.
 
     Args:
       arr: any shape and floating dtype. NaN stays NaN.
-      min, max: numbers, or None for no bound.
+      min, max: the numbers lower and upper, or None for no bound.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Raises:
       TypeError: arr is not floating.
-      ValueError: bounds that are no numbers, or in the wrong order.
+      ValueError: bounds that are not numbers, or are in the wrong order.
     """
     return _CLIP.of(implementation, {"arr": arr}, **_bounds("clip", min, max))
 
@@ -121,7 +122,7 @@ def clip_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `clip` in arr: `dy` where arr is within the bounds or on one, else 0."""
+    """Gradient of `clip` with respect to arr: `dy` where arr is within the bounds or on a bound, else 0."""
     return _CLIP.backward_of(implementation, dy, {"arr": arr}, **_bounds("clip_backward", min, max))
 
 

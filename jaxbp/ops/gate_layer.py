@@ -1,17 +1,17 @@
 """Differentiable logic gates: layers of two-input gates whose functions are learned.
 
-A gate's function of two bits is one of 16, numbered as in the literature by its truth table: the bits of the number,
-from the highest, are its values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). Relaxed to numbers between 0 and 1, each
-is linear in a and in b:
+A gate computes one of 16 functions of two bits, numbered as in the literature by truth table. The bits of the number,
+from the highest, are the values at (a, b) = (0, 0), (0, 1), (1, 0), and (1, 1). Relaxed to numbers between 0 and 1,
+each function is linear in a and in b:
 
     0  False     4  b - ab        8  1 - (a + b - ab)     12  1 - a
     1  ab        5  b             9  1 - (a + b - 2ab)    13  1 - a + ab
     2  a - ab    6  a + b - 2ab  10  1 - b                14  1 - ab
     3  a         7  a + b - ab   11  1 - b + ab           15  True
 
-So is every mixture of them: a gate is `y = c0 + c1 a + c2 b + c3 ab`, whichever parameters its four coefficients come
-from. A layer is made of two pairs. One leads from parameters to coefficients, a few numbers a gate. The other is on the
-coefficients: it has the wires, the batch, and the kernels.
+So is every mixture of them. A gate is therefore `y = c0 + c1 a + c2 b + c3 ab`, whichever parameters determine its
+coefficients. A layer is made of two pairs. The first maps the few parameters of each gate to coefficients; the second
+computes the layer from them.
 """
 
 import dataclasses
@@ -47,12 +47,13 @@ def _forward(coefficients, wires, x, *, groups=None):
 
 
 def _grouped(y, groups):
-    """The sums of runs of neighbouring gates, if there are to be groups."""
+    """Return the sums of runs of neighboring gates if `groups` is given."""
     return y if groups is None else gates.group_sum(widen(y), groups)
 
 
 def _of_gates(dy, wires, x):
-    """The gradient of each gate, features first, from that of the layer's results, which may be sums of groups."""
+    """Return the gradient of each gate, features first, from the gradient of the results, which may be sums over
+    groups."""
     rows = _features_first(dy.astype(x.dtype))
     return jnp.repeat(rows, wires.gates // len(rows), axis=0)
 
@@ -73,7 +74,8 @@ def _gradients(dy, coefficients, wires, x, *, groups=None):
 
 
 def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
-    """`_gradients`, for JAX to differentiate: with `_copies_of_inputs`, so that every run adds up in the same order."""
+    """Compute `_gradients` by JAX's autodiff. With `_copies_of_inputs`, the order of the additions is the same in every
+    run."""
 
     def forward(coefficients, x):
         return _grouped(_mixed(coefficients, _copies_of_inputs(wires, widen(_features_first(x))), x), groups)
@@ -83,10 +85,10 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
 
 def _copies_of_inputs(wires, rows):
-    """`_inputs_of_gates`, from copies of the rows, each of which is read at most once.
+    """Return `_inputs_of_gates` from copies of the rows, each of which is read at most once.
 
-    Its transpose, which JAX makes, adds up the copies instead of scattering into one row, in whichever order a GPU does
-    that. Where a few inputs have most of the consumers there would be too many copies, and it does scatter.
+    Its transpose sums the copies. The transpose of a plain gather adds into one row, in an order that varies on a GPU.
+    If a few inputs have most of the consumers, there would be too many copies, and a plain gather is used.
     """
     if _gates.few_have_most(wires):
         return _inputs_of_gates(wires, rows)
@@ -95,7 +97,8 @@ def _copies_of_inputs(wires, rows):
 
 
 def _copies_read(wires):
-    """Which of the rows' copies, `most_consumers` of each, gate g reads as its a, at 2 g, and as its b, at 2 g + 1."""
+    """Return the copy that gate g reads as its a, at 2 g, and as its b, at 2 g + 1. Each row has `most_consumers`
+    copies."""
     places = np.arange(2 * wires.gates, dtype=np.int32)
     row = jnp.searchsorted(wires.offsets[2::2], places, side="right").astype(jnp.int32)
     turn = places - wires.offsets[2 * row]
@@ -103,20 +106,20 @@ def _copies_read(wires):
 
 
 def _features_first(x):
-    """`(..., features) -> (features, examples)`."""
+    """Reshape `(..., features) -> (features, examples)`."""
     x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).T
-    # Else XLA's compiler for the CPU would leave the array as it lies, and gather single numbers instead of whole rows.
+    # Otherwise XLA's CPU compiler keeps the layout of x and gathers single elements instead of rows.
     return lax.platform_dependent(x, cpu=_as_rows, default=lambda x: x)
 
 
 def _features_last(x, shape):
-    """The inverse, to `(*shape, features)`."""
+    """Reshape back to `(*shape, features)`."""
     return barriers.on_cpu(x).T.reshape(*shape, x.shape[0])
 
 
 @functools.partial(jax.jit, inline=True)
 def _as_rows(x):
-    # A vector lies in memory in one way alone. (A constraint on the layout would do, but cannot be exported.)
+    # A vector has only one memory layout. (A layout constraint would also work, but cannot be exported.)
     return barriers.optimization_barrier(x.ravel()).reshape(x.shape)
 
 
@@ -129,15 +132,15 @@ def _forward_kernel(coefficients, wires, x, *, groups=None):
 
 
 def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
-    # The kernels find a gate's row of dy by its group.
+    # The kernels find the row of dy for a gate from its group.
     dx, dc = _fastest_gradients(_examples_last(dy.astype(x.dtype)), coefficients, _graph(wires), _examples_last(x))
     dx = batch_first(dx, math.prod(x.shape[:-1])).reshape(x.shape)
     return dc.astype(coefficients.dtype), None, dx
 
 
 def _fastest_gradients(dy, coefficients, graph, x):
-    """(dx, dc), features first, by the fastest kernels for these wires. Without a GPU, and so without shared memory, by
-    `gradients_by_input`."""
+    """Return (dx, dc), features first, by the fastest kernels for these wires. `gradients_by_input` needs no shared
+    memory, and runs without a GPU, too."""
     arrays = dy, coefficients, graph, x
     by_input = backward_kernels.gradients_by_input
     for kernel in (backward_kernels.gradients_by_gate, backward_kernels.gradients_along_trail):
@@ -154,7 +157,7 @@ def _gradients_by_two_kernels(dy, coefficients, graph, x):
 
 
 def _graph(wires):
-    """The wires as the kernels take them, whose names they share."""
+    """Return the wires as the kernels' `Graph`, whose fields have the same names."""
     return Graph(*(getattr(wires, field.name) for field in dataclasses.fields(Graph)))
 
 
@@ -166,7 +169,7 @@ _TABLE = tuple(map(tuple, gates.COEFFICIENTS.tolist()))
 
 
 def _where_it_pays(kernel, formula):
-    """`kernel` of the gates' functions where it pays, else `formula`."""
+    """Return a function that calls `kernel` with the table of gate functions where it pays, else `formula`."""
 
     def function(*arrays):
         if not kernel.pays(*arrays, table=_TABLE):
@@ -199,7 +202,7 @@ _GATES = Op(
         ),
     },
 )
-"""Of coefficients, wires and x. Under "pallas" the forward is a kernel, too, so each implementation is a pair."""
+"""The op of (coefficients, wires, x). The forward under "pallas" is a kernel, too."""
 COEFFICIENTS = {
     "softmax": Pair(
         gates.softmax,
@@ -211,7 +214,7 @@ COEFFICIENTS = {
         residuals=given_arguments,
         name="softmax_gates",
     ),
-    # No kernel would be faster for four parameters a gate: XLA needs no sums over functions.
+    # With four parameters per gate there are no sums over functions, so a kernel would not be faster than XLA.
     **{
         name: Pair(
             functools.partial(gates.of_rows, parametrization=name),
@@ -229,14 +232,14 @@ def _layer(parameters, wires, x, *, parametrization, groups, implementation):
 
 
 def _layer_backward(dy, parameters, wires, x, *, parametrization, groups, implementation):
-    # Widened once: what both uses add to a gradient of this one is then rounded, and may overflow, as a sum alone.
+    # Widen once, so that the gradients of both uses are added before they are rounded. A single term could overflow.
     pair, wide = COEFFICIENTS[parametrization], widen(parameters)
     dc, _, dx = _GATES_BACKWARD(dy, pair.forward(wide), wires, x, groups=groups, implementation=implementation)
     return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
 
 
 def _definition(parameters, wires, x, *, parametrization, groups):
-    """The layer for JAX to differentiate: of logits, the 16 functions weighted with their probabilities."""
+    """Compute the layer for JAX to differentiate. For logits, it weights the 16 functions by their probabilities."""
     if parametrization != "softmax":
         return _forward(COEFFICIENTS[parametrization].forward(parameters), wires, x, groups=groups)
     wide = widen(x)
@@ -267,30 +270,32 @@ def gate_layer(
     groups: int | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch results"]:
-    """A layer of relaxed logic gates, `y_g = Σ_i softmax(logits_g)_i op_i(a, b)`, a and b the inputs `wires` gives g.
+    """Layer of relaxed logic gates, `y_g = Σ_i softmax(logits_g)_i op_i(a, b)`, where a and b are the inputs that
+    `wires` assigns to gate g.
 
-    The 16 functions op_i, in the literature's order, are those of this file's head. Each is linear in a and in b, and
-    so is y: `y = c0 + c1 a + c2 b + c3 ab`, which is what is computed.
+    The head of this file lists the 16 functions op_i. Each is linear in a and in b, so y is computed as
+    `y = c0 + c1 a + c2 b + c3 ab`.
 
     Args:
-      logits: a gate's parameters. They may be of a wider dtype than x.
-      wires: a `jaxbp.Wires` of as many gates, and as many inputs as x has.
-      x: inputs, with any leading axes; bits, or numbers between them.
-      parametrization: what the parameters are.
-        "softmax": 16 logits, one for each function.
-        "input_wise": 4, one for each row of the truth table, whose value there is its sigmoid.
-        "walsh": 4, weights of 1, A, B and AB, with A, B = ±1 for the bits; the sigmoid of that sum is the row's value.
+      logits: the parameters of each gate. They may have a wider dtype than x.
+      wires: a `jaxbp.Wires` with the same numbers of gates and inputs.
+      x: inputs, with any leading axes. Values are bits or numbers between 0 and 1.
+      parametrization: the meaning of the parameters.
+        "softmax": 16 logits, one per function.
+        "input_wise": 4 parameters, one per row of the truth table. The value of the row is the parameter's sigmoid.
+        "walsh": 4 weights of 1, A, B and AB, with A, B = ±1 for the bits. The value of a row is the sigmoid of the sum.
           (The source takes the sigmoid of the sum at relaxed inputs too. Here it is interpolated between the rows.)
-      groups: the results are the sums of so many equal runs of neighbouring gates, as by `jaxbp.group_sum`. The
-        backward under "pallas" then reads a gradient a group, and none a gate is ever in memory.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest. "autodiff" is the 16 functions as they
-        are written above, stacked; of the other two parametrizations, the four coefficients.
+      groups: if given, the results are the sums of this many equal runs of neighboring gates, as in `jaxbp.group_sum`.
+        The backward under "pallas" then never stores gradients of single gates.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest. "autodiff" stacks the 16 functions as
+        written above. For the other two parametrizations it uses the four coefficients.
 
     Returns:
-      y, a result a gate in x's dtype, computed in float32 or wider; with `groups` a sum a group, in float32 or wider.
+      y, one result per gate in x's dtype, computed in float32 or wider. With `groups`, one sum per group in float32 or
+      wider.
 
     Raises:
-      TypeError: wires that are none, or arguments that are not floating.
+      TypeError: wires has the wrong type, or an array is not floating.
       ValueError: shapes that do not fit, an unknown parametrization, or groups that do not divide the gates.
 
     Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022; "input_wise": L. Rüttgers et
@@ -319,15 +324,15 @@ def gate_layer_backward(
         db = dy Σ_i p_i ∂op_i/∂b = dy (c2 + c3 a)
         dx_j = Σ da over the gates that read input j as their a + Σ db over those that read it as their b
 
-    The sums over the batch are those of `dc = Σ_batch dy (1, a, b, ab)`, four a gate; from them,
-    `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with `u = T dc`, T the coefficients of the 16 functions.
+    The only sums over the batch are `dc = Σ_batch dy (1, a, b, ab)`, four per gate. From them follows
+    `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with `u = T dc`, where T holds the coefficients of the 16 functions.
 
     Args:
-      dy: gradient of the loss in y, of x's dtype; with `groups` in the sums, of their dtype.
-      logits, wires, x, parametrization, groups: the forward's.
+      dy: gradient with respect to y, in x's dtype. With `groups`, it has the dtype of the sums.
+      logits, wires, x, parametrization, groups: as in the forward.
 
     Returns:
-      (dlogits, dx), each in the shape and dtype of what it is the gradient of.
+      (dlogits, dx), in the shapes and dtypes of logits and x.
 
     Raises:
       TypeError, ValueError: as in `gate_layer`.

@@ -1,10 +1,10 @@
-"""Normalisation of each row over its last axis: LayerNorm and RMSNorm.
+"""Normalization of each row over its last axis: LayerNorm and RMSNorm.
 
-With `x̂ = (x - mean) * inv_std` and `t = dy * scale`, a mean being over the row (derivation: docs/layer_norm.md):
+With `x̂ = (x - mean) * inv_std` and `t = dy * scale`, where means are over the row (derivation: docs/layer_norm.md),
 
     dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy, over all rows.
 
-RMSNorm has neither the mean of t nor the bias: the static option `center` tells the two apart.
+RMSNorm has neither the mean of t nor the bias. The static option `center` selects between the two.
 """
 
 import functools
@@ -31,19 +31,19 @@ Parameter = Float[Array, "hidden"]
 
 
 def rows(a):
-    """`(..., hidden)` as a matrix."""
+    """Reshape `(..., hidden)` to a matrix."""
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
 
 
 def _first(x):
-    # What is taken off first changes no result, so it needs no gradient.
+    # The value subtracted first does not change the result, so it needs no gradient.
     return lax.stop_gradient(widen(x[..., :1]))
 
 
 def row_statistics(x, *, eps, center):
-    """A row's offset, which is of its mean from its first element and None without `center`, and its inv_std.
+    """Return (offset, inv_std) of each row. The offset is the mean minus the first element, or None without `center`.
 
-    The mean itself would be rounded, and with it the digits of a row far from zero.
+    The mean itself would be rounded, and a row far from zero would lose its digits.
     """
     if not center:
         return None, _inv_std(widen(x), eps)
@@ -57,7 +57,7 @@ def _inv_std(centred, eps):
 
 
 def _normalised(x, offset, inv_std):
-    """x̂."""
+    """Return x̂."""
     centred = widen(x) if offset is None else widen(x) - _first(x) - offset[..., None]
     return centred * inv_std[..., None]
 
@@ -68,13 +68,13 @@ def _scaled(normalised, scale, bias, dtype):
 
 
 def normalise(x, scale, bias, *, eps, center):
-    """(y, offset, inv_std), the last two as `row_statistics`."""
+    """Return (y, offset, inv_std), the last two as in `row_statistics`."""
     offset, inv_std = row_statistics(x, eps=eps, center=center)
     return _scaled(_normalised(x, offset, inv_std), scale, bias, x.dtype), offset, inv_std
 
 
 def normalise_kernel(x, scale, bias, *, eps, center):
-    """`normalise` by a kernel."""
+    """Compute `normalise` by a kernel."""
     if x.size == 0:
         return normalise(x, scale, bias, eps=eps, center=center)
     arrays, options = (rows(x), scale, bias), dict(eps=eps, center=center)
@@ -83,9 +83,10 @@ def normalise_kernel(x, scale, bias, *, eps, center):
 
 
 def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    """(dx, dscale, dbias, y): the sums in float32, dbias None without `center`, the forward's y None unless wanted.
+    """Return (dx, dscale, dbias, y), with the sums in float32. dbias is None without `center`; y is None unless
+    `with_y`.
 
-    Without inv_std, the statistics are computed.
+    If inv_std is None, the statistics are recomputed.
     """
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
@@ -96,12 +97,12 @@ def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False)
 
 
 def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    """`gradients` by a kernel, which computes statistics that are not given on the way."""
+    """Compute `gradients` by a kernel, which also computes the statistics if they are not given."""
     options = dict(eps=eps, center=center, with_y=with_y)
     if x.size == 0:
         return gradients(dy, x, scale, bias, offset, inv_std, **options)
     if inv_std is None and eps < jnp.finfo(jnp.float32).tiny:
-        # The streamed kernel fills its last group up with zeros, of whose deviation it would take the reciprocal.
+        # The streamed kernel pads its last group with zeros, and would take the reciprocal of their deviation.
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     statistics = (a if a is None else a.ravel() for a in (offset, inv_std))
     arrays = rows(dy), rows(x), scale, bias, *statistics
@@ -110,7 +111,7 @@ def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y
 
 
 def input_gradient(t, normalised, inv_std, *, center=True):
-    """dx by `t = dy * scale`, x̂ and inv_std, in x̂'s dtype."""
+    """Return dx, given `t = dy * scale`, x̂, and inv_std, in x̂'s dtype."""
     dtype, t, normalised = normalised.dtype, widen(t), widen(normalised)
     dx = t - normalised * jnp.mean(t * normalised, axis=-1, keepdims=True)
     if center:
@@ -119,33 +120,35 @@ def input_gradient(t, normalised, inv_std, *, center=True):
 
 
 def input_gradient_from_x(t, x, *, eps):
-    """(dx, x̂), both in x's dtype."""
+    """Return (dx, x̂), both in x's dtype."""
     offset, inv_std = row_statistics(x, eps=eps, center=True)
     normalised = _normalised(x, offset, inv_std).astype(x.dtype)
     return input_gradient(t, normalised, inv_std), normalised
 
 
 def input_gradient_kernel(t, normalised, inv_std):
-    """`input_gradient` by a kernel, for rows that can be streamed."""
+    """Compute `input_gradient` by a kernel, for rows that can be streamed."""
     arrays = rows(t), rows(normalised), inv_std.ravel()
     return on_gpu(layer_norm_streamed.input_gradient, input_gradient, *arrays).reshape(t.shape)
 
 
 def input_gradient_from_x_kernel(t, x, *, eps):
-    """`input_gradient_from_x` by a kernel, for rows that can be streamed."""
+    """Compute `input_gradient_from_x` by a kernel, for rows that can be streamed."""
     from_x = layer_norm_streamed.input_gradient_from_x, input_gradient_from_x
     results = on_gpu(*(functools.partial(f, eps=eps) for f in from_x), rows(t), rows(x))
     return tuple(a.reshape(x.shape) for a in results)
 
 
 def _streamed_if_faster(streamed, plain, *arrays, **options):
-    """The kernel that streams rows through shared memory, on GPUs and where it takes such rows; else the plain one."""
+    """Call the kernel that streams rows through shared memory, on GPUs and for rows where it pays; else the plain
+    kernel."""
     streamed_, plain = (functools.partial(kernel, **options) for kernel in (streamed, plain))
     return on_gpu(streamed_, plain, *arrays) if streamed.pays(*arrays, **options) else plain(*arrays)
 
 
 def fastest(x, scale, bias, *, eps, center=True):
-    """The kernels, where they can stream the rows: what has only the plain ones is faster by JAX's own."""
+    """Choose the kernels for rows that they can stream. For other rows, JAX's autodiff is faster than the plain
+    kernels."""
     pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, eps=eps, center=center)
     return Fastest(gpu="pallas" if pays else "autodiff", older_gpu="autodiff", elsewhere="autodiff")
 
@@ -160,7 +163,7 @@ def _save(normalise, x, scale, bias, **options):
 
 
 def _residuals(x, scale, bias, **options):
-    """What a backward by itself wants of the forward: nothing that it cannot compute on the way."""
+    """Residuals of a separate backward, which computes the statistics."""
     return x, scale, None, None
 
 
@@ -181,7 +184,7 @@ _LAYER_NORM, _RMS_NORM = (
             "pallas": functools.partial(_save, differentiable(normalise_kernel, normalise, leading(0))),
         },
         residuals=_residuals,
-        # Of (dy, x, scale, offset, inv_std).
+        # Axes for (dy, x, scale, offset, inv_std).
         examples=leading(0, 1, 3, 4),
         name=name,
         unsupported=_checks.unsupported_dtype,
@@ -190,30 +193,30 @@ _LAYER_NORM, _RMS_NORM = (
     )
     for name in ("layer_norm", "rms_norm")
 )
-"""Of `(x, scale, bias)`. The static option `center` tells them apart; without it there is no bias."""
+"""Pairs of `(x, scale, bias)`. The static option `center` selects between them; without it there is no bias."""
 
 
 def layer_norm(
     x: AnyRows, scale: AnyParameter, bias: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None
 ) -> Rows:
-    """LayerNorm, `y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, mean and variance over each row.
+    """LayerNorm, `y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, with the mean and the variance over each row.
 
-    The variance is the mean of the squared deviations, biased, and never `mean(x²) - mean(x)²`: a row far from zero
-    keeps its digits. A row whose squares overflow is NaN.
+    The variance is the (biased) mean of the squared deviations, not `mean(x²) - mean(x)²`, so that a row far from zero
+    keeps its digits. A row whose squares overflow becomes NaN.
 
     Args:
       x: rows, with any leading axes.
-      scale, bias: a value a column.
+      scale, bias: one value per column.
       eps: added to the variance, so that a constant row gives `bias`.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest: on GPUs with kernels, these where rows
-        are a multiple of 128 up to 1024 or of 256 up to 8192 long, elsewhere JAX's own.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest. On GPUs with kernels, None chooses the
+        kernels for rows whose length is a multiple of 128 up to 1024, or of 256 up to 8192; otherwise autodiff.
 
     Returns:
-      y, of x's shape and dtype, computed in float32 or wider.
+      y, in x's shape and dtype, computed in float32 or wider.
 
     Raises:
       TypeError: arguments that are not of one floating dtype.
-      ValueError: shapes that do not fit, or an eps that is no number of at least 0.
+      ValueError: shapes that do not fit, or an eps that is not a number of at least 0.
 
     Source: J. Ba, J. Kiros and G. Hinton, "Layer normalization", 2016.
     """
@@ -224,24 +227,23 @@ def layer_norm(
 def layer_norm_backward(
     dy: AnyRows, x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None
 ) -> tuple[Rows, Parameter, Parameter]:
-    """Gradients of `layer_norm`: with `t = dy * scale` and x̂ the normalised rows,
+    """Gradients of `layer_norm`. With `t = dy * scale` and x̂ the normalized rows,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
 
-    means over each row, sums over all rows.
+    with means over each row and sums over all rows.
 
     Args:
-      dy: gradient of the loss in y.
-      x, scale, eps: the forward's.
+      dy: gradient with respect to y.
+      x, scale, eps: as in the forward.
 
     Returns:
-      (dx, dscale, dbias), each in the shape and dtype of what it is the gradient of; half precisions are summed in
-      float32.
+      (dx, dscale, dbias), in the shapes and dtypes of x, scale, and bias. Half precisions are summed in float32.
 
     Raises:
       TypeError, ValueError: as in `layer_norm`.
 
-    Source: derived in docs/layer_norm.md, from the paper that `layer_norm` names.
+    Source: derived in docs/layer_norm.md, from the paper that `layer_norm` cites.
     """
     dy, x, scale = check("layer_norm_backward", eps, dy=dy, x=x, scale=scale)
     _checks.shape("layer_norm_backward", "dy", dy, *x.shape)
@@ -249,16 +251,17 @@ def layer_norm_backward(
 
 
 def rms_norm(x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None) -> Rows:
-    """RMSNorm, `y = x / sqrt(mean(x²) + eps) * scale`, the mean over each row. A row whose squares overflow is NaN.
+    """RMSNorm, `y = x / sqrt(mean(x²) + eps) * scale`, with the mean over each row. A row whose squares overflow
+    becomes NaN.
 
     Args:
       x: rows, with any leading axes.
-      scale: a value a column.
+      scale: one value per column.
       eps: added to the mean of the squares.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
-      y, of x's shape and dtype, computed in float32 or wider.
+      y, in x's shape and dtype, computed in float32 or wider.
 
     Raises:
       TypeError, ValueError: as in `layer_norm`.
@@ -272,18 +275,18 @@ def rms_norm(x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementati
 def rms_norm_backward(
     dy: AnyRows, x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None
 ) -> tuple[Rows, Parameter]:
-    """Gradients of `rms_norm`: with `t = dy * scale`, `x̂ = x * inv_rms` and `inv_rms = 1 / sqrt(mean(x²) + eps)`,
+    """Gradients of `rms_norm`. With `t = dy * scale`, `x̂ = x * inv_rms` and `inv_rms = 1 / sqrt(mean(x²) + eps)`,
 
         dx = inv_rms * (t - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,
 
-    means over each row, the sum over all rows.
+    with means over each row and the sum over all rows.
 
     Args:
-      dy: gradient of the loss in y.
-      x, scale, eps: the forward's.
+      dy: gradient with respect to y.
+      x, scale, eps: as in the forward.
 
     Returns:
-      (dx, dscale), each in the shape and dtype of what it is the gradient of; half precisions are summed in float32.
+      (dx, dscale), in the shapes and dtypes of x and scale. Half precisions are summed in float32.
 
     Raises:
       TypeError, ValueError: as in `layer_norm`.
@@ -294,7 +297,8 @@ def rms_norm_backward(
 
 
 def check(op, eps, **arrays):
-    """Return the arrays, checked: x has rows of at least one element, and scale and bias fit them. Also check eps."""
+    """Check eps and the arrays, and return the arrays. x must have rows of at least one element, and scale and bias
+    must fit."""
     values = dict(zip(arrays, _checks.floating(op, **arrays), strict=True))
     x = values["x"]
     if x.ndim == 0 or x.shape[-1] == 0:

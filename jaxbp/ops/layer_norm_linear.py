@@ -1,17 +1,17 @@
-"""LayerNorm and a dense layer in one.
+"""LayerNorm and a dense layer in one op.
 
-The normalised rows are not kept for the backward, which makes them again. But the kernels for many rows in bfloat16
-keep them, before scale and bias, in place of x: with x̂ for these
+The backward recomputes the normalized rows instead of keeping them. For many rows in bfloat16, however, the kernels
+keep x̂, the normalized rows before scale and bias, in place of x. Then
 
     z = x̂ vᵀ + b + w bias,    v = w * scale,    t = dy v,
     dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),
 
-means over a row, and with `s = Σ dyᵀ x̂` over the rows the gradients in the parameters need no other sums over these
-than db:
+with means over each row. With `s = Σ dyᵀ x̂`, the gradients with respect to the parameters need no other sum over the
+rows than s and db:
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,    db = Σ dy,
 
-sums but the last over the outputs. docs/layer_norm.md has the derivation.
+where all sums but the last are over the outputs. docs/layer_norm.md has the derivation.
 """
 
 import functools
@@ -36,8 +36,8 @@ from pallas_kernels.norm import layer_norm_linear as kernels
 from pallas_kernels.norm import layer_norm_linear_sm90, layer_norm_streamed
 
 _MIN_ROWS_AN_OUTPUT = 8
-"""Rows for each output from which x̂ is kept: the passes over the weights that it takes are then few beside those over
-rows that it saves (docs/lab/2026-11-25-norm.md)."""
+"""Rows per output from which x̂ is kept: the passes over rows that it saves then cost more than its passes over weights
+(docs/lab/2026-11-25-norm.md)."""
 
 # --------------------------------------------------------------------------------------------------------- the forward
 
@@ -47,13 +47,13 @@ def _forward(x, scale, bias, w, b, *, eps, precision):
 
 
 def _results(x, scale, bias, w, b, *, eps, precision):
-    """(z, offset, inv_std)."""
+    """Return (z, offset, inv_std)."""
     y, offset, inv_std = layer_norm.normalise(x, scale, bias, eps=eps, center=True)
     return _dense(y, w, b, precision=precision), offset, inv_std
 
 
 def _results_kernel(x, scale, bias, w, b, *, eps, precision):
-    """`_results` by one kernel where it pays, else by one for the rows and one for the product."""
+    """Compute `_results` by one kernel where it pays; else by one kernel for the rows and one for the product."""
     separate = functools.partial(_separate_results, eps=eps, precision=precision)
     b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
     if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
@@ -83,7 +83,7 @@ def _dense_kernel(y, w, b, *, precision):
 
 
 def _keeps_normalised(x, w):
-    """Whether "pallas" keeps x̂ in place of x. In float16 `w * scale` may be too small for its digits."""
+    """Return whether "pallas" keeps x̂ in place of x. In float16, `w * scale` may be so small that it loses digits."""
     count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
     matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))
     return (
@@ -96,7 +96,7 @@ def _keeps_normalised(x, w):
 
 
 def _normalised_results(normalise, dense, x, scale, bias, w, b, *, eps, precision):
-    """(z, x̂, inv_std)."""
+    """Return (z, x̂, inv_std)."""
     normalised, _, inv_std = normalise(x, jnp.ones_like(scale), jnp.zeros_like(bias), eps=eps, center=True)
     offsets = jnp.sum(widen(w) * widen(bias), axis=1)
     offsets = offsets if b is None else offsets + widen(b)
@@ -128,7 +128,7 @@ def _save_kernel(x, scale, bias, w, b, **options):
 
 
 def _residuals(x, scale, bias, w, b, **options):
-    """What a backward by itself wants of the forward: nothing that it cannot compute on the way."""
+    """Residuals of a separate backward, which computes the statistics."""
     return x, scale, bias, w, b, None, None, None
 
 
@@ -136,7 +136,7 @@ def _residuals(x, scale, bias, w, b, **options):
 
 
 def _backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
-    """By `gradients` of the normalisation, which make the normalised rows again, and `parameters` of the product."""
+    """Compute the backward by `gradients`, which recomputes the normalized rows, and by `parameters` of the product."""
     dn = jnp.matmul(dy, w, precision=precision)
     dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, eps=eps, center=True, with_y=True)
     dw, db = parameters(rows(dy), rows(y), precision=precision)
@@ -147,7 +147,7 @@ def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, 
     if normalised is None:
         gradients = functools.partial(_backward, layer_norm.gradients, _parameters)
         return gradients(dy, x, scale, bias, w, b, offset, inv_std, eps=eps, precision=precision)
-    # Of what the kernels keep, for their derivatives: the formulas' own forward keeps x.
+    # Derivatives of the kernels need the formula for kept x̂, too. The forward by formulas keeps x.
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     dx = layer_norm.input_gradient(t, normalised, inv_std)
     s, db = _sums(rows(dy), rows(normalised))
@@ -175,7 +175,7 @@ def _fused_backward(dy, x, scale, bias, w, b, offset, inv_std):
 
 
 def _normalised_backward(dy, x, scale, bias, w, b, inv_std, normalised, *, eps, precision):
-    """From x̂ or, where x is given in its place, from that."""
+    """Compute the backward from x̂, or from x if x̂ is None."""
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     if normalised is None:
         dx, normalised = layer_norm.input_gradient_from_x_kernel(t, x, eps=eps)
@@ -197,25 +197,25 @@ def _parameters_kernel(dy, y, *, precision):
 
 
 def _sums(dy, normalised):
-    """`Σ dyᵀ x̂` and `Σ dy`, in float32."""
+    """Return `Σ dyᵀ x̂` and `Σ dy`, in float32."""
     return parameter_gradients_in_float32(dy, normalised, dtype=jnp.float32)
 
 
 def _sums_kernel(dy, normalised):
-    # On a mesh of devices each has fewer rows.
+    # On a mesh, each device has fewer rows.
     if not linear_sm90.weights_gradient.pays(dy, normalised):
         return _sums(dy, normalised)
     return on_gpu(functools.partial(linear_sm90.weights_gradient, dtype=jnp.float32), _sums, dy, normalised)
 
 
 def _of_sums(parameters, s, db, scale, bias, w, b):
-    """(dscale, dbias, dw, db), by `parameters` from `s = Σ dyᵀ x̂` and `Σ dy` in float32."""
+    """Return (dscale, dbias, dw, db), by `parameters` from `s = Σ dyᵀ x̂` and `Σ dy` in float32."""
     dw, dscale, dbias = parameters(s, db, scale, bias, w)
     return dscale.astype(scale.dtype), dbias.astype(bias.dtype), dw, None if b is None else db.astype(b.dtype)
 
 
 def _parameters_of_sums(s, db, scale, bias, w):
-    """(dw, dscale, dbias)."""
+    """Return (dw, dscale, dbias)."""
     wide = widen(w)
     dw = s * widen(scale) + db[:, None] * widen(bias)
     return dw.astype(w.dtype), jnp.sum(wide * s, axis=0), jnp.sum(wide * db[:, None], axis=0)
@@ -225,7 +225,8 @@ def _parameters_of_sums(s, db, scale, bias, w):
 
 
 def _fastest(x, scale, bias, w, b, *, eps, precision):
-    """As for LayerNorm, but without JAX's own gradient of a bias in half precisions: it is summed in these."""
+    """Choose as LayerNorm does, but never autodiff in half precisions, because it would sum the gradient of a bias in
+    them."""
     of_layer_norm = layer_norm.fastest(x, scale, bias, eps=eps)
     if x.dtype.itemsize >= 4:
         return of_layer_norm
@@ -237,7 +238,7 @@ _LAYER_NORM_LINEAR = Pair(
     {"xla": _backward_formula, "pallas": _backward_kernel},
     save={"xla": functools.partial(_save, _results), "pallas": _save_kernel},
     residuals=_residuals,
-    # Of (dy, x, scale, bias, w, b, offset, inv_std, normalised).
+    # Axes for (dy, x, scale, bias, w, b, offset, inv_std, normalised).
     examples=leading(0, 1, 6, 7, 8),
     name="layer_norm_linear",
     unsupported=_checks.unsupported_dtype,
@@ -259,17 +260,17 @@ def layer_norm_linear(
 ) -> Float[Array, "*batch out"]:
     """LayerNorm and a dense layer, `z = layer_norm(x, scale, bias) wᵀ + b`.
 
-    The forward keeps two numbers a row for the backward, not the normalised rows, which the backward makes again in the
-    pass that computes dx. Under "pallas", on compute capability 9.0, many rows in bfloat16 are kept normalised in place
-    of x; there scale and bias are part of the product's weights and bias, and `w * scale` is rounded to bfloat16.
+    The forward keeps two numbers per row instead of the normalized rows, which the backward recomputes with dx. Under
+    "pallas", on compute capability 9.0, many rows in bfloat16 are kept in normalized form in place of x. Then scale and
+    bias become part of the weights and bias of the product, and `w * scale` is rounded to bfloat16.
 
     Args:
       x: rows, with any leading axes.
       scale, bias, eps: as in `layer_norm`.
-      w: weights, a row an output.
-      b: bias of the outputs, or None for none.
-      precision: of the matrix products, as in `jax.lax.dot`. They are the library's but in half precisions, where those
-        of the forward and of w's gradient are kernels under "pallas" where they pay, on compute capability 9.0.
+      w: weights, one row per output.
+      b: bias of the outputs, or None.
+      precision: of the matrix products, as in `jax.lax.dot`. cuBLAS computes them. But under "pallas", in half
+        precisions on compute capability 9.0, kernels compute the products of the forward and of dw where they pay.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
@@ -277,7 +278,7 @@ def layer_norm_linear(
 
     Raises:
       TypeError: arguments that are not of one floating dtype.
-      ValueError: shapes that do not fit, or an eps that is no number of at least 0.
+      ValueError: shapes that do not fit, or an eps that is not a number of at least 0.
     """
     op = "layer_norm_linear"
     x, scale, bias, w, b = layer_norm.check(op, eps, x=x, scale=scale, bias=bias, w=w, b=b)
@@ -305,26 +306,26 @@ def layer_norm_linear_backward(
     Float[Array, "out hidden"],
     Float[Array, "out"],
 ]:
-    """Gradients of `layer_norm_linear`: with y the normalised rows, x̂ those before scale and bias, `dn = dy w` and
+    """Gradients of `layer_norm_linear`. With y the normalized rows, x̂ the rows before scale and bias, `dn = dy w`, and
     `t = dn * scale`,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dn * x̂,    dbias = Σ dn,
         dw = dyᵀ y,    db = Σ dy,
 
-    means over each row, sums over all rows.
+    with means over each row and sums over all rows.
 
     Args:
-      dy: gradient of the loss in the forward's result.
-      x, scale, bias, w, eps: the forward's.
+      dy: gradient with respect to z.
+      x, scale, bias, w, eps: as in the forward.
 
     Returns:
-      (dx, dscale, dbias, dw, db), each in the shape and dtype of what it is the gradient of; half precisions are summed
-      in float32, but for db by "autodiff", which JAX sums as it is.
+      (dx, dscale, dbias, dw, db), in the shapes and dtypes of x, scale, bias, w, and b. Half precisions are summed in
+      float32, except for db with "autodiff", which JAX sums in the half precision.
 
     Raises:
       TypeError, ValueError: as in `layer_norm_linear`.
 
-    Source: docs/layer_norm.md; the products are those of `linear_backward`.
+    Source: docs/layer_norm.md; for the products, see `linear_backward`.
     """
     op = "layer_norm_linear_backward"
     dy, x, scale, bias, w = layer_norm.check(op, eps, dy=dy, x=x, scale=scale, bias=bias, w=w)

@@ -31,7 +31,7 @@ def _gradients(dy, x, w, b, *, precision):
 
 
 def _gradients_kernel(dy, x, w, b, *, precision):
-    if on_tensor_cores(x.dtype, precision):  # the library's products run there
+    if on_tensor_cores(x.dtype, precision):  # cuBLAS uses the tensor cores
         return _gradients(dy, x, w, b, precision=precision)
     rows = math.prod(x.shape[:-1])
     dy_last, x_last = batch_last(dy.reshape(rows, dy.shape[-1])), batch_last(x.reshape(rows, x.shape[-1]))
@@ -46,7 +46,7 @@ _LINEAR = Pair(
     name="linear",
     examples=leading(0, 1),
     unsupported=_checks.unsupported_dtype,
-    # Also without the tensor cores, the library's products are faster.
+    # cuBLAS is faster without the tensor cores, too.
     fastest=Fastest(gpu="xla"),
     jit=True,
 )
@@ -64,19 +64,19 @@ def linear(
 
     Args:
       x: inputs, with any leading axes.
-      w: weights, a row an output.
-      b: bias, or None for none.
+      w: weights, one row per output.
+      b: bias, or None.
       precision: of the matrix products, as in `jax.lax.dot`.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. "pallas" has kernels for
-        exact float32 alone (`precision="highest"`): where the tensor cores may do the products, in TF32 or a half
-        precision, it computes the gradients by the formula in jnp, with the library's products.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. "pallas" has kernels only for
+        exact float32 (`precision="highest"`). If the precision permits tensor cores, in TF32 or a half precision, it
+        computes the gradients by the formula in jnp, with cuBLAS.
 
     Returns:
       y, in x's dtype.
 
     Raises:
       TypeError: arguments that are not of one floating dtype.
-      ValueError: shapes that do not fit; no precision.
+      ValueError: shapes that do not fit, or an invalid precision.
     """
     x, w, b = _checks.floating("linear", x=x, w=w, b=b)
     _check_shapes("linear", x, w, b)
@@ -92,16 +92,16 @@ def linear_backward(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch in_features"], Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
-    """Gradients of `linear`: `dx = dy w`, `dw = dyᵀ x`, `db = Σ dy`, the sums over all leading axes.
+    """Gradients of `linear`: `dx = dy w`, `dw = dyᵀ x`, `db = Σ dy`, with sums over all leading axes.
 
     Args:
-      dy: gradient of the loss in y.
-      x, w: the forward's inputs.
+      dy: gradient with respect to y.
+      x, w: as in the forward.
       precision, implementation: as in `linear`.
 
     Returns:
-      (dx, dw, db), each in the shape and dtype of what it is the gradient of; half precisions are summed in float32,
-      but for db by "autodiff", which JAX sums as it is.
+      (dx, dw, db), in the shapes and dtypes of x, w, and b. Half precisions are summed in float32, except for db with
+      "autodiff", which JAX sums in the half precision.
 
     Raises:
       TypeError, ValueError: as in `linear`.
@@ -132,7 +132,7 @@ def forward_in_float32(
     w: Float[AnyArray, "out_features in_features"],
     b: Float[AnyArray, "out_features"],
 ) -> Float[Array, "rows out_features"]:
-    """`x wᵀ + b` in x's dtype, summed in float32 and rounded once."""
+    """Return `x wᵀ + b` in x's dtype, summed in float32 and rounded once."""
     z = jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
     return (z + b.astype(jnp.float32)).astype(x.dtype)
 
@@ -143,6 +143,6 @@ def parameter_gradients_in_float32(
     *,
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
-    """`dw = dyᵀ x` in `dtype`, by default x's, and `db = Σ dy` in float32, both summed in float32."""
+    """Return `dw = dyᵀ x` in `dtype`, by default x's, and `db = Σ dy` in float32. Both are summed in float32."""
     dw = jnp.matmul(dy.T, x, preferred_element_type=jnp.float32)
     return dw.astype(dtype or x.dtype), jnp.sum(dy, axis=0, dtype=jnp.float32)

@@ -1,9 +1,10 @@
 """Products of vectors and matrices, and the transpose, with the arguments of `jax.numpy`.
 
-Arrays are of one floating dtype, which is the result's. `implementation` is "pallas", "xla", "autodiff", or None for
-the fastest on this device. "pallas" has kernels of products for exact float32 alone (`precision="highest"`, as in
-`jax.lax.dot`): where the tensor cores may do a product, in TF32 or a half precision, it takes the library's. Every
-backward takes `dy`, the gradient of the loss in the result, first. Anything else is a TypeError or a ValueError.
+All arrays have one floating dtype, which is also the dtype of the result. `implementation` is "pallas", "xla",
+"autodiff", or None for the fastest on this device. "pallas" has kernels only for products in exact float32
+(`precision="highest"`, as in `jax.lax.dot`). If the precision permits tensor cores, in TF32 or a half precision,
+"pallas" calls cuBLAS. The first argument of every backward is `dy`, the gradient with respect to the result. Invalid
+arguments raise a TypeError or a ValueError.
 """
 
 import math
@@ -29,12 +30,13 @@ from pallas_kernels.pointwise.reductions import sum_over
 
 
 def _product(a, b, *, precision):
-    """`(..., m, k), (..., k, n) -> (..., m, n)`, in float32 or wider: not rounded before a further sum."""
+    """`(..., m, k), (..., k, n) -> (..., m, n)`, in float32 or wider, so that a further sum adds values that are not
+    rounded."""
     return jnp.matmul(a, b, precision=precision, preferred_element_type=wide(a.dtype))
 
 
 def _product_kernel(a, b, *, precision):
-    if on_tensor_cores(a.dtype, precision):  # the library's products run there
+    if on_tensor_cores(a.dtype, precision):  # cuBLAS uses the tensor cores
         return _product(a, b, precision=precision)
     if a.ndim > 2:
         batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -53,7 +55,8 @@ _PRODUCT = Op("product", {"xla": _product, "pallas": _product_kernel}, jit=True)
 
 
 def _matrices(a, b):
-    """Two arrays as matrices with the same batch axes; a vector is a row on the left and a column on the right."""
+    """Return two arrays as matrices with equally many batch axes. A vector becomes a row on the left and a column on
+    the right."""
     a, b = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     ndim = max(a.ndim, b.ndim)
     return tuple(x.reshape((1,) * (ndim - x.ndim) + x.shape) for x in (a, b))
@@ -69,13 +72,14 @@ def _matmul_gradients(dy, a, b, **options):
 
 
 def _over_batch(gradient, matrices):
-    """The sum over the batch axes along which the matrices are broadcast."""
+    """Return the sum over the batch axes along which the matrices are broadcast."""
     axes = tuple(i for i in range(gradient.ndim - 2) if matrices.shape[i] != gradient.shape[i])
     return jnp.sum(gradient, axis=axes, keepdims=True) if axes else gradient
 
 
 def _as_matrices(a, b):
-    """The matrices whose product has the numbers of `dot(a, b)`: its sum is over a's last axis and b's last but one."""
+    """Return matrices whose product has the elements of `dot(a, b)`, which sums over a's last axis and b's last but
+    one."""
     b = jnp.moveaxis(b, -2 if b.ndim > 1 else 0, 0)
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b.reshape(b.shape[0], math.prod(b.shape[1:]))
 
@@ -89,7 +93,7 @@ def _dot_gradients(dy, a, b, **options):
 
 
 def _in_float32(function):
-    """The function of jnp, its sums in float32 or wider."""
+    """Wrap a function of jnp so that it sums in float32 or wider."""
 
     def forward(a, b, *, precision):
         y = function(a, b, precision=precision, preferred_element_type=wide(a.dtype))
@@ -126,7 +130,7 @@ def _transpose_back(dy, *, axes, shape):
 
 
 _OUTER = fused_pair(jnp.outer, {"xla": _outer_gradients, "pallas": _outer_gradients_kernel}, name="outer")
-# "pallas" is XLA's transpose as well: no kernel was faster.
+# "pallas" uses XLA's transpose, because no kernel was faster.
 _TRANSPOSE = fused_pair(_transpose, {"xla": _transpose_back, "pallas": _transpose_back}, linear=True, name="transpose")
 
 
@@ -140,9 +144,9 @@ def matmul(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch rows columns"]:
-    """Matrix product, `yᵢⱼ = Σₖ aᵢₖ bₖⱼ`, for each of the batch, whose axes broadcast.
+    """Matrix product, `yᵢⱼ = Σₖ aᵢₖ bₖⱼ`, over batch axes that broadcast.
 
-    A vector on the left is a row, one on the right a column; their axis is not in the result.
+    A vector on the left is a row, and a vector on the right is a column. The result does not have their axis.
     """
     return _product_of(_MATMUL, implementation, precision, a=a, b=b)
 
@@ -168,7 +172,8 @@ def dot(
 ) -> Float[Array, "*rows_and_columns"]:
     """Inner product, `y = Σₖ a[..., k] b[..., k, :]`, of every row of a with every column of b.
 
-    Of two vectors it is a number. Unlike those of `matmul`, axes before the last two are not matched to each other.
+    For two vectors it is a number. Unlike in `matmul`, the axes before the last two do not broadcast against each
+    other.
     """
     return _product_of(_DOT, implementation, precision, a=a, b=b)
 
@@ -181,14 +186,15 @@ def dot_backward(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*rows inner"], Float[Array, "*batch inner columns"]]:
-    """Gradients of `dot`: `da = Σ dy b` over b's other axes, `db = Σ a dy` over a's. Of vectors, `da = dy b`."""
+    """Gradients of `dot`: `da = Σ dy b` over b's other axes, `db = Σ a dy` over a's other axes. For vectors,
+    `da = dy b`."""
     return _product_of(_DOT.vjp, implementation, precision, dy=dy, a=a, b=b)
 
 
 def outer(
     a: Float[AnyArray, "*shape_a"], b: Float[AnyArray, "*shape_b"], *, implementation: Implementation = None
 ) -> Float[Array, "size_a size_b"]:
-    """Outer product, `yᵢⱼ = aᵢ bⱼ`, of the arrays laid out flat."""
+    """Outer product, `yᵢⱼ = aᵢ bⱼ`, of the flattened arrays."""
     return _OUTER(*_checks.floating("outer", a=a, b=b), implementation=implementation)
 
 
@@ -208,9 +214,9 @@ def outer_backward(
 def transpose(
     a: Float[AnyArray, "*shape"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
 ) -> Float[Array, "*permuted"]:
-    """The array with its axes in another order, `y.shape[i] = a.shape[axes[i]]`, by default the reverse.
+    """Permutation of the axes, `y.shape[i] = a.shape[axes[i]]`, by default the reverse order.
 
-    No kernel is faster than XLA here, and "pallas" leaves it to that.
+    "pallas" uses XLA, because no kernel was faster.
     """
     (a,) = _checks.floating("transpose", a=a)
     return _TRANSPOSE(a, axes=_order("transpose", axes, a.ndim), shape=a.shape, implementation=implementation)
@@ -234,7 +240,7 @@ def _order(op, axes, ndim):
 
 
 def _product_of(op, implementation, precision, **arrays):
-    """Call `matmul`, `dot`, or the backward of one of them, after checking its named arrays."""
+    """Check the named arrays and call `matmul`, `dot`, or the backward of one of them."""
     *dy, a, b = _checks.floating(op.name, **arrays)
     shapes = f"a has shape {a.shape} and b {b.shape}"
     for name, x in (("a", a), ("b", b)):

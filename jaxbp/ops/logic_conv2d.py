@@ -1,11 +1,11 @@
-"""Convolutions of differentiable logic gates: each kernel is a tree of two-input gates, the same at every place.
+"""Convolutions of differentiable logic gates: each kernel is a tree of two-input gates, the same at every position.
 
-A kernel of depth d reads `2^d` leaves, places in a window of its input, and combines them by `2^d - 1` gates, each
-`y = c0 + c1 a + c2 b + c3 ab` as in `gate_layer`. An or-pool takes the largest of neighbouring places: of bits that is
-their "or". With both in one, the forward keeps for each pooled output which place was the largest, a byte, and the
-backward computes that one tree again: of all the trees of a window, the others have no gradient.
+A kernel of depth d reads `2^d` leaves, which are positions in a window of its input. It combines them by `2^d - 1`
+gates, each `y = c0 + c1 a + c2 b + c3 ab` as in `gate_layer`. An or-pool takes the largest of neighboring values, which
+is the "or" of bits. With both in one op, the forward keeps one byte per pooled output, the position of the largest
+value. The backward recomputes only the tree at this position; the others have no gradient.
 
-As in `gate_layer`, an op is made of two pairs: one from parameters to coefficients, one of coefficients and images.
+As in `gate_layer`, one pair maps parameters to coefficients, and a second takes coefficients and images.
 """
 
 import functools
@@ -110,7 +110,7 @@ _TREES = Op(
         ),
     },
 )
-"""Of coefficients, wires and x: (y, places)."""
+"""The op of (coefficients, wires, x), which returns (y, places)."""
 
 
 def _convolution(parameters, wires, x, *, parametrization, implementation, **options):
@@ -119,13 +119,13 @@ def _convolution(parameters, wires, x, *, parametrization, implementation, **opt
 
 
 def _convolution_backward(dy, places, parameters, wires, x, *, parametrization, implementation, **options):
-    pair, wide = COEFFICIENTS[parametrization], widen(parameters)  # once, as in `gate_layer`'s
+    pair, wide = COEFFICIENTS[parametrization], widen(parameters)  # widened once, as in `gate_layer`
     dc, _, dx = _TREES_BACKWARD(dy, places, pair.forward(wide), wires, x, implementation=implementation, **options)
     return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
 
 
 def _definition(parameters, wires, x, *, parametrization, stride, padding, pool):
-    """The trees for JAX to differentiate: of logits, the 16 functions weighted with their probabilities."""
+    """Compute the trees for JAX to differentiate. For logits, it weights the 16 functions by their probabilities."""
     wide = widen(_padded(x, padding))
     rows, columns = output_size(wide.shape[2:], wires.window, stride=stride, padding=((0, 0), (0, 0)))
     channel, row, column = jnp.moveaxis(wires.leaves, -1, 0)[..., None, None]
@@ -187,28 +187,30 @@ def logic_conv2d(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> Float[Array, "batch kernels out_height out_width"]:
-    """A convolution of relaxed logic gates: `y[n, k, i, j]` is kernel k's tree of gates on its window at (i, j).
+    """Convolution of relaxed logic gates: `y[n, k, i, j]` is the output of kernel k's tree of gates on its window at
+    (i, j).
 
-    Leaf l of kernel k reads `x[n, c, i s + u - p, j s + v - p]` with `(c, u, v) = wires.leaves[k, l]`, s the stride and
-    p the padding. Of each level, gate g has the values 2 g and 2 g + 1 of the level before as its a and b, and gives
-    `Σ_i softmax(logits[k, g])_i op_i(a, b)`, as in `gate_layer`; gates are counted level by level, the root last.
+    Leaf l of kernel k reads `x[n, c, i s + u - p, j s + v - p]` with `(c, u, v) = wires.leaves[k, l]`, where s is the
+    stride and p the padding. In each level, gate g takes the values 2 g and 2 g + 1 of the previous level as its a and
+    b. It computes `Σ_i softmax(logits[k, g])_i op_i(a, b)`, as in `gate_layer`. Gates are numbered level by level, with
+    the root last.
 
     Args:
-      logits: a gate's parameters. They may be of a wider dtype than x.
-      wires: a `jaxbp.TreeWires` of as many kernels and gates, and as many channels as x has.
-      x: images, NCHW: bits, or numbers between them.
+      logits: the parameters of each gate. They may have a wider dtype than x.
+      wires: a `jaxbp.TreeWires` with the same numbers of kernels, gates, and channels.
+      x: images, NCHW. Values are bits or numbers between 0 and 1.
       stride: an int or a pair.
-      padding: zeros on each side: an int, one for rows and one for columns, "SAME" or "VALID".
+      padding: zeros on each side: one int, a pair for rows and columns, "SAME", or "VALID".
       parametrization: as in `gate_layer`.
-      implementation: "pallas" (depths up to 4), "xla", "autodiff", or None for the fastest. "autodiff" is the 16
-        functions, stacked; of the other two parametrizations, the four coefficients.
+      implementation: "pallas" (depths up to 4), "xla", "autodiff", or None for the fastest. "autodiff" stacks the 16
+        functions. For the other two parametrizations it uses the four coefficients.
 
     Returns:
-      y, in x's dtype, computed in float32 or wider; its height is `(height + 2 p - window) // s + 1`, and its width
-      alike.
+      y, in x's dtype, computed in float32 or wider. Its height is `(height + 2 p - window) // s + 1`; its width
+      likewise.
 
     Raises:
-      TypeError: wires that are none, or arguments that are not floating.
+      TypeError: wires has the wrong type, or an array is not floating.
       ValueError: shapes or options that do not fit, or an unknown parametrization.
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
@@ -227,21 +229,22 @@ def logic_conv2d_backward(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "kernels gates parameters"], Float[Array, "batch channels height width"]]:
-    """Gradients of `logic_conv2d`. From the root to the leaves, with dy the gradient of a gate's value,
+    """Gradients of `logic_conv2d`. From the root to the leaves, with dy the gradient of the loss with respect to a
+    gate's value,
 
         da = dy (c1 + c3 b)
         db = dy (c2 + c3 a)
         dc = Σ over examples and places of dy (1, a, b, ab)
 
-    dlogits follows from dc as in `gate_layer_backward`, and dx sums da and db over the leaves that read a place. The
-    values of the gates are computed again.
+    dlogits follows from dc as in `gate_layer_backward`. dx sums da and db over the leaves that read a position. The
+    values of the gates are recomputed.
 
     Args:
-      dy: gradient of the loss in y, of x's dtype.
-      The rest: the forward's.
+      dy: gradient with respect to y, in x's dtype.
+      Other arguments: as in `logic_conv2d`.
 
     Returns:
-      (dlogits, dx), each in the shape and dtype of what it is the gradient of; the same bits in every run.
+      (dlogits, dx), in the shapes and dtypes of logits and x. Every run returns the same bits.
 
     Raises:
       TypeError, ValueError: as in `logic_conv2d`.
@@ -262,16 +265,16 @@ def logic_conv2d_or_pool2d(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> Float[Array, "batch kernels out_height out_width"]:
-    """`logic_or_pool2d(logic_conv2d(logits, wires, x, stride=stride, padding=padding), pool)`, with less to remember.
+    """`logic_or_pool2d(logic_conv2d(logits, wires, x, stride=stride, padding=padding), pool)`, with fewer residuals.
 
-    The backward needs the input, and for each pooled output which place of its window was the largest: a byte. The
-    values of the gates are neither kept nor, by the kernels, ever written.
+    The backward needs the input and one byte per pooled output. The values of the gates are not kept, and the kernels
+    never write them.
 
     Args:
       logits, wires, x, stride, padding, parametrization: as in `logic_conv2d`.
-      pool: height and width of the pool's windows, which stand side by side; rows and columns that fill none are left
-        out.
-      implementation: "pallas" (depths up to 4, pools of up to 9 places), "xla", "autodiff", or None for the fastest.
+      pool: height and width of the pool's windows, which do not overlap. Rows and columns that do not fill a window are
+        ignored.
+      implementation: "pallas" (depths up to 4, pools of up to 9 positions), "xla", "autodiff", or None for the fastest.
 
     Returns:
       y, in x's dtype.
@@ -296,14 +299,14 @@ def logic_conv2d_or_pool2d_with_places(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "batch kernels out_height out_width"], Integer[Array, "batch kernels out_height out_width"]]:
-    """`logic_conv2d_or_pool2d`, and what its backward remembers of the windows.
+    """Return the result of `logic_conv2d_or_pool2d` and the positions that its backward needs.
 
     Args:
       As in `logic_conv2d_or_pool2d`.
 
     Returns:
-      (y, places): places are `u * pool_width + v`, the first of the largest values in its window; uint8 for windows of
-      up to 256 places, else int32. They have no gradient.
+      (y, places). places is `u * pool_width + v`, the first position of the largest value in its window. It is uint8
+      for windows of up to 256 positions, else int32, and has no gradient.
 
     Raises:
       As in `logic_conv2d_or_pool2d`.
@@ -326,21 +329,21 @@ def logic_conv2d_or_pool2d_backward(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "kernels gates parameters"], Float[Array, "batch channels height width"]]:
-    """Gradients of `logic_conv2d_or_pool2d`: those of `logic_conv2d_backward`, with dy at each window's place.
+    """Gradients of `logic_conv2d_or_pool2d`: `logic_conv2d_backward` with dy at the selected position of each window.
 
-    Only the tree at that place is computed again.
+    Only the tree at that position is recomputed.
 
     Args:
-      dy: gradient of the loss in y, of x's dtype.
-      places: as `logic_conv2d_or_pool2d_with_places` gives them. Numbers beyond a window's places are not refused, and
-        what they give is not defined.
-      The rest: the forward's.
+      dy: gradient with respect to y, in x's dtype.
+      places: as returned by `logic_conv2d_or_pool2d_with_places`. For values outside of the window, the result is
+        undefined.
+      Other arguments: as in `logic_conv2d_or_pool2d`.
 
     Returns:
-      (dlogits, dx), each in the shape and dtype of what it is the gradient of; the same bits in every run.
+      (dlogits, dx), in the shapes and dtypes of logits and x. Every run returns the same bits.
 
     Raises:
-      TypeError, ValueError: as in `logic_conv2d`; places that are not integers of dy's shape.
+      TypeError, ValueError: as in `logic_conv2d`; also if places are not integers of dy's shape.
     """
     op = "logic_conv2d_or_pool2d_backward"
     dy, logits, x, options = _check_gradient(op, dy, logits, wires, x, pool, stride, padding, parametrization)
@@ -358,10 +361,10 @@ def logic_or_pool2d(
     padding: Padding = 0,
     implementation: Implementation = None,
 ) -> Float[Array, "batch channels out_height out_width"]:
-    """The "or" of each window's bits, relaxed to the largest of its numbers: `max_pool2d`, whose arguments it has.
+    """The "or" of the bits in each window, relaxed to their maximum. This is `max_pool2d`, with the same arguments.
 
-    The gradient goes to the first of the largest, or to the first NaN, and `max_pool2d_backward` is its backward. By
-    "autodiff", the gradient of a window with NaN goes where XLA sends it.
+    The gradient goes to the first maximum, or to the first NaN. The backward is `max_pool2d_backward`. With "autodiff",
+    XLA decides where the gradient of a window with NaN goes.
 
     Raises:
       TypeError, ValueError: as in `max_pool2d`.
@@ -377,7 +380,7 @@ def _call(op, logits, wires, x, pool, stride, padding, parametrization, implemen
 
 
 def _check(op, logits, wires, x, pool, stride, padding, parametrization):
-    """The arrays, and the options in one form."""
+    """Return the checked arrays and the options in one form."""
     if not isinstance(wires, TreeWires):
         raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.TreeWires")
     (logits,) = _checks.floating(op, logits=logits)

@@ -1,4 +1,4 @@
-"""Losses of predictions and targets of one shape."""
+"""Losses that compare predictions and targets of one shape."""
 
 import functools
 import math
@@ -19,18 +19,18 @@ from jaxbp.sharding import leading
 from pallas_kernels.pointwise.elementwise import elementwise
 
 Gradients = tuple[Floats, Floats]
-"""The gradients in predictions and targets."""
+"""Gradients with respect to predictions and targets."""
 
 
 def _mean_loss(name, loss, slope):
-    """The mean of `loss(error)` over all elements, whose gradient is `slope(error) / n`."""
+    """Return a pair for the mean of `loss(error)` over all elements, with the gradient `slope(error) / n`."""
 
     def forward(predictions, targets):
         error = widen(predictions) - widen(targets)
         return jnp.mean(loss(error)).astype(predictions.dtype)
 
     def gradients(dy, predictions, targets, *, size):
-        # The mean of nothing is NaN, and so is what depends on it.
+        # The mean of no elements is NaN, and so is its gradient.
         dpredictions = dy * (1.0 / size if size else math.inf) * slope(predictions - targets)
         return dpredictions, -dpredictions
 
@@ -45,13 +45,15 @@ def _mean_loss(name, loss, slope):
 
 
 def _x_log_y(x, y):
-    """`x ln y`, 0 where x and y are 0, in a form whose own derivatives are right there: -inf in x, 0 in y."""
+    """Return `x ln y`, or 0 where x and y are 0. There the autodiff derivatives are -inf with respect to x and 0 with
+    respect to y."""
     at_zero = (x == 0) & (y == 0)
     return _x_times_log(x, jnp.log(jnp.where(at_zero, 1.0, y)), at_zero)
 
 
 def _x_times_log(x, log, at_zero):
-    """`x log`, but 0 with a slope of -inf in x at zero, where x is 0 and the logarithm would be -inf."""
+    """Return `x log`, but where at_zero (x is 0 and the logarithm -inf), return 0 with a slope of -inf with respect to
+    x."""
     gap = jnp.where(at_zero, x - lax.stop_gradient(x), 1.0)
     return x * jnp.where(at_zero, 0.0, log) - jnp.where(at_zero, jnp.sqrt(gap), 0.0)
 
@@ -62,7 +64,7 @@ def _huber(predictions, targets, *, delta):
 
 
 def _huber_gradients(dy, predictions, targets, *, delta):
-    # Selections, not a minimum and a maximum, whose slope at the bounds would be half.
+    # Selections instead of a minimum and a maximum, whose slopes at the bounds would be half.
     error = predictions - targets
     dpredictions = dy * jnp.where(error > delta, delta, jnp.where(error < -delta, -delta, error))
     return dpredictions, -dpredictions
@@ -70,7 +72,7 @@ def _huber_gradients(dy, predictions, targets, *, delta):
 
 def _binary_cross_entropy_gradients(dy, probabilities, labels):
     p, y = probabilities, labels
-    # Where label and probability are sure and the same, the quotient is 0 / 0, and so are its derivatives.
+    # Where label and probability are both 0 or both 1, the quotient and its derivatives would be 0 / 0.
     both_0, both_1 = (y == 0) & (p == 0), (y == 1) & (p == 1)
     dividend = jnp.where(both_0, 1 - y, jnp.where(both_1, -y, p - y))
     divisor = jnp.where(both_0, 1 - p, jnp.where(both_1, p, p * (1 - p)))
@@ -78,7 +80,7 @@ def _binary_cross_entropy_gradients(dy, probabilities, labels):
 
 
 def _log(x):
-    """`ln x`, without its infinite slope at 0: times a cotangent of 0 that would be NaN."""
+    """Return `ln x` without its infinite slope at 0. That slope times a cotangent of 0 would be NaN."""
     at_zero = x == 0
     return jnp.where(at_zero, -jnp.inf, jnp.log(jnp.where(at_zero, 1.0, x)))
 
@@ -97,7 +99,8 @@ _BINARY_CROSS_ENTROPY = Elementwise(
     "binary_cross_entropy",
     lambda probabilities, labels: -_x_log_y(labels, probabilities) - _x_log_y(1 - labels, 1 - probabilities),
     _binary_cross_entropy_gradients,
-    # On a GPU JAX's gradient has its logarithms from the forward, and half as many of them; alone, ours is as fast.
+    # On a GPU, autodiff reuses the forward's logarithms and needs half as many. Without the forward, the formula is as
+    # fast.
     fastest=KEPT_ON_GPU,
 )
 _SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
@@ -136,8 +139,8 @@ _KL_DIVERGENCE = fused_pair(
 
 
 def _loss(op, implementation, options: Mapping[str, float] = {}, **arrays):
-    """Call a loss, or its backward, after checking its named arrays: they have one floating dtype and one shape, but
-    `dy`, which has the shape of the loss."""
+    """Check the named arrays and call a loss or its backward. All have one floating dtype and one shape, but `dy` has
+    the loss's."""
     values = dict(zip(arrays, _checks.floating(op.name, **arrays), strict=True))
     (first, like), *others = ((name, a) for name, a in values.items() if name != "dy")
     for name, a in others:
@@ -156,7 +159,7 @@ def _loss(op, implementation, options: Mapping[str, float] = {}, **arrays):
 def mean_squared_error(
     predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
 ) -> Float[Array, ""]:
-    """Mean of squares, `loss = 1/n Σᵢ (predictionsᵢ - targetsᵢ)²`, over all n elements.
+    """Mean squared error, `loss = 1/n Σᵢ (predictionsᵢ - targetsᵢ)²`, over all n elements.
 
     Raises:
       TypeError: arguments that are not of one floating dtype.
@@ -168,7 +171,7 @@ def mean_squared_error(
 def mean_squared_error_backward(
     dy: Float[AnyArray, ""], predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
 ) -> Gradients:
-    """Gradients of `mean_squared_error`: `dpredictionsᵢ = 2/n dy (predictionsᵢ - targetsᵢ)`, `dtargets` its
+    """Gradients of `mean_squared_error`: `dpredictionsᵢ = 2/n dy (predictionsᵢ - targetsᵢ)`. `dtargets` is its
     negative."""
     return _loss(_MEAN_SQUARED_ERROR.vjp, implementation, dy=dy, predictions=predictions, targets=targets)
 
@@ -176,7 +179,7 @@ def mean_squared_error_backward(
 def mean_absolute_error(
     predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
 ) -> Float[Array, ""]:
-    """Mean of absolute values, `loss = 1/n Σᵢ |predictionsᵢ - targetsᵢ|`, over all n elements.
+    """Mean absolute error, `loss = 1/n Σᵢ |predictionsᵢ - targetsᵢ|`, over all n elements.
 
     Raises:
       TypeError, ValueError: as in `mean_squared_error`.
@@ -187,19 +190,19 @@ def mean_absolute_error(
 def mean_absolute_error_backward(
     dy: Float[AnyArray, ""], predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
 ) -> Gradients:
-    """Gradients of `mean_absolute_error`: `dpredictionsᵢ = dy/n sign(predictionsᵢ - targetsᵢ)`, 0 where they are equal;
-    `dtargets` its negative."""
+    """Gradients of `mean_absolute_error`: `dpredictionsᵢ = dy/n sign(predictionsᵢ - targetsᵢ)`, 0 where they are equal.
+    `dtargets` is its negative."""
     return _loss(_MEAN_ABSOLUTE_ERROR.vjp, implementation, dy=dy, predictions=predictions, targets=targets)
 
 
 def huber(
     predictions: AnyFloats, targets: AnyFloats, delta: float = 1.0, *, implementation: Implementation = None
 ) -> Floats:
-    """Huber's loss, `½ e² where |e| <= delta, else delta (|e| - ½ delta)`, element by element, of the error
-    `e = predictions - targets`.
+    """Huber loss, `½ e² where |e| <= delta, else delta (|e| - ½ delta)`, element by element, where
+    `e = predictions - targets` is the error.
 
     Raises:
-      TypeError, ValueError: as in `mean_squared_error`; a delta that is no positive number.
+      TypeError, ValueError: as in `mean_squared_error`; also a ValueError if delta is not a positive number.
 
     Source: P. Huber, "Robust estimation of a location parameter", 1964.
     """
@@ -215,7 +218,7 @@ def huber_backward(
     *,
     implementation: Implementation = None,
 ) -> Gradients:
-    """Gradients of `huber`: `dpredictions = dy min(max(e, -delta), delta)`, `dtargets` its negative."""
+    """Gradients of `huber`: `dpredictions = dy min(max(e, -delta), delta)`. `dtargets` is its negative."""
     delta = _checks.number("huber_backward", "delta", delta, 0.0)
     return _loss(_HUBER.vjp, implementation, dict(delta=delta), dy=dy, predictions=predictions, targets=targets)
 
@@ -225,8 +228,8 @@ def binary_cross_entropy(
 ) -> Floats:
     """Cross-entropy of probabilities, `loss = -y ln p - (1 - y) ln(1 - p)`, element by element.
 
-    Of logits, `sigmoid_binary_cross_entropy` is more accurate. Here p is not clamped: a loss that is infinite is
-    infinite, and a probability of 0 or 1 that is right costs nothing.
+    For logits, `sigmoid_binary_cross_entropy` is more accurate. p is not clamped: a loss may be infinite, and a correct
+    probability of 0 or 1 has the loss 0.
 
     Args:
       probabilities: p, in [0, 1].
@@ -242,9 +245,11 @@ def binary_cross_entropy(
 def binary_cross_entropy_backward(
     dy: AnyFloats, probabilities: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
 ) -> Gradients:
-    """Gradients of `binary_cross_entropy` in both: `dy (p - y) / (p (1 - p))` and `dy (ln(1 - p) - ln p)`.
+    """Gradients of `binary_cross_entropy` with respect to p and y: `dy (p - y) / (p (1 - p))` and
+    `dy (ln(1 - p) - ln p)`.
 
-    For y = 0 the first is `1 / (1 - p)` and for y = 1 `-1 / p`, at any p. At p = 0 and p = 1 the second is infinite.
+    At any p, the first is dy times `1 / (1 - p)` for y = 0, and dy times `-1 / p` for y = 1. The second is infinite at
+    p = 0 and p = 1.
     """
     return _loss(_BINARY_CROSS_ENTROPY.vjp, implementation, dy=dy, probabilities=probabilities, labels=labels)
 
@@ -252,9 +257,9 @@ def binary_cross_entropy_backward(
 def sigmoid_binary_cross_entropy(
     logits: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
 ) -> Floats:
-    """Cross-entropy of logits, `loss = -y ln σ(x) - (1 - y) ln σ(-x)`, element by element; nothing overflows.
+    """Cross-entropy of logits, `loss = -y ln σ(x) - (1 - y) ln σ(-x)`, element by element, computed without overflow.
 
-    An infinite logit that is right costs nothing.
+    A correct infinite logit has a loss of 0.
 
     Args:
       logits: x.
@@ -280,12 +285,13 @@ def kl_divergence(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch"]:
-    """Kullback-Leibler divergence, `loss = Σ_k p_k (ln p_k - q_k)` over the last axis, q the logarithms of predictions.
+    """Kullback-Leibler divergence, `loss = Σ_k p_k (ln p_k - q_k)` over the last axis, where q is the logarithm of the
+    predictions.
 
-    Where p_k is 0, its term is.
+    A term with p_k = 0 is 0.
 
     Args:
-      log_predictions: q, of any leading axes, the classes last.
+      log_predictions: q, with any leading axes, and the classes last.
       targets: p, probabilities.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
@@ -304,5 +310,6 @@ def kl_divergence_backward(
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
-    """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`, infinite where p_k is 0."""
+    """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`. dp_k is infinite where p_k is
+    0."""
     return _loss(_KL_DIVERGENCE.vjp, implementation, dy=dy, log_predictions=log_predictions, targets=targets)

@@ -1,4 +1,5 @@
-"""Max-pooling: the forward keeps where in each window the maximum lay, the backward sends the gradient there."""
+"""Max-pooling: the forward keeps the position of the maximum in each window, and the backward routes the gradient to
+it."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +18,12 @@ from pallas_kernels.core.launch import batch_first, batch_last
 
 
 def _places(window):
-    """The places in a window in row-major order."""
+    """Return the positions in a window in row-major order."""
     return [(u, v) for u in range(window[0]) for v in range(window[1])]
 
 
 def _at_place(place, x, *, window, stride, padding, input_size, fill):
-    """What stands at `place` in every window of x: `(N, C, P, Q)`."""
+    """Return the value at `place` in every window of x, `(N, C, P, Q)`."""
     x = jnp.pad(x, ((0, 0), (0, 0), *padding), constant_values=fill)
     rows, columns = output_size(input_size=input_size, window=window, stride=stride, padding=padding)
     (u, v), (s, t) = place, stride
@@ -33,11 +34,11 @@ def max_and_indices(x, **options):
     places = _places(options["window"])
     index_dtype = jnp.uint8 if len(places) <= 256 else jnp.int32
     values = [_at_place(place, x, fill=-jnp.inf, **options) for place in places]
-    # Made like a value, they are sharded like it on a mesh of explicit axes.
+    # Computed from a value, the indices have its sharding on a mesh of explicit axes.
     index = jnp.zeros_like(values[0], index_dtype) + jnp.asarray(_first_inside(**options), index_dtype)
     largest = jnp.full_like(values[0], -jnp.inf)
     for i, value in enumerate(values):
-        # Only what is larger replaces it: the first of equals stays. NaN is larger than any number, and stays.
+        # The first of equal maxima stays. NaN counts as larger than any number, and stays.
         larger = ~(value <= largest) & ~jnp.isnan(largest)
         largest = jnp.where(larger, value, largest)
         index = jnp.where(larger, jnp.asarray(i, index_dtype), index)
@@ -45,7 +46,8 @@ def max_and_indices(x, **options):
 
 
 def _first_inside(*, window, stride, padding, input_size):
-    """The first place of each window that is no padding, so that a window of -inf alone does not point at padding."""
+    """Return the first position of each window outside of the padding, so that a window of only -inf does not select
+    padding."""
     rows, columns = output_size(input_size=input_size, window=window, stride=stride, padding=padding)
     first = [
         np.maximum(0, before - np.arange(n) * s)
@@ -66,7 +68,7 @@ def _save(x, **options):
 
 
 def select(x, indices, **options):
-    """What stands at the given place of each window; 0 where an index is no place."""
+    """Return the value at the selected position of each window, or 0 where the index lies outside of the window."""
     places = enumerate(_places(options["window"]))
     return sum(jnp.where(indices == i, _at_place(place, x, fill=0, **options), 0) for i, place in places)
 
@@ -76,7 +78,7 @@ def _route_autodiff(dy, indices, **options):
 
 
 def route_formula(dy, indices, **options):
-    """Gradients sent to their places; where every position is in one window, it fetches its own."""
+    """Route gradients to the maxima. If every position is in exactly one window, each position fetches its gradient."""
     if side_by_side(**options):
         return _fetch_from_windows(dy, indices, window=options["window"])
     return _send_to_places(dy, indices, **options)
@@ -84,10 +86,10 @@ def route_formula(dy, indices, **options):
 
 def _send_to_places(dy, indices, *, window, stride, padding, input_size):
     zero = jnp.zeros((), dy.dtype)
-    # Where windows overlap, it is a sum.
+    # If windows overlap, dx is a sum.
     dx = jnp.zeros((*dy.shape[:2], *input_size), wide(dy.dtype))
     for i, place in enumerate(_places(window)):
-        # Spread out by the stride and moved to its place, each gradient stands where its maximum was.
+        # Spaced out by the stride and shifted, each gradient lies at the position of its maximum.
         spread = [
             (at - before, size - (at - before) - ((n - 1) * s + 1), s - 1)
             for at, (before, _), size, n, s in zip(place, padding, input_size, dy.shape[2:], stride, strict=True)
@@ -97,7 +99,7 @@ def _send_to_places(dy, indices, *, window, stride, padding, input_size):
 
 
 def _fetch_from_windows(dy, indices, *, window):
-    """Each position looks at the one window it is in: on a GPU, XLA does it in one pass, as fast as a copy."""
+    """Let each position read its only window. On a GPU, XLA does this in one pass, as fast as a copy."""
     place = np.arange(window[0] * window[1], dtype=np.int32).reshape(window[0], 1, window[1])
     dy, indices = (a[:, :, :, None, :, None] for a in (dy, indices.astype(jnp.int32)))
     dx = jnp.where(indices == place, dy, jnp.zeros((), dy.dtype))
@@ -121,7 +123,7 @@ _MAX_POOL2D_BACKWARD = Op(
         "pallas": differentiable(_route_kernel, route_formula, leading(0, 1)),
     },
     unsupported=_checks.unsupported_dtype,
-    # On NCHW images the transposes around the kernel cost more than it saves.
+    # On NCHW images, the transposes around the kernel cost more than the kernel saves.
     fastest=Fastest(gpu="xla"),
     jit=True,
 )
@@ -147,20 +149,22 @@ def max_pool2d(
     padding: Padding = 0,
     implementation: Implementation = None,
 ) -> Float[Array, "batch channels out_height out_width"]:
-    """Max-pooling: `y[n, c, i, j] = max over u, v of x[n, c, i s + u - p, j s + v - p]`, s the stride, p the padding.
+    """Max-pooling: `y[n, c, i, j] = max over u, v of x[n, c, i s + u - p, j s + v - p]`, where s is the stride and p
+    the padding.
 
     Args:
       x: images, NCHW.
       window: height and width of the windows, an int or a pair.
-      stride: an int or a pair; the window's size if None.
-      padding: -inf on each side: an int, one for rows and one for columns, "SAME" or "VALID"; less than the window.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest. Where every position is in exactly one
-        window, XLA routes the gradients as fast as it copies, and "pallas" leaves it to that.
+      stride: an int or a pair. None means the size of the window.
+      padding: -inf on each side: one int, a pair for rows and columns, "SAME", or "VALID". It must be less than the
+        window.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest. If every position is in exactly one window,
+        "pallas" uses XLA, which is as fast as a copy.
 
     Returns:
-      y, in x's dtype, of height `(height + 2 p - window) // s + 1`, and width alike. NaN in a window gives NaN.
-      Of equal maxima the first in row-major order gets the gradient, and so does the first NaN. By "autodiff", the
-      gradient of a window with NaN goes where XLA sends it, which may be another position.
+      y, in x's dtype. Its height is `(height + 2 p - window) // s + 1`; its width likewise. NaN in a window gives NaN.
+      The gradient goes to the first of equal maxima in row-major order, or to the first NaN. With "autodiff", XLA
+      decides where the gradient of a window with NaN goes, which may be another position.
 
     Raises:
       TypeError: x is not floating.
@@ -179,14 +183,14 @@ def max_pool2d_with_indices(
     padding: Padding = 0,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "batch channels out_height out_width"], Integer[Array, "batch channels out_height out_width"]]:
-    """`max_pool2d`, and where in its window each maximum lay.
+    """Return the result of `max_pool2d` and the index of each maximum in its window.
 
     Args:
       As in `max_pool2d`.
 
     Returns:
-      (y, indices): indices are `u * window_width + v`, the first maximum's (or NaN's) place in its own window,
-      uint8 for windows of up to 256 places, else int32. They have no gradient.
+      (y, indices). indices is `u * window_width + v`, the position of the first maximum (or NaN) in its window. It is
+      uint8 for windows of up to 256 positions, else int32, and has no gradient.
 
     Raises:
       TypeError, ValueError: as in `max_pool2d`.
@@ -204,13 +208,13 @@ def max_pool2d_backward(
     padding: Padding = 0,
     implementation: Implementation = None,
 ) -> Float[Array, "batch channels height width"]:
-    """Gradient of `max_pool2d`: `dx[n, c, h, l] = Σ dy[n, c, i, j]` over the windows whose maximum lay at (h, l).
+    """Gradient of `max_pool2d`: `dx[n, c, h, l] = Σ dy[n, c, i, j]` over the windows whose maximum is at (h, l).
 
     Args:
-      dy: gradient of the loss in y.
-      indices: as `max_pool2d_with_indices` gives them. An index of no place in the window sends its gradient nowhere.
-      input_size: height and width of x, which y does not tell.
-      window, stride, padding: the forward's.
+      dy: gradient with respect to y.
+      indices: as returned by `max_pool2d_with_indices`. A gradient whose index lies outside of the window is dropped.
+      input_size: height and width of x, which y does not determine.
+      window, stride, padding: as in the forward.
 
     Returns:
       dx, in dy's dtype.
@@ -238,7 +242,7 @@ def pool(op, x, window, stride, padding, implementation):
 
 
 def check_indices(op, name, indices, shape):
-    """Integers of `shape`, as an array."""
+    """Return the indices as an array, after checking that they are integers of `shape`."""
     if not hasattr(indices, "dtype") or not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(f"{op}: {name} is {getattr(indices, 'dtype', type(indices).__name__)}; wants integers")
     _checks.shape(op, name, indices, *shape)

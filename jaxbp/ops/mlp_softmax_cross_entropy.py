@@ -1,8 +1,8 @@
-"""A multi-layer perceptron and its loss as one op: dense layers with ReLU between them, softmax and cross-entropy.
+"""A multi-layer perceptron and its loss as one op: dense layers with ReLU between them, softmax, and cross-entropy.
 
-The backward has three paths, each with what the forward saves for it: the formula in jnp (`Rows`), the backward's
-kernel (`WideRows`), and in small batches the kernel that weighs gradients which the forward's has made
-(`WideRowsAndGradients`).
+The backward has three paths, with different residuals: `Rows` for the formula, `WideRows` for the backward's kernel,
+and `WideRowsAndGradients` for small batches. There the forward's kernel already computes the gradient of each loss, and
+another kernel multiplies it by dy.
 """
 
 import functools
@@ -30,7 +30,7 @@ from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
 
 
 class Rows(NamedTuple):
-    """What the formula's backward needs: the forward's arguments but the biases, and its rows, an example each."""
+    """Residuals of the formula: the forward's arguments except the biases, and its results with one row per example."""
 
     x: Array
     labels: Array
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
 
 def rows(x, labels, weights, biases, *, precision=None):
-    """Of every example: its loss, its logits, and what each hidden layer puts out."""
+    """Return the loss and the logits of every example, and the outputs of each hidden layer."""
     hidden = []
     for w, b in zip(weights, biases, strict=True):
         z = jnp.matmul(x, w.T, precision=precision) + b
@@ -50,7 +50,8 @@ def rows(x, labels, weights, biases, *, precision=None):
 
 
 def row_gradients(dy, labels, logits, hidden, weights, *, precision=None):
-    """Of every example: the gradient in its logits, in each hidden layer's sums, last first, and in its inputs."""
+    """Return gradients for every example: with respect to the logits, each hidden layer's sums (last first), and the
+    inputs."""
     gradient = logits_gradient(dy, logits, labels)
     gradients = [gradient]
     for w, h in zip(reversed(weights), (*reversed(hidden), None), strict=True):
@@ -62,7 +63,7 @@ def row_gradients(dy, labels, logits, hidden, weights, *, precision=None):
 
 
 def _layer_gradients(gradients, inputs, precision=None):
-    """`dw = dzᵀ h` and `db = Σ dz` of each layer, by what the rows are."""
+    """Yield `dw = dzᵀ h` and `db = Σ dz` of each layer."""
     for dz, h in zip(gradients, inputs, strict=True):
         yield jnp.matmul(dz.T, h, precision=precision)
         yield jnp.sum(dz, axis=0)
@@ -89,13 +90,14 @@ def _gradients(dy, saved, *, precision):
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
-# Their rows are wider: behind each hidden layer's outputs stands a one, then zeros up to what the tensor cores take. By
-# the one a layer's product with the gradients has its bias's gradient in it. The inputs have the batch last. The
-# functions below compute the same in jnp.
+# In wide rows, a one follows the outputs of each hidden layer, so that the product with the gradients contains the bias
+# gradient. Zeros pad the row to the size that the tensor cores need. The inputs have the batch last. The functions
+# below compute the same in jnp.
 
 
 class WideRows(NamedTuple):
-    """What the backward's kernel needs: as `Rows`, but wider, x and the labels filled up to whole vectors of lanes."""
+    """Residuals of the backward's kernel: `Rows` with wider rows, and x and the labels padded to whole vectors of
+    lanes."""
 
     x_last: Array
     labels: Array
@@ -105,9 +107,10 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """The arrays for the kernel that weighs the gradients of each loss, as wide. Only the shapes of weights matter.
+    """Residuals of the kernel that multiplies the gradients of each loss by dy, with wide rows. Only the shapes of the
+    weights are used.
 
-    The gradients are 0 where the label is no class, so that dy alone decides between 0 and NaN.
+    The gradients are 0 where the label is not a class, so that only dy decides between 0 and NaN.
     """
 
     x_last: Array
@@ -146,7 +149,7 @@ def _weighed_gradients(dy, x_last, hidden, gradients, *, sizes):
 
 
 def _with_kernel(kernel: Callable, formula: Callable, examples: Examples) -> Callable:
-    """`kernel` for values on GPUs; for values elsewhere and for derivatives `formula`, of the same arguments."""
+    """Return a function that calls `kernel` for values on GPUs. Elsewhere, and for derivatives, it calls `formula`."""
 
     def call(*arrays, **options):
         return on_gpu(functools.partial(kernel, **options), functools.partial(formula, **options), *arrays)
@@ -214,7 +217,7 @@ def _gradients_of_wide_rows(dy, saved, *, precision):
 
 
 def _lanes(x, labels, weights):
-    """x as wide as the kernels want it, and the labels, the batch last."""
+    """Return x in the width that the kernels need and the labels, both with the batch last."""
     return batch_last(_fill(x, kernels.widths(_sizes(weights))[0])), batch_last(labels)
 
 
@@ -232,7 +235,8 @@ def _narrow(arrays, sizes):
 
 _MLP_SOFTMAX_CROSS_ENTROPY = Pair(
     _forward,
-    # The kernel's backward takes more than the formula's can: its kernels are differentiable one by one.
+    # An `Op`, because the kernels' backward accepts residuals that the formula does not. Its kernels are
+    # differentiable.
     Op("mlp_softmax_cross_entropy_backward", {"xla": _gradients, "pallas": _gradients_kernel}, jit=True),
     save={"xla": _save, "pallas": _save_kernel},
     has_aux=True,
@@ -254,17 +258,17 @@ def mlp_softmax_cross_entropy(
 
     Args:
       x: inputs, with any leading axes.
-      labels: a class an example, in [0, classes).
-      layers: weights `(out_features, in_features)` and bias `(out_features,)` of each dense layer in turn; the last
-        layer's outputs are the logits.
+      labels: one class per example, in [0, classes).
+      layers: weights `(out_features, in_features)` and bias `(out_features,)` of each dense layer in turn. The outputs
+        of the last layer are the logits.
       precision: of the matrix products, as in `jax.lax.dot`.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. "pallas" has kernels, one or
-        two each way, for float32 in TF32 and layers of up to 256 features, on compute capability 9.0; for all else it
-        computes the formula in jnp, with the library's products.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. "pallas" has one or two
+        kernels each for forward and backward, for float32 in TF32 and layers of up to 256 features, on compute
+        capability 9.0. Otherwise it computes the formula in jnp, with cuBLAS.
 
     Returns:
-      The losses, in x's dtype. An integer that is no class makes its example's loss NaN. The gradients are NaN, too,
-      unless dy is 0 there. If `jnp.where` leaves the loss out, dy is 0, and the example adds nothing to the gradients.
+      The losses, in x's dtype. If a label is not a class, the loss of its example is NaN, and so are the gradients,
+      unless dy is 0 there. If `jnp.where` excludes the loss, dy is 0, and the example adds nothing to the gradients.
 
     Raises:
       TypeError, ValueError: dtypes or shapes that do not fit, or layers that do not come in pairs.
@@ -279,13 +283,13 @@ def mlp_softmax_cross_entropy_with_classes(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch"], Int[Array, "*batch"]]:
-    """`mlp_softmax_cross_entropy`, and the class that has the largest logit.
+    """Return the result of `mlp_softmax_cross_entropy` and the class with the largest logit.
 
     Args:
       As in `mlp_softmax_cross_entropy`.
 
     Returns:
-      (loss, classes): the classes int32; of equal logits the first.
+      (loss, classes). The classes are int32; among equal logits the first is chosen.
 
     Raises:
       As in `mlp_softmax_cross_entropy`.
@@ -301,18 +305,19 @@ def mlp_softmax_cross_entropy_backward(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Array, ...]:
-    """Gradients of `mlp_softmax_cross_entropy` in x and the layers.
+    """Gradients of `mlp_softmax_cross_entropy` with respect to x and the layers.
 
-    With `h` a layer's inputs and `dz` the gradient in its sums, `dz = dy (softmax(logits) - onehot(label))` at the
-    last, they are `dw = dzᵀ h`, `db = Σ dz`, `dh = dz w`, and at the layer before `dz = dh` where `h > 0`, else 0.
+    Let `h` be a layer's inputs and `dz` the gradient with respect to its sums. At the last layer,
+    `dz = dy (softmax(logits) - onehot(label))`. Every layer has `dw = dzᵀ h`, `db = Σ dz`, and `dh = dz w`. At the
+    layer before, `dz = dh` where `h > 0`, else 0.
 
     Args:
-      dy: gradient of the whole in each loss.
-      x, labels, layers: the forward's inputs.
+      dy: gradient with respect to each loss.
+      x, labels, layers: as in the forward.
       precision, implementation: as in `mlp_softmax_cross_entropy`.
 
     Returns:
-      (dx, dw1, db1, dw2, db2, ...), each in the shape and dtype of what it is the gradient of.
+      (dx, dw1, db1, dw2, db2, ...), in the shapes and dtypes of x and the layers.
 
     Raises:
       As in `mlp_softmax_cross_entropy`.
@@ -355,7 +360,7 @@ def _check(op, x, labels, layers):
     x, *layers = _checks.floating(op, x=x, **dict(zip(names, layers, strict=True)))
     labels = _checks.array(op, "labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"{op}: labels has dtype {labels.dtype}; wants integers, a class an example")
+        raise TypeError(f"{op}: labels has dtype {labels.dtype}; wants integers, one class per example")
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x has shape {x.shape}; wants (..., in_features), at least one feature")
     _checks.shape(op, "labels", labels, *x.shape[:-1])

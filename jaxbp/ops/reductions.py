@@ -1,9 +1,9 @@
 """Reductions over any axes.
 
-Every function takes `a`, of any shape and floating dtype, `axis` (an int, several, or None for all) and `keepdims`
-(whether the reduced axes stay, with size 1), as `jax.numpy` does, and gives an array of a's dtype; half precisions are
-added up in float32. `implementation` is "pallas", "xla", "autodiff", or None for the fastest. Every backward takes
-`dy`, the gradient of the loss in the result, and gives `da`. Anything else is a TypeError or a ValueError.
+Every function takes `a`, of any shape and floating dtype, and, as in `jax.numpy`, `axis` (one int, several, or None for
+all) and `keepdims` (whether the reduced axes stay, with size 1). It returns an array in a's dtype. Half precisions are
+summed in float32. `implementation` is "pallas", "xla", "autodiff", or None for the fastest. Every backward takes `dy`,
+the gradient with respect to the result, and returns `da`. Invalid arguments raise a TypeError or a ValueError.
 """
 
 import functools
@@ -32,12 +32,12 @@ def _count(shape, axis):
 
 
 def _keep_axes(y, shape, axis):
-    """y with its reduced axes, of size 1."""
+    """Return y with its reduced axes, of size 1."""
     return y.reshape([1 if i in axis else size for i, size in enumerate(shape)])
 
 
 def _reduced(function):
-    """A reduction in float32 or wider, to a's dtype."""
+    """Return a reduction that computes in float32 or wider and returns a's dtype."""
 
     def forward(a, *, axis, keepdims, shape, **options):
         return function(widen(a), axis=axis, keepdims=keepdims, **options).astype(a.dtype)
@@ -46,7 +46,7 @@ def _reduced(function):
 
 
 def _spread(scale):
-    """The backward of a sum: `dy * scale(n)` in every place, with n the elements that are added up."""
+    """Return the backward of a sum: `dy * scale(n)` at every position, where n is the number of summed elements."""
 
     def formula(dy, *, axis, keepdims, shape):
         scaled = widen(_keep_axes(dy, shape, axis)) * scale(_count(shape, axis))
@@ -60,9 +60,10 @@ def _spread(scale):
 
 
 def _elementwise_gradient(formula, statistics):
-    """The backward of what saves a: `formula(dy, a, *statistics(a, axis), **options)`, element by element.
+    """Return the backward `formula(dy, a, *statistics(a, axis), **options)`, element by element.
 
-    The forward's result would be rounded. XLA computes the statistics once if the forward is in the same program.
+    It recomputes the statistics, because the result of the forward is rounded. XLA computes them once if the forward is
+    in the same program.
     """
 
     def in_jnp(dy, a, *, axis, keepdims, shape, **options):
@@ -78,7 +79,7 @@ def _elementwise_gradient(formula, statistics):
 
 
 def _share(count):
-    """The weight of an element in a mean. The mean of no elements is NaN, and so is its gradient."""
+    """Return the weight of an element in a mean. The mean of no elements is NaN, and so is its gradient."""
     return 1.0 / count if count else math.inf
 
 
@@ -90,19 +91,19 @@ _MEAN = fused_pair(_reduced(jnp.mean), _spread(_share), linear=True, name="mean"
 
 
 def _var_gradient(dy, a, mean, rest, *, count, ddof):
-    if count <= ddof:  # NaN whatever dy is, whose own gradient is therefore 0
+    if count <= ddof:  # NaN for every dy, so the derivative with respect to dy is 0
         return jnp.full_like(a, math.nan)
     return dy * ((a - mean) - rest) * (2.0 / (count - ddof))
 
 
 def _largest_and_positive_total(a, axis):
-    """`largest_and_total`, with a total of 1 for a row of -inf: then its gradient, 0 / total, is 0."""
+    """Return `largest_and_total`, with a total of 1 for a row of -inf, so that its gradient, 0 / total, is 0."""
     largest, total = largest_and_total(a, axis)
     return largest, jnp.where(total == 0, 1.0, total)
 
 
 def _logsumexp(a, axis, keepdims):
-    """In what the gradient is made from, too, so that a program of both has that once."""
+    """Use `largest_and_total`, as the gradient does, so that a program with both computes it once."""
     largest, total = largest_and_total(a, axis)
     is_empty = total == 0
     y = jnp.where(is_empty, -jnp.inf, jnp.log(jnp.where(is_empty, 1.0, total)) + largest)
@@ -126,13 +127,13 @@ _LOGSUMEXP = fused_pair(
 
 
 def _places(shape, axis):
-    """The place of each element among those that it is reduced with, in row-major order."""
+    """Return the index of each element among the elements with which it is reduced, in row-major order."""
     wide = [size if i in axis else 1 for i, size in enumerate(shape)]
     return lax.iota(jnp.int32, math.prod(wide)).reshape(wide)
 
 
 def _save_first(forward):
-    """What saves the place of the first maximum or minimum, which is all that the gradient needs."""
+    """Return a `save` that keeps the index of the first maximum or minimum. The gradient needs nothing else."""
 
     def save(a, *, axis, keepdims, shape):
         @jax.custom_jvp
@@ -140,13 +141,13 @@ def _save_first(forward):
             return forward(a, axis=axis, keepdims=True, shape=shape)
 
         def index_of(a, y):
-            # Faster than argmax. Where y is NaN, the first NaN is its place.
+            # This is faster than argmax. If y is NaN, it finds the first NaN.
             is_extreme = (a == y) | (jnp.isnan(a) & jnp.isnan(y))
             return jnp.min(jnp.where(is_extreme, _places(shape, axis), _count(shape, axis)), axis=axis, keepdims=True)
 
         @extreme.defjvp
         def _(primals, tangents):
-            # In second derivatives, autodiff would share y's tangent among equal numbers.
+            # In second derivatives, autodiff would split y's tangent among equal elements.
             y = extreme(*primals)
             selected = _places(shape, axis) == index_of(*primals, y)
             return y, jnp.sum(jnp.where(selected, *tangents, 0), axis=axis, keepdims=True)
@@ -199,35 +200,35 @@ def _backward(op, implementation, dy, a, axis, keepdims, **options):
 
 
 def sum(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
-    """The sum, `y = Σᵢ aᵢ`."""
+    """Sum, `y = Σᵢ aᵢ`."""
     return _reduce(_SUM, implementation, a, axis, keepdims)
 
 
 def sum_backward(
     dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
 ) -> Floats:
-    """Gradient of `sum`: `daᵢ = dy`. Of a only the shape counts."""
+    """Gradient of `sum`: `daᵢ = dy`. Only the shape of a is used."""
     return _backward(_SUM.vjp, implementation, dy, a, axis, keepdims)
 
 
 def mean(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
-    """The mean of n elements, `y = 1/n Σᵢ aᵢ`."""
+    """Mean of n elements, `y = 1/n Σᵢ aᵢ`."""
     return _reduce(_MEAN, implementation, a, axis, keepdims)
 
 
 def mean_backward(
     dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
 ) -> Floats:
-    """Gradient of `mean`: `daᵢ = dy / n`. Of a only the shape counts."""
+    """Gradient of `mean`: `daᵢ = dy / n`. Only the shape of a is used."""
     return _backward(_MEAN.vjp, implementation, dy, a, axis, keepdims)
 
 
 def var(
     a: AnyFloats, axis: Axis = None, ddof: int = 0, keepdims: bool = False, *, implementation: Implementation = None
 ) -> Reduced:
-    """The variance of n elements, `y = Σᵢ (aᵢ - mean)² / (n - ddof)`.
+    """Variance of n elements, `y = Σᵢ (aᵢ - mean)² / (n - ddof)`.
 
-    With `ddof` not below n it is NaN or infinite, as in `jax.numpy`.
+    If `ddof` is not less than n, it is NaN or infinite, as in `jax.numpy`.
     """
     return _reduce(_VAR, implementation, a, axis, keepdims, ddof=_ddof("var", ddof))
 
@@ -246,7 +247,7 @@ def var_backward(
 
 
 def max(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
-    """The maximum, `y = maxᵢ aᵢ`; NaN if one is."""
+    """Maximum, `y = maxᵢ aᵢ`; NaN if an element is NaN."""
     return _reduce(_MAX, implementation, a, axis, keepdims)
 
 
@@ -255,13 +256,13 @@ def max_backward(
 ) -> Floats:
     """Gradient of `max`: `daᵢ = dy` at the first maximum (or NaN) in row-major order, else 0.
 
-    JAX's own gradient divides dy among equals.
+    JAX's autodiff splits dy among equal maxima.
     """
     return _backward(_MAX.vjp, implementation, dy, a, axis, keepdims)
 
 
 def min(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
-    """The minimum, `y = minᵢ aᵢ`; NaN if one is."""
+    """Minimum, `y = minᵢ aᵢ`; NaN if an element is NaN."""
     return _reduce(_MIN, implementation, a, axis, keepdims)
 
 
@@ -270,7 +271,7 @@ def min_backward(
 ) -> Floats:
     """Gradient of `min`: `daᵢ = dy` at the first minimum (or NaN) in row-major order, else 0.
 
-    JAX's own gradient divides dy among equals.
+    JAX's autodiff splits dy among equal minima.
     """
     return _backward(_MIN.vjp, implementation, dy, a, axis, keepdims)
 
@@ -278,9 +279,9 @@ def min_backward(
 def logsumexp(
     a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
 ) -> Reduced:
-    """The logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`. The largest a is subtracted first.
+    """Logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`. The largest a is subtracted first.
 
-    Of numbers that are all -inf it is -inf, with a gradient of 0.
+    If all elements are -inf, it is -inf, with a gradient of 0.
     """
     return _reduce(_LOGSUMEXP, implementation, a, axis, keepdims)
 
@@ -288,7 +289,8 @@ def logsumexp(
 def logsumexp_backward(
     dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
 ) -> Floats:
-    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, the softmax; not from y, which is rounded."""
+    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, dy times the softmax. It is computed from a, because y is
+    rounded."""
     return _backward(_LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims)
 
 

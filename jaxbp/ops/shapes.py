@@ -10,16 +10,16 @@ from jaxbp.ops._checks import AnyArray
 
 
 def flatten(x: Shaped[AnyArray, "batch ..."]) -> Shaped[Array, "batch features"]:
-    """`(batch, ...) -> (batch, features)`: a reshape, and its backward is the reshape back, so there is none to write.
+    """Reshape `(batch, ...) -> (batch, features)`. The backward is a reshape, too, so JAX's autodiff computes it.
 
     Args:
       x: any dtype, at least one axis.
 
     Returns:
-      The same elements in row-major order, an example a row.
+      The same elements in row-major order, one row per example.
 
     Raises:
-      TypeError, ValueError: x is no array, or has no axis.
+      TypeError, ValueError: x is not an array, or has no axis.
     """
     x = _checks.array("flatten", "x", x)
     if x.ndim == 0:

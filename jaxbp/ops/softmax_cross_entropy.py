@@ -1,4 +1,4 @@
-"""Softmax and cross-entropy as one loss of logits, with labels that are classes or weights of all classes."""
+"""Softmax and cross-entropy as one loss of logits: the labels are classes, or weights of all classes."""
 
 import functools
 import math
@@ -43,20 +43,21 @@ def are_valid(labels, classes):
 
 
 def _nan_unless(valid, loss):
-    """Return the loss where it is valid, and NaN elsewhere, with a gradient of NaN unless the cotangent is 0."""
-    # The transpose of a product with NaN makes NaN of a cotangent of 0, too. Here a cotangent is multiplied by the
-    # largest number twice, then by 0: it is 0 or overflows, and infinity times 0 is NaN.
+    """Return the loss where `valid`, and NaN elsewhere, with a gradient of NaN unless the cotangent is 0."""
+    # A product with NaN would turn a cotangent of 0 into NaN, too. Here the cotangent is multiplied by the largest
+    # number twice, then by 0. A cotangent of 0 stays 0; any other overflows, and infinity times 0 is NaN.
     zero, largest = (jnp.where(valid, 1.0, factor).astype(loss.dtype) for factor in (0.0, jnp.finfo(loss.dtype).max))
     return loss * zero * largest * largest + jnp.where(valid, 0.0, jnp.nan).astype(loss.dtype)
 
 
 def _is_masked(weights, log_probabilities):
-    """Return where a class is ruled out, by a weight of 0 and a logit of -inf. Its term is 0, and not 0 times inf."""
+    """Return where a class is excluded, by a weight of 0 and a logit of -inf. Its term must be 0 instead of 0 times
+    inf."""
     return (weights == 0) & (log_probabilities == -jnp.inf)
 
 
 def dy_of_valid(dy, labels, classes):
-    """Return dy, but where its label is no class 0 if it is 0, else NaN."""
+    """Return dy where the label is a class. Elsewhere, return 0 where dy is 0, else NaN."""
     return jnp.where(are_valid(labels, classes), dy, jnp.where(dy == 0, 0.0, jnp.nan).astype(dy.dtype))
 
 
@@ -75,7 +76,7 @@ def logits_gradient(dy, logits, labels):
 
 def _gradients(dy, logits, labels, *, of_logits=logits_gradient):
     dlogits = of_logits(dy, logits, labels)
-    # A class has no gradient.
+    # Integer labels have no gradient.
     if _is_class(labels):
         return dlogits, None
     log_probabilities = jax.nn.log_softmax(widen(logits))
@@ -84,7 +85,7 @@ def _gradients(dy, logits, labels, *, of_logits=logits_gradient):
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
-# The forward's keeps what the backward's would have to compute from the logits again, as the formula does.
+# The kernel of the forward keeps statistics that the formula's backward recomputes from the logits.
 
 
 def _losses_and_statistics(logits, labels):
@@ -134,29 +135,29 @@ _SOFTMAX_CROSS_ENTROPY = Pair(
     save={"xla": functools.partial(saving_arguments, losses), "pallas": _save_kernel},
     name="softmax_cross_entropy",
     unsupported=_checks.unsupported_dtype,
-    # With ten classes a GPU spends the time on launching either way; XLA's fusion needs no transposes. A CPU has less
-    # to do in the gradient that JAX derives, which touches one class an example.
+    # With ten classes, launches take the time on a GPU, and XLA's fusion needs no transposes. On a CPU, autodiff
+    # computes less: its gradient touches one class per example.
     fastest=Fastest(gpu="xla", elsewhere="autodiff"),
     jit=True,
 )
 
 
 def softmax_cross_entropy(logits: AnyLogits, labels: AnyLabels, *, implementation: Implementation = None) -> Losses:
-    """Softmax and cross-entropy, `loss = Σ_k y_k (logsumexp(logits) - logits_k)`, a loss an example.
+    """Softmax and cross-entropy, `loss = Σ_k y_k (logsumexp(logits) - logits_k)`, one loss per example.
 
     The log-sum-exp subtracts the largest logit first, so no exponential overflows.
 
     Args:
       logits: scores, the classes last.
-      labels: a class an example (integers in [0, classes)), or y, a weight a class, of the dtype of the logits.
-        Weights are differentiable and need not sum to 1. A class of weight 0 at a logit of -inf has no part in the loss
-        and no gradient.
+      labels: one class per example (integers in [0, classes)), or y, one weight per class, in the dtype of the logits.
+        Weights are differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds nothing to the
+        loss and has no gradient.
       implementation: "pallas", "xla", "autodiff", or None for the fastest on this device.
 
     Returns:
-      The losses, in the dtype of the logits, computed in float32 or wider. An integer that is no class makes its
-      example's loss NaN. Its gradient is NaN, too, unless dy is 0. If `jnp.where` leaves the loss out, dy is 0, and
-      the gradient is 0.
+      The losses, in the dtype of the logits, computed in float32 or wider. If an integer label is not a class, the loss
+      of its example is NaN, and so is its gradient, unless dy is 0. If `jnp.where` excludes the loss, dy is 0, and the
+      gradient is 0.
 
     Raises:
       TypeError, ValueError: dtypes or shapes that do not fit.
@@ -170,15 +171,16 @@ def softmax_cross_entropy(logits: AnyLogits, labels: AnyLabels, *, implementatio
 def softmax_cross_entropy_backward(
     dy: Float[AnyArray, "*batch"], logits: AnyLogits, labels: AnyLabels, *, implementation: Implementation = None
 ) -> Float[Array, "*batch classes"]:
-    """Gradient of `softmax_cross_entropy` in the logits: `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`.
+    """Gradient of `softmax_cross_entropy` with respect to the logits:
+    `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`.
 
     Args:
-      dy: gradient of the whole in each loss.
-      logits, labels: the forward's inputs.
+      dy: gradient with respect to each loss.
+      logits, labels: as in the forward.
       implementation: as in `softmax_cross_entropy`.
 
     Returns:
-      dlogits, of the shape and dtype of the logits.
+      dlogits, in the shape and dtype of the logits.
 
     Raises:
       TypeError, ValueError: dtypes or shapes that do not fit.
@@ -199,7 +201,7 @@ def _check(op, logits, labels):
         labels = jnp.asarray(labels)
         if labels.shape != logits.shape[:-1]:
             raise ValueError(
-                f"{op}: integer labels have shape {labels.shape}; wants {logits.shape[:-1]}, a class for each "
+                f"{op}: integer labels have shape {labels.shape}; wants {logits.shape[:-1]}, one class per "
                 f"example of logits {logits.shape}"
             )
         return logits, labels

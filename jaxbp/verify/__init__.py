@@ -1,4 +1,4 @@
-"""Trusting a backward: `check` holds it against finite differences, `compare` puts its implementations side by side."""
+"""Verify a backward: `check` compares it with finite differences, and `compare` compares its implementations."""
 
 from jaxbp.verify.check import TOLERANCES as TOLERANCES
 from jaxbp.verify.check import check as check

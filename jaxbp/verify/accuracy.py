@@ -1,8 +1,8 @@
-"""How far results and gradients are from float64, next to JAX's own differentiation in the same dtype.
+"""Measure the errors of results and gradients against float64, next to autodiff's errors in the same dtype.
 
-The data is moved to offsets and scales at which a formula loses its digits: a mean of numbers around 1e5, a probability
-that is almost 1. What an implementation loses there and JAX's own does not, it loses by its own fault: most often
-because it saved a rounded number for its backward.
+The data is moved to offsets and scales at which a formula loses digits, such as a mean of numbers around 1e5, or a
+probability that is almost 1. If an implementation loses digits there and autodiff does not, the implementation is at
+fault. Most often it saved a rounded number for its backward.
 """
 
 import dataclasses
@@ -24,17 +24,17 @@ OFFSETS = (0.0, 1.0, 1e2, 1e4, 1e5)
 SCALES = (1e-4, 1e-2, 1.0, 10.0, 1e2, 1e4)
 DRAWS = 32
 NEARLY_ALL = 0.95
-"""Of all rows in all draws."""
+"""The quantile over all rows in all draws."""
 ALLOWED = 1.5
-"""How many times as far from float64 as JAX's own an implementation may be."""
+"""The largest allowed ratio between an implementation's error and autodiff's error."""
 ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
-"""As many roundings, of ε/2 each, are allowed whatever JAX's own is. Half precisions are computed in float32 and
-rounded at the end."""
+"""Errors of this many roundings, of ε/2 each, are always allowed. Half precisions are computed in float32 and rounded
+at the end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the data lies: `offset + scale * drawn`, in the argument of this name, or in all that are moved."""
+    """The location of the data: `offset + scale * drawn`, in the named argument or in all movable arguments."""
 
     offset: float
     scale: float
@@ -43,14 +43,14 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """The relative errors of the rows of an op's result or gradient, and of JAX's own: a quantile over all draws.
+    """The relative error of an op's result or gradient, and autodiff's error: a quantile over rows and draws.
 
     Attributes:
       op, dtype, implementation: what ran.
-      result: "value" and its number, or "gradient in" an argument.
-      place: of the data.
-      error, native: `‖a - e‖ / ‖e‖`, e in float64, of the implementation and of "autodiff".
-      excess: the error as a share of what is allowed, 0 where JAX's own has no right digit. Above 1 is a failure.
+      result: "value" and its number, or "gradient in" and an argument.
+      place: the location of the data.
+      error, native: `‖a - e‖ / ‖e‖` of the implementation and of "autodiff", with e in float64.
+      excess: the error as a share of the allowed error; 0 where autodiff has no correct digit. Above 1 is a failure.
     """
 
     op: str
@@ -71,15 +71,15 @@ def accuracy(
     scales: Sequence[float] = SCALES,
     draws: int = DRAWS,
 ) -> Iterator[Accuracy]:
-    """The accuracy of ops of the catalogue, each in one of its cases, at every offset and scale.
+    """Yield the accuracy of ops of the catalogue, one case per op, at every offset and scale.
 
-    Arguments are moved all at once and one by one; the gradient `dy`, weights and integers stay as they are drawn. A
-    place is left out where the dtype cannot hold it, and where it makes numbers equal that an op must tell apart.
+    Arguments are moved all at once, and one by one. The gradient `dy`, weights and integers are not moved. A location
+    is left out if the dtype cannot hold the data, or if numbers become equal that an op must tell apart.
 
     Args:
-      cases: by the name that a row is to have. They are one program, which compiles faster than many.
+      cases: maps the names of rows to ops and cases. All form one program, which compiles faster than many.
       implementations, dtypes, offsets, scales: what to measure.
-      draws: of the arguments, in each place.
+      draws: the number of random draws at each location.
     """
     drawn = _draw(cases, draws)
     native, *programs = (_program(drawn, implementation) for implementation in ("autodiff", *implementations))
@@ -102,9 +102,9 @@ def accuracy(
 
 
 def _program(drawn, implementation):
-    """`name -> (values, cotangents)` to name -> result -> what an implementation gives in every place and draw.
+    """Return a program from `name -> (values, cotangents)` to name -> result -> arrays over locations and draws.
 
-    Every rounding is as it is written: a compiler may leave out those between operations that it fuses.
+    The compiler must keep every rounding. By default it may drop roundings between operations that it fuses.
     """
 
     def run(arrays):
@@ -114,7 +114,7 @@ def _program(drawn, implementation):
 
 
 def _compared(dtype, places, *results):
-    """(result, place, errors) of each result in each place, as `_errors` takes them."""
+    """Return (result, place, errors) for each result at each location, with the errors from `_errors`."""
     found = []
     for result, (i, place) in itertools.product(results[0], enumerate(places)):
         errors = _errors(dtype, *(of[result][i] for of in results))
@@ -133,8 +133,6 @@ def _numpy(arrays):
 
 
 def _draw(cases, draws):
-    """Name -> the case, drawn."""
-
     @jax.jit
     def draw():
         seeds = jnp.arange(draws)
@@ -148,7 +146,7 @@ def _draw(cases, draws):
 
 
 class _Drawn:
-    """An op's floating arguments, drawn a few times."""
+    """The floating arguments of an op, drawn several times."""
 
     def __init__(self, entry: Entry, case: Case, arguments: Sequence, values: Sequence[np.ndarray]):
         self.entry, self.case, self.values = entry, case, values
@@ -158,7 +156,7 @@ class _Drawn:
         self.apart = [i for i, kind in enumerate(case.floats) if kind.apart]
 
     def function(self, implementation: str):
-        """`(values, cotangents) -> ` result -> what an implementation gives."""
+        """Return a function `(values, cotangents)` to result -> array under one implementation."""
         function = self._of_floats(implementation)
 
         def named(values, cotangents):
@@ -173,7 +171,7 @@ class _Drawn:
         return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
 
     def moved(self, offsets, scales, dtype):
-        """The places that the dtype can hold, and the arguments there: the places first, then the draws."""
+        """Return the locations that the dtype can hold, and the arguments there, with axes (location, draw, ...)."""
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
         for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):
@@ -194,7 +192,7 @@ class _Drawn:
 
 
 def _differ(values):
-    """Whether no number is twice in a draw."""
+    """Return whether every draw has distinct numbers only."""
     return all(np.unique(a).size == a.size for a in values.astype(np.float64))
 
 
@@ -207,10 +205,11 @@ class _Errors(NamedTuple):
 
 
 def _errors(dtype, actual, native, exact, by_formula):
-    """(error, native error, excess), where the dtype can hold what is exact; None where it nowhere can.
+    """Return (error, autodiff's error, excess) over what the dtype can hold; None if it can hold nothing.
 
-    What is exact is known as far as two ways to compute it in float64 agree. Where JAX's own is right to a few
-    roundings in nearly every row, so must be the others. Elsewhere sums cancel, and one may be right by luck.
+    The exact result is known only as far as two ways to compute it in float64 agree. If autodiff is correct to a few
+    roundings in nearly every row, the other implementations must be too. Elsewhere sums cancel, and an implementation
+    may be correct by chance.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))
@@ -227,6 +226,6 @@ def _errors(dtype, actual, native, exact, by_formula):
 
 
 def _norms(a):
-    """Of each row in each draw, infinite where it has a NaN."""
+    """Return the norm of each row in each draw; infinite for a row with a NaN."""
     norms = np.linalg.norm(a.reshape(-1, a.shape[-1] if a.ndim > 1 else 1), axis=1)
     return np.where(np.isnan(norms), np.inf, norms)

@@ -1,4 +1,4 @@
-"""A function of any arguments as one of its floating arrays alone, each with a name for people."""
+"""Turn a function of any arguments into a function of its floating arrays, each of which has a name for reports."""
 
 import dataclasses
 import functools
@@ -20,18 +20,18 @@ def is_float(a: Any) -> bool:
 
 
 def floats(tree: Any) -> list[Array]:
-    """The floating arrays of a pytree."""
+    """Return the floating arrays of a pytree."""
     return [a for a in jax.tree.leaves(tree) if is_float(a)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Positional arguments taken apart.
+    """Positional arguments as a flat list of arrays.
 
     Attributes:
-      names: of all arrays in them: the parameter's, and within a pytree the way to the array.
+      names: the name of each array: the parameter's name, and the path within a pytree.
       leaves: the arrays.
-      structure: what puts them together again.
+      structure: the pytree structure that rebuilds the arguments.
     """
 
     names: tuple[str, ...]
@@ -47,7 +47,7 @@ class Arguments:
         return tuple(a for a in self.leaves if is_float(a))
 
     def positions(self, argnums: Sequence[int] | None) -> list[int]:
-        """Where the floating arrays of some arguments, by default all, stand among the leaves."""
+        """Return the indices of the floating leaves that belong to some arguments; by default to all."""
         belongs = jax.tree.leaves([[i] * tree.num_leaves for i, tree in enumerate(self.structure.children())])
         return [
             i
@@ -56,10 +56,10 @@ class Arguments:
         ]
 
     def call(self, function: Callable, leaves: Sequence[Any]) -> list[Array]:
-        """The floating results of `function` from other arrays.
+        """Return the floating results of `function` for other arrays.
 
         Raises:
-          TypeError: a result is no array.
+          TypeError: a result is not an array.
         """
         results = function(*jax.tree.unflatten(self.structure, leaves))
         if other := [a for a in jax.tree.leaves(results) if not hasattr(a, "dtype")]:
@@ -68,7 +68,7 @@ class Arguments:
         return floats(results)
 
     def of_floats(self, function: Callable) -> Callable[..., list[Array]]:
-        """`function` of the floating arrays alone, with its floating results as a list."""
+        """Return `function` as a function of the floating arrays, with its floating results as a list."""
 
         def call(*values):
             values = iter(values)
@@ -78,22 +78,22 @@ class Arguments:
 
 
 def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
-    """The arrays in the positional arguments of `function`, with their names."""
+    """Return the arrays in the positional arguments of `function`, with their names."""
     parameters = _parameters(function, len(args))
     paths, structure = jax.tree.flatten_with_path(tuple(args))
     names, leaves = [], []
     for (position, *way), a in paths:
-        way = [key for key in way if getattr(key, "name", None) != "value"]  # within a variable of Flax NNX
+        way = [key for key in way if getattr(key, "name", None) != "value"]  # the field of a Flax NNX variable
         inner = jax.tree_util.keystr(tuple(way), simple=True, separator=".")
         names.append(".".join(filter(None, (parameters[position.idx], inner))))
         a = a if hasattr(a, "dtype") else jnp.asarray(a)
-        # Integers are constants of programs for any device.
+        # NumPy integers are constants that a program for any device can use.
         leaves.append(np.asarray(a) if jnp.issubdtype(a.dtype, jnp.integer) else a)
     return Arguments(tuple(names), tuple(leaves), structure)
 
 
 def _parameters(function: Callable, count: int) -> list[str]:
-    """The names of positional arguments. A pair has the names of its forward, also within `functools.partial`."""
+    """Return the names of positional arguments. A pair, also within `functools.partial`, has its forward's names."""
     if isinstance(function, functools.partial):
         return _parameters(function.func, len(function.args) + count)[len(function.args) :]
     try:
@@ -103,7 +103,7 @@ def _parameters(function: Callable, count: int) -> list[str]:
 
 
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
-    """Return `function` with its default implementation, if its implementations have other names than ours."""
+    """Return `function` with its default implementation if its implementations have other names than jaxbp's."""
     if not takes_implementation(function):
         return function
     arguments = take_apart(function, args)
@@ -115,21 +115,21 @@ def without_other_implementations(function: Callable, args: Sequence[Any], optio
         default = functools.partial(function, implementation=None)
         try:
             jax.eval_shape(arguments.of_floats(bind(default, None, options)), *arguments.floats)
-        except Exception:  # the cause is something else, which the check reports
+        except Exception:  # something else is wrong, which the check reports
             return function
         return default
     return function
 
 
 def bind(function: Callable, implementation: str | None, options: Mapping[str, Any]) -> Callable:
-    """`function` with its options and, if it takes one, the implementation."""
+    """Return `function` with its options and, if it takes one, the implementation."""
     if takes_implementation(function):
         options = {**options, "implementation": implementation}
     return functools.partial(function, **options)
 
 
 def takes_implementation(function: Callable) -> bool:
-    """Whether `implementation=` can be given, and is not yet."""
+    """Return whether `implementation=` can be given and is not bound yet."""
     if isinstance(function, functools.partial) and "implementation" in function.keywords:
         return False
     try:
@@ -144,6 +144,6 @@ def require_function(op: str, name: str, value: Any) -> None:
 
 
 def require_several(op: str, name: str, value: Any) -> None:
-    """Requires more than one name: of a string, each letter would be taken for one."""
+    """Require a sequence of names. The letters of a string would be taken for names."""
     if isinstance(value, str):
         raise TypeError(f"{op}: {name} is {value!r}; wants a sequence, say [{value!r}]")

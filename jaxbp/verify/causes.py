@@ -5,11 +5,11 @@ import numpy as np
 from jaxbp.verify.derivatives import scale_of
 
 PERCENT = 0.1
-"""Factors that differ from 1 by less are given in percent."""
+"""A factor that differs from 1 by less than this is given in percent."""
 
 
 def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
-    """Return what a wrong array `a` is to the right one, in a few words; empty if nothing simple."""
+    """Return in a few words how a wrong array `a` differs from the right one; empty if no simple cause fits."""
     finite = np.isfinite(a) & np.isfinite(e)
     if not finite[wrong].all():
         return "not finite" if not np.isfinite(a[wrong]).all() else ""
@@ -31,11 +31,11 @@ def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
     if a.ndim > 1 and not close(a, e) and close(np.flip(a, (-1, -2)), e):
         return "flipped"
     if a.size > 2 and not close(a, e) and close(np.sort(a, axis=None), np.sort(e, axis=None)):
-        return "in the wrong places"
+        return "the right values in the wrong order"
     off = (a - e)[wrong]
     if wrong.all() and a.size > 1 and np.allclose(off, off.mean(), rtol=0.02):
-        return "off by the same everywhere"
-    return "" if wrong.all() else f"{int(wrong.sum())} of {wrong.size} elements"
+        return "off by a constant"
+    return "" if wrong.all() else f"wrong in {int(wrong.sum())} of {wrong.size} elements"
 
 
 def _factor(a, e):

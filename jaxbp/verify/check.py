@@ -1,9 +1,9 @@
 """Compare a backward with finite differences, element by element.
 
-The gradients of every implementation are computed as a user gets them, in the dtype of the arguments. They are compared
-with gradients that are computed in float64 from the same numbers, by the implementation that JAX differentiates,
-confirmed by differences. So a float32 kernel, which does not take float64, is held to the tolerance of float32, not of
-differences in float32. `jaxbp.verify.judge` says what is a mistake.
+The gradients of every implementation are computed as a user gets them, in the dtype of the arguments. The expected
+gradients are computed in float64 from the same numbers, by autodiff, and confirmed by finite differences. A float32
+kernel, which does not take float64, is therefore held to the tolerance of float32, and not to the tolerance of
+differences in float32. `jaxbp.verify.judge` decides what is a mistake.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 """The tolerance of each dtype."""
 ORDERS = (1, 2, 3)
 MOST_KINKS = 16
-"""Constants of a program that are tried as kinks."""
+"""The number of constants of a program that are tried as kinks."""
 
 
 def check(
@@ -62,56 +62,61 @@ def check(
 ) -> CheckResult:
     """Compare the backward of `op(*args, **options)` with finite differences, in every implementation.
 
-    - Order 0: the value, as it comes out while differentiating, is that of the plain forward in float64.
-    - Order 1: the gradient of `Σ c y`, c random, is that of the plain forward in float64: JAX's, confirmed by central
-      differences, one element after the other. Where two steps of a difference agree with each other and not with JAX,
-      the difference is right. Where they cannot tell, at a kink or where something is infinite, JAX's stands.
-    - Orders 2 and 3: the gradient of `Σ c (y + y²/2)` differentiated along random directions, likewise confirmed.
+    - Order 0: the value, as computed while differentiating, must equal the value of the plain forward in float64.
+    - Order 1: the gradient of `Σ c y`, with random c, must equal the gradient of the plain forward in float64. Autodiff
+      computes it, and central differences confirm it element by element. If two steps of a difference agree with each
+      other and not with autodiff, the difference is right. If they do not decide, such as at a kink or where something
+      is infinite, autodiff is right.
+    - Orders 2 and 3: the same for the gradient of `Σ c (y + y²/2)`, differentiated along random directions.
 
     Values and gradients are also computed outside `jit`, under `vmap` and `jax.checkpoint`, and with one array given as
-    all arguments of its shape. Gradients are also compared with JAX's on data of the same shapes, as `added` names it:
+    all arguments of its shape. Gradients are also compared with autodiff on other data of the same shapes. `added`
+    names this data:
 
     - "cotangents": dy times -30, and dy with zeros.
-    - "kinks": `kinks`, and the numbers in the program of the forward, such as bounds, in each argument; -0 and
+    - "kinks": in each argument, `kinks` and the constants of the forward's program, such as bounds. Also -0 and
       subnormal numbers.
     - "ties": few numbers, each many times. "zeros": zeros only. "large": numbers up to 300, one argument at a time.
-    - "dtypes": the user's data and large numbers in bfloat16 and float16, or in float32 for data in these.
+    - "dtypes": the user's data and large numbers in bfloat16 and float16, or in float32 if the data has one of these.
 
-    An implementation that fails on the user's data is not tried on more. Arguments stay in their range: positive ones
-    positive, those in [0, 1] there, and rows that sum to 1 unchanged. An op that needs more of its arguments, say
-    sorted ones, is checked with `added=("cotangents",)`.
+    An implementation that fails on the user's data is not tried on more. Arguments stay in their range: positive
+    arguments stay positive, arguments in [0, 1] stay there, and rows that sum to 1 are unchanged. For an op with other
+    requirements, such as sorted arguments, use `added=("cotangents",)`.
 
     Products of float32 are exact in a check, whatever JAX's default precision. A number beyond the tolerance is wrong
-    only if autodiff in the same dtype is closer, and if there is no kink within rounding of the data. If the forward
-    computes in a narrower dtype than its arguments, its tolerance is the narrower dtype's, and the reference computes
-    the same program in float64. An argument of `stop_gradient` counts as a constant.
+    only if autodiff in the same dtype is closer, and if there is no kink within rounding error of the data. If the
+    forward computes in a narrower dtype than its arguments, the tolerance of the narrower dtype applies, and the
+    reference runs the same program in float64. An argument of `stop_gradient` counts as a constant.
 
     Args:
-      op: a `Pair`, an `Op`, or a function with `implementation=`; or one without, which is checked as it is.
-      args: its arguments, arrays or pytrees of arrays. Those without gradients, such as integers, are skipped. NumPy's
-        float64 arrays stay float64, whether or not JAX's 64-bit mode is on.
-      implementations: those to check; by default all. One that does not take the arguments is skipped with the reason.
+      op: a `Pair`, an `Op`, or a function with `implementation=`. A function without it is checked directly.
+      args: the arguments, which are arrays or pytrees of arrays. Arguments without gradients, such as integers, are
+        skipped. NumPy's float64 arrays stay float64, whether or not JAX's 64-bit mode is on.
+      implementations: the implementations to check; by default all. If an implementation does not take the arguments,
+        it is skipped with the reason.
       order: 1 for values and gradients only, which takes the least time, 2 or 3.
       kinks: values at which the op may have a kink.
-      kink_convention: whether the op has autodiff's slope at a kink; if not, any between the two sides passes there.
+      kink_convention: whether the op has autodiff's slope at a kink. If not, any slope between the two sides passes.
       added: data to check besides the user's.
-      cases: more to check: other options, `{"stride": 2}`, or other arguments with their options, `((x, w), {})`.
-      tolerances: by dtype. Arguments of other dtypes are skipped.
-      most_elements: how many elements per argument are moved, evenly spread; the others are compared with autodiff. By
-        default as many as take a few seconds. The row says how many.
-      gradient_of: a function of the same arguments and options whose derivative the backward must have, for gradients
-        that are not the forward's: `check(round_straight_through, x, gradient_of=lambda x: x)`. Then the order is 1,
-        and "autodiff", which has the forward's derivative, is not checked.
-      seed: of the random numbers of the check, which are independent of the generator that drew the data.
+      cases: more cases to check: other options, `{"stride": 2}`, or other arguments with their options,
+        `((x, w), {})`.
+      tolerances: maps dtypes to tolerances. Arguments of other dtypes are skipped.
+      most_elements: the number of elements per argument that are moved, evenly spread. The others are compared with
+        autodiff. The default takes a few seconds. The row states the number.
+      gradient_of: a function of the same arguments and options, for a backward that is deliberately not the forward's
+        gradient. The backward must be the derivative of this function:
+        `check(round_straight_through, x, gradient_of=lambda x: x)`. The order is then 1, and "autodiff", which has
+        the forward's derivative, is not checked.
+      seed: the seed of the check's random numbers, which are independent of the generator that drew the data.
       options: options of the op.
 
     Returns:
-      A `CheckResult`, true if nothing failed. What JAX cannot compute is "inconclusive", or skipped with the reason.
+      A `CheckResult`, true if nothing failed. Results that JAX cannot compute are "inconclusive" or skipped.
 
     Raises:
-      ValueError, TypeError: arguments that the op does not take, an order other than 1, 2 and 3, no floating argument
-        or result, a result that is no array, an op that has no forward in float64, a side effect in a trace, or a
-        `gradient_of` with results of other shapes.
+      ValueError, TypeError: the op does not take the arguments; the order is not 1, 2 or 3; there is no floating
+        argument or result; a result is not an array; the op has no forward in float64; a trace has a side effect; or
+        `gradient_of` has results of other shapes.
     """
     if order not in ORDERS:
         raise ValueError(f"check: order is {order!r}; wants 1, 2 or 3")
@@ -145,7 +150,7 @@ def check(
 
 
 def _cases(op, args, options, cases) -> Iterator[tuple[str, Arguments, Mapping[str, Any]]]:
-    """Yield the user's arguments and options, then the other cases, each once, with its name."""
+    """Yield each case once: its name, arguments and options. The user's case comes first."""
     arguments = take_apart(op, args)
     yield "", arguments, options
     seen = [(args, {**options})]
@@ -163,9 +168,9 @@ def _cases(op, args, options, cases) -> Iterator[tuple[str, Arguments, Mapping[s
 def _rows(
     op: Callable, arguments: Arguments, options: Mapping[str, Any], settings: Settings, notes: list[str]
 ) -> Iterator[CheckRow]:
-    """Yield what is found of one case."""
+    """Yield the rows of one case."""
     if not arguments.floats:
-        raise ValueError(f"check: {name_of(op)} has no floating argument; wants at least one, to differentiate in")
+        raise ValueError(f"check: {name_of(op)} has no floating argument; wants at least one, to differentiate")
     dtypes = [a.dtype for a in arguments.floats]
     if unknown := [dtype.name for dtype in dtypes if dtype.name not in settings.tolerances]:
         for implementation in settings.implementations:
@@ -209,12 +214,12 @@ def _untried(rows, options, cases, added) -> str:
     tried = {row.dtype for row in rows if row.verdict != "skipped"}
     missing += [dtype for dtype in TOLERANCES if dtype not in tried and not any(row.data == dtype for row in rows)]
     if broken := {row.implementation for row in rows if is_broken([row])} - {None}:
-        missing.append(f"added data for {', '.join(sorted(broken))}, which fails on the user's")
+        missing.append(f"added data for {', '.join(sorted(broken))}, because the user's data fails")
     elif any(is_broken([row]) for row in rows):
-        missing.append("added data, because the user's fails")
+        missing.append("added data, because the user's data fails")
     if not cases:
         given = f" than {', '.join(f'{name}={value!r}' for name, value in options.items())}" if options else ""
-        missing += [f"other options{given}" if options else "options", "other shapes (cases=)"]
+        missing += [f"other options{given}", "other shapes (cases=)"]
     return ", ".join(missing)
 
 

@@ -1,4 +1,4 @@
-"""The same function under each implementation, side by side: what it computes, and what that costs."""
+"""Run one function under each implementation, and compare results and costs."""
 
 import dataclasses
 import functools
@@ -24,29 +24,29 @@ from jaxbp.verify.page import WIDTH, colour, page, printed, section, show
 from jaxbp.verify.timing import compile_program, device_seconds
 
 CALLS = 10
-"""Calls in a program that is timed on a GPU: the device need not wait for the host between them."""
+"""Calls in one timed program on a GPU, so that the device need not wait for the host between them."""
 
 KINDS = ("value", "gradient", "hessian product")
 BAR_WIDTH = 60
-"""Of the longest bar of a page, in characters."""
+"""The width of a page's longest bar, in characters."""
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
-"""By dtype, the relative difference that the order of a sum may make."""
+"""For each dtype, the relative difference that the order of a sum may cause."""
 TF32 = 1e-2
-"""That of products on a GPU's tensor cores, where no precision is asked for."""
+"""The relative difference of products on a GPU's tensor cores, if no precision is requested."""
 AS_FAST = 1.05
-"""Run-to-run noise: times whose ratio is below are the same."""
+"""Times whose ratio is below this count as equal, because of run-to-run noise."""
 HOST_BOUND = 0.05
-"""Below this share of waiting for the device a time is the host's."""
+"""If the host waits for the device for less than this share of the time, the host limits the time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far a result is from the reference's.
+    """The difference between a result and the reference's result.
 
     Attributes:
       kind: one of `KINDS`.
-      name: of the result, or of the argument that was differentiated in.
-      absolute: of the element that is furthest off; infinite where one is NaN and the other not.
+      name: the name of the result, or of the argument of the derivative.
+      absolute: the largest difference of an element; infinite where only one of the two is NaN.
       relative: `‖a - reference‖ / ‖reference‖`.
     """
 
@@ -59,16 +59,16 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a compiled program costs.
+    """The costs of a compiled program.
 
     Attributes:
-      microseconds: of a call, with more of them queued behind it. All have the same arguments, so what is small stays
-        in the device's cache.
+      microseconds: the time per call, with more calls queued behind it. All calls have the same arguments, so small
+        arrays stay in the device's cache.
       fastest, slowest: the microseconds per call in the fastest and in the slowest round of timing.
-      host_waited: the share of that time in which the host waited for the device. Near 0 the host bounds the time.
-      compile_seconds: from Python to the executable.
-      peak_bytes: arguments, results and temporaries, as XLA reports them.
-      temporary_bytes: the temporaries alone.
+      host_waited: the share of the time in which the host waited for the device. Near 0, the host limits the time.
+      compile_seconds: the time from Python to the executable.
+      peak_bytes: the size of arguments, results and temporaries, as XLA reports it.
+      temporary_bytes: the size of the temporaries.
     """
 
     microseconds: float
@@ -82,14 +82,14 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """An implementation: its results' differences from the reference's, and its two programs.
+    """The findings for one implementation: its differences from the reference, and the costs of its two programs.
 
     Attributes:
-      gradients: value and gradients.
-      hessian_product: the derivative of the gradients along a direction; None if not asked for.
-      failed: why there is nothing else, or nothing of the Hessian.
+      gradients: the program of the value and the gradients.
+      hessian_product: the program of the gradients' derivative along a direction; None if not requested.
+      failed: the reason why everything, or only the Hessian product, is missing.
       missing: whether it failed because the function has no such implementation, such as a kernel.
-      same_as: the implementation before it whose program of value and gradients is this one's, to the letter.
+      same_as: the earlier implementation with an identical program of value and gradients, or None.
     """
 
     implementation: str | None
@@ -107,18 +107,18 @@ class Measured:
         return [(kind, program) for kind, program in both if program is not None]
 
     def difference(self, kind: str, name: str) -> Difference | None:
-        """That of one result; None if it was not reached."""
+        """Return the difference of one result; None if it was not computed."""
         return next((one for one in self.differences if (one.kind, one.name) == (kind, name)), None)
 
     def largest(self, kind: str) -> Difference | None:
-        """The largest relative difference of a kind."""
+        """Return the difference of a kind that has the largest relative value."""
         of_kind = [difference for difference in self.differences if difference.kind == kind]
         return max(of_kind, key=lambda difference: difference.relative, default=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` found, the reference first. Printed, it is a verdict, and tables of costs and of differences."""
+    """The findings of `compare`, the reference first. As text: a verdict, and tables of costs and of differences."""
 
     function: str
     device: str
@@ -128,14 +128,16 @@ class Comparison:
 
     @property
     def verdict(self) -> list[str]:
-        """A sentence for each implementation but the reference: how fast it is, and how far off."""
+        """One sentence per implementation other than the reference, with its speed and its largest difference."""
         reference, *others = self.measured
         return [self._verdict(reference, one) for one in others]
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> "Comparison":
-        """Make a comparison again from its plain values, as `dataclasses.asdict` gives them or a JSON file holds them.
-        A number that is not finite may be None there."""
+        """Rebuild a comparison from the plain values of `dataclasses.asdict` or of a JSON file.
+
+        There, None may replace a number that is not finite.
+        """
 
         def difference(values):
             known = {key: math.inf if value is None else value for key, value in values.items()}
@@ -149,11 +151,11 @@ class Comparison:
         return cls(**report | {"measured": tuple(map(measured, report["measured"]))})
 
     def to_html(self, path: str | os.PathLike) -> None:
-        """Writes it as a page: one file."""
+        """Write the comparison as one HTML file."""
         Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
 
     def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
-        """Return the comparison as a page of HTML, with other elements of HTML before and after its own."""
+        """Return the comparison as an HTML page, with other HTML elements before and after its sections."""
         names = ", ".join(str(one.implementation) for one in self.measured)
         parts = [
             section("Time", printed(self._bars("µs", "microseconds", 1))),
@@ -168,8 +170,8 @@ class Comparison:
         if one.gradients is None:
             return f"{one.implementation} failed: {one.failed}"
         if one.same_as is not None:
-            hint = "does the function hand `implementation=` on?"
-            return f"{one.implementation} is the same program as {one.same_as}: nothing is compared; {hint}"
+            hint = "does the function pass `implementation=` on?"
+            return f"{one.implementation} is the same program as {one.same_as}, so nothing is compared; {hint}"
         ratio = reference.gradients.microseconds / one.gradients.microseconds
         if abs(np.log(ratio)) < np.log(AS_FAST):
             speed = "as fast"
@@ -177,7 +179,7 @@ class Comparison:
             speed = f"{_times(ratio)} faster" if ratio > 1 else f"{_times(1 / ratio)} slower"
             speed += _spread(reference.gradients, one.gradients, ratio > 1)
         if min(reference.gradients.host_waited, one.gradients.host_waited) < HOST_BOUND:
-            speed += " (the time is the host's)"
+            speed += " (the host limits the time)"
         worst = max(one.differences, key=lambda difference: difference.relative)
         if worst.relative <= self.rounding:
             found = f"differences at most {worst.relative:.0e}: rounding" if worst.relative else "no difference"
@@ -192,7 +194,7 @@ class Comparison:
         return text.getvalue()
 
     def show(self, console: Console) -> None:
-        """Prints the verdict, the tables, and why an implementation failed."""
+        """Print the verdict, the tables, and why an implementation failed."""
         show(console, *(Text(line, style="bold") for line in self.verdict))
         show(console, *self._tables())
 
@@ -202,7 +204,6 @@ class Comparison:
         return [self._costs(), self._differences(), *reasons]
 
     def _bars(self, unit: str, field: str, size: float) -> Table:
-        """Draw one field of every program as bars."""
         bars = Table.grid("", "", "", padding=(0, 1))
         values = [(one.implementation, kind, getattr(p, field)) for one in self.measured for kind, p in one.programs]
         largest = max(value for *_, value in values) or 1
@@ -218,7 +219,7 @@ class Comparison:
         )  # fmt: skip
         for column in costs.columns[2:6]:
             column.justify = "right"
-        # In 80 columns a long name goes to a line of its own.
+        # In 80 columns, a long name needs a separate line.
         for column in costs.columns[:-1]:
             column.no_wrap = True
         costs.columns[-1].overflow = "fold"
@@ -232,7 +233,7 @@ class Comparison:
     def _differences(self) -> Table:
         others = [one for one in self.measured if one.differences and one.implementation != self.reference]
         differences = Table(
-            "of", "name", "shape", *(f"{one.implementation}: max abs, relative" for one in others),
+            "kind", "name", "shape", *(f"{one.implementation}: max abs, relative" for one in others),
             title=f"differences from {self.reference}",
         )  # fmt: skip
         for expected in self.measured[0].differences:
@@ -253,29 +254,29 @@ def compare(
     seed: int = 0,
     **options: Any,
 ) -> Comparison:
-    """`function(*args, implementation=..., **options)` under each implementation: results, time, memory, compilation.
+    """Run `function(*args, implementation=..., **options)` under each implementation, and compare results and costs.
 
-    Gradients are those of the sum of the results, each element of one that is no scalar times a random number. The
-    Hessian's product with a random direction is taken forward over reverse, or in reverse where a custom rule has no
-    forward mode. If two implementations compile to the same program, the report says so. This happens when a function
-    does not pass `implementation=` on.
+    The costs are time, memory, and compilation. Gradients are the gradients of the sum of all results, where each
+    element of a non-scalar result is multiplied by a random number. The Hessian's product with a random direction uses
+    forward over reverse mode, or reverse mode where a custom rule has no forward mode. If two implementations compile
+    to the same program, the report says so. This happens when a function does not pass `implementation=` on.
 
     Args:
-      function: a `Pair`, an `Op`, or any function that takes `implementation=` and hands it down.
-      args: arrays or pytrees of arrays, models of Flax NNX among them.
-      implementations: those to compare.
-      reference: the one whose results the others' are held against; it is run as well.
-      argnums: of the arguments to differentiate in; by default all floating ones.
-      second_order: whether the Hessian's product is wanted.
-      seconds: least time of a round of timing.
-      seed: of what is random.
-      options: of the function.
+      function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.
+      args: arrays or pytrees of arrays, including models of Flax NNX.
+      implementations: the implementations to compare.
+      reference: the implementation with whose results the others are compared. It is run as well.
+      argnums: the arguments to differentiate with respect to; by default all floating ones.
+      second_order: whether to compute the Hessian's product.
+      seconds: the least time of a round of timing.
+      seed: the seed of all random numbers.
+      options: the options of the function.
 
     Returns:
-      A `Comparison`. An implementation that fails says why, and the others are still compared.
+      A `Comparison`. An implementation that fails has a reason, and the others are still compared.
 
     Raises:
-      ValueError: nothing to differentiate. What the reference raises is raised as it is.
+      ValueError: nothing can be differentiated. Errors of the reference are raised unchanged.
     """
     require_function("compare", "function", function)
     require_several("compare", "implementations", implementations)
@@ -307,7 +308,7 @@ def compare(
                         raise
                     program, product = _run(in_reverse, given, seconds)
                 one, results = dataclasses.replace(one, hessian_product=program), results | {"hessian product": product}
-        except Exception as error:  # a backward can raise anything, and the other implementations are still of interest
+        except Exception as error:  # a backward can raise anything, and the other implementations still matter
             if expected is None:
                 raise
             missing = isinstance(error, NotImplementedError) and "has no implementation" in str(error)
@@ -328,9 +329,10 @@ def compare(
 
 
 def _programs(function: Callable, arguments: Arguments, chosen: Sequence[int]) -> tuple[Callable, Callable, Callable]:
-    """`(leaves, cotangents) -> (results, gradients)` and `(leaves, cotangents, direction) -> Hessian's product`.
+    """Return the programs of gradients, of the Hessian's product, and of the same product in reverse mode.
 
-    The product is taken forward over reverse, and again in reverse over reverse.
+    They are `(leaves, cotangents) -> (results, gradients)` and `(leaves, cotangents, direction) -> product`. The
+    first product is forward over reverse, the second one reverse over reverse.
     """
 
     def of_chosen(leaves, function):
@@ -358,11 +360,11 @@ def _programs(function: Callable, arguments: Arguments, chosen: Sequence[int]) -
 
 
 def _run(function: Callable, arguments: tuple, seconds: float) -> tuple[Program, Any]:
-    """What the function costs, and its results."""
+    """Return the costs of a function, and its results."""
     arguments = jax.device_put(arguments)
     compiled, compile_seconds = compile_program(function, arguments)
     results = compiled(*arguments)
-    calls = CALLS if jax.default_backend() == "gpu" else 1  # XLA's compiler for the CPU makes slower code of a loop
+    calls = CALLS if jax.default_backend() == "gpu" else 1  # XLA's CPU compiler makes slower code from a loop
     program = compiled if calls == 1 else jax.jit(functools.partial(_one_after_another, function, calls, results))
     program_seconds, host_waited, rounds = device_seconds(program, arguments, seconds)
     memory = compiled.memory_analysis()
@@ -374,10 +376,10 @@ def _run(function: Callable, arguments: tuple, seconds: float) -> tuple[Program,
 
 
 def _one_after_another(function: Callable, calls: int, results: Any, *arguments: Any) -> Any:
-    """The results of the last of several calls with the same arguments, each of which waits for the one before."""
+    """Return the last results of several calls in sequence with the same arguments."""
 
     def call(before, _):
-        # Tied together, so that no call is taken for the one before nor starts before it is over.
+        # The barrier keeps XLA from merging calls, and from starting one before the previous one ends.
         given, _ = lax.optimization_barrier((arguments, before))
         return function(*given), None
 
@@ -404,7 +406,7 @@ def _normal(random: np.random.Generator, a: Any) -> np.ndarray:
 
 
 def _spread(reference: Program, one: Program, faster: bool) -> str:
-    """The smallest and the largest ratio of two rounds, one of each program."""
+    """Return the smallest and the largest ratio between a round of one program and a round of the other, as text."""
     if None in (reference.fastest, one.fastest):
         return ""
     low, high = reference.fastest / one.slowest, reference.slowest / one.fastest

@@ -1,4 +1,4 @@
-"""The value of a function, its gradients, and their derivatives, each as one compiled program."""
+"""Compile a function's value, its gradients, and their derivatives as one program each."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +27,10 @@ def value_and_gradients(function: Function) -> Callable:
 def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
     """Return `(values, cotangents, directions) -> derivative`.
 
-    It is the gradient of `Σ c (y + y²/2)`, differentiated along directions. At order 2 it is the Hessian times a
-    direction. The square differentiates the backward with respect to its dy, also where the op is linear. The mode is
-    forward over reverse, or reverse over reverse, which a backward needs that has a hand-written backward itself.
+    The derivative is the gradient of `Σ c (y + y²/2)`, differentiated along directions. At order 2 it is the Hessian
+    times a direction. The square makes dy depend on y, so the backward is also differentiated with respect to dy, even
+    if the op is linear. The mode is forward over reverse, or reverse over reverse if the backward has a
+    hand-written backward.
     """
 
     def gradient(values, cotangents):
@@ -55,11 +56,11 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 
 
 class Derivatives:
-    """The results of a function, its gradients and their derivatives, each compiled when it is first asked for.
+    """The results of a function, its gradients and their derivatives. Each is compiled on first use.
 
     Args:
-      modes: whether a derivative of a gradient is taken in reverse, in the order in which this is tried.
-      transform: is applied to each program before it is compiled.
+      modes: whether to take derivatives of gradients in reverse mode, in the order of the attempts.
+      transform: a transformation that is applied to each program before it is compiled.
       options: options of `jax.jit`.
     """
 
@@ -74,13 +75,13 @@ class Derivatives:
         self.value_and_gradients, self._higher = self._compiled(value_and_gradients(function)), {}
 
     def __call__(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the results, the gradients, or from order 2 on what `derivative` gives."""
+        """Return the results, the gradients, or from order 2 on the result of `derivative`."""
         if order < 2:
             return self.value_and_gradients(values, cotangents)[order]
         return self.with_square(order, values, cotangents, directions)
 
     def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return what `derivative` gives, from order 1 on: the gradient of `Σ c (y + y²/2)` and its derivatives."""
+        """Return the gradient of `Σ c (y + y²/2)` at order 1, and its derivatives at higher orders."""
         if order == 1:  # needs no program of its own
             y, _ = self.value_and_gradients(values, cotangents)
             return self.value_and_gradients(values, [c * (1 + a) for c, a in zip(cotangents, y, strict=True)])[1]
@@ -95,9 +96,9 @@ class Derivatives:
                     raise
 
     def plain(self, order: int, square: bool = False) -> Callable:
-        """Return the program for an order, not compiled; below order 2, and without the square, it gives both orders.
+        """Return the uncompiled program for an order. An order above 1 must have run before.
 
-        An order above 1 has been asked for before.
+        Below order 2, and without the square, the program returns both results and gradients.
         """
         if order > 1:
             return self._higher[order].__wrapped__
@@ -113,13 +114,13 @@ def has_no_forward_mode(error: TypeError) -> bool:
 
 @contextlib.contextmanager
 def float64() -> Iterator[None]:
-    """Compute in float64, on the CPU."""
+    """Compute in float64 on the CPU."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]), np.errstate(all="ignore"):
         yield
 
 
 def scale_of(a: np.ndarray) -> float:
-    """Return the largest finite size of an element; 1 if all are 0."""
+    """Return the largest finite absolute value of an element; 1 if all are 0."""
     return float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) or 1.0
 
 

@@ -1,4 +1,4 @@
-"""Finite differences that confirm a gradient, contradict it, or decide it where it is not finite."""
+"""Finite differences that confirm a gradient, contradict it, or replace it where it is not finite."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,11 +12,12 @@ from jaxbp.verify.derivatives import Arrays, float64
 
 EPS = float(np.finfo(np.float64).eps)
 STEP_DIVISOR, STEPS = 8, 5
-"""Each step of a difference is the one before divided by `STEP_DIVISOR`; `STEPS` steps are tried."""
+"""Each step of a difference is the previous step divided by `STEP_DIVISOR`; `STEPS` steps are tried."""
 AT_ONCE = 256
-"""Elements that are moved in one call."""
+"""The number of elements that are moved in one call."""
 CONVERGED, DIVERGED = 1e-3, 1.5
-"""Slopes at two steps that differ by less are equal; slopes that grow by more at each step are infinite."""
+"""Slopes at two steps are equal if they differ by less than `CONVERGED`. Slopes that grow by more than a factor of
+`DIVERGED` at each step are infinite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +25,11 @@ class Slopes:
     """Slopes of `Σ c y` with respect to single elements.
 
     Attributes:
-      central: between the points on both sides.
-      low, high: `Σ` of the smaller, and of the larger, of each result's two one-sided slopes.
-      right, left: the one-sided slopes of the sum.
-      noise: the rounding of the slopes, from the results that depend on the element.
-      noise_of_all: the rounding as if all results depended on it: a dependence may be too small to see.
+      central: the slopes between the points on both sides.
+      low, high: the sums of the smaller, and of the larger, of each result's two one-sided slopes.
+      right, left: the one-sided slopes of `Σ c y`.
+      noise: the rounding error of the slopes, from the results that depend on the element.
+      noise_of_all: the rounding error if all results depended on it. A dependence may be too small to see.
     """
 
     central: np.ndarray
@@ -41,11 +42,11 @@ class Slopes:
 
 
 class Differences:
-    """Differences of `Σ c y` with respect to single elements of the arguments.
+    """Computes differences of `Σ c y` with respect to single elements of the arguments.
 
     Args:
       moved: `(values, base) -> results`.
-      eps: the rounding of the results.
+      eps: the rounding error of the results.
     """
 
     def __init__(self, moved: Callable, eps: float = EPS):
@@ -59,7 +60,7 @@ class Differences:
         masks = [np.float64(i == argument) for i in range(len(values))]
         with float64():
             for start in range(0, len(indices), AT_ONCE):
-                # Every call has the same size, so one program serves all of them.
+                # Every call has the same size, so that one compiled program serves all of them.
                 call = (np.resize(a[start : start + AT_ONCE], size) for a in (indices, x, x + steps, x - steps))
                 slopes = self._slopes(list(values), list(cotangents), masks, *call)
                 found.append(np.stack(slopes)[:, : len(indices) - start])
@@ -71,7 +72,7 @@ class Differences:
         largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), 0.0), initial=0.0)
 
         def with_element(index, value):
-            # All arguments take part, so that one program serves each of them.
+            # All arguments take part, so that one compiled program serves each of them.
             return [
                 jnp.where(mask, a.ravel().at[index].set(value).reshape(a.shape), a) if a.size else a
                 for a, mask in zip(values, masks, strict=True)
@@ -93,13 +94,13 @@ class Differences:
 def confirmed(
     autodiff: np.ndarray, steps: np.ndarray, look: Callable, error: Callable[[], float], rtol: float = 1e-6
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what is expected, where differences contradict autodiff, and where they confirm it.
+    """Return the expected gradient, where differences contradict autodiff, and where they confirm it.
 
-    A slope that is autodiff's at any step confirms it: a larger step crossed a kink or was too coarse, and a smaller
-    step sees only rounding. Autodiff is contradicted where two steps agree with each other, on both sides, and not with
-    it. Elsewhere, as at a kink, differences decide nothing, and autodiff is expected. They also decide nothing where
-    the slopes are no further apart than the function's rounding `error()` makes them: a function is flat, or a ramp,
-    between two steps of its rounding.
+    A slope that equals autodiff's at any step confirms it. A larger step may cross a kink or be too coarse, and a
+    smaller step may see only rounding. Autodiff is contradicted where two steps agree with each other, on both sides,
+    and not with autodiff. Elsewhere, such as at a kink, differences decide nothing, and autodiff is expected. The same
+    holds where the slopes differ by no more than the function's rounding `error()` explains. A function is flat, or a
+    ramp, between two steps of its rounding.
 
     Args:
       look: `(which, steps) -> Slopes`.
@@ -134,9 +135,9 @@ def confirmed(
 
 
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
-    """Return the slope on the sides that have one, where autodiff is not finite; NaN where they have none, or two.
+    """Return the slope where autodiff is not finite. It is NaN if no side has a slope, or if the two sides disagree.
 
-    A side has a slope if it converges over three steps, or if it grows at each of them: then it is infinite.
+    A side has a slope if it converges over three steps. If it grows at each of them, the slope is infinite.
     """
     found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]
     right, left = (_limit(*(getattr(slopes, side) for slopes in found)) for side in ("right", "left"))

@@ -1,6 +1,6 @@
-"""Run a traced program equation by equation, with a rule that says how each equation is computed.
+"""Run a traced program equation by equation, with a rule that computes each equation.
 
-A value is an array, or a pytree of arrays where the rule wants more than one number per variable.
+A value is an array, or a pytree of arrays if the rule needs more than one number per variable.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"})
-"""Primitives that run one inner program with their arguments."""
+"""Primitives that run one inner program with the same arguments."""
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 JAX_FOLDER = str(Path(jax.__file__).parent)
 
@@ -32,7 +32,7 @@ def called(equation: Any) -> Any:
 
 
 def equations(program: Any) -> Iterator[Any]:
-    """Yield the equations of a program and of the programs in it."""
+    """Yield the equations of a program, including its inner programs."""
     for equation in getattr(program, "jaxpr", program).eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
@@ -45,7 +45,7 @@ def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable =
 
     Args:
       program: a `Jaxpr` or `ClosedJaxpr`.
-      constant: makes a value of a constant of the program.
+      constant: turns a constant of the program into a value.
     """
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *args), strict=True))
@@ -65,9 +65,9 @@ def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Callable) -> list[Any] | None:
-    """Return the results of a call, a loop, or a branch, whose inner equations follow the rule; None for the others.
+    """Return the results of a call, a loop, or a branch, with the rule applied to inner equations; else None.
 
-    A loop and a branch decide by the first array of a value.
+    The first array of a value decides the condition of a loop or a branch.
     """
     run = lambda program, args: evaluate(program, args, rule, constant)  # noqa: E731
     first = lambda value: jax.tree.leaves(value)[0]  # noqa: E731
@@ -101,7 +101,7 @@ def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Calla
 
 
 def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a) -> Callable:
-    """Return `function`, traced when it is called, whose equations follow the rule."""
+    """Return `function` with the rule applied to its equations. It is traced when it is called."""
 
     def run(*args):
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -112,7 +112,7 @@ def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a) -> C
 
 
 def without_custom_rules(function: Callable) -> Callable:
-    """Return `function` without its custom derivative rules: JAX differentiates what is inside."""
+    """Return `function` without its custom derivative rules, so that JAX differentiates the code inside."""
 
     def rule(equation, inputs):
         if not any(inner.primitive.name in CUSTOM_RULES for inner in _with_inner(equation)):
@@ -128,7 +128,7 @@ def has(program: Any, names: frozenset[str] | set[str]) -> bool:
 
 
 def has_custom_rules(program: Any) -> bool:
-    """Whether a program has derivative rules that are not JAX's, such as the rule of `jax.nn.relu`."""
+    """Return whether a program has derivative rules from outside JAX. The rule of `jax.nn.relu` is JAX's."""
     return any(e.primitive.name in CUSTOM_RULES and not _is_rule_of_jax(e) for e in equations(program))
 
 
@@ -147,7 +147,7 @@ def _with_inner(equation):
 
 
 def _scan_sizes(params):
-    """The numbers of constants and of carried values. JAX 0.12 keeps them in a tree."""
+    """Return how many constants and carried values a scan has. JAX 0.12 keeps them in a tree."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()

@@ -1,16 +1,16 @@
-"""Whether what an implementation gives is right, where neither rounding nor a kink is to be taken for a mistake.
+"""Decide whether a result is wrong, without taking rounding or a kink for a mistake.
 
-A number passes within the tolerance of its dtype. One beyond it passes nevertheless, in this order, if
+A number passes if it is within the tolerance of its dtype. Otherwise it passes if one of these holds, tried in order:
 
-- JAX's own differentiation of the plain forward, in the same dtype, gives the same, or overflows;
-- it is within four times the error that JAX's own has against float64, measured on three sets of data near by, or
-  within four times what random roundings change in JAX's own at the data itself (`jaxbp.verify.rounding`);
-- it is infinite or NaN, and a term of the sum that it stands for, one result's part of a gradient, overflows;
-- it lies between gradients in float64 at points around, as near as rounding may move the data: where these differ there
-  is a kink, and the last bit decides on which side the data is. A kink at the data itself, as at a tie, counts only for
-  an op that follows no convention, or in half precisions;
-- it lies there, and every result's part of it is what JAX's own could be had it rounded otherwise: where the results of
-  different sums are equal but for rounding, the last bit decides which is the larger.
+- Autodiff of the plain forward in the same dtype gives the same number, or overflows.
+- The number's error is at most four times autodiff's error against float64, measured on three data sets nearby. Or it
+  is at most four times the change that random roundings make in autodiff at the data itself (`jaxbp.verify.rounding`).
+- The number is infinite or NaN, and one term of the sum overflows. A term is one result's part of a gradient.
+- The number lies between float64 gradients at points around the data, as near as rounding may move the data. If these
+  gradients differ, there is a kink, and the last bit decides on which side the data is. A kink exactly at the data,
+  such as a tie, counts only for an op without a convention, or in half precision.
+- The number lies there, and each result's part of it could come from autodiff with other roundings. If two sums are
+  equal up to rounding, the last bit decides which one is larger.
 """
 
 import dataclasses
@@ -26,31 +26,32 @@ from jaxbp.verify.points import Point, generator
 from jaxbp.verify.reference import Expected, Reference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
-"""Rounding is measured on so many sets of data, apart by this share; and so many times it is allowed."""
+"""Rounding is measured on `SAMPLES` data sets that differ from the data by the share `NEAR`. `ALLOWED` times the
+measured error passes."""
 FACTOR_ELEMENTS = 8
-"""The least number of elements of an array in which roundings do not look like a factor."""
+"""In an array of fewer elements, rounding can look like a factor."""
 MOST = 32
-"""So many elements are looked at one by one."""
+"""The number of elements that are looked at one by one."""
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
-"""Where rounding decides, so many parts of the results are looked at one by one, fewer if their gradients have more
-numbers than the last; and so many other roundings are tried."""
+"""Where rounding decides, at most `PARTS` parts of the results are looked at one by one. There are fewer if their
+gradients would exceed `NUMBERS` numbers. `RUNS` other roundings are tried."""
 ROUNDINGS = 16
-"""So many roundings of an argument's largest element may separate the data from a kink."""
+"""The data may be this many roundings of an argument's largest element away from a kink."""
 NEIGHBOURS = 16
-"""Points near a point, whose gradients tell whether it lies at a kink."""
+"""The number of points around the data whose gradients show whether there is a kink."""
 KINK_RTOL = 1e-12
-"""A kink that is nearer, as a share of an argument's scale, is at the point itself."""
+"""A kink within this share of an argument's scale counts as a kink at the data itself."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
-"""A gradient jumps if it changes over a distance of `KINK_WIDTH`, as a share of an argument's scale. Jumps are looked
-for at `KINKS_LOOKED_AT` elements, or at fewer if the halvings times the numbers in the arguments exceed `WORK`."""
+"""A gradient jumps if it changes within a distance of `KINK_WIDTH`, as a share of an argument's scale. Jumps are looked
+for at `KINKS_LOOKED_AT` elements, or at fewer if halvings times numbers in the arguments exceed `WORK`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """How far a number a may be from the expected e of an array: `|a - e| <= rtol |e| + atol max(1, max |e|)`.
+    """The tolerance for a number a of an array with expected numbers e: `|a - e| <= rtol |e| + atol max(1, max |e|)`.
 
     Attributes:
-      step: by which elements are moved; None for one by the scale of the argument.
+      step: the step of finite differences; None for a step relative to the argument's scale.
     """
 
     rtol: float
@@ -59,13 +60,13 @@ class Tolerance:
 
 
 class Judge:
-    """Holds what implementations give against a reference.
+    """Compares the results of implementations with a reference.
 
     Args:
-      reference: what is right, in float64.
-      native: the implementation that JAX differentiates itself, in the dtype of the arguments; or None.
-      convention: whether an op has autodiff's slope at a kink.
-      precision: the dtype that the forward computes in, where it has less precision than its arguments.
+      reference: the expected results, in float64.
+      native: the implementation that autodiff differentiates, in the dtype of the arguments; or None.
+      convention: whether the op has autodiff's slope at a kink.
+      precision: the dtype that the forward computes in, if it has less precision than the arguments.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Judge:
         self._otherwise = None, None
 
     def verdict(self, point: Point, expected: Expected, i: int, actual: Any, checked: Any) -> dict[str, Any]:
-        """The fields of a row for the i-th array that was expected at a point, from an implementation `checked`."""
+        """Return the fields of a row for the i-th expected array at a point, from an implementation `checked`."""
         dtype, a = self._precision_of(actual.dtype), np.asarray(actual, np.float64)
         e, contradicted = expected.arrays[i], expected.contradicted[i]
         if a.size == 0:
@@ -94,10 +95,11 @@ class Judge:
         native = None
         sees_kinks = self._sees_kinks(point, expected.order, dtype)
         if sees_kinks and (native := self._native(point, expected.order, i)) is not None:
-            # The forward sees a kink where the dtype has it, which may be beside the one in float64.
+            # In a narrow dtype, the forward's kink may be next to the float64 kink.
             e = np.where(contradicted | (_compare(native, e, tolerance)[0] <= 1), e, native)
         excess, difference = compare(e)
-        # NaN from finite numbers is no expectation; an infinite gradient is one only for an op with JAX's conventions.
+        # A NaN from finite numbers is never expected. An infinite gradient is expected only of an op with JAX's
+        # conventions.
         loose = point.maybe_undefined or expected.order > 1 or (point.kinks and not self.convention)
         told = np.isfinite(e) if loose else ~np.isnan(e)
         held = told if all(np.isfinite(v).all() for v in point.values) else np.ones(e.shape, bool)
@@ -113,40 +115,40 @@ class Judge:
             native = self._native(point, expected.order, i) if native is None else native
             if native is not None and not sees_kinks:
                 as_native = compare(native)[0] <= 1
-                # If the function has custom rules, autodiff may overflow at numbers at which the rules need not.
+                # If the function has custom rules, autodiff may overflow where the rules need not.
                 as_native &= np.isfinite(native) | self.reference.independent
                 if self.reference.independent:
                     as_native |= ~np.isfinite(native) & np.isfinite(e)
-                wrong, reason = _excused(wrong, as_native & ~contradicted, reason, f"as autodiff in {dtype}")
+                wrong, reason = _excused(wrong, as_native & ~contradicted, reason, f"the same as autodiff in {dtype}")
         if wrong.any() and not _is_multiple(a, e, native, held, tolerance):
             spread = self._rounding(point, expected.order, i)
             more, _ = compare(e, ALLOWED * spread)
-            wrong, reason = _excused(wrong, more <= 1, reason, "no further off than autodiff's rounding")
+            wrong, reason = _excused(wrong, more <= 1, reason, "within the rounding error of autodiff")
         if wrong.any():
-            # What computes in half precision adds up in float32; but a gradient is rounded before it is differentiated.
+            # A half-precision op accumulates in float32, but its gradient is rounded before it is differentiated.
             in_dtype = expected.order > 1 or self.native is None
             terms = np.dtype(jnp.dtype(dtype) if in_dtype else np.promote_types(jnp.dtype(dtype), np.float32)).name
             settings = point.values, point.cotangents, self.directions, jnp.dtype(terms)
             own = self.reference.rounding(expected.order, *settings)
             more, _ = compare(e, ALLOWED * own[i])
-            wrong, reason = _excused(wrong, more <= 1, reason, f"no further off than roundings in {terms} move it")
+            wrong, reason = _excused(wrong, more <= 1, reason, f"within the rounding error of {terms}")
         if (wrong & ~np.isfinite(a)).any():
             fine = ~np.isfinite(a) & self._a_term_overflows(point, expected.order, i, dtype)
-            wrong, reason = _excused(wrong, fine, reason, f"a term of it overflows in {dtype}")
+            wrong, reason = _excused(wrong, fine, reason, f"a term of the sum overflows in {dtype}")
         hint = None
         if wrong.any() and expected.order > 0:
             fine, why, hint = self._at_kinks(point, expected.order, i, a, e, dtype, tolerance)
             wrong, reason = _excused(wrong, fine & ~contradicted, reason, why)
         if wrong.any() and expected.order == 1 and hint is not None:
             fine = self._decided_by_rounding(point, i, a, checked, dtype, tolerance) & ~contradicted
-            why = f"decided by rounding at {int((wrong & fine).sum())} elements"
+            why = f"rounding decides near-ties at {int((wrong & fine).sum())} elements"
             wrong, reason = _excused(wrong, fine, reason, why)
         worst = np.unravel_index(np.argmax(np.where(wrong if wrong.any() else held, excess, 0.0)), a.shape)
         if wrong.any():
             reason = "; ".join(filter(None, (cause(a, e, wrong), hint)))
         elif undecided.any():
             worst = np.unravel_index(np.argmax(undecided), a.shape)
-            reason = "JAX's differentiation is not finite, and differences do not decide"
+            reason = "autodiff is not finite, and finite differences cannot decide"
         largest = np.abs(e[np.isfinite(e)]).max(initial=0.0)
         difference = np.where(held, difference, 0.0)
         size = max(largest, tolerance.atol / tolerance.rtol)
@@ -172,9 +174,9 @@ class Judge:
         return np.asarray(self.native.results(order, point.values, point.cotangents, self.directions)[i], np.float64)
 
     def _a_term_overflows(self, point, order, i, dtype):
-        """Where the part of a gradient that comes from one result alone is beyond what the dtype holds.
+        """Return where one result's part of a gradient exceeds the range of the dtype.
 
-        The parts are added up in the dtype, in any order, so that what they cancel to may be infinite or NaN.
+        The dtype adds the parts up in any order, so a sum that cancels may still become infinite or NaN.
         """
         beyond = np.zeros(point.values[i].shape if order else (), bool)
         for k in range(len(point.cotangents) if order else 0):
@@ -185,13 +187,13 @@ class Judge:
         return beyond
 
     def _precision_of(self, dtype):
-        """The name of the dtype that says how far a result may be off."""
+        """Return the name of the dtype whose tolerance applies."""
         eps = lambda dtype: float(jnp.finfo(dtype).eps)  # noqa: E731
         narrow = self.precision is not None and self.precision.name in self.tolerances
         return self.precision.name if narrow and eps(self.precision) > eps(dtype) else dtype.name
 
     def _rounding(self, point, order, i):
-        """How far JAX's own differentiation in the dtype is from float64, near the point."""
+        """Return the error of autodiff in the dtype against float64, near the point."""
         native = self.native
         if native is None:
             return 0.0
@@ -208,7 +210,7 @@ class Judge:
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
-        """(where another slope is right, why, what is to be said of where it is not)."""
+        """Return where another slope is right, the reason, and a hint for the elements where it is not."""
         reach = ROUNDINGS * float(jnp.finfo(dtype).eps)
         indices, limit = np.flatnonzero(_compare(a, e, tolerance)[0] > 1), _limit(e, tolerance)
         (ends, near), (_, hair) = (self._around(point, order, i, share, indices[:MOST]) for share in (reach, KINK_RTOL))
@@ -225,13 +227,13 @@ class Judge:
         hint = None
         if (where := at_it & ~fine).any():
             at = np.unravel_index(np.argmax(where), a.shape)
-            hint = f"at a kink, of slopes from {low[at]:.3g} to {high[at]:.3g}"
-        return fine, "any slope at a kink" if (at_it & fine).any() else "within rounding of a kink", hint
+            hint = f"at a kink with slopes from {low[at]:.3g} to {high[at]:.3g}"
+        return fine, "any slope is right at a kink" if (at_it & fine).any() else "within rounding error of a kink", hint
 
     def _jump(self, point, order, i, around, indices, limit):
-        """Whether elements jump between the point and the nearby points at which they change most: there is a kink.
+        """Return which elements jump between the point and the nearby points at which they change most.
 
-        If there are more elements than are looked at, all are said to jump if those do.
+        A jump means a kink. If there are too many elements, a sample is tested. If all of the sample jump, all do.
         """
         reach, ends, near = around
         halvings = max(0, int(np.ceil(np.log2(reach / KINK_WIDTH))))
@@ -246,7 +248,7 @@ class Judge:
                 np.unique(np.linspace(0, open_.size - 1, max(1, min(KINKS_LOOKED_AT, WORK // numbers))).astype(int))
             ]
             to = np.argsort(change, axis=0)[-1 - rank, chosen]
-            size = 2 ** int(np.ceil(np.log2(chosen.size)))  # few sizes, so few programs
+            size = 2 ** int(np.ceil(np.log2(chosen.size)))  # few sizes mean few programs to compile
             arguments = [ends[k] for k in np.resize(to, size)], np.resize(indices[chosen], size), halvings
             data = point.values, point.cotangents, self.directions
             found = self.reference.jumps(order, i, *data, *arguments)[: chosen.size]
@@ -256,10 +258,7 @@ class Judge:
         return jumps
 
     def _decided_by_rounding(self, point, i, a, checked, dtype, tolerance):
-        """Where, of each result's part of the i-th gradient, JAX's own would give the same had it rounded otherwise.
-
-        So it is where two sums are equal but for rounding, and a maximum takes the larger: either may be.
-        """
+        """Return where each result's part of the i-th gradient could come from autodiff with other roundings."""
         sizes = [c.size for c in point.cotangents]
         count = max(1, min(PARTS, sum(sizes), NUMBERS // sum(v.size for v in point.values)))
         numbers = np.split(np.arange(sum(sizes)) % count, np.cumsum(sizes)[:-1])
@@ -271,7 +270,7 @@ class Judge:
             settings = dict(dtype=dtype, roundings=ALLOWED, runs=RUNS)
             try:
                 self._otherwise = point, self.reference.rounded_otherwise(point.values, parts, **settings)
-            except NotImplementedError:  # what cannot be vectorized
+            except NotImplementedError:  # the program cannot be vectorized
                 return np.zeros(a.shape, bool)
         fine, whole = np.ones(a.shape, bool), np.zeros(a.shape)
         for k in range(count):
@@ -281,17 +280,17 @@ class Judge:
             limits = [_limit(np.abs(g).max(axis=0), tolerance) for g in found]
             low, high = found[i].min(axis=0) - limits[i], found[i].max(axis=0) + limits[i]
             fine &= (part[i] >= low) & (part[i] <= high) & _sums_are_right(part[i], found[i], limits[i])
-            # What one argument has lost another must have got.
+            # The gradient that one argument lacks must have gone to another.
             of_all = np.stack([flat(run) for run in zip(*found, strict=True)])
             fine &= _sums_are_right(flat(part), of_all, flat(limits)).all()
             whole += part[i]
-        return fine & (_compare(whole, a, tolerance)[0] <= 1)  # the sum of the parts, unless dy is used as a whole
+        return fine & (_compare(whole, a, tolerance)[0] <= 1)  # else the backward is not linear in dy
 
     def _around(self, point, order, i, share, places):
-        """Points around, and the i-th gradient at each; the last is the point itself.
+        """Return points around a point, and the i-th gradient at each of them. The last point is the point itself.
 
-        At some of them one element is moved up or down, further than any other, so that it is the only largest of many
-        equals: elements in question, and some of the other arguments.
+        At some points, one element moves further up or down than all others, and so becomes the only largest of several
+        equal ones. These are the elements at `places`, and some elements of the other arguments.
         """
         random, ends, found = generator(2), [], []
         moves = [(None, None, 0)] * NEIGHBOURS
@@ -310,17 +309,17 @@ class Judge:
 
 
 def within(a: Any, e: Any, tolerance: Tolerance) -> bool:
-    """Whether an array is another one but for the tolerance."""
+    """Return whether two arrays are equal within the tolerance."""
     return bool((_compare(np.asarray(a, np.float64), np.asarray(e, np.float64), tolerance)[0] <= 1).all())
 
 
 def _excused(wrong, fine, reason, why):
-    """(what is still wrong, what is said of the rest)."""
+    """Return what is still wrong, and the reason why the rest passes."""
     return wrong & ~fine, why if (wrong & fine).any() else reason
 
 
 def _is_multiple(a, e, native, held, tolerance):
-    """Whether an array is the expected array times a factor, and autodiff's array is not. Rounding gives no factor."""
+    """Return whether `a` is a multiple of `e`, and autodiff's array is not. Rounding never gives a common factor."""
     held = held & np.isfinite(a) & np.isfinite(e)
     if native is None or held.sum() < FACTOR_ELEMENTS or not np.isfinite(native[held]).all() or not e[held].any():
         return False
@@ -329,9 +328,9 @@ def _is_multiple(a, e, native, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Whether the sums along each axis are as those found: what a tie shares must be all of it, and no more.
+    """Return whether the sums along each axis are among those found: a tie must divide all of the gradient.
 
-    Sums that differ from side to side may lie as far beyond as they differ: few points reach no corner of many ties.
+    Sums that differ between sides get as much slack as they differ, because few points reach a corner of many ties.
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):
@@ -347,7 +346,7 @@ def _limit(e: np.ndarray, tolerance: Tolerance) -> np.ndarray:
 
 
 def _compare(a: np.ndarray, e: np.ndarray, tolerance: Tolerance, more: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """(differences as shares of what is allowed, differences)."""
+    """Return the differences as shares of the allowed ones, and the differences."""
     with np.errstate(invalid="ignore", over="ignore"):
         same = (a == e) | (np.isnan(a) & np.isnan(e))
         difference = np.where(same, 0.0, np.nan_to_num(np.abs(a - e), nan=np.inf, posinf=np.inf))
@@ -355,7 +354,7 @@ def _compare(a: np.ndarray, e: np.ndarray, tolerance: Tolerance, more: float = 0
 
 
 def _inputs(point: Point, names: Sequence[str], worst: tuple, shape: tuple[int, ...]) -> tuple[tuple[str, float], ...]:
-    """Return the arguments at an element of an array of a shape: those that have or broadcast to its shape."""
+    """Return each argument's value at an element, for the arguments that have or broadcast to the array's shape."""
     found = []
     for name, a in zip(names, point.values, strict=True):
         aligned = shape[len(shape) - a.ndim :] if a.ndim <= len(shape) else None

@@ -1,6 +1,6 @@
-"""Float64 for programs that compute in a narrower dtype.
+"""Evaluate in float64 a program that computes in a narrower dtype.
 
-A function may convert its float64 arguments: `x.astype(float32)`, `preferred_element_type=float32`. A finite
+A function may convert its float64 arguments, as in `x.astype(float32)` or `preferred_element_type=float32`. A finite
 difference would then move them by less than one rounding. `lifted` evaluates the same program with every floating
 number in float64.
 """
@@ -24,7 +24,7 @@ class CannotLiftError(NotImplementedError):
 
 
 def lifted(function: Callable) -> Callable:
-    """Return `function`, which is traced with its arguments, with each floating number of the program in float64.
+    """Return `function` with every floating number of its program in float64. It is traced when it is called.
 
     Raises:
       CannotLiftError: when called, if a kernel or a callback of the program has a narrower result.
@@ -33,9 +33,9 @@ def lifted(function: Callable) -> Callable:
 
 
 def narrowest(*programs: Any) -> np.dtype | None:
-    """Return the floating dtype of least precision that programs compute in from their floating arguments.
+    """Return the floating dtype of least precision in which programs compute from their floating arguments.
 
-    None if they compute nothing from them.
+    It is None if they compute nothing from them.
     """
     jaxprs = [getattr(program, "jaxpr", program) for program in programs]
     found = set().union(*(_computed_in(jaxpr, {v for v in jaxpr.invars if _is_float(v.aval)}) for jaxpr in jaxprs))
@@ -43,7 +43,7 @@ def narrowest(*programs: Any) -> np.dtype | None:
 
 
 def _computed_in(jaxpr, moved):
-    """The dtypes of what depends on some variables, which are extended by what depends on them."""
+    """Return the dtypes of all values that depend on the variables `moved`, and add these values to `moved`."""
     found = set()
     for equation in jaxpr.eqns:
         if not any(v in moved for v in equation.invars if not hasattr(v, "val")):
@@ -91,7 +91,7 @@ def _as_traced(equation, inputs):
 
 
 def _wide_parameter(value):
-    """A parameter whose dtypes, and whose programs' dtypes, are wide."""
+    """Return a parameter with its dtypes, and the dtypes of programs in it, replaced by wide ones."""
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return _wide_dtype(np.dtype(value))
     if is_program(value):

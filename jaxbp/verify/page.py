@@ -1,4 +1,4 @@
-"""The page of a comparison: one HTML file of its own, in a light and a dark scheme, with what Rich prints of it."""
+"""Make one HTML file of a comparison, with a light and a dark color scheme, from Rich's output."""
 
 import io
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 WIDTH = 140
-"""Of what is printed, in characters."""
-# Readable on white and on black alike.
+"""The width of the output, in characters."""
+# These colors are readable on white and on black.
 COLOURS = {"autodiff": "#8a8f98", "xla": "#3b82f6", "pallas": "#f0883e"}
 
 _STYLE = """
@@ -29,7 +29,7 @@ pre { overflow-x: auto; font-size: 0.8rem; line-height: 1.2; }
 
 
 def page(title: str, verdict: Sequence[str], notes: Sequence[str], *parts: str) -> str:
-    """Return the page: the verdict, the notes, and the parts, which are elements of HTML."""
+    """Return the page: the verdict, the notes, and the parts, which are HTML elements."""
     lines = "".join(f'<p class="verdict">{escape(line)}</p>\n' for line in verdict)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -53,14 +53,14 @@ def section(title: str, body: str) -> str:
 
 
 def printed(*parts: RenderableType) -> str:
-    """Return what Rich prints as an element of a page."""
+    """Return Rich's output as an HTML element."""
     console = Console(file=io.StringIO(), record=True, width=WIDTH)
     show(console, *parts)
     return console.export_html(theme=MONOKAI, inline_styles=True, code_format="<pre>{code}</pre>\n")
 
 
 def show(console: Console, *parts: RenderableType) -> None:
-    """Print the parts one after the other, lines of text without wrapping them."""
+    """Print the parts in sequence. Lines of text are not wrapped."""
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, Text))
 

@@ -1,4 +1,4 @@
-"""Where an op is tried: the user's own data, and data beside it that shows what random numbers do not."""
+"""Where an op is checked: at the user's data, and at added data that shows what random numbers do not."""
 
 import dataclasses
 import functools
@@ -11,10 +11,10 @@ import numpy as np
 from jaxbp.verify.derivatives import Arrays, scale_of
 
 ADDED = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
-"""What a check adds to the user's data, by name."""
+"""The names of the data that a check adds to the user's data."""
 OWN = "own data"
 SUBNORMAL, LEAST_NORMAL = 1e-39, 1.5e-38
-"""Numbers that are subnormal in float32 and bfloat16, and just not."""
+"""A number that is subnormal in float32 and bfloat16, and one that is just not subnormal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Point:
     """Arguments and cotangents.
 
     Attributes:
-      name: for people.
-      values, cotangents: in float64, rounded to the dtypes that they are for.
-      of: the index of the argument, if the point tests one argument alone.
+      name: the name in reports.
+      values, cotangents: arrays in float64, rounded to the dtypes that the op takes.
+      of: the index of the argument, if the point tests a single argument.
       kinks: whether numbers were put exactly where the op may have a kink.
-      maybe_undefined: whether the op may be undefined there, so that an expectation that is not finite tells nothing.
+      maybe_undefined: whether the op may be undefined there. Then an expectation that is not finite means nothing.
     """
 
     name: str
@@ -37,14 +37,14 @@ class Point:
     maybe_undefined: bool = False
 
     def rounded(self, dtypes: Sequence[np.dtype], results: Sequence[np.dtype]) -> "Point":
-        """The same in other dtypes."""
+        """Return the point with its arrays rounded to other dtypes."""
         values = [_rounded(a, dtype) for a, dtype in zip(self.values, dtypes, strict=True)]
         cotangents = [_rounded(c, dtype) for c, dtype in zip(self.cotangents, results, strict=True)]
         return dataclasses.replace(self, values=values, cotangents=cotangents)
 
 
 def generator(seed: int) -> np.random.Generator:
-    """A stream of the check's own, which is not the one that a user draws data from with the same seed."""
+    """Return the check's generator. It differs from a generator that a user makes with the same seed."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(0x6A6178, 0x6270))))
 
 
@@ -55,11 +55,7 @@ def normal(random: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 def points(
     own: Point, names: Sequence[str], kinks: Sequence[float], added: Sequence[str], random: np.random.Generator
 ) -> Iterator[Point]:
-    """The user's own data, and beside it what is asked for of `ADDED`.
-
-    Numbers keep to where the user's are: an argument of positive numbers stays positive, one in [0, 1] stays there, and
-    one whose rows sum to 1 is left as it is.
-    """
+    """Yield the user's data, and then the added data that `added` names, in the ranges that `check` promises."""
     yield own
     if "cotangents" in added:
         yield dataclasses.replace(own, name="dy times -30", cotangents=[-30 * c for c in own.cotangents])
@@ -85,12 +81,12 @@ def points(
 
 
 def halved(own: Point) -> Point:
-    """Return half of each argument, but for those whose rows sum to 1."""
+    """Return half of each argument, except of arguments whose rows sum to 1."""
     return dataclasses.replace(_each(own, "half", lambda a: a / 2), kinks=False, maybe_undefined=False)
 
 
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
-    """Return the arguments with one array, the one of the smallest range, for all of `same`."""
+    """Return a point where one array replaces all arguments in `same`: the array with the smallest range."""
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
     array = own.values[min(same, key=rank)]
@@ -99,12 +95,15 @@ def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
 
 
 def everywhere_large(own: Point, random: np.random.Generator) -> Point:
-    """All arguments large at once."""
+    """Return large numbers in all arguments at once."""
     return _each(own, "large", lambda a: _large(a, random))
 
 
 def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
-    """Kinks put into an argument, twice each where there is room: once with zeros there in arguments of its shape."""
+    """Yield points with kinks in an argument, each kink twice if there is room.
+
+    The second time, other arguments of the same shape are 0 there.
+    """
     size, remaining = own.values[i].size, list(kinks)
     while size and remaining:
         chosen, remaining = remaining[:size], remaining[size:]
@@ -131,7 +130,7 @@ def _sums_to_1(a: np.ndarray) -> bool:
 
 
 def _with_least(a: np.ndarray) -> np.ndarray:
-    """The array with -0 and with subnormal numbers, of the signs that it has."""
+    """Return the array with -0 and with subnormal numbers of the signs that occur in it."""
     least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
     least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
     changed = np.array(a)
@@ -141,12 +140,12 @@ def _with_least(a: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _has_subnormals() -> bool:
-    """Whether programs tell subnormal numbers from 0. XLA's for the CPU do not."""
+    """Whether programs distinguish subnormal numbers from 0. XLA's CPU programs do not."""
     return bool(jax.jit(lambda x: x > 0)(np.float32(SUBNORMAL)))
 
 
 def _coarse(a: np.ndarray) -> np.ndarray:
-    """The array in multiples of a large number, and every third element like the one before it."""
+    """Return the array rounded to multiples of a large number, with every third element equal to the previous one."""
     unit = 2.0 ** np.floor(np.log2(scale_of(a) / 2))
     positive = (a > 0).all() and not (a <= 1).all()
     coarse = (np.ceil if positive else np.round)(a / unit) * unit
@@ -155,7 +154,7 @@ def _coarse(a: np.ndarray) -> np.ndarray:
 
 
 def _large(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Numbers from 3 to 300, with the signs that the array has; the array itself if all of it is in [0, 1]."""
+    """Return numbers from 3 to 300 with the array's signs, or the array itself if it is within [0, 1]."""
     if (a >= 0).all() and (a <= 1).all():
         return a
     signs = np.sign(a) + (a == 0)

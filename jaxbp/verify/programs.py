@@ -1,4 +1,4 @@
-"""An implementation as a user runs it: jitted, outside `jit`, under `vmap` and `remat`, and with one array twice."""
+"""Run an implementation as a user does: under `jit` or outside, under `vmap` and `remat`, and with one array twice."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +14,10 @@ from jaxbp.verify.derivatives import Arrays, Derivatives, Function, value_and_gr
 
 
 class Programs:
-    """An implementation's value, gradients, and their derivatives, in a dtype.
+    """The programs of one implementation's value, gradients, and their derivatives, in one dtype.
 
     Args:
-      change: makes another function of the implementation's.
+      change: a transformation of the implementation's function.
       compiling: options of `Derivatives`.
     """
 
@@ -43,11 +43,10 @@ class Programs:
         return other
 
     def result_dtypes(self) -> list[np.dtype]:
-        """Return the dtypes of the results."""
         return [y.dtype for y in jax.eval_shape(self.function, *self.arguments.floats)]
 
     def takes_arguments(self) -> bool:
-        """Whether the implementation takes the arguments' shapes and dtypes."""
+        """Return whether the implementation takes the arguments' shapes and dtypes."""
         try:
             self.result_dtypes()
         except (NotImplementedError, TypeError, ValueError):
@@ -58,7 +57,7 @@ class Programs:
         return [np.asarray(v.astype(a.dtype), np.float64) for v, a in zip(values, self.arguments.floats, strict=True)]
 
     def results(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return values, gradients, or the derivative of an order."""
+        """Return values at order 0, gradients at order 1, and derivatives at higher orders."""
         dtypes = self.result_dtypes()
         with np.errstate(over="ignore"):
             directions = [self._in_dtypes(d) for d in directions]
@@ -66,12 +65,12 @@ class Programs:
         return self._derivatives(order, self._in_dtypes(values), cotangents, directions)
 
     def outside_jit(self, values: Arrays, cotangents: Arrays) -> list[Any]:
-        """Return values and gradients, computed operation by operation."""
+        """Return values and gradients, computed without `jit`."""
         values = [jnp.asarray(v) for v in self._in_dtypes(values)]
         return _flat(value_and_gradients(self._plain)(values, cotangents))
 
     def vmapped(self, points: Sequence[tuple[Arrays, Arrays]], vmap: bool, remat: bool) -> list[list[Any]]:
-        """Return values and gradients for each point, computed in one batch, with what is saved computed again."""
+        """Return values and gradients for each point: in one batch with `vmap`, and recomputed with `remat`."""
         run = value_and_gradients(jax.checkpoint(self._plain) if remat else self._plain)
         stack = lambda arrays: [np.stack(a) for a in zip(*arrays, strict=True)]  # noqa: E731
         values = [self._in_dtypes(values) for values, _ in points]
@@ -83,7 +82,7 @@ class Programs:
         return [[a[k] for a in found] for k in range(len(points))]
 
     def with_one_array(self, values: Arrays, cotangents: Arrays, same: Sequence[int]) -> tuple[list[Any], Any]:
-        """Return the values, and the gradient with respect to one array that is given as several arguments."""
+        """Return the values, and the gradient with respect to one array that is passed as several arguments."""
         values = [jnp.asarray(v) for v in self._in_dtypes(values)]
 
         def function(array):

@@ -1,17 +1,17 @@
-"""A line in a terminal that says what a long check is at."""
+"""Show the progress of a long check in one line of a terminal."""
 
 import sys
 import time
 
 SILENT, EVERY = 1.0, 0.2
-"""Seconds before the first line, and between lines."""
+"""Seconds before the first line, and seconds between lines."""
 
 
 class Progress:
-    """Shows a line on stderr, if that is a terminal, from one second on. It is wiped at the end.
+    """Shows a line on stderr, if it is a terminal, after one second. The line is erased at the end.
 
     Args:
-      name: begins the line.
+      name: the beginning of the line.
     """
 
     def __init__(self, name: str):
@@ -27,7 +27,7 @@ class Progress:
             sys.stderr.write("\r")
 
     def show(self, text: str) -> None:
-        """Show what the check is at, unless a line was shown just now."""
+        """Show the current step of the check, unless a line has just been shown."""
         if (now := time.monotonic()) >= self._next and sys.stderr.isatty():
             self._next = now + EVERY
             self._write(f"check {self._name}, {now - self._start:.0f} s: {text}"[:79])

@@ -1,4 +1,4 @@
-"""The gradients that a backward should give, in float64: autodiff of the plain forward, confirmed by differences."""
+"""The expected gradients of a backward, in float64: autodiff of the plain forward, confirmed by finite differences."""
 
 import dataclasses
 import functools
@@ -28,19 +28,19 @@ from jaxbp.verify.rounding import rounded_otherwise, rounding
 from jaxbp.verify.stopping import STOP, held
 
 MOST_NOT_FINITE = 64
-"""Elements with a gradient that is not finite that are decided by differences."""
+"""The number of gradient elements that are not finite and that finite differences decide."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What should come out of an op.
+    """The expected results of an op.
 
     Attributes:
-      order: 0 for values, 1 for gradients, 2 and 3 for derivatives of these.
-      against: how it was found.
-      arrays: one per result, or per argument to differentiate with respect to.
-      contradicted: where differences differ from JAX's differentiation, and are what is expected.
-      undecided: where JAX's differentiation is not finite and differences do not decide; None if nowhere.
+      order: 0 for values, 1 for gradients, 2 and 3 for derivatives of the gradients.
+      against: how the arrays were computed.
+      arrays: one array per result, or one per argument to differentiate with respect to.
+      contradicted: where finite differences contradict autodiff. There, they are expected.
+      undecided: where autodiff is not finite and finite differences do not decide; None if nowhere.
     """
 
     order: int
@@ -51,15 +51,15 @@ class Expected:
 
 
 class Reference:
-    """The forward of an op that JAX differentiates, in float64, and what should come out of it.
+    """The forward of an op in float64, which autodiff differentiates, and the results expected of the op.
 
     Attributes:
       function: the plain forward, in the dtype of its arguments.
       names, result_names: the names of the floating arguments and results.
-      results: shapes and dtypes, from the arguments as they are.
-      independent: whether JAX differentiates it by its own rules alone, so that the op's backward has no part in it.
-      constants: the numbers in its program: it may have a kink at one of them.
-      note: what was done about a program that computes in a narrower dtype than its arguments; None if nothing.
+      results: the shapes and dtypes of the results for the given arguments.
+      independent: whether only JAX's rules differentiate it, so that the op's backward has no part in it.
+      constants: the numbers in its program, at which it may have a kink.
+      note: a remark on a program that computes in a narrower dtype than its arguments; None if there is none.
     """
 
     def __init__(
@@ -98,17 +98,17 @@ class Reference:
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lifting(self, wide, dtype):
-        """Lift the program to float64; where that cannot be done, take steps that the narrow dtype can tell apart."""
+        """Lift the program to float64. If that fails, use steps that the narrow dtype can resolve."""
         cotangents = [jax.ShapeDtypeStruct(y.shape, np.float64) for y in self.results]
         try:
             with float64():
                 jax.eval_shape(lifted(value_and_gradients(self.function)), wide, cotangents)
-        except Exception as error:  # whatever a primitive says of a dtype that it does not take
+        except Exception as error:  # a primitive can raise anything for an unsupported dtype
             reason = str(error) if isinstance(error, CannotLiftError) else type(error).__name__
             self._eps = float(jnp.finfo(dtype).eps)
-            self.note = f"computes in {dtype.name}, which cannot be lifted ({reason}): differences take larger steps"
+            self.note = f"computes in {dtype.name}, not liftable ({reason}); finite differences take larger steps"
             return lambda program: program
-        self.note = f"computes in {dtype.name}: the reference computes the same in float64"
+        self.note = f"computes in {dtype.name}; the reference runs the same program in float64"
         return lifted
 
     def _require_results(self, surrogate, arguments, name):
@@ -133,9 +133,9 @@ class Reference:
     def first_orders(
         self, values: Arrays, cotangents: Arrays, steps: Sequence[float | None], most: int
     ) -> tuple[Expected, Expected]:
-        """Return values and gradients. At most `most` elements per argument are moved, by its step, to confirm them.
+        """Return expected values and gradients. At most `most` elements per argument are moved to confirm gradients.
 
-        A step of None is one by the scale of the argument.
+        Each argument has its step. A step of None is relative to the argument's scale.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
         error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
@@ -168,14 +168,14 @@ class Reference:
                 finite = np.isfinite(slope)
                 arrays[i].flat[infinite[finite]] = slope[finite]
                 contradicted[i].flat[infinite[finite]] = True
-        against = "differences" if told else "differences; autodiff where there is a kink"
+        against = "finite differences" if told else "finite differences; autodiff where there is a kink"
         if sampled:
-            against += f"; autodiff but for {', '.join(sampled)} elements"
+            against += f"; autodiff except for {', '.join(sampled)} elements"
         uncontradicted = [np.zeros(a.shape, bool) for a in y]
         return Expected(0, "float64", y, uncontradicted), Expected(1, against, arrays, contradicted, undecided)
 
     def higher(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Expected:
-        """Return the derivative of this order by JAX, confirmed by differences of the order below."""
+        """Return the expected derivative of this order: autodiff, confirmed by differences of the order below."""
         autodiff = self.derivative(order, values, cotangents, directions)
         below = directions[: order - 2]
         gradient_at = self._gradient_near(order - 1, values, cotangents, below)
@@ -194,20 +194,22 @@ class Reference:
         of_all = flat(autodiff)
         error = lambda: float(flat(self.rounding(order - 1, values, cotangents, below)).max())  # noqa: E731
         slope, other, agreed = confirmed(of_all, np.full(of_all.shape, self._step), look, error, self._rtol)
-        against = "differences of gradients" if agreed.all() else "differences of gradients; autodiff at a kink"
+        against = (
+            "finite differences of gradients" if agreed.all() else "finite differences of gradients; autodiff at a kink"
+        )
         sizes = np.cumsum([a.size for a in autodiff])[:-1]
         shaped = lambda whole: [p.reshape(a.shape) for p, a in zip(np.split(whole, sizes), autodiff, strict=True)]  # noqa: E731
         return Expected(order, against, shaped(slope), shaped(other))
 
     def derivative(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()) -> Arrays:
-        """Return the results, the gradients, or from order 2 on what `derivative` gives, in float64."""
+        """Return the results, the gradients, or from order 2 on the result of `derivative`, in float64."""
         with float64():
             return in_numpy(self._derivatives(order, list(values), list(cotangents), list(directions)))
 
     def by_rules_of_jax(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()
     ) -> Arrays:
-        """Return what `derivative` gives without the function's custom rules."""
+        """Return the same as `derivative`, without the function's custom rules."""
         if self.independent:
             return self.derivative(order, values, cotangents, directions)
         with float64():
@@ -216,8 +218,8 @@ class Reference:
     def rounding(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays], dtype: Any = np.float64
     ) -> Arrays:
-        """Return how far rounding to a dtype moves the results of order 0 and 1, or the derivative of another order."""
-        self.derivative(order, values, cotangents, directions)  # finds the mode that it has
+        """Return the change that rounding to a dtype makes in values, gradients, or the derivative of an order."""
+        self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         with float64():
             run, arguments = self._derivatives.plain(order), [list(values), list(cotangents)]
             if order < 2:
@@ -226,11 +228,11 @@ class Reference:
             return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
-        """Return the gradients, and what they would be with other roundings: `(1 + runs, parts, ...)` each.
+        """Return the gradients, and the gradients with other roundings: `(1 + runs, parts, ...)` each.
 
         Args:
-          parts: cotangents, several of each result: their first axis.
-          settings: of `rounding.rounded_otherwise`.
+          parts: the cotangents of each result, with the parts as first axis.
+          settings: the settings of `rounding.rounded_otherwise`.
         """
 
         def gradients(values, parts):
@@ -251,12 +253,12 @@ class Reference:
         indices: np.ndarray,
         halvings: int,
     ) -> np.ndarray:
-        """Return how far elements of the i-th derivative jump between the values and the ends, one end per element.
+        """Return the jumps of elements of the i-th derivative between the values and the ends, one end per element.
 
-        The way is halved again and again, and the half with the larger change is kept. A smooth function then changes
-        by nothing, a function with a kink by the jump of its slope.
+        The interval is halved repeatedly, and the half with the larger change is kept. In the limit, a smooth function
+        does not change. A function with a kink changes by the jump of its slope.
         """
-        self.derivative(order, values, cotangents, directions)  # finds the mode that it has
+        self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         if (order, i) not in self._jumps:
             run = self._derivatives.plain(order)
 
@@ -301,27 +303,27 @@ class Reference:
         return np.full(indices.shape, step) if self._eps == EPS else np.maximum(step, by_scale)
 
     def _sampled(self, values, cotangents, i, gradient, most):
-        """Return the flat indices of the elements that are moved.
+        """Return the flat indices of the elements to move, spread evenly.
 
-        They are spread evenly. Where a custom rule has a part in the gradient, those come first at which it differs
-        most from JAX's differentiation without the rule.
+        If a custom rule has a part in the gradient, half of them may be elements at which the gradient differs most
+        from autodiff without the rule.
         """
         evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
         if self.independent or gradient.size <= most:
             return evenly
         try:
             other = self.by_rules_of_jax(1, values, cotangents)[i]
-        except Exception:  # a program that JAX does not differentiate in reverse
+        except Exception:  # JAX cannot differentiate the program in reverse
             return evenly
         off = np.nan_to_num(np.abs(np.asarray(other) - gradient).ravel(), nan=np.inf)
         worst = np.argsort(-off, kind="stable")[: most // 2]
         return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
 
     def _gradient_near(self, order, values, cotangents, below):
-        """Return a function of moved values that gives what `with_square` gives, with all stopped gradients held."""
+        """Return a function of moved values that computes `with_square`, with all stopped gradients held."""
         arguments = list(cotangents), list(below)
         with float64():
-            self._derivatives.with_square(order, list(values), *arguments)  # finds the mode that it has
+            self._derivatives.with_square(order, list(values), *arguments)  # selects forward or reverse mode
         if not self._stops:
             run = lambda moved: self._derivatives.with_square(order, list(moved), *arguments)  # noqa: E731
         else:
@@ -338,11 +340,11 @@ class Reference:
 def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
     """Return the forward that takes float64, the shapes and dtypes of its results, and whether it is "autodiff".
 
-    The forward of "autodiff" has no hand-written backward. The results are those for the arguments in their dtypes.
+    The forward of "autodiff" has no hand-written backward. The results belong to the arguments in their dtypes.
 
     Raises:
-      ValueError: no floating result.
-      TypeError: no implementation takes float64, or the function fails in it.
+      ValueError: there is no floating result.
+      TypeError: no implementation takes float64, or the function fails in float64.
     """
     names = ("autodiff", "xla", "pallas") if takes_implementation(op) else (None,)
     wide = [jax.ShapeDtypeStruct(a.shape, np.float64) for a in arguments.floats]
@@ -365,11 +367,11 @@ def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]
         if not results:
             raise ValueError(f"check: {name_of(op)} has no floating result; wants at least one, to differentiate")
         return function, results, name == "autodiff"
-    raise TypeError(f"check: {name_of(op)} takes float64 in no implementation; wants one that does, for differences")
+    raise TypeError(f"check: no implementation of {name_of(op)} takes float64; wants one that does, as the reference")
 
 
 def with_gradient_of(forward: Function, surrogate: Function) -> Function:
-    """Return the function with the value of `forward` and the derivative of `surrogate`."""
+    """Return a function with the value of `forward` and the derivative of `surrogate`."""
 
     @jax.custom_jvp
     def function(*values):
@@ -384,7 +386,7 @@ def with_gradient_of(forward: Function, surrogate: Function) -> Function:
 
 
 def _require_pure(function: Function, shapes: Sequence[Any], program: Any, name: str) -> None:
-    """Requires that another trace gives the same program."""
+    """Require that another trace gives the same program."""
     with float64():
         again = jax.make_jaxpr(lambda *values: function(*values))(*shapes)
     if _signature(program) != _signature(again):
@@ -392,13 +394,13 @@ def _require_pure(function: Function, shapes: Sequence[Any], program: Any, name:
 
 
 def _signature(program):
-    """The primitives of a program, its shapes, and its numbers."""
+    """Return the primitives, the shapes, and the numbers of a program."""
     literals = lambda e: [repr(np.asarray(v.val)) for v in e.invars if hasattr(v, "val") and v.aval.shape == ()]  # noqa: E731
     return [(e.primitive.name, [str(v.aval) for v in e.outvars], literals(e)) for e in equations(program)]
 
 
 def _constants(program: Any) -> list[float]:
-    """Return the floating numbers in a program that are not the bounds of a dtype."""
+    """Return the floating constants of a program, without the bounds of a dtype."""
     found = set()
     for equation in equations(program):
         for variable in equation.invars:

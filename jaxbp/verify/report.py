@@ -1,4 +1,4 @@
-"""The findings of a check: as rows, as lines for people, and as a table."""
+"""The findings of a check: as rows, as text, and as a table."""
 
 import dataclasses
 import io
@@ -12,9 +12,9 @@ from jaxbp.verify.points import OWN
 
 WIDTH = 80
 STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim", "inconclusive": "yellow"}
-NOT_FLOATING = "not floating, so without a gradient"
+NOT_FLOATING = "not floating-point, so it has no gradient"
 ROWS_IN_REPR = 3
-"""Failures that `repr` of a result shows."""
+"""The number of failures in the `repr` of a result."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,20 +23,19 @@ class CheckRow:
 
     Attributes:
       op, implementation, dtype: what ran.
-      argument: the name of the argument or of the result, or "all" of them together.
-      order: 0 for a value, 1 for a gradient, 2 and 3 for its derivatives.
-      against: what it was compared with.
+      argument: the name of the argument or of the result, or "all" for all of them together.
+      order: 0 for a value, 1 for a gradient, 2 and 3 for derivatives of the gradient.
+      against: how the expected array was computed.
       verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if nothing decides.
-      elements: how many were compared.
+      elements: the number of elements compared.
       absolute: the largest difference.
-      relative: the largest difference as a share of the largest expected element.
-      index, analytic, numeric: the element that is furthest beyond its limit, or nearest to it: where it is, what the
-        op gave, and what was expected.
-      inputs: the name and the number of each argument that has this element.
-      reason: why it was skipped or is inconclusive; or what the mistake looks like; or why it is no mistake although
-        the tolerance is exceeded.
-      data: the user's data, or which of the data added to it.
-      case: the options or shapes of `cases`; empty for the user's.
+      relative: the largest difference, divided by the largest expected element.
+      index, analytic, numeric: the index, the result, and the expected number of the element with the largest error
+        relative to its limit.
+      inputs: the name and the value of each argument at this element.
+      reason: why the row was skipped, is inconclusive, or passes beyond the tolerance; or what the mistake looks like.
+      data: the data: the user's, or the name of added data.
+      case: the options or shapes from `cases`; empty for the user's.
     """
 
     op: str
@@ -62,7 +61,7 @@ class CheckRow:
 
     @property
     def finding(self) -> str:
-        """Which element is what, what it should be, and at which inputs."""
+        """The element, its value, the expected value, and the inputs there."""
         case = f"{self.case}: " if self.case else ""
         if self.index is None:
             on = f" ({self.data})" if self.data != OWN else ""
@@ -78,12 +77,12 @@ class CheckRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CheckResult:
-    """The rows of a check. True if none failed; printed, it has a line for each implementation.
+    """The rows of a check. It is true if no row failed. Its text has one line per implementation.
 
     Attributes:
-      rows: what was found.
-      untried: what the check did not look at, in words.
-      notes: what a reader must know of how it was checked.
+      rows: the findings.
+      untried: what the check did not try, in words.
+      notes: remarks on how the check was made.
     """
 
     rows: tuple[CheckRow, ...]
@@ -96,12 +95,12 @@ class CheckResult:
 
     @property
     def tried(self) -> tuple[str, ...]:
-        """The data that was checked, the user's first."""
+        """The names of the data that was checked, the user's first."""
         return tuple(dict.fromkeys(row.data for row in self.rows if row.verdict != "skipped"))
 
     @property
     def not_tried(self) -> tuple[str, ...]:
-        """The dtypes and transformations that were skipped, each with its reason."""
+        """The dtypes and transformations that were skipped, with reasons."""
         skipped = (row for row in self.rows if row.verdict == "skipped" and row.data != OWN)
         return tuple(dict.fromkeys(f"{row.data} ({row.reason})" for row in skipped))
 
@@ -120,17 +119,18 @@ class CheckResult:
         return text.getvalue()
 
     def raise_if_failed(self) -> "CheckResult":
-        """Return itself.
+        """Return the result itself.
 
         Raises:
-          AssertionError: a failure. It has a line for each: the worst element, what it is, and what it should be.
+          AssertionError: there is a failure. The message has one line per failure: the worst element, its value, and
+            the expected value.
         """
         if self.failures:
             raise AssertionError("\n".join(map(str, self.failures)))
         return self
 
     def summary(self) -> Group:
-        """Return a line for each implementation, the first of its failures under it, and the data, for Rich."""
+        """Return the text of the result for Rich: each implementation, its first failure, and what was tried."""
         lines = []
         for (op, implementation), rows in _grouped(self.rows).items():
             lines += _lines_of(op if implementation is None else f"{op}, {implementation}", rows)
@@ -138,13 +138,13 @@ class CheckResult:
         if self.tried:
             lines.append(Text(f"tried: {_listed(self.tried)}", "dim"))
         if cases := list(filter(None, dict.fromkeys(row.case for row in self.rows))):
-            lines.append(Text(f"and the same with {'; '.join(cases)}", "dim"))
+            lines.append(Text(f"also tried with {'; '.join(cases)}", "dim"))
         if untried := ", ".join(filter(None, (*self.not_tried, self.untried))):
             lines.append(Text(f"not tried: {untried}", "dim"))
         return Group(*lines)
 
     def table(self) -> Table:
-        """Return the rows as a table of Rich."""
+        """Return the rows as a Rich table."""
         fields = ("op", "implementation", "dtype", "case", "data", "argument", "order", "against")
         fields = [field for field in fields if field != "case" or any(row.case for row in self.rows)]
         table = Table(*fields, "max abs", "max rel", "verdict")
@@ -157,14 +157,14 @@ class CheckResult:
 
 
 def _lines_of(name: str, rows: Sequence[CheckRow]) -> list[Text]:
-    """The lines of one implementation."""
+    """Return the lines for one implementation."""
     of = lambda verdict: [row for row in rows if row.verdict == verdict]  # noqa: E731
     failed, skipped, open_ = of("failed"), of("skipped"), of("inconclusive")
     verdict = "failed" if failed else "skipped" if len(skipped) == len(rows) else "ok" if of("ok") else "inconclusive"
     lines = [Text(f"{verdict:7} ", STYLES[verdict], no_wrap=True, overflow="ellipsis")]
     lines[0].append(name, "default")
     if verdict == "ok":
-        lines[0].append(f": {len(of('ok'))} results, off by {_off(rows)}", "default")
+        lines[0].append(f": {len(of('ok'))} results, errors up to {_off(rows)}", "default")
     if failed:
         lines.append(Text(f"        {failed[0].dtype}, order {failed[0].order}: {failed[0].finding}"))
     elif verdict == "skipped":
@@ -172,7 +172,7 @@ def _lines_of(name: str, rows: Sequence[CheckRow]) -> list[Text]:
     else:
         lines += [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in _excused(rows)]
     if len(failed) > 1:
-        lines.append(Text(f"        and {len(failed) - 1} more, on {_listed(row.data for row in failed)}"))
+        lines.append(Text(f"        {len(failed) - 1} more failed, on {_listed(row.data for row in failed)}"))
     if open_:
         on = _listed(f"order {row.order} on {row.data}" for row in open_)
         lines.append(Text(f"        inconclusive: {on}: {open_[0].reason}", "yellow"))
@@ -188,7 +188,7 @@ def _grouped(rows: Iterable[CheckRow]) -> dict[tuple, list[CheckRow]]:
 
 
 def _off(rows: Sequence[CheckRow]) -> str:
-    """The largest relative difference in each dtype, of what is within the tolerance."""
+    """Return the largest relative error in each dtype, among the rows within the tolerance."""
     found = {}
     for row in rows:
         if row.relative is not None and not row.reason:
@@ -197,12 +197,12 @@ def _off(rows: Sequence[CheckRow]) -> str:
 
 
 def _excused(rows: Sequence[CheckRow]) -> list[str]:
-    """On which data right results are beyond the tolerance, and why."""
+    """Return why rows beyond the tolerance pass, and on which data."""
     data = {}
     for row in rows:
         if row.verdict == "ok" and row.reason:
             data.setdefault(row.reason, []).append(row.data)
-    return [f"        beyond that, {reason}: on {_listed(names)}" for reason, names in data.items()]
+    return [f"        beyond the tolerance, but {reason}: on {_listed(names)}" for reason, names in data.items()]
 
 
 def _listed(names: Iterable[str]) -> str:

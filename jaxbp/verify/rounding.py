@@ -1,10 +1,10 @@
-"""How far rounding moves what a program computes: it is run again with each arithmetic result moved, up or down.
+"""Measure how far rounding moves a program's results, by moving each arithmetic result up or down.
 
-This is Monte Carlo arithmetic (Parker, "Monte Carlo Arithmetic", 1997). It sees what neither a program's results nor
-their accuracy in a narrower dtype show: that `1 - s` of a sigmoid is in steps of `ε`, however small it is.
+This is Monte Carlo arithmetic (Parker, "Monte Carlo Arithmetic", 1997). It finds errors that neither the results nor
+their accuracy in a narrower dtype show. For example, `1 - s` of a sigmoid comes in steps of `ε`, however small it is.
 
-Each result is moved by many roundings, and the change of the program's results is divided by as many. A jump, as of a
-gradient where a tie is broken, then counts for little: it is no rounding.
+Each result is moved by many roundings, and the change of the program's results is divided by their number. A jump, such
+as in a gradient when a tie is broken, then counts for little, because it is not rounding.
 """
 
 import functools
@@ -20,20 +20,21 @@ from jaxbp.verify.interpreter import bind, called, evaluate
 
 RUNS, MANY = 4, 1024
 MOST = 2.0**-10
-"""Many roundings move a number by at most this share of it, unless one moves it further, as in half precisions."""
+"""Many roundings move a number by at most this share of it, unless one rounding moves it further, as in half precision.
+"""
 ROUNDED = frozenset({
     "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "conv_general_dilated", "cos",
     "cosh", "cumlogsumexp", "cumprod", "cumsum", "digamma", "div", "dot_general", "erf", "erf_inv", "erfc", "exp",
     "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "logistic", "mul", "pow", "reduce_prod", "reduce_sum",
     "reduce_window_sum", "rsqrt", "scatter-add", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
 })  # fmt: skip
-"""Primitives that round; others, such as a maximum, return one of their arguments."""
+"""Primitives that round. Others, such as a maximum, return one of their arguments."""
 
 
 def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
-    """How far one rounding to `dtype` of everything moves each element of the results, at most in a few runs.
+    """Return how far one rounding to `dtype` of every result moves each element, at most, over a few runs.
 
-    The results are in a flat list. Loops are run as they are: what is rounded in them is not seen.
+    The results are a flat list. A loop runs unchanged, so rounding inside it is not seen.
     """
     eps = float(jnp.finfo(dtype).eps)
     many = max(1.0, min(MANY, MOST / eps))
@@ -54,7 +55,7 @@ def _moved(random, by, equation, inputs, y):
 
 
 def _floats_moved(moved: Callable) -> Callable:
-    """Return the rule that makes `moved(equation, inputs, y)` of each floating result y. A loop is one equation."""
+    """Return the rule that replaces each floating result y by `moved(equation, inputs, y)`. A loop is one equation."""
 
     def rule(equation, inputs):
         if (program := called(equation)) is not None:
@@ -66,11 +67,11 @@ def _floats_moved(moved: Callable) -> Callable:
 
 
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
-    """The results of `function`, and what they would be in so many runs that round otherwise: `(1 + runs, ...)` each.
+    """Return the results of `function` without and with other roundings: `(1 + runs, ...)` each.
 
-    Each arithmetic result is moved by at most so many roundings to `dtype`, but for those that are exact. How far
-    depends on the operands alone: what is computed alike rounds alike, as on any machine. So equal numbers remain equal
-    if they were computed from equal numbers, and not if different sums came out equal.
+    Each arithmetic result is moved by at most `roundings` roundings to `dtype`, unless it is exact. The distance
+    depends only on the operands, because equal operations round equally on any machine. Equal numbers remain equal if
+    they were computed from equal numbers, but not if different sums happened to be equal.
     """
     program = jax.make_jaxpr(function)(*args)
     leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
@@ -86,7 +87,7 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
             for a, floating, variable in zip(operands, is_float, equation.invars, strict=True)
         ]
         alike = equation.primitive.bind(*mixed, **equation.primitive.get_bind_params(equation.params))
-        share = _mixed(seed, np.float32(np.abs(alike)))  # the order of a sum may differ from element to element
+        share = _mixed(seed, np.float32(np.abs(alike)))  # the order of a sum may differ between elements
         exact = _is_short(y, narrow)
         for a in itertools.compress(operands, is_float):
             short = _is_short(a, narrow)
@@ -98,13 +99,13 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
 
 
 def _is_short(a, narrow):
-    """Whether a narrower dtype holds a number. Where it holds the operands and the result, nothing was rounded."""
+    """Return whether a narrower dtype holds a number. If it holds operands and result, nothing was rounded."""
     a = np.asarray(a, np.float64)
     return a == a.astype(narrow)
 
 
 def _mixed(seed, a):
-    """For each number one from 0.5 to 1 that has its sign and else nothing to do with it, the same for the same."""
+    """Return for each number a pseudorandom number from 0.5 to 1 with its sign; equal numbers get equal ones."""
     bits = np.abs(np.asarray(a, np.float64)).view(np.uint64) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of SplitMix64
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)

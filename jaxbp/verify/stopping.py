@@ -1,4 +1,4 @@
-"""Finite differences of a program with `stop_gradient`, whose argument counts as a constant."""
+"""Finite differences of a program with `stop_gradient`. Its argument counts as a constant."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,9 +16,9 @@ class Streams(NamedTuple):
     """One variable of a program in three runs.
 
     Attributes:
-      held: at the moved arguments, with each stopped gradient at the base.
-      base: at the base.
-      moved: at the moved arguments, with nothing held.
+      held: its value at the moved arguments, with each stopped gradient fixed at the base.
+      base: its value at the base.
+      moved: its value at the moved arguments, with nothing fixed.
     """
 
     held: Array
@@ -27,9 +27,9 @@ class Streams(NamedTuple):
 
 
 def held(function: Callable) -> Callable:
-    """Return `(moved, base) -> results`: `function(*moved)` with every `stop_gradient` at its value at `base`.
+    """Return `(moved, base) -> results`: `function(*moved)` with every `stop_gradient` fixed at its value at `base`.
 
-    Both are tuples of arguments. A loop takes as many steps, and a branch is the one, that `moved` decides.
+    Both are tuples of arguments. `moved` decides the number of steps of a loop, and the branch taken.
     """
 
     def run(moved, base):
@@ -53,13 +53,13 @@ def _hold(equation, inputs):
             return results
     given = list(inputs)
     if name == "custom_linear_solve":
-        # It stops the gradient of a factorization, because the derivative of the solution needs none. The solution
-        # itself moves.
+        # JAX stops the gradient of the factorization, because the derivative of the solution does not need it. The
+        # solution depends on the moved factorization.
         lengths = params["const_lengths"]
         start = lengths.matvec + lengths.vecmat
         for i in range(start, start + lengths.solve + lengths.transpose_solve):
             given[i] = inputs[i]._replace(held=inputs[i].moved)
-    elif name == "linear_solve":  # lineax's, which mixes the factorization with its other arguments
+    elif name == "linear_solve":  # lineax's primitive mixes the factorization with its other arguments
         given = [a._replace(held=a.moved) for a in inputs]
     found = {}
     for stream in Streams._fields:

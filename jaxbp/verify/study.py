@@ -21,13 +21,13 @@ from jaxbp.verify.reference import Expected
 from jaxbp.verify.report import NOT_FLOATING, CheckRow
 
 MOST_ELEMENTS, WORK = (64, 10_000), 2**23
-"""The least and the most elements per argument that are moved by default. Within these bounds, the number of elements
-times the numbers in the arguments is at most `WORK`."""
+"""The least and the largest default number of elements per argument that are moved. Between these bounds, the number
+of elements times the numbers in the arguments is at most `WORK`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The arguments of `check` that say what is tried."""
+    """The arguments of `check` that select what is tried."""
 
     implementations: Sequence[Implementation]
     order: int
@@ -44,9 +44,9 @@ class Study:
     """One case of a check: the reference, and what each implementation is compared with.
 
     Attributes:
-      native: the implementation that JAX differentiates; for a function with custom rules, the function without them;
-        None if that cannot be differentiated.
-      same: groups of arguments that can be one array, by their numbers among the floating arguments.
+      native: the implementation that autodiff differentiates. For a function with custom rules, it is the function
+        without them. None if that cannot be differentiated.
+      same: groups of arguments that can be one array, given by their indices among the floating arguments.
     """
 
     def __init__(self, op, arguments, options, settings, reference, directions):
@@ -97,10 +97,10 @@ class Study:
         )
 
     def _narrowed(self, dtypes):
-        """The dtype that the forward computes in, if it has less precision than all of its arguments."""
+        """Return the dtype that the forward computes in, if it has less precision than all arguments; else None."""
         try:
             narrow = self.reference.computed_in(dtypes)
-        except Exception:  # the function does not take the dtype; `in_dtype` says so
+        except Exception:  # the function does not take the dtype, which `in_dtype` reports
             return None
         eps = lambda dtype: float(jnp.finfo(dtype).eps)  # noqa: E731
         return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
@@ -115,7 +115,7 @@ class Study:
     def expected(
         self, points: Sequence[Point], orders: Sequence[tuple[Point, int]]
     ) -> tuple[list[tuple[Point, Expected]], list[tuple[Point, int, Exception]]]:
-        """Return what is expected at each point, the first of which is the user's, and what cannot be computed."""
+        """Return the expected results at each point, the user's point first, and the errors of the others."""
         own, *added = points
         found, failed = [], []
         confirm = lambda: self.reference.first_orders(own.values, own.cotangents, self.steps, self.most)  # noqa: E731
@@ -134,7 +134,7 @@ class Study:
         return found, failed
 
     def of_implementation(self, programs, expected, failed, own, points) -> Iterator[CheckRow]:
-        """Yield what is found of everything that is expected, and what is not checked."""
+        """Yield the rows of one implementation: its comparisons, and what is not checked."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
         try:
@@ -143,7 +143,7 @@ class Study:
             yield row(dtype, "all", 1, "", "skipped", reason=_one_line(error))
             return
         for point, order, error in failed:
-            # A backward with custom rules is a part of the reference. It is wrong if JAX can do without it.
+            # A backward with custom rules is part of the reference. It is wrong if autodiff can do without it.
             wrong = not self.reference.independent and order == 1 and self._can(self.native, order, point)
             verdict = "failed" if wrong else "inconclusive"
             yield row(dtype, "all", order, "", verdict, reason=_named(error), data=point.name)
@@ -158,11 +158,11 @@ class Study:
                 yield row(str(a.dtype), name, 1, "", "skipped", reason=NOT_FLOATING)
 
     def in_dtype(self, programs: Programs, dtype: str, points: Sequence[Point]) -> Iterator[CheckRow]:
-        """Yield what is found of data in another dtype, or why it is not tried."""
+        """Yield the rows for data in another dtype, or the reason why it is not tried."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation, dtype, "all", 1, "", "skipped")
         own = points[0]
         if dtype not in self.settings.tolerances:
-            yield row(reason="there is no tolerance", data=dtype)
+            yield row(reason="tolerances has no such dtype", data=dtype)
             return
         changed, judge = programs.in_dtype(dtype), self.judge(dtype)
         reason = None
@@ -170,9 +170,9 @@ class Study:
             results = [y.dtype for y in jax.eval_shape(changed.function, *changed.arguments.floats)]
             if self._can(self.native, 1, own):
                 self.native.in_dtype(dtype).results(1, own.values, own.cotangents, self.directions)
-            if not takes_implementation(self.op):  # what fails was not asked for
+            if not takes_implementation(self.op):  # the user did not ask for a dtype that fails
                 changed.results(1, own.values, own.cotangents, self.directions)
-        except Exception as error:  # a primitive can raise anything for a dtype that it does not take
+        except Exception as error:  # a primitive can raise anything for an unsupported dtype
             reason = _named(error)
         if reason is not None:
             yield row(reason=reason, data=dtype)
@@ -181,7 +181,7 @@ class Study:
         yield from self.compared(changed, judge, [(p, self.at(p)) for p in rounded])
 
     def compared(self, programs, judge, expected) -> Iterator[CheckRow]:
-        """Yield what is found at each point. If the user's data fails, no added data is tried."""
+        """Yield the rows of each point. If the user's data fails, no added data is tried."""
         row, found = functools.partial(CheckRow, name_of(self.op), programs.implementation), []
         for point, e in expected:
             if point.name != OWN and is_broken(found):
@@ -201,7 +201,7 @@ class Study:
                 return
 
     def transformed(self, programs, judge, own, points) -> Iterator[CheckRow]:
-        """Yield whether values and gradients are the same outside `jit`, under transformations, and with one array."""
+        """Yield rows for values and gradients outside `jit`, under transformations, and with one array."""
         half = at.halved(own).rounded([a.dtype for a in self.arguments.floats], programs.result_dtypes())
         both = [own, half]
         batch = [(p.values, self._cotangents(programs, p)) for p in both]
@@ -230,9 +230,10 @@ class Study:
         return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes(), strict=True)]
 
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
-        """Yield a row for each array that is neither what `jit` gives nor what is expected, or one row for all.
+        """Yield a row for each array that differs both from the result under `jit` and from what is expected.
 
-        With `same`, the gradient is with respect to one array, and is the sum over these arguments.
+        If there is none, yield one row for all arrays. With `same`, the gradient is with respect to one array, and is
+        the sum of the gradients with respect to these arguments.
         """
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
@@ -278,7 +279,6 @@ class Study:
                 )  # fmt: skip
 
     def _can(self, programs: Programs | None, order: int, point: Point) -> bool:
-        """Whether programs give an order at a point."""
         if programs is None:
             return False
         try:
@@ -289,7 +289,7 @@ class Study:
 
 
 def is_broken(rows: Sequence[CheckRow]) -> bool:
-    """Whether a value or a gradient is wrong on the user's data."""
+    """Return whether a value or a gradient is wrong on the user's data."""
     return any(row.verdict == "failed" and row.data == OWN and row.order < 2 for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""Compiling and timing a program."""
+"""Compile and time a program."""
 
 import collections
 import statistics
@@ -10,28 +10,28 @@ import jax
 
 ROUNDS = 5
 IN_FLIGHT = 8
-"""Programs queued at most: enough to keep the device busy, and few enough for their results to fit into its memory."""
+"""The most programs in the queue. They keep the device busy, and their results fit into its memory."""
 _BLOCK_SECONDS, _AGREEMENT = 0.3, 0.01
-"""Of `settle`: the blocks, and the share by which two may differ. Under a large product a GPU starts at its highest
-clock and meets its power limit within 0.2 s; some programs come down too far, and recover within 2 s
-(docs/lab/2026-11-24-dense.md)."""
+"""The seconds of a block in `settle`, and the share by which two blocks may differ. Under a large product, a GPU starts
+at its highest clock and reaches its power limit within 0.2 s. Some programs lower the clock too far, and recover within
+2 s (docs/lab/2026-11-24-dense.md)."""
 
 
 def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
-    """The function as an executable, and the seconds from Python to there."""
+    """Return the executable of a function, and the seconds from Python to the executable."""
     start = time.perf_counter()
     compiled = jax.jit(function).lower(*arguments).compile()
     return compiled, time.perf_counter() - start
 
 
 class Timed(NamedTuple):
-    """The time of a call with more of them queued.
+    """The time per call, with more calls queued.
 
     Attributes:
       seconds: the median over rounds.
-      host_waited: the share of it that the host waited for the device. Nearly nothing says that the device waited for
-        the host: then the time is the host's.
-      rounds: the seconds of a call in each round.
+      host_waited: the share of the time in which the host waited for the device. Near 0, the device waited for the
+        host, and the host limits the time.
+      rounds: the seconds per call in each round.
     """
 
     seconds: float
@@ -42,11 +42,11 @@ class Timed(NamedTuple):
 def device_seconds(
     program: Callable, arguments: tuple, seconds: float, rounds: int = ROUNDS, settling: float = 0.0
 ) -> Timed:
-    """Times a program.
+    """Time a program.
 
     Args:
-      seconds: least time of a round.
-      settling: seconds, at most, of calls before the first round: see `settle`.
+      seconds: the least time of a round.
+      settling: the most seconds of calls before the first round; see `settle`.
     """
     for _ in range(3):
         start = time.perf_counter()
@@ -63,12 +63,13 @@ def device_seconds(
 
 
 def settle(run: Callable[[int], float], once: float, most: float) -> None:
-    """Calls a program until a GPU at its power limit has found its clock: until two blocks in a row take equally long.
+    """Call a program until a GPU at its power limit has a steady clock: until two blocks in a row take equally long.
 
     Args:
-      run: `run(calls)`, the seconds that so many calls take.
-      once: about the seconds of a call.
-      most: seconds that are not exceeded, but for what a block takes longer than expected. Less than a block are none.
+      run: `run(calls)`, which returns the seconds that this number of calls takes.
+      once: the approximate seconds of one call.
+      most: the limit in seconds. It is exceeded only if a block takes longer than expected. If it is less than a block,
+        there are no calls.
     """
     calls, spent, last = max(1, int(_BLOCK_SECONDS / once)), 0.0, 0.0
     while spent + _BLOCK_SECONDS <= most:
@@ -79,7 +80,7 @@ def settle(run: Callable[[int], float], once: float, most: float) -> None:
 
 
 def _run(program, arguments, calls):
-    """The seconds that so many calls take, and how many of them the host waited."""
+    """Return the seconds of `calls` calls, and how many of these seconds the host waited."""
     in_flight, waited, start = collections.deque(), 0.0, time.perf_counter()
     for i in range(calls + IN_FLIGHT):
         if i < calls:

@@ -1,6 +1,10 @@
-"""The products that a convolution's gradients are made of, and the bias's sums, on arrays with the batch last.
+"""The convolutions that make up a convolution's gradients, and the bias gradient, with the batch as the last axis.
 
-All are exact float32 arithmetic on the CUDA cores: an example a lane, weights broadcast to all lanes.
+All three kernels use exact float32 arithmetic on the CUDA cores, with one example per lane. Operands come from device
+memory through the caches. A CTA of `correlate` computes one row of the output for a few output channels and one block
+of the batch. Its sums are in registers, and each weight is broadcast to all lanes. A CTA of `correlate_batch` keeps a
+tile of the filters' gradients in registers while it visits its share of the rows and the batch. It then sums each over
+its lanes and writes one partial sum per element. A CTA of `sum_batch` does the same for one channel of the bias.
 """
 
 import dataclasses
@@ -19,11 +23,11 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import kernel
 
 _MAX_ACCUMULATORS = 160
-"""Sums that a program keeps in registers: a thread has 255, and needs some for operands and addresses."""
+"""Most sums that a thread keeps in registers: it has 255, and needs some for operands and addresses."""
 _MAX_UNROLLED_TAPS = 64
-"""Places of a filter that are unrolled, at most: compile time grows with them. Chosen by hand; not tuned."""
+"""Most filter positions that are unrolled. Compile time grows with them. Chosen by hand; not tuned."""
 _WANTED_PROGRAMS = 1024
-"""Enough to fill the multiprocessors of any current GPU several times over."""
+"""Number of CTAs that fills the multiprocessors of any current GPU several times over."""
 
 
 # ----------------------------------------------------------------------------------------------------------- correlate
@@ -34,8 +38,8 @@ class CorrelateConfig:
     """Tiles of `correlate`.
 
     Attributes:
-      channels: output channels a program.
-      lane_block: length of its vectors of the batch.
+      channels: output channels per CTA.
+      lane_block: length of a CTA's vectors along the batch.
     """
 
     channels: int
@@ -48,10 +52,13 @@ def _correlate_heuristic(x: Any, w: Any, *, stride: tuple[int, int] = (1, 1)) ->
 
 @kernel(heuristic=_correlate_heuristic)
 def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int, int] = (1, 1)) -> Array:
-    """`y[k, i, j, n] = sum over c, u, v of x[c, i * stride + u, j * stride + v, n] * w[k, c, u, v]`.
+    """Compute `y[k, i, j, n] = sum over c, u, v of x[c, i * stride + u, j * stride + v, n] * w[k, c, u, v]`.
+
+    Here k and c are output and input channels, (i, j) and (u, v) positions in the output and in the filter, and n is an
+    example. The strides of rows and columns may differ.
 
     Args:
-      x: `(C, H, W, N)`, the batch N a multiple of `LANES`.
+      x: `(C, H, W, N)`, whose batch N is a multiple of `LANES`.
       w: `(K, C, F, G)`.
 
     Returns:
@@ -92,7 +99,8 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
 
 class _TapBlocks:
-    """The taps (c, u, v) of a filter in equal blocks: a loop over blocks, unrolled within one."""
+    """The taps (c, u, v) of a filter in blocks of equal size. Blocks are a loop; the taps within a block are
+    unrolled."""
 
     def __init__(self, C: int, F: int, G: int):
         self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
@@ -119,8 +127,8 @@ class CorrelateBatchConfig:
     """Tiles of `correlate_batch`.
 
     Attributes:
-      out_channels, in_channels, rows, columns: the part of the filters whose sums a program keeps in registers.
-      splits: parts of the rows and the batch, each summed by programs of its own.
+      out_channels, in_channels, rows, columns: the part of the filters whose sums a CTA keeps in registers.
+      splits: number of parts into which rows and batch are divided. Different CTAs sum different parts.
     """
 
     out_channels: int
@@ -146,25 +154,26 @@ def _correlate_batch_heuristic(dy: Any, x: Any, *, stride: tuple[int, int] = (1,
 
 
 def _filters(dy, x, stride):
-    """The shape of the gradient, `(K, C, F, G)`."""
+    """Return the shape of the gradient, `(K, C, F, G)`."""
     (K, rows, columns, _), (C, H, W, _) = dy.shape, x.shape
     return K, C, H - (rows - 1) * stride[0], W - (columns - 1) * stride[1]
 
 
 def _units(dy):
-    """The work to share out: pairs of a row and a lane block."""
+    """Return the number of units of work: pairs of a row and a lane block."""
     return (dy.shape[-1] // LANES) * dy.shape[1]
 
 
 @kernel(heuristic=_correlate_batch_heuristic)
 def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
-    """`dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
+    """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
-    Each program sums a part of the rows and the batch in a fixed order; the parts are then summed in a fixed order.
+    The letters mean the same as in `correlate`. Each CTA sums a part of the rows and the batch in a fixed order. The
+    parts are then summed in a fixed order.
 
     Args:
-      dy: `(K, I, J, N)`, the batch N a multiple of `LANES`.
-      x: `(C, H, W, N)`; H and W give the filter's size, `F = H - (I - 1) * stride`.
+      dy: `(K, I, J, N)`, whose batch N is a multiple of `LANES`.
+      x: `(C, H, W, N)`. H and W determine the filter's size, `F = H - (I - 1) * stride` and likewise G.
 
     Returns:
       `(K, C, F, G)` in float32.
@@ -222,7 +231,7 @@ class SumBatchConfig:
     """Tiles of `sum_batch`.
 
     Attributes:
-      lane_block: examples a program.
+      lane_block: examples per CTA.
     """
 
     lane_block: int
@@ -230,7 +239,10 @@ class SumBatchConfig:
 
 @kernel(heuristic=lambda dy: SumBatchConfig(lane_block=LANES))
 def sum_batch(dy: Array, *, config: SumBatchConfig) -> Array:
-    """`db[k] = sum over r, n of dy[k, r, n]`: `(K, R, N) -> (K,)` in float32, in a fixed order."""
+    """Compute `db[k] = sum over r, n of dy[k, r, n]` in float32, in a fixed order.
+
+    Here k is one of K channels, r one of R rows, n one of N examples: `(K, R, N) -> (K,)`.
+    """
     K, R, N = dy.shape
     blocks = N // config.lane_block
 

@@ -1,10 +1,15 @@
-"""Convolution, bias, ReLU and max-pooling in one kernel each way, on arrays with the batch last.
+"""Convolution, bias, ReLU, and max-pooling in one kernel per direction, with the batch as the last axis.
 
-The forward keeps the pooled output and a byte a window: the place of its maximum, or one past the last place where
-ReLU was off. From these and the input the backward makes every gradient, so nothing of the convolution's full
-resolution is ever in memory. Windows do not overlap: the pool's stride is its size, the convolution's is 1.
+All kernels compute in exact float32 on the CUDA cores, with one example per lane and each weight broadcast to all
+lanes. A CTA of `forward` computes a part of one row of pooling windows, for a few output channels and one block of the
+batch. It reads the patch of the image under the windows once into registers, and keeps the sums of every position of
+the windows there. It writes the pooled output and one byte per window: the index of the maximum, or one past the last
+index where ReLU was off. The convolution at full resolution never reaches memory, because the backward needs only these
+two arrays and the input. A CTA of `weights_gradient` keeps the sums of a few output channels and one input channel in
+registers. It adds them up over the lanes through shared memory. A CTA of `input_gradient` computes cells of one input
+row, each of a window's size, in registers.
 
-The kernels compute in exact float32 on the CUDA cores: an example a lane, weights broadcast to all lanes.
+Windows do not overlap: the pool's stride is the window's size. The convolution's stride is 1.
 """
 
 import dataclasses
@@ -34,32 +39,33 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import check_divides, kernel
 
 MAX_TAPS = 64
-"""The largest filter, in places, that these kernels unroll."""
+"""Largest filter, in positions, that these kernels unroll."""
 MAX_PLACES = 16
-"""The largest window."""
+"""Largest window, in positions."""
 _MAX_ACCUMULATORS = 160
-"""Sums that a program keeps in registers: a thread has 255, and needs some for operands and addresses."""
+"""Most sums that a thread keeps in registers: it has 255, and needs some for operands and addresses."""
 _OTHER_REGISTERS = 30
-"""Of a thread, for all but its sums and its part of the image. With them the programs on a multiprocessor are those of
-ptxas' registers, for LeNet's filters."""
+"""Registers of a thread for everything but its sums and its part of the image. With this value, the computed number of
+resident CTAs per multiprocessor equals the number that follows from ptxas' register counts, for LeNet's filters."""
 _MAX_PATCH = 72
-"""Numbers of the image that a program reads at once: those under four of LeNet's windows, the most that were measured
-(docs/lab/2026-11-24-lenet.md)."""
+"""Most elements of the image that a thread reads at once: those under four of LeNet's windows, the largest number
+measured (docs/lab/2026-11-24-lenet.md)."""
 _MAX_CELL_SUMS = 48
-"""Sums of the input's gradient that a program keeps in registers."""
+"""Most sums of the input's gradient that a thread keeps in registers."""
 _MAX_CELL_REGISTERS = 200
-"""Of a thread, for these sums, routed gradients, and gradients and places on their way. The rest is for weights."""
+"""Registers of a thread for these sums, for routed gradients, and for gradients and indices whose loads are under way.
+The rest is for weights."""
 _MAX_UNROLLED = 2000
-"""Products in the code of the input's gradient: a thousand take up to two seconds to compile."""
+"""Most products in the code of the input's gradient. A thousand products take up to two seconds to compile."""
 _REDUCTION_BYTES = 2048
-"""Shared memory that Mosaic sets aside for sums across warps."""
+"""Bytes of shared memory that Mosaic reserves for sums across warps."""
 
 
 def _unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int]) -> str | None:
     if filter_rows * filter_columns > MAX_TAPS:
-        return f"filters of {filter_rows} x {filter_columns}, more than {MAX_TAPS} places"
+        return f"filters of {filter_rows} x {filter_columns}, more than {MAX_TAPS} positions"
     if window[0] * window[1] > MAX_PLACES:
-        return f"window={window}, more than {MAX_PLACES} places"
+        return f"window={window}, more than {MAX_PLACES} positions"
     return None
 
 
@@ -75,10 +81,11 @@ class ForwardConfig:
     """Tiles of `forward`.
 
     Attributes:
-      channels, windows: output channels, and windows side by side, of which a program keeps the sums in registers, at
-        most: a weight is loaded once for all the places of these windows.
-      lane_block: length of its vectors of the batch, at most.
-      programs_per_multiprocessor: to launch at least, with fewer channels and windows each if need be.
+      channels, windows: most output channels, and most adjacent windows, whose sums a CTA keeps in registers. A weight
+        is loaded once for all positions of these windows.
+      lane_block: greatest length of a CTA's vectors along the batch.
+      programs_per_multiprocessor: fewest CTAs to launch per multiprocessor. If necessary, each computes fewer channels
+        and windows.
     """
 
     channels: int
@@ -107,28 +114,30 @@ def _forward_heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Fo
 
 @kernel(supports=_forward_supports, heuristic=_forward_heuristic)
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: ForwardConfig) -> tuple[Array, Array]:
-    """`y[k, p, q, n] = max(0, b[k] + max over the window of conv(x, w)[k, p * R + r, q * S + s, n])`.
+    """Compute `y[k, p, q, n] = max(0, b[k] + max over the window of conv(x, w)[k, p * R + r, q * S + s, n])`.
+
+    Here k is an output channel, (p, q) a window of R x S positions (r, s), and n an example.
 
     Args:
-      x: `(C, H, W, N)`, the batch N a multiple of `LANES`.
+      x: `(C, H, W, N)`, whose batch N is a multiple of `LANES`.
       w: `(K, C, F, G)`.
       b: `(K,)`.
       window: R and S.
 
     Returns:
-      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the places `r * S + s`, uint8 of that shape,
-      R * S where y = 0.
+      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the indices of the maxima, `r * S + s`, or R * S
+      where y = 0, as uint8 of the same shape.
     """
     (_, H, W, N), (K, _, F, G), (R, S) = x.shape, w.shape, window
     P, Q = (H - F + 1) // R, (W - G + 1) // S
     wanted = config.programs_per_multiprocessor * device.target().multiprocessors
-    # Fewer windows and channels a program where the batch alone does not keep the GPU busy.
+    # Use fewer windows and channels per CTA where the batch alone does not keep the GPU busy.
     lane_block = _lane_block(N, config.lane_block)
     rows = (N // lane_block) * P
     windows = largest_divisor(Q, config.windows, lambda d: rows * K * (Q // d) >= wanted)
     steps = Q // windows
     channels = largest_divisor(K, config.channels, lambda d: rows * (K // d) * steps >= wanted)
-    # The fewest programs along a row that are enough.
+    # Use the fewest CTAs along a row that are enough.
     row_programs = (d for d in divisors(steps) if rows * (K // channels) * d >= wanted)
     turns = steps // next(row_programs, steps)
     y, place = launch(
@@ -136,7 +145,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
         x,
         w.astype(jnp.float32),
         b.astype(jnp.float32),
-        # The places by rows of windows, as the backward wants them.
+        # The indices are grouped by rows of windows, as the backward reads them.
         out=(jax.ShapeDtypeStruct((K, P, Q, N), x.dtype), jax.ShapeDtypeStruct((P, K, Q, N), jnp.uint8)),
         grid={"block": N // lane_block, "p": P, "step": steps // turns, "k": K // channels},
         name="conv2d_relu_max_pool2d",
@@ -149,7 +158,7 @@ class _ForwardProgram:
     """A part of a row of windows, for a few output channels and a lane block.
 
     Attributes:
-      turns: how many groups of `windows` windows it computes, one after the other.
+      turns: number of groups of `windows` windows that the CTA computes, one after the other.
     """
 
     window: tuple[int, int]
@@ -181,7 +190,7 @@ class _ForwardProgram:
         return list(itertools.product(range(self.channels), range(self.windows)))
 
     def add_channel(self, x, w, program, c, sums):
-        """Adds an input channel's products to the sums, for each window a list of its places'."""
+        """Add one input channel's products to the sums, which are one list of the positions' sums per window."""
         (k, p, q, lanes), (_, _, F, G), (R, S) = program, w.shape, self.window
         sums = dict(zip(self.windows_by_channel(), sums, strict=True))
         patch = {
@@ -198,7 +207,7 @@ class _ForwardProgram:
 
 
 def first_maximum(values):
-    """The largest of a list of vectors, and the first place that has it."""
+    """Return the elementwise largest of a list of vectors, and the first index that attains it."""
     largest, *rest = values
     place = jnp.where(largest != largest, 0, 0)
     for t, value in enumerate(rest, start=1):
@@ -208,7 +217,7 @@ def first_maximum(values):
 
 
 def taps(w, row, column):
-    """`w[:, :, row, column]`, zero beyond the filter, of integer arrays that broadcast against each other."""
+    """Return `w[:, :, row, column]`, zero outside the filter, for integer arrays that broadcast against each other."""
     F, G = w.shape[2:]
     inside = (row >= 0) & (row < F) & (column >= 0) & (column < G)
     row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)
@@ -223,9 +232,10 @@ class WeightsGradientConfig:
     """Tiles of `weights_gradient`.
 
     Attributes:
-      channels: output channels a program, a divisor of all of them.
-      windows: windows side by side, a divisor of a row of them, under which a program reads the image once.
-      programs_per_multiprocessor: to launch, if there is work for each: the rows and the batch are split among them.
+      channels: output channels per CTA, a divisor of their number.
+      windows: adjacent windows whose patch of the image a CTA reads once, a divisor of the windows in a row.
+      programs_per_multiprocessor: CTAs to launch per multiprocessor, if there is work for each. The rows and the batch
+        are divided among them.
     """
 
     channels: int
@@ -233,22 +243,22 @@ class WeightsGradientConfig:
     programs_per_multiprocessor: int
 
     def units(self, dy: Any) -> int:
-        """The work to share out: pairs of windows side by side and a lane block."""
+        """Return the number of units of work: pairs of `windows` adjacent windows and a lane block."""
         _, P, Q, N = dy.shape
         return (N // LANES) * P * (Q // self.windows)
 
     def wanted_splits(self, dy: Any, x: Any) -> int:
-        """Parts of the units for so many programs, if there are as many units."""
+        """Return the number of splits that gives the wanted number of CTAs, if there are that many units."""
         programs = self.programs_per_multiprocessor * device.target().multiprocessors
         return -(-programs // (x.shape[0] * (dy.shape[0] // self.channels)))
 
     def units_a_split(self, dy: Any, x: Any) -> int:
-        """In all parts but the last, which may have fewer."""
+        """Return the number of units per split. The last split may have fewer."""
         units = self.units(dy)
         return -(-units // min(units, self.wanted_splits(dy, x)))
 
     def splits(self, dy: Any, x: Any) -> int:
-        """Parts of the units, each summed by programs of its own."""
+        """Return the number of splits of the units. Different CTAs sum different splits."""
         return -(-self.units(dy) // self.units_a_split(dy, x))
 
 
@@ -257,7 +267,8 @@ def _filter_size(dy, x, window):
 
 
 def _sums(channels: int, taps: int) -> int:
-    """Sums of the weights and biases of so many output channels, rounded up to a number `sums_over_lanes` takes."""
+    """Return the number of sums for the weights and biases of `channels` output channels, rounded up as
+    `sums_over_lanes` requires."""
     return -(-channels * (taps + 1) // SUMMED_ROWS) * SUMMED_ROWS
 
 
@@ -273,7 +284,7 @@ def _weights_gradient_supports(dy: Any, place: Any, x: Any, *, window: tuple[int
 
 
 def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> WeightsGradientConfig:
-    """What a sweep on an H200 found."""
+    """Return the config that a sweep on an H200 found."""
     (F, G), (R, S), (K, _, Q, _), gpu = _filter_size(dy, x, window), window, dy.shape, device.target()
     patch = lambda windows: (F + R - 1) * (G + windows * S - 1)  # noqa: E731
     windows = largest_divisor(Q, 4, lambda d: patch(d) <= _MAX_PATCH)
@@ -281,7 +292,7 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
         registers = channels * (F * G + 1) + patch(windows) + _OTHER_REGISTERS
         resident = max(1, gpu.registers // (LANES * registers))
         config = WeightsGradientConfig(channels, windows, programs_per_multiprocessor=2 * resident)
-        # Channels are shared out, too, where there are fewer units than splits wanted.
+        # Divide the channels as well where there are fewer units than splits wanted.
         if config.units(dy) >= config.wanted_splits(dy, x):
             break
     return config
@@ -291,12 +302,13 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
 def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
 ) -> tuple[Array, Array]:
-    """Gradients of `forward` in w and b, each part of the rows and the batch summed in a fixed order.
+    """Compute the gradients of `forward` with respect to w and b. Each part of the rows and the batch is summed in a
+    fixed order.
 
     Args:
-      dy: `(K, P, Q, N)`, the gradient in y.
-      place: as `forward` gives it.
-      x: `(C, H, W, N)`, of H = P * R + F - 1 and W = Q * S + G - 1.
+      dy: `(K, P, Q, N)`, the gradient with respect to y.
+      place: the indices that `forward` returns.
+      x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1.
 
     Returns:
       dw `(K, C, F, G)` and db `(K,)` in float32.
@@ -308,7 +320,7 @@ def weights_gradient(
 def weights_gradient_interpreted(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
 ) -> tuple[Array, Array]:
-    """`weights_gradient` for Pallas' interpreter, which has no shared memory."""
+    """Compute `weights_gradient` in Pallas' interpreter, which has no shared memory."""
     return _weights_gradient(dy, place, x, window, config, through_shared_memory=False)
 
 
@@ -322,7 +334,7 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     sums = launch(
         program.body if through_shared_memory else program.interpreted_body,
         dy,
-        # As the forward wrote them, without a transpose.
+        # The order in which the forward wrote them, so that no transpose is needed.
         place.swapaxes(0, 1),
         x,
         out=jax.ShapeDtypeStruct((splits, K // channels, C, rows), jnp.float32),
@@ -333,13 +345,13 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     )
     sums = jnp.sum(sums, axis=0)
     dw = sums[:, :, :taps].reshape(K // channels, C, channels, F, G).swapaxes(1, 2).reshape(K, C, F, G)
-    # Every input channel's program saw the same gradients: the first one's sum is the bias's.
+    # The CTAs of every input channel saw the same gradients, so the first one's sum is the bias gradient.
     return dw, sums[:, 0, taps : taps + channels].reshape(K)
 
 
 @dataclasses.dataclass(frozen=True)
 class _WeightsGradientProgram:
-    """A split's sums, of a few output channels and an input channel."""
+    """The sums of one split, for a few output channels and one input channel."""
 
     window: tuple[int, int]
     filter_size: tuple[int, int]
@@ -356,7 +368,8 @@ class _WeightsGradientProgram:
             sums[split, k, c, n] = jnp.sum(total)
 
     def totals(self, dy, place, x, split, k, c):
-        """The weights' sums, then the biases', a lane each of their terms, and zeros that fill up the rows."""
+        """Return the sums of the weights, then the biases', with one term per lane, then zeros that fill up the
+        rows."""
         (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, self.config.units(dy)
         count, steps = self.config.channels * (F * G + 1), Q // self.config.windows
 
@@ -399,11 +412,10 @@ class InputGradientConfig:
     """Tiles of `input_gradient`.
 
     Attributes:
-      channels: input channels a program, a divisor of all of them.
-      cells: cells side by side a program; the last of a row has what is left. A weight that is loaded serves all of
-        them.
-      ahead: output channels a turn, a divisor of all: their gradients are loaded while those of the turn before are
-        multiplied.
+      channels: input channels per CTA, a divisor of their number.
+      cells: adjacent cells per CTA; the last CTA of a row has the rest. A weight that is loaded serves all of them.
+      ahead: output channels per turn, a divisor of their number. Their gradients are loaded while the previous turn's
+        are multiplied.
     """
 
     channels: int
@@ -412,7 +424,7 @@ class InputGradientConfig:
 
 
 def _cells(input_size: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of the cells, each the size of a window, that cover the input."""
+    """Return the rows and columns of the cells, each of a window's size, that cover the input."""
     return -(-input_size[0] // window[0]), -(-input_size[1] // window[1])
 
 
@@ -438,7 +450,7 @@ def _input_gradient_heuristic(
     enough = lambda d: programs * (C // d) * cut.groups >= 4 * multiprocessors  # noqa: E731
     channels = largest_divisor(C, most, enough)
 
-    # The fewer cells it has, the less it multiplies a turn, and the further ahead it must load.
+    # With fewer cells a CTA multiplies less per turn, and must load further ahead.
     registers = lambda ahead: channels * cut.cells * R * S + cut.windows * (R * S + 4 * ahead)  # noqa: E731
     fits = lambda n: n * channels * products(cut) <= _MAX_UNROLLED and registers(n) <= _MAX_CELL_REGISTERS  # noqa: E731
     ahead = largest_divisor(K, min(4, -(-columns // cut.cells)), fits)
@@ -449,8 +461,8 @@ class _Part(NamedTuple):
     """A part of a row of cells.
 
     Attributes:
-      cells: how many, side by side.
-      windows: those whose filters reach these cells, counted from the first cell.
+      cells: number of adjacent cells.
+      windows: windows whose filters reach these cells, counted from the first cell.
     """
 
     cells: int
@@ -459,12 +471,12 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """A row of cells, cut into groups of so many; the last has what is left.
+    """A row of cells, divided into groups of equal size; the last group has the rest.
 
     Attributes:
-      columns: of cells.
-      cells: in a group.
-      Q, G, S: columns of windows, of the filter and of a window.
+      columns: columns of cells.
+      cells: cells per group.
+      Q, G, S: columns of windows, of the filter, and of one window.
     """
 
     columns: int
@@ -479,7 +491,7 @@ class _Cut:
 
     @functools.cached_property
     def parts(self) -> dict[_Part, list[int]]:
-        """Each different part of a row -> the numbers of the groups that are alike in it, which are neighbours."""
+        """Map each distinct part of a row to the numbers of the groups that have it, which are adjacent."""
         parts = {}
         for group in range(self.groups):
             first = group * self.cells
@@ -490,12 +502,13 @@ class _Cut:
 
     @property
     def windows(self) -> int:
-        """The most that reach a group."""
+        """Return the largest number of windows that reach a group."""
         return max(len(part.windows) for part in self.parts)
 
     @functools.cached_property
     def column_products(self) -> int:
-        """Of all different parts: triples of a window, a column in it and a column of the filter that reach a cell."""
+        """Count, over all distinct parts, the triples of a window, a column in it, and a filter column that reach a
+        cell."""
         S, G = range(self.S), range(self.G)
         return sum(
             0 <= n * self.S + s + v < part.cells * self.S
@@ -514,14 +527,14 @@ def input_gradient(
     window: tuple[int, int],
     config: InputGradientConfig,
 ) -> Array:
-    """Gradient of `forward` in x.
+    """Compute the gradient of `forward` with respect to x.
 
-    A program owns cells of a row, each the size of a window, of one or more input channels.
+    A CTA owns cells of one row, each of a window's size, for one or more input channels.
 
     Args:
-      dy, place: `(K, P, Q, N)`.
+      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices that `forward` returns.
       w: `(K, C, F, G)`.
-      input_size: H and W.
+      input_size: height H and width W of the input.
 
     Returns:
       dx `(C, H, W, N)` in dy's dtype.
@@ -535,10 +548,10 @@ def input_gradient(
         _InputGradientProgram(window, rows, cut, config.ahead).body,
         dy,
         place.swapaxes(0, 1),
-        # A tap's weights of a program's channels lie together, so that one access loads several.
+        # The weights of one tap for all channels of a CTA are adjacent, so that one access loads several.
         jnp.moveaxis(w.astype(jnp.float32).reshape(K, C // channels, channels, F, G), 2, -1),
         out=jax.ShapeDtypeStruct((C, rows * R, columns * S, N), dy.dtype),
-        # The rows that the most windows reach into come first, so that at the end the programs are short.
+        # The rows that the most windows reach come first, so that the CTAs at the end are short.
         grid={"row": rows, "block": N // LANES, "group": cut.groups, "c": C // channels},
         name="conv2d_relu_max_pool2d_backward_input",
     )
@@ -546,17 +559,18 @@ def input_gradient(
 
 
 def outwards(n, count):
-    """0, 1, 2, ... -> the middle of so many numbers, then by turns one after and one before it: 2, 3, 1, 4, 0 of 5."""
+    """Map 0, 1, 2, ... to the middle of `count` numbers, then alternately one after and one before it: 2, 3, 1, 4, 0
+    for 5."""
     middle, distance = (count - 1) // 2, quotient(n + 1, 2)
     return middle + jnp.where(remainder(n, 2) == 1, distance, -distance)
 
 
 @dataclasses.dataclass(frozen=True)
 class _InputGradientProgram:
-    """A group of cells of a row, for a few input channels and `LANES` examples.
+    """A group of cells of one row, for a few input channels and `LANES` examples.
 
     Attributes:
-      rows: of cells.
+      rows: number of rows of cells.
     """
 
     window: tuple[int, int]
@@ -566,17 +580,17 @@ class _InputGradientProgram:
 
     def body(self, dy, place, w, dx, *, row, block, group, c):
         at = outwards(row, self.rows), group * self.cut.cells, c, pl.ds(block * LANES, LANES)
-        # Each part of a row has code of its own, which multiplies by no window that does not exist.
+        # Each distinct part of a row has separate code, which multiplies by no window that does not exist.
         for part, groups in self.cut.parts.items():
             fill_cells = functools.partial(self.fill_cells, dy, place, w, dx, at, part)
             pl.when((group >= groups[0]) & (group <= groups[-1]))(fill_cells)
 
     def fill_cells(self, dy, place, w, dx, at, part):
-        """Computes dx of the cells from a row and a column on, for a group of channels and some lanes."""
+        """Compute dx for the cells from a given row and column, for a group of channels and one lane block."""
         (K, P, *_), (*_, F, _, channels), (R, S), (row, column, c, lanes) = dy.shape, w.shape, self.window, at
         width = part.cells * S
         sums = (zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32)),) * (channels * R * width)
-        # By rows of windows whose filters reach the cells: so many rows back from theirs.
+        # Loop over the rows of windows whose filters reach the cells, from the cells' own row backwards.
         for back in range((F + R - 2) // R + 1):
             p = row - back
             exists = (p >= 0) & (p < P)
@@ -598,12 +612,13 @@ class _InputGradientProgram:
             dx[c * channels + o, row * R + i, column * S + j, lanes] = total.astype(dx.dtype)
 
     def gradients(self, dy, place, p, columns, lanes, first):
-        """Of `ahead` channels from the first: each window's gradient, and the place of its maximum."""
+        """Load, for `ahead` channels from `first`, each window's gradient and the index of its maximum."""
         of_window = lambda k, q: (dy[k, p, q, lanes], place[p, k, q, lanes].astype(jnp.int32))  # noqa: E731
         return tuple(tuple(of_window(first + n, q) for q in columns) for n in range(self.ahead))
 
     def add_windows(self, w, c, back, part, k, gradients, sums):
-        """Adds what the windows `back` rows back give the cells: a gradient goes to its window's maximum."""
+        """Add the contribution of the windows `back` rows back: a window's gradient goes to the position of its
+        maximum."""
         (*_, F, G, channels), (R, S), width = w.shape, self.window, part.cells * self.window[1]
         products = {}
         for column, (gradient, maximum) in zip(part.windows, gradients, strict=True):

@@ -1,16 +1,20 @@
-"""The forward of `conv2d_relu_max_pool2d` on Hopper's tensor cores, in half precisions, with the batch last.
+"""Forward of `conv2d_relu_max_pool2d` on Hopper's tensor cores, in half precision, with the batch as the last axis.
 
-A tile is a few windows below and beside each other, of all output channels, for 64 examples. For each place (r, s) of a
-window it is one product: the filters, laid out in a band, by the patch of the images under the tile,
+A tile is a few rows and columns of pooling windows, for all output channels and 64 examples. CTAs are persistent, and
+each computes one tile after another. Bulk copies bring the patch of the images under a tile into a ring of stages in
+shared memory. For each position (r, s) of a window, `wgmma` computes one product of the filters, laid out as a banded
+matrix, with this patch:
 
     sums[r, s][(p, k, q), n] = sum over i, c, j of weights[s][(p, k, q), (i, c, j)] * patch[(r + i, c, j), n].
 
-All places of a window thereby lie in the same registers of R * S accumulators, and the maximum, its place, bias and
-ReLU need no exchange between threads. The places one row down take the same weights by the patch one row down, so there
-are S matrices of weights, which stay in shared memory.
+Here (p, q) is a window of the tile, of R x S positions, and (i, j) a pixel of the patch. k is an output channel, c an
+input channel, and n an example. All positions of a window thereby lie in the same registers of R * S accumulators. The
+maximum, its index, the bias, and ReLU need no exchange between threads. The results leave through shared memory: the
+pooled output, and one byte per window with the index of the maximum.
 
-A program takes one tile after the other. Its warpgroups work for themselves, each with stages of its own: one's maxima
-are found while the tensor cores multiply for another.
+Positions one row down use the same weights with the patch one row down. There are therefore S weight matrices, which
+stay in shared memory. The warpgroups of a CTA work independently, and each has separate stages: the maxima of one are
+found while the tensor cores multiply for another.
 """
 
 import dataclasses
@@ -46,23 +50,23 @@ from pallas_kernels.core.tiles import kernel
 
 _ITEM_BYTES = 2
 _FEATURES = 64
-"""Rows of the tensor cores' tiles: the windows of a tile, of all channels."""
+"""Rows of the tensor cores' tiles: one per window of a tile and channel."""
 EXAMPLES = 64
-"""Of a tile: a thread has 32 sums for each place of a window."""
+"""Examples of a tile: a thread has 32 sums for each position of a window."""
 _MAX_PLACES = 4
-"""Of a window: with more, a thread's sums and what it makes of them do not fit its registers."""
+"""Most positions of a window: with more, a thread's sums and the values derived from them do not fit its registers."""
 MAX_BOX = 256
-"""The longest axis of a bulk copy."""
+"""Longest axis of a bulk copy."""
 _WARPGROUPS = 2
-"""A program: three were no faster, docs/lab/2026-11-23-forward.md."""
+"""Warpgroups per CTA: three were no faster (docs/lab/2026-11-23-forward.md)."""
 _MAX_STAGES = 4
-"""A warpgroup. Chosen by hand; not tuned."""
+"""Most stages per warpgroup. Chosen by hand; not tuned."""
 BARRIER_BYTES = 1024
-"""Shared memory for the barriers, which are followed by operands aligned to 1024 bytes."""
+"""Bytes of shared memory for the barriers. Operands follow them, aligned to 1024 bytes."""
 _EPILOGUE_CLOCKS = 800
-"""Of a tile, to find the maxima of its sums: some 12 instructions a window, at two clocks each."""
+"""Clocks per tile to find the maxima of its sums: some 12 instructions per window, at two clocks each."""
 _MIN_BATCH = 2048
-"""There it is as fast as the exact kernel: docs/lab/2026-11-23-forward.md."""
+"""Batch at which this kernel is as fast as the exact one: docs/lab/2026-11-23-forward.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +74,10 @@ class Config:
     """Tiles of `forward`.
 
     Attributes:
-      rows, columns: of windows in a tile.
-      operand_bytes: of a row of the tensor cores' operands. The summed axis is filled up to whole rows.
-      warpgroups: a program.
-      stages: of patches, a warpgroup.
+      rows, columns: rows and columns of windows in a tile.
+      operand_bytes: bytes per row of the tensor cores' operands. The summed axis is padded to whole rows.
+      warpgroups: warpgroups per CTA.
+      stages: stages of patches per warpgroup.
     """
 
     rows: int
@@ -88,7 +92,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class WindowTiles:
-    """What follows from the shapes and a config, whose tiles are `rows` x `columns` windows. P and Q count windows."""
+    """Sizes that follow from the shapes and a config, whose tiles are `rows` x `columns` windows. P and Q count
+    windows."""
 
     K: int
     P: int
@@ -117,11 +122,12 @@ class WindowTiles:
 
     @property
     def units(self) -> int:
-        """The work to share out: tiles of 64 examples."""
+        """Number of units of work: tiles of 64 examples."""
         return self.tiles[0] * self.tiles[1] * (self.N // EXAMPLES)
 
     def unit(self, number: Any) -> tuple[Any, Any, Any]:
-        """First row and column of a unit's windows, and its block of the batch. Programs share the images in L2."""
+        """Return the first row and column of a unit's windows, and its block of the batch. CTAs share the images in
+        L2."""
         tile_rows, tile_columns = self.tiles
         row = quotient(number, tile_columns)
         column, block = number - row * tile_columns, quotient(row, tile_rows)
@@ -130,28 +136,28 @@ class WindowTiles:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes(WindowTiles):
-    """What follows from the shapes and a config."""
+    """Sizes that follow from the shapes and a config."""
 
     config: Config
 
     @property
     def group(self) -> int:
-        """Elements of a row of an operand."""
+        """Elements per row of an operand."""
         return self.config.operand_bytes // _ITEM_BYTES
 
     @property
     def panels(self) -> int:
-        """Rows of an operand that hold a pixel of all examples of a tile."""
+        """Rows of an operand that hold one pixel for all examples of a tile."""
         return EXAMPLES // self.group
 
     @property
     def features(self) -> int:
-        """Of a tile; zeros fill up the 64 rows of a product."""
+        """Features of a tile; zeros pad them to the 64 rows of a product."""
         return self.config.rows * self.K * self.config.columns
 
     @property
     def row(self) -> int:
-        """Pixels of a row of the patch, of all channels."""
+        """Pixels per row of the patch, for all channels."""
         return self.C * self.patch[1]
 
     @property
@@ -160,22 +166,22 @@ class _Sizes(WindowTiles):
 
     @property
     def band(self) -> int:
-        """Rows of the patch under one place of the windows."""
+        """Rows of the patch under one position of the windows."""
         return self.patch[0] - self.R + 1
 
     @property
     def summed(self) -> int:
-        """Of a product: zeros among the weights fill up the last row of the operand."""
+        """Length of a product's summed axis: zeros among the weights pad the last row of the operand."""
         return -(-self.band * self.row // self.group) * self.group
 
     @property
     def stage_rows(self) -> int:
-        """Of shared memory for a patch: to where the product of the last place reads."""
+        """Rows of shared memory for a patch, up to where the last position's product reads."""
         return max(self.pixels, (self.R - 1) * self.row + self.summed)
 
     @property
     def tail(self) -> int:
-        """Of these, beyond the patch."""
+        """Rows of a stage that lie after the patch."""
         return self.stage_rows - self.pixels
 
     @property
@@ -185,35 +191,35 @@ class _Sizes(WindowTiles):
 
     @property
     def other_bytes(self) -> int:
-        """Shared memory beside the patches: weights, and results on their way out."""
+        """Bytes of shared memory besides the patches: weights, and results to be copied out."""
         results = self.config.warpgroups * _FEATURES * EXAMPLES * (_ITEM_BYTES + 1)
         return _ITEM_BYTES * self.S * _FEATURES * self.summed + results + BARRIER_BYTES
 
     @property
     def stages(self) -> int:
-        """A warpgroup, as many as fit."""
+        """Stages per warpgroup: the most that fit."""
         stage = _ITEM_BYTES * self.stage_rows * EXAMPLES * self.config.warpgroups
         return min(_MAX_STAGES, (device.target().shared_bytes - self.other_bytes) // stage)
 
     def fit(self) -> bool:
-        """Whether they suit the tensor cores' tiles, the copies' boxes and shared memory."""
+        """Whether the sizes suit the tensor cores' tiles, the boxes of bulk copies, and shared memory."""
         return (
             self.features <= _FEATURES
-            # Operands are tiled by eights, and so must be where places one row down begin.
+            # Operands are tiled by eights, so the positions one row down must begin at a multiple of eight.
             and self.row % 8 == 0
-            # Pixels come eight at a time where they are more than a row of an operand.
+            # Pixels come eight at a time where they take more than one row of an operand.
             and (self.panels == 1 or self.patch[1] == 8)
             and max(self.C, *self.patch) <= MAX_BOX
             and self.stages >= max(1, self.config.stages)
         )
 
     def clocks(self) -> int:
-        """For 64 examples: two for each 64 x 64 sums of a product's step, unless the epilogue takes longer."""
+        """Clocks for 64 examples: two for each 64 x 64 sums of a product's step, unless the epilogue takes longer."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """The config of the fewest clocks, or None if nothing fits."""
+    """Return the config with the fewest clocks, or None if nothing fits."""
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 0, 0, 0))
     candidates = (
@@ -231,7 +237,7 @@ def _supports(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {x.dtype}, only bfloat16 and float16"
     if window[0] * window[1] > _MAX_PLACES:
-        return f"window={window}, more than {_MAX_PLACES} places"
+        return f"window={window}, more than {_MAX_PLACES} positions"
     if _cheapest(x, w, window) is None:
         return f"{w.shape} filters on {x.shape}: no tile of the windows fits the tensor cores' and shared memory"
     return None
@@ -243,19 +249,20 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(supports=_supports, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """`conv2d_relu_max_pool2d.forward` of half precisions: their products, summed in float32, y rounded once.
+    """Compute `conv2d_relu_max_pool2d.forward` from half-precision products. Sums are float32, and y is rounded once.
 
-    A NaN or an infinity in an image makes all windows of its tile NaN: zeros of the band are multiplied too.
+    A NaN or an infinity in an image makes all windows of its tile NaN, because the zeros of the band are multiplied
+    too.
 
     Args:
-      x: `(C, H, W, N)`, the batch N a multiple of 64.
-      w: `(K, C, F, G)`, rounded to x's dtype.
+      x: `(C, H, W, N)`, whose batch N is a multiple of 64.
+      w: `(K, C, F, G)`, which is rounded to x's dtype.
       b: `(K,)`.
       window: R and S.
 
     Returns:
-      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the places `r * S + s`, uint8 of that shape,
-      R * S where ReLU is off.
+      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the indices of the maxima, `r * S + s`, or R * S
+      where ReLU is off, as uint8 of the same shape.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
@@ -272,7 +279,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         _by_features(b.astype(jnp.float32), sizes),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N), x.dtype),
-            # By rows of windows, as the backward wants them.
+            # The indices are grouped by rows of windows, as the backward reads them.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -284,7 +291,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             plgpu.Barrier(num_arrivals=_copies(sizes), num_barriers=sizes.ring),
             *(swizzled((config.warpgroups, _FEATURES, EXAMPLES), dtype) for dtype in (x.dtype, jnp.uint8)),
         ],
-        # What threads share lies behind `commit_smem`.
+        # Data that threads share is read only after `commit_smem`.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tensor_cores",
@@ -293,7 +300,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """`[s, (p, k, q), (i, c, j)]`: the weight of the patch's pixel (i, j) for place (0, s) of window (p, q)."""
+    """Return `[s, (p, k, q), (i, c, j)]`: the weight of the patch's pixel (i, j) for position (0, s) of window (p,
+    q)."""
     config = sizes.config
     s, p, q, i, j = np.ix_(*map(range, (sizes.S, config.rows, config.columns, sizes.band, sizes.patch[1])))
     w = taps(w, i - p * sizes.R, j - (q * sizes.S + s))
@@ -303,23 +311,23 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
 
 
 def _by_features(b: Array, sizes: _Sizes) -> Array:
-    """The bias of each row of a product."""
+    """Return the bias of each row of a product."""
     b = jnp.broadcast_to(b[:, None], (sizes.config.rows, sizes.K, sizes.config.columns))
     return jnp.pad(b.reshape(-1), (0, _FEATURES - sizes.features))
 
 
 def _patches(sizes: _Sizes, dtype: Any) -> Any:
-    """Stages of patches, which one bulk copy fills, and the products read."""
+    """Return shared memory for stages of patches, each of which one bulk copy fills and the products read."""
     box = sizes.ring, sizes.stage_rows // 8, sizes.panels, 8, sizes.group
     return operand_and_box((sizes.ring, sizes.stage_rows, EXAMPLES), box, dtype, sizes.config.operand_bytes)
 
 
 def _copies(sizes: _Sizes) -> int:
-    """That fill a stage. The simulator has no boxes, and copies rows."""
+    """Return the number of copies that fill a stage. The simulator has no boxes, and copies rows."""
     return 1 if simulating() is None else sizes.patch[0] * sizes.C * sizes.panels
 
 
-# ------------------------------------------------------------------------------------------------------------- program
+# ---------------------------------------------------------------------------------------------------- the kernel's body
 
 
 def _body(sizes, programs, *refs, program, warpgroup):
@@ -329,17 +337,17 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """Every `programs`th tile, of which a warpgroup takes its share. Its references, and its steps.
+    """One warpgroup of a CTA, which computes every `warpgroups`th of the CTA's tiles: its references and its steps.
 
     Attributes:
-      x, matrices, zeros, bias, y, place: in device memory.
+      x, matrices, zeros, bias, y, place: arrays in device memory.
       weights: the matrices, in shared memory.
-      constants_loaded: where their copies, and those of zeros, arrive.
+      constants_loaded: barrier at which the copies of the matrices and of zeros arrive.
       patches: stages of the images under a tile.
-      loaded: where their copies arrive.
-      y_tiles, place_tiles: results of each warpgroup on their way out.
-      program, warpgroup: the program's and the warpgroup's number.
-      steps: tiles of the program.
+      loaded: barriers at which the copies of the patches arrive.
+      y_tiles, place_tiles: each warpgroup's results, to be copied to device memory.
+      program, warpgroup: number of the CTA and of the warpgroup.
+      steps: number of tiles of the CTA.
     """
 
     sizes: _Sizes
@@ -362,7 +370,7 @@ class _Program:
 
     def run(self):
         config = self.sizes.config
-        # A warpgroup's steps, and so its stages, are every `config.warpgroups`th.
+        # A warpgroup's steps, and therefore its stages, are every `config.warpgroups`th.
         ring = Ring(self.sizes.ring, self.copy, self.loaded, self.steps)
         pl.when(self.warpgroup == 0)(self.fetch_constants)
         for n in range(config.stages):
@@ -374,7 +382,8 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """The weights, and zeros where products read beyond a patch: there, weights of zero would keep a NaN."""
+        """Fetch the weights, and zeros for where products read past a patch, because a weight of zero would keep a NaN
+        there."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)
@@ -383,11 +392,11 @@ class _Program:
             plgpu.copy_gmem_to_smem(self.zeros, tail, self.constants_loaded)
 
     def tile(self, step):
-        """First row and column of a step's windows, and its block of the batch."""
+        """Return the first row and column of a step's windows, and its block of the batch."""
         return self.sizes.unit(step * self.programs + self.program)
 
     def copy(self, step, stage, barrier):
-        """Starts the copy of the patch under a tile."""
+        """Start the copy of the patch under a tile."""
         sizes, (p, q, block) = self.sizes, self.tile(step)
         (rows, columns), C = sizes.patch, sizes.C
         row, column, panel = p * sizes.R, q * sizes.S, block * sizes.panels
@@ -412,7 +421,7 @@ class _Program:
         self.write(step, jnp.maximum(largest, 0.0).astype(self.y.dtype), at)
 
     def multiply(self, ring, step, *sums):
-        """The sums of every place."""
+        """Return the sums of every position."""
         sizes, stage = self.sizes, ring.stage(step)
         patch = as_operand(self.patches).at[stage]
         ring.wait(step)
@@ -420,12 +429,12 @@ class _Program:
             r, s = divmod(t, sizes.S)
             plgpu.wgmma(total, self.weights.at[s], patch.at[pl.ds(r * sizes.row, sizes.summed)])
         plgpu.wgmma_wait(0)
-        # The patch has been read: the copy is under way while the maxima are found.
+        # The patch has been read, so the next copy runs while the maxima are found.
         ring.fetch(step + ring.stages)
         return [total[...] for total in sums]
 
     def write(self, step, y, at):
-        """Copies a tile's results to device memory."""
+        """Copy a tile's results to device memory."""
         sizes, config, (p, q, block) = self.sizes, self.sizes.config, self.tile(step)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         store(self.y_tiles.at[self.warpgroup], y)

@@ -1,15 +1,18 @@
-"""The forward of `conv2d_relu_max_pool2d` on Hopper's tensor cores, of float32 rounded to TF32, with the batch last.
+"""Forward of `conv2d_relu_max_pool2d` on Hopper's tensor cores, in float32 rounded to TF32, batch as the last axis.
 
-A tile is a few windows of all output channels, for 64 examples, which are the rows of one product:
+A tile is a few windows of all output channels for 64 examples, which are the rows of one product:
 
-    sums[n, (t, k, p, q)] = sum over c, i, j of patch[(c, i, j), n] * weights[(t, k, p, q), (c, i, j)],
+    sums[n, (t, k, p, q)] = sum over c, i, j of patch[(c, i, j), n] * weights[(t, k, p, q), (c, i, j)].
 
-where the patch is what lies under the windows, and the weights of place t of window (p, q) are the filters at that
-place, zero around them. All places of a window thereby lie in the same thread.
+Here n is an example, t a position in window (p, q), k an output channel, c an input channel, and (i, j) a pixel. The
+patch is the part of the images under the windows. The weights of position t are the filters at that position, with
+zeros around them. All positions of a window thereby lie in the same thread, which finds the maximum and its index in
+registers.
 
-The tensor cores transpose no operands of 32 bits, and examples are last in memory. A patch therefore goes from shared
-memory, where a bulk copy has put it, through registers to shared memory again. Warpgroups work for themselves: one
-transposes a patch while the tensor cores multiply another's.
+CTAs are persistent, and the weights stay in shared memory. The tensor cores transpose no 32-bit operands, and examples
+are the last axis in memory. A bulk copy therefore brings a patch into shared memory, and threads move it through
+registers, transposed, to a second buffer there. The warpgroups of a CTA work independently: one transposes a patch
+while the tensor cores multiply another's. The pooled output and the indices leave through shared memory.
 """
 
 import dataclasses
@@ -49,24 +52,25 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 1024
-"""From there on the step of LeNet is faster by it, though the filters are laid out by further launches."""
+"""Batch from which LeNet's step is faster with this kernel, although further launches lay out the filters."""
 MIN_JAX = (0, 11, 1)
-"""The first version in which threads load from a transposed view of swizzled memory."""
+"""First version in which threads load from a transposed view of swizzled memory."""
 _ITEM_BYTES = 4
 _GROUP = 32
-"""Examples side by side in shared memory: a row of the longest swizzle, 128 bytes."""
+"""Adjacent examples in shared memory: a row of the longest swizzle, 128 bytes."""
 _PIXELS = 8
-"""Of a product's step: a row of an operand, 32 bytes. Four such rows are written by a warp without a conflict."""
+"""Pixels of a product's step: a row of an operand, 32 bytes. A warp writes four such rows without a bank conflict."""
 _BOX_ROWS = 8
-"""Of results, in a copy to device memory: the rows of shared memory among which a swizzle exchanges."""
+"""Rows of results per copy to device memory: the rows of shared memory among which a swizzle exchanges."""
 _MAX_OUTPUTS = 256
-"""Columns of a product, the most that an instruction has."""
+"""Columns of a product: the most that an instruction has."""
 _MAX_WARPGROUPS = 4
-"""A program: 512 threads have 128 registers each."""
+"""Most warpgroups per CTA: 512 threads have 128 registers each."""
 _OTHER_REGISTERS = 40
-"""Of a thread, beside its sums and what it transposes. Chosen by hand: ptxas spills nothing at LeNet's shapes."""
+"""Registers of a thread besides its sums and its share of a patch. Chosen by hand: ptxas spills nothing at LeNet's
+shapes."""
 _SHARED_BYTES_A_CLOCK = 128
-"""That a multiprocessor reads or writes."""
+"""Bytes of shared memory that a multiprocessor reads or writes per clock."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +78,9 @@ class Config:
     """Tiles of `forward`.
 
     Attributes:
-      rows, columns: of windows in a tile.
-      channels: of the images, that are transposed at a time.
-      warpgroups: a program.
+      rows, columns: rows and columns of windows in a tile.
+      channels: input channels that are transposed at a time.
+      warpgroups: warpgroups per CTA.
     """
 
     rows: int
@@ -90,7 +94,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes(WindowTiles):
-    """What follows from the shapes and a config."""
+    """Sizes that follow from the shapes and a config."""
 
     config: Config
 
@@ -100,22 +104,22 @@ class _Sizes(WindowTiles):
 
     @property
     def features(self) -> int:
-        """Results of a tile, for each example."""
+        """Results of a tile, per example."""
         return self.K * self.windows
 
     @property
     def outputs(self) -> int:
-        """Columns of its product: a result's places."""
+        """Columns of a tile's product: one per result and position."""
         return self.R * self.S * self.features
 
     @property
     def steps(self) -> int:
-        """Of a tile's product: groups of channels."""
+        """Steps of a tile's product: groups of channels."""
         return self.C // self.config.channels
 
     @property
     def pixels(self) -> int:
-        """Of a step."""
+        """Pixels per step."""
         return self.config.channels * self.patch[0] * self.patch[1]
 
     @property
@@ -125,18 +129,18 @@ class _Sizes(WindowTiles):
 
     @property
     def shared_bytes(self) -> int:
-        """The weights; and for each warpgroup a patch twice, and results on their way out."""
+        """Bytes of shared memory for the weights and, per warpgroup, a patch twice and the results to be copied out."""
         weights, patch = self.outputs * self.pixels * self.steps, EXAMPLES * self.pixels
         results = EXAMPLES * self.features * (_ITEM_BYTES + 1)
         return _ITEM_BYTES * weights + self.config.warpgroups * (2 * _ITEM_BYTES * patch + results) + BARRIER_BYTES
 
     @property
     def registers(self) -> int:
-        """Of a thread: its sums, and its share of a patch."""
+        """Registers of a thread, including its sums and its share of a patch."""
         return (self.outputs + self.pixels) * EXAMPLES // 128 + _OTHER_REGISTERS
 
     def fit(self) -> bool:
-        """Whether they suit the tensor cores' tiles and the copies' boxes, and fit registers and shared memory."""
+        """Whether the sizes suit the tensor cores' tiles, the boxes of bulk copies, registers, and shared memory."""
         gpu = device.target()
         return (
             _BOX_ROWS % self.windows == 0
@@ -149,16 +153,17 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """For 64 examples, by shared memory: a patch arrives, is read, written and read; the weights are read."""
+        """Clocks for 64 examples, by shared memory: a patch arrives, is read, written, and read; the weights are
+        read."""
         patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """Of the configs of the most warpgroups that fit, the one of the fewest clocks; None if nothing fits.
+    """Return the config with the fewest clocks among those with the most warpgroups that fit, or None if nothing fits.
 
-    More warpgroups were faster than fewer clocks: see docs/lab/2026-11-23-forward.md.
+    More warpgroups were faster than fewer clocks: docs/lab/2026-11-23-forward.md.
     """
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 1, 1))
@@ -191,19 +196,20 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(supports=_supports, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """`conv2d_relu_max_pool2d.forward`, with images and filters rounded to TF32, and sums in float32.
+    """Compute `conv2d_relu_max_pool2d.forward` with images and filters rounded to TF32. Sums are float32.
 
-    A NaN or an infinity in an image makes all windows of its tile NaN: zeros around the filters are multiplied too.
+    A NaN or an infinity in an image makes all windows of its tile NaN, because zeros around the filters are multiplied
+    too.
 
     Args:
-      x: `(C, H, W, N)` float32, the batch N a multiple of 64.
+      x: `(C, H, W, N)` float32, whose batch N is a multiple of 64.
       w: `(K, C, F, G)`.
       b: `(K,)`.
       window: R and S.
 
     Returns:
-      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` float32, and the places `r * S + s`, uint8 of that shape, R * S
-      where ReLU is off.
+      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` float32, and the indices of the maxima, `r * S + s`, or R * S where
+      ReLU is off, as uint8 of the same shape.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:
@@ -222,7 +228,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         jnp.repeat(b.astype(x.dtype), sizes.windows),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N // _GROUP, _GROUP), x.dtype),
-            # By rows of windows, as the backward wants them.
+            # The indices are grouped by rows of windows, as the backward reads them.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -236,7 +242,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             operand_and_box(results, boxes, x.dtype, _GROUP * _ITEM_BYTES),
             plgpu.SMEM(results, jnp.uint8),
         ],
-        # What threads share lies behind `commit_smem`.
+        # Data that threads share is read only after `commit_smem`.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tf32",
@@ -245,7 +251,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """`[step, (r, s, k, p, q), (c, i, j)]`: the weight of a patch's pixel (i, j) for place (r, s) of window (p, q)."""
+    """Return `[step, (r, s, k, p, q), (c, i, j)]`: pixel (i, j)'s weight for position (r, s) of window (p, q)."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))
@@ -256,21 +262,21 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
 
 
 def _copies(sizes: _Sizes) -> int:
-    """That fill a stage. The simulator has no boxes, and copies rows."""
+    """Return the number of copies that fill a stage. The simulator has no boxes, and copies rows."""
     return 1 if simulating() is None else sizes.config.channels * sizes.patch[0] * (EXAMPLES // _GROUP)
 
 
 def _transposing() -> Any:
-    """A layout for 32 examples of patches: a warp has 8 pixels of 4 examples.
+    """Return a layout for 32 examples of patches, in which a warp has 8 pixels of 4 examples.
 
-    Where a row is 32 examples, swizzled, these are 8 times 16 bytes in different banks; where it is 8 pixels, 128 bytes
-    side by side.
+    Where a row is 32 examples, swizzled, these are 8 times 16 bytes in different banks. Where a row is 8 pixels, they
+    are 128 adjacent bytes.
     """
     tiling = plgpu.Tiling(((16, 8), (4, 8), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-# ------------------------------------------------------------------------------------------------------------- program
+# ---------------------------------------------------------------------------------------------------- the kernel's body
 
 
 def _body(sizes, programs, *refs, program, warpgroup):
@@ -279,17 +285,17 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """A warpgroup's share of the tiles. Its references, and its steps.
+    """One warpgroup's share of the tiles: its references and its steps.
 
     Attributes:
-      x, matrices, bias, y, place: in device memory.
+      x, matrices, bias, y, place: arrays in device memory.
       weights: the matrices, in shared memory.
-      weights_loaded: where their copies arrive.
-      patches: a step's patch of each warpgroup, pixels by examples.
-      loaded: where its copy arrives.
+      weights_loaded: barrier at which the copies of the matrices arrive.
+      patches: each warpgroup's patch for one step, pixels by examples.
+      loaded: barriers at which the copies of the patches arrive.
       operands: the same patch, examples by pixels.
-      y_tiles, place_tiles: results of each warpgroup on their way out.
-      program, warpgroup: the program's and the warpgroup's number.
+      y_tiles, place_tiles: each warpgroup's results, to be copied to device memory.
+      program, warpgroup: number of the CTA and of the warpgroup.
     """
 
     sizes: _Sizes
@@ -325,7 +331,7 @@ class _Program:
             plgpu.copy_gmem_to_smem(self.matrices.at[step], self.weights.at[step], self.weights_loaded)
 
     def fetch(self, unit, step):
-        """Starts the copy of a step's patch."""
+        """Start the copy of a step's patch."""
         sizes, (p, q, block) = self.sizes, self.sizes.unit(unit)
         (rows, columns), channels, groups = sizes.patch, sizes.config.channels, EXAMPLES // _GROUP
         row, column, group, channel = p * sizes.R, q * sizes.S, block * groups, step * channels
@@ -350,12 +356,12 @@ class _Program:
         self.write(unit, jnp.maximum(largest, 0.0), jnp.where(largest > 0, at, places))
 
     def multiply(self, unit, share, sums):
-        """The sums of every place."""
+        """Return the sums of every position."""
         steps, operand = self.sizes.steps, self.operands.at[self.warpgroup]
         for step in range(steps):
             plgpu.barrier_wait(self.loaded.at[self.warpgroup])
             patch = [self.read(group) for group in range(EXAMPLES // _GROUP)]
-            # All threads have read the patch: the next one is under way while this one is multiplied.
+            # All threads have read the patch, so the next one arrives while this one is multiplied.
             plgpu.commit_smem()
             if step + 1 < steps:
                 self.fetch(unit, step + 1)
@@ -370,12 +376,12 @@ class _Program:
         return sums[...]
 
     def read(self, group):
-        """32 examples of the patch, in registers."""
+        """Read 32 examples of the patch into registers."""
         patch = as_operand(self.patches).at[self.warpgroup, group]
         return rounded_to_tf32(load(patch.transpose((1, 0)), _transposing(), optimized=False))
 
     def write(self, unit, y, at):
-        """Copies a tile's results to device memory."""
+        """Copy a tile's results to device memory."""
         sizes, config, (p, q, block) = self.sizes, self.sizes.config, self.sizes.unit(unit)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         y, at = (plgpu.layout_cast(a, plgpu.Layout.WGMMA_TRANSPOSED) for a in (y, at))

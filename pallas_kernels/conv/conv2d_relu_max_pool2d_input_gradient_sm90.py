@@ -1,12 +1,18 @@
-"""The input's gradient of `conv2d_relu_max_pool2d` on Hopper's tensor cores, with the batch last.
+"""Gradient of `conv2d_relu_max_pool2d` with respect to its input on Hopper's tensor cores, batch as the last axis.
 
-Windows are taken a few side by side at a time, a group. The input is cut into cells, as high as a window and as wide
-as a group, so that the filters of a group at its cell reach into few others, those below and the one to its right:
+A group is a few adjacent windows. The input is divided into cells, each as high as a window and as wide as a group. The
+filters of a group then reach only the cell at the group, those below it, and those to their right:
 
-    dx[cell (m, j)] = sum over a, b of routed[row m - a, group j - b] @ weights[a, b],
+    dx[cell (m, j)] = sum over a, b of routed[row m - a, group j - b] @ weights[a, b].
 
-where `routed` has dy at the places of the windows' maxima and zero elsewhere. The same weights serve every cell, and
-stay in shared memory. Examples are the rows of the products, rounded to TF32 if float32, and 64 to a warpgroup.
+Here m is a row and j a column of cells, and a counts rows of windows above the cell. b is 0 for the group at the cell,
+and 1 for the group to its left. The matrix `routed` has dy at the positions of the windows' maxima and zero elsewhere.
+Examples are the rows of the products, which are rounded to TF32 if float32.
+
+A CTA computes dx for 64 examples, and each of its warpgroups owns one column of cells. The weights are the same for
+every cell, and stay in shared memory. For each row of windows, a warpgroup loads dy and the indices of the maxima into
+registers, and writes one group's `routed` matrix to shared memory. The cells' sums stay in registers until no later row
+of windows reaches them, and are then copied to dx through shared memory.
 """
 
 import dataclasses
@@ -31,15 +37,15 @@ from pallas_kernels.core.tiles import kernel
 _EXAMPLES = 64
 """Rows of the tensor cores' tiles."""
 _COLUMNS = 32
-"""Of a tile of the operands: a place of a group's windows takes whole tiles."""
+"""Columns of a tile of the operands: one position of a group's windows takes whole tiles."""
 _MAX_WARPGROUPS = 4
-"""A program: its 512 threads have 128 registers each, which hold their sums."""
+"""Most warpgroups per CTA: its 512 threads have 128 registers each, which hold their sums."""
 _MAX_SUMS = 96
-"""Of a thread, for the cells that a row of windows reaches: with more it spills them."""
+"""Most sums per thread, for the cells that a row of windows reaches: with more, the thread spills them."""
 _MIN_BATCH = 2048
-"""Below, matrix products of the library are as fast."""
+"""Batch below which cuBLAS' matrix products are as fast."""
 MIN_JAX = (0, 11, 1)
-"""The first version that is known to lower `jnp.concatenate` in a kernel."""
+"""First version that is known to lower `jnp.concatenate` in a kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Config:
     """Tiles of `input_gradient`.
 
     Attributes:
-      windows: side by side, in a group.
+      windows: adjacent windows in a group.
     """
 
     windows: int
@@ -55,7 +61,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """What follows from the shapes and the windows in a group."""
+    """Sizes that follow from the shapes and the windows in a group."""
 
     K: int
     P: int
@@ -70,7 +76,7 @@ class _Sizes:
 
     @property
     def reach(self) -> int:
-        """How many cells, one below the other, the filters of a row of windows reach into."""
+        """Number of cells, one below the other, that the filters of a row of windows reach."""
         return -(-(self.F + self.R - 1) // self.R)
 
     @property
@@ -79,7 +85,7 @@ class _Sizes:
 
     @property
     def warpgroups(self) -> int:
-        """One for each column of cells."""
+        """Warpgroups per CTA: one for each column of cells."""
         return self.groups + 1
 
     @property
@@ -88,7 +94,7 @@ class _Sizes:
 
     @property
     def cell_row(self) -> int:
-        """Elements of a row of a cell, of all channels."""
+        """Elements per row of a cell, for all channels."""
         return self.C * self.cell_width
 
     @property
@@ -97,16 +103,16 @@ class _Sizes:
 
     @property
     def gradients(self) -> int:
-        """Of a group: one for each of its windows, of all channels."""
+        """Gradients of a group: one for each of its windows and channels."""
         return self.K * self.windows
 
     @property
     def routed(self) -> int:
-        """Places of a group's windows, of all channels."""
+        """Positions of a group's windows, for all channels."""
         return self.R * self.S * self.gradients
 
     def fit(self) -> bool:
-        """Whether they suit the tensor cores' tiles, and registers and shared memory hold them."""
+        """Whether the sizes suit the tensor cores' tiles, registers, and shared memory."""
         operands = self.routed * (2 * self.reach * self.cell + self.groups * _EXAMPLES)
         staging = self.warpgroups * _EXAMPLES * self.cell_row
         return (
@@ -147,12 +153,13 @@ def _heuristic(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_si
 def input_gradient(
     dy: Array, place: Array, w: Array, *, window: tuple[int, int], input_size: tuple[int, int], config: Config
 ) -> Array:
-    """Gradient of `conv2d_relu_max_pool2d` in x, from half precisions as they are, or float32 rounded to TF32.
+    """Compute the gradient with respect to x from half-precision products, or from float32 rounded to TF32.
 
     Args:
-      dy, place: `(K, P, Q, N)`, the batch N a multiple of 64.
+      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima. The batch N is a
+        multiple of 64.
       w: `(K, C, F, G)`.
-      input_size: H and W.
+      input_size: height H and width W of the input.
 
     Returns:
       dx `(C, H, W, N)` in dy's dtype, summed in float32.
@@ -162,7 +169,7 @@ def input_gradient(
     dx = launch(
         functools.partial(_body, sizes),
         dy,
-        # As the forward wrote them, by rows of windows.
+        # The order in which the forward wrote them, by rows of windows.
         place.swapaxes(0, 1),
         _matrices(w.astype(dy.dtype), sizes),
         out=jax.ShapeDtypeStruct((sizes.C, rows, columns, N), dy.dtype),
@@ -181,7 +188,7 @@ def input_gradient(
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """`[a, b, (r, c, v), (t, q, k)]`: the weight of place t of a group's window q at (r, v) of the cell (a, b) away."""
+    """Return `[a, b, (r, c, v), (t, q, k)]`: the weight of position t of window q at (r, v) of the cell (a, b) away."""
     R, S, width = sizes.R, sizes.S, sizes.cell_width
     a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
     w = lax.reduce_precision(w, 8, 10) if w.dtype == jnp.float32 else w
@@ -197,16 +204,16 @@ def _body(sizes, *refs, block, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """64 examples, of which a warpgroup owns a column of cells. Its references, and its steps.
+    """64 examples, of which each warpgroup owns one column of cells: references and steps.
 
     Attributes:
-      dy, place, matrices, dx: in device memory.
+      dy, place, matrices, dx: arrays in device memory.
       weights: the matrices, in shared memory.
-      loaded: where their copies arrive.
-      operands: each group's routed gradients, of a row of windows.
-      met: the barrier of all warpgroups.
-      staging: a row of each warpgroup's cell on its way to dx.
-      group: whose gradients the warpgroup routes; the last warpgroup has none.
+      loaded: barrier at which the copies of the matrices arrive.
+      operands: each group's routed gradients, for one row of windows.
+      met: barrier at which all warpgroups arrive.
+      staging: one row of each warpgroup's cell, to be copied to dx.
+      group: group whose gradients the warpgroup routes; the last warpgroup routes none.
     """
 
     sizes: _Sizes
@@ -239,12 +246,12 @@ class _Program:
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
     def take_row(self, p, carry):
-        """A row of windows, and the row of cells that no later one reaches. The sums of the others are the carry."""
+        """Add a row of windows, and write the row of cells that no later one reaches. The other sums are the carry."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.route, *fetched))
         plgpu.commit_smem()
         self.meet()
-        # Under way while the products are.
+        # These loads run during the products.
         fetched = self.fetch(jnp.minimum(p + 1, sizes.P - 1))
         first, *sums = with_products([*sums, self.zeros()], self.multiply)
         self.meet()
@@ -252,11 +259,11 @@ class _Program:
         return fetched, sums
 
     def zeros(self):
-        """The sums of a cell before the first row of windows that adds to them."""
+        """Return a cell's sums before the first row of windows that adds to them."""
         return plgpu.layout_cast(jnp.zeros((_EXAMPLES, self.sizes.cell), jnp.float32), plgpu.Layout.WGMMA)
 
     def fetch(self, p):
-        """The gradients of the group in a row of windows, and the places of the maxima, in registers."""
+        """Load a group's gradients in one row of windows, and the indices of the maxima, into registers."""
         sizes = self.sizes
         windows = [self.group * sizes.windows + q for q in range(sizes.windows)]
         return [
@@ -283,7 +290,7 @@ class _Program:
         plgpu.barrier_wait(self.met)
 
     def multiply(self, *sums):
-        """Adds to a column of cells what the group above them, and the one to its left, bring."""
+        """Add to a column of cells the contributions of the group above them and of the group to its left."""
         sizes = self.sizes
 
         def add_group(b, _):
@@ -296,7 +303,7 @@ class _Program:
         lax.fori_loop(first, end, add_group, None)
 
     def write(self, m, cell):
-        """Copies a cell of the m-th row of cells to dx, a row at a time."""
+        """Copy a cell of the m-th row of cells to dx, one row at a time."""
         sizes, staging = self.sizes, self.staging.at[self.warpgroup]
         for r in range(sizes.R):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -313,6 +320,6 @@ class _Program:
             channels = staging.reshape(sizes.C, sizes.cell_width, _EXAMPLES)
             plgpu.copy_smem_to_gmem(channels, self.dx.at[:, row, columns, self.examples])
             return
-        for c in range(sizes.C):  # it reshapes no memory
+        for c in range(sizes.C):  # The simulator reshapes no memory.
             channel = staging.at[pl.ds(c * sizes.cell_width, sizes.cell_width)]
             plgpu.copy_smem_to_gmem(channel, self.dx.at[c, row, columns, self.examples])

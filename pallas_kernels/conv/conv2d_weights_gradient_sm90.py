@@ -1,15 +1,22 @@
-"""The weights' gradients of `conv2d` and `conv2d_relu_max_pool2d` on Hopper's tensor cores, with the batch last.
+"""Gradients of `conv2d` and `conv2d_relu_max_pool2d` with respect to the weights on Hopper's tensor cores, batch last.
 
-For each row p of windows the latter is one product over the batch,
+For `conv2d_relu_max_pool2d`, each row p of windows is one product over the batch:
 
-    sums[(c, i, j), (t, k, q)] += sum over n of x[c, p * R + i, j, n] * routed[t, k, q, n],
+    sums[(c, i, j), (t, k, q)] += sum over n of x[c, p * R + i, j, n] * routed[t, k, q, n].
 
-x's rows under the windows' filters, and dy at the places t of the windows' maxima. The batch is the last axis of both,
-as the tensor cores want float32, which they round to TF32. Of the sums, those of `j = q * S + s + v` and `i = r + u`
-make the gradient of w[k, c, u, v]; the others, two in three for LeNet's second block, are waste.
+Here c and k are input and output channels, and n is an example. (i, j) are a row and a column of x under the windows'
+filters. q is a window of R x S positions t. `routed` is dy at the positions of the maxima, and zero elsewhere. The
+batch is the last axis of both operands. The tensor cores require this of float32, which is rounded to TF32. The sums
+with `j = q * S + s + v` and `i = r + u`, where (r, s) is position t, add up to the gradient of w[k, c, u, v]. The other
+sums, two in three for LeNet's second block, are not used.
 
-For `conv2d` the t are R rows of its output, `routed` is the output's gradient, only rounded, and S = 1. A row of ones
-among x's makes the bias's gradient.
+A CTA computes these sums for one part of the input channels, one part of the positions, and one split of the rows and
+the batch. Bulk copies bring rows of x, dy, and the indices into a ring of stages in shared memory. The warpgroups write
+`routed` there, and multiply with one 64-row tile of accumulators each, in registers. At the end a CTA writes the sums
+to device memory, reads them back through the L2 cache, and writes the gradients of its part.
+
+For `conv2d`, the t are R rows of its output, `routed` is the output's gradient, which is only rounded, and S = 1. A row
+of ones among the rows of x yields the bias gradient.
 """
 
 import dataclasses
@@ -43,30 +50,31 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _TILE = 64
-"""Rows of the tensor cores' tiles, one tile a warpgroup."""
+"""Rows of the tensor cores' tiles, one tile per warpgroup."""
 _MAX_WARPGROUPS = 4
-"""A program: its 512 threads have 128 registers each, which hold their sums."""
+"""Most warpgroups per CTA: its 512 threads have 128 registers each, which hold their sums."""
 _MAX_COLUMNS = 160
-"""A thread keeps half as many sums in its registers: with 144 it spills them."""
+"""Most columns: a thread keeps half as many sums in its registers. With 144 it spills them."""
 _MAX_STAGES = 4
-"""Chosen by hand; not tuned."""
+"""Most stages. Chosen by hand; not tuned."""
 _RESERVED_BYTES = 27 * 1024
-"""Shared memory that stages leave to barriers, to sums across warps and to spare: the stages were measured so."""
+"""Bytes of shared memory that stages leave for barriers, for sums across warps, and as a reserve. The stages were
+measured with this value."""
 _BLOCK_COLUMNS = 4
-"""Sums that a thread gathers by one operation, at most: a row of a block has up to 16 bytes."""
+"""Most sums that a thread gathers by one operation: a row of a block has up to 16 bytes."""
 _MIN_BATCH = 2048
-"""Below, cutting the gradient out of the sums costs what the tensor cores save."""
+"""Batch below which extracting the gradient from the sums costs what the tensor cores save."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How programs divide the sums.
+    """How CTAs divide the sums.
 
     Attributes:
-      channels: input channels a program.
-      places: places of a window a program.
-      images_on_left: whether x's rows, not the routed gradient's, are the tiles of 64 rows, one a warpgroup.
-      stages: of the pipeline.
+      channels: input channels per CTA.
+      places: positions of a window per CTA.
+      images_on_left: whether x's rows, not the routed gradient's, form the tiles of 64 rows, one per warpgroup.
+      stages: stages of the pipeline.
     """
 
     channels: int
@@ -80,7 +88,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """What follows from the shapes and a config. P counts rows of windows."""
+    """Sizes that follow from the shapes and a config. P counts rows of windows."""
 
     K: int
     P: int
@@ -100,12 +108,12 @@ class _Sizes:
 
     @property
     def band(self) -> int:
-        """Rows of x under the filters of a row of windows."""
+        """Rows of x under the filters of one row of windows."""
         return self.H - self.P * self.R + self.R
 
     @property
     def ones(self) -> int:
-        """The row of ones, behind those of x."""
+        """Index of the row of ones, which follows the rows of x."""
         return self.config.channels * self.band * self.W
 
     @property
@@ -118,27 +126,27 @@ class _Sizes:
 
     @property
     def columns(self) -> int:
-        """Sums a row."""
+        """Sums per row."""
         return self.routed_rows if self.config.images_on_left else self.ones + 8
 
     @property
     def taps(self) -> int:
-        """Of the filters, for a program's input channels."""
+        """Taps of the filters, for a CTA's input channels."""
         return self.config.channels * self.filter_size[0] * self.filter_size[1]
 
     @property
     def vectors(self) -> int:
-        """Of `LANES`, into which a program's gradients go: of w `(c, u, v, k)`, then of b."""
+        """Number of vectors of `LANES` that hold a CTA's gradients, first of w as `(c, u, v, k)`, then of b."""
         return -(-(self.taps + 1) * self.K // LANES)
 
     @property
     def x_rows(self) -> int:
-        """Of shared memory for x."""
+        """Rows of shared memory for x."""
         return self.warpgroups * _TILE if self.config.images_on_left else self.columns
 
     @property
     def gradient_rows(self) -> int:
-        """Of dy in a stage, which the warpgroups share out among them to route it."""
+        """Rows of dy in a stage, which the warpgroups divide among themselves to route it."""
         raise NotImplementedError
 
     @property
@@ -147,23 +155,23 @@ class _Sizes:
 
     @property
     def other_bytes(self) -> int:
-        """Shared memory beside the stages."""
+        """Bytes of shared memory besides the stages."""
         return 0
 
     @property
     def stages(self) -> int:
-        """As many as fit."""
+        """Number of stages: the most that fit."""
         left = device.target().shared_bytes - _RESERVED_BYTES - self.other_bytes
         return min(_MAX_STAGES, left // self.stage_bytes)
 
     @property
     def shares(self) -> tuple[int, int]:
-        """Parts of the input channels, and of a window's places."""
+        """Number of parts of the input channels, and of a window's positions."""
         return self.C // self.config.channels, self.R * self.S // self.config.places
 
     @property
     def examples(self) -> int:
-        """A step, so many as fill a row of an operand."""
+        """Examples per step: the number that fills a row of an operand."""
         return OPERAND_BYTES // self.dtype.itemsize
 
     @property
@@ -176,7 +184,7 @@ class _Sizes:
         return -(-self.units // splits)
 
     def fit(self) -> bool:
-        """Whether they suit the tensor cores' tiles, and registers and shared memory hold them."""
+        """Whether the sizes suit the tensor cores' tiles, registers, and shared memory."""
         return (
             1 <= self.warpgroups <= _MAX_WARPGROUPS
             and self.columns <= _MAX_COLUMNS
@@ -186,13 +194,14 @@ class _Sizes:
         )
 
     def clocks(self) -> int:
-        """Of all programs: half a clock for each column of a product of 8 values, and one for 24 bytes of the cache."""
+        """Clocks of all CTAs: half a clock for each column of a product of 8 values, and one for 24 bytes of the
+        cache."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 
 
 class _PooledSizes(_Sizes):
-    """Those of `weights_gradient`: a stage has dy and its places, which each step routes into one of two buffers."""
+    """Sizes of `weights_gradient`: a stage has dy and the indices, and each step routes dy into one of two buffers."""
 
     @property
     def gradient_rows(self) -> int:
@@ -208,7 +217,7 @@ class _PooledSizes(_Sizes):
 
 
 class _ConvolutionSizes(_Sizes):
-    """Those of `correlate_batch`: dy is copied to where the product reads it."""
+    """Sizes of `correlate_batch`: dy is copied to where the product reads it."""
 
     @property
     def gradient_rows(self) -> int:
@@ -219,7 +228,7 @@ class _ConvolutionSizes(_Sizes):
         return OPERAND_BYTES * (self.x_rows + self.routed_rows)
 
     def fit(self) -> bool:
-        # dy's rows are copied a channel at a time.
+        # dy's rows are copied one channel at a time.
         return self.config.places * self.Q % 8 == 0 and super().fit()
 
 
@@ -233,10 +242,10 @@ def _convolution_sizes(dy: Any, x: Any, rows: int, config: Config) -> _Sizes:
 
 
 def _cheapest(sizes: Any) -> Config | None:
-    """The config of the fewest clocks, or None if rows do not come in eights, or nothing fits.
+    """Return the config with the fewest clocks, or None if rows do not come in eights or nothing fits.
 
     Args:
-      sizes: a config -> sizes.
+      sizes: function from a config to its sizes.
     """
     shapes = sizes(Config(1, 1, True, 0))
     if any(
@@ -276,17 +285,18 @@ def _misfit(dy, x):
 def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: Config
 ) -> tuple[Array, Array]:
-    """Gradients of `conv2d_relu_max_pool2d` in w and b, float32 rounded to TF32.
+    """Compute the gradients of `conv2d_relu_max_pool2d` with respect to w and b, with float32 rounded to TF32.
 
     Args:
-      dy, place: `(K, P, Q, N)`, the batch N a multiple of `LANES`.
-      x: `(C, H, W, N)`, of H = P * R + F - 1 and W = Q * S + G - 1.
+      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima. The batch N is a
+        multiple of `LANES`.
+      x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1.
 
     Returns:
       dw `(K, C, F, G)` and db `(K,)` in float32.
     """
     sizes = _pooled_sizes(dy, x, window, config)
-    # As the forward wrote them, by rows of windows.
+    # The order in which the forward wrote them, by rows of windows.
     place = place.swapaxes(0, 1).reshape(sizes.P, -1, sizes.N)
     stages = config.stages, sizes.gradient_rows, sizes.examples
     return _launch(
@@ -294,14 +304,14 @@ def weights_gradient(
         sizes,
         [x.reshape(-1, sizes.N), dy, place],
         buffers=2,
-        copies=config.channels + 1 + (1 if simulating() is None else sizes.K),  # the simulator reshapes no memory
+        copies=config.channels + 1 + (1 if simulating() is None else sizes.K),  # The simulator reshapes no memory.
         dys_and_places=(plgpu.SMEM(stages, dy.dtype), plgpu.SMEM(stages, jnp.uint8)),
         name="conv2d_relu_max_pool2d_backward_weights_tensor_cores",
     )
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
-    """Rows of a convolution's output in a product, so that x's rows and the gradient's come in eights."""
+    """Return the rows of a convolution's output per product, such that x's rows and the gradient's come in eights."""
     (_, rows, Q, _), W = dy.shape, x.shape[2]
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
@@ -317,10 +327,11 @@ def _convolution_supports(dy: Any, x: Any) -> str | None:
 
 @kernel(supports=_convolution_supports, heuristic=_convolution_heuristic, capability=(9, 0))
 def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Array]:
-    """`conv2d.correlate_batch` with stride 1, and dy's sums. Of float32, dy is rounded to TF32 and x cut off.
+    """Compute `conv2d.correlate_batch` with stride 1, and dy's sums. In float32, dy is rounded to TF32 and x is
+    truncated.
 
     Args:
-      dy: `(K, I, J, N)`, the batch N a multiple of `LANES`.
+      dy: `(K, I, J, N)`, whose batch N is a multiple of `LANES`.
       x: `(C, H, W, N)`.
 
     Returns:
@@ -338,12 +349,12 @@ def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Arra
 
 
 def _launch(program, sizes, arrays, *, buffers, copies, name, dys_and_places=(None, None)):
-    """The gradients in w and b.
+    """Launch the kernel, and return the gradients with respect to w and b.
 
     Args:
-      buffers: for the routed gradient.
-      copies: that fill a stage.
-      dys_and_places: shared memory for stages of both, where dy is routed.
+      buffers: number of buffers for the routed gradient.
+      copies: number of copies that fill a stage.
+      dys_and_places: shared memory for stages of dy and of the indices, where dy is routed.
     """
     config, per_split = sizes.config, sizes.per_split(device.target().multiprocessors)
     (splits, *shares), rows = (-(-sizes.units // per_split), *sizes.shares), sizes.warpgroups * _TILE
@@ -369,11 +380,11 @@ def _launch(program, sizes, arrays, *, buffers, copies, name, dys_and_places=(No
     gradients = jnp.sum(gradients, axis=(0, 2))
     taps = sizes.taps * sizes.K
     dw = gradients[:, :taps].reshape(sizes.C, *sizes.filter_size, sizes.K).transpose(3, 0, 1, 2)
-    # The programs of every part of the channels saw the same gradients: the first ones' sums are the bias's.
+    # The CTAs of every part of the channels saw the same gradients, so the first ones' sums are the bias gradient.
     return dw, gradients[0, taps : taps + sizes.K]
 
 
-# ------------------------------------------------------------------------------------------------------------- program
+# ---------------------------------------------------------------------------------------------------- the kernel's body
 
 
 def _body(program, sizes, per_split, *refs, split, **ids):
@@ -387,19 +398,19 @@ def _body(program, sizes, per_split, *refs, split, **ids):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """A split's sums, of a part of the channels and of the places: its references, and its steps.
+    """One split's sums, for a part of the channels and of the positions: references and steps.
 
     Attributes:
-      x, dy, place: in device memory; place is None for `conv2d`.
-      out: the sums, in device memory, of which nothing but the gradients is used.
-      gradients: in w and b, of this program's units.
-      xs: stages of x's rows, with the ones behind them.
+      x, dy, place: arrays in device memory; place is None for `conv2d`.
+      out: the sums, in device memory. Only the gradients are used later.
+      gradients: gradients with respect to w and b, from this CTA's units.
+      xs: stages of x's rows, followed by the ones.
       routed: the routed gradient.
-      loaded: where a stage's copies arrive.
-      ready: the barrier at which the warpgroups wait until all have routed.
-      dys, places: stages of dy and place, or None.
+      loaded: barriers at which a stage's copies arrive.
+      ready: barrier at which the warpgroups wait until all have routed.
+      dys, places: stages of dy and of the indices, or None.
       sums: the accumulator.
-      split, c, t: the program's place in the grid.
+      split, c, t: the CTA's position in the grid.
       first: the split's first unit, of `steps`.
     """
 
@@ -437,7 +448,8 @@ class _Program:
             pl.when(vector < vectors)(functools.partial(self.cut_out, vector))
 
     def cut_out(self, vector):
-        """Makes a vector of the gradients of the sums, which are in the L2 cache: adds up windows and their places."""
+        """Compute a vector of the gradients from the sums, which are in the L2 cache, by adding up windows and
+        positions."""
         sizes, places = self.sizes, self.sizes.config.places
         F, G = sizes.filter_size
         width = largest_divisor(sizes.Q, _BLOCK_COLUMNS)
@@ -457,7 +469,7 @@ class _Program:
         self.gradients[self.split, self.c, self.t, pl.ds(vector * LANES, LANES)] = gradients
 
     def routed_row(self, t, k, q):
-        """Of the routed gradient: that of a place, an output channel and a window."""
+        """Return the row of the routed gradient for a position, an output channel, and a window."""
         raise NotImplementedError
 
     def begin(self, ring):
@@ -471,7 +483,7 @@ class _Program:
         stage = ring.stage(step)
         ring.wait(step)
         xs, routed = self.xs.at[stage], self.routed.at[self.route(step, stage)]
-        # The last product is done, and behind the barrier every warpgroup's: what it read is free.
+        # The last product is done, for every warpgroup once past the barrier, so its operands may be overwritten.
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.ready)
         plgpu.barrier_wait(self.ready)
@@ -480,7 +492,7 @@ class _Program:
         plgpu.wgmma(self.sums, left.at[pl.ds(self.warpgroup * _TILE, _TILE)], right.transpose((1, 0)))
 
     def copy(self, step, stage, barrier):
-        """Starts the copies of a unit: a row of windows, and as many examples as a step takes."""
+        """Start the copies of a unit: one row of windows, for the examples of one step."""
         sizes = self.sizes
         unit = self.first + step
         p, examples = remainder(unit, sizes.P), pl.ds(quotient(unit, sizes.P) * sizes.examples, sizes.examples)
@@ -494,7 +506,7 @@ class _Program:
         raise NotImplementedError
 
     def route(self, step, stage):
-        """Makes the routed gradient of what has been copied. Returns its buffer."""
+        """Compute the routed gradient from the copied data, and return the index of its buffer."""
         raise NotImplementedError
 
     @property
@@ -504,14 +516,14 @@ class _Program:
 
     @property
     def layout(self):
-        """Two rows a warp, so that a warp's accesses to shared memory never meet in one bank."""
+        """Layout with two rows per warp, in which a warp's accesses to shared memory never meet in one bank."""
         examples = self.sizes.examples
         tiling = plgpu.Tiling(((8, examples), (2, examples), (examples // 16,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 class _PooledProgram(_Program):
-    """Routes dy to the places of the windows' maxima, into two buffers in turn."""
+    """Routes dy to the positions of the windows' maxima, into two buffers in turn."""
 
     def routed_row(self, t, k, q):
         return (t * self.sizes.K + k) * self.sizes.Q + q
@@ -540,7 +552,7 @@ class _PooledProgram(_Program):
 
 
 class _ConvolutionProgram(_Program):
-    """Takes dy as it is, rounded where it lies if float32."""
+    """Uses dy as the routed gradient, rounded in place if float32."""
 
     def routed_row(self, t, k, q):
         return (k * self.sizes.config.places + t) * self.sizes.Q + q

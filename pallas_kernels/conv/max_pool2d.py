@@ -1,4 +1,10 @@
-"""Max-pool's backward: each gradient goes to the place its maximum came from, as a gather without atomics."""
+"""Backward of max-pooling as a gather: no atomics, because each input position collects its gradients.
+
+A CTA computes dx for one channel, for the input rows that the stride maps to one row of windows, and for one block of
+the batch. It loops over the columns of windows. For each column it reads dy and the indices of the windows that can
+reach these positions, and keeps the sums in float32 registers. It then writes each position of dx once. Nothing is
+staged in shared memory.
+"""
 
 import dataclasses
 import functools
@@ -19,7 +25,7 @@ class RouteConfig:
     """Tiles of `route`.
 
     Attributes:
-      lane_block: length of a program's vectors of the batch.
+      lane_block: length of a CTA's vectors along the batch.
     """
 
     lane_block: int
@@ -40,22 +46,23 @@ def route(
     padding: tuple[int, int],
     config: RouteConfig,
 ) -> Array:
-    """`dx[c, i, j, n] = sum of dy[c, p, q, n]` over the windows (p, q) whose maximum lay at (i, j).
+    """Compute `dx[c, i, j, n]`, the sum of `dy[c, p, q, n]` over the windows (p, q) whose maximum was at (i, j).
 
-    A program owns the input positions that `stride` maps to one row of windows and writes each exactly once,
-    whether or not windows overlap, leave gaps or reach into the padding.
+    Here c is a channel, (i, j) an input position, and n an example. Each position is written exactly once, whether or
+    not windows overlap, leave gaps, or reach into the padding.
 
     Args:
-      dy: `(C, P, Q, N)`, the batch N a multiple of `LANES`.
-      indices: integers of the same shape, the maximum's place in its window, `u * window[1] + v`.
-      input_size: H and W.
+      dy: `(C, P, Q, N)`: C channels, P x Q windows, and a batch N that is a multiple of `LANES`.
+      indices: integers of dy's shape. For each window, the position (u, v) of its maximum as `u * window[1] + v`.
+      input_size: height H and width W of the input.
       padding: rows above and columns to the left of the input.
 
     Returns:
       dx `(C, H, W, N)` in dy's dtype; overlapping windows are summed in float32.
     """
     C, N = dy.shape[0], dy.shape[-1]
-    # In padded coordinates position (a * stride + r) is row r of window a, row r + stride of window a - 1, ...
+    # In padded coordinates, row (a * stride + r) of the input is row r of window a, row r + stride of window a - 1, and
+    # so on.
     rows, columns = (-(-(size + before) // s) for size, before, s in zip(input_size, padding, stride, strict=True))
     padded = launch(
         functools.partial(_route_row, window=window, stride=stride, columns=columns, lane_block=config.lane_block),
@@ -71,7 +78,8 @@ def route(
 def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, columns, lane_block):
     _, P, Q, _ = dy_ref.shape
     lanes = pl.ds(block * lane_block, lane_block)
-    # Windows that can reach a stride's cell: (cells back, offset added to the place within the cell).
+    # Windows that can reach a cell of stride[0] x stride[1] input positions: (cells back, offset added to the position
+    # within the cell).
     reach_p, reach_q = ([(back, back * s) for back in range(-(-f // s))] for f, s in zip(window, stride, strict=True))
 
     def cell(column, _):
@@ -83,7 +91,7 @@ def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, colu
                 exists = (p >= 0) & (p < P) & (q >= 0) & (q < Q)
                 at = (c, jnp.clip(p, 0, P - 1), jnp.clip(q, 0, Q - 1), lanes)
                 gradient = dy_ref[at].astype(jnp.float32)
-                # An index no window has, where there is no window.
+                # Where no window exists, use an index that no window has.
                 index = jnp.where(exists, index_ref[at].astype(jnp.int32), -1)
                 for r in range(min(stride[0], window[0] - offset_u)):
                     for s in range(min(stride[1], window[1] - offset_v)):

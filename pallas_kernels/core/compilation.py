@@ -1,11 +1,11 @@
-"""Kernels compiled while the program around them is still being lowered.
+"""Kernels that are compiled while the surrounding program is still being lowered.
 
-XLA compiles the kernels of a program when all of it has been lowered, one after the other, on one core. Mosaic GPU
-remembers by a kernel's hash what it has compiled in this process. So a thread compiles each kernel as soon as it is
-lowered, as a program of its own, and the compilation of the program around it finds it compiled.
+XLA compiles the kernels of a program after lowering all of it, one after the other, on one core. Mosaic GPU caches
+compiled kernels in the process by their hash. A thread therefore compiles each kernel in a separate program, right
+after its lowering. The compilation of the surrounding program then finds it in the cache.
 
-A kernel that fails here fails again there, where the error is raised. One that is not yet compiled there is compiled
-twice, and whichever is first is used.
+A kernel that fails here fails again there, where the error is raised. A kernel that is not yet compiled there is
+compiled twice, and the first result is used.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import jax
 from jax import export
 
 _TARGETS = ("mosaic_gpu", "mosaic_gpu_v2")
-"""The names under which versions of JAX have Mosaic GPU's kernels."""
+"""Names under which JAX versions register Mosaic GPU's kernels."""
 _MIN_CORES = 4
 """On two busy cores nothing is gained: docs/lab/2026-11-24-compile.md."""
 
@@ -27,8 +27,8 @@ _MIN_CORES = 4
 def compiles_ahead(module_context: Any) -> bool:
     """Whether kernels of the program that is being lowered are compiled ahead.
 
-    They are if it is lowered for this machine's GPUs alone, if there are cores to spare, and if JAX keeps no programs
-    from one process to the next. A program that JAX finds there needs no kernel compiled.
+    They are if it is lowered only for this machine's GPUs, if there are cores to spare, and if JAX has no persistent
+    compilation cache. A program that JAX finds in this cache needs no kernel compiled.
     """
     return (
         jax.default_backend() == "gpu"
@@ -40,10 +40,10 @@ def compiles_ahead(module_context: Any) -> bool:
 
 
 def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> Callable[..., Any]:
-    """Return the function, lowered for CUDA once and for all, while a thread begins to compile it.
+    """Return the function, lowered for CUDA once, while a thread begins to compile it.
 
     Args:
-      function: of arrays, to a list of arrays.
+      function: maps arrays to a list of arrays.
       avals: the arrays' shapes and dtypes.
     """
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]

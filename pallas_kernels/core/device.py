@@ -1,8 +1,9 @@
-"""The GPU that kernels are traced for: its architecture, multiprocessors, shared memory and L2 cache.
+"""The GPU that kernels are traced for: its architecture, multiprocessors, shared memory, and L2 cache.
 
-Kernels choose their tiles by it, and refuse architectures that lack their instructions. It is read from JAX's default
-device, never from a constant in a kernel. Where that is no GPU, kernels are traced for Hopper, so that they can be
-lowered for CUDA on any machine. `targeting` names another GPU, to compile ahead of time for one that is not there.
+Kernels choose their tiles for this device, and refuse architectures that lack their instructions. It is read from JAX's
+default device, never from a constant in a kernel. If the default device is no GPU, kernels are traced for Hopper, so
+that they can be lowered for CUDA on any machine. `targeting` selects another GPU, to compile ahead of time for one that
+is absent.
 """
 
 import contextlib
@@ -21,10 +22,10 @@ class Device:
     Attributes:
       kind: its name.
       capability: compute capability, (major, minor).
-      multiprocessors: how many it has.
-      shared_bytes: shared memory that one program may use.
-      l2_bytes: size of the L2 cache.
-      registers: 32-bit registers of a multiprocessor.
+      multiprocessors: number of multiprocessors.
+      shared_bytes: bytes of shared memory that one CTA may use.
+      l2_bytes: bytes of the L2 cache.
+      registers: 32-bit registers per multiprocessor.
     """
 
     kind: str
@@ -43,31 +44,31 @@ class Device:
 HOPPER = Device("NVIDIA H200", (9, 0), 132, 232_448, 62_914_560)
 BLACKWELL = Device("NVIDIA B200", (10, 0), 148, 232_448, 132_644_864)
 BLACKWELL_RTX = Device("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 101_376, 134_217_728)
-"""Devices to compile for on machines without them. The figures of the H200 are its driver's; those of the others are
-from XLA's target configurations."""
+"""Devices to compile for on machines without them. The figures for the H200 come from its driver, the others from XLA's
+target configurations."""
 
 _SHARED_BYTES, _L2_BYTES, _REGISTERS = 97, 38, 82
 """Numbers of `CUdevice_attribute` in cuda.h: `MAX_SHARED_MEMORY_PER_BLOCK_OPTIN` and `L2_CACHE_SIZE`, both in bytes,
 and `MAX_REGISTERS_PER_MULTIPROCESSOR`, in 32-bit registers."""
 
-# A JAX context, not a global: its value is part of jit's cache key.
+# A JAX context instead of a global, because its value is part of jit's cache key.
 _target_context = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def targeting(device: Device) -> Iterator[None]:
-    """Within it, kernels are traced for `device`, and `implementation=None` chooses for it."""
+    """Return a context in which kernels are traced for `device`, and `implementation=None` chooses for it."""
     with _target_context(device):
         yield
 
 
 def target() -> Device:
-    """The GPU that kernels are traced for now: the targeted one, else the default device, else Hopper."""
+    """Return the GPU that kernels are traced for now: the targeted one, else the default device, else Hopper."""
     return gpu() or HOPPER
 
 
 def gpu() -> Device | None:
-    """The targeted GPU, else the default device if it is an NVIDIA GPU."""
+    """Return the targeted GPU, else the default device if it is an NVIDIA GPU, else None."""
     if _target_context.value is not None:
         return _target_context.value
     device = _default_device()
@@ -89,7 +90,7 @@ def _default_device() -> jax.Device:
 def _describe(device: jax.Device) -> Device | None:
     try:
         major, minor = map(int, device.compute_capability.split("."))
-    except (AttributeError, ValueError):  # not NVIDIA's
+    except (AttributeError, ValueError):  # no NVIDIA GPU
         return None
     return Device(
         kind=device.device_kind,
@@ -102,7 +103,7 @@ def _describe(device: jax.Device) -> Device | None:
 
 
 def _attribute(device: jax.Device, attribute: int, default: int) -> int:
-    """A `CUdevice_attribute` by its number in cuda.h, from the driver; JAX passes on only some of them."""
+    """Return a `CUdevice_attribute` by its number in cuda.h, from the driver; JAX exposes only some of them."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,10 +1,10 @@
-"""Gathers: each thread reads rows of a few numbers at its own places in shared or device memory.
+"""Gathers: each thread reads rows of a few elements at separate positions in shared or device memory.
 
-Pallas has no indexed read of a reference by a vector in registers, so these are written in Mosaic's own operations. The
+Pallas has no indexed read of a reference by a vector in registers, so these functions use Mosaic's operations. The
 simulator reads the whole reference instead.
 
-A block is `(lanes, width)`: a lane, a thread's or one of its several, has a row of `width` numbers side by side, at
-most 16 bytes or a multiple of them. Vectors are `(lanes,)`. Lanes are a multiple of `LANES`.
+A block is `(lanes, width)`: each lane has one row of `width` adjacent elements, at most 16 bytes or a multiple of 16. A
+thread has one or several lanes. Vectors are `(lanes,)`. The number of lanes is a multiple of `LANES`.
 """
 
 import functools
@@ -25,17 +25,17 @@ from pallas_kernels.core.simulator import simulating
 
 
 def block_layout(lanes: int, width: int) -> Any:
-    """A lane's row in one register vector."""
+    """Return the layout of a block, with each lane's row in one register vector."""
     return plgpu.Layout.WG_STRIDED((lanes, width), vec_size=width)
 
 
 def vector_layout(lanes: int) -> Any:
-    """A number a lane, in the lanes of `block_layout`."""
+    """Return the layout of one element per lane, in the lanes of `block_layout`."""
     return plgpu.Layout.WG_STRIDED((lanes,), vec_size=1)
 
 
 def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
-    """Of every element of a block its lane and its column, int32."""
+    """Return the lane and the column of every element of a block, int32."""
     if simulating() is not None:
         return tuple(lax.broadcasted_iota(jnp.int32, (lanes, width), axis) for axis in (0, 1))
 
@@ -58,12 +58,12 @@ def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
 
 
 def lane_numbers(lanes: int) -> Array:
-    """The vector of all lanes' numbers, int32."""
+    """Return the vector of all lanes' indices, int32."""
     return columns(lane_and_column(lanes, 1)[0])[0]
 
 
 def gather_rows(ref: Any, rows: Array) -> Array:
-    """`ref[rows]`: of `(n, width)` in shared or device memory, the block of these rows; rows is a vector of int32."""
+    """Return `ref[rows]` as a block, for `ref` `(n, width)` in shared or device memory and an int32 vector of rows."""
     (lanes,), width = rows.shape, ref.shape[1]
     if simulating() is not None:
         return ref[...][rows]
@@ -83,7 +83,7 @@ def gather_rows(ref: Any, rows: Array) -> Array:
 
 
 def gather_elements(ref: Any, *places: Array) -> Array:
-    """`ref[places]`: of shared or device memory, the block of the elements at blocks of places, one for each axis."""
+    """Return `ref[places]` as a block, from shared or device memory, for one block of indices per axis."""
     if simulating() is not None:
         return ref[...][places]
     layout, shape = block_layout(*places[0].shape), places[0].shape
@@ -100,7 +100,8 @@ def gather_elements(ref: Any, *places: Array) -> Array:
 
 
 def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
-    """`ref[places] = values`, a block to shared or device memory. Of two values for one place either may stay."""
+    """Write `ref[places] = values`, a block, to shared or device memory. Of two values for one position, either may
+    remain."""
     if simulating() is not None:
         ref[...] = ref[...].at[places].set(values)
         return
@@ -117,7 +118,7 @@ def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
 
 
 def spread(numbers: Array, width: int) -> Array:
-    """The block whose rows are a vector's numbers, `width` times each."""
+    """Return the block whose rows repeat a vector's elements `width` times."""
     (lanes,) = numbers.shape
     if simulating() is not None:
         return jnp.broadcast_to(numbers[:, None], (lanes, width))
@@ -131,7 +132,7 @@ def spread(numbers: Array, width: int) -> Array:
 
 
 def columns(block: Array) -> tuple[Array, ...]:
-    """A block's columns, each a vector."""
+    """Return a block's columns, each a vector."""
     lanes, width = block.shape
     if simulating() is not None:
         return tuple(block[:, k] for k in range(width))
@@ -148,7 +149,7 @@ def columns(block: Array) -> tuple[Array, ...]:
 
 
 def block_of(columns: Sequence[Array]) -> Array:
-    """The block that has these vectors as columns."""
+    """Return the block with these vectors as columns."""
     (lanes,), width = columns[0].shape, len(columns)
     if simulating() is not None:
         return jnp.stack(columns, axis=1)
@@ -164,7 +165,7 @@ def block_of(columns: Sequence[Array]) -> Array:
 
 
 def sums_of_rows(*blocks: Array) -> Array:
-    """The block whose k-th column has the sums of the rows of the k-th block, added from the left; all float32."""
+    """Return the block whose k-th column has the row sums of the k-th block, added from the left; all float32."""
     (lanes, width), count = blocks[0].shape, len(blocks)
     if simulating() is not None:
         return jnp.stack([jnp.sum(block, axis=1) for block in blocks], axis=1)
@@ -186,9 +187,10 @@ def sums_of_rows(*blocks: Array) -> Array:
 
 
 def computed_here(block: Array) -> Array:
-    """A block of float32, computed before what follows.
+    """Return a float32 block, and make sure that it is computed before the code that follows.
 
-    LLVM moves the last addition to a loop's carry to the end of the loop. Its terms take as many registers meanwhile.
+    LLVM moves the last addition to a loop's carry to the end of the loop. Until then, the terms occupy the same number
+    of registers again.
     """
     if simulating() is not None:
         return block
@@ -207,10 +209,11 @@ def computed_here(block: Array) -> Array:
 
 
 def compiler_fence() -> None:
-    """Of what a thread does in shared memory, all before this is done before all that follows.
+    """Order a thread's accesses to shared memory: those before this call happen before those after it.
 
-    LLVM takes shared memory for an object of no size, and so may believe that an element is not the one which a vector
-    of that thread stored. In a program of short loops it then forwards the vector past what was added to it.
+    LLVM treats shared memory as an object of size zero. It may therefore assume that an element is different from one
+    that a vector of the same thread stored. In a kernel of short loops, it then forwards the vector past later
+    additions to it.
     """
     if simulating() is not None:
         return
@@ -223,10 +226,10 @@ def compiler_fence() -> None:
 
 
 def meet(barrier: Any) -> None:
-    """Waits until all warpgroups of a program have come here, and sees what they have written to shared memory.
+    """Wait until all warpgroups of a CTA arrive, and make their writes to shared memory visible.
 
     Args:
-      barrier: of as many arrivals as there are warpgroups; for the simulator, which has no instruction for this.
+      barrier: a barrier with one arrival per warpgroup. Only the simulator uses it, because it lacks the instruction.
     """
     if simulating() is not None:
         plgpu.commit_smem()
@@ -242,13 +245,13 @@ def meet(barrier: Any) -> None:
 
 
 def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[Array]:
-    """Of the `array`-th reference of each list, the block of `shape` that begins at element `start`.
+    """Load, from the `array`-th reference of each list, the block of `shape` that begins at element `start`.
 
     Args:
-      lists: of references `(n,)` in device memory, in each list of one dtype; the i-th of all lists are of one length,
-        and their memory is aligned to an access.
-      array, start: numbers that all threads share; `start` is a multiple of the block's size. Behind an array's end the
-        block has its last element.
+      lists: lists of references `(n,)` to device memory, each list of one dtype. The i-th references of all lists have
+        the same length, and their memory is aligned to an access.
+      array, start: integers that all threads share; `start` is a multiple of the block's size. Past an array's end, the
+        block repeats the last element.
     """
     lanes, width = shape
     if simulating() is not None:
@@ -279,7 +282,7 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
 
 def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
-    """Writes a block to the `array`-th reference of each list, as `load_of` reads it, up to the array's end."""
+    """Write a block to the `array`-th reference of each list, in the order of `load_of`, up to the array's end."""
     lanes, width = blocks[0].shape
     if simulating() is not None:
         for refs, block in zip(lists, blocks, strict=True):
@@ -299,7 +302,7 @@ def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
                     _store(pointer, row, place)
                 scf.yield_([])
             with ir.InsertionPoint(branch.else_block):
-                for c in range(width - 1):  # the last element of the row is behind the end
+                for c in range(width - 1):  # the last element of the row lies past the end
                     at = arith.addi(place, _i32(c))
                     inside = scf.IfOp(_below(at, size))
                     with ir.InsertionPoint(inside.then_block):
@@ -346,12 +349,12 @@ def _ref_types(lists):
 
 
 def _number():
-    """A number that all threads share."""
+    """Return the layout of a value that all threads share."""
     return plgpu.Layout.WG_SPLAT(())
 
 
 def _chosen(lists, array):
-    """Of the array of this number in each list the pointer, and the length of all, found by one branch."""
+    """Return the pointers to the array of this index in each list, and the arrays' length, from a single branch."""
     lengths = [ir.MemRefType(ref.type).shape[0] for ref in lists[0]]
     pointer_types = [mgpu.utils.memref_ptr(refs[0]).type for refs in lists]
     index = arith.index_cast(ir.IndexType.get(), array.registers.item())
@@ -365,7 +368,7 @@ def _chosen(lists, array):
 
 
 def _place(start, k, width):
-    """Of the k-th row of this thread, the place of its first element."""
+    """Return the index of the first element of this thread's k-th row."""
     thread = arith.remui(mgpu.utils.thread_idx(), _i32(LANES))
     row = arith.muli(arith.addi(thread, _i32(k * LANES)), _i32(width))
     return arith.addi(start.registers.item(), row)

@@ -1,19 +1,19 @@
-"""Launching a kernel: the one file that knows JAX versions, the interpreter and Mosaic's lowering semantics.
+"""Launching a kernel: the only file that knows JAX versions, the interpreter, and Mosaic's lowering semantics.
 
-A kernel body is an ordinary function of references into GPU memory. Its program ids arrive as keyword arguments named
-after the grid's axes:
+A kernel body is an ordinary function of references to GPU memory. Its CTA's indices in the grid arrive as keyword
+arguments named after the grid's axes:
 
     def body(x_ref, y_ref, *, row):
         y_ref[row] = 2.0 * x_ref[row]
 
     launch(body, x, out=jax.ShapeDtypeStruct(x.shape, x.dtype), grid={"row": x.shape[0]}, name="double")
 
-Lowered for CUDA it is a Mosaic GPU kernel. Lowered for anything else the same body runs in Pallas' own interpreter,
-which is plain XLA code without side effects: slow, but at home in every JAX transformation. `simulated` runs it in
+Lowered for CUDA, the body is a Mosaic GPU kernel. Lowered for other platforms, it runs in Pallas' interpreter, which is
+plain XLA code without side effects: slow, but compatible with every JAX transformation. `simulated` runs the body in
 the Mosaic simulator instead, which is slower still and raises on what a GPU would leave undefined.
 
-A launch is one primitive of its own, whose body is traced when it is lowered, and for that platform alone. Tracing a
-program therefore takes no time for its kernels, and a CPU never traces what only a GPU runs.
+A launch is a JAX primitive, whose body is traced when it is lowered, and only for the platform in question. Tracing a
+program therefore takes no time for its kernels, and a CPU never traces code that only a GPU runs.
 """
 
 import contextlib
@@ -24,13 +24,14 @@ from typing import Any
 
 import jax
 
-# Its settings join jit's cache key when it is imported. With the first kernel, everything would compile twice.
+# Its settings join jit's cache key when it is imported. If the first kernel imported it, everything would compile
+# twice.
 import jax.experimental.pallas.fuser
 import jax.numpy as jnp
 from jax import Array, lax
 
-# What has no public name in JAX 0.10.2: evaluating a primitive outside of jit, and turning off, within a kernel, the
-# types by which shard_map tells along which mesh axes a value differs.
+# These have no public name in JAX 0.10.2: evaluating a primitive outside of jit, and disabling, within a kernel, the
+# types by which shard_map records along which mesh axes a value differs.
 from jax._src.config import _check_vma
 from jax._src.dispatch import apply_primitive
 from jax.experimental import pallas as pl
@@ -57,27 +58,27 @@ def launch(
     sums_across_warps: bool = True,
     in_place: Mapping[int, int] | None = None,
 ) -> Any:
-    """Runs `body(*array_refs, *out_refs, *scratch_refs, **program_ids)` once for every point of `grid`.
+    """Run `body(*array_refs, *out_refs, *scratch_refs, **program_ids)` once for every point of `grid`.
 
-    Each of `arrays`, `out` and `scratch` may be a pytree or None: the body gets references in the same structure.
+    Each of `arrays`, `out`, and `scratch` may be a pytree or None: the body gets references in the same structure.
 
     Args:
       body: the kernel. It writes every element of every output.
       arrays: the inputs, whole.
-      out: a `jax.ShapeDtypeStruct`, or an array of that shape and dtype, or a tuple of them.
-      grid: axis name -> number of programs. The last axis runs fastest.
+      out: a `jax.ShapeDtypeStruct`, an array with the shape and dtype, or a tuple of them.
+      grid: axis name -> number of CTAs. The last axis runs fastest.
       name: the kernel's name in programs and profiles.
-      warpgroups: that many run each program together, told apart by the further program id `warpgroup`.
-      cluster: axis name -> number of programs that run side by side for every point of `grid`, and reach each other's
+      warpgroups: number of warpgroups per CTA, which the additional keyword argument `warpgroup` distinguishes.
+      cluster: axis name -> number of CTAs that run concurrently for every point of `grid`, and access each other's
         shared memory.
-      scratch: shared memory and barriers, for programs that copy asynchronously or use the tensor cores. With it a
-        kernel runs on GPUs and in the simulator only: see `on_gpu`.
-      barriers: whether a warpgroup meets before and after each store. Not needed where no thread reads what another
-        wrote, or only behind a barrier of the body's own, as `plgpu.commit_smem`.
-      sums_across_warps: whether the body sums along an axis that several warps share. Without, the 2 KiB of shared
-        memory for them are free.
-      in_place: number of an array, of all leaves of `arrays`, -> number of an output of its shape and dtype that may
-        take its memory: each element is written by the program alone that reads it, afterwards. XLA copies the array
+      scratch: shared memory and barriers, for CTAs that copy asynchronously or use the tensor cores. A kernel with
+        scratch runs on GPUs and in the simulator only: see `on_gpu`.
+      barriers: whether a warpgroup synchronizes before and after each store. This is not needed if no thread reads data
+        that another wrote, or only after a barrier in the body, such as `plgpu.commit_smem`.
+      sums_across_warps: whether the body sums along an axis that several warps share. If not, the 2 KiB of shared
+        memory for such sums are free.
+      in_place: index of an array, among all leaves of `arrays`, -> index of an output of the same shape and dtype that
+        may use its memory. Only the CTA that reads an element writes it, and only afterwards. XLA copies the array
         first if it is still needed.
 
     Returns:
@@ -122,7 +123,7 @@ def _mosaic(
         out_type = tuple(a for o, a in enumerate(out) if o not in shared)
 
     def outputs(of_arrays, others):
-        """Every output, from the arrays or from what has memory of its own."""
+        """Return every output, from the arrays or from the outputs with separate memory."""
         others = iter(others)
         return tuple(of_arrays[shared[o]] if o in shared else next(others) for o in range(len(out)))
 
@@ -173,15 +174,18 @@ def _(*arrays, shapes, **functions):
 
 
 def _on_mesh_of(arrays, ndim):
-    """Of a result, as JAX's own operations have it on automatic axes: that it lies on the mesh, but not how. On others
-    None: what is explicit or manual is said by who launches."""
+    """Return a result's sharding: on the arrays' mesh if all its axes are automatic, else None.
+
+    On automatic axes, JAX's operations also record the mesh, but not the partitioning. On explicit or manual axes, the
+    caller of `launch` determines the sharding.
+    """
     meshes = (a.sharding.mesh for a in arrays)
     mesh = next((mesh for mesh in meshes if not mesh.empty and {*mesh.axis_types} == {AxisType.Auto}), None)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*[None] * ndim))
 
 
 def _bind(name, mosaic, interpreter, arrays, shapes, in_place):
-    # A body is traced when it is lowered, in the contexts of that moment: those that matter to it come along.
+    # A body is traced when it is lowered, in the contexts of lowering. The contexts that matter to it are passed along.
     functions = dict(cuda=in_place, batched=mosaic, default=interpreter)
     x64 = jax.config.jax_enable_x64
     functions = {key: functools.partial(_trace, function, x64) for key, function in functions.items()}
@@ -189,7 +193,7 @@ def _bind(name, mosaic, interpreter, arrays, shapes, in_place):
 
 
 def _trace(function, x64, *arrays):
-    # A body's own arrays lie on no mesh.
+    # Arrays that a body creates lie on no mesh.
     context = on_no_mesh() if has_explicit_axes() else contextlib.nullcontext()
     with jax.enable_x64(x64), _check_vma(False), context:
         return jax.tree.leaves(function(*arrays))
@@ -201,7 +205,7 @@ def has_explicit_axes() -> bool:
 
 
 def on_no_mesh() -> contextlib.AbstractContextManager:
-    """A context in which no mesh is set."""
+    """Return a context in which no mesh is set."""
     return use_abstract_mesh(AbstractMesh((), ()))
 
 
@@ -232,7 +236,7 @@ batching.primitive_batchers[_launch_p] = _batch
 
 
 def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
-    """`kernel(*arrays)` lowered for a GPU or simulated, `fallback(*arrays)`, the same but for rounding, elsewhere."""
+    """Return `kernel(*arrays)` if lowered for a GPU or simulated, else `fallback(*arrays)`, equal up to rounding."""
     if simulating() is not None:
         return kernel(*arrays)
     arrays = vary_alike(arrays)
@@ -240,7 +244,7 @@ def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
 
 
 def vary_alike(arrays: Any) -> Any:
-    """Within shard_map, the same arrays typed as differing along every mesh axis along which one of them differs.
+    """Within shard_map, type the arrays as varying along every mesh axis along which one of them varies.
 
     The gradient of an array that was the same on all devices is thereby summed over the devices.
     """
@@ -257,22 +261,22 @@ def vary_alike(arrays: Any) -> Any:
 @functools.cache
 def _warn_interpreted() -> None:
     warnings.warn(
-        "jaxbp: no GPU found, so Pallas kernels run in an interpreter: right, but slow. "
-        "implementation='xla' is the fast one here.",
+        "jaxbp: no GPU found, so Pallas kernels run in an interpreter: correct, but slow. "
+        "implementation='xla' is fast here.",
         stacklevel=2,
     )
 
 
-# ------------------------------------------------------------------------------------- arrays as kernels want them
+# ---------------------------------------------------------------------------------------- layouts of arrays for kernels
 
 
 def batch_last(x: Array) -> Array:
-    """`(batch, ...) -> (..., lanes)`: an example a lane, the batch filled up with zeros to whole warpgroups."""
+    """Return `(batch, ...) -> (..., lanes)`: one example per lane, with the batch zero-padded to whole warpgroups."""
     padding = -x.shape[0] % LANES or (LANES if x.shape[0] == 0 else 0)
     x = jnp.moveaxis(x, 0, -1)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x
 
 
 def batch_first(x: Array, batch: int) -> Array:
-    """The inverse of `batch_last`."""
+    """Return the inverse of `batch_last`."""
     return jnp.moveaxis(x[..., :batch], -1, 0)

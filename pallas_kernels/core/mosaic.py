@@ -1,7 +1,7 @@
-"""Mosaic GPU, imported when a kernel first uses a name of it.
+"""Mosaic GPU, imported when a kernel first uses one of its names.
 
-It takes long to import, and a program that runs formulas alone does not need it. So kernels import `plgpu` from here,
-and use it within functions only.
+The import takes long, and a program that uses only formulas does not need it. Kernels therefore import `plgpu` from
+this module, and use it only within functions.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""A kernel and its two questions: what it supports, and which tiles suit its arguments.
+"""A kernel, with `supports` for its requirements and `heuristic` for the tiles that suit its arguments.
 
     @dataclasses.dataclass(frozen=True)
     class Config:
@@ -10,12 +10,12 @@
     @kernel(supports=_supports, heuristic=_heuristic)
     def pool(x, *, window, config): ...
 
-    pool.supports(x, window=2)      # None, or what of these arguments it does not take
-    pool.heuristic(x, window=2)     # Config(rows=2), or None where another kernel or the library is faster
+    pool.supports(x, window=2)      # None, or why the arguments are unsupported
+    pool.heuristic(x, window=2)     # Config(rows=2), or None where another kernel or XLA is faster
     pool(x, window=2)               # runs with the heuristic's tiles
     pool(x, window=2, config=Config(rows=4))
 
-Arguments may be arrays or anything with their shape and dtype.
+Arguments may be arrays or any objects with a shape and a dtype.
 """
 
 import functools
@@ -26,11 +26,11 @@ from pallas_kernels.core import device
 
 
 class Kernel:
-    """A function of arrays and static options that launches a kernel, and what it says of its arguments.
+    """A function of arrays and static options that launches a kernel, with its requirements and its heuristic.
 
     Attributes:
-      name: file and function, `conv2d.correlate`.
-      capability: the compute capability that it is written for, or None for all from 9.0 on.
+      name: file and function, such as `conv2d.correlate`.
+      capability: the only compute capability that it supports, or None for all from 9.0 on.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Kernel:
         capability: tuple[int, int] | None,
     ):
         functools.update_wrapper(self, function)
-        del self.__wrapped__  # its signature asks for a config, which a call may leave open
+        del self.__wrapped__  # its signature has a required config, which callers may omit
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         self.capability = capability
         self._function, self._supports, self._heuristic = function, supports, heuristic
 
     def supports(self, *arrays: Any, **options: Any) -> str | None:
-        """What of the device or the arguments the kernel does not take, or None."""
+        """Return why the device or the arguments are unsupported, or None."""
         capability = device.target().capability
         if capability < (9, 0) or (self.capability is not None and capability != self.capability):
             requirement = "at least 9.0" if self.capability is None else f"only {_version(self.capability)}"
@@ -55,11 +55,11 @@ class Kernel:
         return self._supports(*arrays, **options) if self._supports else None
 
     def heuristic(self, *arrays: Any, **options: Any) -> Any | None:
-        """The config for arguments that it supports; None where the kernel does not pay."""
+        """Return the config for supported arguments, or None where the kernel does not pay."""
         return self._heuristic(*arrays, **options)
 
     def pays(self, *arrays: Any, **options: Any) -> bool:
-        """Whether the kernel takes these arguments and its heuristic has a config for them."""
+        """Whether the kernel supports these arguments and its heuristic has a config for them."""
         return self.supports(*arrays, **options) is None and self.heuristic(*arrays, **options) is not None
 
     def __call__(self, *arrays: Any, config: Any | None = None, **options: Any) -> Any:
@@ -80,18 +80,18 @@ def kernel(
     supports: Callable[..., str | None] | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Callable[[Callable], Kernel]:
-    """Makes a `Kernel` of `function(*arrays, config, **options)`.
+    """Return a decorator that makes a `Kernel` of `function(*arrays, config, **options)`.
 
     Args:
-      heuristic: `(*arrays, **options)` -> a frozen dataclass, its tiles, or None where it does not pay.
-      supports: `(*arrays, **options)` -> what of these it does not take, or None; by default it takes all.
-      capability: as `Kernel` has it.
+      heuristic: `(*arrays, **options)` -> the tiles, a frozen dataclass, or None where the kernel does not pay.
+      supports: `(*arrays, **options)` -> why these are unsupported, or None; by default all are supported.
+      capability: see `Kernel`.
     """
     return lambda function: Kernel(function, supports, heuristic, capability)
 
 
 def check_divides(kernel: str, size_name: str, size: int, length: int) -> None:
-    """Requires a tile's size to divide what it cuts up."""
+    """Require a tile's size to be a divisor of the axis length."""
     if length % size:
         raise ValueError(f"{kernel}: {size_name} is {size}; wants a divisor of {length}")
 

@@ -1,4 +1,7 @@
-"""A dense layer's three gradients: a convolution's products with a filter of one tap, batch last."""
+"""A dense layer's three gradients, as convolutions with a filter of one tap, with the batch as the last axis.
+
+Each function calls a kernel of `conv.conv2d`, which describes the tiles. o is an output, i an input, n an example.
+"""
 
 from jax import Array
 
@@ -6,15 +9,15 @@ from pallas_kernels.conv.conv2d import correlate, correlate_batch, sum_batch
 
 
 def input_gradient(dy: Array, w: Array) -> Array:
-    """`dx[i, n] = sum over o of w[o, i] * dy[o, n]`: `(O, N), (O, I) -> (I, N)` in dy's dtype."""
+    """Compute `dx[i, n] = sum over o of w[o, i] * dy[o, n]`: `(O, N), (O, I) -> (I, N)` in dy's dtype."""
     return correlate(dy[:, None, None, :], w.T[:, :, None, None])[:, 0, 0, :]
 
 
 def weight_gradient(dy: Array, x: Array) -> Array:
-    """`dw[o, i] = sum over n of dy[o, n] * x[i, n]`: `(O, N), (I, N) -> (O, I)` in float32."""
+    """Compute `dw[o, i] = sum over n of dy[o, n] * x[i, n]`: `(O, N), (I, N) -> (O, I)` in float32."""
     return correlate_batch(dy[:, None, None, :], x[:, None, None, :])[:, :, 0, 0]
 
 
 def bias_gradient(dy: Array) -> Array:
-    """`db[o] = sum over n of dy[o, n]`: `(O, N) -> (O,)` in float32."""
+    """Compute `db[o] = sum over n of dy[o, n]`: `(O, N) -> (O,)` in float32."""
     return sum_batch(dy[:, None, :])

@@ -1,19 +1,23 @@
-"""A dense layer's products in half precisions on Hopper's tensor cores, with the bias and its gradient.
+"""Half-precision products of a dense layer on Hopper's tensor cores, including the bias and its gradient.
 
     z[n, o] = Σ x[n, i] * w[o, i] + b[o],    over the inputs i,
     dw[o, i] = Σ dy[n, o] * x[n, i],    db[o] = Σ dy[n, o],    over the rows n.
 
-Both are one warp-specialised pipeline. Persistent CTAs take one tile of the result after another. A producer warpgroup
-brings blocks of both operands into a ring in shared memory by bulk copies, and two consumer warpgroups multiply them.
-In a cluster of two CTAs, whose tiles lie one below the other, each brings half of the right operand's block to both.
+Here o is an output, x the input, w and b the parameters, and dy the gradient with respect to z. Both products use one
+warp-specialized pipeline. CTAs are persistent, and compute one tile of the result after another. A producer warpgroup
+brings blocks of both operands into a ring in shared memory by bulk copies. Two consumer warpgroups multiply them by
+`wgmma`, with the sums in registers. In a cluster of two CTAs, whose tiles lie one below the other, each CTA brings half
+of the right operand's block to both.
 
-For z the consumers take turns: while one stores a tile, the other multiplies the next, so that the tensor cores do not
-rest. For dw, where a CTA has a single tile or tiles of hundreds of steps, they share a tile, each half of its rows: it
-is twice as large, and less is read for each product.
+For z, the consumers use a ping-pong schedule: while one stores a tile, the other multiplies the next, so that the
+tensor cores do not idle. A tile leaves through shared memory. For dw, where a CTA has a single tile or tiles of
+hundreds of steps, the consumers use a cooperative schedule: each computes half of a tile's rows. The tile is then twice
+as large, and fewer bytes are read per product.
 
-For dw both operands have the summed axis outermost, which the tensor cores take in half precisions. A product with
-columns of ones makes db: of the CTAs that read the same columns of dy, each makes it for its share of the rows. The
-rows are split (split-K) until all multiprocessors are busy; the splits' sums are added up after, in a fixed order.
+For dw, the summed axis is the outermost axis of both operands, which the tensor cores support in half precision. A
+product with columns of ones yields db: of the CTAs that read the same columns of dy, each computes it for its share of
+the rows. The rows are split (split-K) until all multiprocessors are busy. The sums of the splits are then added in a
+fixed order.
 """
 
 import dataclasses
@@ -44,41 +48,42 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import check_divides, kernel
 
 _ITEM_BYTES = 2
-"""Bytes of a half-precision number."""
+"""Bytes of a half-precision element."""
 _STEP = OPERAND_BYTES // _ITEM_BYTES
-"""Numbers of the summed axis that a step multiplies: as many in half precision as fill an operand's row."""
+"""Elements of the summed axis per step: the number in half precision that fills an operand's row."""
 _ROWS = 128
 """Rows of a tile: twice the 64 of a wgmma (PTX ISA)."""
 _MIN_COLUMNS, _MAX_COLUMNS = 128, 256
-"""Columns of a tile: 256 are the most that a wgmma has (PTX ISA). 128 for results that 256 does not divide, and for
-tiles of which one consumer has all sums."""
+"""Columns of a tile: a wgmma has at most 256 (PTX ISA). 128 for results that 256 does not divide, and for tiles whose
+sums one consumer holds."""
 
 _MIN_ROWS = 8192
 _MIN_INPUTS = 512
-"""Rows from which the kernels pay: docs/lab/2026-11-21-dense.md. Inputs from which the forward does: no page
-of the lab has their measurement."""
+"""Fewest rows for which the kernels pay: docs/lab/2026-11-21-dense.md. Fewest inputs for which the forward pays: no
+page of the lab has this measurement."""
 
 _CONSUMERS = 2
 """Consumer warpgroups: with their share of the registers, each holds 64 x 256 or 128 x 128 sums."""
 _PRODUCER = _CONSUMERS
-"""The producer's warpgroup, by its number: it follows those of the consumers."""
+"""Index of the producer's warpgroup, which follows the consumers."""
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-"""Registers of a thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 65536, 512 for one thread of each
-of the three warpgroups; a producer and two consumers take 504."""
+"""Registers of a thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 65536, or 512 for one thread of
+each of the three warpgroups; a producer and two consumers take 504."""
 
 _MAX_STAGES = 6
-"""Stages of the ring: as many as fit beside the buffers on Hopper, 4 with the largest tiles. Three were slower there:
+"""Most stages of the ring. On Hopper, 4 fit next to the buffers with the largest tiles. Three were slower there:
 docs/lab/2026-11-21-dense.md."""
 _RASTER_COLUMNS = 2048
-"""Columns of the result that concurrent tiles cover, or the most below that divide it. Half as many and twice as many
-were slower, for dw (docs/lab/2026-11-21-dense.md) and for the forward (docs/lab/2026-11-24-dense.md)."""
+"""Columns of the result that concurrent tiles cover, or the largest smaller number that divides the result. Half and
+twice this number were slower, for dw (docs/lab/2026-11-21-dense.md) and for the forward
+(docs/lab/2026-11-24-dense.md)."""
 _RESERVED_BYTES = 2048 + 512
-"""Bytes of shared memory: 2 KiB are Mosaic's for sums across warps; 512 are more than the barriers need."""
+"""Bytes of shared memory: Mosaic takes 2 KiB for sums across warps; 512 are more than the barriers need."""
 _STEP_MICROSECONDS = 0.75
-"""Microseconds of a step of a tile of 128 x 256 on an H200, for the choice of splits alone. No page of the lab has
-its measurement; the rates in docs/lab/2026-11-21-dense.md are near it."""
+"""Microseconds per step of a tile of 128 x 256 on an H200, used only to choose the splits. No page of the lab has this
+measurement; the rates in docs/lab/2026-11-21-dense.md are near it."""
 _BYTES_A_MICROSECOND = 3e6
-"""Bytes a microsecond at which the splits' sums are written and read, for the choice of splits alone. Chosen by hand,
+"""Bytes per microsecond at which the splits' sums are written and read, used only to choose the splits. Chosen by hand,
 below the rate of a copy on an H200; not tuned."""
 
 
@@ -87,11 +92,11 @@ class Config:
     """How the result is divided into tiles, and the tiles among CTAs.
 
     Attributes:
-      rows, columns: of a CTA's tile.
-      stages: of the ring.
-      splits: of the summed axis.
-      cluster: CTAs that share what they read of the right operand; their tiles lie one below the other.
-      raster: width, in tiles, of the column blocks that are walked one after another; 0 for a single block.
+      rows, columns: size of a CTA's tile.
+      stages: stages of the ring.
+      splits: number of parts of the summed axis.
+      cluster: number of CTAs that share the right operand's blocks; their tiles lie one below the other.
+      raster: width, in tiles, of the column blocks that are visited one after another; 0 for a single block.
     """
 
     rows: int
@@ -102,16 +107,20 @@ class Config:
     raster: int = 0
 
     def clustered(self, columns: int) -> "Config":
-        """In clusters of two, for a result `columns` wide: best where it has more tiles than there are
-        multiprocessors."""
+        """Return the config with clusters of two, for a result with `columns` columns.
+
+        This is best if the result has more tiles than there are multiprocessors.
+        """
         # Concurrent tiles form a square, so that their operands share the L2 cache.
         width = _RASTER_COLUMNS // self.columns
         return dataclasses.replace(self, cluster=2, raster=largest_divisor(columns // self.columns, width))
 
 
 def _config(columns: int, buffer_bytes: int) -> Config:
-    """Tiles so many columns wide, one CTA a cluster and one split, with as many stages as fit beside `buffer_bytes` of
-    other shared memory."""
+    """Return a config with tiles of `columns` columns, one CTA per cluster, and one split.
+
+    It has the most stages that fit next to `buffer_bytes` of other shared memory.
+    """
     available_bytes = device.target().shared_bytes - _RESERVED_BYTES - buffer_bytes
     return Config(_ROWS, columns, stages=min(_MAX_STAGES, available_bytes // ((_ROWS + columns) * _STEP * _ITEM_BYTES)))
 
@@ -128,14 +137,14 @@ def _unsupported_size(name: str, size: int, unit: int) -> str | None:
 
 def _unsupported_device(config: Config) -> str | None:
     available = device.target().shared_bytes
-    return None if config.stages >= 2 else f"{available} bytes of shared memory a CTA, too few for a ring of two stages"
+    return None if config.stages >= 2 else f"{available} bytes of shared memory, too few for a ring of two stages"
 
 
 # --------------------------------------------------------------------------------------------------------- the product
 
 
 class _Tile(NamedTuple):
-    """A tile of the result: its split, first row and column, its column of tiles, and the steps of its sums."""
+    """A tile of the result: its split, first row and column, its column of tiles, and the range of its steps."""
 
     split: Any
     row: Any
@@ -146,9 +155,9 @@ class _Tile(NamedTuple):
 
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """Row and column of the tile that is walked as `index`th: row by row in a column block `width` tiles wide.
+    """Return the row and column of the `index`th tile: row by row in a column block `width` tiles wide.
 
-    One block follows the other, each from its top; `plgpu.planar_snake` would walk every other one from its bottom.
+    Each block starts at its top. `plgpu.planar_snake` would visit every other block from its bottom.
     """
     row = remainder(quotient(index, width), rows)
     return row, quotient(index, width * rows) * width + remainder(index, width)
@@ -156,13 +165,12 @@ def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """`(rows, summed_size) (summed_size, columns)` as a warp-specialised pipeline; what differs is in those that derive
-    from it.
+    """The product `(rows, summed_size) (summed_size, columns)` as a warp-specialized pipeline; subclasses add the rest.
 
     Attributes:
       config: the tiles.
       rows, columns, summed_size: sizes of the product.
-      multiprocessors: of the device.
+      multiprocessors: number of multiprocessors of the device.
     """
 
     config: Config
@@ -172,36 +180,36 @@ class _Product:
     multiprocessors: int
 
     consumers: ClassVar[int] = _CONSUMERS
-    """Consumers that share a tile. Where it is one, they take turns, and all tiles have as many steps."""
+    """Consumers per tile. With one consumer, the schedule is ping-pong, and all tiles have the same number of steps."""
 
     def check(self, kernel: str) -> None:
-        """Requires tiles to divide the columns, and column blocks to divide the columns of tiles."""
+        """Require tiles to divide the columns, and column blocks to divide the columns of tiles."""
         check_divides(kernel, "columns", self.config.columns, self.columns)
         check_divides(kernel, "raster", self.config.raster or self.tile_columns, self.tile_columns)
 
     @property
     def turns(self) -> int:
-        """Tiles that are multiplied or stored at a time."""
+        """Number of tiles that are multiplied or stored at a time."""
         return _CONSUMERS // self.consumers
 
     @property
     def steps(self) -> int:
-        """Of a tile, without splits."""
+        """Steps of a tile without splits."""
         return -(-self.summed_size // _STEP)
 
     @property
     def tile_rows(self) -> int:
-        """Rows of tiles, those of a cluster as one."""
+        """Number of rows of tiles, where a cluster's tiles count as one row."""
         return -(-self.rows // (self.config.rows * self.config.cluster))
 
     @property
     def tile_columns(self) -> int:
-        """Columns of tiles."""
+        """Number of columns of tiles."""
         return self.columns // self.config.columns
 
     @property
     def tiles(self) -> int:
-        """Of each CTA of a cluster: as many as all clusters have together."""
+        """Number of tiles over all splits, where a cluster's tiles count as one."""
         return self.config.splits * self.tile_rows * self.tile_columns
 
     @property
@@ -210,23 +218,24 @@ class _Product:
 
     @property
     def consumer_rows(self) -> int:
-        """Of a tile, for which one consumer makes the sums."""
+        """Rows of a tile whose sums one consumer holds."""
         return self.config.rows // self.consumers
 
     @property
     def launch_options(self) -> dict[str, Any]:
-        """What `launch` is told."""
+        """Keyword arguments for `launch`."""
         cluster = {"cta": self.config.cluster} if self.config.cluster > 1 else {}
         return dict(grid={"cluster": self.clusters}, cluster=cluster, warpgroups=_CONSUMERS + 1)
 
     @property
     def multicast(self) -> dict[str, Any]:
-        """How the right operand is copied: to all CTAs of the cluster, each bringing its share."""
+        """Keyword arguments that copy the right operand to all CTAs of the cluster, each of which brings its share."""
         return dict(collective_axes="cta") if self.config.cluster > 1 else {}
 
     @property
     def barriers(self) -> list[Any]:
-        """Of a stage: both operands are loaded, a barrier a turn; the consumers of the cluster have read them."""
+        """Barriers of the stages: one per turn for loaded operands, and one at which the cluster's consumers release a
+        stage."""
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
@@ -241,11 +250,11 @@ class _Product:
         return _Tile(split, (row * config.cluster + cta) * config.rows, column * config.columns, column, first, end)
 
     def consumed_rows(self, tile: _Tile, warpgroup: Any) -> Any:
-        """Of the result, those whose sums a consumer has."""
+        """Return the rows of the result whose sums a consumer holds."""
         return pl.ds(tile.row + self.first_row(warpgroup), self.consumer_rows)
 
     def first_row(self, warpgroup: Any) -> Any:
-        """Of a tile, the first whose sums a consumer has."""
+        """Return the first row of a tile whose sums a consumer holds."""
         return warpgroup * self.consumer_rows if self.consumers > 1 else 0
 
     def run(
@@ -258,20 +267,22 @@ class _Product:
         cluster: Any,
         cta: Any = 0,
     ) -> None:
-        """The pipeline: the producer and the consumers, each with its share of the registers.
+        """Run the pipeline: the producer and the consumers, each with its share of the registers.
 
         Args:
-          ring: its `copy(count, stage, barrier, tile, step)` brings a step of a tile; `count` goes on over all tiles.
-          accumulators: of a consumer.
-          spans: of a tile, `(first, end, multiply)` for steps one after another. `multiply(stage, *accumulators)`
-            starts the products of a step, and returns when those of the step before are done.
+          ring: the stages. Its `copy(count, stage, barrier, tile, step)` brings a step of a tile; `count` increases
+            over all tiles.
+          accumulators: accumulators of a consumer.
+          spans: function from a tile to consecutive ranges of steps, `(first, end, multiply)`.
+            `multiply(stage, *accumulators)` starts the products of a step, and returns when the previous step's
+            products are done.
           epilogue: `epilogue(tile, *sums)` stores the sums, which are in registers.
         """
 
         @pl.when(warpgroup == _PRODUCER)
         def _():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            # No CTA may end while another's consumers arrive at its barriers.
+            # No CTA may end while another CTA's consumers arrive at its barriers.
             ring.drain(self.visit_tiles(functools.partial(self.produce, ring), cluster, cta, first=0, stride=1))
 
         @pl.when(warpgroup < _PRODUCER)
@@ -284,10 +295,10 @@ class _Product:
     def visit_tiles(
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
-        """`count = visit(count, turn, tile)` for every `stride`th tile of a CTA, from number `first` on.
+        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, from number `first` on.
 
-        `count` is that of the ring's steps before the tile, of which a tile that is left out has as many as any, and
-        `turn` is whose turn the tile is. Returns the last count.
+        `count` is the number of the ring's steps before the tile, including the steps of tiles that are skipped. `turn`
+        is the number of the consumer that computes the tile. Returns the last count.
         """
 
         def visit_next(i, count):
@@ -301,7 +312,7 @@ class _Product:
         return lax.fori_loop(0, visits, visit_next, jnp.int32(first * self.steps))
 
     def produce(self, ring: Ring, count: Any, turn: Any, tile: _Tile) -> Any:
-        """Brings the blocks of a tile's steps."""
+        """Bring the blocks of a tile's steps."""
         ring = dataclasses.replace(ring, turn=turn)
 
         def fetch(step, count):
@@ -320,7 +331,7 @@ class _Product:
         turn: Any,
         tile: _Tile,
     ) -> Any:
-        """Multiplies the blocks of a tile's steps, and hands the sums to the epilogue."""
+        """Multiply the blocks of a tile's steps, and pass the sums to the epilogue."""
         ring = dataclasses.replace(ring, turn=turn)
 
         def accumulate(*sums):
@@ -358,7 +369,7 @@ class _ForwardRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Forward(_Product):
-    """`z = x wᵀ + b`, where x and wᵀ are the operands. A tile leaves by parts through its consumer's buffer."""
+    """Computes `z = x wᵀ + b` with the operands x and wᵀ. A tile is written in parts through its consumer's buffer."""
 
     consumers = 1
 
@@ -391,7 +402,7 @@ class _Forward(_Product):
         for start in range(0, self.config.columns, _STEP):
             columns = pl.ds(tile.column + start, _STEP)
             bias = load(refs.b.at[columns], value_a_column(), optimized=False)
-            # The copy before has read the buffer.
+            # The previous copy must have read the buffer.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             piece = z[:, start : start + _STEP] + lax.broadcast_in_dim(bias, (self.consumer_rows, _STEP), [1])
             buffer[...] = piece.astype(refs.z.dtype)
@@ -421,15 +432,15 @@ def _forward_heuristic(x, w, b):
 
 @kernel(supports=_forward_supports, heuristic=_forward_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
-    """`x wᵀ + b` in x's dtype, rounded once.
+    """Return `x wᵀ + b` in x's dtype, rounded once.
 
     Args:
-      x: `(rows, inputs)`, of a half precision, inputs a multiple of 64.
-      w, b: `(outputs, inputs)` of x's dtype and `(outputs,)`, outputs a multiple of 128.
-      config: of one split, and 64 or 128 columns, which divide the outputs.
+      x: `(rows, inputs)` in half precision, inputs a multiple of 64.
+      w, b: `(outputs, inputs)` in x's dtype, and `(outputs,)`, outputs a multiple of 128.
+      config: tiles with one split, and 64 or 128 columns, which divide the outputs.
 
     Raises:
-      ValueError: another config.
+      ValueError: if the config is another.
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
     if config.splits != 1 or config.columns not in (_STEP, _MIN_COLUMNS):
@@ -474,7 +485,7 @@ class _WeightsGradientRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeightsGradient(_Product):
-    """`dw = dyᵀ x`, where dyᵀ and x are the operands, and `db = dyᵀ 1`."""
+    """Computes `dw = dyᵀ x` with the operands dyᵀ and x, and `db = dyᵀ 1`."""
 
     def body(self, *refs, warpgroup, **ids):
         refs = _WeightsGradientRefs(*refs)
@@ -503,7 +514,8 @@ class _WeightsGradient(_Product):
         plgpu.copy_gmem_to_smem(refs.x.at[summed_slice, columns], refs.x_stages.at[stage], barrier, **self.multicast)
 
     def spans(self, refs, warpgroup, tile):
-        """A tile's steps: before, in and after its share of those that make db, by its column of tiles."""
+        """Return a tile's steps before, in, and after the share of steps that it adds to db, given by its column of
+        tiles."""
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
         start, stop = (
@@ -558,11 +570,11 @@ def _weights_heuristic(dy, x, *, dtype=None):
 
 @kernel(supports=_weights_supports, heuristic=_weights_heuristic, capability=(9, 0))
 def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, config: Config) -> tuple[Array, Array]:
-    """dw in `dtype`, by default x's, and float32 db.
+    """Return dw in `dtype`, which is x's dtype by default, and float32 db.
 
     Args:
-      dy: `(rows, outputs)` of a half precision, outputs a multiple of 128.
-      x: `(rows, inputs)` of dy's dtype, inputs a multiple of 128 and of the config's columns.
+      dy: `(rows, outputs)` in half precision, outputs a multiple of 128.
+      x: `(rows, inputs)` in dy's dtype, inputs a multiple of 128 and of the config's columns.
     """
     dtype = dtype or x.dtype
     (rows, outputs), inputs = dy.shape, x.shape[1]

@@ -1,15 +1,17 @@
-"""Dense layers with ReLU between them, softmax and cross-entropy, in one kernel each way on Hopper's tensor cores.
+"""Dense layers with ReLU between them, softmax, and cross-entropy, one kernel per direction on Hopper's tensor cores.
 
-A CTA takes 64 examples through all layers. Their activations stay in shared memory, where the tensor cores read them;
-the weights stream by in slices of 32 of their inputs, packed one after the other in the order of their use. Products
-are of float32 rounded to TF32; sums, softmax and loss are float32.
+A CTA takes 64 examples through all layers. Their activations stay in shared memory, where the tensor cores read them.
+The weights stream through a ring of stages in shared memory, in slices of 32 of a layer's inputs. The slices are packed
+in the order of their use. The sums of each product are in registers, where bias, ReLU, and softmax are computed. The
+forward writes the losses, the logits, and each layer's outputs; the backward writes the gradients with respect to these
+and to x. Products are in float32 rounded to TF32; sums, softmax, and loss are in float32.
 
-Rows are filled up to widths that the tensor cores take: a layer's outputs to the next multiple of 32 above their
-number, so that there is a place for a one behind them, which turns the next layer's weights' gradient into its bias's
-as well.
+Rows are padded to widths that the tensor cores support. A layer's outputs are padded to the next multiple of 32 above
+their number, which leaves room for a one after them. With this one, the next layer's weight gradient contains its bias
+gradient as well.
 
-In small batches, where launches and latencies are what takes time, one kernel goes forward and on to the gradients of
-each example's loss by itself, and a second weighs these and makes the layers' gradients.
+In small batches, launches and latencies dominate the time. One kernel then computes the forward and the gradients of
+each example's loss separately. A second kernel multiplies these by dy and computes the layers' gradients.
 """
 
 import dataclasses
@@ -43,35 +45,35 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
 
 EXAMPLES = 64
-"""Examples of a CTA, the 64 rows of a wgmma (PTX ISA); the batch is a multiple of it."""
+"""Examples per CTA: the 64 rows of a wgmma (PTX ISA). The batch is a multiple of it."""
 
 _ITEM_BYTES = 4
 """Bytes of a float32."""
 _SLICE = OPERAND_BYTES // _ITEM_BYTES
-"""Inputs of a layer in a slice of its weights: as many float32 values as fill an operand's row."""
+"""Inputs of a layer in a slice of its weights: the number of float32 values that fills an operand's row."""
 _MAX_COLUMNS = 256
-"""Columns that a wgmma has at most (PTX ISA)."""
+"""Most columns of a wgmma (PTX ISA)."""
 _PIECE_COLUMNS = 128
-"""Columns of the gradient in x made at once where the layers' outputs stay in shared memory as well. Chosen by hand;
-not tuned."""
+"""Columns of the gradient with respect to x that are computed at once where the layers' outputs stay in shared memory
+as well. Chosen by hand; not tuned."""
 _MAX_STAGES = 8
-"""Slices in the ring, at most. Chosen by hand: latency bounds the kernels, and more slices gain nothing
+"""Most slices in the ring. Chosen by hand: latency bounds the kernels, and more slices gain nothing
 (docs/lab/2026-11-21-dense.md)."""
 _RESERVED_BYTES = 11 * 1024
-"""Bytes of shared memory that the ring and the operands leave free: 2 KiB are Mosaic's for sums across warps, barriers
+"""Bytes of shared memory that the ring and the operands leave free: Mosaic takes 2 KiB for sums across warps, barriers
 need less than 1. The rest is chosen so that LeNet's layers keep the numbers of stages with which
 docs/lab/2026-11-21-dense.md was measured."""
 _MAX_SINGLE_KERNEL_EXAMPLES = 1024
-"""Examples of a batch up to which one kernel makes rows and gradients. Measured at 1024, where it pays, and at 8192,
-where it does not: docs/lab/2026-11-21-dense.md."""
+"""Largest batch for which one kernel computes rows and gradients. Measured at 1024, where it pays, and at 8192, where
+it does not: docs/lab/2026-11-21-dense.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How weights stream by.
+    """How weights are streamed.
 
     Attributes:
-      stages: slices in flight; one in `weighed_gradients`, where each CTA takes a single step.
+      stages: slices in flight; one in `weighed_gradients`, where each CTA has a single step.
     """
 
     stages: int
@@ -81,17 +83,17 @@ class Config:
 
 
 def widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The widths of rows: of the inputs, of the outputs of each layer but the last with a one behind, of the logits."""
+    """Return the row widths of the inputs, of each hidden layer's outputs followed by a one, and of the logits."""
     inputs, *hidden, classes = sizes
     return tuple(-(-n // _SLICE) * _SLICE for n in (inputs, *(n + 1 for n in hidden), classes))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Network:
-    """Layers, and (inputs, outputs) of the products that take rows through them.
+    """The layers, and (inputs, outputs) of the products that take rows through them.
 
     Attributes:
-      sizes: the number of inputs, then that of each layer's outputs.
+      sizes: numbers of inputs and of each layer's outputs.
     """
 
     sizes: tuple[int, ...]
@@ -122,7 +124,7 @@ class _Network:
 
     @property
     def pieces(self) -> list[int]:
-        """Widths of the pieces in which the gradient in x is made."""
+        """Widths of the pieces in which the gradient with respect to x is computed."""
         return [min(_PIECE_COLUMNS, self.widths[0] - n) for n in range(0, self.widths[0], _PIECE_COLUMNS)]
 
     @property
@@ -130,7 +132,8 @@ class _Network:
         return [*self.forward_products, *self.backward_products[:-1], *((self.widths[1], n) for n in self.pieces)]
 
     def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
-        """Slices of the weights of `products` that fit shared memory together with operands of these widths."""
+        """Return the number of slices of the weights of `products` that fit shared memory together with these
+        operands."""
         available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
         return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 
@@ -147,7 +150,7 @@ class _Network:
         return self.stages(self.all_products, self.widths)
 
     def scratch(self, products: list[tuple[int, int]], operands: tuple[int, ...], stages: int) -> list[Any]:
-        """The ring's stages, their barriers, and the operands."""
+        """Return the ring's stages, their barriers, and the operands."""
         return [
             operand((stages, max(outputs for _, outputs in products), _SLICE), jnp.float32),
             plgpu.Barrier(num_barriers=stages),
@@ -156,13 +159,13 @@ class _Network:
 
 
 def _unsupported(network: _Network, dtype: Any, N: int) -> str | None:
-    """What neither `forward` nor `backward` takes, which go together."""
+    """Return why `forward` and `backward`, which are used together, are unsupported, or None."""
     if dtype != jnp.float32:
         return f"dtype {dtype}, only float32"
     if N == 0 or N % EXAMPLES:
         return f"a batch of {N}, only multiples of {EXAMPLES}"
     if max(network.widths) > _MAX_COLUMNS:
-        return f"rows as wide as {max(network.widths)} when filled up, at most {_MAX_COLUMNS}"
+        return f"rows as wide as {max(network.widths)} when padded, at most {_MAX_COLUMNS}"
     return _unsupported_stages(min(network.forward_stages, network.backward_stages))
 
 
@@ -178,7 +181,7 @@ def _struct(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def _slices(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[Array]:
-    """Matrices filled up with zeros, rounded, and cut into slices of their inputs, one after the other."""
+    """Return matrices padded with zeros, rounded to TF32, and divided into consecutive slices of their inputs."""
     padded_matrices = (
         jnp.pad(w, ((0, outputs - w.shape[0]), (0, inputs - w.shape[1])))
         for w, (inputs, outputs) in zip(matrices, products, strict=True)
@@ -190,10 +193,10 @@ def _slices(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[
 
 
 def _pack(slices: list[Array], biases: Sequence[Array], network: _Network) -> Array:
-    """Slices, then biases padded to the widths of rows; a one follows each bias but the last."""
+    """Return the slices, then the biases padded to the widths of rows; a one follows each bias but the last."""
     vectors = [b if layer == len(biases) - 1 else jnp.append(b, 1.0) for layer, b in enumerate(biases)]
     rows = [jnp.pad(b, (0, width - b.size)) for b, width in zip(vectors, network.widths[1:], strict=True)]
-    # Bulk copies read tiles of eight rows of `_SLICE` numbers.
+    # Bulk copies read tiles of eight rows of `_SLICE` elements.
     padding = -sum(network.widths[1:]) % (8 * _SLICE)
     return jnp.concatenate([*slices, *rows, jnp.zeros(padding, jnp.float32)])
 
@@ -203,9 +206,9 @@ class _Stream:
     """Products of operands and packed weights, whose slices come through a ring in the order of their use.
 
     Attributes:
-      products: (inputs, outputs) of each, in this order.
-      weights: all slices, a row an output, one slice after the other.
-      stages, loaded: of the ring, which it has for itself.
+      products: (inputs, outputs) of each product, in this order.
+      weights: all slices, one after the other, with one row per output.
+      stages, loaded: stages and barriers of the ring, which no other stream uses.
     """
 
     products: list[tuple[int, int]]
@@ -215,7 +218,7 @@ class _Stream:
 
     @functools.cached_property
     def steps(self) -> list[range]:
-        """Numbers of each product's slices."""
+        """Indices of each product's slices."""
         ends = list(itertools.accumulate(inputs // _SLICE for inputs, _ in self.products))
         return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
 
@@ -224,7 +227,7 @@ class _Stream:
         return self.steps[-1].stop
 
     def ring(self, fetched: range) -> Ring:
-        """The ring, which fetches slices of these numbers alone."""
+        """Return the ring, which fetches only the slices with these indices."""
         return Ring(self.stages.shape[0], functools.partial(self.copy, fetched), self.loaded)
 
     def copy(self, fetched: range, step: Any, stage: Any, barrier: Any) -> None:
@@ -244,9 +247,9 @@ class _Stream:
         self.ring(range(self.end)).prefetch(min(self.stages.shape[0], self.end))
 
     def multiply(self, product: int, operand: Any) -> Array:
-        """The operand times the weights of a product; products are asked for in their order."""
+        """Return the operand times the weights of a product. Products must be requested in their order."""
         steps, (_, outputs) = self.steps[product], self.products[product]
-        # The stage of the product before is filled while one is under way: the first product has none before it.
+        # While one product runs, the previous product's stage is filled. The first product has none before it.
         ahead = self.stages.shape[0] - 1
         fetched = range(max(steps.start, 1) + ahead, min(steps.stop + ahead, self.end))
         ring = self.ring(fetched)
@@ -257,7 +260,7 @@ class _Stream:
             weights = self.stages.at[ring.stage(step), pl.ds(0, outputs)]
             plgpu.wgmma(sums, operand.at[:, pl.ds(k * _SLICE, _SLICE)], weights.transpose((1, 0)))
             if fetched:
-                # Every warp has finished the product before, so that the stage of its slice may be filled.
+                # Every warp has finished the previous product, so the stage of its slice may be filled.
                 plgpu.wgmma_wait(1)
                 plgpu.commit_smem()
                 ring.fetch(step + ahead)
@@ -278,17 +281,17 @@ def _read(ref: Any, examples: Any, layout: Any) -> Array:
 
 
 def _turned() -> Any:
-    """The layout of a slice on its way from columns of examples in device memory to rows of an operand.
+    """Return the layout of a slice that moves from columns of examples in device memory to rows of an operand.
 
-    A warp has 8 examples by 4 inputs at once, a number a thread. The 8 are side by side in device memory, a sector; the
-    4 are 16 bytes of a row of the operand, and the 8 rows are in different banks.
+    A warp has 8 examples by 4 inputs at once, one element per thread. The 8 are adjacent in device memory, a sector.
+    The 4 are 16 bytes of a row of the operand, and the 8 rows are in different banks.
     """
     tiling = plgpu.Tiling(((EXAMPLES, _SLICE), (16, _SLICE), (8, 4), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def _read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
-    """Examples in columns become rows of the operand, `loads` slices of them under way at once."""
+    """Read examples from columns into rows of the operand, with the loads of `loads` slices under way at once."""
     count = operand.shape[1] // _SLICE
     loads = largest_divisor(count, loads)
 
@@ -303,7 +306,7 @@ def _read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
 
 
 def _put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
-    """Rows to the operand and to `ref`: from the registers, or from there by a copy under way when this returns."""
+    """Store rows to the operand and to `ref`. With `bulk`, a copy from the operand to `ref` still runs on return."""
     operand[...] = rows
     plgpu.commit_smem()
     if bulk:
@@ -319,7 +322,7 @@ def _store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> 
 
 
 def _logits(stream: _Stream, network: _Network, refs: Any, examples: Any, *, bulk: bool) -> Array:
-    """The layers' products, biases and ReLUs, the operands one after the other."""
+    """Compute the layers' products, biases, and ReLUs, from one operand to the next."""
     start = sum(inputs * outputs for inputs, outputs in stream.products)
     for layer, ref in enumerate((*refs.hidden, None)):
         width = network.widths[layer + 1]
@@ -333,7 +336,7 @@ def _logits(stream: _Stream, network: _Network, refs: Any, examples: Any, *, bul
 
 
 class _Softmax(NamedTuple):
-    """Logits less their largest, -inf after the last class; their exponentials; the sums of these; the label's mask."""
+    """The logits minus their maximum, -inf after the last class; exponentials and their sums; and the label's mask."""
 
     shifted_logits: Array
     exponentials: Array
@@ -392,7 +395,7 @@ def _forward(network: _Network, *refs: Any, block: Any) -> None:
 def _write_losses(
     stream: _Stream, network: _Network, refs: Any, examples: Any, *, loads: int, bulk: bool
 ) -> tuple[Array, _Softmax]:
-    """Goes forward, to the logits and the losses. Returns the labels and the softmax."""
+    """Compute the forward, up to the logits and the losses. Return the labels and the softmax."""
     stream.start()
     labels = _read(refs.labels, examples, value_a_row())
     _read_columns(refs.x, examples, refs.operands[0], loads)
@@ -416,11 +419,12 @@ def _forward_heuristic(x, labels, weights, biases):
 def forward(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...]]:
-    """`h = max(0, w h + b)` for each layer but the last, its logits, and `loss = logsumexp(logits) - logits[label]`.
+    """Compute `h = max(0, w h + b)` for each layer but the last, the logits, and
+    `loss = logsumexp(logits) - logits[label]`.
 
     Args:
-      x: `(widths[0], N)`, an example a column as the convolutions have it.
-      labels: `(N,)` int32; one that is no class makes its example's loss NaN.
+      x: `(widths[0], N)`, one example per column, as the convolutions return it.
+      labels: `(N,)` int32; a label that is no class makes its example's loss NaN.
       weights, biases: `(outputs, inputs)` and `(outputs,)` of each layer.
 
     Returns:
@@ -495,15 +499,16 @@ def _backward_heuristic(dy, labels, logits, hidden, weights):
 def backward(
     dy: Array, labels: Array, logits: Array, hidden: tuple[Array, ...], weights: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, ...]:
-    """Gradients of `forward`'s losses, weighed by dy, in the logits, in each layer's sums before its ReLU, and in x.
+    """Compute the gradients of dy times the losses with respect to the logits, each layer's sums before ReLU, and x.
 
     Args:
       dy: `(N,)`.
-      labels, weights: the forward's.
-      logits, hidden: the forward's results.
+      labels, weights: arguments of the forward.
+      logits, hidden: results of the forward.
 
     Returns:
-      Arrays of the shape of the logits and of each h, last first, zero behind a layer's outputs, and of x.
+      Gradients of the shape of the logits and of each h, last first, zero after a layer's outputs, and of the shape of
+      x.
     """
     network, N = _Network.from_weights(weights), dy.size
     packed = jnp.concatenate(_slices([w.T for w in reversed(weights)], network.backward_products))
@@ -522,7 +527,7 @@ def backward(
     return *gradients, dx
 
 
-# -------------------------------------------------------------------------------- both at once, for each loss by itself
+# ---------------------------------------------------------------------------------- forward and gradients in one kernel
 
 
 def _forward_and_gradients(network: _Network, *refs: Any, block: Any) -> None:
@@ -560,14 +565,14 @@ def _forward_and_gradients_heuristic(x, labels, weights, biases):
 def forward_and_gradients(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
-    """`forward`, and what `backward` makes of its results with dy = 1.
+    """Compute `forward`, and the results of `backward` for dy = 1.
 
     Args:
-      x, labels, weights, biases: as `forward` takes them.
+      x, labels, weights, biases: arguments of `forward`.
 
     Returns:
-      loss, logits, the h, and the gradients of each loss by itself: those of `forward`, and those of `backward`. The
-      gradients are 0 for an example whose label is no class.
+      loss, logits, and each h, as `forward` returns them, and the gradients of each example's loss, as `backward`
+      returns them. The gradients are 0 for an example whose label is no class.
     """
     network, N = _Network.from_weights(weights), x.shape[1]
     first_weights = weights[0].T
@@ -613,19 +618,19 @@ class _WeighedGradientsRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeighedGradients:
-    """The tiles of all layers' dw, `EXAMPLES x _SLICE` each, layer by layer; then those of dx."""
+    """The tiles of all layers' dw, `EXAMPLES x _SLICE` each, layer by layer, followed by the tiles of dx."""
 
     network: _Network
 
     @property
     def grids(self) -> list[tuple[int, int]]:
-        """Rows and columns of tiles of each layer; the first layer has a column more, for x's ones."""
+        """Rows and columns of tiles of each layer. The first layer has one more column, for x's ones."""
         widths = itertools.pairwise(self.network.widths)
         return [(-(-n // EXAMPLES), m // _SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
 
     @property
     def first_tiles(self) -> list[int]:
-        """The first tile of each layer, and of dx."""
+        """Index of the first tile of each layer, and of dx."""
         return [0, *itertools.accumulate(rows * columns for rows, columns in self.grids)]
 
     @property
@@ -634,7 +639,7 @@ class _WeighedGradients:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Of each layer's dw, in whole tiles."""
+        """Shape of each layer's dw, in whole tiles."""
         return [(rows * EXAMPLES, columns * _SLICE) for rows, columns in self.grids]
 
     def body(self, *refs, part, tile, warpgroup):
@@ -647,7 +652,8 @@ class _WeighedGradients:
         pl.when(tile >= first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
 
     def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
-        """A tile of a layer's dw for `LANES` examples, of which each warpgroup brings half, and makes half the tile."""
+        """Compute a tile of a layer's dw for `LANES` examples. Each warpgroup brings half of these, and computes half
+        the tile."""
         index, half, (_, columns) = tile - self.first_tiles[layer], _SLICE // 2, self.grids[layer]
         row, column = quotient(index, columns) * EXAMPLES, remainder(index, columns) * _SLICE
         self.bring(refs, layer, row, column, lanes, examples)
@@ -665,10 +671,10 @@ class _WeighedGradients:
         store(refs.sums[layer].at[part, pl.ds(row, EXAMPLES), columns], sums)
 
     def bring(self, refs, layer, row, column, lanes, examples):
-        """A tile's gradients and inputs, turned, the gradients weighed, both rounded, to shared memory."""
+        """Bring a tile's gradients times dy, and its inputs, to shared memory, transposed and rounded."""
         widths, gradients = self.network.widths, refs.gradients[-1 - layer]
         weight = _read(refs.dy, examples, value_a_row())
-        # A layer's last tile may have half its rows. The other half repeats rows, and its sums are left out.
+        # A layer's last tile may have half its rows. The other half repeats rows, and its sums are not used.
         starts = [jnp.minimum(row + n, widths[layer + 1] - _SLICE) for n in (0, _SLICE)]
         tiles = [load(gradients.at[examples, pl.ds(n, _SLICE)], plgpu.Layout.WGMMA, optimized=False) for n in starts]
         if layer:
@@ -713,18 +719,19 @@ def weighed_gradients(
     sizes: tuple[int, ...],
     config: Config,
 ) -> tuple[Array, ...]:
-    """Of gradients g of each loss by itself: `dx = dy g`, `dw[o, i] = Σ dy g[n, o] h[n, i]`, `db[o] = Σ dy g[n, o]`.
+    """Compute `dx = dy g`, `dw[o, i] = Σ dy g[n, o] h[n, i]`, and `db[o] = Σ dy g[n, o]`, summed over the examples n.
 
-    A CTA makes 64 x 32 of a layer's dw, for 128 examples. Columns of ones behind x's make the first db. Further CTAs
-    weigh dx.
+    Here g is the gradient of each example's loss, h a layer's input, and o and i are a layer's outputs and inputs. A
+    CTA computes 64 x 32 elements of a layer's dw, for 128 examples. Columns of ones after x's columns yield the first
+    db. Further CTAs multiply dx by dy.
 
     Args:
       dy: `(N,)`, N a multiple of 128.
-      x, hidden, gradients: what `forward_and_gradients` took and made.
-      sizes: of the layers, inputs first.
+      x, hidden, gradients: argument and results of `forward_and_gradients`.
+      sizes: sizes of the layers, inputs first.
 
     Returns:
-      dx like x, and (dw, db) of each layer, one after the other.
+      dx of x's shape, and (dw, db) of each layer, one after the other.
     """
     parts = dy.size // LANES
     *gradients, dx = gradients

@@ -1,8 +1,13 @@
-"""Softmax and cross-entropy, an example a lane: forward with what makes the softmax again in one kernel, backward in
-another.
+"""Softmax and cross-entropy with one example per lane: one kernel for the forward, and one for the backward.
 
-Labels are integers `(N,)`, a class an example, or floats `(classes, N)`, a weight a class. The batch N is last and a
-multiple of `LANES`. An integer that is no class makes its example's loss NaN, and its gradient unless dy is 0.
+A CTA computes a block of examples. It loops over the classes and reads their logits from device memory, once for the
+maximum, once for the sum of exponentials, and once for the loss. The running values stay in registers. The forward
+writes the loss and the two statistics from which the backward recomputes the softmax. The backward writes one gradient
+per class.
+
+Labels are integers `(N,)`, one class per example, or floats `(classes, N)`, one weight per class. The batch N is the
+last axis and a multiple of `LANES`. An integer that is no class makes its example's loss NaN, and its gradient as well
+unless dy is 0.
 """
 
 import dataclasses
@@ -18,15 +23,15 @@ from pallas_kernels.core.layouts import largest_divisor, vector_length, zeros_li
 from pallas_kernels.core.tiles import kernel
 
 _MAX_UNROLLED = 16
-"""Classes whose loads are under way at once, at most. Chosen by hand; not tuned."""
+"""Most classes whose loads are under way at once. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a program takes at a time.
+    """Tiles of a CTA.
 
     Attributes:
-      length: examples.
+      length: examples per CTA.
       unroll: classes whose loads are under way at once.
     """
 
@@ -41,15 +46,18 @@ def _heuristic(logits, labels):
 
 @kernel(heuristic=_heuristic)
 def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tuple[Array, Array, Array]:
-    """`loss[n] = sum over k of y[k, n] * (log(total[n]) - (logits[k, n] - largest[n]))`, where `largest[n]` is the
-    largest of the logits and `total[n] = sum over k of exp(logits[k, n] - largest[n])`.
+    """Compute `loss[n] = sum over k of y[k, n] * (log(total[n]) - (logits[k, n] - largest[n]))`.
+
+    Here n is an example, k a class, y[k, n] the label's weight of the class, `largest[n]` the largest of the logits,
+    and `total[n] = sum over k of exp(logits[k, n] - largest[n])`.
 
     Args:
       logits: `(classes, N)`.
 
     Returns:
-      loss `(N,)` in the dtype of the logits, and float32 largest and total `(N,)`: with the probabilities themselves in
-      half precision, or with the logarithm of their sum, the gradient of an example that is nearly right would be lost.
+      loss `(N,)` in the dtype of the logits, and float32 largest and total `(N,)`. If the forward returned the
+      probabilities in half precision, or the logarithm of their sum, the gradient of an example that is nearly right
+      would be lost.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
@@ -81,13 +89,15 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 
 @kernel(heuristic=lambda dy, logits, labels, *statistics: _heuristic(logits, labels))
 def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, total: Array, *, config: Config) -> Array:
-    """`dlogits[k, n] = dy[n] * (p[k, n] * sum over j of y[j, n] - y[k, n])`, where
+    """Compute `dlogits[k, n] = dy[n] * (p[k, n] * sum over j of y[j, n] - y[k, n])`.
+
+    Here n is an example, j and k are classes, y has the labels' weights, and
     `p[k, n] = exp(logits[k, n] - largest[n]) / total[n]`.
 
     Args:
       dy: `(N,)`.
-      logits, labels: the forward's, `(classes, N)` the logits.
-      largest, total: the forward's results, float32 `(N,)`.
+      logits, labels: arguments of the forward; the logits are `(classes, N)`.
+      largest, total: results of the forward, float32 `(N,)`.
 
     Returns:
       `(classes, N)` in the dtype of the logits.
@@ -127,16 +137,17 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
 
 
 def _weigher(labels_ref, lanes, classes):
-    """A function of a class and a value, the value times the class's label; and which examples' labels are valid."""
+    """Return a function that multiplies a value by a class's label, and a mask of the examples whose labels are
+    valid."""
     if jnp.issubdtype(labels_ref.dtype, jnp.integer):
         label = labels_ref[lanes]
-        # A selection, because a product would make NaN of 0 times the value of a class whose logit is -inf.
+        # Select instead of multiplying: a product would give NaN for 0 times the value of a class whose logit is -inf.
         return lambda k, value: jnp.where(label == k, value, 0.0), (label >= 0) & (label < classes)
     first = labels_ref[0, lanes]
     valid = (first == first) | (first != first)
 
     def weigh(k, value):
-        # A class of weight 0 has no part in the loss, also at a logit of -inf.
+        # A class of weight 0 does not contribute to the loss, not even at a logit of -inf.
         weight = labels_ref[k, lanes].astype(jnp.float32)
         return jnp.where((weight == 0) & (value == -jnp.inf), 0.0, weight * value)
 

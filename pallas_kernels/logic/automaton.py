@@ -1,16 +1,18 @@
-"""A tick of a logic cellular automaton, and its backward: lanes are gates, and activations stay in shared memory.
+"""One tick (time step) of a logic cellular automaton, and its backward. Lanes are gates, and activations stay in shared
+memory.
 
-A program takes a few cells. Shared memory holds the outputs of their gates as rows, a number a cell: first the
-inputs (place in the neighbourhood, channel), then layer after layer the gates, perception's in the order gate, kernel,
-channel. Every layer is filled up to whole warpgroups. A thread has a gate, or several: it reads the rows of its two
-inputs, which are anywhere, and writes its own. Nothing but states, and in the backward the gradients of what cells have
-seen, goes to device memory.
+A CTA computes a few cells at a time. It gathers their neighborhoods from the state in device memory into shared memory.
+Shared memory holds one row per input or gate, with one float32 per cell. The inputs come first, in the order (position
+in the neighborhood, channel), then the gates layer by layer. Perception's gates are in the order gate, kernel, channel.
+Every layer is padded to whole warpgroups. A thread computes one or several gates: it reads the rows of their two
+inputs, which may be anywhere, and writes the gates' rows. The forward writes only the new state to device memory. The
+backward writes the gradients with respect to seen cells, kept cells, and coefficients.
 
-The backward computes the rows again, and goes back through the layers. A gate's gradient is the sum over the consumers
-of its row, which a table lists, of what they have written: no two threads add to one number, and sums have an order.
-What they write takes the rows of layers that have been gone back through. The gradients of the coefficients are a
-thread's own sums over its cells. They are added to those of the tick before in device memory, a copy a program; a
-program with many cells has them in registers meanwhile.
+The backward recomputes the rows, and then goes through the layers in reverse. Each consumer of a gate's row writes a
+gradient to a row of shared memory. A gate's gradient is the sum of these rows, which a table lists. No two threads add
+to one element, and the order of every sum is fixed. Gradients reuse the rows of layers that are finished. A thread sums
+the gradients of its gates' coefficients over its cells. The sums are added to the sums of the tick computed before, in
+device memory, where each CTA has a copy. A CTA with many groups of cells keeps them in registers in between.
 """
 
 import dataclasses
@@ -48,42 +50,43 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 NEIGHBOURS = 9
-"""Cells that a cell sees: those of the 3 x 3 around it, in row-major order."""
+"""Number of cells that a cell sees: the 3 x 3 around it, in row-major order."""
 CENTRE = 4
-"""The place of the cell itself among its `NEIGHBOURS`."""
+"""Index of the cell itself among its `NEIGHBOURS`."""
 _SLICE = 4
-"""Cells that have their rows side by side: a thread's widest access of shared memory is 16 bytes (CUDA C++ Programming
-Guide), four float32. Rows of more cells would lie further apart and meet in fewer of the banks."""
+"""Cells whose elements of a row are adjacent: a thread's widest access of shared memory is 16 bytes (CUDA C++
+Programming Guide), four float32. Rows of more cells would lie further apart and meet in fewer of the banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
-"""Cells of a program at a time. Those of a second slice need no wires and coefficients of their own, and the third
-would not fit into shared memory. Fewer than four were slower: docs/lab/2026-11-22-automata.md."""
+"""Cells that a CTA computes at a time. A second slice needs no further wires and coefficients, and a third would not
+fit into shared memory. Fewer than four were slower: docs/lab/2026-11-22-automata.md."""
 _CELLS_OF_LATENCY = 2
-"""Latency of a group of cells, as the number of cells that could be computed in its time. Chosen by hand; not tuned."""
+"""Latency of a group of cells, as the number of cells that could be computed in that time. Chosen by hand; not
+tuned."""
 WARPGROUPS = 2
-"""Warpgroups of a program, at most. They share its rows, and each takes a part of every layer. One was slower on large
-grids: docs/lab/2026-11-22-automata.md."""
+"""Most warpgroups per CTA. They share its rows, and each computes a part of every layer. One was slower on large grids:
+docs/lab/2026-11-22-automata.md."""
 _TOTAL_REGISTERS = 96
-"""Registers of a thread for gradients of coefficients, at most: with what a step takes, all fit into 255. Chosen by
+"""Most registers of a thread for gradients of coefficients: together with a step's values, all fit into 255. Chosen by
 hand; not tuned."""
 _FORWARD_PROGRAMS = 2
-"""Programs of the forward that a multiprocessor runs at once, where there are so many. Three and four were no faster:
+"""CTAs of the forward per multiprocessor, if the grid is large enough. Three and four were no faster:
 docs/lab/2026-11-23-automata-kernels.md."""
 _RESERVED_BYTES = 2048
-"""Bytes of shared memory for what Mosaic GPU itself needs. Chosen by hand: more than the barrier takes."""
+"""Bytes of shared memory for Mosaic GPU itself. Chosen by hand: more than the barrier takes."""
 _MAX_CONSUMERS = 32
-"""Consumers of a row up to which its gradient is an unrolled sum. Chosen by hand; not tuned."""
+"""Most consumers of a row whose gradient is an unrolled sum. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Rows of shared memory.
+    """Rows of shared memory for one layer.
 
     Attributes:
-      first: where they begin.
-      lanes: how many there are, whole warpgroups.
-      count: how many of them have a gate or an input.
-      max_consumers: of a row.
-      copies: how many lanes that follow each other have the same coefficients.
+      first: the first row.
+      lanes: number of rows, a multiple of a warpgroup's threads.
+      count: number of rows that have a gate or an input.
+      max_consumers: most consumers of a row.
+      copies: number of consecutive lanes that share their coefficients.
     """
 
     first: int
@@ -99,22 +102,22 @@ class Layer:
 
     @property
     def coefficients(self) -> int:
-        """How many the lanes have, with those of lanes without a gate."""
+        """Number of coefficient rows, including lanes without a gate."""
         return -(-self.lanes // self.copies)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """An automaton's sizes on a grid, from which its rows follow.
+    """Sizes of an automaton on a grid, which determine its rows of shared memory.
 
     Attributes:
-      batch, height, width, channels, periodic: of the grid.
-      kernels: of perception.
-      perception, update: gates of each layer.
-      output_consumers: the most consumers of an output, by perception's layers, then update's but the last, whose
-        outputs are the next state.
-      neighbour_consumers: the most consumers of one of the nine cells, in perception's first layer.
-      centre_consumers: the most consumers of the centre, in update's first layer.
+      batch, height, width, channels, periodic: sizes of the grid, and whether it is periodic.
+      kernels: number of perception's kernels.
+      perception, update: number of gates in each layer.
+      output_consumers: most consumers of an output, for each of perception's layers, then for each of update's layers
+        but the last, whose outputs are the next state.
+      neighbour_consumers: most consumers of one of the nine cells, in perception's first layer.
+      centre_consumers: most consumers of the center, in update's first layer.
     """
 
     batch: int
@@ -135,22 +138,22 @@ class Plan:
 
     @property
     def neighbourhood(self) -> int:
-        """Numbers that a cell sees."""
+        """Number of elements that a cell sees."""
         return NEIGHBOURS * self.channels
 
     @functools.cached_property
     def inputs(self) -> Layer:
-        """At least one lane has no input, whose row is 0."""
+        """Rows of the inputs. At least one lane has no input; its row is 0."""
         return Layer(0, padded_lanes(self.neighbourhood + 1), self.neighbourhood, self.neighbour_consumers)
 
     @property
     def zeros(self) -> int:
-        """A row of zeros, for rows with fewer consumers than others."""
+        """Index of a row of zeros, for rows with fewer consumers than others."""
         return self.neighbourhood
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """Perception's, with a row for each gate, kernel and channel, then update's."""
+        """Perception's layers, with a row for each gate, kernel, and channel, then update's layers."""
         counts = [gates * self.kernels * self.channels for gates in self.perception] + [*self.update]
         copies = [self.channels] * len(self.perception) + [1] * len(self.update)
         lanes = [padded_lanes(count) for count in counts]
@@ -159,32 +162,32 @@ class Plan:
 
     @functools.cached_property
     def coefficient_firsts(self) -> tuple[int, ...]:
-        """Where the coefficients of each layer begin, and the end of the last."""
+        """First coefficient row of each layer, and the end of the last layer."""
         return tuple(itertools.accumulate((layer.coefficients for layer in self.layers), initial=0))
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """Where the gates of each layer begin among the lanes of all layers, and the end of the last."""
+        """First gate of each layer among the lanes of all layers, and the end of the last layer."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
     def rows(self) -> int:
-        """Of inputs and `layers`."""
+        """Number of rows for the inputs and `layers`."""
         return self.layers[-1].end
 
     def state_elements(self, cells: int) -> Layer:
-        """A lane for each channel of so many cells."""
+        """Return a layer with one lane for each channel of `cells` cells."""
         count = cells * self.channels
         return Layer(0, padded_lanes(count), count, 0)
 
     @property
     def gates(self) -> int:
-        """Lanes of all layers."""
+        """Number of lanes of all layers."""
         return self.rows - self.inputs.lanes
 
     @functools.cached_property
     def forward_layers(self) -> tuple[Layer, ...]:
-        """As `layers`, but the rows of a layer are taken again as soon as nobody reads them any more."""
+        """The layers of the forward, which reuses the rows of a layer as soon as nothing reads them any more."""
         layers = []
         for layer in self.layers:
             taken = [(0, self.inputs.lanes)] + [(before.first, before.end) for before in layers[-1:]]
@@ -193,16 +196,17 @@ class Plan:
 
     @property
     def forward_rows(self) -> int:
-        """Of inputs and `forward_layers`."""
+        """Number of rows for the inputs and `forward_layers`."""
         return max(layer.end for layer in self.forward_layers)
 
     @functools.cached_property
     def gradients(self) -> "GradientRows":
-        """They take rows of layers that have been gone back through, and a few more behind those of the last layer."""
+        """Rows of the gradients, which reuse the rows of finished layers, and a few more after the last layer's
+        rows."""
         first_update, firsts, ends = len(self.perception), {}, {}
         for i in reversed(range(len(self.layers))):
             layer = self.layers[i]
-            # Read while these rows are written: what the gates have read, and the gradients of their consumers.
+            # While these rows are written, the gates' inputs and the gradients of their consumers are still read.
             taken = [(0, layer.first)] + [(firsts[k], ends[k]) for k in (i + 1, first_update) if k in firsts]
             firsts[i] = _gap(taken, 2 * layer.lanes)
             ends[i] = firsts[i] + 2 * layer.lanes
@@ -210,13 +214,13 @@ class Plan:
         taken = [(0, self.inputs.lanes)] + [(firsts[k], ends[k]) for k in (0, first_update)]
         sums_first = _gap(taken, padded_lanes(sum_count))
         sums = Layer(sums_first, padded_lanes(sum_count), sum_count, self.kernels)
-        # Written for the next cells while the gradients of these cells' inputs are summed.
+        # The outputs' gradients for the next cells are written while the gradients of these cells' inputs are summed.
         outputs = dataclasses.replace(self.layers[-1], first=max(self.layers[-1].first, *ends.values(), sums.end))
         return GradientRows(tuple(firsts[i] for i in range(len(self.layers))), sums, outputs)
 
     @functools.cached_property
     def consumers(self) -> "ConsumerTables":
-        """Tables in one array, in the order of the fields of `ConsumerTables`."""
+        """The tables, which lie in one array, in the order of the fields of `ConsumerTables`."""
         sizes = [(layer.max_consumers, layer.lanes) for layer in self.layers]
         sizes.append((self.neighbour_consumers + self.centre_consumers, self.inputs.lanes))
         sizes.append((1, self.gradients.kernel_sums.lanes))
@@ -230,8 +234,10 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of shared memory, `consumers` of them for each lane, two in one number: `(pairs, lanes)` numbers from
-    `first` on in a longer array."""
+    """A table of rows of shared memory, `consumers` per lane and two packed into each integer.
+
+    It takes `(pairs, lanes)` integers of a longer array, from `first` on.
+    """
 
     first: int
     consumers: int
@@ -243,13 +249,13 @@ class Table:
 
 
 class ConsumerTables(NamedTuple):
-    """The rows to which consumers write gradients.
+    """Tables of the rows to which consumers write gradients.
 
     Attributes:
-      layers: of each layer's rows.
-      inputs: of the inputs' rows.
-      kernel_sums: of the sums over perception's kernels: the row of the first kernel. Those of the others follow every
-        `channels` rows.
+      layers: one table for each layer's rows.
+      inputs: table for the inputs' rows.
+      kernel_sums: table for the sums over perception's kernels, with the row of the first kernel. The other kernels'
+        rows follow at a distance of `channels` rows each.
     """
 
     layers: tuple[Table, ...]
@@ -259,14 +265,14 @@ class ConsumerTables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GradientRows:
-    """Rows of shared memory through which the gradients of rows go.
+    """Rows of shared memory that hold gradients.
 
     Attributes:
-      firsts: the first row that each layer writes: first the gradients of its gates' a, then those of their b. The
-        layer before reads them, and then they are free. Those of update's first layer stay, because the inputs, which
-        come last, read them as well.
-      kernel_sums: those of perception's first layer after the sum over kernels: role, gate, channel.
-      outputs: the gradients of the last layer's rows.
+      firsts: first row that each layer writes: the gradients of its gates' a, then of their b. The layer before reads
+        these rows, and then they are free. The rows of update's first layer stay, because the inputs, which come last,
+        read them as well.
+      kernel_sums: gradients of perception's first layer after the sum over kernels, in the order role, gate, channel.
+      outputs: gradients of the last layer's rows.
     """
 
     firsts: tuple[int, ...]
@@ -275,12 +281,12 @@ class GradientRows:
 
     @property
     def count(self) -> int:
-        """Rows of the whole backward."""
+        """Number of rows of the whole backward."""
         return self.outputs.end
 
 
 def _gap(taken, size):
-    """The first of `size` rows that follow each other, none of them between a `(first, end)` of `taken`."""
+    """Return the first of `size` consecutive rows, none of which lies in a `(first, end)` range of `taken`."""
     gap = 0
     for first, end in sorted(taken):
         if gap + size <= first:
@@ -290,7 +296,7 @@ def _gap(taken, size):
 
 
 def padded_lanes(count: int) -> int:
-    """Lanes for `count` gates or inputs, a multiple of `LANES`."""
+    """Return the number of lanes for `count` gates or inputs, a multiple of `LANES`."""
     return -(-count // LANES) * LANES
 
 
@@ -299,16 +305,16 @@ def padded_lanes(count: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a tick is shared out.
+    """How a tick is divided among CTAs and warpgroups.
 
     Attributes:
-      cells: of a program at a time: one, two, or a multiple of four.
-      programs: how many.
-      lanes: of a layer at a time, of one warpgroup: they are to fit into registers.
+      cells: cells that a CTA computes at a time: one, two, or a multiple of four.
+      programs: number of CTAs.
+      lanes: lanes of a layer that one warpgroup computes at a time; they must fit into registers.
       lookahead: steps between the fetch of wires and coefficients and their use; a step has `lanes` lanes.
-      warpgroups: of a program, at most `WARPGROUPS`.
-      totals_in_registers: whether a program has the gradients of the coefficients in registers from its first cells
-        to its last, rather than in device memory.
+      warpgroups: warpgroups per CTA, at most `WARPGROUPS`.
+      totals_in_registers: whether a CTA keeps the gradients of the coefficients in registers from its first cells to
+        its last, rather than in device memory.
     """
 
     cells: int
@@ -323,7 +329,7 @@ class Config:
         return -(-self.cells // _SLICE)
 
     def rows(self, count: int) -> Any:
-        """Shared memory: `count` rows of each slice."""
+        """Return shared memory for `count` rows of each slice."""
         return plgpu.SMEM((self.slices, count, self.cells // self.slices), jnp.float32)
 
 
@@ -334,9 +340,9 @@ def _supports(*arrays: Array, plan: Plan) -> str | None:
     if not plan.cells:
         return "a batch of 0"
     if plan.cells * plan.neighbourhood >= 2**31 - plan.inputs.lanes:
-        return "2^31 or more numbers that are seen"
+        return "2^31 or more elements in all neighborhoods"
     if _shared_bytes(plan, 1) > _shared_limit():
-        return f"{plan.rows} inputs and gates, of which those of one cell do not fit into shared memory"
+        return f"{plan.rows} inputs and gates, whose values for one cell do not fit into shared memory"
     return None
 
 
@@ -350,9 +356,9 @@ def _heuristic(*arrays: Array, plan: Plan) -> Config | None:
     cells = min(candidates, key=lambda cells: groups(cells) * (cells + _CELLS_OF_LATENCY))
     programs = -(-plan.cells // (cells * groups(cells)))
     if groups(cells) == 1:
-        # It waits for its first wires. The numbers are those that were fastest in docs/lab/2026-11-22-automata.md.
+        # One group of cells waits for its first wires. These values were fastest in docs/lab/2026-11-22-automata.md.
         return _simulable(Config(cells, programs, lanes=128, lookahead=4))
-    # Faster than 128 lanes and four steps ahead: docs/lab/2026-11-23-automata-kernels.md.
+    # Faster than 128 lanes and a lookahead of four: docs/lab/2026-11-23-automata-kernels.md.
     registers = sum(4 * -(-layer.lanes // (WARPGROUPS * LANES)) for layer in plan.layers)
     in_registers = registers <= _TOTAL_REGISTERS
     return _simulable(Config(cells, programs, lanes=256, lookahead=2, totals_in_registers=in_registers))
@@ -363,15 +369,18 @@ def _forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
     groups = -(-plan.cells // config.cells)
     if groups <= multiprocessors:
         return config
-    # Its rows are few enough for several programs a multiprocessor.
+    # The forward's rows are few enough for several CTAs per multiprocessor.
     resident = min(_FORWARD_PROGRAMS, _shared_limit() // (plan.forward_rows * config.cells * 4))
     turns = -(-groups // (resident * multiprocessors))
     return _simulable(Config(config.cells, -(-groups // turns), lanes=128, lookahead=2))
 
 
 def _simulable(config: Config) -> Config:
-    """In the simulator one program, of one warpgroup: it takes gathers and scatters for accesses of all rows, and sees
-    races where others access some."""
+    """Return a config with one CTA of one warpgroup in the simulator.
+
+    The simulator treats gathers and scatters as accesses of all rows, and would report races where other threads access
+    some.
+    """
     return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
 
 
@@ -397,15 +406,15 @@ class _TickRefs(NamedTuple):
 
 @kernel(supports=_supports, heuristic=_forward_heuristic)
 def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *, plan: Plan, config: Config) -> Array:
-    """The next state, in [0, 1] where rounding leaves that.
+    """Return the next state, clipped to [0, 1] where rounding exceeds it.
 
     Args:
-      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, of every lane of every layer, 0 where there is no gate;
-        once for the lanes that share them.
-      wires: `(plan.gates,)` int32, the rows of `plan.forward_layers` that each lane reads, `a + (b << 16)`; any where
-        there is no gate.
-      state: `(cells channels + padded_lanes(channels),)`, cell by cell; the rest is spare.
-      fires: `(cells,)` int32, 0 where a cell keeps its state; None if none does.
+      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, for every lane of every layer, 0 where there is no gate;
+        once for lanes that share them.
+      wires: `(plan.gates,)` int32, the rows of `plan.forward_layers` that each lane reads, `a + (b << 16)`; arbitrary
+        where there is no gate.
+      state: `(cells channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
+      fires: `(cells,)` int32, 0 where a cell keeps its state; None if every cell fires.
     """
     return launch(
         functools.partial(_tick, plan=plan, config=config),
@@ -424,7 +433,7 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
 
 
 def _tick(*refs, program, warpgroup, plan, config):
-    """The body: the cells of a program, one group after the other."""
+    """The kernel's body: the cells of a CTA, one group after the other."""
     refs, layers = _TickRefs(*refs), plan.forward_layers
     team = _Team(config, warpgroup, refs.barrier)
 
@@ -469,18 +478,18 @@ def tick_backward(
     plan: Plan,
     config: Config,
 ) -> tuple[Array, Array, Array]:
-    """(dseen, dkept, total): the gradients of what cells have seen and of what they have kept, and of coefficients.
+    """Return (dseen, dkept, total): the gradients with respect to seen cells, kept cells, and coefficients.
 
-    The gradient of the next state comes as the two results of the next tick's backward: a cell's is the sum of the
-    gradients that the cells around it have of seeing it, and of its own of being kept.
+    The gradient of the next state arrives as the dseen and dkept that the next tick's backward returned. A cell's
+    gradient is the sum of what its neighbors' dseen hold for it, and of its dkept.
 
     Args:
-      coefficients, state, fires: as in `tick`.
-      wires: as in `tick`, but rows of `plan.layers`.
-      consumers: int32, the rows to which the consumers of a row write its gradient, two in one number, the later in
-        the upper half; `Plan.consumers` says where.
-      dseen: `(cells neighbourhood + plan.inputs.lanes,)` float32, cell by cell; the rest is spare.
-      dkept: as the state, float32.
+      coefficients, state, fires: the arguments of `tick`.
+      wires: the wires of `tick`, but with rows of `plan.layers`.
+      consumers: int32, the rows to which the consumers of a row write its gradient. Two rows are packed into one
+        integer, the later one in the upper half, as `Plan.consumers` lays out.
+      dseen: `(cells neighborhood + plan.inputs.lanes,)` float32, cell by cell, followed by unused elements.
+      dkept: float32 of the state's shape.
       total: `(programs, plan.gates, 4)` float32, to which the gradients of the coefficients are added, lane by lane.
     """
     return launch(
@@ -504,11 +513,12 @@ def tick_backward(
 
 
 def _tick_backward(*refs, program, warpgroup, plan, config):
-    """The body: the cells of a program, one group after the other."""
+    """The kernel's body: the cells of a CTA, one group after the other."""
     refs = _TickBackwardRefs(*refs)
     team = _Team(config, warpgroup, refs.barrier)
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
-    # With several groups of cells, each adds to what the one before has written: sums so far are copied to the result.
+    # With several groups of cells, each adds to the sums of the group before. The sums so far are therefore copied to
+    # the result first.
     is_copied = _groups_of_program(plan, config) > 1 and not config.totals_in_registers
     sums = None
     if config.totals_in_registers:
@@ -533,9 +543,9 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Computes `steps(slices, carry)` for all cells of a program, which change the list `carry`. Gives the last one.
+    """Compute `steps(slices, carry)` for all cells of a CTA, and return the last carry, a list that the steps change.
 
-    What `loads` bring for the next group arrives while the last steps of this one are computed.
+    The data that `loads` load for the next group arrive while the last steps of this group are computed.
     """
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
@@ -564,19 +574,20 @@ def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
     return (visit(0, state) if groups == 1 else lax.fori_loop(np.int32(0), np.int32(groups), visit, state))[0]
 
 
-# ------------------------------------------------------------------------------------------ the warpgroups of a program
+# ---------------------------------------------------------------------------------------------- the warpgroups of a CTA
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A warpgroup's lanes of a layer, as many as fit into registers.
+    """A warpgroup's lanes of a layer, limited to the number that fits into registers.
 
     Attributes:
       first: its first row.
-      offset: its first lane's, in the layer.
-      lanes: how many.
-      is_alone: there are lanes for one warpgroup only. All have the same part, and one of them computes it.
-      is_last: of its layer.
+      offset: its first lane within the layer.
+      lanes: number of lanes.
+      is_alone: whether there are lanes for one warpgroup only. All warpgroups then have the same part, and one of them
+        computes it.
+      is_last: whether it is the last part of its layer.
     """
 
     first: Any
@@ -592,14 +603,14 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """The computation of some lanes of a layer, and the fetch of what it reads of device memory.
+    """The computation of some lanes of a layer, and the fetch of its operands from device memory.
 
     Attributes:
-      fetch: gives what is fetched.
-      compute: of what was fetched, and, if there is `read`, of what that gave.
-      is_last: of its layer, whose rows the next one reads.
-      read: of what was fetched, the rows that the step before does not write. The step before ends with it, so that
-        they arrive while it waits.
+      fetch: returns the fetched operands.
+      compute: function of the fetched operands and, if there is `read`, of the result of `read`.
+      is_last: whether it is the last step of its layer, whose rows the next layer reads.
+      read: function of the fetched operands that reads the rows which the previous step does not write. The previous
+        step ends with it, so that these rows arrive while that step waits.
     """
 
     fetch: Callable[[], Any]
@@ -610,16 +621,17 @@ class _Step:
 
 @dataclasses.dataclass(frozen=True)
 class _Team:
-    """The warpgroups of a program, seen by one of them."""
+    """The warpgroups of a CTA, seen by one of them."""
 
     config: Config
     warpgroup: Any
     barrier: Any
 
     def parts(self, layer):
-        """This warpgroup's parts of a layer."""
+        """Yield this warpgroup's parts of a layer."""
         warpgroups, done = self.config.warpgroups, 0
-        # Known to be small, it leaves constants to the addresses of instructions: half the registers.
+        # If the number is known to be small, instructions encode constant offsets in addresses, which halves the
+        # registers.
         warpgroup = self.warpgroup & (WARPGROUPS - 1)
         while done < layer.lanes:
             shares = (layer.lanes - done) // (warpgroups * LANES)
@@ -629,38 +641,40 @@ class _Team:
             yield _Part(layer.first + offset, offset, lanes, is_alone=not shares, is_last=done == layer.lanes)
 
     def shares_slices(self, part, slices):
-        """Whether each warpgroup has one of so many slices of a part that is alone."""
+        """Whether each warpgroup computes one of the `slices` slices of an `is_alone` part."""
         return part.is_alone and 1 < slices == self.config.warpgroups
 
     def own(self, part, slices):
-        """This warpgroup's of the slices of a part."""
+        """Return the slices of a part that this warpgroup computes."""
         if self.shares_slices(part, len(slices)):
             return [dataclasses.replace(slices[0], number=self.warpgroup & (WARPGROUPS - 1))]
         return slices
 
     def divide(self, part, slices, function):
-        """`function(slices)` of a part: of one that is alone, each warpgroup has a slice, or the first the only one."""
+        """Call `function(slices)` for a part. If it `is_alone`, each warpgroup takes one slice, or the first takes the
+        only one."""
         if part.is_alone and not self.shares_slices(part, len(slices)):
             pl.when(self.warpgroup == 0)(functools.partial(function, slices))
         else:
             function(self.own(part, slices))
 
     def once(self, part, function, otherwise):
-        """`function()` of a part, and `otherwise` in warpgroups that leave it to another."""
+        """Call `function()` for a part; return `otherwise` in warpgroups that leave the part to another."""
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
     def meet(self):
-        """Waits until all have written their rows."""
+        """Wait until all warpgroups have written their rows."""
         meet(self.barrier)
 
     def first_fetches(self, steps):
-        """What the first steps have fetched before any is computed."""
+        """Return what the first steps fetch before any step is computed."""
         return [step.fetch() for step in steps[: self.config.lookahead]]
 
     def run(self, steps, fetched, is_repeated):
-        """Computes the steps in order, and fetches for later ones: if they are repeated, in the end for the first ones.
+        """Compute the steps in order, and fetch ahead for later ones. Repeated steps fetch at the end for their next
+        repetition.
 
-        `fetched` is what the first ones have fetched. Gives what they have fetched for their repetition.
+        `fetched` holds the operands that the first steps have fetched. Returns the operands fetched for the repetition.
         """
         lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):
@@ -678,18 +692,21 @@ class _Team:
 
 
 def _load_rows(ref, first, lanes):
-    """Rows that follow each other."""
+    """Load consecutive rows."""
     return load(ref.at[pl.ds(first, lanes)], block_layout(lanes, ref.shape[1]))
 
 
 def _gather(ref, places, valid):
-    """Elements of device memory, any where they are not valid."""
+    """Gather elements of device memory; elements that are not valid are arbitrary."""
     return gather_elements(ref, jnp.where(valid, places, 0))
 
 
 class _StateElements(NamedTuple):
-    """Of each element of a block the place of its number in the layer of a state's gates, `row` and `column`, and in
-    the state, `place`; its cell; and whether there is one. Elsewhere, these are places that nobody reads."""
+    """Indices of each element of a block, one lane per element of a state.
+
+    `row` and `column` index the layer of a state's gates, `place` the state. `cell` is the element's cell, and `valid`
+    says whether it exists. Elsewhere the indices point to elements that nothing reads.
+    """
 
     row: Array
     column: Array
@@ -700,12 +717,12 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cells:
-    """A slice: `count` cells of a grid, a column each of its rows. Cells past the grid are masked.
+    """A slice: `count` cells of a grid, one column of its rows per cell. Cells past the grid are masked.
 
     Attributes:
-      first_of_group: the first cell of the slices that a program has at a time.
-      slices: the rows of all of these.
-      number: of the slice.
+      first_of_group: first cell of the slices that a CTA computes at a time.
+      slices: the rows of all these slices.
+      number: index of this slice.
     """
 
     plan: Plan
@@ -724,22 +741,22 @@ class _Cells:
 
     @property
     def elements(self):
-        """A lane for each of the numbers of their state."""
+        """A lane for each element of the cells' state."""
         return self.plan.state_elements(self.count)
 
     def state_elements(self, part):
-        """Those of a part of `elements`, in blocks with a number a lane."""
+        """Return the indices of a part of `elements`, in blocks with one element per lane."""
         C = self.plan.channels
         lane = lane_and_column(part.lanes, 1)[0] + part.offset
         column, channel = quotient(lane, C), remainder(lane, C)
         is_element, cell = lane < C * self.count, column + self.first
         valid = is_element & (cell < self.plan.cells)
-        # Lanes are filled up, so if there are any behind the last channel's element, there is a row behind its row.
+        # Lanes are padded, so if any lane follows the last channel's element, a row follows its row.
         row, column = jnp.where(is_element, channel, C), jnp.where(is_element, column, 0)
         return _StateElements(row, column, jnp.where(valid, cell, self.plan.cells) * C + channel, cell, valid)
 
     def neighbour(self, cell, row_offset, column_offset):
-        """The cell at an offset from another, and whether there is one."""
+        """Return the cell at an offset from another cell, and whether it exists."""
         plan = self.plan
         row = remainder(quotient(cell, plan.width), plan.height) + row_offset
         column = remainder(cell, plan.width) + column_offset
@@ -752,7 +769,7 @@ class _Cells:
         return (grid * plan.height + row) * plan.width + column, valid
 
     def seen_elements(self, part):
-        """Of a part of the inputs, each element's place in a state, and whether there is one."""
+        """Return, for a part of the inputs, each element's index in a state, and whether it exists."""
         C = self.plan.channels
         lane, column = lane_and_column(part.lanes, self.count)
         lane = lane + part.offset
@@ -762,7 +779,7 @@ class _Cells:
         return cell * C + remainder(lane, C), valid & (lane < self.plan.neighbourhood)
 
     def scatter_gradients(self, part, gradients, dseen_out):
-        """Writes gradients of inputs."""
+        """Write gradients of inputs."""
         neighbourhood = self.plan.neighbourhood
         lane, column = lane_and_column(part.lanes, self.count)
         lane, cell = lane + part.offset, column + self.first
@@ -777,20 +794,20 @@ def _wrap(i, n):
 
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """The neighbourhoods of a group of cells, of a state."""
+    """The neighborhoods of a group of cells in a state."""
 
     team: _Team
     state: Any
 
     def load(self, slices):
-        """What `write` takes."""
+        """Load the argument of `write`."""
         return [
             [_gather(self.state, *cells.seen_elements(part)) for cells in self.team.own(part, slices)]
             for part in self.team.parts(slices[0].plan.inputs)
         ]
 
     def write(self, slices, loaded):
-        """Writes the rows of the inputs."""
+        """Write the rows of the inputs."""
         for part, blocks in zip(self.team.parts(slices[0].plan.inputs), loaded, strict=True):
             self.team.divide(part, slices, functools.partial(self.write_slices, part, blocks))
 
@@ -801,7 +818,7 @@ class _Inputs:
 
 
 def _write_next_state(refs, last_layer, part, slices):
-    """Writes what the last layer's gates have computed."""
+    """Write the outputs of the last layer's gates."""
     for cells in slices:
         elements = cells.state_elements(part)
         new_state = jnp.clip(gather_elements(cells.rows, last_layer.first + elements.row, elements.column), 0.0, 1.0)
@@ -814,37 +831,37 @@ def _write_next_state(refs, last_layer, part, slices):
 
 @dataclasses.dataclass(frozen=True)
 class _OutputGradients:
-    """The gradients of the next state of a group of cells: what the cells around each have of seeing it, and its own of
-    being kept."""
+    """The gradients of the next state of a group of cells: the sum of the neighbors' dseen and of the cell's dkept."""
 
     team: _Team
     refs: _TickBackwardRefs
 
     def load(self, slices):
-        """What `write` takes."""
+        """Load the argument of `write`."""
         return [
             [self.terms(part, cells) for cells in self.team.own(part, slices)]
             for part in self.team.parts(slices[0].elements)
         ]
 
     def terms(self, part, cells):
-        """What is summed, and whether a cell fires."""
+        """Load the terms of the sum, and whether a cell fires."""
         refs, elements = self.refs, cells.state_elements(part)
         dseen = [_gather(refs.dseen, *seen) for seen in self.seen(cells, elements)]
         fires = None if refs.fires is None else _gather(refs.fires, elements.cell, elements.valid)
         return gather_elements(refs.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """For each of the nine cells around, the place of what it has of seeing this one, and whether there is one."""
+        """Yield, for each of the nine neighbors, the index of its gradient with respect to this cell, and whether it
+        exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):
-            # The cell on the opposite side sees this one at place p.
+            # The cell on the opposite side sees this one at position p.
             cell, valid = cells.neighbour(elements.cell, 1 - p // 3, 1 - p % 3)
             yield cell * plan.neighbourhood + p * plan.channels + channel, valid & elements.valid
 
     def write(self, slices, loaded):
-        """Writes the gradients of the last layer's rows, and of what cells keep."""
+        """Write the gradients of the last layer's rows and of the kept states."""
         for part, terms in zip(self.team.parts(slices[0].elements), loaded, strict=True):
             self.team.divide(part, slices, functools.partial(self.write_slices, part, terms))
 
@@ -860,11 +877,11 @@ class _OutputGradients:
             scatter_elements(cells.rows, dy, cells.plan.gradients.outputs.first + elements.row, elements.column)
 
 
-# ---------------------------------------------------------------------------------------------------- gates, and back
+# --------------------------------------------------------------------------------------------- gates and their backward
 
 
 class _Gates(NamedTuple):
-    """What gates read of device memory: their two rows in one number, and their coefficients."""
+    """Operands of gates in device memory: their two rows, packed into one integer, and their coefficients."""
 
     wires: Array
     coefficients: Array
@@ -872,7 +889,7 @@ class _Gates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Circuit:
-    """The gates of all layers, and what a program reads of them in device memory. Slices have their rows."""
+    """The gates of all layers, and their operands in device memory. Slices hold the rows."""
 
     plan: Plan
     team: _Team
@@ -891,7 +908,7 @@ class _Circuit:
         return gather_rows(self.coefficients, first + quotient(lane_numbers(part.lanes) + part.offset, copies))
 
     def steps(self, layers):
-        """Computes the rows of these layers."""
+        """Yield the steps that compute the rows of these layers."""
         for i, layer in enumerate(layers):
             for part in self.team.parts(layer):
                 fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, part)
@@ -906,28 +923,28 @@ class _Circuit:
             a, b = (gather_rows(cells.rows, row) for row in _unpack(gates.wires))
             c0, c1, c2, c3 = (spread(c, cells.count) for c in columns(gates.coefficients))
             outputs.append(c0 + c1 * a + (c2 + c3 * a) * b)
-        # All are read before the first is written: compilers do not know that these are other rows.
+        # All inputs are read before the first output is written: compilers do not know that these are different rows.
         for cells, y in zip(slices, outputs, strict=True):
             cells.rows[part.rows] = y
 
 
 def _gates_of(plan, i, part):
-    """The places of the gates of a part of layer i among the lanes of all layers."""
+    """Return the range of the gates of a part of layer i among the lanes of all layers."""
     return pl.ds(plan.gate_firsts[i] + part.offset, part.lanes)
 
 
 def _parts(plan, team):
-    """The parts of all layers, with the numbers of these."""
+    """Return the parts of all layers, each with its layer's index."""
     return [(i, part) for i, layer in enumerate(plan.layers) for part in team.parts(layer)]
 
 
 class _GatesBackward(NamedTuple):
-    """What the backward of gates reads of device memory.
+    """Operands of the gates' backward in device memory.
 
     Attributes:
       gates: as in the forward.
-      total: the gradients of their coefficients so far; None where they are in registers.
-      consumers: the rows of their consumers, two in one number.
+      total: gradients of their coefficients so far; None where they are in registers.
+      consumers: rows of their consumers, two packed into one integer.
     """
 
     gates: _Gates
@@ -937,13 +954,14 @@ class _GatesBackward(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The gradients of what gates read, in rows, and those of coefficients, of which a program has its own.
+    """The gradients with respect to the gates' inputs, in rows, and with respect to the coefficients, with one copy per
+    CTA.
 
     Attributes:
-      consumers: the array of `Plan.consumers`.
+      consumers: array with the tables of `Plan.consumers`.
       sums: gradients of the coefficients in registers, a block for each of `_parts`; None where they are in memory.
-      previous_total, total: those in memory, as they are read and as they are written.
-      dseen: takes the gradients of the inputs.
+      previous_total, total: the gradients in memory, for reading and for writing.
+      dseen: receives the gradients of the inputs.
     """
 
     circuit: _Circuit
@@ -954,7 +972,7 @@ class _Backward:
     dseen: Any
 
     def steps(self):
-        """Goes back through the layers, from the gradients of the last one's rows, and to the inputs."""
+        """Yield the steps from the gradients of the last layer's rows back to the inputs."""
         plan, team = self.circuit.plan, self.circuit.team
         for number, (i, part) in sorted(enumerate(_parts(plan, team)), key=lambda numbered: -numbered[1][0]):
             fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, number, i, part)
@@ -979,21 +997,22 @@ class _Backward:
         return _GatesBackward(self.circuit.fetch(i, part), total, consumers)
 
     def fetch_consumers(self, table, part):
-        """Of a part's rows of a table, where their consumers leave gradients, two in one number."""
+        """Load, for a part of a table, the rows to which consumers write gradients, two packed into one integer."""
         places = [pl.ds(table.first + pair * table.lanes + part.offset, part.lanes) for pair in range(table.pairs)]
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Those of which this warpgroup has the gradients of a part: its own, if its sums are its own."""
+        """Return the slices whose gradients this warpgroup computes for a part: its slices only, if it keeps sums in
+        registers."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
     def read(self, part, fetched):
-        """The rows of a and b, of each slice."""
+        """Read the rows of a and b for each slice."""
         return [[gather_rows(cells.rows, row) for row in _unpack(fetched.gates.wires)] for cells in self.slices(part)]
 
     def compute(self, number, i, part, fetched, inputs=None):
-        """The gradients of what a part's gates read, and of their coefficients. `inputs` are what `read` gives."""
+        """Compute the gradients with respect to a part's inputs and coefficients. `inputs` is the result of `read`."""
         team, gates = self.circuit.team, _gates_of(self.circuit.plan, i, part)
         if self.sums is not None:
             before, function = self.sums[number], functools.partial(self.gate_gradients, i, part, fetched, inputs)
@@ -1008,7 +1027,7 @@ class _Backward:
         team.once(part, add, None)
 
     def gate_gradients(self, i, part, fetched, inputs):
-        """Writes the gradients of a and b, and gives those of the coefficients."""
+        """Write the gradients of a and b, and return the gradients of the coefficients."""
         layer, first = self.circuit.plan.layers[i], self.circuit.plan.gradients.firsts[i] + part.offset
         gradients, products, slices = [], [], self.slices(part)
         for cells, (a, b) in zip(slices, inputs or self.read(part, fetched), strict=True):
@@ -1023,14 +1042,14 @@ class _Backward:
         return sums_of_rows(*(functools.reduce(operator.add, terms) for terms in zip(*products, strict=True)))
 
     def output_gradient(self, cells, i, part, consumers):
-        """Of the rows of a part's gates; those of the last layer are there already."""
+        """Return the gradients of a part's rows. The last layer's are already in shared memory."""
         plan = self.circuit.plan
         if i + 1 == len(plan.layers):
             return _load_rows(cells.rows, plan.gradients.outputs.first + part.offset, part.lanes)
         return _sum_consumers(cells, plan.consumers.layers[i], consumers)
 
     def sum_kernels(self, part, firsts):
-        """Writes sums over perception's kernels."""
+        """Write sums over perception's kernels."""
         plan = self.circuit.plan
 
         def sum_slices(slices):
@@ -1041,7 +1060,7 @@ class _Backward:
         self.circuit.team.divide(part, self.circuit.slices, sum_slices)
 
     def write_inputs(self, table, part, consumers):
-        """Writes the gradients of inputs."""
+        """Write the gradients of inputs."""
 
         def write_slices(slices):
             for cells in slices:
@@ -1056,12 +1075,12 @@ def _sum_consumers(cells, table, pairs):
 
 
 def _zeros(lanes):
-    """Gradients of coefficients."""
+    """Return zeros for the gradients of coefficients."""
     return plgpu.layout_cast(jnp.zeros((lanes, 4), jnp.float32), block_layout(lanes, 4))
 
 
 def _copy_totals(plan, team, source, destination):
-    """The gradients of all coefficients."""
+    """Copy the gradients of all coefficients."""
     for i, part in _parts(plan, team):
         gates = _gates_of(plan, i, part)
 
@@ -1072,9 +1091,10 @@ def _copy_totals(plan, team, source, destination):
 
 
 def _add_totals(plan, team, rows, sums, before, after):
-    """Writes the sum of the gradients of all coefficients before and of those in registers, a block of each part.
+    """Add the gradients in registers, one block per part, to the previous gradients of all coefficients, and write the
+    sum.
 
-    Of a part whose slices the warpgroups share, the second leaves its block to the first, in rows of shared memory.
+    If the warpgroups share a part's slices, the second passes its block to the first in rows of shared memory.
     """
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
@@ -1100,5 +1120,5 @@ def _add_totals(plan, team, rows, sums, before, after):
 
 
 def _unpack(packed):
-    """The two numbers that `jaxbp` packs into one."""
+    """Return the two integers that `jaxbp` packs into one."""
     return packed & 0xFFFF, lax.shift_right_logical(packed, np.int32(16))

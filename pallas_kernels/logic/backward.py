@@ -1,22 +1,26 @@
-"""The gradients of a layer of two-input gates, features first. Of `y = c0 + c1 a + c2 b + c3 a b`, gate by gate:
+"""Gradients of a layer of two-input gates, with features first.
+
+Gate g computes `y = c0 + c1 a + c2 b + c3 a b`, where a = x[a[g], n] and b = x[b[g], n] are its inputs for example n,
+and c[g] its coefficients. With dy the gradient with respect to y,
 
     dx[i, n] = sum over the gates g that read i as their a of dy[g, n] * (c[g, 1] + c[g, 3] * x[b[g], n])
              + sum over those that read it as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
     dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-Four ways to make both:
+Four kernels or pairs of kernels compute both gradients. All load rows of dy and x into registers. Sums over the batch
+are added per lane in registers, then over lanes, in three kernels through shared memory.
 
-- `gradients_by_gate`: a program owns a few gates, and the inputs that they read. Every input has one consumer.
-- `gradients_by_input`: a program owns an input, and goes over its consumers. Any wires.
-- `gradients_along_trail`: a program owns inputs that follow each other on the Euler trail, and reads all that it needs
-  at once. Inputs have two consumers each, or four.
-- `input_gradient` and `coefficients_gradient`: where a row is short, a program waits most of the time for its loads.
-  Of these two, it owns a few inputs, or gates, and has the loads of all of them under way.
+- `gradients_by_gate`: a CTA owns a few gates, and the inputs that they read. Every input must have one consumer.
+- `gradients_by_input`: a CTA owns one input, and loops over its consumers. Any wires are supported.
+- `gradients_along_trail`: a CTA owns consecutive inputs of the Euler trail, and starts all its loads at once. Each
+  input must have two consumers, or each four.
+- `input_gradient` and `coefficients_gradient`: for short rows, where a CTA waits most of the time for its loads. A CTA
+  owns a few inputs, or gates, and has the loads of all of them under way at once.
 
-Arguments: dy `(gates, N)`, the batch N a multiple of `LANES`, or `(groups, N)`, a row for each of as many equal runs of
-neighbouring gates; coefficients `(gates, 4)`; a `Graph`; x `(inputs, N)` of dy's dtype. dx comes in that dtype, dc in
-float32, both summed in float32. The batch is the slow axis of every grid, as in forward.py. What bounds the kernels:
-docs/kernels/logic.md; what was tried: docs/lab/2026-11-22-logic.md.
+Arguments: dy is `(gates, N)`, whose batch N is a multiple of `LANES`; or `(groups, N)`, one row for each of equally
+long runs of neighboring gates. Coefficients are `(gates, 4)`, `graph` is a `Graph`, and x is `(inputs, N)` in dy's
+dtype. dx has this dtype and dc is float32; both are summed in float32. The batch is the slow axis of every grid, as in
+forward.py. docs/kernels/logic.md says what bounds the kernels; docs/lab/2026-11-22-logic.md, what was tried.
 """
 
 import dataclasses
@@ -39,34 +43,34 @@ from pallas_kernels.logic.forward import lane_block_length, unsupported_batch
 from pallas_kernels.logic.graph import Graph
 
 _GATE_SUMS = 4
-"""Sums of a gate: those of dy, dy a, dy b and dy a b."""
+"""Sums per gate: over dy, dy a, dy b, and dy a b."""
 
 
 def _lanes(block: Any, blocks: int, length: int = LANES) -> list[Any]:
-    """The lane blocks of a program, neighbours in the batch."""
+    """Return the lane blocks of a CTA, which are neighbors in the batch."""
     return [pl.ds((block * blocks + k) * length, length) for k in range(blocks)]
 
 
 def _load(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
-    """A row's lane blocks."""
+    """Load a row's lane blocks."""
     return [ref[row, block].astype(jnp.float32) for block in lanes]
 
 
 def _dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
-    """The row of dy that is a gate's, of so many gates of a layer."""
+    """Return the row of dy for a gate of a layer with `layer_gates` gates."""
     run = layer_gates // dy_ref.shape[0]
     return gate if run == 1 else quotient(gate, run)
 
 
 def _gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
-    """From a gate's (dy, a, b) in each lane block, the vectors whose sums over the lanes are its gradients."""
+    """Yield the vectors whose sums over the lanes are a gate's gradients, from its (dy, a, b) in each lane block."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
     for blocks in zip(*terms, strict=True):
         yield functools.reduce(jnp.add, blocks)
 
 
 def _slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
-    """A consumer's derivative in the input that it reads: the constant, and the factor of the partner."""
+    """Return a consumer's derivative with respect to its input: the constant, and the factor of the partner."""
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
 
@@ -74,20 +78,20 @@ def _unsupported_memory(rows: int) -> str | None:
     needed_bytes, available_bytes = rows * LANES * 4, device.target().shared_bytes
     if needed_bytes <= available_bytes:
         return None
-    return f"{needed_bytes} bytes of shared memory in a program, only {available_bytes}"
+    return f"{needed_bytes} bytes of shared memory per CTA, only {available_bytes}"
 
 
 # ---------------------------------------------------------------------------------------------------------- by gate
 
 _GATES = SUMMED_ROWS // _GATE_SUMS
-"""Gates in a program: their sums fill whole tiles of `sums_over_lanes`."""
+"""Gates per CTA: their sums fill whole tiles of `sums_over_lanes`."""
 _GATE_BLOCKS = 4
-"""Lane blocks of a program's gates, at most. Chosen by hand; not tuned."""
+"""Most lane blocks per CTA. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GatesConfig:
-    """How many lane blocks of `LANES` a program has, for `_GATES` gates."""
+    """Number of lane blocks of `LANES` that a CTA has, for `_GATES` gates."""
 
     blocks: int
 
@@ -98,7 +102,7 @@ def _gates_config(x):
 
 def _by_gate_supports(dy, coefficients, graph, x):
     if not graph.regular or graph.most_consumers != 1:
-        return f"wires of {graph.most_consumers} consumers, only 1 of every input"
+        return f"wires with {graph.most_consumers} consumers per input, only 1"
     return unsupported_batch(x) or _unsupported_memory(_GATE_SUMS * _GATES)
 
 
@@ -110,8 +114,10 @@ def _by_gate_heuristic(dy, coefficients, graph, x):
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
-    """(dx, dc). A program owns `_GATES` gates and some lane blocks, and reads each row that it needs once. No other
-    reads what it reads of x: dx may take x's place."""
+    """Return (dx, dc). A CTA owns `_GATES` gates and some lane blocks, and reads each row that it needs once.
+
+    No other CTA reads the same elements of x, so dx may take x's memory.
+    """
     layer_gates = graph.gates
 
     def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
@@ -132,7 +138,7 @@ def gradients_by_gate(
 
 
 def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
-    """(*out, dc), of programs of `_GATES` gates and `blocks` lane blocks."""
+    """Launch CTAs of `_GATES` gates and `blocks` lane blocks, and return (*out, dc)."""
     N = dy.shape[1]
     blocks, groups, rows = N // (LANES * blocks), -(-gates // _GATES), _GATE_SUMS * _GATES
     *results, dc = launch(
@@ -149,12 +155,12 @@ def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
 
 
 def _owned_gates(layer_gates, group):
-    """A program's gates; the last one's may be the same gate several times."""
+    """Return a CTA's gates. The last CTA may have the same gate several times."""
     return [jnp.minimum(group * _GATES + k, layer_gates - 1) for k in range(_GATES)]
 
 
 def _values_of_gates(dy_ref, layer_gates, x_ref, gates, lanes):
-    """Of each gate, given with its inputs, (dy, a, b) in each lane block, all of which are read at once."""
+    """Return, for each gate given with its inputs, (dy, a, b) in each lane block. All are read at once."""
     operands = [((dy_ref, _dy_row(dy_ref, layer_gates, g)), (x_ref, a), (x_ref, b)) for g, a, b in gates]
     return [[_load_each(rows, lane_block) for lane_block in lanes] for rows in operands]
 
@@ -173,13 +179,13 @@ def _write_sums_of_gates(values, rows_ref, dc_ref, block, group):
 # --------------------------------------------------------------------------------------------------------- by input
 
 _INPUT_EXAMPLES = 1024
-"""Examples of an input in a program: the more, the fewer sums over lanes, and the fewer loads of indices. Half as many
+"""Examples of an input in a CTA. More examples need fewer sums over lanes, and fewer loads of indices. Half as many
 were slower: docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ByInputConfig:
-    """How many lane blocks a program has, and their length, a multiple of `LANES`."""
+    """Number of a CTA's lane blocks, and their length, a multiple of `LANES`."""
 
     blocks: int
     length: int
@@ -198,9 +204,9 @@ def _by_input_heuristic(dy, coefficients, graph, x):
 def gradients_by_input(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: ByInputConfig
 ) -> tuple[Array, Array]:
-    """(dx, dc). A program owns an input and some lane blocks, and goes over the input's consumers.
+    """Return (dx, dc). A CTA owns one input and some lane blocks, and loops over the input's consumers.
 
-    Where the input is a gate's a, the program has all that the gate's sums need in its registers.
+    Where the input is a gate's a, the CTA already has all operands of the gate's sums in its registers.
     """
     gates, (inputs, N) = graph.gates, x.shape
 
@@ -243,22 +249,22 @@ def gradients_by_input(
 # -------------------------------------------------------------------------------------------------- along the trail
 
 _TRAIL_CONSUMERS = (2, 4)
-"""Consumers of every input for which the kernel is written."""
+"""Numbers of consumers per input that the kernel supports."""
 _TRAIL_BLOCKS = 8
-"""Lane blocks in a program, at most: 1024 examples. Twice as many were slower: docs/lab/2026-11-22-logic.md."""
+"""Most lane blocks per CTA: 1024 examples. Twice as many were slower: docs/lab/2026-11-22-logic.md."""
 _TRAIL_BYTES = 64
-"""Bytes that a thread reads of dy for one input, at most: of half precisions it has more lane blocks. Chosen by hand;
-not tuned."""
+"""Most bytes of dy that a thread reads for one input: in half precision it has more lane blocks. Chosen by hand; not
+tuned."""
 _TRAIL_LOAD_BYTES = 4
-"""Bytes of a thread's load: two examples of half precisions. With loads of one they wait longer than float32's for half
-the bytes: docs/lab/2026-11-22-mixed.md."""
+"""Bytes of a thread's load: two examples in half precision. With loads of one example, threads wait longer than in
+float32 for half the bytes: docs/lab/2026-11-22-mixed.md."""
 _TRAIL_ROWS = SUMMED_ROWS // 2
-"""Rows of shared memory: a program sums the terms of at most four gates."""
+"""Rows of shared memory: a CTA sums the terms of at most four gates."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AlongTrailConfig:
-    """A program's inputs, how many lane blocks it has, and their length, a multiple of `LANES`."""
+    """Number of a CTA's inputs and of its lane blocks, and their length, a multiple of `LANES`."""
 
     inputs: int
     blocks: int
@@ -268,7 +274,7 @@ class AlongTrailConfig:
 def _along_trail_supports(dy, coefficients, graph, x):
     if not graph.regular or graph.most_consumers not in _TRAIL_CONSUMERS:
         counts = " or ".join(map(str, _TRAIL_CONSUMERS))
-        return f"wires of {graph.most_consumers} consumers, only {counts} of every input"
+        return f"wires with {graph.most_consumers} consumers per input, only {counts}"
     return unsupported_batch(x) or _unsupported_memory(_TRAIL_ROWS * _trail_block_length(x) // LANES)
 
 
@@ -280,7 +286,7 @@ def _along_trail_heuristic(dy, coefficients, graph, x):
     consumers, length = graph.most_consumers, _trail_block_length(x)
     examples = LANES * min(_TRAIL_BLOCKS, _TRAIL_BYTES // (consumers * x.dtype.itemsize))
     blocks = largest_divisor(x.shape[1] // length, examples // length)
-    # Short rows: eight consumers in a program, otherwise four, so that as many loads are under way.
+    # Use eight consumers per CTA for short rows, otherwise four, so that the same number of loads is under way.
     inputs = largest_divisor(x.shape[0], (8 if blocks * length <= 2 * LANES else 4) // consumers)
     return AlongTrailConfig(inputs, blocks, length)
 
@@ -289,8 +295,11 @@ def _along_trail_heuristic(dy, coefficients, graph, x):
 def gradients_along_trail(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: AlongTrailConfig
 ) -> tuple[Array, Array]:
-    """(dx, dc). A program owns inputs that follow each other on the trail, and sums for the gates by which it leaves
-    them. All that it reads is under way at once."""
+    """Return (dx, dc). A CTA owns consecutive inputs of the trail, and sums for the gates by which the trail leaves
+    them.
+
+    All its loads are under way at once.
+    """
     (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.most_consumers
     gates_per_input = consumers_per_input // 2
 
@@ -332,33 +341,33 @@ def gradients_along_trail(
 
 
 def _gather_from_trail(sums, graph, config):
-    """dc in the gates' order, from the sums of each program."""
+    """Return dc in the gates' order, from the sums of each CTA."""
     consumers_per_input, gates_per_input, place = graph.most_consumers, graph.most_consumers // 2, graph.trail_places
     sums = sums.reshape(-1, _TRAIL_ROWS // _GATE_SUMS, _GATE_SUMS)
     gate = place // consumers_per_input * gates_per_input + place % consumers_per_input
     dc = sums[gate // (config.inputs * gates_per_input), gate % (config.inputs * gates_per_input)]
-    # Where the trail leaves a gate's b, the program took b for a: their two sums are exchanged.
+    # Where the trail leaves a gate's b, the CTA took b for a, so the two sums are exchanged.
     is_swapped = graph.trail_consumers[place] & 1 == 1
     return jnp.where(is_swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)
 
 
-# --------------------------------------------------------------------------- input's and coefficients', of short rows
+# ---------------------------------------------------------------------- input and coefficients gradients for short rows
 
 _SHORT_ROW = 512
-"""Examples up to which two kernels are faster than one: docs/lab/2026-11-22-trees.md."""
+"""Most examples for which two kernels are faster than one: docs/lab/2026-11-22-trees.md."""
 _SHORT_ROW_IN_L2 = 1024
-"""The same where the L2 cache holds x: docs/lab/2026-11-22-logic.md."""
+"""The same limit where the L2 cache holds x: docs/lab/2026-11-22-logic.md."""
 _L2_SHARE = 0.8
-"""Share of the L2 cache that x may fill: it is read in random places, while dy streams through the rest. No page of the
-lab has its measurement."""
+"""Fraction of the L2 cache that x may fill: x is read in random order, while dy streams through the rest. No page of
+the lab has this measurement."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Inputs in a program, at most, and consumers of each that it reads at a time; of inputs with more, two. Chosen by hand
-(docs/lab/2026-11-22-logic.md says what they do); not tuned."""
+"""Most inputs per CTA, and most consumers of each that it reads at a time; two, for inputs with more. Chosen by hand
+(docs/lab/2026-11-22-logic.md describes their effect); not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InputConfig:
-    """A program's inputs, the consumers of each that it reads at a time, and the length of its lane block."""
+    """Number of a CTA's inputs, the consumers of each that it reads at a time, and the length of its lane block."""
 
     inputs: int
     consumers: int
@@ -384,7 +393,7 @@ def _input_heuristic(dy, coefficients, graph, x):
 
 @kernel(supports=_input_supports, heuristic=_input_heuristic)
 def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: InputConfig) -> Array:
-    """dx. A program owns a few inputs and a lane block, and reads some consumers of all of them at a time."""
+    """Return dx. A CTA owns a few inputs and one lane block, and reads some consumers of all of them at a time."""
     gates, most_consumers, (inputs, N) = graph.gates, graph.most_consumers, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, inputs_ref, x_ref, dx_ref, *, block, group):
@@ -394,7 +403,7 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
 
         def add_consumers(turn, sums):
             places = [first + turn * config.consumers + k for first, _ in ends for k in range(config.consumers)]
-            # After an input's last consumer come those of the next input: they are read, but not added.
+            # An input's last consumer is followed by the next input's consumers, which are read but not added.
             read_places = [jnp.minimum(e, 2 * gates - 1) for e in places]
             consumers, partner_rows = ([ref[e] for e in read_places] for ref in (consumers_ref, partners_ref))
             dys = [dy_ref[_dy_row(dy_ref, gates, consumer >> 1), lanes].astype(jnp.float32) for consumer in consumers]
@@ -441,7 +450,7 @@ def _coefficients_heuristic(dy, graph, x):
 
 @kernel(supports=_coefficients_supports, heuristic=_coefficients_heuristic)
 def coefficients_gradient(dy: Array, graph: Graph, x: Array, *, config: GatesConfig) -> Array:
-    """dc. A program owns `_GATES` gates and some lane blocks, and reads all of them at once."""
+    """Return dc. A CTA owns `_GATES` gates and some lane blocks, and reads all of them at once."""
     layer_gates = graph.gates
 
     def body(dy_ref, a_ref, b_ref, x_ref, dc_ref, rows_ref, *, block, group):

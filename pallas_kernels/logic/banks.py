@@ -1,12 +1,12 @@
-"""An order of gates in which neighbouring threads read rows of shared memory that lie in different banks.
+"""An order of gates in which neighboring threads read rows of shared memory that lie in different banks.
 
-Shared memory has 32 banks of 4 bytes. Of accesses of 16 bytes it serves those of eight neighbouring threads at once, an
-octet, unless two of them are in the same banks: those of two rows whose numbers are equal mod 8. Each further row with
-the same residue takes a cycle more.
+Shared memory has 32 banks of 4 bytes. It serves 16-byte accesses of eight neighboring threads, an octet, at once if no
+two of them use the same banks. Two rows use the same banks if their indices are equal mod 8. Each further row with the
+same residue mod 8 takes one more cycle.
 
-The lanes of a layer may have its gates in any order, and a gate's row is its lane's. Of a gate, the octet decides with
-whom it reads its a and b. Its residue in the octet decides with whose rows its own is read by the next layer, and with
-whose gradients its own are read by those whose consumers they are.
+The lanes of a layer may hold its gates in any order, and a gate's row is its lane's. A gate's octet determines the
+gates together with which it reads its a and b. Its residue in the octet determines which rows the next layer reads
+together with the gate's row. It also determines which gradients are read together with the gate's.
 """
 
 import itertools
@@ -15,20 +15,20 @@ from collections.abc import Sequence
 import numpy as np
 
 OCTET = 8
-"""Threads that share out the 32 banks among their accesses of 16 bytes, and the groups of four banks."""
+"""Threads that share the 32 banks in 16-byte accesses, and number of groups of four banks."""
 _SWEEPS = 2
-"""Times that every octet of a layer gets its residues. Chosen by hand: a tick has 1.6% more cycles with one, 0.1% less
-with three."""
+"""Passes over the octets of a layer that assign residues. Chosen by hand: a tick has 1.6% more cycles with one pass,
+0.1% less with three."""
 _BALANCE = 0.5
-"""What two reads of one residue in a whole layer cost, in gradients of one residue that are read together. Chosen by
-hand for the published checkerboard automaton: three times as many cycles are reads."""
+"""Cost of two reads of one residue in a whole layer, in gradients of one residue that are read together. Chosen by hand
+for the published checkerboard automaton, where three times as many cycles are reads."""
 _ROUNDING = 1e-6
-"""What an exchange has to gain."""
+"""Least gain for which two gates exchange their residues."""
 _PAIRS = list(itertools.combinations(range(OCTET), 2))
 
 
 def cycles(rows: np.ndarray) -> int:
-    """That shared memory takes for one access of 16 bytes by each lane, to these rows."""
+    """Return the cycles that shared memory takes for one 16-byte access of each lane to these rows."""
     octets = np.sort(np.pad(rows, (0, -len(rows) % OCTET), mode="edge").reshape(-1, OCTET))
     is_first = np.diff(octets, axis=1, prepend=-1) != 0  # one row is read once for all
     counts = np.zeros((len(octets), OCTET), int)
@@ -39,12 +39,13 @@ def cycles(rows: np.ndarray) -> int:
 def orders(
     layers: Sequence[tuple[np.ndarray, np.ndarray]], turns: Sequence[np.ndarray], rows: np.ndarray
 ) -> list[np.ndarray]:
-    """The gates of each layer in an order that avoids conflicts; the last layer keeps its own.
+    """Return an order of each layer's gates that avoids bank conflicts. The last layer keeps its order.
 
     Args:
-      layers: of each the inputs `(a, b)` of its gates.
-      turns: of each, `(2, gates)`: as which of its consumers, from 0 on, the input's gradient sums that of a, and of b.
-      rows: of the first layer's inputs. The rows of other layers begin at multiples of 8.
+      layers: for each layer, the inputs `(a, b)` of its gates.
+      turns: for each layer, `(2, gates)`: the position, from 0, of a gate among the consumers over which its input's
+        gradient is summed, for a and for b.
+      rows: rows of the first layer's inputs. The rows of other layers begin at multiples of 8.
     """
     found = []
     for i, (reads, turn) in enumerate(zip(map(np.stack, layers), turns, strict=True)):
@@ -52,7 +53,7 @@ def orders(
             found.append(np.arange(reads.shape[1]))
             break
         octets = _octets(*rows[reads] % OCTET)
-        # Gradients that are read together: of one turn, by one octet.
+        # Gradients that one octet reads together, in one turn.
         readers = rows[reads] // OCTET + turn * (rows.max() // OCTET + 1)
         found.append(_with_residues(octets, readers, _roles(layers[i + 1], reads.shape[1])))
         rows = np.argsort(found[-1])
@@ -60,14 +61,16 @@ def orders(
 
 
 def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
-    """Gates by octets, no residue twice among their a or b if each residue has as many; what is left over comes last.
+    """Divide gates into octets, with the rest last. No residue occurs twice in an octet's a or b if all are equally
+    frequent.
 
-    Residues are nodes of a bipartite graph, gates its edges, and octets colours of these. A gate takes an octet that is
-    free for both of its residues. Where there is none, it takes one that is free for its a, and the gate there goes to
-    the one that is free for its b, from which it displaces the next, by turns (D. König, 1916).
+    Residues are the nodes of a bipartite graph, gates its edges, and octets the colors of the edges. A gate takes an
+    octet that is free for both of its residues. If there is none, it takes an octet that is free for its a. The gate
+    that held this octet moves to the octet that is free for the new gate's b, and may displace a further gate there.
+    The two octets alternate until no gate is displaced (D. König, 1916).
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
-    free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # of each role and residue, octets as bits
+    free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # free octets of each role and residue, as bits
     taken = [[{} for _ in range(OCTET)] for _ in range(2)]  # the gate in each octet
     for new, (of_a, of_b) in enumerate(gates):
         if not (free[0][of_a] and free[1][of_b]):
@@ -83,7 +86,7 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
             for side, residue in enumerate(gates[gate]):
                 taken[side][residue][octet] = gate
             octet, other, role = other, octet, 1 - role
-        if gate != new:  # the last one leaves its octet to nobody
+        if gate != new:  # the last gate leaves its octet to no other
             role, residue = 1 - role, gates[gate][1 - role]
             del taken[role][residue][octet]
             free[role][residue] ^= 1 << octet | 1 << other
@@ -101,14 +104,14 @@ def _lowest(bits):
 
 
 def _roles(layer, inputs):
-    """Of each input, how many gates of a layer read it as their a, and as their b."""
+    """Return, for each input, the number of gates of a layer that read it as their a, and as their b."""
     return np.stack([np.bincount(role, minlength=inputs) for role in layer])
 
 
 def _with_residues(octets, readers, roles):
-    """The gates, octet after octet, in each with residues in which their rows meet few others.
+    """Return the gates, octet by octet, with residues at which their rows meet few others.
 
-    Gates of an octet exchange theirs as long as it pays, beside those of all others; so for each octet in turn.
+    Octet by octet, gates exchange residues while this lowers the cost, given the residues of all other octets.
     """
     *octets, rest = octets
     residues = np.arange(OCTET)
@@ -122,7 +125,8 @@ def _with_residues(octets, readers, roles):
         for i, gates in enumerate(octets):
             if sweep:
                 put(gates, -1)
-            # A residue of which the next layer has more reads than of others meets itself in some of its octets.
+            # If the next layer reads one residue more often than others, the residue conflicts with itself in some
+            # octets.
             cost = by_reader[readers[:, gates]].sum(axis=0) + _BALANCE * roles[:, gates].T @ by_role
             octets[i] = np.array(gates)[_cheapest(cost.tolist())]
             put(octets[i], 1)
@@ -130,7 +134,7 @@ def _with_residues(octets, readers, roles):
 
 
 def _cheapest(cost: list[list[float]]) -> list[int]:
-    """Rows, one for each column, of which no two have a lower cost when exchanged."""
+    """Return one row for each column, such that no exchange of two lowers the cost."""
     rows, exchanged = list(range(OCTET)), True
     while exchanged:
         exchanged = False

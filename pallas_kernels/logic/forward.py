@@ -1,10 +1,12 @@
-"""Layers of two-input gates, features first: a wire is a row of examples, of which programs read long vectors.
+"""Forward of a layer of two-input gates, with features first: each input or output is one row of examples.
 
-Gate g computes `y = c0 + c1 a + c2 b + c3 a b` of its inputs a and b, with four coefficients of its own.
+Gate g computes `y = c0 + c1 a + c2 b + c3 a b` from its inputs a and b, with four coefficients c0 to c3 per gate. A CTA
+computes a few gates for one lane block, a vector along the batch. It loads the rows of their inputs into registers and
+writes the gates' rows; nothing is staged in shared memory.
 
-The batch is the slow axis of every grid: all gates are computed for a lane block, a vector of the batch, before the
-next block begins. Its part of x, which gates read in random places, then comes from memory once and afterwards from the
-L2 cache. What bounds the kernel: docs/kernels/logic.md; what was tried: docs/lab/2026-11-22-logic.md.
+The batch is the slow axis of every grid: all gates are computed for one lane block before the next begins. The gates
+read this block of x in random order. It therefore comes from memory once, and afterwards from the L2 cache.
+docs/kernels/logic.md says what bounds the kernel; docs/lab/2026-11-22-logic.md, what was tried.
 """
 
 import dataclasses
@@ -20,27 +22,27 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.graph import Graph
 
 _LOAD_BYTES = 16
-"""Bytes of the widest load of a thread (CUDA C++ Programming Guide, device memory accesses)."""
+"""Bytes of a thread's widest load (CUDA C++ Programming Guide, device memory accesses)."""
 _PROGRAM_EXAMPLES = 512
-"""Examples of all gates in a program: a shorter lane block leaves it more gates, with as many loads under way. From the
-numbers of gates measured in docs/lab/2026-11-22-logic.md."""
+"""Examples of all gates in a CTA, in total. With a shorter lane block a CTA has more gates, and the same number of
+loads under way. From the numbers of gates measured in docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A program's gates, and the length of its lane block, a multiple of `LANES`."""
+    """A CTA's gates, and the length of its lane block, a multiple of `LANES`."""
 
     gates: int
     length: int
 
 
 def lane_block_length(x: Array) -> int:
-    """The longest vector of a row of x that a warpgroup reads in one load a thread."""
+    """Return the length of the longest vector of a row of x that a warpgroup reads in one load per thread."""
     return LANES * largest_divisor(x.shape[1] // LANES, _LOAD_BYTES // x.dtype.itemsize)
 
 
 def unsupported_batch(x: Array) -> str | None:
-    """What no kernel of gates takes of a batch."""
+    """Return why no gate kernel supports the batch, or None."""
     return f"a batch of {x.shape[1]}, only multiples of {LANES}" if x.shape[1] % LANES or not x.shape[1] else None
 
 
@@ -56,14 +58,15 @@ def _heuristic(coefficients, graph, x):
 
 @kernel(supports=_supports, heuristic=_heuristic)
 def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> Array:
-    """`y[g, n] = c[g, 0] + c[g, 1] * x[a[g], n] + c[g, 2] * x[b[g], n] + c[g, 3] * x[a[g], n] * x[b[g], n]`.
+    """Compute `y[g, n] = c[g, 0] + c[g, 1] * x[a[g], n] + c[g, 2] * x[b[g], n] + c[g, 3] * x[a[g], n] * x[b[g], n]`.
 
-    Programs take the gates along the trail. Where neighbours share an input, a program that has both reads it once.
+    Here g is a gate, a[g] and b[g] its inputs, c its coefficients, and n an example. CTAs take the gates along the
+    Euler trail. Where neighbors share an input, a CTA that has both reads it once.
 
     Args:
       coefficients: `(gates, 4)`.
-      graph: of as many gates.
-      x: `(inputs, N)`, the batch N a multiple of `LANES`.
+      graph: graph of the same number of gates.
+      x: `(inputs, N)`, whose batch N is a multiple of `LANES`.
 
     Returns:
       `(gates, N)` in x's dtype, computed in float32.

@@ -1,4 +1,4 @@
-"""The wires of a layer of two-input gates as a graph: inputs are its nodes, gates its edges."""
+"""The wires of a layer of two-input gates as a graph, whose nodes are the inputs and whose edges are the gates."""
 
 import dataclasses
 
@@ -9,23 +9,25 @@ from jax import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
-    """Which inputs each gate reads, which gates read each input, and both once more along an Euler trail. A pytree.
+    """A pytree with each gate's inputs and each input's consumers, both also in the order of an Euler trail.
 
-    Gate g is a consumer of an input in one of two roles: 2 g where it reads the input as its a, 2 g + 1 where as its b.
+    Gate g is a consumer of an input in one of two roles. Its number is 2 g if it reads the input as its a, 2 g + 1 if
+    as its b. All arrays are int32.
 
     Attributes:
-      a, b: `(gates,)`, the inputs of each gate; int32, as all arrays.
-      consumers: `(2 gates,)`, those of input i at `offsets[2 i] : offsets[2 i + 2]`, first those that read it as their
-        a, up to `offsets[2 i + 1]`.
+      a, b: `(gates,)`, the inputs of each gate.
+      consumers: `(2 gates,)`. The consumers of input i are at `offsets[2 i] : offsets[2 i + 2]`; those up to
+        `offsets[2 i + 1]` read it as their a.
       partners: `(2 gates,)`, for each consumer the other input of its gate.
       offsets: `(2 inputs + 1,)`.
-      trail: `(3, gates)`: the gates along the trail, so that neighbours mostly share an input, and their a and b.
-      trail_inputs: `(inputs,)`, along the trail, so that neighbours mostly share a gate.
-      trail_consumers, trail_partners: `(2 gates,)`, consumers and partners with the inputs in that order; of an input's
-        consumers, first those by which the trail leaves it.
-      trail_places: `(gates,)`, where among `trail_consumers` the trail takes a gate.
-      regular: whether all inputs have as many consumers.
-      most_consumers: of any input.
+      trail: `(3, gates)`: the gates in the order of the trail, in which neighbors usually share an input, with their a
+        and b.
+      trail_inputs: `(inputs,)`, in the order of the trail, in which neighbors usually share a gate.
+      trail_consumers, trail_partners: `(2 gates,)`, consumers and partners with the inputs in that order. For each
+        input, the consumers by which the trail leaves it come first.
+      trail_places: `(gates,)`, index among `trail_consumers` at which the trail takes a gate.
+      regular: whether all inputs have the same number of consumers.
+      most_consumers: largest number of consumers of an input.
     """
 
     a: Array
@@ -43,5 +45,5 @@ class Graph:
 
     @property
     def gates(self) -> int:
-        """How many there are."""
+        """Number of gates."""
         return self.a.shape[0]

@@ -1,10 +1,11 @@
-"""Gates' coefficients as those of their functions, weighted with a softmax, and the gradient of the logits.
+"""Gates' coefficients as softmax-weighted sums over the coefficients of functions, and the gradient of the logits.
 
     c[g] = Σ_i p_i table[i],    p = softmax(logits[g])
     dlogits[g, i] = p_i (u_i - Σ_j p_j u_j),    u_i = table[i] · dc[g]
 
-A thread has a gate, and all of its numbers in registers: nothing is read or written twice, where XLA takes a pass for
-each sum over the functions.
+Here g is a gate, i and j are functions, and table[i] has the four coefficients of function i. A CTA has one gate per
+thread, and keeps all values of the gate in registers. Everything is read and written once, whereas XLA takes one pass
+for each sum over the functions.
 """
 
 import dataclasses
@@ -23,18 +24,18 @@ from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.tiles import kernel
 
 _WIDTH = 4
-"""Float32 numbers of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
+"""Float32 elements of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
 
 Table = Sequence[Sequence[int]]
 
 _MIN_GATES = 2**15
-"""Gates from which the kernels pay: of several layers with fewer, XLA makes one product, in fewer launches. Measured
-with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
+"""Fewest gates for which the kernels pay. For several layers with fewer gates, XLA computes one product, in fewer
+launches. Measured with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Nothing to choose: a program has as many gates as threads."""
+    """Empty: a CTA has as many gates as threads, so there is nothing to choose."""
 
 
 def _supports(*arrays: Any, table: Table) -> str | None:
@@ -52,24 +53,25 @@ def _heuristic(*arrays: Any, table: Table) -> Config | None:
 
 @kernel(supports=_supports, heuristic=_heuristic)
 def mixture(logits: Array, *, table: Table, config: Config) -> Array:
-    """c, `(*gates, 4)`. The arguments are those of `mixture_gradient`."""
+    """Return c, `(*gates, 4)`. The arguments have the same meaning as in `mixture_gradient`."""
     return _launch(_mixture, logits, table=table, width=_WIDTH, name="softmax_gates")
 
 
 @kernel(supports=_supports, heuristic=_heuristic)
 def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
-    """dlogits. Both kernels run on GPUs and in the simulator only: see `on_gpu`.
+    """Return dlogits. Both kernels run on GPUs and in the simulator only: see `on_gpu`.
 
     Args:
       dc: `(*gates, 4)`, float32.
       logits: `(*gates, functions)`, float32.
-      table: the coefficients of each function, integers.
+      table: the integer coefficients of each function.
     """
     return _launch(_gradient, dc, logits, table=table, width=len(table), name="softmax_gates_backward")
 
 
 def _launch(function, *arrays, table, width, name):
-    """`function(*columns, table)` gate by gate: from the columns of the arrays `width` columns of the result."""
+    """Call `function(*columns, table)` gate by gate: it maps the columns of the arrays to `width` columns of the
+    result."""
     gates = _gates(arrays[0])
     body = functools.partial(
         _body, function=functools.partial(function, table=table), widths=[a.shape[-1] for a in arrays]
@@ -92,7 +94,7 @@ def _gates(array):
 
 def _body(*refs, function, widths, program):
     *arrays, result = refs
-    array, first = jnp.int32(0), program * LANES  # the only one of its list
+    array, first = jnp.int32(0), program * LANES  # the only array of its list
     blocks = [load_of([[a]], array, first * width, (LANES, width))[0] for a, width in zip(arrays, widths, strict=True)]
     block = block_of(function(*map(columns, blocks)))
     store_to([[result]], array, first * block.shape[1], [block])
@@ -113,8 +115,8 @@ def _mixture(logits, table):
 def _gradient(dc, logits, table):
     p, largest = _softmax(logits)
     u = [_combination(dc, coefficients) for coefficients in table]
-    # Relative to the u of the most probable function, which changes nothing but rounding: where its p is nearly 1,
-    # u - Σ p u would cancel.
+    # Subtract the u of the most probable function, which changes nothing but rounding. Where its p is nearly 1, u - Σ p
+    # u would cancel.
     of_largest = [jnp.where(value == largest, each, -jnp.inf) for value, each in zip(logits, u, strict=True)]
     base = functools.reduce(jnp.maximum, of_largest)
     u = [each - base for each in u]

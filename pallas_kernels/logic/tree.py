@@ -1,7 +1,7 @@
-"""The arithmetic of a complete binary tree of gates, of numbers or arrays: a kernel's registers, or images in jnp.
+"""Arithmetic of a complete binary tree of gates, on scalars or arrays: a kernel's registers, or images in `jax.numpy`.
 
-A tree of depth d has `2^d` leaves. Of each level, gate g reads the numbers 2 g, as its a, and 2 g + 1, as its b, of
-the level before. Its coefficients are `c[g]`, gates counted level by level, the root last.
+A tree of depth d has `2^d` leaves. In each level, gate g reads values 2 g, as its a, and 2 g + 1, as its b, of the
+level before. Its coefficients are `c[g]`; gates are counted level by level, with the root last.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,8 @@ from typing import Any
 
 
 def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[list[Any]]:
-    """The numbers of each level, from the leaves to the root: `y = c0 + c1 a + c2 b + c3 ab`."""
+    """Return the values of each level, from the leaves to the root, with `y = c0 + c1 a + c2 b + c3 ab` for each
+    gate."""
     levels, first = [list(leaves)], 0
     while (count := len(levels[-1]) // 2) > 0:
         pairs = zip(levels[-1][::2], levels[-1][1::2], strict=True)
@@ -21,7 +22,8 @@ def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[li
 def gradients_of_tree(
     c: Sequence[Sequence[Any]], levels: Sequence[Sequence[Any]], dy: Any
 ) -> tuple[list[tuple[Any, ...]], list[Any]]:
-    """(dc, dleaves): the terms `dy (1, a, b, ab)` of each gate's coefficients, and the gradients of the leaves."""
+    """Return (dc, dleaves): the terms `dy (1, a, b, ab)` of each gate's coefficients, and the gradients of the
+    leaves."""
     dc, gradients = [], [dy]
     end = sum(map(len, levels[1:]))
     for level in reversed(levels[:-1]):

@@ -1,14 +1,15 @@
-"""Convolutions of trees of gates, and their gradients; images have the examples last: `(channels, height, width, N)`.
+"""Convolutions of trees of gates, and their gradients, with the batch as the last axis: `(channels, height, width, N)`.
 
-A lane is an example. A program has a kernel of the convolution: its tree's coefficients and the places of its leaves
-stay in registers, and the whole tree is evaluated there. What it reads is rows of examples, one a leaf and place, of
-few channels: from memory once, and then from the caches.
+Each lane is one example. A CTA of `forward` computes rows of the pooled output for one kernel of the convolution and
+one block of examples. The coefficients of the kernel's tree and the positions of its leaves stay in registers, where
+the whole tree is evaluated. For each leaf and position the CTA reads one row of examples. There are few channels, so
+these rows come from memory once, and then from the caches. With an or-pool, the CTA evaluates the trees at all
+positions of a window, and writes the largest value and its index.
 
-With an or-pool, the forward computes the trees of all places of a window and writes the largest value and its place.
-The backward computes the one tree at that place again. The gradients of coefficients are sums in a program's registers,
-and the gradients of leaves go to memory. For the gradient of the image a program has an input channel, and goes over
-the leaves that read it: it adds their gradients to rows of shared memory, in a fixed order, and as a lane is an example
-there, too, no two threads add to one number.
+A CTA of `leaf_gradients` recomputes the one tree at that index. It sums the gradients of the coefficients in registers,
+and writes the gradients of the leaves to memory. A CTA of `input_gradient` computes one input channel, and loops over
+the leaves that read it. It adds their gradients to rows of shared memory in a fixed order. Each lane is one example
+there as well, so no two threads add to one element.
 """
 
 import dataclasses
@@ -38,29 +39,29 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
 _MAX_LEAVES = 16
-"""Leaves of a tree: its 60 coefficients and 31 values are to fit into a thread's 255 registers."""
+"""Most leaves of a tree: its 60 coefficients and 31 values must fit into a thread's 255 registers."""
 _MAX_PLACES = 9
-"""Places of a pool's window, whose trees are evaluated one after the other in unrolled code. Chosen by hand, for
-windows up to 3 x 3; not tuned."""
+"""Most positions of a pool's window, whose trees are evaluated one after the other in unrolled code. Chosen by hand,
+for windows up to 3 x 3; not tuned."""
 _PROGRAMS = 4
-"""Programs of the gradients of leaves that a multiprocessor is to have at least: with 128 registers a thread, as many
-as its 65536 have room for."""
+"""Fewest CTAs of `leaf_gradients` per multiprocessor: with 128 registers per thread, this number fits into its
+65536."""
 _MAX_COLUMNS_PER_TURN = 2
-"""Windows whose leaves a program reads at once, at most, for their gradients. Chosen by hand; not timed by itself
+"""Most windows whose leaves a CTA reads at once for their gradients. Chosen by hand; not timed separately
 (docs/lab/2026-11-22-trees.md)."""
 _BAND_BYTES = 17 * 1024
-"""Bytes of shared memory for a program's part of an image's gradient: the more programs a multiprocessor has, the
-better they hide each other's latency, until most leaves reach over two of them. From docs/lab/2026-11-22-trees.md."""
+"""Bytes of shared memory for a CTA's part of an image's gradient. With more CTAs per multiprocessor, they hide each
+other's latency better, until most leaves reach two of them. From docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
-"""Bands for each multiprocessor, at least, if images have so many rows: a band waits most of the time. Chosen by hand;
-docs/lab/2026-11-22-trees.md has its effect together with that of other changes."""
+"""Fewest bands per multiprocessor, if images have enough rows: a band waits most of the time. Chosen by hand;
+docs/lab/2026-11-22-trees.md has its effect together with other changes."""
 _UNROLLED_WINDOWS = 8
-"""Windows of a leaf whose gradients a program fetches at once, at most. Chosen by hand; not tuned."""
+"""Most windows of a leaf whose gradients a CTA fetches at once. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Rows of a program: of the pooled output, or of the image whose gradient it computes."""
+    """Rows per CTA: of the pooled output, or of the image whose gradient it computes."""
 
     rows: int
 
@@ -70,12 +71,12 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Geometry:
-    """The places of trees and pools.
+    """Positions of trees and pools.
 
     Attributes:
-      height, width: of the padded image.
-      rows, columns: of the pooled output.
-      stride, pool: of the trees, and of the windows.
+      height, width: size of the padded image.
+      rows, columns: size of the pooled output.
+      stride, pool: stride of the trees, and size of the pool's windows.
     """
 
     height: int
@@ -92,19 +93,19 @@ class _Geometry:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Of a window in row-major order."""
+        """Positions in a window, in row-major order."""
         return list(itertools.product(*map(range, self.pool)))
 
     def first(self, row: Any, column: Any) -> Any:
-        """The padded image's pixel, of all in row-major order, at which the trees of a window begin."""
+        """Return the pixel of the padded image, in row-major order, at which the trees of a window begin."""
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:
-        """From there to where the tree at a place of the window begins."""
+        """Return the distance from `first` to the start of the tree at a position of the window."""
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
     def leaf_pixels(self, leaves: Array) -> Array:
-        """From there to the pixel of each leaf, over all channels: `(kernels, leaves)`."""
+        """Return the distance from a tree's start to the pixel of each leaf, over all channels: `(kernels, leaves)`."""
         channel, row, column = jnp.moveaxis(leaves, -1, 0)
         return (channel * self.height + row) * self.width + column
 
@@ -118,16 +119,16 @@ class _Tree:
         self.pixels = [pixels_ref[k, leaf] for leaf in range(count)]
 
     def load_leaves(self, x_ref: Any, first: Any, lanes: Any, geometry: _Geometry) -> list[list[Array]]:
-        """What the leaves read of the trees in a window that begins at a pixel, place by place."""
+        """Load the leaves of the trees in a window that begins at pixel `first`, position by position."""
         steps = [geometry.step(place) for place in geometry.places]
-        # One address a leaf: its rows at the other places are a constant distance away.
+        # One address per leaf: its rows at the other positions are a constant distance away.
         rows = [x_ref.at[pl.ds(first + pixel, 1 + steps[-1])] for pixel in self.pixels]
         return [[row[step, lanes].astype(jnp.float32) for row in rows] for step in steps]
 
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: _Geometry
     ) -> list[Array]:
-        """What they read, in an image as one row of numbers, of the tree at each lane's place."""
+        """Load the leaves of the tree at each lane's position, from an image flattened to one row."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):
@@ -141,17 +142,17 @@ class _Tree:
 
 
 def supports(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
-    """What no kernel takes of trees `(kernels, leaves, 3)` and of a pool's window."""
+    """Return why no kernel supports trees `(kernels, leaves, 3)` with a pool's window, or None."""
     if leaves[1] > _MAX_LEAVES:
         return f"trees of {leaves[1]} leaves, at most {_MAX_LEAVES}"
     if math.prod(pool) > _MAX_PLACES:
-        return f"pool={pool}, at most {_MAX_PLACES} places"
+        return f"pool={pool}, at most {_MAX_PLACES} positions"
     return None
 
 
 def _supports(*arrays, pool, **options):
     *_, leaves, x = arrays
-    return supports(leaves.shape, pool) or ("images of 2^31 or more numbers" if x.size >= 2**31 else None)
+    return supports(leaves.shape, pool) or ("images of 2^31 or more elements" if x.size >= 2**31 else None)
 
 
 # ------------------------------------------------------------------------------------------------------------- forward
@@ -172,16 +173,18 @@ def forward(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array | None]:
-    """(y, places): the largest value of the trees in each pool's window, and the first place that has it.
+    """Return (y, indices): the largest value of the trees in each pool's window, and the first position that attains
+    it.
 
     Args:
       coefficients: `(kernels, gates, 4)`.
-      leaves: `(kernels, leaves, 3)` int32, channel, row and column in the window.
-      x: `(channels, height, width, N)` with its padding, N a multiple of `LANES`.
+      leaves: `(kernels, leaves, 3)` int32: channel, and row and column in the window.
+      x: `(channels, height, width, N)` including its padding, N a multiple of `LANES`.
 
     Returns:
-      `(kernels, rows, columns, N)` in x's dtype, computed in float32, and uint8 of that shape, `u * width + v`; None
-      for a pool of one place.
+      y `(kernels, rows, columns, N)` in x's dtype, computed in float32, and the indices, uint8 of the same shape. The
+      index of position (u, v) is `u * width + v`, for windows of this width. The indices are None for a pool of one
+      position.
     """
     geometry = _Geometry.from_image(x, window, stride, pool)
     kernels, N = leaves.shape[0], x.shape[-1]
@@ -222,12 +225,13 @@ def forward(
 
 
 def _as_rows(x):
-    """A row of examples a pixel."""
+    """Return one row of examples per pixel."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
-    """`body(row, columns, carry) -> carry` for the windows of some rows, `columns_per_turn` neighbours at a time."""
+    """Call `body(row, columns, carry) -> carry` for the windows of some rows, `columns_per_turn` neighbors at a
+    time."""
     turns = columns // columns_per_turn
 
     def step(i, carry):
@@ -258,16 +262,16 @@ def leaf_gradients(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array]:
-    """(dc, dleaves) of the tree at each window's place, computed again. On GPUs and in the simulator.
+    """Return (dc, dleaves) for the tree at each window's index, which is recomputed. Runs on GPUs and in the simulator.
 
     Args:
       dy: `(kernels, rows, columns, N)`.
-      places: of the largest values, of dy's shape, as from `forward`; None for a pool of one place.
+      places: indices of the largest values, of dy's shape, as `forward` returns them; None for a pool of one position.
       coefficients, leaves, x: as in `forward`.
 
     Returns:
-      dc `(kernels, gates, 4)`: for each gate the sums of `dy (1, a, b, ab)`, dy the gradient of its value; and
-      `(kernels leaves, rows, columns, N)`; both float32.
+      dc `(kernels, gates, 4)`: for each gate with inputs a and b, the sums of `dy (1, a, b, ab)`, where dy is the
+      gradient of the gate's value; and dleaves `(kernels leaves, rows, columns, N)`. Both are float32.
     """
     geometry = _Geometry.from_image(x, window, stride, pool)
     (kernels, gates, _), N, count = coefficients.shape, x.shape[-1], leaves.shape[1]
@@ -294,7 +298,7 @@ def leaf_gradients(
 def _leaf_gradients_of_rows(
     dy_ref, place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _, *, block, part, k, geometry, rows
 ):
-    """The body: a kernel, some rows of its windows, and a block of examples."""
+    """The kernel's body: a tree, some rows of its windows, and a block of examples."""
     lanes, tree = pl.ds(block * LANES, LANES), _Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 
@@ -330,7 +334,7 @@ def _leaf_gradients_of_rows(
 def _input_supports(dleaves, places, leaves, readers, reader_offsets, *, size, window, stride, padding, pool):
     width, limit = size[2], device.target().shared_bytes
     if 4 * LANES * (width + 1) > limit:
-        return f"images of width {width}, of which a row of {LANES} examples does not fit into shared memory"
+        return f"images of width {width}, where a row of {LANES} examples does not fit into shared memory"
     return None
 
 
@@ -338,7 +342,7 @@ def _input_heuristic(dleaves, places, leaves, readers, reader_offsets, *, size, 
     channels, height, width = size
     rows = max(1, min(height, (_BAND_BYTES // (4 * LANES) - 1) // width))
     least_bands = _BANDS * device.target().multiprocessors * LANES / (channels * dleaves.shape[-1])
-    # Bands of an image are as equal as they can be.
+    # The bands of an image are as equal as possible.
     return Config(-(-height // min(height, max(-(-height // rows), math.ceil(least_bands)))))
 
 
@@ -357,14 +361,14 @@ def input_gradient(
     pool: tuple[int, int],
     config: Config,
 ) -> Array:
-    """dx `(channels, height, width, N)` float32, of the image without its padding. On GPUs and in the simulator.
+    """Return dx `(channels, height, width, N)` float32, without padding. Runs on GPUs and in the simulator.
 
     Args:
-      dleaves: as from `leaf_gradients`.
-      places: as there.
-      readers, reader_offsets: int32, the leaves that read a channel are `readers[offsets[c] : offsets[c + 1]]`, each
-        `kernel * leaves + leaf`.
-      size: channels, height and width.
+      dleaves: as `leaf_gradients` returns them.
+      places: the indices that `leaf_gradients` takes.
+      readers, reader_offsets: int32. The leaves that read channel c are
+        `readers[reader_offsets[c] : reader_offsets[c + 1]]`, each `kernel * leaves + leaf`.
+      size: channels, height, and width.
       padding: rows above and columns to the left of the image.
     """
     (channels, height, width), N = size, dleaves.shape[-1]
@@ -387,11 +391,11 @@ def input_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Bands:
-    """An image in bands of rows, and the windows that read them.
+    """An image divided into bands of rows, and the windows that read them.
 
     Attributes:
-      rows: of a band.
-      height, width: of the image without its padding.
+      rows: rows per band.
+      height, width: size of the image without its padding.
       stride, padding, pool: as in `input_gradient`.
     """
 
@@ -404,29 +408,32 @@ class _Bands:
 
     @property
     def pixels(self) -> int:
-        """Of a band."""
+        """Number of pixels of a band."""
         return self.rows * self.width
 
     @property
     def steps(self) -> tuple[int, int]:
-        """From a window to the next, in rows and in columns of the image."""
+        """Distance from one window to the next, in rows and in columns of the image."""
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """The rows of windows, from the first to before the last of so many, of which a leaf reads in a band.
+        """Return the range (first, end) of the rows of windows, out of `rows`, in which a leaf reads a band.
 
         Args:
-          leaf_row: what it reads of the first window, as a row of the band.
+          leaf_row: row that the leaf reads in the first window, relative to the band.
         """
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
-        # The first window whose last place reads the band's first row or a later one.
+        # The first window whose last position reads the band's first row or a later one.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
         last = jnp.clip((self.rows - 1 - leaf_row) // step + 1, first, rows)
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """The numbers of shared memory to which the lanes add for a window that begins at (row, column) of a band: of
-        the pixels that their places read, and elsewhere spare ones."""
+        """Return the elements of shared memory to which the lanes add for a window that begins at (row, column) of a
+        band.
+
+        These are the pixels that the lanes' positions read, or unused elements for pixels outside the band.
+        """
         (s, t), u = self.stride, lane * 0
         v = u
         for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):
@@ -440,7 +447,7 @@ class _Bands:
 def _input_gradient_of_band(
     dleaves_ref, place_ref, leaves_ref, readers_ref, offsets_ref, dx_ref, sums, *, block, band, channel, bands, count
 ):
-    """The body: a channel's band, and a block of examples."""
+    """The kernel's body: one channel's band, and a block of examples."""
     _, rows, columns, _ = dleaves_ref.shape
     lanes = pl.ds(block * LANES, LANES)
     lane = lane_and_column(LANES, 1)[0]
@@ -462,7 +469,7 @@ def _input_gradient_of_band(
                     bands.targets(row * row_step + leaf_row, column * column_step + leaf_column, place, lane)
                 )
                 values.append(spread(dleaves_ref[leaf, row, column, lanes], 1))
-            # Windows of one leaf read different pixels: their additions do not depend on each other.
+            # Windows of one leaf read different pixels, so their additions are independent.
             old_sums = [gather_elements(sums, target) for target in targets]
             for target, old_sum, value in zip(targets, old_sums, values, strict=True):
                 scatter_elements(sums, old_sum + value, target)

@@ -1,14 +1,15 @@
-"""LayerNorm and RMSNorm over the last axis of `(rows, hidden)`, rows of any length.
+"""LayerNorm and RMSNorm over the last axis of `(rows, hidden)`, for rows of any length.
 
     y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + eps)
 
-RMSNorm, `center=False`, is the same without the mean and the bias. Sums are in float32. A row's mean is computed and
-kept as its `offset` from the row's first element: values far from zero lose no digits in the difference, as they would
-when the mean is rounded.
+Means are over a row of x, eps is a constant, and scale and bias have one value per column. RMSNorm, `center=False`,
+omits the mean and the bias. Sums are in float32. A row's mean is computed and stored as its `offset` from the row's
+first element. Values far from zero thus lose no digits in the difference, which they would if the mean were rounded.
 
-A row is read anew for each pass over it, as it need not fit in registers. These kernels also run in the interpreter.
-The gradients of scale and bias are added up in registers over the rows of a program, then over programs in a fixed
-order.
+A CTA of `normalise` computes one row. A CTA of `gradients` computes a block of columns of some rows. Either reads its
+rows from device memory again for each pass, because a row need not fit in registers. It writes y or dx. The gradients
+of scale and bias are summed in registers over the rows of a CTA, and then over CTAs in a fixed order. Nothing is staged
+in shared memory, so these kernels also run in the interpreter.
 """
 
 import dataclasses
@@ -28,18 +29,17 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.norm.statistics import inverse_root
 
 _SUMMED_COLUMNS = 4096
-"""Columns whose gradients' sums fit in a program's registers: 32 of a thread's 255 (CUDA C++ Programming Guide, compute
+"""Columns whose sums of gradients fit in a CTA's registers: 32 of a thread's 255 (CUDA C++ Programming Guide, compute
 capabilities), 64 with a bias. Chosen by hand; not tuned."""
 _SUMMED_ROWS = 32
-"""Rows that a program adds up, at most: more would leave fewer programs to hide each other's waits. Chosen by hand; not
-tuned."""
+"""Most rows that a CTA sums: more would leave fewer CTAs to hide each other's latency. Chosen by hand; not tuned."""
 _PROGRAMS = 4
-"""Programs for each multiprocessor, at least, before a program takes a second row. Chosen by hand; not tuned."""
+"""Fewest CTAs per multiprocessor before a CTA takes a second row. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NormaliseConfig:
-    """How a program takes a row.
+    """How a CTA reads a row.
 
     Attributes:
       vector: elements that are loaded at once, a multiple of the threads.
@@ -50,13 +50,13 @@ class NormaliseConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GradientsConfig:
-    """How programs divide the rows.
+    """How CTAs divide the rows.
 
     Attributes:
       vector: elements that are loaded at once, a multiple of the threads.
-      rows: of a program.
-      columns: of a program, in which it writes dx and adds up the parameters' gradients; a multiple of `vector`.
-        Programs of other columns of the same rows find them in the cache.
+      rows: rows per CTA.
+      columns: columns per CTA, in which it writes dx and sums the parameters' gradients; a multiple of `vector`. CTAs
+        of other columns of the same rows find them in the cache.
     """
 
     vector: int
@@ -83,15 +83,14 @@ def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, wi
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: NormaliseConfig
 ) -> tuple[Array, Array | None, Array]:
-    """The forward.
+    """Compute the forward.
 
     Args:
       x: `(rows, hidden)`.
       scale, bias: `(hidden,)`; no bias without `center`.
 
     Returns:
-      y in x's dtype, and the float32 statistics of each row, its offset and its inv_std; None for the offset without
-      `center`.
+      y in x's dtype, and each row's float32 offset and inv_std. The offset is None without `center`.
     """
     rows, hidden = x.shape
     x, scale, bias, mask = map(_fill_up, (x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
@@ -135,20 +134,20 @@ def gradients(
     with_y: bool = False,
     config: GradientsConfig,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """The backward: with `t = dy * scale`, means over a row and sums over all rows,
+    """Compute the backward. With `t = dy * scale`, means over a row, and sums over all rows,
 
-        dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
+        dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy.
 
-    and without `center` neither `mean(t)` nor dbias.
+    Without `center`, there is neither `mean(t)` nor dbias.
 
     Args:
       dy, x: `(rows, hidden)`.
-      bias: of the forward; wanted only for y, with `center`.
-      offset, inv_std: not used. Both are computed again: a row is read anew in any case.
-      with_y: whether to return the forward's y, too, from the same pass.
+      bias: the forward's bias; needed only for y, with `center`.
+      offset, inv_std: not used. Both are recomputed, because a row is read again in any case.
+      with_y: whether to return the forward's y as well, from the same pass.
 
     Returns:
-      dx in x's dtype, float32 dscale and, with `center`, dbias, and y if it is wanted; else None for these.
+      dx in x's dtype, float32 dscale, float32 dbias with `center`, and y if `with_y`. Results that are absent are None.
     """
     rows, hidden = x.shape
     dy, x, scale, bias, mask = map(_fill_up, (dy, x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
@@ -169,18 +168,18 @@ def gradients(
     return dx[:, :hidden], dscale, dbias[0] if center else None, y[:, :hidden] if with_y else None
 
 
-# ---------------------------------------------------------------------------------------------------------- their steps
+# ------------------------------------------------------------------------------------------------- steps of the kernels
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row in device memory, loaded anew for every use.
+    """A row in device memory, loaded again for every use.
 
     Attributes:
-      mask_ref: one for each column of the row, zero for those that fill it up.
-      row: which one.
+      mask_ref: one for each column of the row, zero for padding.
+      row: index of the row.
       vectors: the row's slices.
-      hidden: columns without those that fill it up.
+      hidden: number of columns without padding.
     """
 
     x_ref: Any
@@ -192,7 +191,7 @@ class _Row:
     center: bool
 
     def normalise(self) -> tuple[Callable[[Any], Array], Array, Array]:
-        """(x̂ as a function of a slice, offset, inv_std)."""
+        """Return (x̂ as a function of a slice, offset, inv_std)."""
         first, offset = self.x_ref[self.row, 0].astype(jnp.float32), jnp.float32(0)
 
         def deviation(vector):
@@ -212,7 +211,7 @@ class _Row:
 
 
 class _BackwardRefs(NamedTuple):
-    """A body's references; `sums` are dscale and, with `center`, dbias; `y` is None where it is not wanted."""
+    """References of the body; `sums` are dscale and, with `center`, dbias; `y` is None unless `with_y`."""
 
     dy: Any
     x: Any
@@ -226,7 +225,7 @@ class _BackwardRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The gradients' body."""
+    """The body of `gradients`."""
 
     config: GradientsConfig
     rows: int
@@ -249,7 +248,7 @@ class _Backward:
                 ref[part, vector] = total
 
     def _add_row(self, refs, row, owned_columns, sums):
-        """Writes a row's dx, and y, in the owned columns, and gives the sums with its terms."""
+        """Write a row's dx, and y, in the owned columns, and return the sums including the row's terms."""
         vectors = _vectors(refs.x.shape[1], self.config.vector)
         x_row = _Row(refs.x, refs.mask, row, vectors, self.hidden, self.eps, self.center)
         load_hat, _, inv_std = x_row.normalise()
@@ -282,7 +281,7 @@ def _load(ref: Any, index: Any) -> Array:
 
 
 def _fill_up(a: Array) -> Array:
-    """With zeros, to whole warpgroups."""
+    """Pad the last axis with zeros to whole warpgroups."""
     return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % LANES)])
 
 

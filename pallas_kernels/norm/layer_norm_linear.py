@@ -1,11 +1,12 @@
-"""The parameters' gradients of LayerNorm and a dense layer, from sums over the rows, in one pass.
+"""Gradients of the parameters of LayerNorm and a dense layer, from sums over the rows, in one pass.
 
-With `s = Σ dzᵀ x̂` and `db = Σ dz` over the rows, and sums over the outputs,
+Given `s = Σ dzᵀ x̂` and `db = Σ dz`, summed over the rows, the gradients with sums over the outputs are
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db.
 
-A program takes a block of outputs and columns. It writes dw and adds up the two sums in registers; those of the blocks
-are added up after, in a fixed order.
+Here x̂ is the normalized input, dz the gradient with respect to the dense layer's output, w its weights, and scale and
+bias are LayerNorm's parameters. A CTA computes a block of outputs and columns. It reads s and w from device memory into
+registers, writes dw, and adds up dscale and dbias in registers. The sums of the blocks are then added in a fixed order.
 """
 
 import dataclasses
@@ -22,20 +23,21 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, zeros_like
 from pallas_kernels.core.tiles import kernel
 
 _PROGRAMS = 8
-"""Programs for each multiprocessor, at least, where there are outputs enough. Chosen by hand; not tuned."""
+"""Fewest CTAs per multiprocessor, if there are enough outputs. Chosen by hand; not tuned."""
 _MIN_OUTPUTS = 16
-"""Outputs of a program from which its sums, written and read once more, are few beside s. Chosen by hand; not tuned."""
+"""Fewest outputs per CTA: with these, its sums, which are written and read once more, are few compared with s. Chosen
+by hand; not tuned."""
 _LOADED_OUTPUTS = 4
-"""Outputs that a program loads at once, at most. Chosen by hand; not tuned."""
+"""Most outputs that a CTA loads at once. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How programs divide the work.
+    """How CTAs divide the work.
 
     Attributes:
-      outputs: of a program; they divide all.
-      columns: of a program, one or two a thread; they divide all.
+      outputs: outputs per CTA, a divisor of their number.
+      columns: columns per CTA, one or two per thread, a divisor of their number.
     """
 
     outputs: int
@@ -59,7 +61,7 @@ def _heuristic(s, db, scale, bias, w):
 def parameter_gradients(
     s: Array, db: Array, scale: Array, bias: Array, w: Array, *, config: Config
 ) -> tuple[Array, Array, Array]:
-    """dw in w's dtype, and float32 dscale and dbias.
+    """Return dw in w's dtype, and float32 dscale and dbias.
 
     Args:
       s: `(outputs, hidden)`, float32.

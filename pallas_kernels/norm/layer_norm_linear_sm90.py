@@ -1,11 +1,13 @@
-"""LayerNorm and a dense layer in one pass over the rows, in half precisions on Hopper's tensor cores.
+"""LayerNorm and a dense layer in one pass over the rows, in half precision on Hopper's tensor cores.
 
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
-The weights stay in shared memory, so both widths are small. In the forward each of two warpgroups takes blocks of 64
-rows at a fixed stride. A bulk copy brings a block, its rows are normalised in registers, from where the tensor cores
-read them, and bulk copies write z. The copy of the next block starts as soon as the registers hold this one. In the
-input's gradient two warpgroups share a block, each with half of its columns.
+The mean and inv_std are statistics of a row of x; scale and bias are LayerNorm's parameters, w and b the dense layer's.
+The weights stay in shared memory, so both widths must be small. CTAs are persistent. In the forward, each of two
+warpgroups processes blocks of 64 rows at a fixed stride. A bulk copy brings a block into shared memory, its rows are
+normalized in registers, from which the tensor cores read them, and bulk copies write z. The copy of the next block
+starts as soon as the registers hold this one. In the input's gradient, two warpgroups share a block, and each computes
+half of its columns.
 """
 
 import dataclasses
@@ -27,14 +29,14 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.norm.statistics import inverse_root
 
 _ROWS = 64
-"""Rows of a block: those of a wgmma (PTX ISA)."""
+"""Rows of a block: the rows of a wgmma (PTX ISA)."""
 _MIN_ROWS = 65536
-"""Rows from which the kernels pay: with fewer, separate kernels find the rows in the L2 cache
+"""Fewest rows for which the kernels pay: with fewer, separate kernels find the rows in the L2 cache
 (docs/lab/2026-11-21-norm.md)."""
 _COLUMNS = 64
 """Columns that are computed at once: in half precision they fill the 128 bytes of an operand's row."""
 _WARPGROUPS = 2
-"""Warpgroups of a program. With two, a thread has 255 registers and spills none; with three it spills
+"""Warpgroups per CTA. With two, a thread has 255 registers and spills none; with three it spills
 (docs/lab/2026-11-21-norm.md)."""
 _ALIGNMENT = 1024
 """Bytes to which Mosaic GPU aligns each array in shared memory (docs/lab/2026-11-21-norm.md)."""
@@ -42,8 +44,10 @@ _ALIGNMENT = 1024
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """Attributes:
-    columns: of z that a warpgroup holds in shared memory until a bulk copy has read them.
+    """Tiles of `forward`.
+
+    Attributes:
+      columns: columns of z that a warpgroup holds in shared memory until a bulk copy has read them.
     """
 
     columns: int
@@ -51,14 +55,16 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class InputGradientConfig:
-    """Attributes:
-    stages: of the ring for dz.
+    """Tiles of `input_gradient`.
+
+    Attributes:
+      stages: stages of the ring for dz.
     """
 
     stages: int
 
 
-# --------------------------------------------------------------------------------------------------- the two questions
+# ----------------------------------------------------------------------------------------------- supports and heuristic
 
 
 def _supports(x: Any, w: Any, shared_bytes: Callable[..., int]) -> str | None:
@@ -74,7 +80,7 @@ def _supports(x: Any, w: Any, shared_bytes: Callable[..., int]) -> str | None:
 
 
 def _aligned_bytes(*sizes: int) -> int:
-    """Bytes of shared memory for buffers of these sizes."""
+    """Return the bytes of shared memory for buffers of these sizes."""
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
@@ -111,10 +117,10 @@ def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
 def forward(
     x: Array, scale: Array, bias: Array, w: Array, b: Array, *, eps: float, config: ForwardConfig
 ) -> tuple[Array, Array, Array]:
-    """z in x's dtype, and the statistics of each row, offset and inv_std, as `layer_norm.normalise` gives them.
+    """Return z in x's dtype, and each row's offset and inv_std, in the form of `layer_norm.normalise`.
 
     Args:
-      x: `(rows, hidden)`, rows a multiple of 64. All arguments are of its dtype.
+      x: `(rows, hidden)`, rows a multiple of 64. All arguments have x's dtype.
       scale, bias: `(hidden,)`.
       w, b: `(outputs, hidden)` and `(outputs,)`, both widths 128 or 256.
     """
@@ -135,7 +141,7 @@ def forward(
             operand((_WARPGROUPS, _ROWS, hidden), x.dtype),
             operand((_WARPGROUPS, _ROWS, config.columns), x.dtype),
             operand((outputs, hidden), x.dtype),
-            # Scale, bias and b share an array: Mosaic GPU aligns each array to `_ALIGNMENT`.
+            # Scale, bias, and b share an array, because Mosaic GPU aligns each array to `_ALIGNMENT`.
             plgpu.SMEM((2 * hidden + outputs,), x.dtype),
             plgpu.Barrier(num_barriers=_WARPGROUPS),
             plgpu.Barrier(num_arrivals=4),
@@ -147,7 +153,7 @@ def forward(
 
 
 class _ForwardRefs(NamedTuple):
-    """A body's references; `vectors` are scale, bias and b in shared memory, one after the other."""
+    """References of the body; `vectors` holds scale, bias, and b in shared memory, one after the other."""
 
     x: Any
     w: Any
@@ -203,7 +209,7 @@ class _Forward:
 
     @property
     def _slices(self):
-        """Of scale, bias and b in `vectors`."""
+        """Slices of scale, bias, and b in `vectors`."""
         return pl.ds(0, self.hidden), pl.ds(self.hidden, self.hidden), pl.ds(2 * self.hidden, self.outputs)
 
     def _load_parameters(self, refs):
@@ -212,7 +218,7 @@ class _Forward:
             plgpu.copy_gmem_to_smem(ref, refs.vectors.at[columns], refs.parameters_loaded)
 
     def _block(self, refs, x, rows, z_buffer):
-        """The results of a block of rows, which the registers hold."""
+        """Compute the results of a block of rows, which the registers hold."""
         scales, biases, bs = (refs.vectors.at[columns] for columns in self._slices)
         hat, offset, inv_std = _normalise(x, _first_values(x), self.eps)
         store(refs.offset.at[rows], offset)
@@ -247,12 +253,12 @@ class _Forward:
 def input_gradient(
     dz: Array, x: Array, scale: Array, w: Array, offset: Array, inv_std: Array, *, config: InputGradientConfig
 ) -> tuple[Array, Array]:
-    """dx and x̂, both in x's dtype.
+    """Return dx and x̂, both in x's dtype.
 
     Args:
-      dz: `(rows, outputs)`.
-      x, scale, w: the forward's.
-      offset, inv_std: as the forward gives them.
+      dz: `(rows, outputs)`, the gradient with respect to z.
+      x, scale, w: arguments of the forward.
+      offset, inv_std: results of the forward.
     """
     (rows, hidden), outputs = x.shape, w.shape[0]
     programs = min(rows // _ROWS, device.target().multiprocessors)
@@ -288,7 +294,7 @@ def input_gradient(
 
 
 class _InputGradientRefs(NamedTuple):
-    """A body's references; `sums` are those over half a row, of t and of t * x̂."""
+    """References of the body; `sums` holds the sums of t and of t * x̂ over half a row."""
 
     dz: Any
     x: Any
@@ -345,7 +351,7 @@ class _InputGradient:
 
             @pl.when(step + 1 < steps)
             def _():
-                # Waits count copies in the order of their start: dx's, then x̂'s.
+                # Waits count copies in the order of their start: first dx's, then x̂'s.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 x_ring.fetch(step + 1)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -355,7 +361,7 @@ class _InputGradient:
         plgpu.wait_smem_to_gmem(0)
 
     def _block(self, refs, step, rows, columns, scales, warpgroup, x_ring, dz_ring):
-        """Half the columns of a block: dx in x's place, and x̂, on their way to device memory."""
+        """Compute half the columns of a block: dx, which overwrites x, and x̂. Start their copies to device memory."""
         stage, x_stage = dz_ring.stage(step), refs.x_stages.at[warpgroup]
         first = load(refs.x.at[rows, 0], value_a_row(), optimized=False).astype(jnp.float32)
         offset, inv_std = (load(ref.at[rows], value_a_row(), optimized=False) for ref in (refs.offset, refs.inv_std))
@@ -383,7 +389,7 @@ class _InputGradient:
         plgpu.copy_smem_to_gmem(hat_stage, refs.hat.at[rows, columns])
 
     def _product(self, dz_stage, weights, columns):
-        """`dz w` in the columns, from both halves of dz."""
+        """Return `dz w` in the columns, from both halves of dz."""
         half = self.outputs // 2
 
         def multiply(sums):
@@ -395,12 +401,12 @@ class _InputGradient:
         return pl.run_scoped(multiply, plgpu.ACC((_ROWS, self.hidden // 2)))
 
     def _means(self, refs, stage, warpgroup, t, hat_piece):
-        """mean(t) and mean(t * x̂) of each row: each half adds up its columns, then both meet at a barrier."""
+        """Return mean(t) and mean(t * x̂) of each row: each warpgroup sums its columns, then both meet at a barrier."""
         pieces = _pieces(self.hidden // 2)
         sums = [_sum(t, pieces), _sum(lambda columns: t(columns) * hat_piece(columns), pieces)]
         for i, a in enumerate(sums):
             store(refs.sums.at[stage, i, warpgroup], a)
-        # Behind this barrier both warpgroups have multiplied dz's stage, which x̂ may overwrite.
+        # After this barrier, both warpgroups have multiplied dz's stage, so x̂ may overwrite it.
         plgpu.barrier_arrive(refs.sums_stored)
         plgpu.barrier_wait(refs.sums_stored)
 
@@ -435,19 +441,20 @@ def _load_columns(ref: Any, columns: Any) -> Array:
 
 
 def _first_values(x: Array) -> Array:
-    """The first value of each row, whose other values other threads have: they sum it and zeros."""
+    """Return the first value of each row. Other threads hold the row's other values, so the row is summed with these as
+    zeros."""
     first_columns = _piece(x, pl.ds(0, 8)).astype(jnp.float32)
     column = plgpu.broadcasted_iota(jnp.int32, first_columns.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.sum(jnp.where(column == 0, first_columns, 0.0), axis=1)
 
 
 def _sum(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Of each row. Piece on piece first: the shuffles come last, and once."""
+    """Return the sum of each row. The pieces are added first, so that the shuffles come last, and only once."""
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 
 def _normalise(x: Array, first_values: Array, eps: float) -> tuple[Callable[[Any], Array], Array, Array]:
-    """(x̂ as a function of the columns, offset, inv_std) of a block of rows."""
+    """Return (x̂ as a function of the columns, offset, inv_std) of a block of rows."""
     pieces, share = _pieces(x.shape[1]), 1 / x.shape[1]
 
     def difference(columns):

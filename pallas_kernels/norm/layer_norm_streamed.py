@@ -2,13 +2,14 @@
 
     y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + eps)
 
-RMSNorm, `center=False`, is the same without the mean and the bias. Sums are in float32. A row's mean is computed and
-kept as its `offset` from the row's first element: values far from zero lose no digits in the difference, as they would
-when the mean is rounded.
+Means are over a row of x, eps is a constant, and scale and bias have one value per column. RMSNorm, `center=False`,
+omits the mean and the bias. Sums are in float32. A row's mean is computed and stored as its `offset` from the row's
+first element. Values far from zero thus lose no digits in the difference, which they would if the mean were rounded.
 
-The kernels are persistent: a program takes groups of rows at a fixed stride through a ring in shared memory, whose bulk
-copies are under way while other groups are computed in place. Beyond the last row such a copy reads zeros and writes
-nothing. The gradients of scale and bias are added up in registers over the rows of a program, then over programs in a
+The kernels are persistent: a CTA processes groups of rows at a fixed stride. Bulk copies bring a group into a ring of
+stages in shared memory while other groups are computed. The CTA loads rows from a stage into registers, overwrites them
+there with the results, and a bulk copy writes these to device memory. Past the last row, such a copy reads zeros and
+writes nothing. The gradients of scale and bias are summed in registers over the rows of a CTA, and then over CTAs in a
 fixed order.
 """
 
@@ -31,24 +32,24 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.norm.statistics import inverse_root
 
 _RINGS_BYTES = 192 * 1024
-"""Bytes of the rings of all programs on a multiprocessor, at most. From the sweeps of docs/lab/2026-11-21-norm.md, on
-an H200, which has 228 KiB (CUDA C++ Programming Guide, compute capabilities)."""
+"""Most bytes of the rings of all CTAs on a multiprocessor. From the sweeps in docs/lab/2026-11-21-norm.md, on an H200,
+which has 228 KiB (CUDA C++ Programming Guide, compute capabilities)."""
 _DRIVERS_BYTES = 1024
-"""Bytes of shared memory that CUDA reserves for each program besides what the program may use (CUDA C++ Programming
+"""Bytes of shared memory that CUDA reserves per CTA in addition to those that the CTA may use (CUDA C++ Programming
 Guide, compute capability 8.x and newer)."""
 _OVERHEAD_BYTES = 3 * 1024
-"""Bytes of a program's shared memory besides its ring: 2 KiB are Mosaic's for sums across warps, and 1 KiB is more than
-the barriers need."""
+"""Bytes of a CTA's shared memory besides its ring: Mosaic takes 2 KiB for sums across warps, and 1 KiB is more than the
+barriers need."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How programs take rows.
+    """How CTAs process rows.
 
     Attributes:
-      rows: of a group, which fills a stage; a multiple of the rows of a block.
-      stages: of the ring.
-      programs: at a time on a multiprocessor.
+      rows: rows per group, which fills a stage; a multiple of the rows of a block.
+      stages: stages of the ring.
+      programs: resident CTAs per multiprocessor.
     """
 
     rows: int
@@ -56,7 +57,7 @@ class Config:
     programs: int
 
 
-# --------------------------------------------------------------------------------------------------- the two questions
+# ----------------------------------------------------------------------------------------------- supports and heuristic
 
 
 def _supports(x: Any, *, arrays: int) -> str | None:
@@ -69,7 +70,7 @@ def _supports(x: Any, *, arrays: int) -> str | None:
 
 
 def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
-    """For this number of streamed arrays, with so many stages and programs at most."""
+    """Return the config for `arrays` streamed arrays, with at most `stages` stages and `programs` CTAs."""
     stages = min(stages, _fitting_stages(x, arrays))
     ring_bytes = stages * _stage_bytes(x, arrays)
     program_bytes = ring_bytes + _OVERHEAD_BYTES + _DRIVERS_BYTES
@@ -79,7 +80,7 @@ def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
 
 
 def _stage_rows(x: Any, arrays: int) -> int:
-    """Rows that make bulk copies of about 8 KiB, and no fewer than a block."""
+    """Return the number of rows that makes bulk copies of about 8 KiB, and at least a block."""
     hidden = x.shape[-1]
     group_rows = arrays * 2**13 // (hidden * x.dtype.itemsize)
     if not _block(hidden).row_per_warp:
@@ -103,7 +104,7 @@ def _backward_supports(dy, x, *others, **options):
     return _supports(x, arrays=2)
 
 
-# The limits of stages and programs are from sweeps on an H200: docs/lab/2026-11-21-norm.md, 2026-11-25-norm.md.
+# The limits of stages and CTAs come from sweeps on an H200: docs/lab/2026-11-21-norm.md, 2026-11-25-norm.md.
 
 
 def _normalise_heuristic(x, scale, bias, *, eps, center):
@@ -130,7 +131,7 @@ def _input_gradient_from_x_heuristic(t, x, *, eps):
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: Config
 ) -> tuple[Array, Array | None, Array]:
-    """The forward: `layer_norm.normalise`."""
+    """Compute the forward, as `layer_norm.normalise` does."""
     block, (programs, padded_rows) = _block(x.shape[1]), _division(x.shape[0], config)
     row_statistic = jax.ShapeDtypeStruct((padded_rows,), jnp.float32)
     rows, *parameters = map(block.split_columns, (x, scale, bias) if center else (x, scale))
@@ -160,10 +161,10 @@ def gradients(
     with_y: bool = False,
     config: Config,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """The backward: `layer_norm.gradients`.
+    """Compute the backward, as `layer_norm.gradients` does.
 
     Args:
-      offset, inv_std: as `normalise` gives them. Without inv_std, both are computed on the way.
+      offset, inv_std: results of `normalise`. Both are computed in the same pass if inv_std is None.
     """
     block, (programs, padded_rows) = _block(x.shape[1]), _division(x.shape[0], config)
     rows, gradients, *parameters = map(
@@ -192,10 +193,10 @@ def gradients(
 
 @kernel(supports=_backward_supports, heuristic=_input_gradient_heuristic)
 def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Config) -> Array:
-    """dx alone, by x̂ and `t = dy * scale`: `inv_std * (t - mean(t) - x̂ * mean(t * x̂))`, in x̂'s dtype.
+    """Compute dx only, from x̂ and `t = dy * scale`: `inv_std * (t - mean(t) - x̂ * mean(t * x̂))`, in x̂'s dtype.
 
     Args:
-      t, normalised: `(rows, hidden)`, the latter x̂.
+      t, normalised: `(rows, hidden)`; `normalised` is x̂.
       inv_std: `(rows,)`, float32.
     """
     return _launch_input_gradient(t, normalised, inv_std, None, config)[0]
@@ -203,7 +204,7 @@ def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Confi
 
 @kernel(supports=_backward_supports, heuristic=_input_gradient_from_x_heuristic)
 def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> tuple[Array, Array]:
-    """dx and x̂ in x's dtype, as `input_gradient` and `normalise` without scale and bias, in one pass.
+    """Return dx and x̂ in x's dtype, from one pass that combines `input_gradient` and `normalise` without parameters.
 
     Args:
       t, x: `(rows, hidden)`.
@@ -212,7 +213,7 @@ def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> 
 
 
 def _launch_input_gradient(t, x, inv_std, eps, config):
-    """(dx,) of rows x̂ in x's place, with inv_std; or (dx, x̂) of rows x, with eps."""
+    """Return (dx,) if `x` holds rows of x̂ and inv_std is given, or (dx, x̂) from rows of x and eps."""
     block, (programs, padded_rows) = _block(x.shape[1]), _division(x.shape[0], config)
     t, rows = block.split_columns(t), block.split_columns(x)
     results = launch(
@@ -229,13 +230,13 @@ def _launch_input_gradient(t, x, inv_std, eps, config):
 
 
 def _division(rows: int, config: Config) -> tuple[int, int]:
-    """(programs, rows when the last group is full)."""
+    """Return (number of CTAs, rows when the last group is full)."""
     groups = -(-rows // config.rows)
     return min(groups, device.target().multiprocessors * config.programs), groups * config.rows
 
 
 def _stages(block: "_Block", config: Config, *arrays: Array) -> list[Any]:
-    """Shared memory of a ring for these arrays, and its barriers."""
+    """Return the shared memory of a ring for these arrays, and its barriers."""
     stages = [plgpu.SMEM((config.stages, config.rows, *block.shape[1:]), a.dtype) for a in arrays]
     return [stages, plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.stages)]
 
@@ -244,7 +245,7 @@ def _stages(block: "_Block", config: Config, *arrays: Array) -> list[Any]:
 
 
 class _Statistics(NamedTuple):
-    """Of each row; the offset with `center` alone."""
+    """The statistics of each row; the offset is present with `center` only."""
 
     offset: Any
     inv_std: Any
@@ -252,13 +253,13 @@ class _Statistics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """Rows in registers, `(rows, hidden / piece, piece)`: how they are loaded, summed and broadcast.
+    """Rows in registers, `(rows, hidden / piece, piece)`: how they are loaded, summed, and broadcast.
 
     Attributes:
       hidden: columns of a row.
-      rows: computed at once, a row a warp or one of the whole warpgroup.
-      piece: columns side by side in a bulk copy.
-      layout: of the registers.
+      rows: rows that are computed at once: one per warp, or one for the whole warpgroup.
+      piece: adjacent columns in a bulk copy.
+      layout: layout of the registers.
     """
 
     hidden: int
@@ -276,12 +277,12 @@ class _Block:
 
     @property
     def row_layout(self) -> Any:
-        """Of a value a row."""
+        """The layout of one value per row."""
         return self.layout.reduce((1,)).reduce((1,))
 
     @property
     def column_layout(self) -> Any:
-        """Of a value a column."""
+        """The layout of one value per column."""
         return self.layout.reduce((0,))
 
     def split_columns(self, a: Array) -> Array:
@@ -294,12 +295,12 @@ class _Block:
         return load(ref, layout or self.layout, optimized=False).astype(jnp.float32)
 
     def load_parameter(self, ref: Any) -> Array:
-        """A value a column, for each row."""
+        """Load one value per column, and repeat it for each row."""
         a = lax.broadcast_in_dim(self.load(ref, self.column_layout), self.shape, (1, 2))
         return plgpu.layout_cast(a, self.layout)
 
     def load_row_values(self, ref: Any, row: Any) -> Array:
-        """A value a row, of a block's rows from `row` on."""
+        """Load one value per row, for a block's rows from `row` on."""
         return self.load(self.block_rows(ref, row), self.row_layout)
 
     def load_statistics(self, refs: _Statistics, row: Any) -> _Statistics:
@@ -313,38 +314,40 @@ class _Block:
                 ref[row] = jnp.sum(a)
 
     def broadcast_rows(self, a: Array) -> Array:
-        """A value a row, for each of its columns."""
+        """Repeat one value per row for each of the row's columns."""
         return plgpu.layout_cast(lax.broadcast_in_dim(a, self.shape, (0,)), self.layout)
 
     def mean(self, a: Array) -> Array:
-        """Of each row."""
+        """Return the mean of each row."""
         return jnp.sum(jnp.sum(a, axis=1), axis=1) * (1 / self.hidden)
 
     def partial_sum(self, a: Array) -> Array:
-        """Over the rows, as far as no thread needs another's values."""
+        """Sum over the rows, as far as no thread needs another thread's values."""
         return a if self.row_per_warp else jnp.sum(a, axis=0)
 
     def sum(self, partial_sum: Array) -> Array:
         return jnp.sum(partial_sum, axis=0) if self.row_per_warp else partial_sum
 
     def groups(self, rows: int) -> list[list[int]]:
-        """The first rows of the blocks in a stage: a list for all that are computed side by side.
+        """Return lists of the first rows of a stage's blocks. The blocks of one list are computed together.
 
-        Blocks of a row a warp wait for the shuffles of their sums side by side; the row of a warpgroup has the
-        registers to itself.
+        Blocks with one row per warp are computed together, so that the latencies of their shuffles overlap. A row of
+        the whole warpgroup is computed separately, with all registers.
         """
         blocks = range(0, rows, self.rows)
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 
     def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
-        """What `compute` gives: kept in registers or, for blocks side by side, computed anew for each use."""
+        """Return a function with the value of `compute`, kept in registers or, for blocks computed together, recomputed
+        per use."""
         if self.row_per_warp:
             return compute
         value = compute()
         return lambda: value
 
     def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
-        """`operation(block, value of its row)` of blocks side by side, as `values`."""
+        """Return `operation(block, value of its row)` for blocks that are computed together, each in the form of
+        `values`."""
 
         def combine_block(block, a):
             return self.values(lambda: operation(block(), self.broadcast_rows(a)))
@@ -354,7 +357,8 @@ class _Block:
     def normalise(
         self, refs: Sequence, known_statistics: Sequence[_Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[_Statistics]]:
-        """(x̂ as `values`, the statistics) of blocks side by side; the statistics computed unless they are known."""
+        """Return (x̂ as `values`, the statistics) of blocks computed together. Statistics are computed unless they are
+        known."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]
@@ -371,13 +375,13 @@ class _Block:
     def means(
         self, ts: Sequence[Callable], hats: Sequence[Callable], *, center: bool
     ) -> list[tuple[Array, Array | None]]:
-        """(mean(t * x̂), mean(t) with `center`) of each row of blocks side by side."""
+        """Return (mean(t * x̂), mean(t) with `center`) of each row, for blocks that are computed together."""
         projections = [self.mean(t() * hat()) for t, hat in zip(ts, hats, strict=True)]
         means = [self.mean(t()) if center else None for t in ts]
         return list(zip(projections, means, strict=True))
 
     def input_gradient(self, t: Array, hat: Array, inv_std: Array, projection: Array, mean: Array | None) -> Array:
-        """dx of a block, by the means of its rows."""
+        """Return dx of a block, from the means of its rows."""
         dx = t - hat * self.broadcast_rows(projection)
         if mean is not None:
             dx = dx - self.broadcast_rows(mean)
@@ -385,9 +389,9 @@ class _Block:
 
 
 def _block(hidden: int) -> _Block | None:
-    """For rows of that length; None where there is none."""
+    """Return the block for rows of `hidden` elements, or None if there is none."""
     if hidden <= 1024 and hidden % 128 == 0:
-        # A row belongs to a warp, which adds it up without a barrier.
+        # A row belongs to one warp, which sums it without a barrier.
         layout = plgpu.Layout.TILED(plgpu.Tiling(((4, 1, 128), (4,))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
         return _Block(hidden, 4, 128, layout)
     if hidden <= 8192 and hidden % 256 == 0:
@@ -403,7 +407,7 @@ def _block(hidden: int) -> _Block | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Stream:
-    """A persistent program's walk over groups of rows."""
+    """A persistent CTA's loop over groups of rows."""
 
     block: _Block
     config: Config
@@ -419,10 +423,10 @@ class _Stream:
         loaded: Any,
         program: Any,
     ) -> Any:
-        """Takes the groups through shared memory: `carry = step(first row, stages, wait, carry)` for each.
+        """Bring the groups through shared memory, and compute `carry = step(first row, stages, wait, carry)` for each.
 
-        A step gets the stages with its rows of each of `sources` once it has called `wait`. What it leaves in the first
-        of these stages goes to `targets`.
+        After a step calls `wait`, the stages hold its rows of each of `sources`. The results that it leaves in the
+        first of these stages are copied to `targets`.
         """
         rows = self.config.rows
         groups = -(-sources[0].shape[0] // rows)
@@ -446,7 +450,7 @@ class _Stream:
             for target, stage_buffer in zip(targets, stages, strict=False):
                 plgpu.copy_smem_to_gmem(stage_buffer.at[stage], target.at[group_rows(i)], commit_group=False)
             plgpu.commit_smem_to_gmem_group()
-            # The stage that is filled next held the results of the group before: a bulk copy must have read them.
+            # The stage that is filled next held the previous group's results, which a bulk copy must have read.
             ring.fetch(
                 i + self.config.stages - 1, prepare=functools.partial(plgpu.wait_smem_to_gmem, 1, wait_read_only=True)
             )
@@ -507,7 +511,7 @@ class _Backward(_Stream):
         return sums
 
     def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
-        """Puts dx, and y, in place of x and dy, of blocks side by side, and adds to the sums."""
+        """Replace x and dy by dx and y, for blocks that are computed together, and add to the sums."""
         block, (scale, *_) = self.block, parameters
         gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
         means = block.means([lambda dy=dy: dy() * scale for dy in gradients], hats, center=self.center)
@@ -525,7 +529,7 @@ class _Backward(_Stream):
 
 @dataclasses.dataclass(frozen=True)
 class _InputGradient(_Stream):
-    """Of rows x̂ or, with an eps, of rows x, whose x̂ is then a result, too."""
+    """Computes dx from rows of x̂ or, with an eps, from rows of x; x̂ is then also a result."""
 
     eps: float | None
 

@@ -1,4 +1,9 @@
-"""One kernel for every element-wise formula: the formula is an argument."""
+"""One kernel for every element-wise formula, which is passed as an argument.
+
+A CTA computes a block of one row of the result. It loads each array's block from device memory into registers, applies
+the formula, and writes the results. Rows are the trailing axes along which each array is either whole or constant. The
+last CTA of a row also computes the row's remainder. Nothing is staged in shared memory.
+"""
 
 import dataclasses
 import math
@@ -15,32 +20,32 @@ from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
-"""Elements of a thread, from which `_heuristic` takes the most that leave `_WANTED_PROGRAMS`. From 4 to 32 their number
-made no measured difference: docs/lab/2026-11-21-pointwise.md."""
+"""Candidates for the elements per thread. `_heuristic` takes the largest that leaves `_WANTED_PROGRAMS` CTAs. From 4 to
+32 the number made no measured difference: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
-"""Elements of a thread where no choice makes `_WANTED_PROGRAMS`, at most. Chosen by hand; not tuned."""
+"""Most elements per thread where no candidate leaves `_WANTED_PROGRAMS` CTAs. Chosen by hand; not tuned."""
 _MIXED_ELEMENTS = 2
-"""Elements of a thread where dtypes are mixed. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout), and
-only vectors that are spread over the threads alike can be combined: 8 bytes are two of float32."""
+"""Most elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout), and
+only vectors with the same distribution over the threads can be combined: 8 bytes are two of float32."""
 _WANTED_PROGRAMS = 1024
-"""Programs: several for each multiprocessor of the devices in `core/device.py`. Chosen by hand; not tuned."""
+"""Number of CTAs: several per multiprocessor of the devices in `core/device.py`. Chosen by hand; not tuned."""
 ALIGNMENT = 4
-"""Elements. Rows that begin at a multiple of them can be loaded in the widest accesses of a thread, 16 bytes of float32
-(CUDA C++ Programming Guide, device memory accesses)."""
+"""Elements. Rows that begin at a multiple of this number can be loaded in a thread's widest accesses, 16 bytes of
+float32 (CUDA C++ Programming Guide, device memory accesses)."""
 _LONG_ROW = 4 * LANES
-"""Elements. Where rows are too short, arrays are broadcast in memory along as many axes as make rows this long: a
-vector of a warpgroup, 16 bytes of float32 a thread."""
+"""Elements. If rows are too short, arrays are broadcast in memory along enough axes to make rows this long: a vector of
+a warpgroup, 16 bytes of float32 per thread."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Elements that a program computes at once, a multiple of `LANES` and no longer than a row."""
+    """Elements that a CTA computes at once, a multiple of `LANES` and at most a row."""
 
     length: int
 
 
 def supports_indices(*shapes: tuple[int, ...]) -> str | None:
-    """That an array has more elements than the kernels' 32-bit indices reach, or None."""
+    """Return a message if an array has more elements than the kernels' 32-bit indices reach, else None."""
     return "2^31 or more elements" if any(math.prod(shape) >= 2**31 for shape in shapes) else None
 
 
@@ -63,15 +68,15 @@ def _heuristic(formula, *arrays, shape=None):
 def elementwise(
     formula: Callable, *arrays: Array, shape: tuple[int, ...] | None = None, config: Config
 ) -> Array | tuple[Array, ...]:
-    """`formula(*arrays)`, element by element with NumPy's broadcasting, in one pass over the arrays.
+    """Compute `formula(*arrays)` element by element, with NumPy's broadcasting, in one pass over the arrays.
 
-    An array that is constant along rows, or has whole rows, is read without a copy; any other is
-    broadcast in memory first.
+    An array that is constant along rows, or has whole rows, is read without a copy. Any other array is broadcast in
+    memory first.
 
     Args:
-      formula: takes vectors, one an array, floats as float32 and integers as they are; returns one, or a tuple.
-      arrays: of shapes that broadcast to `shape`.
-      shape: of the result; by default what the arrays broadcast to.
+      formula: maps one vector per array, floats as float32 and integers unchanged, to a vector or a tuple of vectors.
+      arrays: arrays whose shapes broadcast to `shape`.
+      shape: shape of the result; by default the shape to which the arrays broadcast.
 
     Returns:
       An array for each vector that the formula returns, in the first array's dtype.
@@ -80,7 +85,7 @@ def elementwise(
     dtype, size = arrays[0].dtype, math.prod(shape)
     structure = results_structure(formula, arrays)
     if size == 0:
-        # Made of an argument, not of a constant, whose derivative JAX cannot map over a batch.
+        # Derived from an argument, because JAX cannot map the derivative of a constant over a batch.
         return structure.unflatten([jnp.broadcast_to(arrays[0], shape)] * structure.num_leaves)
     if size < LANES:
         arrays = _fill_vector(arrays, shape)
@@ -98,7 +103,7 @@ def elementwise(
                 ref[pl.ds(row * rows.length + start, length)] = value.astype(dtype)
 
         def compute_remainder(i, _):
-            # The end of a row fills no vector: elements of the vector before it are computed again with it.
+            # The end of a row fills no vector, so elements of the vector before it are recomputed with it.
             compute(jnp.minimum(blocks * length + i * LANES, rows.length - LANES), LANES)
 
         compute(block * length, length)
@@ -120,7 +125,7 @@ def _result_shape(arrays, shape):
 
 
 def _rows(shape, arrays):
-    """The rows that programs go along, at least a vector long."""
+    """Return the rows over which CTAs iterate, each at least a vector long."""
     rows = Rows(shape, arrays)
     if rows.count > 1 and (rows.length < LANES or rows.length % ALIGNMENT):
         lengths = [math.prod(shape[axis:]) for axis in range(len(shape))]
@@ -130,33 +135,34 @@ def _rows(shape, arrays):
 
 
 def _fill_vector(arrays, shape):
-    """Arrays that broadcast to less than a vector, padded with zeros to a vector; single elements are unchanged."""
+    """Return arrays that broadcast to less than a vector, padded with zeros to a vector; single elements are
+    unchanged."""
     padding = LANES - math.prod(shape)
     return [a.ravel() if a.size == 1 else jnp.pad(jnp.broadcast_to(a, shape).ravel(), (0, padding)) for a in arrays]
 
 
 def float32_or_integer(dtype: Any) -> Any:
-    """What a kernel computes in."""
+    """Return the dtype in which a kernel computes."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def results_structure(formula: Callable, arrays: Sequence[Array]) -> Any:
-    """The tree of what a formula of vectors returns."""
+    """Return the tree structure of a formula's results for vectors."""
     scalars = [jax.ShapeDtypeStruct((), float32_or_integer(a.dtype)) for a in arrays]
     return jax.tree.structure(jax.eval_shape(formula, *scalars))
 
 
 class Rows:
-    """How arrays that broadcast to `shape` are cut into rows, along which each is either whole or one element.
+    """Division of arrays that broadcast to `shape` into rows, along which each array is either whole or one element.
 
     Args:
-      arrays: of which only shapes and dtypes count.
-      axis: the first axis of a row; by default that of the longest rows. An array that is neither along these rows
-        is broadcast in memory, by `flatten`.
+      arrays: arrays, of which only shapes and dtypes matter.
+      axis: first axis of a row; by default the one that gives the longest rows. An array that is neither along these
+        rows is broadcast in memory, by `flatten`.
 
     Attributes:
-      count, length: of the rows.
-      lead, leads: the axes before those of a row, of `shape` and of each array.
+      count, length: number and length of the rows.
+      lead, leads: the axes before a row's axes, for `shape` and for each array.
       spans_row: for each array, whether it has all elements of a row.
       has_mixed_dtypes: whether vectors of different dtypes are loaded.
     """
@@ -181,7 +187,7 @@ class Rows:
         return len({dtype for dtype, spans_row in zip(self._dtypes, self.spans_row, strict=True) if spans_row}) > 1
 
     def flatten(self, arrays: Sequence[Array]) -> list[Array]:
-        """The arrays as `load` takes them."""
+        """Return the arrays in the form that `load` takes."""
         shapes = zip(self._aligned_shapes, self._broadcast_shapes, strict=True)
         flat_arrays = [jnp.broadcast_to(a.reshape(s), t).ravel() for a, (s, t) in zip(arrays, shapes, strict=True)]
         # A single element is loaded as float32.
@@ -191,13 +197,13 @@ class Rows:
         ]
 
     def load(self, i: int, ref: Any, row: Any, start: Any, length: int) -> Array:
-        """From the i-th array: elements `start` to `start + length` of a row."""
+        """Load elements `start` to `start + length` of a row from the i-th array."""
         row = self.row_of(i, row)
         value = ref[pl.ds(row * self.length + start, length)] if self.spans_row[i] else ref[row]
         return jnp.broadcast_to(value.astype(float32_or_integer(value.dtype)), (length,))
 
     def row_of(self, i: int, row: Any) -> Any:
-        """The row of the i-th array, which may have fewer rows, that broadcasts to a row."""
+        """Return the row of the i-th array, which may have fewer rows, that broadcasts to `row`."""
         lead = self.leads[i]
         if lead == self.lead:
             return row

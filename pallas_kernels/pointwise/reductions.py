@@ -1,4 +1,10 @@
-"""One kernel for every sum of an element-wise formula: the formula is an argument."""
+"""One kernel for every sum of an element-wise formula, which is passed as an argument.
+
+A CTA sums one part of the steps of one row, or of one block of columns. It loads vectors of the arrays from device
+memory into registers, applies the formula, and adds the results in registers. Along a row, it finally sums over the
+lanes and writes one element; along columns, it writes a vector. The parts are summed by XLA. The kernel stages no data
+in shared memory.
+"""
 
 import dataclasses
 import math
@@ -22,19 +28,20 @@ from pallas_kernels.pointwise.elementwise import (
 )
 
 _WANTED_PROGRAMS = 2048
-"""Programs, where the sums have enough steps: several for each multiprocessor of the devices in `core/device.py`. More
+"""Number of CTAs, if the sums have enough steps: several per multiprocessor of the devices in `core/device.py`. More
 were slower for sums of columns: docs/lab/2026-11-21-pointwise.md."""
 _ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
-"""Elements of a thread, at most: along a row, where it adds them up, and across columns, where it keeps a sum of each.
-Chosen by hand; not tuned."""
+"""Most elements per thread: along a row, where the thread adds them up, and across columns, where it keeps one sum for
+each. Chosen by hand; not tuned."""
 _MIXED_ELEMENTS = 2
-"""Elements of a thread where dtypes are mixed. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout), and
-only vectors that are spread over the threads alike can be combined: 8 bytes are two of float32."""
+"""Most elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout), and
+only vectors with the same distribution over the threads can be combined: 8 bytes are two of float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Elements of a vector, a multiple of `LANES`, and into how many parts of equal length a sum's steps are split."""
+    """Elements of a vector, a multiple of `LANES`, and the number of equally long parts into which a sum's steps are
+    split."""
 
     length: int
     splits: int
@@ -42,14 +49,15 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """How the memory is read in long pieces, to sum over some axes.
+    """A way to read memory in long contiguous pieces while summing over some axes.
 
     Attributes:
-      shape: of what is read: its axes in `order`, and with `columns` a matrix with this number of columns.
-      axis: sums are over all axes from it on, or with `along_columns` over this one.
-      order: of the axes, or None as they are.
-      columns: of the matrix, or None.
-      remaining_axes: axes that XLA sums over afterwards, counted among those that the kernel leaves.
+      shape: shape of the data that is read: its axes in `order`, and with `columns` a matrix with this number of
+        columns.
+      axis: sums are over all axes from this one on, or with `along_columns` over this one.
+      order: order of the axes, or None if they keep theirs.
+      columns: columns of the matrix, or None.
+      remaining_axes: axes that XLA sums over afterwards, counted among the axes that the kernel leaves.
     """
 
     shape: tuple[int, ...]
@@ -61,7 +69,7 @@ class _Walk:
 
     @classmethod
     def from_axes(cls, shape: tuple[int, ...], summed_axes: Sequence[int]) -> "_Walk":
-        """The one for sums over `summed_axes`; no axis has size 1."""
+        """Return the walk for sums over `summed_axes`; no axis has size 1."""
         kept_axes = [i for i in range(len(shape)) if i not in summed_axes]
         first_summed = kept_axes[-1] + 1 if kept_axes else 0
         outer_axes = [i for i in summed_axes if math.prod(shape[i + 1 :]) >= LANES]
@@ -75,30 +83,30 @@ class _Walk:
         if math.prod(shape[i] for i in summed_axes) >= LANES:
             order = (*kept_axes, *summed_axes)
             return cls(tuple(shape[i] for i in order), len(kept_axes), order=order)
-        # All axes are short: the kept axes become the columns of a matrix, padded with zeros to a vector.
+        # All axes are short, so the kept axes become the columns of a matrix, padded with zeros to a vector.
         columns = math.prod(shape[i] for i in kept_axes)
         matrix = math.prod(shape[i] for i in summed_axes), max(columns, LANES)
         return cls(matrix, 0, along_columns=True, order=(*summed_axes, *kept_axes), columns=columns)
 
     def arrange(self, a: Array, shape: tuple[int, ...]) -> Array:
-        """One of the arrays that broadcast to `shape`, as it is read."""
+        """Return one of the arrays that broadcast to `shape`, in the form in which it is read."""
         if self.columns is not None:
             a = jnp.broadcast_to(a, shape).transpose(self.order).reshape(-1, self.columns)
             return jnp.pad(a, ((0, 0), (0, self.shape[1] - self.columns)))
         return a if self.order is None else a.transpose(self.order)
 
     def arranged_struct(self, a: Any) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of what `arrange` makes."""
+        """Return the shape and dtype of the result of `arrange`."""
         if self.columns is not None:
             return jax.ShapeDtypeStruct(self.shape, a.dtype)
         return jax.ShapeDtypeStruct(a.shape if self.order is None else [a.shape[i] for i in self.order], a.dtype)
 
     def rows(self, arrays: Sequence[Any]) -> Rows:
-        """Of arrays as they are read."""
+        """Return the rows of arranged arrays."""
         return Rows(self.shape, arrays, self.axis + 1 if self.along_columns else self.axis)
 
     def sums(self, rows: Rows, length: int) -> "_Sums":
-        """The kernel's part of the work, by vectors of `length`."""
+        """Return the kernel's part of the work, with vectors of `length`."""
         if not self.along_columns:
             return _Sums(rows, rows.count, 1, rows.length // length, length, along_columns=False)
         blocks = -(-rows.length // length)
@@ -109,7 +117,7 @@ class _Walk:
 class _Sums:
     """Sums of vectors of `length`, one of `steps` for each of `count` rows and each of `blocks` within a row.
 
-    Along a row, a step is a vector, and a sum a number. Along columns, a step is a row, and a sum a vector.
+    Along a row, a step is a vector, and a sum is one element. Along columns, a step is a row, and a sum is a vector.
     """
 
     rows: Rows
@@ -125,7 +133,8 @@ class _Sums:
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """The row of `rows` that a step reads, and the first element; the last vector may overlap the one before it."""
+        """Return the row of `rows` that a step reads, and the first element; the last vector may overlap the one before
+        it."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
@@ -135,7 +144,7 @@ class _Sums:
 
 
 def _squeeze(arrays, axes):
-    """(shape without axes of size 1, the same of each array, which of the axes are summed over)."""
+    """Return (shape without axes of size 1, the same for each array, which of the axes are summed over)."""
     shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
     long_axes = [axis for axis, size in enumerate(shape) if size > 1]
     aligned = [(1,) * (len(shape) - len(a.shape)) + tuple(a.shape) for a in arrays]
@@ -155,7 +164,7 @@ def _heuristic(formula, *arrays, axes):
     structs = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, arrays, strict=True)]
     rows = walk.rows([walk.arranged_struct(a) for a in structs])
     max_elements = _COLUMN_ELEMENTS if walk.along_columns else _ROW_ELEMENTS
-    # Rows that begin at any element are loaded element by element: wider accesses must be aligned.
+    # Rows that begin at any element are loaded element by element, because wider accesses must be aligned.
     max_elements = (
         1 if rows.length % ALIGNMENT else min(_MIXED_ELEMENTS, max_elements) if rows.has_mixed_dtypes else max_elements
     )
@@ -166,15 +175,15 @@ def _heuristic(formula, *arrays, axes):
 
 @kernel(supports=_supports, heuristic=_heuristic)
 def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Config) -> Array | tuple[Array, ...]:
-    """`Σ formula(*arrays)` over some axes of what the arrays broadcast to, in one pass over the arrays.
+    """Compute `Σ formula(*arrays)` over some axes of the broadcast shape, in one pass over the arrays.
 
-    Each program sums a part in a fixed order; the parts are then summed in a fixed order. What is less than a vector at
-    the end of a row is summed by XLA.
+    Each CTA sums a part in a fixed order; the parts are then summed in a fixed order. XLA sums the end of a row, if it
+    is shorter than a vector.
 
     Args:
-      formula: takes vectors, one an array, floats as float32 and integers as they are; returns one, or a tuple.
-      arrays: of shapes that broadcast.
-      axes: the axes to sum over, counted from the front.
+      formula: maps one vector per array, floats as float32 and integers unchanged, to a vector or a tuple of vectors.
+      arrays: arrays whose shapes broadcast against each other.
+      axes: axes to sum over, counted from the front.
 
     Returns:
       A float32 array for each vector that the formula returns, with size 1 along `axes`.
@@ -198,7 +207,7 @@ def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Con
 
 
 def _sums_of_rows(formula, arrays, walk, config, outputs):
-    """Sums over all axes from `walk.axis` on."""
+    """Return sums over all axes from `walk.axis` on."""
     rows = walk.rows(arrays)
     flat_arrays = rows.flatten(arrays)
     sums = walk.sums(rows, config.length)
@@ -214,11 +223,11 @@ def _sums_of_rows(formula, arrays, walk, config, outputs):
 
 
 def _sums_of_columns(formula, arrays, walk, config, outputs):
-    """Sums over the axis `walk.axis`, where the axes after it have at least a vector of elements."""
+    """Return sums over the axis `walk.axis`, where the axes after it have at least a vector of elements."""
     rows = walk.rows(arrays)
     sums = walk.sums(rows, config.length)
     results = _launch(formula, rows.flatten(arrays), sums, config.splits, outputs)
-    # The last vector may overlap the one before it: its first sums are left out.
+    # The last vector may overlap the one before it, so its first sums are dropped.
     ends = (sums.blocks - 1) * config.length
     tail = rows.length - ends
     results = [jnp.concatenate([y[:, :ends], y[:, sums.blocks * config.length - tail :]], axis=1) for y in results]
@@ -226,7 +235,7 @@ def _sums_of_columns(formula, arrays, walk, config, outputs):
 
 
 def _launch(formula, arrays, sums, splits, outputs):
-    """For each row and block the sum over all steps of the formula of the vectors at `sums.place(row, block, step)`."""
+    """Return the sum over all steps of the formula at `sums.place(row, block, step)`, for each row and block."""
     steps, width, blocks = -(-sums.steps // splits), sums.width, sums.blocks
     full_row = sums.rows.spans_row.index(True)
 

@@ -1,9 +1,10 @@
-"""One kernel for the same element-wise formula of many arrays: the update of all parameters in one launch.
+"""One kernel for the same element-wise formula on many arrays: the update of all parameters in one launch.
 
-Arrays come in lists, say parameters, moments and gradients, whose i-th arrays belong together. Each program has one
-block of one array of every list. Which one, it finds by comparing its number with the first program of each array.
-What differs between arrays are pointers and a size. They are chosen in a switch before the loads and in another before
-the stores, and all else is the same code for all.
+Arrays come in lists, such as parameters, moments, and gradients, whose i-th arrays belong together. A CTA computes one
+block of one array of every list: it loads the blocks from device memory into registers, applies the formula, and writes
+the results. It finds its array by comparing its index with the first CTA of each array. Arrays differ only in pointers
+and a size. These are selected in a switch before the loads and in another before the stores; all other code is the same
+for all.
 """
 
 import dataclasses
@@ -25,25 +26,25 @@ from pallas_kernels.pointwise.elementwise import supports_indices
 _ACCESS_BYTES = 16
 """Bytes of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
 _ELEMENTS = 8
-"""Elements of a thread, of each array, where that leaves `_WANTED_PROGRAMS`: with 16 the moments of half precisions, in
-float32, take most of a thread's registers. Chosen by hand; not tuned."""
+"""Elements per thread and array, where this leaves `_WANTED_PROGRAMS` CTAs. With 16, half-precision moments, converted
+to float32, take most of a thread's registers. Chosen by hand; not tuned."""
 _WANTED_PROGRAMS = 1024
-"""Programs: several for each multiprocessor of the devices in `core/device.py`. Chosen by hand; not tuned."""
+"""Number of CTAs: several per multiprocessor of the devices in `core/device.py`. Chosen by hand; not tuned."""
 _MAX_ELEMENTS = 2**19
-"""Elements of an array, on average: 2 MiB of float32, which a launch is short against. With 128,000 it pays, with
-1,024,000 not: docs/lab/2026-11-23-lenet.md."""
+"""Largest average number of elements per array: 2 MiB of float32, compared with which a launch is short. With 128,000
+the kernel pays, with 1,024,000 it does not: docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
-"""Arrays of a launch, of which each has a case in the switches: the compile time grows faster than their number. Chosen
+"""Arrays per launch, each of which has a case in the switches: the compile time grows faster than their number. Chosen
 by hand; not tuned."""
 DTYPES = ("float32", "bfloat16", "float16")
-"""What is loaded, computed in float32, and stored."""
+"""Dtypes that are loaded, computed in float32, and stored."""
 
 Arrays = Sequence[Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Accesses of a thread to each array, one after the other, of which a program's block is made."""
+    """A thread's accesses to each array, one after the other, which make up a CTA's block."""
 
     accesses: int = 1
 
@@ -59,10 +60,10 @@ def _supports(formula, scalars, changed, constant):
 
 
 def _heuristic(formula, scalars, changed, constant):
-    launches = 2  # a first one computes the scalars
+    launches = 2  # the first launch computes the scalars
     arrays, elements = sum(a.size > 0 for a in changed[0]), sum(a.size for a in changed[0])
-    # Not in place, XLA copies each array back in a loop, a launch each. An update of large arrays XLA does best where
-    # it makes the gradients, which then pass through no memory.
+    # If not in place, XLA copies each array back in a loop, with one launch each. XLA updates large arrays best where
+    # it computes the gradients, which then pass through no memory.
     if arrays <= launches or not CHANGES_IN_PLACE or elements > arrays * _MAX_ELEMENTS:
         return None
     enough = elements >= LANES * _ELEMENTS * _WANTED_PROGRAMS
@@ -78,16 +79,16 @@ def updates(
     *,
     config: Config,
 ) -> tuple[list[Array], ...]:
-    """`formula(scalars, *changed, *constant)`, element by element, of the i-th arrays of all lists, for every i.
+    """Compute `formula(scalars, *changed, *constant)` element by element on the i-th arrays of all lists, for every i.
 
-    Results take the memory of `changed` if XLA needs it no more; else XLA copies that first. The kernel runs on GPUs
-    and in the simulator only: see `on_gpu`.
+    Results use the memory of `changed` if XLA no longer needs it; otherwise XLA copies it first. The kernel runs on
+    GPUs and in the simulator only: see `on_gpu`.
 
     Args:
-      formula: takes a list of float32 numbers and a float32 block of each list; returns one for each list of `changed`.
+      formula: maps a list of float32 scalars and a float32 block of each list to one block for each list of `changed`.
       scalars: `(n,)`, float32.
-      changed: lists of arrays that the results replace, one dtype a list. The i-th arrays of all lists have one shape,
-        which may be (), or have a size of 0.
+      changed: lists of arrays that the results replace, one dtype per list. The i-th arrays of all lists have one
+        shape, which may be (), or have a size of 0.
       constant: lists of arrays that are only read.
 
     Returns:
@@ -104,7 +105,7 @@ def updates(
 
 
 def _update(formula, scalars, changed, constant, config):
-    """`updates` in one launch, of arrays that are not empty."""
+    """Compute `updates` in one launch, for arrays that are not empty."""
     shape = LANES * config.accesses, _width([*changed, *constant])
     ends = list(itertools.accumulate(-(-a.size // math.prod(shape)) for a in changed[0]))
     flat_changed, flat_constant = (
@@ -138,5 +139,5 @@ def _body(scalars_ref, changed, constant, *new, formula, ends, shape, program):
 
 
 def _width(lists: Sequence[Arrays]) -> int:
-    """Elements of an access, of the widest dtype."""
+    """Return the elements per access of the widest dtype."""
     return _ACCESS_BYTES // max(jnp.dtype(a.dtype).itemsize for arrays in lists for a in arrays)

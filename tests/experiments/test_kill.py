@@ -74,5 +74,5 @@ def test_a_kill_that_damages_the_newest_checkpoint_is_seen(tmp_path):
     path = checkpoints.path_of(tmp_path / "checkpoints", 1)
     path.parent.mkdir()
     run = str(path / "run.json")
-    with pytest.raises(BrokenRun, match=r"1/run.json (is damaged|cannot be read)"):
+    with pytest.raises(BrokenRun, match=r"1/run.json (is corrupt|cannot be read)"):
         list(kill.kill_again_and_again(lambda run_dir: [sys.executable, "-c", script, run], tmp_path, 1))

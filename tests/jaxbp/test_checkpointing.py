@@ -113,7 +113,7 @@ def test_refuses_unclear_lengths():
 
 
 def test_refuses_xs_without_rows():
-    with pytest.raises(ValueError, match="checkpointed_scan: xs has a number; wants arrays with a row for every step"):
+    with pytest.raises(ValueError, match="checkpointed_scan: xs has a number; wants arrays with one row per step"):
         jaxbp.checkpointed_scan(lambda s, x: (s, x), 1.0, 3.0)
 
 

@@ -1,4 +1,4 @@
-"""Other libraries, timed on the same arrays in the same run: a module each."""
+"""Other libraries, timed on the same arrays in the same run. Each library has one module."""
 
 import dataclasses
 import fnmatch
@@ -15,30 +15,32 @@ PEERS = {
     "torchlogix": "experiments.bench.peers.torchlogix",
     "published automaton": "experiments.bench.peers.published_automaton",
 }
-"""Name -> module that times another library: its `VERSION`, and `variants(task)`, the ways in which it does a task."""
+"""Name -> module that times another library. It defines `VERSION`, and `variants(task)`, which yields variants."""
 
 FASTEST = {"torchlogix": "light, *", "published automaton": "16 gates"}
-"""Peer -> the pattern of its fastest variant's name, for those that have several ways beside modes of running them. It
-is the fastest in every run of docs/results/ that has all. Of modes `variants` knows the fastest itself."""
+"""Peer -> a pattern that matches the name of its fastest formulation, for peers that have several.
+
+It is the fastest in every run in docs/results/ that timed all of them. `variants` chooses the fastest mode of running.
+"""
 
 VariantChoice = Literal["best", "all"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a peer is asked to do.
+    """A workload for a peer.
 
     Attributes:
       op, options: of the catalogue; "lenet", "logic", "logic-large", "logic-conv" and "automaton" are training steps.
-      sets: arguments of each call, as our function takes them; for training steps one set. Empty if only the names of
-        the variants are wanted.
-      small: arguments for the results that are compared with float64.
-      calls: in a program.
-      dtype: of the computation.
-      precision: of our products of float32: "default" (TF32 on a GPU) or "highest".
+      sets: the arguments of each call, in the form that jaxbp's function takes; one set for a training step. Empty if
+        only the names of the variants are needed.
+      small: the arguments for the results that are compared with float64.
+      calls: the number of calls in a program.
+      dtype: the dtype of the computation.
+      precision: the precision of jaxbp's float32 products: "default" (TF32 on a GPU) or "highest".
       products: whether there are matrix products or convolutions, so that TF32 makes a difference.
-      seconds: least time of a round.
-      choice: "best" for the library's fastest variant, "all" for every one.
+      seconds: the least time of a round.
+      choice: "best" for the fastest variant of the library, "all" for every variant.
     """
 
     op: str
@@ -54,21 +56,21 @@ class Task:
 
 
 Variant = tuple[str, str | None, Callable[[], dict[str, Any]]]
-"""A way in which a peer does a task: its name, its precision if it has one, and a function that measures it.
+"""A variant of a peer: its name, its precision or None, and a function that measures it.
 
-The function returns the fields of `measure.MEASURED` that it knows, and `results`: the floating results from the small
-arguments, in the order of our function, or None. It may return `reference`, the float64 results to compare them with,
-where its arguments are not the task's; and `error_reason`, why there is no error.
+The function returns the fields of `measure.MEASURED` that it knows, and `results`. These are the floating results for
+the small arguments, in the order of jaxbp's function, or None. If its arguments differ from the arguments of the task,
+it also returns `reference`, the float64 results to compare with. It may return `error_reason`, which says why there is
+no error.
 """
 
 
 def is_asked_for(peer: str, variant: str, choice: VariantChoice) -> bool:
-    """Whether a variant of those that a module gives for this choice is timed."""
     return choice == "all" or fnmatch.fnmatchcase(variant, FASTEST.get(peer, "*"))
 
 
 def installed() -> dict[str, ModuleType]:
-    """The modules of the peers whose libraries are installed. Importing one imports its library."""
+    """Return the modules of the peers whose libraries are installed. Importing a module imports its library."""
     peers = {}
     for name, module in PEERS.items():
         try:

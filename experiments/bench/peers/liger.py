@@ -1,4 +1,4 @@
-"""Liger-Kernel's norms, in Triton, as the bench's peer."""
+"""Liger-Kernel's norms, written in Triton, as a peer of the bench."""
 
 from importlib import metadata
 
@@ -11,7 +11,7 @@ VERSION = metadata.version("liger-kernel")
 
 
 def _layer_norm_backward(dy, x, scale, mean, inv_std):
-    return layer_norm_backward(dy, x, scale, scale, mean, inv_std)  # of the bias it takes the dtype
+    return layer_norm_backward(dy, x, scale, scale, mean, inv_std)  # only the dtype of the bias is read
 
 
 FORWARDS = {
@@ -22,5 +22,4 @@ BACKWARDS = {"layer_norm_backward": _layer_norm_backward}
 
 
 def variants(task):
-    """Eager and in a CUDA graph; none where the library has no counterpart."""
     return variants_of(task, ops(FORWARDS, BACKWARDS), []) if task.op in FORWARDS | BACKWARDS else ()

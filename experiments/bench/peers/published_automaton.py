@@ -1,9 +1,10 @@
-"""Logic cellular automata as their article writes them, as the bench's peer: 16 gates a wire pair, native autodiff.
+"""Logic cellular automata in the published formulation, as a peer of the bench: 16 functions per gate, and autodiff.
 
-Every gate evaluates all 16 functions, stacks them, and weights them with the softmax of its logits; cells are mapped
-over by `jax.vmap`, ticks by `jax.lax.scan`; nothing is computed twice. Written anew from the article, for the same
-wires, logits and states as ours. Once as JAX compiles it, and once with XLA's deterministic operations, which the
-article's own code turns on: without them, the gradients of wires that read one input add up in any order.
+Every gate evaluates all 16 functions, stacks them, and weights them with the softmax of its logits. `jax.vmap` maps
+over cells, and `jax.lax.scan` runs the ticks. Nothing is computed twice. The code is reimplemented from the article,
+for the same wires, logits, and states as jaxbp's automata. There are two variants: JAX's default compilation, and XLA's
+deterministic operations, which the article's code turns on. Without these, the gradients of wires that read the same
+input add up in any order.
 
 Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
 """
@@ -23,7 +24,7 @@ VERSION = jax.__version__
 
 
 def variants(task):
-    """Both ways to compile it; none for other work."""
+    """Yield both ways to compile the automaton, or nothing for other ops."""
     if task.op != "automaton":
         return
     for name, options in (("", {}), (", deterministic", {"xla_gpu_deterministic_ops": True})):
@@ -46,7 +47,7 @@ def _published(logits, automaton, state, steps):
 
 
 def tick(logits: tuple, automaton: Automaton, state: Array, fires: Array | None = None) -> Array:
-    """The next state of a grid, as `jaxbp.automaton_step`; a cell that does not fire keeps its own."""
+    """Return the next state of a grid, as `jaxbp.automaton_step` does. A cell that does not fire keeps its state."""
     height, width = state.shape[1:3]
     edge = [(0, 0), (1, 1), (1, 1), (0, 0)]
     padded = jnp.pad(state, edge, mode="wrap" if automaton.periodic else "constant")

@@ -1,4 +1,4 @@
-"""QuACK's RMSNorm, in CuTe, as the bench's peer. Its LayerNorm has no backward."""
+"""QuACK's RMSNorm, written in CuTe, as a peer of the bench. QuACK's LayerNorm has no backward."""
 
 from importlib import metadata
 
@@ -18,5 +18,4 @@ BACKWARDS = {"rms_norm_backward": _rms_norm_backward}
 
 
 def variants(task):
-    """Eager and in a CUDA graph; none where the library has no counterpart."""
     return variants_of(task, ops(FORWARDS, BACKWARDS), []) if task.op in FORWARDS | BACKWARDS else ()

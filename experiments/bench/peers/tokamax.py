@@ -1,4 +1,4 @@
-"""tokamax's norms, in JAX on Triton, as the bench's peer: timed as our implementations are."""
+"""tokamax's norms, written in JAX on Triton, as a peer of the bench. They are timed like jaxbp's implementations."""
 
 import functools
 from importlib import metadata
@@ -10,7 +10,7 @@ from experiments.bench.measure import floats, time_chain
 from experiments.bench.works import forward_and_backward, one_after_another
 
 VERSION = metadata.version("tokamax")
-EPS = 1e-5  # the default of our norms
+EPS = 1e-5  # the default of jaxbp's norms
 
 FORWARDS = {
     "layer_norm": functools.partial(tokamax.layer_norm, epsilon=EPS),
@@ -19,13 +19,12 @@ FORWARDS = {
 
 
 def variants(task):
-    """tokamax's default kernel; none where it has no counterpart, such as for a backward by itself."""
+    """Yield tokamax's default kernel, or nothing if it lacks the op. tokamax has no public backwards."""
     if task.op in FORWARDS:
         yield "default", None, functools.partial(measure, task)
 
 
 def measure(task):
-    """Times the task, and computes its results."""
     function = forward_and_backward(FORWARDS[task.op])
     timed = time_chain(one_after_another(function, task.calls), tuple(task.sets), task.calls, task.seconds)
     return timed | {"results": floats(jax.jit(function)(*task.small))}

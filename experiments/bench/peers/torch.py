@@ -1,9 +1,9 @@
-"""PyTorch as the bench's peer: the same work on the same arrays, timed in the same run.
+"""PyTorch as a peer of the bench: the same workloads on the same arrays, timed in the same run.
 
-Variants: eager; the same calls captured in a CUDA graph; and compiled: ops captured in a CUDA graph too, training steps
-with `mode="reduce-overhead"`, or layer by layer and then captured. Products of float32 run in float32 and in TF32. The
-best variant is the last of these, in the precision of our rows. Eager times are the host's where the host is slower
-than the device; those of graphs are device times. Errors are always those of the eager functions.
+The variants are eager, eager captured in a CUDA graph, and compiled. Compiled ops are captured in a CUDA graph.
+Compiled training steps use `mode="reduce-overhead"`, or are compiled layer by layer and then captured. Products of
+float32 run in float32 and in TF32. The best variant is the last, in the precision of jaxbp's rows. Eager times are host
+times if the host is slower than the device; CUDA graphs give device times. Errors are measured on the eager functions.
 """
 
 import collections
@@ -23,13 +23,12 @@ from experiments.bench.peers import Task, Variant
 from jaxbp.verify.timing import settle
 
 VERSION = torch.__version__
-EPS = 1e-5  # of the norms, by default
+EPS = 1e-5  # the default of jaxbp's norms
 Functions = Mapping[str, Callable]
 aten = torch.ops.aten
 
 
 def variants(task: Task) -> Iterator[Variant]:
-    """The ways in which PyTorch does the task; none where it has no counterpart."""
     if task.op == "lenet":
         sgd = functools.partial(torch.optim.SGD, lr=0.01, fused=True)
         yield from variants_of(task, training(_lenet, sgd), [COMPILED_STEP])
@@ -39,16 +38,17 @@ def variants(task: Task) -> Iterator[Variant]:
 
 COMPILED_STEP, COMPILED_LAYERS = "compile, reduce-overhead", "compiled layers, CUDA graph"
 COMPILE_SECONDS = 180.0
-"""After which no further layer is compiled."""
+"""Time after which no further layer is compiled."""
 Build = Callable[[Task, str], tuple[Callable, Callable, dict[str, Any]]]
-"""`build(task, mode) -> (the i-th call of the task, its results from the small arguments, other fields of its row)`."""
+"""`build(task, mode) -> (the i-th call of the task, its results for the small arguments, other fields of its row)`."""
 
 
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
-    """The variants of a task on PyTorch's tensors: eager, on a GPU in a CUDA graph, and `modes`, the fastest last.
+    """Yield the variants of a task on PyTorch's tensors: eager, and on a GPU also in a CUDA graph and in `modes`.
 
     Args:
-      best: how many of the last are timed where the choice is "best".
+      modes: further modes, the fastest last.
+      best: how many of the last modes are timed if the choice is "best".
     """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
@@ -62,7 +62,7 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 
 
 def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
-    """Times the task, computes its results eagerly, and measures its temporary memory.
+    """Time the task, compute its results eagerly, and measure its temporary memory.
 
     PyTorch does not count the memory of a CUDA graph that its compiler captured.
     """
@@ -89,7 +89,7 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:
-    """Single ops: forwards with their gradients, and backwards."""
+    """Return the `build` of single ops: forwards with their gradients, and backwards."""
     return functools.partial(_op, forwards, backwards)
 
 
@@ -109,7 +109,7 @@ def _op(forwards, backwards, task, mode):
 
 
 def _tensors(task, arguments):
-    """The arguments in PyTorch's conventions, sharing JAX's memory where they agree."""
+    """Convert the arguments to PyTorch's conventions. They share JAX's memory where the conventions agree."""
     arguments = jax.tree.map(tensor, arguments)
     if task.op == "max_pool2d_backward":
         dy, indices = arguments
@@ -123,7 +123,7 @@ def _tensors(task, arguments):
 
 
 def _statistics(x, *, centred):
-    """What a forward keeps of each row: its mean and its inverse deviation, or the inverse of its root mean square."""
+    """Return the residuals per row: the mean and the inverse standard deviation, or the inverse root mean square."""
     variance, mean = torch.var_mean(x.float(), -1, correction=0)
     if centred:
         return mean, torch.rsqrt(variance + EPS)
@@ -131,13 +131,13 @@ def _statistics(x, *, centred):
 
 
 def tensor(a):
-    """The array as a tensor in the same memory; integers as int64."""
+    """Return the array as a tensor in the same memory. Integers become int64."""
     shared = torch.from_dlpack(a)
     return shared if shared.is_floating_point() else shared.long()
 
 
 def _flat_indices(indices, *, input_size, window, stride=None, padding=0):
-    """Places within windows as PyTorch's places within an image."""
+    """Convert indices within windows to PyTorch's indices within an image."""
     window, padding = _pair(window), _pair(padding)
     stride = window if stride is None else _pair(stride)
     rows, columns = (
@@ -167,7 +167,7 @@ def _linear_backward(dy, x, w):
 
 
 def _conv2d_backward(dy, x, w, wanted, stride=1, padding=0):
-    # Of the gradients that are not wanted, only shapes are read.
+    # PyTorch reads only the shapes of arrays that the unwanted gradients need.
     none = [False, False, False]
     none[wanted] = True
     stride, padding = _pair(stride), _pair(padding)
@@ -189,7 +189,7 @@ def _conv2d_backward_bias(dy):
 def _max_pool2d_backward(dy, indices, *, input_size, window, stride=None, padding=0):
     window = _pair(window)
     stride = window if stride is None else _pair(stride)
-    x = dy.new_empty(*dy.shape[:2], *input_size)  # only its shape counts
+    x = dy.new_empty(*dy.shape[:2], *input_size)  # only its shape matters
     return [aten.max_pool2d_with_indices_backward(dy, x, window, stride, _pair(padding), [1, 1], False, indices)]
 
 
@@ -216,7 +216,7 @@ def _softmax_cross_entropy_backward(dy, logits, labels):
     if labels.is_floating_point():
         return [dy[:, None] * (torch.softmax(logits, -1) * labels.sum(-1, keepdim=True) - labels)]
     log_probabilities = torch.log_softmax(logits, -1)
-    total_weight = logits.new_empty(())  # which only a mean would look at
+    total_weight = logits.new_empty(())  # read only for the reduction "mean"
     d = aten.nll_loss_backward(dy, log_probabilities, labels, None, 0, -100, total_weight)
     return [aten._log_softmax_backward_data(d, log_probabilities, -1, logits.dtype)]
 
@@ -256,12 +256,12 @@ FORWARDS = {
 
 
 def training(make: Callable, optimiser_of: Callable) -> Build:
-    """Steps of training.
+    """Return the `build` of training steps.
 
     Args:
-      make: `make(task, arguments) -> (model, parameters, loss)`: a module, its parameters in the order of the bench's
-        gradients and with the values of its arguments, and a function of the module.
-      optimiser_of: of the parameters.
+      make: `make(task, arguments) -> (model, parameters, loss)`. The parameters have the order of the bench's gradients
+        and the values of its arguments. The loss is a function of the model.
+      optimiser_of: `parameters -> optimizer`.
     """
     return functools.partial(_training, make, optimiser_of)
 
@@ -295,10 +295,10 @@ def _training(make, optimiser_of, task, mode):
 
 
 def compile_layers(model: torch.nn.Sequential, loss_of: Callable) -> dict[str, Any]:
-    """Compiles the layers that have parameters, one after the other, with their gradients, until it has taken long.
+    """Compile the layers that have parameters one after the other, with gradients, until `COMPILE_SECONDS` have passed.
 
-    A layer's graph is small, where compiling that of a whole model can take many minutes. Layers that are left stay
-    eager, as the row then says.
+    The graph of a layer is small, whereas a whole model can take many minutes to compile. The remaining layers stay
+    eager, and the row says so.
     """
     layers = [layer for layer in model if next(layer.parameters(), None) is not None]
     started, compiled = time.perf_counter(), 0
@@ -315,7 +315,7 @@ def compile_layers(model: torch.nn.Sequential, loss_of: Callable) -> dict[str, A
 
 
 def _scaler(task, parameters):
-    """Scales the loss in float16; in other dtypes it does nothing."""
+    """Return a scaler of the loss, which does nothing unless the dtype is float16."""
     return torch.amp.GradScaler(parameters[0].device.type, 2.0**15, enabled=task.dtype == "float16")
 
 
@@ -343,7 +343,7 @@ def _lenet(task, arguments):
 
 
 def _captured(program: Callable) -> Callable:
-    """The program as a CUDA graph."""
+    """Capture the program as a CUDA graph, and return the function that replays it."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -356,7 +356,7 @@ def _captured(program: Callable) -> Callable:
 
 
 def _seconds(program: Callable, seconds: float) -> list[float]:
-    """The time of a program in each round, by CUDA's events where there is a GPU."""
+    """Return the time of a program in each round. On a GPU, CUDA's events measure it."""
     for _ in range(3):
         once = _time(program, 1)
     repeats = max(2, min(2000, int(seconds / once)))
@@ -380,10 +380,10 @@ def _time(program: Callable, repeats: int) -> float:
 
 
 def _temporary_bytes(call: Callable) -> int | None:
-    """The most memory during a call, less what was there before and what it returns."""
+    """Return the peak memory during a call, without the memory in use before and the results."""
     if not torch.cuda.is_available():
         return None
-    call(0)  # tries algorithms
+    call(0)  # lets cuDNN choose its algorithms
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,8 +1,9 @@
-"""torchlogix's networks of logic gates, also convolutional ones, as the bench's peer: our wires, parameters and inputs.
+"""torchlogix's logic networks, dense and convolutional, as a peer of the bench.
 
-Each of its parametrisations is timed. `raw` has 16 logits a gate, as our `softmax`; `light` and `warp` have four
-parameters, as our `input_wise` and `walsh`. The formulas of `raw` and `light` are ours, so their results are compared
-with our network's in float64. `warp` computes another function: see `WARP`.
+They use jaxbp's wires, parameters, and inputs. Each parametrization of torchlogix is timed. `raw` has 16 logits per
+gate, like jaxbp's `softmax`. `light` and `warp` have four parameters per gate, like `input_wise` and `walsh`. `raw` and
+`light` have the same formulas as jaxbp, so their results are compared with jaxbp's network in float64. `warp` computes
+another function: see `WARP`.
 """
 
 import functools
@@ -20,15 +21,15 @@ from experiments.bench.works import LOGIC_CONV, logic_conv_network, logic_conv_w
 
 VERSION = metadata.version("torchlogix")
 PARAMETRIZATIONS = {"raw": "softmax", "light": "input_wise", "warp": "walsh"}
-"""torchlogix's name -> our parametrisation with as many parameters a gate."""
+"""torchlogix's name -> jaxbp's parametrization with as many parameters per gate."""
 WARP = "warp takes the sigmoid of a sum at relaxed inputs, our walsh interpolates between the rows of the truth table"
 
 
 def variants(task):
-    """Each parametrisation: eager, in a CUDA graph, and compiled; none where the library has no counterpart.
+    """Yield each parametrization eagerly, in a CUDA graph, and compiled, or nothing if torchlogix lacks the workload.
 
-    Convolutional networks are compiled layer by layer, and timed in a CUDA graph first: compiling takes long, and the
-    rows are then not without the library if the run ends before.
+    Convolutional networks are compiled layer by layer. They are timed in a CUDA graph first, because compiling takes
+    long. If the run ends during compilation, the report still has rows of torchlogix.
     """
     if not task.op.startswith("logic"):
         return
@@ -63,7 +64,7 @@ def _network(name, task, arguments):
 
 
 def _convolution(ours, size, options):
-    """A convolution of square windows and its or-pool."""
+    """Return a convolution with square windows, followed by its or-pool."""
     wires, logits = ours.wires.get_value(), np.asarray(ours.logits[...])
     layer = LogicConv2d(
         size,
@@ -82,7 +83,7 @@ def _convolution(ours, size, options):
 
 
 def _joined(results, place):
-    """The loss and the gradients, those of a convolution's levels as one array."""
+    """Return the loss and the gradients, with the levels of each convolution joined into one array."""
     loss, *gradients = results
     joined = [loss]
     for convolution in LOGIC_CONV[place].convolutions:
@@ -101,7 +102,7 @@ def _compared(name, task, run):
 
 
 def _reference(name, task):
-    """The results in float64 of our network with the same parameters."""
+    """Return the results in float64 of jaxbp's network with the same parameters."""
     if task.op == "logic-conv":
         work = logic_conv_work(**task.options, parametrization=PARAMETRIZATIONS[name])
     else:

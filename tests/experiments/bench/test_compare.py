@@ -60,7 +60,7 @@ def test_what_is_slower_is_said_and_is_exit_code_1(compared):
 
 def test_runs_that_settled_differently_are_told_apart(compared):
     said = compared([row()], [row()], settling_seconds=0.3)[1]
-    assert "before their rounds programs ran for up to 0.0 s and 0.3 s" in said
+    assert "before their rounds, programs ran for up to 0.0 s and 0.3 s" in said
     assert "before their rounds" not in compared([row()], [row()], settling_seconds=0.0)[1]
 
 
@@ -81,7 +81,7 @@ def test_rows_of_one_run_alone_are_named_and_peers_are_left_out(compared):
     theirs = row(implementation="PyTorch", peer="PyTorch")
     code, said = compared([row(), row("gone"), theirs], [row(), row("new"), theirs | {"microseconds": 900.0}])
     assert code == 0 and "0 of 1 rows slower" in said
-    assert "in the old run alone: gone, 8" in said and "in the new run alone: new, 8" in said
+    assert "only in the old run: gone, 8" in said and "only in the new run: new, 8" in said
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_rows_of_one_run_alone_are_named_and_peers_are_left_out(compared):
     [
         ([row()], [], "another device", "of the device a device and"),
         ([row("sum")], [], "a device", "have no row in common"),
-        ([{"work": "relu"}], [], "a device", "is no report of the bench"),
+        ([{"work": "relu"}], [], "a device", "is not a report of the bench"),
         ([row()], ["--threshold", "-1"], "a device", "threshold is -1.0: wanted at least 0"),
     ],
 )

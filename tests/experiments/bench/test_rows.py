@@ -82,7 +82,7 @@ def test_a_pallas_without_a_kernel_of_ours_is_no_row(work_at, monkeypatch, capsy
     found = [row["implementation"] for row in measured_rows(cases, lambda: True)]
     assert found == ["xla", "pallas", "xla"]
     assert cases[0].row_names() == ["xla"]
-    message = "transpose_backward images, batch 2, pallas: left out, as no kernel of ours runs\n"
+    message = "transpose_backward images, batch 2, pallas: left out, because no jaxbp kernel runs\n"
     assert message in capsys.readouterr().err
 
 

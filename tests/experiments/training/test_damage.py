@@ -134,8 +134,8 @@ def test_a_run_with_a_damaged_file_goes_on_to_the_same_bits(run, place, runs, tm
             assert (code, said.count("\n") <= 1) == (0, True), (file, name, said)
             assert outcome(run_dir) == wanted, (file, name)
             if place == NEWEST[run]:
-                assert said.startswith("warning: ") and "going on from epoch" in said
-                assert f"{file} is damaged" in said or f"{file} cannot be read" in said
+                assert said.startswith("warning: ") and "resuming from epoch" in said
+                assert f"{file} is corrupt" in said or f"{file} cannot be read" in said
 
 
 @pytest.mark.parametrize("run", PLACES)
@@ -182,7 +182,7 @@ def test_a_run_that_cannot_go_on_says_so_in_one_line_and_loses_nothing(damage, r
     before = contents(run_dir)
     code, said = resume(run_dir, capsys)
     assert code == 1 and said.count("\n") == 1
-    assert said.startswith(f"error: run_dir = {run_dir} has no checkpoint to go on from: ")
+    assert said.startswith(f"error: run_dir = {run_dir} has no checkpoint to resume from: ")
     assert contents(run_dir) == before
 
 

@@ -51,7 +51,7 @@ def test_the_code_is_of_the_simplified_gates_and_says_what_its_bits_are(finished
     assert 0 < code["v"].count("wire gate") == int(gates.replace(",", "")) < 3000
     for text in code.values():
         assert "Input 2 * (28 * row + column) + level: whether a pixel is above (level + 1) / 3" in text
-        assert "those of class c are 100 c to 100 c + 99" in text
+        assert "class c has outputs 100 c to 100 c + 99" in text
 
 
 def test_the_gates_are_counted_drawn_and_timed(finished):

@@ -95,7 +95,7 @@ def test_a_killed_process_ends_the_other_with_a_line(start, tmp_path, killed):
     processes[killed].kill()
     assert processes[1 - killed].wait(timeout=30) == 1
     errors = processes[1 - killed].stderr.read()
-    assert errors == f"error: process {killed} stopped answering: the run ends, and --resume goes on\n"
+    assert errors == f"error: process {killed} stopped answering: the run ends; --resume continues it\n"
 
 
 def test_a_relay_hands_on_all_but_the_end():

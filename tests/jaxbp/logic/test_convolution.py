@@ -59,7 +59,7 @@ REFUSED = {
     ),
     "one leaf": (
         lambda: TreeWires.from_leaves(np.zeros((1, 1, 3), int), 1, 3),
-        "TreeWires.from_leaves: a kernel has 1 leaf; wants at least 2, those of one gate",
+        "TreeWires.from_leaves: a kernel has 1 leaf; wants at least 2, the leaves of one gate",
     ),
     "a row below the window": (
         lambda: TreeWires.from_leaves(np.add(LEAVES, [0, 2, 0]), 1, (2, 3)),

@@ -128,7 +128,7 @@ REFUSED = {
     "lists of two lengths": (
         lambda: Wires.from_pairs([0, 1], [1], 5),
         ValueError,
-        "Wires.from_pairs: a has 2 wires and b has 1; wants one of each a gate",
+        "Wires.from_pairs: a has 2 wires and b has 1; wants one of each per gate",
     ),
     "no gates": (
         lambda: Wires.from_pairs(np.zeros(0, int), np.zeros(0, int), 5),
@@ -153,7 +153,7 @@ REFUSED = {
     "too few pairs": (
         lambda: Wires.unique(9, 37, seed=0),
         ValueError,
-        "Wires.unique: 9 inputs have 36 pairs; wants at most so many gates, not 37",
+        "Wires.unique: 9 inputs have 36 pairs; wants at most 36 gates, not 37",
     ),
     "one input has no pair": (
         lambda: Wires.unique(1, 1, seed=0),

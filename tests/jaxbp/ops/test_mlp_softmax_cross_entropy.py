@@ -142,7 +142,7 @@ REFUSED = {
     "labels that are weights": (
         (X, LABELS.astype(jnp.float32), *LAYERS),
         TypeError,
-        "labels has dtype float32; wants integers, a class an example",
+        "labels has dtype float32; wants integers, one class per example",
     ),
     "another dtype": (
         (X.astype(jnp.bfloat16), LABELS, *LAYERS),

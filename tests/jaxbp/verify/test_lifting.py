@@ -120,8 +120,8 @@ LLAMA = {"silu": (silu, 1), "rms_norm": (rms_norm, 2), "attention": (attention, 
 def test_a_function_that_computes_in_float32_passes(name, dtype):
     function, count = LLAMA[name]
     result = quickly(function, *(np.roll(X, i, -1).astype(dtype) for i in range(count))).raise_if_failed()
-    assert result.notes == ("computes in float32: the reference computes the same in float64",)
-    assert any(row.against == "differences" for row in result.rows)
+    assert result.notes == ("computes in float32; the reference runs the same program in float64",)
+    assert any(row.against == "finite differences" for row in result.rows)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.001])
@@ -141,7 +141,7 @@ def test_where_a_program_cannot_be_lifted_the_step_survives_the_conversion(facto
     sine.defvjp(lambda x: (sine(x), x), lambda x, dy: (factor * dy * jnp.cos(x),))
     result = quickly(sine, X)
     assert bool(result) == (factor == 1)
-    assert result.notes[0].endswith("(pure_callback computes in float32): differences take larger steps")
+    assert result.notes[0].endswith("(pure_callback computes in float32); finite differences take larger steps")
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -18,14 +18,14 @@ def first_orders(function, x):
 def test_values_and_gradients_are_those_of_calculus():
     x = np.float32([0.5, -2.0])
     values, gradients = first_orders(jnp.sin, x)
-    assert (values.order, gradients.order, gradients.against) == (0, 1, "differences")
+    assert (values.order, gradients.order, gradients.against) == (0, 1, "finite differences")
     np.testing.assert_allclose(values.arrays[0], np.sin(x, dtype=np.float64), rtol=1e-12)
     np.testing.assert_allclose(gradients.arrays[0], C * np.cos(x, dtype=np.float64), rtol=1e-12)
 
 
 def test_a_kink_has_autodiffs_gradient():
     _, gradients = first_orders(jnp.abs, np.float32([0.0, 3.0]))
-    assert gradients.against == "differences; autodiff where there is a kink"
+    assert gradients.against == "finite differences; autodiff where there is a kink"
     np.testing.assert_allclose(gradients.arrays[0], [C[0] * jax.grad(jnp.abs)(0.0), C[1]])
     assert not gradients.contradicted[0].any()
 

@@ -403,7 +403,7 @@ CORPUS = (
     WrongBackward(
         "attention",
         "triton-lang/triton#5660",
-        "the backward has a causal mask, and the forward has none",
+        "the backward has a causal mask, but the forward has none",
         softmax_attention,
         lambda dy, q, k, v: softmax_attention_backward(dy, q, k, v, causal(len(q))),
         (X, X, X),
@@ -411,7 +411,7 @@ CORPUS = (
     WrongBackward(
         "attention",
         "triton-lang/triton#7216",
-        "the forward has a causal mask, and the backward has none",
+        "the forward has a causal mask, but the backward has none",
         causal_attention,
         lambda dy, q, k, v: softmax_attention_backward(dy, q, k, v, True),
         (X, X, X),
@@ -427,7 +427,7 @@ CORPUS = (
     WrongBackward(
         "convolution",
         "NervanaSystems/neon#111",
-        "the gradient is written at the number of the filter, not of the channel",
+        "the gradient is written at the filter's index instead of the channel's",
         sum_over_filters,
         gradient_at_the_filters_channel,
         (X, (2, 4)),
@@ -443,7 +443,7 @@ CORPUS = (
     WrongBackward(
         "slice_scatter",
         "pytorch/pytorch#180164",
-        "a mask is folded into a constant, and dx is zero",
+        "a compiler folds a mask into a constant, so dx is zero",
         scattered_columns,
         scattered_columns_zero,
         (X, (4, 2)),
@@ -451,7 +451,7 @@ CORPUS = (
     WrongBackward(
         "drift",
         "AndreiChertkov/fpcross#2",
-        "the sum of a row in place of its diagonal",
+        "each element gets the sum of its row's diagonal terms",
         drift,
         drift_row_sum,
         (X,),
@@ -459,7 +459,7 @@ CORPUS = (
     WrongBackward(
         "i0",
         "jax-ml/jax#11479",
-        "1 at 0, by the slope of abs(x)",
+        "the gradient at 0 is 1, the slope of abs(x)",
         i0,
         lambda dy, x: jnp.where(x == 0, dy, dy * jax.scipy.special.i1(x)),
         (X,),
@@ -475,7 +475,7 @@ CORPUS = (
     WrongBackward(
         "group_norm",
         "linkedin/Liger-Kernel#1375",
-        "of a 4-D input only the last axis counts",
+        "for a 4-D input, the sums cover only the last axis",
         group_norm,
         group_norm_of_last_axis,
         ((2, 2, 3, 4),),
@@ -483,7 +483,7 @@ CORPUS = (
     WrongBackward(
         "prenorm",
         "Dao-AILab/quack#53",
-        "the residual's dy is added before the norm, and not after",
+        "dy of the residual is added before the norm's backward, not after",
         prenorm,
         prenorm_added_before,
         (X, X),
@@ -494,18 +494,23 @@ CORPUS = (
     WrongBackward(
         "decayed_sum",
         "state-spaces/mamba#537",
-        "beyond the diagonal a block is not zeroed",
+        "a block above the diagonal is not zeroed",
         decayed,
         decayed_not_zeroed,
         ((4,), (4,)),
     ),
     WrongBackward(
-        "logic_conv", "ligerlac/torchlogix#6", "all kernels have the wires of the first", read, read_alike, ((2, 3, 3),)
+        "logic_conv",
+        "ligerlac/torchlogix#6",
+        "all filters use the wires of the first filter",
+        read,
+        read_alike,
+        ((2, 3, 3),),
     ),
     WrongBackward(
         "logic_conv",
         "ligerlac/torchlogix#26",
-        "the indices of the wires are mixed up, once a compiler unpacks them",
+        "a compiler unpacks the indices of the wires in the wrong order",
         read,
         read_elsewhere,
         ((2, 3, 3),),
@@ -513,7 +518,7 @@ CORPUS = (
     WrongBackward(
         "attention",
         "NVIDIA/TransformerEngine#3516",
-        "dy is in the order of the devices, and is taken for that of the sequence",
+        "dy is in device order, but is read in sequence order",
         attention,
         attention_of_dy_in_order,
         ((4, 4), X),
@@ -521,7 +526,7 @@ CORPUS = (
     WrongBackward(
         "layer_norm",
         "flagos-ai/FlagGems#59",
-        "sums go over all rows of a block",
+        "the sums cover all rows of a block instead of one row",
         layer_norm,
         layer_norm_of_all_rows,
         NORM,
@@ -537,7 +542,7 @@ CORPUS = (
     WrongBackward(
         "layer_norm",
         "Oneflow-Inc/oneflow#6149",
-        "the gradients of scale and bias are exchanged",
+        "the gradients of scale and bias are swapped",
         layer_norm,
         layer_norm_swapped,
         NORM,
@@ -545,7 +550,7 @@ CORPUS = (
     WrongBackward(
         "layer_norm",
         "denizyuret/Knet.jl#288",
-        "dx is taken of dy without the scale",
+        "dx is computed from dy without the scale",
         layer_norm,
         layer_norm_without_scale,
         NORM,
@@ -559,12 +564,12 @@ CORPUS = (
         (X, FEATURES),
     ),
     WrongBackward(
-        "layer_norm", "common texts", "dx is the Jacobian's diagonal alone", layer_norm, layer_norm_diagonal, NORM
+        "layer_norm", "common texts", "dx uses only the diagonal of the Jacobian", layer_norm, layer_norm_diagonal, NORM
     ),
     WrongBackward(
         "trace",
         "pytorch/pytorch#171704",
-        "a fixed step leaves the diagonal of a tall matrix",
+        "a fixed stride leaves the diagonal of a tall matrix",
         jnp.trace,
         trace_by_stride,
         ((4, 2),),
@@ -575,7 +580,7 @@ CORPUS = (
     WrongBackward(
         "mean",
         "kakaobrain/trident#66",
-        "the number of rows divides, not that of columns",
+        "the gradient is divided by the number of rows, not of columns",
         mean_of_rows,
         lambda dy, x: jnp.broadcast_to(dy[:, None] / x.shape[0], x.shape),
         (X,),
@@ -591,7 +596,7 @@ CORPUS = (
     WrongBackward(
         "fmod",
         "Oneflow-Inc/oneflow#8769",
-        "the gradient of a broadcast argument is not summed, and has the result's shape",
+        "the gradient of a broadcast argument is not summed, so it has the result's shape",
         jnp.fmod,
         lambda dy, x, y: (dy, -dy * jnp.trunc(x / y)),
         ((3,), X),
@@ -599,7 +604,7 @@ CORPUS = (
     WrongBackward(
         "gaussian",
         "graphdeco-inria/gaussian-splatting#551",
-        "-1/2 for -1 in a mixed term",
+        "the factor of a mixed term is -1/2 instead of -1",
         gaussian,
         gaussian_half,
         ((2,), FEATURES),
@@ -615,7 +620,7 @@ CORPUS = (
     WrongBackward(
         "softplus",
         "tenstorrent/tt-metal#56397",
-        "exp(x) / (1 + exp(x)) overflows",
+        "exp(x) / (1 + exp(x)) overflows for large x",
         jax.nn.softplus,
         lambda dy, x: dy * jnp.exp(x) * (1 / (1 + jnp.exp(x))),
         (X,),
@@ -623,7 +628,7 @@ CORPUS = (
     WrongBackward(
         "softplus",
         "jax-ml/jax#2107",
-        "0 at 0, by the slope of |x|",
+        "the gradient at 0 is 0, the slope of abs(x)",
         jax.nn.softplus,
         lambda dy, x: jnp.where(x == 0, 0, dy * jax.nn.sigmoid(x)),
         (X,),
@@ -631,7 +636,7 @@ CORPUS = (
     WrongBackward(
         "hard_sigmoid",
         "FluxML/NNlib.jl#706",
-        "1 where it is saturated",
+        "the gradient is dy instead of 0 where the op saturates",
         hard_sigmoid,
         lambda dy, x: jnp.where(jnp.abs(x) < 3, dy / 6, dy),
         (X,),
@@ -640,7 +645,7 @@ CORPUS = (
     WrongBackward(
         "hard_swish",
         "tenstorrent/tt-metal#55291",
-        "the other branch at -3 and 3",
+        "the gradient at -3 and 3 comes from the other branch",
         hard_swish,
         lambda dy, x: jnp.where(x < -3, 0, jnp.where(x <= 3, dy * (x / 3 + 0.5), dy)),
         (X,),
@@ -648,19 +653,24 @@ CORPUS = (
     WrongBackward(
         "clip",
         "tenstorrent/tt-metal#48201",
-        "both comparisons the wrong way round",
+        "both comparisons are reversed",
         lambda x: jnp.clip(x, -1, 1),
         lambda dy, x: jnp.where((x <= -1) & (x >= 1), dy, 0),
         (X,),
         {"kink_convention": False},
     ),
     WrongBackward(
-        "ldexp", "jax-ml/jax#37992", "1 for 2 at 0", lambda x: 2 * x, lambda dy, x: jnp.where(x == 0, dy, 2 * dy), (X,)
+        "ldexp",
+        "jax-ml/jax#37992",
+        "the gradient at 0 is dy instead of 2 dy",
+        lambda x: 2 * x,
+        lambda dy, x: jnp.where(x == 0, dy, 2 * dy),
+        (X,),
     ),
     WrongBackward(
         "max_pool",
         "FluxML/Flux.jl#1197",
-        "what is the maximum of two windows gets the gradient of one",
+        "the maximum of several windows gets the gradient of only one window",
         max_of_windows,
         one_gradient_each,
         ((8,),),
@@ -669,7 +679,7 @@ CORPUS = (
     WrongBackward(
         "max",
         "mni-ml/framework#22",
-        "what is within 0.01 of the maximum gets it all",
+        "every element within 0.01 of the maximum gets all of dy",
         max_of_rows,
         to_all_that_are_close(0.01),
         (X,),
@@ -678,7 +688,7 @@ CORPUS = (
     WrongBackward(
         "max",
         "Theano/Theano#5248",
-        "all that are equal get it all",
+        "every element equal to the maximum gets all of dy",
         max_of_rows,
         to_all_that_are_close(0),
         (X,),
@@ -687,7 +697,7 @@ CORPUS = (
     WrongBackward(
         "log_softmax",
         "mlpack/mlpack#2360",
-        "dy is added, and not multiplied",
+        "dy is added instead of multiplied",
         jax.nn.log_softmax,
         lambda dy, x: jax.nn.softmax(x) + dy,
         (X,),
@@ -695,7 +705,7 @@ CORPUS = (
     WrongBackward(
         "soft_cross_entropy",
         "NVIDIA-NeMo/Automodel#2428",
-        "takes the targets' sum for 1",
+        "the targets are assumed to sum to 1",
         soft_cross_entropy,
         soft_cross_entropy_of_sum_1,
         (X, X),
@@ -703,7 +713,7 @@ CORPUS = (
     WrongBackward(
         "cross_entropy",
         "linkedin/Liger-Kernel#680",
-        "the first dy stands for all rows",
+        "the first element of dy is used for all rows",
         cross_entropy,
         cross_entropy_of_first_dy,
         (X,),
@@ -711,7 +721,7 @@ CORPUS = (
     WrongBackward(
         "binary_cross_entropy",
         "common texts",
-        "the gradient in the logits, of probabilities",
+        "the gradient is with respect to the logits instead of the probabilities",
         binary_cross_entropy,
         binary_cross_entropy_in_logits,
         (X, X),
@@ -720,7 +730,7 @@ CORPUS = (
     WrongBackward(
         "reciprocal",
         "common texts",
-        "the denominator is clamped from below, also where it is negative",
+        "the denominator is clamped from below even if it is negative",
         lambda x: 1 / x,
         reciprocal_clamped,
         (X,),
@@ -731,14 +741,14 @@ HEAD = """# Wrong backwards
 
 | question | answer |
 |---|---|
-| what is this? | backwards that were wrong in the code of other projects, each as a small pair |
-| does a check catch them? | all of them; the table says on what data, and what it says of the cause |
-| where is the code? | `tests/jaxbp/verify/wrong_backwards.py`, from which this page is made |
+| what is this? | wrong backwards from the code of other projects, each rewritten as a small pair |
+| does a check catch them? | it catches all of them; the table gives the data that reveals each mistake |
+| where is the code? | `tests/jaxbp/verify/wrong_backwards.py`, which generates this page |
 
-Most of them passed tests: with a dy of ones, on square matrices, on positive numbers, away from 0, or with one row. The
-data that a check adds to the user's own is made of these.
+Most of these backwards passed tests that used a dy of ones, square matrices, positive numbers, numbers away from 0, or
+a single row. The mistakes determined the data that a check adds to the user's data.
 
-| op | what was wrong | reported in | where the check fails first, and what it says |
+| op | mistake | reported in | argument and data of the first failure, and the reported cause |
 |---|---|---|---|
 """
 

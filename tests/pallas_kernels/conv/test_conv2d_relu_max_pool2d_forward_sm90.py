@@ -67,7 +67,7 @@ def test_it_pays_for_large_batches(on_hopper):
     ("arrays", "window", "reason"),
     [
         (structs("lenet1", "float32"), (2, 2), "dtype float32"),
-        (structs("lenet1", "bfloat16", window=(3, 2)), (3, 2), "more than 4 places"),
+        (structs("lenet1", "bfloat16", window=(3, 2)), (3, 2), "more than 4 positions"),
         ([jax.ShapeDtypeStruct(s, "bfloat16") for s in ((1, 8, 8, 128), (65, 1, 5, 5), (65,))], (2, 2), "no tile"),
         ([jax.ShapeDtypeStruct(s, "bfloat16") for s in ((1, 7, 7, 128), (8, 1, 4, 4), (8,))], (2, 2), "no tile"),
     ],

@@ -44,7 +44,7 @@ def test_the_interpreter_warns_once_per_process_and_only_when_it_runs():
     assert process.returncode == 0, process.stdout
     before, after = process.stdout.split("before\n")
     assert "no GPU found" not in before
-    assert after.count("jaxbp: no GPU found, so Pallas kernels run in an interpreter: right, but slow.") == 1
+    assert after.count("jaxbp: no GPU found, so Pallas kernels run in an interpreter: correct, but slow.") == 1
 
 
 # ------------------------------------------------------------------------------------------------------- one primitive

@@ -158,12 +158,12 @@ def test_a_batch_of_part_of_a_warpgroup_is_refused(kernel):
 @pytest.mark.parametrize(("inputs", "gates", "most"), [(7, 8, 3), (5, 15, 6), (16, 8, 1)])
 def test_the_trail_is_for_inputs_of_two_consumers_or_four(inputs, gates, most):
     reason = ALONG_TRAIL.supports(*structs(inputs, gates, 128))
-    assert reason == f"wires of {most} consumers, only 2 or 4 of every input"
+    assert reason == f"wires with {most} consumers per input, only 2 or 4"
 
 
 @pytest.mark.parametrize(("inputs", "gates", "most"), [(8, 8, 2), (7, 8, 3), (18, 8, 1)])
 def test_one_pass_by_gate_is_for_inputs_of_one_consumer(inputs, gates, most):
-    assert BY_GATE.supports(*structs(inputs, gates, 128)) == f"wires of {most} consumers, only 1 of every input"
+    assert BY_GATE.supports(*structs(inputs, gates, 128)) == f"wires with {most} consumers per input, only 1"
     assert BY_GATE.supports(*structs(16, 8, 128)) is None
 
 
@@ -173,7 +173,7 @@ def test_a_gpu_of_less_shared_memory_than_their_sums_is_refused(kernel):
     given = arguments(kernel, *structs(16 if kernel is BY_GATE else 8, 8, 128))
     for has, reason in (
         (needed, None),
-        (needed - 1, f"{needed} bytes of shared memory in a program, only {needed - 1}"),
+        (needed - 1, f"{needed} bytes of shared memory per CTA, only {needed - 1}"),
     ):
         with targeting(dataclasses.replace(HOPPER, shared_bytes=has)):
             assert kernel.supports(*given) == reason
