@@ -139,7 +139,6 @@ def _default_implementations() -> tuple[str, ...]:
 def _compare_on_a_batch(
     config: CompareConfig, params: PyTree, losses: Mapping[str, training.PureLoss], dataset: Dataset
 ) -> Comparison:
-    """Compare loss and gradients on the first batch of the training set."""
 
     def loss(params, inputs, targets, *, implementation):
         return jnp.mean(losses[implementation](params, inputs, targets)[0])

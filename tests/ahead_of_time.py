@@ -1,7 +1,7 @@
-"""Compiling for GPUs that are not there: XLA's plugin for CUDA takes a description of one in place of the GPU.
+"""Compile for GPUs that are not present. XLA's plugin for CUDA accepts a description of a GPU instead of the GPU.
 
-A process can do so for one architecture only. Mosaic GPU compiles kernels for the first one that it is asked for, and
-remembers them by their program alone: for a second architecture it would give back what it has.
+A process can compile for one architecture only. Mosaic GPU caches kernels by their program, without the architecture.
+For a second architecture it would return the kernels of the first.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
 from pallas_kernels.core.device import Device, targeting
 
-# The fields of XLA's GpuTargetConfigProto without which it does not compile. Sizes that `Device` lacks are Hopper's:
-# XLA's cost model reads them, the compilers do not.
+# The fields of GpuTargetConfigProto that XLA needs to compile. Sizes that `Device` lacks are those of Hopper. Only XLA's
+# cost model reads them.
 _TARGET = """
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES }}
@@ -52,8 +52,8 @@ dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{device.kind}"
 """
 
-# Autotuning would run programs, and without it Triton finds no tiles for some products, which go to the library then.
-# What XLA makes of a program is left unoptimised, which is quick; kernels are not.
+# Autotuning would run programs. Without it, Triton finds no tiles for some products, so cuBLAS computes all of them. To
+# save time, XLA's code is not optimized; kernels are.
 _OPTIONS = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
@@ -63,7 +63,7 @@ _OPTIONS = {
 
 
 def missing() -> str | None:
-    """What of CUDA's compiler is not installed."""
+    """Return which part of CUDA's compiler is not installed, or None."""
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "JAX's plugin for CUDA: pip install -e '.[cuda13-compiler]'"
     nvidia = importlib.util.find_spec("nvidia")
@@ -75,22 +75,24 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def gpus(device: Device, count: int = 1) -> Iterator[Sequence[jax.Device]]:
-    """So many GPUs of one host, which need not be there, as what programs are traced, lowered and compiled for."""
+    """Yield `count` GPUs of one host, which need not be present, as the target of tracing, lowering and compilation."""
     major, minor = device.capability
     target = _TARGET.format(device=device, major=major, minor=minor, shared_per_core=device.shared_bytes + 1024)
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{count}")
-    # Mosaic GPU reads the architecture from the default device, but for shared memory it asks the machine's own.
+    # Mosaic GPU reads the architecture from the default device, but the size of shared memory from this machine's GPU.
     memory = artificial_shared_memory_limit(device.shared_bytes)
     with targeting(device), jax.default_device(topology.devices[0]), memory:
         yield topology.devices
 
 
 def kernels_compiled(device: Device, function: Callable, *structs: Any) -> int:
-    """How many kernels are in `function` of arrays like `structs`, chosen, traced, lowered and compiled for a GPU that
-    need not be there. A program without one is lowered only: what is left of it is XLA's to compile.
+    """Compile `function` of arrays like `structs` for a GPU that need not be present. Return the number of kernels.
+
+    The implementation is also chosen for this GPU. A program without a kernel is only lowered, because the rest is
+    XLA's to compile.
 
     Raises:
-      ValueError: a kernel wants more shared memory than that GPU has.
+      ValueError: a kernel needs more shared memory than the GPU has.
       jax.errors.JaxRuntimeError: a compiler refuses. LLVM may also end the process.
     """
     with gpus(device) as (gpu,):

@@ -1,4 +1,4 @@
-"""Automata whose rules are known: Conway's Game of Life, a checkerboard that heals, and random circuits."""
+"""Automata with known rules: Conway's Game of Life, a checkerboard that heals, and random circuits."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ NUMBERS = {"and": 1, "a and not b": 2, "xor": 6, "or": 7, "one": 15}
 
 
 class Gates:
-    """A netlist, gate by gate: `gates("and", a, b)` is the new gate's source."""
+    """Builder of a netlist. `gates("and", a, b)` adds a gate and returns its source."""
 
     def __init__(self, inputs):
         self.inputs, self.listed = inputs, []
@@ -18,7 +18,7 @@ class Gates:
         return self.inputs + len(self.listed) - 1
 
     def adder(self, x, y, z):
-        """The sum of three bits, and what it carries."""
+        """Return the sum of three bits, and the carry."""
         half = self("xor", x, y)
         return self("xor", half, z), self("or", self("and", x, y), self("and", half, z))
 
@@ -27,7 +27,7 @@ class Gates:
 
 
 def life_gates():
-    """A cell lives with three neighbours, or with two if it did."""
+    """Return the rule of Life: a cell lives with three live neighbors, or with two if it is alive."""
     gates = Gates(9)
     (ones0, twos0), (ones1, twos1) = gates.adder(0, 1, 2), gates.adder(3, 5, 6)
     ones2, twos2 = gates("xor", 7, 8), gates("and", 7, 8)
@@ -42,7 +42,7 @@ def life(periodic):
 
 
 def life_step(x, periodic):
-    """A tick of boards `(batch, height, width)`, in whole numbers."""
+    """Compute one tick of boards `(batch, height, width)` in integers."""
     height, width = x.shape[1:]
     bordered = np.pad(x.astype(int), ((0, 0), (1, 1), (1, 1)), mode="wrap" if periodic else "constant")
     around = sum(bordered[:, r : r + height, c : c + width] for r in range(3) for c in range(3)) - x
@@ -50,8 +50,8 @@ def life_step(x, periodic):
 
 
 def checkerboard():
-    """The first channel differs from the cell to the left, or in the first column from the cell above; the second one
-    is 1, by which a cell sees where the grid ends. Whatever is destroyed heals from the left."""
+    """Return the checkerboard. Its first channel differs from the cell to the left, or in the first column from the cell
+    above. The second channel is 1, which shows a cell where the grid ends. Damage heals from the left."""
     gates = Gates(18)
     above, left = (2, 3), (6, 7)
     of_left = gates("a and not b", left[1], left[0])
@@ -66,7 +66,7 @@ def checkerboard_target(height, width):
 def random_circuit(channels, widths, seed=0):
     random, layers, reads = np.random.default_rng(seed), [], 9 * channels
     for i, gates in enumerate([*widths, channels]):
-        # More gates of two inputs than of one or none, so that states do not die out.
+        # Most functions depend on both inputs, so that states do not die out.
         layers.append(
             (random.choice([*range(16), 1, 6, 7, 6, 9, 14], gates), Wires.random(reads, gates, seed=seed + i))
         )

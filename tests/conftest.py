@@ -9,9 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Before JAX starts: an operation needs no Python traceback, which takes a tenth of the time; and where there is no GPU,
-# devices to shard over, and fast compilation of the interpreted kernels, which are loops with long bodies and run
-# briefly. With more threads, a product would wait forever for threads that wait for the product in the simulator.
+# JAX reads these variables when it starts. Python tracebacks of operations take a tenth of the time. Without a GPU, the
+# flags set up devices to shard over, and fast compilation for interpreted kernels, which have long bodies and run
+# briefly. With more threads, a product in the simulator would wait forever for threads that wait for the product.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 os.environ["JAX_TRACEBACK_FILTERING"] = "off"
 if shutil.which("nvidia-smi") is None:
@@ -21,9 +21,9 @@ if shutil.which("nvidia-smi") is None:
         + " --xla_disable_hlo_passes=simplify-while-loops,while-loop-invariant-code-motion"
         + " --xla_cpu_multi_thread_eigen=false --xla_cpu_parallel_codegen_split_count=1"
     )
-    if importlib.metadata.version("jaxlib").startswith("0.10."):  # It can do without MLIR, in half of the time.
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # It compiles in half of the time without MLIR.
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-    # Nearly all of the time is compilation. The processes of pytest-xdist, which inherit this, share what they compile.
+    # Compilation takes nearly all of the time. The processes of pytest-xdist inherit this cache and share it.
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = cache = tempfile.mkdtemp()
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -31,7 +31,7 @@ if shutil.which("nvidia-smi") is None:
         atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
 else:
-    # A process would else take most of the GPU's memory, which those of pytest-xdist share.
+    # Otherwise one process would take most of the GPU's memory, which the processes of pytest-xdist share.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -42,7 +42,7 @@ from pallas_kernels.core.device import HOPPER, kernels_run, targeting
 
 HAS_GPU = kernels_run()
 
-# Looking for cycles as often as by default takes 5 to 10% of the time: tracing makes many objects, and few are in one.
+# At the default thresholds, the search for cycles takes 5 to 10% of the time. Tracing makes many objects, but few cycles.
 gc.freeze()
 gc.set_threshold(100_000)
 
@@ -58,8 +58,8 @@ def _op(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    # The tests of one op, or of one family, stand together: with pytest-xdist, whose processes begin with a half or a
-    # quarter of all tests, a process compiles what they share once.
+    # Group the tests by op or family. A process of pytest-xdist begins with a half or a quarter of all tests, and then
+    # compiles what the tests of a group share only once.
     items.sort(key=_op)
     skip = pytest.mark.skip(reason="needs a GPU of compute capability 9.0 or higher")
     for item in items:
@@ -68,11 +68,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 MEMORY = 2**30
-"""Bytes that a process may hold before it frees what its tests share. One test adds at most half as many."""
+"""Bytes that a process may hold before it clears the caches of its tests. One test adds at most half as many."""
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Frees what tests share where it has grown too large: compiled programs hold most of a process's memory."""
+    """Clear the caches that tests share when they are too large. Compiled programs hold most of a process's memory."""
     on_linux = sys.platform == "linux"
     if _resident_bytes() > MEMORY if on_linux else nextitem is None or item.module is not nextitem.module:
         for value in (*vars(item.module).values(), *vars(helpers).values()):
@@ -81,7 +81,7 @@ def pytest_runtest_teardown(item, nextitem):
         jax.clear_caches()
         gc.collect()
         if on_linux:
-            # The C library would keep most of the pages that the compiler has used.
+            # Otherwise the C library would keep most of the pages that the compiler used.
             ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -90,7 +90,7 @@ def _resident_bytes():
 
 
 class PrintFailures:
-    """Prints each failure when it happens, because a whole run takes minutes."""
+    """Plugin that prints each failure when it happens, because a whole run takes minutes."""
 
     def __init__(self, terminal):
         self.terminal = terminal
@@ -102,7 +102,7 @@ class PrintFailures:
             self.terminal.write_line(report.longreprtext)
 
 
-# Another run has a GPU or a newer JAX. The tools of the last line take longer to install than CI has.
+# Another run has a GPU or a newer JAX. The tools of the last line take too long to install in CI.
 MAY_SKIP = re.compile(
     "needs a GPU|says what is missing without a GPU|needs (two|four|eight) devices"
     "|older (simulators|versions)|no kernel pays before JAX|its simulator puts the programs of a grid in an order"
@@ -111,7 +111,7 @@ MAY_SKIP = re.compile(
 
 
 def pytest_addoption(parser):
-    help = "let a skipped test fail, unless a run with a GPU or with a newer JAX would not skip it"
+    help = "fail on a skipped test, unless a run with a GPU or a newer JAX would not skip it"
     parser.getgroup("skips").addoption("--fail-on-skip", action="store_true", help=help)
 
 
@@ -146,13 +146,13 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True)
 def _exact_products():
-    """Float32 means float32 on every platform, so that one set of tolerances holds."""
+    """Compute products of float32 exactly on every platform, so that one set of tolerances holds."""
     with jax.default_matmul_precision("highest"):
         yield
 
 
 @pytest.fixture
 def on_hopper():
-    """`None` chooses, and kernels are traced, for an H200, also where there is no GPU."""
+    """Choose implementations and trace kernels for an H200, even without a GPU."""
     with targeting(HOPPER):
         yield

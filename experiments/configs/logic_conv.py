@@ -13,8 +13,8 @@ counts are 143,024 and 10,512 for size s (k = 16), 572,096 and 42,048 for m (64)
 The published counts are 147,000, 566,000 and 1,270,000. The paper has padding in the second and third convolutions and
 a pool after the third, which would give 11,564 k gates and 999 k.
 
-The network for CIFAR-10 has four convolutions with k, 4 k, 16 k and 32 k kernels of 3 x 3 with padding, each followed
-by an or-pool, and the same layers. The network for digits has two convolutions, the first with stride 2, and two
+The network for CIFAR-10 has four convolutions with k, 4 k, 16 k and 32 k kernels of 3 x 3, with padding. An or-pool
+follows each. The layers are the same. The network for digits has two convolutions, the first with stride 2, and two
 layers.
 
 Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.

@@ -123,8 +123,8 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
 
     Raises:
       UserError: (a ValueError) naming the file, the found value, and the wanted one. The reasons are a corrupt gzip
-        file, a wrong magic number, items of another shape, no items or more than `MOST_ITEMS`, or more or fewer bytes
-        than the header announces. Surplus bytes are not read.
+        file, a wrong magic number, items of another shape, no items, or more than `MOST_ITEMS`. The number of bytes
+        must match the header; surplus bytes are not read.
     """
     dimensions = 1 + len(item_shape)
     header_bytes = 4 * (1 + dimensions)

@@ -10,9 +10,9 @@ A case is an op of the catalogue with random shapes and options, in one implemen
 the gradient). A case depends only on its seed and number. The reference is autodiff in float64 of the plain formula,
 or, for maxima, of `references.py`: see `jaxbp/verify/judge.py`.
 
-Cases run in `--processes` child processes, which may share a GPU. If a process dies, for example because a compiler
-aborts, or if it does not answer for `--case-seconds`, the case counts as a crash and a new process continues. The same
-case is then run with autodiff. If it crashes there as well, the fault is in JAX, not in jaxbp.
+Cases run in `--processes` child processes, which may share a GPU. A process may die, for example because a compiler
+aborts, or not answer for `--case-seconds`. The case then counts as a crash, and a new process continues. The same case
+is then run with autodiff. If it crashes there as well, the fault is in JAX, not in jaxbp.
 
 For each failure, the command reduces the case while it still fails, and prints Python code that reproduces it. The exit
 code is 1 after a failure, or after a crash that autodiff does not share. In addition to the fields of every result file

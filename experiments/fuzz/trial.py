@@ -21,8 +21,8 @@ FLOAT32 = Tolerance(rtol=32 * EPS, atol=EPS, step=None)
 TF32 = TOLERANCES["float16"]
 """TF32 has as many digits as float16. Products of float32 are computed in TF32 unless full precision is requested."""
 HEADROOM = 4
-"""A result within this factor of the dtype's largest number may overflow, because the terms of a sum may be larger than
-the sum and are rounded to the dtype."""
+"""A result within this factor of the dtype's largest number may overflow. The terms of a sum may be larger than the
+sum, and are rounded to the dtype."""
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 """Every rounding takes place as written. LLVM's optimizations are off, because compilation takes most of the time."""
 

@@ -35,7 +35,6 @@ def to_disk(*paths: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -43,7 +42,6 @@ def remove(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Return the temporary path at which this process writes the future `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}{SUFFIX}")
 
 

@@ -71,7 +71,6 @@ def to_json(report: Mapping[str, Any]) -> bytes:
 
 
 def keep(report: Mapping[str, Any], path: Path | None) -> None:
-    """Write the report as JSON, if there is a path."""
     if path is not None:
         write_atomically(path, to_json(report))
 

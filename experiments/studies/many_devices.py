@@ -105,7 +105,6 @@ def measured(works: Sequence[Work]) -> Iterator[dict[str, Any]]:
 
 
 def lowered(work: Work, examples: int, mesh: Mesh | None, options: Mapping[str, Any]) -> jax.stages.Lowered:
-    """Lower several steps with `examples` examples per device."""
     function = jax.jit(work.chain(work.function(None, "float32"), work.steps), compiler_options=dict(options))
     if mesh is None:
         return function.lower((jax.eval_shape(lambda: work.draw(0, examples, "float32")),))

@@ -152,7 +152,6 @@ def profiled(work: str, kernels: str, environment: dict[str, str], log: Path) ->
 
 
 def rows_of(text: str, asked: Asked) -> Iterator[dict[str, Any]]:
-    """Yield one row per kernel, in the order of their launches."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     for line in csv.DictReader(io.StringIO("\n".join(lines))):
         if not line["ID"]:  # the line of units

@@ -73,7 +73,6 @@ def config_of(task: Task) -> TrainingConfig:
 
 
 def trained(task: Task) -> Iterator[dict[str, Any]]:
-    """Train once, and yield the results of the run."""
     config = config_of(task)
     config, dataset = dataclasses.replace(config, devices=devices.number_of(config)), config.load()
     prepared, epochs = loop.prepare(config, dataset), []

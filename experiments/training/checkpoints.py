@@ -93,7 +93,6 @@ def write_run(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def save_state(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the arrays, named by their paths, as an Orbax tree."""
     with _orbax() as orbax:
         orbax.save(path.resolve(), traverse_util.unflatten_dict(dict(arrays), sep="/"))
 

@@ -69,14 +69,12 @@ def write_report(
 
 
 def accuracies(model: nnx.Module, circuit: AnyCircuit, bits: np.ndarray, labels: np.ndarray, batch_size: int) -> str:
-    """Return a line with the test accuracies of the relaxed model and of the hardened circuit."""
     relaxed = np.mean(relaxed_predictions(model, bits, batch_size) == labels)
     hardened = np.mean(hardened_predictions(circuit, bits, model.classes) == labels)
     return f"relaxed test accuracy {relaxed:.4f}, hardened {hardened:.4f}"
 
 
 def speeds(circuit: AnyCircuit, bits: np.ndarray) -> str:
-    """Return a line with the samples per second of the circuit in NumPy and as compiled C."""
     line = f"hardened, on one CPU core: {samples_per_second(circuit.evaluate, bits):,.0f} samples/s in NumPy"
     if compiler := shutil.which("cc"):
         with tempfile.TemporaryDirectory() as folder:

@@ -110,7 +110,7 @@ def batch_norm(
 
     Raises:
       TypeError: arguments that are not of one floating dtype.
-      ValueError: shapes that do not fit.
+      ValueError: shapes that do not fit, or an epsilon that is not a number of at least 0.
 
     Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
     """

@@ -384,8 +384,9 @@ def conv2d(
         size divided by the stride, rounded up, with an odd zero last. "VALID" adds none.
       groups: the number of separate groups into which input and output channels are split.
       precision: of the products, as in `jax.lax.conv_general_dilated`. The kernels compute in full float32. But if the
-        precision permits tensor cores, small images are multiplied by a matrix of the filters, and a NaN or infinity
-        spreads over its image.
+        precision permits tensor cores, which it does by default, two things change. Small images are multiplied by a
+        matrix of the filters, and a NaN or infinity spreads over its image. On compute capability 9.0, if the stride is
+        1, a kernel computes dw and db of shapes that fit its tiles on the tensor cores. Both round float32 to TF32.
       implementation: "pallas" (no dilation, no groups), "xla", "autodiff", or None for the fastest on the platform.
         Under "pallas", cuDNN computes the convolution, and cuBLAS the products with a matrix of the filters.
 

@@ -270,7 +270,8 @@ def layer_norm_linear(
       w: weights, one row per output.
       b: bias of the outputs, or None.
       precision: of the matrix products, as in `jax.lax.dot`. cuBLAS computes them. But under "pallas", in half
-        precisions on compute capability 9.0, kernels compute the products of the forward and of dw where they pay.
+        precisions on compute capability 9.0, kernels compute the products of the forward, of dw, and `dy w` in the
+        backward where they pay.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:

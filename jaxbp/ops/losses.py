@@ -202,7 +202,7 @@ def huber(
     `e = predictions - targets` is the error.
 
     Raises:
-      TypeError, ValueError: as in `mean_squared_error`; also a ValueError if delta is not a positive number.
+      TypeError, ValueError: as in `mean_squared_error`; also a ValueError if delta is not a number of at least 0.
 
     Source: P. Huber, "Robust estimation of a location parameter", 1964.
     """

@@ -22,7 +22,7 @@ from jaxbp.nn import Linear
 
 
 class Classifier(nnx.Module):
-    """A linear layer over a fixed random half of the pixels: one variable that is trained and one that is not."""
+    """Linear layer over a fixed random half of the pixels. One variable is trained, the other is not."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.mask = nnx.Variable(rngs.params.bernoulli(shape=(784,)).astype(jnp.float32))
@@ -39,7 +39,7 @@ def toy_loss(model, images, labels):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToyConfig(TrainingConfig):
-    """An experiment that trains in milliseconds; ten random images, each with noise, are its classes."""
+    """Experiment that trains in milliseconds. Each class is a random image with noise."""
 
     name: ClassVar[str] = "toy"
 
@@ -69,10 +69,10 @@ def toy_config():
 
 @pytest.fixture
 def press_ctrl_c():
-    """Interrupts this process as Ctrl-C does.
+    """Return a function that interrupts this process as Ctrl-C does.
 
-    Python raises `KeyboardInterrupt` only if SIGINT was not ignored when it started, as it is under `nohup` and in the
-    background of a script. The fixture sets the usual handler for the time of a test.
+    Python raises `KeyboardInterrupt` only if SIGINT was not ignored when Python started. Under `nohup` and in the
+    background of a script, it is ignored. This fixture sets the usual handler for one test.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield lambda: signal.raise_signal(signal.SIGINT)
@@ -81,13 +81,13 @@ def press_ctrl_c():
 
 @pytest.fixture(scope="module")
 def prepared_once():
-    """Training is prepared, and so compiled, once for all runs of a module with the same model and settings."""
+    """Prepare and compile training once for all runs of a module with the same model and settings."""
     prepare = training.prepare
 
     @functools.cache
     def prepared(build, config):
         made = prepare(config, config.load())
-        # Training works in the buffers of the state that it begins with.
+        # Training overwrites the buffers of its initial state.
         return dataclasses.replace(made, state=jax.tree.map(np.array, made.state))
 
     def once(config, dataset):
@@ -101,7 +101,7 @@ def prepared_once():
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyAutomaton(CheckerboardConfig):
-    """An automaton that learns within seconds to be on everywhere."""
+    """Automaton that learns within seconds to be on everywhere."""
 
     name: ClassVar[str] = "ca-tiny"
     grid: ClassVar = (4, 3)
@@ -118,7 +118,7 @@ class TinyAutomaton(CheckerboardConfig):
 
 @pytest.fixture(scope="session")
 def tiny_automaton():
-    # Of the published recipe, so that no run ends early.
+    # With the published recipe, no run ends early.
     return functools.partial(TinyAutomaton, recipe="published", implementation="xla", pass_through=1.0, hard_share=1.0)
 
 
@@ -145,7 +145,7 @@ def classifier_loss(model, images, labels):
 
 @pytest.fixture(scope="session")
 def compare_toy(toy_config):
-    """Runs the command line on a small experiment, with a right or a wrong backward."""
+    """Return a function that runs the command line on a small experiment, with a correct or a wrong backward."""
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Config(toy_config):
@@ -166,13 +166,13 @@ def compare_toy(toy_config):
 
 @pytest.fixture(scope="session")
 def wrong_pair():
-    """A pair with a wrong backward."""
+    """Return a pair with a wrong backward."""
     return WRONG
 
 
 @pytest.fixture(scope="session")
 def comparison(compare_toy, tmp_path_factory):
-    """A run's exit code, numbers and page."""
+    """Run a comparison. Return its exit code, numbers and page."""
     path = tmp_path_factory.mktemp("compare") / "toy"
     json_path, html_path = path.with_suffix(".json"), path.with_suffix(".html")
     code = compare_toy(
@@ -192,7 +192,8 @@ def comparison(compare_toy, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gates_run(tmp_path_factory):
-    """Runs the command line of an experiment on gates, timed briefly: its exit code, its output and its folder."""
+    """Return a function that runs the command line of an experiment on gates, with brief timing, and returns the exit
+    code, the output and the folder."""
 
     def run(experiment, *options):
         folder, output = tmp_path_factory.mktemp(experiment) / "run", []

@@ -315,7 +315,6 @@ def compile_layers(model: torch.nn.Sequential, loss_of: Callable) -> dict[str, A
 
 
 def _scaler(task, parameters):
-    """Return a scaler of the loss, which does nothing unless the dtype is float16."""
     return torch.amp.GradScaler(parameters[0].device.type, 2.0**15, enabled=task.dtype == "float16")
 
 

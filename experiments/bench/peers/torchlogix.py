@@ -64,7 +64,6 @@ def _network(name, task, arguments):
 
 
 def _convolution(ours, size, options):
-    """Return a convolution with square windows, followed by its or-pool."""
     wires, logits = ours.wires.get_value(), np.asarray(ours.logits[...])
     layer = LogicConv2d(
         size,
@@ -102,7 +101,6 @@ def _compared(name, task, run):
 
 
 def _reference(name, task):
-    """Return the results in float64 of jaxbp's network with the same parameters."""
     if task.op == "logic-conv":
         work = logic_conv_work(**task.options, parametrization=PARAMETRIZATIONS[name])
     else:

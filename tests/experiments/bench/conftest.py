@@ -13,13 +13,13 @@ QUICK = ["--batch", "2", "--seconds", "0.001", "--implementations"]
 
 @pytest.fixture(scope="session")
 def work_at():
-    """`(op, place) -> work`."""
+    """Return a function `(op, place) -> workload`."""
     return lambda op, place="": next(work for work in selected(["all"]) if (work.op, work.place) == (op, place))
 
 
 @pytest.fixture(scope="package")
 def finished(tmp_path_factory):
-    """A run of the command line: its exit code and report."""
+    """Run the command line once. Return its exit code and report."""
     path = tmp_path_factory.mktemp("bench") / "results.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "ROUNDS", 1)
@@ -29,7 +29,8 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def quickly(monkeypatch, work_at):
-    """Runs one small op at one place from the command line, without measuring the device: exit code and report."""
+    """Return a function that times one small op from the command line, without measuring the device, and returns the
+    exit code and the report."""
     work = work_at("softmax_cross_entropy_backward", "classes")
     monkeypatch.setattr(bench, "selected", lambda *_: [work])
     monkeypatch.setattr(measure, "ROUNDS", 1)

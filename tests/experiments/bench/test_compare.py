@@ -18,7 +18,8 @@ def failed(work="relu", **fields):
 
 @pytest.fixture
 def compared(tmp_path, capsys):
-    """Compares two runs from the command line, rows of the first and of the second: exit code and what it says."""
+    """Return a function that compares the rows of two runs from the command line, and returns the exit code and the
+    output."""
 
     def run(old, new, *args, device="a device", **fields_of_new):
         for name, rows, fields in (

@@ -35,12 +35,12 @@ def test_bytes_and_operations_are_those_counted_by_hand(work_at, op, place, argu
 
 def test_lenets_operations_are_those_of_its_layers(work_at):
     layers = [24 * 24 * 6 * 25, 8 * 8 * 16 * 6 * 25, 256 * 120, 120 * 84, 84 * 10]
-    # Forward, weights and input; but the images need no gradient.
+    # Each layer has a forward, a gradient of the weights, and a gradient of the input, except for the images.
     assert cost(work_at("lenet"), BATCH, "float32").operations == BATCH * 2 * (3 * sum(layers) - layers[0])
 
 
 def test_what_need_not_move_is_not_counted(work_at):
-    """Of x + y's gradients, one is the cotangent, which is there, and none reads x."""
+    """One gradient of x + y is the cotangent, which exists already. No gradient reads x."""
     counted = cost(work_at("add_backward", "bias"), BATCH, "float32")
     assert counted.result_bytes > counted.written_bytes > 0
     assert counted.argument_bytes > counted.read_bytes > 0
@@ -89,7 +89,7 @@ def test_a_launch_is_found_wherever_it_is(work_at):
     assert has_launch(jaxpr("relu_backward", "relu4", "pallas"))
     assert has_launch(jaxpr("relu", "relu4", "pallas"))
     assert not has_launch(jaxpr("relu", "relu4", "xla"))
-    assert not has_launch(jaxpr("transpose_backward", "images", "pallas"))  # the library moves it
+    assert not has_launch(jaxpr("transpose_backward", "images", "pallas"))  # XLA transposes it
     assert not has_launch(jax.make_jaxpr(lambda x: jnp.sin(x))(1.0).jaxpr)
 
 

@@ -51,11 +51,11 @@ def test_every_row_has_every_field(finished):
     for row in finished.report["rows"]:
         assert set(row) == FIELDS
         assert row["failed"] is None and row["peer"] is None
-        # On a CPU only ratios of times count.
+        # On a CPU, only ratios of times are reported.
         none = {"failed", "peer", "error_reason", *FLOOR * (finished.report["platform"] == "cpu")}
         assert {name for name in FIELDS if row[name] is None} - {"error_reason"} == none - {"error_reason"}
         assert row["microseconds"] > 0 and row["compile_seconds"] > 0
-        assert len(row["round_microseconds"]) == 1  # of `finished`
+        assert len(row["round_microseconds"]) == 1  # `finished` has one round
 
 
 def test_errors_are_those_of_the_dtype(finished):

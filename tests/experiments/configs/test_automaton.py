@@ -14,7 +14,7 @@ from experiments.data import patterns
 from jaxbp import Automaton
 from jaxbp.logic import gates
 
-# Channels, kernels times their bits a channel, ticks, gates of the first update layer; learning rate, batch, updates.
+# Channels, kernels times bits per channel, ticks, gates of the first update layer, learning rate, batch, updates.
 TABLE = {
     "ca-life": (1, 16, 1, 128, 0.05, 20, 3000),
     "ca-checkerboard": (8, 32, 20, 256, 0.05, 2, 500),
@@ -152,7 +152,7 @@ def test_values_are_rounded_before_a_tick_with_their_own_gradients_from_the_firs
 
 def test_training_on_a_smaller_grid_has_fewer_ticks_and_its_own_target(tiny_automaton, monkeypatch):
     monkeypatch.setattr(tiny_automaton.func, "pattern", lambda config, grid=None: patterns.checkerboard(*grid))
-    config = tiny_automaton(pass_through=2.0, hard_share=0.0, shrink=2)  # 2 x 1 cells, a tick
+    config = tiny_automaton(pass_through=2.0, hard_share=0.0, shrink=2)  # 2 x 1 cells, one tick
     model, loss = config.build(jax.random.key(0))
     starts = config.starts(seeds(5, 6), (2, 1)).astype(jnp.float32)
     wanted = ((model(starts, 1)[..., :1] - patterns.checkerboard(2, 1)) ** 2).sum(axis=(1, 2, 3))

@@ -11,7 +11,8 @@ from jaxbp import ConvolutionalCircuit
 
 
 def shapes(config, images):
-    """Those of the images after each convolution, with no array made, and the widths of the layers behind them."""
+    """Return the shapes of the images after each convolution, computed without arrays, and the widths of the dense
+    layers."""
     found = []
 
     def build(key):

@@ -1,4 +1,4 @@
-"""Random changes of training examples: what a shift and a distortion are, and which there are."""
+"""Augmentation: shifts and distortions against their definitions, and which of them a config uses."""
 
 import collections
 import itertools
@@ -15,7 +15,7 @@ from experiments.output.errors import UserError
 
 
 def translate(image, down, right):
-    """`image (..., height, width)` moved, by the definition: zeros but where a pixel has come from."""
+    """Shift `image (..., height, width)` by the definition, with zeros where no pixel arrives."""
     moved = np.zeros_like(image)
     for row, column in np.ndindex(image.shape[-2:]):
         if 0 <= row - down < image.shape[-2] and 0 <= column - right < image.shape[-1]:
@@ -32,7 +32,7 @@ def test_images_are_moved_by_every_offset_up_to_the_limit_all_as_often_and_by_no
     moved = np.asarray(augmentation.shift(jax.random.key(0), batch, pixels))
     counts = collections.Counter(offset_of[one.tobytes()] for one in moved)
     assert set(counts) == set(offsets) and len(offset_of) == len(offsets)
-    assert min(counts.values()) > 60 and max(counts.values()) < 140  # of 100 each: four standard deviations
+    assert min(counts.values()) > 60 and max(counts.values()) < 140  # 100 expected; four standard deviations
 
 
 def test_each_image_of_a_batch_is_moved_by_itself():
@@ -43,7 +43,7 @@ def test_each_image_of_a_batch_is_moved_by_itself():
 
 
 def bilinear(image, row, column):
-    """The value of `image (height, width)` between its pixels, by the definition: zeros beyond the edges."""
+    """Return the value of `image (height, width)` between pixels, by the definition, with zeros beyond the edges."""
     top, left = int(np.floor(row)), int(np.floor(column))
     value = 0.0
     for r, c in itertools.product((top, top + 1), (left, left + 1)):
@@ -54,7 +54,7 @@ def bilinear(image, row, column):
 
 def test_a_distorted_image_is_read_between_its_pixels_where_the_field_says():
     images, key = np.random.default_rng(0).random((2, 3, 5, 4), np.float32), jax.random.key(3)
-    # With a single knot the field is constant.
+    # With a single knot, the field is constant.
     distorted, moves = augmentation.distort(key, images, 1.5, knots=1), 1.5 * jax.random.normal(key, (2, 2, 1, 1))
     for (n, channel, row, column), value in np.ndenumerate(np.asarray(distorted)):
         down, right = np.asarray(moves[n]).ravel()
@@ -64,7 +64,7 @@ def test_a_distorted_image_is_read_between_its_pixels_where_the_field_says():
 def test_a_distortion_is_smooth_as_large_as_asked_for_and_none_of_0_pixels():
     ramps = jnp.broadcast_to(jnp.arange(28.0), (1000, 1, 28, 28))  # a pixel's value is its column
     by = augmentation.distort(jax.random.key(0), ramps, 0.7)[:, 0, 7:21, 7:21] - ramps[:, 0, 7:21, 7:21]
-    assert 0.7 * 0.6 < jnp.std(by) < 0.7  # less between the knots than at them
+    assert 0.7 * 0.6 < jnp.std(by) < 0.7  # smaller between the knots than at them
     assert jnp.std(jnp.diff(by, axis=-1)) < 0.25 * jnp.std(by)
     np.testing.assert_array_equal(augmentation.distort(jax.random.key(0), ramps, 0.0), ramps)
 
@@ -89,7 +89,7 @@ def test_every_experiment_on_images_can_distort_before_it_shifts(config):
 def test_every_experiment_on_images_can_shift_and_need_not(config):
     assert config(shift=0).augmentation() is None
     shifts_by_itself = config().augmentation() is not None
-    assert shifts_by_itself == (config.name == "logic-conv")  # whose sizes say by how much
+    assert shifts_by_itself == (config.name == "logic-conv")  # its sizes determine the shifts
     images = jnp.ones((1, 1, 28, 28))
     moved = config(shift=27).augmentation()(jax.random.key(0), images, 0)
     assert moved.shape == images.shape and 0 < moved.sum() < 28 * 28

@@ -24,7 +24,7 @@ def idx(array, magic=None):
 
 @pytest.fixture
 def contents():
-    """The bytes of four valid files: 20 images for training and 10 for testing."""
+    """Return the bytes of four valid files, with 20 images for training and 10 for testing."""
     random = np.random.default_rng(0)
     return {
         TRAIN_IMAGES: idx(random.integers(0, 256, (20, 28, 28))),
@@ -43,7 +43,7 @@ def write(folder, contents, zipped=False):
 
 @pytest.fixture
 def serve():
-    """Serves a folder over HTTP on this machine; returns its address."""
+    """Return a function that serves a folder over HTTP on this machine, and returns its address."""
     servers = []
 
     def start(folder):
@@ -219,7 +219,7 @@ def test_without_files_and_network_the_error_says_what_is_wanted_where(tmp_path)
 
 @pytest.fixture
 def batches():
-    """CIFAR-10's six files, of 3 images each."""
+    """Return CIFAR-10's six files, with 3 images each."""
     random = np.random.default_rng(0)
     names = [name for names in CIFAR10_FILES.values() for name in names]
     pixels = {name: random.integers(0, 256, (3, 3072), np.uint8) for name in names}
@@ -234,7 +234,7 @@ def test_cifar_10s_files_become_scaled_images_and_labels_in_their_order(tmp_path
     assert dataset.train_labels.tolist() == [0, 9, 3, 1, 9, 3, 2, 9, 3, 3, 9, 3, 4, 9, 3]
     assert dataset.test_labels.tolist() == [5, 9, 3]
     second = np.frombuffer(batches["data_batch_3.bin"], np.uint8).reshape(3, 3073)[1]
-    # A byte of the label, then the red, the green and the blue rows.
+    # One byte for the label, then the red, the green and the blue rows.
     assert round(float(dataset.train_images[7, 1, 2, 5]) * 255) == second[1 + 1024 + 2 * 32 + 5]
 
 

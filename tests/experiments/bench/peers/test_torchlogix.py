@@ -1,4 +1,4 @@
-"""torchlogix has the networks of ours: where it is installed."""
+"""torchlogix computes the same networks. These tests need torchlogix."""
 
 import dataclasses
 import importlib.util
@@ -62,7 +62,7 @@ def test_compiled_layer_by_layer_it_is_the_same_network(peer, work_of, name, mon
 
     def traced(layer, **options):
         backends.append(options.pop("backend", "inductor"))
-        compile_layer(layer, backend="aot_eager", **options)  # all of the compiler but its code generation
+        compile_layer(layer, backend="aot_eager", **options)  # the compiler without its code generation
 
     monkeypatch.setattr(torch.nn.Module, "compile", traced)
     work = work_of(peer.PARAMETRIZATIONS[name])

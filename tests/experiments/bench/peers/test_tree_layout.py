@@ -7,7 +7,7 @@ from experiments.bench.peers.tree_layout import from_levels, pairs_of_leaves, to
 
 
 def theirs(x, pairs, levels):
-    """torchlogix's trees of AND and OR, of windows of 3 x 3: each level's parameters say which."""
+    """Compute torchlogix's trees of AND and OR on windows of 3 x 3. Each level's parameters select the gates."""
     places = np.stack(np.mgrid[:3, :3], axis=-1).reshape(-1, 2)
     row, column, channel = np.moveaxis(pairs[:, :, None], -1, 0)  # (2, kernels, 1, gates)
     row, column = row + places[:, :1], column + places[:, 1:]
@@ -25,7 +25,7 @@ def test_the_trees_read_the_same_leaves_by_the_same_gates(depth):
     wires = jaxbp.TreeWires.random(3, 4, 3, depth=depth, seed=0)
     x = random.random((2, 3, 5, 5), np.float32)
     is_or = random.integers(2, size=(4, wires.gates, 1))
-    logits = jnp.where(jnp.arange(16) == jnp.where(is_or, 7, 1), 0.0, -100.0)  # of AND, gate 1, and of OR, gate 7
+    logits = jnp.where(jnp.arange(16) == jnp.where(is_or, 7, 1), 0.0, -100.0)  # AND is gate 1, and OR is gate 7
     y = theirs(x, pairs_of_leaves(np.asarray(wires.leaves)), to_levels(is_or))
     np.testing.assert_allclose(y, jaxbp.logic_conv2d(logits, wires, x, implementation="xla"), rtol=1e-5)
 
