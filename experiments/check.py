@@ -11,7 +11,7 @@ The exit code is 1 if an implementation failed; one line per failure shows the w
 documents the comparisons, and also checks your own ops. The options select two other checks:
 
 - `--accuracy` measures the error of each implementation against float64, next to the error of autodiff in the same
-  dtype, over offsets and scales of the data (`jaxbp.verify.accuracy`). The exit code is 1 if an error is too large.
+  dtype, over offsets and scales of the data (`experiments.accuracy`). The exit code is 1 if an error is too large.
 - `--repeat` runs each op with its gradients repeatedly, on a GPU at real sizes. The exit code is 1 if a run gives other
   bits than the first run.
 """

@@ -36,7 +36,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from jaxbp.ops._numerics import widen
+from jaxbp.common.numerics import widen
 
 if TYPE_CHECKING:
     import optax

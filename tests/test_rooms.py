@@ -112,7 +112,7 @@ def test_nothing_imports_the_deprecated_triton_backend():
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("import jaxbp.ops.conv2d", "jaxbp"),
+        ("import jaxbp.ops.conv.conv2d", "jaxbp"),
         ("from jaxbp import ops", "jaxbp"),
         ("def f():\n    import flax.nnx as nnx", "flax"),
         ("from jax.experimental.pallas import triton", "jax.experimental.pallas.triton"),
@@ -128,6 +128,30 @@ def test_no_modules_import_each_other_in_a_circle():
     graph = import_graph(sources)
     assert sum(map(len, graph.values())) > len(graph)
     assert circle(graph) == []
+
+
+def folder_graph(graph):
+    """Folder -> the other folders whose modules its modules import. A folder is not above or below another one."""
+    of = lambda module: module.rpartition(".")[0]  # noqa: E731
+    folders = {of(module): set() for module in graph if "." in module}
+    for module, targets in graph.items():
+        for target in targets:
+            source, other = of(module), of(target)
+            if source and other and not f"{source}.".startswith(f"{other}.") and not f"{other}.".startswith(f"{source}."):
+                folders[source].add(other)
+    return folders
+
+
+def test_no_folders_import_each_other():
+    sources = {module_of(path): path.read_text() for room in ROOMS for path in files(room) if path.stem != "__init__"}
+    folders = folder_graph(import_graph(sources))
+    assert {"jaxbp.ops.conv", "jaxbp.circuits", "jaxbp.common"} <= set(folders)
+    assert [(a, b) for a in sorted(folders) for b in sorted(folders[a]) if a < b and a in folders[b]] == []
+
+
+def test_folders_that_import_each_other_are_found():
+    graph = {"a.b.x": {"a.c.y"}, "a.c.y": set(), "a.c.z": {"a.b.w", "a.c.y"}, "a.b.w": set(), "a.v": {"a.b.x"}}
+    assert folder_graph(graph) == {"a.b": {"a.c"}, "a.c": {"a.b"}, "a": set()}
 
 
 def test_a_circle_is_found():
@@ -147,7 +171,8 @@ def test_a_circle_is_found():
 TESTED_ELSEWHERE = {
     # Parts of a kernel or an op, tested through it.
     *("pallas_kernels/conv/max_pool2d", "pallas_kernels/core/mosaic", "pallas_kernels/logic/tree"),
-    *(f"jaxbp/ops/_{name}" for name in ("automaton_formula", "automaton_kernels", "fastest", "gates", "trees")),
+    "jaxbp/ops/_fastest",
+    *(f"jaxbp/ops/logic/_{name}" for name in ("automaton_formula", "automaton_kernels", "gates", "trees")),
     # Parts of a check, tested through it.
     *(f"jaxbp/verify/{name}" for name in ("causes", "derivatives", "differences", "interpreter", "judge", "page")),
     *(f"jaxbp/verify/{name}" for name in ("points", "programs", "progress", "report", "study")),

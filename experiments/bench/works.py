@@ -17,7 +17,7 @@ from experiments.output.errors import UserError, refuse_unknown
 from jaxbp.catalogue import CATALOGUE, AutomatonArgument, Case, Entry
 from jaxbp.catalogue.entries import CHECKERBOARD
 from jaxbp.nn import LeNet, LogicConvNetwork, LogicConvolution, LogicNetwork, Mixer
-from jaxbp.ops.gate_layer import Parametrization
+from jaxbp.ops.logic.gate_layer import Parametrization
 from jaxbp.optimizers import FusedOptimizer, apply, fused_adamw
 from jaxbp.precision import LossScale
 from jaxbp.verify.arguments import is_float

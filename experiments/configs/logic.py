@@ -16,7 +16,7 @@ from experiments.configs.images import ImageConfig, classification_loss
 from experiments.data import datasets
 from experiments.data.datasets import DatasetName
 from jaxbp.nn import LogicNetwork, thermometer
-from jaxbp.ops.gate_layer import Parametrization
+from jaxbp.ops.logic.gate_layer import Parametrization
 
 RECIPES: dict[DatasetName, Recipe] = {
     "digits": Recipe(batch_size=64, epochs=150, learning_rate=1e-1),

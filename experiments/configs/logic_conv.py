@@ -33,7 +33,7 @@ from experiments.configs.logic import GateConfig
 from experiments.data import datasets
 from experiments.data.datasets import DatasetName
 from jaxbp.nn import LogicConvNetwork, LogicConvolution, image_thermometer
-from jaxbp.ops.gate_layer import Parametrization
+from jaxbp.ops.logic.gate_layer import Parametrization
 
 SizeName = Literal["s", "m", "l"]
 

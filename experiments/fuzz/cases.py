@@ -23,8 +23,8 @@ from jaxbp.catalogue import (
     TreeWiresArgument,
     WiresArgument,
 )
+from jaxbp.common.checks import KERNEL_DTYPES
 from jaxbp.logic.gates import PARAMETERS
-from jaxbp.ops._checks import KERNEL_DTYPES
 from jaxbp.verify.arguments import Arguments, bind, floats, take_apart
 
 DATA = (

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxbp.ops._windows import output_size, pool_options
+from jaxbp.common.windows import output_size, pool_options
 
 
 def _first(values: Array, extreme: Array, inside: Any = True) -> Array:

@@ -16,9 +16,9 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from experiments.accuracy import DRAWS, OFFSETS, SCALES, Accuracy, accuracy
 from experiments.output.results import finite, keep, provenance
 from jaxbp.catalogue import Entry
-from jaxbp.verify.accuracy import DRAWS, OFFSETS, SCALES, Accuracy, accuracy
 
 QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
 """Used without a GPU for convolutions, and for kernels, because the simulator takes milliseconds per CTA."""

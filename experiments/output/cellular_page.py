@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from experiments.output.cellular_pictures import COLOURS, PALETTES
 from experiments.output.files import write_atomically
 from jaxbp import CellularCircuit
-from jaxbp.logic.cellular_circuit import pack_grid
+from jaxbp.circuits.cellular_circuit import pack_grid
 
 
 class _Template(string.Template):

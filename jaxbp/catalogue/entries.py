@@ -14,28 +14,12 @@ import jax.numpy as jnp
 
 from jaxbp.catalogue.schema import BATCH, Argument, AutomatonArgument, Case, Entry, TreeWiresArgument, WiresArgument
 from jaxbp.logic.gates import PASS_THROUGH
-from jaxbp.ops import (
-    activations,
-    arithmetic,
-    automaton,
-    avg_pool2d,
-    batch_norm,
-    conv2d,
-    conv2d_relu_max_pool2d,
-    dropout,
-    elementwise,
-    gate_layer,
-    layer_norm,
-    layer_norm_linear,
-    linear,
-    linear_algebra,
-    logic_conv2d,
-    losses,
-    max_pool2d,
-    reductions,
-    softmax_cross_entropy,
-)
-from jaxbp.ops import mlp_softmax_cross_entropy as mlp
+from jaxbp.ops.conv import avg_pool2d, conv2d, conv2d_relu_max_pool2d, max_pool2d
+from jaxbp.ops.dense import linear, linear_algebra, softmax_cross_entropy
+from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp
+from jaxbp.ops.logic import automaton, gate_layer, logic_conv2d
+from jaxbp.ops.norm import batch_norm, layer_norm, layer_norm_linear
+from jaxbp.ops.pointwise import activations, arithmetic, dropout, elementwise, losses, reductions
 
 
 def _case(*arguments: Any, **options: Any) -> Case:

@@ -11,10 +11,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 import jaxbp
+from jaxbp.common import checks
 from jaxbp.logic.automaton import Automaton
-from jaxbp.logic.convolution import TreeWires
+from jaxbp.logic.tree_wires import TreeWires
 from jaxbp.logic.wires import Wires
-from jaxbp.ops import _checks
 
 BATCH = "batch"
 """Placeholder for the batch size in an argument's shape."""
@@ -192,7 +192,7 @@ class Entry:
     function: Callable
     small: Case
     real: Mapping[str, Case]
-    kernel_dtypes: tuple[str, ...] = _checks.KERNEL_DTYPES
+    kernel_dtypes: tuple[str, ...] = checks.KERNEL_DTYPES
     like: str = ""
     kink_convention: bool = True
 

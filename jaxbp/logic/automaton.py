@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
+from jaxbp.common import checks
 from jaxbp.logic.wires import Wires
-from jaxbp.ops import _checks
 from pallas_kernels.logic import banks
 
 NEIGHBOURHOOD = 9
@@ -100,8 +100,8 @@ class Automaton:
           3040
         """
         op = "Automaton.create"
-        _checks.count(op, "channels", channels)
-        _checks.count(op, "perception_kernels", perception_kernels)
+        checks.count(op, "channels", channels)
+        checks.count(op, "perception_kernels", perception_kernels)
         if not perception_widths or perception_widths[0] != 8:
             raise ValueError(f"{op}: perception_widths is {perception_widths!r}; wants 8 first, one gate per neighbor")
         if not update_widths or update_widths[-1] != channels:
@@ -128,7 +128,7 @@ class Automaton:
           ValueError: there are no layers, or the layers do not fit.
         """
         op = "Automaton.from_wires"
-        _checks.count(op, "channels", channels)
+        checks.count(op, "channels", channels)
         for name, layers in (("perception", perception), ("update", update)):
             if not layers:
                 raise ValueError(f"{op}: {name} is empty; wants at least one layer")

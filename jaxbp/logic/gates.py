@@ -17,8 +17,8 @@ from jax.lax import Precision
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PRNGKeyArray, UInt8
 
-from jaxbp.ops import _checks
-from jaxbp.ops._numerics import widen
+from jaxbp.common import checks
+from jaxbp.common.numerics import widen
 
 Parametrization = Literal["softmax", "input_wise", "walsh"]
 
@@ -142,7 +142,7 @@ def harden(
       TypeError, ValueError: as in `gate_layer`.
       ValueError: the logits are NaN. Within `jax.jit`, no error is raised, because their values are unknown.
     """
-    (logits,) = _checks.floating("harden", logits=logits)
+    (logits,) = checks.floating("harden", logits=logits)
     check_parameters("harden", logits, "gates", parametrization, kernels=logits.shape[:-2])
     if not isinstance(logits, jax.core.Tracer) and (count := int(jnp.isnan(logits).any(axis=-1).sum())):
         raise ValueError(f"harden: the logits of {count} gates are NaN; wants numbers")
@@ -229,8 +229,8 @@ def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -
       TypeError: x is not floating.
       ValueError: groups does not divide the number of inputs, or tau is not a number above 0.
     """
-    (x,) = _checks.floating("group_sum", x=x)
-    if x.ndim == 0 or not _checks.is_int(groups) or groups < 1 or x.shape[-1] % groups:
+    (x,) = checks.floating("group_sum", x=x)
+    if x.ndim == 0 or not checks.is_int(groups) or groups < 1 or x.shape[-1] % groups:
         raise ValueError(f"group_sum: x has shape {x.shape} and groups is {groups!r}; wants a divisor of its last axis")
     check_tau("group_sum", tau)
     sums = jnp.sum(widen(x).reshape(*x.shape[:-1], groups, x.shape[-1] // groups), axis=-1)
@@ -239,7 +239,7 @@ def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -
 
 def check_tau(op: str, tau: Any) -> None:
     """Require a divisor of scores: a number above 0."""
-    if not _checks.is_number(tau) or not tau > 0:
+    if not checks.is_number(tau) or not tau > 0:
         raise ValueError(f"{op}: tau is {tau!r}; wants a number above 0")
 
 
@@ -254,7 +254,7 @@ def check_parameters(
 ) -> None:
     """Require a known parametrization, and the right number of parameters per gate, and of gates per kernel if any."""
     _check_choice(op, "parametrization", parametrization, get_args(Parametrization))
-    _checks.shape(op, name, logits, *kernels, gates, PARAMETERS[parametrization])
+    checks.shape(op, name, logits, *kernels, gates, PARAMETERS[parametrization])
 
 
 def _check_choice(op, name, value, choices):

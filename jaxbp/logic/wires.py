@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
-from jaxbp.ops import _checks
+from jaxbp.common import checks
 
 
 @jax.tree_util.register_dataclass
@@ -84,7 +84,7 @@ class Wires:
           TypeError: a or b does not hold integers.
           ValueError: a and b are empty, are not vectors of one length, or are not in [0, inputs).
         """
-        inputs = _checks.count("Wires.from_pairs", "inputs", inputs)
+        inputs = checks.count("Wires.from_pairs", "inputs", inputs)
         a, b = (_check_indices(name, wires, inputs) for name, wires in (("a", a), ("b", b)))
         if a.shape != b.shape:
             raise ValueError(f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one of each per gate")
@@ -127,7 +127,7 @@ class Wires:
         Raises:
           ValueError: there are no inputs or no gates.
         """
-        inputs, gates = _checks.count("Wires.random", "inputs", inputs), _checks.count("Wires.random", "gates", gates)
+        inputs, gates = checks.count("Wires.random", "inputs", inputs), checks.count("Wires.random", "gates", gates)
         random = np.random.default_rng(seed)
         a, b = random.permutation(inputs)[random.permutation(2 * gates) % inputs].reshape(2, gates)
         return cls.from_pairs(a, b, inputs)
@@ -144,8 +144,8 @@ class Wires:
 
         Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022.
         """
-        inputs = _checks.count("Wires.unique", "inputs", inputs, at_least=2)
-        gates = _checks.count("Wires.unique", "gates", gates)
+        inputs = checks.count("Wires.unique", "inputs", inputs, at_least=2)
+        gates = checks.count("Wires.unique", "gates", gates)
         if 2 * gates < inputs:
             raise ValueError(
                 f"Wires.unique: {gates} gates read at most {2 * gates} inputs; wants at least {-(-inputs // 2)} gates "

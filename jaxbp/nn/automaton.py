@@ -10,13 +10,13 @@ from jax import Array
 from jaxtyping import Float, PRNGKeyArray
 
 from jaxbp.checkpointing import Memory
+from jaxbp.circuits.cellular_circuit import CellularCircuit
+from jaxbp.circuits.netlist import GateList
+from jaxbp.common.checks import AnyArray
 from jaxbp.logic import gates
 from jaxbp.logic.automaton import CENTRE, NEIGHBOURHOOD, Automaton
-from jaxbp.logic.cellular_circuit import CellularCircuit
 from jaxbp.logic.gates import Parametrization
-from jaxbp.logic.netlist import GateList
-from jaxbp.ops._checks import AnyArray
-from jaxbp.ops.automaton import Logits, automaton_rollout
+from jaxbp.ops.logic.automaton import Logits, automaton_rollout
 from jaxbp.pairing import Implementation
 
 

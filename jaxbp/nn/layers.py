@@ -8,11 +8,11 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from jaxbp.ops._checks import AnyArray
-from jaxbp.ops.conv2d import Padding, Size, conv2d
-from jaxbp.ops.layer_norm import layer_norm
-from jaxbp.ops.layer_norm_linear import layer_norm_linear
-from jaxbp.ops.linear import linear
+from jaxbp.common.checks import AnyArray
+from jaxbp.ops.conv.conv2d import Padding, Size, conv2d
+from jaxbp.ops.dense.linear import linear
+from jaxbp.ops.norm.layer_norm import layer_norm
+from jaxbp.ops.norm.layer_norm_linear import layer_norm_linear
 from jaxbp.pairing import Implementation
 
 

@@ -16,15 +16,15 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import wide
 from jaxbp.nn.layers import Conv2d, Linear
-from jaxbp.ops import mlp_softmax_cross_entropy as mlp
-from jaxbp.ops._checks import AnyArray
-from jaxbp.ops._numerics import wide
-from jaxbp.ops.activations import relu
-from jaxbp.ops.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_places
-from jaxbp.ops.max_pool2d import max_pool2d_with_indices
-from jaxbp.ops.shapes import flatten
-from jaxbp.ops.softmax_cross_entropy import softmax_cross_entropy
+from jaxbp.ops.conv.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_places
+from jaxbp.ops.conv.max_pool2d import max_pool2d_with_indices
+from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp
+from jaxbp.ops.dense.softmax_cross_entropy import softmax_cross_entropy
+from jaxbp.ops.pointwise.activations import relu
+from jaxbp.ops.pointwise.shapes import flatten
 from jaxbp.pairing import Implementation
 
 Keep = Callable[[str, Array], None]

@@ -10,11 +10,11 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Shaped
 
-from jaxbp.logic.circuit import Circuit
+from jaxbp.circuits.circuit import Circuit
+from jaxbp.common.checks import AnyArray
 from jaxbp.logic.gates import Parametrization, check_tau, hard_logits, harden, initial_logits
 from jaxbp.logic.wires import Wires
-from jaxbp.ops._checks import AnyArray
-from jaxbp.ops.gate_layer import gate_layer
+from jaxbp.ops.logic.gate_layer import gate_layer
 from jaxbp.pairing import Implementation
 
 Wiring = Callable[[int, int, int], Wires]

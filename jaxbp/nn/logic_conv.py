@@ -10,15 +10,15 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
-from jaxbp.logic.convolution import TreeWires
-from jaxbp.logic.convolutional_circuit import ConvolutionalCircuit
+from jaxbp.circuits.convolutional_circuit import ConvolutionalCircuit
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.windows import Padding, Size
+from jaxbp.logic.tree_wires import TreeWires
 from jaxbp.logic.wires import Wires
 from jaxbp.nn.logic import GateOptions, Gates, LogicNetwork, Wiring, thermometer
-from jaxbp.ops import _checks
-from jaxbp.ops._checks import AnyArray
-from jaxbp.ops._windows import Padding, Size
-from jaxbp.ops.logic_conv2d import logic_conv2d, logic_conv2d_or_pool2d
-from jaxbp.ops.shapes import flatten
+from jaxbp.ops.logic.logic_conv2d import logic_conv2d, logic_conv2d_or_pool2d
+from jaxbp.ops.pointwise.shapes import flatten
 
 
 def image_thermometer(
@@ -122,7 +122,7 @@ class LogicConvNetwork(nnx.Module):
         seed: int = 0,
         **options: Unpack[GateOptions],
     ):
-        if len(shape) != 3 or not all(_checks.is_int(n) and n >= 1 for n in shape):
+        if len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
             raise ValueError(f"LogicConvNetwork: shape is {tuple(shape)}; wants channels, height and width")
         if not convolutions:
             raise ValueError("LogicConvNetwork: no convolutions; wants at least one, or a LogicNetwork without")
@@ -147,7 +147,7 @@ class LogicConvNetwork(nnx.Module):
         self, x: Float[AnyArray, "batch channels height width"], *, hard: bool = False
     ) -> Float[Array, "batch classes"]:
         """Return the class scores. With `hard`, return the scores of the hardened network, which takes bits."""
-        _checks.shape("LogicConvNetwork", "x", x, "batch", *self.shape)
+        checks.shape("LogicConvNetwork", "x", x, "batch", *self.shape)
         return self.head(flatten(self._convolved(x, hard=hard)), hard=hard)
 
     def harden(self) -> ConvolutionalCircuit:

@@ -6,9 +6,9 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
+from jaxbp.common.checks import AnyArray
 from jaxbp.nn.layers import LayerNorm, LayerNormLinear, Linear
-from jaxbp.ops._checks import AnyArray
-from jaxbp.ops.activations import relu
+from jaxbp.ops.pointwise.activations import relu
 from jaxbp.pairing import Implementation
 
 IMAGE_SIZE = 28

@@ -2,7 +2,7 @@
 
 import functools
 
-from jaxbp.ops import _checks
+from jaxbp.common import checks
 from jaxbp.pairing import Fastest, Pair
 
 FUSED = Fastest(gpu="xla")
@@ -14,5 +14,5 @@ KEPT_ON_GPU = Fastest(gpu="autodiff", older_gpu="autodiff")
 KEPT_EVERYWHERE = Fastest(gpu="autodiff", older_gpu="autodiff", elsewhere="autodiff")
 """For ops whose autodiff gradient is faster on GPUs and CPUs."""
 
-fused_pair = functools.partial(Pair, unsupported=_checks.unsupported, fastest=FUSED, jit=True)
+fused_pair = functools.partial(Pair, unsupported=checks.unsupported, fastest=FUSED, jit=True)
 """A `Pair` of formulas that XLA fuses into their neighbors. Its kernels are element-wise or sum element-wise terms."""

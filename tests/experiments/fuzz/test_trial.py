@@ -9,7 +9,7 @@ import pytest
 from experiments.fuzz.cases import Program
 from experiments.fuzz.trial import Trial
 from jaxbp.catalogue import CATALOGUE, Argument, Case
-from jaxbp.ops._numerics import widen
+from jaxbp.common.numerics import widen
 from jaxbp.pairing import Pair
 from jaxbp.verify.arguments import take_apart
 

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from experiments import check
+from experiments.accuracy import Accuracy, Place
 from experiments.output import accuracy
 from jaxbp.catalogue import CATALOGUE
-from jaxbp.verify.accuracy import Accuracy, Place
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 

@@ -16,7 +16,7 @@ from helpers import ours, relative_error
 import jaxbp
 from jaxbp.nn import LeNet, lenet_memory_table, lenet_saved_tensors
 from jaxbp.nn.lenet import MemoryRow
-from jaxbp.ops import mlp_softmax_cross_entropy as mlp
+from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp
 
 every_implementation = pytest.mark.parametrize("implementation", jaxbp.IMPLEMENTATIONS)
 fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])

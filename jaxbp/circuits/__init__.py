@@ -1,0 +1,1 @@
+"""Hardened circuits, netlists, and their C and Verilog sources."""

@@ -1,0 +1,206 @@
+"""Hardened logic networks, evaluated on words of 32 samples with bitwise operations, and exported as C and as Verilog.
+
+On bits, a gate's `c0 + c1 a + c2 b + c3 ab` is taken modulo 2. The sum is then "exclusive or", and the product is
+"and".
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, UInt8, UInt32
+
+from jaxbp.circuits.sources import EXPRESSIONS, Table, c_of_tables, check_c, check_verilog, verilog_of
+from jaxbp.common import checks
+from jaxbp.logic.gates import COEFFICIENTS, GATES
+from jaxbp.logic.wires import Wires
+
+WORD_BITS = 32
+
+
+def pack_bits(bits: Bool[np.ndarray, "samples features"]) -> UInt32[np.ndarray, "features words"]:
+    """Pack samples into words: bit k of word w is sample 32 w + k. The last word is padded with zeros.
+
+    Raises:
+      ValueError: the bits are not a matrix, or not all 0 or 1.
+    """
+    bits = booleans("pack_bits", bits)
+    if bits.ndim != 2:
+        raise ValueError(f"pack_bits: bits has shape {bits.shape}; wants (samples, features)")
+    words = -(-len(bits) // WORD_BITS)
+    filled = np.zeros((bits.shape[1], words * WORD_BITS), bool)
+    filled[:, : len(bits)] = bits.T
+    packed = np.packbits(filled, axis=1, bitorder="little")
+    return packed.view("<u4").astype(np.uint32)
+
+
+def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bool[np.ndarray, "samples features"]:
+    """Unpack the words of `pack_bits`.
+
+    Raises:
+      ValueError: the words are not a matrix, or hold fewer samples.
+    """
+    if np.ndim(words) != 2:
+        raise ValueError(f"unpack_bits: words has shape {np.shape(words)}; wants (features, words)")
+    most = np.shape(words)[1] * WORD_BITS
+    if not checks.is_int(samples) or not 0 <= samples <= most:
+        raise ValueError(f"unpack_bits: samples is {samples!r}; wants an int in [0, {most}], as many as the words hold")
+    packed = np.ascontiguousarray(words, dtype="<u4").view(np.uint8)
+    return np.unpackbits(packed, axis=1, count=samples, bitorder="little").T.astype(bool)
+
+
+def booleans(op: str, bits: ArrayLike) -> Bool[np.ndarray, "..."]:
+    """Return the bits as booleans on the host.
+
+    Raises:
+      ValueError: a number is neither 0 nor 1.
+    """
+    bits = np.asarray(bits)
+    if bits.dtype != bool and (wrong := bits[(bits != 0) & (bits != 1)]).size:
+        raise ValueError(f"{op}: bits has the number {wrong[0]}; wants 0 and 1, as jaxbp.nn.thermometer gives them")
+    return bits.astype(bool)
+
+
+def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
+    """Return a circuit's outputs for samples that are not packed.
+
+    Raises:
+      ValueError: the samples have another number of inputs, or numbers that are neither 0 nor 1.
+    """
+    op, bits = type(circuit).__name__, np.asarray(bits)
+    if bits.shape[1:] != (circuit.inputs,):
+        raise ValueError(f"{op}: bits has shape {bits.shape}; wants (samples, {circuit.inputs})")
+    bits = booleans(op, bits)
+    return unpack_bits(circuit.evaluate(pack_bits(bits)), len(bits))
+
+
+def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Array, "inputs words"]) -> Array:
+    """Evaluate a layer of hardened gates on words, `(inputs, words) -> (gates, words)`, with JAX, or NumPy if x is.
+
+    Args:
+      gates: the numbers of the gates, such as `jaxbp.harden` returns.
+    """
+    return bitwise_gates(gates, x[wires.a], x[wires.b])
+
+
+def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UInt32[Array, "..."]) -> Array:
+    """Evaluate hardened gates on words. The first axes of a and b are the axes of the gates."""
+    masks = _MASKS if isinstance(a, np.ndarray) else jnp.asarray(_MASKS)
+    c0, c1, c2, c3 = masks.T[:, gates].reshape(4, *gates.shape, *[1] * (a.ndim - gates.ndim))
+    return c0 ^ (c1 & a) ^ ((c2 ^ (c3 & a)) & b)
+
+
+# All bits are ones where a coefficient is odd.
+_MASKS = np.where(COEFFICIENTS % 2, np.uint32(2**32 - 1), np.uint32(0)).astype(np.uint32)
+
+
+def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray, "*shape"]:
+    """Return the numbers of a layer's gates, on the host.
+
+    Raises:
+      ValueError: the gates are not from 0 to 15, or not of this shape.
+    """
+    gates = np.asarray(gates)
+    if gates.shape != shape or (gates.size and not 0 <= gates.min() <= gates.max() < GATES):
+        came = f" from {gates.min()} to {gates.max()}" if gates.size else ""
+        wanted = shape if len(shape) > 1 else shape[0]
+        raise ValueError(f"{layer} has gates of shape {gates.shape}{came}; wants {wanted} from 0 to 15")
+    return gates.astype(np.uint8)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Circuit:
+    """Layers of hardened gates.
+
+    Attributes:
+      layers: for each layer, the numbers of its gates and its wires, on the host.
+    """
+
+    layers: Sequence[tuple[UInt8[np.ndarray, "gates"], Wires]]
+
+    @classmethod
+    def of(cls, layers: Iterable[tuple[ArrayLike, Wires]]) -> "Circuit":
+        """Make a circuit from `(gates, wires)`, with gates such as `jaxbp.harden` returns.
+
+        Raises:
+          ValueError: there are no layers; gates are not from 0 to 15, or not as many as the wires need; or a layer
+            reads another number of inputs than the layer before has gates.
+        """
+        host = []
+        for i, (gates, wires) in enumerate(layers):
+            gates = gate_numbers(f"Circuit: layer {i}", gates, wires.gates)
+            if host and wires.inputs != host[-1][1].gates:
+                before = host[-1][1].gates
+                raise ValueError(f"Circuit: layer {i} reads {wires.inputs} inputs; wants {before}, the gates before")
+            host.append((gates, wires))
+        if not host:
+            raise ValueError("Circuit: there are no layers; wants at least one")
+        return cls(tuple(host))
+
+    def __repr__(self) -> str:
+        gates = ", ".join(str(wires.gates) for _, wires in self.layers)
+        return f"Circuit({self.inputs} inputs, layers of {gates} gates)"
+
+    @property
+    def inputs(self) -> int:
+        return self.layers[0][1].inputs
+
+    @property
+    def outputs(self) -> int:
+        return self.layers[-1][1].gates
+
+    def __call__(self, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
+        """Return the outputs of each sample."""
+        return outputs_of_samples(self, bits)
+
+    def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
+        """Return the outputs of packed samples. Within `jax.jit`, x is a JAX array."""
+        if x.shape[0] != self.inputs:
+            raise ValueError(f"Circuit: x has shape {x.shape}; wants ({self.inputs}, words)")
+        for gates, wires in self.layers:
+            x = bitwise_gate_layer(gates, wires, x)
+        return x
+
+    def histogram(self) -> np.ndarray:
+        """Count the gates of each number in each layer: `(layers, 16)`."""
+        return np.stack([np.bincount(gates, minlength=GATES) for gates, _ in self.layers])
+
+    def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
+        """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
+
+        Bit k of `x[i * words + w]` is input i of sample 32 w + k, and y is laid out in the same way. The function
+        returns 0, or 1 if there is no memory. It takes 16 words at a time, so that fewer words take equally long. A
+        layer is one table of gates per function, and a loop over each table, because compilers are slow on one line per
+        gate. Pass-throughs are gates here; `Netlist.simplify` removes them.
+
+        Args:
+          classes: the number of classes, which adds two functions. Each class has a group of equally many outputs, and
+            the class of a sample is the first one with the most outputs on.
+            `int name_classify_words(size_t words, const uint32_t *x, int *classes)` computes the class of each sample,
+            and `int name_classify(const uint8_t *bits)` the class of one sample, or -1 if there is no memory.
+        """
+        check_c("Circuit", name, classes, self.outputs)
+        tables, rows, source, target = [], max(self.inputs, *(wires.gates for _, wires in self.layers)), 0, 1
+        for gates, wires in self.layers:
+            numbers = np.stack([np.arange(wires.gates), wires.a, wires.b], axis=1)
+            for gate in np.unique(gates).tolist():
+                tables.append(Table(gate, source * rows, target * rows, numbers[gates == gate]))
+            source, target = target, source
+        return c_of_tables(name, self.inputs, 2 * rows, tables, range(self.outputs), source * rows, classes)
+
+    def to_verilog(self, name: str = "circuit") -> str:
+        """Return a combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
+        check_verilog("Circuit", name)
+        lines, source = [], "x"
+        for i, (gates, wires) in enumerate(self.layers):
+            target = f"layer{i}"
+            lines.append(f"wire [{wires.gates - 1}:0] {target};")
+            for g, (gate, a, b) in enumerate(zip(gates, wires.a.tolist(), wires.b.tolist(), strict=True)):
+                operands = dict(a=f"{source}[{a}]", b=f"{source}[{b}]", zero="1'b0", one="1'b1")
+                lines.append(f"assign {target}[{g}] = {EXPRESSIONS[gate].format(**operands)};")
+            source = target
+        return verilog_of(name, self.inputs, self.outputs, [*lines, f"assign y = {source};"])

@@ -1,0 +1,474 @@
+"""Hardened convolutional logic networks, evaluated on words of bits, and exported as C and as Verilog."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, UInt8, UInt32
+
+from jaxbp.circuits.circuit import WORD_BITS, Circuit, bitwise_gates, booleans, gate_numbers, pack_bits, unpack_bits
+from jaxbp.circuits.netlist import GateList, Netlist
+from jaxbp.circuits.sources import Code, Table, c_of_tables, check_c, check_verilog, verilog_of
+from jaxbp.common import checks
+from jaxbp.common.windows import output_size, window_padding
+from jaxbp.logic.gates import GATES, PASS_THROUGH
+from jaxbp.logic.tree_wires import TreeWires
+from jaxbp.logic.wires import Wires
+
+OR = 7
+"""The number of the gate "or", which pools use."""
+WORDS_AT_A_TIME = 32
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Convolution:
+    """Hardened kernels on images of one size, followed by an or-pool. A kernel is a tree of gates.
+
+    Attributes:
+      gates: the numbers of the gates, level by level, the root last.
+      wires: the inputs that they read.
+      shape: channels, height and width of the images.
+      stride: the kernels' stride in rows and in columns.
+      padding: zeros before and after the rows, and before and after the columns.
+      pool: rows and columns of a pool's window. Windows do not overlap, and incomplete windows are dropped.
+    """
+
+    gates: UInt8[np.ndarray, "kernels gates"]
+    wires: TreeWires
+    shape: tuple[int, int, int]
+    stride: tuple[int, int]
+    padding: tuple[tuple[int, int], tuple[int, int]]
+    pool: tuple[int, int]
+
+    @property
+    def padded_shape(self) -> tuple[int, int, int]:
+        channels, *size = self.shape
+        return (channels, *(n + sum(p) for n, p in zip(size, self.padding, strict=True)))
+
+    @property
+    def output_shape(self) -> tuple[int, int, int]:
+        """Kernels, height and width after the pool."""
+        places = output_size(self.shape[1:], self.wires.window, stride=self.stride, padding=self.padding)
+        return (self.wires.kernels, *(n // p for n, p in zip(places, self.pool, strict=True)))
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The rows and columns of the image between neighboring pools."""
+        return tuple(s * p for s, p in zip(self.stride, self.pool, strict=True))
+
+    @property
+    def pooled(self) -> list[tuple[int, int]]:
+        """The positions in a pool's window, as offsets from the first one in rows and columns of the image."""
+        return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
+
+    @property
+    def placed_gates(self) -> int:
+        """The gates of all kernels at all positions that a pool reads, and the gates of the pools."""
+        pool = math.prod(self.pool)
+        return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
+
+    def netlist(self) -> Netlist:
+        """Return the gates from a window, `(channels, height, width)`, to one output per kernel."""
+        size = (self.shape[0], *self.wires.window)
+        gates = GateList(math.prod(size))
+        return gates.netlist(self._roots(np.ravel_multi_index(self._leaves, size), gates.add))
+
+    @property
+    def _leaves(self) -> tuple[np.ndarray, ...]:
+        """The channels, rows and columns of each kernel's leaves."""
+        return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
+
+    def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
+        """Return the root of each kernel's tree: from `(kernels, leaves, ...)` to `(kernels, ...)`."""
+        first = 0
+        while (count := values.shape[1] // 2) > 0:
+            values = of_gates(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])
+            first += count
+        return values[:, 0]
+
+    def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
+        """Return the values at these channels, rows and columns of all windows, for each position in a pool's window.
+
+        Args:
+          x: `(channels, height, width, ...)`, with padding.
+
+        Returns:
+          One `(*places, rows, columns, ...)` per position.
+        """
+        (_, rows, columns), (down, right) = self.output_shape, self.steps
+        channel, row, column = (place[..., None, None] for place in places)
+        row, column = row + down * np.arange(rows)[:, None], column + right * np.arange(columns)
+        return [x[channel, row + u, column + v] for u, v in self.pooled]
+
+    def evaluate(self, x: UInt32[Array, "channels height width words"]) -> Array:
+        """Return packed images of packed images."""
+        pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
+        leaves = self._windows(pad(x, ((0, 0), *self.padding, (0, 0))), self._leaves)
+        return functools.reduce(operator.or_, (self._roots(place, bitwise_gates) for place in leaves))
+
+    def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
+        """Add the kernels' gates at all positions. Return the sources of the output images from the inputs' sources."""
+        if any(map(any, self.padding)):
+            x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))
+        window = tuple(np.indices((self.shape[0], *self.wires.window)).reshape(3, -1))
+        places = [gates.place(kernels, np.moveaxis(found, 0, -1)) for found in self._windows(x, window)]
+        return np.moveaxis(functools.reduce(functools.partial(gates.add, OR), places), -1, 0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ConvolutionalCircuit:
+    """Convolutions of hardened gates, followed by layers of gates.
+
+    Images are flattened in row-major order: channels, rows, columns. This holds for the inputs and between the
+    convolutions and the layers.
+
+    Attributes:
+      convolutions: the convolutions, on the host.
+      head: the layers after the convolutions, or None.
+    """
+
+    convolutions: Sequence[Convolution]
+    head: Circuit | None
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, int, int],
+        convolutions: Iterable[tuple[ArrayLike, TreeWires] | tuple[ArrayLike, TreeWires, Mapping[str, Any]]],
+        layers: Iterable[tuple[ArrayLike, Wires]] = (),
+    ) -> "ConvolutionalCircuit":
+        """Make a circuit from `(gates, wires)`, with gates such as `jaxbp.harden` returns.
+
+        Args:
+          shape: channels, height and width of an input.
+          convolutions: for each convolution, the gates `(kernels, gates)`, the wires, and the options `stride`,
+            `padding` and `pool` of `jaxbp.logic_conv2d_or_pool2d`. Without `pool`, there is no pool.
+          layers: the layers after the convolutions, as in `jaxbp.Circuit`.
+
+        Raises:
+          TypeError: an option is unknown.
+          ValueError: the shape is not three positive integers; there are no convolutions; gates are not from 0 to 15,
+            or not as many as the wires need; an option has a wrong value; a convolution reads another number of
+            channels than there are, or has no position; or a layer reads another number of inputs than there are.
+        """
+        shape = tuple(shape)
+        if len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
+            raise ValueError(f"ConvolutionalCircuit: shape is {shape}; wants channels, height and width")
+        host = []
+        for i, (gates, wires, *options) in enumerate(convolutions):
+            host.append(_convolution(f"ConvolutionalCircuit: convolution {i}", shape, gates, wires, dict(*options)))
+            shape = host[-1].output_shape
+        if not host:
+            raise ValueError("ConvolutionalCircuit: there are no convolutions; wants at least one")
+        layers = tuple(layers)
+        if layers and layers[0][1].inputs != math.prod(shape):
+            raise ValueError(
+                f"ConvolutionalCircuit: the first layer reads {layers[0][1].inputs} inputs; "
+                f"wants {math.prod(shape)}, the outputs {_sizes(shape)} of the convolutions"
+            )
+        return cls(tuple(host), Circuit.of(layers) if layers else None)
+
+    def __repr__(self) -> str:
+        shapes = [self.shape, *(convolution.output_shape for convolution in self.convolutions)]
+        sizes = " -> ".join(map(_sizes, shapes))
+        if self.head:
+            sizes += f", layers of {', '.join(str(wires.gates) for _, wires in self.head.layers)} gates"
+        return f"ConvolutionalCircuit({sizes})"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an input."""
+        return self.convolutions[0].shape
+
+    @property
+    def inputs(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def outputs(self) -> int:
+        return self.head.outputs if self.head else math.prod(self.convolutions[-1].output_shape)
+
+    @property
+    def gates(self) -> int:
+        """The number of gates. A kernel counts once."""
+        return int(self.histogram().sum())
+
+    @property
+    def placed_gates(self) -> int:
+        """The number of gates if every position has a separate copy of the kernels, including the pools' gates."""
+        convolutions = sum(convolution.placed_gates for convolution in self.convolutions)
+        return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
+
+    def histogram(self) -> np.ndarray:
+        """Count the gates of each number in each convolution and layer: `(layers, 16)`. A kernel counts once."""
+        kernels = [np.bincount(c.gates.ravel(), minlength=GATES) for c in self.convolutions]
+        return np.stack([*kernels, *(self.head.histogram() if self.head else ())])
+
+    def __call__(self, bits: Bool[np.ndarray, "samples channels height width"]) -> Bool[np.ndarray, "samples outputs"]:
+        """Return the outputs of each sample."""
+        bits = np.asarray(bits)
+        if bits.shape[1:] != self.shape:
+            wanted = ", ".join(map(str, self.shape))
+            raise ValueError(f"ConvolutionalCircuit: bits has shape {bits.shape}; wants (samples, {wanted})")
+        bits = booleans("ConvolutionalCircuit", bits)
+        y, at_a_time = np.empty((len(bits), self.outputs), bool), WORDS_AT_A_TIME * WORD_BITS
+        for begin in range(0, len(bits), at_a_time):  # the values between layers take memory
+            some = bits[begin : begin + at_a_time].reshape(-1, self.inputs)
+            y[begin : begin + at_a_time] = unpack_bits(self.evaluate(pack_bits(some)), len(some))
+        return y
+
+    def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
+        """Return the outputs of packed samples. Within `jax.jit`, x is a JAX array."""
+        if x.shape[0] != self.inputs:
+            raise ValueError(f"ConvolutionalCircuit: x has shape {x.shape}; wants ({self.inputs}, words)")
+        words = x.shape[1]
+        x = x.reshape(*self.shape, words)
+        for convolution in self.convolutions:
+            x = convolution.evaluate(x)
+        x = x.reshape(math.prod(x.shape[:3]), words)
+        return self.head.evaluate(x) if self.head else x
+
+    @functools.cached_property
+    def _kernels(self) -> list[Netlist]:
+        """The simplified kernels of each convolution."""
+        return [convolution.netlist().simplify() for convolution in self.convolutions]
+
+    @functools.cached_property
+    def _head(self) -> Netlist | None:
+        """The simplified layers."""
+        return Netlist.of(self.head).simplify() if self.head else None
+
+    def netlist(self) -> Netlist:
+        """Return the gates of all positions and pools, and of the layers.
+
+        Each kernel and the layers are simplified. `Netlist.simplify` can also simplify across positions and layers, but
+        takes long for many gates.
+        """
+        gates = GateList(self.inputs)
+        x = np.arange(self.inputs).reshape(self.shape)
+        for convolution, kernels in zip(self.convolutions, self._kernels, strict=True):
+            x = convolution.place(x, kernels, gates)
+        return gates.netlist(gates.place(self._head, x.ravel()) if self.head else x.ravel())
+
+    def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
+        """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
+
+        Words and classes are as in `Circuit.to_c`. Each simplified kernel is written once, in a loop over the pools.
+        The loop takes 16 words at a time through all positions of a pool. The simplified layers are tables of gates.
+        """
+        check_c("ConvolutionalCircuit", name, classes, self.outputs)
+        tables, end = [], 0
+        if any(map(any, self.convolutions[0].padding)):
+            end = self.inputs  # the input has no padding
+        images = []
+        for shape, ((top, _), (left, _)) in (
+            *((c.padded_shape, c.padding) for c in self.convolutions),
+            (self.convolutions[-1].output_shape, ((0, 0), (0, 0))),
+        ):
+            images.append(_Image(end, shape, (top, left)))
+            end += math.prod(shape)
+        if images[0].first:
+            sources = np.arange(self.inputs)
+            numbers = np.stack([images[0].rows(self.shape).ravel(), sources, sources], axis=1)
+            tables.append(Table(PASS_THROUGH, 0, images[0].first, numbers))
+        for i, (convolution, kernels) in enumerate(zip(self.convolutions, self._kernels, strict=True)):
+            tables.append(_c_of_convolution(name, i, convolution, kernels, *images[i : i + 2]))
+        first, results, rows = images[-1].first, range(self.outputs), self.outputs
+        if self.head:
+            layers, results, rows = self._head.tables(first)
+            tables += layers
+        return c_of_tables(name, self.inputs, first + rows, tables, results, first, classes)
+
+    def to_verilog(self, name: str = "circuit", pipelined: bool = False) -> str:
+        """Return Verilog of the module `{name}` and its parts.
+
+        The module leads from `input [inputs-1:0] x` to `output [outputs-1:0] y`.
+
+        A convolution is a module that instantiates the module of its kernels in generate loops. Each part is simplified
+        separately.
+
+        Args:
+          pipelined: whether to put registers after every layer, and after every convolution with its pool. The module
+            then has an `input clock` and takes a new x at each rising edge. The result y appears after as many edges
+            as there are convolutions and layers, counting the edge that takes x. Otherwise the module is
+            combinational.
+        """
+        check_verilog("ConvolutionalCircuit", name)
+        modules, parts = [], []
+        for i, (convolution, kernels) in enumerate(zip(self.convolutions, self._kernels, strict=True)):
+            parts.append((f"{name}_convolution{i}", math.prod(convolution.output_shape)))
+            modules += [kernels.to_verilog(f"{name}_kernels{i}"), _verilog_of_convolution(name, i, convolution)]
+        if self.head:
+            layers = [self._head]
+            if pipelined:
+                layers = [Netlist.of(Circuit.of([layer])).simplify() for layer in self.head.layers]
+            for i, layer in enumerate(layers):
+                parts.append((f"{name}_layer{i}", layer.outputs))
+                modules.append(layer.to_verilog(parts[-1][0]))
+        lines, source = [], "x"
+        for i, (module, outputs) in enumerate(parts):
+            lines += [f"wire [{outputs - 1}:0] y{i};", f"{module} part{i} (.x({source}), .y(y{i}));"]
+            source = f"y{i}"
+            if pipelined:
+                lines += [f"reg [{outputs - 1}:0] held{i};", f"always @(posedge clock) held{i} <= y{i};"]
+                source = f"held{i}"
+        lines.append(f"assign y = {source};")
+        if pipelined:
+            modules.append(f"// y is the result of the x that was taken {len(parts)} rising edges of the clock ago.\n")
+        modules.append(verilog_of(name, self.inputs, self.outputs, lines, clocked=pipelined))
+        return "\n".join(modules)
+
+
+class _Image(NamedTuple):
+    """The rows of values that hold an image.
+
+    Attributes:
+      first: the first row of values.
+      shape: channels, height and width, with padding.
+      corner: the row and the column at which the image begins, after the padding.
+    """
+
+    first: int
+    shape: tuple[int, int, int]
+    corner: tuple[int, int]
+
+    def rows(self, shape: tuple[int, int, int]) -> np.ndarray:
+        """Return the rows of an image of this shape, without padding, counted from the first row."""
+        (_, height, width), (top, left) = shape, self.corner
+        return np.arange(math.prod(self.shape)).reshape(self.shape)[:, top : top + height, left : left + width]
+
+
+_C_CONVOLUTION = string.Template(r"""
+/* A kernel of convolution $i in $rows x $columns pools. */
+#define ${name}_CONVOLUTION$i(kernel, tree) \
+  static void kernel(const uint32_t *restrict x, uint32_t *restrict y) { \
+    enum { block = ${name}_block }; \
+    for (size_t r = 0; r < $rows; r++) \
+      for (size_t c = 0; c < $columns; c++) { \
+        const uint32_t *from = x + block * ($down * r + $right * c); \
+        uint32_t *to = y + block * ($width * r + c); \
+        for (size_t k = 0; k < block; k++) to[k] = $pool; \
+      } \
+  }
+$kernels
+static void ${name}_convolution$i(const uint32_t *x, uint32_t *y) {
+  enum { block = ${name}_block };
+$calls
+}
+""")
+
+
+def _c_of_convolution(
+    name: str, i: int, convolution: Convolution, kernels: Netlist, source: _Image, target: _Image
+) -> Code:
+    """Return a convolution as a C function from an image to an image."""
+    window = np.indices((source.shape[0], *convolution.wires.window)).reshape(3, -1)
+    reads = np.ravel_multi_index(tuple(window), source.shape).tolist()
+    names = [f"x[{name}_block * {row}]" for row in reads] + [f"g{g}" for g in range(len(kernels))]
+    expressions = kernels.expressions(names, "0", "~(uint32_t)0")
+    functions, calls = [], []
+    writes = target.rows(convolution.output_shape)[:, 0, 0].tolist()
+    for k, (cone, result, to) in enumerate(zip(kernels.cones(), kernels.results.tolist(), writes, strict=True)):
+        tree, kernel = (f"{name}_convolution{i}_{part}{k}" for part in ("tree", "kernel"))
+        lines = [f"const uint32_t g{g} = {expressions[g]};" for g in cone]
+        lines += ["(void)x;", f"return {names[result]};"]
+        body = "\n".join(f"  {line}" for line in lines)
+        functions.append(f"static inline uint32_t {tree}(const uint32_t *x) {{\n{body}\n}}")
+        functions.append(f"{name}_CONVOLUTION{i}({kernel}, {tree})")
+        calls.append(f"  {kernel}(x, y + block * {to});")
+    _, rows, columns = convolution.output_shape
+    down, right = convolution.steps
+    values = dict(name=name, i=i, rows=rows, columns=columns, kernels="\n".join(functions), calls="\n".join(calls))
+    values |= dict(down=down * source.shape[2], right=right, width=target.shape[2])
+    values["pool"] = " | ".join(f"tree(from + k + block * {u * source.shape[2] + v})" for u, v in convolution.pooled)
+    return Code(f"{name}_convolution{i}", source.first, target.first, _C_CONVOLUTION.substitute(values))
+
+
+_VERILOG_CONVOLUTION = string.Template(r"""
+// Bit (channel * height + row) * width + column of an image is the pixel in that row and column of the channel.
+module ${name}_convolution$i (
+  input wire [$channels * $height * $width - 1:0] x,
+  output wire [$kernels * $rows * $columns - 1:0] y
+);
+  localparam CHANNELS = $channels, HEIGHT = $height, WIDTH = $width, TOP = $top, LEFT = $left;
+  localparam PADDED_HEIGHT = $padded_height, PADDED_WIDTH = $padded_width;
+  localparam WINDOW_HEIGHT = $window_height, WINDOW_WIDTH = $window_width, KERNELS = $kernels;
+  localparam ROWS = $rows, COLUMNS = $columns, POOL_ROWS = $pool_rows, POOL_COLUMNS = $pool_columns;
+  genvar channel, row, column, r, c, u, v;
+  wire [CHANNELS * PADDED_HEIGHT * PADDED_WIDTH - 1:0] padded;
+  generate
+    for (channel = 0; channel < CHANNELS; channel = channel + 1) begin : channels
+      for (row = 0; row < PADDED_HEIGHT; row = row + 1) begin : image_rows
+        for (column = 0; column < PADDED_WIDTH; column = column + 1) begin : image_columns
+          localparam BIT = (channel * PADDED_HEIGHT + row) * PADDED_WIDTH + column;
+          if (row >= TOP && row < TOP + HEIGHT && column >= LEFT && column < LEFT + WIDTH) begin : interior
+            assign padded[BIT] = x[(channel * HEIGHT + row - TOP) * WIDTH + column - LEFT];
+          end else begin : exterior
+            assign padded[BIT] = 1'b0;
+          end
+        end
+      end
+    end
+    for (r = 0; r < ROWS; r = r + 1) begin : rows
+      for (c = 0; c < COLUMNS; c = c + 1) begin : columns
+        wire [POOL_ROWS * POOL_COLUMNS * KERNELS - 1:0] found;
+        for (u = 0; u < POOL_ROWS; u = u + 1) begin : pool_rows
+          for (v = 0; v < POOL_COLUMNS; v = v + 1) begin : pool_columns
+            localparam ROW = (r * POOL_ROWS + u) * $row_stride, COLUMN = (c * POOL_COLUMNS + v) * $column_stride;
+            wire [CHANNELS * WINDOW_HEIGHT * WINDOW_WIDTH - 1:0] window;
+            for (channel = 0; channel < CHANNELS; channel = channel + 1) begin : window_channels
+              for (row = 0; row < WINDOW_HEIGHT; row = row + 1) begin : window_rows
+                assign window[(channel * WINDOW_HEIGHT + row) * WINDOW_WIDTH +: WINDOW_WIDTH] =
+                  padded[(channel * PADDED_HEIGHT + ROW + row) * PADDED_WIDTH + COLUMN +: WINDOW_WIDTH];
+              end
+            end
+            ${name}_kernels$i kernels (.x(window), .y(found[(u * POOL_COLUMNS + v) * KERNELS +: KERNELS]));
+          end
+        end
+        for (channel = 0; channel < KERNELS; channel = channel + 1) begin : pools
+          assign y[(channel * ROWS + r) * COLUMNS + c] = $pool;
+        end
+      end
+    end
+  endgenerate
+endmodule
+""")
+
+
+def _verilog_of_convolution(name: str, i: int, convolution: Convolution) -> str:
+    """Return a convolution as a Verilog module, which instantiates the module of its kernels."""
+    (channels, height, width), (kernels, rows, columns) = convolution.shape, convolution.output_shape
+    (top, _), (left, _) = convolution.padding
+    _, padded_height, padded_width = convolution.padded_shape
+    window_height, window_width = convolution.wires.window
+    pool_rows, pool_columns = convolution.pool
+    row_stride, column_stride = convolution.stride
+    pool = " | ".join(f"found[{place} * KERNELS + channel]" for place in range(pool_rows * pool_columns))
+    return _VERILOG_CONVOLUTION.substitute(locals())  # the template has the names of these variables
+
+
+def _convolution(op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options) -> Convolution:
+    gates = gate_numbers(op, gates, wires.kernels, wires.gates)
+    if wires.channels != shape[0]:
+        raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, the channels of its input")
+    if unknown := options.keys() - {"stride", "padding", "pool"}:
+        raise TypeError(f"{op} has the options {', '.join(unknown)}; wants stride, padding and pool")
+    stride, pool = (checks.pair(op, name, options.get(name, 1)) for name in ("stride", "pool"))
+    padding = window_padding(op, options.get("padding", 0), shape[1:], wires.window, stride)
+    places = output_size(shape[1:], wires.window, stride=stride, padding=padding)
+    if any(n < p for n, p in zip(places, pool, strict=True)):
+        raise ValueError(f"{op} has {_sizes(np.maximum(places, 0))} places; wants at least one pool of {_sizes(pool)}")
+    return Convolution(gates, wires, shape, stride, padding, pool)
+
+
+def _sizes(shape) -> str:
+    return " x ".join(map(str, shape))

@@ -1,0 +1,343 @@
+"""Shared parts of the C and Verilog export of circuits: operators, names, and C code for tables of gates."""
+
+import re
+import string
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxbp.common import checks
+
+EXPRESSIONS = (
+    "{zero}",
+    "{a} & {b}",
+    "{a} & ~{b}",
+    "{a}",
+    "~{a} & {b}",
+    "{b}",
+    "{a} ^ {b}",
+    "{a} | {b}",
+    "~({a} | {b})",
+    "~({a} ^ {b})",
+    "~{b}",
+    "{a} | ~{b}",
+    "~{a}",
+    "~{a} | {b}",
+    "~({a} & {b})",
+    "{one}",
+)
+"""The 16 functions in operators that C, Verilog, JavaScript and Python share."""
+
+_C = """
+alignas alignof auto bool break case char const constexpr continue default do double else enum extern false float
+for goto if inline int long nullptr register restrict return short signed sizeof static static_assert struct switch
+thread_local true typedef typeof typeof_unqual union unsigned void volatile while asm fortran main
+"""
+_C_LIBRARY = """
+BIG_ENDIAN BYTE_ORDER EXIT_FAILURE EXIT_SUCCESS FD_CLR FD_ISSET FD_SET FD_SETSIZE FD_ZERO LITTLE_ENDIAN MB_CUR_MAX
+NFDBITS NULL PDP_ENDIAN RAND_MAX WCONTINUED WEXITED WEXITSTATUS WIFCONTINUED WIFEXITED WIFSIGNALED WIFSTOPPED WNOHANG
+WNOWAIT WSTOPPED WSTOPSIG WTERMSIG WUNTRACED a64l abort abs aligned_alloc alloca arc4random arc4random_buf
+arc4random_uniform asctime at_quick_exit atexit atof atoi atol atoll bcmp bcopy be16toh be32toh be64toh bsearch bzero
+calloc clearenv clock ctime dcgettext dgettext difftime div drand48 drand48_r ecvt ecvt_r erand48 erand48_r execl
+execle execlp execv execve execvp execvpe exit explicit_bzero fclose fcvt fcvt_r fd_mask fd_set feclearexcept fegetenv
+fegetexceptflag fegetround feholdexcept feof feraiseexcept ferror fesetenv fesetexceptflag fesetround fetestexcept
+feupdateenv fflush ffs ffsimax ffsl ffsll fgetc fgets fopen fork fprintf fprintf_unlocked fputc fputc_unlocked fputs
+fputs_unlocked fread free freopen fscanf fseek ftell fwrite fwrite_unlocked gamma_r gammaf_r gammal_r gcvt getc
+getchar getenv getloadavg getsubopt gettext gmtime htobe16 htobe32 htobe64 htole16 htole32 htole64 i386 imaxabs index
+initstate initstate_r isalnum isalpha isascii isblank iscntrl isdigit isgraph islower isprint ispunct isspace isupper
+iswalnum iswalpha iswblank iswcntrl iswdigit iswgraph iswlower iswprint iswpunct iswspace iswupper iswxdigit isxdigit
+jrand48 jrand48_r l64a labs lcong48 lcong48_r ldiv le16toh le32toh le64toh lgamma_r lgammaf_r lgammal_r linux llabs
+lldiv localtime longjmp lrand48 lrand48_r malloc mblen mbstowcs mbtowc memccpy memchr memcmp memcpy memmem memmove
+mempcpy memrchr memset mkdtemp mkstemp mkstemps mktemp mktime mrand48 mrand48_r nrand48 nrand48_r offsetof on_exit
+perror posix_memalign printf printf_unlocked pselect putc putc_unlocked putchar putchar_unlocked putenv puts
+puts_unlocked qecvt qecvt_r qfcvt qfcvt_r qgcvt qsort qsort_r quick_exit raise rand rand_r random random_r rawmemchr
+realloc reallocarray reallocf realpath remove rename rewind rindex rpmatch scanf seed48 seed48_r select setbuf setenv
+setjmp setlocale setstate setstate_r setvbuf signal snprintf sprintf srand srand48 srand48_r srandom srandom_r sscanf
+stpcpy stpncpy strcasecmp strcasecmp_l strcasestr strcat strchr strchrnul strcmp strcoll strcoll_l strcpy strcspn
+strdup strerror strerror_l strerror_r strfmon strftime strlcat strlcpy strlen strncasecmp strncasecmp_l strncat
+strncmp strncpy strndup strnlen strpbrk strrchr strsep strsignal strspn strstr strtod strtof strtok strtok_r strtol
+strtold strtoll strtoq strtoul strtoull strtouq strverscmp strxfrm strxfrm_l system time tmpfile tmpnam toascii
+tolower toupper towlower towupper u_char u_int u_long u_short uint ulong ungetc unix unsetenv ushort valloc vfprintf
+vfscanf vprintf vscanf vsnprintf vsprintf vsscanf wcstombs wctomb
+"""
+_C_MATHS = """
+acos acosh asin asinh atan atan2 atanh cabs cacos cacosh carg casin casinh catan catanh cbrt ccos ccosh ceil cexp
+cimag clog conj copysign cos cosh cpow cproj creal csin csinh csqrt ctan ctanh drem erf erfc exp exp10 exp2 expm1 fabs
+fdim finite floor fma fmax fmin fmod frexp gamma hypot ilogb isinf isnan j0 j1 jn ldexp lgamma llrint llround log
+log10 log1p log2 logb lrint lround modf nan nearbyint nextafter nexttoward pow pow10 remainder remquo rint round scalb
+scalbln scalbn signbit significand sin sincos sinh sqrt tan tanh tgamma trunc y0 y1 yn
+"""
+_OF_KINDS = [word + kind for word in _C_MATHS.split() for kind in ("", "f", "l")]
+C_WORDS = frozenset([*_C.split(), *_C_LIBRARY.split(), *_OF_KINDS])
+"""Keywords of C up to C23, the functions that compilers know, and what the headers of the written sources declare."""
+_C_RESERVED = re.compile(r"_[A-Z_]\w*|\w+_t|(U?INT|PTRDIFF|SIG_ATOMIC|SIZE|WCHAR|WINT)\w*_(C|MAX|MIN)", re.ASCII)
+"""Names that C and POSIX reserve for types, limits, and compilers."""
+_VERILOG = """
+always and assign automatic begin buf bufif0 bufif1 case casex casez cell cmos config deassign default defparam
+design disable edge else end endcase endconfig endfunction endgenerate endmodule endprimitive endspecify endtable
+endtask event for force forever fork function generate genvar highz0 highz1 if ifnone incdir include initial inout
+input instance integer join large liblist library localparam macromodule medium module nand negedge nmos nor
+noshowcancelled not notif0 notif1 or output parameter pmos posedge primitive pull0 pull1 pulldown pullup
+pulsestyle_ondetect pulsestyle_onevent rcmos real realtime reg release repeat rnmos rpmos rtran rtranif0 rtranif1
+scalared showcancelled signed small specify specparam strong0 strong1 supply0 supply1 table task time tran tranif0
+tranif1 tri tri0 tri1 triand trior trireg unsigned use uwire vectored wait wand weak0 weak1 while wire wor xnor xor
+accept_on alias always_comb always_ff always_latch assert assume before bind bins binsof bit break byte chandle
+checker class clocking const constraint context continue cover covergroup coverpoint cross dist do endchecker
+endclass endclocking endgroup endinterface endpackage endprogram endproperty endsequence enum eventually expect
+export extends extern final first_match foreach forkjoin global iff ignore_bins illegal_bins implements implies
+import inside int interconnect interface intersect join_any join_none let local logic longint matches modport
+nettype new nexttime null package packed priority program property protected pure rand randc randcase randsequence
+ref reject_on restrict return s_always s_eventually s_nexttime s_until s_until_with sequence shortint shortreal
+soft solve static string strong struct super sync_accept_on sync_reject_on tagged this throughout timeprecision
+timeunit type typedef union unique unique0 until until_with untyped var virtual void wait_order weak wildcard with
+within
+"""
+VERILOG_WORDS = frozenset(_VERILOG.split())
+"""Keywords of Verilog and of SystemVerilog."""
+
+
+def check_name(op: str, name: str, words: frozenset[str]) -> None:
+    """Require an identifier that is not one of these words, and for C not reserved."""
+    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+        raise ValueError(f"{op}: name is {name!r}; wants an identifier")
+    if name in words or (words is C_WORDS and _C_RESERVED.fullmatch(name)):
+        language = "C" if words is C_WORDS else "Verilog"
+        raise ValueError(f"{op}: name is {name!r}, a word of {language}; wants another")
+
+
+def check_c(op: str, name: str, classes: int | None = None, outputs: int = 1) -> None:
+    """Require a name for C, and None or a number of classes that divides the outputs."""
+    check_name(op, name, C_WORDS)
+    if classes is not None and not (checks.is_int(classes) and classes >= 1 and outputs % classes == 0):
+        raise ValueError(f"{op}: classes is {classes!r}; wants None or a divisor of the {outputs} outputs")
+
+
+def check_verilog(op: str, name: str) -> None:
+    """Require a name for Verilog."""
+    check_name(op, name, VERILOG_WORDS)
+
+
+# A gate takes a block of words at a time, so that its numbers are read once per block.
+_C_SOURCE = string.Template(r"""#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+enum { ${name}_block = 16 };
+typedef struct { $wire y, a, b; } ${name}_gate;
+
+/* Gates of one function: y = expression(a, b). No gate reads a result of another one of them. */
+#define ${name}_FUNCTION(function, expression) \
+  static void function(const ${name}_gate *gates, size_t n, const uint32_t *restrict x, uint32_t *restrict y) { \
+    for (size_t i = 0; i < n; i++) { \
+      const uint32_t *a = x + ${name}_block * (size_t)gates[i].a; \
+      const uint32_t *b = x + ${name}_block * (size_t)gates[i].b; \
+      uint32_t *to = y + ${name}_block * (size_t)gates[i].y; \
+      for (size_t k = 0; k < ${name}_block; k++) to[k] = expression; \
+      (void)a, (void)b; \
+    } \
+  }
+$functions
+
+$tables
+static const $wire ${name}_outputs[] = {$output_rows};
+
+/* The values of the words of x from w on, up to a block of words. The rest of the block is 0. */
+static void ${name}_values(size_t words, size_t w, const uint32_t *x, uint32_t *values) {
+  const size_t block = ${name}_block, n = words - w < block ? words - w : block;
+  for (size_t i = 0; i < $inputs; i++)
+    for (size_t k = 0; k < block; k++) values[i * block + k] = k < n ? x[i * words + w + k] : 0;
+$calls
+}
+
+/* The first cache line that begins in this memory. */
+static uint32_t *${name}_line(uint32_t *memory) {
+  return memory + (-(uintptr_t)memory / sizeof *memory) % ${name}_block;
+}
+
+/* x[$inputs][words] to y[$outputs][words]: bit k of x[i][w] is input i of sample 32 w + k, and y has the same layout.
+   Returns 0, or 1 if there is no memory. */
+int $name(size_t words, const uint32_t *x, uint32_t *y) {
+  const size_t block = ${name}_block;
+  uint32_t *const memory = calloc(${name}_block * ($rows + 1), sizeof *memory);
+  if (!memory) return 1;
+  uint32_t *const values = ${name}_line(memory);
+  for (size_t w = 0; w < words; w += block) {
+    ${name}_values(words, w, x, values);
+    const size_t n = words - w < block ? words - w : block;
+    for (size_t i = 0; i < $outputs; i++) {
+      const uint32_t *from = values + block * ($last + ${name}_outputs[i]);
+      for (size_t k = 0; k < n; k++) y[i * words + w + k] = from[k];
+    }
+  }
+  free(memory);
+  return 0;
+}
+""")
+# The outputs of a class are adjacent. They are summed in all samples of a block at once: plane p has bit p of each
+# sample's sum.
+_C_CLASSIFY = string.Template(r"""
+/* Sums the outputs of a class, with a counter in which each plane's carry waits for another carry. */
+static void ${name}_sum(const uint32_t *values, const $wire *outputs, uint32_t (*restrict sum)[${name}_block]) {
+  enum { block = ${name}_block, group = $group, planes = $planes };
+  uint32_t waiting[planes][block], carry[block];
+  for (size_t p = 0; p < planes; p++)
+    for (size_t k = 0; k < block; k++) sum[p][k] = 0;
+  for (size_t i = 0; i < group; i++) {
+    const uint32_t *value = values + block * ($last + outputs[i]);
+    size_t p = 0;
+    for (size_t k = 0; k < block; k++) carry[k] = value[k];
+    for (; i >> p & 1; p++)
+      for (size_t k = 0; k < block; k++) {
+        const uint32_t a = sum[p][k], b = waiting[p][k], odd = a ^ b;
+        sum[p][k] = odd ^ carry[k];
+        carry[k] = (a & b) | (odd & carry[k]);
+      }
+    for (size_t k = 0; k < block; k++) waiting[p][k] = carry[k];
+  }
+  for (size_t p = 0; p < planes; p++)
+    for (size_t q = p; group >> p & 1 && q < planes; q++)
+      for (size_t k = 0; k < block; k++) {
+        const uint32_t both = sum[q][k] & waiting[p][k];
+        sum[q][k] ^= waiting[p][k];
+        waiting[p][k] = both;
+      }
+}
+
+/* The class of each of the 32 words samples of x, 0 to $last_class: the first class with the most outputs on.
+   Returns 0, or 1 if there is no memory. */
+int ${name}_classify_words(size_t words, const uint32_t *x, int *classes) {
+  enum { block = ${name}_block, planes = $planes, digits = $digits };
+  uint32_t *const memory = calloc(${name}_block * ($rows + 1), sizeof *memory);
+  if (!memory) return 1;
+  uint32_t *const values = ${name}_line(memory);
+  for (size_t w = 0; w < words; w += block) {
+    uint32_t sum[planes][block], most[planes][block] = {{0}}, class[digits][block] = {{0}};
+    ${name}_values(words, w, x, values);
+    for (size_t c = 0; c < $classes; c++) {
+      ${name}_sum(values, ${name}_outputs + c * $group, sum);
+      for (size_t k = 0; k < block; k++) {
+        uint32_t more = 0, less = 0;
+        for (size_t p = planes; p-- > 0;) {
+          more |= sum[p][k] & ~most[p][k] & ~less;
+          less |= ~sum[p][k] & most[p][k] & ~more;
+        }
+        for (size_t p = 0; p < planes; p++) most[p][k] ^= (most[p][k] ^ sum[p][k]) & more;
+        for (size_t d = 0; d < digits; d++) class[d][k] = (class[d][k] & ~more) | (c >> d & 1 ? more : 0);
+      }
+    }
+    for (size_t k = 0; k < block && w + k < words; k++)
+      for (size_t j = 0; j < 32; j++) {
+        classes[32 * (w + k) + j] = 0;
+        for (size_t d = 0; d < digits; d++) classes[32 * (w + k) + j] |= (int)(class[d][k] >> j & 1) << d;
+      }
+  }
+  free(memory);
+  return 0;
+}
+
+/* The class of one sample; -1 if there is no memory. bits[$inputs] are its inputs: 0 is off, any other number is on. */
+int ${name}_classify(const uint8_t *bits) {
+  int classes[32];
+  uint32_t *const x = malloc($inputs * sizeof *x);
+  if (!x) return -1;
+  for (size_t i = 0; i < $inputs; i++) x[i] = bits[i] != 0;
+  const int failed = ${name}_classify_words(1, x, classes);
+  free(x);
+  return failed ? -1 : classes[0];
+}
+""")
+
+
+class Table(NamedTuple):
+    """Gates of one function, none of which reads another.
+
+    Attributes:
+      function: the number of the function, from 0 to 15.
+      reads, writes: the rows of values from which the rows in `gates` are counted.
+      gates: for each gate, the rows of its result and of its two sources: `(gates, 3)`.
+    """
+
+    function: int
+    reads: int
+    writes: int
+    gates: np.ndarray
+
+
+class Code(NamedTuple):
+    """A C function that reads and writes values, in the same blocks of words as a table's gates.
+
+    Attributes:
+      function: the name of the function.
+      reads, writes: the rows of values that its arguments `const uint32_t *x` and `uint32_t *y` point to.
+      source: the definition of the function.
+    """
+
+    function: str
+    reads: int
+    writes: int
+    source: str
+
+
+def c_of_tables(
+    name: str,
+    inputs: int,
+    rows: int,
+    tables: Iterable[Table | Code],
+    outputs: Sequence[int],
+    last: int = 0,
+    classes: int | None = None,
+) -> str:
+    """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, with one loop per table, in order.
+
+    Args:
+      rows: the number of rows of values. The inputs are in the first rows, and the others begin as 0.
+      outputs: the row of each output, counted from `last`.
+      classes: as in `Circuit.to_c`.
+    """
+    functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
+    for i, table in enumerate(tables):
+        values = [f"values + block * {row}" if row else "values" for row in (table.reads, table.writes)]
+        if isinstance(table, Code):
+            constants.append(table.source)
+            calls.append(f"  {table.function}({', '.join(values)});")
+            continue
+        function, _, _, gates = table
+        expression = EXPRESSIONS[function].format(a="a[k]", b="b[k]", zero="0", one="~(uint32_t)0")
+        functions[function] = f"{name}_FUNCTION({name}_function{function}, {expression})"
+        lines = "".join(f"  {{{y}, {a}, {b}}},\n" for y, a, b in gates.tolist())
+        constants.append(f"static const {name}_gate {name}_table{i}[] = {{\n{lines}}};")
+        calls.append(f"  {name}_function{function}({name}_table{i}, {len(gates)}, {', '.join(values)});")
+        highest = max(highest, int(gates.max()))
+    sizes = dict(name=name, inputs=inputs, outputs=len(outputs), rows=rows, last=last)
+    wire = "uint16_t" if highest < 2**16 else "uint32_t"
+    source = _C_SOURCE.substitute(
+        sizes,
+        wire=wire,
+        functions="\n".join(functions[function] for function in sorted(functions)),
+        tables="\n".join(constants),
+        calls="\n".join(calls),
+        output_rows=", ".join(map(str, outputs)),
+    )
+    if classes is None:
+        return source
+    group = len(outputs) // classes
+    return source + _C_CLASSIFY.substitute(
+        sizes,
+        wire=wire,
+        classes=classes,
+        last_class=classes - 1,
+        group=group,
+        planes=group.bit_length(),
+        digits=max(1, (classes - 1).bit_length()),
+    )
+
+
+def verilog_of(name: str, inputs: int, outputs: int, lines: Iterable[str], clocked: bool = False) -> str:
+    """Return a Verilog module of these lines, from `input [inputs-1:0] x` to `output [outputs-1:0] y`.
+
+    If `clocked`, the module also has a `clock`.
+    """
+    clock = ["  input wire clock,"] if clocked else []
+    ports = [*clock, f"  input wire [{inputs - 1}:0] x,", f"  output wire [{outputs - 1}:0] y"]
+    return "\n".join([f"module {name} (", *ports, ");", *(f"  {line}" for line in lines), "endmodule", ""])

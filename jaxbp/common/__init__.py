@@ -1,0 +1,1 @@
+"""Argument checks, numerics, and the geometry of windows, which several packages use."""

@@ -1,0 +1,154 @@
+"""The wires of a convolution of logic gates: the inputs that its trees read."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Int
+
+from jaxbp.common import checks
+from jaxbp.common.windows import Size
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class TreeWires:
+    """The leaves of a convolution's kernels. Each kernel is a complete binary tree of two-input gates over a window.
+
+    A kernel of depth d has `2^d` leaves and `2^d - 1` gates, level by level. At each level, gate g reads two leaves, or
+    two gates of the level before: 2 g as its a, and 2 g + 1 as its b. The last gate is the root.
+
+    Make it with `random` or `from_leaves`, once, on the host. It is a pytree: an argument of jitted functions, or a
+    constant in them.
+
+    Attributes:
+      leaves: for each leaf of each kernel, the channel, and the row and column in the window, that it reads; int32.
+      readers: the leaves that read each input channel, one channel after the other. Leaf l of kernel k has the number
+        `k 2^depth + l`.
+      reader_offsets: where the readers of each channel begin, and where the last ones end.
+      channels: the channels of the input.
+      window: the height and width of the window.
+    """
+
+    leaves: Int[Array, "kernels leaves 3"]
+    readers: Int[Array, " kernels*leaves"]
+    reader_offsets: Int[Array, " channels+1"]
+    channels: int = dataclasses.field(metadata=dict(static=True))
+    window: tuple[int, int] = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def kernels(self) -> int:
+        return self.leaves.shape[-3]
+
+    @property
+    def depth(self) -> int:
+        return self.leaves.shape[-2].bit_length() - 1
+
+    @property
+    def gates(self) -> int:
+        """The number of gates per kernel."""
+        return self.leaves.shape[-2] - 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of all arrays, int32."""
+        return self.leaves.dtype
+
+    @classmethod
+    def from_leaves(cls, leaves: ArrayLike, channels: int, window: Size) -> "TreeWires":
+        """Make trees where leaf l of kernel k reads `leaves[k, l]`: a channel, and a row and a column in the window.
+
+        Raises:
+          TypeError: leaves are not integers.
+          ValueError: leaves are not `(kernels, 2^depth, 3)`, or are outside the channels or the window.
+        """
+        channels = checks.count("TreeWires.from_leaves", "channels", channels)
+        window = checks.pair("TreeWires.from_leaves", "window", window)
+        leaves = np.asarray(leaves)
+        if not np.issubdtype(leaves.dtype, np.integer):
+            raise TypeError(f"TreeWires.from_leaves: leaves has dtype {leaves.dtype}; wants integers")
+        if leaves.ndim != 3 or leaves.shape[2] != 3 or not leaves.shape[0] or leaves.shape[1].bit_count() != 1:
+            raise ValueError(
+                f"TreeWires.from_leaves: leaves has shape {leaves.shape}; wants (kernels, leaves, 3), "
+                "with a power of two of leaves"
+            )
+        if leaves.shape[1] < 2:
+            raise ValueError("TreeWires.from_leaves: a kernel has 1 leaf; wants at least 2, the leaves of one gate")
+        bounds = np.array([channels, *window])
+        if (wrong := np.argwhere((leaves < 0) | (leaves >= bounds))).size:
+            at = tuple(wrong[0].tolist())
+            raise ValueError(
+                f"TreeWires.from_leaves: leaves[{', '.join(map(str, at))}] is {leaves[at]}; wants at least 0 and below "
+                f"{bounds[at[2]]}, the {('channels', 'height of the window', 'width of the window')[at[2]]}"
+            )
+        read = leaves[..., 0].ravel()
+        arrays = dict(
+            leaves=leaves,
+            readers=np.argsort(read, kind="stable"),
+            reader_offsets=np.searchsorted(read, np.arange(channels + 1), sorter=np.argsort(read, kind="stable")),
+        )
+        with jax.ensure_compile_time_eval():  # arrays made within jit are also usable outside
+            arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
+        return cls(**arrays, channels=channels, window=window)
+
+    @classmethod
+    def random(
+        cls,
+        channels: int,
+        kernels: int,
+        window: Size,
+        *,
+        depth: int = 3,
+        channels_per_kernel: int = 2,
+        seed: int,
+    ) -> "TreeWires":
+        """Make random trees.
+
+        Every channel is read by equally many kernels, and within a kernel by equally many leaves, give or take one. A
+        kernel reads no position of a channel twice, unless more of its leaves read the channel than it has positions.
+
+        Args:
+          channels_per_kernel: the number of channels that a kernel reads, at most all channels.
+
+        Raises:
+          ValueError: a count is below 1.
+
+        Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+        """
+        op = "TreeWires.random"
+        channels, kernels = checks.count(op, "channels", channels), checks.count(op, "kernels", kernels)
+        depth = checks.count(op, "depth", depth)
+        per_kernel = min(checks.count(op, "channels_per_kernel", channels_per_kernel), channels, 2**depth)
+        window = checks.pair(op, "window", window)
+        random = np.random.default_rng(seed)
+        of_channel, size = -(-(2**depth) // per_kernel), window[0] * window[1]
+        chosen = _channels_of_kernels(channels, kernels, per_kernel, random)[..., None]
+        rounds = [_shuffled(size, kernels * per_kernel, random) for _ in range(-(-of_channel // size))]
+        places = np.concatenate(rounds, axis=1)[:, :of_channel].reshape(kernels, per_kernel, of_channel)
+        leaves = np.stack([np.broadcast_to(chosen, places.shape), *np.divmod(places, window[1])], axis=-1)
+        # Channels take turns, so that the leaves that are cut off belong to different channels.
+        leaves = leaves.swapaxes(1, 2).reshape(kernels, -1, 3)[:, : 2**depth]
+        order = _shuffled(2**depth, kernels, random)[..., None]
+        return cls.from_leaves(np.take_along_axis(leaves, order, axis=1), channels, window)
+
+
+def _shuffled(count: int, rows: int, random: np.random.Generator) -> np.ndarray:
+    """Return rows with the numbers from 0 to count - 1, each row in a random order."""
+    return random.permuted(np.tile(np.arange(count), (rows, 1)), axis=1)
+
+
+def _channels_of_kernels(channels: int, kernels: int, per_kernel: int, random: np.random.Generator) -> np.ndarray:
+    """Return different channels for each kernel. All channels are used equally often, give or take one."""
+    rounds = _shuffled(channels, -(-kernels * per_kernel // channels), random)
+    chosen = rounds.ravel()[: kernels * per_kernel].reshape(kernels, per_kernel)
+    while True:
+        repeated = (np.diff(np.sort(chosen, axis=1), axis=1) == 0).any(axis=1)
+        if not repeated.any():
+            return chosen
+        for kernel in np.flatnonzero(repeated):
+            # Exchange one of its channels with a channel of another kernel.
+            other, i, j = random.integers(kernels), *random.integers(per_kernel, size=2)
+            chosen[kernel, i], chosen[other, j] = chosen[other, j], chosen[kernel, i]

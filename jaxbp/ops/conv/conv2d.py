@@ -1,0 +1,542 @@
+"""Two-dimensional convolution and its three gradients, which are convolutions, too.
+
+Throughout, `d` is the dilation, `s` the stride, and `p` the padding before the first element, per axis. Positions
+outside of an array count as zero.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.lax import PrecisionLike
+from jaxtyping import Float
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import on_tensor_cores
+from jaxbp.common.windows import Padding, Size, output_size, window_padding
+from jaxbp.ops.conv import _filter_matrix
+from jaxbp.pairing import Fastest, Implementation, Op, Pair, composed, differentiable, transpose
+from jaxbp.sharding import leading
+from pallas_kernels.conv import conv2d as kernels
+from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient_sm90
+from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.core.layouts import LANES
+
+
+def forward(x, w, b, *, stride, padding, dilation, groups, precision):
+    y = lax.conv_general_dilated(
+        x,
+        w,
+        stride,
+        padding,
+        rhs_dilation=dilation,
+        dimension_numbers=("NCHW", "OIHW", "NCHW"),
+        feature_group_count=groups,
+        precision=precision,
+    )
+    return y if b is None else y + b[:, None, None]
+
+
+def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
+    """Compute `forward` by operations that are fast on a CPU, too."""
+    options = dict(padding=padding, precision=precision)
+    convolve = functools.partial(
+        _convolve,
+        window_strides=stride,
+        rhs_dilation=dilation,
+        dimension_numbers=("NCHW", "OIHW", "NCHW"),
+        feature_group_count=groups,
+        **options,
+    )
+    if w.shape[1] > 1:
+        y = convolve(x, w)
+    else:
+        multiply = functools.partial(_multiply_columns, stride=stride, dilation=dilation, groups=groups, **options)
+        y = lax.platform_dependent(x, w, cpu=multiply, default=convolve)
+    return y if b is None else y + b[:, None, None]
+
+
+def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
+    """Compute the convolution as one matrix product of the filters and the inputs of every filter position."""
+    out = output_size(x.shape[2:], w.shape[2:], stride=stride, padding=padding, dilation=dilation)
+    x = jnp.pad(x, ((0, 0), (0, 0), *padding)).swapaxes(0, 1)
+    columns = []
+    for place in np.ndindex(w.shape[2:]):
+        start = [at * d for at, d in zip(place, dilation, strict=True)]
+        stop = [at + (n - 1) * s + 1 for at, n, s in zip(start, out, stride, strict=True)]
+        columns.append(lax.slice(x, (0, 0, *start), (*x.shape[:2], *stop), (1, 1, *stride)))
+    terms, positions = math.prod(w.shape[1:]), math.prod((x.shape[1], *out))
+    filters = w.reshape(groups, w.shape[0] // groups, terms)
+    y = jnp.matmul(filters, jnp.stack(columns, 1).reshape(groups, terms, positions), precision=precision)
+    return y.reshape(w.shape[0], x.shape[1], *out).swapaxes(0, 1)
+
+
+def _convolve(x, w, *, dimension_numbers, **options):
+    """Call `lax.conv_general_dilated`, on a CPU with the channels last. No other order is fast there in a loop."""
+
+    def channels_last(x, w):
+        x_axes, w_axes, y_axes = dimension_numbers
+        x = x.transpose([x_axes.index(axis) for axis in "NHWC"])
+        w = w.transpose([w_axes.index(axis) for axis in "HWIO"])
+        y = lax.conv_general_dilated(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
+        return y.transpose(["NHWC".index(axis) for axis in y_axes])
+
+    as_it_lies = functools.partial(lax.conv_general_dilated, dimension_numbers=dimension_numbers, **options)
+    return lax.platform_dependent(x, w, cpu=channels_last, default=as_it_lies)
+
+
+def _forward_kernel(x, w, b, **options):
+    size = output_size(x.shape[2:], w.shape[2:], **options)
+    if not _product_pays(w, x.shape[2:], size, options["precision"]):
+        return forward(x, w, b, **options)
+    y = _filter_matrix.times_matrix(x, _matrix(w, x.shape[2:], size, **options), precision=options["precision"])
+    y = y if b is None else y + jnp.repeat(b, math.prod(size))
+    return y.reshape(x.shape[0], w.shape[0], *size)
+
+
+def _matrix(w, input_size, output_size, *, stride, padding, dilation, **options):
+    before = tuple(p for p, _ in padding)
+    return _filter_matrix.filter_matrix(
+        w, input_size=input_size, output_size=output_size, stride=stride, before=before, dilation=dilation
+    )
+
+
+def _product_pays(w, input_size, output_size, precision):
+    """Return whether a matrix product on the tensor cores is faster than the convolution or its input gradient."""
+    return on_tensor_cores(w.dtype, precision) and _filter_matrix.pays(w.shape, input_size, output_size)
+
+
+# ----------------------------------------------------------------------------------------------- gradient in the input
+
+
+def _input_gradient_autodiff(dy, w, *, input_size, groups, **options):
+    shape = (dy.shape[0], w.shape[1] * groups, *input_size)
+    return transpose(lambda x: forward(x, w, None, groups=groups, **options), shape, dy)
+
+
+def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, groups, precision):
+    options = dict(stride=stride, padding=padding, dilation=dilation)
+
+    def convolve(dy, w):
+        return _convolve(
+            dy,
+            _flip_and_swap(w, groups),
+            window_strides=(1, 1),
+            padding=_full_padding(dy.shape[2:], w.shape[2:], input_size, **options),
+            lhs_dilation=stride,
+            rhs_dilation=dilation,
+            dimension_numbers=("NCHW", "OIHW", "NCHW"),
+            feature_group_count=groups,
+            precision=precision,
+        )
+
+    def sum_columns(dy, w):
+        wide = jnp.promote_types(dy.dtype, jnp.float32)
+        multiply = functools.partial(_multiply_columns, w=w.astype(wide), groups=groups, precision=precision, **options)
+        return transpose(multiply, (dy.shape[0], groups, *input_size), dy.astype(wide)).astype(dy.dtype)
+
+    return convolve(dy, w) if w.shape[1] > 1 else lax.platform_dependent(dy, w, cpu=sum_columns, default=convolve)
+
+
+def _input_gradient_kernel(dy, w, *, input_size, **options):
+    if not _product_pays(w, input_size, dy.shape[2:], options["precision"]):
+        return _input_gradient_exact(dy, w, input_size=input_size, **options)
+    matrix = _matrix(w, input_size, dy.shape[2:], **options)
+    dx = _filter_matrix.times_matrix(dy, matrix, transposed=True, precision=options["precision"])
+    return dx.reshape(dy.shape[0], w.shape[1], *input_size)
+
+
+def _input_gradient_exact(dy, w, *, input_size, stride, padding, dilation, groups, precision):
+    full = _full_padding(dy.shape[2:], w.shape[2:], input_size, stride, padding, dilation)
+    spread = [(0, 0, 0), *((low, high, s - 1) for (low, high), s in zip(full, stride, strict=True)), (0, 0, 0)]
+    dy_last = lax.pad(batch_last(dy), jnp.zeros((), dy.dtype), spread)
+    return batch_first(kernels.correlate(dy_last, _flip_and_swap(w, groups)), dy.shape[0])
+
+
+def _flip_and_swap(w, groups):
+    """Rotate the filters by 180 degrees and exchange the input and output channels of each group."""
+    out_channels, in_channels, *window = w.shape
+    w = jnp.flip(w, (2, 3)).reshape(groups, out_channels // groups, in_channels, *window)
+    return w.swapaxes(1, 2).reshape(groups * in_channels, out_channels // groups, *window)
+
+
+def _full_padding(output_size, filter_size, input_size, stride, padding, dilation):
+    """Return the padding with which the filter visits every position of the input, after dy is spaced out by the
+    stride."""
+    low = [(f - 1) * d - p for f, d, (p, _) in zip(filter_size, dilation, padding, strict=True)]
+    high = [
+        size + (f - 1) * d - ((out - 1) * s + 1) - before
+        for size, f, d, out, s, before in zip(input_size, filter_size, dilation, output_size, stride, low, strict=True)
+    ]
+    return list(zip(low, high, strict=True))
+
+
+# --------------------------------------------------------------------------------------------- gradient in the weights
+
+
+def _weights_gradient_autodiff(dy, x, *, filter_size, groups, **options):
+    shape = (dy.shape[1], x.shape[1] // groups, *filter_size)
+    return transpose(lambda w: forward(x, w, None, groups=groups, **options), shape, dy)
+
+
+def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, groups, precision):
+    # Exchange the channel and batch axes: dw is x correlated with dy, summed over the examples.
+    return _convolve(
+        x,
+        dy,
+        window_strides=dilation,
+        padding=_reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation),
+        rhs_dilation=stride,
+        dimension_numbers=("CNHW", "IOHW", "CNHW"),
+        batch_group_count=groups,
+        precision=precision,
+    )
+
+
+def _weights_gradient_kernel(dy, x, **options):
+    if _one_pass_pays(dy, x, **options):
+        return _parameter_gradients_kernel(dy, x, **options)[0]
+    dw = kernels.correlate_batch(batch_last(dy), _reached(dy, x, **options), stride=options["stride"])
+    return dw.astype(dy.dtype)
+
+
+def _parameter_gradients_formula(dy, x, **options):
+    return weights_gradient_formula(dy, x, **options), bias_gradient_formula(dy)
+
+
+def _parameter_gradients_kernel(dy, x, **options):
+    arrays = batch_last(dy), _reached(dy, x, **options)
+    dw, db = on_gpu(weights_gradient_sm90.correlate_batch, _parameter_gradients_exact, *arrays)
+    return dw.astype(dy.dtype), db.astype(dy.dtype)
+
+
+def _parameter_gradients_exact(dy_last, x_last):
+    dw = kernels.correlate_batch(dy_last, x_last)
+    return dw, kernels.sum_batch(dy_last.reshape(dy_last.shape[0], -1, dy_last.shape[-1]))
+
+
+def _one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
+    """Return whether one kernel can compute dw and db in one pass on the tensor cores, and is fast."""
+    reached = [out + f - 1 for out, f in zip(dy.shape[2:], filter_size, strict=True)]
+    dy_last = jax.ShapeDtypeStruct((*dy.shape[1:], LANES), dy.dtype)
+    x_last = jax.ShapeDtypeStruct((x.shape[1], *reached, LANES), x.dtype)
+    allowed = stride == (1, 1) and on_tensor_cores(dy.dtype, precision)
+    return allowed and weights_gradient_sm90.correlate_batch.pays(dy_last, x_last)
+
+
+def _reached(dy, x, *, filter_size, stride, padding, dilation, **options):
+    """Return the part of the padded x that the filter reached, with the batch last."""
+    reached = _reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation)
+    return lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*r, 0) for r in reached), (0, 0, 0)])
+
+
+def _reached_padding(output_size, input_size, filter_size, stride, padding, dilation):
+    """Return the padding of x up to the last row and column that the filter reached. Negative padding crops x."""
+    return [
+        (p, (out - 1) * s + (f - 1) * d + 1 - size - p)
+        for out, size, f, s, (p, _), d in zip(
+            output_size, input_size, filter_size, stride, padding, dilation, strict=True
+        )
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ gradient in the bias
+
+
+def _bias_gradient_autodiff(dy):
+    return transpose(lambda b: jnp.broadcast_to(b[:, None, None], dy.shape), dy.shape[1:2], dy)
+
+
+def bias_gradient_formula(dy):
+    return jnp.sum(dy, axis=(0, 2, 3))
+
+
+def _bias_gradient_kernel(dy):
+    dy_last = batch_last(dy)
+    return kernels.sum_batch(dy_last.reshape(dy.shape[1], -1, dy_last.shape[-1])).astype(dy.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------- pairing
+
+
+def _unsupported(*arrays, dilation=(1, 1), groups=1, **options):
+    if dilation != (1, 1):
+        return f"dilation={dilation}"
+    if groups != 1:
+        return f"groups={groups}"
+    return checks.unsupported_dtype(*arrays)
+
+
+# For ops whose kernels, including the transposes of NCHW images, are slower than cuDNN.
+_LIBRARY = Fastest(gpu="xla")
+
+
+def _fastest(w, input_size, output_size, precision):
+    """Choose the kernels where the product with the filter matrix pays. On NCHW images, the exact kernel is slower than
+    cuDNN."""
+    return Fastest() if _product_pays(w, input_size, output_size, precision) else _LIBRARY
+
+
+def _fastest_forward(x, w, b, **options):
+    return _fastest(w, x.shape[2:], output_size(x.shape[2:], w.shape[2:], **options), options["precision"])
+
+
+def _fastest_input_gradient(dy, w, *, input_size, precision, **options):
+    return _fastest(w, input_size, dy.shape[2:], precision)
+
+
+_part = functools.partial(Op, unsupported=_unsupported, shares=True, jit=True)
+_FORWARD = _part(
+    "conv2d",
+    {"xla": forward_formula, "pallas": differentiable(_forward_kernel, forward_formula, leading(0))},
+    fastest=_fastest_forward,
+)
+_INPUT_GRADIENT = _part(
+    "conv2d_backward_input",
+    {
+        "autodiff": _input_gradient_autodiff,
+        "xla": input_gradient_formula,
+        "pallas": differentiable(_input_gradient_kernel, input_gradient_formula, leading(0)),
+    },
+    fastest=_fastest_input_gradient,
+)
+_WEIGHTS_GRADIENT = _part(
+    "conv2d_backward_weights",
+    {
+        "autodiff": _weights_gradient_autodiff,
+        "xla": weights_gradient_formula,
+        "pallas": differentiable(_weights_gradient_kernel, weights_gradient_formula, leading(0, 1)),
+    },
+)
+_BIAS_GRADIENT = _part(
+    "conv2d_backward_bias",
+    {
+        "autodiff": _bias_gradient_autodiff,
+        "xla": bias_gradient_formula,
+        "pallas": differentiable(_bias_gradient_kernel, bias_gradient_formula, leading(0)),
+    },
+    fastest=_LIBRARY,
+)
+# Both parameter gradients, for arrays where the tensor cores compute them in one pass.
+_PARAMETER_GRADIENTS = _part(
+    "conv2d_backward_parameters",
+    {
+        "xla": _parameter_gradients_formula,
+        "pallas": differentiable(_parameter_gradients_kernel, _parameter_gradients_formula, leading(0, 1)),
+    },
+)
+
+
+def _save(x, w, b, *, implementation, **options):
+    return _FORWARD(x, w, b, implementation=implementation, **options), (x, w, b)
+
+
+def _gradients(dy, x, w, b, *, implementation, **options):
+    of_weights = dict(filter_size=w.shape[2:], implementation=implementation, **options)
+    if b is not None and _unsupported(dy, **options) is None and _one_pass_pays(dy, x, **of_weights):
+        dw, db = _PARAMETER_GRADIENTS(dy, x, **of_weights)
+    else:
+        dw = _WEIGHTS_GRADIENT(dy, x, **of_weights)
+        db = None if b is None else _BIAS_GRADIENT(dy, implementation=implementation)
+    return _INPUT_GRADIENT(dy, w, input_size=x.shape[2:], implementation=implementation, **options), dw, db
+
+
+# With None, the forward and each gradient choose their fastest implementations separately.
+_EVERY = ("pallas", "xla", None)
+_CONV2D = Pair(
+    forward,
+    Op("conv2d_backward", composed(_gradients, _EVERY), jit=True),
+    save=composed(_save, _EVERY),
+    name="conv2d",
+    unsupported=_unsupported,
+    jit=True,
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- public
+
+
+def conv2d(
+    x: Float[AnyArray, "batch in_channels height width"],
+    w: Float[AnyArray, "out_channels in_channels/groups filter_height filter_width"],
+    b: Float[AnyArray, "out_channels"] | None = None,
+    *,
+    stride: Size = 1,
+    padding: Padding = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "batch out_channels out_height out_width"]:
+    """Convolution without flipping the filter, as usual in deep learning:
+    `y[n, k, i, j] = b[k] + Σ_{c, u, v} x[n, c, i s + u d - p, j s + v d - p] w[k, c, u, v]`.
+
+    Args:
+      x: images, NCHW.
+      w: filters, OIHW.
+      b: one bias per output channel, or None.
+      stride, dilation: one int, or a pair for rows and columns.
+      padding: zeros on each side: one int, a pair for rows and columns, "SAME", or "VALID". "SAME" gives the input's
+        size divided by the stride, rounded up, with an odd zero last. "VALID" adds none.
+      groups: the number of separate groups into which input and output channels are split.
+      precision: of the products, as in `jax.lax.conv_general_dilated`. The kernels compute in full float32. But if the
+        precision permits tensor cores, which it does by default, two things change. Small images are multiplied by a
+        matrix of the filters, and a NaN or infinity spreads over its image. On compute capability 9.0, if the stride is
+        1, a kernel computes dw and db of shapes that fit its tiles on the tensor cores. Both round float32 to TF32.
+      implementation: "pallas" (no dilation, no groups), "xla", "autodiff", or None for the fastest on the platform.
+        Under "pallas", cuDNN computes the convolution, and cuBLAS the products with a matrix of the filters.
+
+    Returns:
+      y, in x's dtype. Its height is `(height + 2 p - d (filter_height - 1) - 1) // s + 1`; its width likewise.
+
+    Raises:
+      TypeError: arguments that are not of one floating dtype.
+      ValueError: shapes or options that do not fit.
+      NotImplementedError: "pallas" with arguments that its kernels do not support.
+
+    Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.
+    """
+    x, w, b = checks.floating("conv2d", x=x, w=w, b=b)
+    options = check(
+        "conv2d", x, w, b, stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision
+    )
+    return _CONV2D(x, w, b, implementation=implementation, **options)
+
+
+def conv2d_backward_input(
+    dy: Float[AnyArray, "batch out_channels out_height out_width"],
+    w: Float[AnyArray, "out_channels in_channels/groups filter_height filter_width"],
+    input_size: tuple[int, int],
+    *,
+    stride: Size = 1,
+    padding: Padding = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "batch in_channels height width"]:
+    """Gradient of `conv2d` with respect to x: `dx[n, c, h, l] = Σ_{k, u, v} dy[n, k, i, j] w[k, c, u, v]` over all u, v
+    with `i s + u d - p = h` and `j s + v d - p = l`. This convolves dy, spaced out by the stride, with the filter
+    rotated by 180 degrees.
+
+    Args:
+      dy: gradient with respect to y.
+      w: the filters.
+      input_size: height and width of x, which y does not determine.
+      Other arguments: as in `conv2d`.
+
+    Returns:
+      dx, in dy's dtype.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as in `conv2d`.
+
+    Source: as in `conv2d`, chapter 4.
+    """
+    op = "conv2d_backward_input"
+    dy, w = checks.floating(op, dy=dy, w=w)
+    checks.shape(op, "w", w, "out_channels", "in_channels/groups", "filter_height", "filter_width")
+    input_size = checks.pair(op, "input_size", input_size)
+    options = _options(op, input_size, w.shape[2:], stride, padding, dilation, groups, precision)
+    checks.shape(op, "dy", dy, "batch", w.shape[0], *output_size(input_size, w.shape[2:], **options))
+    _check_channels(op, "x", (dy.shape[0], w.shape[1] * groups), w.shape, groups)
+    return _INPUT_GRADIENT(dy, w, input_size=input_size, implementation=implementation, **options)
+
+
+def conv2d_backward_weights(
+    dy: Float[AnyArray, "batch out_channels out_height out_width"],
+    x: Float[AnyArray, "batch in_channels height width"],
+    filter_size: Size,
+    *,
+    stride: Size = 1,
+    padding: Padding = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "out_channels in_channels/groups filter_height filter_width"]:
+    """Gradient of `conv2d` with respect to w:
+    `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`. This is x correlated with dy.
+
+    Args:
+      dy: gradient with respect to y.
+      x: the input.
+      filter_size: height and width of w, which x and y do not determine if the stride skips rows.
+      Other arguments: as in `conv2d`.
+
+    Returns:
+      dw, in dy's dtype, summed in float32.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as in `conv2d`.
+
+    Source: as in `conv2d`, chapter 4.
+    """
+    op = "conv2d_backward_weights"
+    dy, x = checks.floating(op, dy=dy, x=x)
+    checks.shape(op, "x", x, "batch", "in_channels", "height", "width")
+    filter_size = checks.pair(op, "filter_size", filter_size)
+    options = _options(op, x.shape[2:], filter_size, stride, padding, dilation, groups, precision)
+    checks.shape(op, "dy", dy, x.shape[0], "out_channels", *output_size(x.shape[2:], filter_size, **options))
+    _check_channels(op, "x", x.shape, (dy.shape[1], x.shape[1] // groups), groups)
+    return _WEIGHTS_GRADIENT(dy, x, filter_size=filter_size, implementation=implementation, **options)
+
+
+def conv2d_backward_bias(
+    dy: Float[AnyArray, "batch out_channels out_height out_width"], *, implementation: Implementation = None
+) -> Float[Array, "out_channels"]:
+    """Gradient of `conv2d` with respect to b: `db[k] = Σ_{n, i, j} dy[n, k, i, j]`.
+
+    Args:
+      dy: gradient with respect to y.
+
+    Returns:
+      db, in dy's dtype, summed in float32.
+
+    Raises:
+      TypeError, ValueError: dy is not floating, or does not have four axes.
+    """
+    (dy,) = checks.floating("conv2d_backward_bias", dy=dy)
+    checks.shape("conv2d_backward_bias", "dy", dy, "batch", "out_channels", "out_height", "out_width")
+    return _BIAS_GRADIENT(dy, implementation=implementation)
+
+
+def check(op, x, w, b, *, stride, padding, precision, dilation=1, groups=1) -> dict[str, Any]:
+    """Check the arguments of a convolution and return its options in one form."""
+    checks.shape(op, "w", w, "out_channels", "in_channels/groups", "filter_height", "filter_width")
+    checks.shape(op, "x", x, "batch", "in_channels", "height", "width")
+    options = _options(op, x.shape[2:], w.shape[2:], stride, padding, dilation, groups, precision)
+    _check_channels(op, "x", x.shape, w.shape, groups)
+    if b is not None:
+        checks.shape(op, "b", b, w.shape[0])
+    return options
+
+
+def _options(op, input_size, filter_size, stride, padding, dilation, groups, precision) -> dict[str, Any]:
+    """Return the options in one form: pairs, and the zeros before and after each axis."""
+    stride = checks.pair(op, "stride", stride)
+    dilation = checks.pair(op, "dilation", dilation)
+    groups = checks.count(op, "groups", groups)
+    extent = tuple((f - 1) * d + 1 for f, d in zip(filter_size, dilation, strict=True))
+    padding = window_padding(op, padding, input_size, extent, stride)
+    for size, (before, behind), reach in zip(input_size, padding, extent, strict=True):
+        if size + before + behind < reach:
+            raise ValueError(
+                f"{op}: the filter, {extent[0]} x {extent[1]} with its dilation, is larger than the input, "
+                f"{input_size[0]} x {input_size[1]} with padding {padding}"
+            )
+    precision = checks.precision(op, precision)
+    return dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
+
+
+def _check_channels(op, name, x_shape, w_shape, groups):
+    if x_shape[1] != w_shape[1] * groups or w_shape[0] % groups:
+        raise ValueError(
+            f"{op}: {name} has {x_shape[1]} channels, w has shape {tuple(w_shape)} and groups is {groups}; wants "
+            f"in_channels = groups * w.shape[1], and out_channels a multiple of groups"
+        )

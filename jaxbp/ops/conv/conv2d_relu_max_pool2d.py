@@ -1,0 +1,276 @@
+"""Convolution, ReLU, and max-pooling as one op: it keeps one byte per window instead of the activations of three
+ops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.lax import PrecisionLike
+from jaxtyping import Float, Integer
+
+from jaxbp import barriers
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import on_tensor_cores
+from jaxbp.common.windows import Padding, Size, output_size, pool_options
+from jaxbp.ops.conv import _filter_matrix, conv2d, max_pool2d
+from jaxbp.pairing import Implementation, Op, Pair, differentiable
+from jaxbp.sharding import leading
+from pallas_kernels.conv import conv2d_relu_max_pool2d as kernels
+from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_sm90 as forward_sm90
+from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_tf32_sm90 as forward_tf32_sm90
+from pallas_kernels.conv import conv2d_relu_max_pool2d_input_gradient_sm90 as input_gradient_sm90
+from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient_sm90
+from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+
+_KERNEL_BATCH = 4096
+"""Batch size from which the tensor-core kernel for dx is faster than the band (docs/lab/2026-11-25-lenet.md)."""
+
+
+def _split(x_size, w_size, *, window, stride, padding, precision):
+    """Return the options of the convolution and of the pool."""
+    convolution = dict(stride=stride, padding=padding, dilation=(1, 1), groups=1, precision=precision)
+    size = output_size(x_size, w_size, **convolution)
+    return convolution, dict(window=window, stride=window, padding=((0, 0), (0, 0)), input_size=size)
+
+
+def _forward(x, w, b, **options):
+    convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
+    z = conv2d.forward(x, w, b, **convolution)
+    return max_pool2d.native(jax.nn.relu(z), **pool)[0], _places(lax.stop_gradient(z), **pool)[1]
+
+
+def _forward_and_places(x, w, b, **options):
+    convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
+    return barriers.on_cpu(_places(conv2d.forward_formula(x, w, b, **convolution), **pool))
+
+
+def _places(z, **pool):
+    """Return the pooled ReLU of z, and the position of each maximum or a mark that ReLU was off. Positions are bytes if
+    they fit."""
+    largest, places = max_pool2d.max_and_indices(z, **pool)
+    off = pool["window"][0] * pool["window"][1]
+    places = places.astype(jnp.uint8 if off <= 255 else jnp.int32)
+    return jax.nn.relu(largest), jnp.where(largest > 0, places, jnp.asarray(off, places.dtype))
+
+
+def _forward_and_places_kernel(x, w, b, *, window, stride, padding, precision):
+    x_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*p, 0) for p in padding), (0, 0, 0)])
+    b = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
+    y, places = _forward_kernel(x_last, w, b, on_tensor_cores(x.dtype, precision), window=window)
+    return batch_first(y, x.shape[0]), batch_first(places, x.shape[0])
+
+
+def _forward_kernel(x, w, b, tensor_cores, **options):
+    arrays, exact = (x, w, b), functools.partial(kernels.forward, **options)
+    kernel = forward_tf32_sm90.forward if x.dtype == jnp.float32 else forward_sm90.forward
+    if tensor_cores and kernel.pays(*arrays, **options):
+        return on_gpu(functools.partial(kernel, **options), exact, *arrays)
+    return exact(*arrays)
+
+
+def _gradients_autodiff(dy, places, x, w, b, **options):
+    convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
+    maxima = lambda x, w, b: max_pool2d.select(conv2d.forward(x, w, b, **convolution), places, **pool)  # noqa: E731
+    return jax.vjp(maxima, x, w, b)[1](dy)
+
+
+def _gradients_formula(dy, places, x, w, b, **options):
+    convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
+    # If ReLU was off, the position lies in no window, and the pool's backward adds no gradient.
+    dz = max_pool2d.route_formula(dy, places, **pool)
+    dx = conv2d.input_gradient_formula(dz, w, input_size=x.shape[2:], **convolution)
+    dw = conv2d.weights_gradient_formula(dz, x, filter_size=w.shape[2:], **convolution)
+    return dx, dw, None if b is None else conv2d.bias_gradient_formula(dz)
+
+
+def _gradients_kernel(dy, places, x, w, b, *, window, stride, padding, precision):
+    dy_last, places_last = batch_last(dy), batch_last(places)
+    # The part of the padded input that the pool's windows reach. The last rows and columns may lie outside of it.
+    used = [n * size + f - 1 for n, size, f in zip(dy.shape[2:], window, w.shape[2:], strict=True)]
+    reached = [(p, u - size - p, 0) for (p, _), u, size in zip(padding, used, x.shape[2:], strict=True)]
+    x_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *reached, (0, 0, 0)])
+    arrays, tensor_cores = (dy_last, places_last), on_tensor_cores(x.dtype, precision)
+    dw, db = _weights_gradient_kernel(*arrays, x_last, tensor_cores, window=window)
+    dx_last = _input_gradient_kernel(*arrays, w, tensor_cores, precision, input_size=tuple(used), window=window)
+    dx_last = lax.pad(dx_last, jnp.zeros((), dy.dtype), [(0, 0, 0), *((-p, -q, 0) for p, q, _ in reached), (0, 0, 0)])
+    return batch_first(dx_last, x.shape[0]), dw.astype(w.dtype), None if b is None else db.astype(b.dtype)
+
+
+def _weights_gradient_kernel(dy, places, x, tensor_cores, **options):
+    arrays, kernel = (dy, places, x), weights_gradient_sm90.weights_gradient
+    if not tensor_cores or not kernel.pays(*arrays, **options):
+        kernel = kernels.weights_gradient
+    interpreted = kernels.weights_gradient_interpreted
+    return on_gpu(functools.partial(kernel, **options), functools.partial(interpreted, **options), *arrays)
+
+
+def _input_gradient_kernel(dy, places, w, tensor_cores, precision, *, input_size, window):
+    arrays, options = (dy, places, w), dict(input_size=input_size, window=window)
+    kernel, exact = input_gradient_sm90.input_gradient, functools.partial(kernels.input_gradient, **options)
+    kernel_pays = tensor_cores and kernel.pays(*arrays, **options)
+    band_pays = tensor_cores and _filter_matrix.band_pays(w, dy, input_size[1], window)
+    if kernel_pays and not (band_pays and dy.shape[-1] < _KERNEL_BATCH):
+        return on_gpu(functools.partial(kernel, **options), exact, *arrays)
+    if band_pays:
+        return _filter_matrix.banded_input_gradient(*arrays, precision=precision, **options)
+    return exact(*arrays)
+
+
+def _save(forward_and_places, x, w, b, **options):
+    y, places = forward_and_places(x, w, b, **options)
+    return (y, places), (places, x, w, b)
+
+
+def _unsupported(*arrays, window, stride, **options):
+    *_, x, w, b = arrays
+    if stride != (1, 1):
+        return f"stride={stride}"
+    return kernels.forward.supports(x, w, b, window=window) or checks.unsupported_dtype(*arrays)
+
+
+_CONV2D_RELU_MAX_POOL2D = Pair(
+    _forward,
+    Op(
+        "conv2d_relu_max_pool2d_backward",
+        {
+            "autodiff": _gradients_autodiff,
+            "xla": _gradients_formula,
+            "pallas": differentiable(_gradients_kernel, _gradients_formula, leading(0, 1, 2)),
+        },
+        unsupported=_unsupported,
+        shares=True,
+        jit=True,
+    ),
+    save={
+        "xla": functools.partial(_save, _forward_and_places),
+        "pallas": functools.partial(_save, differentiable(_forward_and_places_kernel, _forward_and_places, leading(0))),
+    },
+    has_aux=True,
+    name="conv2d_relu_max_pool2d",
+    unsupported=_unsupported,
+    shares=True,
+    jit=True,
+)
+
+
+def conv2d_relu_max_pool2d(
+    x: Float[AnyArray, "batch in_channels height width"],
+    w: Float[AnyArray, "out_channels in_channels filter_height filter_width"],
+    b: Float[AnyArray, "out_channels"] | None = None,
+    *,
+    window: Size,
+    stride: Size = 1,
+    padding: Padding = 0,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "batch out_channels out_height out_width"]:
+    """`max_pool2d(relu(conv2d(x, w, b, stride=stride, padding=padding)), window)`, with far fewer residuals.
+
+    The backward needs the input and one byte per window: the position of its maximum, or a mark that ReLU was off. The
+    activations before pooling are not kept, and the kernels never write them.
+
+    Args:
+      x, w, b, stride, padding, precision: as in `conv2d`.
+      window: height and width of the pool's windows, which do not overlap.
+      implementation: "pallas" (stride 1, filters of at most 64 positions, windows of at most 16), "xla", "autodiff", or
+        None for the fastest. Under "pallas", cuBLAS may compute dx of small images with a matrix of the filters, if the
+        precision permits tensor cores.
+
+    Returns:
+      y, in x's dtype.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as in `conv2d` and `max_pool2d`.
+    """
+    op = "conv2d_relu_max_pool2d"
+    return _call(op, x, w, b, window, stride, padding, precision, implementation)[0]
+
+
+def conv2d_relu_max_pool2d_with_places(
+    x: Float[AnyArray, "batch in_channels height width"],
+    w: Float[AnyArray, "out_channels in_channels filter_height filter_width"],
+    b: Float[AnyArray, "out_channels"] | None = None,
+    *,
+    window: Size,
+    stride: Size = 1,
+    padding: Padding = 0,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> tuple[
+    Float[Array, "batch out_channels out_height out_width"], Integer[Array, "batch out_channels out_height out_width"]
+]:
+    """Return the result of `conv2d_relu_max_pool2d` and the positions that its backward needs.
+
+    Args:
+      As in `conv2d_relu_max_pool2d`.
+
+    Returns:
+      (y, places). places is `u * window_width + v` at the maximum of each window, or `window_height * window_width` if
+      ReLU was off. It is uint8 for windows of up to 255 positions, else int32, and has no gradient.
+
+    Raises:
+      As in `conv2d_relu_max_pool2d`.
+    """
+    op = "conv2d_relu_max_pool2d_with_places"
+    return _call(op, x, w, b, window, stride, padding, precision, implementation)
+
+
+def conv2d_relu_max_pool2d_backward(
+    dy: Float[AnyArray, "batch out_channels out_height out_width"],
+    places: Integer[AnyArray, "batch out_channels out_height out_width"],
+    x: Float[AnyArray, "batch in_channels height width"],
+    w: Float[AnyArray, "out_channels in_channels filter_height filter_width"],
+    *,
+    window: Size,
+    stride: Size = 1,
+    padding: Padding = 0,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> tuple[
+    Float[Array, "batch in_channels height width"],
+    Float[Array, "out_channels in_channels filter_height filter_width"],
+    Float[Array, "out_channels"],
+]:
+    """Gradients of `conv2d_relu_max_pool2d` with respect to x, w, and b.
+
+    Let dz be dy at the selected position of each window, and zero elsewhere. The gradients are
+    `conv2d_backward_input(dz, w)`, `conv2d_backward_weights(dz, x)`, and `conv2d_backward_bias(dz)`. The kernels never
+    store dz.
+
+    Args:
+      dy: gradient with respect to y.
+      places: as returned by `conv2d_relu_max_pool2d_with_places`.
+      x, w: as in the forward.
+      Other arguments: as in `conv2d_relu_max_pool2d`.
+
+    Returns:
+      (dx, dw, db), in the shapes and dtypes of x, w, and b. Half precisions are summed in float32.
+
+    Raises:
+      As in `conv2d_relu_max_pool2d`.
+    """
+    op = "conv2d_relu_max_pool2d_backward"
+    dy, x, w = checks.floating(op, dy=dy, x=x, w=w)
+    options = _options(op, x, w, None, window, stride, padding, precision)
+    _, pool = _split(x.shape[2:], w.shape[2:], **options)
+    checks.shape(op, "dy", dy, x.shape[0], w.shape[0], *output_size(**pool))
+    places = max_pool2d.check_indices(op, "places", places, dy.shape)
+    b = jnp.zeros(w.shape[:1], w.dtype)
+    backward = _CONV2D_RELU_MAX_POOL2D.backward
+    return backward(dy, places, x, w, b, implementation=implementation, **options)
+
+
+def _call(op, x, w, b, window, stride, padding, precision, implementation):
+    x, w, b = checks.floating(op, x=x, w=w, b=b)
+    options = _options(op, x, w, b, window, stride, padding, precision)
+    return _CONV2D_RELU_MAX_POOL2D.named(op)(x, w, b, implementation=implementation, **options)
+
+
+def _options(op, x, w, b, window, stride, padding, precision):
+    convolution = conv2d.check(op, x, w, b, stride=stride, padding=padding, precision=precision)
+    options = {name: convolution[name] for name in ("stride", "padding", "precision")}
+    size = output_size(x.shape[2:], w.shape[2:], **convolution)
+    # The pool checks its window against the output size of the convolution.
+    return options | dict(window=pool_options(op, size, window, None, 0)["window"])

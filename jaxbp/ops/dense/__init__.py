@@ -1,0 +1,1 @@
+"""Matrix products, dense layers, and cross-entropy."""

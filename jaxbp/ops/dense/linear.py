@@ -1,0 +1,148 @@
+"""The dense layer."""
+
+import math
+
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import on_tensor_cores
+from jaxbp.pairing import Fastest, Implementation, Pair
+from jaxbp.sharding import leading
+from pallas_kernels.core.launch import batch_first, batch_last
+from pallas_kernels.dense import linear as kernels
+
+
+def _forward(x, w, b, *, precision):
+    y = jnp.matmul(x, w.T, precision=precision)
+    return y if b is None else y + b
+
+
+def _gradients(dy, x, w, b, *, precision):
+    rows = math.prod(x.shape[:-1])
+    rows_dy, rows_x = dy.reshape(rows, dy.shape[-1]), x.reshape(rows, x.shape[-1])
+    dx = jnp.matmul(dy, w, precision=precision)
+    dw = jnp.matmul(rows_dy.T, rows_x, precision=precision)
+    return dx, dw, None if b is None else jnp.sum(rows_dy, axis=0)
+
+
+def _gradients_kernel(dy, x, w, b, *, precision):
+    if on_tensor_cores(x.dtype, precision):  # cuBLAS uses the tensor cores
+        return _gradients(dy, x, w, b, precision=precision)
+    rows = math.prod(x.shape[:-1])
+    dy_last, x_last = batch_last(dy.reshape(rows, dy.shape[-1])), batch_last(x.reshape(rows, x.shape[-1]))
+    dw = kernels.weight_gradient(dy_last, x_last).astype(w.dtype)
+    db = None if b is None else kernels.bias_gradient(dy_last).astype(b.dtype)
+    return batch_first(kernels.input_gradient(dy_last, w), rows).reshape(x.shape), dw, db
+
+
+_LINEAR = Pair(
+    _forward,
+    {"xla": _gradients, "pallas": _gradients_kernel},
+    name="linear",
+    examples=leading(0, 1),
+    unsupported=checks.unsupported_dtype,
+    # cuBLAS is faster without the tensor cores, too.
+    fastest=Fastest(gpu="xla"),
+    jit=True,
+)
+
+
+def linear(
+    x: Float[AnyArray, "*batch in_features"],
+    w: Float[AnyArray, "out_features in_features"],
+    b: Float[AnyArray, "out_features"] | None = None,
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch out_features"]:
+    """Dense layer, `y = x wᵀ + b`.
+
+    Args:
+      x: inputs, with any leading axes.
+      w: weights, one row per output.
+      b: bias, or None.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. "pallas" has kernels only for
+        exact float32 (`precision="highest"`). If the precision permits tensor cores, in TF32 or a half precision, it
+        computes the gradients by the formula in jnp, with cuBLAS.
+
+    Returns:
+      y, in x's dtype.
+
+    Raises:
+      TypeError: arguments that are not of one floating dtype.
+      ValueError: shapes that do not fit, or an invalid precision.
+    """
+    x, w, b = checks.floating("linear", x=x, w=w, b=b)
+    _check_shapes("linear", x, w, b)
+    precision = checks.precision("linear", precision)
+    return _LINEAR(x, w, b, precision=precision, implementation=implementation)
+
+
+def linear_backward(
+    dy: Float[AnyArray, "*batch out_features"],
+    x: Float[AnyArray, "*batch in_features"],
+    w: Float[AnyArray, "out_features in_features"],
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*batch in_features"], Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
+    """Gradients of `linear`: `dx = dy w`, `dw = dyᵀ x`, `db = Σ dy`, with sums over all leading axes.
+
+    Args:
+      dy: gradient with respect to y.
+      x, w: as in the forward.
+      precision, implementation: as in `linear`.
+
+    Returns:
+      (dx, dw, db), in the shapes and dtypes of x, w, and b. Half precisions are summed in float32, except for db with
+      "autodiff", which JAX sums in the half precision.
+
+    Raises:
+      TypeError, ValueError: as in `linear`.
+
+    Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
+    """
+    dy, x, w = checks.floating("linear_backward", dy=dy, x=x, w=w)
+    _check_shapes("linear_backward", x, w, None)
+    checks.shape("linear_backward", "dy", dy, *x.shape[:-1], w.shape[0])
+    precision = checks.precision("linear_backward", precision)
+    b = jnp.zeros(w.shape[:1], w.dtype)
+    return _LINEAR.vjp(dy, x, w, b, precision=precision, implementation=implementation)
+
+
+def _check_shapes(op, x, w, b):
+    checks.shape(op, "w", w, "out_features", "in_features")
+    if x.ndim == 0 or x.shape[-1] != w.shape[1]:
+        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {w.shape[1]}), the in_features of w {w.shape}")
+    if b is not None:
+        checks.shape(op, "b", b, w.shape[0])
+
+
+# ----------------------------------- in place of the kernels of half precisions, on devices that do not run them
+
+
+def forward_in_float32(
+    x: Float[AnyArray, "rows in_features"],
+    w: Float[AnyArray, "out_features in_features"],
+    b: Float[AnyArray, "out_features"],
+) -> Float[Array, "rows out_features"]:
+    """Return `x wᵀ + b` in x's dtype, summed in float32 and rounded once."""
+    z = jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
+    return (z + b.astype(jnp.float32)).astype(x.dtype)
+
+
+def parameter_gradients_in_float32(
+    dy: Float[AnyArray, "rows out_features"],
+    x: Float[AnyArray, "rows in_features"],
+    *,
+    dtype: DTypeLike | None = None,
+) -> tuple[Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
+    """Return `dw = dyᵀ x` in `dtype`, by default x's, and `db = Σ dy` in float32. Both are summed in float32."""
+    dw = jnp.matmul(dy.T, x, preferred_element_type=jnp.float32)
+    return dw.astype(dtype or x.dtype), jnp.sum(dy, axis=0, dtype=jnp.float32)

@@ -1,0 +1,260 @@
+"""Products of vectors and matrices, and the transpose, with the arguments of `jax.numpy`.
+
+All arrays have one floating dtype, which is also the dtype of the result. `implementation` is "pallas", "xla",
+"autodiff", or None for the fastest on this device. "pallas" has kernels only for products in exact float32
+(`precision="highest"`, as in `jax.lax.dot`). If the precision permits tensor cores, in TF32 or a half precision,
+"pallas" calls cuBLAS. The first argument of every backward is `dy`, the gradient with respect to the result. Invalid
+arguments raise a TypeError or a ValueError.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import PrecisionLike
+from jaxtyping import Float
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import on_tensor_cores, wide, widen
+from jaxbp.ops._fastest import fused_pair
+from jaxbp.pairing import Implementation, Op, composed
+from pallas_kernels.core.launch import batch_first, batch_last
+from pallas_kernels.dense import linear as kernels
+from pallas_kernels.pointwise.reductions import sum_over
+
+# ------------------------------------------------------------------------------------------------------ matrix products
+
+
+def _product(a, b, *, precision):
+    """`(..., m, k), (..., k, n) -> (..., m, n)`, in float32 or wider, so that a further sum adds values that are not
+    rounded."""
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=wide(a.dtype))
+
+
+def _product_kernel(a, b, *, precision):
+    if on_tensor_cores(a.dtype, precision):  # cuBLAS uses the tensor cores
+        return _product(a, b, precision=precision)
+    if a.ndim > 2:
+        batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        a, b = (jnp.broadcast_to(x, batch + x.shape[-2:]).reshape(math.prod(batch), *x.shape[-2:]) for x in (a, b))
+        return jax.vmap(_matrix_product_kernel)(a, b).reshape(*batch, a.shape[-2], b.shape[-1])
+    return _matrix_product_kernel(a, b)
+
+
+def _matrix_product_kernel(a, b):
+    if 0 in (a.shape[0], *b.shape):
+        return jnp.dot(a, b)
+    return batch_first(kernels.input_gradient(batch_last(b.T), a.T), b.shape[1]).T
+
+
+_PRODUCT = Op("product", {"xla": _product, "pallas": _product_kernel}, jit=True)
+
+
+def _matrices(a, b):
+    """Return two arrays as matrices with equally many batch axes. A vector becomes a row on the left and a column on
+    the right."""
+    a, b = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
+    ndim = max(a.ndim, b.ndim)
+    return tuple(x.reshape((1,) * (ndim - x.ndim) + x.shape) for x in (a, b))
+
+
+def _matmul_gradients(dy, a, b, **options):
+    m, n = _matrices(a, b)
+    dy = dy.reshape(*jnp.broadcast_shapes(m.shape[:-2], n.shape[:-2]), m.shape[-2], n.shape[-1])
+    da = _PRODUCT(dy, jnp.swapaxes(n, -1, -2), **options)
+    db = _PRODUCT(jnp.swapaxes(m, -1, -2), dy, **options)
+    da, db = _over_batch(da, m).reshape(a.shape), _over_batch(db, n).reshape(b.shape)
+    return da.astype(a.dtype), db.astype(b.dtype)
+
+
+def _over_batch(gradient, matrices):
+    """Return the sum over the batch axes along which the matrices are broadcast."""
+    axes = tuple(i for i in range(gradient.ndim - 2) if matrices.shape[i] != gradient.shape[i])
+    return jnp.sum(gradient, axis=axes, keepdims=True) if axes else gradient
+
+
+def _as_matrices(a, b):
+    """Return matrices whose product has the elements of `dot(a, b)`, which sums over a's last axis and b's last but
+    one."""
+    b = jnp.moveaxis(b, -2 if b.ndim > 1 else 0, 0)
+    return a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b.reshape(b.shape[0], math.prod(b.shape[1:]))
+
+
+def _dot_gradients(dy, a, b, **options):
+    m, n = _as_matrices(a, b)
+    dy = dy.reshape(m.shape[0], n.shape[1])
+    da, db = (_PRODUCT(*two, **options).astype(a.dtype) for two in ((dy, n.T), (m.T, dy)))
+    inner = -2 if b.ndim > 1 else 0
+    return da.reshape(a.shape), jnp.moveaxis(db.reshape(jnp.moveaxis(b, inner, 0).shape), 0, inner)
+
+
+def _in_float32(function):
+    """Wrap a function of jnp so that it sums in float32 or wider."""
+
+    def forward(a, b, *, precision):
+        y = function(a, b, precision=precision, preferred_element_type=wide(a.dtype))
+        return y.astype(a.dtype)
+
+    return forward
+
+
+_MATMUL = fused_pair(_in_float32(jnp.matmul), composed(_matmul_gradients), name="matmul")
+_DOT = fused_pair(_in_float32(jnp.dot), composed(_dot_gradients), name="dot")
+
+
+# ------------------------------------------------------------------------------------------------- outer and transpose
+
+
+def _outer_gradients(dy, a, b):
+    dy, wide_a, wide_b = map(widen, (dy, a.ravel(), b.ravel()))
+    da, db = jnp.sum(dy * wide_b, axis=1), jnp.sum(dy * wide_a[:, None], axis=0)
+    return da.reshape(a.shape).astype(a.dtype), db.reshape(b.shape).astype(b.dtype)
+
+
+def _outer_gradients_kernel(dy, a, b):
+    da = sum_over(operator.mul, dy, b.ravel(), axes=(1,))
+    db = sum_over(operator.mul, dy, a.reshape(a.size, 1), axes=(0,))
+    return da.reshape(a.shape).astype(a.dtype), db.reshape(b.shape).astype(b.dtype)
+
+
+def _transpose(a, *, axes, shape):
+    return a.transpose(axes)
+
+
+def _transpose_back(dy, *, axes, shape):
+    return dy.transpose(sorted(range(len(axes)), key=axes.__getitem__))
+
+
+_OUTER = fused_pair(jnp.outer, {"xla": _outer_gradients, "pallas": _outer_gradients_kernel}, name="outer")
+# "pallas" uses XLA's transpose, because no kernel was faster.
+_TRANSPOSE = fused_pair(_transpose, {"xla": _transpose_back, "pallas": _transpose_back}, linear=True, name="transpose")
+
+
+# ----------------------------------------------------------------------------------------------------------- the public
+
+
+def matmul(
+    a: Float[AnyArray, "*batch_a rows inner"],
+    b: Float[AnyArray, "*batch_b inner columns"],
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch rows columns"]:
+    """Matrix product, `yᵢⱼ = Σₖ aᵢₖ bₖⱼ`, over batch axes that broadcast.
+
+    A vector on the left is a row, and a vector on the right is a column. The result does not have their axis.
+    """
+    return _product_of(_MATMUL, implementation, precision, a=a, b=b)
+
+
+def matmul_backward(
+    dy: Float[AnyArray, "*batch rows columns"],
+    a: Float[AnyArray, "*batch_a rows inner"],
+    b: Float[AnyArray, "*batch_b inner columns"],
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*batch_a rows inner"], Float[Array, "*batch_b inner columns"]]:
+    """Gradients of `matmul`: `da = dy bᵀ`, `db = aᵀ dy`, summed over the batch axes along which a or b is broadcast."""
+    return _product_of(_MATMUL.vjp, implementation, precision, dy=dy, a=a, b=b)
+
+
+def dot(
+    a: Float[AnyArray, "*rows inner"],
+    b: Float[AnyArray, "*batch inner columns"],
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "*rows_and_columns"]:
+    """Inner product, `y = Σₖ a[..., k] b[..., k, :]`, of every row of a with every column of b.
+
+    For two vectors it is a number. Unlike in `matmul`, the axes before the last two do not broadcast against each
+    other.
+    """
+    return _product_of(_DOT, implementation, precision, a=a, b=b)
+
+
+def dot_backward(
+    dy: Float[AnyArray, "*rows_and_columns"],
+    a: Float[AnyArray, "*rows inner"],
+    b: Float[AnyArray, "*batch inner columns"],
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*rows inner"], Float[Array, "*batch inner columns"]]:
+    """Gradients of `dot`: `da = Σ dy b` over b's other axes, `db = Σ a dy` over a's other axes. For vectors,
+    `da = dy b`."""
+    return _product_of(_DOT.vjp, implementation, precision, dy=dy, a=a, b=b)
+
+
+def outer(
+    a: Float[AnyArray, "*shape_a"], b: Float[AnyArray, "*shape_b"], *, implementation: Implementation = None
+) -> Float[Array, "size_a size_b"]:
+    """Outer product, `yᵢⱼ = aᵢ bⱼ`, of the flattened arrays."""
+    return _OUTER(*checks.floating("outer", a=a, b=b), implementation=implementation)
+
+
+def outer_backward(
+    dy: Float[AnyArray, "size_a size_b"],
+    a: Float[AnyArray, "*shape_a"],
+    b: Float[AnyArray, "*shape_b"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*shape_a"], Float[Array, "*shape_b"]]:
+    """Gradients of `outer`: `daᵢ = Σⱼ dyᵢⱼ bⱼ`, `dbⱼ = Σᵢ dyᵢⱼ aᵢ`."""
+    dy, a, b = checks.floating("outer_backward", dy=dy, a=a, b=b)
+    checks.shape("outer_backward", "dy", dy, a.size, b.size)
+    return _OUTER.vjp(dy, a, b, implementation=implementation)
+
+
+def transpose(
+    a: Float[AnyArray, "*shape"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
+) -> Float[Array, "*permuted"]:
+    """Permutation of the axes, `y.shape[i] = a.shape[axes[i]]`, by default the reverse order.
+
+    "pallas" uses XLA, because no kernel was faster.
+    """
+    (a,) = checks.floating("transpose", a=a)
+    return _TRANSPOSE(a, axes=_order("transpose", axes, a.ndim), shape=a.shape, implementation=implementation)
+
+
+def transpose_backward(
+    dy: Float[AnyArray, "*permuted"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
+) -> Float[Array, "*shape"]:
+    """Gradient of `transpose`: `da.shape[axes[i]] = dy.shape[i]`, dy with its axes in the inverse order."""
+    (dy,) = checks.floating("transpose_backward", dy=dy)
+    axes = _order("transpose_backward", axes, dy.ndim)
+    shape = tuple(size for _, size in sorted(zip(axes, dy.shape, strict=True)))
+    return _TRANSPOSE.vjp(dy, axes=axes, shape=shape, implementation=implementation)
+
+
+def _order(op, axes, ndim):
+    axes = tuple(range(ndim))[::-1] if axes is None else axes
+    if not isinstance(axes, tuple | list) or len(axes) != ndim or len(checks.axes(op, axes, ndim)) != ndim:
+        raise ValueError(f"{op}: axes is {axes!r}; wants None or each of the {ndim} axes once")
+    return tuple(axis % ndim for axis in axes)
+
+
+def _product_of(op, implementation, precision, **arrays):
+    """Check the named arrays and call `matmul`, `dot`, or the backward of one of them."""
+    *dy, a, b = checks.floating(op.name, **arrays)
+    shapes = f"a has shape {a.shape} and b {b.shape}"
+    for name, x in (("a", a), ("b", b)):
+        if x.ndim == 0:
+            raise ValueError(f"{op.name}: {name} has shape (); wants at least one axis (multiply takes numbers)")
+    if a.shape[-1] != b.shape[max(0, b.ndim - 2)]:
+        raise ValueError(f"{op.name}: {shapes}; wants a's last axis as long as b's last but one, or its only")
+    function = jnp.matmul if op.name.startswith("matmul") else jnp.dot
+    if function is jnp.matmul:
+        try:
+            jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        except ValueError:
+            raise ValueError(f"{op.name}: {shapes}; wants batch axes that broadcast") from None
+    if dy:
+        checks.shape(op.name, "dy", *dy, *jax.eval_shape(function, a, b).shape)
+    precision = checks.precision(op.name, precision)
+    return op(*dy, a, b, precision=precision, implementation=implementation)

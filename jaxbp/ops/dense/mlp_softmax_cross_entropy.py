@@ -1,0 +1,372 @@
+"""A multi-layer perceptron and its loss as one op: dense layers with ReLU between them, softmax, and cross-entropy.
+
+The backward has three paths, with different residuals: `Rows` for the formula, `WideRows` for the backward's kernel,
+and `WideRowsAndGradients` for small batches. There the forward's kernel already computes the gradient of each loss, and
+another kernel multiplies it by dy.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import PrecisionLike
+from jaxtyping import Float, Int
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import on_tensor_cores
+from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, logits_gradient, losses
+from jaxbp.pairing import Implementation, Op, Pair, differentiable
+from jaxbp.sharding import Axes, Examples
+from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.core.layouts import LANES
+from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
+
+# --------------------------------------------------------------------------------------------------------- the formula
+
+
+class Rows(NamedTuple):
+    """Residuals of the formula: the forward's arguments except the biases, and its results with one row per example."""
+
+    x: Array
+    labels: Array
+    logits: Array
+    hidden: tuple[Array, ...]
+    weights: tuple[Array, ...]
+
+
+def rows(x, labels, weights, biases, *, precision=None):
+    """Return the loss and the logits of every example, and the outputs of each hidden layer."""
+    hidden = []
+    for w, b in zip(weights, biases, strict=True):
+        z = jnp.matmul(x, w.T, precision=precision) + b
+        x = jax.nn.relu(z)
+        hidden.append(x)
+    return losses(z, labels), z, tuple(hidden[:-1])
+
+
+def row_gradients(dy, labels, logits, hidden, weights, *, precision=None):
+    """Return gradients for every example: with respect to the logits, each hidden layer's sums (last first), and the
+    inputs."""
+    gradient = logits_gradient(dy, logits, labels)
+    gradients = [gradient]
+    for w, h in zip(reversed(weights), (*reversed(hidden), None), strict=True):
+        gradient = jnp.matmul(gradient, w, precision=precision)
+        if h is not None:
+            gradient = jnp.where(h > 0, gradient, 0)
+        gradients.append(gradient)
+    return tuple(gradients)
+
+
+def _layer_gradients(gradients, inputs, precision=None):
+    """Yield `dw = dzᵀ h` and `db = Σ dz` of each layer."""
+    for dz, h in zip(gradients, inputs, strict=True):
+        yield jnp.matmul(dz.T, h, precision=precision)
+        yield jnp.sum(dz, axis=0)
+
+
+def _results(loss, logits):
+    return loss, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _forward(x, labels, *layers, precision):
+    loss, logits, _ = rows(x, labels, layers[::2], layers[1::2], precision=precision)
+    return _results(loss, jax.lax.stop_gradient(logits))
+
+
+def _save(x, labels, *layers, precision):
+    loss, logits, hidden = rows(x, labels, layers[::2], layers[1::2], precision=precision)
+    return _results(loss, logits), (Rows(x, labels, logits, hidden, layers[::2]),)
+
+
+def _gradients(dy, saved, *, precision):
+    x, *arrays = saved
+    *gradients, dx = row_gradients(dy, *arrays, precision=precision)
+    return dx, None, *_layer_gradients(reversed(gradients), (x, *saved.hidden), precision)
+
+
+# --------------------------------------------------------------------------------------------------------- the kernels
+# In wide rows, a one follows the outputs of each hidden layer, so that the product with the gradients contains the bias
+# gradient. Zeros pad the row to the size that the tensor cores need. The inputs have the batch last. The functions
+# below compute the same in jnp.
+
+
+class WideRows(NamedTuple):
+    """Residuals of the backward's kernel: `Rows` with wider rows, and x and the labels padded to whole vectors of
+    lanes."""
+
+    x_last: Array
+    labels: Array
+    logits: Array
+    hidden: tuple[Array, ...]
+    weights: tuple[Array, ...]
+
+
+class WideRowsAndGradients(NamedTuple):
+    """Residuals of the kernel that multiplies the gradients of each loss by dy, with wide rows. Only the shapes of the
+    weights are used.
+
+    The gradients are 0 where the label is not a class, so that only dy decides between 0 and NaN.
+    """
+
+    x_last: Array
+    labels: Array
+    hidden: tuple[Array, ...]
+    gradients: tuple[Array, ...]
+    weights: tuple[Array, ...]
+
+
+def _wide_rows(x_last, labels, weights, biases):
+    inputs, *_ = sizes = _sizes(weights)
+    loss, logits, hidden = rows(x_last[:inputs].T, labels, weights, biases)
+    hidden = [jnp.pad(h, ((0, 0), (0, 1)), constant_values=1) for h in hidden]
+    _, *widths, classes = kernels.widths(sizes)
+    return loss, _fill(logits, classes), tuple(map(_fill, hidden, widths))
+
+
+def _wide_row_gradients(dy, labels, logits, hidden, weights):
+    _, *outputs, classes = sizes = _sizes(weights)
+    gradients = row_gradients(dy, labels, logits[:, :classes], _narrow(hidden, outputs), weights)
+    inputs, *widths = kernels.widths(sizes)
+    *gradients, dx = map(_fill, gradients, (*reversed(widths), inputs))
+    return *gradients, dx.T
+
+
+def _wide_rows_and_gradients(x_last, labels, weights, biases):
+    loss, logits, hidden = _wide_rows(x_last, labels, weights, biases)
+    dy = are_valid(labels, len(biases[-1])).astype(loss.dtype)
+    return loss, logits, hidden, _wide_row_gradients(dy, labels, logits, hidden, weights)
+
+
+def _weighed_gradients(dy, x_last, hidden, gradients, *, sizes):
+    *gradients, dx = gradients
+    weighed = _narrow([g * dy[:, None] for g in reversed(gradients)], sizes[1:])
+    return dx * dy, *_layer_gradients(weighed, _narrow((x_last.T, *hidden), sizes[:-1]))
+
+
+def _with_kernel(kernel: Callable, formula: Callable, examples: Examples) -> Callable:
+    """Return a function that calls `kernel` for values on GPUs. Elsewhere, and for derivatives, it calls `formula`."""
+
+    def call(*arrays, **options):
+        return on_gpu(functools.partial(kernel, **options), functools.partial(formula, **options), *arrays)
+
+    return differentiable(call, formula, examples)
+
+
+def _lanes_of_inputs(x_last, labels, weights, biases):
+    return Axes({0: 1, 1: 0}, multiple_of=LANES)
+
+
+def _lanes_of_rows(dy, labels, logits, hidden, weights):
+    return Axes(dict.fromkeys(range(4), 0), multiple_of=LANES)
+
+
+def _lanes_of_gradients(dy, x_last, hidden, gradients):
+    return Axes({0: 0, 1: 1, 2: 0, 3: (0,) * (len(gradients) - 1) + (1,)}, multiple_of=LANES)
+
+
+_WIDE_ROWS = _with_kernel(kernels.forward, _wide_rows, _lanes_of_inputs)
+_WIDE_ROW_GRADIENTS = _with_kernel(kernels.backward, _wide_row_gradients, _lanes_of_rows)
+_WIDE_ROWS_AND_GRADIENTS = _with_kernel(kernels.forward_and_gradients, _wide_rows_and_gradients, _lanes_of_inputs)
+_WEIGHED_GRADIENTS = _with_kernel(kernels.weighed_gradients, _weighed_gradients, _lanes_of_gradients)
+
+
+def _save_kernel(x, labels, *layers, precision):
+    weights, biases = layers[::2], layers[1::2]
+    lanes = jax.eval_shape(_lanes, x, labels, weights)
+    exact = not on_tensor_cores(x.dtype, precision)
+    if exact or len(x) == 0 or kernels.forward.supports(*lanes, weights, biases):
+        return _save(x, labels, *layers, precision=precision)
+    x_last, labels_last = _lanes(x, labels, weights)
+    arrays = x_last, labels_last, weights, biases
+    if kernels.forward_and_gradients.pays(*arrays):
+        loss, logits, hidden, gradients = _WIDE_ROWS_AND_GRADIENTS(*arrays)
+        saved = WideRowsAndGradients(x_last, labels_last, hidden, gradients, weights)
+    else:
+        loss, logits, hidden = _WIDE_ROWS(*arrays)
+        saved = WideRows(x_last, labels_last, logits, hidden, weights)
+    return _results(loss[: len(x)], logits[: len(x), : len(biases[-1])]), (saved,)
+
+
+def _gradients_kernel(dy, saved, *, precision):
+    if isinstance(saved, Rows):
+        return _gradients(dy, saved, precision=precision)
+    if isinstance(saved, WideRows):
+        dx_last, layers = _gradients_of_wide_rows(dy, saved, precision=precision)
+    else:
+        *_, classes = sizes = _sizes(saved.weights)
+        dy_last = dy_of_valid(batch_last(dy), saved.labels, classes)
+        dx_last, *layers = _WEIGHED_GRADIENTS(dy_last, saved.x_last, saved.hidden, saved.gradients, sizes=sizes)
+    return batch_first(dx_last[: saved.weights[0].shape[1]], len(dy)), None, *layers
+
+
+def _gradients_of_wide_rows(dy, saved, *, precision):
+    x_last, *arrays = saved
+    *gradients, dx_last = _WIDE_ROW_GRADIENTS(batch_last(dy), *arrays)
+    layers = []
+    for w, dz, h in zip(saved.weights, reversed(gradients), (x_last.T, *saved.hidden), strict=True):
+        outputs, inputs = w.shape
+        products = jnp.matmul(dz.T, h, precision=precision)[:outputs]
+        db = products[:, inputs] if layers else jnp.sum(dz, axis=0)[:outputs]
+        layers += [products[:, :inputs], db]
+    return dx_last, layers
+
+
+def _lanes(x, labels, weights):
+    """Return x in the width that the kernels need and the labels, both with the batch last."""
+    return batch_last(_fill(x, kernels.widths(_sizes(weights))[0])), batch_last(labels)
+
+
+def _sizes(weights):
+    return (weights[0].shape[1], *(len(w) for w in weights))
+
+
+def _fill(a, width):
+    return jnp.pad(a, ((0, 0), (0, width - a.shape[1])))
+
+
+def _narrow(arrays, sizes):
+    return [a[:, :n] for a, n in zip(arrays, sizes, strict=True)]
+
+
+_MLP_SOFTMAX_CROSS_ENTROPY = Pair(
+    _forward,
+    # An `Op`, because the kernels' backward accepts residuals that the formula does not. Its kernels are
+    # differentiable.
+    Op("mlp_softmax_cross_entropy_backward", {"xla": _gradients, "pallas": _gradients_kernel}, jit=True),
+    save={"xla": _save, "pallas": _save_kernel},
+    has_aux=True,
+    name="mlp_softmax_cross_entropy",
+    unsupported=checks.unsupported_dtype,
+    shares=True,
+    jit=True,
+)
+
+
+def mlp_softmax_cross_entropy(
+    x: Float[AnyArray, "*batch in_features"],
+    labels: Int[AnyArray, "*batch"],
+    *layers: Float[AnyArray, "..."],
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch"]:
+    """`softmax_cross_entropy(linear(...relu(linear(relu(linear(x, w1, b1)), w2, b2))...), labels)`.
+
+    Args:
+      x: inputs, with any leading axes.
+      labels: one class per example, in [0, classes).
+      layers: weights `(out_features, in_features)` and bias `(out_features,)` of each dense layer in turn. The outputs
+        of the last layer are the logits.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. "pallas" has one or two
+        kernels each for forward and backward, for float32 in TF32 and layers of up to 256 features, on compute
+        capability 9.0. Otherwise it computes the formula in jnp, with cuBLAS.
+
+    Returns:
+      The losses, in x's dtype. If a label is not a class, the loss of its example is NaN, and so are the gradients,
+      unless dy is 0 there. If `jnp.where` excludes the loss, dy is 0, and the example adds nothing to the gradients.
+
+    Raises:
+      TypeError, ValueError: dtypes or shapes that do not fit, or layers that do not come in pairs.
+    """
+    return _call("mlp_softmax_cross_entropy", x, labels, layers, precision, implementation)[0]
+
+
+def mlp_softmax_cross_entropy_with_classes(
+    x: Float[AnyArray, "*batch in_features"],
+    labels: Int[AnyArray, "*batch"],
+    *layers: Float[AnyArray, "..."],
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*batch"], Int[Array, "*batch"]]:
+    """Return the result of `mlp_softmax_cross_entropy` and the class with the largest logit.
+
+    Args:
+      As in `mlp_softmax_cross_entropy`.
+
+    Returns:
+      (loss, classes). The classes are int32; among equal logits the first is chosen.
+
+    Raises:
+      As in `mlp_softmax_cross_entropy`.
+    """
+    return _call("mlp_softmax_cross_entropy_with_classes", x, labels, layers, precision, implementation)
+
+
+def mlp_softmax_cross_entropy_backward(
+    dy: Float[AnyArray, "*batch"],
+    x: Float[AnyArray, "*batch in_features"],
+    labels: Int[AnyArray, "*batch"],
+    *layers: Float[AnyArray, "..."],
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> tuple[Array, ...]:
+    """Gradients of `mlp_softmax_cross_entropy` with respect to x and the layers.
+
+    Let `h` be a layer's inputs and `dz` the gradient with respect to its sums. At the last layer,
+    `dz = dy (softmax(logits) - onehot(label))`. Every layer has `dw = dzᵀ h`, `db = Σ dz`, and `dh = dz w`. At the
+    layer before, `dz = dh` where `h > 0`, else 0.
+
+    Args:
+      dy: gradient with respect to each loss.
+      x, labels, layers: as in the forward.
+      precision, implementation: as in `mlp_softmax_cross_entropy`.
+
+    Returns:
+      (dx, dw1, db1, dw2, db2, ...), in the shapes and dtypes of x and the layers.
+
+    Raises:
+      As in `mlp_softmax_cross_entropy`.
+
+    Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
+    """
+    op = "mlp_softmax_cross_entropy_backward"
+    dy, _ = checks.floating(op, dy=dy, x=x)
+    x, labels, layers = _check(op, x, labels, layers)
+    checks.shape(op, "dy", dy, *x.shape[:-1])
+    count = math.prod(x.shape[:-1])
+    dx, *dlayers = _MLP_SOFTMAX_CROSS_ENTROPY.vjp(
+        dy.reshape(count),
+        x.reshape(count, x.shape[-1]),
+        labels.reshape(count),
+        *layers,
+        precision=checks.precision(op, precision),
+        implementation=implementation,
+    )
+    return dx.reshape(x.shape), *dlayers
+
+
+def _call(op, x, labels, layers, precision, implementation):
+    x, labels, layers = _check(op, x, labels, layers)
+    count = math.prod(x.shape[:-1])
+    results = _MLP_SOFTMAX_CROSS_ENTROPY.named(op)(
+        x.reshape(count, x.shape[-1]),
+        labels.reshape(count),
+        *layers,
+        precision=checks.precision(op, precision),
+        implementation=implementation,
+    )
+    return tuple(a.reshape(labels.shape) for a in results)
+
+
+def _check(op, x, labels, layers):
+    if not layers or len(layers) % 2:
+        raise ValueError(f"{op}: layers are {len(layers)} arrays; wants w and b of each layer, at least of one")
+    names = [f"layers[{i}]" for i in range(len(layers))]
+    x, *layers = checks.floating(op, x=x, **dict(zip(names, layers, strict=True)))
+    labels = checks.array(op, "labels", labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"{op}: labels has dtype {labels.dtype}; wants integers, one class per example")
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., in_features), at least one feature")
+    checks.shape(op, "labels", labels, *x.shape[:-1])
+    features = x.shape[-1]
+    for i in range(0, len(layers), 2):
+        checks.shape(op, names[i], layers[i], "out_features", features)
+        features = layers[i].shape[0]
+        checks.shape(op, names[i + 1], layers[i + 1], features)
+    return x, labels.astype(jnp.int32), layers

@@ -1,0 +1,211 @@
+"""Softmax and cross-entropy as one loss of logits: the labels are classes, or weights of all classes."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import exponentials, largest_and_total, widen
+from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable, saving_arguments
+from jaxbp.sharding import leading
+from pallas_kernels.core.launch import batch_first, batch_last
+from pallas_kernels.dense import softmax_cross_entropy as kernels
+
+AnyLogits = Float[AnyArray, "*batch classes"]
+AnyLabels = Int[AnyArray, "*batch"] | Float[AnyArray, "*batch classes"]
+Losses = Float[Array, "*batch"]
+
+
+def _is_class(labels):
+    return jnp.issubdtype(labels.dtype, jnp.integer)
+
+
+def losses(logits, labels):
+    log_probabilities = jax.nn.log_softmax(widen(logits))
+    if _is_class(labels):
+        valid = are_valid(labels, logits.shape[-1])
+        chosen = jnp.where(valid, labels, 0)[..., None]
+        loss = _nan_unless(valid, -jnp.take_along_axis(log_probabilities, chosen, axis=-1)[..., 0])
+    else:
+        y = widen(labels)
+        terms = y * jnp.where(_is_masked(y, log_probabilities), 0.0, log_probabilities)
+        loss = -jnp.sum(terms, axis=-1)
+    return loss.astype(logits.dtype)
+
+
+def are_valid(labels, classes):
+    return (labels >= 0) & (labels < classes)
+
+
+def _nan_unless(valid, loss):
+    """Return the loss where `valid`, and NaN elsewhere, with a gradient of NaN unless the cotangent is 0."""
+    # A product with NaN would turn a cotangent of 0 into NaN, too. Here the cotangent is multiplied by the largest
+    # number twice, then by 0. A cotangent of 0 stays 0; any other overflows, and infinity times 0 is NaN.
+    zero, largest = (jnp.where(valid, 1.0, factor).astype(loss.dtype) for factor in (0.0, jnp.finfo(loss.dtype).max))
+    return loss * zero * largest * largest + jnp.where(valid, 0.0, jnp.nan).astype(loss.dtype)
+
+
+def _is_masked(weights, log_probabilities):
+    """Return where a class is excluded, by a weight of 0 and a logit of -inf. Its term must be 0 instead of 0 times
+    inf."""
+    return (weights == 0) & (log_probabilities == -jnp.inf)
+
+
+def dy_of_valid(dy, labels, classes):
+    """Return dy where the label is a class. Elsewhere, return 0 where dy is 0, else NaN."""
+    return jnp.where(are_valid(labels, classes), dy, jnp.where(dy == 0, 0.0, jnp.nan).astype(dy.dtype))
+
+
+def logits_gradient(dy, logits, labels):
+    dy = widen(dy)
+    if _is_class(labels):
+        p = jax.nn.softmax(widen(logits))
+        dy = dy_of_valid(dy, labels, p.shape[-1])[..., None]
+        gradient = dy * (p - jax.nn.one_hot(labels, p.shape[-1], dtype=p.dtype))
+    else:
+        dy = dy[..., None]
+        (e, total), y = exponentials(logits, -1), widen(labels)
+        gradient = e * (dy * jnp.sum(y, axis=-1, keepdims=True) / total) - dy * y
+    return gradient.astype(logits.dtype)
+
+
+def _gradients(dy, logits, labels, *, of_logits=logits_gradient):
+    dlogits = of_logits(dy, logits, labels)
+    # Integer labels have no gradient.
+    if _is_class(labels):
+        return dlogits, None
+    log_probabilities = jax.nn.log_softmax(widen(logits))
+    log_probabilities = jnp.where(_is_masked(widen(labels), log_probabilities), 0.0, log_probabilities)
+    return dlogits, (-widen(dy)[..., None] * log_probabilities).astype(labels.dtype)
+
+
+# --------------------------------------------------------------------------------------------------------- the kernels
+# The kernel of the forward keeps statistics that the formula's backward recomputes from the logits.
+
+
+def _losses_and_statistics(logits, labels):
+    largest, total = largest_and_total(logits, -1)
+    return losses(logits, labels), largest[..., 0], total[..., 0]
+
+
+def _losses_and_statistics_kernel(logits, labels):
+    rows = math.prod(logits.shape[:-1])
+    labels_last = batch_last(labels.reshape(rows, *labels.shape[logits.ndim - 1 :]))
+    results = kernels.loss_and_statistics(batch_last(logits.reshape(rows, logits.shape[-1])), labels_last)
+    return tuple(batch_first(a, rows).reshape(logits.shape[:-1]) for a in results)
+
+
+def _save_kernel(logits, labels):
+    loss, *statistics = _LOSSES_AND_STATISTICS(logits, labels)
+    return loss, (logits, labels, *statistics)
+
+
+def _logits_gradient(dy, logits, labels, largest, total):
+    return logits_gradient(dy, logits, labels)
+
+
+def _logits_gradient_kernel(dy, logits, labels, *statistics):
+    rows = dy.size
+    labels_last = batch_last(labels.reshape(rows, *labels.shape[dy.ndim :]))
+    logits_last = batch_last(logits.reshape(rows, logits.shape[-1]))
+    dy, *statistics = (batch_last(a.reshape(rows)) for a in (dy, *statistics))
+    dlogits = kernels.logits_gradient(dy, logits_last, labels_last, *statistics)
+    return batch_first(dlogits, rows).reshape(logits.shape)
+
+
+def _gradients_kernel(dy, logits, labels, *statistics):
+    def of_logits(dy, logits, labels):
+        return _LOGITS_GRADIENT(dy, logits, labels, *statistics)
+
+    return _gradients(dy, logits, labels, of_logits=of_logits)
+
+
+_LOSSES_AND_STATISTICS = differentiable(_losses_and_statistics_kernel, _losses_and_statistics, leading(0, 1))
+_LOGITS_GRADIENT = differentiable(_logits_gradient_kernel, _logits_gradient, leading(0, 1, 2, 3, 4, features=0))
+
+
+_SOFTMAX_CROSS_ENTROPY = Pair(
+    losses,
+    Op("softmax_cross_entropy_backward", {"xla": _gradients, "pallas": _gradients_kernel}, jit=True),
+    save={"xla": functools.partial(saving_arguments, losses), "pallas": _save_kernel},
+    name="softmax_cross_entropy",
+    unsupported=checks.unsupported_dtype,
+    # With ten classes, launches take the time on a GPU, and XLA's fusion needs no transposes. On a CPU, autodiff
+    # computes less: its gradient touches one class per example.
+    fastest=Fastest(gpu="xla", elsewhere="autodiff"),
+    jit=True,
+)
+
+
+def softmax_cross_entropy(logits: AnyLogits, labels: AnyLabels, *, implementation: Implementation = None) -> Losses:
+    """Softmax and cross-entropy, `loss = Σ_k y_k (logsumexp(logits) - logits_k)`, one loss per example.
+
+    The log-sum-exp subtracts the largest logit first, so no exponential overflows.
+
+    Args:
+      logits: scores, the classes last.
+      labels: one class per example (integers in [0, classes)), or y, one weight per class, in the dtype of the logits.
+        Weights are differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds nothing to the
+        loss and has no gradient.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device.
+
+    Returns:
+      The losses, in the dtype of the logits, computed in float32 or wider. If an integer label is not a class, the loss
+      of its example is NaN, and so is its gradient, unless dy is 0. If `jnp.where` excludes the loss, dy is 0, and the
+      gradient is 0.
+
+    Raises:
+      TypeError, ValueError: dtypes or shapes that do not fit.
+
+    Source: J. Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990.
+    """
+    logits, labels = _check("softmax_cross_entropy", logits, labels)
+    return _SOFTMAX_CROSS_ENTROPY(logits, labels, implementation=implementation)
+
+
+def softmax_cross_entropy_backward(
+    dy: Float[AnyArray, "*batch"], logits: AnyLogits, labels: AnyLabels, *, implementation: Implementation = None
+) -> Float[Array, "*batch classes"]:
+    """Gradient of `softmax_cross_entropy` with respect to the logits:
+    `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`.
+
+    Args:
+      dy: gradient with respect to each loss.
+      logits, labels: as in the forward.
+      implementation: as in `softmax_cross_entropy`.
+
+    Returns:
+      dlogits, in the shape and dtype of the logits.
+
+    Raises:
+      TypeError, ValueError: dtypes or shapes that do not fit.
+    """
+    op = "softmax_cross_entropy_backward"
+    dy, _ = checks.floating(op, dy=dy, logits=logits)
+    logits, labels = _check(op, logits, labels)
+    checks.shape(op, "dy", dy, *logits.shape[:-1])
+    gradients = _SOFTMAX_CROSS_ENTROPY.vjp(dy, logits, labels, implementation=implementation)
+    return gradients if _is_class(labels) else gradients[0]
+
+
+def _check(op, logits, labels):
+    (logits,) = checks.floating(op, logits=logits)
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"{op}: logits has shape {logits.shape}; wants (..., classes), at least one class")
+    if hasattr(labels, "dtype") and jnp.issubdtype(labels.dtype, jnp.integer):
+        labels = jnp.asarray(labels)
+        if labels.shape != logits.shape[:-1]:
+            raise ValueError(
+                f"{op}: integer labels have shape {labels.shape}; wants {logits.shape[:-1]}, one class per "
+                f"example of logits {logits.shape}"
+            )
+        return logits, labels
+    _, labels = checks.floating(op, logits=logits, labels=labels)
+    if labels.shape != logits.shape:
+        raise ValueError(f"{op}: floating labels have shape {labels.shape}; wants {logits.shape}, as logits")
+    return logits, labels

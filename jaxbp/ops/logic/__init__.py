@@ -1,0 +1,1 @@
+"""Layers, trees, and automata of logic gates."""

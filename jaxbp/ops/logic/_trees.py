@@ -1,0 +1,126 @@
+"""Convolutions of trees of gates as formulas in jnp, on images `(channels, height, width, N)` with the examples last.
+
+The kernels are computed one after the other, each tree at all positions at once. A leaf is a slice of the image, which
+is not copied. An or-pool keeps only the position of each window's largest value, and the backward recomputes its tree.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxbp import barriers
+from jaxbp.common.windows import output_size
+from jaxbp.logic.tree_wires import TreeWires
+from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
+
+
+def forward(coefficients, wires, x, *, stride, pool):
+    """Return (y, places): the largest value in each window of the pool, and its first position in the window,
+    `u * width + v`.
+
+    Args:
+      coefficients: `(kernels, gates, 4)`.
+      x: the padded images.
+
+    Returns:
+      Two arrays `(kernels, height, width, N)`. places is None for a window of one position.
+    """
+    geometry = _Geometry(wires, x, stride, pool)
+
+    def of_kernel(_, kernel):
+        c, leaves = kernel
+        largest = place_of_largest = None
+        for place, (u, v) in enumerate(geometry.places):
+            *_, (value,) = levels_of_tree(c, [geometry.read(x, leaf, u, v) for leaf in leaves])
+            if place == 0:
+                largest, place_of_largest = value, jnp.zeros(value.shape, geometry.place_dtype)
+            else:
+                larger = is_larger(value, largest)
+                largest = jnp.where(larger, value, largest)
+                place_of_largest = jnp.where(larger, jnp.asarray(place, geometry.place_dtype), place_of_largest)
+        return None, (largest, place_of_largest if len(geometry.places) > 1 else None)
+
+    return lax.scan(of_kernel, None, (coefficients, wires.leaves))[1]
+
+
+def gradients(dy, places, coefficients, wires, x, *, stride, pool):
+    """Return (dc, dx)."""
+    geometry = _Geometry(wires, x, stride, pool)
+
+    def at_place(places, read):
+        """For each window, return the value that `read` gives at the selected position."""
+        if places is None:
+            return read(0, 0)
+        found = zip(itertools.count(), itertools.starmap(read, geometry.places))
+        return functools.reduce(lambda chosen, new: jnp.where(places == new[0], new[1], chosen), found, 0.0)
+
+    def of_kernel(dx, kernel):
+        dy, places, c, leaves = kernel
+        values = [at_place(places, lambda u, v, leaf=leaf: geometry.read(x, leaf, u, v)) for leaf in leaves]
+        # Without the barrier, the compiler would fuse the computation of these values into each of the many sums below.
+        levels = levels_of_tree(c, barriers.optimization_barrier(values))
+        dc, dleaves = gradients_of_tree(c, _kept(levels), dy)
+        for leaf, dleaf in zip(leaves, dleaves, strict=True):
+            dx = geometry.add(dx, leaf, dleaf, places)
+        return dx, jnp.stack([jnp.stack([_sum(t) for t in terms]) for terms in dc])
+
+    dx, dc = lax.scan(of_kernel, jnp.zeros_like(x), (dy, places, coefficients, wires.leaves))
+    return dc, dx
+
+
+@jax.custom_jvp
+def _kept(arrays):
+    return barriers.optimization_barrier(arrays)
+
+
+@_kept.defjvp
+def _(arrays, tangents):
+    # One barrier per array: in a joint barrier, JAX wants all or none to depend on the differentiated input.
+    return _kept(*arrays), jax.tree.map(barriers.optimization_barrier, *tangents)
+
+
+def _sum(a: Array) -> Array:
+    """Sum axis by axis, so that no sum has too many terms. Without the barriers, XLA would merge the sums into one."""
+    for _ in range(a.ndim):
+        a = barriers.optimization_barrier(jnp.sum(a, axis=-1))
+    return a
+
+
+def is_larger(value: Array, largest: Array) -> Array:
+    """Return whether a value replaces the largest value so far. Among equal values the first stays, and so does a
+    NaN."""
+    return ~(value <= largest) & (largest == largest)
+
+
+class _Geometry:
+    """The positions of trees and pools on a padded image."""
+
+    def __init__(self, wires: TreeWires, x: Array, stride: tuple[int, int], pool: tuple[int, int]):
+        self.stride, self.pool = stride, pool
+        trees = output_size(x.shape[1:3], wires.window, stride=stride, padding=((0, 0), (0, 0)))
+        self.size = tuple(n // p for n, p in zip(trees, pool, strict=True))
+        self.places = list(itertools.product(*map(range, pool)))
+        self.place_dtype = jnp.uint8 if len(self.places) <= 256 else jnp.int32
+        self.examples = x.shape[-1]
+
+    def read(self, x: Array, leaf: Array, u: int, v: int) -> Array:
+        """Return the values that a leaf reads for position (u, v) of each window of the pool, `(height, width, N)`."""
+        (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
+        channel, row, column = leaf
+        span = (1, (rows - 1) * p * s + 1, (columns - 1) * q * t + 1, self.examples)
+        begin = (channel, row + u * s, column + v * t, jnp.zeros_like(channel))
+        return lax.dynamic_slice(x, begin, span)[0, :: p * s, :: q * t]
+
+    def add(self, dx: Array, leaf: Array, dleaf: Array, places: Array | None) -> Array:
+        """Return dx plus the gradient of a leaf, added where the leaf read x for the position of each window."""
+        (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
+        if places is not None:
+            window = jnp.arange(p * q, dtype=self.place_dtype).reshape(1, p, 1, q, 1)
+            chosen = places[:, None, :, None] == window
+            dleaf = jnp.where(chosen, dleaf[:, None, :, None], 0).reshape(rows * p, columns * q, self.examples)
+        spread = lax.pad(dleaf, jnp.zeros((), dleaf.dtype), [(0, 0, s - 1), (0, 0, t - 1), (0, 0, 0)])[None]
+        begin = (*leaf, jnp.zeros_like(leaf[0]))
+        return lax.dynamic_update_slice(dx, lax.dynamic_slice(dx, begin, spread.shape) + spread, begin)

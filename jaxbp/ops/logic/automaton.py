@@ -1,0 +1,493 @@
+"""Logic cellular automata: one tick of a grid, and many ticks with backpropagation through time.
+
+As in a gate layer, one pair maps the parameters of the gates to coefficients, and a second pair computes the ticks from
+the coefficients. Its backward visits the ticks from the last to the first, using the states that the forward kept
+(`jaxbp.checkpointing`). It sums gradients over the cells of a tick, then over the ticks.
+"""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float
+
+from jaxbp.checkpointing import Memory, advance, check_memory, check_steps, retreat
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray, AnyKey
+from jaxbp.common.numerics import widen
+from jaxbp.logic import gates
+from jaxbp.logic.automaton import Automaton
+from jaxbp.logic.gates import Parametrization
+from jaxbp.ops.logic import _automaton_formula, _automaton_kernels
+from jaxbp.ops.logic.gate_layer import COEFFICIENTS
+from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
+from jaxbp.sharding import Axes, Examples, mesh_of
+
+Logits = tuple[list[Float[AnyArray, "kernels gates parameters"]], list[Float[AnyArray, "gates parameters"]]]
+"""Logits of each layer of perception, and of each layer of update."""
+Gradients = tuple[list[Float[Array, "kernels gates parameters"]], list[Float[Array, "gates parameters"]]]
+"""Gradients of the logits."""
+
+# ----------------------------------------------------------------------------------------------- on the coefficients
+
+
+class _Draws(NamedTuple):
+    """One key per tick, and the probability of rounding a value before it, or None for 0.
+
+    If nothing is random, the whole tuple is None.
+    """
+
+    keys: Array
+    rounding_rate: Array | None
+
+
+def _advance(through, coefficients, automaton, state, draws, *, steps, fire_rate, memory, keep):
+    prepared = through.prepare(coefficients, automaton, state.shape)
+    seen = functools.partial(_seen, through, draws, state.shape, fire_rate)
+
+    def step(s, t):
+        return through.tick(prepared, *seen(s, t))
+
+    last, kept = advance(step, through.enter(state), steps, memory, unroll=through.UNROLL, keep=keep)
+    return through.leave(last, state.shape), kept
+
+
+def _forward(through, *arrays, memory, **options):
+    return _advance(through, *arrays, memory="states", keep=lambda s: (), **options)[0]
+
+
+def _save(through, *arrays, memory, **options):
+    """Return the last state and the residuals: the arguments and what is kept of the ticks."""
+    if memory == "all" and through.KEEPS_ROWS:
+        last, kept = _keeping_rows(through, *arrays, **options)
+    else:
+        memory = "states" if memory == "all" else memory
+        last, kept = _advance(through, *arrays, memory=memory, keep=lambda s: s, **options)
+    return last, (*arrays, kept)
+
+
+def _backward(through, dlast, coefficients, automaton, state, draws, kept, *, steps, fire_rate, memory):
+    if kept is None:
+        options = dict(steps=steps, fire_rate=fire_rate, memory=memory)
+        kept = _save(through, coefficients, automaton, state, draws, **options)[1][-1]
+    prepared = through.prepare(coefficients, automaton, state.shape)
+    carry = through.enter_gradient(prepared, dlast), through.zeros(prepared)
+    seen = functools.partial(_seen, through, draws, state.shape, fire_rate)
+
+    def step(s, t):
+        return through.tick(prepared, *seen(s, t))
+
+    def step_backward(gradients, s, t):
+        return through.tick_backward(prepared, *gradients, *seen(s, t))
+
+    def backward_of_rows(gradients, t_and_rows):
+        t, rows = t_and_rows
+        fires = _fires(draws, t, state.shape, fire_rate)
+        return through.tick_backward_of_rows(prepared, *gradients, rows, fires), None
+
+    if memory == "all" and through.KEEPS_ROWS:
+        times = np.arange(steps, dtype=np.int32)
+        dstate, dc = lax.scan(backward_of_rows, carry, (times, kept), reverse=True)[0]
+    else:
+        memory = "states" if memory == "all" else memory
+        dstate, dc = retreat(step, step_backward, kept, carry, steps, memory, unroll=through.UNROLL)
+    return through.finish(prepared, dc), None, through.leave_gradient(prepared, dstate, state.dtype), None
+
+
+def _keeping_rows(through, coefficients, automaton, state, draws, *, steps, fire_rate):
+    prepared = through.prepare(coefficients, automaton, state.shape)
+    seen = functools.partial(_seen, through, draws, state.shape, fire_rate)
+
+    def step(s, t):
+        return through.tick_keeping_rows(prepared, *seen(s, t))
+
+    last, rows = lax.scan(step, through.enter(state), np.arange(steps, dtype=np.int32))
+    return through.leave(last, state.shape), rows
+
+
+def _seen(through, draws, shape, fire_rate, state, t):
+    """Return the state that tick t sees, and which cells update at tick t."""
+    return _rounded(through, draws, t, state, shape), _fires(draws, t, shape, fire_rate)
+
+
+def _fires(draws, t, shape, fire_rate):
+    """Return which cells update at tick t, `(batch, height, width)`, or None if all do."""
+    return None if fire_rate == 1.0 else jax.random.bernoulli(draws.keys[t], fire_rate, shape[:-1])
+
+
+def _rounded(through, draws, t, state, shape):
+    """Return the state that tick t sees. Its derivative is 1."""
+    if draws is None or draws.rounding_rate is None:
+        return state
+    # The random bits must be the same in every layout and every dtype.
+    uniform = jax.random.uniform(jax.random.fold_in(draws.keys[t], 1), shape, jnp.float32)
+    change = jnp.where(through.enter(uniform < draws.rounding_rate), jnp.round(state) - state, 0)
+    return state + lax.stop_gradient(change)
+
+
+def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **options):
+    """Compute `_backward` by JAX's autodiff."""
+
+    def forward(coefficients, state):
+        return _forward(_automaton_formula, coefficients, automaton, state, draws, **options)
+
+    dc, dstate = jax.vjp(forward, coefficients, state)[1](dlast)
+    return dc, None, dstate, None
+
+
+def _own_grids(coefficients, automaton, state, draws):
+    """Return the batch axes. Random values are drawn for all grids at once."""
+    return Axes({2: 0} if draws is None else {})
+
+
+def _own_grids_and_gradients(dlast, coefficients, automaton, state, draws, kept):
+    return Axes({0: 0, 3: 0} if kept is None else {})
+
+
+_FORWARD = differentiable(
+    functools.partial(_forward, _automaton_kernels), functools.partial(_forward, _automaton_formula), _own_grids
+)
+
+
+def _save_on_own_device(*arrays, **options):
+    """Keep nothing of the ticks on a mesh. The states of each device end in spare elements, so they are not rows of one
+    array."""
+    if _own_grids(*arrays).of and mesh_of(arrays) is not None:
+        return _FORWARD(*arrays, **options), (*arrays, None)
+    return _save(_automaton_kernels, *arrays, **options)
+
+
+def _pair(through: ModuleType, forward: Callable, save: Callable, examples: Examples | None = None) -> Pair:
+    backward = differentiable(functools.partial(_backward, through), _backward_by_autodiff, examples)
+    return Pair(forward, {"xla": backward}, save=save, name="automaton_ticks")
+
+
+_TICKS = {
+    "pallas": _pair(_automaton_kernels, _FORWARD, _save_on_own_device, _own_grids_and_gradients),
+    "xla": _pair(
+        _automaton_formula,
+        functools.partial(_forward, _automaton_formula),
+        functools.partial(_save, _automaton_formula),
+    ),
+}
+"""Pairs of (coefficients, automaton, state, draws). Each implementation has a separate forward."""
+
+
+def _ticks(implementation: str, state: Array) -> Pair:
+    """Return the pair for a state. The kernels do not support an empty grid."""
+    return _TICKS[implementation if state.size else "xla"]
+
+
+# ----------------------------------------------------------------------------------------------------- on parameters
+
+
+def _coefficients(logits: Logits, *, parametrization: str, implementation: Implementation) -> tuple[list, list]:
+    """Return `(4, gates, kernels)` for each layer of perception and `(4, gates)` for each layer of update."""
+    layers = [*logits[0], *logits[1]]
+    flat = jnp.concatenate([layer.reshape(-1, layer.shape[-1]) for layer in layers])
+    of_gates = COEFFICIENTS[parametrization](widen(flat), implementation=implementation).T
+    ends = np.cumsum([layer.size // layer.shape[-1] for layer in layers])[:-1]
+    split = [
+        jnp.swapaxes(c.reshape(4, *layer.shape[:-1]), 1, -1) if layer.ndim == 3 else c
+        for c, layer in zip(jnp.split(of_gates, ends, axis=1), layers, strict=True)
+    ]
+    return split[: len(logits[0])], split[len(logits[0]) :]
+
+
+def _rollout(logits, automaton, state, draws, *, parametrization, implementation, **options):
+    coefficients = _coefficients(logits, parametrization=parametrization, implementation=implementation)
+    return _ticks(implementation, state)(coefficients, automaton, state, draws, implementation="xla", **options)
+
+
+def _rollout_backward(dlast, logits, automaton, state, draws, *, parametrization, implementation, **options):
+    def of_logits(logits):
+        return _coefficients(logits, parametrization=parametrization, implementation=implementation)
+
+    coefficients, to_logits = jax.vjp(of_logits, logits)
+    pair = _ticks(implementation, state)
+
+    def ticks(coefficients, state):
+        return pair(coefficients, automaton, state, draws, implementation="xla", **options)
+
+    dc, dstate = jax.vjp(ticks, coefficients, state)[1](dlast)
+    return to_logits(dc)[0], dstate
+
+
+def _definition(logits, automaton, state, draws, *, parametrization, **options):
+    """Compute the ticks one after the other, for JAX to differentiate."""
+    coefficients = _coefficients(logits, parametrization=parametrization, implementation="autodiff")
+    return _forward(_automaton_formula, coefficients, automaton, state, draws, **options)
+
+
+def _definition_backward(dlast, logits, automaton, state, draws, **options):
+    return jax.vjp(lambda p, s: _definition(p, automaton, s, draws, **options), logits, state)[1](dlast)
+
+
+def _state(logits, automaton, state, draws):
+    return state
+
+
+def _logits_and_state(dlast, logits, automaton, state, draws):
+    return logits, state
+
+
+def _unsupported(*arrays, **options):
+    """Return why `(logits, automaton, state, draws)`, optionally preceded by dlast, are unsupported, or None."""
+    automaton, state = arrays[-3:-1]
+    reason = checks.unsupported_dtype(arrays[-4], state)
+    return reason or (_automaton_kernels.unsupported(automaton, state) if state.size else None)
+
+
+_STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
+    Op(
+        name,
+        {"autodiff": definition, **composed(function, tuple(_TICKS))},
+        unsupported=_unsupported,
+        # The op concatenates the cells of all grids. JAX does not infer the sharding of this array.
+        sharded_like=like,
+        jit=True,
+    )
+    for name, definition, function, like in (
+        ("automaton_step", _definition, _rollout, _state),
+        ("automaton_step_backward", _definition_backward, _rollout_backward, _logits_and_state),
+        ("automaton_rollout", _definition, _rollout, _state),
+        ("automaton_rollout_backward", _definition_backward, _rollout_backward, _logits_and_state),
+    )
+)
+
+
+# ------------------------------------------------------------------------------------------------ the public functions
+
+
+def automaton_step(
+    logits: Logits,
+    automaton: Automaton,
+    state: Float[AnyArray, "batch height width channels"],
+    *,
+    key: AnyKey | None = None,
+    fire_rate: float = 1.0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> Float[Array, "batch height width channels"]:
+    """Return the next state of a grid whose cells all run one circuit of relaxed gates: one tick.
+
+        perceived_kc = perception_k(seen_0c, ..., seen_8c), for every kernel k and channel c
+        next = update(own channels, then perceived in the order channel, bit, kernel)
+
+    Here seen_pc is channel c of the p-th of the 3 x 3 cells around a cell, row by row. Outside of the grid it is 0, or
+    the opposite side if the automaton is periodic. perception_k and update are layers of gates, each
+    `y = Σ_i softmax(logits)_i op_i(a, b)` as in `gate_layer`. Values that rounding moves out of [0, 1] are clipped,
+    because gates that compare a and b double such an error in every layer. The clipping does not change derivatives.
+
+    Args:
+      logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and
+        `(gates, parameters)` for update. They may have a wider dtype than the state.
+      automaton: a `jaxbp.Automaton`, the wires.
+      state: values in [0, 1].
+      key: decides which cells update; required if `fire_rate` is below 1.
+      fire_rate: the probability with which a cell updates; otherwise it keeps its state.
+      parametrization: as in `gate_layer`.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Returns:
+      The next state, in the state's dtype, computed in float32 or wider.
+
+    Raises:
+      TypeError: automaton or key has the wrong type, or an array is not floating.
+      ValueError: shapes that do not fit, an unknown parametrization, or a fire rate below 1 without a key.
+
+    Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
+    """
+    op = "automaton_step"
+    logits, state = _check(op, logits, automaton, state, parametrization)
+    draws = _draws(op, key, fire_rate, 0.0, None)
+    options = dict(fire_rate=float(fire_rate), memory="states", parametrization=parametrization)
+    return _STEP(logits, automaton, state, draws, steps=1, implementation=implementation, **options)
+
+
+def automaton_step_backward(
+    dnext: Float[AnyArray, "batch height width channels"],
+    logits: Logits,
+    automaton: Automaton,
+    state: Float[AnyArray, "batch height width channels"],
+    *,
+    key: AnyKey | None = None,
+    fire_rate: float = 1.0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> tuple[Gradients, Float[Array, "batch height width channels"]]:
+    """Gradients of `automaton_step`. Each of its gate layers has the gradients of `gate_layer_backward`.
+
+    Gradients of gates are summed over all cells, and for perception over all channels. The gradient of a cell is summed
+    over the nine cells that see it. If the cell did not fire, `dnext` is added.
+
+    Args:
+      dnext: gradient with respect to the next state, in its dtype.
+      Other arguments: as in the forward.
+
+    Returns:
+      (dlogits, dstate), in the structure, shapes, and dtypes of the logits and the state.
+
+    Raises:
+      TypeError, ValueError: as in `automaton_step`.
+    """
+    op = "automaton_step_backward"
+    logits, state = _check(op, logits, automaton, state, parametrization)
+    draws = _draws(op, key, fire_rate, 0.0, None)
+    dnext, _ = checks.floating(op, dnext=dnext, state=state)
+    checks.shape(op, "dnext", dnext, *state.shape)
+    options = dict(fire_rate=float(fire_rate), memory="states", parametrization=parametrization)
+    return _STEP_BACKWARD(dnext, logits, automaton, state, draws, steps=1, implementation=implementation, **options)
+
+
+def automaton_rollout(
+    logits: Logits,
+    automaton: Automaton,
+    state: Float[AnyArray, "batch height width channels"],
+    steps: int,
+    *,
+    key: AnyKey | None = None,
+    fire_rate: float = 1.0,
+    rounding_rate: float | Float[AnyArray, ""] = 0.0,
+    memory: Memory = "states",
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> Float[Array, "batch height width channels"]:
+    """Return the state after `steps` ticks of `automaton_step`. Tick t has the key `jax.random.fold_in(key, t)`.
+
+        state_{t+1} = automaton_step(s_t),  s_t = state_t + m_t stop_gradient(round(state_t) - state_t)
+
+    Here m_t is drawn for every value. It is 1 with probability `rounding_rate` and otherwise 0.
+
+    Args:
+      steps: the number of ticks; static.
+      rounding_rate: the probability of rounding a value of the state to 0 or 1 before a tick, with derivative 1
+        (straight-through). The rate has gradient 0, and is not checked if traced. With the number 0.0, nothing is
+        drawn.
+      memory: what is kept for the backward, for T ticks of a grid whose state has n bytes. All policies give the same
+        gradients.
+        "all": the inputs of every gate in every tick. (The kernels recompute these and keep T n bytes.)
+        "states": the state before every tick, T n bytes. Each tick is computed once more.
+        an int k: the state before every k-th tick, (T / k + k) n bytes. Each tick is computed twice more.
+        "logarithmic": about 2 log2(T) n bytes, by binomial checkpointing.
+      Other arguments: as in `automaton_step`.
+
+    Returns:
+      The last state, in the state's dtype.
+
+    Raises:
+      TypeError, ValueError: as in `automaton_step`. Also a ValueError for negative or non-integer steps, an unknown
+        policy, or a rounding rate outside [0, 1] or above 0 without a key.
+
+    Source: as in `automaton_step`; for the policies, see `jaxbp.checkpointed_scan`.
+    """
+    op = "automaton_rollout"
+    logits, state = _check(op, logits, automaton, state, parametrization)
+    options = _time_options(op, steps, fire_rate, memory)
+    draws = _draws(op, key, fire_rate, rounding_rate, options["steps"])
+    options |= dict(parametrization=parametrization, implementation=implementation)
+    return _ROLLOUT(logits, automaton, state, draws, **options)
+
+
+def automaton_rollout_backward(
+    dlast: Float[AnyArray, "batch height width channels"],
+    logits: Logits,
+    automaton: Automaton,
+    state: Float[AnyArray, "batch height width channels"],
+    steps: int,
+    *,
+    key: AnyKey | None = None,
+    fire_rate: float = 1.0,
+    rounding_rate: float | Float[AnyArray, ""] = 0.0,
+    memory: Memory = "states",
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> tuple[Gradients, Float[Array, "batch height width channels"]]:
+    """Gradients of `automaton_rollout`, by backpropagation through time:
+
+        (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, s_t), t from the last
+        dlogits = Σ_t dlogits_t, added up from the last tick to the first
+
+    Here s_t is state_t, rounded in part as in the forward. The same random values are drawn again.
+
+    Args:
+      dlast: gradient with respect to the last state, in its dtype.
+      Other arguments: as in the forward.
+
+    Returns:
+      (dlogits, dstate), in the structure, shapes, and dtypes of the logits and the state.
+
+    Raises:
+      TypeError, ValueError: as in `automaton_rollout`.
+    """
+    op = "automaton_rollout_backward"
+    logits, state = _check(op, logits, automaton, state, parametrization)
+    options = _time_options(op, steps, fire_rate, memory)
+    draws = _draws(op, key, fire_rate, rounding_rate, options["steps"])
+    dlast, _ = checks.floating(op, dlast=dlast, state=state)
+    checks.shape(op, "dlast", dlast, *state.shape)
+    options |= dict(parametrization=parametrization, implementation=implementation)
+    return _ROLLOUT_BACKWARD(dlast, logits, automaton, state, draws, **options)
+
+
+def _check(op: str, logits: Any, automaton: Any, state: Any, parametrization: Any) -> tuple[Logits, Array]:
+    if not isinstance(automaton, Automaton):
+        raise TypeError(f"{op}: automaton is a {type(automaton).__name__}; wants a jaxbp.Automaton")
+    (state,) = checks.floating(op, state=state)
+    checks.shape(op, "state", state, "batch", "height", "width", automaton.channels)
+    parts = {"perception": automaton.perception, "update": automaton.update}
+    if not isinstance(logits, tuple | list) or [len(p) for p in logits] != [len(w) for w in parts.values()]:
+        wanted = " and ".join(f"{len(w)} of {name}" for name, w in parts.items())
+        raise ValueError(f"{op}: logits is not a pair of lists with one array per layer; wants {wanted}")
+    names = [f"logits[{i}][{j}]" for i, part in enumerate(logits) for j in range(len(part))]
+    layers = checks.floating(op, **dict(zip(names, [*logits[0], *logits[1]], strict=True)))
+    wires = [*automaton.perception, *automaton.update]
+    for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
+        kernels = (automaton.kernels,) if i < len(automaton.perception) else ()
+        gates.check_parameters(op, layer, wires[i].gates, parametrization, name=name, kernels=kernels)
+    return (list(layers[: len(logits[0])]), list(layers[len(logits[0]) :])), state
+
+
+def _time_options(op: str, steps: Any, fire_rate: Any, memory: Any) -> dict[str, Any]:
+    check_memory(op, memory)
+    return dict(steps=check_steps(op, "steps", steps), fire_rate=fire_rate, memory=memory)
+
+
+def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, steps: int | None) -> _Draws | None:
+    """Return one key per tick, or `key` for a single tick. Return None if nothing is random."""
+    rate, rounding = checks.number(op, "fire_rate", fire_rate, 0.0, 1.0), _rounding_rate(op, rounding_rate)
+    if rate == 1.0 and rounding is None:
+        return None
+    if key is None and rate < 1.0:
+        raise ValueError(f"{op}: key is None and fire_rate is {rate}; wants a key that says which cells update")
+    if key is None:
+        came = rounding_rate if checks.is_number(rounding_rate) else "an array"
+        wanted = "a key that says which values are rounded"
+        raise ValueError(f"{op}: key is None and rounding_rate is {came}; wants {wanted}")
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (typed and shape == ()) and not (dtype == jnp.uint32 and len(shape) == 1):
+        came = type(key).__name__ if dtype is None else f"{dtype} of shape {shape}"
+        raise TypeError(f"{op}: key is a {came}; wants one key, as jax.random.key gives it")
+    if steps is None:
+        return _Draws(key[None], rounding)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(np.arange(steps, dtype=np.uint32))
+    return _Draws(keys, rounding)
+
+
+def _rounding_rate(op: str, rate: Any) -> Array | None:
+    """Return the rate as an array, or None for the number 0, with which nothing is drawn."""
+    if isinstance(rate, Array | np.ndarray):
+        if rate.shape != () or not jnp.issubdtype(rate.dtype, jnp.floating):
+            came = f"{rate.dtype} of shape {rate.shape}"
+            raise ValueError(f"{op}: rounding_rate is {came}; wants a number in [0.0, 1.0], floating if it is an array")
+        if not isinstance(rate, jax.core.Tracer):
+            checks.number(op, "rounding_rate", float(rate), 0.0, 1.0)
+    elif checks.number(op, "rounding_rate", rate, 0.0, 1.0) == 0.0:
+        return None
+    return jnp.asarray(rate, jnp.float32)

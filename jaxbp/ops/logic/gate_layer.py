@@ -1,0 +1,359 @@
+"""Differentiable logic gates: layers of two-input gates whose functions are learned.
+
+A gate computes one of 16 functions of two bits, numbered as in the literature by truth table. The bits of the number,
+from the highest, are the values at (a, b) = (0, 0), (0, 1), (1, 0), and (1, 1). Relaxed to numbers between 0 and 1,
+each function is linear in a and in b:
+
+    0  False     4  b - ab        8  1 - (a + b - ab)     12  1 - a
+    1  ab        5  b             9  1 - (a + b - 2ab)    13  1 - a + ab
+    2  a - ab    6  a + b - 2ab  10  1 - b                14  1 - ab
+    3  a         7  a + b - ab   11  1 - b + ab           15  True
+
+So is every mixture of them. A gate is therefore `y = c0 + c1 a + c2 b + c3 ab`, whichever parameters determine its
+coefficients. A layer is made of two pairs. The first maps the few parameters of each gate to coefficients; the second
+computes the layer from them.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float
+
+from jaxbp import barriers
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import widen
+from jaxbp.logic import gates
+from jaxbp.logic.gates import Parametrization
+from jaxbp.logic.wires import Wires
+from jaxbp.ops.logic import _gates
+from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable, given_arguments, saving_arguments
+from jaxbp.sharding import leading
+from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.logic import backward as backward_kernels
+from pallas_kernels.logic import forward as forward_kernel
+from pallas_kernels.logic.graph import Graph
+from pallas_kernels.logic.mixture import mixture, mixture_gradient
+
+# ------------------------------------------------------------------------------------- the formulas on coefficients
+
+
+def _forward(coefficients, wires, x, *, groups=None):
+    return _grouped(_mixed(coefficients, _inputs_of_gates(wires, widen(_features_first(x))), x), groups)
+
+
+def _grouped(y, groups):
+    """Return the sums of runs of neighboring gates if `groups` is given."""
+    return y if groups is None else gates.group_sum(widen(y), groups)
+
+
+def _of_gates(dy, wires, x):
+    """Return the gradient of each gate, features first, from the gradient of the results, which may be sums over
+    groups."""
+    rows = _features_first(dy.astype(x.dtype))
+    return jnp.repeat(rows, wires.gates // len(rows), axis=0)
+
+
+def _mixed(coefficients, inputs, x):
+    y = _gates.mixed(coefficients.T, *inputs)
+    return _features_last(y.astype(x.dtype), x.shape[:-1])
+
+
+def _inputs_of_gates(wires, rows):
+    return rows[wires.a], rows[wires.b]
+
+
+def _gradients(dy, coefficients, wires, x, *, groups=None):
+    rows, dy = widen(_features_first(x)), widen(_of_gates(dy, wires, x))
+    dc, dx = _gates.gradients(dy, coefficients.T, wires, rows)
+    return dc.T.astype(coefficients.dtype), None, _features_last(dx.astype(x.dtype), x.shape[:-1])
+
+
+def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
+    """Compute `_gradients` by JAX's autodiff. With `_copies_of_inputs`, the order of the additions is the same in every
+    run."""
+
+    def forward(coefficients, x):
+        return _grouped(_mixed(coefficients, _copies_of_inputs(wires, widen(_features_first(x))), x), groups)
+
+    dc, dx = jax.vjp(forward, coefficients, x)[1](dy)
+    return dc, None, dx
+
+
+def _copies_of_inputs(wires, rows):
+    """Return `_inputs_of_gates` from copies of the rows, each of which is read at most once.
+
+    Its transpose sums the copies. The transpose of a plain gather adds into one row, in an order that varies on a GPU.
+    If a few inputs have most of the consumers, there would be too many copies, and a plain gather is used.
+    """
+    if _gates.few_have_most(wires):
+        return _inputs_of_gates(wires, rows)
+    copies, place = jnp.repeat(rows, wires.most_consumers, axis=0), _copies_read(wires)
+    return (copies.at[place[role::2]].get(unique_indices=True, mode="promise_in_bounds") for role in (0, 1))
+
+
+def _copies_read(wires):
+    """Return the copy that gate g reads as its a, at 2 g, and as its b, at 2 g + 1. Each row has `most_consumers`
+    copies."""
+    places = np.arange(2 * wires.gates, dtype=np.int32)
+    row = jnp.searchsorted(wires.offsets[2::2], places, side="right").astype(jnp.int32)
+    turn = places - wires.offsets[2 * row]
+    return jnp.zeros_like(row).at[wires.consumers].set(row * wires.most_consumers + turn, unique_indices=True)
+
+
+def _features_first(x):
+    """Reshape `(..., features) -> (features, examples)`."""
+    x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).T
+    # Otherwise XLA's CPU compiler keeps the layout of x and gathers single elements instead of rows.
+    return lax.platform_dependent(x, cpu=_as_rows, default=lambda x: x)
+
+
+def _features_last(x, shape):
+    """Reshape back to `(*shape, features)`."""
+    return barriers.on_cpu(x).T.reshape(*shape, x.shape[0])
+
+
+@functools.partial(jax.jit, inline=True)
+def _as_rows(x):
+    # A vector has only one memory layout. (A layout constraint would also work, but cannot be exported.)
+    return barriers.optimization_barrier(x.ravel()).reshape(x.shape)
+
+
+# -------------------------------------------------------------------------------------------------------- the kernels
+
+
+def _forward_kernel(coefficients, wires, x, *, groups=None):
+    y = forward_kernel.forward(coefficients, _graph(wires), _examples_last(x))
+    return _grouped(batch_first(y, math.prod(x.shape[:-1])).reshape(*x.shape[:-1], wires.gates), groups)
+
+
+def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
+    # The kernels find the row of dy for a gate from its group.
+    dx, dc = _fastest_gradients(_examples_last(dy.astype(x.dtype)), coefficients, _graph(wires), _examples_last(x))
+    dx = batch_first(dx, math.prod(x.shape[:-1])).reshape(x.shape)
+    return dc.astype(coefficients.dtype), None, dx
+
+
+def _fastest_gradients(dy, coefficients, graph, x):
+    """Return (dx, dc), features first, by the fastest kernels for these wires. `gradients_by_input` needs no shared
+    memory, and runs without a GPU, too."""
+    arrays = dy, coefficients, graph, x
+    by_input = backward_kernels.gradients_by_input
+    for kernel in (backward_kernels.gradients_by_gate, backward_kernels.gradients_along_trail):
+        if kernel.pays(*arrays):
+            return on_gpu(kernel, by_input, *arrays)
+    if backward_kernels.input_gradient.pays(*arrays) and backward_kernels.coefficients_gradient.pays(dy, graph, x):
+        return on_gpu(_gradients_by_two_kernels, by_input, *arrays)
+    return by_input(*arrays)
+
+
+def _gradients_by_two_kernels(dy, coefficients, graph, x):
+    dx = backward_kernels.input_gradient(dy, coefficients, graph, x)
+    return dx, backward_kernels.coefficients_gradient(dy, graph, x)
+
+
+def _graph(wires):
+    """Return the wires as the kernels' `Graph`, whose fields have the same names."""
+    return Graph(*(getattr(wires, field.name) for field in dataclasses.fields(Graph)))
+
+
+def _examples_last(x):
+    return batch_last(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
+
+
+_TABLE = tuple(map(tuple, gates.COEFFICIENTS.tolist()))
+
+
+def _where_it_pays(kernel, formula):
+    """Return a function that calls `kernel` with the table of gate functions where it pays, else `formula`."""
+
+    def function(*arrays):
+        if not kernel.pays(*arrays, table=_TABLE):
+            return formula(*arrays)
+        return on_gpu(functools.partial(kernel, table=_TABLE), formula, *arrays)
+
+    return differentiable(function, formula, leading(0, 1))
+
+
+_SOFTMAX_KERNEL = _where_it_pays(mixture, gates.softmax)
+_SOFTMAX_BACKWARD_KERNEL = _where_it_pays(mixture_gradient, gates.softmax_backward)
+
+
+# ---------------------------------------------------------------------------------------------------------- the pairs
+
+_GATES_BACKWARD = Op(
+    "gates_backward",
+    {
+        "xla": differentiable(_gradients, _gradients_by_autodiff),
+        "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff, leading(0, 3)),
+    },
+)
+_GATES = Op(
+    "gates",
+    {
+        "xla": functools.partial(Pair(_forward, _GATES_BACKWARD, name="gates"), implementation="xla"),
+        "pallas": functools.partial(
+            Pair(differentiable(_forward_kernel, _forward, leading(2)), _GATES_BACKWARD, name="gates"),
+            implementation="pallas",
+        ),
+    },
+)
+"""The op of (coefficients, wires, x). The forward under "pallas" is a kernel, too."""
+COEFFICIENTS = {
+    "softmax": Pair(
+        gates.softmax,
+        {"xla": gates.softmax_backward, "pallas": _SOFTMAX_BACKWARD_KERNEL},
+        save={
+            "xla": functools.partial(saving_arguments, gates.softmax),
+            "pallas": functools.partial(saving_arguments, _SOFTMAX_KERNEL),
+        },
+        residuals=given_arguments,
+        name="softmax_gates",
+    ),
+    # With four parameters per gate there are no sums over functions, so a kernel would not be faster than XLA.
+    **{
+        name: Pair(
+            functools.partial(gates.of_rows, parametrization=name),
+            dict.fromkeys(("pallas", "xla"), functools.partial(gates.of_rows_backward, parametrization=name)),
+            name=f"{name}_gates",
+        )
+        for name in gates.BASES
+    },
+}
+
+
+def _layer(parameters, wires, x, *, parametrization, groups, implementation):
+    coefficients = COEFFICIENTS[parametrization](widen(parameters), implementation=implementation)
+    return _GATES(coefficients, wires, x, groups=groups, implementation=implementation)
+
+
+def _layer_backward(dy, parameters, wires, x, *, parametrization, groups, implementation):
+    # Widen once, so that the gradients of both uses are added before they are rounded. A single term could overflow.
+    pair, wide = COEFFICIENTS[parametrization], widen(parameters)
+    dc, _, dx = _GATES_BACKWARD(dy, pair.forward(wide), wires, x, groups=groups, implementation=implementation)
+    return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
+
+
+def _definition(parameters, wires, x, *, parametrization, groups):
+    """Compute the layer for JAX to differentiate. For logits, it weights the 16 functions by their probabilities."""
+    if parametrization != "softmax":
+        return _forward(COEFFICIENTS[parametrization].forward(parameters), wires, x, groups=groups)
+    wide = widen(x)
+    functions = jnp.stack(gates.relaxed_gates(wide[..., wires.a], wide[..., wires.b]), axis=-1)
+    return _grouped(jnp.sum(jax.nn.softmax(widen(parameters)) * functions, axis=-1).astype(x.dtype), groups)
+
+
+def _definition_backward(dy, parameters, wires, x, **options):
+    return jax.vjp(lambda p, x: _definition(p, wires, x, **options), parameters, x)[1](dy)
+
+
+_public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, shares=True, jit=True)
+_GATE_LAYER = _public_op("gate_layer", {"autodiff": _definition, **composed(_layer)})
+_GATE_LAYER_BACKWARD = _public_op(
+    "gate_layer_backward", {"autodiff": _definition_backward, **composed(_layer_backward)}
+)
+
+
+# ------------------------------------------------------------------------------------------------ the public functions
+
+
+def gate_layer(
+    logits: Float[AnyArray, "gates parameters"],
+    wires: Wires,
+    x: Float[AnyArray, "*batch inputs"],
+    *,
+    parametrization: Parametrization = "softmax",
+    groups: int | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch results"]:
+    """Layer of relaxed logic gates, `y_g = Σ_i softmax(logits_g)_i op_i(a, b)`, where a and b are the inputs that
+    `wires` assigns to gate g.
+
+    The head of this file lists the 16 functions op_i. Each is linear in a and in b, so y is computed as
+    `y = c0 + c1 a + c2 b + c3 ab`.
+
+    Args:
+      logits: the parameters of each gate. They may have a wider dtype than x.
+      wires: a `jaxbp.Wires` with the same numbers of gates and inputs.
+      x: inputs, with any leading axes. Values are bits or numbers between 0 and 1.
+      parametrization: the meaning of the parameters.
+        "softmax": 16 logits, one per function.
+        "input_wise": 4 parameters, one per row of the truth table. The value of the row is the parameter's sigmoid.
+        "walsh": 4 weights of 1, A, B and AB, with A, B = ±1 for the bits. The value of a row is the sigmoid of the sum.
+          (The source takes the sigmoid of the sum at relaxed inputs too. Here it is interpolated between the rows.)
+      groups: if given, the results are the sums of this many equal runs of neighboring gates, as in `jaxbp.group_sum`.
+        The backward under "pallas" then never stores gradients of single gates.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest. "autodiff" stacks the 16 functions as
+        written above. For the other two parametrizations it uses the four coefficients.
+
+    Returns:
+      y, one result per gate in x's dtype, computed in float32 or wider. With `groups`, one sum per group in float32 or
+      wider.
+
+    Raises:
+      TypeError: wires has the wrong type, or an array is not floating.
+      ValueError: shapes that do not fit, an unknown parametrization, or groups that do not divide the gates.
+
+    Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022; "input_wise": L. Rüttgers et
+    al., "Light differentiable logic gate networks", 2025; "walsh": L. Gerlach et al., "WARP logic neural networks",
+    2026.
+    """
+    logits, x = _check("gate_layer", logits, wires, x, parametrization, groups)
+    options = dict(parametrization=parametrization, groups=groups, implementation=implementation)
+    return _GATE_LAYER(logits, wires, x, **options)
+
+
+def gate_layer_backward(
+    dy: Float[AnyArray, "*batch results"],
+    logits: Float[AnyArray, "gates parameters"],
+    wires: Wires,
+    x: Float[AnyArray, "*batch inputs"],
+    *,
+    parametrization: Parametrization = "softmax",
+    groups: int | None = None,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "gates parameters"], Float[Array, "*batch inputs"]]:
+    """Gradients of `gate_layer`. With p the probabilities of a gate,
+
+        dlogits_i = Σ_batch dy p_i (op_i - y)
+        da = dy Σ_i p_i ∂op_i/∂a = dy (c1 + c3 b)
+        db = dy Σ_i p_i ∂op_i/∂b = dy (c2 + c3 a)
+        dx_j = Σ da over the gates that read input j as their a + Σ db over those that read it as their b
+
+    The only sums over the batch are `dc = Σ_batch dy (1, a, b, ab)`, four per gate. From them follows
+    `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with `u = T dc`, where T holds the coefficients of the 16 functions.
+
+    Args:
+      dy: gradient with respect to y, in x's dtype. With `groups`, it has the dtype of the sums.
+      logits, wires, x, parametrization, groups: as in the forward.
+
+    Returns:
+      (dlogits, dx), in the shapes and dtypes of logits and x.
+
+    Raises:
+      TypeError, ValueError: as in `gate_layer`.
+    """
+    op = "gate_layer_backward"
+    logits, x = _check(op, logits, wires, x, parametrization, groups)
+    dy, _ = checks.floating(op, dy=dy, x=x if groups is None else widen(x))
+    checks.shape(op, "dy", dy, *x.shape[:-1], groups or wires.gates)
+    options = dict(parametrization=parametrization, groups=groups, implementation=implementation)
+    return _GATE_LAYER_BACKWARD(dy, logits, wires, x, **options)
+
+
+def _check(op, logits, wires, x, parametrization, groups):
+    if not isinstance(wires, Wires):
+        raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.Wires")
+    (logits,) = checks.floating(op, logits=logits)
+    (x,) = checks.floating(op, x=x)
+    gates.check_parameters(op, logits, wires.gates, parametrization)
+    if x.ndim == 0 or x.shape[-1] != wires.inputs:
+        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {wires.inputs}), the inputs of wires")
+    if groups is not None and (not checks.is_int(groups) or groups < 1 or wires.gates % groups):
+        raise ValueError(f"{op}: groups is {groups!r}; wants None, or a divisor of the {wires.gates} gates")
+    return logits, x

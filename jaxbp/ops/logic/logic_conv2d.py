@@ -1,0 +1,412 @@
+"""Convolutions of differentiable logic gates: each kernel is a tree of two-input gates, the same at every position.
+
+A kernel of depth d reads `2^d` leaves, which are positions in a window of its input. It combines them by `2^d - 1`
+gates, each `y = c0 + c1 a + c2 b + c3 ab` as in `gate_layer`. An or-pool takes the largest of neighboring values, which
+is the "or" of bits. With both in one op, the forward keeps one byte per pooled output, the position of the largest
+value. The backward recomputes only the tree at this position; the others have no gradient.
+
+As in `gate_layer`, one pair maps parameters to coefficients, and a second takes coefficients and images.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Integer
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import widen
+from jaxbp.common.windows import Padding, Size, output_size, window_padding
+from jaxbp.logic import gates
+from jaxbp.logic.gates import Parametrization
+from jaxbp.logic.tree_wires import TreeWires
+from jaxbp.ops.conv import max_pool2d
+from jaxbp.ops.logic import _trees
+from jaxbp.ops.logic.gate_layer import COEFFICIENTS
+from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
+from jaxbp.sharding import leading
+from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.logic import trees as kernels
+
+# ------------------------------------------------------------------------------------- the formulas on coefficients
+
+
+def _forward(coefficients, wires, x, *, stride, padding, pool):
+    padded = jnp.moveaxis(widen(_padded(x, padding)), 0, -1)
+    y, places = _trees.forward(coefficients, wires, padded, stride=stride, pool=pool)
+    return _examples_first((y.astype(x.dtype), places))
+
+
+def _gradients(dy, places, coefficients, wires, x, *, stride, padding, pool):
+    dy, places, padded = jax.tree.map(lambda a: jnp.moveaxis(a, 0, -1), (dy, places, _padded(x, padding)))
+    dc, dx = _trees.gradients(widen(dy), places, coefficients, wires, widen(padded), stride=stride, pool=pool)
+    return dc.astype(coefficients.dtype), None, _cropped(_examples_first(dx.astype(x.dtype)), x, padding)
+
+
+def _padded(x, padding):
+    return jnp.pad(x, ((0, 0), (0, 0), *padding))
+
+
+def _cropped(dx, x, padding):
+    (top, _), (left, _) = padding
+    return dx[:, :, top : top + x.shape[2], left : left + x.shape[3]]
+
+
+def _examples_first(arrays):
+    return jax.tree.map(lambda a: jnp.moveaxis(a, -1, 0), arrays)
+
+
+# -------------------------------------------------------------------------------------------------------- the kernels
+
+
+def _forward_kernel(coefficients, wires, x, *, stride, padding, pool):
+    options = dict(window=wires.window, stride=stride, pool=pool)
+    y, places = kernels.forward(coefficients, wires.leaves, _padded_last(x, padding), **options)
+    return jax.tree.map(lambda a: batch_first(a, x.shape[0]), (y, places))
+
+
+def _gradients_kernel(dy, places, coefficients, wires, x, *, stride, padding, pool):
+    geometry = dict(stride=stride, padding=padding, pool=pool)
+    kernel, formula = (functools.partial(f, **geometry) for f in (_gradients_on_gpu, _gradients))
+    return on_gpu(kernel, formula, dy, places, coefficients, wires, x)
+
+
+def _gradients_on_gpu(dy, places, coefficients, wires, x, *, stride, padding, pool):
+    dy, places = jax.tree.map(batch_last, (dy, places))
+    geometry = dict(window=wires.window, stride=stride, pool=pool)
+    dc, dleaves = kernels.leaf_gradients(dy, places, coefficients, wires.leaves, _padded_last(x, padding), **geometry)
+    geometry |= dict(size=x.shape[1:], padding=tuple(before for before, _ in padding))
+    dx = kernels.input_gradient(dleaves, places, wires.leaves, wires.readers, wires.reader_offsets, **geometry)
+    return dc.astype(coefficients.dtype), None, batch_first(dx.astype(x.dtype), x.shape[0])
+
+
+def _padded_last(x, padding):
+    return jnp.pad(batch_last(x), ((0, 0), *padding, (0, 0)))
+
+
+# ---------------------------------------------------------------------------------------------------------- the pairs
+
+
+def _save(forward, coefficients, wires, x, **options):
+    y, places = forward(coefficients, wires, x, **options)
+    return (y, places), (places, coefficients, wires, x)
+
+
+def _pair(forward):
+    return Pair(forward, _TREES_BACKWARD, save=functools.partial(_save, forward), has_aux=True, name="trees")
+
+
+_TREES_BACKWARD = Op(
+    "trees_backward",
+    {"xla": _gradients, "pallas": differentiable(_gradients_kernel, _gradients, leading(0, 1, 4))},
+)
+_TREES = Op(
+    "trees",
+    {
+        "xla": functools.partial(_pair(_forward), implementation="xla"),
+        "pallas": functools.partial(
+            _pair(differentiable(_forward_kernel, _forward, leading(2))), implementation="pallas"
+        ),
+    },
+)
+"""The op of (coefficients, wires, x), which returns (y, places)."""
+
+
+def _convolution(parameters, wires, x, *, parametrization, implementation, **options):
+    coefficients = COEFFICIENTS[parametrization](widen(parameters), implementation=implementation)
+    return _TREES(coefficients, wires, x, implementation=implementation, **options)
+
+
+def _convolution_backward(dy, places, parameters, wires, x, *, parametrization, implementation, **options):
+    pair, wide = COEFFICIENTS[parametrization], widen(parameters)  # widened once, as in `gate_layer`
+    dc, _, dx = _TREES_BACKWARD(dy, places, pair.forward(wide), wires, x, implementation=implementation, **options)
+    return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
+
+
+def _definition(parameters, wires, x, *, parametrization, stride, padding, pool):
+    """Compute the trees for JAX to differentiate. For logits, it weights the 16 functions by their probabilities."""
+    wide = widen(_padded(x, padding))
+    rows, columns = output_size(wide.shape[2:], wires.window, stride=stride, padding=((0, 0), (0, 0)))
+    channel, row, column = jnp.moveaxis(wires.leaves, -1, 0)[..., None, None]
+    row, column = row + stride[0] * jnp.arange(rows)[:, None], column + stride[1] * jnp.arange(columns)
+    values, first = wide[:, channel, row, column], 0  # (batch, kernels, leaves, rows, columns)
+    while (count := values.shape[2] // 2) > 0:
+        of_level = parameters[:, first : first + count, None, None]
+        values, first = _gates(of_level, values[:, :, ::2], values[:, :, 1::2], parametrization), first + count
+    y = values[:, :, 0].astype(x.dtype)
+    if pool == (1, 1):
+        return y, None
+    return max_pool2d.native(y, **_or_pool(y, pool))
+
+
+def _gates(parameters, a, b, parametrization):
+    if parametrization == "softmax":
+        return jnp.sum(jax.nn.softmax(widen(parameters)) * jnp.stack(gates.relaxed_gates(a, b), axis=-1), axis=-1)
+    c0, c1, c2, c3 = jnp.moveaxis(COEFFICIENTS[parametrization].forward(parameters), -1, 0)
+    return c0 + c1 * a + (c2 + c3 * a) * b
+
+
+def _definition_backward(dy, places, parameters, wires, x, *, pool, **options):
+    def at_places(parameters, x):
+        y, _ = _definition(parameters, wires, x, pool=(1, 1), **options)
+        return y if places is None else max_pool2d.select(y, places, **_or_pool(y, pool))
+
+    return jax.vjp(at_places, parameters, x)[1](dy)
+
+
+def _or_pool(y, pool):
+    return dict(window=pool, stride=pool, padding=((0, 0), (0, 0)), input_size=y.shape[2:])
+
+
+def _unsupported(*arrays, stride, padding, pool, **options):
+    wires, x = arrays[-2:]
+    rows, columns = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
+    if math.prod(wires.leaves.shape[:2]) * (rows // pool[0]) * (columns // pool[1]) * x.shape[0] >= 2**31:
+        return "2^31 or more leaves of all trees, places and examples"
+    return kernels.supports(wires.leaves.shape, pool) or checks.unsupported(*arrays)
+
+
+_public_op = functools.partial(Op, unsupported=_unsupported, shares=True, jit=True)
+_LOGIC_CONV2D = _public_op("logic_conv2d", {"autodiff": _definition, **composed(_convolution)})
+_LOGIC_CONV2D_BACKWARD = _public_op(
+    "logic_conv2d_backward", {"autodiff": _definition_backward, **composed(_convolution_backward)}
+)
+
+
+# ------------------------------------------------------------------------------------------------ the public functions
+
+
+def logic_conv2d(
+    logits: Float[AnyArray, "kernels gates parameters"],
+    wires: TreeWires,
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    stride: Size = 1,
+    padding: Padding = 0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> Float[Array, "batch kernels out_height out_width"]:
+    """Convolution of relaxed logic gates: `y[n, k, i, j]` is the output of kernel k's tree of gates on its window at
+    (i, j).
+
+    Leaf l of kernel k reads `x[n, c, i s + u - p, j s + v - p]` with `(c, u, v) = wires.leaves[k, l]`, where s is the
+    stride and p the padding. In each level, gate g takes the values 2 g and 2 g + 1 of the previous level as its a and
+    b. It computes `Σ_i softmax(logits[k, g])_i op_i(a, b)`, as in `gate_layer`. Gates are numbered level by level, with
+    the root last.
+
+    Args:
+      logits: the parameters of each gate. They may have a wider dtype than x.
+      wires: a `jaxbp.TreeWires` with the same numbers of kernels, gates, and channels.
+      x: images, NCHW. Values are bits or numbers between 0 and 1.
+      stride: an int or a pair.
+      padding: zeros on each side: one int, a pair for rows and columns, "SAME", or "VALID".
+      parametrization: as in `gate_layer`.
+      implementation: "pallas" (depths up to 4), "xla", "autodiff", or None for the fastest. "autodiff" stacks the 16
+        functions. For the other two parametrizations it uses the four coefficients.
+
+    Returns:
+      y, in x's dtype, computed in float32 or wider. Its height is `(height + 2 p - window) // s + 1`; its width
+      likewise.
+
+    Raises:
+      TypeError: wires has the wrong type, or an array is not floating.
+      ValueError: shapes or options that do not fit, or an unknown parametrization.
+
+    Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    """
+    return _call("logic_conv2d", logits, wires, x, 1, stride, padding, parametrization, implementation)[0]
+
+
+def logic_conv2d_backward(
+    dy: Float[AnyArray, "batch kernels out_height out_width"],
+    logits: Float[AnyArray, "kernels gates parameters"],
+    wires: TreeWires,
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    stride: Size = 1,
+    padding: Padding = 0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "kernels gates parameters"], Float[Array, "batch channels height width"]]:
+    """Gradients of `logic_conv2d`. From the root to the leaves, with dy the gradient of the loss with respect to a
+    gate's value,
+
+        da = dy (c1 + c3 b)
+        db = dy (c2 + c3 a)
+        dc = Σ over examples and places of dy (1, a, b, ab)
+
+    dlogits follows from dc as in `gate_layer_backward`. dx sums da and db over the leaves that read a position. The
+    values of the gates are recomputed.
+
+    Args:
+      dy: gradient with respect to y, in x's dtype.
+      Other arguments: as in `logic_conv2d`.
+
+    Returns:
+      (dlogits, dx), in the shapes and dtypes of logits and x. Every run returns the same bits.
+
+    Raises:
+      TypeError, ValueError: as in `logic_conv2d`.
+    """
+    op = "logic_conv2d_backward"
+    dy, logits, x, options = _check_gradient(op, dy, logits, wires, x, 1, stride, padding, parametrization)
+    return _LOGIC_CONV2D_BACKWARD(dy, None, logits, wires, x, implementation=implementation, **options)
+
+
+def logic_conv2d_or_pool2d(
+    logits: Float[AnyArray, "kernels gates parameters"],
+    wires: TreeWires,
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    pool: Size = 2,
+    stride: Size = 1,
+    padding: Padding = 0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> Float[Array, "batch kernels out_height out_width"]:
+    """`logic_or_pool2d(logic_conv2d(logits, wires, x, stride=stride, padding=padding), pool)`, with fewer residuals.
+
+    The backward needs the input and one byte per pooled output. The values of the gates are not kept, and the kernels
+    never write them.
+
+    Args:
+      logits, wires, x, stride, padding, parametrization: as in `logic_conv2d`.
+      pool: height and width of the pool's windows, which do not overlap. Rows and columns that do not fill a window are
+        ignored.
+      implementation: "pallas" (depths up to 4, pools of up to 9 positions), "xla", "autodiff", or None for the fastest.
+
+    Returns:
+      y, in x's dtype.
+
+    Raises:
+      TypeError, ValueError: as in `logic_conv2d`.
+
+    Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    """
+    op = "logic_conv2d_or_pool2d"
+    return _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)[0]
+
+
+def logic_conv2d_or_pool2d_with_places(
+    logits: Float[AnyArray, "kernels gates parameters"],
+    wires: TreeWires,
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    pool: Size = 2,
+    stride: Size = 1,
+    padding: Padding = 0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "batch kernels out_height out_width"], Integer[Array, "batch kernels out_height out_width"]]:
+    """Return the result of `logic_conv2d_or_pool2d` and the positions that its backward needs.
+
+    Args:
+      As in `logic_conv2d_or_pool2d`.
+
+    Returns:
+      (y, places). places is `u * pool_width + v`, the first position of the largest value in its window. It is uint8
+      for windows of up to 256 positions, else int32, and has no gradient.
+
+    Raises:
+      As in `logic_conv2d_or_pool2d`.
+    """
+    op = "logic_conv2d_or_pool2d_with_places"
+    y, places = _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)
+    return y, jnp.zeros(y.shape, jnp.uint8) if places is None else places
+
+
+def logic_conv2d_or_pool2d_backward(
+    dy: Float[AnyArray, "batch kernels out_height out_width"],
+    places: Integer[AnyArray, "batch kernels out_height out_width"],
+    logits: Float[AnyArray, "kernels gates parameters"],
+    wires: TreeWires,
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    pool: Size = 2,
+    stride: Size = 1,
+    padding: Padding = 0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "kernels gates parameters"], Float[Array, "batch channels height width"]]:
+    """Gradients of `logic_conv2d_or_pool2d`: `logic_conv2d_backward` with dy at the selected position of each window.
+
+    Only the tree at that position is recomputed.
+
+    Args:
+      dy: gradient with respect to y, in x's dtype.
+      places: as returned by `logic_conv2d_or_pool2d_with_places`. For values outside of the window, the result is
+        undefined.
+      Other arguments: as in `logic_conv2d_or_pool2d`.
+
+    Returns:
+      (dlogits, dx), in the shapes and dtypes of logits and x. Every run returns the same bits.
+
+    Raises:
+      TypeError, ValueError: as in `logic_conv2d`; also if places are not integers of dy's shape.
+    """
+    op = "logic_conv2d_or_pool2d_backward"
+    dy, logits, x, options = _check_gradient(op, dy, logits, wires, x, pool, stride, padding, parametrization)
+    places = max_pool2d.check_indices(op, "places", places, dy.shape)
+    if options["pool"] == (1, 1):
+        places = None
+    return _LOGIC_CONV2D_BACKWARD.named(op)(dy, places, logits, wires, x, implementation=implementation, **options)
+
+
+def logic_or_pool2d(
+    x: Float[AnyArray, "batch channels height width"],
+    pool: Size = 2,
+    *,
+    stride: Size | None = None,
+    padding: Padding = 0,
+    implementation: Implementation = None,
+) -> Float[Array, "batch channels out_height out_width"]:
+    """The "or" of the bits in each window, relaxed to their maximum. This is `max_pool2d`, with the same arguments.
+
+    The gradient goes to the first maximum, or to the first NaN. The backward is `max_pool2d_backward`. With "autodiff",
+    XLA decides where the gradient of a window with NaN goes.
+
+    Raises:
+      TypeError, ValueError: as in `max_pool2d`.
+
+    Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    """
+    return max_pool2d.pool("logic_or_pool2d", x, pool, stride, padding, implementation)[0]
+
+
+def _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation):
+    logits, x, options = _check(op, logits, wires, x, pool, stride, padding, parametrization)
+    return _LOGIC_CONV2D.named(op)(logits, wires, x, implementation=implementation, **options)
+
+
+def _check(op, logits, wires, x, pool, stride, padding, parametrization):
+    """Return the checked arrays and the options in one form."""
+    if not isinstance(wires, TreeWires):
+        raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.TreeWires")
+    (logits,) = checks.floating(op, logits=logits)
+    (x,) = checks.floating(op, x=x)
+    gates.check_parameters(op, logits, wires.gates, parametrization, kernels=(wires.kernels,))
+    checks.shape(op, "x", x, "batch", wires.channels, "height", "width")
+    stride = checks.pair(op, "stride", stride)
+    padding = window_padding(op, padding, x.shape[2:], wires.window, stride)
+    for size, window, around in zip(x.shape[2:], wires.window, padding, strict=True):
+        if size + sum(around) < window:
+            raise ValueError(
+                f"{op}: the window, {wires.window[0]} x {wires.window[1]}, is larger than x, "
+                f"{x.shape[2]} x {x.shape[3]} with padding {padding}"
+            )
+    size = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
+    pool = checks.pair(op, "pool", pool)
+    if any(p > n for p, n in zip(pool, size, strict=True)):
+        raise ValueError(f"{op}: pool is {pool[0]} x {pool[1]}, larger than the trees' places, {size[0]} x {size[1]}")
+    return logits, x, dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
+
+
+def _check_gradient(op, dy, logits, wires, x, *options):
+    logits, x, options = _check(op, logits, wires, x, *options)
+    dy, _ = checks.floating(op, dy=dy, x=x)
+    size = output_size(x.shape[2:], wires.window, stride=options["stride"], padding=options["padding"])
+    checks.shape(op, "dy", dy, x.shape[0], wires.kernels, *(n // p for n, p in zip(size, options["pool"], strict=True)))
+    return dy, logits, x, options

@@ -1,0 +1,151 @@
+"""Batch normalization as in training: with the statistics of the batch."""
+
+import math
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import mean_and_rest, widen
+from jaxbp.ops._fastest import fused_pair
+from jaxbp.pairing import Implementation
+from pallas_kernels.norm.statistics import inverse_root
+from pallas_kernels.pointwise.elementwise import elementwise
+from pallas_kernels.pointwise.reductions import sum_over
+
+AnyImages = Float[AnyArray, "batch channels *space"]
+AnyChannels = Float[AnyArray, "channels"]
+Results = tuple[Float[Array, "batch channels *space"], Float[Array, "channels"], Float[Array, "channels"]]
+"""Results of the op, (y, mean, var), and of its backward, (dx, dscale, dbias)."""
+
+
+def _over(x):
+    """Return the axes over which the statistics are computed: all but the channels."""
+    return (0, *range(2, x.ndim))
+
+
+def _along(a, x):
+    """Reshape a vector with one element per channel so that it broadcasts to x."""
+    return a.reshape(-1, *(1,) * (x.ndim - 2))
+
+
+def _normalise(x, scale, bias, *, epsilon):
+    """Return ((y, mean, var), residuals)."""
+    mean, rest = mean_and_rest(x, _over(x))
+    centred = (widen(x) - mean) - rest
+    var = jnp.mean(jnp.square(centred), axis=_over(x))
+    factor = widen(scale) * inverse_root(var, epsilon)
+    y = centred * _along(factor, x) + _along(widen(bias), x)
+    results = y, (mean + rest).reshape(var.shape), var
+    return tuple(a.astype(x.dtype) for a in results), (x, scale, mean, rest, var)
+
+
+def _forward(x, scale, bias, *, epsilon):
+    return _normalise(x, scale, bias, epsilon=epsilon)[0]
+
+
+def _backward(dys, x, scale, mean, rest, var, *, epsilon):
+    wide, dy = widen(x), widen(dys[0])
+    sums = (jnp.sum(terms, axis=_over(x)) for terms in _terms(dy, wide, mean, rest))
+    coefficients, dscale, dbias = _coefficients(*sums, dys, x, scale, var, epsilon)
+    dx = _combine(dy, wide, mean, rest, *(_along(a, x) for a in coefficients))
+    return dx.astype(x.dtype), dscale, dbias
+
+
+def _backward_kernel(dys, x, scale, mean, rest, var, *, epsilon):
+    dy = dys[0]
+    sums = (a.reshape(-1) for a in sum_over(_terms, dy, x, mean, rest, axes=_over(x)))
+    coefficients, dscale, dbias = _coefficients(*sums, dys, x, scale, var, epsilon)
+    dx = elementwise(_combine, dy, x, mean, rest, *(_along(a, x) for a in coefficients))
+    return dx.astype(x.dtype), dscale, dbias
+
+
+def _terms(dy, x, mean, rest):
+    """Return the terms that are summed over the batch."""
+    return dy, dy * ((x - mean) - rest)
+
+
+def _coefficients(dy_sum, deviation_sum, dys, x, scale, var, epsilon):
+    """Return ((a, b, c), dscale, dbias), with which `dx = a dy + b (x - mean) + c`.
+
+    With `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)`, and n elements per channel: `dbias = Σ dy`, `dscale = Σ dy x̂`,
+    and `dx = scale s (dy - dbias/n - x̂ dscale/n) + dmean/n + dvar 2 (x - mean)/n`.
+    """
+    _, dmean, dvar = dys
+    count = math.prod(x.shape[axis] for axis in _over(x))
+    s = inverse_root(var, epsilon)
+    dscale = deviation_sum * s
+    a = widen(scale) * s
+    b = (2 * widen(dvar) - a * s * dscale) / count
+    c = (widen(dmean) - a * dy_sum) / count
+    return (a, b, c), dscale.astype(scale.dtype), dy_sum.astype(scale.dtype)
+
+
+def _combine(dy, x, mean, rest, a, b, c):
+    return a * dy + b * ((x - mean) - rest) + c
+
+
+_BATCH_NORM = fused_pair(_forward, {"xla": _backward, "pallas": _backward_kernel}, save=_normalise, name="batch_norm")
+
+
+def batch_norm(
+    x: AnyImages, scale: AnyChannels, bias: AnyChannels, *, epsilon: float = 1e-5, implementation: Implementation = None
+) -> Results:
+    """Batch normalization, `y = scale (x - mean) / √(var + epsilon) + bias`, with the mean and variance of each channel
+    over the batch.
+
+    A channel whose squares overflow becomes NaN.
+
+    Args:
+      x: an array whose second axis is the channels, followed by any number of spatial axes.
+      scale, bias: one value per channel.
+      epsilon: a number of at least 0.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Returns:
+      (y, mean, var), in x's dtype, computed in float32 or wider. The variance divides by n, not n - 1. The caller
+      computes running averages for inference. All three results have gradients.
+
+    Raises:
+      TypeError: arguments that are not of one floating dtype.
+      ValueError: shapes that do not fit, or an epsilon that is not a number of at least 0.
+
+    Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
+    """
+    x, scale, bias = checks.floating("batch_norm", x=x, scale=scale, bias=bias)
+    epsilon = _check("batch_norm", x, scale, epsilon)
+    checks.shape("batch_norm", "bias", bias, *scale.shape)
+    return _BATCH_NORM(x, scale, bias, epsilon=epsilon, implementation=implementation)
+
+
+def batch_norm_backward(
+    dy: AnyImages, x: AnyImages, scale: AnyChannels, *, epsilon: float = 1e-5, implementation: Implementation = None
+) -> Results:
+    """Gradients of `batch_norm` through its result y. With `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)`, and n
+    elements per channel,
+
+        dbias = Σ dy,  dscale = Σ dy x̂,  dx = scale s (dy - dbias/n - x̂ dscale/n),
+
+    with sums over the batch and the spatial axes. The last two terms come from the statistics, which depend on every x.
+
+    Returns:
+      (dx, dscale, dbias). `batch_norm` itself saves the statistics; this function computes them from x.
+
+    Raises:
+      TypeError, ValueError: as in `batch_norm`.
+    """
+    op = "batch_norm_backward"
+    dy, x, scale = checks.floating(op, dy=dy, x=x, scale=scale)
+    epsilon = _check(op, x, scale, epsilon)
+    checks.shape(op, "dy", dy, *x.shape)
+    none = jnp.zeros_like(scale)
+    return _BATCH_NORM.vjp((dy, none, none), x, scale, none, epsilon=epsilon, implementation=implementation)
+
+
+def _check(op, x, scale, epsilon):
+    if x.ndim < 2:
+        raise ValueError(f"{op}: x has shape {x.shape}; wants (batch, channels, ...)")
+    checks.shape(op, "scale", scale, x.shape[1])
+    return checks.number(op, "epsilon", epsilon, 0.0)

@@ -1,0 +1,311 @@
+"""Normalization of each row over its last axis: LayerNorm and RMSNorm.
+
+With `x̂ = (x - mean) * inv_std` and `t = dy * scale`, where means are over the row (derivation: docs/layer_norm.md),
+
+    dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy, over all rows.
+
+RMSNorm has neither the mean of t nor the bias. The static option `center` selects between the two.
+"""
+
+import functools
+import math
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import widen
+from jaxbp.pairing import Fastest, Implementation, Pair, differentiable
+from jaxbp.sharding import leading
+from pallas_kernels.core.launch import on_gpu
+from pallas_kernels.norm import layer_norm as kernels
+from pallas_kernels.norm import layer_norm_streamed
+from pallas_kernels.norm.statistics import inverse_root
+
+AnyRows = Float[AnyArray, "*batch hidden"]
+Rows = Float[Array, "*batch hidden"]
+AnyParameter = Float[AnyArray, "hidden"]
+Parameter = Float[Array, "hidden"]
+
+
+def rows(a):
+    """Reshape `(..., hidden)` to a matrix."""
+    return a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
+
+
+def _first(x):
+    # The value subtracted first does not change the result, so it needs no gradient.
+    return lax.stop_gradient(widen(x[..., :1]))
+
+
+def row_statistics(x, *, eps, center):
+    """Return (offset, inv_std) of each row. The offset is the mean minus the first element, or None without `center`.
+
+    The mean itself would be rounded, and a row far from zero would lose its digits.
+    """
+    if not center:
+        return None, _inv_std(widen(x), eps)
+    x = widen(x) - _first(x)
+    offset = jnp.mean(x, axis=-1)
+    return offset, _inv_std(x - offset[..., None], eps)
+
+
+def _inv_std(centred, eps):
+    return inverse_root(jnp.mean(jnp.square(centred), axis=-1), eps)
+
+
+def _normalised(x, offset, inv_std):
+    """Return x̂."""
+    centred = widen(x) if offset is None else widen(x) - _first(x) - offset[..., None]
+    return centred * inv_std[..., None]
+
+
+def _scaled(normalised, scale, bias, dtype):
+    y = normalised * widen(scale)
+    return (y if bias is None else y + widen(bias)).astype(dtype)
+
+
+def normalise(x, scale, bias, *, eps, center):
+    """Return (y, offset, inv_std), the last two as in `row_statistics`."""
+    offset, inv_std = row_statistics(x, eps=eps, center=center)
+    return _scaled(_normalised(x, offset, inv_std), scale, bias, x.dtype), offset, inv_std
+
+
+def normalise_kernel(x, scale, bias, *, eps, center):
+    """Compute `normalise` by a kernel."""
+    if x.size == 0:
+        return normalise(x, scale, bias, eps=eps, center=center)
+    arrays, options = (rows(x), scale, bias), dict(eps=eps, center=center)
+    y, *statistics = _streamed_if_faster(layer_norm_streamed.normalise, kernels.normalise, *arrays, **options)
+    return y.reshape(x.shape), *(a if a is None else a.reshape(x.shape[:-1]) for a in statistics)
+
+
+def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
+    """Return (dx, dscale, dbias, y), with the sums in float32. dbias is None without `center`; y is None unless
+    `with_y`.
+
+    If inv_std is None, the statistics are recomputed.
+    """
+    if inv_std is None:
+        offset, inv_std = row_statistics(x, eps=eps, center=center)
+    normalised, dy = _normalised(x, offset, inv_std), widen(dy)
+    dx = input_gradient(dy * widen(scale), normalised, inv_std, center=center).astype(x.dtype)
+    dscale, dbias = jnp.sum(rows(dy * normalised), axis=0), jnp.sum(rows(dy), axis=0) if center else None
+    return dx, dscale, dbias, _scaled(normalised, scale, bias, x.dtype) if with_y else None
+
+
+def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
+    """Compute `gradients` by a kernel, which also computes the statistics if they are not given."""
+    options = dict(eps=eps, center=center, with_y=with_y)
+    if x.size == 0:
+        return gradients(dy, x, scale, bias, offset, inv_std, **options)
+    if inv_std is None and eps < jnp.finfo(jnp.float32).tiny:
+        # The streamed kernel pads its last group with zeros, and would take the reciprocal of their deviation.
+        offset, inv_std = row_statistics(x, eps=eps, center=center)
+    statistics = (a if a is None else a.ravel() for a in (offset, inv_std))
+    arrays = rows(dy), rows(x), scale, bias, *statistics
+    dx, *sums, y = _streamed_if_faster(layer_norm_streamed.gradients, kernels.gradients, *arrays, **options)
+    return dx.reshape(x.shape), *sums, y if y is None else y.reshape(x.shape)
+
+
+def input_gradient(t, normalised, inv_std, *, center=True):
+    """Return dx, given `t = dy * scale`, x̂, and inv_std, in x̂'s dtype."""
+    dtype, t, normalised = normalised.dtype, widen(t), widen(normalised)
+    dx = t - normalised * jnp.mean(t * normalised, axis=-1, keepdims=True)
+    if center:
+        dx -= jnp.mean(t, axis=-1, keepdims=True)
+    return (dx * inv_std[..., None]).astype(dtype)
+
+
+def input_gradient_from_x(t, x, *, eps):
+    """Return (dx, x̂), both in x's dtype."""
+    offset, inv_std = row_statistics(x, eps=eps, center=True)
+    normalised = _normalised(x, offset, inv_std).astype(x.dtype)
+    return input_gradient(t, normalised, inv_std), normalised
+
+
+def input_gradient_kernel(t, normalised, inv_std):
+    """Compute `input_gradient` by a kernel, for rows that can be streamed."""
+    arrays = rows(t), rows(normalised), inv_std.ravel()
+    return on_gpu(layer_norm_streamed.input_gradient, input_gradient, *arrays).reshape(t.shape)
+
+
+def input_gradient_from_x_kernel(t, x, *, eps):
+    """Compute `input_gradient_from_x` by a kernel, for rows that can be streamed."""
+    from_x = layer_norm_streamed.input_gradient_from_x, input_gradient_from_x
+    results = on_gpu(*(functools.partial(f, eps=eps) for f in from_x), rows(t), rows(x))
+    return tuple(a.reshape(x.shape) for a in results)
+
+
+def _streamed_if_faster(streamed, plain, *arrays, **options):
+    """Call the kernel that streams rows through shared memory, on GPUs and for rows where it pays; else the plain
+    kernel."""
+    streamed_, plain = (functools.partial(kernel, **options) for kernel in (streamed, plain))
+    return on_gpu(streamed_, plain, *arrays) if streamed.pays(*arrays, **options) else plain(*arrays)
+
+
+def fastest(x, scale, bias, *, eps, center=True):
+    """Choose the kernels for rows that they can stream. For other rows, JAX's autodiff is faster than the plain
+    kernels."""
+    pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, eps=eps, center=center)
+    return Fastest(gpu="pallas" if pays else "autodiff", older_gpu="autodiff", elsewhere="autodiff")
+
+
+def _forward(x, scale, bias, *, eps, center):
+    return normalise(x, scale, bias, eps=eps, center=center)[0]
+
+
+def _save(normalise, x, scale, bias, **options):
+    y, *statistics = normalise(x, scale, bias, **options)
+    return y, (x, scale, *statistics)
+
+
+def _residuals(x, scale, bias, **options):
+    """Residuals of a separate backward, which computes the statistics."""
+    return x, scale, None, None
+
+
+def _backward(gradients, dy, x, scale, offset, inv_std, **options):
+    dx, dscale, dbias, _ = gradients(dy, x, scale, None, offset, inv_std, **options)
+    return dx, dscale.astype(x.dtype), dbias if dbias is None else dbias.astype(x.dtype)
+
+
+_LAYER_NORM, _RMS_NORM = (
+    Pair(
+        _forward,
+        {
+            "xla": functools.partial(_backward, gradients),
+            "pallas": functools.partial(_backward, gradients_kernel),
+        },
+        save={
+            "xla": functools.partial(_save, normalise),
+            "pallas": functools.partial(_save, differentiable(normalise_kernel, normalise, leading(0))),
+        },
+        residuals=_residuals,
+        # Axes for (dy, x, scale, offset, inv_std).
+        examples=leading(0, 1, 3, 4),
+        name=name,
+        unsupported=checks.unsupported_dtype,
+        fastest=fastest,
+        jit=True,
+    )
+    for name in ("layer_norm", "rms_norm")
+)
+"""Pairs of `(x, scale, bias)`. The static option `center` selects between them; without it there is no bias."""
+
+
+def layer_norm(
+    x: AnyRows, scale: AnyParameter, bias: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None
+) -> Rows:
+    """LayerNorm, `y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, with the mean and the variance over each row.
+
+    The variance is the (biased) mean of the squared deviations, not `mean(x²) - mean(x)²`, so that a row far from zero
+    keeps its digits. A row whose squares overflow becomes NaN.
+
+    Args:
+      x: rows, with any leading axes.
+      scale, bias: one value per column.
+      eps: added to the variance, so that a constant row gives `bias`.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest. On GPUs with kernels, None chooses the
+        kernels for rows whose length is a multiple of 128 up to 1024, or of 256 up to 8192; otherwise autodiff.
+
+    Returns:
+      y, in x's shape and dtype, computed in float32 or wider.
+
+    Raises:
+      TypeError: arguments that are not of one floating dtype.
+      ValueError: shapes that do not fit, or an eps that is not a number of at least 0.
+
+    Source: J. Ba, J. Kiros and G. Hinton, "Layer normalization", 2016.
+    """
+    x, scale, bias = check("layer_norm", eps, x=x, scale=scale, bias=bias)
+    return _LAYER_NORM(x, scale, bias, eps=eps, center=True, implementation=implementation)
+
+
+def layer_norm_backward(
+    dy: AnyRows, x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None
+) -> tuple[Rows, Parameter, Parameter]:
+    """Gradients of `layer_norm`. With `t = dy * scale` and x̂ the normalized rows,
+
+        dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
+
+    with means over each row and sums over all rows.
+
+    Args:
+      dy: gradient with respect to y.
+      x, scale, eps: as in the forward.
+
+    Returns:
+      (dx, dscale, dbias), in the shapes and dtypes of x, scale, and bias. Half precisions are summed in float32.
+
+    Raises:
+      TypeError, ValueError: as in `layer_norm`.
+
+    Source: derived in docs/layer_norm.md, from the paper that `layer_norm` cites.
+    """
+    dy, x, scale = check("layer_norm_backward", eps, dy=dy, x=x, scale=scale)
+    checks.shape("layer_norm_backward", "dy", dy, *x.shape)
+    return _LAYER_NORM.vjp(dy, x, scale, jnp.zeros_like(scale), eps=eps, center=True, implementation=implementation)
+
+
+def rms_norm(x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None) -> Rows:
+    """RMSNorm, `y = x / sqrt(mean(x²) + eps) * scale`, with the mean over each row. A row whose squares overflow
+    becomes NaN.
+
+    Args:
+      x: rows, with any leading axes.
+      scale: one value per column.
+      eps: added to the mean of the squares.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Returns:
+      y, in x's shape and dtype, computed in float32 or wider.
+
+    Raises:
+      TypeError, ValueError: as in `layer_norm`.
+
+    Source: B. Zhang and R. Sennrich, "Root mean square layer normalization", NeurIPS 2019.
+    """
+    x, scale = check("rms_norm", eps, x=x, scale=scale)
+    return _RMS_NORM(x, scale, None, eps=eps, center=False, implementation=implementation)
+
+
+def rms_norm_backward(
+    dy: AnyRows, x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None
+) -> tuple[Rows, Parameter]:
+    """Gradients of `rms_norm`. With `t = dy * scale`, `x̂ = x * inv_rms` and `inv_rms = 1 / sqrt(mean(x²) + eps)`,
+
+        dx = inv_rms * (t - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,
+
+    with means over each row and the sum over all rows.
+
+    Args:
+      dy: gradient with respect to y.
+      x, scale, eps: as in the forward.
+
+    Returns:
+      (dx, dscale), in the shapes and dtypes of x and scale. Half precisions are summed in float32.
+
+    Raises:
+      TypeError, ValueError: as in `layer_norm`.
+    """
+    dy, x, scale = check("rms_norm_backward", eps, dy=dy, x=x, scale=scale)
+    checks.shape("rms_norm_backward", "dy", dy, *x.shape)
+    return _RMS_NORM.vjp(dy, x, scale, None, eps=eps, center=False, implementation=implementation)
+
+
+def check(op, eps, **arrays):
+    """Check eps and the arrays, and return the arrays. x must have rows of at least one element, and scale and bias
+    must fit."""
+    values = dict(zip(arrays, checks.floating(op, **arrays), strict=True))
+    x = values["x"]
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., hidden), at least one element a row")
+    for name, a in values.items():
+        if name in ("scale", "bias"):
+            checks.shape(op, name, a, x.shape[-1])
+    if not checks.is_number(eps) or not 0 <= eps < math.inf:
+        raise ValueError(f"{op}: eps is {eps!r}; wants a finite number of at least 0")
+    return tuple(values.values())

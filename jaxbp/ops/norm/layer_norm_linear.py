@@ -1,0 +1,338 @@
+"""LayerNorm and a dense layer in one op.
+
+The backward recomputes the normalized rows instead of keeping them. For many rows in bfloat16, however, the kernels
+keep x̂, the normalized rows before scale and bias, in place of x. Then
+
+    z = x̂ vᵀ + b + w bias,    v = w * scale,    t = dy v,
+    dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),
+
+with means over each row. With `s = Σ dyᵀ x̂`, the gradients with respect to the parameters need no other sum over the
+rows than s and db:
+
+    dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,    db = Σ dy,
+
+where all sums but the last are over the outputs. docs/layer_norm.md has the derivation.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import PrecisionLike
+from jaxtyping import Float
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import widen
+from jaxbp.ops.dense.linear import forward_in_float32, linear, parameter_gradients_in_float32
+from jaxbp.ops.norm import layer_norm
+from jaxbp.ops.norm.layer_norm import row_statistics, rows
+from jaxbp.pairing import Fastest, Implementation, Pair, differentiable
+from jaxbp.sharding import leading
+from pallas_kernels.core.launch import on_gpu
+from pallas_kernels.dense import linear_sm90
+from pallas_kernels.norm import layer_norm_linear as kernels
+from pallas_kernels.norm import layer_norm_linear_sm90, layer_norm_streamed
+
+_MIN_ROWS_AN_OUTPUT = 8
+"""Rows per output from which x̂ is kept: the passes over rows that it saves then cost more than its passes over weights
+(docs/lab/2026-11-25-norm.md)."""
+
+# --------------------------------------------------------------------------------------------------------- the forward
+
+
+def _forward(x, scale, bias, w, b, *, eps, precision):
+    return _results(x, scale, bias, w, b, eps=eps, precision=precision)[0]
+
+
+def _results(x, scale, bias, w, b, *, eps, precision):
+    """Return (z, offset, inv_std)."""
+    y, offset, inv_std = layer_norm.normalise(x, scale, bias, eps=eps, center=True)
+    return _dense(y, w, b, precision=precision), offset, inv_std
+
+
+def _results_kernel(x, scale, bias, w, b, *, eps, precision):
+    """Compute `_results` by one kernel where it pays; else by one kernel for the rows and one for the product."""
+    separate = functools.partial(_separate_results, eps=eps, precision=precision)
+    b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
+    if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
+        return separate(x, scale, bias, w, b)
+    return on_gpu(functools.partial(_fused_results, eps=eps), separate, x, scale, bias, w, b_or_zeros)
+
+
+def _separate_results(x, scale, bias, w, b, *, eps, precision):
+    y, offset, inv_std = layer_norm.normalise_kernel(x, scale, bias, eps=eps, center=True)
+    return _dense_kernel(y, w, b, precision=precision), offset, inv_std
+
+
+def _fused_results(x, scale, bias, w, b, *, eps):
+    results = layer_norm_linear_sm90.forward(rows(x), scale, bias, w, b, eps=eps)
+    return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in results)
+
+
+def _dense(y, w, b, *, precision):
+    b = b if b is None else b.astype(y.dtype)
+    return linear(y, w, b, precision=precision, implementation="autodiff")
+
+
+def _dense_kernel(y, w, b, *, precision):
+    if b is None or not linear_sm90.forward.pays(rows(y), w, b):
+        return _dense(y, w, b, precision=precision)
+    return on_gpu(linear_sm90.forward, forward_in_float32, rows(y), w, b).reshape(*y.shape[:-1], -1)
+
+
+def _keeps_normalised(x, w):
+    """Return whether "pallas" keeps x̂ in place of x. In float16, `w * scale` may be so small that it loses digits."""
+    count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
+    matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))
+    return (
+        x.dtype == jnp.bfloat16
+        and count >= _MIN_ROWS_AN_OUTPUT * outputs
+        and layer_norm_streamed.input_gradient.pays(matrix, matrix, None)
+        and linear_sm90.forward.pays(matrix, w, b)
+        and linear_sm90.weights_gradient.pays(dy, matrix)
+    )
+
+
+def _normalised_results(normalise, dense, x, scale, bias, w, b, *, eps, precision):
+    """Return (z, x̂, inv_std)."""
+    normalised, _, inv_std = normalise(x, jnp.ones_like(scale), jnp.zeros_like(bias), eps=eps, center=True)
+    offsets = jnp.sum(widen(w) * widen(bias), axis=1)
+    offsets = offsets if b is None else offsets + widen(b)
+    return dense(normalised, _scaled_weights(w, scale), offsets, precision=precision), normalised, inv_std
+
+
+def _scaled_weights(w, scale):
+    return (widen(w) * widen(scale)).astype(w.dtype)
+
+
+_RESULTS = differentiable(_results_kernel, _results, leading(0))
+_NORMALISED_RESULTS = differentiable(
+    functools.partial(_normalised_results, layer_norm.normalise_kernel, _dense_kernel),
+    functools.partial(_normalised_results, layer_norm.normalise, _dense),
+    leading(0),
+)
+
+
+def _save(results, x, scale, bias, w, b, **options):
+    z, offset, inv_std = results(x, scale, bias, w, b, **options)
+    return z, (x, scale, bias, w, b, offset, inv_std, None)
+
+
+def _save_kernel(x, scale, bias, w, b, **options):
+    if not _keeps_normalised(x, w):
+        return _save(_RESULTS, x, scale, bias, w, b, **options)
+    z, normalised, inv_std = _NORMALISED_RESULTS(x, scale, bias, w, b, **options)
+    return z, (None, scale, bias, w, b, None, inv_std, normalised)
+
+
+def _residuals(x, scale, bias, w, b, **options):
+    """Residuals of a separate backward, which computes the statistics."""
+    return x, scale, bias, w, b, None, None, None
+
+
+# -------------------------------------------------------------------------------------------------------- the backward
+
+
+def _backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
+    """Compute the backward by `gradients`, which recomputes the normalized rows, and by `parameters` of the product."""
+    dn = jnp.matmul(dy, w, precision=precision)
+    dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, eps=eps, center=True, with_y=True)
+    dw, db = parameters(rows(dy), rows(y), precision=precision)
+    return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, None if b is None else db.astype(b.dtype)
+
+
+def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, eps, precision):
+    if normalised is None:
+        gradients = functools.partial(_backward, layer_norm.gradients, _parameters)
+        return gradients(dy, x, scale, bias, w, b, offset, inv_std, eps=eps, precision=precision)
+    # Derivatives of the kernels need the formula for kept x̂, too. The forward by formulas keeps x.
+    t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
+    dx = layer_norm.input_gradient(t, normalised, inv_std)
+    s, db = _sums(rows(dy), rows(normalised))
+    return dx, *_of_sums(_parameters_of_sums, s, db, scale, bias, w, b)
+
+
+def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, eps, precision):
+    if normalised is not None or _keeps_normalised(x, w):
+        return _normalised_backward(dy, x, scale, bias, w, b, inv_std, normalised, eps=eps, precision=precision)
+    separate = functools.partial(
+        _backward, layer_norm.gradients_kernel, _parameters_kernel, eps=eps, precision=precision
+    )
+    if not layer_norm_linear_sm90.input_gradient.pays(rows(dy), rows(x), scale, w, None, None):
+        return separate(dy, x, scale, bias, w, b, offset, inv_std)
+    if inv_std is None:
+        offset, inv_std = row_statistics(x, eps=eps, center=True)
+    return on_gpu(_fused_backward, separate, dy, x, scale, bias, w, b, offset, inv_std)
+
+
+def _fused_backward(dy, x, scale, bias, w, b, offset, inv_std):
+    statistics = offset.ravel(), inv_std.ravel()
+    dx, normalised = layer_norm_linear_sm90.input_gradient(rows(dy), rows(x), scale, w, *statistics)
+    s, db = linear_sm90.weights_gradient(rows(dy), normalised, dtype=jnp.float32)
+    return dx.reshape(x.shape), *_of_sums(kernels.parameter_gradients, s, db, scale, bias, w, b)
+
+
+def _normalised_backward(dy, x, scale, bias, w, b, inv_std, normalised, *, eps, precision):
+    """Compute the backward from x̂, or from x if x̂ is None."""
+    t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
+    if normalised is None:
+        dx, normalised = layer_norm.input_gradient_from_x_kernel(t, x, eps=eps)
+    else:
+        dx = layer_norm.input_gradient_kernel(t, normalised, inv_std)
+    s, db = _sums_kernel(rows(dy), rows(normalised))
+    parameters = functools.partial(on_gpu, kernels.parameter_gradients, _parameters_of_sums)
+    return dx, *_of_sums(parameters, s, db, scale, bias, w, b)
+
+
+def _parameters(dy, y, *, precision):
+    return jnp.matmul(dy.T, y, precision=precision), jnp.sum(dy, axis=0)
+
+
+def _parameters_kernel(dy, y, *, precision):
+    if not linear_sm90.weights_gradient.pays(dy, y):
+        return _parameters(dy, y, precision=precision)
+    return on_gpu(linear_sm90.weights_gradient, parameter_gradients_in_float32, dy, y)
+
+
+def _sums(dy, normalised):
+    """Return `Σ dyᵀ x̂` and `Σ dy`, in float32."""
+    return parameter_gradients_in_float32(dy, normalised, dtype=jnp.float32)
+
+
+def _sums_kernel(dy, normalised):
+    # On a mesh, each device has fewer rows.
+    if not linear_sm90.weights_gradient.pays(dy, normalised):
+        return _sums(dy, normalised)
+    return on_gpu(functools.partial(linear_sm90.weights_gradient, dtype=jnp.float32), _sums, dy, normalised)
+
+
+def _of_sums(parameters, s, db, scale, bias, w, b):
+    """Return (dscale, dbias, dw, db), by `parameters` from `s = Σ dyᵀ x̂` and `Σ dy` in float32."""
+    dw, dscale, dbias = parameters(s, db, scale, bias, w)
+    return dscale.astype(scale.dtype), dbias.astype(bias.dtype), dw, None if b is None else db.astype(b.dtype)
+
+
+def _parameters_of_sums(s, db, scale, bias, w):
+    """Return (dw, dscale, dbias)."""
+    wide = widen(w)
+    dw = s * widen(scale) + db[:, None] * widen(bias)
+    return dw.astype(w.dtype), jnp.sum(wide * s, axis=0), jnp.sum(wide * db[:, None], axis=0)
+
+
+# ---------------------------------------------------------------------------------------------------------- the choice
+
+
+def _fastest(x, scale, bias, w, b, *, eps, precision):
+    """Choose as LayerNorm does, but never autodiff in half precisions, because it would sum the gradient of a bias in
+    them."""
+    of_layer_norm = layer_norm.fastest(x, scale, bias, eps=eps)
+    if x.dtype.itemsize >= 4:
+        return of_layer_norm
+    return Fastest() if of_layer_norm.gpu == "pallas" else Fastest(gpu="xla")
+
+
+_LAYER_NORM_LINEAR = Pair(
+    _forward,
+    {"xla": _backward_formula, "pallas": _backward_kernel},
+    save={"xla": functools.partial(_save, _results), "pallas": _save_kernel},
+    residuals=_residuals,
+    # Axes for (dy, x, scale, bias, w, b, offset, inv_std, normalised).
+    examples=leading(0, 1, 6, 7, 8),
+    name="layer_norm_linear",
+    unsupported=checks.unsupported_dtype,
+    fastest=_fastest,
+    jit=True,
+)
+
+
+def layer_norm_linear(
+    x: Float[AnyArray, "*batch hidden"],
+    scale: Float[AnyArray, "hidden"],
+    bias: Float[AnyArray, "hidden"],
+    w: Float[AnyArray, "out hidden"],
+    b: Float[AnyArray, "out"] | None = None,
+    eps: float = 1e-5,
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch out"]:
+    """LayerNorm and a dense layer, `z = layer_norm(x, scale, bias) wᵀ + b`.
+
+    The forward keeps two numbers per row instead of the normalized rows, which the backward recomputes with dx. Under
+    "pallas", on compute capability 9.0, many rows in bfloat16 are kept in normalized form in place of x. Then scale and
+    bias become part of the weights and bias of the product, and `w * scale` is rounded to bfloat16.
+
+    Args:
+      x: rows, with any leading axes.
+      scale, bias, eps: as in `layer_norm`.
+      w: weights, one row per output.
+      b: bias of the outputs, or None.
+      precision: of the matrix products, as in `jax.lax.dot`. cuBLAS computes them. But under "pallas", in half
+        precisions on compute capability 9.0, kernels compute the products of the forward, of dw, and `dy w` in the
+        backward where they pay.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Returns:
+      z, in x's dtype.
+
+    Raises:
+      TypeError: arguments that are not of one floating dtype.
+      ValueError: shapes that do not fit, or an eps that is not a number of at least 0.
+    """
+    op = "layer_norm_linear"
+    x, scale, bias, w, b = layer_norm.check(op, eps, x=x, scale=scale, bias=bias, w=w, b=b)
+    checks.shape(op, "w", w, "out", x.shape[-1])
+    if b is not None:
+        checks.shape(op, "b", b, w.shape[0])
+    options = dict(eps=eps, precision=checks.precision(op, precision), implementation=implementation)
+    return _LAYER_NORM_LINEAR(x, scale, bias, w, b, **options)
+
+
+def layer_norm_linear_backward(
+    dy: Float[AnyArray, "*batch out"],
+    x: Float[AnyArray, "*batch hidden"],
+    scale: Float[AnyArray, "hidden"],
+    bias: Float[AnyArray, "hidden"],
+    w: Float[AnyArray, "out hidden"],
+    eps: float = 1e-5,
+    *,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> tuple[
+    Float[Array, "*batch hidden"],
+    Float[Array, "hidden"],
+    Float[Array, "hidden"],
+    Float[Array, "out hidden"],
+    Float[Array, "out"],
+]:
+    """Gradients of `layer_norm_linear`. With y the normalized rows, x̂ the rows before scale and bias, `dn = dy w`, and
+    `t = dn * scale`,
+
+        dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dn * x̂,    dbias = Σ dn,
+        dw = dyᵀ y,    db = Σ dy,
+
+    with means over each row and sums over all rows.
+
+    Args:
+      dy: gradient with respect to z.
+      x, scale, bias, w, eps: as in the forward.
+
+    Returns:
+      (dx, dscale, dbias, dw, db), in the shapes and dtypes of x, scale, bias, w, and b. Half precisions are summed in
+      float32, except for db with "autodiff", which JAX sums in the half precision.
+
+    Raises:
+      TypeError, ValueError: as in `layer_norm_linear`.
+
+    Source: docs/layer_norm.md; for the products, see `linear_backward`.
+    """
+    op = "layer_norm_linear_backward"
+    dy, x, scale, bias, w = layer_norm.check(op, eps, dy=dy, x=x, scale=scale, bias=bias, w=w)
+    checks.shape(op, "w", w, "out", x.shape[-1])
+    checks.shape(op, "dy", dy, *x.shape[:-1], w.shape[0])
+    b = jnp.zeros(w.shape[:1], w.dtype)
+    options = dict(eps=eps, precision=checks.precision(op, precision), implementation=implementation)
+    return _LAYER_NORM_LINEAR.vjp(dy, x, scale, bias, w, b, **options)

@@ -1,0 +1,1 @@
+"""Element-wise ops, reductions, losses, and dropout."""

@@ -1,0 +1,133 @@
+"""Pairs of element-wise ops. All of them share the same kernels.
+
+Half precisions are computed in float32. Gradients are summed over the axes along which an argument was broadcast.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxbp.common import checks
+from jaxbp.common.numerics import widen
+from jaxbp.ops._fastest import FUSED
+from jaxbp.pairing import Fastest, Implementation, Pair, given_arguments
+from jaxbp.sharding import Axes
+from pallas_kernels.pointwise.elementwise import elementwise
+from pallas_kernels.pointwise.reductions import sum_over
+
+
+class Elementwise(Pair):
+    """A pair of element-wise formulas with NumPy's broadcasting. Gradients are summed over the broadcast axes.
+
+    Args:
+      forward: `forward(*arrays, **options)`, in jnp.
+      gradient: `gradient(dy, *arrays, **options)`, which returns one gradient per array.
+      in_kernels: the same formula in operations that kernels support, if `gradient` uses others.
+      keeps_result: keep y instead of x, because `gradient(dy, y)` equals `gradient(dy, x)`. The next op often keeps y,
+        too.
+      fastest, fastest_vjp: as in `Pair`; by default `FUSED`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable,
+        gradient: Callable,
+        *,
+        in_kernels: Callable | None = None,
+        keeps_result: bool = False,
+        fastest: Fastest = FUSED,
+        fastest_vjp: Fastest = FUSED,
+    ):
+        def in_dtype(*arrays, **options):
+            return forward(*map(widen, arrays), **options).astype(arrays[0].dtype)
+
+        def formula(dy, *arrays, **options):
+            gradients = gradient(*map(widen, (dy, *arrays)), **options)
+            return _in_shapes_of(arrays, _summed(dy.shape, gradients, arrays))
+
+        def kernel(dy, *arrays, **options):
+            in_kernel = functools.partial(in_kernels or gradient, **options)
+            return _in_shapes_of(arrays, _gradient_kernels(in_kernel, dy, arrays))
+
+        def save_result(x, **options):
+            y = in_dtype(x, **options)
+            return y, (y,)
+
+        super().__init__(
+            in_dtype,
+            {"xla": formula, "pallas": kernel},
+            save=save_result if keeps_result else None,
+            residuals=given_arguments if keeps_result else None,
+            name=name,
+            examples=_of_full_rank,
+            unsupported=checks.unsupported,
+            fastest=fastest,
+            fastest_vjp=fastest_vjp,
+            jit=True,
+        )
+
+    def of(self, implementation: Implementation, arrays: dict[str, Any], **options: Any) -> Array:
+        """Check the named arrays and call the op."""
+        values = checks.floating(self.name, **arrays)
+        checks.broadcast(self.name, **dict(zip(arrays, values, strict=True)))
+        return self(*values, implementation=implementation, **options)
+
+    def backward_of(self, implementation: Implementation, dy: Any, arrays: dict[str, Any], **options: Any) -> Any:
+        """Check the named arrays and call the backward."""
+        op = self.vjp.name
+        dy, *values = checks.floating(op, dy=dy, **arrays)
+        checks.shape(op, "dy", dy, *checks.broadcast(op, **dict(zip(arrays, values, strict=True))))
+        return self.vjp(dy, *values, implementation=implementation, **options)
+
+
+def _of_full_rank(dy, *arrays):
+    """Return the leading axis of those arrays that are not broadcast along it."""
+    of_full_rank = [i for i, a in enumerate((dy, *arrays)) if a.ndim and a.ndim == dy.ndim and len(a) == len(dy)]
+    return Axes(dict.fromkeys(of_full_rank, 0))
+
+
+def _in_shapes_of(arrays, gradients):
+    """Return the gradients in the shapes and dtypes of their arrays, as a tuple, or as one array if there is only
+    one."""
+    results = tuple(g.reshape(a.shape).astype(a.dtype) for g, a in zip(gradients, arrays, strict=True))
+    return results if len(results) > 1 else results[0]
+
+
+def _broadcast_axes(shape, a):
+    """Return the axes of `shape` along which `a` is broadcast."""
+    missing = len(shape) - a.ndim
+    aligned = (1,) * missing + a.shape
+    return tuple(axis for axis, size in enumerate(shape) if aligned[axis] != size or axis < missing)
+
+
+def _summed(shape, gradients, arrays):
+    gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+    return [
+        jnp.sum(jnp.broadcast_to(g, shape), axis=_broadcast_axes(shape, a)) if a.shape != shape else g
+        for g, a in zip(gradients, arrays, strict=True)
+    ]
+
+
+def _gradient_kernels(gradient, dy, arrays):
+    """Launch one kernel for all gradients that need no sum, and one summing kernel for each other gradient."""
+
+    def select(wanted):
+        def formula(*values):
+            gradients = gradient(*values)
+            gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+            return tuple(gradients[i] for i in wanted)
+
+        return formula
+
+    results = [None] * len(arrays)
+    if whole := [i for i, a in enumerate(arrays) if a.shape == dy.shape]:
+        for i, g in zip(whole, elementwise(select(whole), dy, *arrays), strict=True):
+            results[i] = g
+    for i, a in enumerate(arrays):
+        if results[i] is None:
+            (results[i],) = sum_over(select([i]), dy, *arrays, axes=_broadcast_axes(dy.shape, a))
+    return results

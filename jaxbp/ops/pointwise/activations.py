@@ -1,0 +1,342 @@
+"""Activation functions."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray, AnyFloats, Floats
+from jaxbp.common.numerics import exponentials, largest_and_total, widen
+from jaxbp.ops._fastest import KEPT, KEPT_EVERYWHERE, KEPT_ON_GPU, fused_pair
+from jaxbp.ops.pointwise._elementwise import Elementwise
+from jaxbp.pairing import Implementation
+from pallas_kernels.pointwise.elementwise import elementwise
+from pallas_kernels.pointwise.reductions import sum_over
+
+_RELU = Elementwise("relu", jax.nn.relu, lambda dy, x: jnp.where(x > 0, dy, 0.0), keeps_result=True)
+
+
+def relu(x: Float[AnyArray, "..."], *, implementation: Implementation = None) -> Float[Array, "..."]:
+    """Rectified linear unit, `y = max(x, 0)`, element by element.
+
+    Args:
+      x: any shape, any floating dtype (kernel: float32, bfloat16, float16).
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Returns:
+      y, in x's shape and dtype. NaN stays NaN.
+
+    Raises:
+      TypeError: x is not floating.
+
+    Source: V. Nair and G. Hinton, "Rectified linear units improve restricted Boltzmann machines", ICML 2010.
+    """
+    return _RELU.of(implementation, {"x": x})
+
+
+def relu_backward(
+    dy: Float[AnyArray, "..."], x: Float[AnyArray, "..."], *, implementation: Implementation = None
+) -> Float[Array, "..."]:
+    """Gradient of `relu`: `dx = dy where x > 0, else 0`. At x = 0 it is 0.
+
+    Args:
+      dy: gradient with respect to y.
+      x: the input of the forward, in dy's shape and dtype.
+
+    Returns:
+      dx, in the same shape and dtype.
+
+    Raises:
+      TypeError, ValueError: dtypes or shapes that differ.
+    """
+    return _RELU.backward_of(implementation, dy, {"x": x})
+
+
+# All other functions accept any shape and floating dtype (kernels: float32, bfloat16, float16), compute half precisions
+# in float32, and return x's dtype. Other dtypes raise a TypeError, and shapes that do not fit a ValueError.
+
+_SIGMOID = Elementwise("sigmoid", jax.nn.sigmoid, lambda dy, x: dy * jax.nn.sigmoid(x) * jax.nn.sigmoid(-x))
+_TANH = Elementwise("tanh", jnp.tanh, lambda dy, x: dy * (1 - jnp.tanh(x) ** 2))
+_LEAKY_RELU = Elementwise(
+    "leaky_relu",
+    lambda x, *, negative_slope: jnp.where(x > 0, x, negative_slope * x),
+    lambda dy, x, *, negative_slope: jnp.where(x > 0, dy, negative_slope * dy),
+)
+_PRELU = Elementwise(
+    "prelu",
+    lambda x, alpha: jnp.where(x > 0, x, alpha * x),
+    lambda dy, x, alpha: (jnp.where(x > 0, dy, alpha * dy), jnp.where(x > 0, 0.0, dy * x)),
+)
+_ELU = Elementwise(
+    "elu",
+    lambda x, *, alpha: jax.nn.elu(x, alpha),
+    lambda dy, x, *, alpha: dy * jnp.where(x > 0, 1.0, alpha * jnp.exp(jnp.where(x > 0, 0.0, x))),
+)
+
+
+_SATURATION = 1000.0
+"""Beyond ±1000, `gelu`, `silu`, and `mish` are 0 or x and their slopes are 0 or 1, to the last digit of float64."""
+
+
+def _saturating(function):
+    """Return `function(x)`, but 0 or x beyond `_SATURATION`, where the function would multiply 0 by infinity."""
+
+    def forward(x, **options):
+        is_saturated = jnp.abs(x) > _SATURATION
+        y = function(jnp.where(is_saturated, 0.0, x), **options)
+        return jnp.where(is_saturated, jnp.where(x > 0, x, 0.0), y)
+
+    return forward
+
+
+def _unsaturated(x):
+    """Clip x to ±`_SATURATION`, where slopes have reached their limits. NaN stays NaN."""
+    return jnp.minimum(jnp.maximum(x, -_SATURATION), _SATURATION)
+
+
+def _gelu_backward(dy, x, *, approximate):
+    x = _unsaturated(x)
+    if approximate:
+        slope = math.sqrt(2 / math.pi)
+        t = jnp.tanh(slope * (x + 0.044715 * x**3))
+        return dy * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope * (1 + 3 * 0.044715 * x * x))
+    probability = 0.5 * (1 + lax.erf(x * math.sqrt(0.5)))
+    return dy * (probability + x * jnp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi))
+
+
+def _silu_backward(dy, x):
+    x = _unsaturated(x)
+    s = jax.nn.sigmoid(x)
+    return dy * s * (1 + x * (1 - s))
+
+
+def _mish_backward(dy, x):
+    x = _unsaturated(x)
+    # tanh(softplus(x)) = n / d, computed from exponentials that cannot overflow.
+    e = jnp.exp(jnp.where(x > 0, -x, x))
+    n = jnp.where(x > 0, 1 + 2 * e, e * (e + 2))
+    d = jnp.where(x > 0, n + 2 * e * e, n + 2)
+    return dy * (n / d + x * jax.nn.sigmoid(x) * ((d - n) / d) * ((d + n) / d))
+
+
+_GELU = Elementwise("gelu", _saturating(jax.nn.gelu), _gelu_backward, fastest=KEPT_ON_GPU)
+_SILU = Elementwise("silu", _saturating(jax.nn.silu), _silu_backward)
+_MISH = Elementwise("mish", _saturating(jax.nn.mish), _mish_backward, fastest=KEPT_ON_GPU)
+_SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.sigmoid(x))
+
+
+def _normalised(name, function, term, fastest=KEPT):
+    """Return a pair for a function over axes with the gradient `dx = c - p Σ c`, where p is the softmax and
+    `c = term(dy, p)`.
+
+    The forward saves x instead of its result, because the result is rounded.
+    """
+
+    def forward(x, *, axis):
+        return function(widen(x), axis=axis).astype(x.dtype)
+
+    def formula(dy, x, *, axis):
+        e, total = exponentials(x, axis)
+        c = term(widen(dy), e / total)
+        return (c - e * (jnp.sum(c, axis=axis, keepdims=True) / total)).astype(x.dtype)
+
+    def terms(dy, x, largest, total):
+        return term(dy, jnp.exp(x - largest) / total)
+
+    def gradient(dy, x, largest, total, s):
+        return terms(dy, x, largest, total) - jnp.exp(x - largest) / total * s
+
+    def kernel(dy, x, *, axis):
+        arrays = dy, x, *largest_and_total(x, axis)
+        return elementwise(gradient, *arrays, sum_over(terms, *arrays, axes=axis))
+
+    return fused_pair(forward, {"xla": formula, "pallas": kernel}, name=name, fastest=fastest, fastest_vjp=KEPT)
+
+
+_SOFTMAX = _normalised("softmax", jax.nn.softmax, lambda dy, p: dy * p)
+_LOG_SOFTMAX = _normalised("log_softmax", jax.nn.log_softmax, lambda dy, p: dy, fastest=KEPT_EVERYWHERE)
+
+
+def sigmoid(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Logistic function, `y = σ(x) = 1 / (1 + e⁻ˣ)`."""
+    return _SIGMOID.of(implementation, {"x": x})
+
+
+def sigmoid_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Gradient of `sigmoid`: `dx = dy σ(x) (1 - σ(x))`. The factor is computed as `σ(x) σ(-x)`."""
+    return _SIGMOID.backward_of(implementation, dy, {"x": x})
+
+
+def tanh(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Hyperbolic tangent, `y = tanh x`."""
+    return _TANH.of(implementation, {"x": x})
+
+
+def tanh_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Gradient of `tanh`: `dx = dy (1 - tanh² x)`."""
+    return _TANH.backward_of(implementation, dy, {"x": x})
+
+
+def leaky_relu(x: AnyFloats, negative_slope: float = 0.01, *, implementation: Implementation = None) -> Floats:
+    """Leaky ReLU, `y = x where x > 0, else negative_slope x`.
+
+    Source: A. Maas, A. Hannun and A. Ng, "Rectifier nonlinearities improve neural network acoustic models", 2013.
+    """
+    return _LEAKY_RELU.of(
+        implementation, {"x": x}, negative_slope=checks.number("leaky_relu", "negative_slope", negative_slope)
+    )
+
+
+def leaky_relu_backward(
+    dy: AnyFloats, x: AnyFloats, negative_slope: float = 0.01, *, implementation: Implementation = None
+) -> Floats:
+    """Gradient of `leaky_relu`: `dx = dy where x > 0, else negative_slope dy`. At 0 it is negative_slope dy."""
+    return _LEAKY_RELU.backward_of(
+        implementation,
+        dy,
+        {"x": x},
+        negative_slope=checks.number("leaky_relu_backward", "negative_slope", negative_slope),
+    )
+
+
+def prelu(x: AnyFloats, alpha: Float[AnyArray, "*alpha_shape"], *, implementation: Implementation = None) -> Floats:
+    """Leaky ReLU with learned slopes, `y = x where x > 0, else alpha x`.
+
+    Args:
+      x: any shape.
+      alpha: slopes, in a shape that broadcasts to x's, such as `()` for one slope, or `(channels, 1, 1)` for one slope
+        per channel of images.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Source: K. He et al., "Delving deep into rectifiers", ICCV 2015.
+    """
+    _check_alpha("prelu", x, alpha)
+    return _PRELU.of(implementation, {"x": x, "alpha": alpha})
+
+
+def prelu_backward(
+    dy: AnyFloats, x: AnyFloats, alpha: Float[AnyArray, "*alpha_shape"], *, implementation: Implementation = None
+) -> tuple[Floats, Float[Array, "*alpha_shape"]]:
+    """Gradients of `prelu`: `dx = dy where x > 0, else alpha dy`, and `dalpha = Σ dy x where x <= 0`. The sum is over
+    the axes along which alpha is broadcast."""
+    _check_alpha("prelu_backward", x, alpha)
+    return _PRELU.backward_of(implementation, dy, {"x": x, "alpha": alpha})
+
+
+def _check_alpha(op, x, alpha):
+    x, alpha = checks.floating(op, x=x, alpha=alpha)
+    if checks.broadcast(op, x=x, alpha=alpha) != x.shape:
+        raise ValueError(f"{op}: alpha has shape {alpha.shape}; wants one that broadcasts to x's, {x.shape}")
+
+
+def elu(x: AnyFloats, alpha: float = 1.0, *, implementation: Implementation = None) -> Floats:
+    """Exponential linear unit, `y = x where x > 0, else alpha (eˣ - 1)`.
+
+    Source: D. Clevert, T. Unterthiner and S. Hochreiter, "Fast and accurate deep network learning by exponential linear
+    units", ICLR 2016.
+    """
+    return _ELU.of(implementation, {"x": x}, alpha=checks.number("elu", "alpha", alpha))
+
+
+def elu_backward(dy: AnyFloats, x: AnyFloats, alpha: float = 1.0, *, implementation: Implementation = None) -> Floats:
+    """Gradient of `elu`: `dx = dy where x > 0, else dy alpha eˣ`."""
+    return _ELU.backward_of(implementation, dy, {"x": x}, alpha=checks.number("elu_backward", "alpha", alpha))
+
+
+def gelu(x: AnyFloats, approximate: bool = True, *, implementation: Implementation = None) -> Floats:
+    """Gaussian error linear unit, `y = x Φ(x)`, where Φ is the normal distribution function.
+
+    Args:
+      x: any shape. At -inf y is 0.
+      approximate: if True, compute `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`. True is PyTorch's "tanh", and False
+        its "none".
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Raises:
+      ValueError: approximate is not a boolean.
+
+    Source: D. Hendrycks and K. Gimpel, "Gaussian error linear units", arXiv:1606.08415.
+    """
+    return _GELU.of(implementation, {"x": x}, approximate=checks.boolean("gelu", "approximate", approximate))
+
+
+def gelu_backward(
+    dy: AnyFloats, x: AnyFloats, approximate: bool = True, *, implementation: Implementation = None
+) -> Floats:
+    """Gradient of `gelu`: `dx = dy (Φ(x) + x φ(x))`, where φ is the normal density. With `approximate` it is
+    `dx = dy/2 (1 + t + x (1 - t²) √(2/π) (1 + 0.134145 x²))`, where t is the tanh of the forward."""
+    approximate = checks.boolean("gelu_backward", "approximate", approximate)
+    return _GELU.backward_of(implementation, dy, {"x": x}, approximate=approximate)
+
+
+def silu(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Sigmoid linear unit, `y = x σ(x)`, also called swish. At -inf y is 0.
+
+    Source: S. Elfwing, E. Uchibe and K. Doya, "Sigmoid-weighted linear units", arXiv:1702.03118.
+    """
+    return _SILU.of(implementation, {"x": x})
+
+
+def silu_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Gradient of `silu`: `dx = dy (σ(x) + x σ(x) (1 - σ(x)))`."""
+    return _SILU.backward_of(implementation, dy, {"x": x})
+
+
+def mish(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Mish, `y = x tanh(softplus(x))`. At -inf y is 0.
+
+    Source: D. Misra, "Mish: a self regularized non-monotonic activation function", BMVC 2020.
+    """
+    return _MISH.of(implementation, {"x": x})
+
+
+def mish_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Gradient of `mish`: `dx = dy (t + x σ(x) (1 - t²))` with `t = tanh(softplus(x))`."""
+    return _MISH.backward_of(implementation, dy, {"x": x})
+
+
+def softplus(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Softplus, `y = ln(1 + eˣ)`, computed without overflow."""
+    return _SOFTPLUS.of(implementation, {"x": x})
+
+
+def softplus_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Gradient of `softplus`: `dx = dy σ(x)`."""
+    return _SOFTPLUS.backward_of(implementation, dy, {"x": x})
+
+
+def softmax(x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None) -> Floats:
+    """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, over one or several axes. The largest x is subtracted first."""
+    (x,) = checks.floating("softmax", x=x)
+    return _SOFTMAX(x, implementation=implementation, axis=checks.axes("softmax", axis, x.ndim))
+
+
+def softmax_backward(
+    dy: AnyFloats, x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None
+) -> Floats:
+    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`. It computes y from x, without rounding to x's dtype."""
+    op = "softmax_backward"
+    dy, x = checks.floating(op, dy=dy, x=x)
+    checks.shape(op, "dy", dy, *x.shape)
+    return _SOFTMAX.vjp(dy, x, implementation=implementation, axis=checks.axes(op, axis, x.ndim))
+
+
+def log_softmax(x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None) -> Floats:
+    """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, over one or several axes. The largest x is subtracted
+    first."""
+    (x,) = checks.floating("log_softmax", x=x)
+    return _LOG_SOFTMAX(x, implementation=implementation, axis=checks.axes("log_softmax", axis, x.ndim))
+
+
+def log_softmax_backward(
+    dy: AnyFloats, x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None
+) -> Floats:
+    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`. It computes y from x, without rounding to x's dtype."""
+    op = "log_softmax_backward"
+    dy, x = checks.floating(op, dy=dy, x=x)
+    checks.shape(op, "dy", dy, *x.shape)
+    return _LOG_SOFTMAX.vjp(dy, x, implementation=implementation, axis=checks.axes(op, axis, x.ndim))

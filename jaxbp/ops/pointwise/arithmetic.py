@@ -1,0 +1,235 @@
+"""Arithmetic, with NumPy's broadcasting.
+
+Every function takes `x1` and `x2` of one floating dtype, in shapes that broadcast (aligned from the right). The result
+has that dtype. `implementation` is "pallas", "xla", "autodiff", or None for the fastest. The first argument of every
+backward is `dy`, the gradient with respect to the result. A backward returns `(dx1, dx2)`, each in its argument's
+shape, summed over broadcast axes. Invalid arguments raise a TypeError or a ValueError.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray, AnyFloats, Floats
+from jaxbp.ops._fastest import KEPT, KEPT_EVERYWHERE, fused_pair
+from jaxbp.ops.pointwise._elementwise import Elementwise
+from jaxbp.pairing import Implementation
+from pallas_kernels.pointwise.elementwise import elementwise
+
+X1 = Float[AnyArray, "*shape1"]
+X2 = Float[AnyArray, "*shape2"]
+Gradients = tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]
+
+
+def _power(x1, x2):
+    """Return `x1 ** x2`, in a form whose autodiff derivatives are correct at zero."""
+    at_zero = x1 == 0
+    steep = at_zero & (x2 <= 0)
+    # 0 ** 0 does not depend on the base, so its derivative with respect to the base is 0.
+    base = jnp.where(at_zero & (x2 == 0), 1.0, x1)
+    y = jnp.power(base, jnp.where(steep, lax.stop_gradient(x2), x2))
+    # The subtracted term has the value 0, and a slope of -inf with respect to x2.
+    gap = jnp.where(steep, x2 - lax.stop_gradient(x2), 1.0)
+    return y - jnp.where(steep, jnp.sqrt(gap), 0.0)
+
+
+def _power_in_kernels(base, exponent):
+    """Return `base ** exponent`, by operations that kernels support, in float32."""
+    # The power multiplies the rounding error of the logarithm by the exponent, so the logarithm needs two float32.
+    log, rest = _log_in_two(jnp.abs(base))
+    product, rest_of_product = _product_in_two(exponent, log)
+    in_range = jnp.abs(product) < 128
+    rest = jnp.where(in_range, rest_of_product + exponent * rest, 0.0)
+    total = product + rest
+    size = jnp.exp(total)
+    size = jnp.where(in_range, size + size * (rest - (total - product)), size)
+    size = jnp.where(exponent == 0, 1.0, size)
+    half = exponent * 0.5
+    whole, even = exponent == _rounded(exponent), half == _rounded(half)
+    return jnp.where((base >= 0) | even, size, jnp.where(whole, -size, jnp.nan))
+
+
+def _log_in_two(x):
+    """Return `ln x` as the sum of two float32, nearly twice as exact as one. For `x = m 2ⁿ` it is `n ln 2 + 2 atanh(s)`
+    with `s = (m - 1) / (m + 1)`."""
+    is_normal = (x >= float(jnp.finfo(jnp.float32).tiny)) & (x < jnp.inf)
+    normal = jnp.where(is_normal, x, 1.0)
+    power = _with_bits(normal, 0x7F800000)
+    m, n = normal / power, _rounded(jnp.log(power) * (1 / math.log(2)))
+    m, n = jnp.where(m > math.sqrt(2), 0.5 * m, m), jnp.where(m > math.sqrt(2), n + 1, n)
+    below = m + 1
+    s = (m - 1) / below
+    product, rest_of_product = _product_in_two(s, below)
+    left = ((m - 1) - product) - rest_of_product - s * (m - (below - 1))
+    square = s * s
+    series = 2 * s * square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9 + square / 11))))
+    most_of_log_2 = 355 / 512  # n times this is exact
+    large, small = n * most_of_log_2, 2 * s
+    log = large + small
+    rest = (large - (log - (log - large))) + (small - (log - large))
+    rest += n * (math.log(2) - most_of_log_2) + (2 * left / below + series)
+    return jnp.where(is_normal, log, jnp.log(x)), jnp.where(is_normal, rest, 0.0)
+
+
+def _product_in_two(a, b):
+    """Return `a b` as a sum of two: the product of the upper halves, which is exact, and the rest. If a compiler fuses
+    these operations, the sum is no less exact."""
+    a_high, b_high = _with_bits(a, ~0xFFF), _with_bits(b, ~0xFFF)
+    a_low, b_low = a - a_high, b - b_high
+    return a_high * b_high, a_high * b_low + (a_low * b_high + a_low * b_low)
+
+
+def _with_bits(x, mask):
+    """Return x with the bits of the mask."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) & mask
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _rounded(x):
+    return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+
+
+def _power_gradient(power):
+    def gradient(dy, x1, x2):
+        # Replace the derivative only at these points. Elsewhere the factor x2 makes it 0 and has a slope in second
+        # derivatives. Powers and logarithms do not see these points, because their slopes there would turn a 0 into
+        # NaN.
+        constant, at_zero = (x2 == 0) & ((x1 == 0) | (x1 != x1)), x1 == 0
+        d1 = jnp.where(constant, 0.0, x2 * power(jnp.where(constant, 1.0, x1), x2 - 1))
+        base = jnp.where(at_zero, 1.0, x1)
+        d2 = jnp.where(at_zero, jnp.where(x2 > 0, 0.0, -jnp.inf), power(base, x2) * jnp.log(base))
+        return dy * d1, dy * d2
+
+    return gradient
+
+
+def _gradient_of_larger(dy, x1, x2):
+    """Return dy where x1 is the larger, and half of dy where both are equal."""
+    return jnp.where(x1 > x2, dy, jnp.where(x1 == x2, 0.5 * dy, 0.0))
+
+
+def _negative(x, *, shape):
+    return -x
+
+
+def _negative_kernel(dy, *, shape):
+    return elementwise(jnp.negative, dy)
+
+
+_NEGATIVE = fused_pair(_negative, {"xla": _negative, "pallas": _negative_kernel}, linear=True, name="negative")
+_ADD = Elementwise("add", jnp.add, lambda dy, x1, x2: (dy, dy))
+_SUBTRACT = Elementwise("subtract", jnp.subtract, lambda dy, x1, x2: (dy, -dy))
+_MULTIPLY = Elementwise("multiply", jnp.multiply, lambda dy, x1, x2: (dy * x2, dy * x1))
+_DIVIDE = Elementwise("divide", jnp.divide, lambda dy, x1, x2: (dy / x2, -(dy / x2) * (x1 / x2)))
+_POWER = Elementwise(
+    "power",
+    _power,
+    _power_gradient(jnp.power),
+    in_kernels=_power_gradient(_power_in_kernels),
+    fastest=KEPT_EVERYWHERE,
+    fastest_vjp=KEPT,
+)
+_MAXIMUM = Elementwise(
+    "maximum", jnp.maximum, lambda dy, x1, x2: (_gradient_of_larger(dy, x1, x2), _gradient_of_larger(dy, x2, x1))
+)
+_MINIMUM = Elementwise(
+    "minimum", jnp.minimum, lambda dy, x1, x2: (_gradient_of_larger(dy, x2, x1), _gradient_of_larger(dy, x1, x2))
+)
+
+
+def add(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
+    """Sum, `y = x1 + x2`."""
+    return _ADD.of(implementation, {"x1": x1, "x2": x2})
+
+
+def add_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
+    """Gradients of `add`: `dx1 = dy`, `dx2 = dy`."""
+    return _ADD.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+
+
+def subtract(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
+    """Difference, `y = x1 - x2`."""
+    return _SUBTRACT.of(implementation, {"x1": x1, "x2": x2})
+
+
+def subtract_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
+    """Gradients of `subtract`: `dx1 = dy`, `dx2 = -dy`."""
+    return _SUBTRACT.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+
+
+def multiply(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
+    """Product, `y = x1 x2`."""
+    return _MULTIPLY.of(implementation, {"x1": x1, "x2": x2})
+
+
+def multiply_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
+    """Gradients of `multiply`: `dx1 = dy x2`, `dx2 = dy x1`."""
+    return _MULTIPLY.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+
+
+def divide(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
+    """Quotient, `y = x1 / x2`: infinite where x2 is 0, NaN where both are 0."""
+    return _DIVIDE.of(implementation, {"x1": x1, "x2": x2})
+
+
+def divide_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
+    """Gradients of `divide`: `dx1 = dy / x2`, `dx2 = -dy x1 / x2²`.
+
+    Where x2 is 0 they are infinite, or NaN according to IEEE arithmetic (0 / 0). No denominator is clamped.
+    """
+    return _DIVIDE.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+
+
+def power(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
+    """Power, `y = x1 ** x2`.
+
+    `0 ** 0` is 1. 0 to a negative power is infinite. A negative number to a non-integer power is NaN.
+    """
+    return _POWER.of(implementation, {"x1": x1, "x2": x2})
+
+
+def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
+    """Gradients of `power`: `dx1 = dy x2 x1 ** (x2 - 1)`, `dx2 = dy x1 ** x2 ln x1`.
+
+    Where x1 is 0, dx1 is dy times 0 for x2 > 1 and for x2 = 0 (`x1 ** 0` is constant), times 1 for x2 = 1, times inf
+    for x2 between 0 and 1, and infinite for x2 < 0. There dx2 is dy times 0 for x2 > 0, and dy times -inf otherwise,
+    which is the limit from the right. Where x1 is negative, dx2 is NaN.
+    """
+    return _POWER.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+
+
+def maximum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
+    """Element-wise maximum, `y = max(x1, x2)`; NaN if either element is NaN."""
+    return _MAXIMUM.of(implementation, {"x1": x1, "x2": x2})
+
+
+def maximum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
+    """Gradients of `maximum`: `dx1 = dy` where x1 > x2, else 0; `dx2` likewise. Two equal elements get half of `dy`
+    each."""
+    return _MAXIMUM.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+
+
+def minimum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
+    """Element-wise minimum, `y = min(x1, x2)`; NaN if either element is NaN."""
+    return _MINIMUM.of(implementation, {"x1": x1, "x2": x2})
+
+
+def minimum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
+    """Gradients of `minimum`: `dx1 = dy` where x1 < x2, else 0; `dx2` likewise. Two equal elements get half of `dy`
+    each."""
+    return _MINIMUM.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+
+
+def negative(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Negative of one array, `y = -x`."""
+    (x,) = checks.floating("negative", x=x)
+    return _NEGATIVE(x, implementation=implementation, shape=x.shape)
+
+
+def negative_backward(dy: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Gradient of `negative`: `dx = -dy`."""
+    (dy,) = checks.floating("negative_backward", dy=dy)
+    return _NEGATIVE.vjp(dy, implementation=implementation, shape=dy.shape)

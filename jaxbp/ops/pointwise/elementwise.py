@@ -1,0 +1,131 @@
+"""Element-wise functions of one array.
+
+Every function takes `x` of any shape and floating dtype and returns an array of the same shape and dtype.
+`implementation` is "pallas", "xla", "autodiff", or None for the fastest. The first argument of every backward is `dy`,
+the gradient with respect to the result, in the same shape and dtype. Invalid arguments raise a TypeError or a
+ValueError.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyFloats, Floats
+from jaxbp.ops.pointwise._elementwise import Elementwise
+from jaxbp.pairing import Implementation
+
+_EXP = Elementwise("exp", jnp.exp, lambda dy, x: dy * jnp.exp(x))
+_LOG = Elementwise("log", jnp.log, lambda dy, x: dy / x)
+_SQRT = Elementwise(
+    "sqrt",
+    jnp.sqrt,
+    # A quotient, because the derivative of `rsqrt` overflows for small x, and a dy of 0 would then give NaN.
+    lambda dy, x: dy / jnp.sqrt(x) * 0.5,
+    in_kernels=lambda dy, x: dy * 0.5 * lax.rsqrt(x),
+)
+# In newer versions of JAX, jnp.abs has the slope 1 at 0.
+_ABS = Elementwise("abs", lambda x: x * jnp.sign(x), lambda dy, x: dy * jnp.sign(x))
+_SIN = Elementwise("sin", jnp.sin, lambda dy, x: dy * jnp.cos(x))
+_COS = Elementwise("cos", jnp.cos, lambda dy, x: -dy * jnp.sin(x))
+# Selections instead of a minimum and a maximum, whose gradients at the bounds would be half.
+_CLIP = Elementwise(
+    "clip",
+    lambda arr, *, min, max: jnp.where(arr < min, min, jnp.where(arr > max, max, arr)),
+    lambda dy, arr, *, min, max: jnp.where((arr < min) | (arr > max), 0.0, dy),
+)
+
+
+def exp(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Exponential, `y = eˣ`."""
+    return _EXP.of(implementation, {"x": x})
+
+
+def exp_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Gradient of `exp`: `dx = dy eˣ`."""
+    return _EXP.backward_of(implementation, dy, {"x": x})
+
+
+def log(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Natural logarithm, `y = ln x`: -inf at 0, NaN below."""
+    return _LOG.of(implementation, {"x": x})
+
+
+def log_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Gradient of `log`: `dx = dy / x`, infinite at 0."""
+    return _LOG.backward_of(implementation, dy, {"x": x})
+
+
+def sqrt(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Square root, `y = √x`: NaN below 0."""
+    return _SQRT.of(implementation, {"x": x})
+
+
+def sqrt_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Gradient of `sqrt`: `dx = dy / (2 √x)`, infinite at 0."""
+    return _SQRT.backward_of(implementation, dy, {"x": x})
+
+
+def abs(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Absolute value, `y = |x|`."""
+    return _ABS.of(implementation, {"x": x})
+
+
+def abs_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Gradient of `abs`: `dx = dy sign(x)`. At 0 it is 0, the mean of the two slopes."""
+    return _ABS.backward_of(implementation, dy, {"x": x})
+
+
+def sin(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Sine of an angle in radians, `y = sin x`."""
+    return _SIN.of(implementation, {"x": x})
+
+
+def sin_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Gradient of `sin`: `dx = dy cos x`."""
+    return _SIN.backward_of(implementation, dy, {"x": x})
+
+
+def cos(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Cosine of an angle in radians, `y = cos x`."""
+    return _COS.of(implementation, {"x": x})
+
+
+def cos_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
+    """Gradient of `cos`: `dx = -dy sin x`."""
+    return _COS.backward_of(implementation, dy, {"x": x})
+
+
+def clip(
+    arr: AnyFloats, min: float | None = None, max: float | None = None, *, implementation: Implementation = None
+) -> Floats:
+    """Clip to bounds, `y = min(max(arr, lower), upper)`.
+
+    Args:
+      arr: any shape and floating dtype. NaN stays NaN.
+      min, max: the numbers lower and upper, or None for no bound.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Raises:
+      TypeError: arr is not floating.
+      ValueError: bounds that are not numbers, or are in the wrong order.
+    """
+    return _CLIP.of(implementation, {"arr": arr}, **_bounds("clip", min, max))
+
+
+def clip_backward(
+    dy: AnyFloats,
+    arr: AnyFloats,
+    min: float | None = None,
+    max: float | None = None,
+    *,
+    implementation: Implementation = None,
+) -> Floats:
+    """Gradient of `clip` with respect to arr: `dy` where arr is within the bounds or on a bound, else 0."""
+    return _CLIP.backward_of(implementation, dy, {"arr": arr}, **_bounds("clip_backward", min, max))
+
+
+def _bounds(op, low, high):
+    low = -math.inf if low is None else checks.number(op, "min", low)
+    return {"min": low, "max": math.inf if high is None else checks.number(op, "max", high, low)}

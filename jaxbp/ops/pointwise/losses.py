@@ -1,0 +1,315 @@
+"""Losses that compare predictions and targets of one shape."""
+
+import functools
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray, AnyFloats, Floats
+from jaxbp.common.numerics import widen
+from jaxbp.ops._fastest import KEPT_ON_GPU, fused_pair
+from jaxbp.ops.pointwise._elementwise import Elementwise
+from jaxbp.pairing import Implementation
+from jaxbp.sharding import leading
+from pallas_kernels.pointwise.elementwise import elementwise
+
+Gradients = tuple[Floats, Floats]
+"""Gradients with respect to predictions and targets."""
+
+
+def _mean_loss(name, loss, slope):
+    """Return a pair for the mean of `loss(error)` over all elements, with the gradient `slope(error) / n`."""
+
+    def forward(predictions, targets):
+        error = widen(predictions) - widen(targets)
+        return jnp.mean(loss(error)).astype(predictions.dtype)
+
+    def gradients(dy, predictions, targets, *, size):
+        # The mean of no elements is NaN, and so is its gradient.
+        dpredictions = dy * (1.0 / size if size else math.inf) * slope(predictions - targets)
+        return dpredictions, -dpredictions
+
+    def formula(dy, predictions, targets):
+        wide = map(widen, (dy, predictions, targets))
+        return tuple(g.astype(dy.dtype) for g in gradients(*wide, size=predictions.size))
+
+    def kernel(dy, predictions, targets):
+        return elementwise(functools.partial(gradients, size=predictions.size), dy, predictions, targets)
+
+    return fused_pair(forward, {"xla": formula, "pallas": kernel}, name=name)
+
+
+def _x_log_y(x, y):
+    """Return `x ln y`, or 0 where x and y are 0. There the autodiff derivatives are -inf with respect to x and 0 with
+    respect to y."""
+    at_zero = (x == 0) & (y == 0)
+    return _x_times_log(x, jnp.log(jnp.where(at_zero, 1.0, y)), at_zero)
+
+
+def _x_times_log(x, log, at_zero):
+    """Return `x log`, but where at_zero (x is 0 and the logarithm -inf), return 0 with a slope of -inf with respect to
+    x."""
+    gap = jnp.where(at_zero, x - lax.stop_gradient(x), 1.0)
+    return x * jnp.where(at_zero, 0.0, log) - jnp.where(at_zero, jnp.sqrt(gap), 0.0)
+
+
+def _huber(predictions, targets, *, delta):
+    error = jnp.abs(predictions - targets)
+    return jnp.where(error <= delta, 0.5 * error * error, delta * (error - 0.5 * delta))
+
+
+def _huber_gradients(dy, predictions, targets, *, delta):
+    # Selections instead of a minimum and a maximum, whose slopes at the bounds would be half.
+    error = predictions - targets
+    dpredictions = dy * jnp.where(error > delta, delta, jnp.where(error < -delta, -delta, error))
+    return dpredictions, -dpredictions
+
+
+def _binary_cross_entropy_gradients(dy, probabilities, labels):
+    p, y = probabilities, labels
+    # Where label and probability are both 0 or both 1, the quotient and its derivatives would be 0 / 0.
+    both_0, both_1 = (y == 0) & (p == 0), (y == 1) & (p == 1)
+    dividend = jnp.where(both_0, 1 - y, jnp.where(both_1, -y, p - y))
+    divisor = jnp.where(both_0, 1 - p, jnp.where(both_1, p, p * (1 - p)))
+    return dy * (dividend / divisor), dy * (_log(1 - p) - _log(p))
+
+
+def _log(x):
+    """Return `ln x` without its infinite slope at 0. That slope times a cotangent of 0 would be NaN."""
+    at_zero = x == 0
+    return jnp.where(at_zero, -jnp.inf, jnp.log(jnp.where(at_zero, 1.0, x)))
+
+
+def _sigmoid_binary_cross_entropy(logits, labels):
+    def term(label, logits):
+        return _x_times_log(label, jax.nn.log_sigmoid(logits), (label == 0) & (logits == -jnp.inf))
+
+    return -term(labels, logits) - term(1 - labels, -logits)
+
+
+_MEAN_SQUARED_ERROR = _mean_loss("mean_squared_error", jnp.square, lambda error: 2 * error)
+_MEAN_ABSOLUTE_ERROR = _mean_loss("mean_absolute_error", lambda error: error * jnp.sign(error), jnp.sign)
+_HUBER = Elementwise("huber", _huber, _huber_gradients)
+_BINARY_CROSS_ENTROPY = Elementwise(
+    "binary_cross_entropy",
+    lambda probabilities, labels: -_x_log_y(labels, probabilities) - _x_log_y(1 - labels, 1 - probabilities),
+    _binary_cross_entropy_gradients,
+    # On a GPU, autodiff reuses the forward's logarithms and needs half as many. Without the forward, the formula is as
+    # fast.
+    fastest=KEPT_ON_GPU,
+)
+_SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
+    "sigmoid_binary_cross_entropy",
+    _sigmoid_binary_cross_entropy,
+    lambda dy, logits, labels: (dy * (jax.nn.sigmoid(logits) - labels), -dy * logits),
+)
+
+
+def _kl_divergence(log_predictions, targets):
+    q, p = widen(log_predictions), widen(targets)
+    possible = jnp.where(p == 0, 0.0, q)
+    return jnp.sum(_x_log_y(p, p) - p * possible, axis=-1).astype(log_predictions.dtype)
+
+
+def _kl_gradients(dy, log_predictions, targets):
+    q, p = log_predictions, targets
+    return -dy * p, dy * jnp.where((p == 0) & (q == -jnp.inf), -jnp.inf, jnp.log(p) - q + 1)
+
+
+def _kl_formula(dy, log_predictions, targets):
+    wide = map(widen, (dy[..., None], log_predictions, targets))
+    return tuple(g.astype(dy.dtype) for g in _kl_gradients(*wide))
+
+
+def _kl_kernel(dy, log_predictions, targets):
+    return elementwise(_kl_gradients, dy[..., None], log_predictions, targets)
+
+
+_KL_DIVERGENCE = fused_pair(
+    _kl_divergence,
+    {"xla": _kl_formula, "pallas": _kl_kernel},
+    name="kl_divergence",
+    examples=leading(0, 1, 2, features=0),
+)
+
+
+def _loss(op, implementation, options: Mapping[str, float] = {}, **arrays):
+    """Check the named arrays and call a loss or its backward. All have one floating dtype and one shape, but `dy` has
+    the loss's."""
+    values = dict(zip(arrays, checks.floating(op.name, **arrays), strict=True))
+    (first, like), *others = ((name, a) for name, a in values.items() if name != "dy")
+    for name, a in others:
+        if a.shape != like.shape:
+            raise ValueError(f"{op.name}: {name} has shape {a.shape}; wants {like.shape}, as {first}")
+    shape = () if op.name.startswith("mean_") else like.shape
+    if op.name.startswith("kl_divergence"):
+        if like.ndim == 0:
+            raise ValueError(f"{op.name}: {first} has shape (); wants (..., classes)")
+        shape = like.shape[:-1]
+    if "dy" in values:
+        checks.shape(op.name, "dy", values["dy"], *shape)
+    return op(*values.values(), implementation=implementation, **options)
+
+
+def mean_squared_error(
+    predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
+) -> Float[Array, ""]:
+    """Mean squared error, `loss = 1/n Σᵢ (predictionsᵢ - targetsᵢ)²`, over all n elements.
+
+    Raises:
+      TypeError: arguments that are not of one floating dtype.
+      ValueError: shapes that differ. Nothing is broadcast.
+    """
+    return _loss(_MEAN_SQUARED_ERROR, implementation, predictions=predictions, targets=targets)
+
+
+def mean_squared_error_backward(
+    dy: Float[AnyArray, ""], predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
+) -> Gradients:
+    """Gradients of `mean_squared_error`: `dpredictionsᵢ = 2/n dy (predictionsᵢ - targetsᵢ)`. `dtargets` is its
+    negative."""
+    return _loss(_MEAN_SQUARED_ERROR.vjp, implementation, dy=dy, predictions=predictions, targets=targets)
+
+
+def mean_absolute_error(
+    predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
+) -> Float[Array, ""]:
+    """Mean absolute error, `loss = 1/n Σᵢ |predictionsᵢ - targetsᵢ|`, over all n elements.
+
+    Raises:
+      TypeError, ValueError: as in `mean_squared_error`.
+    """
+    return _loss(_MEAN_ABSOLUTE_ERROR, implementation, predictions=predictions, targets=targets)
+
+
+def mean_absolute_error_backward(
+    dy: Float[AnyArray, ""], predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
+) -> Gradients:
+    """Gradients of `mean_absolute_error`: `dpredictionsᵢ = dy/n sign(predictionsᵢ - targetsᵢ)`, 0 where they are equal.
+    `dtargets` is its negative."""
+    return _loss(_MEAN_ABSOLUTE_ERROR.vjp, implementation, dy=dy, predictions=predictions, targets=targets)
+
+
+def huber(
+    predictions: AnyFloats, targets: AnyFloats, delta: float = 1.0, *, implementation: Implementation = None
+) -> Floats:
+    """Huber loss, `½ e² where |e| <= delta, else delta (|e| - ½ delta)`, element by element, where
+    `e = predictions - targets` is the error.
+
+    Raises:
+      TypeError, ValueError: as in `mean_squared_error`; also a ValueError if delta is not a number of at least 0.
+
+    Source: P. Huber, "Robust estimation of a location parameter", 1964.
+    """
+    delta = checks.number("huber", "delta", delta, 0.0)
+    return _loss(_HUBER, implementation, dict(delta=delta), predictions=predictions, targets=targets)
+
+
+def huber_backward(
+    dy: AnyFloats,
+    predictions: AnyFloats,
+    targets: AnyFloats,
+    delta: float = 1.0,
+    *,
+    implementation: Implementation = None,
+) -> Gradients:
+    """Gradients of `huber`: `dpredictions = dy min(max(e, -delta), delta)`. `dtargets` is its negative."""
+    delta = checks.number("huber_backward", "delta", delta, 0.0)
+    return _loss(_HUBER.vjp, implementation, dict(delta=delta), dy=dy, predictions=predictions, targets=targets)
+
+
+def binary_cross_entropy(
+    probabilities: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
+) -> Floats:
+    """Cross-entropy of probabilities, `loss = -y ln p - (1 - y) ln(1 - p)`, element by element.
+
+    For logits, `sigmoid_binary_cross_entropy` is more accurate. p is not clamped: a loss may be infinite, and a correct
+    probability of 0 or 1 has the loss 0.
+
+    Args:
+      probabilities: p, in [0, 1].
+      labels: y, in [0, 1].
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Raises:
+      TypeError, ValueError: as in `mean_squared_error`.
+    """
+    return _loss(_BINARY_CROSS_ENTROPY, implementation, probabilities=probabilities, labels=labels)
+
+
+def binary_cross_entropy_backward(
+    dy: AnyFloats, probabilities: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
+) -> Gradients:
+    """Gradients of `binary_cross_entropy` with respect to p and y: `dy (p - y) / (p (1 - p))` and
+    `dy (ln(1 - p) - ln p)`.
+
+    At any p, the first is dy times `1 / (1 - p)` for y = 0, and dy times `-1 / p` for y = 1. The second is infinite at
+    p = 0 and p = 1.
+    """
+    return _loss(_BINARY_CROSS_ENTROPY.vjp, implementation, dy=dy, probabilities=probabilities, labels=labels)
+
+
+def sigmoid_binary_cross_entropy(
+    logits: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
+) -> Floats:
+    """Cross-entropy of logits, `loss = -y ln σ(x) - (1 - y) ln σ(-x)`, element by element, computed without overflow.
+
+    A correct infinite logit has a loss of 0.
+
+    Args:
+      logits: x.
+      labels: y, in [0, 1].
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Raises:
+      TypeError, ValueError: as in `mean_squared_error`.
+    """
+    return _loss(_SIGMOID_BINARY_CROSS_ENTROPY, implementation, logits=logits, labels=labels)
+
+
+def sigmoid_binary_cross_entropy_backward(
+    dy: AnyFloats, logits: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
+) -> Gradients:
+    """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy (σ(x) - y)`, `dlabels = -dy x`."""
+    return _loss(_SIGMOID_BINARY_CROSS_ENTROPY.vjp, implementation, dy=dy, logits=logits, labels=labels)
+
+
+def kl_divergence(
+    log_predictions: Float[AnyArray, "*batch classes"],
+    targets: Float[AnyArray, "*batch classes"],
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch"]:
+    """Kullback-Leibler divergence, `loss = Σ_k p_k (ln p_k - q_k)` over the last axis, where q is the logarithm of the
+    predictions.
+
+    A term with p_k = 0 is 0.
+
+    Args:
+      log_predictions: q, with any leading axes, and the classes last.
+      targets: p, probabilities.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Raises:
+      TypeError, ValueError: as in `mean_squared_error`.
+
+    Source: S. Kullback and R. Leibler, "On information and sufficiency", 1951.
+    """
+    return _loss(_KL_DIVERGENCE, implementation, log_predictions=log_predictions, targets=targets)
+
+
+def kl_divergence_backward(
+    dy: Float[AnyArray, "*batch"],
+    log_predictions: Float[AnyArray, "*batch classes"],
+    targets: Float[AnyArray, "*batch classes"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
+    """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`. dp_k is infinite where p_k is
+    0."""
+    return _loss(_KL_DIVERGENCE.vjp, implementation, dy=dy, log_predictions=log_predictions, targets=targets)

@@ -1,0 +1,27 @@
+"""Changes of shape."""
+
+import math
+
+from jax import Array
+from jaxtyping import Shaped
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+
+
+def flatten(x: Shaped[AnyArray, "batch ..."]) -> Shaped[Array, "batch features"]:
+    """Reshape `(batch, ...) -> (batch, features)`. The backward is a reshape, too, so JAX's autodiff computes it.
+
+    Args:
+      x: any dtype, at least one axis.
+
+    Returns:
+      The same elements in row-major order, one row per example.
+
+    Raises:
+      TypeError, ValueError: x is not an array, or has no axis.
+    """
+    x = checks.array("flatten", "x", x)
+    if x.ndim == 0:
+        raise ValueError("flatten: x has shape (); wants (batch, ...)")
+    return x.reshape(x.shape[0], math.prod(x.shape[1:]))

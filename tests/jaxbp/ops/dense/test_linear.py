@@ -1,0 +1,104 @@
+"""The dense layer."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    assert_close,
+    assert_numerical_gradients_agree,
+    cuda_program,
+    every_implementation,
+    gradients_of,
+    normal,
+)
+
+from jaxbp import linear, linear_backward
+from jaxbp.ops.dense.linear import forward_in_float32, parameter_gradients_in_float32
+
+
+@every_implementation
+def test_numerical_gradients_agree_to_a_thousandth(implementation):
+    # Linear in each argument, so that a large step costs nothing and rounds least.
+    assert_numerical_gradients_agree(linear, normal((3, 5), (2, 5), (2,)), step=0.5, implementation=implementation)
+
+
+@pytest.mark.parametrize("batch", [(), (4,), (2, 1, 3)], ids=str)
+@every_implementation
+def test_gradients_sum_over_all_leading_axes(batch, implementation):
+    x, w, b, dy = normal((*batch, 5), (2, 5), (2,), (*batch, 2))
+    rows_dy, rows_x = np.asarray(dy, np.float64).reshape(-1, 2), np.asarray(x, np.float64).reshape(-1, 5)
+    expected = (np.reshape(rows_dy @ w, x.shape), rows_dy.T @ rows_x, rows_dy.sum(0))
+    assert_close(gradients_of(linear, (x, w, b), [dy], implementation=implementation), expected, "float32")
+    assert_close(linear_backward(dy, x, w, implementation=implementation), expected, "float32")
+
+
+@every_implementation
+def test_without_a_bias_the_other_gradients_are_the_same(implementation):
+    x, w, dy = normal((3, 5), (2, 5), (3, 2))
+    expected = gradients_of(linear, (x, w, jnp.zeros(2)), [dy], implementation=implementation)[:2]
+    assert_close(gradients_of(linear, (x, w), [dy], implementation=implementation), expected, "float32")
+
+
+@pytest.mark.parametrize("batch", [(0,), (2, 0)], ids=str)
+@every_implementation
+def test_an_empty_batch_has_zero_gradients_in_the_parameters(batch, implementation):
+    arrays = (jnp.zeros((*batch, 5)), *normal((2, 5), (2,)))
+    dx, dw, db = gradients_of(linear, arrays, [jnp.zeros((*batch, 2))], implementation=implementation)
+    assert dx.shape == (*batch, 5)
+    np.testing.assert_array_equal(dw, np.zeros((2, 5)))
+    np.testing.assert_array_equal(db, np.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "default", "precision", "found"),
+    [
+        ("float32", "highest", None, "mosaic_gpu"),
+        ("float32", None, "highest", "mosaic_gpu"),
+        ("float32", "highest", "default", "dot_general"),
+        ("float32", "tensorfloat32", None, "dot_general"),
+        ("float32", None, None, "dot_general"),
+        ("bfloat16", "highest", None, "dot_general"),
+    ],
+)
+def test_the_librarys_products_are_taken_where_the_tensor_cores_are_allowed(dtype, default, precision, found):
+    arrays = [a.astype(dtype) for a in normal((3, 2), (3, 5), (2, 5))]
+    with jax.default_matmul_precision(default):
+        backward = functools.partial(linear_backward, precision=precision, implementation="pallas")
+        program = cuda_program(backward, *arrays)
+    assert [name for name in ("mosaic_gpu", "dot_general") if name in program] == [found]
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "xla", None])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_a_gpu_half_precisions_are_summed_in_float32(dtype, implementation):
+    x, w, b, dy = [a.astype(dtype) for a in normal((3, 5), (2, 5), (2,), (3, 2))]
+    forward = functools.partial(linear, implementation=implementation)
+    for gradients in (
+        lambda: linear_backward(dy, x, w, implementation=implementation),
+        lambda: jax.vjp(forward, x, w, b)[1](dy),
+    ):
+        sums = [line for line in cuda_program(gradients).splitlines() if "stablehlo.reduce(" in line]
+        assert sums and all("xf32>, tensor<f32>)" in line for line in sums)
+
+
+@every_implementation
+def test_products_on_the_tensor_cores_compute_the_same(implementation):
+    x, w, dy = normal((3, 5), (2, 5), (3, 2))
+    options = dict(precision="default", implementation=implementation)
+    assert_close(linear_backward(dy, x, w, **options), (dy @ w, dy.T @ x, dy.sum(0)), 1e-2)
+
+
+def test_in_float32_half_precisions_are_rounded_once():
+    x, w, b, dy = (a.astype("bfloat16") for a in normal((100, 64), (128, 64), (128,), (100, 128)))
+    wide_x, wide_w, wide_b, wide_dy = (np.asarray(a, np.float64) for a in (x, w, b, dy))
+    z = forward_in_float32(x, w, b)
+    assert z.dtype == jnp.bfloat16
+    assert_close(z, wide_x @ wide_w.T + wide_b, 4e-3)
+    for dtype, tolerance in ((None, 4e-3), (jnp.float32, 1e-6)):
+        dw, db = parameter_gradients_in_float32(dy, x, dtype=dtype)
+        assert dw.dtype == (dtype or x.dtype) and db.dtype == jnp.float32
+        assert_close(dw, wide_dy.T @ wide_x, tolerance)
+        assert_close(db, wide_dy.sum(0), 1e-6)

@@ -1,0 +1,158 @@
+"""The dense layers and the loss in one: equal to the ops one by one, kernels where they fit, and what is refused."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, cuda_program, every_implementation, normal
+
+import jaxbp
+from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
+
+SIZES = (12, 9, 7, 5)
+
+
+def arguments(sizes=SIZES, batch=(2, 3), dtype="float32"):
+    """x, labels and the layers."""
+    x, *layers = normal((*batch, sizes[0]), *(s for n, m in itertools.pairwise(sizes) for s in ((m, n), (m,))))
+    labels = np.random.default_rng(1).integers(0, sizes[-1], batch, np.int32)
+    return x.astype(dtype), jnp.asarray(labels), *(a.astype(dtype) for a in layers)
+
+
+def one_by_one(x, labels, *layers):
+    for i in range(0, len(layers), 2):
+        x = jaxbp.linear(x, *layers[i : i + 2], implementation="autodiff")
+        x = x if i == len(layers) - 2 else jax.nn.relu(x)
+    return jaxbp.softmax_cross_entropy(x, labels, implementation="autodiff"), jnp.argmax(x, axis=-1)
+
+
+@every_implementation
+@pytest.mark.parametrize("sizes", [SIZES, (12, 5)], ids=["three layers", "one layer"])
+def test_losses_classes_and_gradients_are_those_of_the_ops_one_by_one(implementation, sizes):
+    x, labels, *layers = arguments(sizes)
+    options = dict(implementation=implementation)
+    loss, classes = jaxbp.mlp_softmax_cross_entropy_with_classes(x, labels, *layers, **options)
+    expected, expected_classes = one_by_one(x, labels, *layers)
+    assert_close(loss, expected, 1e-6)
+    np.testing.assert_array_equal(classes, expected_classes)
+
+    (dy,) = normal(labels.shape, seed=2)
+    gradients = jaxbp.mlp_softmax_cross_entropy_backward(dy, x, labels, *layers, **options)
+    vjp = jax.vjp(lambda x, *layers: one_by_one(x, labels, *layers)[0], x, *layers)[1]
+    assert_close(gradients, vjp(dy), 1e-6)
+
+
+@every_implementation
+@pytest.mark.parametrize("label", [-1, 5])
+def test_a_label_that_is_no_class_makes_its_loss_and_gradients_nan(implementation, label):
+    x, labels, *layers = arguments(batch=(3,))
+    loss, vjp = jax.vjp(
+        lambda x: jaxbp.mlp_softmax_cross_entropy(x, labels.at[1].set(label), *layers, implementation=implementation), x
+    )
+    (dx,) = vjp(jnp.ones_like(loss))
+    assert np.isnan(loss).tolist() == np.isnan(dx).any(axis=1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("batch", [3, 1025])  # below and above what one kernel does at once
+@every_implementation
+def test_an_example_that_a_mask_leaves_out_has_no_part_in_the_gradients(implementation, batch, on_hopper):
+    x, labels, *layers = arguments(batch=(batch,))
+
+    @jax.jit
+    def gradients(x, labels, *layers):
+        def masked(x, *layers):
+            loss = jaxbp.mlp_softmax_cross_entropy(x, labels, *layers, implementation=implementation)
+            return jnp.sum(jnp.where(labels >= 0, loss, 0))
+
+        return jax.grad(masked, range(1 + len(layers)))(x, *layers)
+
+    with jax.default_matmul_precision("default"):  # with which kernels, or what they compute in jnp, are taken
+        dx, *found = gradients(x, labels.at[1].set(-100), *layers)
+    expected = jaxbp.mlp_softmax_cross_entropy_backward(
+        jnp.ones(batch).at[1].set(0), x, labels, *layers, implementation="autodiff"
+    )
+    assert_close((dx, *found), expected, 1e-5)
+    np.testing.assert_array_equal(dx[1], 0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "precision", "kernels"),
+    [
+        (SIZES, "float32", None, 2),
+        (SIZES, "float32", "highest", 0),
+        (SIZES, "bfloat16", None, 0),
+        ((12, 600, 5), "float32", None, 0),
+    ],
+)
+def test_kernels_are_there_for_tf32_where_the_layers_fit(sizes, dtype, precision, kernels):
+    x, labels, *layers = arguments(sizes, (64,), dtype)
+
+    def loss(x):
+        options = dict(precision=precision, implementation="pallas")
+        return jaxbp.mlp_softmax_cross_entropy(x, labels, *layers, **options).sum()
+
+    with jax.default_matmul_precision("default"):
+        assert cuda_program(jax.grad(loss), x).count("custom_call @mosaic_gpu") == kernels
+
+
+@pytest.mark.parametrize(
+    ("implementation", "batch", "precision", "saved"),
+    [
+        ("xla", 64, "default", mlp.Rows),
+        ("pallas", 64, "default", mlp.WideRowsAndGradients),
+        ("pallas", 2048, "default", mlp.WideRows),
+        ("pallas", 64, "highest", mlp.Rows),
+    ],
+)
+def test_what_the_forward_saves_says_which_backward_follows(implementation, batch, precision, saved, on_hopper):
+    save = {"xla": mlp._save, "pallas": mlp._save_kernel}[implementation]
+    _, (found,) = jax.eval_shape(functools.partial(save, precision=precision), *arguments(batch=(batch,)))
+    assert type(found) is saved
+
+
+@pytest.mark.parametrize("device", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
+@pytest.mark.parametrize("implementation", ["pallas", None])
+def test_kernels_of_the_tensor_cores_are_hoppers_alone(implementation, device):
+    x, labels, *layers = arguments(batch=(64,))
+
+    def loss(x):
+        return jaxbp.mlp_softmax_cross_entropy(x, labels, *layers, implementation=implementation).sum()
+
+    with jax.default_matmul_precision("default"), targeting(device):
+        count = cuda_program(jax.grad(loss), x).count("custom_call @mosaic_gpu")
+    assert count == (2 if device is HOPPER else 0)
+
+
+X, LABELS, *LAYERS = arguments()
+REFUSED = {
+    "no layer": ((X, LABELS), ValueError, "layers are 0 arrays; wants w and b of each layer, at least of one"),
+    "a weight without a bias": ((X, LABELS, LAYERS[0]), ValueError, "layers are 1 arrays; wants w and b of each layer"),
+    "layers that do not follow": (
+        (X, LABELS, *LAYERS[:2], *LAYERS[4:]),
+        ValueError,
+        "layers[2] has shape (5, 7); wants (out_features, 9)",
+    ),
+    "a bias of another layer": ((X, LABELS, LAYERS[0], LAYERS[3]), ValueError, "layers[1] has shape (7,); wants (9,)"),
+    "one label for all": ((X, LABELS[0], *LAYERS), ValueError, "labels has shape (3,); wants (2, 3)"),
+    "labels that are weights": (
+        (X, LABELS.astype(jnp.float32), *LAYERS),
+        TypeError,
+        "labels has dtype float32; wants integers, one class per example",
+    ),
+    "another dtype": (
+        (X.astype(jnp.bfloat16), LABELS, *LAYERS),
+        TypeError,
+        "layers[0] has dtype float32; wants bfloat16, the dtype of x",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(given, error, message):
+    with pytest.raises(error, match=re.escape(f"mlp_softmax_cross_entropy: {message}")):
+        jaxbp.mlp_softmax_cross_entropy(*given)
