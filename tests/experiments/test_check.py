@@ -13,7 +13,7 @@ PAIR = jaxbp.Pair(jnp.sin, {"xla": lambda dy, x: dy * jnp.cos(x).at[2].add(jnp.n
 
 
 def wrong(x, *, implementation=None):
-    """An op with a mistake in one element."""
+    """Op with a mistake in one element."""
     return PAIR(x, implementation=implementation)
 
 

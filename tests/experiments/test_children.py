@@ -1,4 +1,4 @@
-"""Tasks in processes: in order, whatever dies or hangs."""
+"""Tasks in child processes: their results come in order, even if a process dies or hangs."""
 
 import os
 import sys
@@ -49,6 +49,6 @@ def test_processes_go_on_with_other_tasks_and_end_with_their_parent(monkeypatch)
 def test_a_process_that_does_not_start_is_an_error(monkeypatch):
     absent = types.ModuleType("absent")
     exec("def work(task): pass", vars(absent))
-    monkeypatch.setitem(sys.modules, "absent", absent)  # in this process alone
+    monkeypatch.setitem(sys.modules, "absent", absent)  # only in this process
     with pytest.raises(RuntimeError, match="did not start: exit code 1"):
         list(in_children(absent.work, [1], processes=1, limit=60))

@@ -1,4 +1,4 @@
-"""The real thing: processes that are killed while they train."""
+"""Processes that are killed while they train."""
 
 import functools
 import os
@@ -38,10 +38,10 @@ train.train(ToyConfig(run_dir=path, resume=has_begun, epochs=int(sys.argv[2])))
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    """Returns a function that makes the command of a process, which begins the toy experiment or goes on with it."""
+    """Return a function that makes the command of a process, which starts or resumes the toy experiment."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "experiments"))))
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-    # A process that is killed may leave half a compiled program, of which others would be warned.
+    # A killed process may leave half a compiled program, and JAX would warn the other tests of it.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
     return lambda run_dir, pause=PAUSE: [sys.executable, "-c", SCRIPT, str(run_dir), str(EPOCHS), str(pause)]
 

@@ -1,4 +1,4 @@
-"""Processes under compute-sanitizer, of which a script with its messages takes the place."""
+"""Processes under compute-sanitizer, which a script that prints its messages replaces."""
 
 import json
 import sys

@@ -23,10 +23,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def default_run(tmp_path_factory):
-    """`python -m experiments.train lenet`, with nothing else said: its output, and the folder it ran in."""
+    """Run `python -m experiments.train lenet` with the defaults. Return its output and its working folder."""
     folder = tmp_path_factory.mktemp("default")
-    # Without the tests' XLA flags, which are for fast compilation of what runs briefly, and without their compiled
-    # programs: JAX warns of one that another process is writing, or was killed while writing.
+    # The tests' XLA flags suit programs that run briefly, so this run drops them. It also drops the compilation cache,
+    # because JAX warns of a program that another process is writing, or was killed while writing.
     of_tests = "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"
     environment = {name: value for name, value in os.environ.items() if name not in of_tests}
     environment["PYTHONPATH"] = str(ROOT)
@@ -34,7 +34,7 @@ def default_run(tmp_path_factory):
     finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert finished.returncode == 0, finished.stderr
     if jax.default_backend() == "cpu":
-        assert finished.stderr == ""  # no library warns of anything
+        assert finished.stderr == ""  # no warnings
     return finished.stdout, folder
 
 
@@ -130,7 +130,7 @@ def test_help_lists_the_experiments(capsys):
 
 
 def test_help_breaks_no_sentence():
-    # tyro breaks the help of a setting where its docstring has a line's end.
+    # In the help of a setting, tyro breaks the line wherever the docstring does.
     modules = [ast.parse(file.read_text()) for file in (ROOT / "experiments").rglob("*.py")]
     nodes = [node for module in modules for node in ast.walk(module) if isinstance(node, ast.ClassDef)]
     configs = [node for node in nodes if node.name.endswith("Config")]
@@ -179,7 +179,7 @@ def test_the_result_is_a_file_with_what_was_measured_where(toy_config, tmp_path,
     monkeypatch.setattr(configs, "EXPERIMENTS", {"toy": toy_config})
     path, run_dir = tmp_path / "toy.json", tmp_path / "run"
     args = ["toy", "--epochs", "3", "--run-dir", str(run_dir), "--json", str(path)]
-    for options in ([], ["--resume"]):  # finished runs are not trained once more
+    for options in ([], ["--resume"]):  # a finished run is not trained again
         path.unlink(missing_ok=True)
         assert train.main([*args, *options]) == 0
         result = json.loads(path.read_text())
@@ -199,7 +199,7 @@ def test_the_result_is_a_file_with_what_was_measured_where(toy_config, tmp_path,
 
 @pytest.fixture
 def run(toy_config, tmp_path, monkeypatch):
-    """Runs the toy experiment's command line in a folder."""
+    """Return a function that runs the toy experiment's command line in a folder."""
     monkeypatch.setattr(configs, "EXPERIMENTS", {"toy": toy_config, "lenet": LeNetConfig})
     return lambda *args: train.main([*args, "--run-dir", str(tmp_path / "run")])
 

@@ -89,7 +89,7 @@ def test_every_experiment_on_images_can_distort_before_it_shifts(config):
 def test_every_experiment_on_images_can_shift_and_need_not(config):
     assert config(shift=0).augmentation() is None
     shifts_by_itself = config().augmentation() is not None
-    assert shifts_by_itself == (config.name == "logic-conv")  # its sizes determine the shifts
+    assert shifts_by_itself == (config.name == "logic-conv")  # it shifts images by default
     images = jnp.ones((1, 1, 28, 28))
     moved = config(shift=27).augmentation()(jax.random.key(0), images, 0)
     assert moved.shape == images.shape and 0 < moved.sum() < 28 * 28

@@ -1,4 +1,4 @@
-"""The references send a gradient to the first of equal numbers, and to the first NaN."""
+"""The references route a gradient to the first of equal numbers, and to the first NaN."""
 
 import jax
 import jax.numpy as jnp

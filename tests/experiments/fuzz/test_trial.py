@@ -1,4 +1,4 @@
-"""What is no nearer than rounding allows is right; a mistake is found where the right gradient is 0 or large."""
+"""Differences that rounding explains pass. Mistakes are found where the correct gradient is 0 or large."""
 
 import dataclasses
 
@@ -59,7 +59,7 @@ def test_a_forgotten_term_is_found_also_where_the_gradient_is_0(columns):
 
 @pytest.mark.parametrize(("dy", "found"), [(2e3, True), (8e3, False)])
 def test_a_sum_may_overflow_where_autodiff_nearly_does(dy, found):
-    """80 dy - 76 dy, of terms in float16; autodiff adds them in float32."""
+    """The terms of 80 dy - 76 dy are in float16. Autodiff adds them in float32."""
     forward = lambda x: ((wide := widen(x)) * 80 - 76 * wide).astype(x.dtype)  # noqa: E731
     entry = of_one_argument(forward, lambda dy, x: 80 * dy - 76 * dy)
     message = judged(entry, [np.ones(3, np.float16)], np.full(3, dy, np.float16))

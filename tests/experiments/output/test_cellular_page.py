@@ -1,4 +1,4 @@
-"""The live page: its script alone in Node, and the whole page in a browser without a window, bit for bit as Python."""
+"""The live page: its script in Node, and the whole page in a headless browser, give the same bits as Python."""
 
 import importlib.util
 import json
@@ -46,7 +46,7 @@ every_automaton = pytest.mark.parametrize(("automaton", "state", "target"), AUTO
 
 
 def damage(state):
-    """What the page's first click on the grid's centre leaves."""
+    """Return the state after the page's first click on the center of the grid."""
     height, width, _ = state.shape
     size = max(1, min(height, width) // 4)
     top, left = height // 2 - (size - 1) // 2, width // 2 - (size - 1) // 2
@@ -98,7 +98,7 @@ def test_the_page_in_a_browser_heals_what_a_click_destroys(tmp_path):
     automaton, state, target = AUTOMATA["a checkerboard"]
     path = tmp_path / "page.html"
     write_page(path, automaton, state, target, "Heals")
-    # A container has no sandbox of its own to give.
+    # A container cannot provide Chromium's sandbox.
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--dump-dom", f"{path.as_uri()}#test={TICKS}"]
     page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout

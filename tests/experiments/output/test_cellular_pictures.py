@@ -1,4 +1,4 @@
-"""Pictures of runs: every frame of a GIF is the state, and a strip shows ticks of each run."""
+"""Pictures of runs. Every frame of a GIF is a state, and a strip shows the ticks of each run."""
 
 import io
 
@@ -30,7 +30,7 @@ def colours_of(states, visible):
 
 
 def frames_of(gif):
-    """Its frames as pictures of a cell a pixel."""
+    """Yield the frames of a GIF as arrays of RGB values."""
     image = Image.open(io.BytesIO(gif))
     for number in range(image.n_frames):
         image.seek(number)

@@ -1,4 +1,4 @@
-"""What training on several devices costs: timed here, and read off programs for eight GPUs that are not there."""
+"""The cost of training on several devices: timed here, and read from programs compiled for eight absent GPUs."""
 
 import json
 import subprocess
@@ -23,11 +23,12 @@ def test_devices_share_the_kernels_and_sum_the_gradients_once(tmp_path):
     rows = json.loads(found.read_text())["rows"]
     assert [row["overlapping"] for row in rows] == [False, True] * 3
     for row in rows:
-        # No array of examples goes from device to device: that would be an all-gather.
+        # Moving examples between devices would be an all-gather.
         assert row["collectives"].keys() == {"all-reduce"} and row["kernels"] >= 6
         sums = row["collectives"]["all-reduce"]
         assert sums > 1 and row["kernels_meanwhile"] > 0 if row["overlapping"] else sums == 1
-    # LeNet's parameters, some of them in rows that are filled up; four coefficients a gate; and the loss.
+    # LeNet's sum contains its parameters, some of them in padded rows. The logic networks' sums contain the coefficients of
+    # each gate and the loss.
     assert 44_426 < rows[0]["bytes"] // 4 < 1.2 * 44_426
     assert [row["bytes"] for row in rows[2::2]] == [4 * (4 * 6 * gates + 1) for gates in (8000, 64000)]
 

@@ -1,4 +1,4 @@
-"""Workloads under Nsight Compute, whose place a script takes."""
+"""Workloads under Nsight Compute, which a script replaces."""
 
 import json
 import os

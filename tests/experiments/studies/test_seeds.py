@@ -1,4 +1,4 @@
-"""Runs over several seeds: their rows, and what is added for circuits."""
+"""Runs over several seeds: their rows, and the fields that circuits add."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Experiments on automata: they learn, resume, and report what the hardened circuit does."""
+"""Experiments on automata: they learn, resume, and report how the hardened circuit behaves."""
 
 import dataclasses
 import hashlib
@@ -21,7 +21,7 @@ from jaxbp import CellularCircuit, Netlist
 
 @pytest.fixture(scope="module")
 def finished(tiny_automaton, tmp_path_factory):
-    """A whole run: its config, and what it printed."""
+    """Train a whole run. Return its config and its output."""
     config = tiny_automaton(run_dir=tmp_path_factory.mktemp("automaton") / "run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "TIMED_SECONDS", 0.01)
@@ -79,7 +79,7 @@ def test_a_run_resumes_to_the_same_bits(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "REPORTS", {})
     train.train(config)
     lines = [(c.run_dir / "metrics.jsonl").read_text().splitlines()[-1] for c in (whole, config)]
-    assert lines[0] != lines[1]  # other times
+    assert lines[0] != lines[1]  # the times differ
     assert metrics(config) == metrics(whole) and len(metrics(whole)) == 4
 
 
@@ -111,7 +111,7 @@ def test_every_setting_is_an_option_of_the_command_line(tmp_path):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Squares(CheckerboardConfig):
-    """What the checkerboard of `cells.py` grows."""
+    """Experiment whose pattern is the one that the checkerboard of `cells.py` grows."""
 
     grid: ClassVar = (6, 5)
     channels: ClassVar = 2

@@ -1,4 +1,4 @@
-"""A folder with everything, and its checksums. What damage to it does is in `test_damage.py`."""
+"""A checkpoint is a folder with all files and their checksums. `test_damage.py` tests damaged checkpoints."""
 
 import dataclasses
 import json

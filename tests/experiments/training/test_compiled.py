@@ -1,4 +1,4 @@
-"""Hardened networks as compiled C: what `evaluate` and `run` give is tested beside these; here, how fast it is."""
+"""The speed of hardened networks as compiled C. The tests of circuits cover the results of `evaluate` and `run`."""
 
 import shutil
 

@@ -10,7 +10,7 @@ from experiments.training.loop import Metrics
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that are saved."""
+    """Return a list that collects the saved figures."""
     figures, save = [], figure.Figure.savefig
 
     def remember(self, *args, **options):

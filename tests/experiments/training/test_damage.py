@@ -1,7 +1,7 @@
-"""Every file of a run damaged in every way: the run goes on to the same bits, or says in one line why it cannot.
+"""Every file of a run is damaged in every way. The run then resumes to the same bits, or prints a one-line error.
 
-All of it goes through the command line's `main`. What takes long is done once: the toy model is compiled for the first
-case, the picture of the curves is a stand-in, and nothing waits for the disk.
+Every case goes through the command line's `main`. To save time, the toy model is compiled once, a stand-in replaces the
+picture of the curves, and nothing waits for the disk.
 """
 
 import errno
@@ -19,12 +19,12 @@ from experiments.training import checkpoints, curves, run_directory
 from experiments.training.loop import TIMINGS
 
 POSITIONS = 2
-"""Where a bit is flipped, evenly over a file."""
+"""Positions at which a bit is flipped, evenly spread over a file."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick(toy_config, prepared_once, tmp_path_factory):
-    """The toy experiment on the command line, compiled once; the same arrays are written by Orbax once."""
+    """Add the toy experiment to the command line. It is compiled once, and Orbax writes equal arrays once."""
     save, written = checkpoints.save_state, []
 
     def saved(path, arrays):
@@ -46,7 +46,7 @@ def quick(toy_config, prepared_once, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(toy_config, tmp_path_factory):
-    """A finished run, and one that died in its last epoch; both to be read only."""
+    """Return a finished run and a run that died in its last epoch. Tests only read them."""
     folder = tmp_path_factory.mktemp("runs")
     train.train(toy_config(run_dir=folder / "finished"))
     write = run_directory.RunDirectory.save
@@ -67,7 +67,7 @@ def contents(run_dir):
 
 
 def outcome(run_dir):
-    """What a run came to: its metrics but for the clock's, its parameters and state, and its other files."""
+    """Return the outcome of a run: its metrics without times, its parameters and state, and its other files."""
     checkpoint = run_directory.newest(run_dir)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert lines == checkpoint.metrics
@@ -94,13 +94,13 @@ PLACES = {
     "finished": ("config.json", "metrics.jsonl", "curves.png", "files.sha256", "checkpoints/3", "checkpoints/4"),
     "cut": ("config.json", "metrics.jsonl", "checkpoints/2", "checkpoints/3"),
 }
-"""Run -> its files, and folders of which every file is damaged."""
+"""Run -> the files, and the folders whose files, that are damaged."""
 NEWEST = {"finished": "checkpoints/4", "cut": "checkpoints/3"}
 CASES = [(run, place) for run, places in PLACES.items() for place in places]
 
 
 def files_at(run_dir, place):
-    """The files of a place, by their paths in the run."""
+    """Return the files at an entry of `PLACES`, as paths relative to the run."""
     path = run_dir / place
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     return [str(file.relative_to(run_dir)) for file in files if file.stat().st_size]
@@ -201,7 +201,7 @@ def test_a_renamed_checkpoint_is_not_taken_for_that_of_another_epoch(name, runs,
 
 
 def test_a_full_disk_is_said_in_one_line_and_what_is_there_goes_on(runs, tmp_path, capsys, monkeypatch):
-    for at in range(7):  # at the checkpoint, the metrics, the curves, the checksums; each file, then its folder
+    for at in range(7):  # for the checkpoint, metrics, curves and checksums: each file, then its folder
         run_dir, written = Path(shutil.copytree(runs["cut"], tmp_path / str(at))), []
 
         def full(descriptor, at=at, written=written):

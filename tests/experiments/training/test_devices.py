@@ -25,7 +25,7 @@ def noise(train=48, test=21):
 
 
 def run(config, dataset=None):
-    """The metrics of all epochs, and the last state."""
+    """Train. Return the metrics of all epochs and the last state."""
     prepared = training.prepare(config, dataset or config.load())
     epochs = list(training.run(prepared, prepared.state))
     return [epoch[0] for epoch in epochs], jax.tree.map(np.asarray, epochs[-1][1])
@@ -43,7 +43,8 @@ def assert_within_rounding(one, other, tolerance=1e-5):
 
 @pytest.fixture
 def sgd(monkeypatch):
-    """Lets a config's experiment train without Adam, whose step is as large for a gradient that is all rounding."""
+    """Return a function that replaces a config's optimizer by SGD. Adam takes a full step even if a gradient is only
+    rounding error."""
     return lambda config: monkeypatch.setattr(type(config), "optimizer", lambda config, steps: optax.sgd(0.1))
 
 
@@ -81,7 +82,7 @@ def test_a_step_that_is_not_finite_on_one_device_is_skipped_by_all(toy_config, s
     config = toy_config(precision="mixed_float16", epochs=2, batch_size=48)
     sgd(config)
     data = noise(train=96)
-    data.train_images[7] = np.nan  # of two steps, one has the image
+    data.train_images[7] = np.nan  # one of the two steps contains this image
     one, eight = (run(dataclasses.replace(config, devices=n), data) for n in (1, 8))
     assert [metrics.skipped_steps for metrics in eight[0]] == [1, 1]
     assert eight[0][-1].loss_scale == 2.0**13

@@ -1,4 +1,4 @@
-"""The experiment `logic`: it reaches its accuracy hardened, and reports what it learned."""
+"""The experiment `logic`: it reaches its accuracy when hardened, and reports what it learned."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from experiments.training.compiled import load
 
 @pytest.fixture(scope="module")
 def finished(gates_run):
-    """A smaller and shorter run of the command line than the default: its output and its folder."""
+    """Run the command line with a smaller network and fewer epochs. Return its output and its folder."""
     return gates_run("logic", "--levels", "2", "--gates", "1000", "--layers", "3", "--epochs", "25")
 
 

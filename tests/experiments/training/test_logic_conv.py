@@ -1,4 +1,4 @@
-"""The experiment `logic-conv`: it learns hardened, and reports what it learned."""
+"""The experiment `logic-conv`: the hardened network learns, and the run reports what it learned."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from experiments.training.compiled import load
 
 @pytest.fixture(scope="module")
 def finished(gates_run):
-    """A smaller and shorter run of the command line than the default: its output and its folder."""
+    """Run the command line with a smaller network and fewer epochs. Return its output and its folder."""
     size = ["--kernels", "8", "--levels", "1", "--tau", "2"]
     training = ["--epochs", "2", "--learning-rate", "0.1", "--shift", "0", "--devices", "1"]
     return gates_run("logic-conv", *size, *training)

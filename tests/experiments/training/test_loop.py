@@ -14,7 +14,7 @@ from jaxbp.precision import LossScale
 
 
 def run(config, dataset=None, state=None, epochs_done=0):
-    """Every epoch's metrics and a copy of its state, from the start or from `state`."""
+    """Train from the start or from `state`. Yield the metrics of every epoch and a copy of its state."""
     prepared = training.prepare(config, config.load() if dataset is None else dataset)
     start = prepared.state if state is None else jax.tree.map(jnp.array, state)
     for metrics, state, _ in training.run(prepared, start, epochs_done):
@@ -76,7 +76,7 @@ def test_training_learns(toy_config):
 
 
 def count_visits(epoch, examples=23, batch_size=5, seed=0):
-    """Trains for an epoch on a loss whose gradient counts how often each example is seen."""
+    """Train for one epoch on a loss whose gradient counts how often each example is seen."""
     state = TrainState(jnp.zeros(examples), optax.sgd(batch_size).init(jnp.zeros(examples)))
     state, losses, *_ = training.train_epoch(
         state,
@@ -102,7 +102,7 @@ def test_epochs_leave_out_different_examples():
 
 
 def losses_of_augmented(epoch, augment, seed=0):
-    """An epoch's losses, a number a step: the inputs' means, as an augmentation gives them."""
+    """Return the losses of one epoch, one per step. A loss is the mean of the augmented inputs."""
     _, losses, *_ = training.train_epoch(
         TrainState(jnp.zeros(()), optax.sgd(1.0).init(jnp.zeros(()))),
         jnp.zeros(23),
@@ -136,7 +136,7 @@ def test_an_augmentation_is_for_training_and_not_for_the_evaluation(toy_config, 
     ((metrics, state),) = run(config, dataset)
     initial, loss = training.split(*config.build(jax.random.split(jax.random.key(config.seed))[0]))
     before, after = initial["linear"], state.params["linear"]
-    np.testing.assert_array_equal(after["kernel"][...], before["kernel"][...])  # blank images have no gradient in it
+    np.testing.assert_array_equal(after["kernel"][...], before["kernel"][...])  # on blank images, its gradient is zero
     assert np.all(after["bias"][...] != before["bias"][...])
     losses, _ = loss(state.params, dataset.test_images, dataset.test_labels)
     assert metrics.test_loss == pytest.approx(float(losses.mean()), rel=1e-5)
@@ -202,7 +202,7 @@ def test_the_learning_rate_warms_up_to_its_peak_and_decays_to_nothing():
     params = jnp.zeros(())
     state = optimizer.init(params)
     for _ in range(100):
-        # Adam's step under a constant gradient of 1 is the learning rate.
+        # If the gradient is always 1, Adam's step is the learning rate.
         update, state = optimizer.update(jnp.ones(()), state, params)
         rates.append(-float(update))
     assert rates[0] < 0.01
@@ -252,7 +252,7 @@ def test_variables_that_are_no_parameters_stay_as_they_are(toy_config):
 
 
 def scaled_epoch(values, scale, steps=8):
-    """Gradient descent on `4 p` in float16, a batch each with one of the values as a factor of the loss."""
+    """Minimize `4 p` in float16 with Adam. The loss of each batch is multiplied by one of the values."""
 
     def loss(p, factor, target):
         return (p.astype(jnp.float16) * jnp.float16(4)).astype(jnp.float32) * factor, target
@@ -265,7 +265,7 @@ def scaled_epoch(values, scale, steps=8):
 
 def test_a_step_that_overflows_changes_the_loss_scale_alone():
     state, _, _, finite = scaled_epoch([1.0], LossScale.create(initial=2.0**17))
-    # 4 times 2^14 overflows, and 4 times 2^13 does not.
+    # In float16, 4 times 2^14 overflows, and 4 times 2^13 does not.
     assert finite.tolist() == [False] * 4 + [True] * 4
     assert state.loss_scale.value == 2.0**13 and state.opt_state[0].count == 4
     plain = scaled_epoch([1.0], None, steps=4)[0]
@@ -295,7 +295,7 @@ def test_a_few_steps_an_epoch_may_all_be_skipped_until_the_scale_fits(toy_config
 
 
 def overflowing(build):
-    """A model whose gradients pass through float16."""
+    """Return a `build` for a model whose gradients pass through float16."""
 
     def with_half_precision(config, key):
         model, loss = build(config, key)

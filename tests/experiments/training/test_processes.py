@@ -1,4 +1,4 @@
-"""The real thing: two processes on this machine, each with one device."""
+"""Training in two processes on this machine, each with one device."""
 
 import itertools
 import os
@@ -27,12 +27,12 @@ sys.exit(train.main(sys.argv[1:]))
 
 @pytest.fixture
 def port():
-    """A free port, with a free one after it.
+    """Yield a free port that is followed by another free port.
 
-    The one before them is held for the time of a test, so that no other test takes them before the processes do: two
-    coordinators on one port would not notice.
+    During the test, this fixture holds the port before them, so that no other test chooses the same ports. Two
+    coordinators on one port would not notice each other.
     """
-    for port in itertools.count(20001, 3):  # below those that the system gives to connections
+    for port in itertools.count(20001, 3):  # below the ports that the system assigns to connections
         with socket.socket() as held, socket.socket() as free, socket.socket() as free_after:
             try:
                 held.bind(("127.0.0.1", port - 1))
@@ -48,13 +48,13 @@ def port():
 
 @pytest.fixture
 def start(monkeypatch, port):
-    """Starts the toy experiment in two processes, of which the first has the settings."""
+    """Return a function that starts the toy experiment in two processes. Only the first gets the settings."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "experiments"))))
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     flags = os.environ.get("XLA_FLAGS", "")
     monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_force_host_platform_device_count=1")
-    # One reads what the other is writing.
+    # A process may read a cached program that the other process is writing.
     monkeypatch.setenv("PYTHONWARNINGS", "ignore:Error reading persistent compilation cache")
     started = []
 

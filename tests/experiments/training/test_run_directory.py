@@ -18,13 +18,13 @@ pytestmark = pytest.mark.usefixtures("prepared_once")
 
 
 def epochs_of(run_dir):
-    """The metrics of a run that do not depend on the clock."""
+    """Return the metrics of a run that do not depend on the clock."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name not in TIMINGS} for line in lines]
 
 
 def last_checkpoint(run_dir):
-    """The epoch of the last checkpoint, and the bytes of all its arrays."""
+    """Return the epoch of the last checkpoint and the bytes of all its arrays."""
     checkpoint = run_directory.newest(run_dir)
     return checkpoint.epoch, {name: array.tobytes() for name, array in checkpoint.arrays.items()}
 
@@ -36,9 +36,9 @@ def assert_same_run(one, other):
 
 @pytest.fixture(scope="module")
 def whole_run(toy_config, prepared_once, tmp_path_factory):
-    """The directory of a run that nothing disturbed, to be read only."""
+    """Return the directory of an undisturbed run. Tests only read it."""
     config = toy_config(run_dir=tmp_path_factory.mktemp("runs") / "whole")
-    # As around every test: a fixture of a module is made outside of that.
+    # The fixture that sets this for every test does not cover fixtures of a module.
     with jax.default_matmul_precision("highest"):
         train.train(config)
     return config.run_dir
@@ -48,7 +48,8 @@ WRITES = {"checkpoint": (checkpoints, "write"), "file": (run_directory, "write_a
 
 
 def interrupted_run(config, monkeypatch, write="checkpoint", number=3):
-    """A run that dies at a write of a checkpoint or of another file, of which the first has number 0."""
+    """Train a run that dies while it writes a checkpoint or another file. `number` counts the writes of this kind
+    from 0."""
     module, name = WRITES[write]
     original, done = getattr(module, name), []
 
@@ -90,7 +91,7 @@ def test_a_run_leaves_its_config_metrics_curves_and_two_checkpoints(toy_config, 
 
 
 FILES = [".lock", "checkpoints", "config.json", "curves.png", "files.sha256", "metrics.jsonl"]
-# Of files: the settings, the metrics after each epoch, the curves, the checksums.
+# The files are written in this order: the settings, the metrics after each epoch, the curves, and the checksums.
 INTERRUPTIONS = [("file", number) for number in (0, 1, 4, 5, 6)] + [("checkpoint", number) for number in (1, 3)]
 
 
@@ -172,7 +173,7 @@ def test_a_run_is_refused_to_a_second_process(toy_config, whole_run, tmp_path):
 
 def test_of_two_new_runs_in_one_directory_one_goes_on(toy_config, whole_run, tmp_path):
     config = toy_config(run_dir=tmp_path / "run")
-    with RunDirectory(config) as late:  # both find nothing there
+    with RunDirectory(config) as late:  # both processes find an empty directory
         train.train(config)
         with pytest.raises(UserError, match="is not empty"):
             late.begin(None, None)
