@@ -36,7 +36,7 @@ from experiments.output.errors import UserError, kept_in, refuse_missing_folders
 from experiments.output.results import finite, keep
 from jaxbp.catalogue import CATALOGUE, Entry
 from jaxbp.catalogue.schema import Case, FixedArgument
-from jaxbp.verify import ADDED, CheckResult, CheckRow, check
+from jaxbp.verify import EXTRA_DATA, CheckResult, CheckRow, check
 from jaxbp.verify.arguments import bind, take_apart
 from jaxbp.verify.derivatives import value_and_gradients
 from jaxbp.verify.report import WIDTH
@@ -129,7 +129,7 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
         order=config.order,
         # The derivative of a backward has no convention at a kink.
         kink_convention=entry.kink_convention and "_backward" not in entry.name,
-        added=[name for name in ADDED if name != "dtypes"],  # `--dtype` selects the dtypes
+        added=[name for name in EXTRA_DATA if name != "dtypes"],  # `--dtype` selects the dtypes
         seed=config.seed,
         **entry.small.options,
     )

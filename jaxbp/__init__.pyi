@@ -156,7 +156,7 @@ from .ops.pointwise.reductions import var as var
 from .ops.pointwise.reductions import var_backward as var_backward
 from .ops.pointwise.shapes import flatten as flatten
 from .pairing import IMPLEMENTATIONS as IMPLEMENTATIONS
-from .pairing import Fastest as Fastest
+from .pairing import DefaultImplementation as DefaultImplementation
 from .pairing import Implementation as Implementation
 from .pairing import Op as Op
 from .pairing import Pair as Pair

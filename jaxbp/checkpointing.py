@@ -71,7 +71,7 @@ def advance(
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
-    through = functools.partial(_through, step, unroll=unroll)
+    backend = functools.partial(_through, step, unroll=unroll)
     if memory == "logarithmic" and segments:
         schedule = _schedule(segments)
         kept = jax.tree.map(lambda a: jnp.zeros((schedule.slots + 1, *a.shape), a.dtype), keep(state))
@@ -79,21 +79,21 @@ def advance(
         def segment(carry, slot_and_start):
             state, kept = carry
             slot, start = slot_and_start
-            return (through(state, start, length), _put(kept, slot, keep(state))), None
+            return (backend(state, start, length), _put(kept, slot, keep(state))), None
 
         starts = np.arange(segments, dtype=np.int32) * length
         (state, kept), _ = lax.scan(segment, (state, kept), (schedule.first_slots, starts))
     else:
         state, kept = lax.scan(
-            lambda state, start: (through(state, start, length), keep(state)),
+            lambda state, start: (backend(state, start, length), keep(state)),
             state,
             np.arange(segments, dtype=np.int32) * length,
             unroll=_unrolled(unroll // length, segments),
         )
-    return through(state, segments * length, rest), (kept, keep(state) if rest else None)
+    return backend(state, segments * length, rest), (kept, keep(state) if rest else None)
 
 
-def retreat(
+def reverse_scan(
     step: Callable, step_backward: Callable, kept: Any, carry: Any, steps: int, memory: Memory, *, unroll: int = 1
 ) -> Any:
     """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0, with the state before step t.
@@ -365,7 +365,7 @@ def _checkpointed(f, steps, memory):
             return dcarry, _put(dxs, t, dx), jax.tree.map(jnp.add, dconstants, dconstant)
 
         zeros = jax.tree.map(jnp.zeros_like, (_floating(xs), constants))
-        return retreat(step, step_backward, kept, (dcarry, *zeros), steps, memory)
+        return reverse_scan(step, step_backward, kept, (dcarry, *zeros), steps, memory)
 
     def by_autodiff(dcarry, dys, kept, constants, init, xs):
         dconstants, dinit, dxs = _vjp(scan, constants, init, xs)((dcarry, dys))

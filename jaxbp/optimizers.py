@@ -28,7 +28,7 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Bool, PyTree
 
-from jaxbp.pairing import Fastest, Implementation, Op, differentiable
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, differentiable
 from jaxbp.precision import where_finite
 from jaxbp.sharding import mesh_of
 from pallas_kernels.core.launch import on_gpu
@@ -131,7 +131,7 @@ def fused_adamw(
         _NAME,
         {"pallas": differentiable(_alone(adamw.kernel, plain), plain), "xla": plain, "autodiff": plain},
         unsupported=adamw.unsupported,
-        fastest=_fastest,
+        default=_default,
         jit=True,
     )
 
@@ -213,7 +213,7 @@ class _AdamW:
     def unsupported(self, grads, state, params, finite, rate):
         if mesh_of((grads, state, params)) is not None:
             return "arrays on a mesh of several devices"
-        reasons = (updates.supports(None, None, *lists) for _, lists in _lists(grads, state, params))
+        reasons = (updates.unsupported(None, None, *lists) for _, lists in _lists(grads, state, params))
         if reason := next(filter(None, reasons), None):
             return reason
         new = jax.eval_shape(self.plain, grads, state, params, finite, rate)
@@ -222,10 +222,10 @@ class _AdamW:
         return changing and f"a state of {changing[0]} that becomes {changing[1]}, by gradients of another dtype"
 
 
-def _fastest(grads, state, params, finite, rate):
+def _default(grads, state, params, finite, rate):
     groups = [lists for _, lists in _lists(grads, state, params)]
     pays = bool(groups) and all(updates.pays(None, None, *lists) for lists in groups)
-    return Fastest(gpu="pallas" if pays else "xla")
+    return DefaultImplementation(gpu="pallas" if pays else "xla")
 
 
 def _lists(grads, state, params):

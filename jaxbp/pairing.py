@@ -22,9 +22,9 @@ import numpy as np
 from jax import Array, lax
 
 from jaxbp.mapped_axis import mapped_axis_first
-from jaxbp.sharding import Examples, mesh_of, on_explicit_axes, over_devices, with_automatic_axes
+from jaxbp.sharding import BatchAxes, mesh_of, on_explicit_axes, over_devices, with_automatic_axes
 from pallas_kernels.core import device
-from pallas_kernels.core.launch import vary_alike
+from pallas_kernels.core.launch import unify_varying_axes
 
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
 """Names that `implementation=` accepts, in addition to `None` for the fastest that the platform supports."""
@@ -36,7 +36,7 @@ REMEMBERED = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Fastest:
+class DefaultImplementation:
     """Measured defaults for `implementation=None`: on GPUs with kernels, on other GPUs, and elsewhere."""
 
     gpu: str = "pallas"
@@ -77,7 +77,7 @@ def _remembered(build: Callable[..., Callable]) -> Callable[[Mapping[str, Any]],
     return lambda options: cached(_Options(options))
 
 
-def differentiable(kernel: Callable, formula: Callable, examples: Examples | None = None) -> Callable:
+def differentiable(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None = None) -> Callable:
     """Use `kernel` for values and `formula` for derivatives, because JAX cannot differentiate a kernel.
 
     Both take `(*arrays, **options)` and compute the same function. Every kernel call of jaxbp is wrapped in this once.
@@ -89,7 +89,7 @@ def differentiable(kernel: Callable, formula: Callable, examples: Examples | Non
     def bind(**options):
         formula_ = functools.partial(formula, **options)
         # Without jit, JAX would trace and compile the kernel at every call.
-        shared = over_devices(functools.partial(kernel, **options), formula_, examples)
+        shared = over_devices(functools.partial(kernel, **options), formula_, batch_axes)
         call = jax.custom_jvp(jax.jit(shared, inline=True))
 
         @call.defjvp
@@ -114,11 +114,11 @@ class Op:
     Args:
       name: the public name, for error messages and for scopes in compiled programs.
       implementations: name -> `function(*arrays, **options)`. Options are static and hashable. `None` calls the
-        function under the key None if there is one; otherwise `fastest` chooses.
+        function under the key None if there is one; otherwise `default` chooses.
       unsupported: `(*arrays, **options) -> str | None`, which returns why the kernel does not support the arguments.
-      fastest: the default implementations, or a function `(*arrays, **options) -> Fastest` if they depend on the
-        arguments.
-      shares: whether the devices of a mesh share the kernel's work. On a mesh, `None` chooses only such kernels.
+      default: the default implementations, or a function `(*arrays, **options) -> DefaultImplementation` if they depend
+        on the arguments.
+      partitioned: whether the devices of a mesh share the kernel's work. On a mesh, `None` chooses only such kernels.
       sharded_like: `(*arrays) -> results`, whose sharding the results of the op get. Needed on a mesh of explicit axes
         if JAX's autodiff cannot determine the sharding.
       jit: compile a call outside of any transformation as a whole, which makes small calls faster. The functions then
@@ -131,20 +131,20 @@ class Op:
         implementations: Mapping[str | None, Callable],
         *,
         unsupported: Callable[..., str | None] | None = None,
-        fastest: Fastest | Callable[..., Fastest] | None = None,
-        shares: bool = False,
+        default: DefaultImplementation | Callable[..., DefaultImplementation] | None = None,
+        partitioned: bool = False,
         sharded_like: Callable | None = None,
         jit: bool = False,
     ):
         if unknown := set(implementations) - {*IMPLEMENTATIONS, None}:
             raise ValueError(f"{name}: implementations has {sorted(unknown)}; wants names among {IMPLEMENTATIONS}")
-        made_of = dict(name=name, implementations=implementations, unsupported=unsupported, fastest=fastest)
-        self._made_of = Op, made_of | dict(shares=shares, sharded_like=sharded_like, jit=jit)
+        made_of = dict(name=name, implementations=implementations, unsupported=unsupported, default=default)
+        self._made_of = Op, made_of | dict(partitioned=partitioned, sharded_like=sharded_like, jit=jit)
         self.name = name
         self.implementations = {key: jax.named_scope(name)(value) for key, value in implementations.items()}
         self.unsupported = unsupported or (lambda *arrays, **options: None)
-        self.fastest = fastest or Fastest()
-        self.shares, self.sharded_like = shares, sharded_like
+        self.default = default or DefaultImplementation()
+        self.partitioned, self.sharded_like = partitioned, sharded_like
         self._bound = {
             key: _remembered(functools.partial(functools.partial, f)) for key, f in self.implementations.items()
         }
@@ -166,7 +166,7 @@ class Op:
         return self._run(arrays, implementation, options)
 
     def _run(self, arrays: tuple, implementation: Implementation, options: Mapping[str, Any]) -> Any:
-        arrays = vary_alike(arrays)
+        arrays = unify_varying_axes(arrays)
         if on_explicit_axes(arrays) and (like := self._sharded_like(implementation, options)):
             run = lambda *arrays: self._run(arrays, implementation, options)  # noqa: E731
             return with_automatic_axes(run, like, arrays)
@@ -194,11 +194,11 @@ class Op:
     def _by_platform(self, arrays: tuple, options: Mapping[str, Any]) -> Any:
         """Run the fastest implementation: for GPUs by architecture, elsewhere by measurement. Lowering selects the
         platform."""
-        fastest = self.fastest(*arrays, **options) if callable(self.fastest) else self.fastest
-        gpu, older_gpu, elsewhere = map(self._available, (fastest.gpu, fastest.older_gpu, fastest.elsewhere))
+        default = self.default(*arrays, **options) if callable(self.default) else self.default
+        gpu, older_gpu, elsewhere = map(self._available, (default.gpu, default.older_gpu, default.elsewhere))
         if gpu == "pallas" and not (
             device.kernels_run()
-            and (self.shares or mesh_of(arrays) is None)
+            and (self.partitioned or mesh_of(arrays) is None)
             and self.unsupported(*arrays, **options) is None
         ):
             gpu = older_gpu
@@ -258,7 +258,7 @@ def _made_again(kind: type[Op], maker: type[Op], arguments: Mapping[str, Any], n
     return op
 
 
-def composed(function: Callable, implementations: tuple[Implementation, ...] = ("pallas", "xla")) -> dict:
+def per_implementation(function: Callable, implementations: tuple[Implementation, ...] = ("pallas", "xla")) -> dict:
     """Return implementation -> `function` with this `implementation=`, for a function made of ops that passes it on.
 
     Under None, each op in the function chooses its fastest implementation.
@@ -284,9 +284,9 @@ class Pair(Op):
       has_aux: the forward returns `(y, *aux)`. Only y has a gradient, dy.
       linear: the forward is linear in its only array, whose shape is the option `shape`. Nothing is saved.
       examples: for the kernel, a function of `(dy, *saved)` that returns their batch axes: see `jaxbp.sharding`.
-      name, unsupported, fastest, shares, jit: as in `Op`. With `examples`, the devices of a mesh share the kernel's
-        work.
-      fastest_vjp: as `fastest`, for `vjp`, of `(dy, *arrays)`; by default the same.
+      name, unsupported, default, partitioned, jit: as in `Op`. With `batch_axes`, the devices of a mesh share the
+        kernel's work.
+      default_vjp: as `default`, for `vjp`, of `(dy, *arrays)`; by default the same.
 
     Attributes:
       forward: the forward.
@@ -311,20 +311,20 @@ class Pair(Op):
         linear: bool = False,
         name: str | None = None,
         unsupported: Callable[..., str | None] | None = None,
-        fastest: Fastest | Callable[..., Fastest] | None = None,
-        fastest_vjp: Fastest | Callable[..., Fastest] | None = None,
-        examples: Examples | None = None,
-        shares: bool = False,
+        default: DefaultImplementation | Callable[..., DefaultImplementation] | None = None,
+        default_vjp: DefaultImplementation | Callable[..., DefaultImplementation] | None = None,
+        batch_axes: BatchAxes | None = None,
+        partitioned: bool = False,
         jit: bool = False,
     ):
         name = name or name_of(forward)
         made_of = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
-        shares = shares or examples is not None
+        partitioned = partitioned or batch_axes is not None
         if not isinstance(backward, Op):
             if not isinstance(backward, Mapping):
                 got = f"{name}: backward is a {type(backward).__name__}"
                 raise TypeError(f'{got}; wants a dict, implementation -> function, say {{"xla": ...}}, or an Op')
-            backward = Op(f"{name}_backward", _kernels_differentiable(backward, examples), jit=jit)
+            backward = Op(f"{name}_backward", _kernels_differentiable(backward, batch_axes), jit=jit)
         if linear:
             save = functools.partial(_saving_nothing, forward)
         elif save is None:
@@ -341,19 +341,24 @@ class Pair(Op):
             for key, (save_, rule) in rules.items()
         }
         vjps = {key: _vjp(name, forward, save_, residuals, rule, linear) for key, (save_, rule) in rules.items()}
-        native = functools.partial(_transposed if linear else _differentiated, forward, has_aux)
+        autodiff = functools.partial(_transposed if linear else _differentiated, forward, has_aux)
         super().__init__(
-            name, paired | {"autodiff": forward}, unsupported=unsupported, fastest=fastest, shares=shares, jit=jit
+            name,
+            paired | {"autodiff": forward},
+            unsupported=unsupported,
+            default=default,
+            partitioned=partitioned,
+            jit=jit,
         )
         self._made_of = Pair, made_of
         self.forward = forward
         self.backward = backward
         self.vjp = Op(
             f"{name}_backward",
-            vjps | {"autodiff": native},
+            vjps | {"autodiff": autodiff},
             unsupported=self.unsupported if linear else functools.partial(_behind_dy, self.unsupported),
-            fastest=fastest_vjp or (functools.partial(_behind_dy, fastest) if callable(fastest) else fastest),
-            shares=shares,
+            default=default_vjp or (functools.partial(_behind_dy, default) if callable(default) else default),
+            partitioned=partitioned,
             jit=jit,
         )
 
@@ -361,15 +366,17 @@ class Pair(Op):
 def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Array) -> Array:
     """Return JAX's gradient of a linear function of an array of `shape`. It is the same at every point, so it is taken
     at zero."""
-    _, zero = vary_alike((dy, jnp.zeros(shape, dy.dtype)))
+    _, zero = unify_varying_axes((dy, jnp.zeros(shape, dy.dtype)))
     return jax.vjp(linear, zero)[1](dy)[0]
 
 
-def _kernels_differentiable(implementations: Mapping[str, Callable], examples: Examples | None) -> dict[str, Callable]:
+def _kernels_differentiable(
+    implementations: Mapping[str, Callable], batch_axes: BatchAxes | None
+) -> dict[str, Callable]:
     implementations = dict(implementations)
     kernel, formula = implementations.get("pallas"), implementations.get("xla")
     if kernel is not None and formula is not None and kernel is not formula:
-        implementations["pallas"] = differentiable(kernel, formula, examples)
+        implementations["pallas"] = differentiable(kernel, formula, batch_axes)
     return implementations
 
 

@@ -36,7 +36,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from jaxbp.common.numerics import widen
+from jaxbp.common.numerics import upcast
 
 if TYPE_CHECKING:
     import optax
@@ -198,12 +198,12 @@ class LossScale:
 
     def scale(self, loss: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return `loss` times the scale, in float32 or wider."""
-        return widen(jnp.asarray(loss)) * self.value
+        return upcast(jnp.asarray(loss)) * self.value
 
     def unscale(self, gradients: Tree) -> Tree:
         """Return the gradients divided by the scale, in float32 or wider. Arrays that are not floating are
         unchanged."""
-        return jax.tree.map(lambda g: widen(g) / self.value if _is_float(g) else g, gradients)
+        return jax.tree.map(lambda g: upcast(g) / self.value if _is_float(g) else g, gradients)
 
     def update(self, finite: Bool[Array, ""]) -> "LossScale":
         """Return the scale after a step, given whether all gradients of the step were finite."""

@@ -38,11 +38,11 @@ class Axes:
     multiple_of: int = 1
 
 
-Examples = Callable[..., Axes]
+BatchAxes = Callable[..., Axes]
 """A function from a kernel's arrays to their batch axes."""
 
 
-def leading(*places: int, features: int = 1) -> Examples:
+def batched(*places: int, features: int = 1) -> BatchAxes:
     """Return a function that declares the leading axes of the arguments at these positions as batch axes, if the first
     of them has more axes than `features`."""
     return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
@@ -66,13 +66,15 @@ def on_explicit_axes(arrays: Any) -> bool:
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
-def with_automatic_axes(function: Callable, native: Callable, arrays: tuple) -> Any:
-    """Return `function(*arrays)`, sharded by the compiler. Its results get the sharding that JAX infers for `native`.
+def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -> Any:
+    """Return `function(*arrays)`, sharded by the compiler. Its results get the sharding that JAX infers for `autodiff`.
 
     With explicit axes, each product must declare the sharding of its result. JAX's gradients do so; with this function,
     hand-written rules need not.
     """
-    specs = jax.tree.map(lambda a: a.sharding.spec if a.sharding else PartitionSpec(), jax.eval_shape(native, *arrays))
+    specs = jax.tree.map(
+        lambda a: a.sharding.spec if a.sharding else PartitionSpec(), jax.eval_shape(autodiff, *arrays)
+    )
     with jax.sharding.use_abstract_mesh(mesh_of(arrays)):
         return jax.sharding.auto_axes(function, out_sharding=specs)(*arrays)
 
@@ -80,7 +82,7 @@ def with_automatic_axes(function: Callable, native: Callable, arrays: tuple) -> 
 # ----------------------------------------------------------------------------------------------- kernels over devices
 
 
-def over_devices(kernel: Callable, formula: Callable, examples: Examples | None) -> Callable:
+def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None) -> Callable:
     """Return a function that runs `kernel` on the examples of each device.
 
     Args:
@@ -95,7 +97,7 @@ def over_devices(kernel: Callable, formula: Callable, examples: Examples | None)
 
     @functools.wraps(kernel)
     def call(*arrays):
-        axes = examples(*arrays) if examples is not None and mesh_of(arrays) is not None else Axes({})
+        axes = batch_axes(*arrays) if batch_axes is not None and mesh_of(arrays) is not None else Axes({})
         if not axes.of:
             return kernel(*arrays)
         leaves, structure = jax.tree.flatten(arrays)
@@ -147,13 +149,13 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
     call = custom_partitioning(lambda *leaves: jax.jit(kernel)(*leaves))
     call.def_partition(partition, sharding_rule=functools.partial(_rule, of_arguments, of_results))
     # JAX cannot batch partitioned functions.
-    batched = custom_vmap(call)
+    mapped = custom_vmap(call)
 
-    @batched.def_vmap
+    @mapped.def_vmap
     def _(size, mapped, *leaves):
         return jax.vmap(kernel, [0 if m else None for m in mapped])(*leaves), [True] * len(of_results)
 
-    return batched
+    return mapped
 
 
 def _on_one_device(function: Callable, *arrays: Any) -> list:

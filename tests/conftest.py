@@ -42,7 +42,8 @@ from pallas_kernels.core.device import HOPPER, kernels_run, targeting
 
 HAS_GPU = kernels_run()
 
-# At the default thresholds, the search for cycles takes 5 to 10% of the time. Tracing makes many objects, but few cycles.
+# At the default thresholds, the search for cycles takes 5 to 10% of the time. Tracing makes many objects, but few
+# cycles.
 gc.freeze()
 gc.set_threshold(100_000)
 

@@ -74,7 +74,7 @@ def test_the_site_builds_without_a_warning_and_asks_for_nothing_from_elsewhere(t
         assert [tag for tag in tags if re.search(r'(?:src|href)="(?:https?:)?//', tag)] == []
     sheet, api = (html / "formulas" / "conv2d.html").read_text(), (html / "api.html").read_text()
     assert "<math" in sheet and 'href="../_modules/jaxbp/ops/conv/conv2d.html#conv2d_backward_input"' in sheet
-    framework = ("Pair", "Op", "Fastest", "differentiable", "verify.check", "verify.compare")
+    framework = ("Pair", "Op", "DefaultImplementation", "differentiable", "verify.check", "verify.compare")
     for name in (*framework, "Wires", "TreeWires", "Circuit", "ConvolutionalCircuit", "Netlist", "CellularCircuit"):
         assert re.search(rf'id="jaxbp\.{name}"', api), name
 

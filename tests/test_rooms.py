@@ -137,7 +137,12 @@ def folder_graph(graph):
     for module, targets in graph.items():
         for target in targets:
             source, other = of(module), of(target)
-            if source and other and not f"{source}.".startswith(f"{other}.") and not f"{other}.".startswith(f"{source}."):
+            if (
+                source
+                and other
+                and not f"{source}.".startswith(f"{other}.")
+                and not f"{other}.".startswith(f"{source}.")
+            ):
                 folders[source].add(other)
     return folders
 
@@ -171,7 +176,7 @@ def test_a_circle_is_found():
 TESTED_ELSEWHERE = {
     # Parts of a kernel or an op, tested through it.
     *("pallas_kernels/conv/max_pool2d", "pallas_kernels/core/mosaic", "pallas_kernels/logic/tree"),
-    "jaxbp/ops/_fastest",
+    "jaxbp/ops/_defaults",
     *(f"jaxbp/ops/logic/_{name}" for name in ("automaton_formula", "automaton_kernels", "gates", "trees")),
     # Parts of a check, tested through it.
     *(f"jaxbp/verify/{name}" for name in ("causes", "derivatives", "differences", "interpreter", "judge", "page")),

@@ -47,9 +47,9 @@ class Trial:
         self._ours = Programs(op, numbers, {}, program.implementation, modes=(in_reverse,), **options, **donated)
         random = generator(0)
         self._directions = [[normal(random, a.shape, a.dtype) for a in numbers.floats]]
-        reference, native = Reference(op, numbers, {}, **options), Programs(op, numbers, {}, "autodiff", **options)
+        reference, autodiff = Reference(op, numbers, {}, **options), Programs(op, numbers, {}, "autodiff", **options)
         tolerances = {**TOLERANCES, "float32": FLOAT32 if program.exact else TF32}
-        self._judge = Judge(reference, native, tolerances, self._directions, program.kink_convention)
+        self._judge = Judge(reference, autodiff, tolerances, self._directions, program.kink_convention)
         self.results = reference.results
 
     def run(self, values: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]) -> str | None:

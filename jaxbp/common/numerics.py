@@ -10,7 +10,7 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 
-def widen(a: Array) -> Array:
+def upcast(a: Array) -> Array:
     """Convert half precisions to float32, the dtype of all computations. Integers are unchanged."""
     return a.astype(wide(a.dtype)) if jnp.issubdtype(a.dtype, jnp.floating) else a
 
@@ -24,8 +24,8 @@ def mean_and_rest(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Ar
     """Return the mean, rounded to float32 or wider, and the rounding error. `(a - mean) - rest` keeps the digits of
     numbers far from zero. Reduced axes have size 1."""
     # The value subtracted first does not change the result, so it needs no gradient.
-    mean = lax.stop_gradient(jnp.mean(widen(a), axis=axis, keepdims=True))
-    return mean, jnp.mean(widen(a) - mean, axis=axis, keepdims=True)
+    mean = lax.stop_gradient(jnp.mean(upcast(a), axis=axis, keepdims=True))
+    return mean, jnp.mean(upcast(a) - mean, axis=axis, keepdims=True)
 
 
 def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
@@ -34,9 +34,9 @@ def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array
 
     The log-sum-exp would be rounded, and numbers far from zero would lose their digits.
     """
-    largest = lax.stop_gradient(jnp.max(widen(a), axis=axis, keepdims=True, initial=-jnp.inf))
+    largest = lax.stop_gradient(jnp.max(upcast(a), axis=axis, keepdims=True, initial=-jnp.inf))
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
-    return largest, jnp.sum(jnp.exp(widen(a) - largest), axis=axis, keepdims=True)
+    return largest, jnp.sum(jnp.exp(upcast(a) - largest), axis=axis, keepdims=True)
 
 
 def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
@@ -45,8 +45,8 @@ def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Arr
 
     XLA compiles this to one kernel, provided that no code tests whether the largest element is finite.
     """
-    largest = lax.stop_gradient(jnp.max(widen(a), axis=axis, keepdims=True, initial=-jnp.inf))
-    e = jnp.exp(widen(a) - largest)
+    largest = lax.stop_gradient(jnp.max(upcast(a), axis=axis, keepdims=True, initial=-jnp.inf))
+    e = jnp.exp(upcast(a) - largest)
     return e, jnp.sum(e, axis=axis, keepdims=True)
 
 

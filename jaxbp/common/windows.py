@@ -54,7 +54,7 @@ def pool_options(op, input_size, window, stride, padding) -> dict[str, Any]:
     return dict(window=window, stride=stride, padding=padding, input_size=tuple(input_size))
 
 
-def side_by_side(*, window, stride, padding, input_size) -> bool:
+def is_nonoverlapping(*, window, stride, padding, input_size) -> bool:
     """Return whether every position of the input is in exactly one window and every window lies inside the input."""
     filled = all(size % f == 0 for size, f in zip(input_size, window, strict=True))
     return filled and stride == window and padding == ((0, 0), (0, 0))

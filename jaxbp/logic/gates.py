@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PRNGKeyArray, UInt8
 
 from jaxbp.common import checks
-from jaxbp.common.numerics import widen
+from jaxbp.common.numerics import upcast
 
 Parametrization = Literal["softmax", "input_wise", "walsh"]
 
@@ -56,12 +56,12 @@ def relaxed_gates(a: Array, b: Array) -> list[Array]:
 
 def softmax(logits: Array) -> Array:
     """Return the coefficients `(gates, 4)` of the 16 functions weighted with the softmax of `(gates, 16)` logits."""
-    return _times(jax.nn.softmax(widen(logits)), COEFFICIENTS)
+    return _times(jax.nn.softmax(upcast(logits)), COEFFICIENTS)
 
 
 def softmax_backward(dc: Array, logits: Array) -> Array:
     """Return `dlogits = p (u - Σ p u)`, with probabilities p and `u = T dc`. T has the 16 functions' coefficients."""
-    wide = widen(logits)
+    wide = upcast(logits)
     p, du = jax.nn.softmax(wide), _times(dc, COEFFICIENTS.T)
     # Subtracting the u of the most probable function changes nothing but rounding. If its p is nearly 1, u - Σ p u
     # would cancel.
@@ -87,7 +87,7 @@ def of_rows_backward(dc: Array, parameters: Array, *, parametrization: str) -> A
 
 
 def _rows(parameters, parametrization):
-    return jax.nn.sigmoid(_times(widen(parameters), BASES[parametrization].T))
+    return jax.nn.sigmoid(_times(upcast(parameters), BASES[parametrization].T))
 
 
 def _times(a, constant):
@@ -148,7 +148,7 @@ def harden(
         raise ValueError(f"harden: the logits of {count} gates are NaN; wants numbers")
     if parametrization == "softmax":
         return jnp.argmax(logits, axis=-1).astype(jnp.uint8)
-    row = logits if parametrization == "input_wise" else _times(widen(logits), WALSH.T)
+    row = logits if parametrization == "input_wise" else _times(upcast(logits), WALSH.T)
     return jnp.sum((row > 0) * np.array([8, 4, 2, 1]), axis=-1).astype(jnp.uint8)
 
 
@@ -179,7 +179,7 @@ def variance(
     """
     _check_choice("variance", "parametrization", parametrization, get_args(Parametrization))
     if parametrization == "softmax":
-        rows = _times(jax.nn.softmax(widen(logits)), TRUTH_TABLES)
+        rows = _times(jax.nn.softmax(upcast(logits)), TRUTH_TABLES)
     else:
         rows = _rows(logits, parametrization)
     return jnp.sum(rows * (1 - rows), axis=-1)
@@ -208,7 +208,7 @@ def straight_through(
     _check_choice("straight_through", "parametrization", parametrization, get_args(Parametrization))
     hard = hard[..., None]
     if parametrization == "softmax":
-        relaxed = jax.nn.softmax(widen(logits))
+        relaxed = jax.nn.softmax(upcast(logits))
         one = jax.nn.one_hot(jnp.argmax(logits, axis=-1), GATES, dtype=relaxed.dtype)
         probabilities = jnp.where(hard, _with_gradient_of(relaxed, one), relaxed)
     else:
@@ -233,7 +233,7 @@ def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -
     if x.ndim == 0 or not checks.is_int(groups) or groups < 1 or x.shape[-1] % groups:
         raise ValueError(f"group_sum: x has shape {x.shape} and groups is {groups!r}; wants a divisor of its last axis")
     check_tau("group_sum", tau)
-    sums = jnp.sum(widen(x).reshape(*x.shape[:-1], groups, x.shape[-1] // groups), axis=-1)
+    sums = jnp.sum(upcast(x).reshape(*x.shape[:-1], groups, x.shape[-1] // groups), axis=-1)
     return (sums / tau).astype(x.dtype)
 
 

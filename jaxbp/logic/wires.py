@@ -38,7 +38,7 @@ class Wires:
         consumers, those by which the trail leaves the input come first.
       trail_places: where in `trail_consumers` the trail reaches a gate.
       inputs: the number of inputs, including those that no gate reads.
-      most_consumers: the largest number of consumers of an input.
+      max_fan_out: the largest number of consumers of an input.
     """
 
     a: Int[Array, " gates"]
@@ -52,7 +52,7 @@ class Wires:
     trail_partners: Int[Array, " 2*gates"]
     trail_places: Int[Array, " gates"]
     inputs: int = dataclasses.field(metadata=dict(static=True))
-    most_consumers: int = dataclasses.field(metadata=dict(static=True))
+    max_fan_out: int = dataclasses.field(metadata=dict(static=True))
 
     @property
     def gates(self) -> int:
@@ -61,7 +61,7 @@ class Wires:
     @property
     def regular(self) -> bool:
         """Whether all inputs have equally many consumers. If their number is even, the trail leaves by half."""
-        return self.inputs * self.most_consumers == 2 * self.gates
+        return self.inputs * self.max_fan_out == 2 * self.gates
 
     @property
     def turns(self) -> np.ndarray:
@@ -116,7 +116,7 @@ class Wires:
         )
         with jax.ensure_compile_time_eval():  # arrays made within jit are also usable outside
             arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
-        return cls(**arrays, inputs=inputs, most_consumers=int(np.diff(offsets[::2]).max()))
+        return cls(**arrays, inputs=inputs, max_fan_out=int(np.diff(offsets[::2]).max()))
 
     @classmethod
     def random(cls, inputs: int, gates: int, seed: int) -> "Wires":

@@ -8,6 +8,6 @@ from jaxbp.verify.compare import Measured as Measured
 from jaxbp.verify.compare import Program as Program
 from jaxbp.verify.compare import compare as compare
 from jaxbp.verify.judge import Tolerance as Tolerance
-from jaxbp.verify.points import ADDED as ADDED
+from jaxbp.verify.points import EXTRA_DATA as EXTRA_DATA
 from jaxbp.verify.report import CheckResult as CheckResult
 from jaxbp.verify.report import CheckRow as CheckRow

@@ -27,7 +27,7 @@ from jaxbp.verify.arguments import (
 )
 from jaxbp.verify.derivatives import scale_of
 from jaxbp.verify.judge import Tolerance
-from jaxbp.verify.points import ADDED, OWN, Point
+from jaxbp.verify.points import EXTRA_DATA, USER_DATA, Point
 from jaxbp.verify.progress import Progress
 from jaxbp.verify.reference import Reference
 from jaxbp.verify.report import CheckResult, CheckRow
@@ -52,7 +52,7 @@ def check(
     order: int = 2,
     kinks: Sequence[float] = (0.0,),
     kink_convention: bool = True,
-    added: Sequence[str] = ADDED,
+    added: Sequence[str] = EXTRA_DATA,
     cases: Sequence[Mapping[str, Any] | tuple[Sequence[Any], Mapping[str, Any]]] = (),
     tolerances: Mapping[str, Tolerance] = TOLERANCES,
     most_elements: int | None = None,
@@ -120,8 +120,10 @@ def check(
     """
     if order not in ORDERS:
         raise ValueError(f"check: order is {order!r}; wants 1, 2 or 3")
-    if unknown := set(added) - set(ADDED):
-        raise ValueError(f"check: added has {', '.join(map(repr, sorted(unknown)))}; wants some of {', '.join(ADDED)}")
+    if unknown := set(added) - set(EXTRA_DATA):
+        raise ValueError(
+            f"check: added has {', '.join(map(repr, sorted(unknown)))}; wants some of {', '.join(EXTRA_DATA)}"
+        )
     require_function("check", "op", op)
     if gradient_of is not None:
         require_function("check", "gradient_of", gradient_of)
@@ -182,7 +184,7 @@ def _rows(
         reference, random = Reference(op, arguments, options, settings.gradient_of), at.generator(settings.seed)
         notes += [reference.note] if reference.note else []
         own = Point(
-            OWN,
+            USER_DATA,
             [np.asarray(a, np.float64) for a in arguments.floats],
             [at.normal(random, y.shape, y.dtype) for y in reference.results],
         )
@@ -210,7 +212,7 @@ def _rows(
 
 
 def _untried(rows, options, cases, added) -> str:
-    missing = [name for name in ADDED if name not in added]
+    missing = [name for name in EXTRA_DATA if name not in added]
     tried = {row.dtype for row in rows if row.verdict != "skipped"}
     missing += [dtype for dtype in TOLERANCES if dtype not in tried and not any(row.data == dtype for row in rows)]
     if broken := {row.implementation for row in rows if is_broken([row])} - {None}:

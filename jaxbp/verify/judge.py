@@ -64,7 +64,7 @@ class Judge:
 
     Args:
       reference: the expected results, in float64.
-      native: the implementation that autodiff differentiates, in the dtype of the arguments; or None.
+      autodiff: the implementation that autodiff differentiates, in the dtype of the arguments; or None.
       convention: whether the op has autodiff's slope at a kink.
       precision: the dtype that the forward computes in, if it has less precision than the arguments.
     """
@@ -72,14 +72,14 @@ class Judge:
     def __init__(
         self,
         reference: Reference,
-        native: Any,
+        autodiff: Any,
         tolerances: Mapping[str, Tolerance],
         directions: Sequence[Arrays],
         convention: bool,
         precision: np.dtype | None = None,
     ):
         self.reference, self.tolerances = reference, tolerances
-        self.native = native if native is not None and native.takes_arguments() else None
+        self.autodiff = autodiff if autodiff is not None and autodiff.takes_arguments() else None
         self.directions, self.convention = directions, convention
         self.precision = precision
         self._otherwise = None, None
@@ -92,11 +92,11 @@ class Judge:
             return dict(verdict="ok")
         tolerance, reason = self.tolerances[dtype], None
         compare = lambda e, more=0.0: _compare(a, e, tolerance, more)  # noqa: E731
-        native = None
+        autodiff = None
         sees_kinks = self._sees_kinks(point, expected.order, dtype)
-        if sees_kinks and (native := self._native(point, expected.order, i)) is not None:
+        if sees_kinks and (autodiff := self._autodiff(point, expected.order, i)) is not None:
             # In a narrow dtype, the forward's kink may be next to the float64 kink.
-            e = np.where(contradicted | (_compare(native, e, tolerance)[0] <= 1), e, native)
+            e = np.where(contradicted | (_compare(autodiff, e, tolerance)[0] <= 1), e, autodiff)
         excess, difference = compare(e)
         # A NaN from finite numbers is never expected. An infinite gradient is expected only of an op with JAX's
         # conventions.
@@ -112,21 +112,21 @@ class Judge:
         held &= ~undecided
         wrong = held & (excess > 1)
         if wrong.any():
-            native = self._native(point, expected.order, i) if native is None else native
-            if native is not None and not sees_kinks:
-                as_native = compare(native)[0] <= 1
+            autodiff = self._autodiff(point, expected.order, i) if autodiff is None else autodiff
+            if autodiff is not None and not sees_kinks:
+                as_autodiff = compare(autodiff)[0] <= 1
                 # If the function has custom rules, autodiff may overflow where the rules need not.
-                as_native &= np.isfinite(native) | self.reference.independent
+                as_autodiff &= np.isfinite(autodiff) | self.reference.independent
                 if self.reference.independent:
-                    as_native |= ~np.isfinite(native) & np.isfinite(e)
-                wrong, reason = _excused(wrong, as_native & ~contradicted, reason, f"the same as autodiff in {dtype}")
-        if wrong.any() and not _is_multiple(a, e, native, held, tolerance):
+                    as_autodiff |= ~np.isfinite(autodiff) & np.isfinite(e)
+                wrong, reason = _excused(wrong, as_autodiff & ~contradicted, reason, f"the same as autodiff in {dtype}")
+        if wrong.any() and not _is_multiple(a, e, autodiff, held, tolerance):
             spread = self._rounding(point, expected.order, i)
             more, _ = compare(e, ALLOWED * spread)
             wrong, reason = _excused(wrong, more <= 1, reason, "within the rounding error of autodiff")
         if wrong.any():
             # A half-precision op accumulates in float32, but its gradient is rounded before it is differentiated.
-            in_dtype = expected.order > 1 or self.native is None
+            in_dtype = expected.order > 1 or self.autodiff is None
             terms = np.dtype(jnp.dtype(dtype) if in_dtype else np.promote_types(jnp.dtype(dtype), np.float32)).name
             settings = point.values, point.cotangents, self.directions, jnp.dtype(terms)
             own = self.reference.rounding(expected.order, *settings)
@@ -168,10 +168,10 @@ class Judge:
         exact = dtype in ("float32", "float64")
         return point.kinks and point.of is not None and order == 1 and exact and self.reference.independent
 
-    def _native(self, point, order, i):
-        if self.native is None:
+    def _autodiff(self, point, order, i):
+        if self.autodiff is None:
             return None
-        return np.asarray(self.native.results(order, point.values, point.cotangents, self.directions)[i], np.float64)
+        return np.asarray(self.autodiff.results(order, point.values, point.cotangents, self.directions)[i], np.float64)
 
     def _a_term_overflows(self, point, order, i, dtype):
         """Return where one result's part of a gradient exceeds the range of the dtype.
@@ -194,13 +194,13 @@ class Judge:
 
     def _rounding(self, point, order, i):
         """Return the error of autodiff in the dtype against float64, near the point."""
-        native = self.native
-        if native is None:
+        autodiff = self.autodiff
+        if autodiff is None:
             return 0.0
         random, found = generator(1), []
         for _ in range(SAMPLES):
-            values = native.rounded([a * (1 + NEAR * random.uniform(-1, 1, a.shape)) for a in point.values])
-            results = native.results(order, values, point.cotangents, self.directions)
+            values = autodiff.rounded([a * (1 + NEAR * random.uniform(-1, 1, a.shape)) for a in point.values])
+            results = autodiff.results(order, values, point.cotangents, self.directions)
             with np.errstate(invalid="ignore", over="ignore"):
                 error = np.abs(
                     np.asarray(results[i], np.float64)
@@ -318,12 +318,12 @@ def _excused(wrong, fine, reason, why):
     return wrong & ~fine, why if (wrong & fine).any() else reason
 
 
-def _is_multiple(a, e, native, held, tolerance):
+def _is_multiple(a, e, autodiff, held, tolerance):
     """Return whether `a` is a multiple of `e`, and autodiff's array is not. Rounding never gives a common factor."""
     held = held & np.isfinite(a) & np.isfinite(e)
-    if native is None or held.sum() < FACTOR_ELEMENTS or not np.isfinite(native[held]).all() or not e[held].any():
+    if autodiff is None or held.sum() < FACTOR_ELEMENTS or not np.isfinite(autodiff[held]).all() or not e[held].any():
         return False
-    factor, own = (abs(float(b[held] @ e[held]) / float(e[held] @ e[held]) - 1) for b in (a, native))
+    factor, own = (abs(float(b[held] @ e[held]) / float(e[held] @ e[held]) - 1) for b in (a, autodiff))
     return factor > tolerance.rtol and own < factor / ALLOWED
 
 

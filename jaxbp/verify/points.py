@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxbp.verify.derivatives import Arrays, scale_of
 
-ADDED = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
+EXTRA_DATA = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
 """The names of the data that a check adds to the user's data."""
-OWN = "own data"
+USER_DATA = "own data"
 SUBNORMAL, LEAST_NORMAL = 1e-39, 1.5e-38
 """A number that is subnormal in float32 and bfloat16, and one that is just not subnormal."""
 

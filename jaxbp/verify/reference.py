@@ -71,7 +71,7 @@ class Reference:
         **compiling: Any,
     ):
         self.names, self._shapes = arguments.float_names, arguments.floats
-        self.function, self.results, native = plain_forward(op, arguments, options)
+        self.function, self.results, is_autodiff = plain_forward(op, arguments, options)
         self.result_names = ["value"] if len(self.results) == 1 else [f"value {i}" for i in range(len(self.results))]
         moved = self.function
         if gradient_of is not None:
@@ -83,7 +83,7 @@ class Reference:
             program = jax.make_jaxpr(moved)(*wide)
             forward = jax.make_jaxpr(self.function)(*wide) if gradient_of else program
         _require_pure(moved, wide, program, name_of(op))
-        self.independent = native or gradient_of is not None or not has_custom_rules(program)
+        self.independent = is_autodiff or gradient_of is not None or not has_custom_rules(program)
         self.constants = _constants(jax.make_jaxpr(moved)(*arguments.floats))
         self._eps, self.note, transform = EPS, None, lambda program: program
         if (dtype := narrowest(program, forward)) is not None and dtype != np.float64:

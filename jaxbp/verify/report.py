@@ -8,7 +8,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxbp.verify.points import OWN
+from jaxbp.verify.points import USER_DATA
 
 WIDTH = 80
 STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim", "inconclusive": "yellow"}
@@ -53,7 +53,7 @@ class CheckRow:
     numeric: float | None = None
     inputs: tuple[tuple[str, float], ...] = ()
     reason: str | None = None
-    data: str = OWN
+    data: str = USER_DATA
     case: str = ""
 
     def __str__(self) -> str:
@@ -64,10 +64,10 @@ class CheckRow:
         """The element, its value, the expected value, and the inputs there."""
         case = f"{self.case}: " if self.case else ""
         if self.index is None:
-            on = f" ({self.data})" if self.data != OWN else ""
+            on = f" ({self.data})" if self.data != USER_DATA else ""
             return f"{case}{self.argument}: {self.reason or self.verdict}{on}"
         where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
-        against = self.against if self.data == OWN else f"{self.against}, {self.data}"
+        against = self.against if self.data == USER_DATA else f"{self.against}, {self.data}"
         inputs = ", ".join(f"{name} = {value:.6g}" for name, value in self.inputs)
         at = f", at {inputs}" if inputs else ""
         looks = f": {self.reason}" if self.verdict == "failed" and self.reason else ""
@@ -101,7 +101,7 @@ class CheckResult:
     @property
     def not_tried(self) -> tuple[str, ...]:
         """The dtypes and transformations that were skipped, with reasons."""
-        skipped = (row for row in self.rows if row.verdict == "skipped" and row.data != OWN)
+        skipped = (row for row in self.rows if row.verdict == "skipped" and row.data != USER_DATA)
         return tuple(dict.fromkeys(f"{row.data} ({row.reason})" for row in skipped))
 
     def __bool__(self) -> bool:

@@ -15,7 +15,7 @@ from jaxbp.verify.arguments import is_float, name_of, takes_implementation
 from jaxbp.verify.derivatives import flat
 from jaxbp.verify.interpreter import without_custom_rules
 from jaxbp.verify.judge import Judge, Tolerance, within
-from jaxbp.verify.points import OWN, Point
+from jaxbp.verify.points import USER_DATA, Point
 from jaxbp.verify.programs import Programs
 from jaxbp.verify.reference import Expected
 from jaxbp.verify.report import NOT_FLOATING, CheckRow
@@ -44,7 +44,7 @@ class Study:
     """One case of a check: the reference, and what each implementation is compared with.
 
     Attributes:
-      native: the implementation that autodiff differentiates. For a function with custom rules, it is the function
+      autodiff: the implementation that autodiff differentiates. For a function with custom rules, it is the function
         without them. None if that cannot be differentiated.
       same: groups of arguments that can be one array, given by their indices among the floating arguments.
     """
@@ -60,10 +60,10 @@ class Study:
         for i, a in enumerate(arguments.floats):
             groups.setdefault((a.shape, a.dtype), []).append(i)
         self.same = [group for group in groups.values() if len(group) > 1 and arguments.floats[group[0]].size]
-        self.native = self._native()
+        self.autodiff = self._autodiff()
         self._computed_in = functools.cache(lambda *dtypes: self._narrowed(dtypes))
 
-    def _native(self):
+    def _autodiff(self):
         reference = self.reference
         if self.settings.gradient_of is not None:
             return Programs(self.op, self.arguments, self.options, None, change=lambda _: reference.function)
@@ -76,8 +76,8 @@ class Study:
 
     def programs(self, implementation: Implementation) -> Programs:
         independent = self.reference.independent and self.settings.gradient_of is None
-        if independent and implementation == self.native.implementation:
-            return self.native
+        if independent and implementation == self.autodiff.implementation:
+            return self.autodiff
         return Programs(self.op, self.arguments, self.options, implementation)
 
     def same_name(self, same: Sequence[int]) -> str:
@@ -85,11 +85,11 @@ class Study:
 
     def judge(self, dtype: str | None = None) -> Judge:
         dtypes = [jnp.dtype(dtype or a.dtype) for a in self.arguments.floats]
-        native = self.native and self.native.in_dtype(dtype) if dtype else self.native
+        autodiff = self.autodiff and self.autodiff.in_dtype(dtype) if dtype else self.autodiff
         settings = self.settings
         return Judge(
             self.reference,
-            native,
+            autodiff,
             settings.tolerances,
             self.directions,
             settings.kink_convention,
@@ -144,7 +144,7 @@ class Study:
             return
         for point, order, error in failed:
             # A backward with custom rules is part of the reference. It is wrong if autodiff can do without it.
-            wrong = not self.reference.independent and order == 1 and self._can(self.native, order, point)
+            wrong = not self.reference.independent and order == 1 and self._can(self.autodiff, order, point)
             verdict = "failed" if wrong else "inconclusive"
             yield row(dtype, "all", order, "", verdict, reason=_named(error), data=point.name)
         judge, found = self.judge(), []
@@ -168,8 +168,8 @@ class Study:
         reason = None
         try:
             results = [y.dtype for y in jax.eval_shape(changed.function, *changed.arguments.floats)]
-            if self._can(self.native, 1, own):
-                self.native.in_dtype(dtype).results(1, own.values, own.cotangents, self.directions)
+            if self._can(self.autodiff, 1, own):
+                self.autodiff.in_dtype(dtype).results(1, own.values, own.cotangents, self.directions)
             if not takes_implementation(self.op):  # the user did not ask for a dtype that fails
                 changed.results(1, own.values, own.cotangents, self.directions)
         except Exception as error:  # a primitive can raise anything for an unsupported dtype
@@ -184,7 +184,7 @@ class Study:
         """Yield the rows of each point. If the user's data fails, no added data is tried."""
         row, found = functools.partial(CheckRow, name_of(self.op), programs.implementation), []
         for point, e in expected:
-            if point.name != OWN and is_broken(found):
+            if point.name != USER_DATA and is_broken(found):
                 return
             names = self.reference.names if e.order else self.reference.result_names
             try:
@@ -195,7 +195,7 @@ class Study:
                         found.append(row(a.dtype.name, name, e.order, e.against, data=point.name, **verdict))
                         yield found[-1]
             except Exception as error:  # a wrong backward can raise anything
-                verdict = "failed" if programs is not self.native else "inconclusive"
+                verdict = "failed" if programs is not self.autodiff else "inconclusive"
                 dtype = programs.arguments.floats[0].dtype.name
                 yield row(dtype, "all", e.order, "", verdict, reason=_named(error), data=point.name)
                 return
@@ -240,9 +240,9 @@ class Study:
         try:
             found = run(programs)
         except Exception as error:  # a wrong backward can raise anything
-            native = self.native if self._can(self.native, 1, where[0]) else None
+            autodiff = self.autodiff if self._can(self.autodiff, 1, where[0]) else None
             try:
-                able = native is not None and native is not programs and run(native) is not None
+                able = autodiff is not None and autodiff is not programs and run(autodiff) is not None
             except Exception:
                 able = False
             verdict = "failed" if able and not isinstance(error, NotImplementedError) else "skipped"
@@ -290,7 +290,7 @@ class Study:
 
 def is_broken(rows: Sequence[CheckRow]) -> bool:
     """Return whether a value or a gradient is wrong on the user's data."""
-    return any(row.verdict == "failed" and row.data == OWN and row.order < 2 for row in rows)
+    return any(row.verdict == "failed" and row.data == USER_DATA and row.order < 2 for row in rows)
 
 
 def _named(error: Exception) -> str:

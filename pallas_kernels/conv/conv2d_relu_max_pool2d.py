@@ -94,7 +94,7 @@ class ForwardConfig:
     programs_per_multiprocessor: int
 
 
-def _forward_supports(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
+def _forward_unsupported(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
     return _unsupported(*w.shape[2:], window)
 
 
@@ -112,7 +112,7 @@ def _forward_heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Fo
     return ForwardConfig(channels=2, windows=4, lane_block=2 * LANES, programs_per_multiprocessor=3)
 
 
-@kernel(supports=_forward_supports, heuristic=_forward_heuristic)
+@kernel(unsupported=_forward_unsupported, heuristic=_forward_heuristic)
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: ForwardConfig) -> tuple[Array, Array]:
     """Compute `y[k, p, q, n] = max(0, b[k] + max over the window of conv(x, w)[k, p * R + r, q * S + s, n])`.
 
@@ -276,7 +276,7 @@ def _fits(channels: int, taps: int) -> bool:
     return _sums(channels, taps) * LANES * 4 + _REDUCTION_BYTES <= device.target().shared_bytes
 
 
-def _weights_gradient_supports(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> str | None:
+def _weights_gradient_unsupported(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> str | None:
     F, G = _filter_size(dy, x, window)
     if not _fits(1, F * G):
         return f"filters of {F} x {G}, whose sums do not fit shared memory"
@@ -298,7 +298,7 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
     return config
 
 
-@kernel(supports=_weights_gradient_supports, heuristic=_weights_gradient_heuristic)
+@kernel(unsupported=_weights_gradient_unsupported, heuristic=_weights_gradient_heuristic)
 def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
 ) -> tuple[Array, Array]:
@@ -316,7 +316,7 @@ def weights_gradient(
     return _weights_gradient(dy, place, x, window, config, through_shared_memory=True)
 
 
-@kernel(supports=_weights_gradient_supports, heuristic=_weights_gradient_heuristic)
+@kernel(unsupported=_weights_gradient_unsupported, heuristic=_weights_gradient_heuristic)
 def weights_gradient_interpreted(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
 ) -> tuple[Array, Array]:
@@ -428,7 +428,7 @@ def _cells(input_size: tuple[int, int], window: tuple[int, int]) -> tuple[int, i
     return -(-input_size[0] // window[0]), -(-input_size[1] // window[1])
 
 
-def _input_gradient_supports(dy: Any, place: Any, w: Any, *, window: tuple[int, int], **options: Any) -> str | None:
+def _input_gradient_unsupported(dy: Any, place: Any, w: Any, *, window: tuple[int, int], **options: Any) -> str | None:
     return _unsupported(*w.shape[2:], window)
 
 
@@ -517,7 +517,7 @@ class _Cut:
         )
 
 
-@kernel(supports=_input_gradient_supports, heuristic=_input_gradient_heuristic)
+@kernel(unsupported=_input_gradient_unsupported, heuristic=_input_gradient_heuristic)
 def input_gradient(
     dy: Array,
     place: Array,

@@ -233,7 +233,7 @@ def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
 # -------------------------------------------------------------------------------------------------------------- kernel
 
 
-def _supports(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
+def _unsupported(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {x.dtype}, only bfloat16 and float16"
     if window[0] * window[1] > _MAX_PLACES:
@@ -247,7 +247,7 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
     return _cheapest(x, w, window) if x.shape[-1] >= _MIN_BATCH else None
 
 
-@kernel(supports=_supports, heuristic=_heuristic, capability=(9, 0))
+@kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
     """Compute `conv2d_relu_max_pool2d.forward` from half-precision products. Sums are float32, and y is rounded once.
 

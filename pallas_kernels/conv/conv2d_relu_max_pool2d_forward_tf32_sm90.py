@@ -180,7 +180,7 @@ def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
 # -------------------------------------------------------------------------------------------------------------- kernel
 
 
-def _supports(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
+def _unsupported(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
     if jax.__version_info__ < MIN_JAX:
         return f"JAX {jax.__version__}, which transposes no swizzled memory, at least {'.'.join(map(str, MIN_JAX))}"
     if x.dtype != jnp.float32:
@@ -194,7 +194,7 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
     return _cheapest(x, w, window) if x.shape[-1] >= _MIN_BATCH else None
 
 
-@kernel(supports=_supports, heuristic=_heuristic, capability=(9, 0))
+@kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
     """Compute `conv2d_relu_max_pool2d.forward` with images and filters rounded to TF32. Sums are float32.
 

@@ -134,7 +134,7 @@ def _smallest_group(dy: Any, w: Any, window: tuple[int, int]) -> int | None:
     return next((d for d in divisors(dy.shape[2]) if _sizes(dy, w, window, d).fit()), None)
 
 
-def _supports(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_size: tuple[int, int]) -> str | None:
+def _unsupported(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_size: tuple[int, int]) -> str | None:
     if jax.__version_info__ < MIN_JAX:
         return f"JAX {jax.__version__}, which concatenates no registers, at least {'.'.join(map(str, MIN_JAX))}"
     if dy.dtype.itemsize > 4:
@@ -149,7 +149,7 @@ def _heuristic(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_si
     return Config(windows) if windows is not None and dy.shape[-1] >= _MIN_BATCH else None
 
 
-@kernel(supports=_supports, heuristic=_heuristic, capability=(9, 0))
+@kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def input_gradient(
     dy: Array, place: Array, w: Array, *, window: tuple[int, int], input_size: tuple[int, int], config: Config
 ) -> Array:
@@ -248,7 +248,7 @@ class _Program:
     def take_row(self, p, carry):
         """Add a row of windows, and write the row of cells that no later one reaches. The other sums are the carry."""
         sizes, (fetched, sums) = self.sizes, carry
-        pl.when(self.warpgroup < sizes.groups)(functools.partial(self.route, *fetched))
+        pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()
         self.meet()
         # These loads run during the products.
@@ -277,7 +277,7 @@ class _Program:
     def read(self, row):
         return load(row.transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
 
-    def route(self, gradient, places):
+    def scatter_gradients(self, gradient, places):
         sizes = self.sizes
         gradient = rounded_to_tf32(plgpu.layout_cast(gradient, plgpu.Layout.WGMMA))
         places = plgpu.layout_cast(places.astype(jnp.int32), plgpu.Layout.WGMMA)

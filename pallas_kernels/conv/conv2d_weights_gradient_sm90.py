@@ -269,7 +269,7 @@ def _pooled_config(dy: Any, x: Any, window: tuple[int, int]) -> Config | None:
     return _cheapest(functools.partial(_pooled_sizes, dy, x, window))
 
 
-def _pooled_supports(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> str | None:
+def _pooled_unsupported(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> str | None:
     return _misfit(dy, x) if _pooled_config(dy, x, window) is None else None
 
 
@@ -281,7 +281,7 @@ def _misfit(dy, x):
     return f"dy {dy.shape} with x {x.shape}: their rows do not come in eights, or fit no tiles in shared memory"
 
 
-@kernel(supports=_pooled_supports, heuristic=_pooled_heuristic, capability=(9, 0))
+@kernel(unsupported=_pooled_unsupported, heuristic=_pooled_heuristic, capability=(9, 0))
 def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: Config
 ) -> tuple[Array, Array]:
@@ -321,11 +321,11 @@ def _convolution_heuristic(dy: Any, x: Any) -> Config | None:
     return rows and _cheapest(functools.partial(_convolution_sizes, dy, x, rows))
 
 
-def _convolution_supports(dy: Any, x: Any) -> str | None:
+def _convolution_unsupported(dy: Any, x: Any) -> str | None:
     return _misfit(dy, x) if _convolution_heuristic(dy, x) is None else None
 
 
-@kernel(supports=_convolution_supports, heuristic=_convolution_heuristic, capability=(9, 0))
+@kernel(unsupported=_convolution_unsupported, heuristic=_convolution_heuristic, capability=(9, 0))
 def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Array]:
     """Compute `conv2d.correlate_batch` with stride 1, and dy's sums. In float32, dy is rounded to TF32 and x is
     truncated.
@@ -482,7 +482,7 @@ class _Program:
     def add(self, ring, step, _):
         stage = ring.stage(step)
         ring.wait(step)
-        xs, routed = self.xs.at[stage], self.routed.at[self.route(step, stage)]
+        xs, routed = self.xs.at[stage], self.routed.at[self.scatter_gradients(step, stage)]
         # The last product is done, for every warpgroup once past the barrier, so its operands may be overwritten.
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.ready)
@@ -505,7 +505,7 @@ class _Program:
     def copy_gradient(self, p, examples, stage, barrier):
         raise NotImplementedError
 
-    def route(self, step, stage):
+    def scatter_gradients(self, step, stage):
         """Compute the routed gradient from the copied data, and return the index of its buffer."""
         raise NotImplementedError
 
@@ -538,7 +538,7 @@ class _PooledProgram(_Program):
                 plgpu.copy_gmem_to_smem(self.dy.at[k, p, :, examples], self.dys.at[stage, pl.ds(k * Q, Q)], barrier)
         plgpu.copy_gmem_to_smem(self.place.at[p, :, examples], self.places.at[stage], barrier)
 
-    def route(self, step, stage):
+    def scatter_gradients(self, step, stage):
         buffer, places = remainder(step, 2), self.sizes.config.places
         rows = pl.ds(self.warpgroup * self.share, self.share)
         gradient = rounded_to_tf32(load(self.dys.at[stage, rows], self.layout))
@@ -564,7 +564,7 @@ class _ConvolutionProgram(_Program):
             to = self.routed.at[stage, pl.ds(k * places * sizes.Q, places * sizes.Q)]
             plgpu.copy_gmem_to_smem(self.dy.at[rows, examples], to, barrier)
 
-    def route(self, step, stage):
+    def scatter_gradients(self, step, stage):
         if self.dy.dtype == jnp.float32:
             rows = pl.ds(self.warpgroup * self.share, self.share)
             self.routed[stage, rows] = rounded_to_tf32(load(self.routed.at[stage, rows], self.layout))

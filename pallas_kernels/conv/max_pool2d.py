@@ -36,7 +36,7 @@ def _heuristic(dy: Any, indices: Any, **options: Any) -> RouteConfig:
 
 
 @kernel(heuristic=_heuristic)
-def route(
+def scatter_gradients(
     dy: Array,
     indices: Array,
     *,

@@ -96,7 +96,9 @@ def launch(
     mosaic = functools.partial(_mosaic, body, **call, cluster=cluster or {}, warpgroups=warpgroups, options=options)
     interpreter = functools.partial(_interpret, body, **call)
     # A weak type would change what a body computes with it, and a kernel that is compiled ahead has none.
-    arrays = vary_alike([lax.convert_element_type(a, a.dtype) if jax.typeof(a).weak_type else a for a in arrays])
+    arrays = unify_varying_axes(
+        [lax.convert_element_type(a, a.dtype) if jax.typeof(a).weak_type else a for a in arrays]
+    )
     if (params := simulating()) is not None:
         with _check_vma(False):
             results = mosaic(*arrays, interpret=params)
@@ -105,7 +107,7 @@ def launch(
             _warn_interpreted()
         mosaic_in_place = in_place and CHANGES_IN_PLACE and functools.partial(mosaic, in_place=in_place)
         results = _bind(name, mosaic, interpreter, arrays, shapes, mosaic_in_place or mosaic)
-    return jax.tree.unflatten(jax.tree.structure(out), vary_alike((arrays, list(results)))[1])
+    return jax.tree.unflatten(jax.tree.structure(out), unify_varying_axes((arrays, list(results)))[1])
 
 
 CHANGES_IN_PLACE = jax.__version_info__ >= (0, 11)
@@ -239,11 +241,11 @@ def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
     """Return `kernel(*arrays)` if lowered for a GPU or simulated, else `fallback(*arrays)`, equal up to rounding."""
     if simulating() is not None:
         return kernel(*arrays)
-    arrays = vary_alike(arrays)
-    return vary_alike((arrays, lax.platform_dependent(*arrays, cuda=kernel, default=fallback)))[1]
+    arrays = unify_varying_axes(arrays)
+    return unify_varying_axes((arrays, lax.platform_dependent(*arrays, cuda=kernel, default=fallback)))[1]
 
 
-def vary_alike(arrays: Any) -> Any:
+def unify_varying_axes(arrays: Any) -> Any:
     """Within shard_map, type the arrays as varying along every mesh axis along which one of them varies.
 
     The gradient of an array that was the same on all devices is thereby summed over the devices.

@@ -1,13 +1,13 @@
-"""A kernel, with `supports` for its requirements and `heuristic` for the tiles that suit its arguments.
+"""A kernel, with `unsupported` for its requirements and `heuristic` for the tiles that suit its arguments.
 
     @dataclasses.dataclass(frozen=True)
     class Config:
         rows: int
 
-    def _supports(x, *, window): return "windows that overlap" if ... else None
+    def _unsupported(x, *, window): return "windows that overlap" if ... else None
     def _heuristic(x, *, window): return Config(rows=...)
 
-    @kernel(supports=_supports, heuristic=_heuristic)
+    @kernel(supports=_unsupported, heuristic=_heuristic)
     def pool(x, *, window, config): ...
 
     pool.supports(x, window=2)      # None, or why the arguments are unsupported
@@ -36,7 +36,7 @@ class Kernel:
     def __init__(
         self,
         function: Callable,
-        supports: Callable[..., str | None] | None,
+        unsupported: Callable[..., str | None] | None,
         heuristic: Callable[..., Any | None],
         capability: tuple[int, int] | None,
     ):
@@ -44,15 +44,15 @@ class Kernel:
         del self.__wrapped__  # its signature has a required config, which callers may omit
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         self.capability = capability
-        self._function, self._supports, self._heuristic = function, supports, heuristic
+        self._function, self._unsupported, self._heuristic = function, unsupported, heuristic
 
-    def supports(self, *arrays: Any, **options: Any) -> str | None:
+    def unsupported(self, *arrays: Any, **options: Any) -> str | None:
         """Return why the device or the arguments are unsupported, or None."""
         capability = device.target().capability
         if capability < (9, 0) or (self.capability is not None and capability != self.capability):
             requirement = "at least 9.0" if self.capability is None else f"only {_version(self.capability)}"
             return f"compute capability {_version(capability)}, {requirement}"
-        return self._supports(*arrays, **options) if self._supports else None
+        return self._unsupported(*arrays, **options) if self._unsupported else None
 
     def heuristic(self, *arrays: Any, **options: Any) -> Any | None:
         """Return the config for supported arguments, or None where the kernel does not pay."""
@@ -60,10 +60,10 @@ class Kernel:
 
     def pays(self, *arrays: Any, **options: Any) -> bool:
         """Whether the kernel supports these arguments and its heuristic has a config for them."""
-        return self.supports(*arrays, **options) is None and self.heuristic(*arrays, **options) is not None
+        return self.unsupported(*arrays, **options) is None and self.heuristic(*arrays, **options) is not None
 
     def __call__(self, *arrays: Any, config: Any | None = None, **options: Any) -> Any:
-        if reason := self.supports(*arrays, **options):
+        if reason := self.unsupported(*arrays, **options):
             raise NotImplementedError(f"{self.name}: does not take {reason}")
         config = config or self.heuristic(*arrays, **options)
         if config is None:
@@ -77,7 +77,7 @@ class Kernel:
 def kernel(
     *,
     heuristic: Callable[..., Any | None],
-    supports: Callable[..., str | None] | None = None,
+    unsupported: Callable[..., str | None] | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Callable[[Callable], Kernel]:
     """Return a decorator that makes a `Kernel` of `function(*arrays, config, **options)`.
@@ -87,7 +87,7 @@ def kernel(
       supports: `(*arrays, **options)` -> why these are unsupported, or None; by default all are supported.
       capability: see `Kernel`.
     """
-    return lambda function: Kernel(function, supports, heuristic, capability)
+    return lambda function: Kernel(function, unsupported, heuristic, capability)
 
 
 def check_divides(kernel: str, size_name: str, size: int, length: int) -> None:

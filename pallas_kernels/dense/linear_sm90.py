@@ -414,7 +414,7 @@ def _forward_config(outputs):
     return _config(_MIN_COLUMNS, buffer_bytes=_CONSUMERS * _ROWS * _STEP * _ITEM_BYTES).clustered(outputs)
 
 
-def _forward_supports(x, w, b):
+def _forward_unsupported(x, w, b):
     inputs, outputs = x.shape[1], w.shape[0]
     return (
         ("no bias" if b is None else None)
@@ -430,7 +430,7 @@ def _forward_heuristic(x, w, b):
     return _forward_config(w.shape[0]) if rows >= _MIN_ROWS and inputs >= _MIN_INPUTS else None
 
 
-@kernel(supports=_forward_supports, heuristic=_forward_heuristic, capability=(9, 0))
+@kernel(unsupported=_forward_unsupported, heuristic=_forward_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
     """Return `x wᵀ + b` in x's dtype, rounded once.
 
@@ -554,7 +554,7 @@ def _weights_config(rows, outputs, inputs):
     return dataclasses.replace(config, splits=min(range(1, min(steps, multiprocessors) + 1), key=microseconds))
 
 
-def _weights_supports(dy, x, *, dtype=None):
+def _weights_unsupported(dy, x, *, dtype=None):
     (rows, outputs), inputs = dy.shape, x.shape[1]
     return (
         _unsupported_operands(dy, x)
@@ -568,7 +568,7 @@ def _weights_heuristic(dy, x, *, dtype=None):
     return _weights_config(*dy.shape, x.shape[1]) if dy.shape[0] >= _MIN_ROWS else None
 
 
-@kernel(supports=_weights_supports, heuristic=_weights_heuristic, capability=(9, 0))
+@kernel(unsupported=_weights_unsupported, heuristic=_weights_heuristic, capability=(9, 0))
 def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, config: Config) -> tuple[Array, Array]:
     """Return dw in `dtype`, which is x's dtype by default, and float32 db.
 

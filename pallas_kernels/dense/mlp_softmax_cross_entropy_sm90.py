@@ -407,7 +407,7 @@ def _write_losses(
     return labels, softmax
 
 
-def _forward_supports(x, labels, weights, biases):
+def _forward_unsupported(x, labels, weights, biases):
     return _unsupported(_Network.from_weights(weights), x.dtype, x.shape[1])
 
 
@@ -415,7 +415,7 @@ def _forward_heuristic(x, labels, weights, biases):
     return Config(_Network.from_weights(weights).forward_stages)
 
 
-@kernel(supports=_forward_supports, heuristic=_forward_heuristic, capability=(9, 0))
+@kernel(unsupported=_forward_unsupported, heuristic=_forward_heuristic, capability=(9, 0))
 def forward(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...]]:
@@ -487,7 +487,7 @@ def _backward(network: _Network, *refs: Any, block: Any) -> None:
     _store_columns(gradient, refs.dx, examples)
 
 
-def _backward_supports(dy, labels, logits, hidden, weights):
+def _backward_unsupported(dy, labels, logits, hidden, weights):
     return _unsupported(_Network.from_weights(weights), logits.dtype, dy.shape[0])
 
 
@@ -495,7 +495,7 @@ def _backward_heuristic(dy, labels, logits, hidden, weights):
     return Config(_Network.from_weights(weights).backward_stages)
 
 
-@kernel(supports=_backward_supports, heuristic=_backward_heuristic, capability=(9, 0))
+@kernel(unsupported=_backward_unsupported, heuristic=_backward_heuristic, capability=(9, 0))
 def backward(
     dy: Array, labels: Array, logits: Array, hidden: tuple[Array, ...], weights: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, ...]:
@@ -552,8 +552,8 @@ def _forward_and_gradients(network: _Network, *refs: Any, block: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _forward_and_gradients_supports(x, labels, weights, biases):
-    reason = _forward_supports(x, labels, weights, biases)
+def _forward_and_gradients_unsupported(x, labels, weights, biases):
+    reason = _forward_unsupported(x, labels, weights, biases)
     return reason or _unsupported_stages(_Network.from_weights(weights).all_stages)
 
 
@@ -561,7 +561,7 @@ def _forward_and_gradients_heuristic(x, labels, weights, biases):
     return Config(_Network.from_weights(weights).all_stages) if x.shape[1] <= _MAX_SINGLE_KERNEL_EXAMPLES else None
 
 
-@kernel(supports=_forward_and_gradients_supports, heuristic=_forward_and_gradients_heuristic, capability=(9, 0))
+@kernel(unsupported=_forward_and_gradients_unsupported, heuristic=_forward_and_gradients_heuristic, capability=(9, 0))
 def forward_and_gradients(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
@@ -701,7 +701,7 @@ class _WeighedGradients:
             refs.weighed_dx[row + n, lanes] = value * weight
 
 
-def _weighed_gradients_supports(dy, x, hidden, gradients, *, sizes):
+def _weighed_gradients_unsupported(dy, x, hidden, gradients, *, sizes):
     return None if dy.size and dy.size % LANES == 0 else f"a batch of {dy.size}, only multiples of {LANES}"
 
 
@@ -709,7 +709,7 @@ def _weighed_gradients_heuristic(dy, x, hidden, gradients, *, sizes):
     return Config(stages=1)
 
 
-@kernel(supports=_weighed_gradients_supports, heuristic=_weighed_gradients_heuristic, capability=(9, 0))
+@kernel(unsupported=_weighed_gradients_unsupported, heuristic=_weighed_gradients_heuristic, capability=(9, 0))
 def weighed_gradients(
     dy: Array,
     x: Array,

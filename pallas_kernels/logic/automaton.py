@@ -333,7 +333,7 @@ class Config:
         return plgpu.SMEM((self.slices, count, self.cells // self.slices), jnp.float32)
 
 
-def _supports(*arrays: Array, plan: Plan) -> str | None:
+def _unsupported(*arrays: Array, plan: Plan) -> str | None:
     consumers = max(*plan.output_consumers, plan.neighbour_consumers, plan.centre_consumers)
     if consumers > _MAX_CONSUMERS:
         return f"an input with {consumers} consumers, at most {_MAX_CONSUMERS}"
@@ -404,7 +404,7 @@ class _TickRefs(NamedTuple):
     barrier: Any
 
 
-@kernel(supports=_supports, heuristic=_forward_heuristic)
+@kernel(unsupported=_unsupported, heuristic=_forward_heuristic)
 def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *, plan: Plan, config: Config) -> Array:
     """Return the next state, clipped to [0, 1] where rounding exceeds it.
 
@@ -464,7 +464,7 @@ class _TickBackwardRefs(NamedTuple):
     barrier: Any
 
 
-@kernel(supports=_supports, heuristic=_heuristic)
+@kernel(unsupported=_unsupported, heuristic=_heuristic)
 def tick_backward(
     coefficients: Array,
     wires: Array,

@@ -100,9 +100,9 @@ def _gates_config(x):
     return GatesConfig(largest_divisor(x.shape[1] // LANES, _GATE_BLOCKS))
 
 
-def _by_gate_supports(dy, coefficients, graph, x):
-    if not graph.regular or graph.most_consumers != 1:
-        return f"wires with {graph.most_consumers} consumers per input, only 1"
+def _by_gate_unsupported(dy, coefficients, graph, x):
+    if not graph.regular or graph.max_fan_out != 1:
+        return f"wires with {graph.max_fan_out} consumers per input, only 1"
     return unsupported_batch(x) or _unsupported_memory(_GATE_SUMS * _GATES)
 
 
@@ -110,7 +110,7 @@ def _by_gate_heuristic(dy, coefficients, graph, x):
     return _gates_config(x)
 
 
-@kernel(supports=_by_gate_supports, heuristic=_by_gate_heuristic)
+@kernel(unsupported=_by_gate_unsupported, heuristic=_by_gate_heuristic)
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
@@ -191,7 +191,7 @@ class ByInputConfig:
     length: int
 
 
-def _by_input_supports(dy, coefficients, graph, x):
+def _by_input_unsupported(dy, coefficients, graph, x):
     return unsupported_batch(x)
 
 
@@ -200,7 +200,7 @@ def _by_input_heuristic(dy, coefficients, graph, x):
     return ByInputConfig(largest_divisor(x.shape[1] // length, max(1, _INPUT_EXAMPLES // length)), length)
 
 
-@kernel(supports=_by_input_supports, heuristic=_by_input_heuristic)
+@kernel(unsupported=_by_input_unsupported, heuristic=_by_input_heuristic)
 def gradients_by_input(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: ByInputConfig
 ) -> tuple[Array, Array]:
@@ -271,10 +271,10 @@ class AlongTrailConfig:
     length: int
 
 
-def _along_trail_supports(dy, coefficients, graph, x):
-    if not graph.regular or graph.most_consumers not in _TRAIL_CONSUMERS:
+def _along_trail_unsupported(dy, coefficients, graph, x):
+    if not graph.regular or graph.max_fan_out not in _TRAIL_CONSUMERS:
         counts = " or ".join(map(str, _TRAIL_CONSUMERS))
-        return f"wires with {graph.most_consumers} consumers per input, only {counts}"
+        return f"wires with {graph.max_fan_out} consumers per input, only {counts}"
     return unsupported_batch(x) or _unsupported_memory(_TRAIL_ROWS * _trail_block_length(x) // LANES)
 
 
@@ -283,7 +283,7 @@ def _trail_block_length(x):
 
 
 def _along_trail_heuristic(dy, coefficients, graph, x):
-    consumers, length = graph.most_consumers, _trail_block_length(x)
+    consumers, length = graph.max_fan_out, _trail_block_length(x)
     examples = LANES * min(_TRAIL_BLOCKS, _TRAIL_BYTES // (consumers * x.dtype.itemsize))
     blocks = largest_divisor(x.shape[1] // length, examples // length)
     # Use eight consumers per CTA for short rows, otherwise four, so that the same number of loads is under way.
@@ -291,7 +291,7 @@ def _along_trail_heuristic(dy, coefficients, graph, x):
     return AlongTrailConfig(inputs, blocks, length)
 
 
-@kernel(supports=_along_trail_supports, heuristic=_along_trail_heuristic)
+@kernel(unsupported=_along_trail_unsupported, heuristic=_along_trail_heuristic)
 def gradients_along_trail(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: AlongTrailConfig
 ) -> tuple[Array, Array]:
@@ -300,7 +300,7 @@ def gradients_along_trail(
 
     All its loads are under way at once.
     """
-    (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.most_consumers
+    (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.max_fan_out
     gates_per_input = consumers_per_input // 2
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, inputs_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
@@ -342,7 +342,7 @@ def gradients_along_trail(
 
 def _gather_from_trail(sums, graph, config):
     """Return dc in the gates' order, from the sums of each CTA."""
-    consumers_per_input, gates_per_input, place = graph.most_consumers, graph.most_consumers // 2, graph.trail_places
+    consumers_per_input, gates_per_input, place = graph.max_fan_out, graph.max_fan_out // 2, graph.trail_places
     sums = sums.reshape(-1, _TRAIL_ROWS // _GATE_SUMS, _GATE_SUMS)
     gate = place // consumers_per_input * gates_per_input + place % consumers_per_input
     dc = sums[gate // (config.inputs * gates_per_input), gate % (config.inputs * gates_per_input)]
@@ -379,22 +379,22 @@ def _is_short(x):
     return x.shape[1] <= (_SHORT_ROW_IN_L2 if in_l2 else _SHORT_ROW)
 
 
-def _input_supports(dy, coefficients, graph, x):
+def _input_unsupported(dy, coefficients, graph, x):
     return unsupported_batch(x)
 
 
 def _input_heuristic(dy, coefficients, graph, x):
     if not _is_short(x):
         return None
-    max_consumers = graph.most_consumers
+    max_consumers = graph.max_fan_out
     consumers = max_consumers if max_consumers <= _CONSUMERS else 2
     return InputConfig(largest_divisor(x.shape[0], _INPUTS), consumers, lane_block_length(x))
 
 
-@kernel(supports=_input_supports, heuristic=_input_heuristic)
+@kernel(unsupported=_input_unsupported, heuristic=_input_heuristic)
 def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: InputConfig) -> Array:
     """Return dx. A CTA owns a few inputs and one lane block, and reads some consumers of all of them at a time."""
-    gates, most_consumers, (inputs, N) = graph.gates, graph.most_consumers, x.shape
+    gates, max_fan_out, (inputs, N) = graph.gates, graph.max_fan_out, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, inputs_ref, x_ref, dx_ref, *, block, group):
         lanes = pl.ds(block * config.length, config.length)
@@ -416,7 +416,7 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
             return tuple(sums)
 
         sums = (zeros_like(x_ref[0, lanes].astype(jnp.float32)),) * config.inputs
-        if config.consumers == most_consumers:
+        if config.consumers == max_fan_out:
             sums = add_consumers(0, sums)
         else:
             max_consumers = functools.reduce(jnp.maximum, (end - first for first, end in ends))
@@ -440,7 +440,7 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
     )
 
 
-def _coefficients_supports(dy, graph, x):
+def _coefficients_unsupported(dy, graph, x):
     return unsupported_batch(x) or _unsupported_memory(_GATE_SUMS * _GATES)
 
 
@@ -448,7 +448,7 @@ def _coefficients_heuristic(dy, graph, x):
     return _gates_config(x) if _is_short(x) else None
 
 
-@kernel(supports=_coefficients_supports, heuristic=_coefficients_heuristic)
+@kernel(unsupported=_coefficients_unsupported, heuristic=_coefficients_heuristic)
 def coefficients_gradient(dy: Array, graph: Graph, x: Array, *, config: GatesConfig) -> Array:
     """Return dc. A CTA owns `_GATES` gates and some lane blocks, and reads all of them at once."""
     layer_gates = graph.gates

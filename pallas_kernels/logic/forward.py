@@ -46,7 +46,7 @@ def unsupported_batch(x: Array) -> str | None:
     return f"a batch of {x.shape[1]}, only multiples of {LANES}" if x.shape[1] % LANES or not x.shape[1] else None
 
 
-def _supports(coefficients, graph, x):
+def _unsupported(coefficients, graph, x):
     return unsupported_batch(x)
 
 
@@ -56,7 +56,7 @@ def _heuristic(coefficients, graph, x):
     return Config(gates=largest_divisor(graph.a.shape[0], max(2, _PROGRAM_EXAMPLES // length)), length=length)
 
 
-@kernel(supports=_supports, heuristic=_heuristic)
+@kernel(unsupported=_unsupported, heuristic=_heuristic)
 def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> Array:
     """Compute `y[g, n] = c[g, 0] + c[g, 1] * x[a[g], n] + c[g, 2] * x[b[g], n] + c[g, 3] * x[a[g], n] * x[b[g], n]`.
 

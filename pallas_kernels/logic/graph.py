@@ -27,7 +27,7 @@ class Graph:
         input, the consumers by which the trail leaves it come first.
       trail_places: `(gates,)`, index among `trail_consumers` at which the trail takes a gate.
       regular: whether all inputs have the same number of consumers.
-      most_consumers: largest number of consumers of an input.
+      max_fan_out: largest number of consumers of an input.
     """
 
     a: Array
@@ -41,7 +41,7 @@ class Graph:
     trail_partners: Array
     trail_places: Array
     regular: bool = dataclasses.field(metadata=dict(static=True))
-    most_consumers: int = dataclasses.field(metadata=dict(static=True))
+    max_fan_out: int = dataclasses.field(metadata=dict(static=True))
 
     @property
     def gates(self) -> int:

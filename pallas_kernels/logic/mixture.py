@@ -38,7 +38,7 @@ class Config:
     """Empty: a CTA has as many gates as threads, so there is nothing to choose."""
 
 
-def _supports(*arrays: Any, table: Table) -> str | None:
+def _unsupported(*arrays: Any, table: Table) -> str | None:
     *_, logits = arrays
     if unknown := {a.dtype.name for a in arrays} - {"float32"}:
         return f"dtype {min(unknown)}, only float32"
@@ -51,13 +51,13 @@ def _heuristic(*arrays: Any, table: Table) -> Config | None:
     return Config() if _gates(arrays[-1]) >= _MIN_GATES else None
 
 
-@kernel(supports=_supports, heuristic=_heuristic)
+@kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture(logits: Array, *, table: Table, config: Config) -> Array:
     """Return c, `(*gates, 4)`. The arguments have the same meaning as in `mixture_gradient`."""
     return _launch(_mixture, logits, table=table, width=_WIDTH, name="softmax_gates")
 
 
-@kernel(supports=_supports, heuristic=_heuristic)
+@kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
     """Return dlogits. Both kernels run on GPUs and in the simulator only: see `on_gpu`.
 

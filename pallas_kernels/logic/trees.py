@@ -141,7 +141,7 @@ class _Tree:
         return [gather(pixel) for pixel in self.pixels]
 
 
-def supports(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
+def unsupported(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
     """Return why no kernel supports trees `(kernels, leaves, 3)` with a pool's window, or None."""
     if leaves[1] > _MAX_LEAVES:
         return f"trees of {leaves[1]} leaves, at most {_MAX_LEAVES}"
@@ -150,9 +150,9 @@ def supports(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
     return None
 
 
-def _supports(*arrays, pool, **options):
+def _unsupported(*arrays, pool, **options):
     *_, leaves, x = arrays
-    return supports(leaves.shape, pool) or ("images of 2^31 or more elements" if x.size >= 2**31 else None)
+    return unsupported(leaves.shape, pool) or ("images of 2^31 or more elements" if x.size >= 2**31 else None)
 
 
 # ------------------------------------------------------------------------------------------------------------- forward
@@ -162,7 +162,7 @@ def _forward_heuristic(coefficients, leaves, x, *, window, stride, pool):
     return Config(rows=1)  # The fastest in docs/lab/2026-11-22-trees.md.
 
 
-@kernel(supports=_supports, heuristic=_forward_heuristic)
+@kernel(unsupported=_unsupported, heuristic=_forward_heuristic)
 def forward(
     coefficients: Array,
     leaves: Array,
@@ -249,7 +249,7 @@ def _leaves_heuristic(dy, places, coefficients, leaves, x, *, window, stride, po
     return Config(max(1, min(rows, rows * warpgroups_per_row // (_PROGRAMS * device.target().multiprocessors))))
 
 
-@kernel(supports=_supports, heuristic=_leaves_heuristic)
+@kernel(unsupported=_unsupported, heuristic=_leaves_heuristic)
 def leaf_gradients(
     dy: Array,
     places: Array | None,
@@ -331,7 +331,7 @@ def _leaf_gradients_of_rows(
 # -------------------------------------------------------------------------------------------- the gradient of the image
 
 
-def _input_supports(dleaves, places, leaves, readers, reader_offsets, *, size, window, stride, padding, pool):
+def _input_unsupported(dleaves, places, leaves, readers, reader_offsets, *, size, window, stride, padding, pool):
     width, limit = size[2], device.target().shared_bytes
     if 4 * LANES * (width + 1) > limit:
         return f"images of width {width}, where a row of {LANES} examples does not fit into shared memory"
@@ -346,7 +346,7 @@ def _input_heuristic(dleaves, places, leaves, readers, reader_offsets, *, size, 
     return Config(-(-height // min(height, max(-(-height // rows), math.ceil(least_bands)))))
 
 
-@kernel(supports=_input_supports, heuristic=_input_heuristic)
+@kernel(unsupported=_input_unsupported, heuristic=_input_heuristic)
 def input_gradient(
     dleaves: Array,
     places: Array | None,

@@ -44,7 +44,7 @@ class Config:
     columns: int
 
 
-def _supports(s, db, scale, bias, w):
+def _unsupported(s, db, scale, bias, w):
     return (
         f"weights of shape {w.shape}, only rows of a multiple of {LANES}" if w.shape[1] % LANES or not w.size else None
     )
@@ -57,7 +57,7 @@ def _heuristic(s, db, scale, bias, w):
     return Config(largest_divisor(outputs, max(limit, _MIN_OUTPUTS)), columns)
 
 
-@kernel(supports=_supports, heuristic=_heuristic)
+@kernel(unsupported=_unsupported, heuristic=_heuristic)
 def parameter_gradients(
     s: Array, db: Array, scale: Array, bias: Array, w: Array, *, config: Config
 ) -> tuple[Array, Array, Array]:

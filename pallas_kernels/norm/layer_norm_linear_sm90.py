@@ -67,7 +67,7 @@ class InputGradientConfig:
 # ----------------------------------------------------------------------------------------------- supports and heuristic
 
 
-def _supports(x: Any, w: Any, shared_bytes: Callable[..., int]) -> str | None:
+def _unsupported(x: Any, w: Any, shared_bytes: Callable[..., int]) -> str | None:
     rows, (outputs, hidden) = x.shape[0], w.shape
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtypes {x.dtype} and {w.dtype}, only one half precision"
@@ -89,8 +89,8 @@ def _forward_bytes(hidden: int, outputs: int, columns: int = 2 * _COLUMNS) -> in
     return _aligned_bytes(blocks, z_buffers, 2 * outputs * hidden, 2 * (2 * hidden + outputs)) + 8 * (_WARPGROUPS + 1)
 
 
-def _forward_supports(x, scale, bias, w, b, *, eps):
-    return _supports(x, w, _forward_bytes)
+def _forward_unsupported(x, scale, bias, w, b, *, eps):
+    return _unsupported(x, w, _forward_bytes)
 
 
 def _forward_heuristic(x, scale, bias, w, b, *, eps):
@@ -102,8 +102,8 @@ def _input_gradient_bytes(hidden: int, outputs: int, stages: int = 2) -> int:
     return _aligned_bytes(dz, x, hat, 2 * outputs * hidden, 4 * stages * 2 * _WARPGROUPS * _ROWS) + 8 * (stages + 4)
 
 
-def _input_gradient_supports(dz, x, scale, w, offset, inv_std):
-    return _supports(x, w, _input_gradient_bytes)
+def _input_gradient_unsupported(dz, x, scale, w, offset, inv_std):
+    return _unsupported(x, w, _input_gradient_bytes)
 
 
 def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
@@ -113,7 +113,7 @@ def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
 # --------------------------------------------------------------------------------------------------------- the forward
 
 
-@kernel(supports=_forward_supports, heuristic=_forward_heuristic, capability=(9, 0))
+@kernel(unsupported=_forward_unsupported, heuristic=_forward_heuristic, capability=(9, 0))
 def forward(
     x: Array, scale: Array, bias: Array, w: Array, b: Array, *, eps: float, config: ForwardConfig
 ) -> tuple[Array, Array, Array]:
@@ -249,7 +249,7 @@ class _Forward:
 # -------------------------------------------------------------------------------------------- the gradient of the input
 
 
-@kernel(supports=_input_gradient_supports, heuristic=_input_gradient_heuristic, capability=(9, 0))
+@kernel(unsupported=_input_gradient_unsupported, heuristic=_input_gradient_heuristic, capability=(9, 0))
 def input_gradient(
     dz: Array, x: Array, scale: Array, w: Array, offset: Array, inv_std: Array, *, config: InputGradientConfig
 ) -> tuple[Array, Array]:

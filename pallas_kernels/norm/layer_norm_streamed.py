@@ -60,7 +60,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------- supports and heuristic
 
 
-def _supports(x: Any, *, arrays: int) -> str | None:
+def _unsupported(x: Any, *, arrays: int) -> str | None:
     hidden = x.shape[-1]
     if _block(hidden) is None:
         return f"rows of {hidden}, only multiples of 128 up to 1024 and of 256 up to 8192"
@@ -96,12 +96,12 @@ def _fitting_stages(x: Any, arrays: int) -> int:
     return (device.target().shared_bytes - _OVERHEAD_BYTES) // _stage_bytes(x, arrays)
 
 
-def _forward_supports(x, *parameters, **options):
-    return _supports(x, arrays=1)
+def _forward_unsupported(x, *parameters, **options):
+    return _unsupported(x, arrays=1)
 
 
-def _backward_supports(dy, x, *others, **options):
-    return _supports(x, arrays=2)
+def _backward_unsupported(dy, x, *others, **options):
+    return _unsupported(x, arrays=2)
 
 
 # The limits of stages and CTAs come from sweeps on an H200: docs/lab/2026-11-21-norm.md, 2026-11-25-norm.md.
@@ -127,7 +127,7 @@ def _input_gradient_from_x_heuristic(t, x, *, eps):
 # --------------------------------------------------------------------------------------------------------- the kernels
 
 
-@kernel(supports=_forward_supports, heuristic=_normalise_heuristic)
+@kernel(unsupported=_forward_unsupported, heuristic=_normalise_heuristic)
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: Config
 ) -> tuple[Array, Array | None, Array]:
@@ -147,7 +147,7 @@ def normalise(
     return y.reshape(x.shape), *(a if a is None else a[: x.shape[0]] for a in statistics)
 
 
-@kernel(supports=_backward_supports, heuristic=_gradients_heuristic)
+@kernel(unsupported=_backward_unsupported, heuristic=_gradients_heuristic)
 def gradients(
     dy: Array,
     x: Array,
@@ -191,7 +191,7 @@ def gradients(
     return dx.reshape(x.shape), dscale, dbias[0] if center else None, y
 
 
-@kernel(supports=_backward_supports, heuristic=_input_gradient_heuristic)
+@kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_heuristic)
 def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Config) -> Array:
     """Compute dx only, from x̂ and `t = dy * scale`: `inv_std * (t - mean(t) - x̂ * mean(t * x̂))`, in x̂'s dtype.
 
@@ -202,7 +202,7 @@ def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Confi
     return _launch_input_gradient(t, normalised, inv_std, None, config)[0]
 
 
-@kernel(supports=_backward_supports, heuristic=_input_gradient_from_x_heuristic)
+@kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_from_x_heuristic)
 def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> tuple[Array, Array]:
     """Return dx and x̂ in x's dtype, from one pass that combines `input_gradient` and `normalise` without parameters.
 

@@ -44,13 +44,13 @@ class Config:
     length: int
 
 
-def supports_indices(*shapes: tuple[int, ...]) -> str | None:
+def unsupported_indices(*shapes: tuple[int, ...]) -> str | None:
     """Return a message if an array has more elements than the kernels' 32-bit indices reach, else None."""
     return "2^31 or more elements" if any(math.prod(shape) >= 2**31 for shape in shapes) else None
 
 
-def _supports(formula, *arrays, shape=None):
-    return supports_indices(_result_shape(arrays, shape), *(a.shape for a in arrays))
+def _unsupported(formula, *arrays, shape=None):
+    return unsupported_indices(_result_shape(arrays, shape), *(a.shape for a in arrays))
 
 
 def _heuristic(formula, *arrays, shape=None):
@@ -64,7 +64,7 @@ def _heuristic(formula, *arrays, shape=None):
     return Config(LANES * (large_enough[0] if large_enough else min(candidates[0], _UNFILLED_ELEMENTS)))
 
 
-@kernel(supports=_supports, heuristic=_heuristic)
+@kernel(unsupported=_unsupported, heuristic=_heuristic)
 def elementwise(
     formula: Callable, *arrays: Array, shape: tuple[int, ...] | None = None, config: Config
 ) -> Array | tuple[Array, ...]:

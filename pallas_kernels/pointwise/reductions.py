@@ -24,7 +24,7 @@ from pallas_kernels.pointwise.elementwise import (
     Rows,
     float32_or_integer,
     results_structure,
-    supports_indices,
+    unsupported_indices,
 )
 
 _WANTED_PROGRAMS = 2048
@@ -152,8 +152,8 @@ def _squeeze(arrays, axes):
     return tuple(shape[axis] for axis in long_axes), shapes, [i for i, axis in enumerate(long_axes) if axis in axes]
 
 
-def _supports(formula, *arrays, axes):
-    return supports_indices(*(a.shape for a in arrays), jnp.broadcast_shapes(*(a.shape for a in arrays)))
+def _unsupported(formula, *arrays, axes):
+    return unsupported_indices(*(a.shape for a in arrays), jnp.broadcast_shapes(*(a.shape for a in arrays)))
 
 
 def _heuristic(formula, *arrays, axes):
@@ -173,7 +173,7 @@ def _heuristic(formula, *arrays, axes):
     return Config(length, splits=min(sums.steps, -(-_WANTED_PROGRAMS // (sums.count * sums.blocks))))
 
 
-@kernel(supports=_supports, heuristic=_heuristic)
+@kernel(unsupported=_unsupported, heuristic=_heuristic)
 def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Config) -> Array | tuple[Array, ...]:
     """Compute `Σ formula(*arrays)` over some axes of the broadcast shape, in one pass over the arrays.
 

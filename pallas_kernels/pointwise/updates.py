@@ -21,7 +21,7 @@ from pallas_kernels.core.gathers import load_of, store_to
 from pallas_kernels.core.launch import CHANGES_IN_PLACE, launch
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.tiles import kernel
-from pallas_kernels.pointwise.elementwise import supports_indices
+from pallas_kernels.pointwise.elementwise import unsupported_indices
 
 _ACCESS_BYTES = 16
 """Bytes of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
@@ -49,14 +49,14 @@ class Config:
     accesses: int = 1
 
 
-def _supports(formula, scalars, changed, constant):
+def _unsupported(formula, scalars, changed, constant):
     lists = [*changed, *constant]
     for arrays in lists:
         if unknown := {a.dtype.name for a in arrays} - {*DTYPES}:
             return f"dtype {min(unknown)}"
         if len({a.dtype for a in arrays}) > 1:
             return "lists of several dtypes"
-    return supports_indices(*(a.shape for arrays in lists for a in arrays))
+    return unsupported_indices(*(a.shape for arrays in lists for a in arrays))
 
 
 def _heuristic(formula, scalars, changed, constant):
@@ -70,7 +70,7 @@ def _heuristic(formula, scalars, changed, constant):
     return Config(_ELEMENTS // _width([*changed, *constant]) if enough else 1)
 
 
-@kernel(supports=_supports, heuristic=_heuristic)
+@kernel(unsupported=_unsupported, heuristic=_heuristic)
 def updates(
     formula: Callable[..., tuple[Array, ...]],
     scalars: Array,

@@ -14,8 +14,8 @@ from helpers import assert_close, cuda_program, on_the_cpu
 from jax.test_util import check_grads
 
 import jaxbp
-from jaxbp import Fastest, Op, Pair
-from jaxbp.pairing import REMEMBERED, composed
+from jaxbp import DefaultImplementation, Op, Pair
+from jaxbp.pairing import REMEMBERED, per_implementation
 from pallas_kernels.core.device import HOPPER, targeting
 from pallas_kernels.pointwise.elementwise import elementwise
 
@@ -344,13 +344,19 @@ def twice(x, *, implementation):
 
 
 def test_a_composed_function_hands_its_implementation_on():
-    op = Op("twice", {"autodiff": lambda x: x, **composed(twice)}, fastest=Fastest(elsewhere="autodiff"))
+    op = Op(
+        "twice",
+        {"autodiff": lambda x: x, **per_implementation(twice)},
+        default=DefaultImplementation(elsewhere="autodiff"),
+    )
     with on_the_cpu():
         assert [float(op(0.0, implementation=name)) for name in ("pallas", "xla", "autodiff", None)] == [2, 4, 0, 0]
 
 
 def test_a_composed_function_may_leave_none_to_its_parts():
-    op = Op("twice", composed(twice, ("pallas", "xla", None)), fastest=Fastest(elsewhere="pallas"))
+    op = Op(
+        "twice", per_implementation(twice, ("pallas", "xla", None)), default=DefaultImplementation(elsewhere="pallas")
+    )
     with on_the_cpu():
         assert [float(op(0.0, implementation=name)) for name in ("pallas", "xla", None)] == [2, 4, 4]
     with pytest.raises(NotImplementedError, match=r"^twice: has no implementation 'autodiff'"):
@@ -360,7 +366,7 @@ def test_a_composed_function_may_leave_none_to_its_parts():
 def test_an_op_and_a_pair_say_their_names_and_implementations():
     assert repr(WITH_KERNEL) == "Pair(cube: xla, pallas, autodiff)"
     assert repr(WITH_KERNEL.backward) == "Op(cube_backward: xla, pallas)"
-    assert repr(Op("twice", composed(twice, ("pallas", None)))) == "Op(twice: pallas, None)"
+    assert repr(Op("twice", per_implementation(twice, ("pallas", None)))) == "Op(twice: pallas, None)"
 
 
 # -------------------------------------------------------------------------------------------------------------- options
@@ -544,30 +550,30 @@ def test_the_same_op_under_another_name_has_it_in_its_messages():
 # ---------------------------------------------------------------------------------------------------- None, the fastest
 
 
-FASTEST = Fastest(gpu="pallas", older_gpu="autodiff", elsewhere="xla")
+FASTEST = DefaultImplementation(gpu="pallas", older_gpu="autodiff", elsewhere="xla")
 
 
 def test_none_takes_the_fastest_for_the_platform_that_it_is_lowered_for(kernels_run, run_on_the_cpu):
-    op = marked(fastest=FASTEST)
+    op = marked(default=FASTEST)
     assert taken_in(cuda_program(op, POINTS)) == ("pallas" if kernels_run else "autodiff")
     assert taken_in(jax.jit(op).lower(POINTS).as_text()) == "xla"
     np.testing.assert_array_equal(jax.jit(op)(POINTS), jnp.sin(POINTS))
 
 
 def test_none_without_jit_takes_the_fastest_for_the_platform_that_it_runs_on(kernels_run, run_on_the_cpu):
-    np.testing.assert_array_equal(marked(fastest=FASTEST)(POINTS), jnp.sin(POINTS))
+    np.testing.assert_array_equal(marked(default=FASTEST)(POINTS), jnp.sin(POINTS))
 
 
 @pytest.mark.parametrize("gpu", jaxbp.IMPLEMENTATIONS)
 @pytest.mark.parametrize("elsewhere", jaxbp.IMPLEMENTATIONS)
 def test_what_is_said_to_be_fastest_is_taken(gpu, elsewhere, on_hopper, run_on_the_cpu):
-    op = marked(fastest=Fastest(gpu=gpu, elsewhere=elsewhere))
+    op = marked(default=DefaultImplementation(gpu=gpu, elsewhere=elsewhere))
     assert taken_in(cuda_program(op, POINTS)) == gpu
     np.testing.assert_array_equal(op(POINTS), MARKS[elsewhere](POINTS))
 
 
 def test_none_takes_what_is_fastest_on_older_gpus_for_what_a_kernel_does_not_take(on_hopper):
-    op = marked(fastest=FASTEST, unsupported=lambda x: "anything")
+    op = marked(default=FASTEST, unsupported=lambda x: "anything")
     assert taken_in(cuda_program(op, POINTS)) == "autodiff"
 
 
@@ -577,7 +583,9 @@ def test_none_takes_what_is_fastest_on_older_gpus_for_what_a_kernel_does_not_tak
     ids=str,
 )
 def test_none_takes_the_next_best_where_the_fastest_is_lacking(has, taken):
-    np.testing.assert_array_equal(marked(has, fastest=Fastest("xla", "xla", "xla"))(POINTS), MARKS[taken](POINTS))
+    np.testing.assert_array_equal(
+        marked(has, default=DefaultImplementation("xla", "xla", "xla"))(POINTS), MARKS[taken](POINTS)
+    )
 
 
 # ---------------------------------------------------------------------------------------------- None, with real kernels
@@ -616,8 +624,8 @@ def test_second_derivatives_lower_for_both_platforms(on_hopper, run_on_the_cpu):
 
 
 def test_what_is_fastest_may_depend_on_the_arguments():
-    fastest = lambda x: Fastest(elsewhere="xla" if x.size > 1 else "autodiff")  # noqa: E731
-    op = Op("op", {"xla": lambda x: x + 1, "autodiff": lambda x: x + 2}, fastest=fastest)
+    default = lambda x: DefaultImplementation(elsewhere="xla" if x.size > 1 else "autodiff")  # noqa: E731
+    op = Op("op", {"xla": lambda x: x + 1, "autodiff": lambda x: x + 2}, default=default)
     with on_the_cpu():
         assert [float(op(jnp.zeros(n))[0]) for n in (1, 2)] == [2.0, 1.0]
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxbp
-from jaxbp.sharding import Axes, leading, mesh_of, over_devices
+from jaxbp.sharding import Axes, batched, mesh_of, over_devices
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES
 
@@ -42,7 +42,7 @@ def product():
 def test_each_device_has_its_own_examples_and_sums_are_over_all(product):
     kernel, formula, seen = product
     x, w = normal((16, 4), (4, 3))
-    run = jax.jit(over_devices(kernel, formula, leading(0)))
+    run = jax.jit(over_devices(kernel, formula, batched(0)))
     y, total = run(on_mesh(x, "examples"), on_mesh(w))
     assert seen[-1] == (2, 4)
     assert y.sharding.spec == P("examples") and total.sharding.spec == P()
@@ -58,7 +58,7 @@ def test_what_a_kernel_made_is_shared_as_well():
 
         return launch(body, x, out=x, grid={"i": len(x)}, name="double")
 
-    double = over_devices(kernel, lambda x: 2 * x, leading(0))
+    double = over_devices(kernel, lambda x: 2 * x, batched(0))
     traced = jax.jit(lambda x: double(double(x))).trace(on_mesh(normal((16, LANES))[0], "examples"))
     assert str(traced.jaxpr).count("custom_partitioning[") == 2
     assert "all-gather" not in traced.lower().compile().as_text()
@@ -86,7 +86,7 @@ def test_a_device_may_need_a_multiple_of_examples(product):
 
 def test_sums_of_half_precisions_over_devices_are_made_in_float32():
     total = lambda x: jnp.sum(x, axis=0)  # noqa: E731
-    run = jax.jit(over_devices(total, total, leading(0)))
+    run = jax.jit(over_devices(total, total, batched(0)))
     # In bfloat16, 256 + 1 is 256.
     x = jnp.ones((8, 2), jnp.bfloat16).at[0].set(256)
     assert (run(on_mesh(x, "examples")) == 264).all()
@@ -96,7 +96,7 @@ def test_sums_of_half_precisions_over_devices_are_made_in_float32():
 def test_under_vmap_it_is_the_same(product):
     kernel, formula, _ = product
     x, w = normal((3, 16, 4), (4, 3))
-    run = jax.jit(jax.vmap(over_devices(kernel, formula, leading(0)), (0, None)))
+    run = jax.jit(jax.vmap(over_devices(kernel, formula, batched(0)), (0, None)))
     assert_close(run(on_mesh(x, None, "examples"), on_mesh(w)), jax.vmap(formula, (0, None))(x, w), "float32")
 
 
@@ -121,7 +121,7 @@ def _scaled(shared):
         return dy * scale, jnp.sum(dy * x, axis=0)
 
     kernel = lambda dy, x, scale: gradients(dy, x, scale)  # noqa: E731
-    options = dict(examples=leading(0, 1)) if shared else {}
+    options = dict(batch_axes=batched(0, 1)) if shared else {}
     return jaxbp.Pair(lambda x, scale: x * scale, {"xla": gradients, "pallas": kernel}, name="scaled", **options)
 
 

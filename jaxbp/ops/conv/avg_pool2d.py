@@ -6,9 +6,9 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import widen
+from jaxbp.common.numerics import upcast
 from jaxbp.common.windows import Padding, Size, output_size, pool_options
-from jaxbp.ops._fastest import fused_pair
+from jaxbp.ops._defaults import fused_pair
 from jaxbp.pairing import Implementation
 from pallas_kernels.conv.conv2d import correlate
 from pallas_kernels.core.launch import batch_first, batch_last
@@ -17,7 +17,7 @@ from pallas_kernels.pointwise.elementwise import elementwise
 
 def _forward(x, *, window, stride, padding, shape):
     dimensions = (1, 1, *window), (1, 1, *stride), ((0, 0), (0, 0), *padding)
-    total = lax.reduce_window(widen(x), 0.0, lax.add, *dimensions)
+    total = lax.reduce_window(upcast(x), 0.0, lax.add, *dimensions)
     return (total / (window[0] * window[1])).astype(x.dtype)
 
 
@@ -32,7 +32,7 @@ def _spread(dy, window, stride, padding, shape):
 
 
 def _gradient(dy, *, window, stride, padding, shape):
-    share = widen(dy) / (window[0] * window[1])
+    share = upcast(dy) / (window[0] * window[1])
     spread = _spread(share, window, stride, padding, shape)
     dx = lax.reduce_window(spread, 0.0, lax.add, (1, 1, *window), (1, 1, 1, 1), "VALID")
     return dx.astype(dy.dtype)
@@ -47,11 +47,11 @@ def _gradient_kernel(dy, *, window, stride, padding, shape):
 
 
 def _global_forward(x, *, shape):
-    return jnp.mean(widen(x), axis=(2, 3)).astype(x.dtype)
+    return jnp.mean(upcast(x), axis=(2, 3)).astype(x.dtype)
 
 
 def _global_gradient(dy, *, shape):
-    share = widen(dy) / (shape[2] * shape[3])
+    share = upcast(dy) / (shape[2] * shape[3])
     return jnp.broadcast_to(share[:, :, None, None], shape).astype(dy.dtype)
 
 

@@ -20,8 +20,8 @@ from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.common.windows import Padding, Size, output_size, window_padding
 from jaxbp.ops.conv import _filter_matrix
-from jaxbp.pairing import Fastest, Implementation, Op, Pair, composed, differentiable, transpose
-from jaxbp.sharding import leading
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation, transpose
+from jaxbp.sharding import batched
 from pallas_kernels.conv import conv2d as kernels
 from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient_sm90
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
@@ -215,8 +215,8 @@ def _parameter_gradients_kernel(dy, x, **options):
     return dw.astype(dy.dtype), db.astype(dy.dtype)
 
 
-def _parameter_gradients_exact(dy_last, x_last):
-    dw = kernels.correlate_batch(dy_last, x_last)
+def _parameter_gradients_exact(dy_last, x_batch_last):
+    dw = kernels.correlate_batch(dy_last, x_batch_last)
     return dw, kernels.sum_batch(dy_last.reshape(dy_last.shape[0], -1, dy_last.shape[-1]))
 
 
@@ -224,9 +224,9 @@ def _one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
     """Return whether one kernel can compute dw and db in one pass on the tensor cores, and is fast."""
     reached = [out + f - 1 for out, f in zip(dy.shape[2:], filter_size, strict=True)]
     dy_last = jax.ShapeDtypeStruct((*dy.shape[1:], LANES), dy.dtype)
-    x_last = jax.ShapeDtypeStruct((x.shape[1], *reached, LANES), x.dtype)
+    x_batch_last = jax.ShapeDtypeStruct((x.shape[1], *reached, LANES), x.dtype)
     allowed = stride == (1, 1) and on_tensor_cores(dy.dtype, precision)
-    return allowed and weights_gradient_sm90.correlate_batch.pays(dy_last, x_last)
+    return allowed and weights_gradient_sm90.correlate_batch.pays(dy_last, x_batch_last)
 
 
 def _reached(dy, x, *, filter_size, stride, padding, dilation, **options):
@@ -273,44 +273,44 @@ def _unsupported(*arrays, dilation=(1, 1), groups=1, **options):
 
 
 # For ops whose kernels, including the transposes of NCHW images, are slower than cuDNN.
-_LIBRARY = Fastest(gpu="xla")
+_LIBRARY = DefaultImplementation(gpu="xla")
 
 
-def _fastest(w, input_size, output_size, precision):
+def _defaults(w, input_size, output_size, precision):
     """Choose the kernels where the product with the filter matrix pays. On NCHW images, the exact kernel is slower than
     cuDNN."""
-    return Fastest() if _product_pays(w, input_size, output_size, precision) else _LIBRARY
+    return DefaultImplementation() if _product_pays(w, input_size, output_size, precision) else _LIBRARY
 
 
-def _fastest_forward(x, w, b, **options):
-    return _fastest(w, x.shape[2:], output_size(x.shape[2:], w.shape[2:], **options), options["precision"])
+def _default_forward(x, w, b, **options):
+    return _defaults(w, x.shape[2:], output_size(x.shape[2:], w.shape[2:], **options), options["precision"])
 
 
-def _fastest_input_gradient(dy, w, *, input_size, precision, **options):
-    return _fastest(w, input_size, dy.shape[2:], precision)
+def _default_input_gradient(dy, w, *, input_size, precision, **options):
+    return _defaults(w, input_size, dy.shape[2:], precision)
 
 
-_part = functools.partial(Op, unsupported=_unsupported, shares=True, jit=True)
+_part = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)
 _FORWARD = _part(
     "conv2d",
-    {"xla": forward_formula, "pallas": differentiable(_forward_kernel, forward_formula, leading(0))},
-    fastest=_fastest_forward,
+    {"xla": forward_formula, "pallas": differentiable(_forward_kernel, forward_formula, batched(0))},
+    default=_default_forward,
 )
 _INPUT_GRADIENT = _part(
     "conv2d_backward_input",
     {
         "autodiff": _input_gradient_autodiff,
         "xla": input_gradient_formula,
-        "pallas": differentiable(_input_gradient_kernel, input_gradient_formula, leading(0)),
+        "pallas": differentiable(_input_gradient_kernel, input_gradient_formula, batched(0)),
     },
-    fastest=_fastest_input_gradient,
+    default=_default_input_gradient,
 )
 _WEIGHTS_GRADIENT = _part(
     "conv2d_backward_weights",
     {
         "autodiff": _weights_gradient_autodiff,
         "xla": weights_gradient_formula,
-        "pallas": differentiable(_weights_gradient_kernel, weights_gradient_formula, leading(0, 1)),
+        "pallas": differentiable(_weights_gradient_kernel, weights_gradient_formula, batched(0, 1)),
     },
 )
 _BIAS_GRADIENT = _part(
@@ -318,16 +318,16 @@ _BIAS_GRADIENT = _part(
     {
         "autodiff": _bias_gradient_autodiff,
         "xla": bias_gradient_formula,
-        "pallas": differentiable(_bias_gradient_kernel, bias_gradient_formula, leading(0)),
+        "pallas": differentiable(_bias_gradient_kernel, bias_gradient_formula, batched(0)),
     },
-    fastest=_LIBRARY,
+    default=_LIBRARY,
 )
 # Both parameter gradients, for arrays where the tensor cores compute them in one pass.
 _PARAMETER_GRADIENTS = _part(
     "conv2d_backward_parameters",
     {
         "xla": _parameter_gradients_formula,
-        "pallas": differentiable(_parameter_gradients_kernel, _parameter_gradients_formula, leading(0, 1)),
+        "pallas": differentiable(_parameter_gradients_kernel, _parameter_gradients_formula, batched(0, 1)),
     },
 )
 
@@ -350,8 +350,8 @@ def _gradients(dy, x, w, b, *, implementation, **options):
 _EVERY = ("pallas", "xla", None)
 _CONV2D = Pair(
     forward,
-    Op("conv2d_backward", composed(_gradients, _EVERY), jit=True),
-    save=composed(_save, _EVERY),
+    Op("conv2d_backward", per_implementation(_gradients, _EVERY), jit=True),
+    save=per_implementation(_save, _EVERY),
     name="conv2d",
     unsupported=_unsupported,
     jit=True,

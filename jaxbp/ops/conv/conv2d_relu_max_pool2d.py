@@ -16,7 +16,7 @@ from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.common.windows import Padding, Size, output_size, pool_options
 from jaxbp.ops.conv import _filter_matrix, conv2d, max_pool2d
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
-from jaxbp.sharding import leading
+from jaxbp.sharding import batched
 from pallas_kernels.conv import conv2d_relu_max_pool2d as kernels
 from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_sm90 as forward_sm90
 from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_tf32_sm90 as forward_tf32_sm90
@@ -38,7 +38,7 @@ def _split(x_size, w_size, *, window, stride, padding, precision):
 def _forward(x, w, b, **options):
     convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
     z = conv2d.forward(x, w, b, **convolution)
-    return max_pool2d.native(jax.nn.relu(z), **pool)[0], _places(lax.stop_gradient(z), **pool)[1]
+    return max_pool2d.autodiff(jax.nn.relu(z), **pool)[0], _places(lax.stop_gradient(z), **pool)[1]
 
 
 def _forward_and_places(x, w, b, **options):
@@ -56,9 +56,9 @@ def _places(z, **pool):
 
 
 def _forward_and_places_kernel(x, w, b, *, window, stride, padding, precision):
-    x_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*p, 0) for p in padding), (0, 0, 0)])
+    x_batch_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*p, 0) for p in padding), (0, 0, 0)])
     b = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
-    y, places = _forward_kernel(x_last, w, b, on_tensor_cores(x.dtype, precision), window=window)
+    y, places = _forward_kernel(x_batch_last, w, b, on_tensor_cores(x.dtype, precision), window=window)
     return batch_first(y, x.shape[0]), batch_first(places, x.shape[0])
 
 
@@ -79,7 +79,7 @@ def _gradients_autodiff(dy, places, x, w, b, **options):
 def _gradients_formula(dy, places, x, w, b, **options):
     convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
     # If ReLU was off, the position lies in no window, and the pool's backward adds no gradient.
-    dz = max_pool2d.route_formula(dy, places, **pool)
+    dz = max_pool2d.scatter_formula(dy, places, **pool)
     dx = conv2d.input_gradient_formula(dz, w, input_size=x.shape[2:], **convolution)
     dw = conv2d.weights_gradient_formula(dz, x, filter_size=w.shape[2:], **convolution)
     return dx, dw, None if b is None else conv2d.bias_gradient_formula(dz)
@@ -90,9 +90,9 @@ def _gradients_kernel(dy, places, x, w, b, *, window, stride, padding, precision
     # The part of the padded input that the pool's windows reach. The last rows and columns may lie outside of it.
     used = [n * size + f - 1 for n, size, f in zip(dy.shape[2:], window, w.shape[2:], strict=True)]
     reached = [(p, u - size - p, 0) for (p, _), u, size in zip(padding, used, x.shape[2:], strict=True)]
-    x_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *reached, (0, 0, 0)])
+    x_batch_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *reached, (0, 0, 0)])
     arrays, tensor_cores = (dy_last, places_last), on_tensor_cores(x.dtype, precision)
-    dw, db = _weights_gradient_kernel(*arrays, x_last, tensor_cores, window=window)
+    dw, db = _weights_gradient_kernel(*arrays, x_batch_last, tensor_cores, window=window)
     dx_last = _input_gradient_kernel(*arrays, w, tensor_cores, precision, input_size=tuple(used), window=window)
     dx_last = lax.pad(dx_last, jnp.zeros((), dy.dtype), [(0, 0, 0), *((-p, -q, 0) for p, q, _ in reached), (0, 0, 0)])
     return batch_first(dx_last, x.shape[0]), dw.astype(w.dtype), None if b is None else db.astype(b.dtype)
@@ -127,7 +127,7 @@ def _unsupported(*arrays, window, stride, **options):
     *_, x, w, b = arrays
     if stride != (1, 1):
         return f"stride={stride}"
-    return kernels.forward.supports(x, w, b, window=window) or checks.unsupported_dtype(*arrays)
+    return kernels.forward.unsupported(x, w, b, window=window) or checks.unsupported_dtype(*arrays)
 
 
 _CONV2D_RELU_MAX_POOL2D = Pair(
@@ -137,20 +137,20 @@ _CONV2D_RELU_MAX_POOL2D = Pair(
         {
             "autodiff": _gradients_autodiff,
             "xla": _gradients_formula,
-            "pallas": differentiable(_gradients_kernel, _gradients_formula, leading(0, 1, 2)),
+            "pallas": differentiable(_gradients_kernel, _gradients_formula, batched(0, 1, 2)),
         },
         unsupported=_unsupported,
-        shares=True,
+        partitioned=True,
         jit=True,
     ),
     save={
         "xla": functools.partial(_save, _forward_and_places),
-        "pallas": functools.partial(_save, differentiable(_forward_and_places_kernel, _forward_and_places, leading(0))),
+        "pallas": functools.partial(_save, differentiable(_forward_and_places_kernel, _forward_and_places, batched(0))),
     },
     has_aux=True,
     name="conv2d_relu_max_pool2d",
     unsupported=_unsupported,
-    shares=True,
+    partitioned=True,
     jit=True,
 )
 

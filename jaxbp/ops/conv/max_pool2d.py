@@ -10,9 +10,9 @@ from jaxbp import barriers
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import wide
-from jaxbp.common.windows import Padding, Size, output_size, pool_options, side_by_side
-from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable, transpose
-from jaxbp.sharding import leading
+from jaxbp.common.windows import Padding, Size, is_nonoverlapping, output_size, pool_options
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, transpose
+from jaxbp.sharding import batched
 from pallas_kernels.conv import max_pool2d as kernels
 from pallas_kernels.core.launch import batch_first, batch_last
 
@@ -56,7 +56,7 @@ def _first_inside(*, window, stride, padding, input_size):
     return first[0][:, None] * window[1] + first[1][None, :]
 
 
-def native(x, *, window, stride, padding, input_size):
+def autodiff(x, *, window, stride, padding, input_size):
     y = lax.reduce_window(x, -jnp.inf, lax.max, (1, 1, *window), (1, 1, *stride), ((0, 0), (0, 0), *padding))
     options = dict(window=window, stride=stride, padding=padding, input_size=input_size)
     return y, max_and_indices(lax.stop_gradient(x), **options)[1]
@@ -73,13 +73,13 @@ def select(x, indices, **options):
     return sum(jnp.where(indices == i, _at_place(place, x, fill=0, **options), 0) for i, place in places)
 
 
-def _route_autodiff(dy, indices, **options):
+def _scatter_by_autodiff(dy, indices, **options):
     return transpose(lambda x: select(x, indices, **options), (*dy.shape[:2], *options["input_size"]), dy)
 
 
-def route_formula(dy, indices, **options):
+def scatter_formula(dy, indices, **options):
     """Route gradients to the maxima. If every position is in exactly one window, each position fetches its gradient."""
-    if side_by_side(**options):
+    if is_nonoverlapping(**options):
         return _fetch_from_windows(dy, indices, window=options["window"])
     return _send_to_places(dy, indices, **options)
 
@@ -107,36 +107,36 @@ def _fetch_from_windows(dy, indices, *, window):
     return dx.reshape(N, C, P * R, Q * S)
 
 
-def _route_kernel(dy, indices, **options):
-    if side_by_side(**options):  # no kernel was faster than XLA
+def _scatter_kernel(dy, indices, **options):
+    if is_nonoverlapping(**options):  # no kernel was faster than XLA
         return _fetch_from_windows(dy, indices, window=options["window"])
     before = tuple(before for before, _ in options["padding"])
-    dx_last = kernels.route(batch_last(dy), batch_last(indices), **options | dict(padding=before))
+    dx_last = kernels.scatter_gradients(batch_last(dy), batch_last(indices), **options | dict(padding=before))
     return batch_first(dx_last, dy.shape[0])
 
 
 _MAX_POOL2D_BACKWARD = Op(
     "max_pool2d_backward",
     {
-        "autodiff": _route_autodiff,
-        "xla": route_formula,
-        "pallas": differentiable(_route_kernel, route_formula, leading(0, 1)),
+        "autodiff": _scatter_by_autodiff,
+        "xla": scatter_formula,
+        "pallas": differentiable(_scatter_kernel, scatter_formula, batched(0, 1)),
     },
     unsupported=checks.unsupported_dtype,
     # On NCHW images, the transposes around the kernel cost more than the kernel saves.
-    fastest=Fastest(gpu="xla"),
+    default=DefaultImplementation(gpu="xla"),
     jit=True,
 )
 
 
 _MAX_POOL2D = Pair(
-    native,
+    autodiff,
     _MAX_POOL2D_BACKWARD,
     save=_save,
     has_aux=True,
     name="max_pool2d",
     unsupported=checks.unsupported_dtype,
-    fastest=_MAX_POOL2D_BACKWARD.fastest,
+    default=_MAX_POOL2D_BACKWARD.default,
     jit=True,
 )
 

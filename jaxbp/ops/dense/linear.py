@@ -11,8 +11,8 @@ from jaxtyping import Float
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import on_tensor_cores
-from jaxbp.pairing import Fastest, Implementation, Pair
-from jaxbp.sharding import leading
+from jaxbp.pairing import DefaultImplementation, Implementation, Pair
+from jaxbp.sharding import batched
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import linear as kernels
 
@@ -34,8 +34,8 @@ def _gradients_kernel(dy, x, w, b, *, precision):
     if on_tensor_cores(x.dtype, precision):  # cuBLAS uses the tensor cores
         return _gradients(dy, x, w, b, precision=precision)
     rows = math.prod(x.shape[:-1])
-    dy_last, x_last = batch_last(dy.reshape(rows, dy.shape[-1])), batch_last(x.reshape(rows, x.shape[-1]))
-    dw = kernels.weight_gradient(dy_last, x_last).astype(w.dtype)
+    dy_last, x_batch_last = batch_last(dy.reshape(rows, dy.shape[-1])), batch_last(x.reshape(rows, x.shape[-1]))
+    dw = kernels.weight_gradient(dy_last, x_batch_last).astype(w.dtype)
     db = None if b is None else kernels.bias_gradient(dy_last).astype(b.dtype)
     return batch_first(kernels.input_gradient(dy_last, w), rows).reshape(x.shape), dw, db
 
@@ -44,10 +44,10 @@ _LINEAR = Pair(
     _forward,
     {"xla": _gradients, "pallas": _gradients_kernel},
     name="linear",
-    examples=leading(0, 1),
+    batch_axes=batched(0, 1),
     unsupported=checks.unsupported_dtype,
     # cuBLAS is faster without the tensor cores, too.
-    fastest=Fastest(gpu="xla"),
+    default=DefaultImplementation(gpu="xla"),
     jit=True,
 )
 

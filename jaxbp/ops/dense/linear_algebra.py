@@ -19,9 +19,9 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import on_tensor_cores, wide, widen
-from jaxbp.ops._fastest import fused_pair
-from jaxbp.pairing import Implementation, Op, composed
+from jaxbp.common.numerics import on_tensor_cores, upcast, wide
+from jaxbp.ops._defaults import fused_pair
+from jaxbp.pairing import Implementation, Op, per_implementation
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import linear as kernels
 from pallas_kernels.pointwise.reductions import sum_over
@@ -102,15 +102,15 @@ def _in_float32(function):
     return forward
 
 
-_MATMUL = fused_pair(_in_float32(jnp.matmul), composed(_matmul_gradients), name="matmul")
-_DOT = fused_pair(_in_float32(jnp.dot), composed(_dot_gradients), name="dot")
+_MATMUL = fused_pair(_in_float32(jnp.matmul), per_implementation(_matmul_gradients), name="matmul")
+_DOT = fused_pair(_in_float32(jnp.dot), per_implementation(_dot_gradients), name="dot")
 
 
 # ------------------------------------------------------------------------------------------------- outer and transpose
 
 
 def _outer_gradients(dy, a, b):
-    dy, wide_a, wide_b = map(widen, (dy, a.ravel(), b.ravel()))
+    dy, wide_a, wide_b = map(upcast, (dy, a.ravel(), b.ravel()))
     da, db = jnp.sum(dy * wide_b, axis=1), jnp.sum(dy * wide_a[:, None], axis=0)
     return da.reshape(a.shape).astype(a.dtype), db.reshape(b.shape).astype(b.dtype)
 

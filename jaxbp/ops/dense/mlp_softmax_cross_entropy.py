@@ -21,7 +21,7 @@ from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, logits_gradient, losses
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
-from jaxbp.sharding import Axes, Examples
+from jaxbp.sharding import Axes, BatchAxes
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
@@ -99,7 +99,7 @@ class WideRows(NamedTuple):
     """Residuals of the backward's kernel: `Rows` with wider rows, and x and the labels padded to whole vectors of
     lanes."""
 
-    x_last: Array
+    x_batch_last: Array
     labels: Array
     logits: Array
     hidden: tuple[Array, ...]
@@ -113,16 +113,16 @@ class WideRowsAndGradients(NamedTuple):
     The gradients are 0 where the label is not a class, so that only dy decides between 0 and NaN.
     """
 
-    x_last: Array
+    x_batch_last: Array
     labels: Array
     hidden: tuple[Array, ...]
     gradients: tuple[Array, ...]
     weights: tuple[Array, ...]
 
 
-def _wide_rows(x_last, labels, weights, biases):
+def _wide_rows(x_batch_last, labels, weights, biases):
     inputs, *_ = sizes = _sizes(weights)
-    loss, logits, hidden = rows(x_last[:inputs].T, labels, weights, biases)
+    loss, logits, hidden = rows(x_batch_last[:inputs].T, labels, weights, biases)
     hidden = [jnp.pad(h, ((0, 0), (0, 1)), constant_values=1) for h in hidden]
     _, *widths, classes = kernels.widths(sizes)
     return loss, _fill(logits, classes), tuple(map(_fill, hidden, widths))
@@ -136,19 +136,19 @@ def _wide_row_gradients(dy, labels, logits, hidden, weights):
     return *gradients, dx.T
 
 
-def _wide_rows_and_gradients(x_last, labels, weights, biases):
-    loss, logits, hidden = _wide_rows(x_last, labels, weights, biases)
+def _wide_rows_and_gradients(x_batch_last, labels, weights, biases):
+    loss, logits, hidden = _wide_rows(x_batch_last, labels, weights, biases)
     dy = are_valid(labels, len(biases[-1])).astype(loss.dtype)
     return loss, logits, hidden, _wide_row_gradients(dy, labels, logits, hidden, weights)
 
 
-def _weighed_gradients(dy, x_last, hidden, gradients, *, sizes):
+def _weighed_gradients(dy, x_batch_last, hidden, gradients, *, sizes):
     *gradients, dx = gradients
     weighed = _narrow([g * dy[:, None] for g in reversed(gradients)], sizes[1:])
-    return dx * dy, *_layer_gradients(weighed, _narrow((x_last.T, *hidden), sizes[:-1]))
+    return dx * dy, *_layer_gradients(weighed, _narrow((x_batch_last.T, *hidden), sizes[:-1]))
 
 
-def _with_kernel(kernel: Callable, formula: Callable, examples: Examples) -> Callable:
+def _with_kernel(kernel: Callable, formula: Callable, examples: BatchAxes) -> Callable:
     """Return a function that calls `kernel` for values on GPUs. Elsewhere, and for derivatives, it calls `formula`."""
 
     def call(*arrays, **options):
@@ -157,7 +157,7 @@ def _with_kernel(kernel: Callable, formula: Callable, examples: Examples) -> Cal
     return differentiable(call, formula, examples)
 
 
-def _lanes_of_inputs(x_last, labels, weights, biases):
+def _lanes_of_inputs(x_batch_last, labels, weights, biases):
     return Axes({0: 1, 1: 0}, multiple_of=LANES)
 
 
@@ -165,7 +165,7 @@ def _lanes_of_rows(dy, labels, logits, hidden, weights):
     return Axes(dict.fromkeys(range(4), 0), multiple_of=LANES)
 
 
-def _lanes_of_gradients(dy, x_last, hidden, gradients):
+def _lanes_of_gradients(dy, x_batch_last, hidden, gradients):
     return Axes({0: 0, 1: 1, 2: 0, 3: (0,) * (len(gradients) - 1) + (1,)}, multiple_of=LANES)
 
 
@@ -179,16 +179,16 @@ def _save_kernel(x, labels, *layers, precision):
     weights, biases = layers[::2], layers[1::2]
     lanes = jax.eval_shape(_lanes, x, labels, weights)
     exact = not on_tensor_cores(x.dtype, precision)
-    if exact or len(x) == 0 or kernels.forward.supports(*lanes, weights, biases):
+    if exact or len(x) == 0 or kernels.forward.unsupported(*lanes, weights, biases):
         return _save(x, labels, *layers, precision=precision)
-    x_last, labels_last = _lanes(x, labels, weights)
-    arrays = x_last, labels_last, weights, biases
+    x_batch_last, labels_last = _lanes(x, labels, weights)
+    arrays = x_batch_last, labels_last, weights, biases
     if kernels.forward_and_gradients.pays(*arrays):
         loss, logits, hidden, gradients = _WIDE_ROWS_AND_GRADIENTS(*arrays)
-        saved = WideRowsAndGradients(x_last, labels_last, hidden, gradients, weights)
+        saved = WideRowsAndGradients(x_batch_last, labels_last, hidden, gradients, weights)
     else:
         loss, logits, hidden = _WIDE_ROWS(*arrays)
-        saved = WideRows(x_last, labels_last, logits, hidden, weights)
+        saved = WideRows(x_batch_last, labels_last, logits, hidden, weights)
     return _results(loss[: len(x)], logits[: len(x), : len(biases[-1])]), (saved,)
 
 
@@ -200,15 +200,15 @@ def _gradients_kernel(dy, saved, *, precision):
     else:
         *_, classes = sizes = _sizes(saved.weights)
         dy_last = dy_of_valid(batch_last(dy), saved.labels, classes)
-        dx_last, *layers = _WEIGHED_GRADIENTS(dy_last, saved.x_last, saved.hidden, saved.gradients, sizes=sizes)
+        dx_last, *layers = _WEIGHED_GRADIENTS(dy_last, saved.x_batch_last, saved.hidden, saved.gradients, sizes=sizes)
     return batch_first(dx_last[: saved.weights[0].shape[1]], len(dy)), None, *layers
 
 
 def _gradients_of_wide_rows(dy, saved, *, precision):
-    x_last, *arrays = saved
+    x_batch_last, *arrays = saved
     *gradients, dx_last = _WIDE_ROW_GRADIENTS(batch_last(dy), *arrays)
     layers = []
-    for w, dz, h in zip(saved.weights, reversed(gradients), (x_last.T, *saved.hidden), strict=True):
+    for w, dz, h in zip(saved.weights, reversed(gradients), (x_batch_last.T, *saved.hidden), strict=True):
         outputs, inputs = w.shape
         products = jnp.matmul(dz.T, h, precision=precision)[:outputs]
         db = products[:, inputs] if layers else jnp.sum(dz, axis=0)[:outputs]
@@ -242,7 +242,7 @@ _MLP_SOFTMAX_CROSS_ENTROPY = Pair(
     has_aux=True,
     name="mlp_softmax_cross_entropy",
     unsupported=checks.unsupported_dtype,
-    shares=True,
+    partitioned=True,
     jit=True,
 )
 

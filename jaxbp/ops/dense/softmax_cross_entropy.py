@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import exponentials, largest_and_total, widen
-from jaxbp.pairing import Fastest, Implementation, Op, Pair, differentiable, saving_arguments
-from jaxbp.sharding import leading
+from jaxbp.common.numerics import exponentials, largest_and_total, upcast
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, saving_arguments
+from jaxbp.sharding import batched
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import softmax_cross_entropy as kernels
 
@@ -26,13 +26,13 @@ def _is_class(labels):
 
 
 def losses(logits, labels):
-    log_probabilities = jax.nn.log_softmax(widen(logits))
+    log_probabilities = jax.nn.log_softmax(upcast(logits))
     if _is_class(labels):
         valid = are_valid(labels, logits.shape[-1])
         chosen = jnp.where(valid, labels, 0)[..., None]
         loss = _nan_unless(valid, -jnp.take_along_axis(log_probabilities, chosen, axis=-1)[..., 0])
     else:
-        y = widen(labels)
+        y = upcast(labels)
         terms = y * jnp.where(_is_masked(y, log_probabilities), 0.0, log_probabilities)
         loss = -jnp.sum(terms, axis=-1)
     return loss.astype(logits.dtype)
@@ -62,14 +62,14 @@ def dy_of_valid(dy, labels, classes):
 
 
 def logits_gradient(dy, logits, labels):
-    dy = widen(dy)
+    dy = upcast(dy)
     if _is_class(labels):
-        p = jax.nn.softmax(widen(logits))
+        p = jax.nn.softmax(upcast(logits))
         dy = dy_of_valid(dy, labels, p.shape[-1])[..., None]
         gradient = dy * (p - jax.nn.one_hot(labels, p.shape[-1], dtype=p.dtype))
     else:
         dy = dy[..., None]
-        (e, total), y = exponentials(logits, -1), widen(labels)
+        (e, total), y = exponentials(logits, -1), upcast(labels)
         gradient = e * (dy * jnp.sum(y, axis=-1, keepdims=True) / total) - dy * y
     return gradient.astype(logits.dtype)
 
@@ -79,9 +79,9 @@ def _gradients(dy, logits, labels, *, of_logits=logits_gradient):
     # Integer labels have no gradient.
     if _is_class(labels):
         return dlogits, None
-    log_probabilities = jax.nn.log_softmax(widen(logits))
-    log_probabilities = jnp.where(_is_masked(widen(labels), log_probabilities), 0.0, log_probabilities)
-    return dlogits, (-widen(dy)[..., None] * log_probabilities).astype(labels.dtype)
+    log_probabilities = jax.nn.log_softmax(upcast(logits))
+    log_probabilities = jnp.where(_is_masked(upcast(labels), log_probabilities), 0.0, log_probabilities)
+    return dlogits, (-upcast(dy)[..., None] * log_probabilities).astype(labels.dtype)
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
@@ -125,8 +125,8 @@ def _gradients_kernel(dy, logits, labels, *statistics):
     return _gradients(dy, logits, labels, of_logits=of_logits)
 
 
-_LOSSES_AND_STATISTICS = differentiable(_losses_and_statistics_kernel, _losses_and_statistics, leading(0, 1))
-_LOGITS_GRADIENT = differentiable(_logits_gradient_kernel, _logits_gradient, leading(0, 1, 2, 3, 4, features=0))
+_LOSSES_AND_STATISTICS = differentiable(_losses_and_statistics_kernel, _losses_and_statistics, batched(0, 1))
+_LOGITS_GRADIENT = differentiable(_logits_gradient_kernel, _logits_gradient, batched(0, 1, 2, 3, 4, features=0))
 
 
 _SOFTMAX_CROSS_ENTROPY = Pair(
@@ -137,7 +137,7 @@ _SOFTMAX_CROSS_ENTROPY = Pair(
     unsupported=checks.unsupported_dtype,
     # With ten classes, launches take the time on a GPU, and XLA's fusion needs no transposes. On a CPU, autodiff
     # computes less: its gradient touches one class per example.
-    fastest=Fastest(gpu="xla", elsewhere="autodiff"),
+    default=DefaultImplementation(gpu="xla", elsewhere="autodiff"),
     jit=True,
 )
 

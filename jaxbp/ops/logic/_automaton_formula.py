@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxbp.common.numerics import widen
+from jaxbp.common.numerics import upcast
 from jaxbp.logic.automaton import CENTRE, Automaton
 from jaxbp.ops.logic import _gates
 
@@ -64,7 +64,7 @@ def tick(prepared: tuple, state: Array, fires: Array | None) -> Array:
 def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tuple[Array, tuple]:
     """Return the result of `tick` and the rows that each layer read."""
     (perceiving, updating), automaton = prepared
-    seen = _neighbourhood(widen(state), automaton.periodic)  # (9, channels, batch, height, width)
+    seen = _neighbourhood(upcast(state), automaton.periodic)  # (9, channels, batch, height, width)
     rows, read = seen.reshape(seen.shape[0], 1, state.size), ([], [])
     for c, wires in zip(perceiving, automaton.perception, strict=True):
         read[0].append(rows)
@@ -91,7 +91,7 @@ def tick_backward_of_rows(
     """Return the result of `tick_backward`, given the rows that each layer read."""
     (perceiving, updating), automaton = prepared
     dc, cells = ([], []), math.prod(dnew.shape[1:])
-    dy = widen(dnew if fires is None else jnp.where(fires, dnew, 0)).reshape(automaton.channels, cells)
+    dy = upcast(dnew if fires is None else jnp.where(fires, dnew, 0)).reshape(automaton.channels, cells)
     for c, wires, rows in reversed(list(zip(updating, automaton.update, read[1], strict=True))):
         of_layer, dy = _gates.gradients(dy, c, wires, rows)
         dc[1].insert(0, of_layer)

@@ -63,15 +63,15 @@ def plan(automaton: Automaton, shape: tuple[int, ...]) -> Plan:
         kernels=automaton.kernels,
         perception=tuple(w.gates for w in automaton.perception),
         update=tuple(w.gates for w in automaton.update),
-        output_consumers=tuple(w.most_consumers for w in [*automaton.perception[1:], *automaton.update]),
-        neighbour_consumers=automaton.perception[0].most_consumers,
-        centre_consumers=automaton.update[0].most_consumers,
+        output_consumers=tuple(w.max_fan_out for w in [*automaton.perception[1:], *automaton.update]),
+        neighbour_consumers=automaton.perception[0].max_fan_out,
+        centre_consumers=automaton.update[0].max_fan_out,
     )
 
 
 def unsupported(automaton: Automaton, state: Array) -> str | None:
     """Return why the kernels do not support these arguments, or None."""
-    return kernels.tick_backward.supports(plan=plan(automaton, state.shape))
+    return kernels.tick_backward.unsupported(plan=plan(automaton, state.shape))
 
 
 def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> Prepared:
@@ -279,6 +279,6 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
 def _consumers(wires: Wires) -> tuple[Array, Array]:
     """Return (gate, role) of each consumer of each input, `(turns, inputs)`. A missing consumer has gate -1."""
     first, end = wires.offsets[:-1:2], wires.offsets[2::2]
-    turns = first + np.arange(wires.most_consumers, dtype=np.int32)[:, None]
+    turns = first + np.arange(wires.max_fan_out, dtype=np.int32)[:, None]
     consumer = wires.consumers[jnp.minimum(turns, wires.consumers.size - 1)]
     return jnp.where(turns < end, consumer // 2, -1), consumer % 2

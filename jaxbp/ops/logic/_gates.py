@@ -103,7 +103,7 @@ _LARGEST_PRODUCT = 2**14
 
 def few_have_most(wires: Wires) -> bool:
     """Return whether a few inputs have most of the consumers."""
-    most = wires.most_consumers
+    most = wires.max_fan_out
     return most > _MOST_TURNS or most * wires.inputs > 4 * wires.gates + wires.inputs
 
 
@@ -117,7 +117,7 @@ def sum_over_consumers(terms: Callable[[Array], Array], wires: Wires) -> Array:
         reads = jax.nn.one_hot(inputs, wires.inputs, dtype=values.dtype, axis=0)
         return jnp.tensordot(reads, values, 1, precision=lax.Precision.HIGHEST)
     total = 0
-    for turn in range(wires.most_consumers):
+    for turn in range(wires.max_fan_out):
         values = terms(jnp.minimum(first + turn, places[-1]))
         taken = (first + turn < end).reshape(-1, *[1] * (values.ndim - 1))
         total = total + jnp.where(taken, values, 0)

@@ -16,17 +16,17 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from jaxbp.checkpointing import Memory, advance, check_memory, check_steps, retreat
+from jaxbp.checkpointing import Memory, advance, check_memory, check_steps, reverse_scan
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyKey
-from jaxbp.common.numerics import widen
+from jaxbp.common.numerics import upcast
 from jaxbp.logic import gates
 from jaxbp.logic.automaton import Automaton
 from jaxbp.logic.gates import Parametrization
 from jaxbp.ops.logic import _automaton_formula, _automaton_kernels
 from jaxbp.ops.logic.gate_layer import COEFFICIENTS
-from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
-from jaxbp.sharding import Axes, Examples, mesh_of
+from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implementation
+from jaxbp.sharding import Axes, BatchAxes, mesh_of
 
 Logits = tuple[list[Float[AnyArray, "kernels gates parameters"]], list[Float[AnyArray, "gates parameters"]]]
 """Logits of each layer of perception, and of each layer of update."""
@@ -46,73 +46,73 @@ class _Draws(NamedTuple):
     rounding_rate: Array | None
 
 
-def _advance(through, coefficients, automaton, state, draws, *, steps, fire_rate, memory, keep):
-    prepared = through.prepare(coefficients, automaton, state.shape)
-    seen = functools.partial(_seen, through, draws, state.shape, fire_rate)
+def _advance(backend, coefficients, automaton, state, draws, *, steps, fire_rate, memory, keep):
+    prepared = backend.prepare(coefficients, automaton, state.shape)
+    seen = functools.partial(_seen, backend, draws, state.shape, fire_rate)
 
     def step(s, t):
-        return through.tick(prepared, *seen(s, t))
+        return backend.tick(prepared, *seen(s, t))
 
-    last, kept = advance(step, through.enter(state), steps, memory, unroll=through.UNROLL, keep=keep)
-    return through.leave(last, state.shape), kept
-
-
-def _forward(through, *arrays, memory, **options):
-    return _advance(through, *arrays, memory="states", keep=lambda s: (), **options)[0]
+    last, kept = advance(step, backend.enter(state), steps, memory, unroll=backend.UNROLL, keep=keep)
+    return backend.leave(last, state.shape), kept
 
 
-def _save(through, *arrays, memory, **options):
+def _forward(backend, *arrays, memory, **options):
+    return _advance(backend, *arrays, memory="states", keep=lambda s: (), **options)[0]
+
+
+def _save(backend, *arrays, memory, **options):
     """Return the last state and the residuals: the arguments and what is kept of the ticks."""
-    if memory == "all" and through.KEEPS_ROWS:
-        last, kept = _keeping_rows(through, *arrays, **options)
+    if memory == "all" and backend.KEEPS_ROWS:
+        last, kept = _keeping_rows(backend, *arrays, **options)
     else:
         memory = "states" if memory == "all" else memory
-        last, kept = _advance(through, *arrays, memory=memory, keep=lambda s: s, **options)
+        last, kept = _advance(backend, *arrays, memory=memory, keep=lambda s: s, **options)
     return last, (*arrays, kept)
 
 
-def _backward(through, dlast, coefficients, automaton, state, draws, kept, *, steps, fire_rate, memory):
+def _backward(backend, dlast, coefficients, automaton, state, draws, kept, *, steps, fire_rate, memory):
     if kept is None:
         options = dict(steps=steps, fire_rate=fire_rate, memory=memory)
-        kept = _save(through, coefficients, automaton, state, draws, **options)[1][-1]
-    prepared = through.prepare(coefficients, automaton, state.shape)
-    carry = through.enter_gradient(prepared, dlast), through.zeros(prepared)
-    seen = functools.partial(_seen, through, draws, state.shape, fire_rate)
+        kept = _save(backend, coefficients, automaton, state, draws, **options)[1][-1]
+    prepared = backend.prepare(coefficients, automaton, state.shape)
+    carry = backend.enter_gradient(prepared, dlast), backend.zeros(prepared)
+    seen = functools.partial(_seen, backend, draws, state.shape, fire_rate)
 
     def step(s, t):
-        return through.tick(prepared, *seen(s, t))
+        return backend.tick(prepared, *seen(s, t))
 
     def step_backward(gradients, s, t):
-        return through.tick_backward(prepared, *gradients, *seen(s, t))
+        return backend.tick_backward(prepared, *gradients, *seen(s, t))
 
     def backward_of_rows(gradients, t_and_rows):
         t, rows = t_and_rows
         fires = _fires(draws, t, state.shape, fire_rate)
-        return through.tick_backward_of_rows(prepared, *gradients, rows, fires), None
+        return backend.tick_backward_of_rows(prepared, *gradients, rows, fires), None
 
-    if memory == "all" and through.KEEPS_ROWS:
+    if memory == "all" and backend.KEEPS_ROWS:
         times = np.arange(steps, dtype=np.int32)
         dstate, dc = lax.scan(backward_of_rows, carry, (times, kept), reverse=True)[0]
     else:
         memory = "states" if memory == "all" else memory
-        dstate, dc = retreat(step, step_backward, kept, carry, steps, memory, unroll=through.UNROLL)
-    return through.finish(prepared, dc), None, through.leave_gradient(prepared, dstate, state.dtype), None
+        dstate, dc = reverse_scan(step, step_backward, kept, carry, steps, memory, unroll=backend.UNROLL)
+    return backend.finish(prepared, dc), None, backend.leave_gradient(prepared, dstate, state.dtype), None
 
 
-def _keeping_rows(through, coefficients, automaton, state, draws, *, steps, fire_rate):
-    prepared = through.prepare(coefficients, automaton, state.shape)
-    seen = functools.partial(_seen, through, draws, state.shape, fire_rate)
+def _keeping_rows(backend, coefficients, automaton, state, draws, *, steps, fire_rate):
+    prepared = backend.prepare(coefficients, automaton, state.shape)
+    seen = functools.partial(_seen, backend, draws, state.shape, fire_rate)
 
     def step(s, t):
-        return through.tick_keeping_rows(prepared, *seen(s, t))
+        return backend.tick_keeping_rows(prepared, *seen(s, t))
 
-    last, rows = lax.scan(step, through.enter(state), np.arange(steps, dtype=np.int32))
-    return through.leave(last, state.shape), rows
+    last, rows = lax.scan(step, backend.enter(state), np.arange(steps, dtype=np.int32))
+    return backend.leave(last, state.shape), rows
 
 
-def _seen(through, draws, shape, fire_rate, state, t):
+def _seen(backend, draws, shape, fire_rate, state, t):
     """Return the state that tick t sees, and which cells update at tick t."""
-    return _rounded(through, draws, t, state, shape), _fires(draws, t, shape, fire_rate)
+    return _rounded(backend, draws, t, state, shape), _fires(draws, t, shape, fire_rate)
 
 
 def _fires(draws, t, shape, fire_rate):
@@ -120,13 +120,13 @@ def _fires(draws, t, shape, fire_rate):
     return None if fire_rate == 1.0 else jax.random.bernoulli(draws.keys[t], fire_rate, shape[:-1])
 
 
-def _rounded(through, draws, t, state, shape):
+def _rounded(backend, draws, t, state, shape):
     """Return the state that tick t sees. Its derivative is 1."""
     if draws is None or draws.rounding_rate is None:
         return state
     # The random bits must be the same in every layout and every dtype.
     uniform = jax.random.uniform(jax.random.fold_in(draws.keys[t], 1), shape, jnp.float32)
-    change = jnp.where(through.enter(uniform < draws.rounding_rate), jnp.round(state) - state, 0)
+    change = jnp.where(backend.enter(uniform < draws.rounding_rate), jnp.round(state) - state, 0)
     return state + lax.stop_gradient(change)
 
 
@@ -162,8 +162,8 @@ def _save_on_own_device(*arrays, **options):
     return _save(_automaton_kernels, *arrays, **options)
 
 
-def _pair(through: ModuleType, forward: Callable, save: Callable, examples: Examples | None = None) -> Pair:
-    backward = differentiable(functools.partial(_backward, through), _backward_by_autodiff, examples)
+def _pair(backend: ModuleType, forward: Callable, save: Callable, examples: BatchAxes | None = None) -> Pair:
+    backward = differentiable(functools.partial(_backward, backend), _backward_by_autodiff, examples)
     return Pair(forward, {"xla": backward}, save=save, name="automaton_ticks")
 
 
@@ -190,7 +190,7 @@ def _coefficients(logits: Logits, *, parametrization: str, implementation: Imple
     """Return `(4, gates, kernels)` for each layer of perception and `(4, gates)` for each layer of update."""
     layers = [*logits[0], *logits[1]]
     flat = jnp.concatenate([layer.reshape(-1, layer.shape[-1]) for layer in layers])
-    of_gates = COEFFICIENTS[parametrization](widen(flat), implementation=implementation).T
+    of_gates = COEFFICIENTS[parametrization](upcast(flat), implementation=implementation).T
     ends = np.cumsum([layer.size // layer.shape[-1] for layer in layers])[:-1]
     split = [
         jnp.swapaxes(c.reshape(4, *layer.shape[:-1]), 1, -1) if layer.ndim == 3 else c
@@ -246,7 +246,7 @@ def _unsupported(*arrays, **options):
 _STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
     Op(
         name,
-        {"autodiff": definition, **composed(function, tuple(_TICKS))},
+        {"autodiff": definition, **per_implementation(function, tuple(_TICKS))},
         unsupported=_unsupported,
         # The op concatenates the cells of all grids. JAX does not infer the sharding of this array.
         sharded_like=like,

@@ -27,13 +27,21 @@ from jaxtyping import Float
 from jaxbp import barriers
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import widen
+from jaxbp.common.numerics import upcast
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.wires import Wires
 from jaxbp.ops.logic import _gates
-from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable, given_arguments, saving_arguments
-from jaxbp.sharding import leading
+from jaxbp.pairing import (
+    Implementation,
+    Op,
+    Pair,
+    differentiable,
+    given_arguments,
+    per_implementation,
+    saving_arguments,
+)
+from jaxbp.sharding import batched
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.logic import backward as backward_kernels
 from pallas_kernels.logic import forward as forward_kernel
@@ -44,12 +52,12 @@ from pallas_kernels.logic.mixture import mixture, mixture_gradient
 
 
 def _forward(coefficients, wires, x, *, groups=None):
-    return _grouped(_mixed(coefficients, _inputs_of_gates(wires, widen(_features_first(x))), x), groups)
+    return _grouped(_mixed(coefficients, _inputs_of_gates(wires, upcast(_features_first(x))), x), groups)
 
 
 def _grouped(y, groups):
     """Return the sums of runs of neighboring gates if `groups` is given."""
-    return y if groups is None else gates.group_sum(widen(y), groups)
+    return y if groups is None else gates.group_sum(upcast(y), groups)
 
 
 def _of_gates(dy, wires, x):
@@ -69,7 +77,7 @@ def _inputs_of_gates(wires, rows):
 
 
 def _gradients(dy, coefficients, wires, x, *, groups=None):
-    rows, dy = widen(_features_first(x)), widen(_of_gates(dy, wires, x))
+    rows, dy = upcast(_features_first(x)), upcast(_of_gates(dy, wires, x))
     dc, dx = _gates.gradients(dy, coefficients.T, wires, rows)
     return dc.T.astype(coefficients.dtype), None, _features_last(dx.astype(x.dtype), x.shape[:-1])
 
@@ -79,7 +87,7 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
     run."""
 
     def forward(coefficients, x):
-        return _grouped(_mixed(coefficients, _copies_of_inputs(wires, widen(_features_first(x))), x), groups)
+        return _grouped(_mixed(coefficients, _copies_of_inputs(wires, upcast(_features_first(x))), x), groups)
 
     dc, dx = jax.vjp(forward, coefficients, x)[1](dy)
     return dc, None, dx
@@ -93,17 +101,17 @@ def _copies_of_inputs(wires, rows):
     """
     if _gates.few_have_most(wires):
         return _inputs_of_gates(wires, rows)
-    copies, place = jnp.repeat(rows, wires.most_consumers, axis=0), _copies_read(wires)
+    copies, place = jnp.repeat(rows, wires.max_fan_out, axis=0), _copies_read(wires)
     return (copies.at[place[role::2]].get(unique_indices=True, mode="promise_in_bounds") for role in (0, 1))
 
 
 def _copies_read(wires):
-    """Return the copy that gate g reads as its a, at 2 g, and as its b, at 2 g + 1. Each row has `most_consumers`
+    """Return the copy that gate g reads as its a, at 2 g, and as its b, at 2 g + 1. Each row has `max_fan_out`
     copies."""
     places = np.arange(2 * wires.gates, dtype=np.int32)
     row = jnp.searchsorted(wires.offsets[2::2], places, side="right").astype(jnp.int32)
     turn = places - wires.offsets[2 * row]
-    return jnp.zeros_like(row).at[wires.consumers].set(row * wires.most_consumers + turn, unique_indices=True)
+    return jnp.zeros_like(row).at[wires.consumers].set(row * wires.max_fan_out + turn, unique_indices=True)
 
 
 def _features_first(x):
@@ -177,7 +185,7 @@ def _where_it_pays(kernel, formula):
             return formula(*arrays)
         return on_gpu(functools.partial(kernel, table=_TABLE), formula, *arrays)
 
-    return differentiable(function, formula, leading(0, 1))
+    return differentiable(function, formula, batched(0, 1))
 
 
 _SOFTMAX_KERNEL = _where_it_pays(mixture, gates.softmax)
@@ -190,7 +198,7 @@ _GATES_BACKWARD = Op(
     "gates_backward",
     {
         "xla": differentiable(_gradients, _gradients_by_autodiff),
-        "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff, leading(0, 3)),
+        "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff, batched(0, 3)),
     },
 )
 _GATES = Op(
@@ -198,7 +206,7 @@ _GATES = Op(
     {
         "xla": functools.partial(Pair(_forward, _GATES_BACKWARD, name="gates"), implementation="xla"),
         "pallas": functools.partial(
-            Pair(differentiable(_forward_kernel, _forward, leading(2)), _GATES_BACKWARD, name="gates"),
+            Pair(differentiable(_forward_kernel, _forward, batched(2)), _GATES_BACKWARD, name="gates"),
             implementation="pallas",
         ),
     },
@@ -228,13 +236,13 @@ COEFFICIENTS = {
 
 
 def _layer(parameters, wires, x, *, parametrization, groups, implementation):
-    coefficients = COEFFICIENTS[parametrization](widen(parameters), implementation=implementation)
+    coefficients = COEFFICIENTS[parametrization](upcast(parameters), implementation=implementation)
     return _GATES(coefficients, wires, x, groups=groups, implementation=implementation)
 
 
 def _layer_backward(dy, parameters, wires, x, *, parametrization, groups, implementation):
     # Widen once, so that the gradients of both uses are added before they are rounded. A single term could overflow.
-    pair, wide = COEFFICIENTS[parametrization], widen(parameters)
+    pair, wide = COEFFICIENTS[parametrization], upcast(parameters)
     dc, _, dx = _GATES_BACKWARD(dy, pair.forward(wide), wires, x, groups=groups, implementation=implementation)
     return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
 
@@ -243,19 +251,19 @@ def _definition(parameters, wires, x, *, parametrization, groups):
     """Compute the layer for JAX to differentiate. For logits, it weights the 16 functions by their probabilities."""
     if parametrization != "softmax":
         return _forward(COEFFICIENTS[parametrization].forward(parameters), wires, x, groups=groups)
-    wide = widen(x)
+    wide = upcast(x)
     functions = jnp.stack(gates.relaxed_gates(wide[..., wires.a], wide[..., wires.b]), axis=-1)
-    return _grouped(jnp.sum(jax.nn.softmax(widen(parameters)) * functions, axis=-1).astype(x.dtype), groups)
+    return _grouped(jnp.sum(jax.nn.softmax(upcast(parameters)) * functions, axis=-1).astype(x.dtype), groups)
 
 
 def _definition_backward(dy, parameters, wires, x, **options):
     return jax.vjp(lambda p, x: _definition(p, wires, x, **options), parameters, x)[1](dy)
 
 
-_public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, shares=True, jit=True)
-_GATE_LAYER = _public_op("gate_layer", {"autodiff": _definition, **composed(_layer)})
+_public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, partitioned=True, jit=True)
+_GATE_LAYER = _public_op("gate_layer", {"autodiff": _definition, **per_implementation(_layer)})
 _GATE_LAYER_BACKWARD = _public_op(
-    "gate_layer_backward", {"autodiff": _definition_backward, **composed(_layer_backward)}
+    "gate_layer_backward", {"autodiff": _definition_backward, **per_implementation(_layer_backward)}
 )
 
 
@@ -340,7 +348,7 @@ def gate_layer_backward(
     """
     op = "gate_layer_backward"
     logits, x = _check(op, logits, wires, x, parametrization, groups)
-    dy, _ = checks.floating(op, dy=dy, x=x if groups is None else widen(x))
+    dy, _ = checks.floating(op, dy=dy, x=x if groups is None else upcast(x))
     checks.shape(op, "dy", dy, *x.shape[:-1], groups or wires.gates)
     options = dict(parametrization=parametrization, groups=groups, implementation=implementation)
     return _GATE_LAYER_BACKWARD(dy, logits, wires, x, **options)

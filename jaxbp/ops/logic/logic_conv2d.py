@@ -18,7 +18,7 @@ from jaxtyping import Float, Integer
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import widen
+from jaxbp.common.numerics import upcast
 from jaxbp.common.windows import Padding, Size, output_size, window_padding
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
@@ -26,8 +26,8 @@ from jaxbp.logic.tree_wires import TreeWires
 from jaxbp.ops.conv import max_pool2d
 from jaxbp.ops.logic import _trees
 from jaxbp.ops.logic.gate_layer import COEFFICIENTS
-from jaxbp.pairing import Implementation, Op, Pair, composed, differentiable
-from jaxbp.sharding import leading
+from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implementation
+from jaxbp.sharding import batched
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.logic import trees as kernels
 
@@ -35,14 +35,14 @@ from pallas_kernels.logic import trees as kernels
 
 
 def _forward(coefficients, wires, x, *, stride, padding, pool):
-    padded = jnp.moveaxis(widen(_padded(x, padding)), 0, -1)
+    padded = jnp.moveaxis(upcast(_padded(x, padding)), 0, -1)
     y, places = _trees.forward(coefficients, wires, padded, stride=stride, pool=pool)
     return _examples_first((y.astype(x.dtype), places))
 
 
 def _gradients(dy, places, coefficients, wires, x, *, stride, padding, pool):
     dy, places, padded = jax.tree.map(lambda a: jnp.moveaxis(a, 0, -1), (dy, places, _padded(x, padding)))
-    dc, dx = _trees.gradients(widen(dy), places, coefficients, wires, widen(padded), stride=stride, pool=pool)
+    dc, dx = _trees.gradients(upcast(dy), places, coefficients, wires, upcast(padded), stride=stride, pool=pool)
     return dc.astype(coefficients.dtype), None, _cropped(_examples_first(dx.astype(x.dtype)), x, padding)
 
 
@@ -101,14 +101,14 @@ def _pair(forward):
 
 _TREES_BACKWARD = Op(
     "trees_backward",
-    {"xla": _gradients, "pallas": differentiable(_gradients_kernel, _gradients, leading(0, 1, 4))},
+    {"xla": _gradients, "pallas": differentiable(_gradients_kernel, _gradients, batched(0, 1, 4))},
 )
 _TREES = Op(
     "trees",
     {
         "xla": functools.partial(_pair(_forward), implementation="xla"),
         "pallas": functools.partial(
-            _pair(differentiable(_forward_kernel, _forward, leading(2))), implementation="pallas"
+            _pair(differentiable(_forward_kernel, _forward, batched(2))), implementation="pallas"
         ),
     },
 )
@@ -116,19 +116,19 @@ _TREES = Op(
 
 
 def _convolution(parameters, wires, x, *, parametrization, implementation, **options):
-    coefficients = COEFFICIENTS[parametrization](widen(parameters), implementation=implementation)
+    coefficients = COEFFICIENTS[parametrization](upcast(parameters), implementation=implementation)
     return _TREES(coefficients, wires, x, implementation=implementation, **options)
 
 
 def _convolution_backward(dy, places, parameters, wires, x, *, parametrization, implementation, **options):
-    pair, wide = COEFFICIENTS[parametrization], widen(parameters)  # widened once, as in `gate_layer`
+    pair, wide = COEFFICIENTS[parametrization], upcast(parameters)  # widened once, as in `gate_layer`
     dc, _, dx = _TREES_BACKWARD(dy, places, pair.forward(wide), wires, x, implementation=implementation, **options)
     return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
 
 
 def _definition(parameters, wires, x, *, parametrization, stride, padding, pool):
     """Compute the trees for JAX to differentiate. For logits, it weights the 16 functions by their probabilities."""
-    wide = widen(_padded(x, padding))
+    wide = upcast(_padded(x, padding))
     rows, columns = output_size(wide.shape[2:], wires.window, stride=stride, padding=((0, 0), (0, 0)))
     channel, row, column = jnp.moveaxis(wires.leaves, -1, 0)[..., None, None]
     row, column = row + stride[0] * jnp.arange(rows)[:, None], column + stride[1] * jnp.arange(columns)
@@ -139,12 +139,12 @@ def _definition(parameters, wires, x, *, parametrization, stride, padding, pool)
     y = values[:, :, 0].astype(x.dtype)
     if pool == (1, 1):
         return y, None
-    return max_pool2d.native(y, **_or_pool(y, pool))
+    return max_pool2d.autodiff(y, **_or_pool(y, pool))
 
 
 def _gates(parameters, a, b, parametrization):
     if parametrization == "softmax":
-        return jnp.sum(jax.nn.softmax(widen(parameters)) * jnp.stack(gates.relaxed_gates(a, b), axis=-1), axis=-1)
+        return jnp.sum(jax.nn.softmax(upcast(parameters)) * jnp.stack(gates.relaxed_gates(a, b), axis=-1), axis=-1)
     c0, c1, c2, c3 = jnp.moveaxis(COEFFICIENTS[parametrization].forward(parameters), -1, 0)
     return c0 + c1 * a + (c2 + c3 * a) * b
 
@@ -166,13 +166,13 @@ def _unsupported(*arrays, stride, padding, pool, **options):
     rows, columns = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
     if math.prod(wires.leaves.shape[:2]) * (rows // pool[0]) * (columns // pool[1]) * x.shape[0] >= 2**31:
         return "2^31 or more leaves of all trees, places and examples"
-    return kernels.supports(wires.leaves.shape, pool) or checks.unsupported(*arrays)
+    return kernels.unsupported(wires.leaves.shape, pool) or checks.unsupported(*arrays)
 
 
-_public_op = functools.partial(Op, unsupported=_unsupported, shares=True, jit=True)
-_LOGIC_CONV2D = _public_op("logic_conv2d", {"autodiff": _definition, **composed(_convolution)})
+_public_op = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)
+_LOGIC_CONV2D = _public_op("logic_conv2d", {"autodiff": _definition, **per_implementation(_convolution)})
 _LOGIC_CONV2D_BACKWARD = _public_op(
-    "logic_conv2d_backward", {"autodiff": _definition_backward, **composed(_convolution_backward)}
+    "logic_conv2d_backward", {"autodiff": _definition_backward, **per_implementation(_convolution_backward)}
 )
 
 

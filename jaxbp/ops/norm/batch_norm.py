@@ -8,8 +8,8 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import mean_and_rest, widen
-from jaxbp.ops._fastest import fused_pair
+from jaxbp.common.numerics import mean_and_rest, upcast
+from jaxbp.ops._defaults import fused_pair
 from jaxbp.pairing import Implementation
 from pallas_kernels.norm.statistics import inverse_root
 from pallas_kernels.pointwise.elementwise import elementwise
@@ -34,10 +34,10 @@ def _along(a, x):
 def _normalise(x, scale, bias, *, epsilon):
     """Return ((y, mean, var), residuals)."""
     mean, rest = mean_and_rest(x, _over(x))
-    centred = (widen(x) - mean) - rest
+    centred = (upcast(x) - mean) - rest
     var = jnp.mean(jnp.square(centred), axis=_over(x))
-    factor = widen(scale) * inverse_root(var, epsilon)
-    y = centred * _along(factor, x) + _along(widen(bias), x)
+    factor = upcast(scale) * inverse_root(var, epsilon)
+    y = centred * _along(factor, x) + _along(upcast(bias), x)
     results = y, (mean + rest).reshape(var.shape), var
     return tuple(a.astype(x.dtype) for a in results), (x, scale, mean, rest, var)
 
@@ -47,7 +47,7 @@ def _forward(x, scale, bias, *, epsilon):
 
 
 def _backward(dys, x, scale, mean, rest, var, *, epsilon):
-    wide, dy = widen(x), widen(dys[0])
+    wide, dy = upcast(x), upcast(dys[0])
     sums = (jnp.sum(terms, axis=_over(x)) for terms in _terms(dy, wide, mean, rest))
     coefficients, dscale, dbias = _coefficients(*sums, dys, x, scale, var, epsilon)
     dx = _combine(dy, wide, mean, rest, *(_along(a, x) for a in coefficients))
@@ -77,9 +77,9 @@ def _coefficients(dy_sum, deviation_sum, dys, x, scale, var, epsilon):
     count = math.prod(x.shape[axis] for axis in _over(x))
     s = inverse_root(var, epsilon)
     dscale = deviation_sum * s
-    a = widen(scale) * s
-    b = (2 * widen(dvar) - a * s * dscale) / count
-    c = (widen(dmean) - a * dy_sum) / count
+    a = upcast(scale) * s
+    b = (2 * upcast(dvar) - a * s * dscale) / count
+    c = (upcast(dmean) - a * dy_sum) / count
     return (a, b, c), dscale.astype(scale.dtype), dy_sum.astype(scale.dtype)
 
 

@@ -16,9 +16,9 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import widen
-from jaxbp.pairing import Fastest, Implementation, Pair, differentiable
-from jaxbp.sharding import leading
+from jaxbp.common.numerics import upcast
+from jaxbp.pairing import DefaultImplementation, Implementation, Pair, differentiable
+from jaxbp.sharding import batched
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.norm import layer_norm as kernels
 from pallas_kernels.norm import layer_norm_streamed
@@ -37,7 +37,7 @@ def rows(a):
 
 def _first(x):
     # The value subtracted first does not change the result, so it needs no gradient.
-    return lax.stop_gradient(widen(x[..., :1]))
+    return lax.stop_gradient(upcast(x[..., :1]))
 
 
 def row_statistics(x, *, eps, center):
@@ -46,8 +46,8 @@ def row_statistics(x, *, eps, center):
     The mean itself would be rounded, and a row far from zero would lose its digits.
     """
     if not center:
-        return None, _inv_std(widen(x), eps)
-    x = widen(x) - _first(x)
+        return None, _inv_std(upcast(x), eps)
+    x = upcast(x) - _first(x)
     offset = jnp.mean(x, axis=-1)
     return offset, _inv_std(x - offset[..., None], eps)
 
@@ -58,13 +58,13 @@ def _inv_std(centred, eps):
 
 def _normalised(x, offset, inv_std):
     """Return x̂."""
-    centred = widen(x) if offset is None else widen(x) - _first(x) - offset[..., None]
+    centred = upcast(x) if offset is None else upcast(x) - _first(x) - offset[..., None]
     return centred * inv_std[..., None]
 
 
 def _scaled(normalised, scale, bias, dtype):
-    y = normalised * widen(scale)
-    return (y if bias is None else y + widen(bias)).astype(dtype)
+    y = normalised * upcast(scale)
+    return (y if bias is None else y + upcast(bias)).astype(dtype)
 
 
 def normalise(x, scale, bias, *, eps, center):
@@ -90,8 +90,8 @@ def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False)
     """
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
-    normalised, dy = _normalised(x, offset, inv_std), widen(dy)
-    dx = input_gradient(dy * widen(scale), normalised, inv_std, center=center).astype(x.dtype)
+    normalised, dy = _normalised(x, offset, inv_std), upcast(dy)
+    dx = input_gradient(dy * upcast(scale), normalised, inv_std, center=center).astype(x.dtype)
     dscale, dbias = jnp.sum(rows(dy * normalised), axis=0), jnp.sum(rows(dy), axis=0) if center else None
     return dx, dscale, dbias, _scaled(normalised, scale, bias, x.dtype) if with_y else None
 
@@ -112,7 +112,7 @@ def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y
 
 def input_gradient(t, normalised, inv_std, *, center=True):
     """Return dx, given `t = dy * scale`, x̂, and inv_std, in x̂'s dtype."""
-    dtype, t, normalised = normalised.dtype, widen(t), widen(normalised)
+    dtype, t, normalised = normalised.dtype, upcast(t), upcast(normalised)
     dx = t - normalised * jnp.mean(t * normalised, axis=-1, keepdims=True)
     if center:
         dx -= jnp.mean(t, axis=-1, keepdims=True)
@@ -146,11 +146,11 @@ def _streamed_if_faster(streamed, plain, *arrays, **options):
     return on_gpu(streamed_, plain, *arrays) if streamed.pays(*arrays, **options) else plain(*arrays)
 
 
-def fastest(x, scale, bias, *, eps, center=True):
+def default(x, scale, bias, *, eps, center=True):
     """Choose the kernels for rows that they can stream. For other rows, JAX's autodiff is faster than the plain
     kernels."""
     pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, eps=eps, center=center)
-    return Fastest(gpu="pallas" if pays else "autodiff", older_gpu="autodiff", elsewhere="autodiff")
+    return DefaultImplementation(gpu="pallas" if pays else "autodiff", older_gpu="autodiff", elsewhere="autodiff")
 
 
 def _forward(x, scale, bias, *, eps, center):
@@ -181,14 +181,14 @@ _LAYER_NORM, _RMS_NORM = (
         },
         save={
             "xla": functools.partial(_save, normalise),
-            "pallas": functools.partial(_save, differentiable(normalise_kernel, normalise, leading(0))),
+            "pallas": functools.partial(_save, differentiable(normalise_kernel, normalise, batched(0))),
         },
         residuals=_residuals,
         # Axes for (dy, x, scale, offset, inv_std).
-        examples=leading(0, 1, 3, 4),
+        batch_axes=batched(0, 1, 3, 4),
         name=name,
         unsupported=checks.unsupported_dtype,
-        fastest=fastest,
+        default=default,
         jit=True,
     )
     for name in ("layer_norm", "rms_norm")

@@ -25,12 +25,12 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import widen
+from jaxbp.common.numerics import upcast
 from jaxbp.ops.dense.linear import forward_in_float32, linear, parameter_gradients_in_float32
 from jaxbp.ops.norm import layer_norm
 from jaxbp.ops.norm.layer_norm import row_statistics, rows
-from jaxbp.pairing import Fastest, Implementation, Pair, differentiable
-from jaxbp.sharding import leading
+from jaxbp.pairing import DefaultImplementation, Implementation, Pair, differentiable
+from jaxbp.sharding import batched
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.dense import linear_sm90
 from pallas_kernels.norm import layer_norm_linear as kernels
@@ -99,20 +99,20 @@ def _keeps_normalised(x, w):
 def _normalised_results(normalise, dense, x, scale, bias, w, b, *, eps, precision):
     """Return (z, x̂, inv_std)."""
     normalised, _, inv_std = normalise(x, jnp.ones_like(scale), jnp.zeros_like(bias), eps=eps, center=True)
-    offsets = jnp.sum(widen(w) * widen(bias), axis=1)
-    offsets = offsets if b is None else offsets + widen(b)
+    offsets = jnp.sum(upcast(w) * upcast(bias), axis=1)
+    offsets = offsets if b is None else offsets + upcast(b)
     return dense(normalised, _scaled_weights(w, scale), offsets, precision=precision), normalised, inv_std
 
 
 def _scaled_weights(w, scale):
-    return (widen(w) * widen(scale)).astype(w.dtype)
+    return (upcast(w) * upcast(scale)).astype(w.dtype)
 
 
-_RESULTS = differentiable(_results_kernel, _results, leading(0))
+_RESULTS = differentiable(_results_kernel, _results, batched(0))
 _NORMALISED_RESULTS = differentiable(
     functools.partial(_normalised_results, layer_norm.normalise_kernel, _dense_kernel),
     functools.partial(_normalised_results, layer_norm.normalise, _dense),
-    leading(0),
+    batched(0),
 )
 
 
@@ -217,21 +217,21 @@ def _of_sums(parameters, s, db, scale, bias, w, b):
 
 def _parameters_of_sums(s, db, scale, bias, w):
     """Return (dw, dscale, dbias)."""
-    wide = widen(w)
-    dw = s * widen(scale) + db[:, None] * widen(bias)
+    wide = upcast(w)
+    dw = s * upcast(scale) + db[:, None] * upcast(bias)
     return dw.astype(w.dtype), jnp.sum(wide * s, axis=0), jnp.sum(wide * db[:, None], axis=0)
 
 
 # ---------------------------------------------------------------------------------------------------------- the choice
 
 
-def _fastest(x, scale, bias, w, b, *, eps, precision):
+def _default(x, scale, bias, w, b, *, eps, precision):
     """Choose as LayerNorm does, but never autodiff in half precisions, because it would sum the gradient of a bias in
     them."""
-    of_layer_norm = layer_norm.fastest(x, scale, bias, eps=eps)
+    of_layer_norm = layer_norm.default(x, scale, bias, eps=eps)
     if x.dtype.itemsize >= 4:
         return of_layer_norm
-    return Fastest() if of_layer_norm.gpu == "pallas" else Fastest(gpu="xla")
+    return DefaultImplementation() if of_layer_norm.gpu == "pallas" else DefaultImplementation(gpu="xla")
 
 
 _LAYER_NORM_LINEAR = Pair(
@@ -240,10 +240,10 @@ _LAYER_NORM_LINEAR = Pair(
     save={"xla": functools.partial(_save, _results), "pallas": _save_kernel},
     residuals=_residuals,
     # Axes for (dy, x, scale, bias, w, b, offset, inv_std, normalised).
-    examples=leading(0, 1, 6, 7, 8),
+    batch_axes=batched(0, 1, 6, 7, 8),
     name="layer_norm_linear",
     unsupported=checks.unsupported_dtype,
-    fastest=_fastest,
+    default=_default,
     jit=True,
 )
 

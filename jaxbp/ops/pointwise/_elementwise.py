@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxbp.common import checks
-from jaxbp.common.numerics import widen
-from jaxbp.ops._fastest import FUSED
-from jaxbp.pairing import Fastest, Implementation, Pair, given_arguments
+from jaxbp.common.numerics import upcast
+from jaxbp.ops._defaults import XLA_ON_GPU
+from jaxbp.pairing import DefaultImplementation, Implementation, Pair, given_arguments
 from jaxbp.sharding import Axes
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
@@ -28,7 +28,7 @@ class Elementwise(Pair):
       in_kernels: the same formula in operations that kernels support, if `gradient` uses others.
       keeps_result: keep y instead of x, because `gradient(dy, y)` equals `gradient(dy, x)`. The next op often keeps y,
         too.
-      fastest, fastest_vjp: as in `Pair`; by default `FUSED`.
+      default, default_vjp: as in `Pair`; by default `XLA_ON_GPU`.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class Elementwise(Pair):
         *,
         in_kernels: Callable | None = None,
         keeps_result: bool = False,
-        fastest: Fastest = FUSED,
-        fastest_vjp: Fastest = FUSED,
+        default: DefaultImplementation = XLA_ON_GPU,
+        default_vjp: DefaultImplementation = XLA_ON_GPU,
     ):
         def in_dtype(*arrays, **options):
-            return forward(*map(widen, arrays), **options).astype(arrays[0].dtype)
+            return forward(*map(upcast, arrays), **options).astype(arrays[0].dtype)
 
         def formula(dy, *arrays, **options):
-            gradients = gradient(*map(widen, (dy, *arrays)), **options)
+            gradients = gradient(*map(upcast, (dy, *arrays)), **options)
             return _in_shapes_of(arrays, _summed(dy.shape, gradients, arrays))
 
         def kernel(dy, *arrays, **options):
@@ -63,10 +63,10 @@ class Elementwise(Pair):
             save=save_result if keeps_result else None,
             residuals=given_arguments if keeps_result else None,
             name=name,
-            examples=_of_full_rank,
+            batch_axes=_of_full_rank,
             unsupported=checks.unsupported,
-            fastest=fastest,
-            fastest_vjp=fastest_vjp,
+            default=default,
+            default_vjp=default_vjp,
             jit=True,
         )
 

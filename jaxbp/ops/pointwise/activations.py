@@ -10,8 +10,8 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
-from jaxbp.common.numerics import exponentials, largest_and_total, widen
-from jaxbp.ops._fastest import KEPT, KEPT_EVERYWHERE, KEPT_ON_GPU, fused_pair
+from jaxbp.common.numerics import exponentials, largest_and_total, upcast
+from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, AUTODIFF_ON_GPU, fused_pair
 from jaxbp.ops.pointwise._elementwise import Elementwise
 from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
@@ -123,13 +123,13 @@ def _mish_backward(dy, x):
     return dy * (n / d + x * jax.nn.sigmoid(x) * ((d - n) / d) * ((d + n) / d))
 
 
-_GELU = Elementwise("gelu", _saturating(jax.nn.gelu), _gelu_backward, fastest=KEPT_ON_GPU)
+_GELU = Elementwise("gelu", _saturating(jax.nn.gelu), _gelu_backward, default=AUTODIFF_ON_GPU)
 _SILU = Elementwise("silu", _saturating(jax.nn.silu), _silu_backward)
-_MISH = Elementwise("mish", _saturating(jax.nn.mish), _mish_backward, fastest=KEPT_ON_GPU)
+_MISH = Elementwise("mish", _saturating(jax.nn.mish), _mish_backward, default=AUTODIFF_ON_GPU)
 _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.sigmoid(x))
 
 
-def _normalised(name, function, term, fastest=KEPT):
+def _normalised(name, function, term, default=AUTODIFF_ON_CPU):
     """Return a pair for a function over axes with the gradient `dx = c - p Σ c`, where p is the softmax and
     `c = term(dy, p)`.
 
@@ -137,11 +137,11 @@ def _normalised(name, function, term, fastest=KEPT):
     """
 
     def forward(x, *, axis):
-        return function(widen(x), axis=axis).astype(x.dtype)
+        return function(upcast(x), axis=axis).astype(x.dtype)
 
     def formula(dy, x, *, axis):
         e, total = exponentials(x, axis)
-        c = term(widen(dy), e / total)
+        c = term(upcast(dy), e / total)
         return (c - e * (jnp.sum(c, axis=axis, keepdims=True) / total)).astype(x.dtype)
 
     def terms(dy, x, largest, total):
@@ -154,11 +154,13 @@ def _normalised(name, function, term, fastest=KEPT):
         arrays = dy, x, *largest_and_total(x, axis)
         return elementwise(gradient, *arrays, sum_over(terms, *arrays, axes=axis))
 
-    return fused_pair(forward, {"xla": formula, "pallas": kernel}, name=name, fastest=fastest, fastest_vjp=KEPT)
+    return fused_pair(
+        forward, {"xla": formula, "pallas": kernel}, name=name, default=default, default_vjp=AUTODIFF_ON_CPU
+    )
 
 
 _SOFTMAX = _normalised("softmax", jax.nn.softmax, lambda dy, p: dy * p)
-_LOG_SOFTMAX = _normalised("log_softmax", jax.nn.log_softmax, lambda dy, p: dy, fastest=KEPT_EVERYWHERE)
+_LOG_SOFTMAX = _normalised("log_softmax", jax.nn.log_softmax, lambda dy, p: dy, default=AUTODIFF_EVERYWHERE)
 
 
 def sigmoid(x: AnyFloats, *, implementation: Implementation = None) -> Floats:

@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
-from jaxbp.ops._fastest import KEPT, KEPT_EVERYWHERE, fused_pair
+from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, fused_pair
 from jaxbp.ops.pointwise._elementwise import Elementwise
 from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
@@ -129,8 +129,8 @@ _POWER = Elementwise(
     _power,
     _power_gradient(jnp.power),
     in_kernels=_power_gradient(_power_in_kernels),
-    fastest=KEPT_EVERYWHERE,
-    fastest_vjp=KEPT,
+    default=AUTODIFF_EVERYWHERE,
+    default_vjp=AUTODIFF_ON_CPU,
 )
 _MAXIMUM = Elementwise(
     "maximum", jnp.maximum, lambda dy, x1, x2: (_gradient_of_larger(dy, x1, x2), _gradient_of_larger(dy, x2, x1))

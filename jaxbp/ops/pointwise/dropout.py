@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyFloats, AnyKey, Floats
-from jaxbp.common.numerics import widen
-from jaxbp.ops._fastest import fused_pair
+from jaxbp.common.numerics import upcast
+from jaxbp.ops._defaults import fused_pair
 from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
 
@@ -19,7 +19,7 @@ def _keep(key, shape, rate):
 def _forward(x, key, *, rate):
     # A rate of 1 drops every element; the condition avoids a division by 0.
     scale = 1 / (1 - rate) if rate < 1 else 0.0
-    return jnp.where(_keep(key, x.shape, rate), (widen(x) * scale).astype(x.dtype), jnp.zeros((), x.dtype))
+    return jnp.where(_keep(key, x.shape, rate), (upcast(x) * scale).astype(x.dtype), jnp.zeros((), x.dtype))
 
 
 def _gradient(dy, key, *, rate):

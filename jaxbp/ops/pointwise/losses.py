@@ -11,11 +11,11 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
-from jaxbp.common.numerics import widen
-from jaxbp.ops._fastest import KEPT_ON_GPU, fused_pair
+from jaxbp.common.numerics import upcast
+from jaxbp.ops._defaults import AUTODIFF_ON_GPU, fused_pair
 from jaxbp.ops.pointwise._elementwise import Elementwise
 from jaxbp.pairing import Implementation
-from jaxbp.sharding import leading
+from jaxbp.sharding import batched
 from pallas_kernels.pointwise.elementwise import elementwise
 
 Gradients = tuple[Floats, Floats]
@@ -26,7 +26,7 @@ def _mean_loss(name, loss, slope):
     """Return a pair for the mean of `loss(error)` over all elements, with the gradient `slope(error) / n`."""
 
     def forward(predictions, targets):
-        error = widen(predictions) - widen(targets)
+        error = upcast(predictions) - upcast(targets)
         return jnp.mean(loss(error)).astype(predictions.dtype)
 
     def gradients(dy, predictions, targets, *, size):
@@ -35,7 +35,7 @@ def _mean_loss(name, loss, slope):
         return dpredictions, -dpredictions
 
     def formula(dy, predictions, targets):
-        wide = map(widen, (dy, predictions, targets))
+        wide = map(upcast, (dy, predictions, targets))
         return tuple(g.astype(dy.dtype) for g in gradients(*wide, size=predictions.size))
 
     def kernel(dy, predictions, targets):
@@ -101,7 +101,7 @@ _BINARY_CROSS_ENTROPY = Elementwise(
     _binary_cross_entropy_gradients,
     # On a GPU, autodiff reuses the forward's logarithms and needs half as many. Without the forward, the formula is as
     # fast.
-    fastest=KEPT_ON_GPU,
+    default=AUTODIFF_ON_GPU,
 )
 _SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
     "sigmoid_binary_cross_entropy",
@@ -111,7 +111,7 @@ _SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
 
 
 def _kl_divergence(log_predictions, targets):
-    q, p = widen(log_predictions), widen(targets)
+    q, p = upcast(log_predictions), upcast(targets)
     possible = jnp.where(p == 0, 0.0, q)
     return jnp.sum(_x_log_y(p, p) - p * possible, axis=-1).astype(log_predictions.dtype)
 
@@ -122,7 +122,7 @@ def _kl_gradients(dy, log_predictions, targets):
 
 
 def _kl_formula(dy, log_predictions, targets):
-    wide = map(widen, (dy[..., None], log_predictions, targets))
+    wide = map(upcast, (dy[..., None], log_predictions, targets))
     return tuple(g.astype(dy.dtype) for g in _kl_gradients(*wide))
 
 
@@ -134,7 +134,7 @@ _KL_DIVERGENCE = fused_pair(
     _kl_divergence,
     {"xla": _kl_formula, "pallas": _kl_kernel},
     name="kl_divergence",
-    examples=leading(0, 1, 2, features=0),
+    batch_axes=batched(0, 1, 2, features=0),
 )
 
 

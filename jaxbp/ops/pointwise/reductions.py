@@ -17,8 +17,8 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
-from jaxbp.common.numerics import largest_and_total, mean_and_rest, widen
-from jaxbp.ops._fastest import KEPT, fused_pair
+from jaxbp.common.numerics import largest_and_total, mean_and_rest, upcast
+from jaxbp.ops._defaults import AUTODIFF_ON_CPU, fused_pair
 from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
 
@@ -40,7 +40,7 @@ def _reduced(function):
     """Return a reduction that computes in float32 or wider and returns a's dtype."""
 
     def forward(a, *, axis, keepdims, shape, **options):
-        return function(widen(a), axis=axis, keepdims=keepdims, **options).astype(a.dtype)
+        return function(upcast(a), axis=axis, keepdims=keepdims, **options).astype(a.dtype)
 
     return forward
 
@@ -49,7 +49,7 @@ def _spread(scale):
     """Return the backward of a sum: `dy * scale(n)` at every position, where n is the number of summed elements."""
 
     def formula(dy, *, axis, keepdims, shape):
-        scaled = widen(_keep_axes(dy, shape, axis)) * scale(_count(shape, axis))
+        scaled = upcast(_keep_axes(dy, shape, axis)) * scale(_count(shape, axis))
         return jnp.broadcast_to(scaled, shape).astype(dy.dtype)
 
     def kernel(dy, *, axis, keepdims, shape):
@@ -67,7 +67,7 @@ def _elementwise_gradient(formula, statistics):
     """
 
     def in_jnp(dy, a, *, axis, keepdims, shape, **options):
-        wide, wide_dy = widen(a), widen(_keep_axes(dy, shape, axis))
+        wide, wide_dy = upcast(a), upcast(_keep_axes(dy, shape, axis))
         da = formula(wide_dy, wide, *statistics(wide, axis), count=_count(shape, axis), **options)
         return da.astype(dy.dtype)
 
@@ -119,7 +119,7 @@ _LOGSUMEXP = fused_pair(
     _reduced(_logsumexp),
     _elementwise_gradient(_logsumexp_gradient, _largest_and_positive_total),
     name="logsumexp",
-    fastest=KEPT,
+    default=AUTODIFF_ON_CPU,
 )
 
 

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxbp.common.numerics import on_tensor_cores, wide, widen
+from jaxbp.common.numerics import on_tensor_cores, upcast, wide
 
 
 @pytest.mark.parametrize(
     ("dtype", "wider"), [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32"), ("int8", "int8")]
 )
 def test_half_precisions_are_widened_and_integers_are_not(dtype, wider):
-    assert widen(jnp.zeros(3, dtype)).dtype == wider
+    assert upcast(jnp.zeros(3, dtype)).dtype == wider
 
 
 def test_float64_stays():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxbp.common.windows import output_size, pool_options, side_by_side, window_padding
+from jaxbp.common.windows import is_nonoverlapping, output_size, pool_options, window_padding
 
 CASES = list(itertools.product([(5, 7), (8, 3)], [(2, 3), (1, 1)], [(1, 1), (2, 3)], [0, (1, 0), "SAME", "VALID"]))
 
@@ -43,4 +43,4 @@ def test_a_pool_refuses_windows_of_padding_alone_or_beyond_the_input(window, pad
     [((4, 6), None, 0, True), ((4, 5), None, 0, False), ((4, 6), 1, 0, False), ((4, 6), None, 1, False)],
 )
 def test_windows_stand_side_by_side_where_each_position_is_in_one(size, stride, padding, result):
-    assert side_by_side(**pool_options("op", size, 2, stride, padding)) == result
+    assert is_nonoverlapping(**pool_options("op", size, 2, stride, padding)) == result

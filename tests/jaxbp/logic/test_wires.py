@@ -32,7 +32,7 @@ def test_the_consumers_of_an_input_are_the_gates_that_read_it(wires):
         ]
         assert list(zip(*consumers_of(wires, i), strict=True)) == expected
         assert wires.offsets[2 * i + 1] - wires.offsets[2 * i] == sum(slot % 2 == 0 for slot, _ in expected)
-    assert wires.most_consumers == max(len(consumers_of(wires, i)[0]) for i in range(wires.inputs))
+    assert wires.max_fan_out == max(len(consumers_of(wires, i)[0]) for i in range(wires.inputs))
     assert wires.gates == len(pairs(wires))
 
 

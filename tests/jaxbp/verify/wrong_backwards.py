@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbp import Pair
-from jaxbp.verify import ADDED, CheckResult, CheckRow, check
+from jaxbp.verify import EXTRA_DATA, CheckResult, CheckRow, check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class WrongBackward:
         data = [random.standard_normal(shape).astype(np.float32) for shape in self.shapes]
         data = [1 / (1 + np.exp(-a)) for a in data] if self.positive else data
         pair = Pair(self.forward, {"xla": self.backward}, name=self.op)
-        added = [name for name in ADDED if name != "dtypes"]
+        added = [name for name in EXTRA_DATA if name != "dtypes"]
         settings = dict(order=1, added=added, implementations=["xla", "autodiff"])
         return check(pair, *data, **settings, **self.settings)
 

@@ -239,7 +239,7 @@ def test_rows_are_launched_from_the_middle_outwards():
 def test_the_weights_gradient_fits_shared_memory_or_is_refused(block, shared_bytes):
     x, _, _, dy, place = shapes(block, 1024)
     with targeting(dataclasses.replace(HOPPER, shared_bytes=shared_bytes)):
-        if reason := kernels.weights_gradient.supports(dy, place, x, window=WINDOW):
+        if reason := kernels.weights_gradient.unsupported(dy, place, x, window=WINDOW):
             assert shared_bytes == 20_000 and "do not fit shared memory" in reason
             return
         channels = kernels.weights_gradient.heuristic(dy, place, x, window=WINDOW).channels
@@ -263,8 +263,8 @@ def test_what_does_not_unroll_is_refused_by_every_kernel():
         for shape in ((1, 10, 9, LANES), (2, 1, 9, 8), (2,), (2, 1, 1, LANES), (2, 1, 1, LANES))
     )
     reason, size = "filters of 9 x 8, more than 64 positions", dict(input_size=(10, 9))
-    assert kernels.forward.supports(x, w, b, window=WINDOW) == reason
-    assert kernels.weights_gradient.supports(dy, place, x, window=WINDOW) == reason
-    assert kernels.input_gradient.supports(dy, place, w, window=WINDOW, **size) == reason
+    assert kernels.forward.unsupported(x, w, b, window=WINDOW) == reason
+    assert kernels.weights_gradient.unsupported(dy, place, x, window=WINDOW) == reason
+    assert kernels.input_gradient.unsupported(dy, place, w, window=WINDOW, **size) == reason
     w = jax.ShapeDtypeStruct((2, 1, 2, 2), "float32")
-    assert kernels.forward.supports(x, w, b, window=(5, 4)) == "window=(5, 4), more than 16 positions"
+    assert kernels.forward.unsupported(x, w, b, window=(5, 4)) == "window=(5, 4), more than 16 positions"

@@ -54,7 +54,7 @@ def test_a_nan_stays_with_its_example():
 @pytest.mark.parametrize("dtype", HALVES)
 def test_tiles_fill_the_tensor_cores_and_shared_memory(block, config, dtype, on_hopper):
     arrays = structs(block, dtype)
-    assert forward.supports(*arrays, window=(2, 2)) is None
+    assert forward.unsupported(*arrays, window=(2, 2)) is None
     assert forward.heuristic(*arrays, window=(2, 2)) == config
 
 
@@ -74,18 +74,18 @@ def test_it_pays_for_large_batches(on_hopper):
     ids=["float32", "large windows", "more channels than rows of a tile", "no patch whose rows come in eights"],
 )
 def test_what_it_does_not_take_is_refused(arrays, window, reason, on_hopper):
-    assert reason in forward.supports(*arrays, window=window)
+    assert reason in forward.unsupported(*arrays, window=window)
 
 
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])
 def test_other_architectures_are_refused(gpu):
     with targeting(gpu):
-        assert forward.supports(*structs("lenet2", "bfloat16"), window=(2, 2)).startswith("compute capability")
+        assert forward.unsupported(*structs("lenet2", "bfloat16"), window=(2, 2)).startswith("compute capability")
 
 
 def test_less_shared_memory_than_a_tile_needs_is_refused():
     with targeting(dataclasses.replace(HOPPER, shared_bytes=40_000)):
-        assert "shared memory" in forward.supports(*structs("lenet2", "bfloat16"), window=(2, 2))
+        assert "shared memory" in forward.unsupported(*structs("lenet2", "bfloat16"), window=(2, 2))
 
 
 @pytest.mark.parametrize("config", [Config(3, 3, 64, 2, 1), Config(5, 2, 64, 2, 1), Config(4, 2, 64, 2, 64)])

@@ -60,7 +60,7 @@ def test_a_nan_stays_with_its_example():
 
 @pytest.mark.parametrize(("block", "config"), [("lenet1", Config(2, 2, 1, 4)), ("lenet2", Config(1, 1, 2, 4))])
 def test_tiles_leave_room_for_four_warpgroups(block, config, on_hopper):
-    assert forward.supports(*structs(block, "float32"), window=(2, 2)) is None
+    assert forward.unsupported(*structs(block, "float32"), window=(2, 2)) is None
     assert forward.heuristic(*structs(block, "float32"), window=(2, 2)) == config
 
 
@@ -78,24 +78,24 @@ def test_it_pays_for_large_batches(on_hopper):
     ids=["bfloat16", "no eight results"],
 )
 def test_what_it_does_not_take_is_refused(arrays, reason, on_hopper):
-    assert reason in forward.supports(*arrays, window=(2, 2))
+    assert reason in forward.unsupported(*arrays, window=(2, 2))
 
 
 def test_older_versions_of_jax_are_refused(monkeypatch, on_hopper):
     monkeypatch.setattr(forward_tf32_sm90, "MIN_JAX", (99, 0, 1))
-    assert forward.supports(*structs("lenet2", "float32"), window=(2, 2)).endswith("at least 99.0.1")
+    assert forward.unsupported(*structs("lenet2", "float32"), window=(2, 2)).endswith("at least 99.0.1")
     assert not forward.pays(*structs("lenet2", "float32"), window=(2, 2))
 
 
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])
 def test_other_architectures_are_refused(gpu):
     with targeting(gpu):
-        assert forward.supports(*structs("lenet2", "float32"), window=(2, 2)).startswith("compute capability")
+        assert forward.unsupported(*structs("lenet2", "float32"), window=(2, 2)).startswith("compute capability")
 
 
 def test_less_shared_memory_than_a_tile_needs_is_refused():
     with targeting(dataclasses.replace(HOPPER, shared_bytes=40_000)):
-        assert "shared memory" in forward.supports(*structs("lenet2", "float32"), window=(2, 2))
+        assert "shared memory" in forward.unsupported(*structs("lenet2", "float32"), window=(2, 2))
 
 
 @pytest.mark.parametrize("config", [Config(3, 3, 1, 2), Config(5, 1, 1, 2), Config(2, 2, 1, 8)])

@@ -82,15 +82,15 @@ def test_the_pooled_gradient_pays_for_large_batches():
 
 def test_rows_that_do_not_come_in_eights_are_refused():
     dy, place, x = (jax.ShapeDtypeStruct(s, "float32") for s in ((3, 2, 3, LANES), (3, 2, 3, LANES), (1, 6, 8, LANES)))
-    assert "do not come in eights" in tensor_cores.weights_gradient.supports(dy, place, x, window=WINDOW)
+    assert "do not come in eights" in tensor_cores.weights_gradient.unsupported(dy, place, x, window=WINDOW)
     dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 5, 5, LANES), (1, 7, 7, LANES)))
-    assert "do not come in eights" in tensor_cores.correlate_batch.supports(dy, x)
+    assert "do not come in eights" in tensor_cores.correlate_batch.unsupported(dy, x)
 
 
 def test_a_convolution_takes_rows_of_a_channel_that_come_in_eights():
     dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((32, 8, 6, LANES), (8, 8, 8, LANES)))
     # Of four rows of six columns, a program with one or two of them would copy 6 or 12 rows a channel.
-    assert tensor_cores.correlate_batch.supports(dy, x) is not None
+    assert tensor_cores.correlate_batch.unsupported(dy, x) is not None
     dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 8, 8, LANES), (6, 12, 12, LANES)))
     assert tensor_cores.correlate_batch.heuristic(dy, x) == Config(2, 2, images_on_left=False, stages=3)
 
@@ -100,8 +100,8 @@ def test_other_architectures_are_refused(gpu):
     dy, place, x = pooled_shapes("lenet2", 4096)
     with targeting(gpu):
         for reason in (
-            tensor_cores.weights_gradient.supports(dy, place, x, window=WINDOW),
-            tensor_cores.correlate_batch.supports(jax.ShapeDtypeStruct((16, 8, 8, 4096), "float32"), x),
+            tensor_cores.weights_gradient.unsupported(dy, place, x, window=WINDOW),
+            tensor_cores.correlate_batch.unsupported(jax.ShapeDtypeStruct((16, 8, 8, 4096), "float32"), x),
         ):
             assert reason.startswith(f"compute capability {gpu.capability[0]}.0")
 
@@ -111,7 +111,7 @@ def test_other_architectures_are_refused(gpu):
 def test_the_stages_fit_shared_memory_or_the_kernel_refuses(block, shared_bytes):
     dy, place, x = pooled_shapes(block, 4096)
     with targeting(dataclasses.replace(HOPPER, shared_bytes=shared_bytes)):
-        if reason := tensor_cores.weights_gradient.supports(dy, place, x, window=WINDOW):
+        if reason := tensor_cores.weights_gradient.unsupported(dy, place, x, window=WINDOW):
             assert shared_bytes < 160_000 and "shared memory" in reason
             return
         config = tensor_cores.weights_gradient.heuristic(dy, place, x, window=WINDOW)

@@ -17,7 +17,7 @@ class Config:
 RULE = Config(rows=8)
 
 
-def supports(x, *, window):
+def unsupported(x, *, window):
     return f"window={window}" if window == (3, 3) else None
 
 
@@ -25,7 +25,7 @@ def heuristic(x, *, window):
     return RULE if x.size > 1 else None
 
 
-@tiles.kernel(supports=supports, heuristic=heuristic)
+@tiles.kernel(unsupported=unsupported, heuristic=heuristic)
 def kernel(x, *, window, config):
     """Returns its config."""
     return config
@@ -40,7 +40,7 @@ def test_the_config_is_the_heuristics_or_the_one_that_is_asked_for():
 
 
 def test_what_a_kernel_does_not_take_is_refused_by_name():
-    assert kernel.supports(X, window=(3, 3)) == "window=(3, 3)"
+    assert kernel.unsupported(X, window=(3, 3)) == "window=(3, 3)"
     assert not kernel.pays(X, window=(3, 3))
     with pytest.raises(NotImplementedError, match=r"^test_tiles.kernel: does not take window=\(3, 3\)$"):
         kernel(X, window=(3, 3), config=RULE)
@@ -48,7 +48,7 @@ def test_what_a_kernel_does_not_take_is_refused_by_name():
 
 def test_where_a_kernel_does_not_pay_it_wants_a_config():
     one = jnp.zeros(1)
-    assert kernel.supports(one, window=(2, 2)) is None
+    assert kernel.unsupported(one, window=(2, 2)) is None
     assert kernel.pays(X, window=(2, 2)) and not kernel.pays(one, window=(2, 2))
     with pytest.raises(NotImplementedError, match=r"^test_tiles.kernel: does not pay .*; wants a config=$"):
         kernel(one, window=(2, 2))
@@ -69,7 +69,7 @@ def test_where_a_kernel_does_not_pay_it_wants_a_config():
 def test_a_kernel_refuses_architectures_that_it_is_not_written_for(written_for, found, reason):
     kernel = tiles.kernel(heuristic=lambda x: RULE, capability=written_for)(lambda x, *, config: config)
     with targeting(dataclasses.replace(HOPPER, capability=found)):
-        assert kernel.supports(X) == reason
+        assert kernel.unsupported(X) == reason
 
 
 def test_a_kernel_has_the_name_and_docstring_of_its_function():

@@ -118,31 +118,31 @@ def reasons(of, *shapes, dtype="bfloat16"):
         return [of(*shape, dtype) for shape in shapes]
 
 
-def weights_supports(*shape):
+def weights_unsupported(*shape):
     """`shape` may end with a dtype."""
-    return kernels.weights_gradient.supports(*structs(*shape))
+    return kernels.weights_gradient.unsupported(*structs(*shape))
 
 
-def forward_supports(*shape):
-    return kernels.forward.supports(*layer_structs(*shape))
+def forward_unsupported(*shape):
+    return kernels.forward.unsupported(*layer_structs(*shape))
 
 
 def test_they_take_whole_tiles_of_half_precisions():
-    assert reasons(weights_supports, (65536, 4096, 1024), (100, 128, 384)) == [None, None]
-    assert reasons(forward_supports, (65536, 4096, 1024), (100, 128, 64), dtype="float16") == [None, None]
-    assert reasons(weights_supports, (8192, 4096, 1000), (8192, 64, 1024), (0, 1024, 1024)) == [
+    assert reasons(weights_unsupported, (65536, 4096, 1024), (100, 128, 384)) == [None, None]
+    assert reasons(forward_unsupported, (65536, 4096, 1024), (100, 128, 64), dtype="float16") == [None, None]
+    assert reasons(weights_unsupported, (8192, 4096, 1000), (8192, 64, 1024), (0, 1024, 1024)) == [
         "1000 inputs, only multiples of 128",
         "64 outputs, only multiples of 128",
         "no rows",
     ]
-    assert reasons(forward_supports, (8192, 4096, 1000), (8192, 0, 1024), (0, 1024, 1024)) == [
+    assert reasons(forward_unsupported, (8192, 4096, 1000), (8192, 0, 1024), (0, 1024, 1024)) == [
         "1000 inputs, only multiples of 64",
         "0 outputs, only multiples of 128",
         "no rows",
     ]
     wanted = "dtypes float32 and float32, only bfloat16 or float16 for both"
-    assert reasons(weights_supports, REAL[0], dtype="float32") == [wanted]
-    assert reasons(forward_supports, REAL[0], dtype="float32") == [wanted]
+    assert reasons(weights_unsupported, REAL[0], dtype="float32") == [wanted]
+    assert reasons(forward_unsupported, REAL[0], dtype="float32") == [wanted]
 
 
 def test_they_pay_with_many_rows_and_the_forward_with_many_inputs(on_hopper):
@@ -163,7 +163,7 @@ def test_the_ring_has_six_or_four_stages_on_hopper_and_as_many_as_fit_elsewhere(
         assert config.stages == 3
         assert (config.stages * (config.rows + config.columns) + 2 * config.rows) * 64 * 2 < 160 * 1024
     with targeting(dataclasses.replace(HOPPER, shared_bytes=80 * 1024)):
-        assert "81920 bytes of shared memory" in kernels.forward.supports(*arrays)
+        assert "81920 bytes of shared memory" in kernels.forward.unsupported(*arrays)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_config_whose_tiles_do_not_divide_the_columns_is_refused(on_hopper):
 @pytest.mark.parametrize("device", [BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
 def test_they_are_hoppers_alone(device):
     with targeting(device):
-        for reason in (weights_supports(*REAL[0]), forward_supports(*REAL[0])):
+        for reason in (weights_unsupported(*REAL[0]), forward_unsupported(*REAL[0])):
             assert "only 9.0" in reason
         with pytest.raises(NotImplementedError, match=r"linear_sm90\.forward: does not take compute capability"):
             jax.eval_shape(kernels.forward, *layer_structs(*REAL[0]))

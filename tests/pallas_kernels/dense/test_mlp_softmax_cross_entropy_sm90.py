@@ -151,8 +151,8 @@ def test_what_they_take(sizes, N, dtype, reason, on_hopper):
     x, labels, weights, biases = structs(sizes, N, dtype)
     logits = jax.ShapeDtypeStruct((N, kernels.widths(sizes)[-1]), dtype)
     # Hidden layers' results are not looked at.
-    found = kernels.forward.supports(x, labels, weights, biases)
-    backward = kernels.backward.supports(jax.ShapeDtypeStruct((N,), dtype), labels, logits, (), weights)
+    found = kernels.forward.unsupported(x, labels, weights, biases)
+    backward = kernels.backward.unsupported(jax.ShapeDtypeStruct((N,), dtype), labels, logits, (), weights)
     assert found == backward
     assert found is None if reason is None else found.startswith(reason)
 
@@ -165,7 +165,7 @@ def test_stages_are_those_that_shared_memory_has_room_for():
             found = (kernels.forward.heuristic(*arrays), kernels.forward_and_gradients.heuristic(*arrays))
             assert tuple(config.stages for config in found) == stages
     with targeting(dataclasses.replace(HOPPER, shared_bytes=BLACKWELL_RTX.shared_bytes)):
-        assert "no shared memory for two slices" in kernels.forward.supports(*arrays)
+        assert "no shared memory for two slices" in kernels.forward.unsupported(*arrays)
 
 
 @pytest.mark.parametrize("device", [BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
@@ -173,7 +173,7 @@ def test_they_are_hoppers_alone(device):
     arrays = structs(LENET, 128)
     with targeting(device):
         for kernel in (kernels.forward, kernels.forward_and_gradients):
-            assert "only 9.0" in kernel.supports(*arrays)
+            assert "only 9.0" in kernel.unsupported(*arrays)
 
 
 @pytest.mark.parametrize("run", [both, at_once], ids=["apart", "at once"])

@@ -166,7 +166,7 @@ def test_says_what_does_not_fit():
     with targeting(HOPPER):
         wide = jaxbp.Automaton.create(256, 16, [8, 4, 2], [4352, 2176, 1088, 544, 272, 256], True, seed=0)
         plan = arrays_of.plan(wide, (1, 4, 4, 256))
-        assert "do not fit into shared memory" in kernels.tick_backward.supports(plan=plan)
+        assert "do not fit into shared memory" in kernels.tick_backward.unsupported(plan=plan)
         state = jnp.zeros((1, 4, 4, 256))
         logits = (
             [jnp.zeros((16, w.gates, 16)) for w in wide.perception],

@@ -151,20 +151,20 @@ def arguments(kernel, *operands):
 
 @pytest.mark.parametrize("kernel", [BY_INPUT, BY_GATE, ALONG_TRAIL, *SEPARATE], ids=repr)
 def test_a_batch_of_part_of_a_warpgroup_is_refused(kernel):
-    reason = kernel.supports(*arguments(kernel, *structs(16 if kernel is BY_GATE else 8, 8, 130)))
+    reason = kernel.unsupported(*arguments(kernel, *structs(16 if kernel is BY_GATE else 8, 8, 130)))
     assert reason == "a batch of 130, only multiples of 128"
 
 
 @pytest.mark.parametrize(("inputs", "gates", "most"), [(7, 8, 3), (5, 15, 6), (16, 8, 1)])
 def test_the_trail_is_for_inputs_of_two_consumers_or_four(inputs, gates, most):
-    reason = ALONG_TRAIL.supports(*structs(inputs, gates, 128))
+    reason = ALONG_TRAIL.unsupported(*structs(inputs, gates, 128))
     assert reason == f"wires with {most} consumers per input, only 2 or 4"
 
 
 @pytest.mark.parametrize(("inputs", "gates", "most"), [(8, 8, 2), (7, 8, 3), (18, 8, 1)])
 def test_one_pass_by_gate_is_for_inputs_of_one_consumer(inputs, gates, most):
-    assert BY_GATE.supports(*structs(inputs, gates, 128)) == f"wires with {most} consumers per input, only 1"
-    assert BY_GATE.supports(*structs(16, 8, 128)) is None
+    assert BY_GATE.unsupported(*structs(inputs, gates, 128)) == f"wires with {most} consumers per input, only 1"
+    assert BY_GATE.unsupported(*structs(16, 8, 128)) is None
 
 
 @pytest.mark.parametrize("kernel", [ALONG_TRAIL, BY_GATE, kernels.coefficients_gradient], ids=repr)
@@ -176,15 +176,15 @@ def test_a_gpu_of_less_shared_memory_than_their_sums_is_refused(kernel):
         (needed - 1, f"{needed} bytes of shared memory per CTA, only {needed - 1}"),
     ):
         with targeting(dataclasses.replace(HOPPER, shared_bytes=has)):
-            assert kernel.supports(*given) == reason
+            assert kernel.unsupported(*given) == reason
 
 
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=lambda gpu: gpu.kind)
 def test_newer_gpus_are_supported(gpu):
     with targeting(gpu):
         given = structs(8, 8, 128)
-        assert all(k.supports(*arguments(k, *given)) is None for k in (BY_INPUT, ALONG_TRAIL, *SEPARATE))
-        assert BY_GATE.supports(*structs(16, 8, 128)) is None
+        assert all(k.unsupported(*arguments(k, *given)) is None for k in (BY_INPUT, ALONG_TRAIL, *SEPARATE))
+        assert BY_GATE.unsupported(*structs(16, 8, 128)) is None
 
 
 def test_any_wires_and_batch_have_a_config_by_input():

@@ -79,4 +79,4 @@ def test_a_batch_of_part_of_a_warpgroup_is_refused():
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=lambda gpu: gpu.kind)
 def test_newer_gpus_are_supported(gpu):
     with targeting(gpu):
-        assert forward.supports(*operands(WIRES["shared"](), 128)) is None
+        assert forward.unsupported(*operands(WIRES["shared"](), 128)) is None

@@ -57,12 +57,13 @@ def test_they_lower_for_cuda_and_read_and_write_each_array_once():
 
 def test_what_they_take():
     dc, logits = operands(8)
-    assert kernels.mixture_gradient.supports(dc, logits, table=_TABLE) is None
+    assert kernels.mixture_gradient.unsupported(dc, logits, table=_TABLE) is None
     assert (
-        kernels.mixture_gradient.supports(dc, logits.astype("bfloat16"), table=_TABLE) == "dtype bfloat16, only float32"
+        kernels.mixture_gradient.unsupported(dc, logits.astype("bfloat16"), table=_TABLE)
+        == "dtype bfloat16, only float32"
     )
-    assert kernels.mixture_gradient.supports(dc[:0], logits[:0], table=_TABLE) == "no gates"
-    assert "a table of 15 x 4" in kernels.mixture.supports(logits, table=_TABLE[:15])
+    assert kernels.mixture_gradient.unsupported(dc[:0], logits[:0], table=_TABLE) == "no gates"
+    assert "a table of 15 x 4" in kernels.mixture.unsupported(logits, table=_TABLE[:15])
 
 
 def test_they_pay_for_large_layers():

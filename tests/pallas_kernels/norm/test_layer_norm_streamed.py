@@ -108,7 +108,7 @@ OPTIONS = dict(eps=1e-5, center=True)
 )
 def test_they_take_rows_that_come_in_whole_pieces(hidden, dtype, streamed, on_hopper):
     for kernel, arrays, _ in arguments(hidden, dtype):
-        assert (kernel.supports(*arrays, **OPTIONS) is None) == streamed
+        assert (kernel.unsupported(*arrays, **OPTIONS) is None) == streamed
         assert kernel.pays(*arrays, **OPTIONS) == streamed
 
 
@@ -154,7 +154,7 @@ def test_rings_fit_into_shared_memory_or_are_refused(dtype, device):
     with targeting(device):
         for hidden in (*range(128, 1025, 128), *range(1280, 8193, 256)):
             for kernel, arrays, streamed in arguments(hidden, dtype):
-                if reason := kernel.supports(*arrays, **OPTIONS):
+                if reason := kernel.unsupported(*arrays, **OPTIONS):
                     refused.append((kernel.name.partition(".")[2], hidden))
                     assert "shared memory" in reason
                     continue

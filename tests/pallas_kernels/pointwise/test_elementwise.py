@@ -123,9 +123,9 @@ def test_the_config_asked_for_is_taken(length):
 
 def test_more_elements_than_an_index_reaches_are_refused():
     too_many = structs((2**16, 1), (2**15,))
-    assert elementwise.supports(two, *too_many) == "2^31 or more elements"
-    assert elementwise.supports(two, *structs((2**16, 1), (2**15 - 1,))) is None
-    assert elementwise.supports(lambda a: a, *structs((1,), dtypes=["float32"]), shape=(2**31,))
+    assert elementwise.unsupported(two, *too_many) == "2^31 or more elements"
+    assert elementwise.unsupported(two, *structs((2**16, 1), (2**15 - 1,))) is None
+    assert elementwise.unsupported(lambda a: a, *structs((1,), dtypes=["float32"]), shape=(2**31,))
 
 
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=lambda gpu: gpu.kind)

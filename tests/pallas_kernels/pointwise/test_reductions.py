@@ -113,8 +113,8 @@ def test_the_config_asked_for_is_taken(axes, config):
 
 
 def test_more_elements_than_an_index_reaches_are_refused():
-    assert sum_over.supports(two, *structs((2**16, 1), (2**15,)), axes=(0,)) == "2^31 or more elements"
-    assert sum_over.supports(two, *structs((2**16, 1), (2**15 - 1,)), axes=(0,)) is None
+    assert sum_over.unsupported(two, *structs((2**16, 1), (2**15,)), axes=(0,)) == "2^31 or more elements"
+    assert sum_over.unsupported(two, *structs((2**16, 1), (2**15 - 1,)), axes=(0,)) is None
 
 
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=lambda gpu: gpu.kind)

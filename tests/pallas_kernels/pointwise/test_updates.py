@@ -113,19 +113,19 @@ def test_it_pays_where_it_saves_launches():
 def test_other_dtypes_are_refused(dtype):
     with jax.enable_x64(True):
         lists = [structs((3,), dtype=dtype)]
-        assert updates.supports(formula, None, lists, lists) == f"dtype {dtype}"
+        assert updates.unsupported(formula, None, lists, lists) == f"dtype {dtype}"
         with pytest.raises(NotImplementedError, match=f"^updates.updates: does not take dtype {dtype}"):
             updates(formula, None, lists, lists)
 
 
 def test_lists_of_several_dtypes_and_arrays_too_long_for_an_index_are_refused():
     mixed = [structs((3,)) + structs((3,), dtype="bfloat16")]
-    assert updates.supports(formula, None, mixed, mixed) == "lists of several dtypes"
+    assert updates.unsupported(formula, None, mixed, mixed) == "lists of several dtypes"
     long = [structs((2**16, 2**15))]
-    assert updates.supports(formula, None, long, long) == "2^31 or more elements"
+    assert updates.unsupported(formula, None, long, long) == "2^31 or more elements"
 
 
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=lambda gpu: gpu.kind)
 def test_newer_gpus_are_supported(gpu):
     with targeting(gpu):
-        assert updates.supports(formula, None, [structs((3,))], [structs((3,))]) is None
+        assert updates.unsupported(formula, None, [structs((3,))], [structs((3,))]) is None

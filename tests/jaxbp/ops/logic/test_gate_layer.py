@@ -260,7 +260,7 @@ def test_no_two_gates_read_one_copy_of_a_row(wires):
     # A GPU, told so, does not add up what is written to one place twice.
     copies = np.asarray(op._copies_read(wires))
     assert len(set(copies)) == 2 * wires.gates
-    assert np.array_equal(copies // wires.most_consumers, np.stack([wires.a, wires.b], axis=1).ravel())
+    assert np.array_equal(copies // wires.max_fan_out, np.stack([wires.a, wires.b], axis=1).ravel())
 
 
 @pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)

@@ -20,7 +20,7 @@ from helpers import (
 )
 
 from jaxbp import layer_norm, layer_norm_linear, layer_norm_linear_backward
-from jaxbp.common.numerics import widen
+from jaxbp.common.numerics import upcast
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.dense import linear_sm90
 from pallas_kernels.norm import layer_norm_linear_sm90
@@ -123,7 +123,7 @@ def test_on_a_gpu_the_bias_of_half_precisions_is_summed_in_float32(dtype):
 
 
 # Narrow and wide layers whose products are kernels.
-FUSED = pytest.mark.parametrize(("hidden", "out"), [(128, 128), (512, 128)], ids=["narrow", "wide"])
+XLA_ON_GPU = pytest.mark.parametrize(("hidden", "out"), [(128, 128), (512, 128)], ids=["narrow", "wide"])
 
 
 def of_kernels(monkeypatch):
@@ -139,7 +139,7 @@ def rows_normalised(monkeypatch):
 
 @pytest.mark.parametrize("prepare", [of_kernels, rows_normalised])
 @pytest.mark.parametrize("bias_of_outputs", [True, False])
-@FUSED
+@XLA_ON_GPU
 def test_products_that_are_kernels_agree_with_the_formula_and_so_do_their_derivatives(
     hidden, out, bias_of_outputs, prepare, monkeypatch
 ):
@@ -151,14 +151,14 @@ def test_products_that_are_kernels_agree_with_the_formula_and_so_do_their_deriva
     @functools.partial(jax.jit, static_argnums=0)
     def run(implementation, *arrays):
         op = functools.partial(layer_norm_linear, implementation=implementation)
-        loss = lambda *arrays: jnp.sum(jnp.sin(widen(op(*arrays))))  # noqa: E731
+        loss = lambda *arrays: jnp.sum(jnp.sin(upcast(op(*arrays))))  # noqa: E731
         gradients = jax.grad(loss, range(len(arrays)))
         return op(*arrays), *jax.jvp(gradients, arrays, arrays)
 
     assert_close(run("pallas", *arrays), in_float64(functools.partial(run, "autodiff"), *arrays), 2e-2)
 
 
-@FUSED
+@XLA_ON_GPU
 def test_products_that_are_kernels_lower_for_cuda_with_and_without_statistics(hidden, out, monkeypatch):
     of_kernels(monkeypatch)
     shapes = (64, out), (64, hidden), (hidden,), (hidden,), (out, hidden), (out,)
@@ -173,7 +173,7 @@ def test_products_that_are_kernels_lower_for_cuda_with_and_without_statistics(hi
     assert ("layer_norm_linear_backward_input" in program) == (hidden == 128)
 
 
-@FUSED
+@XLA_ON_GPU
 @pytest.mark.parametrize("device", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
 def test_none_programs_the_tensor_cores_on_hopper_alone(device, hidden, out):
     shapes = (65536, out), (65536, hidden), (hidden,), (hidden,), (out, hidden), (out,)

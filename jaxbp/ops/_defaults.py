@@ -3,16 +3,16 @@
 import functools
 
 from jaxbp.common import checks
-from jaxbp.pairing import Fastest, Pair
+from jaxbp.pairing import DefaultImplementation, Pair
 
-FUSED = Fastest(gpu="xla")
+XLA_ON_GPU = DefaultImplementation(gpu="xla")
 """For formulas that XLA fuses into their neighbors. A kernel would prevent the fusion."""
-KEPT = Fastest(gpu="xla", elsewhere="autodiff")
+AUTODIFF_ON_CPU = DefaultImplementation(gpu="xla", elsewhere="autodiff")
 """For ops whose autodiff gradient is faster on a CPU. It keeps an exponential that the formula would compute twice."""
-KEPT_ON_GPU = Fastest(gpu="autodiff", older_gpu="autodiff")
+AUTODIFF_ON_GPU = DefaultImplementation(gpu="autodiff", older_gpu="autodiff")
 """For ops whose autodiff gradient is faster on a GPU if one program has forward and backward."""
-KEPT_EVERYWHERE = Fastest(gpu="autodiff", older_gpu="autodiff", elsewhere="autodiff")
+AUTODIFF_EVERYWHERE = DefaultImplementation(gpu="autodiff", older_gpu="autodiff", elsewhere="autodiff")
 """For ops whose autodiff gradient is faster on GPUs and CPUs."""
 
-fused_pair = functools.partial(Pair, unsupported=checks.unsupported, fastest=FUSED, jit=True)
+fused_pair = functools.partial(Pair, unsupported=checks.unsupported, default=XLA_ON_GPU, jit=True)
 """A `Pair` of formulas that XLA fuses into their neighbors. Its kernels are element-wise or sum element-wise terms."""
