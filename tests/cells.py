@@ -50,7 +50,7 @@ def life_step(x, periodic):
 
 
 def checkerboard():
-    """Return the checkerboard. Its first channel differs from the cell to the left, or in the first column from the cell
+    """Return a checkerboard. Its first channel differs from the cell to the left, or in the first column from the cell
     above. The second channel is 1, which shows a cell where the grid ends. Damage heals from the left."""
     gates = Gates(18)
     above, left = (2, 3), (6, 7)

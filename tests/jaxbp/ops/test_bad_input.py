@@ -1,4 +1,4 @@
-"""What is refused, and in which words: the op, the argument, what came and what is wanted."""
+"""Errors for invalid arguments name the op, the argument, its value, and the expected value."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -150,8 +150,7 @@ SHAPES = {
     ),
     "classes": (
         cross_entropy(zeros(2, 3), zeros(2, 1, dtype="int32")),
-        "softmax_cross_entropy: integer labels have shape (2, 1); wants (2,), one class per example of logits "
-        "(2, 3)",
+        "softmax_cross_entropy: integer labels have shape (2, 1); wants (2,), one class per example of logits (2, 3)",
     ),
     "weights of classes": (
         cross_entropy(zeros(2, 3), zeros(2)),
