@@ -1,18 +1,18 @@
-"""Tables and charts for the book and the README, of the measured runs in docs/results/.
+"""Write the tables and charts of the book and the README from the measured runs in docs/results/.
 
-    python docs/tables.py            # writes them again
-    python docs/tables.py --check    # names what is stale, and returns 1 if something is
+    python docs/tables.py            # rewrite stale pages and charts
+    python docs/tables.py --check    # list stale pages and charts; the exit code is 1 if there are any
 
-A table stands in a page between two marks, of which the first says how it is made:
+In a page, a table is between two marks. The first mark says how the table is made:
 
     <!-- table: works backwards op=conv2d_* -->
     ...
     <!-- end -->
 
-Here `works` is a function of `TABLES`, and `backwards` the file docs/results/backwards.json. A file's name may be a
-pattern. `op=` keeps the rows whose op matches; the rest are options of the function. A table without its file is one
-line that says so. `computed_in` alone has no file: it is found in what JAX traces. `CHARTS` are pictures, made from the
-same files.
+Here `works` is a function in `TABLES`, and `backwards` is the file docs/results/backwards.json. The name of a file may
+be a pattern. `op=` keeps the rows whose op matches, and further options go to the function. If the file is missing, one
+line says so instead of the table. `computed_in` needs no file, because it reads what JAX traces. `CHARTS` are pictures
+made from the same files.
 """
 
 import argparse
@@ -31,22 +31,23 @@ from typing import Any, NamedTuple
 
 DOCS = Path(__file__).parent
 PREFERRED = ("pallas", "None", "xla")
-"""In this order, the implementation that stands for the library in a summary: the first that the run has."""
+"""Implementations in order of preference. The first one with a time in the run represents jaxbp in a summary."""
 HOST_BOUND = 0.05
-"""Below this share of waiting for the device a time is the host's, as in the bench's own report."""
-WHY = "why not more"
-"""The heading of the summary's column of prose."""
+"""If the host waits for the device for less than this share of the time, the host limits the measured time. The report
+of the bench uses the same number."""
+WHY = "why not faster"
+"""Heading of the summary's column of prose."""
 REGION = re.compile(r"(<!-- table: ([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Row = Mapping[str, Any]
 Report = Mapping[str, Any]
 Reports = Mapping[str, Report]
-"""The name of a file -> its run, the oldest first."""
+"""Name of a file -> its run, the oldest run first."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python docs/tables.py", description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="only name what is stale")
+    parser.add_argument("--check", action="store_true", help="only list stale pages and charts")
     check = parser.parse_args(args).check
     found = stale()
     for path, text in found.items():
@@ -57,7 +58,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def stale() -> dict[Path, str]:
-    """File -> what it ought to contain, for the pages and charts that do not."""
+    """Return the correct contents of each stale page and chart."""
     wanted = {page: render(page.read_text(encoding="utf-8"), page) for page in pages()}
     wanted |= {DOCS / "images" / f"{name}.svg": chart() for name, chart in CHARTS.items()}
     return {
@@ -66,7 +67,7 @@ def stale() -> dict[Path, str]:
 
 
 def pages() -> list[Path]:
-    """What may have tables: README and CHANGELOG do not change, and neither does the lab's diary."""
+    """Return the pages that may have tables. The lab's diary keeps the figures of its day."""
     return [DOCS.parent / "README.md", *(path for path in sorted(DOCS.rglob("*.md")) if not is_diary(path))]
 
 
@@ -75,7 +76,7 @@ def is_diary(page: Path) -> bool:
 
 
 def render(text: str, page: Path) -> str:
-    """The page with its tables made again. Their links begin at `DOCS`, and those of the page where it is."""
+    """Return the page with new tables. Their links are relative to `DOCS` and become relative to the page."""
     to_docs = os.path.relpath(DOCS, page.parent)
 
     def table(match):
@@ -87,7 +88,7 @@ def render(text: str, page: Path) -> str:
 
 
 def made_by(kind: str, *words: str) -> str:
-    """Return the table that a mark asks for, with its sources below."""
+    """Return the table that a mark requests, with its sources below."""
     options = dict(word.split("=", 1) for word in words if "=" in word)
     op = options.pop("op", "*")
     found = {pattern: load(pattern) for pattern in words if "=" not in pattern}
@@ -112,7 +113,7 @@ def made_by(kind: str, *words: str) -> str:
 
 
 def load(pattern: str) -> dict[str, Report]:
-    """The runs of the files whose names match."""
+    """Return the runs of the files whose names match."""
     paths = (DOCS / "results").glob(f"{pattern}.json")
     reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(paths)}
     return dict(sorted(reports.items(), key=lambda item: str(item[1]["date"])))
@@ -131,16 +132,16 @@ def all_rows(reports: Reports) -> list[Row]:
 
 
 def works_of(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Row]]]:
-    """Work and its batch -> its rows by implementation."""
+    """Yield a title for each workload and batch, with its rows by implementation."""
     for (work, batch), group in itertools.groupby(rows, lambda row: (row["work"], row.get("batch"))):
         title = re.sub(r"^(\w+)", r"`\1`", work) if "_" in work.split()[0] else work
         named = {row["implementation"]: row for row in group}
-        # The place of a norm, say 65536x1024, begins with its batch.
+        # The place of a norm, such as 65536x1024, begins with its batch.
         yield title if batch is None or f"{batch}x" in work else f"{title}, batch {batch:,}", named
 
 
 def grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """The rows of each key, in the order in which the keys come first."""
+    """Return the rows of each key, with the keys in order of first appearance."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -152,7 +153,7 @@ def time(row: Row | None) -> float | None:
 
 
 def library(rows: Mapping[str, Row]) -> Row | None:
-    """The library's row: that of the preferred implementation."""
+    """Return the row that represents jaxbp, the preferred implementation's row."""
     return next((rows[name] for name in PREFERRED if time(rows.get(name)) is not None), None)
 
 
@@ -164,7 +165,7 @@ def best_peer(rows: Mapping[str, Row]) -> Row | None:
 
 
 def number(value: float | None) -> str:
-    """Three digits at least, and no more than are whole."""
+    """Round to two digits below 10, to three below 100, and to an integer above."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 10 else f"{value:.2g}"
@@ -174,7 +175,7 @@ def microseconds(row: Row | None) -> str:
     if row is None:
         return ""
     if row.get("failed"):
-        return "does not take it" if row["failed"].startswith("NotImplementedError") else "failed"
+        return "unsupported" if row["failed"].startswith("NotImplementedError") else "failed"
     return number(time(row)) + "*" * waits_for_host(row)
 
 
@@ -183,7 +184,7 @@ def waits_for_host(row: Row) -> bool:
 
 
 def speedup(row: Row | None, over: Row | None) -> float | None:
-    """How many times as fast `row` is as `over`."""
+    """Return the time of `over` divided by the time of `row`."""
     return time(over) / time(row) if time(row) and time(over) else None
 
 
@@ -208,12 +209,12 @@ def mebibytes(size: int | None) -> str:
 
 
 def temporaries(row: Row | None) -> str:
-    """What a call needs beyond its arguments and results."""
+    """Return the memory that a call needs beyond its arguments and results."""
     return mebibytes(row.get("temporary_bytes") if row else None)
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table, without the columns that have nothing in any line."""
+    """Return a table without the columns that are empty in every line."""
     kept = [i for i in range(len(head)) if i == 0 or any(line[i] for line in lines)]
     rule = ["---" if heading in (head[0], WHY) else "---:" for heading in head]
     return "\n".join("| " + " | ".join(line[i] for i in kept) + " |" for line in (head, rule, *lines))
@@ -224,7 +225,7 @@ def link(name: str) -> str:
 
 
 def provenance(name: str, report: Report) -> str:
-    """Below a table: where, when and by which command it was measured, and how far the results are from float64."""
+    """Return the lines below a table: device, date, command, and the largest errors against float64."""
     versions, rows = report.get("versions", {}), rows_of(report)
     shown = ["jax", *(name for name in versions if name not in ("python", "jax", "jaxlib", "jaxbp", "numpy"))]
     libraries = ", ".join(f"{library} {versions[library]}" for library in shown if library in versions)
@@ -235,8 +236,8 @@ def provenance(name: str, report: Report) -> str:
         where += f"; {report['dtype']}, {report.get('precision', 'default')} precision"
     if "copy_bytes_per_second" in report:
         operations = report["operations_per_second"][report["precision"]]
-        where += f"; in this run a copy moved {rate(report['copy_bytes_per_second'], 'B/s')}"
-        where += f" and a matrix product did {rate(operations, 'FLOP/s')}"
+        where += f"; in this run, a copy moved {rate(report['copy_bytes_per_second'], 'B/s')}"
+        where += f" and a matrix product computed {rate(operations, 'FLOP/s')}"
     parts = [f"{link(name)}: {where}.", report.get("note", "")]
     compared = [row for row in rows if "work" in row and row.get("error") is not None]
     errors = grouped(compared, lambda row: row.get("peer") or row["implementation"])
@@ -244,7 +245,7 @@ def provenance(name: str, report: Report) -> str:
     if largest:
         parts.append(f"Largest error of a result against float64: {', '.join(largest)}.")
     if any(map(waits_for_host, rows)):
-        parts.append("\\*: the device waited for the host, so its own time is less.")
+        parts.append("\\*: the device waited for the host, so the device takes less time than this.")
     return "\n".join(["", " ".join(filter(None, parts)), "", f"    {command(report)}"])
 
 
@@ -253,7 +254,7 @@ def day(report: Report) -> str:
 
 
 def command(report: Report) -> str:
-    """Return the command of a run. Two scripts have moved since the run, and others are in the history alone."""
+    """Return the command of a run. Two scripts have moved since then. Others exist only in the history."""
     moved = re.sub(r"docs/lab/(many_devices|profiles)\.py", r"-m experiments.studies.\1", report["command"])
     return f"git checkout {report['commit']} && {moved}" if "docs/lab/" in moved else moved
 
@@ -261,22 +262,22 @@ def command(report: Report) -> str:
 # --------------------------------------------------------------------------------------------------------------- tables
 
 COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
-    "speedup": ("ours over autodiff", lambda rows: times(speedup(library(rows), rows.get("autodiff")))),
-    "peer": ("ours over the best peer", lambda rows: times(speedup(library(rows), best_peer(rows)))),
-    "floor": ("ours, % of the floor", lambda rows: floor(library(rows))),
+    "speedup": ("speedup over autodiff", lambda rows: times(speedup(library(rows), rows.get("autodiff")))),
+    "peer": ("speedup over best peer", lambda rows: times(speedup(library(rows), best_peer(rows)))),
+    "floor": ("jaxbp, % of roofline", lambda rows: floor(library(rows))),
     "memory": ("temporaries, MiB", lambda rows: temporaries(library(rows))),
-    "peer_memory": ("the best peer's, MiB", lambda rows: temporaries(best_peer(rows))),
-    "autodiff_memory": ("autodiff's, MiB", lambda rows: temporaries(rows.get("autodiff"))),
+    "peer_memory": ("temporaries of best peer, MiB", lambda rows: temporaries(best_peer(rows))),
+    "autodiff_memory": ("temporaries of autodiff, MiB", lambda rows: temporaries(rows.get("autodiff"))),
 }
-"""What `works` can show beside the times: a heading, and the cell of a work's rows."""
+"""Optional columns of `works`: the heading, and a function from a workload's rows to the cell."""
 
 
 def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
-    """A line for each work and batch, with a column of microseconds for each implementation of ours."""
+    """Return a table with one line per workload and batch, and one column of times per jaxbp implementation."""
     rows = all_rows(reports)
     implementations = list(dict.fromkeys(row["implementation"] for row in rows if not row.get("peer")))
     shown = [COLUMNS[column] for column in columns.split(",")]
-    head = ["work, µs", *(f"`{name}`" for name in implementations), *(heading for heading, _ in shown)]
+    head = ["workload, µs", *(f"`{name}`" for name in implementations), *(heading for heading, _ in shown)]
     lines = [
         [title, *(microseconds(group.get(name)) for name in implementations), *(cell(group) for _, cell in shown)]
         for title, group in works_of(rows)
@@ -285,7 +286,7 @@ def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
 
 
 def variants(reports: Reports) -> str:
-    """A line for each implementation and each variant of a peer, with a column of microseconds for each work."""
+    """Return a table with one line per implementation or variant of a peer, and one column of times per workload."""
     rows = all_rows(reports)
     peers = {row["implementation"] for row in rows if row.get("peer")}
     columns = {}
@@ -303,20 +304,20 @@ def variants(reports: Reports) -> str:
 
 
 def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
-    """The works where the time of `None` by that of autodiff is outside of a band, and how many are inside."""
+    """Return the workloads where the time of `None` divided by autodiff's time is outside a band. Count the others."""
     found = [(title, rows.get("None"), rows.get("autodiff")) for title, rows in works_of(all_rows(reports))]
     timed = [(time(a) / time(b), title, a, b) for title, a, b in found if time(a) and time(b)]
     outside = sorted((line for line in timed if not float(low) <= line[0] <= float(high)), key=lambda line: -line[0])
     band = " and ".join([f"at least {low}x"] * (float(low) > 0) + [f"at most {high}x"] * math.isfinite(float(high)))
-    inside = f"{len(timed) - len(outside)} of {len(timed)} works"
-    count = f"`None` takes {band} as long as `autodiff` in {inside}"
+    inside = f"{len(timed) - len(outside)} of {len(timed)} workloads"
+    count = f"`None` takes {band} the time of `autodiff` in {inside}."
     lines = [[title, microseconds(a), microseconds(b), times(value)] for value, title, a, b in outside]
-    table = markdown(["work, µs", "`None`", "`autodiff`", "`None` over `autodiff`"], lines)
-    return f"{count}; the others:\n\n{table}" if outside else f"{count}."
+    table = markdown(["workload, µs", "`None`", "`autodiff`", "times `autodiff`"], lines)
+    return f"{count} The table lists the others.\n\n{table}" if outside else count
 
 
 def dtypes(reports: Reports) -> str:
-    """A line for each work and batch in each dtype: its time and memory beside those in float32 of the same run."""
+    """Return a table with one line per workload, batch, and dtype, compared with float32 in the same run."""
     lines = []
     for report in reports.values():
         works = grouped(report["rows"], lambda row: (row["op"], row["place"], row["batch"]))
@@ -333,19 +334,19 @@ def dtypes(reports: Reports) -> str:
                 over_float32, over_peer = (times(speedup(row, other)) for other in (float32, best_peer(same)))
                 cells = [microseconds(row), over_float32, mebibytes(memory), share, over_peer]
                 lines.append([f"{name}, batch {batch:,}", row["dtype"], *cells])
-    head = ["step", "computed in", "µs", "over float32", "MiB", "of float32's", "over the best peer"]
+    head = ["step", "computed in", "µs", "speedup over float32", "MiB", "% of float32 memory", "speedup over best peer"]
     return markdown(head, lines)
 
 
 def row_bytes(row: Row | None) -> int | None:
-    """Arguments, results and temporaries."""
+    """Return the size of arguments, results, and temporaries."""
     if row is None or row.get("temporary_bytes") is None:
         return None
     return row["argument_bytes"] + row["result_bytes"] + row["temporary_bytes"]
 
 
 def training(reports: Reports, experiment: str) -> str:
-    """A line for each run of this experiment by `experiments.train`."""
+    """Return a table with one line per run of `experiments.train` with this experiment."""
     runs = {name: run for name, run in reports.items() if f"experiments.train {experiment}" in run["command"]}
     if not runs:
         return f"*Not measured yet: {', '.join(map(link, reports))} train other experiments.*"
@@ -370,7 +371,8 @@ def training(reports: Reports, experiment: str) -> str:
         "compilation, s",
         "images/s",
     ]
-    return f"{markdown(head, lines)}\n\nA run each: {devices(runs)}. Training is without evaluation and compilation."
+    note = f"Each row is one run ({devices(runs)}). Training excludes evaluation and compilation."
+    return f"{markdown(head, lines)}\n\n{note}"
 
 
 def devices(reports: Reports) -> str:
@@ -378,7 +380,7 @@ def devices(reports: Reports) -> str:
 
 
 def seeds(reports: Reports) -> str:
-    """A line for each setting of a study over seeds. Columns that no line has are left out."""
+    """Return a table with one line per setting of a study over seeds."""
     lines = {}
     for report in reports.values():
         recipes = list(report.get("recipes", ()))
@@ -387,11 +389,11 @@ def seeds(reports: Reports) -> str:
         for title, rows in grouped(runs, lambda row, report=report: setting(report, row)).items():
             lines[title] = over_seeds(rows)
     head = next(iter(lines.values()), ())
-    return markdown(["trained", *head], [[title, *cells.values()] for title, cells in lines.items()])
+    return markdown(["settings", *head], [[title, *cells.values()] for title, cells in lines.items()])
 
 
 def setting(report: Report, row: Row) -> str:
-    """Return what was trained. Older files say it in several fields."""
+    """Return the settings of a run. Older files keep them in several fields."""
     if "recipe" in row:
         return f"{report['experiment']}: {report['recipes'][row['recipe']]}"
     parts = [report.get("dataset"), *(row.get(field) for field in ("experiment", "size", "precision"))]
@@ -401,7 +403,7 @@ def setting(report: Report, row: Row) -> str:
 
 
 def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the cell below each heading. An automaton comes out exact or not; other models have an accuracy."""
+    """Return the cell for each heading. Automata count exact runs; other models have an accuracy."""
     is_automaton = "right" in rows[0]
     exact = [row for row in rows if row.get("right") == 1]
 
@@ -432,14 +434,16 @@ def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
         "test accuracy, relaxed": mean("relaxed", 4),
         "skipped steps": number(sum(values("skipped_steps")) or None),
         "epochs": "" if is_automaton else mean("epochs"),
-        "s a run": "" if is_automaton else mean("seconds"),
+        "s per run": "" if is_automaton else mean("seconds"),
         "C, samples/s": mean("c_samples_per_second"),
     }
 
 
 def profile(reports: Reports) -> str:
-    """A line for each kernel that took at least 5 µs in a run of experiments/studies/profiles.py, with how busy it kept
-    the device. Launches of one kernel in one work are added up, and their shares weighed by their times."""
+    """Return a table of the kernels that took at least 5 µs in a run of experiments/studies/profiles.py.
+
+    Times of all launches of a kernel in a workload are added, and percentages are averaged with these times as weights.
+    """
     lines = []
     kernels = grouped(all_rows(reports), lambda row: (row["work"], row["dtype"], row["kernel"]))
     for (work, dtype, kernel), rows in kernels.items():
@@ -460,12 +464,12 @@ def profile(reports: Reports) -> str:
             number(longest.get("registers")),
         )
         lines.append([f"{work}, {dtype}", f"`{kernel.removesuffix('_mosaic_gpu_kernel')}`", *cells, waits])
-    head = ["work", "kernel", "launches", "µs", "DRAM", "L2", "L1, shared", "busiest unit", "warps", "issued a cycle"]
-    return markdown([*head, "registers", "waits for, cycles"], lines)
+    head = ["workload", "kernel", "launches", "µs", "DRAM", "L2", "L1, shared", "busiest unit", "warps"]
+    return markdown([*head, "issued per cycle", "registers", "waits for, cycles"], lines)
 
 
 def accuracy(reports: Reports) -> str:
-    """A line for each op with its backwards: what its worst place in all these files takes of what is allowed."""
+    """Return a table with one line per op and its backwards: the largest error as a percentage of the allowed error."""
     rows = all_rows(reports)
     columns = list(dict.fromkeys((row["implementation"], row["dtype"]) for row in rows))
     lines = []
@@ -474,30 +478,30 @@ def accuracy(reports: Reports) -> str:
         worst = [max((row["excess"] for row in excesses.get(column, [])), default=None) for column in columns]
         lines.append([f"`{op}`", *map(percent, worst)])
     beyond = sum(row["excess"] > 1 for row in rows)
-    count = f"{len(rows) - beyond} of {len(rows)} rows (op, dtype, implementation) are within what is allowed."
+    count = f"{len(rows) - beyond} of {len(rows)} rows (op, dtype, implementation) are within the allowed error."
     if any("" in line for line in lines):
-        count += " An empty cell is not measured yet."
-    head = ["op with its backwards", *(f'`"{implementation}"`, {dtype}' for implementation, dtype in columns)]
+        count += " Empty cells are not measured yet."
+    head = ["op and its backwards", *(f'`"{implementation}"`, {dtype}' for implementation, dtype in columns)]
     return f"{count}\n\n{markdown(head, lines)}"
 
 
 def fuzz(reports: Reports) -> str:
-    """A line for each run of `experiments.fuzz`."""
+    """Return a table with one line per run of `experiments.fuzz`."""
     lines = []
     for name, run in reports.items():
         counts = (run["cases"], run["refused"], len(run["failures"]))
         crashed = f"{len(run['crashes']):,}" if "crashes" in run else ""  # it would have ended the run
         cells = (f"{devices({name: run})}, {day(run)}", *map("{:,}".format, counts), crashed, number(run["seconds"]))
         lines.append([f"[seed {run['seed']}](results/{name}.json)", *cells])
-    return markdown(["cases", "device", "drawn", "no kernel takes", "failed", "crashed", "seconds"], lines)
+    return markdown(["run", "device", "cases", "unsupported by a kernel", "failed", "crashed", "seconds"], lines)
 
 
 SAYS_NOTHING = ("failed", "timed out")
-"""Outcomes of the sanitizer after which nothing is known of the kernels."""
+"""Outcomes of the sanitizer that are inconclusive."""
 
 
 def sanitizer(reports: Reports) -> str:
-    """What each tool of compute-sanitizer said last of each op. The ops with the same answers are one line."""
+    """Return the newest conclusive outcome of each compute-sanitizer tool. Ops with equal outcomes share one line."""
     rows = all_rows(reports)
     tools = sorted({row["tool"] for row in rows})
     outcomes: dict[str, dict[str, str]] = {}
@@ -507,15 +511,18 @@ def sanitizer(reports: Reports) -> str:
             of[row["tool"]] = row["outcome"]
     alike = grouped(sorted(outcomes), lambda op: tuple(outcomes[op].get(tool, "not run") for tool in tools))
     lines = [[", ".join(f"`{op}`" for op in ops), *of] for of, ops in alike.items()]
-    return markdown(["ops, each with its gradients", *tools], lines)
+    return markdown(["ops and their gradients", *tools], lines)
 
 
 def many_devices(reports: Reports) -> str:
-    """A line for each step with as many examples per device: on one, on a mesh of one, and on a mesh of all."""
+    """Return a table with one line per step. It compares one device, a mesh of one, and a mesh of all.
+
+    Each device has the same number of examples in all three.
+    """
     (report,) = reports.values()
     lines = [
         [
-            f"{step(row)}, {row['examples']:,} a device",
+            f"{step(row)}, {row['examples']:,} per device",
             number(row["alone"]),
             f"{row['mesh_of_one'] / row['alone'] - 1:+.1%}",
             f"{row['alone'] / row['mesh']:.1%}",
@@ -523,9 +530,9 @@ def many_devices(reports: Reports) -> str:
         ]
         for row in report["rows"]
     ]
-    return markdown(
-        ["step", "one device, µs", "mesh of one", f"efficiency on {report['devices']}", "with overlap"], lines
-    )
+    efficiency = f"efficiency on {report['devices']} devices"
+    head = ["step", "one device, µs", "cost of a mesh of one", efficiency, "efficiency with overlap"]
+    return markdown(head, lines)
 
 
 def step(row: Row) -> str:
@@ -533,26 +540,29 @@ def step(row: Row) -> str:
 
 
 def communication(reports: Reports) -> str:
-    """A line for each step: what it communicates, and from which batch on that is a twentieth of its time."""
+    """Return a table with one line per step: its communication, and the batch where that is a twentieth of the time."""
     compiled, *measured = reports.values()
     model = summing(compiled, *measured) if measured else None
     lines = []
     for plain, overlapping in zip(compiled["rows"][::2], compiled["rows"][1::2], strict=True):
         sums = ", ".join(f"{count} {kind}" for kind, count in plain["collectives"].items())
         parts = sum(overlapping["collectives"].values())
-        meanwhile = f"{parts}, {overlapping['kernels_meanwhile']} of {overlapping['kernels']} kernels meanwhile"
+        meanwhile = f"{parts}, during {overlapping['kernels_meanwhile']} of {overlapping['kernels']} kernels"
         time_of_sum, batch = model(plain["work"]) if model else (None, None)
         cells = [f"{plain['bytes']:,}", sums, meanwhile, number(time_of_sum), "" if batch is None else f"{batch:,}"]
         lines.append([step(plain), *cells])
-    return markdown(["step", "bytes", "collectives", "overlapping", "a sum over 8, µs", "batch for 95%"], lines)
+    head = ["step", "bytes", "collectives", "overlapping collectives", "sum over 8 devices, µs"]
+    return markdown([*head, "batch for 95% efficiency"], lines)
 
 
 def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, int]]:
-    """Work -> the microseconds that the sum over the compiled devices would take, and the batch of which it is 1/19.
+    """Return a model: workload -> microseconds of a sum over the compiled devices, and the batch for 95% efficiency.
 
-    A step takes longer on the measured devices than on one by the time of a sum. A line through all steps says how much
-    of it is a hop's, and how much a byte's. A tree over n devices has log2 n times the hops, and each link moves
-    2 (n - 1)/n times the bytes. A step's time is a line through its times alone, or proportional to one.
+    The model assumes that a step takes longer on the measured devices than on one device by the time of one sum. A line
+    fitted to all steps gives the time per hop and the time per byte. A tree over n devices has log2 n hops, and each
+    link moves 2 (n - 1)/n times the bytes. The time of a step on one device is linear in the batch, through the first
+    and the last measured time. With only one measured time, it is proportional to the batch. At the returned batch, a
+    step on one device takes 19 times as long as the sum.
     """
     sizes = {row["work"]: row["bytes"] for row in compiled["rows"]}
     rows = [row for row in measured["rows"] if row["work"] in sizes]
@@ -575,7 +585,7 @@ def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, 
 
 
 def computed_in(reports: Reports) -> str:
-    """Not from a run: from what JAX traces."""
+    """Return the table of `docs/computed_in.py`, which needs no run."""
     from computed_in import table
 
     return table()
@@ -585,71 +595,72 @@ def computed_in(reports: Reports) -> str:
 
 
 class Family(NamedTuple):
-    """A line of the table that answers "is it fast?"."""
+    """A line of the summary."""
 
     name: str
-    """The workload, for people."""
+    """Name of the workload in the table."""
     page: str
-    """The page in docs/benchmarks/ with the family's own tables."""
+    """Page in docs/benchmarks/ with the tables of the family."""
     file: str
-    """The run."""
+    """Name of the run's file."""
     work: str
-    """The workload and the batch, as in the rows of the run: they begin so."""
+    """Prefix of the workload and batch in the rows of the run."""
     why: str
-    """The reason why it is no nearer to its floor, without figures."""
+    """Reason why jaxbp is no closer to the roofline, without figures."""
 
     def rows(self) -> dict[str, Row]:
-        """Its rows by implementation."""
+        """Return the rows of the family by implementation."""
         named = ((f"{row['work']}, batch {row['batch']}", row) for row in all_rows(load(self.file)))
         return {row["implementation"]: row for name, row in named if name.startswith(self.work)}
 
     def speedups(self) -> tuple[float | None, float | None]:
-        """How many times as fast as autodiff, and as the best peer."""
+        """Return the speedups over autodiff and over the best peer."""
         rows = self.rows()
         return speedup(library(rows), rows.get("autodiff")), speedup(library(rows), best_peer(rows))
 
 
 FAMILIES = (
     Family("LeNet training step, batch 128", "lenet", "lenet", "lenet training step, batch 128",
-           "many short launches, each of which takes longer to start than to run"),
+           "Many short kernels run, and each takes longer to launch than to run."),
     Family("LeNet training step, batch 8192", "lenet", "lenet", "lenet training step, batch 8192",
-           "operands pass through shared memory, to be transposed or routed, before the tensor cores read them"),
+           "Shared memory transposes or routes operands before the tensor cores read them."),
     Family("LayerNorm backward, 65536x1024, bfloat16", "norm", "layer_norm", "layer_norm_backward 65536x1024",
-           "warps wait at the sums of a row; few programs fit a multiprocessor's registers"),
+           "Warps wait at the sums of each row, and few CTAs fit a multiprocessor's registers."),
     Family("LayerNorm + Linear, 65536x(1024->1024), bfloat16", "norm", "layer_norm_linear",
-           "layer_norm_linear fwd+bwd 65536x1024x1024", "three matrix products at the GPU's power limit"),
+           "layer_norm_linear fwd+bwd 65536x1024x1024", "Three matrix products run at the GPU's power limit."),
     Family("LayerNorm + Linear, 262144x(256->256), bfloat16", "norm", "layer_norm_linear",
            "layer_norm_linear fwd+bwd 262144x256x256",
-           "instructions of the normalisation, which two warps a scheduler do not hide"),
+           "Two warps per scheduler do not hide the instructions of the normalization."),
     Family("gates, forward and backward, 4096->8192", "logic", "gates", "gate_layer fwd+bwd 4096->8192",
-           "rows are read in random order: the L2 cache's throughput, not memory's, bounds it"),
+           "Rows are read in random order, so the throughput of the L2 cache bounds the time, not device memory."),
     Family("logic network step, 6x8000, batch 128", "logic", "logic", "logic training step 6x8000, batch 128",
-           "short launches, and Adam's pass over the logits"),
+           "Kernels are short, and Adam passes over all logits."),
     Family("logic network step, 6x64000, batch 1024", "logic", "logic-large", "logic training step 6x64000, batch 1024",
-           "the L2 cache, as for one layer; activations of all layers are written and read"),
+           "The L2 cache bounds each layer, and the activations of all layers are written and read."),
     Family("convolutional gates, M for MNIST, batch 128", "logic", "logic-conv", "logic-conv training step mnist-m",
-           "instructions of the trees and their latency; the gradients of leaves are written and read again"),
+           "Instructions of the trees and their latency bound the time. The leaves' gradients are written and read "
+           "again."),
     Family("automaton step, 16x16, 20 ticks, batch 2", "logic", "automaton", "automaton training step 16x16",
-           "layers of a tick wait for one another, and few cells hide it: gathers from shared memory, one after the "
-           "other"),
+           "The layers of a tick run one after another. Each gathers from shared memory, and the cells are too few to "
+           "hide the latency."),
     Family("convolution, gradient of the weights, conv2", "conv", "backwards", "conv2d_backward_weights conv2",
-           "transposes to the batch-last layout that the kernel reads"),
+           "Images are transposed to the batch-last layout that the kernel reads."),
     Family("convolution, gradient of the bias, conv1", "conv", "backwards", "conv2d_backward_bias conv1",
-           "a transpose that the library's sum does not need; `None` takes the library's"),
+           "The kernel needs a transpose. `None` takes XLA's sum, which does not."),
     Family("convolution, ReLU, pool backward, block 1", "conv", "backwards",
            "conv2d_relu_max_pool2d_backward block1",
-           "shared memory: every image is read once for each place of a maximum"),
+           "Shared memory bounds the time, because every image is read once per position of a maximum."),
     Family("max-pool backward, overlapping windows", "conv", "backwards", "max_pool2d_backward overlapping",
-           "transposes around the kernel; `None` takes the formula, which needs none"),
+           "The kernel needs transposes. `None` takes the formula, which does not."),
     Family("softmax and cross-entropy backward", "dense", "backwards", "softmax_cross_entropy_backward classes",
-           "a launch takes longer than the work; `None` takes the formula, which XLA fuses"),
+           "The launch takes longer than the computation. `None` takes the formula, which XLA fuses."),
     Family("ReLU backward, images", "pointwise", "backwards", "relu_backward relu1",
-           "nothing to win: it moves bytes at the rate of a copy"),
+           "The kernel already moves bytes at the rate of a copy."),
 )  # fmt: skip
 
 
 def summary(reports: Reports) -> str:
-    """A line a family: ours, autodiff, the best peer, ratios, per cent of the floor, and why not more."""
+    """Return a table with one line per family: times, speedups, % of roofline, and why jaxbp is not faster."""
     lines, measured = [], {}
     for family in FAMILIES:
         title = f"[{family.name}](benchmarks/{family.page}.md)"
@@ -665,11 +676,12 @@ def summary(reports: Reports) -> str:
         lines.append([title, *cells, floor(library(rows)), family.why])
     if not measured:
         return no_file(FAMILIES[0].file)
-    head = ["work, µs", "ours", "autodiff", "over autodiff", "best peer", "over it", "% of the floor", WHY]
+    speedups = "speedup over autodiff", "speedup over best peer"
+    head = ["workload, µs", "jaxbp", "autodiff", speedups[0], "best peer", speedups[1], "% of roofline", WHY]
     days = sorted(map(day, measured.values()))
     dates = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
     files = ", ".join(map(link, sorted(measured)))
-    return f"{markdown(head, lines)}\n\nMeasured on one {devices(measured)}, {dates}: {files}."
+    return f"{markdown(head, lines)}\n\nMeasured on one {devices(measured)}, {dates}. Files: {files}."
 
 
 TABLES: dict[str, Callable[..., str]] = {
@@ -689,7 +701,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "profile": profile,
 }
 WITH_THEIR_SOURCES = ("computed_in", "fuzz", "training", "summary")
-"""The tables that say by themselves where their figures come from."""
+"""Tables that state where their figures come from."""
 
 
 # --------------------------------------------------------------------------------------------------------------- charts
@@ -709,14 +721,14 @@ STYLE = """
 `value` has the background's color, so that grid lines do not cross the text."""
 
 WIDTH, LEFT, RIGHT, BAR = 880, 375, 100, 15
-"""Pixels: of the picture, of its names and of what is right of the longest bar, and the height of a bar."""
+"""Pixels: width of the picture, of the names, and of the space right of the longest bar; height of a bar."""
 
 Bar = tuple[str, float, float, str]
-"""The class of the bar, its two ends as shares of the axis, and the words after it."""
+"""Class of the bar, its two ends as shares of the axis, and the text after it."""
 
 
 def speed() -> str:
-    """The chart of the README: times as fast as autodiff and as the best peer, for each family."""
+    """Return the chart of the README: the speedups over autodiff and over the best peer for each family."""
     families = {family.name: family.speedups() for family in FAMILIES}
     values = [value for both in families.values() for value in both if value]
     low, high = min([0.5, *values]), max([2.0, *values])
@@ -733,26 +745,27 @@ def speed() -> str:
         for name, both in families.items()
         if any(both)
     }
-    legend = {"first": "JAX's autodiff", "second": "the best peer: PyTorch, Liger-Kernel, tokamax, torchlogix"}
-    return chart("How many times as fast as ... (logarithmic; 1x is as fast)", legend, {place(1): "1x"}, bars)
+    legend = {"first": "over JAX's autodiff", "second": "over best peer: PyTorch, Liger-Kernel, tokamax, torchlogix"}
+    title = "Speedup of jaxbp (logarithmic axis; left of 1x, jaxbp is slower)"
+    return chart(title, legend, {place(1): "1x"}, bars)
 
 
 def floors() -> str:
-    """The chart of strong and weak points: what share of its floor each kernel reaches, over all places of a run."""
+    """Return the chart of the percentage of the roofline that each kernel reaches, at its worst and best size."""
     bars = {}
     for name, shares in sorted(kernel_shares().items(), key=lambda item: (-max(item[1]), item[0])):
         worst, best = min(shares), max(shares)
         words = " to ".join(dict.fromkeys((f"{worst:.0%}", f"{best:.0%}")))
         bars[name] = [[("first", 0.0, min(worst, 1.0), ""), ("pale", min(worst, 1.0), min(best, 1.0), words)]]
-    title = "How near to the least time that the device could take (100%: no faster is possible)"
-    legend = {"first": "at the size where it is worst", "pale": "where it is best"}
+    title = "Percentage of the roofline that each kernel reaches (at 100%, the device allows no less time)"
+    legend = {"first": "at the worst measured size", "pale": "at the best measured size"}
     return chart(title, legend, {share: f"{share:.0%}" for share in (0.25, 0.5, 0.75, 1.0)}, bars)
 
 
 def kernel_shares() -> dict[str, list[float]]:
-    """What runs kernels, with its dtype and layout -> its share of the floor at each place and batch.
+    """Return the share of the roofline at each measured size, for each kernel with its dtype and layout.
 
-    Of several runs of the same place the last counts.
+    If several runs measured the same size, the newest counts.
     """
     latest: dict[str, dict[tuple, float]] = {}
     for row in all_rows(load("*")):
@@ -768,7 +781,7 @@ def kernel_shares() -> dict[str, list[float]]:
 def chart(
     title: str, legend: Mapping[str, str], ticks: Mapping[float, str], bars: Mapping[str, Sequence[Sequence[Bar]]]
 ) -> str:
-    """Draw horizontal bars. Each name has lines, one below the other, and each line has bars, one after the other."""
+    """Return a picture of horizontal bars. Each name has lines, and each line has consecutive bars."""
 
     def text(x: float, y: float, words: str, kind: str, anchor: str = "start") -> str:
         return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(words)}</text>'
@@ -802,7 +815,7 @@ def chart(
     return "\n".join([*head, *parts, "</svg>", ""])
 
 
-CHARTS: dict[str, Callable[[], str]] = {"speed": speed, "floor": floors}
+CHARTS: dict[str, Callable[[], str]] = {"speed": speed, "roofline": floors}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Formulas, which docstrings have as plain text, as LaTeX.
+"""Convert the plain-text formulas of docstrings to LaTeX.
 
     dx[n] = Σ_k dy[n, k] w[k]²   ->   \\mathit{dx}_{n} = \\sum_{k} \\mathit{dy}_{n, k}\\,w_{k}^{2}
 
-What is not wholly a formula, say a call of a function, has no LaTeX and stays code.
+Text that is not entirely a formula, such as a function call, has no LaTeX and stays code.
 """
 
 import re
@@ -13,7 +13,7 @@ NAMES = """
     onehot op predictions probabilities rate scale targets upper var
 """
 VARIABLES = {*NAMES.split(), *(f"d{name}" for name in NAMES.split())}
-"""Names of more than two letters that are variables. Any other word makes a text no formula."""
+"""Variables with more than two letters. Text with any other word is not a formula."""
 WORDS = {"where", "else", "over", "of", "and", "with"}
 SIGNS = {
     "Σ": r"\sum ",
@@ -44,7 +44,7 @@ END_FACTOR = {"name", "number", "raised", "lowered", "index", "close"}
 
 
 def latex(formula: str) -> str | None:
-    """The LaTeX of a formula in plain text, or None if it is something else."""
+    """Return the LaTeX of a plain-text formula, or None if the text is not a formula."""
     tokens = [(match.lastgroup, match[0]) for match in TOKEN.finditer(formula)]
     if not IS_FORMULA.search(formula) or "".join(text for _, text in tokens) != formula:
         return None
@@ -54,7 +54,7 @@ def latex(formula: str) -> str | None:
             parts.append(" ")
             continue
         kind = "word" if text in WORDS else kind
-        # Factors side by side are a product; beside signs and words LaTeX spaces by itself.
+        # Adjacent factors are a product. LaTeX adds the spaces around signs and words.
         if parts and parts[-1] == " " and last in END_FACTOR and kind in BEGIN_FACTOR:
             parts[-1] = r"\,"
         if kind == "open":

@@ -17,8 +17,8 @@ from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
 from pallas_kernels.core.device import Device, targeting
 
-# The fields of GpuTargetConfigProto that XLA needs to compile. Sizes that `Device` lacks are Hopper's. Only XLA's cost
-# model reads them.
+# The fields of GpuTargetConfigProto that XLA needs to compile. Sizes that `Device` lacks are Hopper's. Only the cost
+# model of XLA reads them.
 _TARGET = """
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES }}

@@ -50,8 +50,8 @@ def life_step(x, periodic):
 
 
 def checkerboard():
-    """Return the checkerboard. Its first channel differs from the cell to the left, or in the first column from the
-    cell above. The second channel is 1, which shows a cell where the grid ends. Damage heals from the left."""
+    """Return a checkerboard. Its first channel differs from the cell to the left, or in the first column from the cell
+    above. The second channel is 1, which shows a cell where the grid ends. Damage heals from the left."""
     gates = Gates(18)
     above, left = (2, 3), (6, 7)
     of_left = gates("a and not b", left[1], left[0])

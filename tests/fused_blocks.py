@@ -1,4 +1,4 @@
-"""Blocks of convolution, ReLU and max-pooling, and how their forwards on the tensor cores are run in tests."""
+"""Blocks of convolution, ReLU and max-pooling, and functions that run their tensor-core forwards in tests."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ BLOCKS = {
 
 
 def shapes(block, N=LANES, window=(2, 2), spare=0):
-    """Of x, w and b. `spare` rows and columns of x are under no window."""
+    """Return the shapes of x, w and b. `spare` rows and columns of x are under no window."""
     (K, P, Q, C, F), (R, S) = BLOCKS[block], window
     return (C, P * R + F - 1 + spare, Q * S + F - 1 + spare, N), (K, C, F, F), (K,)
 
@@ -38,19 +38,19 @@ def structs(block, dtype, N=4096, window=(2, 2)):
 
 
 def integers(*shapes, dtype):
-    """Small whole numbers, whose products and sums are exact in every precision: windows have many equal maxima."""
+    """Draw small integers. Their products and sums are exact in every precision, and many maxima of windows tie."""
     random = np.random.default_rng(0)
     return [jnp.asarray(random.integers(-2, 3, shape), dtype) for shape in shapes]
 
 
 def with_exact(forward, window=(2, 2), config=None):
-    """A kernel, and the exact one."""
+    """Return a kernel and the exact kernel."""
     kernel = functools.partial(forward, window=window, config=config)
     return jax.jit(kernel), jax.jit(functools.partial(exact_forward, window=window))
 
 
 def simulate(kernel, *arrays):
-    """On a GPU of two multiprocessors, so that programs take several tiles."""
+    """Simulate a GPU with two multiprocessors, so that a CTA computes several tiles."""
     with on_the_cpu(), targeting(dataclasses.replace(HOPPER, multiprocessors=2)), simulated():
         return jax.block_until_ready(kernel(*arrays))
 

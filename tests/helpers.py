@@ -1,4 +1,4 @@
-"""What the tests share: an op's gradients as functions compiled once, a float64 reference, and the tolerances."""
+"""Helpers of the tests: gradients of ops, compiled once; a float64 reference; and the tolerances."""
 
 import contextlib
 import functools
@@ -20,11 +20,11 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2, "float64": 1e-1
 """Largest relative norm of an error against float64."""
 
 
-# ---------------------------------------------------------------------- any op, a function of arrays with options bound
+# ----------------------------------------------------------------------------------------------- ops with bound options
 
 
 def normal(*shapes, seed=0):
-    """Standard normal arrays."""
+    """Draw standard normal arrays."""
     random = np.random.default_rng(seed)
     return [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
 
@@ -34,18 +34,18 @@ def is_float(x):
 
 
 def floats(tree):
-    """The floating arrays of a pytree."""
+    """Return the floating arrays of a pytree."""
     return [a for a in jax.tree.leaves(tree) if is_float(a)]
 
 
 def with_floats(tree, values):
-    """The pytree with other floating arrays."""
+    """Return the pytree with its floating arrays replaced by `values`."""
     values = iter(values)
     return jax.tree.map(lambda a: next(values) if is_float(a) else a, tree)
 
 
 def of_floats(op, arrays):
-    """The op as a function of its floating arguments, with its floating results as a list."""
+    """Return the op as a function from its floating arguments to the list of its floating results."""
 
     def function(*values):
         return floats(op(*with_floats(tuple(arrays), values)))
@@ -54,7 +54,7 @@ def of_floats(op, arrays):
 
 
 def value_and_gradients(op):
-    """`(arrays, cotangents) -> (results, gradients)` of an op's floats, jitted."""
+    """Return the jitted function `(arrays, cotangents) -> (results, gradients)` of an op's floating arrays."""
 
     @jax.jit
     def run(arrays, cotangents):
@@ -70,7 +70,7 @@ def _with_options(function, options):
 
 
 def results_and_gradients(function, arrays, cotangents, **options):
-    """`value_and_gradients` of `function` with its options, compiled once for the same options."""
+    """Return `value_and_gradients` of `function` with its options, compiled once per set of options."""
     return _with_options(function, tuple(sorted(options.items(), key=str)))(arrays, cotangents)
 
 
@@ -79,7 +79,7 @@ def gradients_of(function, arrays, cotangents, **options):
 
 
 def results_of(op, arrays):
-    """The shapes and dtypes of an op's floating results, from arrays or from their shapes and dtypes."""
+    """Return the shapes and dtypes of an op's floating results, from arrays or from their shapes and dtypes."""
     return floats(jax.eval_shape(op, *arrays))
 
 
@@ -89,12 +89,12 @@ def draw_cotangents(op, arrays, seed=1):
 
 
 def dot(one, other):
-    """The inner product of two lists of arrays, in float64."""
+    """Return the inner product of two lists of arrays, in float64."""
     return sum(np.vdot(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(one, other, strict=True))
 
 
 def numerical_gradients(op, arrays, cotangents, step):
-    """Central differences of `sum(cotangents * op(*arrays))` in every element of the floats, one by one."""
+    """Return central differences of `sum(cotangents * op(*arrays))` with respect to each element of the floats."""
     forward, arrays = jax.jit(op), [np.array(a) for a in arrays]
 
     def loss():
@@ -115,7 +115,7 @@ def numerical_gradients(op, arrays, cotangents, step):
 
 
 def assert_numerical_gradients_agree(function, arrays, *, step, implementation, **options):
-    """The classic check of a backward in float32: every element by central differences, to a thousandth."""
+    """Compare a backward in float32 with central differences of every element, to a relative error of 1e-3."""
     op = functools.partial(function, **options, implementation=implementation)
     cotangents = draw_cotangents(op, arrays)
     gradients = gradients_of(function, arrays, cotangents, implementation=implementation, **options)
@@ -123,49 +123,51 @@ def assert_numerical_gradients_agree(function, arrays, *, step, implementation, 
 
 
 def on_the_cpu():
-    """A context for what only the CPU does, also on a machine with a GPU. Elsewhere it is none: JAX would trace and
-    lower once more within it."""
+    """Return a context that computes on the CPU, even on a machine with a GPU.
+
+    If the CPU is the default device, the context does nothing. Otherwise JAX would trace and lower again.
+    """
     return contextlib.nullcontext() if jax.default_backend() == "cpu" else jax.default_device(jax.devices("cpu")[0])
 
 
 def in_float64(function, *arguments):
-    """`function` of the same numbers in float64, on the CPU."""
+    """Return `function` of the same numbers in float64, computed on the CPU."""
     with jax.enable_x64(True), on_the_cpu():
         return function(
             *jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64 if is_float(a) else a.dtype)), arguments)
         )
 
 
-# --------------------------------------------------------------------------------------------- the entries of the table
+# ------------------------------------------------------------------------------------------------- entries of the table
 
 
 def case_of(name, place=None):
-    """An entry's case at one of its places; the small one by default."""
+    """Return the case of an entry at one of its places, by default the small case."""
     return ENTRIES[name].small if place is None else ENTRIES[name].real[place]
 
 
 def op_of(name, place, implementation):
-    """An entry as a function of its arrays."""
+    """Return an entry's function with its options bound."""
     return functools.partial(ENTRIES[name].function, **case_of(name, place).options, implementation=implementation)
 
 
 @functools.cache
 def compiled(name, place, implementation):
-    """`value_and_gradients` of an entry, shared by all tests: an interpreted kernel takes seconds to compile."""
+    """Return `value_and_gradients` of an entry. All tests share it, because an interpreted kernel compiles slowly."""
     return value_and_gradients(op_of(name, place, implementation))
 
 
 @functools.cache
 def drawn(name, place=None, dtype="float32", batch=2, seed=0):
-    """(arrays, cotangents) for an entry."""
-    seed += 40_000  # where finite differences cross no ReLU's kink, and no probability is nearly 0
+    """Draw (arrays, cotangents) for an entry."""
+    seed += 40_000  # with these seeds, finite differences cross no kink of ReLU, and no probability is nearly 0
     random = np.random.default_rng(seed)
     arrays = jax.tree.map(lambda a: _draw(a, random, batch, jnp.dtype(dtype)), case_of(name, place).arguments)
     return arrays, draw_cotangents(op_of(name, place, "autodiff"), arrays, seed + 1000)
 
 
 def _draw(argument, random, batch, dtype):
-    """As `argument.draw`, by NumPy: JAX would compile its generators for every shape."""
+    """Draw an argument as `argument.draw` does, but by NumPy. JAX would compile its generators for every shape."""
     if isinstance(argument, FixedArgument):
         return argument.draw(None, batch, dtype)
     struct = argument.struct(batch, dtype)
@@ -184,7 +186,7 @@ def _draw(argument, random, batch, dtype):
 
 @functools.cache
 def reference(name, place=None, dtype="float32", batch=2, seed=0):
-    """(results, gradients) at what is `drawn`, by JAX's own differentiation in float64."""
+    """Return (results, gradients) at the arrays that `drawn` returns, by autodiff in float64."""
     return in_float64(compiled(name, place, "autodiff"), *drawn(name, place, dtype, batch, seed))
 
 
@@ -192,14 +194,17 @@ def reference(name, place=None, dtype="float32", batch=2, seed=0):
 
 
 def relative_error(a, reference):
-    """‖a - reference‖ / ‖reference‖ in float64; infinite when a has a NaN that the reference has not."""
+    """Return ‖a - reference‖ / ‖reference‖ in float64, or infinity if it is NaN."""
     a, reference = np.asarray(a, np.float64), np.asarray(reference, np.float64)
     error = np.linalg.norm(a - reference) / max(np.linalg.norm(reference), 1e-300)
     return np.inf if np.isnan(error) else error
 
 
 def assert_close(actual, reference, tolerance):
-    """Requires the same arrays up to a relative norm, given as a number or by the dtype that was computed in."""
+    """Assert that the arrays agree up to a relative error in norm.
+
+    `tolerance` is a number, or the name of the dtype that was computed in.
+    """
     limit = TOLERANCE[jnp.dtype(tolerance).name] if isinstance(tolerance, str) else tolerance
     actual, reference = jax.tree.leaves(actual), jax.tree.leaves(reference)
     assert len(actual) == len(reference)
@@ -216,20 +221,20 @@ _last_first = jax.make_user_context(False)
 
 @contextlib.contextmanager
 def last_program_first():
-    """Within it, Pallas' interpreter, which runs the programs of a grid one by one, runs them in the other order."""
+    """Return a context in which Pallas' interpreter, which runs the CTAs of a grid one by one, reverses their order."""
     program_id = pl.program_id
-    # The context is part of jit's cache key: what was traced outside is traced again.
+    # The context is part of jit's cache key, so functions that were traced outside are traced again.
     with _last_first(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(pl, "program_id", lambda axis: pl.num_programs(axis) - 1 - program_id(axis))
         yield
 
 
 def poison_memory():
-    """Leaves NaN in the GPU memory that the next results get, so that an element that a kernel does not write shows."""
-    # A gibibyte: twelve processes share a card of 80 GB.
+    """Fill the GPU memory that the next results will occupy with NaN. An element that no kernel writes is then NaN."""
+    # One gibibyte, because twelve processes share a GPU with 80 GB.
     jax.block_until_ready([jnp.full(1 << 26, jnp.nan) for _ in range(4)])
 
 
 def cuda_program(function, *arrays):
-    """What a function is lowered to for CUDA, which needs no GPU."""
+    """Return the text of a function lowered for CUDA, which needs no GPU."""
     return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()

@@ -1,4 +1,4 @@
-"""A small kernel, to plant mistakes in."""
+"""A small kernel for planted mistakes."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""Every op's kernels, and every kernel that supports it, compile for Hopper, Blackwell and Blackwell RTX: without one.
+"""The kernels of every op compile for Hopper, Blackwell and Blackwell RTX, without a GPU.
 
-Needs CUDA's compiler, of which `ahead_of_time.missing` says what is not installed.
+These tests need CUDA's compiler. `ahead_of_time.missing` returns which part of it is not installed.
 """
 
 import functools
@@ -40,14 +40,14 @@ WITHOUT_WGMMA = {
     ),
     *("logic_conv2d", "logic_conv2d_or_pool2d", "max_pool2d", "relu", "rms_norm", "softmax_cross_entropy"),
 }
-"""What has kernels that need no tensor cores."""
+"""Ops with kernels that need no tensor cores."""
 
 
-# ------------------------------------------------------------------------- what is compiled, in processes of their own
+# ---------------------------------------------------------------------------- the programs, compiled in child processes
 
 
 def _wgmma():
-    """A product by the instruction that Hopper alone has."""
+    """Return a kernel that multiplies by the instruction `wgmma`, which only Hopper has."""
 
     def body(a, b, y, a_shared, b_shared, arrived):
         plgpu.copy_gmem_to_smem(a, a_shared, arrived)
@@ -70,7 +70,7 @@ def _wgmma():
 
 
 def _case(name, place, implementation, dtype="float32"):
-    """An op with its gradients, or a public backward, and its arguments."""
+    """Return an op with its gradients, or a public backward, and its arguments."""
     op, arrays = op_of(name, place, implementation), case_of(name, place).structs(BATCH if place else 2, dtype)
     if "_backward" in name:
         return op, arrays
@@ -78,13 +78,13 @@ def _case(name, place, implementation, dtype="float32"):
 
 
 def _all_of(cases):
-    """One function for several cases: XLA takes longer for many programs than for one of the same size."""
+    """Return one function for several cases. XLA takes longer for many programs than for one of the same size."""
     functions, arguments = zip(*itertools.starmap(_case, cases), strict=True)
     return lambda *of_each: [f(*a) for f, a in zip(functions, of_each, strict=True)], arguments
 
 
 def _automaton(implementation):
-    """The gradient of an asynchronous automaton's ticks."""
+    """Return the gradient of an asynchronous automaton's ticks, and its arguments."""
     automaton = jaxbp.Automaton.create(8, 16, [8, 4, 2], [256, 128, 64, 32, 16, 8, 8], periodic=True, seed=0)
     struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     logits = (
@@ -102,7 +102,7 @@ def _automaton(implementation):
 
 
 def _update():
-    """An update of many arrays, of which some are shorter than a vector, in two dtypes."""
+    """Return an update of many arrays in two dtypes, and its arguments. Some arrays are shorter than a vector."""
     shapes = [(), (5,), (1000,), (64, 129)]
     params = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes for dtype in ("float32", "bfloat16")]
     optimizer = fused_adamw(optax.cosine_decay_schedule(0.1, 10), weight_decay=0.1, clip=1.0, implementation="pallas")
@@ -115,11 +115,11 @@ def _with_kernels(name, place, dtype, precision):
 
 
 def _programs(architecture):
-    """label -> a function that gives (function, arguments)."""
+    """Yield pairs of a label and a function that returns (function, arguments)."""
     chosen = {}
     for name, entry in ENTRIES.items():
-        # At all its places a pair calls all kernels of its own and of its backward. What differs in its formula alone
-        # calls no others, and Hopper's places all run on a GPU as well.
+        # At all its places, a pair calls every kernel of its forward and backward. Entries that differ only in their
+        # formula call the same kernels. For Hopper, other tests run all places on a GPU.
         one = entry.like or architecture == "9.0" or re.search("_backward|_with_", name)
         places = [*entry.real][: 1 if one else None]
         chosen.setdefault(entry.like or name, []).extend((name, place, None) for place in places)
@@ -128,10 +128,11 @@ def _programs(architecture):
     for name in chosen:
         if not re.search("_backward|_with_", name):
             cases = [(None, "bfloat16", "default"), (None, "float32", "default"), (None, "float32", "highest")]
-            # At a real size None takes Hopper's kernels. Elsewhere it leaves some to XLA, which are to compile as well.
+            # At real sizes, None chooses kernels on Hopper. On other GPUs it leaves some ops to XLA. Their kernels must
+            # compile, too.
             if architecture != "9.0":
                 cases.append((next(iter(ENTRIES[name].real)), "float32", "highest"))
-            # The one op whose half precisions have a kernel of Hopper's that float32 has not.
+            # Only this op has a kernel for Hopper that takes half precisions and not float32.
             elif name == "conv2d_relu_max_pool2d":
                 cases.extend((place, "bfloat16", "default") for place in ENTRIES[name].real)
             for case in cases:
@@ -143,7 +144,7 @@ def _programs(architecture):
 
 
 def _compile_all(architecture):
-    """Prints a line of JSON before each program, and one after it: a compiler may end the process."""
+    """Print one line of JSON before each program and one after it, because a compiler may end the process."""
     for label, make in _programs(architecture):
         print(json.dumps({"program": label}), flush=True)
         try:
@@ -169,7 +170,7 @@ def test_every_op_compiles(architecture):
     assert done.returncode == 0, f"ended while compiling {lines[-1:]}\n{done.stderr}"
     outcomes = {line.pop("program"): line for line in lines}
 
-    # Were kernels compiled only when they are loaded, this one would compile for all.
+    # If kernels were compiled only when they are loaded, this kernel would compile for every architecture.
     wgmma = outcomes.pop("wgmma")
     assert ("wgmma" in wgmma.get("failed", "")) == (architecture != "9.0"), wgmma
 

@@ -1,4 +1,4 @@
-"""The book is true: its code runs, its tables are made of the results, and its site builds without a warning."""
+"""The documentation: its code runs, its tables are made from the results, and its site builds without warnings."""
 
 import fnmatch
 import importlib
@@ -58,7 +58,7 @@ def test_the_table_of_tolerances_is_the_librarys():
 def test_the_site_builds_without_a_warning_and_asks_for_nothing_from_elsewhere(tmp_path):
     for module in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(module)
-    # From a copy, so that a run changes nothing in the working tree.
+    # The site is built from a copy, so that the working tree does not change.
     source, html = (
         shutil.copytree(DOCS, tmp_path / "docs", ignore=shutil.ignore_patterns("formulas")),
         tmp_path / "html",
@@ -102,7 +102,7 @@ def typeset(monkeypatch):
 
 
 def words(text):
-    """Without what is typeset: `...` or $...$."""
+    """Return the text with `...` and $...$ replaced by @."""
     return " ".join(re.sub(r"`[^`]*`|\$[^$]*\$", "@", text).split())
 
 
@@ -130,7 +130,7 @@ def test_nearly_every_formula_of_the_sheet_is_typeset(formula_sheet):
     text = "".join(formula_sheet.pages().values())
     typed = [code for code in re.findall(r"`([^`]*)`", text) if re.search(r" = |Σ", code)]
     assert text.count("$") > 200
-    # Calls of functions by their names, and indices that NumPy alone has.
+    # The rest are calls of functions by their names, and indices that only NumPy supports.
     assert all("(" in code or "[" in code for code in typed) and len(typed) <= 5, typed
 
 
@@ -166,7 +166,7 @@ def tables(monkeypatch):
 
 @pytest.fixture
 def book(tables, tmp_path, monkeypatch):
-    """A book of one page and no results, for the tests to fill: `book(text, **reports)` writes it and renders it."""
+    """Return `book(text, **reports)`, which writes documentation with one page and these results, and renders it."""
     docs = tmp_path / "docs"
     monkeypatch.setattr(tables, "DOCS", docs)
     (docs / "results").mkdir(parents=True)
@@ -220,7 +220,7 @@ def report(*rows):
 
 
 def cells(text):
-    """The lines of a page's tables, cell by cell, without the rules."""
+    """Return the lines of a page's tables, split into cells, without the rules."""
     lines = re.findall(r"^\| (.*) \|$", text, re.MULTILINE)
     return [line.split(" | ") for line in lines if not line.startswith("---")]
 
@@ -244,10 +244,10 @@ def test_every_result_says_where_it_comes_from_and_is_in_a_table(tables):
         assert any(fnmatch.fnmatchcase(path.stem, mark) for mark in marks), f"{path.name} is in no table"
 
 
-def test_works_have_a_line_each_with_speedup_and_floor(book):
+def test_works_have_a_line_each_with_speedup_and_roofline(book):
     run = report(row(), row(implementation="autodiff", microseconds=25.0, floor_fraction=0.2), row("b work"))
     head, first, second = cells(book("works run", run=run))
-    assert head == ["work, µs", "`pallas`", "`autodiff`", "ours over autodiff", "ours, % of the floor"]
+    assert head == ["workload, µs", "`pallas`", "`autodiff`", "speedup over autodiff", "jaxbp, % of roofline"]
     assert first == ["a work, batch 128", "10", "25", "2.50x", "50%"]
     assert second == ["b work, batch 128", "10", "", "", "50%"]
 
@@ -263,7 +263,7 @@ def test_a_study_of_recipes_counts_the_seeds_that_came_out_exact(book):
     study = {"experiment": "ca-x", "recipes": {"best": "a recipe", "worst": "another"}, "runs": runs}
     page = book("seeds study", study={key: value for key, value in report().items() if key != "rows"} | study)
     head, best, worst = cells(page)
-    assert head == ["trained", "exact", "stand", "heal", "updates until exact, median", "gates, median"]
+    assert head == ["settings", "exact", "stand", "heal", "updates until exact, median", "gates, median"]
     assert best == ["ca-x: a recipe", "2 of 3", "2", "0", "250", "7"]
     assert worst == ["ca-x: another", "0 of 1", "0", "0", "", ""]
 
@@ -318,7 +318,7 @@ def test_what_failed_and_what_the_host_bounds_is_marked(book):
     failed = row(implementation="xla", microseconds=None, failed="NotImplementedError: no")
     broken = row(implementation="None", microseconds=None, failed="ValueError: broken")
     text = book("works run", run=report(row(host_waited=0.01), failed, broken))
-    assert cells(text)[1][1:4] == ["10*", "does not take it", "failed"]
+    assert cells(text)[1][1:4] == ["10*", "unsupported", "failed"]
     assert "the device waited for the host" in text
 
 
@@ -335,7 +335,7 @@ def test_ratios_list_what_is_outside_of_the_band(book):
     pairs = [("a work", 10.0), ("b work", 20.0)]
     rows = [row(work, name, time) for work, time in pairs for name, time in (("None", time), ("autodiff", 10.0))]
     text = book("ratios run high=1.05", run=report(*rows))
-    assert "`None` takes at most 1.05x as long as `autodiff` in 1 of 2 works" in text
+    assert "`None` takes at most 1.05x the time of `autodiff` in 1 of 2 workloads." in text
     assert cells(text)[1:] == [["b work, batch 128", "20", "10", "2.00x"]]
 
 
@@ -375,14 +375,14 @@ def test_the_chart_of_kernels_has_the_worst_and_the_best_place_of_each(book, tab
     book("works run", run=report(*places, half, theirs), another=newer)
     words = re.findall(r">([^<]+)</text>", tables.floors())
     assert words[-4:] == ["gates, float16", "90%", "gates", "25% to 50%"]
-    assert (tables.DOCS / "images" / "floor.svg").read_text() == tables.floors()
+    assert (tables.DOCS / "images" / "roofline.svg").read_text() == tables.floors()
 
 
 def test_a_table_without_its_file_says_so_until_there_is_one(book, tables):
     assert "*Not measured yet: there is no `docs/results/run.json`.*" in book("works run")
     assert tables.stale() == {}
     (tables.DOCS / "results" / "run.json").write_text(json.dumps(report(row())))
-    assert list(tables.stale()) == [tables.DOCS / "page.md", tables.DOCS / "images" / "floor.svg"]
+    assert list(tables.stale()) == [tables.DOCS / "page.md", tables.DOCS / "images" / "roofline.svg"]
 
 
 def test_a_table_is_stale_when_its_result_changes(book, tables):
@@ -398,7 +398,7 @@ def test_every_family_of_the_summary_has_its_page_and_its_rows(tables):
     assert [family.name for family in tables.FAMILIES if not tables.library(family.rows())] == []
 
 
-# -------------------------------------------------------------------------------------------------- no figure is typed
+# ------------------------------------------------------------------------------------------ no measured number is typed
 
 FIGURE = re.compile(
     r"(?<![\w.])\d[\d,.]*(?:x(?!\w)|\s?(?:%|per cent\b|µs|us\b|ms\b|s\b|TB/s|[TG]FLOP|MiB|images/s|samples/s)"
@@ -407,7 +407,7 @@ FIGURE = re.compile(
 
 
 def prose(text):
-    """A page without its generated tables, its code and its mathematics."""
+    """Return a page without its generated tables, code and mathematics."""
     text = re.sub(r"<!-- table:.*?<!-- end -->", "", text, flags=re.DOTALL)
     text = re.sub(r"^```.*?^```$|^    [^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"`[^`]*`|\$\$.*?\$\$|\$[^$]*\$", "", text, flags=re.DOTALL)
@@ -423,7 +423,7 @@ def test_no_page_types_a_figure_that_a_run_measures(tables):
     ("text", "typed"),
     [
         ("it takes 61.1 us", ["61.1 us"]),
-        ("2.92x as fast, at 83% of the floor", ["2.92x", "83%"]),
+        ("2.92x as fast, at 83% of the roofline", ["2.92x", "83%"]),
         ("copy 4.1 TB/s", ["4.1 TB/s"]),
         ("after 8.4 seconds", ["8.4 seconds"]),
         ("<!-- table: works a -->\n61 us\n<!-- end -->", []),
@@ -445,7 +445,7 @@ def test_half_precision_stands_beside_float32(book):
     page = book("dtypes run another", run=run)
     assert "there is no `docs/results/another.json`" in page
     head, wide, half = cells(page)
-    assert head[2:] == ["µs", "over float32", "MiB", "of float32's", "over the best peer"]
+    assert head[2:] == ["µs", "speedup over float32", "MiB", "% of float32 memory", "speedup over best peer"]
     assert wide[1:] == ["float32", "10", "1.00x", "4", "100%", ""]
     assert half == ["step, batch 128", "float16", "5", "2.00x", "2", "50%", "4.00x"]
 
@@ -458,7 +458,7 @@ def test_accuracies_are_means_over_seeds(book):
     ]
     failed = {"settings": "lenet --precision float32", "failed": "no GPU"}
     head, half, full = cells(book("seeds run", run=report(*runs, failed)))
-    assert head == ["trained", "seeds", "test accuracy", "skipped steps", "epochs"]
+    assert head == ["settings", "seeds", "test accuracy", "skipped steps", "epochs"]
     assert half == ["`lenet --precision float16`", "2", "0.6000 ± 0.1414", "1", "9"]
     assert full == ["`lenet --precision float32`", "1", "0.7500 ± 0.0000", "", "9"]
 
@@ -466,7 +466,7 @@ def test_accuracies_are_means_over_seeds(book):
 def test_older_studies_say_their_settings_in_several_fields(book):
     fields = dict(placed_gates=1000, simplified_gates=500, relaxed=0.75, hardened=0.5, epochs=9, seconds=3.0)
     rows = [{"size": "s", "settings": settings} | fields for settings in ({}, {"shift": 1})]
-    rows[0]["c_samples_per_second"] = 2e6  # of the first alone
+    rows[0]["c_samples_per_second"] = 2e6  # only the first row has this field
     study = report(*rows) | {"dataset": "mnist", "processor": "A CPU", "compiler": "gcc 12, -O3"}
     page = book("seeds logic-conv-*", **{"logic-conv-mnist": study})
     _, first, second = cells(page)
@@ -483,7 +483,7 @@ def test_what_many_devices_cost_is_a_share_and_a_batch(book):
     ]
     measured = report(*steps) | {"devices": 2}
     head, first, _ = cells(book("many_devices run", run=measured))
-    assert head[3] == "efficiency on 2" and first == ["a, 100 a device", "200", "+0.0%", "50.0%", "100.0%"]
+    assert head[3] == "efficiency on 2 devices" and first == ["a, 100 per device", "200", "+0.0%", "50.0%", "100.0%"]
     small = {"work": "b training step", "examples": 1, "alone": 1.0, "mesh": 51.0}
     measured = report(steps[0], small) | {"devices": 2}
     each = {"collectives": {"all-reduce": 1}, "kernels": 3}
@@ -494,11 +494,12 @@ def test_what_many_devices_cost_is_a_share_and_a_batch(book):
     ]
     compiled = report(*programs) | {"devices": 8}
     _, line, _ = cells(book("communication compiled run", compiled=compiled, run=measured))
-    # On two, 0.01 µs a byte and no hop: 200 µs; on eight 1.75 times that, and a step 19 times as long has 3,325.
-    assert line == ["a", "20,000", "1 all-reduce", "1, 2 of 3 kernels meanwhile", "350", "26,600"]
+    # On two devices, the sum takes 0.01 µs per byte and no time per hop, which is 200 µs. On eight devices, it takes
+    # 1.75 times as long. A step that takes 19 times as long as this sum has 3,325 examples per device.
+    assert line == ["a", "20,000", "1 all-reduce", "1, during 2 of 3 kernels", "350", "26,600"]
 
 
-# ------------------------------------------------------------------------------------------ in which dtypes ops compute
+# -------------------------------------------------------------------------------------- the dtypes in which ops compute
 
 
 @pytest.fixture
@@ -548,7 +549,7 @@ def test_the_walk_sees_sums_wherever_they_are(computed_in):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_product_of_xla_adds_up_in_float32(dtype):
-    # In half precision a sum of ones goes no further than 256, or 2048.
+    # In half precision, a sum of ones stops at 256 (bfloat16) or 2048 (float16).
     ones = jnp.ones((1, 1, 64, 64), dtype)
     assert jnp.dot(ones.ravel(), ones.ravel()) == 4096
     assert jax.lax.conv(ones, ones, (1, 1), "VALID").ravel() == 4096

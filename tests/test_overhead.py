@@ -1,4 +1,4 @@
-"""What the library takes of the host's time, beside JAX in the same process: bounds with room for a busy machine."""
+"""jaxbp's time on the host, relative to JAX's in the same process. The bounds leave room for a busy machine."""
 
 import json
 import subprocess

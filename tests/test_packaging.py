@@ -1,4 +1,4 @@
-"""What an installation gives: the same library from any folder, with types that checkers see."""
+"""Installations import the same jaxbp from any folder, with types that type checkers see."""
 
 import importlib.util
 import os
@@ -50,7 +50,7 @@ assert jaxbp.catalogue.CATALOGUE and jaxbp.nn.lenet_memory_table(batch=1)
 print([dx.shape, dw.shape, db.shape, slope.shape], bits.tolist())
 """
 
-# What would pass if a name were Any or a folder without types.
+# These lines would pass if a name had the type Any, or if a folder had no types.
 WRONG = """
 from typing import assert_type
 
@@ -86,12 +86,12 @@ def _run(*command, **options):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The Python of a virtual environment with an editable installation, and with the packages of this one."""
+    """Return the Python of a virtual environment with an editable installation and the packages of this environment."""
     folder = tmp_path_factory.mktemp("installed")
     _run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     purelib = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    # As a line of a .pth file these give their packages, but no editable installation that this environment may have.
+    # These lines of a .pth file make this environment's packages importable, but not its editable installations.
     (purelib / "packages.pth").write_text("\n".join([*site.getsitepackages(), ""]))
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     _run(sys.executable, "-m", "pip", f"--python={python}", "install", *options, "--editable", str(ROOT))
@@ -100,7 +100,7 @@ def installed(tmp_path_factory):
 
 @pytest.fixture
 def user(tmp_path):
-    """A folder with a user's file."""
+    """Return a folder with a user's files."""
     (tmp_path / "user.py").write_text(USER)
     (tmp_path / "wrong.py").write_text(WRONG)
     return tmp_path
@@ -119,7 +119,7 @@ def test_a_users_lines_run_from_any_folder_and_import_flax_and_rich_only_when_ne
 
 
 def test_without_their_packages_the_commands_say_in_one_line_what_to_install():
-    # Isolated from site-packages, as in an environment without any extra.
+    # Without site-packages, as in an environment without extras.
     command = [sys.executable, "-S", "-m", "experiments.train", "lenet"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0 and done.stderr.count("\n") == 1

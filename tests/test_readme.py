@@ -1,6 +1,6 @@
-"""The README is true: its code runs, its commands are those that are tested, its links lead somewhere.
+"""The README: its code runs, CI runs its commands, and its links exist.
 
-Two tables of the book are tested here as well: those of the ops and of LeNet's memory.
+The tables of ops and of LeNet's memory in the documentation are tested here, too.
 """
 
 import os
@@ -77,11 +77,11 @@ def test_its_commands_are_those_that_ci_runs():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_that_it_links_to_or_names_are_there(document):
-    # A table whose run is yet to come names the file that it waits for.
+    # A table that is not measured yet names a file that does not exist yet.
     text = re.sub(r"^\*Not measured yet.*$", "", document.read_text(), flags=re.MULTILINE)
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     named = re.findall(r"`((?:docs|experiments|jaxbp|pallas_kernels|tests)/[\w/.]*)`", text)
-    # The lab's diary names files as they were on its day.
+    # Pages of the lab name files as they were at the time.
     named = [] if document.is_relative_to(DOCS / "lab") else named
     paths = [document.parent / link for link in links] + [ROOT / name for name in named]
     assert paths

@@ -1,4 +1,4 @@
-"""Who may import whom: experiments -> jaxbp -> pallas_kernels -> jax, and no arrow back."""
+"""Permitted imports: experiments -> jaxbp -> pallas_kernels -> jax, in this direction only."""
 
 import ast
 from pathlib import Path
@@ -14,23 +14,23 @@ def files(room):
 
 
 def imports(source):
-    """Every module that a file imports, and every name that it takes from one, with its module's."""
+    """Yield every module that a file imports, and every name that it imports from a module, with the module's name."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "relative imports hide which room they lead to"
+            assert node.level == 0, "relative imports hide the package that they import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def module_of(path):
-    """The module's dotted name; a package's is that of its folder."""
+    """Return the dotted name of a module. A package has the name of its folder."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def circle(graph):
-    """Modules that import each other in a circle, the first one twice; empty if there is none."""
+    """Return modules that import each other in a cycle, the first one twice, or an empty list."""
     finished, trail = set(), []
 
     def visit(module):
@@ -48,7 +48,10 @@ def circle(graph):
 
 
 def import_graph(sources):
-    """Module -> those of the modules that it imports, wherever in its file. `from a import b` is a.b if that is one."""
+    """Return a dict from each module to the modules of `sources` that it imports anywhere in its file.
+
+    `from a import b` imports a.b if that is a module, else a.
+    """
     return {
         module: {
             target
@@ -60,7 +63,7 @@ def import_graph(sources):
 
 
 def importing(forbidden, *rooms):
-    """The files of some rooms that import one of the forbidden modules or something in it."""
+    """Return the files in some packages that import a forbidden module or something in it."""
     return [
         str(path.relative_to(ROOT))
         for room in rooms
@@ -93,7 +96,7 @@ def test_flax_stays_in_the_layers_and_the_experiments():
 
 
 PRIVATE = ["pallas_kernels/core/launch.py", "pallas_kernels/core/simulator.py"]
-"""The files that may know what JAX keeps private."""
+"""The files that may use JAX's private modules."""
 
 
 def test_only_launch_and_the_simulator_import_what_jax_keeps_private():
@@ -171,7 +174,7 @@ def test_a_circle_is_found():
     assert circle(import_graph(sources | {"e": "import jax"})) == []
 
 
-# -------------------------------------------------------------------------------------------------- tests mirror rooms
+# ------------------------------------------------------------------------------------------------ tests mirror packages
 
 TESTED_ELSEWHERE = {
     # Parts of a kernel or an op, tested through it.
@@ -183,20 +186,20 @@ TESTED_ELSEWHERE = {
     *(f"jaxbp/verify/{name}" for name in ("points", "programs", "progress", "report", "study")),
     "experiments/public_functions",
     *(f"experiments/fuzz/{name}" for name in ("cases", "reproducer", "transformations", "work")),
-    # Libraries that CI lacks.
+    # CI lacks these libraries.
     *(f"experiments/bench/peers/{name}" for name in ("liger", "quack", "tokamax", "torch")),
 }
 OF_MORE_THAN_A_MODULE = {
     *(f"jaxbp/ops/test_{name}" for name in ("any_shape", "bad_input", "formulas")),
     *(f"jaxbp/verify/test_{name}" for name in ("findings", "no_false_alarm", "planted_mistakes", "wrong_backwards")),
     "experiments/training/test_damage",
-    "experiments/bench/peers/test_init",  # what is in the package itself
+    "experiments/bench/peers/test_init",  # tests of the package's `__init__.py`
 }
 
 
 def test_tests_mirror_the_rooms():
     def test_of(module):
-        """A private module's, or a `__main__`'s, has no underscores."""
+        """Return the test file of a module. Leading and trailing underscores of the module's name are dropped."""
         return str(module.parent / f"test_{module.name.strip('_')}")
 
     modules = [path.relative_to(ROOT).with_suffix("") for room in ROOMS for path in files(room)]
@@ -206,4 +209,4 @@ def test_tests_mirror_the_rooms():
     tests = {str(path.relative_to(ROOT / "tests").with_suffix("")) for path in found}
     assert sorted(wanted - tests - elsewhere) == []
     assert sorted(tests - wanted - OF_MORE_THAN_A_MODULE) == []
-    assert sorted(elsewhere & tests) == [], "no exceptions any more"
+    assert sorted(elsewhere & tests) == [], "these modules have test files and need no exception"

@@ -1,4 +1,4 @@
-"""Verilog as the tests run it: by an evaluator of what may be written, and in Icarus Verilog where it is installed."""
+"""Ways to run Verilog in tests: an evaluator of the generated subset, and Icarus Verilog where it is installed."""
 
 import re
 import shutil
@@ -11,10 +11,11 @@ needs_icarus = pytest.mark.skipif(shutil.which("iverilog") is None, reason="need
 
 
 def simulate(source, x):
-    """The outputs of a module of one-bit assignments, of samples `(inputs, samples)` of 0 and 1.
+    """Return the outputs of a module of one-bit assignments for samples `(inputs, samples)` of 0 and 1.
 
-    Reads what `to_verilog` may write and nothing else: declared vectors, an assignment to each bit or to a whole
-    vector, wires of one bit, and the operators ~ & ^ |, which bind in Verilog as they do in Python, on one bit.
+    This evaluator accepts only the subset that `to_verilog` writes: declared vectors, assignments to one bit or to a
+    whole vector, wires of one bit, and the operators ~ & ^ |. On one bit, these have the same precedence in Verilog and
+    Python.
     """
     lines = [line.strip() for line in source.splitlines()]
     assert re.fullmatch(r"module \w+ \(", lines[0]) and lines[-1] == "endmodule"
@@ -36,19 +37,19 @@ def simulate(source, x):
         else:
             name, index = re.fullmatch(r"(\w+)\[(\d+)\]", target).groups()
             values[name][int(index)] = value
-    assert all((value < 2).all() for value in values.values()), "a bit that nothing drives"
+    assert all((value < 2).all() for value in values.values()), "some bit has no driver"
     return values["y"]
 
 
 def run_in_icarus(source, folder):
-    """What a program of several modules displays."""
+    """Run a program of several modules. Return the words that it displays."""
     (folder / "test.v").write_text(source)
     subprocess.run(["iverilog", "-Wall", "-o", "test", "test.v"], cwd=folder, check=True)
     return subprocess.run(["./test"], cwd=folder, capture_output=True, text=True, check=True).stdout.split()
 
 
 def in_icarus(source, bits, outputs, folder):
-    """The outputs of the module `circuit`, of samples `(samples, inputs)`."""
+    """Return the outputs of the module `circuit` for samples `(samples, inputs)`."""
     samples, inputs = bits.shape
     rows = ["".join("01"[int(bit)] for bit in sample[::-1]) for sample in bits]
     (folder / "samples.txt").write_text("\n".join(rows))

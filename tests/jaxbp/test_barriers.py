@@ -1,4 +1,4 @@
-"""Barriers: XLA keeps them on the CPU in every version of jaxlib, and they change neither values nor derivatives."""
+"""Barriers: XLA on the CPU keeps them in every version of jaxlib, and they change neither values nor derivatives."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def test_equal_computations_on_two_sides_of_a_barrier_are_not_merged(barrier):
 
 
 def test_what_is_checkpointed_is_computed_again_in_the_backward_pass_and_not_before():
-    """Four times four layers need the inputs of 4 segments and of 4 layers, a gradient, and one intermediate result."""
+    """Four segments of four layers keep the inputs of 4 segments and 4 layers, a gradient, and one other array."""
     weights, x = jnp.ones((4, 4)), jnp.ones(10_000)
 
     def segment(x, weights):
@@ -68,7 +68,7 @@ def test_calls_in_a_checkpointed_function_are_inlined(monkeypatch):
     f = barriers.checkpoint(jax.jit(jnp.sin))
     gradient = jax.grad(lambda x: jnp.sum(f(x) ** 2))
     if jax.default_backend() == "cpu":
-        # One call is the forward pass. The other one is the backward pass.
+        # One call is the forward pass, and the other is the backward pass.
         assert jax.jit(gradient).lower(jnp.ones(1000)).compile().as_text().count(" call(") == 2
 
 

@@ -1,4 +1,4 @@
-"""Checkpointing of scans and of layers: values and gradients by every policy, what is kept, and binomial schedules."""
+"""Checkpointing of scans and layers: values and gradients under every policy, memory, and binomial schedules."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ POLICIES = ["states", 1, 3, 50, "logarithmic"]
 
 
 def walk(weights, memory, scan=None):
-    """A scan whose carry has an integer, whose xs and ys have both dtypes, and that closes over weights."""
+    """Return a function that scans. The carry, xs and ys have integers and floats, and the body closes over weights."""
 
     def body(carry, x):
         s, count = carry
@@ -59,7 +59,8 @@ def test_second_derivatives():
 
 
 def test_kept_bytes_are_those_of_the_table():
-    """Of 64 steps of a carry of 64 KiB, by what the compiled gradient allocates, but for a few arrays of one step."""
+    """The scan has 64 steps and a carry of 64 KiB. The memory that the compiled gradient allocates may differ from the
+    table by a few arrays of one step."""
     size, steps = 2**14, 64
 
     def loss(memory, w, s):
@@ -89,7 +90,7 @@ def test_a_schedule_visits_all_segments_with_what_is_kept_then():
             kept |= {slot: i for i, slot in stores.items()}
         assert max(kept) < slots
         repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
-        assert times.max() <= repeats  # as many as the theorem allows
+        assert times.max() <= repeats  # the bound of the theorem
 
 
 def test_a_schedules_arrays_fit_together():
@@ -121,7 +122,7 @@ def test_refuses_xs_without_rows():
 
 
 def stack(layers, width):
-    """Dense layers with tanh, and a batch for them."""
+    """Draw the weights of dense layers with tanh, and a batch."""
     weights = jax.random.normal(jax.random.key(0), (layers, width, width)) / 4
     return weights, jax.random.normal(jax.random.key(1), (1024, width))
 
@@ -148,7 +149,7 @@ def test_layers_have_their_values_and_gradients_under_every_policy(memory):
 def test_64_layers_need_the_memory_that_is_documented(memory, states):
     weights, x = stack(64, 8)
     compiled = jax.jit(jax.grad(loss_of), static_argnums=2).lower(weights, x, memory).compile()
-    # A gradient and what a layer computes come on top.
+    # A gradient and the intermediate results of one layer take memory, too.
     assert states <= compiled.memory_analysis().temp_size_in_bytes / x.nbytes <= states + 2
 
 

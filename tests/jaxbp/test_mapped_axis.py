@@ -1,4 +1,4 @@
-"""Functions with hand-written backwards, mapped within `jit`: their results have the right axes."""
+"""Functions with hand-written backwards, mapped within `jit`, have results with the correct axes."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_mapped_values_and_gradients_are_those_without_a_hand_written_backward(case):
-    """Sizes are equal, so that permuted axes do not show in the shapes."""
+    """All axes have the same size, so permuted axes do not change the shapes."""
     function, plain, shapes, axis = CASES[case]
     arrays = normal(*shapes)
 

@@ -1,4 +1,4 @@
-"""The optimiser in one launch: Optax's own numbers, state and errors."""
+"""The optimizer in one launch has the numbers, state and errors of Optax."""
 
 import functools
 
@@ -44,7 +44,7 @@ def drawn(shapes, dtype="float32", seed=0):
 
 
 def steps_of(optimizer, shapes, dtype="float32", steps=3, finite=None):
-    """Parameters and state after some steps."""
+    """Return the parameters and the state after some steps."""
     params = drawn(shapes, dtype)
     state = optimizer.init(params)
     step = jax.jit(functools.partial(apply, optimizer))
@@ -67,7 +67,7 @@ def test_the_kernel_takes_optaxs_steps(name):
         wanted = steps_of(optax_optimizer, SHAPES)
         with simulated():
             results = jax.block_until_ready(steps_of(make(implementation="pallas"), SHAPES))
-    check(results, wanted, 5e-7)  # of numbers up to 3, whose last digit is 2.4e-7
+    check(results, wanted, 5e-7)  # the numbers are at most 3, with a spacing of 2.4e-7
 
 
 @pytest.mark.gpu
@@ -81,7 +81,7 @@ def test_the_kernel_takes_optaxs_steps_on_a_gpu(name, dtype):
     assert all((a == b).all() for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(again), strict=True))
 
 
-# In float16 Optax rounds the default eps to 0, and divides by it.
+# In float16, Optax rounds the default eps to 0, and divides by it.
 @pytest.mark.parametrize(("eps", "dtype"), [(1e-8, "bfloat16"), (1e-2, "float16")])
 def test_half_precisions_are_computed_in_float32(eps, dtype):
     shapes, steps = {"a": (5,), "b": (129,)}, dict(dtype=dtype, steps=2)
@@ -145,7 +145,7 @@ def test_the_learning_rate_may_be_traced():
 
 
 def trained(optimizer, params, grads):
-    """Three steps in a scan."""
+    """Train for three steps in a scan."""
 
     def step(carry, g):
         params, state = carry
@@ -172,7 +172,7 @@ def test_none_takes_the_kernel_where_it_saves_launches(on_hopper):
 
     assert launches(SHAPES) == CHANGES_IN_PLACE
     assert launches({"a": (3,)}) == 0
-    assert launches({"a": (3,), "b": (4,)}) == 0  # its scalars are a launch
+    assert launches({"a": (3,), "b": (4,)}) == 0  # the scalars take one launch
     with jax.enable_x64(True):
         assert launches(SHAPES, "float64") == 0
     with on_the_cpu():
@@ -202,7 +202,7 @@ def test_outside_of_jit_and_under_vmap():
 
 
 def test_the_gradient_through_a_step_is_optaxs():
-    # With so large an eps the step is smooth: without, its gradient at the first step is nearly 0.
+    # A large eps makes the step smooth. With a small eps, the gradient through the first step is nearly 0.
     options, shapes = dict(eps=0.1, weight_decay=0.1), {"a": (5,), "b": (129,)}
     optax_optimizer, fused = optax.adamw(0.1, **options), fused_adamw(0.1, **options, implementation="pallas")
 

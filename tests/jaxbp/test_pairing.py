@@ -1,4 +1,4 @@
-"""A function paired with a backward, its options, what `None` chooses, and what is remembered of all that."""
+"""Functions paired with backwards: options, the choice of `None`, and the caches of compiled functions."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ def test_the_forward_is_the_function_itself(pair, implementation):
 
 @every_cube
 def test_gradients_of_order_1_2_and_3_are_right(pair, implementation):
-    # All at once and jitted, so that the interpreted kernel is compiled once.
+    # One test covers all of these under jit, so that the interpreted kernel is compiled once.
     first = jax.grad(total(pair, implementation))
     second = jax.grad(lambda x: jnp.sum(first(x)))
     third = jax.grad(lambda x: jnp.sum(second(x)))
@@ -158,7 +158,7 @@ def test_an_implementation_that_it_lacks_is_refused_with_those_it_has(op, implem
 
 
 def counting(function, calls):
-    """`function`, which notes each of its calls."""
+    """Return `function`, wrapped so that it records each call in `calls`."""
 
     def counted(*arrays, **options):
         calls.append(arrays)
@@ -207,7 +207,7 @@ def test_with_jit_calls_outside_of_it_are_compiled_once_for_their_shapes_and_opt
         assert y.dtype == X.dtype
         assert_close(pair.vjp(X, X, k=k, implementation=implementation), k * cube_gradient(X, X), "float32")
     call(np.ones((2, 3), np.float32), k=1), call(np.ones((2, 3), np.float32), k=1)
-    # Calls of the forward and, under "autodiff", of the gradient: three options and two shapes.
+    # There are three options and two shapes. Under "autodiff", the gradient also calls the forward.
     assert len(traces) == (4 if implementation != "autodiff" else 7)
     assert all(isinstance(x, jax.core.Tracer) for (x, *_) in (*traces, *backwards))
 
@@ -250,7 +250,7 @@ def test_the_implementation_is_part_of_jits_cache_key():
     assert [float(gradient(1.0, implementation=name)) for name in ("xla", "autodiff", "xla")] == [10, 1, 10]
 
 
-# ------------------------------------------------------------------------------ the backward of the forward's arguments
+# -------------------------------------------------------------------------- backwards that take the forward's arguments
 
 
 @every_cube
@@ -333,7 +333,7 @@ def test_vjp_refuses_what_the_kernel_does_not_take_by_its_own_name():
     assert_close(pair.vjp(X[:2], X[:2], implementation="pallas"), 3 * X[:2] ** 3, "float32")
 
 
-# ------------------------------------------------------------------------------------------ functions made of other ops
+# -------------------------------------------------------------------------------------------- functions composed of ops
 
 
 PART = Op("part", {"pallas": lambda x: x + 1, "xla": lambda x: x + 2, "autodiff": lambda x: x + 3})
@@ -422,7 +422,7 @@ def test_an_option_that_is_not_hashable_is_refused_with_op_and_option(implementa
         POWER(X, power=2, scale=X[0], implementation=implementation)
 
 
-# --------------------------------------------------------------------------------------------------- what is remembered
+# --------------------------------------------------------------------------------------------------------------- caches
 
 
 def scaled_by_option(x, *, f):
@@ -431,7 +431,7 @@ def scaled_by_option(x, *, f):
 
 @pytest.fixture
 def few_objects():
-    """Whatever the tests before have left is not looked at in search of what is alive."""
+    """Exclude the objects of earlier tests from garbage collection, so that the count of live objects is fast."""
     gc.freeze()
 
 
@@ -449,7 +449,7 @@ def test_no_more_options_are_kept_than_said_and_none_after_the_pair(implementati
     for i in range(REMEMBERED + 20):
         f = functools.partial(jnp.multiply, float(i))
         references.append(weakref.ref(f))
-        # Traced alone, as within jit: so many programs would take long to compile.
+        # The functions are only traced, as within jit, because compiling every program would take long.
         jax.eval_shape(functools.partial(pair.vjp, f=f, implementation=implementation), X, X)
         jax.eval_shape(jax.grad(total(functools.partial(pair, f=f), implementation)), X)
     del f
@@ -477,10 +477,10 @@ def test_pairs_over_arrays_are_let_go_with_their_arrays(implementation):
     assert count_alive(references) == 0
 
 
-# --------------------------------------------------------------------------------------- which implementation is taken
+# -------------------------------------------------------------------------------------- the choice of an implementation
 
 POINTS = jnp.linspace(-1, 1, 5)
-# Three functions that tell in a program which of them was taken.
+# Each implementation calls another function, which identifies it in a program.
 MARKS = {"pallas": jnp.tan, "xla": jnp.sin, "autodiff": jnp.cos}
 MARK = {"tan": "pallas", "sine": "xla", "cosine": "autodiff"}
 
@@ -509,7 +509,7 @@ def run_on_the_cpu():
         yield
 
 
-# ---------------------------------------------------------------------------------------------------- asked for by name
+# --------------------------------------------------------------------------------------------- explicit implementations
 
 
 @pytest.mark.parametrize("implementation", jaxbp.IMPLEMENTATIONS)
@@ -547,7 +547,7 @@ def test_the_same_op_under_another_name_has_it_in_its_messages():
         marked().named("renamed")(POINTS, implementation="cuda")
 
 
-# ---------------------------------------------------------------------------------------------------- None, the fastest
+# ----------------------------------------------------------------------------------------------------------------- None
 
 
 FASTEST = DefaultImplementation(gpu="pallas", older_gpu="autodiff", elsewhere="xla")
@@ -588,7 +588,7 @@ def test_none_takes_the_next_best_where_the_fastest_is_lacking(has, taken):
     )
 
 
-# ---------------------------------------------------------------------------------------------- None, with real kernels
+# ----------------------------------------------------------------------------------------------- None with real kernels
 
 
 def square_gradient(dy, x):
@@ -630,7 +630,7 @@ def test_what_is_fastest_may_depend_on_the_arguments():
         assert [float(op(jnp.zeros(n))[0]) for n in (1, 2)] == [2.0, 1.0]
 
 
-# ------------------------------------------------------------------------------------------- what a user may get wrong
+# ------------------------------------------------------------------------------------------------------ users' mistakes
 
 
 def scaled(x, w):

@@ -1,4 +1,4 @@
-"""Mixed precision: the pitfalls of half-precision gradients, each by its name."""
+"""Mixed precision: one test per pitfall of half-precision gradients."""
 
 import functools
 
@@ -16,7 +16,7 @@ TINY = 2.0**-26
 
 
 def tiny_slope(x):
-    """A loss whose gradient passes through float16."""
+    """Compute a loss whose gradient passes through float16."""
     return jnp.sum(x.astype(jnp.float16).astype(jnp.float32) * TINY)
 
 
@@ -142,7 +142,7 @@ def test_a_static_scale_stays_and_skips():
 
 
 def train(loss, scale, x, steps):
-    """Plain gradient descent with skipped steps, as one scan."""
+    """Train by plain gradient descent in one scan, and skip steps that are not finite."""
 
     def step(carry, _):
         x, scale = carry
@@ -161,7 +161,7 @@ def test_it_runs_in_scans_under_vmap_and_with_donated_buffers():
     for i, alone in enumerate(one_by_one):
         chex.assert_trees_all_close(jax.tree.map(lambda a, i=i: a[i], together), alone, rtol=1e-3)
     finite = together[1][0]
-    # 2^17 overflows at first, and the scale falls until it does not.
+    # The initial scale of 2^17 overflows, and the scale falls until it does not.
     assert not finite[:, 0].any() and finite[:, -1].all()
     donating = jax.jit(run, donate_argnums=(0, 1))
     chex.assert_trees_all_close(
@@ -197,7 +197,7 @@ def test_in_a_chain_of_optax_it_is_the_plain_optimiser_and_skips_what_is_not_fin
         chex.assert_trees_all_close(parameters, wanted, rtol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------------------- mistakes
+# ------------------------------------------------------------------------------------------------------ users' mistakes
 
 
 @pytest.mark.parametrize(

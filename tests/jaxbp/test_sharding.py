@@ -26,7 +26,7 @@ def on_mesh(array, *spec, axes=AxisType.Auto):
 
 @pytest.fixture
 def product():
-    """A kernel and its formula, `(x, w) -> (x w, sum of x)`; and the shapes of x that each device was given."""
+    """Return a kernel, its formula `(x, w) -> (x w, sum of x)`, and a list of the shapes of x that the kernel got."""
     seen = []
 
     def formula(x, w):
@@ -69,7 +69,7 @@ def test_what_cannot_be_divided_evenly_or_has_no_examples_is_whole(product, exam
     kernel, formula, seen = product
     x, w = normal((examples, 4), (4, 3))
     run = jax.jit(over_devices(kernel, formula, lambda *_: Axes(axes)))
-    divided = on_mesh(np.zeros(8), "examples").sharding  # of 12, XLA gives the first six devices two each
+    divided = on_mesh(np.zeros(8), "examples").sharding  # XLA gives two of 12 examples to six devices
     constrained = jax.jit(lambda x, w: run(jax.lax.with_sharding_constraint(x, divided), w))
     assert_close(constrained(on_mesh(x), on_mesh(w)), formula(x, w), "float32")
     assert {shape[0] for shape in seen} <= {examples, 2 * examples}
@@ -145,7 +145,7 @@ def test_a_pair_of_a_users_own_works_on_a_mesh(shared, axes):
 
 @pytest.mark.parametrize("implementation", ["pallas", "xla", "autodiff", None])
 def test_pools_on_explicit_axes_are_sharded_as_the_images(implementation):
-    of_convolution = "xla" if implementation == "pallas" else implementation  # its kernels take long in an interpreter
+    of_convolution = "xla" if implementation == "pallas" else implementation  # its kernels are slow in the interpreter
     (images,), (w,) = normal((8, 2, 5, 5)), normal((3, 2, 2, 2), seed=1)
 
     @jax.jit

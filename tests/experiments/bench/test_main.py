@@ -25,7 +25,7 @@ def test_the_file_is_the_json_of_its_report(finished):
     assert json.loads(to_json(finished.report)) == finished.report
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what is missing without a GPU")
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="tests the message without a GPU")
 def test_without_a_gpu_pallas_is_left_out_and_said_so(quickly, capsys):
     code, report = quickly(implementations=("pallas", "xla"))
     assert code == 0

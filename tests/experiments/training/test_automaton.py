@@ -106,7 +106,7 @@ def test_every_setting_is_an_option_of_the_command_line(tmp_path):
     assert options.items() <= configs.to_dict(config).items()
 
 
-# ------------------------------------------------------------------------------------------------- circuits by hand
+# ------------------------------------------------------------------------------------------------ hand-written circuits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

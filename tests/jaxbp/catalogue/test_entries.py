@@ -1,4 +1,4 @@
-"""What every op must do, in every implementation, driven by the table of ops."""
+"""Properties that every op in the table must have, in every implementation."""
 
 import functools
 import inspect
@@ -41,14 +41,15 @@ import jaxbp
 from jaxbp.catalogue import BATCH, CATALOGUE
 from pallas_kernels.core.simulator import simulated
 
-# What is like another entry is tested with it where the formula makes no difference, and in test_formulas.py.
+# An entry that is like another entry shares its tests where the formula makes no difference. The other tests of such
+# entries are in test_formulas.py.
 DISTINCT = [entry for entry in CATALOGUE if not entry.like]
 NAMES = [entry.name for entry in DISTINCT]
 PLACES = [(entry.name, place) for entry in DISTINCT for place in entry.real]
 
 PAIRS = [name for name in NAMES if not re.search("_backward|_with_", name)]
-"""The ops that are differentiated by hand. With their gradients they call the kernels of all others, and in the same
-way, so that what is slow in an interpreter is done with these alone."""
+"""The ops with a hand-written backward. Together with their gradients they call the kernels of all other ops in the
+same way, so tests that are slow in the interpreter use only these."""
 
 every_op = pytest.mark.parametrize("name", NAMES)
 every_pair = pytest.mark.parametrize("name", PAIRS)
@@ -56,7 +57,8 @@ every_pair_of_ours = pytest.mark.parametrize(
     ("name", "implementation"),
     [(name, of) for name in PAIRS for of in ("pallas", "xla") if of == "xla" or "conv2d" not in name],
 )
-"""For a transformation's own rules, the same for every kernel: a convolution's take long in an interpreter."""
+"""Pairs for tests of a transformation's rules, which are the same for every kernel. Kernels of convolutions are left
+out, because they are slow in the interpreter."""
 every_place = pytest.mark.parametrize(("name", "place"), PLACES)
 
 
@@ -70,11 +72,11 @@ def test_every_public_op_is_in_the_table():
     assert takes_implementation == {entry.name for entry in CATALOGUE}
 
 
-# -------------------------------------------------------------------------------------------------- against differences
+# ------------------------------------------------------------------------------------------ comparison with differences
 
 
 def _directions(arrays, count):
-    """Random directions in which to move the floating arrays."""
+    """Draw random directions in which to move the floating arrays."""
     random = np.random.default_rng(0)
     return [[random.standard_normal(a.shape).astype(a.dtype) for a in floats(arrays)] for _ in range(count)]
 
@@ -84,7 +86,7 @@ def _move(arrays, direction, by):
 
 
 def _gradient_of_sines(name, implementation, arrays):
-    """The gradient of the sum of the results' sines."""
+    """Return the gradient of the sum of the sines of the results."""
     run = compiled(name, None, implementation)
     y, _ = run(arrays, drawn(name, dtype=floats(arrays)[0].dtype.name)[1])
     return [np.asarray(g) for g in run(arrays, [np.cos(a) for a in y])[1]]
@@ -92,7 +94,8 @@ def _gradient_of_sines(name, implementation, arrays):
 
 @functools.cache
 def _hessian_products(name, implementation):
-    """The Hessian of the sum of the results' sines times a direction, by (reverse, forward) mode over reverse."""
+    """Return a function that multiplies a direction by the Hessian of the sum of the sines of the results, by reverse
+    over reverse and by forward over reverse."""
 
     @jax.jit
     def run(arrays, direction):
@@ -106,7 +109,7 @@ def _hessian_products(name, implementation):
 
 @every_op
 def test_autodiff_matches_finite_differences(name):
-    """Autodiff is the reference of the other implementations, which the tests below compare with it."""
+    """The tests below compare the other implementations with autodiff."""
     with jax.enable_x64(True):
         arrays, cotangents = drawn(name, dtype="float64")
         run = compiled(name, None, "autodiff")
@@ -138,14 +141,14 @@ def test_forward_over_reverse_equals_reverse_over_reverse(name):
 
 @every_pair
 def test_check_grads_to_second_order(name):
-    # Kernels take no float64, and JAX's steps are too small for float32.
+    # Kernels do not support float64, and the steps of `check_grads` are too small for float32.
     with jax.enable_x64(True):
         arrays, _ = drawn(name, dtype="float64")
         function = jax.jit(of_floats(op_of(name, None, "xla"), arrays))
         check_grads(function, floats(arrays), order=2, modes=("rev",))
 
 
-# ------------------------------------------------------------------------------------------------------ against float64
+# ---------------------------------------------------------------------------------------------- comparison with float64
 
 
 @ours
@@ -155,7 +158,7 @@ def test_value_and_gradients_match_float64(name, implementation):
 
 
 def _half_precisions():
-    """Each pair in both dtypes, one of them in each implementation."""
+    """Yield each pair in both half precisions, one dtype per implementation."""
     for (i, name), (j, implementation) in itertools.product(enumerate(PAIRS), enumerate(("pallas", "xla"))):
         yield name, ("bfloat16", "float16")[(i + j) % 2], implementation
 
@@ -164,15 +167,14 @@ def _half_precisions():
 def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
     y, gradients = compiled(name, None, implementation)(*drawn(name, dtype=dtype))
     assert all(a.dtype == dtype for a in (*y, *gradients))
-    # Numbers below a dtype's normal range, as an automaton's first gradients in float16, are rounded by more than its
-    # tolerance.
+    # Rounding subnormal numbers, such as an automaton's first gradients in float16, exceeds the dtype's tolerance.
     for actual, wanted in zip(*map(jax.tree.leaves, ((y, gradients), reference(name, dtype=dtype))), strict=True):
         rounded = np.asarray(wanted).astype(jnp.dtype(dtype))
         assert_close(actual, wanted, TOLERANCE[dtype] + relative_error(rounded, wanted))
 
 
 def _for_the_interpreter():
-    """Each pair at its smallest real place: in its formula, and in its kernels where a CPU interprets them quickly."""
+    """Yield each pair at its smallest real place, as a formula and, where a CPU interprets them quickly, as kernels."""
     for name in PAIRS:
         place = min(ENTRIES[name].real, key=functools.partial(_size, name))
         yield name, place, "xla"
@@ -217,13 +219,13 @@ def test_gpu_kernels_give_the_same_bits_twice(name, place):
 
 
 def _that_fits(name, place, batch):
-    """Little more than the batch that is timed, or less: a float64 reference keeps every gate of every tree, for 17
-    examples of the large place 7 GB."""
+    """Return the batch, but at most one more than the batch that is timed, and at most 17 at the large place. A float64
+    reference keeps every gate of every tree, which for 17 examples of the large place takes 7 GB."""
     return min(batch, 17 if place == "cifar-m2" else (case_of(name, place).batch or batch) + 1)
 
 
 def _rms_errors(name, place, implementation, dtype, batch, draws=16):
-    """The relative error of every result, its root mean square over draws."""
+    """Return the relative error of each result, as a root mean square over several draws."""
     errors = []
     for seed in range(draws):
         actual = compiled(name, place, implementation)(*drawn(name, place, dtype, batch, seed))
@@ -233,7 +235,7 @@ def _rms_errors(name, place, implementation, dtype, batch, draws=16):
 
 
 def _equal(one, other):
-    """Whether all numbers are the same, and none is NaN."""
+    """Return whether all numbers are equal and none is NaN."""
     return jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, other))
 
 
@@ -241,14 +243,14 @@ def _check_at_place(name, place, implementation, dtype, batch):
     arrays, exact = drawn(name, place, dtype, batch), reference(name, place, dtype, batch)
     actual = compiled(name, place, implementation)(*arrays)
     if name.startswith("mlp") and dtype != "float32":
-        # What a hidden layer's ReLU sees is rounded: a few in a thousand are on its other side than in float64, and
-        # gradients jump there, whoever computes them. Of one draw, a bias's ten numbers may err twice as much here or
-        # there by chance.
+        # The inputs of a hidden layer's ReLU are rounded. A few in a thousand have the other sign than in float64, and
+        # gradients jump there in every implementation. In a single draw, the error of the ten numbers of a bias may be
+        # twice as large in one of the implementations by chance.
         found, native = (_rms_errors(name, place, i, dtype, batch) for i in (implementation, "autodiff"))
         assert (found <= np.maximum(TOLERANCE[dtype], 1.2 * native)).all()
     elif place and name.startswith("logic_conv2d_or_pool2d") and "backward" not in name:
-        # Of millions of windows a few have values so nearly equal that float64 finds another one the largest: the
-        # gradient is held against that of the places found here.
+        # Among millions of windows, a few have values that are nearly equal, and float64 selects another maximum. The
+        # reference gradient therefore uses the indices that are found here.
         ((logits, wires, x), (dy, *_)), options = arrays, case_of(name, place).options
         _, places = jaxbp.logic_conv2d_or_pool2d_with_places(logits, wires, x, **options, implementation=implementation)
         backward = functools.partial(jaxbp.logic_conv2d_or_pool2d_backward, **options, implementation="autodiff")
@@ -258,12 +260,12 @@ def _check_at_place(name, place, implementation, dtype, batch):
         assert_close(actual, exact, dtype)
 
 
-# ---------------------------------------------------------------------------------------------- what a GPU would refuse
+# ----------------------------------------------------------------------------------------- lowering and memory accesses
 
 
 def _places_and_dtypes():
-    """Every place of a pair and every dtype of its kernels, in as few cases as show them all. What calls kernels of a
-    pair is lowered once."""
+    """Yield the fewest cases that cover every place of a pair and every dtype of its kernels. An op that calls the
+    kernels of a pair is lowered once."""
     for entry in DISTINCT:
         cases = zip(itertools.cycle(entry.real), itertools.cycle(entry.kernel_dtypes), strict=False)
         count = max(len(entry.real), len(entry.kernel_dtypes)) if entry.name in PAIRS else 1
@@ -273,7 +275,7 @@ def _places_and_dtypes():
 
 def _cuda_program(name, place, dtype, batch):
     op, arrays = op_of(name, place, "pallas"), case_of(name, place).structs(batch=batch, dtype=jnp.dtype(dtype))
-    if "_backward" in name:  # a kernel, and its derivative is none
+    if "_backward" in name:  # the op calls a kernel, but its derivative does not
         return cuda_program(op, *arrays)
     return cuda_program(value_and_gradients(op), arrays, results_of(op, arrays))
 
@@ -285,8 +287,8 @@ def test_kernels_lower_for_cuda_without_a_gpu(name, place, dtype):
 
 
 def _left_to_xla(name, place, dtype):
-    """Whether no kernel is faster there: pools of windows side by side, and products for the tensor cores alone, which
-    these tests of exact products do without."""
+    """Return whether XLA computes the case. For pools with adjacent windows, no kernel is faster. Some products have
+    kernels only on the tensor cores, which these tests of exact products do not use."""
     if name.startswith("mlp_"):
         return True
     if name.startswith(("max_pool2d", "logic_or_pool2d")):
@@ -312,7 +314,7 @@ def test_kernels_stay_in_bounds_and_write_every_output_in_the_simulator(name):
 
 @every_pair
 def test_kernels_give_the_same_bits_whichever_program_runs_first(name):
-    # The simulator runs programs one by one and takes their order for granted: this finds what depends on it.
+    # The interpreter runs CTAs one by one in order. This test finds results that depend on the order.
     run = compiled(name, None, "pallas")
     with on_the_cpu():
         in_order = run(*drawn(name))
@@ -345,7 +347,7 @@ def test_unknown_implementation_is_refused(name):
         op_of(name, None, "cuda")(*drawn(name)[0])
 
 
-# ------------------------------------------------------------------------------------------ under JAX's transformations
+# ------------------------------------------------------------------------------------------------ JAX's transformations
 
 
 @every_pair_of_ours
@@ -357,7 +359,7 @@ def test_without_jit_the_gradients_are_the_same(name, implementation):
 
 @every_pair_of_ours
 def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, implementation):
-    # All at once: each alone would compile the kernels again.
+    # One test covers all three, because each separate test would compile the kernels again.
     run = compiled(name, None, implementation)
     remade = value_and_gradients(jax.checkpoint(op_of(name, None, implementation)))
     each = [[drawn(name, seed=2 * i + j) for j in range(2)] for i in range(2)]
@@ -370,7 +372,7 @@ def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, im
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices to shard over")
 @every_pair_of_ours
 def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, implementation):
-    # Arguments without a batch are the same on every device: their gradients must be summed over the devices.
+    # Arguments without a batch axis are the same on every device, so their gradients are summed over the devices.
     place = _smallest_place(name)
     op, (arrays, cotangents) = op_of(name, place, implementation), drawn(name, place, batch=4)
     of_shards = lambda has_batch: P("shard") if has_batch else P()  # noqa: E731
@@ -379,7 +381,7 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
     of_results = [of_shards(c.shape != d.shape) for c, d in zip(cotangents, halves, strict=True)]
 
     def loss(arrays, cotangents):
-        # Linear, so that it is the sum of the devices' shares also for a result that is itself a sum over the batch.
+        # The loss is linear, so it is the sum over devices even if a result is itself a sum over the batch.
         y = floats(op(*arrays))
         return jax.lax.psum(sum(jnp.sum(a * c) for a, c in zip(y, cotangents, strict=True)), "shard")
 
@@ -388,7 +390,7 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
         mesh=Mesh(jax.devices()[:2], ("shard",)),
         in_specs=(of_arrays, of_results),
         out_specs=P(),
-        # Pallas' interpreter does not know the types by which shard_map tells what differs between devices.
+        # Pallas' interpreter does not support the types by which shard_map tracks values that vary between devices.
         check_vma=implementation != "pallas" or jax.default_backend() == "gpu",
     )
     function = of_floats(lambda *arrays: sharded_loss(arrays, cotangents), arrays)
@@ -401,7 +403,7 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
 @every_pair_of_ours
 def test_on_a_mesh_the_gradients_are_those_of_one_device(name, implementation, axes):
     if implementation == "xla" and axes == AxisType.Auto:
-        return  # a formula alone is XLA's to partition
+        return  # XLA partitions formulas
     mesh = jax.make_mesh((8,), ("examples",), axis_types=(axes,))
     place = _smallest_place(name)
     op, (arrays, cotangents) = op_of(name, place, implementation), drawn(name, place, batch=16)
@@ -411,17 +413,17 @@ def test_on_a_mesh_the_gradients_are_those_of_one_device(name, implementation, a
     with jax.set_mesh(mesh):
         traced = value_and_gradients(op).trace(*placed)
         jaxpr = str(traced.jaxpr)
-        assert "launch[" not in jaxpr or "custom_partitioning[" in jaxpr  # a kernel is every device's, for its examples
+        assert "launch[" not in jaxpr or "custom_partitioning[" in jaxpr  # each device runs the kernel on its examples
         program = traced.lower().compile()
         results = program(*placed)
-    # Near a tie, float64 may take another maximum than float32.
+    # Near a tie, float64 may select another maximum than float32.
     assert_close(results, compiled(name, place, implementation)(arrays, cotangents), "float32")
-    # XLA divides a formula's reads of other gates and cells so that every device has all examples of them.
+    # If a formula reads other gates or cells, XLA gathers all of their examples on every device.
     assert "all-gather" not in program.as_text() or (implementation == "xla" and name in READS_OF_OTHERS)
 
 
 def _sharded(arrays, smaller, mesh):
-    """The arrays with the axis that is another in `smaller`, the batch's, sharded over the mesh; others replicated."""
+    """Shard the batch axis of each array, whose size differs in `smaller`, over the mesh. Replicate other arrays."""
 
     def place(a, b):
         axis = next((i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n), None)
@@ -434,7 +436,7 @@ READS_OF_OTHERS = {"gate_layer", "logic_conv2d_or_pool2d", "automaton_step"}
 
 
 def _smallest_place(name):
-    """The smallest case that has a batch. Few small cases have one."""
+    """Return the place of the smallest case with a batch axis. Few small cases have one."""
     if any(BATCH in argument.shape for argument in case_of(name).leaves):
         return None
     return min(ENTRIES[name].real, key=functools.partial(_size, name))
@@ -453,7 +455,8 @@ def test_the_elementwise_ops_can_be_exported_to_every_platform_at_once():
 
 
 def _export(*names):
-    """What is lowered for a CPU alone or a GPU alone may have calls that no other version of XLA need know."""
+    """Export the ops for all platforms at once. An export for only a CPU or only a GPU may contain calls that other
+    versions of XLA do not support."""
 
     def run(arrays):
         return {name: op_of(name, None, "xla")(*arrays[name]) for name in names}

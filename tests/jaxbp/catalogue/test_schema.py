@@ -1,4 +1,4 @@
-"""What the table of ops is made of."""
+"""The parts of the table of ops: arguments and cases."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Hardened automata: on any grid, at both boundaries, in NumPy, as compiled C and in simulated hardware."""
+"""Hardened automata on any grid and with both boundaries, in NumPy, as compiled C and in simulated hardware."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ def random_state(*shape, seed=0):
 
 
 def reference(circuit, state, periodic):
-    """A tick, cell by cell: the circuit of each neighbourhood."""
+    """Compute one tick, cell by cell. The circuit is applied to each neighborhood."""
     _, height, width, channels = state.shape
     border = ((0, 0), (1, 1), (1, 1), (0, 0))
     bordered = np.pad(state, border, mode="wrap") if periodic else np.pad(state, border)
@@ -87,7 +87,7 @@ def test_the_gates_are_the_simplified_circuits():
 
 
 def test_gates_that_no_visible_channel_depends_on_may_be_left_out():
-    # Channel 0 takes over its western neighbour's 1, and 1 its own 2: all three are needed. 3 and 4 are not.
+    # Channel 0 copies channel 1 of the western neighbor, and channel 1 copies channel 2. Channels 3 and 4 are unused.
     gates = Gates(45)
     outputs = [16, 22, gates("xor", 22, 2), gates("xor", gates("and", 23, 0), 24), 23]
     automaton = CellularCircuit(gates.netlist(*outputs), 5, True)
@@ -112,7 +112,7 @@ def test_what_is_seen_is_the_same(periodic):
 
 def test_ones_behind_the_last_column_do_not_come_in():
     ones = CellularCircuit(Netlist.from_gates(9, [15], [0], [0], [9]), 1)
-    west = CellularCircuit(Netlist.from_gates(9, [], [], [], [5]), 1)  # each cell takes its eastern neighbour's state
+    west = CellularCircuit(Netlist.from_gates(9, [], [], [], [5]), 1)  # each cell copies its eastern neighbor
     full = ones.step(random_state(1, 2, 70, 1))
     assert full.all()
     assert west.step(full)[..., :69, :].all() and not west.step(full)[..., 69, :].any()
@@ -186,7 +186,7 @@ def test_two_automata_stand_beside_each_other_in_one_file(tmp_path):
 
 
 def in_icarus(automaton, state, ticks, folder):
-    """The states of a grid of cells at each clock: loaded, held for a clock, and ticked."""
+    """Return the states of a grid of cells at each clock. The grid is loaded, held for one clock, and ticked."""
     height, width, _ = state.shape
     loaded = "".join("01"[int(bit)] for bit in state.ravel()[::-1])
     bench = f"""

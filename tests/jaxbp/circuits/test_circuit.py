@@ -1,4 +1,4 @@
-"""Hardened networks: bit for bit the relaxed one, evaluated in words, as compiled C, and as simulated Verilog."""
+"""Hardened networks give the bits of the relaxed network in words, as compiled C and as simulated Verilog."""
 
 import ctypes
 import re
@@ -17,7 +17,7 @@ from jaxbp import Circuit, Netlist, Wires
 from jaxbp.logic.gates import TRUTH_TABLES
 
 random = np.random.default_rng(0)
-# Every gate, with both inputs from anywhere; layers of different widths.
+# Every gate, with random inputs, in layers of different widths.
 LAYERS = [
     (np.arange(16, dtype=np.uint8), Wires.random(9, 16, seed=0)),
     (random.integers(0, 16, 1030), Wires.random(16, 1030, seed=1)),
@@ -29,7 +29,7 @@ BITS = random.random((75, 9)) < 0.5  # three words, the last one not full
 
 @pytest.fixture(scope="module")
 def expected():
-    """Sample by sample, from the truth tables."""
+    """Evaluate sample by sample, from the truth tables."""
     x = BITS
     for gates, wires in LAYERS:
         a, b = x[:, np.asarray(wires.a)], x[:, np.asarray(wires.b)]
@@ -121,7 +121,7 @@ def test_compiled_c_says_so_where_there_is_no_memory(tmp_path):
 
 
 def classified(function, x):
-    """The classes of packed samples by a function of C."""
+    """Return the classes of packed samples, computed by a C function."""
     function.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
     classes = np.empty(32 * x.shape[1], np.intc)
     assert function(x.shape[1], x.ctypes.data, classes.ctypes.data) == 0
@@ -133,8 +133,8 @@ def classified(function, x):
 def test_compiled_c_classifies_by_the_first_of_the_largest_groups(tmp_path, expected, written):
     library = load(written.to_c("net", classes=5), shutil.which("cc"), tmp_path)
     wanted = expected.reshape(len(BITS), 5, 4).sum(axis=-1).argmax(axis=-1)
-    assert len(set(wanted.tolist())) > 2  # ties and all
-    on = 2 * BITS.astype(np.uint8)  # any number but 0
+    assert len(set(wanted.tolist())) > 2  # ties included
+    on = 2 * BITS.astype(np.uint8)  # any nonzero number is true
     assert [library.net_classify(bits.tobytes()) for bits in on] == wanted.tolist()
     assert classified(library.net_classify_words, jaxbp.pack_bits(BITS))[: len(BITS)].tolist() == wanted.tolist()
 

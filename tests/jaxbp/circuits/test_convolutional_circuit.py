@@ -1,4 +1,4 @@
-"""Hardened convolutional networks: place by place, in words, as one netlist, as compiled C and as simulated Verilog."""
+"""Hardened convolutional networks: by position, in words, as one netlist, as compiled C and as simulated Verilog."""
 
 import ctypes
 import itertools
@@ -22,7 +22,7 @@ needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C comp
 random = np.random.default_rng(0)
 
 
-SPARSE = [1, 2, 4, 6, 8]  # and's and exclusive or: with these, pools are not mostly 1
+SPARSE = [1, 2, 4, 6, 8]  # kinds of AND, and XOR; with these gates, most pools are not 1
 
 
 def convolution(channels, kernels, window, depth=2, gates=SPARSE, **options):
@@ -37,7 +37,7 @@ def layers(*sizes):
     ]
 
 
-# Of each circuit the shape, the convolutions and the layers.
+# Name -> the shape, the convolutions and the layers of a circuit.
 PARTS = {
     "padding and pools that leave a row over": (
         (2, 7, 6),
@@ -73,7 +73,7 @@ def gate(number, a, b):
 
 
 def convolved(x, gates, wires, stride=1, padding=0, pool=1):
-    """Kernel by kernel and place by place; then pool by pool."""
+    """Compute each kernel at each position, then each pool."""
     (s, t), (p, q) = np.broadcast_to(stride, 2), np.broadcast_to(pool, 2)
     _, _, height, width = x.shape
     if padding == "SAME":
@@ -109,7 +109,7 @@ def expected(name, x):
 @all_circuits
 def test_words_are_evaluated_as_every_place_is(name):
     circuit = CIRCUITS[name]
-    bits = samples(circuit, 1030)  # more than are taken at a time
+    bits = samples(circuit, 1030)  # more samples than are evaluated at once
     y = circuit(bits)
     assert y.shape == (1030, circuit.outputs)
     assert len(np.unique(y, axis=0)) > 1 or name == "pass-throughs and constants"
@@ -142,7 +142,8 @@ def test_one_netlist_has_all_places(name):
 
 def test_gates_are_counted_once_a_kernel_and_once_a_place():
     assert FIRST.gates == 5 * 7 + 4 * 3 + 50
-    # 6 x 6 of the 7 x 6 places are in 3 x 3 pools; 2 x 3 places, of which 2 x 2 are in 2 x 1 pools.
+    # In the first layer, 6 x 6 of the 7 x 6 positions are in 3 x 3 pools. In the second layer, 2 x 2 of the 2 x 3
+    # positions are in 2 x 1 pools.
     assert FIRST.placed_gates == 5 * (36 * 7 + 9 * 3) + 4 * (4 * 3 + 2 * 1) + 50
     (first, second), layers = PARTS["padding and pools that leave a row over"][1:]
     counted = [np.bincount(np.ravel(part[0]), minlength=16).tolist() for part in (first, second, *layers)]
@@ -219,7 +220,7 @@ def test_a_pipeline_takes_a_sample_at_each_edge_and_gives_it_as_many_edges_later
     lines = run_in_icarus(FIRST.to_verilog(pipelined=True) + bench, tmp_path)
     found = np.array([[bit == "1" for bit in line[::-1]] for line in lines[latency - 1 :]])
     assert np.array_equal(found, FIRST(bits))
-    assert "x" in lines[latency - 2]  # one edge earlier there is no result yet
+    assert "x" in lines[latency - 2]  # one clock edge earlier, there is no result yet
 
 
 @pytest.mark.parametrize("pipelined", [False, True])

@@ -1,4 +1,4 @@
-"""Netlists: simplified they are the circuit bit for bit, in NumPy, in JAX, as compiled C and as Verilog."""
+"""Simplified netlists give the bits of the circuit, in NumPy, in JAX, as compiled C and as Verilog."""
 
 import itertools
 import re
@@ -37,7 +37,7 @@ def every_row(inputs):
 
 
 def truth(netlist, bits):
-    """Gate by gate, from the truth tables."""
+    """Evaluate gate by gate, from the truth tables."""
     values = list(bits.T)
     for gate, a, b in zip(netlist.gates, netlist.a, netlist.b, strict=True):
         values.append(TRUTH_TABLES[gate, 2 * values[a] + values[b]].astype(bool))
@@ -75,7 +75,8 @@ def test_gates_of_a_group_have_one_function_and_do_not_read_each_other():
 
 
 def assert_simplified(netlist, before):
-    """No gate is a constant, a pass-through or an inverter, but for an output; none is twice; an output needs each."""
+    """Assert that no gate is a constant, a pass-through or an inverter, except for outputs; that no gate occurs twice;
+    and that some output needs each gate."""
     read = {*netlist.a.tolist(), *netlist.b.tolist()}
     outputs = set(netlist.results.tolist())
     assert {netlist.inputs + g for g in range(len(netlist))} <= read | outputs
@@ -88,12 +89,12 @@ def assert_simplified(netlist, before):
             assert netlist.inputs + g in outputs - read
         else:
             assert gate not in (3, 5, 10) and a != b
-    # At most an inverter or a constant an output is new.
+    # At most one inverter or constant per output is new.
     assert len(netlist) <= len(before) + len(set(before.results.tolist()))
 
 
 def every_three_gates(inputs, first, second):
-    """h(f(first), g(second)) for every f, g and h, each an output."""
+    """Return a netlist whose outputs are h(f(first), g(second)) for every f, g and h."""
     f, g, h = (a.ravel() for a in np.indices((16, 16, 16)))
     one = np.arange(16)
     return Netlist.from_gates(
@@ -109,7 +110,7 @@ def test_every_circuit_of_three_gates_on_two_inputs_is_a_function_of_them(by):
     netlist, rows = every_three_gates(2, (0, 1), (1, 0)), every_row(2)
     simple = netlist.simplify()
     assert np.array_equal(truth(simple, rows), truth(netlist, rows))
-    assert len(simple) == 14  # all 16 functions but the two inputs
+    assert len(simple) == 14  # the 16 functions without the two inputs
     assert_simplified(simple, netlist)
 
 
@@ -169,7 +170,7 @@ def test_an_inverter_remains_where_an_output_needs_it():
 
 
 def test_equal_truth_tables_are_one_gate_where_there_are_few_inputs(monkeypatch):
-    # (a and b) and c, a and (b and c): not the same gates, but the same function.
+    # (a and b) and c has other gates than a and (b and c), but is the same function.
     netlist = Netlist.from_gates(3, [1, 1, 1, 1], [0, 3, 1, 0], [1, 2, 2, 5], [4, 6])
     assert len(netlist.simplify()) == 2
     monkeypatch.setattr(netlist_module, "TABULATED_LEAVES", 0)

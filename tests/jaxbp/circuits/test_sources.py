@@ -1,4 +1,4 @@
-"""Operators and names of written circuits."""
+"""Operators and names in the source code of circuits."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What ops compute in."""
+"""The dtypes and precisions in which ops compute."""
 
 import jax
 import jax.numpy as jnp

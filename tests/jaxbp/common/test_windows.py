@@ -1,4 +1,4 @@
-"""The geometry of windows, held against the windows that XLA counts."""
+"""The geometry of windows, compared with the windows that XLA counts."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The wires of an automaton: how many, in which order, and what is refused."""
+"""The wires of an automaton: their number, their order, and invalid arguments."""
 
 import jax
 import pytest

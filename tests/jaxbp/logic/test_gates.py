@@ -1,4 +1,4 @@
-"""What a gate is: its number and truth table, the relaxed functions, parameters to start from, hardening, scores."""
+"""Gates: numbers and truth tables, relaxed functions, initial parameters, hardening, and scores."""
 
 import functools
 import itertools
@@ -65,7 +65,7 @@ def test_the_backward_of_the_coefficients_is_that_of_native_autodiff(parametriza
     np.testing.assert_allclose(found, expected, rtol=1e-13, atol=1e-15)
 
 
-# ---------------------------------------------------------------------------------------------- hardening and starting
+# ----------------------------------------------------------------------------------------- hardening and initialization
 
 
 @every_parametrization
@@ -194,7 +194,7 @@ def test_the_variance_is_that_of_the_truth_table(parametrization):
 
 @pytest.mark.parametrize("logit", [0.0, 12.0, 17.0, 20.0])
 def test_the_logit_of_a_function_that_is_nearly_sure_has_its_gradient(logit):
-    # Its probability is 1 in float32, and `u - Σ p u` would be 0 or rounding.
+    # The gate's probability is 1 in float32, so `u - Σ p u` would be 0 or a rounding error.
     random, gate = np.random.default_rng(0), np.arange(50)
     logits, dc = random.normal(size=(50, 16)).astype(np.float32), random.normal(size=(50, 4)).astype(np.float32)
     largest = random.integers(16, size=50)

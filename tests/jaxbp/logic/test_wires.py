@@ -1,4 +1,4 @@
-"""The wires of layers of gates: what the constructors promise, and what they refuse."""
+"""The wires of layers of gates: properties that the constructors guarantee, and invalid arguments."""
 
 import jax
 import numpy as np

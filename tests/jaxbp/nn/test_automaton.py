@@ -1,4 +1,4 @@
-"""Logic cellular automata: what they compute, that they harden to what they compute, and that they start as asked."""
+"""Logic cellular automata: their results, their hardened circuits, and their initialization."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def test_it_is_the_op_with_its_parameters():
 @pytest.mark.parametrize("periodic", [False, True], ids=["zero", "periodic"])
 @pytest.mark.parametrize("parametrization", PARAMETERS)
 def test_the_hardened_automaton_is_its_circuit_bit_for_bit(parametrization, periodic):
-    rngs = nnx.Rngs(1 if parametrization == "walsh" else 2)  # with others, it soon stands still
+    rngs = nnx.Rngs(1 if parametrization == "walsh" else 2)  # with other seeds, the state soon stops changing
     model = automaton(periodic, initialization="normal", parametrization=parametrization, rngs=rngs)
     circuit, state = model.harden(), bits(4, 5, 7, 3)
     assert (circuit.channels, circuit.periodic) == (3, periodic)

@@ -1,4 +1,4 @@
-"""Layers: the parameters that they draw, and that they only call their op."""
+"""Layers draw their parameters and only call their op."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""LeNet, its memory table and the chain of its backward, each held against what JAX really computes and keeps."""
+"""LeNet, its memory table, and the chain of its backward, compared with the arrays that JAX computes and keeps."""
 
 import collections
 import functools
@@ -55,7 +55,7 @@ PARAMETERS = {
     "fc3.weight": (10, 84),
     "fc3.bias": (10,),
 }
-# Within a stage the order is free: a layer's gradients need only the gradient of its output.
+# The order within a stage is free, because a layer's gradients need only the gradient of its output.
 CHAIN = (
     {"logits"},
     {"fc3.weight", "fc3.bias", "fc3.input"},
@@ -77,7 +77,7 @@ def build(implementation="xla", dtype=jnp.float32, fused=False):
 
 
 def lenet(implementation="xla", dtype=jnp.float32, fused=False):
-    """A LeNet as `logits(parameters, images)` and `losses(parameters, images, labels)`, and its parameters."""
+    """Return a LeNet as `logits(parameters, images)` and `losses(parameters, images, labels)`, with its parameters."""
     graph, parameters = nnx.split(build(implementation, dtype, fused))
 
     def logits(parameters, images):
@@ -159,7 +159,7 @@ CASES = {
     f"{name}-fused" if fused else name: (name, fused)
     for name in jaxbp.IMPLEMENTATIONS
     for fused in (False, True)
-    # In the interpreter, kernels are tested op by op: all of LeNet's in one program take 0.8 GiB to compile.
+    # In the interpreter, kernels are tested op by op. To compile all of LeNet's kernels in one program takes 0.8 GiB.
     if name != "pallas" or jax.default_backend() == "gpu"
 }
 
@@ -169,7 +169,8 @@ CASES = {
     params=[pytest.param(case, id=id) for id, case in CASES.items()],
 )
 def two_steps(request):
-    """Two steps of gradient descent on one batch, from one compilation: the losses, and the gradients of the first."""
+    """Compute two steps of gradient descent on one batch, compiled once. Return the first loss and gradients, and the
+    second loss."""
     implementation, fused = request.param
     loss, parameters = mean_loss(implementation, fused=fused)
 
@@ -186,7 +187,7 @@ def two_steps(request):
 
 @functools.cache
 def in_float64():
-    """The loss and all gradients by JAX's own differentiation."""
+    """Return the loss and all gradients by autodiff in float64."""
     loss, parameters = mean_loss("autodiff", jnp.float64)
     images, labels = draw()
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
@@ -265,7 +266,7 @@ def test_the_backward_keeps_the_tables_tensors_and_nothing_else(implementation, 
     backward = jax.eval_shape(lambda p: jax.vjp(lambda p: losses(p, images, labels), p)[1], parameters)
     kept = collections.Counter(map(struct, jax.tree.leaves(backward)))
     kept -= collections.Counter(map(struct, [*jax.tree.leaves(parameters), labels]))
-    if implementation == "pallas" and not fused:  # each row's largest logit, and the sum of its exponentials
+    if implementation == "pallas" and not fused:  # the largest logit of each row, and the sum of the exponentials
         kept -= collections.Counter({((3,), "float32"): 2})
     assert kept == collections.Counter((row.shape, row.dtype) for row in rows("saved", 3, fused).values())
 
@@ -290,7 +291,7 @@ def test_activation_gradients_are_those_of_the_table(fused):
 
     gradients, whole = stage_by_stage(images)
     gradients = dict(zip(reversed(stages), gradients, strict=True))
-    assert relative_error(gradients.pop("conv1.input"), whole) < 1e-6  # the stages are LeNet's
+    assert relative_error(gradients.pop("conv1.input"), whole) < 1e-6  # the stages make up LeNet
     if fused:
         gradients = _gradients_within_the_dense_layers(model, images, labels) | gradients
     assert [(name, *struct(a)) for name, a in gradients.items()] == [
@@ -307,7 +308,7 @@ def _gradients_within_the_dense_layers(model, images, labels):
 
 
 def _stages(model, labels, **options):
-    """LeNet's loss as functions of one array, by the name of what they take."""
+    """Return LeNet's loss as a chain of functions of one array, by the name of their argument."""
     relu = functools.partial(jaxbp.relu, **options)
     pool = functools.partial(jaxbp.max_pool2d, window=2, **options)
 
@@ -347,9 +348,9 @@ def test_a_batch_without_images_is_refused(batch):
 
 
 BATCH = 128
-"""A whole number of warpgroups, so that the kernels' results have no padding."""
+"""A multiple of the threads of a warpgroup, so that the kernels' results have no padding."""
 
-# What each backward computes, as the table names it. The convolution's three gradients are ops of their own.
+# Backward -> the names in the table of the gradients that it computes. Each gradient of a convolution is a separate op.
 RESULTS = {
     "softmax_cross_entropy_backward": r"logits",
     "linear_backward": r"fc\d\.(weight|bias|input)",
@@ -362,9 +363,10 @@ RESULTS = {
 
 
 def steps_of_the_backward(program):
-    """(scope, number of values in the result) of each step that a gradient's rule takes in a lowered program.
+    """Yield (scope, number of values in the result) for each step of a backward in a lowered program.
 
-    A step is a kernel, or a pool's backward: for its windows, side by side, that is XLA's, and ends in a reshape.
+    A step is a kernel or the backward of a pool. XLA computes the backward of pools with adjacent windows, which ends
+    in a reshape.
     """
     scopes = dict(re.findall(r'^(#loc\d+) = loc\("([^"]*)"', program, re.MULTILINE))
     step = re.compile(r"(@mosaic_gpu|\.reshape).* -> \(?tensor<([\dx]+)xf32>.* loc\((#loc\d+)\)$", re.MULTILINE)
@@ -375,7 +377,7 @@ def steps_of_the_backward(program):
 
 
 def named(scope, size):
-    """The gradient that a step computes: of its op's, the largest that fits a whole number of times (in parts)."""
+    """Return the gradient that a step computes: the largest gradient of its op whose size divides `size`."""
     op = next(op for op in reversed(scope.split("/")) if op in RESULTS)
     sizes = {row.name: math.prod(row.shape) for row in lenet_memory_table(BATCH) if row.kind != "saved"}
     sizes["conv1.input"] = BATCH * 28 * 28
@@ -399,5 +401,5 @@ def test_the_gradient_in_the_images_is_computed_only_when_asked_for(argument, pr
         gradient = jax.jit(jax.grad(loss, ("parameters", "images").index(argument)))
         program = gradient.lower(parameters, *draw(3)).compile().as_text()
     in_scope = [line for line in program.splitlines() if "/conv2d_backward_input/" in line]
-    assert any("[3,6,12,12]" in line for line in in_scope)  # conv2's is always there
+    assert any("[3,6,12,12]" in line for line in in_scope)  # the input gradient of conv2 is always needed
     assert any("[3,1,28,28]" in line for line in in_scope) == present

@@ -1,4 +1,4 @@
-"""Networks of logic gates: what they compute, that they harden to what they compute, and that they learn."""
+"""Networks of logic gates: their results, their hardened circuits, and their training."""
 
 import re
 from pathlib import Path
@@ -142,9 +142,9 @@ def test_layers_may_be_sharded_over_their_gates(implementation):
     memory = [program.memory_analysis() for program in (one, eight)]
     assert memory[0].argument_size_in_bytes - memory[1].argument_size_in_bytes == of_logits * 7 // 8
     gathered = set(re.findall(r"(\S+)\{[\d,]*\} all-gather", eight.as_text()))
-    if implementation == "xla":  # the gates are the device's own, too: a layer's outputs are gathered, no parameters
+    if implementation == "xla":  # a device computes its gates; the outputs of layers are gathered, no parameters
         assert "f32[256,32]" in gathered and not gathered & {"f32[256,16]", "f32[256,4]", "f32[4,256]"}
-        of_outputs = 256 * 32 * 4  # of a layer
+        of_outputs = 256 * 32 * 4  # bytes of one layer
         assert memory[1].temp_size_in_bytes < min(3 * of_outputs, memory[0].temp_size_in_bytes)
-    else:  # what is gathered are the four coefficients a gate
+    else:  # the four coefficients of each gate are gathered
         assert gathered == {"f32[256,4]"}

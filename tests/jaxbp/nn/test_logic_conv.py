@@ -1,4 +1,4 @@
-"""Convolutional networks of logic gates: what they compute, and that they harden to what they compute."""
+"""Convolutional networks of logic gates: their results and their hardened circuits."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""LayerNormLinear, and the MLP-Mixer built of it."""
+"""LayerNormLinear, and the MLP-Mixer that is built of it."""
 
 import re
 
@@ -14,7 +14,7 @@ from jaxbp.nn import LayerNorm, LayerNormLinear, Mixer
 
 
 def mixer(implementation=None, dtype=jnp.float32, **options):
-    """A small Mixer as `logits(parameters, images)`, and its parameters."""
+    """Return a small Mixer as `logits(parameters, images)`, and its parameters."""
     sizes = dict(patch=14, channels=6, patches_hidden=5, channels_hidden=7, blocks=2) | options
     graph, parameters = nnx.split(Mixer(**sizes, implementation=implementation, dtype=dtype, rngs=nnx.Rngs(0)))
     return lambda parameters, images: nnx.merge(graph, parameters)(images), parameters
@@ -42,7 +42,7 @@ def test_logits_have_a_row_an_image():
 
 def test_patches_are_squares_of_the_image():
     model = Mixer(patch=7, channels=6, patches_hidden=5, channels_hidden=7, blocks=1, rngs=nnx.Rngs(0))
-    model.blocks, model.head = nnx.List([]), lambda x: x  # what is left is the mean of the 16 patches' channels
+    model.blocks, model.head = nnx.List([]), lambda x: x  # the rest of the model is the mean over 16 patches
     dark = jnp.zeros((1, 1, 28, 28))
     lit = dark.at[0, 0, 8, 3].set(1.0)  # row 1 and column 3 of a patch
     assert_close((model(lit) - model(dark))[0] * 16, model.embed.weight[...][:, 1 * 7 + 3], "float32")
@@ -62,7 +62,7 @@ def test_gradients_agree_with_float64(implementation):
     _, parameters = mixer(blocks=1)
     actual = gradients(implementation, jnp.float32)(parameters, images)
     expected = in_float64(gradients("autodiff", jnp.float64), parameters, images)
-    # All at once: some are zero, a bias along the patches that the norms take off again.
+    # The gradients are compared together, because some are zero. The norms remove a bias along the patches.
     assert_close(flat(actual), flat(expected), "float32")
 
 

@@ -1,4 +1,4 @@
-"""Any shape: windows, strides and paddings that do not divide the input, and batches that do not fill a warpgroup."""
+"""Windows, strides and paddings that do not divide the input, and batches that do not fill a warpgroup."""
 
 import functools
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxbp import conv2d, linear, max_pool2d
 
-# Few, always the same and not made smaller: for each new shape an interpreted kernel takes a second to compile.
+# An interpreted kernel takes one second to compile per shape. The examples are therefore few, fixed, and not shrunk.
 few = hypothesis.settings(
     max_examples=5, deadline=None, derandomize=True, database=None, phases=[hypothesis.Phase.generate]
 )
@@ -21,7 +21,7 @@ pairs = st.tuples(small, small)
 
 
 def _check(function, arrays, **options):
-    """The gradients of both our backwards against JAX's own in float64."""
+    """Compare the gradients of both hand-written backwards with autodiff in float64."""
     ops = {name: functools.partial(function, **options, implementation=name) for name in ("autodiff", "xla", "pallas")}
     cotangents = draw_cotangents(ops["autodiff"], arrays)
     expected = in_float64(value_and_gradients(ops.pop("autodiff")), arrays, cotangents)
@@ -47,7 +47,7 @@ def test_max_pool2d(data):
     window, stride, more = data.draw(pairs), data.draw(pairs), data.draw(pairs)
     padding = tuple(data.draw(st.integers(0, f - 1)) for f in window)
     shape = (batch, channels, *(f + m for f, m in zip(window, more, strict=True)))
-    # All values differ, also in float32, so that there is one maximum.
+    # All values differ in float32, so each window has one maximum.
     x = jax.random.permutation(jax.random.key(0), jnp.arange(np.prod(shape), dtype=jnp.float32)).reshape(shape)
     _check(max_pool2d, (x,), window=window, stride=stride, padding=padding)
 

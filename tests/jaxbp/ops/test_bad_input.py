@@ -1,4 +1,4 @@
-"""What is refused, and in which words: the op, the argument, what came and what is wanted."""
+"""Errors for invalid arguments name the op, the argument, its value, and the expected value."""
 
 import jax.numpy as jnp
 import numpy as np

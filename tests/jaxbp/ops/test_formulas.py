@@ -1,6 +1,6 @@
-"""The ops that share kernels and pairing with another entry of the table: what their own formulas must do.
+"""The formulas of ops that share kernels and pairing with another entry of the table.
 
-A family is compiled as one program, and so is each of its derivatives: a small program a formula would take ten times
+Each family, and each of its derivatives, is compiled as one program. One small program per formula would take ten times
 as long.
 """
 
@@ -53,16 +53,16 @@ def test_what_an_entry_is_like_is_itself_tested_in_full():
     assert {entry.like for entry in LIKE} <= full
 
 
-# ---------------------------------------------------------------------------------------------------- a family at once
+# ------------------------------------------------------------------------------------------------------- whole families
 
 
 def drawn_family(family, dtype="float32"):
-    """The arguments and cotangents of each op."""
+    """Return the arguments and cotangents of each op."""
     return {name: drawn(name, dtype=dtype) for name in FAMILIES[family]}
 
 
 def public_backward(name, implementation, arrays, dy):
-    """The gradients that the op's public backward gives, in the floating arguments that it is given or could be."""
+    """Return the gradients that the op's public backward returns."""
     entry = ENTRIES[f"{name}_backward"]
     named = dict(zip(inspect.signature(ENTRIES[name].function).parameters, arrays, strict=False))
     taken = [a for at, a in named.items() if at in inspect.signature(entry.function).parameters]
@@ -71,14 +71,17 @@ def public_backward(name, implementation, arrays, dy):
 
 @functools.cache
 def compiled_family(family, implementation, public=False):
-    """name -> (results, gradients), and with `public` the public backward's gradients and the same by the pair."""
+    """Return a jitted function whose result maps names to (results, gradients).
+
+    With `public`, the public backward's gradients and the pair's gradients for the same cotangents follow.
+    """
 
     def one(name, arrays, cotangents):
         y, vjp = jax.vjp(of_floats(op_of(name, None, implementation), arrays), *floats(arrays))
         gradients = vjp(cotangents)
         if not public:
             return y, gradients
-        # A public backward takes the gradient in the first result.
+        # A public backward takes the gradient with respect to the first result.
         first = vjp([cotangents[0], *map(jnp.zeros_like, cotangents[1:])]) if len(cotangents) > 1 else gradients
         return y, gradients, public_backward(name, implementation, arrays, cotangents[0]), first
 
@@ -87,7 +90,7 @@ def compiled_family(family, implementation, public=False):
 
 @functools.cache
 def family_reference(family, dtype="float32"):
-    """What the family gives in float64 by JAX's own differentiation."""
+    """Return the results and gradients of the family by autodiff in float64."""
     return in_float64(compiled_family(family, "autodiff", public=True), drawn_family(family, dtype))
 
 
@@ -106,7 +109,7 @@ def moved(drawn, direction, by):
 
 @every_family
 def test_autodiff_matches_finite_differences(family):
-    """Autodiff is the reference of the other implementations, which the tests below compare with it."""
+    """The tests below compare the other implementations with autodiff."""
     with jax.enable_x64(True):
         at, direction = drawn_family(family, "float64"), directions(family, "float64")
         run = compiled_family(family, "autodiff")
@@ -131,7 +134,7 @@ def test_public_backwards_by_autodiff_are_the_pairs_gradients(family):
         _check(name, result, result, "float64")
 
 
-# In a kernel that takes the formula as it is, half precisions are those of the op that is tested in full.
+# Kernels that take a formula as an argument treat half precisions alike. The ops that are tested in full cover them.
 @pytest.mark.parametrize(
     ("family", "implementation", "dtype"),
     [(family, "xla", ("float16", "bfloat16")[i % 2]) for i, family in enumerate(FAMILIES)]
@@ -149,7 +152,7 @@ def _check(name, result, reference, tolerance):
     try:
         assert_close(result[:2], reference[:2], tolerance)
         if len(result) > 2:
-            # A backward gives no gradient for what has none.
+            # A public backward returns no gradient for arguments that have none.
             assert_close(result[2], reference[3][: len(result[2])], tolerance)
     except AssertionError as error:
         raise AssertionError(f"{name}: {error}") from error
@@ -157,7 +160,7 @@ def _check(name, result, reference, tolerance):
 
 @every_family
 def test_first_and_second_derivatives_of_the_formulas_match_finite_differences(family):
-    # A kernel's derivative is its formula's, which the ops tested in full show.
+    # The derivative of a kernel is the formula's. The tests of the ops that are tested in full show this.
     with jax.enable_x64(True):
         at, direction, step = drawn_family(family, "float64"), directions(family, "float64"), 1e-5
         values = {name: floats(arrays) for name, (arrays, _) in at.items()}
@@ -190,7 +193,7 @@ LEFT_TO_XLA = {"transpose"}
 
 @pytest.mark.parametrize(("name", "dtype"), [(n, ("float32", "bfloat16")[i % 2]) for i, n in enumerate(FORWARDS)])
 def test_kernels_lower_for_cuda_without_a_gpu(name, dtype):
-    dtype = "float32" if ENTRIES[name].like == "linear" else dtype  # the tensor cores' products are the library's
+    dtype = "float32" if ENTRIES[name].like == "linear" else dtype  # cuBLAS computes products on the tensor cores
     (place,) = ENTRIES[name].real
     op, arrays = op_of(name, place, "pallas"), case_of(name, place).structs(batch=16384, dtype=jnp.dtype(dtype))
     program = cuda_program(value_and_gradients(op), arrays, results_of(op, arrays))
@@ -198,7 +201,7 @@ def test_kernels_lower_for_cuda_without_a_gpu(name, dtype):
 
 
 def _apart(name):
-    """Whether a half precision has too few values for the op's arguments."""
+    """Return whether a half precision has too few distinct values for the op's arguments."""
     return any(argument.apart for case in ENTRIES[name].real.values() for argument in case.floats)
 
 
@@ -236,7 +239,7 @@ def test_an_empty_batch_is_mapped_and_differentiated(name):
     assert [gradient.shape for gradient in gradients] == [a.shape for a in values]
 
 
-# ------------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------------------ bad input
 
 
 @every_name
@@ -301,7 +304,7 @@ INF, NAN = math.inf, math.nan
 HUGE = [-200.0, 200.0, -6e19, 6e19, -INF, INF]
 LINEAR = [0, 200, 0, 6e19, 0, INF], [[0, 1, 0, 1, 0, 1]]
 SINGULAR = {
-    # op, and what tells its case from others: (options, arguments, values, gradients for dy = 1)
+    # name of the op and the case -> (options, arguments, values, gradients for dy = 1)
     "relu": ({}, [[0.0, NAN]], [0, NAN], [[0, 0]]),
     "leaky_relu": (dict(negative_slope=0.5), [[0.0, -2.0]], [0, -1], [[0.5, 0.5]]),
     "prelu": ({}, [[0.0, -2.0, 2.0], [0.5, 0.5, 0.5]], [0, -1, 2], [[0.5, 0.5, 1], [0, -2, 0]]),
@@ -375,7 +378,7 @@ SINGULAR = {
         math.log(2),
         [[0, -0.5, 0.5], [0, math.log(2), math.log(2)]],
     ),
-    # In float32 these squares overflow.
+    # In float32, the squares of these numbers overflow.
     "layer_norm": ({}, [[1e20, -1e20, 2e20, 0.0], [1.0] * 4, [0.0] * 4], [NAN] * 4, [[NAN] * 4, [NAN] * 4, [1] * 4]),
     "rms_norm": ({}, [[1e20, -1e20, 2e20, 0.0], [1.0] * 4], [NAN] * 4, [[NAN] * 4, [NAN] * 4]),
 }
@@ -403,9 +406,9 @@ def test_singular_points_give_what_calculus_and_ieee_say(name, implementation):
         np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-30)
 
 
-# Where a derivative jumps or is infinite, what is right of the second: of the same side as the first, and never NaN.
+# Second derivatives where a derivative jumps or is infinite. They are taken on the first derivative's side, never NaN.
 SECOND = {
-    # op: (options, argument, other arguments, [second derivative in the argument])
+    # op -> (options, argument, other arguments, second derivative with respect to the argument)
     "binary_cross_entropy": ({}, [0.0, 1.0, 0.5], [[0.0, 1.0, 0.0]], [1, 1, 4]),
     "elu": (dict(alpha=0.5), [0.0, 1.0], [], [0.5, 0]),
     "huber": (dict(delta=1.0), [1.0, -1.0, 0.5, 2.0], [[0.0] * 4], [1, 1, 1, 0]),
@@ -439,7 +442,7 @@ def test_the_second_derivatives_of_power_in_both_arguments_are_no_nan_at_0_to_th
 
 
 def test_a_power_in_kernels_keeps_its_digits_at_large_exponents():
-    # As exp(x2 ln x1) it has the logarithm's rounding x2 times: 1e-5 at an exponent of 100.
+    # exp(x2 ln x1) would multiply the rounding error of the logarithm by x2, which gives 1e-5 at an exponent of 100.
     base, exponent = jnp.linspace(0.5, 2, 64), jnp.linspace(50, 100, 64)
     (dx1, dx2) = jaxbp.power_backward(jnp.ones(64), base, exponent, implementation="pallas")
     wide = np.asarray(base, np.float64), np.asarray(exponent, np.float64)

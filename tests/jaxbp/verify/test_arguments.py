@@ -1,4 +1,4 @@
-"""Arguments taken apart: names for people, and which of them are differentiated."""
+"""Arguments as lists of arrays: readable names, and the arguments that are differentiated."""
 
 import functools
 

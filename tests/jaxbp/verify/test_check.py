@@ -1,4 +1,4 @@
-"""A check passes what is right, and catches every classic mistake in a backward."""
+"""A check passes correct backwards and catches every classic mistake."""
 
 import functools
 
@@ -20,7 +20,7 @@ def drawn(*shapes, dtype="float32", seed=0):
     return [random.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-# ----------------------------------------------------------------------------------------- a right op, and copies of it
+# ---------------------------------------------------------------------------------------- a correct op and copies of it
 
 
 def dense(x, w, b):
@@ -68,7 +68,7 @@ def relu_backward(dy, x):
     return jnp.where(x > 0, dy, 0)
 
 
-# name -> (forward, right backward, wrong backward, arguments, argument that is wrong)
+# name -> (forward, correct backward, wrong backward, arguments, argument whose gradient is wrong)
 PLANTED = {
     "a missing broadcast sum": (
         add,
@@ -136,7 +136,7 @@ def assert_caught(mistake, dtype):
     result = quickly(Pair(forward, {"xla": wrong}), *args)
     assert not result
     assert ("xla", dtype, argument) in {(row.implementation, row.dtype, row.argument) for row in result.failures}
-    assert {row.implementation for row in result.failures} == {"xla"}  # JAX's own is right
+    assert {row.implementation for row in result.failures} == {"xla"}  # autodiff is correct
 
 
 @pytest.mark.parametrize("mistake", PLANTED)
@@ -193,7 +193,7 @@ def test_a_failure_names_the_worst_element_and_both_values():
     assert "failed" in str(result)
 
 
-# ---------------------------------------- mistakes that random numbers do not show, each of them once missed
+# ------------------------------------------------------------------------------ mistakes that random data does not show
 
 
 def maximum_backward(dy, x, y):
@@ -311,7 +311,7 @@ def test_the_same_op_without_the_mistake_passes(mistake):
     check(right, *args, order=2, **settings).raise_if_failed()
 
 
-# Of three numbers, and without a constant: compilers add them up as they are told to, and may rewrite `a / 10 * 3`.
+# Compilers keep the order of a sum of three numbers. They may rewrite expressions with constants, such as `a / 10 * 3`.
 def first_two_first(a):
     return (a[0] + a[1]) + a[2]
 
@@ -325,7 +325,8 @@ def equal_but_for_rounding(a, b):
 
 
 def by_other_roundings(share):
-    """Its backward, which adds up each argument in the other's order; `share(u, v)` of dy is for u."""
+    """Return `equal_but_for_rounding` with a backward that adds up each argument in the other order. The gradient with
+    respect to a is `share(u, v) dy`, where u and v are the sums of a and b."""
 
     def backward(dy, a, b):
         u, v = last_two_first(a), first_two_first(b)
@@ -441,7 +442,7 @@ def test_a_failure_says_what_it_looks_like(wrong, looks):
     assert failure.reason == looks and str(failure).endswith(looks)
 
 
-# ------------------------------------------------------------------------------------------------------- what is right
+# ---------------------------------------------------------------------------------------------------------- correct ops
 
 
 def test_an_op_of_the_library_passes_in_every_implementation_and_order():
@@ -498,7 +499,7 @@ def test_at_a_singular_point_the_gradient_is_held_against_autodiff():
     x = np.array([0.5, 0.0, 2.0], np.float32)
     assert quickly(right, x)
     assert [row.index for row in quickly(wrong, x, added=()).failures] == [(1,)]
-    assert quickly(lambda x: 1 / x, x)  # infinite itself
+    assert quickly(lambda x: 1 / x, x)  # the function is infinite at 0
 
 
 def test_without_a_convention_any_slope_will_do_at_a_kink_and_only_there():

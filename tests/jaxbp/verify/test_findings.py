@@ -1,4 +1,4 @@
-"""How a check treats kinks, dtypes, infinities, and programs that JAX cannot differentiate, and how it reports them."""
+"""Kinks, dtypes, infinities, and programs that JAX cannot differentiate: how a check treats and reports them."""
 
 import functools
 import re
@@ -51,7 +51,7 @@ def test_near_a_kink_rounding_still_decides_in_bfloat16():
     assert result.raise_if_failed()
 
 
-# ------------------------------------------------------------------------------------------- dtypes that are not taken
+# --------------------------------------------------------------------------------------------------- unsupported dtypes
 
 
 @pytest.mark.parametrize("name", ["inv", "eigh", "cholesky"])
@@ -87,7 +87,7 @@ def test_a_function_with_other_implementations_has_its_default_one():
     assert {row.implementation for row in result.rows} == {None}
 
 
-# -------------------------------------------------------------------------------------------------- what is not finite
+# ------------------------------------------------------------------------------------------- values that are not finite
 
 
 def logsumexp_backward(at_infinity):
@@ -107,7 +107,7 @@ def test_a_finite_gradient_where_autodiff_has_none_is_inconclusive():
 
 
 def test_one_sided_differences_decide_where_autodiff_is_not_finite():
-    forward = lambda x: jnp.sqrt(x) ** 2  # JAX gives NaN at 0, the slope is 1  # noqa: E731
+    forward = lambda x: jnp.sqrt(x) ** 2  # JAX returns NaN at 0, but the slope is 1  # noqa: E731
     x = np.array([0.0, 1.0, 4.0])
     right, wrong = (Pair(forward, {"xla": lambda dy, x, f=f: f * dy}, name="op") for f in (1, 2))
     assert {row.verdict for row in quickly(right, x, implementations=["xla"], added=()).rows} == {"ok"}
@@ -115,7 +115,7 @@ def test_one_sided_differences_decide_where_autodiff_is_not_finite():
     assert failures and failures[0].numeric != failures[0].analytic
 
 
-# ------------------------------------------------------------------------------------------- what cannot be checked
+# ------------------------------------------------------------------------------------- functions that cannot be checked
 
 
 def test_what_jax_cannot_differentiate_twice_is_inconclusive():

@@ -1,4 +1,4 @@
-"""A program that computes in a narrow dtype gives, lifted, what it gives without the conversion, in float64."""
+"""Lifting: a program that computes in a narrow dtype runs in float64, as if it had no conversion."""
 
 import functools
 
@@ -36,7 +36,7 @@ def on_a_mesh(function):
     return jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec("rows"), out_specs=PartitionSpec("rows"))
 
 
-# Each is given a function that narrows, or one that does not.
+# Each program takes a function that narrows its argument, or one that does not.
 PROGRAMS = {
     "conversion": lambda narrow, x: jnp.sin(narrow(x)),
     "jit": lambda narrow, x: jax.jit(lambda x: jnp.sin(narrow(x)))(x),
@@ -72,7 +72,7 @@ def test_a_lifted_program_computes_in_float64(name):
         found = lifted(function(narrow))(x)
         assert {a.dtype for a in found} == {np.dtype(np.float64)}
         jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-12, atol=1e-14), found, wanted)
-        if name == "fori_loop":  # has no reverse mode if the bound is not known
+        if name == "fori_loop":  # if its bounds are unknown, it has no reverse mode
             return
         cotangents = [np.ones(a.shape) for a in y]
         _, wanted = value_and_gradients(function(lambda a: a))([x], cotangents)
@@ -94,7 +94,7 @@ def test_a_callback_in_float32_cannot_be_lifted():
         lifted(function)(X)
 
 
-# ----------------------------------------------------------------------------------------------------------- in a check
+# --------------------------------------------------------------------------------------------------- lifting in a check
 
 
 def silu(x):

@@ -1,11 +1,11 @@
-"""JAX's own gradient never fails a check, whatever the data and its dtype.
+"""Autodiff never fails a check, for any data and dtype.
 
-The tests check a few combinations. This command checks all of them, and the whole catalogue, here with 14 processes:
+The tests check a few combinations. This command checks all of them, and the whole catalogue, with 14 processes:
 
     python tests/jaxbp/verify/test_no_false_alarm.py --processes 14
     python tests/jaxbp/verify/test_no_false_alarm.py functions
 
-It prints every alarm, progress to stderr, and last a line of JSON. It exits with 1 if there was an alarm.
+It prints every false alarm, progress to stderr, and finally one line of JSON. It exits with 1 after a false alarm.
 """
 
 import argparse
@@ -73,7 +73,7 @@ _NN = [
     "standardize",
     "glu",
 ]
-# Name -> (function, shapes of its arguments).
+# name -> (function, shapes of its arguments)
 FUNCTIONS = {
     **{f"jnp.{name}": (getattr(jnp, name), (X,)) for name in _NUMPY},
     **{f"jnp.{name}": (getattr(jnp, name), (X, X)) for name in _BINARY},
@@ -88,7 +88,7 @@ A_FEW = [ALL[i] for i in np.random.default_rng(0).choice(len(ALL), 12, replace=F
 
 
 def alarms(name, seed, scale, dtype, order=1):
-    """The failures of a right function, as lines."""
+    """Check a correct function. Return the failures as lines."""
     function, shapes = FUNCTIONS[name]
     random = np.random.default_rng(seed)
     data = [(scale * random.standard_normal(shape)).astype(dtype) for shape in shapes]
@@ -134,7 +134,7 @@ ROWS = np.float32([[0.3, -1.2, 0.8, 0.1], [-0.4, 0.9, 1.7, -2.0]])
 _RANDOM = np.random.default_rng(1200)
 _DY, _LOGITS, _INPUTS = (np.float32(1000 * _RANDOM.standard_normal(shape)) for shape in ((1, 1), (1, 16), (1, 2)))
 ONE_GATE = [_DY, _LOGITS, jaxbp.Wires.from_pairs([0], [1], 2), _INPUTS]
-# What is right and was once called wrong: name -> (op, arguments, settings of the check).
+# Correct ops that failed a check in the past: name -> (op, arguments, settings of the check).
 ONCE_WRONG = {
     "ties that go to the first": (
         jaxbp.max, [ROWS], dict(axis=1, kink_convention=False, added=["zeros"], seed=2),
@@ -152,11 +152,11 @@ ONCE_WRONG = {
     "a difference that rounding hides in part": (
         jaxbp.softmax_backward, [np.array([900.0, -700.0, 30.0]), np.array([23.0, 0.0, -1.0])], dict(added=()),
     ),
-    "JAX's own rounding in float64": (
+    "the rounding of JAX in float64": (
         jaxbp.mish_backward, [np.array([-1830.8034723729559]), np.array([19.500427245410556])],
         dict(added=(), seed=7),
     ),
-    "what float32 rounds at this data, and not beside it": (
+    "rounding in float32 at this data, but not nearby": (
         jaxbp.gate_layer_backward, ONE_GATE, dict(added=()),
     ),
 }  # fmt: skip
@@ -190,13 +190,13 @@ def test_the_program_counts_checks_and_alarms(monkeypatch, capsys):
     assert {line.split(",")[0] for line in lines if line} == {"wrong", "functions hung: no answer in 1 s"}
 
 
-# ------------------------------------------------------------------------------------------------ the program for all
+# ---------------------------------------------------------------------------------------------------------- the command
 
 
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = {"catalogue": [entry.name for entry in CATALOGUE], "functions": list(FUNCTIONS)}
-    parser.add_argument("part", nargs="?", choices=names, help="by default both")
+    parser.add_argument("part", nargs="?", choices=names, help="default: both")
     parser.add_argument("--processes", type=int, default=1)
     config = parser.parse_args(args)
     checks = alarms = died = 0
@@ -219,7 +219,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def work(task: tuple[str, str, str]) -> Iterator[list[str]]:
-    """What a process does: the checks of one function, in which most programs are the same but for their data."""
+    """Check one function in a child process. Most of its programs differ only in their data, so they share a cache."""
     part, name, folder = task
     jax.config.update("jax_compilation_cache_dir", os.path.join(folder, str(os.getpid())))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -228,7 +228,7 @@ def work(task: tuple[str, str, str]) -> Iterator[list[str]]:
 
 
 def alarms_of(part: str, name: str) -> Iterator[list[str]]:
-    """The failures of a right function, for each data and dtype."""
+    """Yield the failures of a correct function, for each data and dtype."""
     for seed, scale, dtype in itertools.product(SEEDS, SCALES, DTYPES):
         if part == "functions":
             lines = alarms(name, seed, scale, dtype)

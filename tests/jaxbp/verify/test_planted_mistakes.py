@@ -1,4 +1,4 @@
-"""Mistakes of our own, each in a backward that is right but for it. A check catches all of them."""
+"""Planted mistakes, each in an otherwise correct backward. A check catches all of them."""
 
 import inspect
 
@@ -22,7 +22,7 @@ X, V = (3, 4), (4,)
 
 
 def times(factor):
-    """The backward of sin, times a factor of dy and x."""
+    """Return the backward of sin, times a factor that depends on dy and x."""
     return lambda dy, x: dy * jnp.cos(x) * jnp.asarray(factor(dy, x), x.dtype)
 
 
@@ -92,7 +92,7 @@ def rnn_residual_of_another_step(dy, x, w):
     def step(dh, of):
         d, now = of
         da = (dh + d) * (1 - now * now)
-        return w * da, (da, da * now)  # the state before the step belongs here
+        return w * da, (da, da * now)  # correct: the state before the step
 
     _, (dx, dw) = lax.scan(step, jnp.zeros_like(x[0]), (dy, h), reverse=True)
     return dx, dw.sum(0)

@@ -1,4 +1,4 @@
-"""What a backward is held against: JAX in float64, confirmed by differences, and contradicted where they are sure."""
+"""The reference of a check: autodiff in float64. Differences confirm it, and overrule it where they are certain."""
 
 import jax
 import jax.numpy as jnp

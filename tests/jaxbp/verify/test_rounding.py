@@ -1,4 +1,4 @@
-"""How far rounding moves a program's results: by one rounding of what is largest in it, and only where it computes."""
+"""Rounding moves a program's results by one rounding of its largest values, and only where the program computes."""
 
 import jax
 import jax.numpy as jnp

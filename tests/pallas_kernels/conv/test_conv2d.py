@@ -1,4 +1,4 @@
-"""Correlations of sizes that do not unroll into registers against lax, and their tiles."""
+"""Correlations whose sizes do not fit in registers, compared with lax, and their tiles."""
 
 import math
 
@@ -14,16 +14,16 @@ from pallas_kernels.core.layouts import LANES
 
 
 def integers(*shape):
-    """Small whole numbers, whose sums are exact in float32 in any order."""
+    """Draw small integers, whose sums are exact in float32 in any order."""
     return jnp.asarray(np.random.default_rng(0).integers(-3, 4, shape), jnp.float32)
 
 
 def lax_correlate(x, w, stride):
-    """The same as `correlate`, batch last, by lax."""
+    """Compute `correlate`, with the batch last, by lax."""
     return jax.lax.conv_general_dilated(x, w, stride, "VALID", dimension_numbers=("CHWN", "OIHW", "CHWN"))
 
 
-# (filters, channels, filter's size, input's size, stride): long filters, tall ones, large ones, prime channel counts.
+# (filters, channels, filter size, input size, stride): long, tall and large filters, and prime numbers of channels.
 SIZES = [
     (2, 1, (13, 13), (13, 14), (1, 1)),
     (1, 2, (1, 200), (2, 201), (1, 1)),
@@ -73,7 +73,7 @@ def test_correlate_batch_splits_filters_that_registers_do_not_hold_and_the_batch
     assert (config.rows, config.columns) == filter_size
     assert 16 % config.out_channels == 6 % config.in_channels == 0
     assert math.prod(config.tile) <= 160
-    assert config.splits == 32  # a lane block and a row each
+    assert config.splits == 32  # one per lane block and row
 
 
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])

@@ -1,4 +1,4 @@
-"""The exact weights' gradient, whose sums over lanes go through shared memory on a GPU, and the kernels' tiles."""
+"""The exact gradient of the weights, whose sums over lanes use shared memory on a GPU, and the tiles of the kernels."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ BLOCKS = {
 
 
 def operands(block, N=LANES, dtype="float32"):
-    """dy, places and x of a block whose windows fill its input."""
+    """Draw dy, indices and x of a block whose windows fill its input."""
     K, P, Q, C, F = BLOCKS[block]
     dy, x = normal((K, P, Q, N), (C, 2 * P + F - 1, 2 * Q + F - 1, N))
     place = np.random.default_rng(2).integers(0, 5, (K, P, Q, N), np.uint8)
@@ -34,7 +34,7 @@ def operands(block, N=LANES, dtype="float32"):
 
 
 def routed(dy, place, window=WINDOW):
-    """The gradient at the convolution's resolution, as the pool's backward makes it, in float64."""
+    """Return the gradient with respect to the convolution's output, as the pool's backward computes it, in float64."""
     dy, place, (R, S) = np.asarray(dy, np.float64), np.asarray(place), window
     K, P, Q, N = dy.shape
     dz = np.where(place[..., None] == np.arange(R * S), dy[..., None], 0).reshape(K, P, Q, N, R, S)
@@ -42,7 +42,7 @@ def routed(dy, place, window=WINDOW):
 
 
 def in_float64(dy, place, x):
-    """The gradients in the weights and the bias."""
+    """Return the gradients with respect to the weights and the bias, in float64."""
     dz, x = routed(dy, place), np.asarray(x, np.float64)
     patches = np.lib.stride_tricks.sliding_window_view(x, dz.shape[1:3], axis=(1, 2))
     return np.einsum("kijn,cuvnij->kcuv", dz, patches, optimize=True), dz.sum((1, 2, 3))
@@ -89,7 +89,7 @@ def test_windows_that_do_not_divide_a_row_are_refused(on_hopper):
 
 @pytest.mark.parametrize(
     ("channels", "cells", "ahead"), [(2, 3, 1), (1, 3, 3), (2, 2, 1), (2, 1, 1), (1, 1, 3)]
-)  # of 2, 3 and 3
+)  # the block has 2 input channels, 3 cells per row, and 3 output channels
 def test_the_input_gradient_is_right_for_rows_of_cells_and_parts_of_them(channels, cells, ahead):
     (dy, place, x), (w,) = operands("small", 2 * LANES), normal((3, 2, 3, 3), seed=3)
     config = InputGradientConfig(channels, cells, ahead)
@@ -103,8 +103,8 @@ def test_the_input_gradient_is_right_for_rows_of_cells_and_parts_of_them(channel
 @pytest.mark.parametrize(
     ("window", "windows", "filters", "beyond"),
     [
-        ((1, 2), (2, 7), (3, 3), (0, 0)),  # parts of a row that repeat
-        ((3, 2), (2, 2), (2, 5), (1, 4)),  # filters lower than a window; cells that no window reaches
+        ((1, 2), (2, 7), (3, 3), (0, 0)),  # the parts of a row repeat
+        ((3, 2), (2, 2), (2, 5), (1, 4)),  # filters are lower than windows, and no window reaches some cells
         ((2, 3), (1, 5), (4, 1), (0, 1)),
         ((2, 2), (3, 1), (1, 1), (2, 0)),
     ],
@@ -167,7 +167,7 @@ def test_gpu_input_gradients_match_float64_and_repeat_their_bits(block, N):
 
 
 def shapes(block, N):
-    """x, w, b, dy and place of a block, as shapes."""
+    """Return the shapes and dtypes of x, w, b, dy and the indices of a block."""
     K, P, Q, C, F = BLOCKS[block]
     sizes = (C, 2 * P + F - 1, 2 * Q + F - 1, N), (K, C, F, F), (K,), (K, P, Q, N)
     return *(jax.ShapeDtypeStruct(size, "float32") for size in sizes), jax.ShapeDtypeStruct(sizes[-1], "uint8")
@@ -225,7 +225,7 @@ def test_the_code_of_the_input_gradient_stays_short_and_its_registers_few(Q, fil
         products += filters * window * sum(taps)
         registers = window**2 * config.cells * config.channels + len(reaching) * (window**2 + 4 * config.ahead)
         assert registers <= 200
-    # Of the largest filters and windows, one cell alone takes 1,024.
+    # With the largest filters and windows, a single cell takes 1,024 products.
     assert config.ahead * config.channels * products <= (2000 if filters < 8 else 6000)
 
 

@@ -41,7 +41,7 @@ def test_the_simulator_finds_it_right(block, window, config, dtype, spare):
     kernel, exact = with_exact(forward, window, config)
     with on_the_cpu():
         expected = exact(*arrays)
-    # Equal maxima: the first one's place.
+    # If maxima are equal, the first index is correct.
     jax.tree.map(np.testing.assert_array_equal, simulate(kernel, *arrays), expected)
 
 
@@ -109,7 +109,7 @@ def test_gpu_results_match_the_exact_kernel_and_repeat_their_bits(block, N, dtyp
     kernel, exact = with_exact(forward, config=forward.heuristic(*structs(block, "bfloat16"), window=(2, 2)))
     once, again, (y, place) = kernel(*arrays), kernel(*arrays), exact(*arrays)
     jax.tree.map(np.testing.assert_array_equal, once, again)
-    # Both round their results to the dtype; maxima that are nearly equal may change places.
+    # Both kernels round their results to the dtype. The indices of nearly equal maxima may differ.
     assert relative_error(once[0], y) < (5e-3 if dtype == "bfloat16" else 1e-3)
     assert np.mean(np.asarray(once[1]) != np.asarray(place)) < 1e-4
 

@@ -40,7 +40,7 @@ def test_the_simulator_finds_it_right(block, window, config, spare):
     kernel, exact = with_exact(forward, window, config)
     with on_the_cpu():
         expected = exact(*arrays)
-    # Equal maxima: the first one's place.
+    # If maxima are equal, the first index is correct.
     jax.tree.map(np.testing.assert_array_equal, simulate(kernel, *arrays), expected)
 
 
@@ -118,7 +118,7 @@ def test_gpu_results_match_the_exact_kernel_and_repeat_their_bits(block, N):
     once, again, (y, place) = kernel(*arrays), kernel(*arrays), exact(*arrays)
     jax.tree.map(np.testing.assert_array_equal, once, again)
     assert relative_error(once[0], y) < 1e-3
-    # Maxima that are nearly equal may change places.
+    # The indices of nearly equal maxima may differ.
     assert np.mean(np.asarray(once[1]) != np.asarray(place)) < 2e-3
 
 

@@ -20,33 +20,33 @@ pytestmark = pytest.mark.skipif(jax.__version_info__ < MIN_JAX, reason="older ve
 can_simulate = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="older simulators lack the tensor cores' instructions"
 )
-# Channels out, rows and columns of windows, channels in, filter.
+# Output channels, rows and columns of windows, input channels, filter size.
 LENET, SMALL, ONE_GROUP = (16, 4, 4, 6, 5), (16, 1, 4, 2, 5), (32, 2, 1, 4, 3)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def operands(draw, K, P, Q, C, F, N=LANES, dtype="float32"):
-    """dy, places and w, and the input's size."""
+    """Draw dy, indices and w. Also return the size of the input."""
     dy, w = (a.astype(dtype) for a in draw((K, P, Q, N), (K, C, F, F)))
     place = np.random.default_rng(2).integers(0, 5, (K, P, Q, N), np.uint8)
     return (dy, jnp.asarray(place), w), (2 * P + F - 1, 2 * Q + F - 1)
 
 
 def integers(*shapes):
-    """Small whole numbers, whose products and sums are exact on the tensor cores too."""
+    """Draw small integers, whose products and sums are exact on the tensor cores."""
     random = np.random.default_rng(0)
     return [jnp.asarray(random.integers(-3, 4, shape), jnp.float32) for shape in shapes]
 
 
 def gradients(input_size, windows):
-    """The kernel with so many windows in a group, and the exact one."""
+    """Return the kernel with `windows` windows per group, and the exact kernel."""
     options = dict(window=(2, 2), input_size=input_size)
     kernel = functools.partial(input_gradient, config=Config(windows), **options)
     return jax.jit(kernel), jax.jit(functools.partial(exact_input_gradient, **options))
 
 
 def asked(dy_shape, w_shape, dtype="float32"):
-    """What the kernel says of arrays: what it does not take of them, and its config."""
+    """Return why the kernel does not support the arrays, or None, and its config."""
     structs = (jax.ShapeDtypeStruct(shape, dtype) for shape in (dy_shape, dy_shape, w_shape))
     arrays, options = list(structs), dict(window=(2, 2), input_size=(12, 12))
     reason = input_gradient.unsupported(*arrays, **options)
@@ -137,5 +137,5 @@ def test_gpu_gradients_match_the_exact_kernel_and_repeat_their_bits(N, dtype):
     kernel, exact = gradients(input_size, 2)
     once, again = kernel(*arrays), kernel(*arrays)
     np.testing.assert_array_equal(once, again)
-    # Both round their results to the dtype.
+    # Both kernels round their results to the dtype.
     assert relative_error(once, exact(*arrays)) < (5e-3 if dtype == "bfloat16" else 1e-3)

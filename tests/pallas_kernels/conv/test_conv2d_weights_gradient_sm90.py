@@ -23,14 +23,14 @@ can_simulate = pytest.mark.skipif(
 
 
 def operands(draw, K, P, Q, C, F, *, N=LANES, dtype="float32"):
-    """dy, places and x of a block whose windows fill its input."""
+    """Draw dy, indices and x of a block whose windows fill its input."""
     dy, x = draw((K, P, Q, N), (C, 2 * P + F - 1, 2 * Q + F - 1, N))
     place = np.random.default_rng(2).integers(0, 5, (K, P, Q, N), np.uint8)
     return dy.astype(dtype), jnp.asarray(place), x.astype(dtype)
 
 
 def integers(*shapes):
-    """Small whole numbers, whose products and sums are exact on the tensor cores too."""
+    """Draw small integers, whose products and sums are exact on the tensor cores."""
     random = np.random.default_rng(0)
     return [jnp.asarray(random.integers(-3, 4, shape), jnp.float32) for shape in shapes]
 
@@ -39,7 +39,7 @@ exact_gradient = functools.partial(conv2d_relu_max_pool2d.weights_gradient_inter
 
 
 def gradient(*arrays):
-    """The kernel, at batches where it does not pay too."""
+    """Run the kernel, even for batches where it does not pay."""
     return tensor_cores.weights_gradient(*arrays, window=WINDOW, config=config_of(*arrays))
 
 
@@ -52,7 +52,8 @@ def pooled_shapes(block, N=LANES):
     return jax.eval_shape(lambda: operands(normal, *BLOCKS[block], N=N))
 
 
-# Whose rows are the tiles: the image's with one, and with two programs for the places; or the routed gradient's.
+# In "image" and "lenet1", the rows of the image form the tiles, with one and two CTAs for the positions of a window. In
+# the other blocks, the rows of the routed gradient form the tiles.
 BLOCKS = {
     "image": (8, 2, 3, 2, 3),
     "gradient": (16, 2, 2, 4, 5),
@@ -89,7 +90,7 @@ def test_rows_that_do_not_come_in_eights_are_refused():
 
 def test_a_convolution_takes_rows_of_a_channel_that_come_in_eights():
     dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((32, 8, 6, LANES), (8, 8, 8, LANES)))
-    # Of four rows of six columns, a program with one or two of them would copy 6 or 12 rows a channel.
+    # A CTA with one or two of four rows of six columns would copy 6 or 12 rows per channel, which is no multiple of 8.
     assert tensor_cores.correlate_batch.unsupported(dy, x) is not None
     dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 8, 8, LANES), (6, 12, 12, LANES)))
     assert tensor_cores.correlate_batch.heuristic(dy, x) == Config(2, 2, images_on_left=False, stages=3)
@@ -173,7 +174,7 @@ def test_they_lower_for_cuda(block, dtype):
 def test_gpu_gradients_match_float64_and_repeat_their_bits(block, N, dtype):
     arrays = operands(normal, *BLOCKS[block], N=N, dtype=dtype)
     dy, place, x = (np.asarray(a, np.float64) for a in arrays)
-    # The gradient at the convolution's resolution, as the pool's backward makes it.
+    # The gradient with respect to the convolution's output, as the pool's backward computes it.
     K, P, Q, _ = dy.shape
     dz = np.where(place[..., None] == np.arange(4), dy[..., None], 0).reshape(K, P, Q, N, 2, 2)
     dz = dz.transpose(0, 1, 4, 2, 5, 3).reshape(K, 2 * P, 2 * Q, N)

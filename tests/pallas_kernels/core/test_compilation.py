@@ -1,6 +1,6 @@
-"""Kernels compiled ahead: where they are, and that the program around them finds them compiled.
+"""Kernels compiled ahead of their program: when this happens, and that the program finds them compiled.
 
-Compiling needs CUDA's compiler, of which `ahead_of_time.missing` says what is not installed.
+Compilation needs CUDA's compiler. `ahead_of_time.missing` returns which part of it is not installed.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def test_a_body_is_traced_once(monkeypatch):
         traced.append(i)
         double(x_ref, y_ref, i=i)
 
-    with ThreadPoolExecutor(1) as threads:  # which waits for them in the end
+    with ThreadPoolExecutor(1) as threads:  # on exit, it waits for the compilations
         monkeypatch.setattr(compilation, "_threads", lambda: threads)
         assert "mosaic_gpu" in cuda_program(lambda x: run(body, x), rows())
     assert len(traced) == len(compiled) == 1

@@ -11,7 +11,7 @@ from pallas_kernels.core.device import BLACKWELL, HOPPER, targeting
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Makes the default device a GPU of a compute capability."""
+    """Return a function that makes the default device a GPU of some compute capability."""
 
     def make(capability, kind="NVIDIA GPU", core_count=99):
         described = {} if capability is None else {"compute_capability": capability}

@@ -1,4 +1,4 @@
-"""Gathers, scatters and sums of blocks: each against NumPy, in the simulator and on a GPU."""
+"""Gathers, scatters and sums of blocks, compared with NumPy, in the simulator and on a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ WIDTH, ROWS = 4, 40
 
 
 def run(rows, places, table, values):
-    """All of them in one kernel: gathered rows, of shared memory and of the device's, gathered elements, scattered
-    ones, sums, and columns put together."""
+    """Compute everything in one kernel: rows gathered from shared and device memory, gathered elements, scattered
+    elements, sums, and one column repeated over a block."""
 
     def body(rows_ref, places_ref, table_ref, values_ref, *results, one):
         del one

@@ -1,4 +1,4 @@
-"""Launching kernels: the interpreter, what mistakes show as, and the batch-last layout."""
+"""Launching kernels: the interpreter, the symptoms of mistakes, and the batch-last layout."""
 
 import os
 import subprocess
@@ -47,7 +47,7 @@ def test_the_interpreter_warns_once_per_process_and_only_when_it_runs():
     assert after.count("jaxbp: no GPU found, so Pallas kernels run in an interpreter: correct, but slow.") == 1
 
 
-# ------------------------------------------------------------------------------------------------------- one primitive
+# -------------------------------------------------------------------------------------------------------- the primitive
 
 
 def counted(traced):
@@ -115,7 +115,7 @@ def test_an_example_that_is_the_same_for_all_is_not_copied_by_vmap():
 
 
 def doubled_and_half(x):
-    """2 x, which may take x's place, and x / 2."""
+    """Compute x / 2, and 2 x, which may reuse x's memory."""
 
     def body(x_ref, half_ref, double_ref, *, i):
         value = x_ref[i]
@@ -129,7 +129,7 @@ def test_a_result_may_take_the_place_of_an_array():
     x = jnp.arange(3.0 * LANES).reshape(3, LANES)
     np.testing.assert_array_equal(doubled_and_half(x), (x / 2, 2 * x))
     np.testing.assert_array_equal(jax.vmap(doubled_and_half)(x[None]), (x[None] / 2, 2 * x[None]))
-    in_place = jax.__version_info__ >= (0, 11)  # else it has memory of its own
+    in_place = jax.__version_info__ >= (0, 11)  # older versions allocate new memory
     assert cuda_program(doubled_and_half, x).count("#stablehlo.output_operand_alias") == in_place
     assert "output_operand_alias" not in cuda_program(jax.vmap(doubled_and_half), x[None])
 
@@ -167,7 +167,7 @@ def test_shared_memory_wants_a_gpu_or_the_simulator():
         launch(body, rows(), out=out, grid={"i": 2}, name="planted", scratch=scratch)
 
 
-# ------------------------------------------------------------------------------------------------ the order of programs
+# ---------------------------------------------------------------------------------------------------- the order of CTAs
 
 
 def all_write_the_same_place(x_ref, y_ref, *, i):

@@ -1,4 +1,4 @@
-"""Vectors and tiles: their lengths, and arithmetic of their numbers."""
+"""Vectors and tiles: their lengths, and the arithmetic of their indices."""
 
 import jax
 import jax.numpy as jnp

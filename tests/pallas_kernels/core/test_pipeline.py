@@ -19,7 +19,7 @@ in_the_simulator = pytest.mark.skipif(
 
 
 def doubled(x, stages):
-    """`2 * x`, a row at a time, by a warpgroup that fetches ahead."""
+    """Compute `2 * x` row by row, by a warpgroup that fetches ahead."""
     rows = x.shape[0]
 
     def body(x_ref, y_ref, ring_ref, loaded, *, program):
@@ -48,7 +48,7 @@ def doubled(x, stages):
 
 
 def doubled_by_consumer(x, stages):
-    """`2 * x`, by a consumer warpgroup for which a producer warpgroup fetches."""
+    """Compute `2 * x` by a consumer warpgroup. A producer warpgroup fetches the rows."""
     rows = x.shape[0]
 
     def body(x_ref, y_ref, ring_ref, loaded, free, *, program, warpgroup):
@@ -114,7 +114,7 @@ def test_gpu_every_row_comes_through_in_its_order(kernel, rows, stages):
 
 @in_the_simulator
 def test_a_stage_that_is_filled_while_it_is_read_is_found_by_the_simulator():
-    """The planted mistake: a consumer that releases a stage before it has read it."""
+    """The consumer releases a stage before it has read the stage."""
 
     def hasty(x):
         def body(x_ref, y_ref, ring_ref, loaded, free, *, program, warpgroup):

@@ -1,4 +1,4 @@
-"""What mistakes show as in the simulator."""
+"""The symptoms of mistakes in the simulator."""
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def all_write_the_same_place(x_ref, y_ref, *, i):
     y_ref[1, FIRST] = x_ref[1, FIRST]
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="its simulator puts the programs of a grid in an order")
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older simulators order the CTAs of a grid")
 def test_the_simulator_raises_on_a_race():
     with pytest.raises((jax.errors.JaxRuntimeError, RuntimeError), match=r"(?i)race"), simulated():
         jax.block_until_ready(run(all_write_the_same_place, rows()))

@@ -27,7 +27,7 @@ def heuristic(x, *, window):
 
 @tiles.kernel(unsupported=unsupported, heuristic=heuristic)
 def kernel(x, *, window, config):
-    """Returns its config."""
+    """Return the config."""
     return config
 
 

@@ -1,4 +1,4 @@
-"""A dense layer's three gradients, exact and batch last."""
+"""The three gradients of a dense layer, exact, with the batch last."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""A dense layer's products on the tensor cores: simulated, lowered for CUDA, and on a GPU."""
+"""The products of a dense layer on the tensor cores: simulated, lowered for CUDA, and on a GPU."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def expected_forward(x, w, b):
 
 
 def layer(rows, outputs, inputs, dtype="bfloat16"):
-    """x, w and b."""
+    """Draw x, w and b."""
     return [a.astype(dtype) for a in normal((rows, inputs), (outputs, inputs), (outputs,))]
 
 
@@ -47,8 +47,8 @@ def layer_structs(rows, outputs, inputs, dtype="bfloat16"):
     ("rows", "outputs", "inputs", "sizes"),
     [
         (320, 128, 256, dict(splits=1)),
-        (100, 128, 256, dict(splits=2)),  # a last block that is not full
-        (320, 256, 128, dict(splits=3)),  # several tiles a CTA
+        (100, 128, 256, dict(splits=2)),  # the last block is not full
+        (320, 256, 128, dict(splits=3)),  # several tiles per CTA
         (320, 256, 256, dict(splits=2, cluster=2, columns=128)),
         (192, 256, 512, dict(splits=1, raster=1)),
         (192, 256, 128, dict(splits=2, rows=256)),
@@ -69,10 +69,10 @@ def test_the_simulator_finds_them_right(rows, outputs, inputs, sizes):
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "sizes"),
     [
-        (256, 192, 128, {}),  # a tile a CTA: one consumer has none
-        (640, 128, 128, {}),  # three tiles or two
-        (300, 128, 512, dict(cluster=2, raster=2)),  # a last block not full, several tiles a CTA
-        (128, 320, 512, dict(stages=3)),  # steps that are no multiple of the stages
+        (256, 192, 128, {}),  # one tile per CTA, so one consumer has none
+        (640, 128, 128, {}),  # two or three tiles per CTA
+        (300, 128, 512, dict(cluster=2, raster=2)),  # the last block is not full; several tiles per CTA
+        (128, 320, 512, dict(stages=3)),  # the steps are no multiple of the stages
     ],
     ids=str,
 )
@@ -95,7 +95,7 @@ def weights_config(*shape):
 
 def test_splits_of_the_rows_fill_the_multiprocessors():
     assert [weights_config(*shape).splits for shape in REAL] == [1, 4, 1, 66]
-    assert weights_config(65536, 3072, 768).splits == 9  # 36 tiles, 72 would leave half of them idle
+    assert weights_config(65536, 3072, 768).splits == 9  # 36 tiles; with 72, half of the multiprocessors would idle
 
 
 def test_clusters_are_there_where_tiles_outnumber_the_multiprocessors():
@@ -119,7 +119,7 @@ def reasons(of, *shapes, dtype="bfloat16"):
 
 
 def weights_unsupported(*shape):
-    """`shape` may end with a dtype."""
+    """Return why `weights_gradient` does not support the arrays, or None. `shape` may end with a dtype."""
     return kernels.weights_gradient.unsupported(*structs(*shape))
 
 

@@ -21,7 +21,7 @@ SMALL, LENET = (40, 33, 31, 5), (256, 120, 84, 10)
 
 
 def draw(sizes, N, seed=0):
-    """x with the batch last and as many rows as the kernels want, labels, weights, biases and dy."""
+    """Draw x, with the batch last and padded rows, labels, weights, biases and dy."""
     random = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
     x = jnp.zeros((kernels.widths(sizes)[0], N)).at[: sizes[0]].set(normal(sizes[0], N))
@@ -37,7 +37,7 @@ def both(x, labels, weights, biases, dy):
 
 
 def check(results, x, labels, weights, biases, dy):
-    """Holds both kernels to float64: the backward where the forward's rounded sums have the ReLUs."""
+    """Compare both kernels with float64. The reference backward takes ReLU's masks from the rounded forward."""
     loss, logits, hidden, gradients = jax.tree.map(lambda a: np.asarray(a, np.float64), results)
     weights, biases = ([np.asarray(a, np.float64) for a in arrays] for arrays in (weights, biases))
     labels, h = np.asarray(labels), np.asarray(x, np.float64)[: weights[0].shape[1]].T
@@ -66,7 +66,7 @@ def at_once(x, labels, weights, biases, dy):
 
 
 def check_at_once(results, x, labels, weights, biases, dy):
-    """Holds rows and gradients to float64, and what is made of them to sums of them in float64."""
+    """Compare rows and gradients with float64, and the layers' gradients with float64 sums over these rows."""
     check(results[0], x, labels, weights, biases, jnp.ones_like(dy))
     x, dy, (_, _, hidden, gradients), (dx, *layers) = jax.tree.map(
         lambda a: np.asarray(a, np.float64), (x, dy, *results)
@@ -88,7 +88,7 @@ def test_the_simulator_finds_rows_and_gradients_at_once_right(sizes, N):
 
 
 def structs(sizes, N, dtype="float32"):
-    """x, labels, weights and biases."""
+    """Return the shapes and dtypes of x, labels, weights and biases."""
     weights = tuple(jax.ShapeDtypeStruct((n, m), dtype) for m, n in itertools.pairwise(sizes))
     biases = tuple(jax.ShapeDtypeStruct((n,), dtype) for n in sizes[1:])
     x = jax.ShapeDtypeStruct((kernels.widths(sizes)[0], N), dtype)
@@ -150,7 +150,7 @@ def test_rows_have_place_for_a_one_behind_each_hidden_layer():
 def test_what_they_take(sizes, N, dtype, reason, on_hopper):
     x, labels, weights, biases = structs(sizes, N, dtype)
     logits = jax.ShapeDtypeStruct((N, kernels.widths(sizes)[-1]), dtype)
-    # Hidden layers' results are not looked at.
+    # The check ignores the results of hidden layers.
     found = kernels.forward.unsupported(x, labels, weights, biases)
     backward = kernels.backward.unsupported(jax.ShapeDtypeStruct((N,), dtype), labels, logits, (), weights)
     assert found == backward

@@ -1,4 +1,4 @@
-"""The automaton's two kernels: in the simulator, lowered for CUDA, and on a GPU."""
+"""The two kernels of the automaton: in the simulator, lowered for CUDA, and on a GPU."""
 
 import functools
 import itertools
@@ -19,15 +19,15 @@ from pallas_kernels.logic import automaton as kernels
 from pallas_kernels.logic.automaton import Config
 
 PUBLISHED = dict(perception_kernels=16, perception_widths=[8, 4, 2], update_widths=[256] * 10 + [128, 64, 32, 16, 8, 8])
-SHALLOW = PUBLISHED | dict(update_widths=[256, 256, 128, 64, 32, 16, 8, 8])  # another layer is more of the same code
+SHALLOW = PUBLISHED | dict(update_widths=[256, 256, 128, 64, 32, 16, 8, 8])  # more layers would repeat the same code
 
 
 def operands(channels, kernels, perception, update, periodic, shape, fires, seed=0):
-    """(automaton, coefficients, state, fires, dnew)."""
+    """Draw (automaton, coefficients, state, fires, dnew)."""
     random = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
     automaton = jaxbp.Automaton.create(channels, kernels, perception, update, periodic, seed=1)
-    # Of gates: with any other coefficients, what many layers compute would run over.
+    # These are coefficients of gates. With arbitrary coefficients, the results of many layers would overflow.
     of_gates = lambda *shape: jnp.moveaxis(softmax(normal(*shape, 16)), -1, 0)  # noqa: E731
     coefficients = (
         [of_gates(w.gates, kernels) for w in automaton.perception],
@@ -39,7 +39,7 @@ def operands(channels, kernels, perception, update, periodic, shape, fires, seed
 
 
 def reference(automaton, coefficients, state, fires, dnew):
-    """(next state, dstate, dcoefficients) by the formula in float64."""
+    """Return (next state, dstate, dcoefficients) by the formula in float64."""
 
     def run(coefficients, state, dnew):
         prepared = formula.prepare(coefficients, automaton, state.shape)
@@ -51,7 +51,7 @@ def reference(automaton, coefficients, state, fires, dnew):
 
 
 def by_kernels(automaton, coefficients, state, fires, dnew, config=None):
-    """The same by the kernels, in their own configs by default; coefficients' gradients in two launches in a row."""
+    """Return the results of `reference`, computed by the kernels. Two launches add up the coefficients' gradients."""
     prepared, plan = arrays_of.prepare(coefficients, automaton, state.shape), arrays_of.plan(automaton, state.shape)
     flat, mask, options = arrays_of.enter(state), arrays_of._flat(fires), dict(plan=plan)
     if config:
@@ -81,7 +81,8 @@ def jitted(automaton, config=None):
     ids=["two cells", "two slices"],
 )
 def test_simulated_kernels_are_the_formula(config, grid):
-    """One warpgroup: the simulator sees a gather as a read of all rows, and another's writes as races."""
+    """There is one warpgroup. The simulator treats a gather as a read of all rows, and a second warpgroup's writes as
+    races."""
     arguments = operands(8, 3, [8, 4, 2], [32, 16, 8], True, grid, True)
     assert (arguments[0].orders[0][0] != np.arange(32)).any()
     with simulated():
@@ -133,7 +134,7 @@ def test_cells_at_a_time_are_as_many_as_fit_and_keep_all_programs_busy():
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_gradients_take_rows_that_nobody_reads_any_more(sizes):
-    """While a layer writes its own, others are read: its inputs, its consumers' gradients, later the centre's."""
+    """While a layer writes its rows, its inputs and its consumers' gradients are read, later the center's gradient."""
     plan = arrays_of.plan(jaxbp.Automaton.create(*sizes, True, seed=0), (1, 3, 3, sizes[0]))
     layers, rows, first_update = plan.layers, plan.gradients, len(plan.perception)
     written = [range(first, first + 2 * layer.lanes) for first, layer in zip(rows.firsts, layers, strict=True)]
@@ -144,7 +145,7 @@ def test_gradients_take_rows_that_nobody_reads_any_more(sizes):
             read |= set(written[first_update])
         assert not read & set(written[i])
     assert not {*range(plan.inputs.lanes), *written[0], *written[first_update]} & set(sums)
-    # The outputs' gradients are there before the first layer's rows are computed.
+    # The gradients of the outputs are stored before the first layer's rows are computed.
     outputs = range(rows.outputs.first, rows.outputs.end)
     assert not {*range(layers[-1].first), *itertools.chain(*written), *sums} & set(outputs)
     assert max(*map(max, written), max(sums), max(outputs)) < rows.count
@@ -153,7 +154,7 @@ def test_gradients_take_rows_that_nobody_reads_any_more(sizes):
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_layers_of_the_forward_take_rows_that_nobody_reads_any_more(sizes):
-    """While a layer writes its own, others are read: the one before, the inputs, and in the end the last."""
+    """While a layer writes its rows, the previous layer and the inputs are read, and at the end the last layer."""
     plan = arrays_of.plan(jaxbp.Automaton.create(*sizes, True, seed=0), (1, 3, 3, sizes[0]))
     inputs, layers = range(plan.inputs.lanes), plan.forward_layers
     for before, layer in zip([plan.inputs, *layers], layers, strict=False):

@@ -1,4 +1,4 @@
-"""The gates' gradients, by each of the kernels: in the simulator, lowered for CUDA, and on a GPU."""
+"""The gradients of gates by each kernel: in the simulator, lowered for CUDA, and on a GPU."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def operands(wires, N, dtype="float32"):
 
 
 def structs(inputs, gates, N, dtype="float32"):
-    """`operands` of random wires, without numbers."""
+    """Return the shapes and dtypes of `operands` for random wires."""
     wires = jax.eval_shape(lambda: Wires.random(inputs, gates, seed=0))
     dy, coefficients, x = (
         jax.ShapeDtypeStruct(shape, dtype)
@@ -53,7 +53,7 @@ def reference(dy, coefficients, wires, x):
 
 
 def separate(dy, coefficients, graph, x):
-    """Both gradients, by a kernel each."""
+    """Compute the two gradients by two kernels."""
     return kernels.input_gradient(dy, coefficients, graph, x), kernels.coefficients_gradient(dy, graph, x)
 
 
@@ -66,8 +66,8 @@ def fastest(dy, coefficients, wires, x):
     [(function, wires, LANES) for function in (BY_INPUT, separate) for wires in WIRES]
     + [(ALONG_TRAIL, wires, LANES) for wires in REGULAR]
     + [(BY_GATE, wires, LANES) for wires in ONE_CONSUMER]
-    + [(BY_GATE, "one consumer", 12 * LANES)]  # three programs of four vectors
-    + [(ALONG_TRAIL, "one input twice", 15 * LANES)],  # three programs of five vectors
+    + [(BY_GATE, "one consumer", 12 * LANES)]  # three CTAs of four vectors
+    + [(ALONG_TRAIL, "one input twice", 15 * LANES)],  # three CTAs of five vectors
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_simulator_finds_them_right(function, wires, N):
@@ -100,13 +100,13 @@ def test_neighbouring_gates_may_share_a_row_of_dy(function, wires):
 
 
 @pytest.mark.parametrize(("N", "dtype"), [(128, "bfloat16"), (384, "float32"), (4096, "float32")])
-@pytest.mark.parametrize("wires", ["many consumers", "four consumers", "one consumer"])  # each has another kernel
+@pytest.mark.parametrize("wires", ["many consumers", "four consumers", "one consumer"])  # each has a different kernel
 def test_they_lower_for_cuda(wires, N, dtype):
     text = cuda_program(fastest, *operands((WIRES | REGULAR | ONE_CONSUMER)[wires](), N, dtype))
     assert text.count("custom_call @mosaic_gpu") == (2 if wires in WIRES and N <= kernels._SHORT_ROW_IN_L2 else 1)
 
 
-# What an H200's driver says, and what XLA's target configurations list for one.
+# The size that an H200's driver reports, and the size in XLA's target configuration of an H200.
 L2_BYTES = (HOPPER.l2_bytes, 50 * 2**20)
 
 
@@ -141,7 +141,7 @@ def test_which_kernel_makes_them(inputs, gates, N, dtype, kernel, l2_bytes):
     assert names == {name: name == kernel for name in names}
 
 
-# -------------------------------------------------------------------------------------------------- their two questions
+# ----------------------------------------------------------------------------------------------- supports and heuristic
 
 
 def arguments(kernel, *operands):

@@ -1,4 +1,4 @@
-"""An order of gates in which neighbouring threads read different banks of shared memory."""
+"""An order of gates in which adjacent threads read different banks of shared memory."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ SMALL = (3, 2, [8], [30, 15, 8, 5, 3])
     [
         (range(8), 1),
         (range(0, 64, 8), 8),
-        ([5] * 8, 1),  # one row, read once for all
+        ([5] * 8, 1),  # all threads read one row at once
         ([0, 8, 1, 9, 2, 3, 4, 5], 2),
         ([*range(8), 0, 8, 16], 4),
     ],
@@ -50,7 +50,7 @@ def halves(packed):
 
 
 def cycles(automaton):
-    """(of what gates read, of their consumers' gradients) for the tables that kernels have."""
+    """Return the cycles of reading the inputs of gates, and the gradients of consumers, with the kernels' tables."""
     plan = arrays_of.plan(automaton, (1, 3, 3, automaton.channels))
     wires = np.asarray(arrays_of._rows_read(automaton, plan.layers))
     consumers = np.asarray(arrays_of._rows_of_consumers(automaton, plan))
@@ -63,7 +63,8 @@ def cycles(automaton):
 
 
 def test_the_checkerboard_reads_with_few_conflicts():
-    """In the order of the wires it takes 2,360 and 2,100 cycles; without any conflict it would take 1,280 and 1,060."""
+    """In the order of the wires, the reads take 2,360 and 2,100 cycles. Without conflicts they would take 1,280 and
+    1,060."""
     reads, sums = cycles(jaxbp.Automaton.create(*CHECKERBOARD, False, seed=0))
     assert reads < 1350
     assert sums < 1600

@@ -1,4 +1,4 @@
-"""The gates' forward: in the simulator, lowered for CUDA, and what it says of its arguments."""
+"""The forward of gates: in the simulator, lowered for CUDA, and the arguments that it supports."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The graph of the wires, as arrays that kernels take."""
+"""The graph of the wires as arrays for the kernels."""
 
 import jax
 import numpy as np

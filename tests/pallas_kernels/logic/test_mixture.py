@@ -1,4 +1,4 @@
-"""Coefficients of gates from logits, and the logits' gradient: in the simulator, lowered for CUDA, and on a GPU."""
+"""The coefficients of gates and the gradient of the logits: in the simulator, lowered for CUDA, and on a GPU."""
 
 import functools
 
@@ -22,7 +22,7 @@ def operands(count, scale=1.0):
     return dc, scale * logits
 
 
-@pytest.mark.parametrize("count", [1, 128, 150])  # a part of a program, a whole one, one and a part
+@pytest.mark.parametrize("count", [1, 128, 150])  # less than one CTA, exactly one, and more than one
 def test_the_simulator_finds_them_right(count):
     dc, logits = operands(count)
     with on_the_cpu(), simulated():

@@ -1,4 +1,4 @@
-"""Trees of gates: images so small that the compiler unrolls a kernel's loops. The rest is in test_logic_conv2d.py."""
+"""Trees of gates on images so small that the compiler unrolls the loops. `test_logic_conv2d.py` has the other tests."""
 
 import os
 import subprocess
@@ -39,7 +39,8 @@ def test_gradients_of_small_images(size, pool):
 
 
 def _of_four_by_four():
-    """The gradient of images of 4x4 pixels: unrolled loops clear the sums of a band, add to them and write them."""
+    """Compile the gradient for images of 4x4 pixels. Its unrolled loops clear the sums of a band, add to them and write
+    them to device memory."""
     options = dict(window=(3, 3), stride=(1, 1), pool=(2, 2), size=(CHANNELS, 4, 4), padding=(1, 1))
     arrays = [
         jax.ShapeDtypeStruct((KERNELS * LEAVES, 2, 2, 128), jnp.float32),
@@ -51,7 +52,7 @@ def _of_four_by_four():
 
 @pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
 def test_sums_in_shared_memory_are_read_after_they_were_added_to(tmp_path):
-    # Without what keeps the order, LLVM writes the zeros to which they were set.
+    # Unless the kernel enforces the order, LLVM writes the zeros to which the sums were set.
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parents[3], Path(__file__).parents[2])))
     subprocess.run([sys.executable, __file__], check=True, env=environment)

@@ -1,4 +1,4 @@
-"""What the tests of the plain and of the streamed kernels share."""
+"""Fixtures that the tests of the plain kernels and of the streamed kernels share."""
 
 import functools
 
@@ -10,7 +10,7 @@ from helpers import assert_close, normal
 
 @pytest.fixture
 def assert_right():
-    """Holds the forward and the gradients of a file of kernels against float64."""
+    """Return a function that compares the forward and the gradients of a module of kernels with float64."""
 
     def check(kernels, rows, hidden, dtype, tolerance, *, center, known, configs=(None, None)):
         arrays = [a.astype(dtype) for a in normal((rows, hidden), (rows, hidden), (hidden,), (hidden,))]
@@ -21,7 +21,10 @@ def assert_right():
 
 
 def run(kernels, dy, x, scale, bias, *, center, known, configs):
-    """(y, statistics), (gradients, y of their pass); `known` hands the statistics on."""
+    """Return (y, statistics) of the forward and (gradients, y) of the backward.
+
+    With `known`, the backward gets the forward's statistics.
+    """
     options = dict(eps=1e-5, center=center)
     bias, (forward, backward) = bias if center else None, configs
     y, *statistics = kernels.normalise(x, scale, bias, **options, config=forward)

@@ -1,4 +1,4 @@
-"""The kernels of LayerNorm and RMSNorm for rows of any length, in the interpreter."""
+"""The kernels of LayerNorm and RMSNorm for rows of any length, run in the interpreter."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The parameters' gradients of LayerNorm and a dense layer: in the interpreter, lowered for CUDA, and on a GPU."""
+"""Gradients of LayerNorm's and a dense layer's parameters: in the interpreter, lowered for CUDA, and on a GPU."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from pallas_kernels.norm.layer_norm_linear import Config
 
 
 def draw(outputs, hidden, dtype="bfloat16"):
-    """s, db, scale, bias and w."""
+    """Draw s, db, scale, bias and w."""
     s, db, *others = normal((outputs, hidden), (outputs,), (hidden,), (hidden,), (outputs, hidden))
     return [s, db, *(a.astype(dtype) for a in others)]
 
@@ -23,7 +23,7 @@ def expected(s, db, scale, bias, w):
 @pytest.mark.parametrize(
     ("outputs", "hidden", "dtype", "config"),
     [
-        (24, 256, "float32", Config(outputs=6, columns=128)),  # several parts, blocks, and turns of two outputs
+        (24, 256, "float32", Config(outputs=6, columns=128)),  # several parts and blocks, and turns of two outputs
         (3, 128, "float32", None),
         (5, 384, "bfloat16", None),
     ],

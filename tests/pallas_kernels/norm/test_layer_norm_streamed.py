@@ -15,7 +15,7 @@ from pallas_kernels.norm.layer_norm_streamed import Config
 
 can_simulate = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older simulators lack bulk copies")
 
-# Rows of a warp and of a warpgroup; groups of several blocks; a last group that is not full; a ring of two.
+# One row per warp and per warpgroup, groups of several blocks, a last group that is not full, and a ring of two stages.
 CASES = {
     "warps": ((37, 256, "float32"), dict(rows=8)),
     "warps, half precision, ring of two": ((21, 384, "bfloat16"), dict(rows=4, stages=2)),
@@ -39,7 +39,7 @@ def test_the_simulator_finds_them_right(name, center, known, assert_right):
 
 
 def assert_input_gradient_right(rows, hidden, dtype, config):
-    """Holds the kernels of dx alone, by x̂ and by x, against float64."""
+    """Compare the kernels that compute only dx, from x̂ and from x, with float64."""
     t, x = (a.astype(dtype) for a in normal((rows, hidden), (rows, hidden)))
     inv_std = abs(normal((rows,), seed=1)[0])
 
@@ -87,7 +87,7 @@ def test_a_row_whose_squares_overflow_is_nan_and_no_other():
 
 
 def arguments(hidden, dtype):
-    """(kernel, its arguments, the arrays that it streams)."""
+    """Return (kernel, arguments, number of arrays that it streams) for both kernels."""
     x, scale = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1000, hidden), (hidden,)))
     return [(kernels.normalise, (x, scale, scale), 1), (kernels.gradients, (x, x, scale, scale, None, None), 2)]
 
@@ -160,7 +160,7 @@ def test_rings_fit_into_shared_memory_or_are_refused(dtype, device):
                     continue
                 config = kernel.heuristic(*arrays, **OPTIONS)
                 ring = config.stages * streamed * config.rows * hidden * jnp.dtype(dtype).itemsize
-                # Beside it sums across warps have 2 KiB, barriers 8 bytes a stage, the driver 1 KiB.
+                # In addition, sums across warps take 2 KiB, barriers 8 bytes per stage, and the driver 1 KiB.
                 assert ring + 2048 + 8 * config.stages <= device.shared_bytes
                 assert config.programs * (ring + 2048 + 1024 + 1024) <= device.shared_bytes + 1024
                 assert config.stages >= 2

@@ -1,4 +1,4 @@
-"""The statistic that all kernels of normalisation share."""
+"""The statistic that all normalization kernels share."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""The kernel of element-wise formulas: every way in which arrays can broadcast and end."""
+"""The kernel of element-wise formulas: all ways to broadcast arrays, and arrays that end within a vector."""
 
 import functools
 
@@ -16,13 +16,13 @@ BROADCASTS = {
     "smaller than a vector": [(3,), (3,)],
     "a vector and part of one": [(700,), (700,)],
     "many vectors and part of one": [(3000,), (1,)],
-    "rows and one element a row": [(4, 256), (4, 1)],
+    "rows and one element per row": [(4, 256), (4, 1)],
     "rows and a row": [(4, 260), (260,)],
     "channels": [(2, 3, 132), (3, 1)],
     "examples": [(2, 3, 132), (2, 1, 1)],
     "a row of each, neither whole": [(5, 1, 128), (1, 6, 1)],
     "rows shorter than a vector": [(9, 4, 16), (4, 1)],
-    "rows at odd places": [(3, 130), (3, 1)],
+    "unaligned rows": [(3, 130), (3, 1)],
     "columns of one and rows of one": [(5, 1), (1, 6)],
     "a number": [(2, 3, 7), ()],
 }
@@ -90,7 +90,7 @@ def test_no_elements_need_no_kernel(shape):
     assert one.shape == other.shape == shape
 
 
-# --------------------------------------------------------------------------------------------------- its two questions
+# ----------------------------------------------------------------------------------------------- supports and heuristic
 
 
 def structs(*shapes, dtypes=("float32", "float32")):
@@ -102,11 +102,11 @@ def structs(*shapes, dtypes=("float32", "float32")):
     [
         (structs((3,), (3,)), 128),
         (structs((0,), (0,)), 128),
-        (structs((700,), (700,)), 512),  # too few programs with any length
-        (structs((4, 260), (260,)), 256),  # not longer than a row
-        (structs((2**19,), (2**19,)), 512),  # 1024 programs of 512
+        (structs((700,), (700,)), 512),  # too few CTAs with any length
+        (structs((4, 260), (260,)), 256),  # at most one row
+        (structs((2**19,), (2**19,)), 512),  # 1024 CTAs of 512 elements
         (structs((2**20,), (2**20,)), 1024),
-        (structs((2**20,), (2**20,), dtypes=("bfloat16", "float32")), 256),  # mixed
+        (structs((2**20,), (2**20,), dtypes=("bfloat16", "float32")), 256),  # mixed dtypes
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""The kernel of sums of formulas: along every axis, of arrays that broadcast, in every length."""
+"""The kernel of sums of formulas: sums along every axis, arrays that broadcast, and every length."""
 
 import functools
 
@@ -17,9 +17,9 @@ SUMS = {
     "short columns": [(3, 4), (4,), (0,)],
     "everything, short": [(3, 4), (4,), (0, 1)],
     "everything, long": [(3, 700), (1,), (0, 1)],
-    "long rows and what is left of them": [(3, 130), (3, 1), (1,)],
+    "long rows and their remainders": [(3, 130), (3, 1), (1,)],
     "long columns": [(5, 132), (132,), (0,)],
-    "long columns at odd places": [(5, 130), (5, 130), (0,)],
+    "long unaligned columns": [(5, 130), (5, 130), (0,)],
     "few columns": [(200, 10), (10,), (0,)],
     "channels of large images": [(2, 3, 12, 12), (3, 1, 1), (0, 2, 3)],
     "channels of small images": [(2, 3, 4, 4), (3, 1, 1), (0, 2, 3)],
@@ -80,7 +80,7 @@ def test_sums_of_nothing_are_zero(shape, axes):
     np.testing.assert_array_equal(sum_over(lambda v: v, jnp.ones(shape), axes=axes), np.zeros(kept))
 
 
-# --------------------------------------------------------------------------------------------------- its two questions
+# ----------------------------------------------------------------------------------------------- supports and heuristic
 
 
 def structs(*shapes, dtypes=("float32", "float32")):
@@ -90,12 +90,12 @@ def structs(*shapes, dtypes=("float32", "float32")):
 @pytest.mark.parametrize(
     ("arrays", "axes", "config"),
     [
-        (structs((16384, 1024), (1024,)), (1,), Config(1024, 1)),  # a program a row
+        (structs((16384, 1024), (1024,)), (1,), Config(1024, 1)),  # one CTA per row
         (structs((16384, 1024), (1024,)), (0,), Config(512, 1024)),  # two vectors of columns, split 1024-fold
         (structs((3, 700), (1,)), (0, 1), Config(2048, 1)),  # one vector
-        (structs((5, 130), (5, 130)), (0,), Config(128, 5)),  # rows that begin at odd places
-        (structs((64, 4096), (64, 4096), dtypes=("bfloat16", "float32")), (1,), Config(256, 16)),  # mixed
-        (structs((3, 4), (4,)), (0,), Config(128, 3)),  # filled up to a vector
+        (structs((5, 130), (5, 130)), (0,), Config(128, 5)),  # unaligned rows
+        (structs((64, 4096), (64, 4096), dtypes=("bfloat16", "float32")), (1,), Config(256, 16)),  # mixed dtypes
+        (structs((3, 4), (4,)), (0,), Config(128, 3)),  # padded to one vector
         (structs((0, 3), (3,)), (0,), Config(128, 1)),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""The kernel that updates many arrays: every end of an array, in the simulator and on a GPU, and what it launches."""
+"""The kernel that updates many arrays: arrays of any length, in the simulator and on a GPU, and its launches."""
 
 import functools
 
@@ -24,7 +24,7 @@ def formula(scalars, p, m, g):
 
 
 def drawn(shapes=SHAPES, dtypes=("float32",) * 3):
-    """(scalars, changed, constant)."""
+    """Draw (scalars, changed, constant)."""
     p, m, g = ([a.astype(d) for a in normal(*shapes, seed=i)] for i, d in enumerate(dtypes))
     return jnp.array([0.25, 2.0]), (p, m), (g,)
 
@@ -47,7 +47,7 @@ def check(results, scalars, changed, constant):
             np.testing.assert_allclose(np.asarray(new[i], np.float64), reference, rtol=tolerance, atol=tolerance)
 
 
-# Unwritten memory is NaN, reads out of bounds raise, and so do two programs at one place.
+# In the simulator, unwritten memory is NaN. Reads out of bounds raise, and so do two CTAs that write one element.
 @pytest.mark.parametrize("accesses", [1, 2])
 def test_every_element_of_every_array_is_updated_in_the_simulator(accesses):
     arrays = drawn()
@@ -89,7 +89,7 @@ def test_every_element_is_updated_on_a_gpu(dtypes, accesses):
         np.testing.assert_array_equal(a, b)
 
 
-# --------------------------------------------------------------------------------------------------- its two questions
+# ----------------------------------------------------------------------------------------------- supports and heuristic
 
 
 def structs(*shapes, dtype="float32"):

@@ -1,4 +1,4 @@
-"""Average-pooling: which windows a position is in, and that zeros of the padding count."""
+"""Average-pooling: the windows that contain a position, and the zeros of the padding, which count."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Convolution: the classic cases, and every option against `lax` in float64."""
+"""Convolution: classic cases, and every option against `lax` in float64."""
 
 import functools
 import warnings
@@ -45,12 +45,12 @@ def test_weight_gradient_of_a_5x5_input_with_a_3x3_filter_is_that_worked_out_by_
 @every_implementation
 def test_numerical_gradients_agree_to_a_thousandth(implementation):
     arrays = normal((1, 1, 5, 5), (1, 1, 3, 3), (1,))
-    # Linear in each argument, so that a large step costs nothing and rounds least.
+    # The op is linear in each argument, so a large step has no truncation error and the least rounding error.
     assert_numerical_gradients_agree(conv2d, arrays, step=0.5, implementation=implementation)
 
 
 def _check_against_lax(implementation, x_shape, w_shape, options, lax_options):
-    """An op with its options against `lax.conv_general_dilated` with the same meaning spelt its way."""
+    """Compare an op with `lax.conv_general_dilated` with equivalent options."""
     arrays = normal(x_shape, w_shape, w_shape[:1])
     op = functools.partial(conv2d, **options, implementation=implementation)
     lax_op = lambda x, w, b: jax.lax.conv_general_dilated(x, w, **LAX, **lax_options) + b[:, None, None]  # noqa: E731
@@ -102,7 +102,7 @@ every_unsupported = pytest.mark.parametrize(("named", "options"), UNSUPPORTED.it
 
 
 def _calls(options):
-    """The op and its backwards with options, as functions of `implementation`."""
+    """Return the op and its backwards, with options bound, as functions of `implementation`."""
     size = tuple(n - (f - 1) * d for n, f, d in zip((7, 6), (3, 2), options.get("dilation", (1, 1)), strict=True))
     x, dy, w = normal((2, 4, 7, 6), (2, 8, *size), (8, 4 // options.get("groups", 1), 3, 2))
     return {
@@ -123,7 +123,7 @@ def test_pallas_refuses_dilation_and_groups_by_name(named, options):
 
 @every_unsupported
 def test_none_falls_back_quietly_for_dilation_and_groups_on_a_gpu(named, options, on_hopper):
-    launch._warn_interpreted.cache_clear()  # which would have warned in an earlier test
+    launch._warn_interpreted.cache_clear()  # an earlier test may have warned
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="jaxbp")
         for call in _calls(options).values():
@@ -137,7 +137,7 @@ def test_the_product_on_the_tensor_cores_computes_the_same():
 
 
 def _small_input_gradient(dtype="float32", **options):
-    """What the gradient in small images is for CUDA: their kernel, the product or the library's convolution."""
+    """Return how the input gradient of small images is lowered for CUDA: a kernel, a product or cuDNN's convolution."""
     dy, w = normal((2, 3, 4, 5), (3, 2, 2, 2))
     program = cuda_program(
         functools.partial(conv2d_backward_input, input_size=(5, 6), **options), dy.astype(dtype), w.astype(dtype)
@@ -149,7 +149,7 @@ def _small_input_gradient(dtype="float32", **options):
 @pytest.mark.parametrize(
     ("dtype", "precision", "found"),
     [
-        ("float32", None, "mosaic_gpu"),  # the tests' own default is the highest
+        ("float32", None, "mosaic_gpu"),  # the tests set the default to the highest
         ("float32", "float32", "mosaic_gpu"),
         ("float32", (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST), "mosaic_gpu"),
         ("float32", "default", "dot_general"),
@@ -175,7 +175,7 @@ def test_none_takes_for_each_part_of_the_gradient_what_is_fastest_on_a_gpu(on_ho
     assert "stablehlo.convolution" not in program
 
 
-# Whose rows come in eights, as the tensor cores want them.
+# The rows come in multiples of eight, which the tensor cores need.
 IN_EIGHTS = (2, 2, 8, 8), (4, 2, 5, 5), (4,)
 
 

@@ -1,4 +1,4 @@
-"""Convolution, ReLU and max-pooling fused: the same as the three ops in a row."""
+"""Convolution, ReLU and max-pooling as one op, compared with the three ops in sequence."""
 
 import functools
 
@@ -46,7 +46,7 @@ def test_values_and_gradients_are_those_of_the_three_ops(options, implementation
 
 
 def pooled(x, implementation):
-    """(y, places, dx) of one image under a filter of one tap that passes it on, with 1, 2, 3, ... for dy."""
+    """Return (y, indices, dx) of one image and a filter with the single weight 1, where dy is 1, 2, 3, ..."""
     x, w = jnp.asarray(x, jnp.float32)[None, None], jnp.ones((1, 1, 1, 1))
     y, places = conv2d_relu_max_pool2d_with_places(x, w, window=2, implementation=implementation)
     dy = jnp.arange(1.0, y.size + 1).reshape(y.shape)
@@ -85,7 +85,7 @@ def test_an_empty_batch_has_zero_gradients_in_the_parameters(implementation):
     np.testing.assert_array_equal(db, np.zeros(2))
 
 
-# A batch that pays on the tensor cores, and one whose products pay for the band as well.
+# The tensor cores pay for the first batch. For the second one, the products with the band pay as well.
 LARGE, LARGER = (((N, 16, 1, 4), (N, 2, 6, 12), (16, 2, 5, 5)) for N in (2048, 8192))
 
 
@@ -102,7 +102,7 @@ def test_only_hopper_gets_kernels_with_its_own_tensor_core_instructions(implemen
     with targeting(gpu):
         program = cuda_program(backward(implementation), dy, places, x, w)
     assert ("wgmma" in program) == (gpu is HOPPER)
-    # That of dx, or the library's product for it.
+    # A kernel computes dx, or cuBLAS computes it as a product.
     has_kernel = gpu is HOPPER and jax.__version_info__ >= MIN_JAX
     assert program.count("custom_call @mosaic_gpu") == 1 + has_kernel
     assert ("dot_general" in program) != has_kernel

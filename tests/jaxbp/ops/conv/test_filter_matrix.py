@@ -1,4 +1,4 @@
-"""Convolutions as products with a matrix of the filters, against lax and the exact kernel."""
+"""Convolutions as products with a matrix of the filters, compared with lax and the exact kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from pallas_kernels.core.layouts import LANES
 
 
 def integers(*shape):
-    """Small whole numbers, whose sums are exact in float32 in any order."""
+    """Draw small integers, whose sums are exact in float32 in any order."""
     return jnp.asarray(np.random.default_rng(0).integers(-3, 4, shape), jnp.float32)
 
 
@@ -40,7 +40,7 @@ def test_a_product_with_the_filter_matrix_is_the_convolution_of_lax_and_its_grad
         ((6, 1, 5, 5), (28, 28), (24, 24), True),
         ((16, 6, 5, 5), (28, 28), (24, 24), False),  # too large
         ((4, 1, 3, 3), (20, 20), (18, 18), False),  # mostly zeros
-        ((32, 32, 1, 1), (5, 5), (5, 5), False),  # of one tap
+        ((32, 32, 1, 1), (5, 5), (5, 5), False),  # one tap
     ],
 )
 def test_the_filter_matrix_pays_for_small_images(w_shape, input_size, output_size, pays):
@@ -61,7 +61,7 @@ def test_products_with_the_band_are_the_exact_kernels_gradient(window):
     ("w_shape", "dy_shape", "width", "dtype", "pays"),
     [
         ((16, 6, 5, 5), (16, 4, 4, 1024), 12, "float32", True),
-        ((16, 6, 5, 5), (16, 4, 4, 512), 12, "float32", False),  # too few products for so many launches
+        ((16, 6, 5, 5), (16, 4, 4, 512), 12, "float32", False),  # too few products for four launches
         ((16, 6, 5, 5), (16, 4, 4, 128), 12, "bfloat16", True),
         ((32, 16, 5, 5), (32, 5, 5, 128), 14, "float32", True),
         ((6, 1, 5, 5), (6, 12, 12, 2048), 28, "float32", False),  # mostly zeros

@@ -1,4 +1,4 @@
-"""Max-pooling: where the gradient goes when a window has no clear maximum, and how places are counted."""
+"""Max-pooling: the gradient where a window has several maxima or none, and the numbering of indices."""
 
 import functools
 
@@ -21,7 +21,7 @@ from jaxbp import max_pool2d, max_pool2d_backward, max_pool2d_with_indices
 
 
 def pool(x, implementation, **options):
-    """(y, dx) of one image, with 1, 2, 3, ... for dy."""
+    """Return (y, dx) of one image, where dy is 1, 2, 3, ..."""
     x, options = jnp.asarray(x, jnp.float32)[None, None], options | dict(implementation=implementation)
     (y,) = results_of(functools.partial(max_pool2d, **options), [x])
     dy = np.arange(1, y.size + 1, dtype=y.dtype).reshape(y.shape)
@@ -31,7 +31,7 @@ def pool(x, implementation, **options):
 
 @every_implementation
 def test_numerical_gradients_agree_to_a_thousandth(implementation):
-    # All values at least 0.1 apart, so that no step of 0.04 moves a maximum.
+    # All values are at least 0.1 apart, so that no step of 0.04 moves a maximum.
     x = jax.random.permutation(jax.random.key(0), jnp.arange(2 * 5 * 6) / 10).reshape(1, 2, 5, 6)
     assert_numerical_gradients_agree(
         max_pool2d, (x,), step=0.04, window=(3, 2), stride=(2, 1), padding=(1, 0), implementation=implementation
@@ -62,7 +62,7 @@ def test_gradients_of_overlapping_windows_are_added_up_in_float32(implementation
 def test_a_window_of_minus_infinity_never_routes_to_padding(implementation):
     y, dx = pool(np.full((3, 3), -np.inf), implementation, window=2, padding=1)
     np.testing.assert_array_equal(y, np.full((2, 2), -np.inf))
-    # The first place of each window that is in the image.
+    # The first position of each window that is in the image.
     np.testing.assert_array_equal(dx, [[1, 2, 0], [3, 4, 0], [0, 0, 0]])
 
 
@@ -122,7 +122,7 @@ def test_an_index_of_no_place_sends_its_gradient_nowhere(implementation):
     ("options", "kernel"),
     [
         (dict(window=(2, 3)), False),
-        (dict(window=(2, 3), stride=(2, 3), padding="SAME"), False),  # which is none
+        (dict(window=(2, 3), stride=(2, 3), padding="SAME"), False),  # "SAME" pads nothing here
         (dict(window=2, stride=1), True),
         (dict(window=1, stride=3), True),
         (dict(window=2, padding=1), True),

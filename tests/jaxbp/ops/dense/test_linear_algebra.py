@@ -1,4 +1,4 @@
-"""Products of every number of axes: vectors, matrices and batches that broadcast."""
+"""Products of arrays with any number of axes: vectors, matrices, and batches that broadcast."""
 
 import functools
 
@@ -27,14 +27,14 @@ SHAPES = {
 
 @functools.cache
 def _drawn(name):
-    """The arguments and cotangents of every pair of shapes."""
+    """Draw the arguments and cotangents for every pair of shapes."""
     arrays = [normal(*shapes, seed=i) for i, shapes in enumerate(SHAPES[name])]
     return arrays, [draw_cotangents(getattr(jnp, name), a) for a in arrays]
 
 
 @functools.cache
 def _reference(name):
-    """The gradients of every pair of shapes by JAX in float64, as one program."""
+    """Return the gradients for every pair of shapes by autodiff in float64, compiled as one program."""
     native = value_and_gradients(getattr(jnp, name))
     run = jax.jit(lambda arrays, cotangents: [native(*each)[1] for each in zip(arrays, cotangents, strict=True)])
     return in_float64(run, *_drawn(name))
@@ -75,7 +75,7 @@ def test_the_backward_of_a_transpose_undoes_it(axes):
 
 @pytest.mark.parametrize("implementation", ["pallas", "xla", "autodiff"])
 def test_a_sum_over_the_batch_is_of_products_that_are_not_rounded(implementation):
-    # In float16, 2049 is 2048: the products must not be.
+    # Float16 rounds 2049 to 2048. The products must not be rounded before they are summed.
     dy, b = jnp.array([[[3.0]], [[-1.0]]], "float16"), jnp.array([[[683.0]], [[2048.0]]], "float16")
     da, _ = jaxbp.matmul_backward(dy, jnp.ones((1, 1, 1), "float16"), b, implementation=implementation)
     assert da.ravel().tolist() == [1.0]

@@ -1,4 +1,4 @@
-"""The dense layers and the loss in one: equal to the ops one by one, kernels where they fit, and what is refused."""
+"""Dense layers and the loss as one op: equality with the single ops, the cases with kernels, and bad input."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ SIZES = (12, 9, 7, 5)
 
 
 def arguments(sizes=SIZES, batch=(2, 3), dtype="float32"):
-    """x, labels and the layers."""
+    """Draw x, the labels and the layers."""
     x, *layers = normal((*batch, sizes[0]), *(s for n, m in itertools.pairwise(sizes) for s in ((m, n), (m,))))
     labels = np.random.default_rng(1).integers(0, sizes[-1], batch, np.int32)
     return x.astype(dtype), jnp.asarray(labels), *(a.astype(dtype) for a in layers)
@@ -58,7 +58,7 @@ def test_a_label_that_is_no_class_makes_its_loss_and_gradients_nan(implementatio
     assert np.isnan(loss).tolist() == np.isnan(dx).any(axis=1).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("batch", [3, 1025])  # below and above what one kernel does at once
+@pytest.mark.parametrize("batch", [3, 1025])  # below and above the rows of one launch
 @every_implementation
 def test_an_example_that_a_mask_leaves_out_has_no_part_in_the_gradients(implementation, batch, on_hopper):
     x, labels, *layers = arguments(batch=(batch,))
@@ -71,7 +71,7 @@ def test_an_example_that_a_mask_leaves_out_has_no_part_in_the_gradients(implemen
 
         return jax.grad(masked, range(1 + len(layers)))(x, *layers)
 
-    with jax.default_matmul_precision("default"):  # with which kernels, or what they compute in jnp, are taken
+    with jax.default_matmul_precision("default"):  # this permits the kernels, or their jnp versions
         dx, *found = gradients(x, labels.at[1].set(-100), *layers)
     expected = jaxbp.mlp_softmax_cross_entropy_backward(
         jnp.ones(batch).at[1].set(0), x, labels, *layers, implementation="autodiff"

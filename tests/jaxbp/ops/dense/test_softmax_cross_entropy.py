@@ -1,4 +1,4 @@
-"""Softmax and cross-entropy: both kinds of labels, and the numbers at which a plain formula breaks."""
+"""Softmax and cross-entropy: both kinds of labels, and numbers for which a plain formula fails."""
 
 import functools
 
@@ -17,14 +17,14 @@ def _run(implementation):
 
 
 def loss_and_gradients(logits, labels, implementation):
-    """(the losses, the gradients of their sum)."""
+    """Return the losses and the gradients of their sum."""
     logits, labels = jnp.asarray(logits, jnp.float32), jnp.asarray(labels)
     (loss,), gradients = _run(implementation)((logits, labels), [jnp.ones(logits.shape[:-1])])
     return loss, gradients
 
 
 def weights(seed=5):
-    """Positive labels that do not sum to 1."""
+    """Draw positive labels that do not sum to 1."""
     return jnp.exp(normal((4, 3), seed=seed)[0])
 
 

@@ -1,4 +1,4 @@
-"""Automata's ticks: gradients against the article's own formulation in float64, policies, grids, keys, bad input."""
+"""Ticks of automata: gradients against the published formulation in float64, policies, grids, keys, and bad input."""
 
 import functools
 
@@ -27,7 +27,7 @@ def deeper(periodic=False):
 
 
 def operands(automaton, shape=(2, 3, 4), parametrization="softmax", seed=0, pass_through=0.0):
-    """(logits, state, dlast); of many ticks gradients vanish, but for gates that mostly pass on an input."""
+    """Draw (logits, state, dlast). Over many ticks, gradients vanish unless most gates pass on an input."""
     random, parameters = np.random.default_rng(seed), PARAMETERS[parametrization]
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
     bias = pass_through * (np.arange(parameters) == PASS_THROUGH)
@@ -40,7 +40,7 @@ def operands(automaton, shape=(2, 3, 4), parametrization="softmax", seed=0, pass
 
 
 def gradients(rollout, logits, state, dlast):
-    """(last state, gradients)."""
+    """Return (last state, gradients)."""
 
     @jax.jit
     def run(logits, state, dlast):
@@ -51,7 +51,7 @@ def gradients(rollout, logits, state, dlast):
 
 
 def published(automaton, shape, steps, fire_rate=1.0):
-    """The article's formulation, tick after tick."""
+    """Return the published formulation as a function that computes tick after tick."""
     keys = [jax.random.fold_in(KEY, t) for t in range(steps)]
     fires = jnp.stack([jax.random.bernoulli(key, fire_rate, shape) for key in keys])  # drawn in float32
 
@@ -140,14 +140,14 @@ def test_cells_that_do_not_fire_keep_their_state():
 
 @pytest.mark.parametrize("implementation", ["xla", "autodiff"])
 def test_rounding_errors_do_not_grow(implementation):
-    """XNOR of 1 + e twice is 1 + 2e: six layers in each of ten ticks would make infinity of it."""
+    """The XNOR of 1 + e with itself is 1 + 2e. Over six layers in each of ten ticks, this would grow to infinity."""
     wires = automaton(periodic=True)
     xnor = lambda *shape: jnp.full((*shape, 16), -1e3).at[..., 9].set(1e3)  # noqa: E731
     logits = [xnor(wires.kernels, w.gates) for w in wires.perception], [xnor(w.gates) for w in wires.update]
     ones = jnp.ones((1, 2, 3, wires.channels))
     last = jaxbp.automaton_rollout(logits, wires, ones + 1e-6, 10, implementation=implementation)
     assert (last == 1).all()
-    # The derivative is that of gates, whatever has been clipped.
+    # The derivative is the gates' derivative, even where values were clipped.
     step_backward = functools.partial(jaxbp.automaton_step_backward, ones, logits, wires, implementation=implementation)
     want, got = (step_backward(state)[1] for state in (ones, ones + 1e-6))
     assert (want != 0).all()
@@ -155,7 +155,7 @@ def test_rounding_errors_do_not_grow(implementation):
 
 
 def rounding_loop(automaton, steps, rounding_rate, fire_rate):
-    """Ticks, before each of which values are rounded, straight through: the same draws as the op's."""
+    """Return a loop over ticks that rounds values before each tick, straight through, with the draws of the op."""
 
     def rollout(logits, state):
         for t in range(steps):
@@ -169,7 +169,7 @@ def rounding_loop(automaton, steps, rounding_rate, fire_rate):
 
 
 ROUNDED_MEMORIES = {"pallas": ["states"], "xla": ["all", 2], "autodiff": ["states"]}
-"""The policy decides what a scan of ticks keeps, and not how a tick is computed."""
+"""The policy determines what a scan of ticks keeps, not how a tick is computed."""
 
 
 @pytest.mark.parametrize("implementation", ROUNDED_MEMORIES)
@@ -259,7 +259,7 @@ def test_half_precision_states_are_computed_in_float32():
 
 
 def test_kept_memory_grows_as_the_policy_says():
-    """From 64 ticks to 256, in states, by what the compiled gradient allocates."""
+    """Measure the growth from 64 to 256 ticks, in states, by the memory that the compiled gradient allocates."""
     wires, (logits, state, _) = deeper(), operands(deeper(), (4, 32, 32))
 
     def states(memory, steps):

@@ -1,6 +1,6 @@
-"""A layer of gates: the 16 functions' derivatives one by one, parametrisations, wiring, bad input.
+"""A layer of gates: the derivatives of each of the 16 functions, parametrizations, wiring, and bad input.
 
-What every op must do is in test_catalogue.py.
+`test_entries.py` tests the properties that every op must have.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from jaxbp.logic.gates import PARAMETERS
 from jaxbp.ops.logic import gate_layer as op
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 
-# As they stand in the literature: the function, and its derivatives in a and in b.
+# The relaxed functions as in the literature, with their derivatives with respect to a and b.
 RELAXED = [
     (lambda a, b: 0 * a, lambda a, b: 0 * a, lambda a, b: 0 * a),
     (lambda a, b: a * b, lambda a, b: b, lambda a, b: a),
@@ -54,7 +54,7 @@ RELAXED = [
 ]
 BITS = list(itertools.product((False, True), repeat=2))
 ONE_GATE = Wires.from_pairs([0], [1], 2)
-# A shared input, an unused one, one that a gate reads twice, and one with most of the consumers.
+# One input is shared, one is unused, a gate reads one twice, and one has most of the consumers.
 SHARED = Wires.from_pairs([0, 0, 1, 2, 0, 4], [1, 0, 4, 4, 4, 4], 5)
 every_gate = pytest.mark.parametrize("gate", range(16))
 every_parametrization = pytest.mark.parametrize("parametrization", PARAMETERS)
@@ -62,7 +62,7 @@ every_parametrization = pytest.mark.parametrize("parametrization", PARAMETERS)
 
 @functools.cache
 def of_layer(implementation, parametrization="softmax"):
-    """(y, dlogits, dx) of a layer by the public functions."""
+    """Return a function that computes (y, dlogits, dx) of a layer by the public functions."""
     options = dict(implementation=implementation, parametrization=parametrization)
 
     @jax.jit
@@ -96,7 +96,7 @@ def test_the_gradient_in_the_logits_is_that_of_the_formula(implementation):
     assert_close(of_layer(implementation)(dy, logits, SHARED, x)[:2], (y, dlogits), "float32")
 
 
-# ------------------------------------------------------------------------------------------------------ against float64
+# ---------------------------------------------------------------------------------------------- comparison with float64
 
 
 @ours
@@ -212,7 +212,7 @@ def test_a_batch_equals_its_examples_one_by_one(implementation):
 WIRES = {
     "shared": SHARED,
     "skewed": Wires.from_pairs([3] * 90, [3] * 45 + [0] * 45, 6),  # one input has nearly all consumers
-    "sparse": Wires.from_pairs(range(9), [9] * 9, 300),  # most inputs have none
+    "sparse": Wires.from_pairs(range(9), [9] * 9, 300),  # most inputs have no consumer
     "moore": Wires.moore(seed=0),
 }
 
@@ -235,7 +235,7 @@ def test_the_kernels_give_the_same_bits_whichever_program_runs_first():
 
 
 def scatters(jaxpr):
-    """Whether each scatter in it says that it writes no place twice; a GPU adds in whichever order if not."""
+    """Yield for each scatter in a jaxpr whether it declares unique indices. Without them, a GPU adds in any order."""
     for equation in jaxpr.eqns:
         if equation.primitive.name.startswith("scatter"):
             yield equation.params["unique_indices"]
@@ -257,7 +257,7 @@ def test_no_gradient_of_a_gradient_scatters_into_one_place_twice(implementation)
 
 @pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
 def test_no_two_gates_read_one_copy_of_a_row(wires):
-    # A GPU, told so, does not add up what is written to one place twice.
+    # If indices are declared unique, a GPU does not add up two values that are written to the same index.
     copies = np.asarray(op._copies_read(wires))
     assert len(set(copies)) == 2 * wires.gates
     assert np.array_equal(copies // wires.max_fan_out, np.stack([wires.a, wires.b], axis=1).ravel())
@@ -277,7 +277,8 @@ def test_gradients_of_gradients_match_float64(wires):
 
 @ours
 def test_a_gradient_of_a_gradient_in_half_precision_is_rounded_once(implementation):
-    # In the logits it has two parts, through dlogits and dx. Rounded apart, one may overflow and the sum not.
+    # With respect to the logits, it has two parts, through dlogits and dx. If each were rounded, a part could overflow
+    # although the sum does not.
     dy, logits, x = (a.astype(jnp.float16) for a in normal((3, 6), (6, 16), (3, 5), seed=6))
 
     def second(dtype):
@@ -301,7 +302,7 @@ def test_logits_may_be_wider_than_what_flows_through_the_gates(implementation):
 
 
 def changes_of_layout(layers, batch, implementation):
-    """How many there are, of whole arrays, in the compiled gradient of a stack of layers."""
+    """Count the changes of layout of whole arrays in the compiled gradient of a stack of layers."""
     wires = Wires.random(256, 256, seed=0)
 
     def loss(logits, x):
@@ -311,7 +312,7 @@ def changes_of_layout(layers, batch, implementation):
 
     logits, x = normal((layers, 256, 16), (batch, 256))
     program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(list(logits), x).compile().as_text()
-    # The interpreter copies what its loops change.
+    # The interpreter copies the arrays that its loops change.
     kinds = "transpose" if implementation == "pallas" else "(?:transpose|copy)"
     shapes = re.findall(rf"= \w+\[([\d,]+)\]\S* {kinds}\(", program)
     return sum(np.prod([int(size) for size in shape.split(",")]) >= x.size for shape in shapes)
@@ -328,7 +329,7 @@ def test_none_takes_the_kernels_on_every_gpu_that_runs_them(gpu):
     loss = lambda logits, x: jnp.sum(jaxbp.gate_layer(logits, SHARED, x) ** 2)  # noqa: E731
     with targeting(gpu):
         program = cuda_program(jax.value_and_grad(loss, (0, 1)), logits, x)
-    # The forward's, and of so short a batch the input's gradient and the coefficients'.
+    # The kernels of the forward, of the input's gradient, and of the coefficients' gradient for a batch this short.
     assert program.count("custom_call @mosaic_gpu") == 3
 
 

@@ -1,6 +1,6 @@
-"""Convolutions of trees of gates: against loops in float64, ties, borders, shared leaves, kernels, bad input.
+"""Convolutions of trees of gates: loops in float64, ties, borders, shared leaves, kernels, and bad input.
 
-What every op must do is in test_entries.py.
+`test_entries.py` tests the properties that every op must have.
 """
 
 import functools
@@ -22,7 +22,8 @@ from pallas_kernels.core.simulator import simulated
 from pallas_kernels.logic import trees
 
 WIRES = TreeWires.random(3, 4, (3, 2), seed=0)
-# Kernel 0 reads one place four times, kernel 1 the window's corners of one channel; channel 1 is read by none.
+# Kernel 0 reads one position four times. Kernel 1 reads the corners of the window in one channel. No kernel reads
+# channel 1.
 SHARED = TreeWires.from_leaves(
     [[[0, 1, 1]] * 4, [[2, 0, 0], [2, 0, 2], [2, 2, 0], [2, 2, 2]], [[0, 1, 1], [2, 1, 1], [0, 0, 1], [0, 1, 1]]], 3, 3
 )
@@ -40,7 +41,7 @@ def images(batch=3, channels=3, size=(7, 8), seed=0):
 
 
 def by_loops(logits, wires, x, stride=1, padding=0, pool=1):
-    """(y, places), place by place and gate by gate in float64."""
+    """Return (y, indices), computed position by position and gate by gate in float64."""
     (s, t), (p, q), (r, c) = ((n, n) if isinstance(n, int) else n for n in (stride, padding, pool))
     x = np.pad(np.float64(x), ((0, 0), (0, 0), (p, p), (q, q)))
     weights = np.asarray(jax.nn.softmax(logits), np.float64)
@@ -67,7 +68,7 @@ def _mixture(weights, a, b):
 
 @functools.cache
 def of_op(implementation, parametrization="softmax", **geometry):
-    """(y, places, dlogits, dx) by the public functions."""
+    """Return a function that computes (y, indices, dlogits, dx) by the public functions."""
     options = dict(geometry, implementation=implementation, parametrization=parametrization)
 
     @jax.jit
@@ -83,7 +84,7 @@ def of_op(implementation, parametrization="softmax", **geometry):
     return run
 
 
-# ------------------------------------------------------------------------------------------------------ against loops
+# ------------------------------------------------------------------------------------------------ comparison with loops
 
 
 @every_geometry
@@ -215,7 +216,7 @@ def test_kernels_in_the_simulator_match_the_formula(window, stride, pad, pool):
             arrays = dy, places, coefficients, wires.leaves, padded
             sums, dleaves = trees.leaf_gradients(*arrays, window=window, **geometry)
             assert_close(sums, dc, "float32")
-            for rows in (1, 2, 3):  # of a program
+            for rows in (1, 2, 3):  # per CTA
                 found = trees.input_gradient(
                     *(dleaves, places, wires.leaves, wires.readers, wires.reader_offsets),
                     **geometry | dict(size=x.shape[:3], window=window, padding=pad, config=trees.Config(rows)),
@@ -224,7 +225,7 @@ def test_kernels_in_the_simulator_match_the_formula(window, stride, pad, pool):
 
 
 def test_the_program_of_a_gradient_keeps_a_byte_for_each_pooled_output():
-    # At the size of MNIST's second layer: neither the values of the gates nor those of all places.
+    # The layer is MNIST's second layer. It keeps neither the gates' values nor the values at all positions.
     wires = TreeWires.random(16, 32, 3, seed=0)
     logits, x = jnp.zeros((32, 7, 16)), jnp.zeros((64, 16, 12, 12))
     op = functools.partial(jaxbp.logic_conv2d_or_pool2d, padding=1, implementation="xla")
@@ -249,7 +250,7 @@ def test_a_gradient_in_the_logits_alone_computes_none_in_the_image(pool):
     for arguments, gradients in (((0,), 0), ((0, 1), 1)):
         launched = set(re.findall(r"trees\w*?(?=_mosaic_gpu)", program("pallas", arguments, "cuda")))
         assert launched == {"trees", "trees_backward", *["trees_backward_input"] * gradients}
-    # The formula adds each of a kernel's 8 leaves to the image's gradient.
+    # The formula adds the gradient of each of a kernel's 8 leaves to the image's gradient.
     of_both, of_logits = (program("xla", which, "cpu").count("dynamic_update_slice") for which in ((0, 1), (0,)))
     assert of_both - of_logits == 8
 

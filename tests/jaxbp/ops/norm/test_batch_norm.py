@@ -1,4 +1,4 @@
-"""Batch normalisation: the statistics, and the gradient that flows through them."""
+"""Batch normalization: the statistics, and the gradient through them."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def test_each_channel_has_mean_bias_and_the_variance_of_scale_squared(shape):
 
 @ours
 def test_the_gradient_has_no_part_along_what_normalising_removes(implementation):
-    # A shift or a stretch of a channel changes nothing.
+    # Shifting or scaling a channel changes nothing.
     x, dy, scale = normal((8, 3, 5), (8, 3, 5), (3,))
     dx, _, _ = batch_norm_backward(dy, x, scale, epsilon=0.0, implementation=implementation)
     np.testing.assert_allclose(jnp.sum(dx, (0, 2)), 0, atol=1e-5)

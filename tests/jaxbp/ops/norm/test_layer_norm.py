@@ -30,7 +30,7 @@ every_op = pytest.mark.parametrize(("op", "shapes"), ALL, ids=[op.__name__ for o
 
 
 def reference(op, arrays, cotangents):
-    """(results, gradients) by JAX's own differentiation in float64."""
+    """Return (results, gradients) by autodiff in float64."""
     run = functools.partial(results_and_gradients, op, implementation="autodiff")
     return in_float64(run, arrays, cotangents)
 
@@ -106,7 +106,7 @@ def test_without_an_eps_no_row_that_only_fills_a_group_joins_the_sums(backward):
 
 
 def test_half_precisions_are_summed_in_float32():
-    # In bfloat16 a sum of ones would end at 256.
+    # In bfloat16, a sum of ones would stop at 256.
     dy, scale = jnp.ones((320, 4), jnp.bfloat16), jnp.ones(4, jnp.bfloat16)
     x = jnp.broadcast_to(jnp.asarray([-1, 1, -1, 1], jnp.bfloat16), dy.shape)
     for implementation in jaxbp.IMPLEMENTATIONS:
@@ -154,7 +154,7 @@ def test_on_a_gpu_with_less_shared_memory_none_takes_the_kernels_for_rows_that_f
     x, scale = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((7, 8192), (8192,)))
     with targeting(BLACKWELL_RTX):
         assert ("mosaic_gpu" in cuda_program(layer_norm_backward, x, x, scale)) == kernel
-        # Under "pallas" there is the kernel for rows of any length.
+        # "pallas" has a kernel for rows of any length.
         assert "mosaic_gpu" in cuda_program(
             functools.partial(layer_norm_backward, implementation="pallas"), x, x, scale
         )

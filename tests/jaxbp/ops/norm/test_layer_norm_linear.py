@@ -27,7 +27,7 @@ from pallas_kernels.norm import layer_norm_linear_sm90
 
 
 def reference(arrays, cotangents):
-    """(results, gradients) by JAX's own differentiation in float64."""
+    """Return (results, gradients) by autodiff in float64."""
     run = functools.partial(results_and_gradients, layer_norm_linear, implementation="autodiff")
     return in_float64(run, arrays, cotangents)
 
@@ -132,7 +132,7 @@ def of_kernels(monkeypatch):
 
 
 def rows_normalised(monkeypatch):
-    """Few rows are kept normalised, too, where they are wide."""
+    """Keep rows in normalized form even if they are few, where they are wide."""
     of_kernels(monkeypatch)
     monkeypatch.setattr(importlib.import_module("jaxbp.ops.norm.layer_norm_linear"), "_MIN_ROWS_AN_OUTPUT", 0)
 

@@ -1,4 +1,4 @@
-"""ReLU at the values where it could go either way."""
+"""ReLU at values where its gradient is ambiguous."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Arithmetic: the gradients that each docstring states, at ordinary numbers, at its own special ones, and broadcast."""
+"""Arithmetic: the gradients that each docstring states, at ordinary numbers, at singular points, and broadcast."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +37,7 @@ def test_values_and_gradients_are_those_computed_by_hand(implementation):
         got = getattr(jaxbp, name)(x1, x2, implementation=implementation)
         np.testing.assert_allclose(got, [y], rtol=1e-5, err_msg=name)
         if implementation == "autodiff" and not np.isfinite(gradients).all():
-            continue  # JAX's own rules differ where a gradient is not finite
+            continue  # JAX's rules differ where a gradient is not finite
         got = getattr(jaxbp, f"{name}_backward")(dy, x1, x2, implementation=implementation)
         np.testing.assert_allclose(np.ravel(got), gradients, rtol=1e-5, err_msg=f"{name} of {x1}, {x2}")
 

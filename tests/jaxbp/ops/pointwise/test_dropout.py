@@ -1,4 +1,4 @@
-"""Dropout: one key, one mask, in forward and backward."""
+"""Dropout: forward and backward use the same mask for the same key."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Element-wise ops: which arrays' gradients are summed, and what half precisions are computed in."""
+"""Element-wise ops: the arrays whose gradients are summed, and the dtype in which half precisions are computed."""
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,6 @@ def test_each_gradient_has_its_arguments_shape_and_the_same_number_from_a_kernel
 
 def test_half_precisions_are_computed_in_float32():
     third = Elementwise("third", lambda x: (x + 1) - 1, lambda dy, x: dy)
-    x = jnp.asarray([2.0**-9], jnp.bfloat16)  # lost in bfloat16 beside 1
+    x = jnp.asarray([2.0**-9], jnp.bfloat16)  # adding it to 1 in bfloat16 gives 1
     assert third(x, implementation="xla").dtype == jnp.bfloat16
     np.testing.assert_array_equal(third(x, implementation="xla"), x)

@@ -1,4 +1,4 @@
-"""Losses of predictions and targets of one shape: what holds of the numbers whatever they are."""
+"""Losses of predictions and targets of one shape: properties that hold for all numbers."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Reductions: every way to name axes, and who gets the gradient of a tie."""
+"""Reductions: every way to give the axes, and the gradient at a tie."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Changes of shape."""
+"""Ops that change the shape."""
 
 import jax
 import jax.numpy as jnp
