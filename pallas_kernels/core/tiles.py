@@ -7,10 +7,10 @@
     def _unsupported(x, *, window): return "windows that overlap" if ... else None
     def _heuristic(x, *, window): return Config(rows=...)
 
-    @kernel(supports=_unsupported, heuristic=_heuristic)
+    @kernel(unsupported=_unsupported, heuristic=_heuristic)
     def pool(x, *, window, config): ...
 
-    pool.supports(x, window=2)      # None, or why the arguments are unsupported
+    pool.unsupported(x, window=2)      # None, or why the arguments are unsupported
     pool.heuristic(x, window=2)     # Config(rows=2), or None where another kernel or XLA is faster
     pool(x, window=2)               # runs with the heuristic's tiles
     pool(x, window=2, config=Config(rows=4))
@@ -84,7 +84,7 @@ def kernel(
 
     Args:
       heuristic: `(*arrays, **options)` -> the tiles, a frozen dataclass, or None where the kernel does not pay.
-      supports: `(*arrays, **options)` -> why these are unsupported, or None; by default all are supported.
+      unsupported: `(*arrays, **options)` -> why these are unsupported, or None; by default all are supported.
       capability: see `Kernel`.
     """
     return lambda function: Kernel(function, unsupported, heuristic, capability)

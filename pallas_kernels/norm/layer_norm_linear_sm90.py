@@ -64,7 +64,7 @@ class InputGradientConfig:
     stages: int
 
 
-# ----------------------------------------------------------------------------------------------- supports and heuristic
+# -------------------------------------------------------------------------------------------- unsupported and heuristic
 
 
 def _unsupported(x: Any, w: Any, shared_bytes: Callable[..., int]) -> str | None:

@@ -57,7 +57,7 @@ class Config:
     programs: int
 
 
-# ----------------------------------------------------------------------------------------------- supports and heuristic
+# -------------------------------------------------------------------------------------------- unsupported and heuristic
 
 
 def _unsupported(x: Any, *, arrays: int) -> str | None:

@@ -141,7 +141,7 @@ def test_which_kernel_makes_them(inputs, gates, N, dtype, kernel, l2_bytes):
     assert names == {name: name == kernel for name in names}
 
 
-# ----------------------------------------------------------------------------------------------- supports and heuristic
+# -------------------------------------------------------------------------------------------- unsupported and heuristic
 
 
 def arguments(kernel, *operands):

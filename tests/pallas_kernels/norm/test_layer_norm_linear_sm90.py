@@ -71,7 +71,7 @@ def test_a_row_whose_squares_overflow_is_nan_and_no_other():
 
 
 def answers(question, rows, hidden, out, dtype="bfloat16"):
-    """Return the results of `supports`, `heuristic` or `pays` of both kernels."""
+    """Return the results of `unsupported`, `heuristic` or `pays` of both kernels."""
     x, scale, bias, w, b, dz = structs(rows, hidden, out, dtype)
     forward = getattr(kernels.forward, question)(x, scale, bias, w, b, eps=1e-5)
     return [forward, getattr(kernels.input_gradient, question)(dz, x, scale, w, None, None)]
@@ -79,7 +79,7 @@ def answers(question, rows, hidden, out, dtype="bfloat16"):
 
 def test_they_pay_for_narrow_layers_of_half_precisions_and_many_rows(on_hopper):
     for sizes in ((65536, 256, 256), (65536, 128, 256, "float16")):
-        assert answers("supports", *sizes) == [None, None]
+        assert answers("unsupported", *sizes) == [None, None]
         assert answers("heuristic", *sizes) == list(CONFIGS)
     for rows in (16384, 0):
         assert answers("pays", rows, 256, 256) == [False, False]
@@ -96,19 +96,19 @@ def test_they_pay_for_narrow_layers_of_half_precisions_and_many_rows(on_hopper):
     ids=str,
 )
 def test_they_say_what_they_do_not_take(sizes, reason, on_hopper):
-    assert answers("supports", *sizes) == [reason, reason]
+    assert answers("unsupported", *sizes) == [reason, reason]
 
 
 @pytest.mark.parametrize("device", [BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
 def test_a_gpu_without_wgmma_is_refused(device):
     with targeting(device):
-        assert all("only 9.0" in reason for reason in answers("supports", 65536, 128, 128))
+        assert all("only 9.0" in reason for reason in answers("unsupported", 65536, 128, 128))
 
 
 def test_less_shared_memory_takes_narrower_layers():
     with targeting(dataclasses.replace(HOPPER, shared_bytes=128 * 1024)):
-        assert answers("supports", 65536, 128, 128) == [None, None]
-        assert all("bytes of shared memory" in reason for reason in answers("supports", 65536, 256, 256))
+        assert answers("unsupported", 65536, 128, 128) == [None, None]
+        assert all("bytes of shared memory" in reason for reason in answers("unsupported", 65536, 256, 256))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -90,7 +90,7 @@ def test_no_elements_need_no_kernel(shape):
     assert one.shape == other.shape == shape
 
 
-# ----------------------------------------------------------------------------------------------- supports and heuristic
+# -------------------------------------------------------------------------------------------- unsupported and heuristic
 
 
 def structs(*shapes, dtypes=("float32", "float32")):

@@ -80,7 +80,7 @@ def test_sums_of_nothing_are_zero(shape, axes):
     np.testing.assert_array_equal(sum_over(lambda v: v, jnp.ones(shape), axes=axes), np.zeros(kept))
 
 
-# ----------------------------------------------------------------------------------------------- supports and heuristic
+# -------------------------------------------------------------------------------------------- unsupported and heuristic
 
 
 def structs(*shapes, dtypes=("float32", "float32")):

@@ -89,7 +89,7 @@ def test_every_element_is_updated_on_a_gpu(dtypes, accesses):
         np.testing.assert_array_equal(a, b)
 
 
-# ----------------------------------------------------------------------------------------------- supports and heuristic
+# -------------------------------------------------------------------------------------------- unsupported and heuristic
 
 
 def structs(*shapes, dtype="float32"):
