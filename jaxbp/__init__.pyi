@@ -31,7 +31,7 @@ from .ops.conv.conv2d import conv2d_backward_input as conv2d_backward_input
 from .ops.conv.conv2d import conv2d_backward_weights as conv2d_backward_weights
 from .ops.conv.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d as conv2d_relu_max_pool2d
 from .ops.conv.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_backward as conv2d_relu_max_pool2d_backward
-from .ops.conv.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_places as conv2d_relu_max_pool2d_with_places
+from .ops.conv.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_indices as conv2d_relu_max_pool2d_with_indices
 from .ops.conv.max_pool2d import max_pool2d as max_pool2d
 from .ops.conv.max_pool2d import max_pool2d_backward as max_pool2d_backward
 from .ops.conv.max_pool2d import max_pool2d_with_indices as max_pool2d_with_indices
@@ -64,7 +64,7 @@ from .ops.logic.logic_conv2d import logic_conv2d as logic_conv2d
 from .ops.logic.logic_conv2d import logic_conv2d_backward as logic_conv2d_backward
 from .ops.logic.logic_conv2d import logic_conv2d_or_pool2d as logic_conv2d_or_pool2d
 from .ops.logic.logic_conv2d import logic_conv2d_or_pool2d_backward as logic_conv2d_or_pool2d_backward
-from .ops.logic.logic_conv2d import logic_conv2d_or_pool2d_with_places as logic_conv2d_or_pool2d_with_places
+from .ops.logic.logic_conv2d import logic_conv2d_or_pool2d_with_indices as logic_conv2d_or_pool2d_with_indices
 from .ops.logic.logic_conv2d import logic_or_pool2d as logic_or_pool2d
 from .ops.norm.batch_norm import batch_norm as batch_norm
 from .ops.norm.batch_norm import batch_norm_backward as batch_norm_backward

@@ -360,8 +360,8 @@ def _pool(random, entry):
 
 
 _GEOMETRY: Mapping[str, Callable[[np.random.Generator, Entry], Case]] = {
-    **dict.fromkeys(("conv2d", "conv2d_relu_max_pool2d", "conv2d_relu_max_pool2d_with_places"), _convolution),
-    **dict.fromkeys(("logic_conv2d", "logic_conv2d_or_pool2d", "logic_conv2d_or_pool2d_with_places"), _trees),
+    **dict.fromkeys(("conv2d", "conv2d_relu_max_pool2d", "conv2d_relu_max_pool2d_with_indices"), _convolution),
+    **dict.fromkeys(("logic_conv2d", "logic_conv2d_or_pool2d", "logic_conv2d_or_pool2d_with_indices"), _trees),
     **dict.fromkeys(("automaton_step", "automaton_rollout"), _automaton),
     "softmax_cross_entropy": _cross_entropy,
     **dict.fromkeys(("max_pool2d", "max_pool2d_with_indices", "avg_pool2d"), _pool),

@@ -225,7 +225,7 @@ CATALOGUE: tuple[Entry, ...] = (
         _blocks("block", lambda x, w, z, y: _case(x, w, w[:1], window=2)),
     ),
     Entry(
-        conv2d_relu_max_pool2d.conv2d_relu_max_pool2d_with_places,
+        conv2d_relu_max_pool2d.conv2d_relu_max_pool2d_with_indices,
         _case((1, 2, 5, 7), (3, 2, 3, 2), (3,), **_FUSED_ANY),
         {"block1": _case((BATCH, 1, 28, 28), (6, 1, 5, 5), (6,), window=2)},
     ),
@@ -429,7 +429,7 @@ CATALOGUE: tuple[Entry, ...] = (
         },
     ),
     Entry(
-        logic_conv2d.logic_conv2d_or_pool2d_with_places,
+        logic_conv2d.logic_conv2d_or_pool2d_with_indices,
         _case((2, 3, 16), _TREES, (2, 2, 4, 5), pool=(2, 1), padding=(1, 0)),
         {"mnist-m2": _trees(64, 12, 192, pool=2)},
     ),

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import wide
 from jaxbp.nn.layers import Conv2d, Linear
-from jaxbp.ops.conv.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_places
+from jaxbp.ops.conv.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_indices
 from jaxbp.ops.conv.max_pool2d import max_pool2d_with_indices
 from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp
 from jaxbp.ops.dense.softmax_cross_entropy import softmax_cross_entropy
@@ -97,10 +97,10 @@ class LeNet(nnx.Module):
         for i, conv in enumerate((self.conv1, self.conv2), start=1):
             keep(f"conv{i}.input", x)
             if self.fused:
-                x, places = conv2d_relu_max_pool2d_with_places(
+                x, indices = conv2d_relu_max_pool2d_with_indices(
                     x, *conv.parameters(), window=2, implementation=implementation
                 )
-                keep(f"pool{i}.places", places)
+                keep(f"pool{i}.indices", indices)
             else:
                 x = relu(conv(x), implementation=implementation)
                 keep(f"pool{i}.input", x)  # relu's backward reads it

@@ -38,28 +38,28 @@ def _split(x_size, w_size, *, window, stride, padding, precision):
 def _forward(x, w, b, **options):
     convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
     z = conv2d.forward(x, w, b, **convolution)
-    return max_pool2d.autodiff(jax.nn.relu(z), **pool)[0], _places(lax.stop_gradient(z), **pool)[1]
+    return max_pool2d.autodiff(jax.nn.relu(z), **pool)[0], _max_and_indices(lax.stop_gradient(z), **pool)[1]
 
 
-def _forward_and_places(x, w, b, **options):
+def _forward_and_indices(x, w, b, **options):
     convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
-    return barriers.on_cpu(_places(conv2d.forward_formula(x, w, b, **convolution), **pool))
+    return barriers.on_cpu(_max_and_indices(conv2d.forward_formula(x, w, b, **convolution), **pool))
 
 
-def _places(z, **pool):
+def _max_and_indices(z, **pool):
     """Return the pooled ReLU of z, and the position of each maximum or a mark that ReLU was off. Positions are bytes if
     they fit."""
-    largest, places = max_pool2d.max_and_indices(z, **pool)
+    largest, indices = max_pool2d.max_and_indices(z, **pool)
     off = pool["window"][0] * pool["window"][1]
-    places = places.astype(jnp.uint8 if off <= 255 else jnp.int32)
-    return jax.nn.relu(largest), jnp.where(largest > 0, places, jnp.asarray(off, places.dtype))
+    indices = indices.astype(jnp.uint8 if off <= 255 else jnp.int32)
+    return jax.nn.relu(largest), jnp.where(largest > 0, indices, jnp.asarray(off, indices.dtype))
 
 
-def _forward_and_places_kernel(x, w, b, *, window, stride, padding, precision):
+def _forward_and_indices_kernel(x, w, b, *, window, stride, padding, precision):
     x_batch_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*p, 0) for p in padding), (0, 0, 0)])
     b = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
-    y, places = _forward_kernel(x_batch_last, w, b, on_tensor_cores(x.dtype, precision), window=window)
-    return batch_first(y, x.shape[0]), batch_first(places, x.shape[0])
+    y, indices = _forward_kernel(x_batch_last, w, b, on_tensor_cores(x.dtype, precision), window=window)
+    return batch_first(y, x.shape[0]), batch_first(indices, x.shape[0])
 
 
 def _forward_kernel(x, w, b, tensor_cores, **options):
@@ -70,44 +70,44 @@ def _forward_kernel(x, w, b, tensor_cores, **options):
     return exact(*arrays)
 
 
-def _gradients_autodiff(dy, places, x, w, b, **options):
+def _gradients_autodiff(dy, indices, x, w, b, **options):
     convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
-    maxima = lambda x, w, b: max_pool2d.select(conv2d.forward(x, w, b, **convolution), places, **pool)  # noqa: E731
+    maxima = lambda x, w, b: max_pool2d.select(conv2d.forward(x, w, b, **convolution), indices, **pool)  # noqa: E731
     return jax.vjp(maxima, x, w, b)[1](dy)
 
 
-def _gradients_formula(dy, places, x, w, b, **options):
+def _gradients_formula(dy, indices, x, w, b, **options):
     convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
     # If ReLU was off, the position lies in no window, and the pool's backward adds no gradient.
-    dz = max_pool2d.scatter_formula(dy, places, **pool)
+    dz = max_pool2d.scatter_formula(dy, indices, **pool)
     dx = conv2d.input_gradient_formula(dz, w, input_size=x.shape[2:], **convolution)
     dw = conv2d.weights_gradient_formula(dz, x, filter_size=w.shape[2:], **convolution)
     return dx, dw, None if b is None else conv2d.bias_gradient_formula(dz)
 
 
-def _gradients_kernel(dy, places, x, w, b, *, window, stride, padding, precision):
-    dy_last, places_last = batch_last(dy), batch_last(places)
+def _gradients_kernel(dy, indices, x, w, b, *, window, stride, padding, precision):
+    dy_last, indices_last = batch_last(dy), batch_last(indices)
     # The part of the padded input that the pool's windows reach. The last rows and columns may lie outside of it.
     used = [n * size + f - 1 for n, size, f in zip(dy.shape[2:], window, w.shape[2:], strict=True)]
     reached = [(p, u - size - p, 0) for (p, _), u, size in zip(padding, used, x.shape[2:], strict=True)]
     x_batch_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *reached, (0, 0, 0)])
-    arrays, tensor_cores = (dy_last, places_last), on_tensor_cores(x.dtype, precision)
+    arrays, tensor_cores = (dy_last, indices_last), on_tensor_cores(x.dtype, precision)
     dw, db = _weights_gradient_kernel(*arrays, x_batch_last, tensor_cores, window=window)
     dx_last = _input_gradient_kernel(*arrays, w, tensor_cores, precision, input_size=tuple(used), window=window)
     dx_last = lax.pad(dx_last, jnp.zeros((), dy.dtype), [(0, 0, 0), *((-p, -q, 0) for p, q, _ in reached), (0, 0, 0)])
     return batch_first(dx_last, x.shape[0]), dw.astype(w.dtype), None if b is None else db.astype(b.dtype)
 
 
-def _weights_gradient_kernel(dy, places, x, tensor_cores, **options):
-    arrays, kernel = (dy, places, x), weights_gradient_sm90.weights_gradient
+def _weights_gradient_kernel(dy, indices, x, tensor_cores, **options):
+    arrays, kernel = (dy, indices, x), weights_gradient_sm90.weights_gradient
     if not tensor_cores or not kernel.pays(*arrays, **options):
         kernel = kernels.weights_gradient
     interpreted = kernels.weights_gradient_interpreted
     return on_gpu(functools.partial(kernel, **options), functools.partial(interpreted, **options), *arrays)
 
 
-def _input_gradient_kernel(dy, places, w, tensor_cores, precision, *, input_size, window):
-    arrays, options = (dy, places, w), dict(input_size=input_size, window=window)
+def _input_gradient_kernel(dy, indices, w, tensor_cores, precision, *, input_size, window):
+    arrays, options = (dy, indices, w), dict(input_size=input_size, window=window)
     kernel, exact = input_gradient_sm90.input_gradient, functools.partial(kernels.input_gradient, **options)
     kernel_pays = tensor_cores and kernel.pays(*arrays, **options)
     band_pays = tensor_cores and _filter_matrix.band_pays(w, dy, input_size[1], window)
@@ -118,9 +118,9 @@ def _input_gradient_kernel(dy, places, w, tensor_cores, precision, *, input_size
     return exact(*arrays)
 
 
-def _save(forward_and_places, x, w, b, **options):
-    y, places = forward_and_places(x, w, b, **options)
-    return (y, places), (places, x, w, b)
+def _save(forward_and_indices, x, w, b, **options):
+    y, indices = forward_and_indices(x, w, b, **options)
+    return (y, indices), (indices, x, w, b)
 
 
 def _unsupported(*arrays, window, stride, **options):
@@ -144,8 +144,10 @@ _CONV2D_RELU_MAX_POOL2D = Pair(
         jit=True,
     ),
     save={
-        "xla": functools.partial(_save, _forward_and_places),
-        "pallas": functools.partial(_save, differentiable(_forward_and_places_kernel, _forward_and_places, batched(0))),
+        "xla": functools.partial(_save, _forward_and_indices),
+        "pallas": functools.partial(
+            _save, differentiable(_forward_and_indices_kernel, _forward_and_indices, batched(0))
+        ),
     },
     has_aux=True,
     name="conv2d_relu_max_pool2d",
@@ -188,7 +190,7 @@ def conv2d_relu_max_pool2d(
     return _call(op, x, w, b, window, stride, padding, precision, implementation)[0]
 
 
-def conv2d_relu_max_pool2d_with_places(
+def conv2d_relu_max_pool2d_with_indices(
     x: Float[AnyArray, "batch in_channels height width"],
     w: Float[AnyArray, "out_channels in_channels filter_height filter_width"],
     b: Float[AnyArray, "out_channels"] | None = None,
@@ -207,19 +209,19 @@ def conv2d_relu_max_pool2d_with_places(
       As in `conv2d_relu_max_pool2d`.
 
     Returns:
-      (y, places). places is `u * window_width + v` at the maximum of each window, or `window_height * window_width` if
-      ReLU was off. It is uint8 for windows of up to 255 positions, else int32, and has no gradient.
+      (y, indices). indices is `u * window_width + v` at the maximum of each window, or `window_height * window_width`
+      if ReLU was off. It is uint8 for windows of up to 255 positions, else int32, and has no gradient.
 
     Raises:
       As in `conv2d_relu_max_pool2d`.
     """
-    op = "conv2d_relu_max_pool2d_with_places"
+    op = "conv2d_relu_max_pool2d_with_indices"
     return _call(op, x, w, b, window, stride, padding, precision, implementation)
 
 
 def conv2d_relu_max_pool2d_backward(
     dy: Float[AnyArray, "batch out_channels out_height out_width"],
-    places: Integer[AnyArray, "batch out_channels out_height out_width"],
+    indices: Integer[AnyArray, "batch out_channels out_height out_width"],
     x: Float[AnyArray, "batch in_channels height width"],
     w: Float[AnyArray, "out_channels in_channels filter_height filter_width"],
     *,
@@ -241,7 +243,7 @@ def conv2d_relu_max_pool2d_backward(
 
     Args:
       dy: gradient with respect to y.
-      places: as returned by `conv2d_relu_max_pool2d_with_places`.
+      indices: as returned by `conv2d_relu_max_pool2d_with_indices`.
       x, w: as in the forward.
       Other arguments: as in `conv2d_relu_max_pool2d`.
 
@@ -256,10 +258,10 @@ def conv2d_relu_max_pool2d_backward(
     options = _options(op, x, w, None, window, stride, padding, precision)
     _, pool = _split(x.shape[2:], w.shape[2:], **options)
     checks.shape(op, "dy", dy, x.shape[0], w.shape[0], *output_size(**pool))
-    places = max_pool2d.check_indices(op, "places", places, dy.shape)
+    indices = max_pool2d.check_indices(op, "indices", indices, dy.shape)
     b = jnp.zeros(w.shape[:1], w.dtype)
     backward = _CONV2D_RELU_MAX_POOL2D.backward
-    return backward(dy, places, x, w, b, implementation=implementation, **options)
+    return backward(dy, indices, x, w, b, implementation=implementation, **options)
 
 
 def _call(op, x, w, b, window, stride, padding, precision, implementation):

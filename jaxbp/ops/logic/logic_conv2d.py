@@ -36,13 +36,13 @@ from pallas_kernels.logic import trees as kernels
 
 def _forward(coefficients, wires, x, *, stride, padding, pool):
     padded = jnp.moveaxis(upcast(_padded(x, padding)), 0, -1)
-    y, places = _trees.forward(coefficients, wires, padded, stride=stride, pool=pool)
-    return _examples_first((y.astype(x.dtype), places))
+    y, indices = _trees.forward(coefficients, wires, padded, stride=stride, pool=pool)
+    return _examples_first((y.astype(x.dtype), indices))
 
 
-def _gradients(dy, places, coefficients, wires, x, *, stride, padding, pool):
-    dy, places, padded = jax.tree.map(lambda a: jnp.moveaxis(a, 0, -1), (dy, places, _padded(x, padding)))
-    dc, dx = _trees.gradients(upcast(dy), places, coefficients, wires, upcast(padded), stride=stride, pool=pool)
+def _gradients(dy, indices, coefficients, wires, x, *, stride, padding, pool):
+    dy, indices, padded = jax.tree.map(lambda a: jnp.moveaxis(a, 0, -1), (dy, indices, _padded(x, padding)))
+    dc, dx = _trees.gradients(upcast(dy), indices, coefficients, wires, upcast(padded), stride=stride, pool=pool)
     return dc.astype(coefficients.dtype), None, _cropped(_examples_first(dx.astype(x.dtype)), x, padding)
 
 
@@ -64,22 +64,22 @@ def _examples_first(arrays):
 
 def _forward_kernel(coefficients, wires, x, *, stride, padding, pool):
     options = dict(window=wires.window, stride=stride, pool=pool)
-    y, places = kernels.forward(coefficients, wires.leaves, _padded_last(x, padding), **options)
-    return jax.tree.map(lambda a: batch_first(a, x.shape[0]), (y, places))
+    y, indices = kernels.forward(coefficients, wires.leaves, _padded_last(x, padding), **options)
+    return jax.tree.map(lambda a: batch_first(a, x.shape[0]), (y, indices))
 
 
-def _gradients_kernel(dy, places, coefficients, wires, x, *, stride, padding, pool):
+def _gradients_kernel(dy, indices, coefficients, wires, x, *, stride, padding, pool):
     geometry = dict(stride=stride, padding=padding, pool=pool)
     kernel, formula = (functools.partial(f, **geometry) for f in (_gradients_on_gpu, _gradients))
-    return on_gpu(kernel, formula, dy, places, coefficients, wires, x)
+    return on_gpu(kernel, formula, dy, indices, coefficients, wires, x)
 
 
-def _gradients_on_gpu(dy, places, coefficients, wires, x, *, stride, padding, pool):
-    dy, places = jax.tree.map(batch_last, (dy, places))
+def _gradients_on_gpu(dy, indices, coefficients, wires, x, *, stride, padding, pool):
+    dy, indices = jax.tree.map(batch_last, (dy, indices))
     geometry = dict(window=wires.window, stride=stride, pool=pool)
-    dc, dleaves = kernels.leaf_gradients(dy, places, coefficients, wires.leaves, _padded_last(x, padding), **geometry)
+    dc, dleaves = kernels.leaf_gradients(dy, indices, coefficients, wires.leaves, _padded_last(x, padding), **geometry)
     geometry |= dict(size=x.shape[1:], padding=tuple(before for before, _ in padding))
-    dx = kernels.input_gradient(dleaves, places, wires.leaves, wires.readers, wires.reader_offsets, **geometry)
+    dx = kernels.input_gradient(dleaves, indices, wires.leaves, wires.readers, wires.reader_offsets, **geometry)
     return dc.astype(coefficients.dtype), None, batch_first(dx.astype(x.dtype), x.shape[0])
 
 
@@ -91,8 +91,8 @@ def _padded_last(x, padding):
 
 
 def _save(forward, coefficients, wires, x, **options):
-    y, places = forward(coefficients, wires, x, **options)
-    return (y, places), (places, coefficients, wires, x)
+    y, indices = forward(coefficients, wires, x, **options)
+    return (y, indices), (indices, coefficients, wires, x)
 
 
 def _pair(forward):
@@ -112,7 +112,7 @@ _TREES = Op(
         ),
     },
 )
-"""The op of (coefficients, wires, x), which returns (y, places)."""
+"""The op of (coefficients, wires, x), which returns (y, indices)."""
 
 
 def _convolution(parameters, wires, x, *, parametrization, implementation, **options):
@@ -120,9 +120,9 @@ def _convolution(parameters, wires, x, *, parametrization, implementation, **opt
     return _TREES(coefficients, wires, x, implementation=implementation, **options)
 
 
-def _convolution_backward(dy, places, parameters, wires, x, *, parametrization, implementation, **options):
+def _convolution_backward(dy, indices, parameters, wires, x, *, parametrization, implementation, **options):
     pair, wide = COEFFICIENTS[parametrization], upcast(parameters)  # widened once, as in `gate_layer`
-    dc, _, dx = _TREES_BACKWARD(dy, places, pair.forward(wide), wires, x, implementation=implementation, **options)
+    dc, _, dx = _TREES_BACKWARD(dy, indices, pair.forward(wide), wires, x, implementation=implementation, **options)
     return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
 
 
@@ -149,12 +149,12 @@ def _gates(parameters, a, b, parametrization):
     return c0 + c1 * a + (c2 + c3 * a) * b
 
 
-def _definition_backward(dy, places, parameters, wires, x, *, pool, **options):
-    def at_places(parameters, x):
+def _definition_backward(dy, indices, parameters, wires, x, *, pool, **options):
+    def at_indices(parameters, x):
         y, _ = _definition(parameters, wires, x, pool=(1, 1), **options)
-        return y if places is None else max_pool2d.select(y, places, **_or_pool(y, pool))
+        return y if indices is None else max_pool2d.select(y, indices, **_or_pool(y, pool))
 
-    return jax.vjp(at_places, parameters, x)[1](dy)
+    return jax.vjp(at_indices, parameters, x)[1](dy)
 
 
 def _or_pool(y, pool):
@@ -165,7 +165,7 @@ def _unsupported(*arrays, stride, padding, pool, **options):
     wires, x = arrays[-2:]
     rows, columns = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
     if math.prod(wires.leaves.shape[:2]) * (rows // pool[0]) * (columns // pool[1]) * x.shape[0] >= 2**31:
-        return "2^31 or more leaves of all trees, places and examples"
+        return "2^31 or more leaves of all trees, positions and examples"
     return kernels.unsupported(wires.leaves.shape, pool) or checks.unsupported(*arrays)
 
 
@@ -236,7 +236,7 @@ def logic_conv2d_backward(
 
         da = dy (c1 + c3 b)
         db = dy (c2 + c3 a)
-        dc = Σ over examples and places of dy (1, a, b, ab)
+        dc = Σ over examples and positions of dy (1, a, b, ab)
 
     dlogits follows from dc as in `gate_layer_backward`. dx sums da and db over the leaves that read a position. The
     values of the gates are recomputed.
@@ -290,7 +290,7 @@ def logic_conv2d_or_pool2d(
     return _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)[0]
 
 
-def logic_conv2d_or_pool2d_with_places(
+def logic_conv2d_or_pool2d_with_indices(
     logits: Float[AnyArray, "kernels gates parameters"],
     wires: TreeWires,
     x: Float[AnyArray, "batch channels height width"],
@@ -307,20 +307,20 @@ def logic_conv2d_or_pool2d_with_places(
       As in `logic_conv2d_or_pool2d`.
 
     Returns:
-      (y, places). places is `u * pool_width + v`, the first position of the largest value in its window. It is uint8
+      (y, indices). indices is `u * pool_width + v`, the first position of the largest value in its window. It is uint8
       for windows of up to 256 positions, else int32, and has no gradient.
 
     Raises:
       As in `logic_conv2d_or_pool2d`.
     """
-    op = "logic_conv2d_or_pool2d_with_places"
-    y, places = _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)
-    return y, jnp.zeros(y.shape, jnp.uint8) if places is None else places
+    op = "logic_conv2d_or_pool2d_with_indices"
+    y, indices = _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)
+    return y, jnp.zeros(y.shape, jnp.uint8) if indices is None else indices
 
 
 def logic_conv2d_or_pool2d_backward(
     dy: Float[AnyArray, "batch kernels out_height out_width"],
-    places: Integer[AnyArray, "batch kernels out_height out_width"],
+    indices: Integer[AnyArray, "batch kernels out_height out_width"],
     logits: Float[AnyArray, "kernels gates parameters"],
     wires: TreeWires,
     x: Float[AnyArray, "batch channels height width"],
@@ -337,7 +337,7 @@ def logic_conv2d_or_pool2d_backward(
 
     Args:
       dy: gradient with respect to y, in x's dtype.
-      places: as returned by `logic_conv2d_or_pool2d_with_places`. For values outside of the window, the result is
+      indices: as returned by `logic_conv2d_or_pool2d_with_indices`. For values outside of the window, the result is
         undefined.
       Other arguments: as in `logic_conv2d_or_pool2d`.
 
@@ -345,14 +345,14 @@ def logic_conv2d_or_pool2d_backward(
       (dlogits, dx), in the shapes and dtypes of logits and x. Every run returns the same bits.
 
     Raises:
-      TypeError, ValueError: as in `logic_conv2d`; also if places are not integers of dy's shape.
+      TypeError, ValueError: as in `logic_conv2d`; also if indices are not integers of dy's shape.
     """
     op = "logic_conv2d_or_pool2d_backward"
     dy, logits, x, options = _check_gradient(op, dy, logits, wires, x, pool, stride, padding, parametrization)
-    places = max_pool2d.check_indices(op, "places", places, dy.shape)
+    indices = max_pool2d.check_indices(op, "indices", indices, dy.shape)
     if options["pool"] == (1, 1):
-        places = None
-    return _LOGIC_CONV2D_BACKWARD.named(op)(dy, places, logits, wires, x, implementation=implementation, **options)
+        indices = None
+    return _LOGIC_CONV2D_BACKWARD.named(op)(dy, indices, logits, wires, x, implementation=implementation, **options)
 
 
 def logic_or_pool2d(
@@ -400,7 +400,9 @@ def _check(op, logits, wires, x, pool, stride, padding, parametrization):
     size = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
     pool = checks.pair(op, "pool", pool)
     if any(p > n for p, n in zip(pool, size, strict=True)):
-        raise ValueError(f"{op}: pool is {pool[0]} x {pool[1]}, larger than the trees' places, {size[0]} x {size[1]}")
+        raise ValueError(
+            f"{op}: pool is {pool[0]} x {pool[1]}, larger than the trees' positions, {size[0]} x {size[1]}"
+        )
     return logits, x, dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
 
 

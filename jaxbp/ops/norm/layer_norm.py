@@ -302,7 +302,7 @@ def check(op, eps, **arrays):
     values = dict(zip(arrays, checks.floating(op, **arrays), strict=True))
     x = values["x"]
     if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., hidden), at least one element a row")
+        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., hidden), at least one element per row")
     for name, a in values.items():
         if name in ("scale", "bias"):
             checks.shape(op, name, a, x.shape[-1])

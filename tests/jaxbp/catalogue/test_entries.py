@@ -252,7 +252,9 @@ def _check_at_place(name, place, implementation, dtype, batch):
         # Among millions of windows, a few have values that are nearly equal, and float64 selects another maximum. The
         # reference gradient therefore uses the indices that are found here.
         ((logits, wires, x), (dy, *_)), options = arrays, case_of(name, place).options
-        _, places = jaxbp.logic_conv2d_or_pool2d_with_places(logits, wires, x, **options, implementation=implementation)
+        _, places = jaxbp.logic_conv2d_or_pool2d_with_indices(
+            logits, wires, x, **options, implementation=implementation
+        )
         backward = functools.partial(jaxbp.logic_conv2d_or_pool2d_backward, **options, implementation="autodiff")
         assert_close(actual[0], exact[0], dtype)
         assert_close(actual[1], in_float64(backward, dy, places, logits, wires, x), dtype)

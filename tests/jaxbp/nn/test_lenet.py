@@ -35,9 +35,9 @@ SAVED = {
 }
 SAVED_FUSED = {
     "conv1.input": ((1, 28, 28), "float32"),
-    "pool1.places": ((6, 12, 12), "uint8"),
+    "pool1.indices": ((6, 12, 12), "uint8"),
     "conv2.input": ((6, 12, 12), "float32"),
-    "pool2.places": ((16, 4, 4), "uint8"),
+    "pool2.indices": ((16, 4, 4), "uint8"),
     "fc1.input": ((256,), "float32"),
     "fc2.input": ((120,), "float32"),
     "fc3.input": ((84,), "float32"),

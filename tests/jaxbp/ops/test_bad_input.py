@@ -112,9 +112,9 @@ SHAPES = {
         lambda: jaxbp.conv2d_relu_max_pool2d_backward(DY[:, :, :1, :1], INDICES[:, :1, :1, :1], X, W, window=2),
         "conv2d_relu_max_pool2d_backward: dy has shape (2, 4, 1, 1); wants (2, 4, 1, 2)",
     ),
-    "places": (
+    "indices of conv2d_relu_max_pool2d_backward": (
         lambda: jaxbp.conv2d_relu_max_pool2d_backward(DY[:, :, :1, :2], INDICES[:1], X, W, window=2),
-        "conv2d_relu_max_pool2d_backward: places has shape (1, 3, 2, 3); wants (2, 4, 1, 2)",
+        "conv2d_relu_max_pool2d_backward: indices has shape (1, 3, 2, 3); wants (2, 4, 1, 2)",
     ),
     "in_features": (linear(x=(2, 4)), "linear: x has shape (2, 4); wants (..., 5), the in_features of w (3, 5)"),
     "scalar to linear": (linear(x=()), "linear: x has shape (); wants (..., 5), the in_features of w (3, 5)"),
@@ -126,11 +126,11 @@ SHAPES = {
     ),
     "no element to normalise": (
         lambda: jaxbp.rms_norm(zeros(2, 0), zeros(0)),
-        "rms_norm: x has shape (2, 0); wants (..., hidden), at least one element a row",
+        "rms_norm: x has shape (2, 0); wants (..., hidden), at least one element per row",
     ),
     "scalar to normalise": (
         lambda: jaxbp.layer_norm(zeros(), zeros(1), zeros(1)),
-        "layer_norm: x has shape (); wants (..., hidden), at least one element a row",
+        "layer_norm: x has shape (); wants (..., hidden), at least one element per row",
     ),
     "scale": (layer_norm_linear(scale=(4,)), "layer_norm_linear: scale has shape (4,); wants (5,)"),
     "bias of the norm": (layer_norm_linear(bias=(1, 5)), "layer_norm_linear: bias has shape (1, 5); wants (5,)"),

@@ -27,7 +27,7 @@ def test_gradients_of_small_images(size, pool):
     options = dict(padding=2 if size == 1 else 1, pool=pool)
     logits, x = normal((KERNELS, 7, 16), (3, CHANNELS, size, size))
     x = jax.nn.sigmoid(x)
-    forward = jaxbp.logic_conv2d_or_pool2d_with_places
+    forward = jaxbp.logic_conv2d_or_pool2d_with_indices
     y, places = forward(logits, WIRES, x, **options, implementation="pallas")
     (dy,) = normal(y.shape, seed=1)
     expected = in_float64(

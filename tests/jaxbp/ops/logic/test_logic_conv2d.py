@@ -73,7 +73,7 @@ def of_op(implementation, parametrization="softmax", **geometry):
 
     @jax.jit
     def run(logits, wires, x, dy=None):
-        y, places = jaxbp.logic_conv2d_or_pool2d_with_places(logits, wires, x, **dict(pool=1) | options)
+        y, places = jaxbp.logic_conv2d_or_pool2d_with_indices(logits, wires, x, **dict(pool=1) | options)
         dy = jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape) if dy is None else dy
         return (
             y,
@@ -283,7 +283,7 @@ REFUSED = {
     "a large pool": (
         call(pool=6),
         ValueError,
-        f"{OP}: pool is 6 x 6, larger than the trees' places, 5 x 7",
+        f"{OP}: pool is 6 x 6; wants at most 5 x 7, the trees' positions",
     ),
     "a pool of none": (call(pool=0), ValueError, f"{OP}: pool is 0; wants an int of at least 1, or a pair of them"),
     "other wires": (
@@ -313,7 +313,7 @@ REFUSED = {
             zeros(2, 4, 2, 3), zeros(2, 4, 2, 3), zeros(4, 7, 16), WIRES, zeros(2, 3, 7, 8)
         ),
         TypeError,
-        f"{OP}_backward: places is float32; wants integers",
+        f"{OP}_backward: indices is float32; wants integers",
     ),
 }
 
