@@ -20,8 +20,8 @@ from jaxbp.logic.wires import Wires
 from jaxbp.ops.logic import _automaton_formula as formula
 from jaxbp.pairing import differentiable
 from pallas_kernels.core.launch import on_gpu
-from pallas_kernels.logic import automaton as kernels
-from pallas_kernels.logic.automaton import Layer, Plan, padded_lanes
+from pallas_kernels.logic.automaton import kernels
+from pallas_kernels.logic.automaton.plan import Layer, Plan, padded_lanes
 
 UNROLL = 16
 """Ticks in the body of a compiled loop. A kernel in a CUDA graph starts sooner than a separate launch."""

@@ -1,7 +1,6 @@
 """The two kernels of the automaton: in the simulator, lowered for CUDA, and on a GPU."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,8 @@ from jaxbp.ops.logic import _automaton_formula as formula
 from jaxbp.ops.logic import _automaton_kernels as arrays_of
 from pallas_kernels.core.device import BLACKWELL, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
-from pallas_kernels.logic import automaton as kernels
-from pallas_kernels.logic.automaton import Config
+from pallas_kernels.logic.automaton import kernels
+from pallas_kernels.logic.automaton.config import Config
 
 PUBLISHED = dict(perception_kernels=16, perception_widths=[8, 4, 2], update_widths=[256] * 10 + [128, 64, 32, 16, 8, 8])
 SHALLOW = PUBLISHED | dict(update_widths=[256, 256, 128, 64, 32, 16, 8, 8])  # more layers would repeat the same code
@@ -108,73 +107,6 @@ def test_the_published_automaton_with_fewer_layers_lowers_for_cuda(device, grid)
         text = cuda_program(gradient, logits, state)
     assert "automaton_tick_backward" in text
     assert "scatter" not in text.replace("wires", "")
-
-
-SIZES = {
-    "checkerboard": (8, 16, [8, 4, 2], PUBLISHED["update_widths"]),
-    "lizard": (128, 4, [8, 4, 2, 1], [512] * 8 + [256, 128]),
-    "small": (3, 2, [8], [30, 15, 8, 5, 3]),
-}
-
-
-def test_cells_at_a_time_are_as_many_as_fit_and_keep_all_programs_busy():
-    with targeting(HOPPER):
-        small = jaxbp.Automaton.create(*SIZES["checkerboard"], False, seed=0)
-        one_group = kernels.tick_backward.heuristic(plan=arrays_of.plan(small, (2, 16, 16, 8)))
-        assert (one_group.cells, one_group.totals_in_registers) == (4, False)
-        several = arrays_of.plan(small, (4, 32, 32, 8))
-        groups, forward = (kernel.heuristic(plan=several) for kernel in (kernels.tick_backward, kernels.tick))
-        assert (groups.cells, groups.totals_in_registers) == (8, True)
-        assert forward.programs > HOPPER.multiprocessors >= groups.programs
-        assert forward.programs * forward.cells * 2 == several.cells
-        lizard = jaxbp.Automaton.create(*SIZES["lizard"], True, seed=0)
-        large = kernels.tick_backward.heuristic(plan=arrays_of.plan(lizard, (1, 20, 20, 128)))
-        assert large.cells < 4 and not large.totals_in_registers
-
-
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_gradients_take_rows_that_nobody_reads_any_more(sizes):
-    """While a layer writes its rows, its inputs and its consumers' gradients are read, later the center's gradient."""
-    plan = arrays_of.plan(jaxbp.Automaton.create(*sizes, True, seed=0), (1, 3, 3, sizes[0]))
-    layers, rows, first_update = plan.layers, plan.gradients, len(plan.perception)
-    written = [range(first, first + 2 * layer.lanes) for first, layer in zip(rows.firsts, layers, strict=True)]
-    sums = range(rows.kernel_sums.first, rows.kernel_sums.first + rows.kernel_sums.lanes)
-    for i, layer in enumerate(layers):
-        read = set(range(layer.first)).union(*written[i + 1 : i + 2])
-        if i < first_update:
-            read |= set(written[first_update])
-        assert not read & set(written[i])
-    assert not {*range(plan.inputs.lanes), *written[0], *written[first_update]} & set(sums)
-    # The gradients of the outputs are stored before the first layer's rows are computed.
-    outputs = range(rows.outputs.first, rows.outputs.end)
-    assert not {*range(layers[-1].first), *itertools.chain(*written), *sums} & set(outputs)
-    assert max(*map(max, written), max(sums), max(outputs)) < rows.count
-    assert plan.neighbourhood <= plan.zeros < plan.inputs.lanes
-
-
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_layers_of_the_forward_take_rows_that_nobody_reads_any_more(sizes):
-    """While a layer writes its rows, the previous layer and the inputs are read, and at the end the last layer."""
-    plan = arrays_of.plan(jaxbp.Automaton.create(*sizes, True, seed=0), (1, 3, 3, sizes[0]))
-    inputs, layers = range(plan.inputs.lanes), plan.forward_layers
-    for before, layer in zip([plan.inputs, *layers], layers, strict=False):
-        assert not {*inputs, *range(before.first, before.end)} & set(range(layer.first, layer.end))
-    assert max(layer.end for layer in layers) == plan.forward_rows <= plan.rows
-    assert len(layers) < 4 or plan.forward_rows < plan.rows
-
-
-def test_says_what_does_not_fit():
-    with targeting(HOPPER):
-        wide = jaxbp.Automaton.create(256, 16, [8, 4, 2], [4352, 2176, 1088, 544, 272, 256], True, seed=0)
-        plan = arrays_of.plan(wide, (1, 4, 4, 256))
-        assert "do not fit into shared memory" in kernels.tick_backward.unsupported(plan=plan)
-        state = jnp.zeros((1, 4, 4, 256))
-        logits = (
-            [jnp.zeros((16, w.gates, 16)) for w in wide.perception],
-            [jnp.zeros((w.gates, 16)) for w in wide.update],
-        )
-        with pytest.raises(NotImplementedError, match="automaton_step: implementation='pallas' does not take"):
-            jaxbp.automaton_step(logits, wide, state, implementation="pallas")
 
 
 @pytest.mark.gpu

@@ -1,0 +1,207 @@
+"""The cells of a grid: their neighborhoods, their next states, and the gradients of both.
+
+`Cells` maps lanes and columns of shared memory to elements of the arrays in device memory. `Inputs` gathers the
+neighborhoods of a group of cells from the state into the rows of the inputs. `write_next_state` writes the rows of the
+last layer to the next state. `OutputGradients` sums the gradients that the next tick's backward has written for each
+cell, and writes the sums to the rows of the last layer's gradients.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.core.gathers import gather_elements, lane_and_column, scatter_elements
+from pallas_kernels.core.layouts import quotient, remainder, zeros_like
+from pallas_kernels.logic.automaton.plan import NEIGHBOURS, Plan
+from pallas_kernels.logic.automaton.schedule import Team
+
+
+class _StateElements(NamedTuple):
+    """Indices of each element of a block, one lane per element of a state.
+
+    `row` and `column` index the layer of a state's gates, `place` the state. `cell` is the element's cell, and `valid`
+    says whether it exists. Elsewhere the indices point to elements that nothing reads.
+    """
+
+    row: Array
+    column: Array
+    place: Array
+    cell: Array
+    valid: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells:
+    """A slice: `count` cells of a grid, one column of its rows per cell. Cells past the grid are masked.
+
+    Attributes:
+      first_of_group: first cell of the slices that a CTA computes at a time.
+      slices: the rows of all these slices.
+      number: index of this slice.
+    """
+
+    plan: Plan
+    count: int
+    first_of_group: Any
+    slices: Any
+    number: Any
+
+    @property
+    def first(self):
+        return self.first_of_group + self.number * self.count
+
+    @property
+    def rows(self):
+        return self.slices.at[self.number]
+
+    @property
+    def elements(self):
+        """A lane for each element of the cells' state."""
+        return self.plan.state_elements(self.count)
+
+    def state_elements(self, part):
+        """Return the indices of a part of `elements`, in blocks with one element per lane."""
+        C = self.plan.channels
+        lane = lane_and_column(part.lanes, 1)[0] + part.offset
+        column, channel = quotient(lane, C), remainder(lane, C)
+        is_element, cell = lane < C * self.count, column + self.first
+        valid = is_element & (cell < self.plan.cells)
+        # Lanes are padded, so if any lane follows the last channel's element, a row follows its row.
+        row, column = jnp.where(is_element, channel, C), jnp.where(is_element, column, 0)
+        return _StateElements(row, column, jnp.where(valid, cell, self.plan.cells) * C + channel, cell, valid)
+
+    def neighbour(self, cell, row_offset, column_offset):
+        """Return the cell at an offset from another cell, and whether it exists."""
+        plan = self.plan
+        row = remainder(quotient(cell, plan.width), plan.height) + row_offset
+        column = remainder(cell, plan.width) + column_offset
+        valid = cell < plan.cells
+        if plan.periodic:
+            row, column = _wrap(row, plan.height), _wrap(column, plan.width)
+        else:
+            valid &= (row >= 0) & (row < plan.height) & (column >= 0) & (column < plan.width)
+        grid = quotient(cell, plan.height * plan.width)
+        return (grid * plan.height + row) * plan.width + column, valid
+
+    def seen_elements(self, part):
+        """Return, for a part of the inputs, each element's index in a state, and whether it exists."""
+        C = self.plan.channels
+        lane, column = lane_and_column(part.lanes, self.count)
+        lane = lane + part.offset
+        place = quotient(lane, C)
+        row_offset, column_offset = quotient(place, 3) - 1, remainder(place, 3) - 1
+        cell, valid = self.neighbour(column + self.first, row_offset, column_offset)
+        return cell * C + remainder(lane, C), valid & (lane < self.plan.neighbourhood)
+
+    def scatter_gradients(self, part, gradients, dseen_out):
+        """Write gradients of inputs."""
+        neighbourhood = self.plan.neighbourhood
+        lane, column = lane_and_column(part.lanes, self.count)
+        lane, cell = lane + part.offset, column + self.first
+        valid = (lane < neighbourhood) & (cell < self.plan.cells)
+        place = jnp.where(valid, cell * neighbourhood + lane, lane + self.plan.cells * neighbourhood)
+        scatter_elements(dseen_out, gradients, place)
+
+
+def _wrap(i, n):
+    return jnp.where(i < 0, i + n, jnp.where(i >= n, i - n, i))
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The neighborhoods of a group of cells in a state."""
+
+    team: Team
+    state: Any
+
+    def load(self, slices):
+        """Load the argument of `write`."""
+        return [
+            [_gather(self.state, *cells.seen_elements(part)) for cells in self.team.own(part, slices)]
+            for part in self.team.parts(slices[0].plan.inputs)
+        ]
+
+    def write(self, slices, loaded):
+        """Write the rows of the inputs."""
+        for part, blocks in zip(self.team.parts(slices[0].plan.inputs), loaded, strict=True):
+            self.team.divide(part, slices, functools.partial(self.write_slices, part, blocks))
+
+    def write_slices(self, part, blocks, slices):
+        for cells, block in zip(slices, blocks, strict=True):
+            valid = cells.seen_elements(part)[1]
+            cells.rows[part.rows] = jnp.where(valid, block.astype(jnp.float32), 0.0)
+
+
+def write_next_state(new_state, state, fires, last_layer, part, slices):
+    """Write the outputs of the last layer's gates to `new_state`. A cell that does not fire keeps its `state`."""
+    for cells in slices:
+        elements = cells.state_elements(part)
+        outputs = jnp.clip(gather_elements(cells.rows, last_layer.first + elements.row, elements.column), 0.0, 1.0)
+        outputs = outputs.astype(new_state.dtype)
+        if fires is not None:
+            fired = _gather(fires, elements.cell, elements.valid) != 0
+            outputs = jnp.where(fired, outputs, gather_elements(state, elements.place))
+        scatter_elements(new_state, outputs, elements.place)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputGradients:
+    """The gradients of the next state of a group of cells: the sum of the neighbors' dseen and of the cell's dkept.
+
+    Attributes:
+      dkept_out: receives the gradients of the kept states.
+    """
+
+    team: Team
+    fires: Any
+    dseen: Any
+    dkept: Any
+    dkept_out: Any
+
+    def load(self, slices):
+        """Load the argument of `write`."""
+        return [
+            [self.terms(part, cells) for cells in self.team.own(part, slices)]
+            for part in self.team.parts(slices[0].elements)
+        ]
+
+    def terms(self, part, cells):
+        """Load the terms of the sum, and whether a cell fires."""
+        elements = cells.state_elements(part)
+        dseen = [_gather(self.dseen, *seen) for seen in self.seen(cells, elements)]
+        fires = None if self.fires is None else _gather(self.fires, elements.cell, elements.valid)
+        return gather_elements(self.dkept, elements.place), dseen, fires
+
+    def seen(self, cells, elements):
+        """Yield, for each of the nine neighbors, the index of its gradient with respect to this cell, and whether it
+        exists."""
+        plan = cells.plan
+        channel = elements.place - elements.cell * plan.channels
+        for p in range(NEIGHBOURS):
+            # The cell on the opposite side sees this one at position p.
+            cell, valid = cells.neighbour(elements.cell, 1 - p // 3, 1 - p % 3)
+            yield cell * plan.neighbourhood + p * plan.channels + channel, valid & elements.valid
+
+    def write(self, slices, loaded):
+        """Write the gradients of the last layer's rows and of the kept states."""
+        for part, terms in zip(self.team.parts(slices[0].elements), loaded, strict=True):
+            self.team.divide(part, slices, functools.partial(self.write_slices, part, terms))
+
+    def write_slices(self, part, terms, slices):
+        for cells, (dy, dseen, fires) in zip(slices, terms, strict=True):
+            elements = cells.state_elements(part)
+            for gradient, (_, valid) in zip(dseen, self.seen(cells, elements), strict=True):
+                dy = dy + jnp.where(valid, gradient, 0.0)
+            dy, dkept = jnp.where(elements.valid, dy, 0.0), zeros_like(dy)
+            if fires is not None:
+                dy, dkept = jnp.where(fires != 0, dy, 0.0), jnp.where(fires != 0, 0.0, dy)
+            scatter_elements(self.dkept_out, dkept, elements.place)
+            scatter_elements(cells.rows, dy, cells.plan.gradients.outputs.first + elements.row, elements.column)
+
+
+def _gather(ref, places, valid):
+    """Gather elements of device memory; elements that are not valid are arbitrary."""
+    return gather_elements(ref, jnp.where(valid, places, 0))

@@ -1,0 +1,207 @@
+"""One tick (time step) of a logic cellular automaton, and its backward. Lanes are gates, and activations stay in shared
+memory.
+
+A CTA computes a few cells at a time, one group after the other. It gathers their neighborhoods from the state in device
+memory into shared memory. There, each input and each gate has a row, with one float32 per cell (plan.py). A thread
+computes one or several gates of each layer (gates.py), and the warpgroups meet after every layer (schedule.py). The
+forward writes only the new state to device memory (cells.py). The backward recomputes the rows, and then goes through
+the layers in reverse. It writes the gradients with respect to seen cells, kept cells, and coefficients.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.core.tiles import kernel
+from pallas_kernels.logic.automaton.cells import Cells, Inputs, OutputGradients, write_next_state
+from pallas_kernels.logic.automaton.config import Config, forward_heuristic, heuristic, unsupported
+from pallas_kernels.logic.automaton.gates import Backward, Circuit, add_totals, copy_totals, zero_totals
+from pallas_kernels.logic.automaton.plan import Plan
+from pallas_kernels.logic.automaton.schedule import Step, Team
+
+
+class _TickRefs(NamedTuple):
+    """References of `tick`; `fires` is None where all cells fire."""
+
+    coefficients: Any
+    wires: Any
+    state: Any
+    fires: Any
+    new_state: Any
+    rows: Any
+    barrier: Any
+
+
+@kernel(unsupported=unsupported, heuristic=forward_heuristic)
+def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *, plan: Plan, config: Config) -> Array:
+    """Return the next state, clipped to [0, 1] where rounding exceeds it.
+
+    Args:
+      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, for every lane of every layer, 0 where there is no gate;
+        once for lanes that share them.
+      wires: `(plan.gates,)` int32, the rows of `plan.forward_layers` that each lane reads, `a + (b << 16)`; arbitrary
+        where there is no gate.
+      state: `(cells channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
+      fires: `(cells,)` int32, 0 where a cell keeps its state; None if every cell fires.
+    """
+    return launch(
+        functools.partial(_tick, plan=plan, config=config),
+        coefficients,
+        wires,
+        state,
+        fires,
+        out=jax.ShapeDtypeStruct(state.shape, state.dtype),
+        grid={"program": config.programs},
+        warpgroups=config.warpgroups,
+        scratch=[config.rows(plan.forward_rows), plgpu.Barrier(num_arrivals=config.warpgroups)],
+        name="automaton_tick",
+        barriers=False,
+        sums_across_warps=False,
+    )
+
+
+def _tick(*refs, program, warpgroup, plan, config):
+    """The kernel's body: the cells of a CTA, one group after the other."""
+    refs, layers = _TickRefs(*refs), plan.forward_layers
+    team = Team(config, warpgroup, refs.barrier)
+
+    def steps(slices, _):
+        yield from Circuit(plan, team, refs.coefficients, refs.wires, slices).steps(layers)
+        for part in team.parts(slices[0].elements):
+            write = functools.partial(write_next_state, refs.new_state, refs.state, refs.fires, layers[-1], part)
+            yield Step(tuple, lambda _, part=part, write=write: team.divide(part, slices, write))
+
+    _visit_groups(plan, config, program, team, refs.rows, [Inputs(team, refs.state)], steps)
+
+
+class _TickBackwardRefs(NamedTuple):
+    """References of `tick_backward`; `fires` is None where all cells fire."""
+
+    coefficients: Any
+    wires: Any
+    consumers: Any
+    state: Any
+    fires: Any
+    dseen: Any
+    dkept: Any
+    total: Any
+    dseen_out: Any
+    dkept_out: Any
+    total_out: Any
+    rows: Any
+    barrier: Any
+
+
+@kernel(unsupported=unsupported, heuristic=heuristic)
+def tick_backward(
+    coefficients: Array,
+    wires: Array,
+    consumers: Array,
+    state: Array,
+    fires: Array | None,
+    dseen: Array,
+    dkept: Array,
+    total: Array,
+    *,
+    plan: Plan,
+    config: Config,
+) -> tuple[Array, Array, Array]:
+    """Return (dseen, dkept, total): the gradients with respect to seen cells, kept cells, and coefficients.
+
+    The gradient of the next state arrives as the dseen and dkept that the next tick's backward returned. A cell's
+    gradient is the sum of what its neighbors' dseen hold for it, and of its dkept.
+
+    Args:
+      coefficients, state, fires: the arguments of `tick`.
+      wires: the wires of `tick`, but with rows of `plan.layers`.
+      consumers: int32, the rows to which the consumers of a row write its gradient. Two rows are packed into one
+        integer, the later one in the upper half, as `Plan.consumers` lays out.
+      dseen: `(cells neighborhood + plan.inputs.lanes,)` float32, cell by cell, followed by unused elements.
+      dkept: float32 of the state's shape.
+      total: `(programs, plan.gates, 4)` float32, to which the gradients of the coefficients are added, lane by lane.
+    """
+    return launch(
+        functools.partial(_tick_backward, plan=plan, config=config),
+        coefficients,
+        wires,
+        consumers,
+        state,
+        fires,
+        dseen,
+        dkept,
+        total,
+        out=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (dseen, dkept, total)),
+        grid={"program": config.programs},
+        warpgroups=config.warpgroups,
+        scratch=[config.rows(plan.gradients.count), plgpu.Barrier(num_arrivals=config.warpgroups)],
+        name="automaton_tick_backward",
+        barriers=False,
+        sums_across_warps=False,
+    )
+
+
+def _tick_backward(*refs, program, warpgroup, plan, config):
+    """The kernel's body: the cells of a CTA, one group after the other."""
+    refs = _TickBackwardRefs(*refs)
+    team = Team(config, warpgroup, refs.barrier)
+    total_in, total_out = refs.total.at[program], refs.total_out.at[program]
+    # With several groups of cells, each adds to the sums of the group before. The sums so far are therefore copied to
+    # the result first.
+    is_copied = _groups_of_program(plan, config) > 1 and not config.totals_in_registers
+    sums = None
+    if config.totals_in_registers:
+        sums = zero_totals(plan, team)
+    if is_copied:
+        copy_totals(plan, team, total_in, total_out)
+
+    def steps(slices, sums=None):
+        circuit = Circuit(plan, team, refs.coefficients, refs.wires, slices)
+        yield from circuit.steps(plan.layers[:-1])
+        previous_total = total_out if is_copied else total_in
+        yield from Backward(circuit, refs.consumers, sums, previous_total, total_out, refs.dseen_out).steps()
+
+    loads = [Inputs(team, refs.state), OutputGradients(team, refs.fires, refs.dseen, refs.dkept, refs.dkept_out)]
+    sums = _visit_groups(plan, config, program, team, refs.rows, loads, steps, sums)
+    if sums is not None:
+        add_totals(plan, team, refs.rows, sums, total_in, total_out)
+
+
+def _groups_of_program(plan, config):
+    return -(-plan.cells // (config.cells * config.programs))
+
+
+def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
+    """Compute `steps(slices, carry)` for all cells of a CTA, and return the last carry, a list that the steps change.
+
+    The data that `loads` load for the next group arrive while the last steps of this group are computed.
+    """
+    groups, width = _groups_of_program(plan, config), rows.shape[-1]
+
+    def slices_of(i):
+        first = (program + i * config.programs) * config.cells
+        return [Cells(plan, width, first, rows, s) for s in range(config.slices)]
+
+    def visit(i, state):
+        carry, fetched = state
+        carry, slices, following = carry and list(carry), slices_of(i), slices_of(i + 1)
+        of_group = list(steps(slices, carry))
+        if groups > 1:
+            of_group += [
+                Step(functools.partial(a.load, following), functools.partial(a.write, following)) for a in loads
+            ]
+        fetched = team.run(of_group, fetched, is_repeated=groups > 1)
+        team.meet()  # The next group reads what this one has written, and writes what it has read.
+        return carry, fetched
+
+    fetched = team.first_fetches(list(steps(slices_of(0), carry)))
+    loaded = [a.load(slices_of(0)) for a in loads]
+    for a, arrays in zip(loads, loaded, strict=True):
+        a.write(slices_of(0), arrays)
+    team.meet()
+    state = carry, fetched
+    return (visit(0, state) if groups == 1 else lax.fori_loop(np.int32(0), np.int32(groups), visit, state))[0]
