@@ -401,7 +401,7 @@ def _check(op, logits, wires, x, pool, stride, padding, parametrization):
     pool = checks.pair(op, "pool", pool)
     if any(p > n for p, n in zip(pool, size, strict=True)):
         raise ValueError(
-            f"{op}: pool is {pool[0]} x {pool[1]}, larger than the trees' positions, {size[0]} x {size[1]}"
+            f"{op}: pool is {pool[0]} x {pool[1]}; wants at most {size[0]} x {size[1]}, the number of positions"
         )
     return logits, x, dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
 

@@ -283,7 +283,7 @@ REFUSED = {
     "a large pool": (
         call(pool=6),
         ValueError,
-        f"{OP}: pool is 6 x 6; wants at most 5 x 7, the trees' positions",
+        f"{OP}: pool is 6 x 6; wants at most 5 x 7, the number of positions",
     ),
     "a pool of none": (call(pool=0), ValueError, f"{OP}: pool is 0; wants an int of at least 1, or a pair of them"),
     "other wires": (
