@@ -25,6 +25,8 @@ from jaxbp.sharding import Axes, BatchAxes
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
+from pallas_kernels.dense import mlp_weighed_gradients_sm90
+from pallas_kernels.dense.mlp_network_sm90 import row_widths
 
 # --------------------------------------------------------------------------------------------------------- the formula
 
@@ -124,14 +126,14 @@ def _wide_rows(x_batch_last, labels, weights, biases):
     inputs, *_ = sizes = _sizes(weights)
     loss, logits, hidden = rows(x_batch_last[:inputs].T, labels, weights, biases)
     hidden = [jnp.pad(h, ((0, 0), (0, 1)), constant_values=1) for h in hidden]
-    _, *widths, classes = kernels.widths(sizes)
+    _, *widths, classes = row_widths(sizes)
     return loss, _fill(logits, classes), tuple(map(_fill, hidden, widths))
 
 
 def _wide_row_gradients(dy, labels, logits, hidden, weights):
     _, *outputs, classes = sizes = _sizes(weights)
     gradients = row_gradients(dy, labels, logits[:, :classes], _narrow(hidden, outputs), weights)
-    inputs, *widths = kernels.widths(sizes)
+    inputs, *widths = row_widths(sizes)
     *gradients, dx = map(_fill, gradients, (*reversed(widths), inputs))
     return *gradients, dx.T
 
@@ -172,7 +174,7 @@ def _lanes_of_gradients(dy, x_batch_last, hidden, gradients):
 _WIDE_ROWS = _with_kernel(kernels.forward, _wide_rows, _lanes_of_inputs)
 _WIDE_ROW_GRADIENTS = _with_kernel(kernels.backward, _wide_row_gradients, _lanes_of_rows)
 _WIDE_ROWS_AND_GRADIENTS = _with_kernel(kernels.forward_and_gradients, _wide_rows_and_gradients, _lanes_of_inputs)
-_WEIGHED_GRADIENTS = _with_kernel(kernels.weighed_gradients, _weighed_gradients, _lanes_of_gradients)
+_WEIGHED_GRADIENTS = _with_kernel(mlp_weighed_gradients_sm90.weighed_gradients, _weighed_gradients, _lanes_of_gradients)
 
 
 def _save_kernel(x, labels, *layers, precision):
@@ -218,7 +220,7 @@ def _gradients_of_wide_rows(dy, saved, *, precision):
 
 def _lanes(x, labels, weights):
     """Return x in the width that the kernels need and the labels, both with the batch last."""
-    return batch_last(_fill(x, kernels.widths(_sizes(weights))[0])), batch_last(labels)
+    return batch_last(_fill(x, row_widths(_sizes(weights))[0])), batch_last(labels)
 
 
 def _sizes(weights):

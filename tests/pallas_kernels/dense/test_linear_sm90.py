@@ -11,6 +11,7 @@ from helpers import cuda_program, normal, on_the_cpu, relative_error
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.dense import linear_sm90 as kernels
+from pallas_kernels.dense.linear_product_sm90 import Config
 
 can_simulate = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="older simulators lack the tensor cores' instructions"
@@ -58,7 +59,7 @@ def layer_structs(rows, outputs, inputs, dtype="bfloat16"):
 def test_the_simulator_finds_them_right(rows, outputs, inputs, sizes):
     random = np.random.default_rng(0)
     dy, x = (jnp.asarray(random.integers(-3, 4, (rows, width)), "float16") for width in (outputs, inputs))
-    config = kernels.Config(**dict(rows=128, columns=min(256, inputs), stages=2) | sizes)
+    config = Config(**dict(rows=128, columns=min(256, inputs), stages=2) | sizes)
     gradients = jax.jit(lambda dy, x: kernels.weights_gradient(dy, x, dtype=jnp.float32, config=config))
     with on_the_cpu(), targeting(TWO_MULTIPROCESSORS), simulated():
         actual = jax.block_until_ready(gradients(dy, x))
@@ -81,7 +82,7 @@ def test_the_simulator_finds_the_forward_right(rows, inputs, outputs, sizes):
     x, w, b = (
         jnp.asarray(random.integers(-3, 4, shape), "float16") for shape in ((rows, inputs), (outputs, inputs), outputs)
     )
-    config = kernels.Config(**dict(rows=128, columns=128, stages=2) | sizes)
+    config = Config(**dict(rows=128, columns=128, stages=2) | sizes)
     forward = jax.jit(lambda x, w, b: kernels.forward(x, w, b, config=config))
     with on_the_cpu(), targeting(TWO_MULTIPROCESSORS), simulated():
         actual = jax.block_until_ready(forward(x, w, b))
@@ -106,11 +107,6 @@ def test_clusters_are_there_where_tiles_outnumber_the_multiprocessors():
 def test_the_forwards_blocks_are_the_widest_that_divide_the_result(outputs, raster, on_hopper):
     x, w, b = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((65536, 1024), (outputs, 1024), (outputs,)))
     assert kernels.forward.heuristic(x, w, b).raster == raster
-
-
-def test_the_raster_walks_column_blocks_and_meets_every_tile_once():
-    walked = [kernels._raster(i, rows=3, width=2) for i in range(12)]
-    assert walked == [(row, 2 * block + column) for block in range(2) for row in range(3) for column in range(2)]
 
 
 def reasons(of, *shapes, dtype="bfloat16"):
@@ -176,13 +172,13 @@ def test_the_ring_has_six_or_four_stages_on_hopper_and_as_many_as_fit_elsewhere(
     ids=str,
 )
 def test_configs_that_would_leave_tiles_out_are_refused(sizes, wanted, on_hopper):
-    config = kernels.Config(**dict(rows=128, columns=128, stages=2) | sizes)
+    config = Config(**dict(rows=128, columns=128, stages=2) | sizes)
     with pytest.raises(ValueError, match=wanted):
         jax.eval_shape(lambda *arrays: kernels.forward(*arrays, config=config), *layer_structs(*REAL[1]))
 
 
 def test_a_config_whose_tiles_do_not_divide_the_columns_is_refused(on_hopper):
-    config = kernels.Config(rows=128, columns=256, stages=2)
+    config = Config(rows=128, columns=256, stages=2)
     with pytest.raises(ValueError, match="weights_gradient: columns is 256; wants a divisor of 384"):
         jax.eval_shape(lambda *arrays: kernels.weights_gradient(*arrays, config=config), *structs(256, 128, 384))
 
@@ -200,7 +196,7 @@ def test_they_are_hoppers_alone(device):
 @pytest.mark.parametrize("shape", REAL, ids=str)
 def test_they_lower_for_cuda(shape, dtype, on_hopper):
     assert "mosaic_gpu" in cuda_program(kernels.weights_gradient, *structs(*shape, dtype))
-    config = kernels.Config(rows=128, columns=128, stages=6, cluster=2)
+    config = Config(rows=128, columns=128, stages=6, cluster=2)
     forward = lambda x, w, b: kernels.forward(x, w, b, config=config)  # noqa: E731
     assert "mosaic_gpu" in cuda_program(forward, *layer_structs(*shape, dtype))
 

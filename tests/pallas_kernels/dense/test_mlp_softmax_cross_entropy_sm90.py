@@ -13,6 +13,8 @@ from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeti
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
+from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, row_widths
+from pallas_kernels.dense.mlp_weighed_gradients_sm90 import weighed_gradients
 
 can_simulate = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="older simulators lack the tensor cores' instructions"
@@ -24,7 +26,7 @@ def draw(sizes, N, seed=0):
     """Draw x, with the batch last and padded rows, labels, weights, biases and dy."""
     random = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
-    x = jnp.zeros((kernels.widths(sizes)[0], N)).at[: sizes[0]].set(normal(sizes[0], N))
+    x = jnp.zeros((row_widths(sizes)[0], N)).at[: sizes[0]].set(normal(sizes[0], N))
     weights = tuple(normal(n, m) / np.sqrt(m) for m, n in itertools.pairwise(sizes))
     labels = jnp.asarray(random.integers(0, sizes[-1], N), jnp.int32)
     return x, labels, weights, tuple(normal(n) for n in sizes[1:]), normal(N)
@@ -62,7 +64,7 @@ def check(results, x, labels, weights, biases, dy):
 def at_once(x, labels, weights, biases, dy):
     loss, logits, hidden, gradients = kernels.forward_and_gradients(x, labels, weights, biases)
     sizes = (weights[0].shape[1], *(len(w) for w in weights))
-    return (loss, logits, hidden, gradients), kernels.weighed_gradients(dy, x, hidden, gradients, sizes=sizes)
+    return (loss, logits, hidden, gradients), weighed_gradients(dy, x, hidden, gradients, sizes=sizes)
 
 
 def check_at_once(results, x, labels, weights, biases, dy):
@@ -91,7 +93,7 @@ def structs(sizes, N, dtype="float32"):
     """Return the shapes and dtypes of x, labels, weights and biases."""
     weights = tuple(jax.ShapeDtypeStruct((n, m), dtype) for m, n in itertools.pairwise(sizes))
     biases = tuple(jax.ShapeDtypeStruct((n,), dtype) for n in sizes[1:])
-    x = jax.ShapeDtypeStruct((kernels.widths(sizes)[0], N), dtype)
+    x = jax.ShapeDtypeStruct((row_widths(sizes)[0], N), dtype)
     return x, jax.ShapeDtypeStruct((N,), "int32"), weights, biases
 
 
@@ -104,7 +106,7 @@ def test_rows_and_gradients_are_made_at_once_in_small_batches_where_they_fit(on_
 @can_simulate
 @pytest.mark.parametrize("sizes", [SMALL, (32, 7)], ids=["three layers", "one layer"])
 def test_the_simulator_finds_them_right(sizes):
-    arrays = draw(sizes, kernels.EXAMPLES)
+    arrays = draw(sizes, EXAMPLES)
     with on_the_cpu(), simulated():
         results = jax.block_until_ready(both(*arrays))
     check(results, *arrays)
@@ -112,12 +114,12 @@ def test_the_simulator_finds_them_right(sizes):
 
 @can_simulate
 def test_a_label_that_is_no_class_gives_nan_to_its_example_alone_and_0_where_dy_is_0():
-    x, labels, *others, dy = draw((32, 9, 4), kernels.EXAMPLES)
+    x, labels, *others, dy = draw((32, 9, 4), EXAMPLES)
     with on_the_cpu(), simulated():
         labels, dy = labels.at[3].set(4).at[5].set(-1).at[7].set(-1), dy.at[7].set(0)
         loss, *_, gradients = jax.block_until_ready(both(x, labels, *others, dy))
     for rows, invalid in ((loss[:, None], (3, 5, 7)), (gradients[-1].T, (3, 5)), (gradients[1][:, :9], (3, 5))):
-        assert (np.isnan(rows).any(axis=1) == np.isin(np.arange(kernels.EXAMPLES), invalid)).all()
+        assert (np.isnan(rows).any(axis=1) == np.isin(np.arange(EXAMPLES), invalid)).all()
 
 
 @can_simulate
@@ -127,11 +129,6 @@ def test_gradients_at_once_are_0_where_the_label_is_no_class():
         (loss, _, _, gradients), made = jax.block_until_ready(at_once(x, labels.at[3].set(-1), *others, dy))
     assert np.isnan(loss).nonzero()[0].tolist() == [3]
     assert not gradients[-1][:, 3].any() and np.isfinite(made[1]).all()
-
-
-def test_rows_have_place_for_a_one_behind_each_hidden_layer():
-    assert kernels.widths(LENET) == (256, 128, 96, 32)
-    assert kernels.widths((31, 32, 32)) == (32, 64, 32)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +146,7 @@ def test_rows_have_place_for_a_one_behind_each_hidden_layer():
 )
 def test_what_they_take(sizes, N, dtype, reason, on_hopper):
     x, labels, weights, biases = structs(sizes, N, dtype)
-    logits = jax.ShapeDtypeStruct((N, kernels.widths(sizes)[-1]), dtype)
+    logits = jax.ShapeDtypeStruct((N, row_widths(sizes)[-1]), dtype)
     # The check ignores the results of hidden layers.
     found = kernels.forward.unsupported(x, labels, weights, biases)
     backward = kernels.backward.unsupported(jax.ShapeDtypeStruct((N,), dtype), labels, logits, (), weights)

@@ -1,0 +1,95 @@
+"""Steps of the kernels of a multi-layer perceptron on rows of 64 examples: loads, stores, and softmax.
+
+Examples are rows or columns of arrays in device memory. An operand is a block of rows in shared memory, where the
+tensor cores read it. Softmax, loss, and their gradient are computed in registers, in float32.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.core.layouts import largest_divisor, load, rounded_to_tf32, store
+from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, SLICE
+
+
+def read(ref: Any, examples: Any, layout: Any) -> Array:
+    """Return the examples' entries of `ref` in registers."""
+    return load(ref.at[examples], layout, optimized=False)
+
+
+def _turned() -> Any:
+    """Return the layout of a slice that moves from columns of examples in device memory to rows of an operand.
+
+    A warp has 8 examples by 4 inputs at once, one element per thread. The 8 are adjacent in device memory, a sector.
+    The 4 are 16 bytes of a row of the operand, and the 8 rows are in different banks.
+    """
+    tiling = plgpu.Tiling(((EXAMPLES, SLICE), (16, SLICE), (8, 4), (1,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
+    """Read examples from columns into rows of the operand, with the loads of `loads` slices under way at once."""
+    count = operand.shape[1] // SLICE
+    loads = largest_divisor(count, loads)
+
+    def read_group(group, _):
+        columns = [pl.ds((group * loads + i) * SLICE, SLICE) for i in range(loads)]
+        slices = [load(x.at[c, examples].transpose((1, 0)), _turned(), optimized=False) for c in columns]
+        for c, values in zip(columns, slices, strict=True):
+            store(operand.at[:, c], rounded_to_tf32(values))
+
+    lax.fori_loop(0, count // loads, read_group, None)
+    plgpu.commit_smem()
+
+
+def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
+    """Store rows to the operand and to `ref`. With `bulk`, a copy from the operand to `ref` still runs on return."""
+    operand[...] = rows
+    plgpu.commit_smem()
+    if bulk:
+        plgpu.copy_smem_to_gmem(operand, ref)
+    else:
+        store(ref, rows)
+
+
+def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> None:
+    """Store rows to the examples' columns in device memory, from entry `first` of each column on."""
+    for k in range(0, rows.shape[1], SLICE):
+        values = plgpu.layout_cast(rows[:, k : k + SLICE], plgpu.Layout.WGMMA_TRANSPOSED)
+        store(columns.at[pl.ds(first + k, SLICE), examples].transpose((1, 0)), values)
+
+
+class Softmax(NamedTuple):
+    """The logits minus their maximum, -inf after the last class; exponentials and their sums; and the label's mask."""
+
+    shifted_logits: Array
+    exponentials: Array
+    total: Array
+    label_mask: Array
+
+    @classmethod
+    def from_logits(cls, z: Array, labels: Array, classes: int) -> "Softmax":
+        column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=plgpu.Layout.WGMMA)
+        z = jnp.where(column < classes, z, -jnp.inf)
+        shifted_logits = z - spread(jnp.max(z, axis=1), z)
+        exponentials = jnp.exp(shifted_logits)
+        return cls(shifted_logits, exponentials, jnp.sum(exponentials, axis=1), column == spread(labels, z))
+
+    def loss(self) -> Array:
+        return jnp.log(self.total) - jnp.sum(jnp.where(self.label_mask, self.shifted_logits, 0.0), axis=1)
+
+    def gradient(self) -> Array:
+        return self.exponentials / spread(self.total, self.exponentials) - jnp.where(self.label_mask, 1.0, 0.0)
+
+
+def valid_labels(labels: Array, classes: int) -> Array:
+    """Return a mask of the labels that are classes."""
+    return (labels >= 0) & (labels < classes)
+
+
+def spread(values: Array, block: Array) -> Array:
+    """Return one value per row, repeated along the rows of a block."""
+    return lax.broadcast_in_dim(values, block.shape, [0])

@@ -1,0 +1,113 @@
+"""The weights of a multi-layer perceptron: packed in the order of their use, and streamed through shared memory.
+
+The weights of each product are padded, rounded to TF32, and divided into slices of 32 of the product's inputs. The
+slices of all products are packed one after another. In a kernel, a ring of stages in shared memory brings them ahead of
+their use, and the tensor cores multiply rows in shared memory by them, with the sums in registers.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.core.pipeline import Ring
+from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, SLICE, Network
+
+
+def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[Array]:
+    """Return matrices padded with zeros, rounded to TF32, and divided into consecutive slices of their inputs."""
+    padded_matrices = (
+        jnp.pad(w, ((0, outputs - w.shape[0]), (0, inputs - w.shape[1])))
+        for w, (inputs, outputs) in zip(matrices, products, strict=True)
+    )
+    return [
+        lax.reduce_precision(w, 8, 10).reshape(w.shape[0], -1, SLICE).swapaxes(0, 1).ravel()  # TF32
+        for w in padded_matrices
+    ]
+
+
+def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Array:
+    """Return the slices, then the biases padded to the widths of rows; a one follows each bias but the last."""
+    vectors = [b if layer == len(biases) - 1 else jnp.append(b, 1.0) for layer, b in enumerate(biases)]
+    rows = [jnp.pad(b, (0, width - b.size)) for b, width in zip(vectors, network.widths[1:], strict=True)]
+    # Bulk copies read tiles of eight rows of `SLICE` elements.
+    padding = -sum(network.widths[1:]) % (8 * SLICE)
+    return jnp.concatenate([*slices, *rows, jnp.zeros(padding, jnp.float32)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Products of operands and packed weights, whose slices come through a ring in the order of their use.
+
+    Attributes:
+      products: (inputs, outputs) of each product, in this order.
+      weights: all slices, one after the other, with one row per output.
+      stages, loaded: stages and barriers of the ring, which no other stream uses.
+    """
+
+    products: list[tuple[int, int]]
+    weights: Any
+    stages: Any
+    loaded: Any
+
+    @functools.cached_property
+    def steps(self) -> list[range]:
+        """Indices of each product's slices."""
+        ends = list(itertools.accumulate(inputs // SLICE for inputs, _ in self.products))
+        return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
+
+    @property
+    def end(self) -> int:
+        return self.steps[-1].stop
+
+    def ring(self, fetched: range) -> Ring:
+        """Return the ring, which fetches only the slices with these indices."""
+        return Ring(self.stages.shape[0], functools.partial(self.copy, fetched), self.loaded)
+
+    def copy(self, fetched: range, step: Any, stage: Any, barrier: Any) -> None:
+        row = 0
+        for steps, (_, outputs) in zip(self.steps, self.products, strict=True):
+            start, stop = max(steps.start, fetched.start), min(steps.stop, fetched.stop)
+            rows = pl.ds(row + (step - steps.start) * outputs, outputs)
+            copy = functools.partial(self.copy_rows, rows, self.stages.at[stage, pl.ds(0, outputs)], barrier)
+            if start < stop:
+                pl.when((start <= step) & (step < stop))(copy)
+            row += len(steps) * outputs
+
+    def copy_rows(self, rows: Any, stage: Any, barrier: Any) -> None:
+        plgpu.copy_gmem_to_smem(self.weights.at[rows], stage, barrier)
+
+    def start(self) -> None:
+        self.ring(range(self.end)).prefetch(min(self.stages.shape[0], self.end))
+
+    def multiply(self, product: int, operand: Any) -> Array:
+        """Return the operand times the weights of a product. Products must be requested in their order."""
+        steps, (_, outputs) = self.steps[product], self.products[product]
+        # While one product runs, the previous product's stage is filled. The first product has none before it.
+        ahead = self.stages.shape[0] - 1
+        fetched = range(max(steps.start, 1) + ahead, min(steps.stop + ahead, self.end))
+        ring = self.ring(fetched)
+
+        def add_slice(k, sums):
+            step = steps.start + k
+            ring.wait(step)
+            weights = self.stages.at[ring.stage(step), pl.ds(0, outputs)]
+            plgpu.wgmma(sums, operand.at[:, pl.ds(k * SLICE, SLICE)], weights.transpose((1, 0)))
+            if fetched:
+                # Every warp has finished the previous product, so the stage of its slice may be filled.
+                plgpu.wgmma_wait(1)
+                plgpu.commit_smem()
+                ring.fetch(step + ahead)
+
+        def add_slices(sums):
+            lax.fori_loop(0, len(steps), lambda k, _: add_slice(k, sums), None)
+            plgpu.wgmma_wait(0)
+            return sums[...]
+
+        return pl.run_scoped(add_slices, plgpu.ACC((EXAMPLES, outputs)))

@@ -1,0 +1,182 @@
+"""The gradients of the layers of a multi-layer perceptron, from dy and the gradients of each example's loss.
+
+One kernel on Hopper's tensor cores computes dx, dw, and db of all layers in a small batch. Each layer's dw is divided
+into tiles. A CTA computes one tile for 128 examples: it brings the gradients of these examples, times dy, and the
+layer's inputs to shared memory, transposed, and multiplies them. The sums over each 128 examples are then added in a
+fixed order. A one after the inputs of each example yields db. Further CTAs multiply dx by dy.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import LANES, load, operand, quotient, remainder, rounded_to_tf32, store, value_a_row
+from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.core.tiles import kernel
+from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, SLICE, Config, Network, float32_struct
+from pallas_kernels.dense.mlp_rows_sm90 import read, spread
+
+
+class _WeighedGradientsRefs(NamedTuple):
+    dy: Any
+    x: Any
+    dx: Any
+    hidden: tuple
+    gradients: tuple
+    weighed_dx: Any
+    sums: tuple
+    left: Any
+    right: Any
+    tile_stored: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _WeighedGradients:
+    """The tiles of all layers' dw, `EXAMPLES x SLICE` each, layer by layer, followed by the tiles of dx."""
+
+    network: Network
+
+    @property
+    def grids(self) -> list[tuple[int, int]]:
+        """Rows and columns of tiles of each layer. The first layer has one more column, for x's ones."""
+        widths = itertools.pairwise(self.network.widths)
+        return [(-(-n // EXAMPLES), m // SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
+
+    @property
+    def first_tiles(self) -> list[int]:
+        """Index of the first tile of each layer, and of dx."""
+        return [0, *itertools.accumulate(rows * columns for rows, columns in self.grids)]
+
+    @property
+    def tiles(self) -> int:
+        return self.first_tiles[-1] + self.network.widths[0] // SLICE
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Shape of each layer's dw, in whole tiles."""
+        return [(rows * EXAMPLES, columns * SLICE) for rows, columns in self.grids]
+
+    def body(self, *refs, part, tile, warpgroup):
+        refs, first_tiles = _WeighedGradientsRefs(*refs), self.first_tiles
+        lanes = pl.ds(warpgroup * EXAMPLES, EXAMPLES)
+        examples = pl.ds(part * LANES + warpgroup * EXAMPLES, EXAMPLES)
+        for layer in range(self.network.layers):
+            make = functools.partial(self.make_tile, refs, layer, part, tile, warpgroup, lanes, examples)
+            pl.when((first_tiles[layer] <= tile) & (tile < first_tiles[layer + 1]))(make)
+        pl.when(tile >= first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
+
+    def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
+        """Compute a tile of a layer's dw for `LANES` examples. Each warpgroup brings half of these, and computes half
+        the tile."""
+        index, half, (_, columns) = tile - self.first_tiles[layer], SLICE // 2, self.grids[layer]
+        row, column = quotient(index, columns) * EXAMPLES, remainder(index, columns) * SLICE
+        self.bring(refs, layer, row, column, lanes, examples)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.tile_stored)
+        plgpu.barrier_wait(refs.tile_stored)
+
+        def multiply(sums):
+            plgpu.wgmma(sums, refs.left, refs.right.at[pl.ds(warpgroup * half, half)].transpose((1, 0)))
+            plgpu.wgmma_wait(0)
+            return sums[...]
+
+        columns = pl.ds(column + warpgroup * half, half)
+        sums = pl.run_scoped(multiply, plgpu.ACC((EXAMPLES, half)))
+        store(refs.sums[layer].at[part, pl.ds(row, EXAMPLES), columns], sums)
+
+    def bring(self, refs, layer, row, column, lanes, examples):
+        """Bring a tile's gradients times dy, and its inputs, to shared memory, transposed and rounded."""
+        widths, gradients = self.network.widths, refs.gradients[-1 - layer]
+        weight = read(refs.dy, examples, value_a_row())
+        # A layer's last tile may have half its rows. The other half repeats rows, and its sums are not used.
+        starts = [jnp.minimum(row + n, widths[layer + 1] - SLICE) for n in (0, SLICE)]
+        tiles = [load(gradients.at[examples, pl.ds(n, SLICE)], plgpu.Layout.WGMMA, optimized=False) for n in starts]
+        if layer:
+            inputs = load(
+                refs.hidden[layer - 1].at[examples, pl.ds(column, SLICE)], plgpu.Layout.WGMMA, optimized=False
+            )
+            inputs = plgpu.layout_cast(inputs, plgpu.Layout.WGMMA_TRANSPOSED)
+        else:
+            columns = pl.ds(jnp.minimum(column, widths[0] - SLICE), SLICE)
+            inputs = load(
+                refs.x.at[columns, examples].transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED, optimized=False
+            )
+            inputs = rounded_to_tf32(jnp.where(column < widths[0], inputs, 1.0))
+        for n, left in zip((0, SLICE), tiles, strict=True):
+            left = plgpu.layout_cast(rounded_to_tf32(left * spread(weight, left)), plgpu.Layout.WGMMA_TRANSPOSED)
+            store(refs.left.at[pl.ds(n, SLICE), lanes].transpose((1, 0)), left)
+        store(refs.right.at[:, lanes].transpose((1, 0)), inputs)
+
+    def weigh_dx(self, refs, part, tile, warpgroup):
+        half = SLICE // 2
+        row, lanes = (tile - self.first_tiles[-1]) * SLICE + warpgroup * half, pl.ds(part * LANES, LANES)
+        weight, values = refs.dy[lanes], [refs.dx[row + n, lanes] for n in range(half)]
+        for n, value in enumerate(values):
+            refs.weighed_dx[row + n, lanes] = value * weight
+
+
+def _weighed_gradients_unsupported(dy, x, hidden, gradients, *, sizes):
+    return None if dy.size and dy.size % LANES == 0 else f"a batch of {dy.size}, only multiples of {LANES}"
+
+
+def _weighed_gradients_heuristic(dy, x, hidden, gradients, *, sizes):
+    return Config(stages=1)
+
+
+@kernel(unsupported=_weighed_gradients_unsupported, heuristic=_weighed_gradients_heuristic, capability=(9, 0))
+def weighed_gradients(
+    dy: Array,
+    x: Array,
+    hidden: tuple[Array, ...],
+    gradients: tuple[Array, ...],
+    *,
+    sizes: tuple[int, ...],
+    config: Config,
+) -> tuple[Array, ...]:
+    """Compute `dx = dy g`, `dw[o, i] = Σ dy g[n, o] h[n, i]`, and `db[o] = Σ dy g[n, o]`, summed over the examples n.
+
+    Here g is the gradient of each example's loss, h a layer's input, and o and i are a layer's outputs and inputs. A
+    CTA computes 64 x 32 elements of a layer's dw, for 128 examples. Columns of ones after x's columns yield the first
+    db. Further CTAs multiply dx by dy.
+
+    Args:
+      dy: `(N,)`, N a multiple of 128.
+      x, hidden, gradients: argument and results of `forward_and_gradients`.
+      sizes: sizes of the layers, inputs first.
+
+    Returns:
+      dx of x's shape, and (dw, db) of each layer, one after the other.
+    """
+    parts = dy.size // LANES
+    *gradients, dx = gradients
+    network = Network(sizes)
+    division = _WeighedGradients(network)
+    dx, sums = launch(
+        division.body,
+        dy,
+        x,
+        dx,
+        hidden,
+        gradients,
+        out=(float32_struct(*dx.shape), tuple(float32_struct(parts, *shape) for shape in division.shapes)),
+        grid={"part": parts, "tile": division.tiles},
+        warpgroups=2,
+        scratch=[
+            operand((EXAMPLES, LANES), jnp.float32),
+            operand((SLICE, LANES), jnp.float32),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        barriers=False,
+        name="mlp_softmax_cross_entropy_weighed_gradients",
+    )
+    layers = []
+    for layer, (products, (inputs, outputs)) in enumerate(zip(sums, itertools.pairwise(sizes), strict=True)):
+        bias = inputs if layer else network.widths[0]
+        layers += [jnp.sum(products[:, :outputs, columns], axis=0) for columns in (slice(inputs), bias)]
+    return dx, *layers
