@@ -13,7 +13,7 @@ from flax import nnx
 
 import jaxbp
 from experiments import compare, train
-from experiments.configs.automaton import CheckerboardConfig
+from experiments.configs.automaton_experiments import CheckerboardConfig
 from experiments.configs.base import Range, Recipe, TrainingConfig
 from experiments.data.datasets import Dataset
 from experiments.training import logic
