@@ -9,8 +9,9 @@ import pytest
 from matplotlib import image
 
 from experiments.configs import LogicConvConfig
-from experiments.training import logic, logic_conv, run_directory
+from experiments.training import run_directory
 from experiments.training.compiled import load
+from experiments.training.reports import logic, logic_conv
 
 
 @pytest.fixture(scope="module")
