@@ -36,9 +36,10 @@ from experiments.configs.base import FIELDS_WITHOUT_EFFECT
 from experiments.data.datasets import Dataset
 from experiments.output.errors import Stopped, UserError, exit_code, refuse_missing_folders
 from experiments.output.results import keep, provenance
-from experiments.training import automaton, curves, devices, logic, logic_conv, processes, run_directory
+from experiments.training import curves, devices, processes, run_directory
 from experiments.training import loop as training
 from experiments.training.loop import Metrics, Training, TrainState
+from experiments.training.reports import automaton, logic, logic_conv
 from experiments.training.run_directory import RunDirectory
 
 PROGRAM = "python -m experiments.train"

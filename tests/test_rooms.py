@@ -181,6 +181,7 @@ TESTED_ELSEWHERE = {
     *("pallas_kernels/conv/max_pool2d", "pallas_kernels/core/mosaic", "pallas_kernels/logic/tree"),
     *(f"pallas_kernels/logic/automaton/{name}" for name in ("cells", "gates", "schedule")),
     *(f"pallas_kernels/dense/mlp_{name}_sm90" for name in ("rows", "stream", "weighed_gradients")),
+    *("pallas_kernels/norm/row_block", "pallas_kernels/norm/row_stream"),
     "jaxbp/ops/_defaults",
     *(f"jaxbp/ops/logic/_{name}" for name in ("automaton_formula", "automaton_kernels", "gates", "trees")),
     # Parts of a check, tested through it.

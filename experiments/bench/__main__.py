@@ -16,7 +16,7 @@ a logic network are random bits; the inputs of a convolutional one are random nu
   arrays exceed the GPU's cache, except at small batches, because a program has at most 32 calls. Further programs are
   queued behind it. The time is the median of several rounds, and their spread is the noise. On a GPU, a program first
   runs for a while, so that the clock has reached its speed under load. The power limit may have lowered it.
-- The roofline is the least time in which this GPU could do the work: see `experiments/bench/floor.py`.
+- The roofline is the least time that this GPU allows for a workload: see `experiments/bench/roofline.py`.
 - Memory is XLA's account of the compiled program: the arguments, results, and temporaries of one call.
 - The error is the largest ‖result - reference‖ / ‖reference‖ over all results, against float64, at a smaller batch. The
   error of a peer is the error of its eager functions.
@@ -30,10 +30,10 @@ The JSON file is written after every row. In addition to the fields of every res
     dtype, precision       of the arrays, and of products of float32
     settling_seconds       the longest time that a program runs before its first round, to reach a steady speed
     copy_bytes_per_second, bytes_per_second, operations_per_second
-                           the rates of this GPU, in the first of the dtypes: see `floor.measured_rates`
+                           the rates of this GPU, in the first of the dtypes: see `roofline.measured_rates`
     rows                   one object per row: see `rows.Case`
     complete               whether every row was measured
-    missing                the names of unmeasured rows: "WORK, batch BATCH, IMPLEMENTATION"
+    missing                the names of unmeasured rows: "WORKLOAD, batch BATCH, IMPLEMENTATION"
 """
 
 import dataclasses
@@ -48,12 +48,13 @@ import jax
 import tyro
 
 from experiments.bench import compare, peers
-from experiments.bench.floor import measured_rates
 from experiments.bench.measure import settling_seconds
 from experiments.bench.peers import VariantChoice
 from experiments.bench.report import print_table
+from experiments.bench.roofline import measured_rates
 from experiments.bench.rows import Case, Settings, measured_rows, with_speedups
-from experiments.bench.works import Work, quick, selected
+from experiments.bench.selection import quick, selected
+from experiments.bench.workloads import Workload
 from experiments.output.errors import UserError, kept_in, refuse_missing_folders, run_command
 from experiments.output.results import keep, provenance
 
@@ -102,12 +103,12 @@ def main(args: Sequence[str] | None = None) -> int:
 def _main(config: BenchConfig, command: str) -> int:
     started = time.monotonic()
     check(config)
-    works = selected(config.cases, config.batch_last)
+    workloads = selected(config.cases, config.batch_last)
     if config.peers:
         # JAX has not started yet: leave the peers room on the GPU.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with kept_in(config.json):
-        report = run(works, config, command, started)
+        report = run(workloads, config, command, started)
     print_table(report)
     return 1 if any(map(is_failure_of_ours, report["rows"])) else 0
 
@@ -129,7 +130,7 @@ def check(config: BenchConfig) -> None:
     refuse_missing_folders(config.json)
 
 
-def run(works: Sequence[Work], config: BenchConfig, command: str, started: float) -> dict[str, Any]:
+def run(workloads: Sequence[Workload], config: BenchConfig, command: str, started: float) -> dict[str, Any]:
     """Time the workloads and return the report, which is written after every row.
 
     Args:
@@ -163,10 +164,10 @@ def run(works: Sequence[Work], config: BenchConfig, command: str, started: float
             )
             for dtype in config.dtype
         ]
-        batches = {work: config.batch or work.batches[0 if on_gpu else 1] for work in works}
+        batches = {workload: config.batch or workload.batches[0 if on_gpu else 1] for workload in workloads}
         if config.quick:
-            batches = {work: config.batch or (n,) for work, n in quick(works, on_gpu).items()}
-        cases = [Case(work, n, each) for work, of_work in batches.items() for n in of_work for each in settings]
+            batches = {workload: config.batch or (n,) for workload, n in quick(workloads, on_gpu).items()}
+        cases = [Case(workload, n, each) for workload, sizes in batches.items() for n in sizes for each in settings]
         note_progress(report, cases)
         try:
             for row in measured_rows(cases, keep_going):

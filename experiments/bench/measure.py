@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.works import Work
+from experiments.bench.workloads import Workload
 from jaxbp.verify.arguments import is_float
 from jaxbp.verify.derivatives import float64
 from jaxbp.verify.timing import compile_program, device_seconds
@@ -106,14 +106,15 @@ class Accuracy:
       batch: the small batch size.
     """
 
-    def __init__(self, work: Work, batch: int, dtype: str, compiler: Compiler):
-        self.batch, self._work, self._dtype, self._compiler = min(batch, work.error_batch), work, dtype, compiler
-        draw = lambda: work.draw(0, self.batch, dtype)  # noqa: E731
+    def __init__(self, workload: Workload, batch: int, dtype: str, compiler: Compiler):
+        self.batch, self._workload = min(batch, workload.error_batch), workload
+        self._dtype, self._compiler = dtype, compiler
+        draw = lambda: workload.draw(0, self.batch, dtype)  # noqa: E731
         self._structs, self._programs, self._errors = jax.eval_shape(draw), {}, {}
         self._draw = compiler.submit(draw)
         with float64():
             wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, _wide(a)), self._structs)
-            self._reference = compiler.submit(work.function("autodiff", "float64"), *wide)
+            self._reference = compiler.submit(workload.function("autodiff", "float64"), *wide)
 
     @functools.cached_property
     def arguments(self) -> tuple:
@@ -129,7 +130,7 @@ class Accuracy:
     def submit(self, name: str) -> None:
         """Start to compile the function of an implementation."""
         if name not in self._programs:
-            function = self._work.function(implementation(name), self._dtype)
+            function = self._workload.function(implementation(name), self._dtype)
             self._programs[name] = self._compiler.submit(function, *self._structs)
 
     def error(self, name: str) -> float:

@@ -29,8 +29,8 @@ def title(report: Mapping[str, Any]) -> str:
 
 
 def groups(report: Mapping[str, Any]) -> Iterator[tuple[str, list[Row]]]:
-    for (work, batch), rows in itertools.groupby(report["rows"], lambda row: (row["work"], row["batch"])):
-        yield f"{work}, batch {batch}", list(rows)
+    for (workload, batch), rows in itertools.groupby(report["rows"], lambda row: (row["work"], row["batch"])):
+        yield f"{workload}, batch {batch}", list(rows)
 
 
 def is_host_bound(row: Row) -> bool:
@@ -43,8 +43,8 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
     console.print(Text(title(report)))
     numbers = ("µs", "× autodiff", "% of roofline", "memory, MiB", "temporary, MiB", "error", "compile, s")
     table = Table(Column("workload", no_wrap=True), *(Column(name, justify="right") for name in numbers))
-    for work, rows in groups(report):
-        table.add_row(Text(work, style="bold"))
+    for workload, rows in groups(report):
+        table.add_row(Text(workload, style="bold"))
         for row in rows:
             table.add_row(Text(f"  {row['implementation']}"), *_cells(row), end_section=row is rows[-1])
     console.print(table)

@@ -13,13 +13,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.bench.floor import Cost, cost, floor_seconds, has_launch
 from experiments.bench.measure import Accuracy, Compiler, attempt, implementation, relative_error, time_compiled
 from experiments.bench.peers import Task, VariantChoice, is_asked_for
-from experiments.bench.works import CACHE_BYTES, MOST_CALLS, PROGRAM_SECONDS, Work
+from experiments.bench.roofline import Cost, cost, has_launch, roofline_seconds
+from experiments.bench.workloads import Workload
 from jaxbp.verify.timing import compile_program
 
 Row = dict[str, Any]
+
+PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
+"""A program has enough calls to take at least this long on the device, ten times the time of its dispatch."""
+CACHE_BYTES = 128 * 2**20
+"""The arguments of all calls of a program exceed this size, which is more than twice the L2 cache of an H200."""
 
 CASES_AT_ONCE, TRACING_SECONDS = 6, 20.0
 """Limits on the cases that are compiled before the first is timed: their number, which bounds the memory of
@@ -54,15 +59,16 @@ class Settings(NamedTuple):
 class Case:
     """The programs and the rows of a workload at one batch size."""
 
-    def __init__(self, work: Work, batch: int, settings: Settings):
-        self.work, self.batch, self.settings = work, batch, settings
+    def __init__(self, workload: Workload, batch: int, settings: Settings):
+        self.workload, self.batch, self.settings = workload, batch, settings
         self._programs, self._compiled = {}, {}
         self._left_out = set()
 
     @property
     def name(self) -> str:
         """The title of the workload, with the dtype if the run has several."""
-        return f"{self.work.title} in {self.settings.dtype}" if self.settings.several_dtypes else self.work.title
+        title = self.workload.title
+        return f"{title} in {self.settings.dtype}" if self.settings.several_dtypes else title
 
     @property
     def title(self) -> str:
@@ -77,22 +83,22 @@ class Case:
 
     @functools.cached_property
     def cost(self) -> Cost:
-        return cost(self.work, self.batch, self.settings.dtype)
+        return cost(self.workload, self.batch, self.settings.dtype)
 
     @functools.cached_property
     def calls(self) -> int:
-        if self.work.steps is not None:
-            return self.work.steps
+        if self.workload.steps is not None:
+            return self.workload.steps
         if not self.settings.rates:
             return 1
-        slowest = self._floor_seconds(self.settings.precision, CACHE_BYTES)
+        slowest = self._roofline_seconds(self.settings.precision, CACHE_BYTES)
         return min(MOST_CALLS, math.ceil(max(PROGRAM_SECONDS / slowest, CACHE_BYTES / self.cost.argument_bytes)))
 
-    def _floor_seconds(self, precision: str, working_set: int | None = None) -> float:
+    def _roofline_seconds(self, precision: str, working_set: int | None = None) -> float:
         if working_set is None:
-            sets = 1 if self.work.steps else self.calls
+            sets = 1 if self.workload.steps else self.calls
             working_set = sets * (self.cost.argument_bytes + self.cost.result_bytes)
-        return floor_seconds(self.cost, working_set, precision, self.settings.rates)
+        return roofline_seconds(self.cost, working_set, precision, self.settings.rates)
 
     # ----------------------------------------------------------------------------------------------------- compiling
 
@@ -108,7 +114,7 @@ class Case:
         """Start to compile the programs. Leave out "pallas" if it launches no jaxbp kernel."""
         self.accuracy = accuracy
         self._programs["draw"] = compiler.submit(self._draw, 0)
-        sets = (self._structs,) * (1 if self.work.steps else self.calls)
+        sets = (self._structs,) * (1 if self.workload.steps else self.calls)
         for name in self.settings.implementations:
             function = self._function(name)
             if name == "pallas" and not self._launches(function):
@@ -119,12 +125,12 @@ class Case:
             if name not in self._compiled:
                 self._programs[name, "call"] = compiler.submit(function, *self._structs)
             self._programs[name, "chain"] = compiler.submit(
-                self.work.chain(function, self.calls, implementation(name)), sets
+                self.workload.chain(function, self.calls, implementation(name)), sets
             )
             accuracy.submit(name)
 
     def _function(self, name):
-        return self.work.function(implementation(name), self.settings.dtype)
+        return self.workload.function(implementation(name), self.settings.dtype)
 
     def _launches(self, function):
         try:
@@ -137,14 +143,14 @@ class Case:
         return jax.eval_shape(self._draw, 0)
 
     def _draw(self, seed):
-        return self.work.draw(seed, self.batch, self.settings.dtype)
+        return self.workload.draw(seed, self.batch, self.settings.dtype)
 
     # -------------------------------------------------------------------------------------------------------- timing
 
     def rows(self, keep_going: Callable[[], bool]) -> Iterator[Row]:
         """Yield the rows, each measured on demand, until `keep_going()` is false."""
         draw = self._programs.pop("draw").result()
-        arguments = jax.block_until_ready(tuple(draw(seed) for seed in range(1 if self.work.steps else self.calls)))
+        arguments = jax.block_until_ready(tuple(draw(seed) for seed in range(1 if self.workload.steps else self.calls)))
         names = [name for name in self.settings.implementations if name not in self._left_out]
         runs = [(name, None, self.settings.precision, functools.partial(self._ours, name, arguments)) for name in names]
         if self.settings.peers:
@@ -159,11 +165,11 @@ class Case:
 
     def _row(self, name, peer, precision, measured) -> Row:
         microseconds = measured["microseconds"]
-        floor = self._floor_seconds(precision) * 1e6 if self.settings.rates else None
+        roofline = self._roofline_seconds(precision) * 1e6 if self.settings.rates else None
         return {
             "work": self.name,
-            "op": self.work.op,
-            "place": self.work.place,
+            "op": self.workload.op,
+            "place": self.workload.place,
             "batch": self.batch,
             "dtype": self.settings.dtype,
             "implementation": name,
@@ -171,10 +177,10 @@ class Case:
             "precision": precision,
             "calls": self.calls,
             **self.cost._asdict(),
-            "floor_microseconds": floor,
+            "floor_microseconds": roofline,
             "error_batch": self.accuracy.batch,
             **measured,
-            "floor_fraction": ratio(floor, microseconds),
+            "floor_fraction": ratio(roofline, microseconds),
         }
 
     def _ours(self, name, arguments):
@@ -192,7 +198,7 @@ class Case:
     def _task(self, sets, small) -> Task:
         config, products = self.settings, bool(self.settings.peers) and self.cost.operations > 0
         names = (config.dtype, config.precision, products, config.seconds, config.variants)
-        return Task(self.work.op, self.work.options, sets, small, self.calls if sets else 0, *names)
+        return Task(self.workload.op, self.workload.options, sets, small, self.calls if sets else 0, *names)
 
     def _variants(self, task):
         for peer, adapter in self.settings.peers.items():
@@ -222,7 +228,7 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
                 if case.settings.compile_seconds:
                     compiler.wait()
                     case.time_compilation()
-                key = case.work, min(case.batch, case.work.error_batch), case.settings.dtype
+                key = case.workload, min(case.batch, case.workload.error_batch), case.settings.dtype
                 if key not in accuracies:
                     accuracies[key] = Accuracy(*key, compiler)
                 case.submit(compiler, accuracies[key])

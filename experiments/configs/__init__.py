@@ -4,7 +4,7 @@ To add an experiment, subclass `TrainingConfig`, or `ImageConfig` for image data
 and list the class in `EXPERIMENTS`. The command line, the run directory, and the loop then work with it.
 """
 
-from experiments.configs.automaton import AUTOMATA
+from experiments.configs.automaton_experiments import AUTOMATA
 from experiments.configs.base import TrainingConfig, as_json, differences, from_dict, resumed, to_dict
 from experiments.configs.lenet import LeNetConfig
 from experiments.configs.logic import LogicConfig

@@ -1,4 +1,4 @@
-"""The experiments `ca-*`: logic cellular automata, trained by backpropagation through their ticks.
+"""The settings and losses of logic cellular automata, trained by backpropagation through their ticks.
 
 An example is a seed and the number of the update that draws it. The seed determines the start state and everything else
 that is random. Training draws new seeds for every update.
@@ -17,12 +17,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 import jaxbp
+from experiments.configs import automaton_first_gates as first_gates
 from experiments.configs.base import Augment, Loss, Range, Recipe, TrainingConfig
 from experiments.configs.images import ImplementationName
-from experiments.data import patterns
 from experiments.data.datasets import Dataset
 from jaxbp.logic import gates
-from jaxbp.logic.automaton import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
 from jaxbp.nn import LogicAutomaton
 from jaxbp.optimizers import FusedOptimizer, fused_adamw
@@ -281,35 +280,18 @@ class AutomatonConfig(TrainingConfig):
         if self.first_gates == "drawn":
             drawn = draw()
         elif self.first_gates == "separating":
-            drawn = min((draw() for _ in range(_SEPARATING_DRAWS)), key=lambda x: self._confused(automaton, x))
+            starts = self.starts(jnp.zeros(1, jnp.uint32))
+            drawn = first_gates.separating(
+                draw, automaton, np.asarray(starts)[0], np.asarray(self.targets(starts)), self.steps
+            )
         else:
-            for _ in range(_MOST_DRAWS):
-                drawn = draw()
-                if _returns(_sources(automaton, *drawn)):
-                    break
-            else:
-                wanted = f"another one: these wires gave no such start in {_MOST_DRAWS:,} draws"
-                self._check("first_gates", False, wanted)
+            drawn = first_gates.returning(draw, automaton)
+            wanted = f"another one: these wires gave no such start in {first_gates.MOST_DRAWS:,} draws"
+            self._check("first_gates", drawn is not None, wanted)
         for part, passes_on_b in zip(parts, drawn, strict=True):
             for layer, chosen in zip(part, passes_on_b, strict=True):
-                exchanged = _with_inputs_exchanged(layer[...], self.parametrization)
+                exchanged = first_gates.with_inputs_exchanged(layer[...], self.parametrization)
                 layer[...] = jnp.where(chosen[..., None], exchanged, layer[...])
-
-    def _confused(self, automaton, drawn):
-        """Return how many cells the best function of the neighborhood at the last tick still gets wrong.
-
-        Until then, all gates pass on one input: b where `drawn` is true, else a.
-        """
-        starts = self.starts(jnp.zeros(1, jnp.uint32))
-        targets = np.asarray(self.targets(starts)).reshape(-1, self.visible)
-        sources = _sources(automaton, *drawn)
-        seen = _seen(_passed_on(np.asarray(starts)[0], sources, self.steps - 1, self.periodic), self.periodic)
-        seen = np.packbits(seen.reshape(len(targets), -1), axis=1)
-        _, seen = np.unique(seen.view(f"V{seen.shape[1]}").ravel(), return_inverse=True)
-        _, wanted = np.unique(targets, axis=0, return_inverse=True)
-        counts = np.zeros((seen.max() + 1, wanted.max() + 1), int)
-        np.add.at(counts, (seen.ravel(), wanted.ravel()), 1)
-        return len(targets) - counts.max(axis=1).sum()
 
     def _losses(self, last, starts):
         errors = self.policy.cast_to_output(last[..., : self.visible]) - self.targets(starts)
@@ -326,107 +308,11 @@ class AutomatonConfig(TrainingConfig):
         return _each(partly_hard, key, logits)
 
 
-_MOST_DRAWS = 20_000
-"""The limit of draws of first gates; "returning" takes about 400 for the checkerboard."""
-_SEPARATING_DRAWS = 200
-"""Draws of first gates for "separating", which takes the best one."""
-
-
 def _each(function: Callable[[PRNGKeyArray, Array], Array], key: PRNGKeyArray, logits: PyTree) -> PyTree:
     """Apply the function to every layer, each with another key."""
     layers, structure = jax.tree.flatten(logits)
     keys = jax.random.split(key, len(layers))
     return jax.tree.unflatten(structure, [function(*pair) for pair in zip(keys, layers, strict=True)])
-
-
-def _with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Array:
-    """Return the parameters of gates with the inputs a and b exchanged."""
-    order = [0, 2, 1, 3]  # the new order of the rows of a truth table, and of 1, a, b, ab
-    if parametrization == "softmax":
-        order = [list(map(tuple, gates.TRUTH_TABLES)).index(tuple(table[order])) for table in gates.TRUTH_TABLES]
-    return logits[..., np.array(order)]
-
-
-def _sources(
-    automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
-) -> list[tuple[int, int]]:
-    """Return the source of each channel in one tick, if every gate passes on one input: b where chosen, else a.
-
-    A source is a channel and one of the nine cells of the neighborhood, in row-major order.
-    """
-
-    def passed_on(part, chosen):
-        return [np.where(c, np.asarray(w.b), np.asarray(w.a)) for w, c in zip(part, chosen, strict=True)]
-
-    perceived, updated = passed_on(automaton.perception, perception), passed_on(automaton.update, update)
-    sources = []
-    for place in range(automaton.channels):
-        for layer in reversed(updated):
-            place = layer[place]
-        if place < automaton.channels:
-            sources.append((int(place), CENTRE))
-            continue
-        channel, bit, kernel = np.unravel_index(
-            place - automaton.channels, (automaton.channels, automaton.bits, automaton.kernels)
-        )
-        for layer in reversed(perceived):
-            bit = layer[kernel, bit]
-        sources.append((int(channel), int(bit)))
-    return sources
-
-
-def _returns(sources: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the first channel returns, displaced along a diagonal, after two ticks.
-
-    Its source must be another channel of a diagonal neighbor, whose source must be the first channel in the same
-    direction.
-    """
-    channel, direction = sources[0]
-    return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
-
-
-def _seen(state: np.ndarray, periodic: bool) -> np.ndarray:
-    """Return the nine cells of each cell's neighborhood, (height, width, 9, channels)."""
-    around = np.pad(state, ((1, 1), (1, 1), (0, 0)), mode="wrap" if periodic else "constant")
-    height, width = state.shape[:2]
-    return np.stack([around[i : i + height, j : j + width] for i in range(3) for j in range(3)], axis=2)
-
-
-def _passed_on(state: np.ndarray, sources: Sequence[tuple[int, int]], ticks: int, periodic: bool) -> np.ndarray:
-    """Return the state after `ticks` ticks, in each of which every channel becomes its source."""
-    channels, places = np.array(sources).T
-    for _ in range(ticks):
-        state = _seen(state, periodic)[:, :, places, channels]
-    return state
-
-
-def _random_states(seeds: UInt32[Array, " batch"], *shape: int) -> Bool[Array, "batch ..."]:
-    return jax.vmap(lambda seed: jax.random.bernoulli(jax.random.key(seed), shape=shape))(seeds)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LifeConfig(AutomatonConfig):
-    """The Game of Life, trained on one tick of all 512 boards of 3 x 3 cells."""
-
-    name: ClassVar[str] = "ca-life"
-    grid: ClassVar = (3, 3)
-    periodic: ClassVar = True
-    channels: ClassVar = 1
-    steps: ClassVar = 1
-    perception: ClassVar = (16, (8, 4, 2, 1))
-    update: ClassVar = (*[128] * 17, 64, 32, 16, 8, 4, 2, 1)
-    published: ClassVar = (Recipe(batch_size=20, epochs=20, learning_rate=0.05), 3000)
-    settings: ClassVar = HARD_GATES | dict(pass_through=7.0, weight_decay=0.02)
-    test_examples: ClassVar = 512
-    shown_grid: ClassVar = (32, 32)
-
-    def starts(self, seeds, grid=None):
-        if grid:
-            return _random_states(seeds, *grid, 1)
-        return (seeds[:, None] >> np.arange(9, dtype=np.uint32) & 1).astype(bool).reshape(-1, 3, 3, 1)
-
-    def targets(self, starts):
-        return patterns.life_step(starts[..., 0])[..., None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -438,100 +324,3 @@ class PatternConfig(AutomatonConfig):
 
     def targets(self, starts):
         return jnp.asarray(self.pattern(starts.shape[1:3]))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckerboardConfig(PatternConfig):
-    """A checkerboard with squares of 2 x 2 cells, grown from random states."""
-
-    name: ClassVar[str] = "ca-checkerboard"
-    settings: ClassVar = RESTARTS
-    any_grid: ClassVar = True
-    grid: ClassVar = (16, 16)
-    periodic: ClassVar = False
-    channels: ClassVar = 8
-    steps: ClassVar = 20
-    perception: ClassVar = (16, (8, 4, 2))
-    update: ClassVar = (*[256] * 10, 128, 64, 32, 16, 8, 8)
-    published: ClassVar = (Recipe(batch_size=2, epochs=20, learning_rate=0.05), 500)
-    hardening: ClassVar = (2000, 40)
-    stands: ClassVar = True
-    test_examples: ClassVar = 256
-
-    def starts(self, seeds, grid=None):
-        return _random_states(seeds, *(grid or self.grid), self.channels)
-
-    def pattern(self, grid=None):
-        return patterns.checkerboard(*(grid or self.grid))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AsyncCheckerboardConfig(CheckerboardConfig):
-    """The checkerboard, grown by cells that update in each tick with a probability of 0.6."""
-
-    name: ClassVar[str] = "ca-checkerboard-async"
-    settings: ClassVar = DECAYING | dict(pass_through=7.0, restart_after=1000)
-    hardening: ClassVar = (16_000, 80)
-    test_examples: ClassVar = 512
-    grid: ClassVar = (14, 14)
-    steps: ClassVar = 50
-    fire_rate: ClassVar = 0.6
-    update: ClassVar = (*[256] * 14, 128, 64, 32, 16, 8, 8)
-    published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.05), 800)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LizardConfig(PatternConfig):
-    """A lizard, grown from one cell."""
-
-    name: ClassVar[str] = "ca-lizard"
-    grid: ClassVar = (20, 20)
-    periodic: ClassVar = True
-    channels: ClassVar = 128
-    steps: ClassVar = 12
-    perception: ClassVar = (4, (8, 4, 2, 1))
-    update: ClassVar = (*[512] * 8, 256, 128)
-    published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3500)
-    settings: ClassVar = DECAYING | dict(pass_through=10.0, first_gates="separating", restart_after=5000)
-    hardening: ClassVar = (120_000, 1200)
-    test_examples: ClassVar = 1
-    trials: ClassVar = 1
-
-    def starts(self, seeds, grid=None):
-        height, width = grid or self.grid
-        start = jnp.zeros((len(seeds), height, width, self.channels), bool)
-        return start.at[:, height // 2, width // 2].set(True)
-
-    def pattern(self, grid=None):
-        return patterns.lizard()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LetterConfig(PatternConfig):
-    """A letter in three colors, grown from zeros. Cells learn their position from the border of the grid."""
-
-    name: ClassVar[str] = "ca-letter"
-    grid: ClassVar = (16, 16)
-    periodic: ClassVar = False
-    channels: ClassVar = 64
-    visible: ClassVar = 3
-    steps: ClassVar = 15
-    perception: ClassVar = (4, (8, 4, 2))
-    update: ClassVar = (*[512] * 8, 256, 128, 64)
-    published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3000)
-    settings: ClassVar = DECAYING | dict(pass_through=6.0, restart_after=3000)
-    hardening: ClassVar = (24_000, 240)
-    test_examples: ClassVar = 1
-    trials: ClassVar = 1
-
-    def starts(self, seeds, grid=None):
-        return jnp.zeros((len(seeds), *(grid or self.grid), self.channels), bool)
-
-    def pattern(self, grid=None):
-        return patterns.letter()
-
-
-AUTOMATA: Mapping[str, type[AutomatonConfig]] = {
-    config.name: config
-    for config in (LifeConfig, CheckerboardConfig, AsyncCheckerboardConfig, LizardConfig, LetterConfig)
-}

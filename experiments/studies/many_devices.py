@@ -22,7 +22,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from experiments.bench.works import Work, selected
+from experiments.bench.selection import selected
+from experiments.bench.workloads import Workload
 from experiments.output.errors import exit_code
 from experiments.output.results import ROOT, keep, provenance
 from jaxbp.verify.timing import device_seconds
@@ -43,21 +44,21 @@ def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["measure", "compile"])
-    parser.add_argument("--works", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
+    parser.add_argument("--workloads", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(args)
     if given.what == "compile":
         jax.config.update("jax_platforms", "cpu")  # JAX would take a present GPU for the absent ones.
     report = provenance(shlex.join(["python", "-m", "experiments.studies.many_devices", *args]))
     report |= {"devices": len(jax.devices()) if given.what == "measure" else COMPILED_FOR, "rows": []}
-    for row in {"measure": measured, "compile": compiled}[given.what](selected(given.works)):
+    for row in {"measure": measured, "compile": compiled}[given.what](selected(given.workloads)):
         print(row, flush=True)
         report["rows"].append(row)
         keep(report, given.json)
     return 0
 
 
-def data_parallel(work: Work, examples: int, mesh: Mesh) -> tuple[Any, ...]:
+def data_parallel(workload: Workload, examples: int, mesh: Mesh) -> tuple[Any, ...]:
     """Return the shapes of a step's arguments: parameters replicated, data sharded, `examples` examples per device."""
 
     def on_mesh(tree, *spec):
@@ -65,7 +66,7 @@ def data_parallel(work: Work, examples: int, mesh: Mesh) -> tuple[Any, ...]:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
 
     with jax.default_device(jax.devices("cpu")[0]):
-        state, *data = jax.eval_shape(lambda: work.draw(0, examples * mesh.size, "float32"))
+        state, *data = jax.eval_shape(lambda: workload.draw(0, examples * mesh.size, "float32"))
     return on_mesh(state), *(on_mesh(a, "examples") for a in data)
 
 
@@ -76,7 +77,7 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
 # ------------------------------------------------------------------------------------------------------------- measured
 
 
-def measured(works: Sequence[Work]) -> Iterator[dict[str, Any]]:
+def measured(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
     """Time each step in microseconds, on each mesh. All programs are compiled first, in parallel."""
     one, every = mesh_of(jax.devices()[:1]), mesh_of(jax.devices())
     places = {
@@ -85,36 +86,37 @@ def measured(works: Sequence[Work]) -> Iterator[dict[str, Any]]:
         "mesh": (every, {}),
         "mesh_overlapping": (every, OVERLAPPING),
     }
-    steps = [(work, examples) for work in works for examples in EXAMPLES[work.op]]
+    steps = [(workload, examples) for workload in workloads for examples in EXAMPLES[workload.op]]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         programs = {
             (step, place): pool.submit(lowered(*step, *where).compile)
             for step in steps
             for place, where in places.items()
         }
-        for work, examples in steps:
-            row = {"work": work.title, "examples": examples}
+        for workload, examples in steps:
+            row = {"work": workload.title, "examples": examples}
             for place, (mesh, _) in places.items():
-                arguments = work.draw(0, examples * (mesh.size if mesh else 1), "float32")
+                arguments = workload.draw(0, examples * (mesh.size if mesh else 1), "float32")
                 if mesh is not None:
-                    shardings = jax.tree.map(lambda a: a.sharding, data_parallel(work, examples, mesh))
+                    shardings = jax.tree.map(lambda a: a.sharding, data_parallel(workload, examples, mesh))
                     arguments = jax.device_put(arguments, shardings)
-                program = programs[(work, examples), place].result()
-                row[place] = device_seconds(program, ((arguments,),), SECONDS).seconds / work.steps * 1e6
+                program = programs[(workload, examples), place].result()
+                row[place] = device_seconds(program, ((arguments,),), SECONDS).seconds / workload.steps * 1e6
             yield row
 
 
-def lowered(work: Work, examples: int, mesh: Mesh | None, options: Mapping[str, Any]) -> jax.stages.Lowered:
-    function = jax.jit(work.chain(work.function(None, "float32"), work.steps), compiler_options=dict(options))
+def lowered(workload: Workload, examples: int, mesh: Mesh | None, options: Mapping[str, Any]) -> jax.stages.Lowered:
+    program = workload.chain(workload.function(None, "float32"), workload.steps)
+    function = jax.jit(program, compiler_options=dict(options))
     if mesh is None:
-        return function.lower((jax.eval_shape(lambda: work.draw(0, examples, "float32")),))
-    return function.lower((data_parallel(work, examples, mesh),))
+        return function.lower((jax.eval_shape(lambda: workload.draw(0, examples, "float32")),))
+    return function.lower((data_parallel(workload, examples, mesh),))
 
 
 # ------------------------------------------------------------------------------------------------------------- compiled
 
 
-def compiled(works: Sequence[Work]) -> Iterator[dict[str, Any]]:
+def compiled(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
     """Compile one step of each workload for `COMPILED_FOR` GPUs, without and with `OVERLAPPING`."""
     sys.path.insert(0, str(ROOT / "tests"))
     from ahead_of_time import gpus
@@ -127,16 +129,16 @@ def compiled(works: Sequence[Work]) -> Iterator[dict[str, Any]]:
         return step
 
     # Nothing can run while an absent GPU is the default device, so the functions are made before.
-    functions = [one_step(work.function(None, "float32")) for work in works]
+    functions = [one_step(workload.function(None, "float32")) for workload in workloads]
     with gpus(HOPPER, COMPILED_FOR) as devices:
-        for work, function in zip(works, functions, strict=True):
-            arguments = data_parallel(work, EXAMPLES[work.op][0], mesh_of(devices))
+        for workload, function in zip(workloads, functions, strict=True):
+            arguments = data_parallel(workload, EXAMPLES[workload.op][0], mesh_of(devices))
             step = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
             for overlapping in (False, True):
                 # Autotuning is off because it needs a GPU.
                 options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
                 program = step.compile(compiler_options=options | (OVERLAPPING if overlapping else {})).as_text()
-                yield {"work": work.title, "overlapping": overlapping} | communicated(program)
+                yield {"work": workload.title, "overlapping": overlapping} | communicated(program)
 
 
 KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"

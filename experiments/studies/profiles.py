@@ -39,7 +39,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.bench.works import Work, selected
+from experiments.bench.selection import selected
+from experiments.bench.workloads import Workload
 from experiments.output.errors import UserError, exit_code
 from experiments.output.results import keep, provenance
 
@@ -86,7 +87,7 @@ STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_p
 class Asked(NamedTuple):
     """A workload named on the command line."""
 
-    work: Work
+    workload: Workload
     batch: int
     dtype: str
     implementation: str
@@ -95,28 +96,30 @@ class Asked(NamedTuple):
     def run(self) -> None:
         implementation = None if self.implementation == "None" else self.implementation
         with jax.default_matmul_precision(self.precision):
-            function = self.work.function(implementation, self.dtype)
-            arguments = jax.block_until_ready((self.work.draw(0, self.batch, self.dtype),))
-            jax.block_until_ready(jax.jit(self.work.chain(function, 1, implementation))(arguments))
+            function = self.workload.function(implementation, self.dtype)
+            arguments = jax.block_until_ready((self.workload.draw(0, self.batch, self.dtype),))
+            jax.block_until_ready(jax.jit(self.workload.chain(function, 1, implementation))(arguments))
 
 
 def asked_for(text: str) -> Asked:
     case, *rest = text.split("/")
     case, _, batch = case.partition("@")
-    works = [work for work in selected([case]) if case in (work.op, f"{work.op}:{work.place}")]
-    if len(works) != 1:
-        raise UserError(f"{text} has {len(works)} places; wants one, as in {works[0].op}:{works[0].place}")
-    return Asked(works[0], int(batch or works[0].batches[0][0]), *rest, *("float32", "pallas", "default")[len(rest) :])
+    found = [workload for workload in selected([case]) if case in (workload.op, f"{workload.op}:{workload.place}")]
+    if len(found) != 1:
+        raise UserError(f"{text} has {len(found)} places; wants one, as in {found[0].op}:{found[0].place}")
+    (workload,) = found
+    batch = int(batch or workload.batches[0][0])
+    return Asked(workload, batch, *rest, *("float32", "pallas", "default")[len(rest) :])
 
 
 def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("works", nargs="*", default=DEFAULT)
+    parser.add_argument("workloads", nargs="*", default=DEFAULT)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--run", action="store_true", help="only run the workloads, as Nsight Compute does")
     given = parser.parse_args(args)
-    asked = {text: asked_for(text) for text in given.works}
+    asked = {text: asked_for(text) for text in given.workloads}
     if given.run:
         for each in asked.values():
             each.run()
@@ -124,7 +127,7 @@ def main(args: Sequence[str] | None = None) -> int:
     report = provenance(shlex.join(["python", "-m", PROGRAM, *args])) | {"rows": []}
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": folder}
-        subprocess.run([sys.executable, "-m", PROGRAM, "--run", *given.works], env=environment, check=True)
+        subprocess.run([sys.executable, "-m", PROGRAM, "--run", *given.workloads], env=environment, check=True)
         for text, each in asked.items():
             kernels = KERNELS + "|fusion" * (each.implementation == "None")
             for row in rows_of(profiled(text, kernels, environment, Path(folder, "profile.csv")), each):
@@ -134,18 +137,18 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def profiled(work: str, kernels: str, environment: dict[str, str], log: Path) -> str:
+def profiled(workload: str, kernels: str, environment: dict[str, str], log: Path) -> str:
     """Return the output of Nsight Compute, CSV with one line per kernel, or an empty string if it fails."""
     log.unlink(missing_ok=True)
     command = ["ncu", "--target-processes", "application-only", "--clock-control", "none"]
     command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
     command += [word for section in SECTIONS for word in ("--section", section)]
-    command += ["--kernel-name", f"regex:{kernels}", sys.executable, "-m", PROGRAM, "--run", work]
+    command += ["--kernel-name", f"regex:{kernels}", sys.executable, "-m", PROGRAM, "--run", workload]
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         process.wait(SECONDS)
     except subprocess.TimeoutExpired:
-        print(f"{work}: not done after {SECONDS} s", flush=True)
+        print(f"{workload}: not done after {SECONDS} s", flush=True)
     with contextlib.suppress(ProcessLookupError):  # Its child processes may outlive it.
         os.killpg(process.pid, signal.SIGKILL)
     return log.read_text() if log.exists() else ""
@@ -159,7 +162,7 @@ def rows_of(text: str, asked: Asked) -> Iterator[dict[str, Any]]:
         stalls = {m[1]: number(value) for key, value in line.items() if (m := STALL.match(key)) and number(value)}
         waited = max(stalls, key=stalls.get, default=None)
         yield {
-            "work": f"{asked.work.title}, batch {asked.batch}",
+            "work": f"{asked.workload.title}, batch {asked.batch}",
             "dtype": asked.dtype,
             "implementation": asked.implementation,
             "precision": asked.precision,

@@ -28,14 +28,15 @@ from flax import nnx
 from experiments import train
 from experiments.children import in_children, share_gpus
 from experiments.configs import LogicConvConfig, TrainingConfig
-from experiments.configs.automaton import AutomatonConfig, LifeConfig
+from experiments.configs.automaton import AutomatonConfig
+from experiments.configs.automaton_experiments import LifeConfig
 from experiments.data.datasets import Dataset
 from experiments.output.errors import exit_code
 from experiments.output.results import keep, provenance
 from experiments.training import devices, loop
-from experiments.training.automaton import life, trials
 from experiments.training.compiled import FLAGS, compiled_classifier
-from experiments.training.logic import relaxed_predictions, samples_per_second
+from experiments.training.reports.automaton import life, trials
+from experiments.training.reports.logic import relaxed_predictions, samples_per_second
 from jaxbp import pack_bits
 
 Task = tuple[str, int]

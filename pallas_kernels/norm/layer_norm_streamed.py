@@ -6,30 +6,27 @@ Means are over a row of x, eps is a constant, and scale and bias have one value 
 omits the mean and the bias. Sums are in float32. A row's mean is computed and stored as its `offset` from the row's
 first element. Values far from zero thus lose no digits in the difference, which they would if the mean were rounded.
 
-The kernels are persistent: a CTA processes groups of rows at a fixed stride. Bulk copies bring a group into a ring of
-stages in shared memory while other groups are computed. The CTA loads rows from a stage into registers, overwrites them
-there with the results, and a bulk copy writes these to device memory. Past the last row, such a copy reads zeros and
-writes nothing. The gradients of scale and bias are summed in registers over the rows of a CTA, and then over CTAs in a
-fixed order.
+The kernels are persistent: a CTA processes groups of rows, which stream through a ring of stages in shared memory
+(`row_stream.py`). The CTA loads blocks of rows from a stage into registers (`row_block.py`), and overwrites them in the
+stage with the results. The gradients of scale and bias are summed in registers over the rows of a CTA, and then over
+CTAs in a fixed order.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jax.experimental import pallas as pl
+from jax import Array
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import load, quotient, store, zeros_like
+from pallas_kernels.core.layouts import store, zeros_like
 from pallas_kernels.core.mosaic import plgpu
-from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
-from pallas_kernels.norm.statistics import inverse_root
+from pallas_kernels.norm.row_block import Block, Statistics, block_of
+from pallas_kernels.norm.row_stream import Config, Stream
 
 _RINGS_BYTES = 192 * 1024
 """Most bytes of the rings of all CTAs on a multiprocessor. From the sweeps in docs/lab/2026-11-21-norm.md, on an H200,
@@ -42,27 +39,12 @@ _OVERHEAD_BYTES = 3 * 1024
 barriers need."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How CTAs process rows.
-
-    Attributes:
-      rows: rows per group, which fills a stage; a multiple of the rows of a block.
-      stages: stages of the ring.
-      programs: resident CTAs per multiprocessor.
-    """
-
-    rows: int
-    stages: int
-    programs: int
-
-
 # -------------------------------------------------------------------------------------------- unsupported and heuristic
 
 
 def _unsupported(x: Any, *, arrays: int) -> str | None:
     hidden = x.shape[-1]
-    if _block(hidden) is None:
+    if block_of(hidden) is None:
         return f"rows of {hidden}, only multiples of 128 up to 1024 and of 256 up to 8192"
     if _fitting_stages(x, arrays) < 2:
         return f"rows of {hidden} {x.dtype}: two stages exceed {device.target().shared_bytes} bytes of shared memory"
@@ -83,7 +65,7 @@ def _stage_rows(x: Any, arrays: int) -> int:
     """Return the number of rows that makes bulk copies of about 8 KiB, and at least a block."""
     hidden = x.shape[-1]
     group_rows = arrays * 2**13 // (hidden * x.dtype.itemsize)
-    if not _block(hidden).row_per_warp:
+    if not block_of(hidden).row_per_warp:
         return max(1, group_rows)
     return 4 if hidden > 512 else max(4, min(32, group_rows // 4 * 4))
 
@@ -116,7 +98,7 @@ def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, wi
 
 
 def _input_gradient_heuristic(t, normalised, inv_std):
-    stages, programs = (3, 2) if _block(t.shape[1]).row_per_warp else (2, 3)
+    stages, programs = (3, 2) if block_of(t.shape[1]).row_per_warp else (2, 3)
     return _heuristic(normalised, arrays=2, stages=stages, programs=programs)
 
 
@@ -132,14 +114,14 @@ def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: Config
 ) -> tuple[Array, Array | None, Array]:
     """Compute the forward, as `layer_norm.normalise` does."""
-    block, (programs, padded_rows) = _block(x.shape[1]), _division(x.shape[0], config)
+    block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     row_statistic = jax.ShapeDtypeStruct((padded_rows,), jnp.float32)
     rows, *parameters = map(block.split_columns, (x, scale, bias) if center else (x, scale))
     y, statistics = launch(
         _Forward(block, config, programs, eps, center).body,
         rows,
         parameters,
-        out=(rows, _Statistics(row_statistic if center else None, row_statistic)),
+        out=(rows, Statistics(row_statistic if center else None, row_statistic)),
         grid={"program": programs},
         scratch=_stages(block, config, x),
         name="layer_norm" if center else "rms_norm",
@@ -166,14 +148,14 @@ def gradients(
     Args:
       offset, inv_std: results of `normalise`. Both are computed in the same pass if inv_std is None.
     """
-    block, (programs, padded_rows) = _block(x.shape[1]), _division(x.shape[0], config)
+    block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     rows, gradients, *parameters = map(
         block.split_columns, (x, dy, scale, bias) if center and with_y else (x, dy, scale)
     )
     statistics = None
     if inv_std is not None:
         padding = 0, padded_rows - x.shape[0]
-        statistics = _Statistics(jnp.pad(offset, padding) if center else None, jnp.pad(inv_std, padding))
+        statistics = Statistics(jnp.pad(offset, padding) if center else None, jnp.pad(inv_std, padding))
     totals = jax.ShapeDtypeStruct((programs, 2 if center else 1, *block.shape[1:]), jnp.float32)
     dx, sums, y = launch(
         _Backward(block, config, programs, eps, center).body,
@@ -214,7 +196,7 @@ def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> 
 
 def _launch_input_gradient(t, x, inv_std, eps, config):
     """Return (dx,) if `x` holds rows of x̂ and inv_std is given, or (dx, x̂) from rows of x and eps."""
-    block, (programs, padded_rows) = _block(x.shape[1]), _division(x.shape[0], config)
+    block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     t, rows = block.split_columns(t), block.split_columns(x)
     results = launch(
         _InputGradient(block, config, programs, eps).body,
@@ -235,234 +217,17 @@ def _division(rows: int, config: Config) -> tuple[int, int]:
     return min(groups, device.target().multiprocessors * config.programs), groups * config.rows
 
 
-def _stages(block: "_Block", config: Config, *arrays: Array) -> list[Any]:
+def _stages(block: Block, config: Config, *arrays: Array) -> list[Any]:
     """Return the shared memory of a ring for these arrays, and its barriers."""
     stages = [plgpu.SMEM((config.stages, config.rows, *block.shape[1:]), a.dtype) for a in arrays]
     return [stages, plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.stages)]
-
-
-# ------------------------------------------------------------------------------------------ blocks of rows in registers
-
-
-class _Statistics(NamedTuple):
-    """The statistics of each row; the offset is present with `center` only."""
-
-    offset: Any
-    inv_std: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Block:
-    """Rows in registers, `(rows, hidden / piece, piece)`: how they are loaded, summed, and broadcast.
-
-    Attributes:
-      hidden: columns of a row.
-      rows: rows that are computed at once: one per warp, or one for the whole warpgroup.
-      piece: adjacent columns in a bulk copy.
-      layout: layout of the registers.
-    """
-
-    hidden: int
-    rows: int
-    piece: int
-    layout: Any
-
-    @property
-    def row_per_warp(self) -> bool:
-        return self.rows > 1
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.rows, self.hidden // self.piece, self.piece
-
-    @property
-    def row_layout(self) -> Any:
-        """The layout of one value per row."""
-        return self.layout.reduce((1,)).reduce((1,))
-
-    @property
-    def column_layout(self) -> Any:
-        """The layout of one value per column."""
-        return self.layout.reduce((0,))
-
-    def split_columns(self, a: Array) -> Array:
-        return a.reshape(*a.shape[:-1], -1, self.piece)
-
-    def block_rows(self, ref: Any, row: Any) -> Any:
-        return ref.at[pl.ds(row, self.rows)]
-
-    def load(self, ref: Any, layout: Any = None) -> Array:
-        return load(ref, layout or self.layout, optimized=False).astype(jnp.float32)
-
-    def load_parameter(self, ref: Any) -> Array:
-        """Load one value per column, and repeat it for each row."""
-        a = lax.broadcast_in_dim(self.load(ref, self.column_layout), self.shape, (1, 2))
-        return plgpu.layout_cast(a, self.layout)
-
-    def load_row_values(self, ref: Any, row: Any) -> Array:
-        """Load one value per row, for a block's rows from `row` on."""
-        return self.load(self.block_rows(ref, row), self.row_layout)
-
-    def load_statistics(self, refs: _Statistics, row: Any) -> _Statistics:
-        return jax.tree.map(lambda ref: self.load_row_values(ref, row), refs)
-
-    def store_statistics(self, refs: _Statistics, row: Any, statistics: _Statistics) -> None:
-        for ref, a in zip(jax.tree.leaves(refs), jax.tree.leaves(statistics), strict=True):
-            if self.row_per_warp:
-                store(self.block_rows(ref, row), a)
-            else:
-                ref[row] = jnp.sum(a)
-
-    def broadcast_rows(self, a: Array) -> Array:
-        """Repeat one value per row for each of the row's columns."""
-        return plgpu.layout_cast(lax.broadcast_in_dim(a, self.shape, (0,)), self.layout)
-
-    def mean(self, a: Array) -> Array:
-        """Return the mean of each row."""
-        return jnp.sum(jnp.sum(a, axis=1), axis=1) * (1 / self.hidden)
-
-    def partial_sum(self, a: Array) -> Array:
-        """Sum over the rows, as far as no thread needs another thread's values."""
-        return a if self.row_per_warp else jnp.sum(a, axis=0)
-
-    def sum(self, partial_sum: Array) -> Array:
-        return jnp.sum(partial_sum, axis=0) if self.row_per_warp else partial_sum
-
-    def groups(self, rows: int) -> list[list[int]]:
-        """Return lists of the first rows of a stage's blocks. The blocks of one list are computed together.
-
-        Blocks with one row per warp are computed together, so that the latencies of their shuffles overlap. A row of
-        the whole warpgroup is computed separately, with all registers.
-        """
-        blocks = range(0, rows, self.rows)
-        return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
-
-    def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
-        """Return a function with the value of `compute`, kept in registers or, for blocks computed together, recomputed
-        per use."""
-        if self.row_per_warp:
-            return compute
-        value = compute()
-        return lambda: value
-
-    def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
-        """Return `operation(block, value of its row)` for blocks that are computed together, each in the form of
-        `values`."""
-
-        def combine_block(block, a):
-            return self.values(lambda: operation(block(), self.broadcast_rows(a)))
-
-        return [combine_block(block, a) for block, a in zip(blocks, row_values, strict=True)]
-
-    def normalise(
-        self, refs: Sequence, known_statistics: Sequence[_Statistics] | None, *, eps: float, center: bool
-    ) -> tuple[list[Callable[[], Array]], list[_Statistics]]:
-        """Return (x̂ as `values`, the statistics) of blocks computed together. Statistics are computed unless they are
-        known."""
-        x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
-        if center:
-            first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]
-            x = self.combine(jnp.subtract, x, first)
-            offsets = [a.offset for a in known_statistics] if known_statistics else [self.mean(block()) for block in x]
-            x = self.combine(jnp.subtract, x, offsets)
-        if known_statistics:
-            inv_stds = [a.inv_std for a in known_statistics]
-        else:
-            inv_stds = [inverse_root(self.mean(jnp.square(block())), eps) for block in x]
-        statistics = [_Statistics(*a) for a in zip(offsets, inv_stds, strict=True)]
-        return self.combine(jnp.multiply, x, inv_stds), statistics
-
-    def means(
-        self, ts: Sequence[Callable], hats: Sequence[Callable], *, center: bool
-    ) -> list[tuple[Array, Array | None]]:
-        """Return (mean(t * x̂), mean(t) with `center`) of each row, for blocks that are computed together."""
-        projections = [self.mean(t() * hat()) for t, hat in zip(ts, hats, strict=True)]
-        means = [self.mean(t()) if center else None for t in ts]
-        return list(zip(projections, means, strict=True))
-
-    def input_gradient(self, t: Array, hat: Array, inv_std: Array, projection: Array, mean: Array | None) -> Array:
-        """Return dx of a block, from the means of its rows."""
-        dx = t - hat * self.broadcast_rows(projection)
-        if mean is not None:
-            dx = dx - self.broadcast_rows(mean)
-        return dx * self.broadcast_rows(inv_std)
-
-
-def _block(hidden: int) -> _Block | None:
-    """Return the block for rows of `hidden` elements, or None if there is none."""
-    if hidden <= 1024 and hidden % 128 == 0:
-        # A row belongs to one warp, which sums it without a barrier.
-        layout = plgpu.Layout.TILED(plgpu.Tiling(((4, 1, 128), (4,))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
-        return _Block(hidden, 4, 128, layout)
-    if hidden <= 8192 and hidden % 256 == 0:
-        layout = plgpu.Layout.TILED(
-            plgpu.Tiling(((1, 1, 256), (64,), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-        )
-        return _Block(hidden, 1, 256, layout)
-    return None
 
 
 # ---------------------------------------------------------------------------------------------------------- the bodies
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stream:
-    """A persistent CTA's loop over groups of rows."""
-
-    block: _Block
-    config: Config
-    programs: int
-
-    def stream(
-        self,
-        step: Callable,
-        carry: Any,
-        sources: Sequence,
-        targets: Sequence,
-        stages: Sequence,
-        loaded: Any,
-        program: Any,
-    ) -> Any:
-        """Bring the groups through shared memory, and compute `carry = step(first row, stages, wait, carry)` for each.
-
-        After a step calls `wait`, the stages hold its rows of each of `sources`. The results that it leaves in the
-        first of these stages are copied to `targets`.
-        """
-        rows = self.config.rows
-        groups = -(-sources[0].shape[0] // rows)
-        steps = quotient(groups - program + self.programs - 1, self.programs)
-
-        def group_rows(i):
-            return pl.ds((program + i * self.programs) * rows, rows)
-
-        def copy(i, stage, barrier):
-            for source, stage_buffer in zip(sources, stages, strict=True):
-                plgpu.copy_gmem_to_smem(source.at[group_rows(i)], stage_buffer.at[stage], barrier)
-
-        ring = Ring(self.config.stages, copy, loaded, steps)
-        ring.prefetch(self.config.stages - 1)
-
-        def turn(i, carry):
-            stage = ring.stage(i)
-            wait = functools.partial(ring.wait, i)
-            carry = step(group_rows(i).start, [stage_buffer.at[stage] for stage_buffer in stages], wait, carry)
-            plgpu.commit_smem()
-            for target, stage_buffer in zip(targets, stages, strict=False):
-                plgpu.copy_smem_to_gmem(stage_buffer.at[stage], target.at[group_rows(i)], commit_group=False)
-            plgpu.commit_smem_to_gmem_group()
-            # The stage that is filled next held the previous group's results, which a bulk copy must have read.
-            ring.fetch(
-                i + self.config.stages - 1, prepare=functools.partial(plgpu.wait_smem_to_gmem, 1, wait_read_only=True)
-            )
-            return carry
-
-        carry = lax.fori_loop(0, steps, turn, carry)
-        plgpu.wait_smem_to_gmem(0)
-        return carry
-
-
-@dataclasses.dataclass(frozen=True)
-class _Forward(_Stream):
+class _Forward(Stream):
     eps: float
     center: bool
 
@@ -483,7 +248,7 @@ class _Forward(_Stream):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Backward(_Stream):
+class _Backward(Stream):
     eps: float
     center: bool
 
@@ -528,7 +293,7 @@ class _Backward(_Stream):
 
 
 @dataclasses.dataclass(frozen=True)
-class _InputGradient(_Stream):
+class _InputGradient(Stream):
     """Computes dx from rows of x̂ or, with an eps, from rows of x; x̂ is then also a result."""
 
     eps: float | None

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from experiments.bench.measure import floats, time_compiled
-from experiments.bench.works import automaton_work
+from experiments.bench.training_workloads import automaton_workload
 from jaxbp import Automaton
 from jaxbp.logic.gates import relaxed_gates
 
@@ -32,9 +32,9 @@ def variants(task):
 
 
 def _measured(task, options):
-    work = automaton_work(**task.options)
-    function = work.function(_published, task.dtype)
-    program = jax.jit(work.chain(function, task.calls), compiler_options=options)
+    workload = automaton_workload(**task.options)
+    function = workload.function(_published, task.dtype)
+    program = jax.jit(workload.chain(function, task.calls), compiler_options=options)
     compiled = program.lower(task.sets).compile()
     timed = time_compiled(compiled, task.sets, task.calls, task.seconds)
     call = jax.jit(function, compiler_options=options).lower(*task.sets[0]).compile()

@@ -7,7 +7,7 @@ import jax
 import tokamax
 
 from experiments.bench.measure import floats, time_chain
-from experiments.bench.works import forward_and_backward, one_after_another
+from experiments.bench.workloads import forward_and_backward, one_after_another
 
 VERSION = metadata.version("tokamax")
 EPS = 1e-5  # the default of jaxbp's norms

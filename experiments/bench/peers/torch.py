@@ -85,7 +85,7 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
             torch.cuda.empty_cache()
 
 
-# ----------------------------------------------------------------------------------------------------------- the work
+# -------------------------------------------------------------------------------------------------------- the workloads
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:

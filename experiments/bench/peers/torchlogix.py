@@ -17,7 +17,13 @@ from torchlogix.layers import GroupSum, LogicConv2d, LogicDense, OrPooling2d
 from experiments.bench.measure import Accuracy, Compiler
 from experiments.bench.peers.torch import COMPILED_LAYERS, COMPILED_STEP, tensor, training, variants_of
 from experiments.bench.peers.tree_layout import from_levels, pairs_of_leaves, to_levels
-from experiments.bench.works import LOGIC_CONV, logic_conv_network, logic_conv_work, logic_network, logic_work
+from experiments.bench.training_workloads import (
+    LOGIC_CONV,
+    logic_conv_network,
+    logic_conv_workload,
+    logic_network,
+    logic_workload,
+)
 
 VERSION = metadata.version("torchlogix")
 PARAMETRIZATIONS = {"raw": "softmax", "light": "input_wise", "warp": "walsh"}
@@ -102,8 +108,8 @@ def _compared(name, task, run):
 
 def _reference(name, task):
     if task.op == "logic-conv":
-        work = logic_conv_work(**task.options, parametrization=PARAMETRIZATIONS[name])
+        workload = logic_conv_workload(**task.options, parametrization=PARAMETRIZATIONS[name])
     else:
-        work = logic_work(task.op, task.options["gates"], (), PARAMETRIZATIONS[name])
+        workload = logic_workload(task.op, task.options["gates"], (), PARAMETRIZATIONS[name])
     with Compiler() as compiler:
-        return Accuracy(work, len(task.small[-1]), task.dtype, compiler).reference
+        return Accuracy(workload, len(task.small[-1]), task.dtype, compiler).reference

@@ -5,16 +5,20 @@ import pytest
 
 from experiments.bench import __main__ as bench
 from experiments.bench import measure
-from experiments.bench.works import selected
+from experiments.bench.selection import selected
 
 CASES = ["lenet", "max_pool2d_with_indices"]
 QUICK = ["--batch", "2", "--seconds", "0.001", "--implementations"]
 
 
 @pytest.fixture(scope="session")
-def work_at():
+def workload_at():
     """Return a function `(op, place) -> workload`."""
-    return lambda op, place="": next(work for work in selected(["all"]) if (work.op, work.place) == (op, place))
+
+    def workload_at(op, place=""):
+        return next(workload for workload in selected(["all"]) if (workload.op, workload.place) == (op, place))
+
+    return workload_at
 
 
 @pytest.fixture(scope="package")
@@ -28,11 +32,11 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture
-def quickly(monkeypatch, work_at):
+def quickly(monkeypatch, workload_at):
     """Return a function that times one small op from the command line, without measuring the device, and returns the
     exit code and the report."""
-    work = work_at("softmax_cross_entropy_backward", "classes")
-    monkeypatch.setattr(bench, "selected", lambda *_: [work])
+    workload = workload_at("softmax_cross_entropy_backward", "classes")
+    monkeypatch.setattr(bench, "selected", lambda *_: [workload])
     monkeypatch.setattr(measure, "ROUNDS", 1)
     rates = {
         "copy_bytes_per_second": 1e12,
@@ -44,7 +48,7 @@ def quickly(monkeypatch, work_at):
     monkeypatch.setattr(bench, "print_table", reports.append)
 
     def run(*args, implementations=("xla", "autodiff")):
-        code = bench.main([work.op, *QUICK, *implementations, *args])
+        code = bench.main([workload.op, *QUICK, *implementations, *args])
         return code, reports[-1] if reports else None
 
     return run

@@ -6,14 +6,14 @@ from experiments.bench import __main__ as bench
 from experiments.bench import compare
 
 
-def row(work="relu", microseconds=100.0, spread=0.01, implementation="None", **fields):
+def row(workload="relu", microseconds=100.0, spread=0.01, implementation="None", **fields):
     rounds = [microseconds * (1 + by) for by in (-spread, 0.0, spread)]
-    of = dict(work=work, batch=8, dtype="float32", precision="default", implementation=implementation, peer=None)
+    of = dict(work=workload, batch=8, dtype="float32", precision="default", implementation=implementation, peer=None)
     return of | dict(microseconds=microseconds, round_microseconds=rounds, failed=None) | fields
 
 
-def failed(work="relu", **fields):
-    return row(work, **fields) | dict(microseconds=None, round_microseconds=None, failed="ValueError: no")
+def failed(workload="relu", **fields):
+    return row(workload, **fields) | dict(microseconds=None, round_microseconds=None, failed="ValueError: no")
 
 
 @pytest.fixture

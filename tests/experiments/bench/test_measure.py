@@ -25,13 +25,13 @@ def test_time_includes_the_whole_program(monkeypatch):
     assert timed["host_waited"] == 0  # the host took all of the time
 
 
-def test_memory_is_that_of_one_call_and_not_of_the_chain(work_at, monkeypatch):
-    work = work_at("conv2d_backward_weights", "conv2")
-    case = Case(work, 2, Settings(["autodiff"], {}, "best", "float32", "default", 1e-3, False, {}))
+def test_memory_is_that_of_one_call_and_not_of_the_chain(workload_at, monkeypatch):
+    workload = workload_at("conv2d_backward_weights", "conv2")
+    case = Case(workload, 2, Settings(["autodiff"], {}, "best", "float32", "default", 1e-3, False, {}))
     case.calls = 4
-    one = jax.jit(work.function("autodiff", "float32")).lower(*work.draw(0, 2, "float32")).compile()
+    one = jax.jit(workload.function("autodiff", "float32")).lower(*workload.draw(0, 2, "float32")).compile()
     with Compiler() as compiler:
-        case.submit(compiler, Accuracy(work, 2, "float32", compiler))
+        case.submit(compiler, Accuracy(workload, 2, "float32", compiler))
         (row,) = case.rows(lambda: True)
     assert row["calls"] == 4 and row["temporary_bytes"] == one.memory_analysis().temp_size_in_bytes > 0
 
@@ -51,9 +51,9 @@ def test_a_program_that_cannot_be_compiled_fails_when_it_is_needed():
             broken.result()
 
 
-def test_errors_are_held_against_float64(work_at):
+def test_errors_are_held_against_float64(workload_at):
     with Compiler() as compiler:
-        accuracy = Accuracy(work_at("softmax_cross_entropy_backward", "classes"), 4, "bfloat16", compiler)
+        accuracy = Accuracy(workload_at("softmax_cross_entropy_backward", "classes"), 4, "bfloat16", compiler)
         for name in ("xla", "autodiff"):
             accuracy.submit(name)
         assert all(a.dtype == np.float64 for a in accuracy.reference)

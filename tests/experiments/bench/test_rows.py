@@ -9,9 +9,9 @@ from helpers import TOLERANCE
 from experiments.bench import measure, peers
 from experiments.bench.rows import Case, Settings, measured_rows
 
-FLOOR = ("floor_microseconds", "floor_fraction")
+ROOFLINE = ("floor_microseconds", "floor_fraction")
 FIELDS = {
-    *FLOOR,
+    *ROOFLINE,
     "work",
     "op",
     "place",
@@ -36,14 +36,14 @@ FIELDS = {
 def test_every_place_of_a_case_has_a_row_an_implementation(finished):
     report = finished.report
     assert finished.code == 0
-    works = dict.fromkeys(row["work"] for row in report["rows"])
-    assert list(works) == [
+    workloads = dict.fromkeys(row["work"] for row in report["rows"])
+    assert list(workloads) == [
         "lenet training step",
         "max_pool2d_with_indices fwd+bwd pool1",
         "max_pool2d_with_indices fwd+bwd pool2",
     ]
-    for work in works:
-        names = [row["implementation"] for row in report["rows"] if row["work"] == work]
+    for workload in workloads:
+        names = [row["implementation"] for row in report["rows"] if row["work"] == workload]
         assert names == ["autodiff", "None"]
 
 
@@ -52,7 +52,7 @@ def test_every_row_has_every_field(finished):
         assert set(row) == FIELDS
         assert row["failed"] is None and row["peer"] is None
         # On a CPU, only ratios of times are reported.
-        none = {"failed", "peer", "error_reason", *FLOOR * (finished.report["platform"] == "cpu")}
+        none = {"failed", "peer", "error_reason", *ROOFLINE * (finished.report["platform"] == "cpu")}
         assert {name for name in FIELDS if row[name] is None} - {"error_reason"} == none - {"error_reason"}
         assert row["microseconds"] > 0 and row["compile_seconds"] > 0
         assert len(row["round_microseconds"]) == 1  # `finished` has one round
@@ -74,11 +74,11 @@ def test_ratios_follow_from_the_times(finished):
             assert math.isclose(row["floor_fraction"], row["floor_microseconds"] / row["microseconds"])
 
 
-def test_a_pallas_without_a_kernel_of_ours_is_no_row(work_at, monkeypatch, capsys):
+def test_a_pallas_without_a_kernel_of_ours_is_no_row(workload_at, monkeypatch, capsys):
     monkeypatch.setattr(measure, "ROUNDS", 1)
     settings = Settings(["pallas", "xla"], {}, "best", "float32", "default", 1e-3, False, {})
-    works = work_at("transpose_backward", "images"), work_at("relu_backward", "relu4")
-    cases = [Case(work, 2, settings) for work in works]
+    workloads = workload_at("transpose_backward", "images"), workload_at("relu_backward", "relu4")
+    cases = [Case(workload, 2, settings) for workload in workloads]
     found = [row["implementation"] for row in measured_rows(cases, lambda: True)]
     assert found == ["xla", "pallas", "xla"]
     assert cases[0].row_names() == ["xla"]

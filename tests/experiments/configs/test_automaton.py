@@ -8,20 +8,9 @@ import pytest
 from flax import nnx
 
 import jaxbp
-from experiments.configs import AUTOMATA, automaton
-from experiments.configs.automaton import CheckerboardConfig, LetterConfig, LifeConfig, LizardConfig
+from experiments.configs.automaton_experiments import CheckerboardConfig, LifeConfig
 from experiments.data import patterns
-from jaxbp import Automaton
 from jaxbp.logic import gates
-
-# Channels, kernels times bits per channel, ticks, gates of the first update layer, learning rate, batch, updates.
-TABLE = {
-    "ca-life": (1, 16, 1, 128, 0.05, 20, 3000),
-    "ca-checkerboard": (8, 32, 20, 256, 0.05, 2, 500),
-    "ca-checkerboard-async": (8, 32, 50, 256, 0.05, 1, 800),
-    "ca-lizard": (128, 4, 12, 512, 0.06, 1, 3500),
-    "ca-letter": (64, 8, 15, 512, 0.06, 1, 3000),
-}
 
 
 def seeds(*numbers):
@@ -30,27 +19,6 @@ def seeds(*numbers):
 
 def examples(*numbers, update=0):
     return jnp.stack([seeds(*numbers), jnp.full_like(seeds(*numbers), update)], axis=1)
-
-
-@pytest.mark.parametrize("name", AUTOMATA)
-def test_the_published_settings(name):
-    channels, bits, *_, rate, batch, updates = TABLE[name]
-    config = AUTOMATA[name](recipe="published")
-    wires = Automaton.create(config.channels, *config.perception, config.update, config.periodic, seed=0)
-    assert (wires.channels, wires.kernels * wires.bits, config.steps, wires.update[0].gates) == TABLE[name][:4]
-    assert wires.update[0].inputs == channels * (1 + bits)
-    assert (config.learning_rate, config.batch_size, config.updates) == (rate, batch, updates)
-    assert (config.weight_decay, config.pass_through, config.gradient_clip, config.schedule) == (
-        1e-2,
-        10,
-        100,
-        "constant",
-    )
-    assert (config.hard_share, config.noise, config.target_accuracy) == (0, 0, None)
-    assert (config.first_gates, config.shrink, config.restart_after) == ("a", 1, 0)
-    assert len(config.load().train_images) == batch * updates // config.epochs
-    targets = config.targets(config.starts(seeds(0)))
-    assert targets.shape[-3:] == (*config.grid, config.visible)
 
 
 def test_the_published_optimiser_clips_and_decays():
@@ -62,19 +30,6 @@ def test_the_published_optimiser_clips_and_decays():
             update, state = optimizer.update(jnp.array([gradient, 2.0]), state, params)
         updates.append(update)
     np.testing.assert_allclose(*updates, rtol=1e-6)
-
-
-def test_every_board_of_the_game_of_life_is_an_example():
-    boards = np.asarray(LifeConfig().starts(jnp.arange(512, dtype=jnp.uint32)))
-    assert len({board.tobytes() for board in boards}) == 512
-
-
-def test_where_automata_start():
-    first, other = CheckerboardConfig().starts(seeds(3, 4))
-    assert (first != other).any() and 0.4 < first.mean() < 0.6
-    assert np.argwhere(LizardConfig().starts(seeds(0))[0, ..., 0]).tolist() == [[10, 10]]
-    assert not LetterConfig().starts(seeds(0)).any()
-    assert CheckerboardConfig().starts(seeds(3), (5, 6)).shape == (1, 5, 6, 8)
 
 
 def test_seeds_are_drawn_anew_for_every_update_and_know_its_number():
@@ -172,61 +127,6 @@ def test_attempts_are_of_as_many_updates_and_schedules_are_theirs(tiny_automaton
     assert updates[0] < 0 and updates[20] == 0
 
 
-@pytest.mark.parametrize("parametrization", ["softmax", "walsh", "input_wise"])
-def test_gates_pass_on_either_input_at_first(tiny_automaton, parametrization):
-    drawn = [
-        tiny_automaton(first_gates="drawn", pass_through=5.0, parametrization=parametrization).build(jax.random.key(k))
-        for k in (0, 0, 1)
-    ]
-    numbers = [
-        np.concatenate([gates.harden(x.reshape(-1, x.shape[-1]), parametrization) for x in jax.tree.leaves(m.logits)])
-        for m, _ in drawn
-    ]
-    assert set(numbers[0].tolist()) == {3, 5}  # a, b
-    assert (numbers[0] == numbers[1]).all() and (numbers[0] != numbers[2]).any()
-
-
-def test_the_first_channel_comes_back_along_a_diagonal(tiny_automaton):
-    model, _ = tiny_automaton(first_gates="returning").build(jax.random.key(0))
-    start = jax.random.bernoulli(jax.random.key(1), shape=(1, 12, 12, 2)).astype(jnp.float32)
-    end = model(start, 2, hard=True)[0, 2:-2, 2:-2, 0]
-    diagonals = [start[0, 2 + i : 10 + i, 2 + j : 10 + j, 0] for i in (-2, 2) for j in (-2, 2)]
-    assert sum(bool((end == diagonal).all()) for diagonal in diagonals) == 1
-
-
-def test_automata_that_cannot_return_are_refused(tiny_automaton, monkeypatch):
-    with pytest.raises(ValueError, match="first_gates = 'returning': wanted another one: an automaton of one channel"):
-        LifeConfig(first_gates="returning")
-    monkeypatch.setattr(automaton, "_MOST_DRAWS", 1)
-    with pytest.raises(ValueError, match="these wires gave no such start in 1 draws"):
-        tiny_automaton(first_gates="returning").build(jax.random.key(0))
-
-
-def test_of_many_draws_the_one_is_taken_that_tells_most_cells_apart(monkeypatch):
-    config = LizardConfig(first_gates="separating")
-    scores, score = [], LizardConfig._confused
-    monkeypatch.setattr(automaton, "_SEPARATING_DRAWS", 5)
-    monkeypatch.setattr(LizardConfig, "_confused", lambda *args: scores.append(score(*args)) or scores[-1])
-    model, _ = config.build(jax.random.key(0))
-    seen = np.pad(
-        np.asarray(model(config.starts(seeds(0)).astype(jnp.float32), config.steps - 1, hard=True))[0],
-        ((1, 1), (1, 1), (0, 0)),
-        mode="wrap",
-    )
-    kinds = {}
-    for y, x in np.ndindex(config.grid):
-        kinds.setdefault(seen[y : y + 3, x : x + 3].tobytes(), []).append(bool(config.pattern()[y, x, 0]))
-    assert sum(min(kind.count(False), kind.count(True)) for kind in kinds.values()) == min(scores) < max(scores)
-    assert len(scores) == 5
-
-
-def test_an_automaton_of_random_starts_is_not_begun_by_one():
-    with pytest.raises(
-        ValueError, match="first_gates = 'separating': wanted another one: this automaton has more than"
-    ):
-        CheckerboardConfig(first_gates="separating")
-
-
 def test_certainty_adds_the_variance_of_the_truth_tables(tiny_automaton):
     with_it, without = (tiny_automaton(pass_through=0.5, hard_share=0.0, certainty=c) for c in (0.3, 0.0))
     model, loss = with_it.build(jax.random.key(0))
@@ -272,7 +172,3 @@ def test_our_recipe_stops_when_the_hard_automaton_is_right():
 def test_an_invalid_setting_is_refused_at_once(field, value):
     with pytest.raises(ValueError, match=f"{field} = {value!r}: wanted "):
         LifeConfig(**{field: value})
-
-
-def test_the_letter_is_in_the_colours_of_three_channels():
-    assert np.array_equal(LetterConfig().pattern(), patterns.letter())

@@ -16,8 +16,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
 def test_devices_share_the_kernels_and_sum_the_gradients_once(tmp_path):
-    works, found = ["lenet", "logic", "logic-large"], tmp_path / "found.json"
-    command = [sys.executable, "-m", "experiments.studies.many_devices", "compile", "--works", *works, "--json", found]
+    workloads, found = ["lenet", "logic", "logic-large"], tmp_path / "found.json"
+    command = [sys.executable, "-m", "experiments.studies.many_devices", "compile"]
+    command += ["--workloads", *workloads, "--json", found]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     rows = json.loads(found.read_text())["rows"]
@@ -38,7 +39,7 @@ def test_a_step_is_timed_in_each_place(tmp_path, monkeypatch):
     monkeypatch.setattr(many_devices, "OVERLAPPING", {})
     monkeypatch.setattr(many_devices, "SECONDS", 1e-3)
     path = tmp_path / "found.json"
-    assert many_devices.main(["measure", "--works", "lenet", "--json", str(path)]) == 0
+    assert many_devices.main(["measure", "--workloads", "lenet", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     (row,) = report["rows"]
     assert report["devices"] == len(jax.devices()) and row["examples"] == 4

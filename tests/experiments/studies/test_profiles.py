@@ -11,7 +11,7 @@ from experiments.studies import profiles
 
 FAKE = """#!{python}
 import sys
-assert sys.argv[-3:] == ["experiments.studies.profiles", "--run", "{work}"]
+assert sys.argv[-3:] == ["experiments.studies.profiles", "--run", "{workload}"]
 columns = ["ID", "Kernel Name", "gpu__time_duration.sum", "launch__registers_per_thread"]
 stalls = ["barrier", "long_scoreboard"]
 columns += ["smsp__average_warps_issue_stalled_" + name + "_per_issue_active.ratio" for name in stalls]
@@ -22,12 +22,12 @@ with open(sys.argv[sys.argv.index("--log-file") + 1], "w") as log:
 
 
 def test_each_kernel_has_a_row(tmp_path, monkeypatch):
-    work, path = "relu_backward:relu1@2/float32/xla", tmp_path / "profiles.json"
+    workload, path = "relu_backward:relu1@2/float32/xla", tmp_path / "profiles.json"
     script = tmp_path / "ncu"
-    script.write_text(FAKE.format(python=sys.executable, work=work))
+    script.write_text(FAKE.format(python=sys.executable, workload=workload))
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert profiles.main([work, "--json", str(path)]) == 0
+    assert profiles.main([workload, "--json", str(path)]) == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert (row["work"], row["dtype"], row["implementation"]) == ("relu_backward relu1, batch 2", "float32", "xla")
     assert (row["kernel"], row["microseconds"], row["registers"], row["dram"]) == ("relu_kernel", 1.5, 32, None)

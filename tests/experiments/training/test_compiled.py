@@ -7,7 +7,7 @@ import pytest
 from cells import life
 
 from experiments.training import compiled
-from experiments.training.logic import hardened_predictions
+from experiments.training.reports.logic import hardened_predictions
 from jaxbp import Circuit, Wires, pack_bits
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

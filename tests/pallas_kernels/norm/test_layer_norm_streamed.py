@@ -11,7 +11,7 @@ from helpers import assert_close, normal, on_the_cpu
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.norm import layer_norm_streamed as kernels
-from pallas_kernels.norm.layer_norm_streamed import Config
+from pallas_kernels.norm.row_stream import Config
 
 can_simulate = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older simulators lack bulk copies")
 

@@ -46,8 +46,8 @@ def test_of_a_peer_with_several_formulations_the_one_that_measured_fastest_is_ti
 
 
 @pytest.mark.parametrize(("choice", "rows"), [("best", 1), ("all", 2)])
-def test_only_the_variants_asked_for_are_rows(work_at, choice, rows):
+def test_only_the_variants_asked_for_are_rows(workload_at, choice, rows):
     settings = Settings(
         [], {"published automaton": published_automaton}, choice, "float32", "default", 1e-3, False, {"platform": "cpu"}
     )
-    assert len(Case(work_at("automaton", "8x8"), 1, settings).row_names()) == rows
+    assert len(Case(workload_at("automaton", "8x8"), 1, settings).row_names()) == rows

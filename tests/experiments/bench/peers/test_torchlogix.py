@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from experiments.bench import works
+from experiments.bench import training_workloads
 from experiments.bench.measure import floats, relative_error
 from experiments.bench.peers import Task
 from jaxbp.nn import LogicConvolution
@@ -27,33 +27,34 @@ def peer():
 
 
 @pytest.fixture
-def work_of(monkeypatch):
-    monkeypatch.setitem(works.LOGIC_CONV, "small", works.LogicConvSizes((2, 10, 10), CONVOLUTIONS, (80, 40), 2.0))
-    return lambda parametrization: works.logic_conv_work("small", parametrization)
+def workload_of(monkeypatch):
+    sizes = training_workloads.LogicConvSizes((2, 10, 10), CONVOLUTIONS, (80, 40), 2.0)
+    monkeypatch.setitem(training_workloads.LOGIC_CONV, "small", sizes)
+    return lambda parametrization: training_workloads.logic_conv_workload("small", parametrization)
 
 
-def task_of(work, batch=3):
-    arguments = jax.jit(work.draw, static_argnums=(1, 2))(0, batch, "float32")
-    options = dict(op=work.op, options=work.options, sets=(arguments,), small=arguments, calls=2, dtype="float32")
-    return Task(**options, precision="default", products=False, seconds=1e-4, choice="best")
+def task_of(workload, batch=3):
+    arguments = jax.jit(workload.draw, static_argnums=(1, 2))(0, batch, "float32")
+    options = dict(sets=(arguments,), small=arguments, calls=2, dtype="float32", precision="default")
+    return Task(workload.op, workload.options, **options, products=False, seconds=1e-4, choice="best")
 
 
-def expected(work, task):
-    return floats(jax.jit(work.function("xla", "float32"))(*task.small))
+def expected(workload, task):
+    return floats(jax.jit(workload.function("xla", "float32"))(*task.small))
 
 
 @pytest.mark.parametrize("name", ["raw", "light"])
-def test_its_loss_and_gradients_are_ours(peer, work_of, name):
-    work = work_of(peer.PARAMETRIZATIONS[name])
-    task = task_of(work)
+def test_its_loss_and_gradients_are_ours(peer, workload_of, name):
+    workload = workload_of(peer.PARAMETRIZATIONS[name])
+    task = task_of(workload)
     runs = {variant: run for variant, _, run in peer.variants(task)}
     measured = runs[f"{name}, eager"]()
     assert measured["microseconds"] > 0
-    assert relative_error(measured["results"], expected(work, task)) < 1e-5
+    assert relative_error(measured["results"], expected(workload, task)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["raw", "light"])
-def test_compiled_layer_by_layer_it_is_the_same_network(peer, work_of, name, monkeypatch):
+def test_compiled_layer_by_layer_it_is_the_same_network(peer, workload_of, name, monkeypatch):
     import torch
 
     from experiments.bench.peers import torch as pytorch
@@ -65,8 +66,8 @@ def test_compiled_layer_by_layer_it_is_the_same_network(peer, work_of, name, mon
         compile_layer(layer, backend="aot_eager", **options)  # the compiler without its code generation
 
     monkeypatch.setattr(torch.nn.Module, "compile", traced)
-    work = work_of(peer.PARAMETRIZATIONS[name])
-    task = task_of(work)
+    workload = workload_of(peer.PARAMETRIZATIONS[name])
+    task = task_of(workload)
     model, parameters, loss_of = peer._network(name, task, task.small)
     fields = pytorch.compile_layers(model, loss_of)
     assert backends == ["inductor"] * 4 and fields.keys() == {"compile_seconds"}
@@ -74,10 +75,10 @@ def test_compiled_layer_by_layer_it_is_the_same_network(peer, work_of, name, mon
     loss = loss_of(model)
     loss.backward()
     results = peer._joined([a.detach().numpy() for a in (loss, *(p.grad for p in parameters))], "small")
-    assert relative_error(results, expected(work, task)) < 1e-5
+    assert relative_error(results, expected(workload, task)) < 1e-5
 
 
-def test_layers_are_compiled_until_it_has_taken_too_long(peer, work_of, monkeypatch):
+def test_layers_are_compiled_until_it_has_taken_too_long(peer, workload_of, monkeypatch):
     import torch
 
     from experiments.bench.peers import torch as pytorch
@@ -85,15 +86,15 @@ def test_layers_are_compiled_until_it_has_taken_too_long(peer, work_of, monkeypa
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **options: compiled.append(layer))
     monkeypatch.setattr(pytorch, "COMPILE_SECONDS", 0.0)
-    task = task_of(work_of("input_wise"))
+    task = task_of(workload_of("input_wise"))
     model, _, loss_of = peer._network("light", task, task.small)
     fields = pytorch.compile_layers(model, loss_of)
     assert compiled == [model[0]] and fields["note"].startswith("1 of 4 layers were compiled in ")
 
 
-def test_of_a_convolutional_network_the_variant_without_a_compiler_comes_first(peer, work_of, monkeypatch):
+def test_of_a_convolutional_network_the_variant_without_a_compiler_comes_first(peer, workload_of, monkeypatch):
     monkeypatch.setattr(peer.torch.cuda, "is_available", lambda: True)
-    task = dataclasses.replace(task_of(work_of("input_wise")), sets=(), small=())
+    task = dataclasses.replace(task_of(workload_of("input_wise")), sets=(), small=())
     names = [name for name, *_ in peer.variants(task)]
     assert names[2:4] == ["light, CUDA graph", "light, compiled layers, CUDA graph"]
     names = [name for name, *_ in peer.variants(dataclasses.replace(task, op="logic", options={"gates": 40}))]

@@ -12,7 +12,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.configs.automaton import AutomatonConfig, LifeConfig, PatternConfig
+from experiments.configs.automaton import AutomatonConfig, PatternConfig
+from experiments.configs.automaton_experiments import LifeConfig
 from experiments.data import patterns
 from experiments.data.datasets import Dataset
 from experiments.output.cellular_page import write_page

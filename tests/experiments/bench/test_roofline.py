@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.bench.floor import Cost, cost, floor_seconds, has_launch, rate_of
+from experiments.bench.roofline import Cost, cost, has_launch, rate_of, roofline_seconds
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 BATCH = 3
@@ -29,19 +29,19 @@ DY1, X1, W1 = BATCH * 6 * 24 * 24, BATCH * 28 * 28, 6 * 5 * 5
         ),
     ],
 )
-def test_bytes_and_operations_are_those_counted_by_hand(work_at, op, place, arguments, results, operations):
-    assert cost(work_at(op, place), BATCH, "float32") == (arguments, results, operations, arguments, results, 0)
+def test_bytes_and_operations_are_those_counted_by_hand(workload_at, op, place, arguments, results, operations):
+    assert cost(workload_at(op, place), BATCH, "float32") == (arguments, results, operations, arguments, results, 0)
 
 
-def test_lenets_operations_are_those_of_its_layers(work_at):
+def test_lenets_operations_are_those_of_its_layers(workload_at):
     layers = [24 * 24 * 6 * 25, 8 * 8 * 16 * 6 * 25, 256 * 120, 120 * 84, 84 * 10]
     # Each layer has a forward, a gradient of the weights, and a gradient of the input, except for the images.
-    assert cost(work_at("lenet"), BATCH, "float32").operations == BATCH * 2 * (3 * sum(layers) - layers[0])
+    assert cost(workload_at("lenet"), BATCH, "float32").operations == BATCH * 2 * (3 * sum(layers) - layers[0])
 
 
-def test_what_need_not_move_is_not_counted(work_at):
+def test_what_need_not_move_is_not_counted(workload_at):
     """One gradient of x + y is the cotangent, which exists already. No gradient reads x."""
-    counted = cost(work_at("add_backward", "bias"), BATCH, "float32")
+    counted = cost(workload_at("add_backward", "bias"), BATCH, "float32")
     assert counted.result_bytes > counted.written_bytes > 0
     assert counted.argument_bytes > counted.read_bytes > 0
 
@@ -52,10 +52,10 @@ RATES = {
 }
 
 
-def test_the_floor_is_the_longer_of_moving_and_computing():
+def test_the_roofline_is_the_longer_of_moving_and_computing():
     small = Cost(100, 100, 500, read_bytes=100, written_bytes=100)
-    assert floor_seconds(small, 100, "default", RATES) == 2.0
-    assert floor_seconds(small, 100, "highest", RATES) == 50.0
+    assert roofline_seconds(small, 100, "default", RATES) == 2.0
+    assert roofline_seconds(small, 100, "highest", RATES) == 50.0
 
 
 def test_a_rate_is_the_best_of_a_working_set_as_large_or_larger():
@@ -64,13 +64,13 @@ def test_a_rate_is_the_best_of_a_working_set_as_large_or_larger():
 
 def test_bytes_that_are_only_read_or_written_move_at_that_rate_and_no_slower_than_a_copys():
     reading = Cost(500, 100, 0, read_bytes=500, written_bytes=100)
-    assert floor_seconds(reading, 1000, "default", RATES) == 2 * 100 / 100 + 400 / 200
-    assert floor_seconds(reading, 10000, "default", RATES) == 2 * 100 / 20 + 400 / 20
+    assert roofline_seconds(reading, 1000, "default", RATES) == 2 * 100 / 100 + 400 / 200
+    assert roofline_seconds(reading, 10000, "default", RATES) == 2 * 100 / 20 + 400 / 20
     writing = Cost(100, 500, 0, read_bytes=100, written_bytes=500)
-    assert floor_seconds(writing, 1000, "default", RATES) == 2 * 100 / 100 + 400 / 100
+    assert roofline_seconds(writing, 1000, "default", RATES) == 2 * 100 / 100 + 400 / 100
 
 
-def test_no_recorded_row_is_faster_than_its_floor():
+def test_no_recorded_row_is_faster_than_its_roofline():
     fractions = {
         (path.name, row["work"], row["implementation"]): row["floor_fraction"]
         for path in RESULTS.glob("*.json")
@@ -81,10 +81,10 @@ def test_no_recorded_row_is_faster_than_its_floor():
     assert max(fractions.values()) <= 1.05, fractions  # run-to-run noise is about 5%
 
 
-def test_a_launch_is_found_wherever_it_is(work_at):
+def test_a_launch_is_found_wherever_it_is(workload_at):
     def jaxpr(op, place, implementation):
-        work = work_at(op, place)
-        return jax.make_jaxpr(work.function(implementation, "float32"))(*work.draw(0, 2, "float32")).jaxpr
+        workload = workload_at(op, place)
+        return jax.make_jaxpr(workload.function(implementation, "float32"))(*workload.draw(0, 2, "float32")).jaxpr
 
     assert has_launch(jaxpr("relu_backward", "relu4", "pallas"))
     assert has_launch(jaxpr("relu", "relu4", "pallas"))
@@ -96,4 +96,4 @@ def test_a_launch_is_found_wherever_it_is(work_at):
 def test_gates_take_the_time_of_true_float32():
     cost = Cost(1, 1, 0, read_bytes=1, written_bytes=1, arithmetic=300)
     rates = {"bytes_per_second": {"copy": [[1, 1e9]]}, "operations_per_second": {"default": 800, "highest": 100}}
-    assert floor_seconds(cost, 1, "default", rates) == 3
+    assert roofline_seconds(cost, 1, "default", rates) == 3

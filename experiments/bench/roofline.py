@@ -29,7 +29,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from experiments.bench import measure
-from experiments.bench.works import Work, one_after_another
+from experiments.bench.workloads import Workload, one_after_another
 from jaxbp.verify.timing import device_seconds
 
 MIB = 2**20
@@ -62,7 +62,7 @@ class Cost(NamedTuple):
     arithmetic: int = 0
 
 
-def floor_seconds(cost: Cost, working_set: int, precision: str, rates: Mapping[str, Any]) -> float:
+def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mapping[str, Any]) -> float:
     """Return the least time of a call in a program that touches `working_set` bytes: see the module docstring.
 
     Args:
@@ -155,10 +155,10 @@ def _chain(function: Callable, calls: int, size: int, shape: tuple[int, ...]) ->
 # ------------------------------------------------------------------------------------------------------- a call's cost
 
 
-def cost(work: Work, batch: int, dtype: str) -> Cost:
+def cost(workload: Workload, batch: int, dtype: str) -> Cost:
     """Return the least cost of one call, from the jaxpr of autodiff."""
-    arguments = jax.eval_shape(lambda: work.draw(0, batch, dtype))
-    jaxpr = jax.make_jaxpr(work.function("autodiff", dtype))(*arguments).jaxpr
+    arguments = jax.eval_shape(lambda: workload.draw(0, batch, dtype))
+    jaxpr = jax.make_jaxpr(workload.function("autodiff", dtype))(*arguments).jaxpr
     needed, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     given = set(jaxpr.invars)
     # A variable that is returned twice is written once. Arguments and constants are not written.
@@ -169,7 +169,7 @@ def cost(work: Work, batch: int, dtype: str) -> Cost:
         operations=_operations(needed),
         read_bytes=_bytes(v.aval for v, read in zip(jaxpr.invars, is_read, strict=True) if read),
         written_bytes=_bytes(v.aval for v in results),
-        arithmetic=work.arithmetic(batch),
+        arithmetic=workload.arithmetic(batch),
     )
 
 

@@ -9,8 +9,9 @@ import pytest
 from matplotlib import image
 
 from experiments.configs import LogicConvConfig
-from experiments.training import logic, logic_conv, run_directory
+from experiments.training import run_directory
 from experiments.training.compiled import load
+from experiments.training.reports import logic, logic_conv
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_the_c_that_it_leaves_classifies_as_the_loaded_model_does(finished, tmp_
 def test_the_gates_are_counted_drawn_and_timed(finished):
     _, output, folder = finished
     circuit = run_directory.load(folder)[1].harden()
-    once, placed, simplified = re.findall(r"^([\d,]+) (?:gates, those|of these)", output, re.MULTILINE)
+    once, placed, simplified = re.findall(r"^([\d,]+) (?:gates, (?:each|with)|of these)", output, re.MULTILINE)
     assert once == f"{circuit.gates:,}" and placed == f"{circuit.placed_gates:,}"
     assert 0 < int(simplified.replace(",", "")) < circuit.placed_gates
     assert min(image.imread(folder / "gates.png").shape[:2]) > 100
@@ -67,4 +68,4 @@ def test_inputs_of_colours_are_a_channel_after_the_other(finished):
     circuit = run_directory.load(finished[2])[1].harden()
     comment = logic_conv.comment(LogicConvConfig(dataset="cifar10", levels=2), circuit)
     assert "Input 32 * (32 * (2 * channel + level) + row) + column" in comment
-    assert f"Of the {circuit.outputs} outputs" in comment
+    assert f"There are {circuit.outputs} outputs" in comment

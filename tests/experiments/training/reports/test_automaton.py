@@ -13,9 +13,10 @@ from cells import Gates, checkerboard, checkerboard_target
 from cells import life as life_circuit
 
 from experiments import configs, train
-from experiments.configs.automaton import CheckerboardConfig, LifeConfig
-from experiments.training import automaton, compiled
+from experiments.configs.automaton_experiments import CheckerboardConfig, LifeConfig
+from experiments.training import compiled
 from experiments.training.loop import TIMINGS
+from experiments.training.reports import automaton
 from jaxbp import CellularCircuit, Netlist
 
 

@@ -6,7 +6,7 @@ circuit is small.
 
 from experiments.configs import LogicConvConfig
 from experiments.data.datasets import CLASSES, IMAGE_SHAPES, Dataset
-from experiments.training.logic import write_report
+from experiments.training.reports.logic import write_report
 from jaxbp import ConvolutionalCircuit
 from jaxbp.nn import LogicConvNetwork
 

@@ -1,0 +1,91 @@
+"""The choice of the workloads to time: by name, one per family, and with the batch as the first or the last axis."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from experiments.bench.training_workloads import (
+    AUTOMATON_BATCHES,
+    LOGIC_CONV,
+    automaton_workload,
+    lenet_workload,
+    logic_conv_workload,
+    logic_workload,
+    mixer_workload,
+)
+from experiments.bench.workloads import Workload, op_workload
+from experiments.output.errors import UserError, refuse_unknown
+from jaxbp.catalogue import CATALOGUE
+
+
+def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
+    """Return the workloads that the cases name, in the catalogue's order; with `batch_last`, only the ops among them.
+
+    Args:
+      cases: "all"; "ops", the catalogue without training steps; an op or a training step; or one of these at one size,
+        such as "automaton:32x32". A forward also selects its backwards.
+    """
+    workloads = [lenet_workload(), *(op_workload(entry, place) for entry in CATALOGUE for place in entry.real)]
+    workloads += [mixer_workload(), logic_workload("logic", 8000, (128,)), logic_workload("logic-large", 64000, ())]
+    workloads += [logic_conv_workload(place) for place in LOGIC_CONV]
+    workloads += [automaton_workload(size) for size in AUTOMATON_BATCHES]
+    named = [
+        {"all", workload.op, f"{workload.op}:{workload.place}"} | ({"ops"} if workload.steps is None else set())
+        for workload in workloads
+    ]
+    unknown = [case for case in cases if not any(case in names for names in named)]
+    ops = list(dict.fromkeys(workload.op for workload in workloads))
+    unknown_ops = [case for case in unknown if case.partition(":")[0] not in ops]
+    refuse_unknown("case", unknown_ops, ops, "all, ops, or some of ")
+    for op, _, place in (case.partition(":") for case in unknown):
+        places = ", ".join(workload.place for workload in workloads if workload.op == op)
+        raise UserError(f"unknown place {place} of {op}: wanted {f'one of {places}' if places else 'none'}")
+    workloads = [
+        workload
+        for workload, names in zip(workloads, named, strict=True)
+        if not names.isdisjoint(cases) or any(workload.op.startswith(f"{case}_backward") for case in cases)
+    ]
+    if not batch_last:
+        return workloads
+    ops = [workload for workload in workloads if workload.steps is None]
+    if not ops:
+        raise UserError(f"batch_last is for ops: wanted an op, but {', '.join(cases)} are steps of training")
+    return [with_batch_last(workload) for workload in ops]
+
+
+def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
+    """Return the first workload of each family that has a batch size on this platform, with that size.
+
+    The families are the modules of ops, which begin with a forward with its gradient, and the kinds of training steps.
+    """
+    module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
+    chosen: dict[str, tuple[Workload, int]] = {}
+    for workload in workloads:
+        if batches := workload.batches[0 if on_gpu else 1]:
+            family = module.get(workload.op) or workload.op.partition("-")[0]
+            chosen.setdefault(family, (workload, batches[len(batches) // 2]))
+    return dict(chosen.values())
+
+
+def with_batch_last(workload: Workload) -> Workload:
+    """Return the same workload on arrays whose last axis is the batch, instead of the first."""
+
+    def structs(batch):
+        arguments = jax.eval_shape(lambda: workload.draw(0, batch, "float32"))
+        return arguments, jax.eval_shape(workload.function("autodiff", "float32"), *arguments)
+
+    batched = jax.tree.map(lambda a, b: a.shape != b.shape, structs(2), structs(3))
+
+    def moved(tree, batched, source, destination):
+        return jax.tree.map(lambda a, move: jnp.moveaxis(a, source, destination) if move else a, tree, batched)
+
+    def function(implementation, dtype):
+        batch_first = workload.function(implementation, dtype)
+        return lambda *arguments: moved(batch_first(*moved(arguments, batched[0], -1, 0)), batched[1], 0, -1)
+
+    def draw(seed, batch, dtype):
+        return moved(workload.draw(seed, batch, dtype), batched[0], 0, -1)
+
+    return dataclasses.replace(workload, title=f"{workload.title}, batch last", function=function, draw=draw)

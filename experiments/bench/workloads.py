@@ -1,0 +1,135 @@
+"""Workloads: what the bench times, and the workload of each op of the catalogue at one size.
+
+A workload draws arguments, and makes the function that is timed, in each implementation. A program chains several calls
+of that function. For an op, each call has other arguments.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxbp.catalogue import AutomatonArgument, Case, Entry
+from jaxbp.verify.arguments import is_float
+
+GATE_OPERATIONS = 24
+"""Operations of a gate in its bilinear form c0 + c1 a + c2 b + c3 ab, forward and backward.
+
+The forward takes three multiply-adds. The backward takes four multiply-adds or products for da and db, and five for the
+gradients of the four coefficients. Each counts twice.
+"""
+FORWARD_OPERATIONS = 6
+"""Operations of the forward of a gate."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Workload:
+    """A workload: one op or training step to time.
+
+    Attributes:
+      op, place: the op and its case in the catalogue, or the name and size of a training step.
+      title: the name in reports.
+      options: the op's options.
+      batches: the default batch sizes, on a GPU and elsewhere.
+      function: (implementation, dtype) -> the function to time.
+      draw: (seed, batch, dtype) -> arguments.
+      chain: (function, calls, implementation) -> a program that takes sets of arguments and makes `calls` calls. A
+        training step updates its parameters with `jaxbp.optimizers` in that implementation; "autodiff" is Optax.
+      steps: the calls in a program, if each takes the previous results. There is then one set of arguments.
+      arithmetic: batch -> the multiplications and additions per call that every implementation needs outside of
+        products and convolutions, where they may take longer than reading and writing.
+      error_batch: the largest batch at which results are compared with float64, on the CPU.
+    """
+
+    op: str
+    place: str
+    title: str
+    options: Mapping[str, Any]
+    batches: tuple[tuple[int, ...], tuple[int, ...]]
+    function: Callable[[str | None, str], Callable]
+    draw: Callable[[int, int, str], tuple]
+    chain: Callable[..., Callable]
+    steps: int | None = None
+    arithmetic: Callable[[int], int] = lambda batch: 0
+    error_batch: int = 128
+
+
+def op_workload(entry: Entry, place: str) -> Workload:
+    """Return the workload of an op at one size of the catalogue: a backward, or a forward with its gradient."""
+    case, backward = entry.real[place], "_backward" in entry.name
+
+    def function(implementation, dtype):
+        op = functools.partial(entry.function, **case.options, implementation=implementation)
+        return op if backward else forward_and_backward(op)
+
+    def draw(seed, batch, dtype):
+        arrays = case.draw(seed, batch, dtype)
+        if backward:
+            return arrays
+        results = jax.eval_shape(functools.partial(entry.function, **case.options, implementation="autodiff"), *arrays)
+        floats = [a for a in jax.tree.leaves(results) if is_float(a)]
+        keys = jax.random.split(jax.random.key(seed + 1000), len(floats))
+        return arrays, [jax.random.normal(key, a.shape, a.dtype) for key, a in zip(keys, floats, strict=True)]
+
+    title = f"{entry.name} {place}" if backward else f"{entry.name} fwd+bwd {place}"
+    batches = (case.batch or 16384,), (min(case.batch or 256, 256),)
+    arithmetic = functools.partial(_gate_operations, case, backward)
+    return Workload(
+        entry.name, place, title, case.options, batches, function, draw, one_after_another, arithmetic=arithmetic
+    )
+
+
+def _gate_operations(case: Case, backward: bool, batch: int) -> int:
+    """Return the operations of an automaton's gates, or 0 for other ops.
+
+    A backward without its forward recomputes all gates except the last layer of the last tick.
+    """
+    *_, automaton, state = (None, *case.leaves)
+    if not isinstance(automaton, AutomatonArgument):
+        return 0
+    _, height, width, channels = state.shape
+    gates = automaton.gates_a_cell * case.options.get("steps", 1)
+    return (GATE_OPERATIONS * gates - FORWARD_OPERATIONS * channels * backward) * batch * height * width
+
+
+def forward_and_backward(op: Callable) -> Callable:
+    """Return `(arrays, cotangents) -> (floating results, other results, gradients)`.
+
+    The gradients are with respect to the floating arrays.
+    """
+
+    def function(arrays, cotangents):
+        leaves, structure = jax.tree.flatten(arrays)
+
+        def of_floats(*values):
+            values = iter(values)
+            given = [next(values) if is_float(a) else a for a in leaves]
+            results = jax.tree.leaves(op(*jax.tree.unflatten(structure, given)))
+            return [a for a in results if is_float(a)], [a for a in results if not is_float(a)]
+
+        results, vjp, integers = jax.vjp(of_floats, *filter(is_float, leaves), has_aux=True)
+        return results, integers, vjp(cotangents)
+
+    return function
+
+
+def one_after_another(function: Callable, calls: int, implementation: str | None = None) -> Callable:
+    """Return a program that makes the calls, each with another set of arguments. The calls neither overlap nor merge.
+
+    Barriers order the calls on a GPU. XLA's CPU compiler drops barriers early.
+    """
+    function = jax.jit(function)  # traced and lowered once
+
+    def program(sets):
+        results, token = [], jnp.zeros(())
+        for arguments in sets[:calls]:
+            arguments, token = lax.optimization_barrier((arguments, token))
+            result, token = lax.optimization_barrier((function(*arguments), token))
+            results.append(result)
+        return results  # XLA does not compute what is not returned
+
+    return program

@@ -1,0 +1,120 @@
+"""The input, a or b, that each gate of an automaton first passes on.
+
+A draw says for every gate whether it passes on b. While all gates pass on one input, each channel of a cell becomes,
+in one tick, one channel of one cell in its neighborhood. `returning` repeats the draw until the first channel returns.
+`separating` takes the draw after which cells with different targets have different neighborhoods. The caller applies
+the draw to the gates' parameters by `with_inputs_exchanged`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Array
+
+from jaxbp.logic import gates
+from jaxbp.logic.automaton import CENTRE, Automaton
+from jaxbp.logic.gates import Parametrization
+
+Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
+"""For each gate of each layer of the perception and of the update, whether the gate passes on b."""
+MOST_DRAWS = 20_000
+"""The limit of draws of first gates; "returning" takes about 400 for the checkerboard."""
+SEPARATING_DRAWS = 200
+"""Draws of first gates for "separating", which takes the best one."""
+
+
+def returning(draw: Callable[[], Draw], automaton: Automaton) -> Draw | None:
+    """Return the first draw in which the first channel returns after two ticks, or None after `MOST_DRAWS` draws."""
+    for _ in range(MOST_DRAWS):
+        drawn = draw()
+        if _returns(_sources(automaton, *drawn)):
+            return drawn
+    return None
+
+
+def separating(
+    draw: Callable[[], Draw], automaton: Automaton, start: np.ndarray, target: np.ndarray, steps: int
+) -> Draw:
+    """Return the best of `SEPARATING_DRAWS` draws: the one with the fewest `confused` cells."""
+    draws = (draw() for _ in range(SEPARATING_DRAWS))
+    return min(draws, key=lambda drawn: confused(automaton, drawn, start, target, steps))
+
+
+def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
+    """Return how many cells the best function of the neighborhood at the last tick still gets wrong.
+
+    Until then, all gates pass on one input.
+
+    Args:
+      start: the start state, (height, width, channels).
+      target: the visible channels after `steps` ticks, (height, width, visible).
+    """
+    targets = target.reshape(-1, target.shape[-1])
+    seen = _passed_on(start, _sources(automaton, *drawn), steps - 1, automaton.periodic)
+    seen = np.packbits(_seen(seen, automaton.periodic).reshape(len(targets), -1), axis=1)
+    _, seen = np.unique(seen.view(f"V{seen.shape[1]}").ravel(), return_inverse=True)
+    _, wanted = np.unique(targets, axis=0, return_inverse=True)
+    counts = np.zeros((seen.max() + 1, wanted.max() + 1), int)
+    np.add.at(counts, (seen.ravel(), wanted.ravel()), 1)
+    return len(targets) - counts.max(axis=1).sum()
+
+
+def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Array:
+    """Return the parameters of gates with the inputs a and b exchanged."""
+    order = [0, 2, 1, 3]  # the new order of the rows of a truth table, and of 1, a, b, ab
+    if parametrization == "softmax":
+        order = [list(map(tuple, gates.TRUTH_TABLES)).index(tuple(table[order])) for table in gates.TRUTH_TABLES]
+    return logits[..., np.array(order)]
+
+
+def _sources(
+    automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
+) -> list[tuple[int, int]]:
+    """Return the source of each channel in one tick, if every gate passes on one input: b where chosen, else a.
+
+    A source is a channel and one of the nine cells of the neighborhood, in row-major order.
+    """
+
+    def passed_on(part, chosen):
+        return [np.where(c, np.asarray(w.b), np.asarray(w.a)) for w, c in zip(part, chosen, strict=True)]
+
+    perceived, updated = passed_on(automaton.perception, perception), passed_on(automaton.update, update)
+    sources = []
+    for place in range(automaton.channels):
+        for layer in reversed(updated):
+            place = layer[place]
+        if place < automaton.channels:
+            sources.append((int(place), CENTRE))
+            continue
+        channel, bit, kernel = np.unravel_index(
+            place - automaton.channels, (automaton.channels, automaton.bits, automaton.kernels)
+        )
+        for layer in reversed(perceived):
+            bit = layer[kernel, bit]
+        sources.append((int(channel), int(bit)))
+    return sources
+
+
+def _returns(sources: Sequence[tuple[int, int]]) -> bool:
+    """Return whether the first channel returns, displaced along a diagonal, after two ticks.
+
+    Its source must be another channel of a diagonal neighbor, whose source must be the first channel in the same
+    direction.
+    """
+    channel, direction = sources[0]
+    return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
+
+
+def _seen(state: np.ndarray, periodic: bool) -> np.ndarray:
+    """Return the nine cells of each cell's neighborhood, (height, width, 9, channels)."""
+    around = np.pad(state, ((1, 1), (1, 1), (0, 0)), mode="wrap" if periodic else "constant")
+    height, width = state.shape[:2]
+    return np.stack([around[i : i + height, j : j + width] for i in range(3) for j in range(3)], axis=2)
+
+
+def _passed_on(state: np.ndarray, sources: Sequence[tuple[int, int]], ticks: int, periodic: bool) -> np.ndarray:
+    """Return the state after `ticks` ticks, in each of which every channel becomes its source."""
+    channels, places = np.array(sources).T
+    for _ in range(ticks):
+        state = _seen(state, periodic)[:, :, places, channels]
+    return state

@@ -1,0 +1,59 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.configs import AUTOMATA
+from experiments.configs.automaton_experiments import CheckerboardConfig, LetterConfig, LifeConfig, LizardConfig
+from experiments.data import patterns
+from jaxbp import Automaton
+
+# Channels, kernels times bits per channel, ticks, gates of the first update layer, learning rate, batch, updates.
+TABLE = {
+    "ca-life": (1, 16, 1, 128, 0.05, 20, 3000),
+    "ca-checkerboard": (8, 32, 20, 256, 0.05, 2, 500),
+    "ca-checkerboard-async": (8, 32, 50, 256, 0.05, 1, 800),
+    "ca-lizard": (128, 4, 12, 512, 0.06, 1, 3500),
+    "ca-letter": (64, 8, 15, 512, 0.06, 1, 3000),
+}
+
+
+def seeds(*numbers):
+    return jnp.array(numbers, jnp.uint32)
+
+
+@pytest.mark.parametrize("name", AUTOMATA)
+def test_the_published_settings(name):
+    channels, bits, *_, rate, batch, updates = TABLE[name]
+    config = AUTOMATA[name](recipe="published")
+    wires = Automaton.create(config.channels, *config.perception, config.update, config.periodic, seed=0)
+    assert (wires.channels, wires.kernels * wires.bits, config.steps, wires.update[0].gates) == TABLE[name][:4]
+    assert wires.update[0].inputs == channels * (1 + bits)
+    assert (config.learning_rate, config.batch_size, config.updates) == (rate, batch, updates)
+    assert (config.weight_decay, config.pass_through, config.gradient_clip, config.schedule) == (
+        1e-2,
+        10,
+        100,
+        "constant",
+    )
+    assert (config.hard_share, config.noise, config.target_accuracy) == (0, 0, None)
+    assert (config.first_gates, config.shrink, config.restart_after) == ("a", 1, 0)
+    assert len(config.load().train_images) == batch * updates // config.epochs
+    targets = config.targets(config.starts(seeds(0)))
+    assert targets.shape[-3:] == (*config.grid, config.visible)
+
+
+def test_every_board_of_the_game_of_life_is_an_example():
+    boards = np.asarray(LifeConfig().starts(jnp.arange(512, dtype=jnp.uint32)))
+    assert len({board.tobytes() for board in boards}) == 512
+
+
+def test_where_automata_start():
+    first, other = CheckerboardConfig().starts(seeds(3, 4))
+    assert (first != other).any() and 0.4 < first.mean() < 0.6
+    assert np.argwhere(LizardConfig().starts(seeds(0))[0, ..., 0]).tolist() == [[10, 10]]
+    assert not LetterConfig().starts(seeds(0)).any()
+    assert CheckerboardConfig().starts(seeds(3), (5, 6)).shape == (1, 5, 6, 8)
+
+
+def test_the_letter_is_in_the_colours_of_three_channels():
+    assert np.array_equal(LetterConfig().pattern(), patterns.letter())

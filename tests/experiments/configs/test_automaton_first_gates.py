@@ -1,0 +1,63 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.configs import automaton_first_gates
+from experiments.configs.automaton_experiments import CheckerboardConfig, LifeConfig, LizardConfig
+from jaxbp.logic import gates
+
+
+@pytest.mark.parametrize("parametrization", ["softmax", "walsh", "input_wise"])
+def test_gates_pass_on_either_input_at_first(tiny_automaton, parametrization):
+    drawn = [
+        tiny_automaton(first_gates="drawn", pass_through=5.0, parametrization=parametrization).build(jax.random.key(k))
+        for k in (0, 0, 1)
+    ]
+    numbers = [
+        np.concatenate([gates.harden(x.reshape(-1, x.shape[-1]), parametrization) for x in jax.tree.leaves(m.logits)])
+        for m, _ in drawn
+    ]
+    assert set(numbers[0].tolist()) == {3, 5}  # a, b
+    assert (numbers[0] == numbers[1]).all() and (numbers[0] != numbers[2]).any()
+
+
+def test_the_first_channel_comes_back_along_a_diagonal(tiny_automaton):
+    model, _ = tiny_automaton(first_gates="returning").build(jax.random.key(0))
+    start = jax.random.bernoulli(jax.random.key(1), shape=(1, 12, 12, 2)).astype(jnp.float32)
+    end = model(start, 2, hard=True)[0, 2:-2, 2:-2, 0]
+    diagonals = [start[0, 2 + i : 10 + i, 2 + j : 10 + j, 0] for i in (-2, 2) for j in (-2, 2)]
+    assert sum(bool((end == diagonal).all()) for diagonal in diagonals) == 1
+
+
+def test_automata_that_cannot_return_are_refused(tiny_automaton, monkeypatch):
+    with pytest.raises(ValueError, match="first_gates = 'returning': wanted another one: an automaton of one channel"):
+        LifeConfig(first_gates="returning")
+    monkeypatch.setattr(automaton_first_gates, "MOST_DRAWS", 1)
+    with pytest.raises(ValueError, match="these wires gave no such start in 1 draws"):
+        tiny_automaton(first_gates="returning").build(jax.random.key(0))
+
+
+def test_of_many_draws_the_one_is_taken_that_tells_most_cells_apart(monkeypatch):
+    config = LizardConfig(first_gates="separating")
+    scores, score = [], automaton_first_gates.confused
+    monkeypatch.setattr(automaton_first_gates, "SEPARATING_DRAWS", 5)
+    monkeypatch.setattr(automaton_first_gates, "confused", lambda *args: scores.append(score(*args)) or scores[-1])
+    model, _ = config.build(jax.random.key(0))
+    seen = np.pad(
+        np.asarray(model(config.starts(jnp.zeros(1, jnp.uint32)).astype(jnp.float32), config.steps - 1, hard=True))[0],
+        ((1, 1), (1, 1), (0, 0)),
+        mode="wrap",
+    )
+    kinds = {}
+    for y, x in np.ndindex(config.grid):
+        kinds.setdefault(seen[y : y + 3, x : x + 3].tobytes(), []).append(bool(config.pattern()[y, x, 0]))
+    assert sum(min(kind.count(False), kind.count(True)) for kind in kinds.values()) == min(scores) < max(scores)
+    assert len(scores) == 5
+
+
+def test_an_automaton_of_random_starts_is_not_begun_by_one():
+    with pytest.raises(
+        ValueError, match="first_gates = 'separating': wanted another one: this automaton has more than"
+    ):
+        CheckerboardConfig(first_gates="separating")
