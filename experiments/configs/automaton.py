@@ -126,8 +126,7 @@ class AutomatonConfig(TrainingConfig):
     hard_from: Annotated[float | None, Range(0, 1)] = None
     """Share of updates with `hard_share` and `certainty` at 0, before they grow linearly. None: set by the recipe."""
     first_gates: Literal["a", "drawn", "returning", "separating"] | None = None
-    """Input that gates first pass on: a; random; random, such that a channel returns; random, such that cells differ.
-    None: set by the recipe."""
+    """Input that gates first pass on: a, or random; a channel may return, or cells differ. None: set by the recipe."""
     shrink: Annotated[int | None, Range(1)] = None
     """Factor by which the grid of training is smaller, and its ticks fewer. None: set by the recipe."""
     restart_after: Annotated[int | None, Range()] = None
