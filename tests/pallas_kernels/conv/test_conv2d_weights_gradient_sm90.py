@@ -12,7 +12,7 @@ from helpers import normal, on_the_cpu
 from pallas_kernels.conv import conv2d
 from pallas_kernels.conv import conv2d_weights_gradient_sm90 as tensor_cores
 from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_gradient_interpreted
-from pallas_kernels.conv.conv2d_weights_gradient_sm90 import Config
+from pallas_kernels.conv.conv2d_weights_gradient_sizes_sm90 import Config
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
