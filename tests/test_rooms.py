@@ -180,7 +180,7 @@ TESTED_ELSEWHERE = {
     # Parts of a kernel or an op, tested through it.
     *("pallas_kernels/conv/max_pool2d", "pallas_kernels/core/mosaic", "pallas_kernels/logic/tree"),
     *(f"pallas_kernels/conv/conv2d_weights_gradient_{name}_sm90" for name in ("body", "sizes")),
-    "jaxbp/ops/_defaults",
+    *("jaxbp/ops/_defaults", "jaxbp/ops/conv/_conv2d_geometry"),
     *(f"jaxbp/ops/logic/_{name}" for name in ("automaton_formula", "automaton_kernels", "gates", "trees")),
     # Parts of a check, tested through it.
     *(f"jaxbp/verify/{name}" for name in ("causes", "derivatives", "differences", "interpreter", "judge", "page")),
