@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import on_the_cpu
 
-from pallas_kernels.conv.conv2d_relu_max_pool2d import forward as exact_forward
+from pallas_kernels.conv.conv2d_relu_max_pool2d_forward import forward as exact_forward
 from pallas_kernels.core.device import HOPPER, targeting
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated

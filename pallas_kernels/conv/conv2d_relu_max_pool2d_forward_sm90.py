@@ -28,7 +28,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.conv.conv2d_relu_max_pool2d import first_maximum, taps
+from pallas_kernels.conv.filters_and_windows import first_maximum, taps
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import (
@@ -249,7 +249,8 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """Compute `conv2d_relu_max_pool2d.forward` from half-precision products. Sums are float32, and y is rounded once.
+    """Compute `conv2d_relu_max_pool2d_forward.forward` from half-precision products. Sums are float32, and y is
+    rounded once.
 
     A NaN or an infinity in an image makes all windows of its tile NaN, because the zeros of the band are multiplied
     too.

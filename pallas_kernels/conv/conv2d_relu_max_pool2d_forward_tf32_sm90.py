@@ -26,13 +26,13 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.conv.conv2d_relu_max_pool2d import first_maximum, taps
 from pallas_kernels.conv.conv2d_relu_max_pool2d_forward_sm90 import (
     BARRIER_BYTES,
     EXAMPLES,
     MAX_BOX,
     WindowTiles,
 )
+from pallas_kernels.conv.filters_and_windows import first_maximum, taps
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import (
@@ -196,7 +196,7 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """Compute `conv2d_relu_max_pool2d.forward` with images and filters rounded to TF32. Sums are float32.
+    """Compute `conv2d_relu_max_pool2d_forward.forward` with images and filters rounded to TF32. Sums are float32.
 
     A NaN or an infinity in an image makes all windows of its tile NaN, because zeros around the filters are multiplied
     too.

@@ -8,7 +8,6 @@ import functools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -17,15 +16,11 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.common.windows import Padding, Size, output_size, window_padding
-from jaxbp.ops.conv import _filter_matrix
+from jaxbp.ops.conv import _conv2d_kernels as kernels
+from jaxbp.ops.conv._conv2d_geometry import flip_and_swap, full_padding, reached_padding
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation, transpose
 from jaxbp.sharding import batched
-from pallas_kernels.conv import conv2d as kernels
-from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient_sm90
-from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
-from pallas_kernels.core.layouts import LANES
 
 
 def forward(x, w, b, *, stride, padding, dilation, groups, precision):
@@ -92,23 +87,8 @@ def _convolve(x, w, *, dimension_numbers, **options):
 
 def _forward_kernel(x, w, b, **options):
     size = output_size(x.shape[2:], w.shape[2:], **options)
-    if not _product_pays(w, x.shape[2:], size, options["precision"]):
-        return forward(x, w, b, **options)
-    y = _filter_matrix.times_matrix(x, _matrix(w, x.shape[2:], size, **options), precision=options["precision"])
-    y = y if b is None else y + jnp.repeat(b, math.prod(size))
-    return y.reshape(x.shape[0], w.shape[0], *size)
-
-
-def _matrix(w, input_size, output_size, *, stride, padding, dilation, **options):
-    before = tuple(p for p, _ in padding)
-    return _filter_matrix.filter_matrix(
-        w, input_size=input_size, output_size=output_size, stride=stride, before=before, dilation=dilation
-    )
-
-
-def _product_pays(w, input_size, output_size, precision):
-    """Return whether a matrix product on the tensor cores is faster than the convolution or its input gradient."""
-    return on_tensor_cores(w.dtype, precision) and _filter_matrix.pays(w.shape, input_size, output_size)
+    pays = kernels.product_pays(w, x.shape[2:], size, options["precision"])
+    return kernels.forward_product(x, w, b, size, **options) if pays else forward(x, w, b, **options)
 
 
 # ----------------------------------------------------------------------------------------------- gradient in the input
@@ -125,9 +105,9 @@ def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, grou
     def convolve(dy, w):
         return _convolve(
             dy,
-            _flip_and_swap(w, groups),
+            flip_and_swap(w, groups),
             window_strides=(1, 1),
-            padding=_full_padding(dy.shape[2:], w.shape[2:], input_size, **options),
+            padding=full_padding(dy.shape[2:], w.shape[2:], input_size, **options),
             lhs_dilation=stride,
             rhs_dilation=dilation,
             dimension_numbers=("NCHW", "OIHW", "NCHW"),
@@ -141,39 +121,6 @@ def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, grou
         return transpose(multiply, (dy.shape[0], groups, *input_size), dy.astype(wide)).astype(dy.dtype)
 
     return convolve(dy, w) if w.shape[1] > 1 else lax.platform_dependent(dy, w, cpu=sum_columns, default=convolve)
-
-
-def _input_gradient_kernel(dy, w, *, input_size, **options):
-    if not _product_pays(w, input_size, dy.shape[2:], options["precision"]):
-        return _input_gradient_exact(dy, w, input_size=input_size, **options)
-    matrix = _matrix(w, input_size, dy.shape[2:], **options)
-    dx = _filter_matrix.times_matrix(dy, matrix, transposed=True, precision=options["precision"])
-    return dx.reshape(dy.shape[0], w.shape[1], *input_size)
-
-
-def _input_gradient_exact(dy, w, *, input_size, stride, padding, dilation, groups, precision):
-    full = _full_padding(dy.shape[2:], w.shape[2:], input_size, stride, padding, dilation)
-    spread = [(0, 0, 0), *((low, high, s - 1) for (low, high), s in zip(full, stride, strict=True)), (0, 0, 0)]
-    dy_last = lax.pad(batch_last(dy), jnp.zeros((), dy.dtype), spread)
-    return batch_first(kernels.correlate(dy_last, _flip_and_swap(w, groups)), dy.shape[0])
-
-
-def _flip_and_swap(w, groups):
-    """Rotate the filters by 180 degrees and exchange the input and output channels of each group."""
-    out_channels, in_channels, *window = w.shape
-    w = jnp.flip(w, (2, 3)).reshape(groups, out_channels // groups, in_channels, *window)
-    return w.swapaxes(1, 2).reshape(groups * in_channels, out_channels // groups, *window)
-
-
-def _full_padding(output_size, filter_size, input_size, stride, padding, dilation):
-    """Return the padding with which the filter visits every position of the input, after dy is spaced out by the
-    stride."""
-    low = [(f - 1) * d - p for f, d, (p, _) in zip(filter_size, dilation, padding, strict=True)]
-    high = [
-        size + (f - 1) * d - ((out - 1) * s + 1) - before
-        for size, f, d, out, s, before in zip(input_size, filter_size, dilation, output_size, stride, low, strict=True)
-    ]
-    return list(zip(low, high, strict=True))
 
 
 # --------------------------------------------------------------------------------------------- gradient in the weights
@@ -190,7 +137,7 @@ def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, g
         x,
         dy,
         window_strides=dilation,
-        padding=_reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation),
+        padding=reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation),
         rhs_dilation=stride,
         dimension_numbers=("CNHW", "IOHW", "CNHW"),
         batch_group_count=groups,
@@ -198,51 +145,8 @@ def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, g
     )
 
 
-def _weights_gradient_kernel(dy, x, **options):
-    if _one_pass_pays(dy, x, **options):
-        return _parameter_gradients_kernel(dy, x, **options)[0]
-    dw = kernels.correlate_batch(batch_last(dy), _reached(dy, x, **options), stride=options["stride"])
-    return dw.astype(dy.dtype)
-
-
 def _parameter_gradients_formula(dy, x, **options):
     return weights_gradient_formula(dy, x, **options), bias_gradient_formula(dy)
-
-
-def _parameter_gradients_kernel(dy, x, **options):
-    arrays = batch_last(dy), _reached(dy, x, **options)
-    dw, db = on_gpu(weights_gradient_sm90.correlate_batch, _parameter_gradients_exact, *arrays)
-    return dw.astype(dy.dtype), db.astype(dy.dtype)
-
-
-def _parameter_gradients_exact(dy_last, x_batch_last):
-    dw = kernels.correlate_batch(dy_last, x_batch_last)
-    return dw, kernels.sum_batch(dy_last.reshape(dy_last.shape[0], -1, dy_last.shape[-1]))
-
-
-def _one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
-    """Return whether one kernel can compute dw and db in one pass on the tensor cores, and is fast."""
-    reached = [out + f - 1 for out, f in zip(dy.shape[2:], filter_size, strict=True)]
-    dy_last = jax.ShapeDtypeStruct((*dy.shape[1:], LANES), dy.dtype)
-    x_batch_last = jax.ShapeDtypeStruct((x.shape[1], *reached, LANES), x.dtype)
-    allowed = stride == (1, 1) and on_tensor_cores(dy.dtype, precision)
-    return allowed and weights_gradient_sm90.correlate_batch.pays(dy_last, x_batch_last)
-
-
-def _reached(dy, x, *, filter_size, stride, padding, dilation, **options):
-    """Return the part of the padded x that the filter reached, with the batch last."""
-    reached = _reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation)
-    return lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*r, 0) for r in reached), (0, 0, 0)])
-
-
-def _reached_padding(output_size, input_size, filter_size, stride, padding, dilation):
-    """Return the padding of x up to the last row and column that the filter reached. Negative padding crops x."""
-    return [
-        (p, (out - 1) * s + (f - 1) * d + 1 - size - p)
-        for out, size, f, s, (p, _), d in zip(
-            output_size, input_size, filter_size, stride, padding, dilation, strict=True
-        )
-    ]
 
 
 # ------------------------------------------------------------------------------------------------ gradient in the bias
@@ -254,11 +158,6 @@ def _bias_gradient_autodiff(dy):
 
 def bias_gradient_formula(dy):
     return jnp.sum(dy, axis=(0, 2, 3))
-
-
-def _bias_gradient_kernel(dy):
-    dy_last = batch_last(dy)
-    return kernels.sum_batch(dy_last.reshape(dy.shape[1], -1, dy_last.shape[-1])).astype(dy.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------- pairing
@@ -279,7 +178,7 @@ _LIBRARY = DefaultImplementation(gpu="xla")
 def _defaults(w, input_size, output_size, precision):
     """Choose the kernels where the product with the filter matrix pays. On NCHW images, the exact kernel is slower than
     cuDNN."""
-    return DefaultImplementation() if _product_pays(w, input_size, output_size, precision) else _LIBRARY
+    return DefaultImplementation() if kernels.product_pays(w, input_size, output_size, precision) else _LIBRARY
 
 
 def _default_forward(x, w, b, **options):
@@ -301,7 +200,7 @@ _INPUT_GRADIENT = _part(
     {
         "autodiff": _input_gradient_autodiff,
         "xla": input_gradient_formula,
-        "pallas": differentiable(_input_gradient_kernel, input_gradient_formula, batched(0)),
+        "pallas": differentiable(kernels.input_gradient, input_gradient_formula, batched(0)),
     },
     default=_default_input_gradient,
 )
@@ -310,7 +209,7 @@ _WEIGHTS_GRADIENT = _part(
     {
         "autodiff": _weights_gradient_autodiff,
         "xla": weights_gradient_formula,
-        "pallas": differentiable(_weights_gradient_kernel, weights_gradient_formula, batched(0, 1)),
+        "pallas": differentiable(kernels.weights_gradient, weights_gradient_formula, batched(0, 1)),
     },
 )
 _BIAS_GRADIENT = _part(
@@ -318,7 +217,7 @@ _BIAS_GRADIENT = _part(
     {
         "autodiff": _bias_gradient_autodiff,
         "xla": bias_gradient_formula,
-        "pallas": differentiable(_bias_gradient_kernel, bias_gradient_formula, batched(0)),
+        "pallas": differentiable(kernels.bias_gradient, bias_gradient_formula, batched(0)),
     },
     default=_LIBRARY,
 )
@@ -327,7 +226,7 @@ _PARAMETER_GRADIENTS = _part(
     "conv2d_backward_parameters",
     {
         "xla": _parameter_gradients_formula,
-        "pallas": differentiable(_parameter_gradients_kernel, _parameter_gradients_formula, batched(0, 1)),
+        "pallas": differentiable(kernels.parameter_gradients, _parameter_gradients_formula, batched(0, 1)),
     },
 )
 
@@ -338,7 +237,7 @@ def _save(x, w, b, *, implementation, **options):
 
 def _gradients(dy, x, w, b, *, implementation, **options):
     of_weights = dict(filter_size=w.shape[2:], implementation=implementation, **options)
-    if b is not None and _unsupported(dy, **options) is None and _one_pass_pays(dy, x, **of_weights):
+    if b is not None and _unsupported(dy, **options) is None and kernels.one_pass_pays(dy, x, **of_weights):
         dw, db = _PARAMETER_GRADIENTS(dy, x, **of_weights)
     else:
         dw = _WEIGHTS_GRADIENT(dy, x, **of_weights)

@@ -17,11 +17,14 @@ from jaxbp.common.windows import Padding, Size, output_size, pool_options
 from jaxbp.ops.conv import _filter_matrix, conv2d, max_pool2d
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from jaxbp.sharding import batched
-from pallas_kernels.conv import conv2d_relu_max_pool2d as kernels
 from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_sm90 as forward_sm90
 from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_tf32_sm90 as forward_tf32_sm90
 from pallas_kernels.conv import conv2d_relu_max_pool2d_input_gradient_sm90 as input_gradient_sm90
 from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient_sm90
+from pallas_kernels.conv.conv2d_relu_max_pool2d_forward import forward as exact_forward
+from pallas_kernels.conv.conv2d_relu_max_pool2d_input_gradient import input_gradient as exact_input_gradient
+from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_gradient as exact_weights_gradient
+from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_gradient_interpreted
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 
 _KERNEL_BATCH = 4096
@@ -63,7 +66,7 @@ def _forward_and_indices_kernel(x, w, b, *, window, stride, padding, precision):
 
 
 def _forward_kernel(x, w, b, tensor_cores, **options):
-    arrays, exact = (x, w, b), functools.partial(kernels.forward, **options)
+    arrays, exact = (x, w, b), functools.partial(exact_forward, **options)
     kernel = forward_tf32_sm90.forward if x.dtype == jnp.float32 else forward_sm90.forward
     if tensor_cores and kernel.pays(*arrays, **options):
         return on_gpu(functools.partial(kernel, **options), exact, *arrays)
@@ -101,14 +104,17 @@ def _gradients_kernel(dy, indices, x, w, b, *, window, stride, padding, precisio
 def _weights_gradient_kernel(dy, indices, x, tensor_cores, **options):
     arrays, kernel = (dy, indices, x), weights_gradient_sm90.weights_gradient
     if not tensor_cores or not kernel.pays(*arrays, **options):
-        kernel = kernels.weights_gradient
-    interpreted = kernels.weights_gradient_interpreted
-    return on_gpu(functools.partial(kernel, **options), functools.partial(interpreted, **options), *arrays)
+        kernel = exact_weights_gradient
+    interpreted = functools.partial(weights_gradient_interpreted, **options)
+    return on_gpu(functools.partial(kernel, **options), interpreted, *arrays)
 
 
 def _input_gradient_kernel(dy, indices, w, tensor_cores, precision, *, input_size, window):
     arrays, options = (dy, indices, w), dict(input_size=input_size, window=window)
     kernel, exact = input_gradient_sm90.input_gradient, functools.partial(kernels.input_gradient, **options)
+def _input_gradient_kernel(dy, places, w, tensor_cores, precision, *, input_size, window):
+    arrays, options = (dy, places, w), dict(input_size=input_size, window=window)
+    kernel, exact = input_gradient_sm90.input_gradient, functools.partial(exact_input_gradient, **options)
     kernel_pays = tensor_cores and kernel.pays(*arrays, **options)
     band_pays = tensor_cores and _filter_matrix.band_pays(w, dy, input_size[1], window)
     if kernel_pays and not (band_pays and dy.shape[-1] < _KERNEL_BATCH):
@@ -127,7 +133,7 @@ def _unsupported(*arrays, window, stride, **options):
     *_, x, w, b = arrays
     if stride != (1, 1):
         return f"stride={stride}"
-    return kernels.forward.unsupported(x, w, b, window=window) or checks.unsupported_dtype(*arrays)
+    return exact_forward.unsupported(x, w, b, window=window) or checks.unsupported_dtype(*arrays)
 
 
 _CONV2D_RELU_MAX_POOL2D = Pair(

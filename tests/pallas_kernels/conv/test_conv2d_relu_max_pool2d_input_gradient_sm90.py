@@ -10,7 +10,7 @@ import pytest
 from helpers import normal, on_the_cpu, relative_error
 
 from pallas_kernels.conv import conv2d_relu_max_pool2d_input_gradient_sm90 as input_gradient_sm90
-from pallas_kernels.conv.conv2d_relu_max_pool2d import input_gradient as exact_input_gradient
+from pallas_kernels.conv.conv2d_relu_max_pool2d_input_gradient import input_gradient as exact_input_gradient
 from pallas_kernels.conv.conv2d_relu_max_pool2d_input_gradient_sm90 import MIN_JAX, Config, input_gradient
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from helpers import normal, on_the_cpu
 
-from pallas_kernels.conv import conv2d, conv2d_relu_max_pool2d
+from pallas_kernels.conv import conv2d
 from pallas_kernels.conv import conv2d_weights_gradient_sm90 as tensor_cores
-from pallas_kernels.conv.conv2d_weights_gradient_sm90 import Config
+from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_gradient_interpreted
+from pallas_kernels.conv.conv2d_weights_gradient_sizes_sm90 import Config
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
@@ -35,7 +36,7 @@ def integers(*shapes):
     return [jnp.asarray(random.integers(-3, 4, shape), jnp.float32) for shape in shapes]
 
 
-exact_gradient = functools.partial(conv2d_relu_max_pool2d.weights_gradient_interpreted, window=WINDOW)
+exact_gradient = functools.partial(weights_gradient_interpreted, window=WINDOW)
 
 
 def gradient(*arrays):

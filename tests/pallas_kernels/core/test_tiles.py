@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import normal
 
-from pallas_kernels.conv import conv2d_relu_max_pool2d as kernels
+from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import WeightsGradientConfig, weights_gradient
 from pallas_kernels.core import tiles
 from pallas_kernels.core.device import HOPPER, targeting
 
@@ -79,6 +79,6 @@ def test_a_kernel_has_the_name_and_docstring_of_its_function():
 def test_a_tile_that_does_not_divide_is_refused():
     dy, x = normal((4, 1, 1, 128), (1, 2, 2, 128))
     place = jnp.zeros(dy.shape, jnp.uint8)
-    config = kernels.WeightsGradientConfig(channels=3, windows=1, programs_per_multiprocessor=1)
+    config = WeightsGradientConfig(channels=3, windows=1, programs_per_multiprocessor=1)
     with pytest.raises(ValueError, match="weights_gradient: channels is 3; wants a divisor of 4"):
-        kernels.weights_gradient(dy, place, x, window=(1, 1), config=config)
+        weights_gradient(dy, place, x, window=(1, 1), config=config)

@@ -10,20 +10,17 @@ import pytest
 from helpers import (
     assert_close,
     assert_numerical_gradients_agree,
-    cuda_program,
     draw_cotangents,
     every_implementation,
     gradients_of,
     in_float64,
     normal,
-    on_the_cpu,
     ours,
     value_and_gradients,
 )
 
 from jaxbp import conv2d, conv2d_backward_input, conv2d_backward_weights
 from pallas_kernels.core import launch
-from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 
 without_kernels = pytest.mark.parametrize("implementation", ["xla", "autodiff"])
 LAX = dict(dimension_numbers=("NCHW", "OIHW", "NCHW"))
@@ -134,82 +131,6 @@ def test_none_falls_back_quietly_for_dilation_and_groups_on_a_gpu(named, options
 def test_the_product_on_the_tensor_cores_computes_the_same():
     options, lax_options = dict(stride=(2, 1), padding=(1, 0)), dict(window_strides=(2, 1), padding=[(1, 1), (0, 0)])
     _check_against_lax("pallas", (2, 2, 5, 6), (3, 2, 3, 2), options | dict(precision="default"), lax_options)
-
-
-def _small_input_gradient(dtype="float32", **options):
-    """Return how the input gradient of small images is lowered for CUDA: a kernel, a product or cuDNN's convolution."""
-    dy, w = normal((2, 3, 4, 5), (3, 2, 2, 2))
-    program = cuda_program(
-        functools.partial(conv2d_backward_input, input_size=(5, 6), **options), dy.astype(dtype), w.astype(dtype)
-    )
-    (found,) = [name for name in ("mosaic_gpu", "dot_general", "stablehlo.convolution") if name in program]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("dtype", "precision", "found"),
-    [
-        ("float32", None, "mosaic_gpu"),  # the tests set the default to the highest
-        ("float32", "float32", "mosaic_gpu"),
-        ("float32", (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST), "mosaic_gpu"),
-        ("float32", "default", "dot_general"),
-        ("float32", "tensorfloat32", "dot_general"),
-        ("bfloat16", None, "dot_general"),
-        ("float16", "highest", "dot_general"),
-    ],
-)
-def test_small_images_are_a_product_where_the_tensor_cores_are_allowed(dtype, precision, found):
-    assert _small_input_gradient(dtype, precision=precision, implementation="pallas") == found
-
-
-@pytest.mark.parametrize(("precision", "found"), [("default", "dot_general"), ("highest", "stablehlo.convolution")])
-def test_none_takes_the_product_or_the_library_for_a_gradient_in_the_input(precision, found, on_hopper):
-    assert _small_input_gradient(precision=precision) == found
-
-
-def test_none_takes_for_each_part_of_the_gradient_what_is_fastest_on_a_gpu(on_hopper):
-    run = value_and_gradients(functools.partial(conv2d, precision="default"))
-    program = cuda_program(run, normal((2, 2, 5, 6), (3, 2, 2, 2), (3,)), normal((2, 3, 4, 5)))
-    assert program.count("dot_general") == 2  # forward, input
-    assert program.count("custom_call @mosaic_gpu") == 1  # weights
-    assert "stablehlo.convolution" not in program
-
-
-# The rows come in multiples of eight, which the tensor cores need.
-IN_EIGHTS = (2, 2, 8, 8), (4, 2, 5, 5), (4,)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "wgmma"), [(HOPPER, True), (BLACKWELL, False), (BLACKWELL_RTX, False)], ids=["H200", "B200", "RTX"]
-)
-@pytest.mark.parametrize("implementation", ["pallas", None])
-def test_only_hopper_gets_its_own_tensor_core_instructions(implementation, gpu, wgmma):
-    run = value_and_gradients(functools.partial(conv2d, precision="default", implementation=implementation))
-    with targeting(gpu):
-        program = cuda_program(run, normal(*IN_EIGHTS), normal((2, 4, 4, 4)))
-    assert "custom_call @mosaic_gpu" in program
-    assert ("wgmma" in program) == wgmma
-
-
-def test_on_the_tensor_cores_one_kernel_makes_the_gradients_of_weights_and_bias(on_hopper):
-    run = value_and_gradients(functools.partial(conv2d, precision="default"))
-    program = cuda_program(run, normal(*IN_EIGHTS), normal((2, 4, 4, 4)))
-    assert program.count("custom_call @mosaic_gpu") == 1
-    assert program.count("stablehlo.convolution") == 0
-
-
-def test_without_a_gpu_the_exact_kernels_take_the_place_of_those_on_the_tensor_cores():
-    arrays, dy = normal((2, 2, 4, 4), (4, 2, 1, 1), (4,)), normal((2, 4, 4, 4))
-    calls = (functools.partial(conv2d, precision=name, implementation="pallas") for name in ("default", "highest"))
-    with on_the_cpu():
-        (_, (_, *rounded)), (_, (_, *exact)) = (value_and_gradients(call)(arrays, dy) for call in calls)
-    jax.tree.map(np.testing.assert_array_equal, rounded, exact)
-
-
-def test_without_a_gradient_none_takes_the_product_too(on_hopper):
-    program = cuda_program(functools.partial(conv2d, precision="default"), *normal((2, 2, 5, 6), (3, 2, 2, 2), (3,)))
-    assert "dot_general" in program
-    assert "stablehlo.convolution" not in program
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxbp.ops.conv import _filter_matrix
-from pallas_kernels.conv import conv2d_relu_max_pool2d
+from pallas_kernels.conv.conv2d_relu_max_pool2d_input_gradient import input_gradient
 from pallas_kernels.core.layouts import LANES
 
 
@@ -54,7 +54,7 @@ def test_products_with_the_band_are_the_exact_kernels_gradient(window):
     place = jnp.asarray(np.random.default_rng(2).integers(0, window[0] * window[1] + 1, dy.shape, np.uint8))
     options = dict(window=window, input_size=(P * window[0] + F - 1, Q * window[1] + G - 1))
     banded = _filter_matrix.banded_input_gradient(dy, place, w, **options)
-    np.testing.assert_array_equal(banded, conv2d_relu_max_pool2d.input_gradient(dy, place, w, **options))
+    np.testing.assert_array_equal(banded, input_gradient(dy, place, w, **options))
 
 
 @pytest.mark.parametrize(

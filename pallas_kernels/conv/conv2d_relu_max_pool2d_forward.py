@@ -1,0 +1,160 @@
+"""Forward of `conv2d_relu_max_pool2d` in exact float32 on the CUDA cores, with the batch as the last axis.
+
+Each lane has one example, and each weight is broadcast to all lanes. A CTA computes a part of one row of pooling
+windows, for a few output channels and one block of the batch. It reads the patch of the image under the windows once
+into registers, and keeps the sums of every position of the windows there. It writes the pooled output and one byte per
+window: the index of the maximum, or one past the last index where ReLU was off. The convolution at full resolution
+never reaches memory, because the backward needs only these two arrays and the input.
+
+Windows do not overlap: the pool's stride is the window's size. The convolution's stride is 1.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.conv.filters_and_windows import first_maximum, unsupported
+from pallas_kernels.core import device
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import LANES, divisors, largest_divisor, zeros_like
+from pallas_kernels.core.tiles import kernel
+
+
+def _lane_block(N: int, at_most: int) -> int:
+    return max(length for length in (LANES, 2 * LANES) if N % length == 0 and length <= at_most)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """Tiles of `forward`.
+
+    Attributes:
+      channels, windows: most output channels, and most adjacent windows, whose sums a CTA keeps in registers. A weight
+        is loaded once for all positions of these windows.
+      lane_block: greatest length of a CTA's vectors along the batch.
+      programs_per_multiprocessor: fewest CTAs to launch per multiprocessor. If necessary, each computes fewer channels
+        and windows.
+    """
+
+    channels: int
+    windows: int
+    lane_block: int
+    programs_per_multiprocessor: int
+
+
+def _forward_unsupported(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
+    return unsupported(*w.shape[2:], window)
+
+
+def _forward_heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> ForwardConfig:
+    # Measured on an H100, for LeNet's blocks at batches from 128 to 65536.
+    (_, H, W, N), (K, C, F, G), (R, S) = x.shape, w.shape, window
+    if C == 1 and R * S > 4:
+        return ForwardConfig(channels=8, windows=1, lane_block=2 * LANES, programs_per_multiprocessor=6)
+    if C == 1:
+        return ForwardConfig(channels=3, windows=4, lane_block=2 * LANES, programs_per_multiprocessor=4)
+    P, Q = (H - F + 1) // R, (W - G + 1) // S
+    programs = (N // _lane_block(N, 2 * LANES)) * P * -(-Q // 4) * -(-K // 2)
+    if programs < device.target().multiprocessors:
+        return ForwardConfig(channels=4, windows=2, lane_block=LANES, programs_per_multiprocessor=1)
+    return ForwardConfig(channels=2, windows=4, lane_block=2 * LANES, programs_per_multiprocessor=3)
+
+
+@kernel(unsupported=_forward_unsupported, heuristic=_forward_heuristic)
+def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: ForwardConfig) -> tuple[Array, Array]:
+    """Compute `y[k, p, q, n] = max(0, b[k] + max over the window of conv(x, w)[k, p * R + r, q * S + s, n])`.
+
+    Here k is an output channel, (p, q) a window of R x S positions (r, s), and n an example.
+
+    Args:
+      x: `(C, H, W, N)`, whose batch N is a multiple of `LANES`.
+      w: `(K, C, F, G)`.
+      b: `(K,)`.
+      window: R and S.
+
+    Returns:
+      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the indices of the maxima, `r * S + s`, or R * S
+      where y = 0, as uint8 of the same shape.
+    """
+    (_, H, W, N), (K, _, F, G), (R, S) = x.shape, w.shape, window
+    P, Q = (H - F + 1) // R, (W - G + 1) // S
+    wanted = config.programs_per_multiprocessor * device.target().multiprocessors
+    # Use fewer windows and channels per CTA where the batch alone does not keep the GPU busy.
+    lane_block = _lane_block(N, config.lane_block)
+    rows = (N // lane_block) * P
+    windows = largest_divisor(Q, config.windows, lambda d: rows * K * (Q // d) >= wanted)
+    steps = Q // windows
+    channels = largest_divisor(K, config.channels, lambda d: rows * (K // d) * steps >= wanted)
+    # Use the fewest CTAs along a row that are enough.
+    row_programs = (d for d in divisors(steps) if rows * (K // channels) * d >= wanted)
+    turns = steps // next(row_programs, steps)
+    y, place = launch(
+        _ForwardProgram(window, lane_block, channels, windows, turns).body,
+        x,
+        w.astype(jnp.float32),
+        b.astype(jnp.float32),
+        # The indices are grouped by rows of windows, as the backward reads them.
+        out=(jax.ShapeDtypeStruct((K, P, Q, N), x.dtype), jax.ShapeDtypeStruct((P, K, Q, N), jnp.uint8)),
+        grid={"block": N // lane_block, "p": P, "step": steps // turns, "k": K // channels},
+        name="conv2d_relu_max_pool2d",
+    )
+    return y, place.swapaxes(0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ForwardProgram:
+    """A part of a row of windows, for a few output channels and a lane block.
+
+    Attributes:
+      turns: number of groups of `windows` windows that the CTA computes, one after the other.
+    """
+
+    window: tuple[int, int]
+    lane_block: int
+    channels: int
+    windows: int
+    turns: int
+
+    def body(self, x, w, b, y, place, *, block, p, step, k):
+        C, places = x.shape[0], self.window[0] * self.window[1]
+        lanes = pl.ds(block * self.lane_block, self.lane_block)
+
+        def take_windows(turn, _):
+            q = (step * self.turns + turn) * self.windows
+            add_channel = functools.partial(self.add_channel, x, w, (k, p, q, lanes))
+            zero = zeros_like(x[0, 0, 0, lanes].astype(jnp.float32))
+            sums = [[zero] * places] * (self.channels * self.windows)
+            sums = add_channel(0, sums) if C == 1 else lax.fori_loop(0, C, add_channel, sums)
+            for (o, n), window in zip(self.windows_by_channel(), sums, strict=True):
+                largest, at = first_maximum(window)
+                largest += b[k * self.channels + o]
+                y[k * self.channels + o, p, q + n, lanes] = jnp.maximum(largest, 0.0).astype(y.dtype)
+                at = jnp.where(largest > 0, at, places)
+                place[p, k * self.channels + o, q + n, lanes] = at.astype(jnp.uint8)
+
+        lax.fori_loop(0, self.turns, take_windows, None)
+
+    def windows_by_channel(self):
+        return list(itertools.product(range(self.channels), range(self.windows)))
+
+    def add_channel(self, x, w, program, c, sums):
+        """Add one input channel's products to the sums, which are one list of the positions' sums per window."""
+        (k, p, q, lanes), (_, _, F, G), (R, S) = program, w.shape, self.window
+        sums = dict(zip(self.windows_by_channel(), sums, strict=True))
+        patch = {
+            (i, j): x[c, p * R + i, q * S + j, lanes].astype(jnp.float32)
+            for i in range(F + R - 1)
+            for j in range(G + self.windows * S - 1)
+        }
+        for u, v, o in itertools.product(range(F), range(G), range(self.channels)):
+            weight = w[k * self.channels + o, c, u, v]
+            for n in range(self.windows):
+                values = (patch[u + r, v + n * S + s] for r in range(R) for s in range(S))
+                sums[o, n] = [total + value * weight for total, value in zip(sums[o, n], values, strict=True)]
+        return list(sums.values())

@@ -1,0 +1,221 @@
+"""Gradients of `conv2d_relu_max_pool2d` with respect to w and b in exact float32 on the CUDA cores, batch last.
+
+Each lane has one example. A CTA keeps the sums of a few output channels and one input channel in registers, for one
+split of the windows and the batch. For each of its windows it reads dy, the index of the maximum, and the patch of x
+under the window, and multiplies the patch by dy at the position of the maximum. At the end it adds the sums up over the
+lanes through shared memory. XLA adds the splits.
+
+Windows do not overlap: the pool's stride is the window's size. The convolution's stride is 1.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.conv.filters_and_windows import unsupported
+from pallas_kernels.core import device
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import (
+    LANES,
+    SUMMED_ROWS,
+    largest_divisor,
+    quotient,
+    remainder,
+    sums_over_lanes,
+    zeros_like,
+)
+from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.core.tiles import check_divides, kernel
+
+_MAX_ACCUMULATORS = 160
+"""Most sums that a thread keeps in registers: it has 255, and needs some for operands and addresses."""
+_OTHER_REGISTERS = 30
+"""Registers of a thread for everything but its sums and its part of the image. With this value, the computed number of
+resident CTAs per multiprocessor equals the number that follows from ptxas' register counts, for LeNet's filters."""
+_MAX_PATCH = 72
+"""Most elements of the image that a thread reads at once: those under four of LeNet's windows, the largest number
+measured (docs/lab/2026-11-24-lenet.md)."""
+_REDUCTION_BYTES = 2048
+"""Bytes of shared memory that Mosaic reserves for sums across warps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsGradientConfig:
+    """Tiles of `weights_gradient`.
+
+    Attributes:
+      channels: output channels per CTA, a divisor of their number.
+      windows: adjacent windows whose patch of the image a CTA reads once, a divisor of the windows in a row.
+      programs_per_multiprocessor: CTAs to launch per multiprocessor, if there is work for each. The rows and the batch
+        are divided among them.
+    """
+
+    channels: int
+    windows: int
+    programs_per_multiprocessor: int
+
+    def units(self, dy: Any) -> int:
+        """Return the number of units of work: pairs of `windows` adjacent windows and a lane block."""
+        _, P, Q, N = dy.shape
+        return (N // LANES) * P * (Q // self.windows)
+
+    def wanted_splits(self, dy: Any, x: Any) -> int:
+        """Return the number of splits that gives the wanted number of CTAs, if there are that many units."""
+        programs = self.programs_per_multiprocessor * device.target().multiprocessors
+        return -(-programs // (x.shape[0] * (dy.shape[0] // self.channels)))
+
+    def units_a_split(self, dy: Any, x: Any) -> int:
+        """Return the number of units per split. The last split may have fewer."""
+        units = self.units(dy)
+        return -(-units // min(units, self.wanted_splits(dy, x)))
+
+    def splits(self, dy: Any, x: Any) -> int:
+        """Return the number of splits of the units. Different CTAs sum different splits."""
+        return -(-self.units(dy) // self.units_a_split(dy, x))
+
+
+def _filter_size(dy, x, window):
+    return tuple(size - n * f + 1 for size, n, f in zip(x.shape[1:3], dy.shape[1:3], window, strict=True))
+
+
+def _sums(channels: int, taps: int) -> int:
+    """Return the number of sums for the weights and biases of `channels` output channels, rounded up as
+    `sums_over_lanes` requires."""
+    return -(-channels * (taps + 1) // SUMMED_ROWS) * SUMMED_ROWS
+
+
+def _fits(channels: int, taps: int) -> bool:
+    return _sums(channels, taps) * LANES * 4 + _REDUCTION_BYTES <= device.target().shared_bytes
+
+
+def _weights_gradient_unsupported(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> str | None:
+    F, G = _filter_size(dy, x, window)
+    if not _fits(1, F * G):
+        return f"filters of {F} x {G}, whose sums do not fit shared memory"
+    return unsupported(F, G, window)
+
+
+def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> WeightsGradientConfig:
+    """Return the config that a sweep on an H200 found."""
+    (F, G), (R, S), (K, _, Q, _), gpu = _filter_size(dy, x, window), window, dy.shape, device.target()
+    patch = lambda windows: (F + R - 1) * (G + windows * S - 1)  # noqa: E731
+    windows = largest_divisor(Q, 4, lambda d: patch(d) <= _MAX_PATCH)
+    for channels in (2, 1) if K % 2 == 0 and 2 * F * G <= _MAX_ACCUMULATORS and _fits(2, F * G) else (1,):
+        registers = channels * (F * G + 1) + patch(windows) + _OTHER_REGISTERS
+        resident = max(1, gpu.registers // (LANES * registers))
+        config = WeightsGradientConfig(channels, windows, programs_per_multiprocessor=2 * resident)
+        # Divide the channels as well where there are fewer units than splits wanted.
+        if config.units(dy) >= config.wanted_splits(dy, x):
+            break
+    return config
+
+
+@kernel(unsupported=_weights_gradient_unsupported, heuristic=_weights_gradient_heuristic)
+def weights_gradient(
+    dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
+) -> tuple[Array, Array]:
+    """Compute the gradients of `forward` with respect to w and b. Each part of the rows and the batch is summed in a
+    fixed order.
+
+    Args:
+      dy: `(K, P, Q, N)`, the gradient with respect to y.
+      place: the indices that `forward` returns.
+      x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1.
+
+    Returns:
+      dw `(K, C, F, G)` and db `(K,)` in float32.
+    """
+    return _weights_gradient(dy, place, x, window, config, through_shared_memory=True)
+
+
+@kernel(unsupported=_weights_gradient_unsupported, heuristic=_weights_gradient_heuristic)
+def weights_gradient_interpreted(
+    dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
+) -> tuple[Array, Array]:
+    """Compute `weights_gradient` in Pallas' interpreter, which has no shared memory."""
+    return _weights_gradient(dy, place, x, window, config, through_shared_memory=False)
+
+
+def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
+    (K, _, Q, _), C, (F, G) = dy.shape, x.shape[0], _filter_size(dy, x, window)
+    channels, taps = config.channels, config.channels * F * G
+    check_divides("conv2d_relu_max_pool2d_weights_gradient.weights_gradient", "channels", channels, K)
+    check_divides("conv2d_relu_max_pool2d_weights_gradient.weights_gradient", "windows", config.windows, Q)
+    splits, rows = config.splits(dy, x), _sums(channels, F * G)
+    program = _WeightsGradientProgram(window, (F, G), config, config.units_a_split(dy, x))
+    sums = launch(
+        program.body if through_shared_memory else program.interpreted_body,
+        dy,
+        # The order in which the forward wrote them, so that no transpose is needed.
+        place.swapaxes(0, 1),
+        x,
+        out=jax.ShapeDtypeStruct((splits, K // channels, C, rows), jnp.float32),
+        grid={"split": splits, "k": K // channels, "c": C},
+        scratch=[plgpu.SMEM((rows, LANES), jnp.float32)] if through_shared_memory else (),
+        barriers=False,
+        name="conv2d_relu_max_pool2d_backward_weights",
+    )
+    sums = jnp.sum(sums, axis=0)
+    dw = sums[:, :, :taps].reshape(K // channels, C, channels, F, G).swapaxes(1, 2).reshape(K, C, F, G)
+    # The CTAs of every input channel saw the same gradients, so the first one's sum is the bias gradient.
+    return dw, sums[:, 0, taps : taps + channels].reshape(K)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WeightsGradientProgram:
+    """The sums of one split, for a few output channels and one input channel."""
+
+    window: tuple[int, int]
+    filter_size: tuple[int, int]
+    config: WeightsGradientConfig
+    per_split: int
+
+    def body(self, dy, place, x, sums, lanes, *, split, k, c):
+        for n, total in enumerate(self.totals(dy, place, x, split, k, c)):
+            lanes[n] = total
+        sums_over_lanes(lanes, sums.at[split, k, c])
+
+    def interpreted_body(self, dy, place, x, sums, *, split, k, c):
+        for n, total in enumerate(self.totals(dy, place, x, split, k, c)):
+            sums[split, k, c, n] = jnp.sum(total)
+
+    def totals(self, dy, place, x, split, k, c):
+        """Return the sums of the weights, then the biases', with one term per lane, then zeros that fill up the
+        rows."""
+        (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, self.config.units(dy)
+        count, steps = self.config.channels * (F * G + 1), Q // self.config.windows
+
+        def add_unit(n, sums):
+            row, q = quotient(n, steps), remainder(n, steps) * self.config.windows
+            p, lanes = remainder(row, P), pl.ds(quotient(row, P) * LANES, LANES)
+            return self.add_windows(dy, place, x, (k, c, p, q, lanes), sums)
+
+        zero = zeros_like(x[0, 0, 0, pl.ds(0, LANES)].astype(jnp.float32))
+        first, last = split * self.per_split, jnp.minimum((split + 1) * self.per_split, units)
+        sums = lax.fori_loop(first, last, add_unit, (zero,) * count)
+        return [*sums, *[zero] * (_sums(self.config.channels, F * G) - count)]
+
+    def add_windows(self, dy, place, x, at, sums):
+        (k, c, p, q, lanes), (F, G), (R, S) = at, self.filter_size, self.window
+        channels, windows = range(self.config.channels), range(self.config.windows)
+        taps = len(channels) * F * G
+        patch = {
+            (i, j): x[c, p * R + i, q * S + j, lanes].astype(jnp.float32)
+            for j in range(G + len(windows) * S - 1)
+            for i in range(F + R - 1)
+        }
+        weights, biases = list(sums[:taps]), list(sums[taps:])
+        for n, o in itertools.product(windows, channels):
+            gradient = dy[k * len(channels) + o, p, q + n, lanes].astype(jnp.float32)
+            maximum = place[p, k * len(channels) + o, q + n, lanes].astype(jnp.int32)
+            biases[o] += jnp.where(maximum < R * S, gradient, 0.0)
+            for t in range(R * S):
+                routed = jnp.where(maximum == t, gradient, 0.0)
+                for u, v in itertools.product(range(F), range(G)):
+                    weights[(o * F + u) * G + v] += routed * patch[u + t // S, v + n * S + t % S]
+        return (*weights, *biases)

@@ -1,0 +1,214 @@
+"""Work of one CTA of the kernels in `conv2d_weights_gradient_sm90`: copies, products, and the gradients from the sums.
+
+For each unit, one row of windows and the examples of one step, the copies of x's rows and of dy arrive in a stage of
+the ring in shared memory. The warpgroups write the routed gradient next to them: `conv2d_relu_max_pool2d` routes dy to
+the positions of the maxima, and `conv2d` only rounds it. Each warpgroup then multiplies its 64 rows into sums in its
+registers. After the last unit, the sums go to device memory and are read back through the L2 cache. The CTA adds up the
+sums that belong to each weight and each bias, and writes the gradients of its part.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.conv.conv2d_weights_gradient_sizes_sm90 import TILE, Sizes
+from pallas_kernels.core.gathers import columns, gather_elements, lane_and_column, meet, sums_of_rows
+from pallas_kernels.core.layouts import LANES, largest_divisor, load, quotient, remainder, rounded_to_tf32, store
+from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.core.pipeline import Ring
+from pallas_kernels.core.simulator import simulating
+
+_BLOCK_COLUMNS = 4
+"""Most sums that a thread gathers by one operation: a row of a block has up to 16 bytes."""
+
+
+def body(program, sizes, per_split, *refs, split, **ids):
+    """Run a CTA: `program`, with one tile of accumulators per warpgroup, for the units of its split."""
+
+    def accumulate(sums):
+        first = split * per_split
+        steps = jnp.minimum(sizes.units - first, per_split)
+        program(sizes, *refs, sums=sums, split=split, first=first, steps=steps, **ids).run()
+
+    pl.run_scoped(accumulate, plgpu.ACC((TILE, sizes.columns)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """One split's sums, for a part of the channels and of the positions: references and steps.
+
+    Attributes:
+      x, dy, place: arrays in device memory; place is None for `conv2d`.
+      out: the sums, in device memory. Only the gradients are used later.
+      gradients: gradients with respect to w and b, from this CTA's units.
+      xs: stages of x's rows, followed by the ones.
+      routed: the routed gradient.
+      loaded: barriers at which a stage's copies arrive.
+      ready: barrier at which the warpgroups wait until all have routed.
+      dys, places: stages of dy and of the indices, or None.
+      sums: the accumulator.
+      split, c, t: the CTA's position in the grid.
+      first: the split's first unit, of `steps`.
+    """
+
+    sizes: Sizes
+    x: Any
+    dy: Any
+    place: Any
+    out: Any
+    gradients: Any
+    xs: Any
+    routed: Any
+    loaded: Any
+    ready: Any
+    dys: Any
+    places: Any
+    sums: Any
+    split: Any
+    c: Any
+    t: Any
+    warpgroup: Any
+    first: Any
+    steps: Any
+
+    def run(self):
+        ring = Ring(self.sizes.config.stages, self.copy, self.loaded, self.steps)
+        pl.when(self.warpgroup == 0)(functools.partial(self.begin, ring))
+        lax.fori_loop(0, self.steps, functools.partial(self.add, ring), None)
+        plgpu.wgmma_wait(0)
+        rows = pl.ds(self.warpgroup * TILE, TILE)
+        store(self.out.at[self.split, self.c, self.t, rows], self.sums[...])
+        meet(self.ready)
+        warpgroups, vectors = self.sizes.warpgroups, self.sizes.vectors
+        for first in range(0, vectors, warpgroups):
+            vector = first + self.warpgroup
+            pl.when(vector < vectors)(functools.partial(self.cut_out, vector))
+
+    def cut_out(self, vector):
+        """Compute a vector of the gradients from the sums, which are in the L2 cache, by adding up windows and
+        positions."""
+        sizes, places = self.sizes, self.sizes.config.places
+        F, G = sizes.filter_size
+        width = largest_divisor(sizes.Q, _BLOCK_COLUMNS)
+        lane, column = lane_and_column(LANES, width)
+        number = jnp.minimum(vector * LANES + lane, (sizes.taps + 1) * sizes.K - 1)
+        tap, k = quotient(number, sizes.K), remainder(number, sizes.K)
+        c, u, v = quotient(tap, F * G), remainder(quotient(tap, G), F), remainder(tap, G)
+        of_weights = tap < sizes.taps
+        first = jnp.where(of_weights, (c * sizes.band + u) * sizes.W + v + column * sizes.S, sizes.ones)
+        moves = jnp.where(of_weights, 1, 0)
+        sums, total = self.out.at[self.split, self.c, self.t], 0.0
+        for t, q in itertools.product(range(places), range(0, sizes.Q, width)):
+            r, s = quotient(self.t * places + t, sizes.S), remainder(self.t * places + t, sizes.S)
+            image, routed = first + moves * (r * sizes.W + q * sizes.S + s), self.routed_row(t, k, q + column)
+            total += gather_elements(sums, *((image, routed) if sizes.config.images_on_left else (routed, image)))
+        gradients = columns(sums_of_rows(total))[0]
+        self.gradients[self.split, self.c, self.t, pl.ds(vector * LANES, LANES)] = gradients
+
+    def routed_row(self, t, k, q):
+        """Return the row of the routed gradient for a position, an output channel, and a window."""
+        raise NotImplementedError
+
+    def begin(self, ring):
+        ones = plgpu.layout_cast(jnp.ones((8, self.sizes.examples), self.x.dtype), self.layout)
+        for stage in range(ring.stages):
+            self.xs[stage, self.sizes.ones : self.sizes.ones + 8] = ones
+        plgpu.commit_smem()
+        ring.prefetch(ring.stages - 1)
+
+    def add(self, ring, step, _):
+        stage = ring.stage(step)
+        ring.wait(step)
+        xs, routed = self.xs.at[stage], self.routed.at[self.scatter_gradients(step, stage)]
+        # The last product is done, for every warpgroup once past the barrier, so its operands may be overwritten.
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.ready)
+        plgpu.barrier_wait(self.ready)
+        pl.when(self.warpgroup == 0)(lambda: ring.fetch(step + ring.stages - 1))
+        left, right = (xs, routed) if self.sizes.config.images_on_left else (routed, xs)
+        plgpu.wgmma(self.sums, left.at[pl.ds(self.warpgroup * TILE, TILE)], right.transpose((1, 0)))
+
+    def copy(self, step, stage, barrier):
+        """Start the copies of a unit: one row of windows, for the examples of one step."""
+        sizes = self.sizes
+        unit = self.first + step
+        p, examples = remainder(unit, sizes.P), pl.ds(quotient(unit, sizes.P) * sizes.examples, sizes.examples)
+        channels, rows = sizes.config.channels, sizes.band * sizes.W
+        for channel in range(channels):
+            under = pl.ds(((self.c * channels + channel) * sizes.H + p * sizes.R) * sizes.W, rows)
+            plgpu.copy_gmem_to_smem(self.x.at[under, examples], self.xs.at[stage, pl.ds(channel * rows, rows)], barrier)
+        self.copy_gradient(p, examples, stage, barrier)
+
+    def copy_gradient(self, p, examples, stage, barrier):
+        raise NotImplementedError
+
+    def scatter_gradients(self, step, stage):
+        """Compute the routed gradient from the copied data, and return the index of its buffer."""
+        raise NotImplementedError
+
+    @property
+    def share(self):
+        """Rows of the gradient that the warpgroup routes."""
+        return self.sizes.gradient_rows // self.sizes.warpgroups
+
+    @property
+    def layout(self):
+        """Layout with two rows per warp, in which a warp's accesses to shared memory never meet in one bank."""
+        examples = self.sizes.examples
+        tiling = plgpu.Tiling(((8, examples), (2, examples), (examples // 16,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+class PooledProgram(_Program):
+    """Routes dy to the positions of the windows' maxima, into two buffers in turn."""
+
+    def routed_row(self, t, k, q):
+        return (t * self.sizes.K + k) * self.sizes.Q + q
+
+    def copy_gradient(self, p, examples, stage, barrier):
+        K, Q = self.sizes.K, self.sizes.Q
+        if simulating() is None:
+            dys = self.dys.at[stage].reshape(K, Q, self.sizes.examples)
+            plgpu.copy_gmem_to_smem(self.dy.at[:, p, :, examples], dys, barrier)
+        else:
+            for k in range(K):
+                plgpu.copy_gmem_to_smem(self.dy.at[k, p, :, examples], self.dys.at[stage, pl.ds(k * Q, Q)], barrier)
+        plgpu.copy_gmem_to_smem(self.place.at[p, :, examples], self.places.at[stage], barrier)
+
+    def scatter_gradients(self, step, stage):
+        buffer, places = remainder(step, 2), self.sizes.config.places
+        rows = pl.ds(self.warpgroup * self.share, self.share)
+        gradient = rounded_to_tf32(load(self.dys.at[stage, rows], self.layout))
+        maximum = load(self.places.at[stage, rows], self.layout, optimized=False).astype(jnp.int32)
+        for t in range(places):
+            of_place = jnp.where(maximum == self.t * places + t, gradient, jnp.zeros_like(gradient))
+            first = t * self.sizes.gradient_rows + self.warpgroup * self.share
+            self.routed[buffer, pl.ds(first, self.share)] = of_place
+        plgpu.commit_smem()
+        return buffer
+
+
+class ConvolutionProgram(_Program):
+    """Uses dy as the routed gradient, rounded in place if float32."""
+
+    def routed_row(self, t, k, q):
+        return (k * self.sizes.config.places + t) * self.sizes.Q + q
+
+    def copy_gradient(self, p, examples, stage, barrier):
+        sizes, places = self.sizes, self.sizes.config.places
+        for k in range(sizes.K):
+            rows = pl.ds((k * sizes.P * sizes.R + p * sizes.R + self.t * places) * sizes.Q, places * sizes.Q)
+            to = self.routed.at[stage, pl.ds(k * places * sizes.Q, places * sizes.Q)]
+            plgpu.copy_gmem_to_smem(self.dy.at[rows, examples], to, barrier)
+
+    def scatter_gradients(self, step, stage):
+        if self.dy.dtype == jnp.float32:
+            rows = pl.ds(self.warpgroup * self.share, self.share)
+            self.routed[stage, rows] = rounded_to_tf32(load(self.routed.at[stage, rows], self.layout))
+            plgpu.commit_smem()
+        return stage

@@ -1,0 +1,221 @@
+"""Sizes of the kernels in `conv2d_weights_gradient_sm90`, and the choice of the cheapest config.
+
+A config divides the sums among CTAs. The shapes of the arrays and the config determine the rows and columns of a CTA's
+product, its warpgroups, the bytes of its stages in shared memory, and the clocks that all CTAs take. `cheapest_config`
+tries every config and returns the one with the fewest clocks among those that suit the tensor cores' tiles, registers,
+and shared memory.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+from pallas_kernels.core import device
+from pallas_kernels.core.layouts import LANES, OPERAND_BYTES, divisors
+
+TILE = 64
+"""Rows of the tensor cores' tiles, one tile per warpgroup."""
+_MAX_WARPGROUPS = 4
+"""Most warpgroups per CTA: its 512 threads have 128 registers each, which hold their sums."""
+_MAX_COLUMNS = 160
+"""Most columns: a thread keeps half as many sums in its registers. With 144 it spills them."""
+_MAX_STAGES = 4
+"""Most stages. Chosen by hand; not tuned."""
+_RESERVED_BYTES = 27 * 1024
+"""Bytes of shared memory that stages leave for barriers, for sums across warps, and as a reserve. The stages were
+measured with this value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How CTAs divide the sums.
+
+    Attributes:
+      channels: input channels per CTA.
+      places: positions of a window per CTA.
+      images_on_left: whether x's rows, not the routed gradient's, form the tiles of 64 rows, one per warpgroup.
+      stages: stages of the pipeline.
+    """
+
+    channels: int
+    places: int
+    images_on_left: bool
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes that follow from the shapes and a config. P counts rows of windows."""
+
+    K: int
+    P: int
+    Q: int
+    N: int
+    C: int
+    H: int
+    W: int
+    R: int
+    S: int
+    dtype: Any
+    config: Config
+
+    @property
+    def filter_size(self) -> tuple[int, int]:
+        return self.H - self.P * self.R + 1, self.W - self.Q * self.S + 1
+
+    @property
+    def band(self) -> int:
+        """Rows of x under the filters of one row of windows."""
+        return self.H - self.P * self.R + self.R
+
+    @property
+    def ones(self) -> int:
+        """Index of the row of ones, which follows the rows of x."""
+        return self.config.channels * self.band * self.W
+
+    @property
+    def routed_rows(self) -> int:
+        return self.config.places * self.K * self.Q
+
+    @property
+    def warpgroups(self) -> int:
+        return -(-(self.ones + 8) // TILE) if self.config.images_on_left else self.routed_rows // TILE
+
+    @property
+    def columns(self) -> int:
+        """Sums per row."""
+        return self.routed_rows if self.config.images_on_left else self.ones + 8
+
+    @property
+    def taps(self) -> int:
+        """Taps of the filters, for a CTA's input channels."""
+        return self.config.channels * self.filter_size[0] * self.filter_size[1]
+
+    @property
+    def vectors(self) -> int:
+        """Number of vectors of `LANES` that hold a CTA's gradients, first of w as `(c, u, v, k)`, then of b."""
+        return -(-(self.taps + 1) * self.K // LANES)
+
+    @property
+    def x_rows(self) -> int:
+        """Rows of shared memory for x."""
+        return self.warpgroups * TILE if self.config.images_on_left else self.columns
+
+    @property
+    def gradient_rows(self) -> int:
+        """Rows of dy in a stage, which the warpgroups divide among themselves to route it."""
+        raise NotImplementedError
+
+    @property
+    def stage_bytes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of shared memory besides the stages."""
+        return 0
+
+    @property
+    def stages(self) -> int:
+        """Number of stages: the most that fit."""
+        left = device.target().shared_bytes - _RESERVED_BYTES - self.other_bytes
+        return min(_MAX_STAGES, left // self.stage_bytes)
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        """Number of parts of the input channels, and of a window's positions."""
+        return self.C // self.config.channels, self.R * self.S // self.config.places
+
+    @property
+    def examples(self) -> int:
+        """Examples per step: the number that fills a row of an operand."""
+        return OPERAND_BYTES // self.dtype.itemsize
+
+    @property
+    def units(self) -> int:
+        """Steps of all splits together."""
+        return self.P * (self.N // self.examples)
+
+    def per_split(self, multiprocessors: int) -> int:
+        splits = min(self.units, -(-multiprocessors // (self.shares[0] * self.shares[1])))
+        return -(-self.units // splits)
+
+    def fit(self) -> bool:
+        """Whether the sizes suit the tensor cores' tiles, registers, and shared memory."""
+        return (
+            1 <= self.warpgroups <= _MAX_WARPGROUPS
+            and self.columns <= _MAX_COLUMNS
+            and (self.config.images_on_left or self.routed_rows % TILE == 0)
+            and self.gradient_rows % (8 * self.warpgroups) == 0
+            and self.stages >= 2
+        )
+
+    def clocks(self) -> int:
+        """Clocks of all CTAs: half a clock for each column of a product of 8 values, and one for 24 bytes of the
+        cache."""
+        clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
+        return clocks * self.shares[0] * self.shares[1]
+
+
+class _PooledSizes(Sizes):
+    """Sizes of `weights_gradient`: a stage has dy and the indices, and each step routes dy into one of two buffers."""
+
+    @property
+    def gradient_rows(self) -> int:
+        return self.K * self.Q
+
+    @property
+    def stage_bytes(self) -> int:
+        return OPERAND_BYTES * (self.x_rows + self.gradient_rows) + self.gradient_rows * self.examples
+
+    @property
+    def other_bytes(self) -> int:
+        return OPERAND_BYTES * 2 * self.routed_rows
+
+
+class _ConvolutionSizes(Sizes):
+    """Sizes of `correlate_batch`: dy is copied to where the product reads it."""
+
+    @property
+    def gradient_rows(self) -> int:
+        return self.routed_rows
+
+    @property
+    def stage_bytes(self) -> int:
+        return OPERAND_BYTES * (self.x_rows + self.routed_rows)
+
+    def fit(self) -> bool:
+        # dy's rows are copied one channel at a time.
+        return self.config.places * self.Q % 8 == 0 and super().fit()
+
+
+def pooled_sizes(dy: Any, x: Any, window: tuple[int, int], config: Config) -> Sizes:
+    """Return the sizes of `weights_gradient`."""
+    return _PooledSizes(*dy.shape, *x.shape[:3], *window, dy.dtype, config)
+
+
+def convolution_sizes(dy: Any, x: Any, rows: int, config: Config) -> Sizes:
+    """Return the sizes of `correlate_batch`, where each product has `rows` rows of the convolution's output."""
+    K, out_rows, Q, N = dy.shape
+    return _ConvolutionSizes(K, out_rows // rows, Q, N, *x.shape[:3], rows, 1, dy.dtype, config)
+
+
+def cheapest_config(sizes: Any) -> Config | None:
+    """Return the config with the fewest clocks, or None if rows do not come in eights or nothing fits.
+
+    Args:
+      sizes: function from a config to its sizes.
+    """
+    shapes = sizes(Config(1, 1, True, 0))
+    if any(
+        rows % 8 for rows in (shapes.K * shapes.Q, shapes.band * shapes.W, shapes.R * shapes.W, shapes.H * shapes.W)
+    ):
+        return None
+    candidates = (
+        sizes(Config(channels, places, images_on_left, 0))
+        for channels, places, images_on_left in itertools.product(
+            divisors(shapes.C), divisors(shapes.R * shapes.S), (False, True)
+        )
+    )
+    best = min((candidate for candidate in candidates if candidate.fit()), key=Sizes.clocks, default=None)
+    return best and dataclasses.replace(best.config, stages=best.stages)

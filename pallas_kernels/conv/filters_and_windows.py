@@ -1,0 +1,40 @@
+"""Filters and windows of `conv2d_relu_max_pool2d`, for the kernels of all its directions.
+
+This module has the sizes that the exact kernels unroll, the maximum of a window, and a filter's taps with zeros around
+them.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+MAX_TAPS = 64
+"""Largest filter, in positions, that the exact kernels unroll."""
+MAX_PLACES = 16
+"""Largest window, in positions."""
+
+
+def unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int]) -> str | None:
+    """Return why the exact kernels do not support filters and windows of these sizes, or None."""
+    if filter_rows * filter_columns > MAX_TAPS:
+        return f"filters of {filter_rows} x {filter_columns}, more than {MAX_TAPS} positions"
+    if window[0] * window[1] > MAX_PLACES:
+        return f"window={window}, more than {MAX_PLACES} positions"
+    return None
+
+
+def first_maximum(values):
+    """Return the elementwise largest of a list of vectors, and the first index that attains it."""
+    largest, *rest = values
+    place = jnp.where(largest != largest, 0, 0)
+    for t, value in enumerate(rest, start=1):
+        place = jnp.where(value > largest, t, place)
+        largest = jnp.maximum(largest, value)
+    return largest, place
+
+
+def taps(w, row, column):
+    """Return `w[:, :, row, column]`, zero outside the filter, for integer arrays that broadcast against each other."""
+    F, G = w.shape[2:]
+    inside = (row >= 0) & (row < F) & (column >= 0) & (column < G)
+    row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)
+    return jnp.where(inside, w[:, :, row, column], 0)
