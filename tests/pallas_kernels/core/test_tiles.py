@@ -73,7 +73,7 @@ def test_a_kernel_refuses_architectures_that_it_is_not_written_for(written_for, 
 
 
 def test_a_kernel_has_the_name_and_docstring_of_its_function():
-    assert (kernel.name, kernel.__name__, kernel.__doc__) == ("test_tiles.kernel", "kernel", "Returns its config.")
+    assert (kernel.name, kernel.__name__, kernel.__doc__) == ("test_tiles.kernel", "kernel", "Return the config.")
 
 
 def test_a_tile_that_does_not_divide_is_refused():
