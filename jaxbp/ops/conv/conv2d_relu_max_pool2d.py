@@ -111,9 +111,6 @@ def _weights_gradient_kernel(dy, indices, x, tensor_cores, **options):
 
 def _input_gradient_kernel(dy, indices, w, tensor_cores, precision, *, input_size, window):
     arrays, options = (dy, indices, w), dict(input_size=input_size, window=window)
-    kernel, exact = input_gradient_sm90.input_gradient, functools.partial(kernels.input_gradient, **options)
-def _input_gradient_kernel(dy, places, w, tensor_cores, precision, *, input_size, window):
-    arrays, options = (dy, places, w), dict(input_size=input_size, window=window)
     kernel, exact = input_gradient_sm90.input_gradient, functools.partial(exact_input_gradient, **options)
     kernel_pays = tensor_cores and kernel.pays(*arrays, **options)
     band_pays = tensor_cores and _filter_matrix.band_pays(w, dy, input_size[1], window)
