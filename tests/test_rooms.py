@@ -182,7 +182,6 @@ TESTED_ELSEWHERE = {
     *(f"pallas_kernels/logic/automaton/{name}" for name in ("cells", "gates", "schedule")),
     *(f"pallas_kernels/dense/mlp_{name}_sm90" for name in ("rows", "stream", "weighed_gradients")),
     *("pallas_kernels/norm/row_block", "pallas_kernels/norm/row_stream"),
-    "jaxbp/ops/_defaults",
     *(f"pallas_kernels/conv/conv2d_weights_gradient_{name}_sm90" for name in ("body", "sizes")),
     *("jaxbp/ops/_defaults", "jaxbp/ops/conv/_conv2d_geometry"),
     *(f"jaxbp/ops/logic/_{name}" for name in ("automaton_formula", "automaton_kernels", "gates", "trees")),
