@@ -184,7 +184,7 @@ REFUSED = {
     ),
     "layers that do not join": (
         lambda: Circuit.of([LAYERS[0], LAYERS[2]]),
-        "Circuit: layer 1 reads 1030 inputs; wants 16, the gates before",
+        "Circuit: layer 1 reads 1030 inputs; wants 16, the gates of layer 0",
     ),
     "other inputs": (
         lambda: CIRCUIT(BITS[:, :4]),
