@@ -2,8 +2,9 @@
 
 A barrier prevents XLA from merging equal computations, and from moving or repeating a computation. Before jaxlib
 0.11.1, the compiler for the CPU removes every barrier before it assigns layouts, fuses operations, and merges equal
-computations. There, a call that XLA must not inline replaces the barrier. XLA reads this from the attribute
-`inlineable` of the call. If it ignored the attribute, programs would need more time or memory, with the same results.
+computations. With these versions, a call that XLA must not inline replaces the barrier. The attribute `inlineable` of
+the call forbids the inlining. If XLA ignored the attribute, programs would need more time or memory, but the results
+would be the same.
 """
 
 import functools
@@ -25,7 +26,7 @@ def optimization_barrier(arrays: Any) -> Any:
 
 
 def on_cpu(arrays: Any) -> Any:
-    """Return the arrays, behind a barrier if the program is lowered for the CPU.
+    """Return the arrays, passed through a barrier if the program is lowered for the CPU.
 
     Without the barrier, XLA's compiler for the CPU recomputes an array wherever it is read.
     """
@@ -33,7 +34,7 @@ def on_cpu(arrays: Any) -> Any:
 
 
 def checkpoint(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `jax.checkpoint(f)`, which recomputes f in the backward pass, and not before."""
+    """Return `jax.checkpoint(f)`. XLA cannot move the recomputation of f out of the backward pass."""
     return _not_inlined(jax.checkpoint(f)) if _needs_calls() else jax.checkpoint(f)
 
 
@@ -46,7 +47,7 @@ def _not_inlined(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @jax.jit
     def inner(x):
-        # XLA may inline the calls in f.
+        # The attribute is for the call of f only. XLA may inline the calls inside f.
         with set_xla_metadata(inlineable="true"):
             return f(x)
 

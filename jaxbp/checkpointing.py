@@ -1,15 +1,15 @@
-"""Backpropagation through many steps with bounded memory: some states are kept, the others are recomputed.
+"""Backpropagation through many steps with bounded memory: some states are kept, and the others are recomputed.
 
 Reverse mode visits the steps of `state = step(state, t)` from the last to the first, and needs the state before each
 step. A policy decides what the forward keeps:
 
     "all"          whatever the backward needs, from every step
     "states"       the state before every step
-    k              the state before every k-th step; the k - 1 between are recomputed, k steps at a time
-    "logarithmic"  a number of states that grows with the logarithm of the steps. A segment has about log2(steps)
-                   steps. The states before about log2(segments) of the segments are kept, placed by binomial
-                   checkpointing: s kept states suffice for binomial(s + r, s) segments if no segment is recomputed
-                   more than r times. No schedule can do more.
+    k              the state before every k-th step. The k - 1 states between two kept states are recomputed.
+    "logarithmic"  a number of states that grows with the logarithm of the number of steps. The steps are divided into
+                   segments of about log2(steps) steps. The states before about log2(segments) of the segments are
+                   kept. Binomial checkpointing selects them: s kept states suffice for binomial(s + r, s) segments
+                   if no segment is recomputed more than r times. No schedule reaches more segments.
 
 Source: A. Griewank, A. Walther, "Algorithm 799: revolve: an implementation of checkpointing for the reverse or adjoint
 mode of computational differentiation", ACM TOMS 2000.
@@ -31,7 +31,7 @@ from jaxbp.mapped_axis import mapped_axis_first
 from jaxbp.pairing import differentiable
 
 Memory = Literal["all", "states", "logarithmic"] | int
-"""Policy that decides what the forward of a loop keeps for the backward."""
+"""A policy that decides what the forward of a loop keeps for the backward."""
 
 
 def check_memory(op: str, memory: Any) -> None:
@@ -39,14 +39,15 @@ def check_memory(op: str, memory: Any) -> None:
     is_count = isinstance(memory, int) and not isinstance(memory, bool) and memory >= 1
     if not is_count and memory not in ("all", "states", "logarithmic"):
         raise ValueError(
-            f"{op}: memory is {memory!r}; wants 'all', 'states', 'logarithmic' or the steps between kept states"
+            f"{op}: memory is {memory!r}; wants 'all', 'states', 'logarithmic' or the number of steps between kept "
+            "states"
         )
 
 
 def check_steps(op: str, name: str, steps: Any) -> int:
     """Return a static number of steps."""
     if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or steps < 0:
-        raise ValueError(f"{op}: {name} is {steps!r}; wants an int of at least 0: it is static")
+        raise ValueError(f"{op}: {name} is {steps!r}; wants an int of at least 0, because it is static")
     return int(steps)
 
 
@@ -66,8 +67,8 @@ def advance(
 
     Args:
       memory: any policy except "all", which keeps no states.
-      unroll: steps in the body of a compiled loop.
-      keep: returns the part of a state that `retreat` needs.
+      unroll: the number of steps in the body of a compiled loop.
+      keep: returns the part of a state that `reverse_scan` needs.
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -135,7 +136,7 @@ def reverse_scan(
 
 
 def _segment_length(steps: int, memory: Memory) -> int:
-    """Return the number of steps between two states that may be kept."""
+    """Return the number of steps in a segment. Only the states before a segment can be kept."""
     if memory == "logarithmic":
         return max(1, steps.bit_length())
     return 1 if memory == "states" else memory
@@ -146,7 +147,7 @@ def _unrolled(wanted: int, length: int) -> int:
 
 
 def _through(step, state, start, length, *, unroll):
-    """Return the state after `length` steps from step `start`."""
+    """Return the state after `length` steps, of which the first is step `start`."""
     if length == 1:
         return step(state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -154,7 +155,7 @@ def _through(step, state, start, length, *, unroll):
 
 
 def _back(step, step_backward, carry, state, start, length, *, unroll):
-    """Run the backward of `length` steps. `state` is the state before the first; the others are recomputed."""
+    """Run the backward of `length` steps. `state` is the state before the first step; later states are recomputed."""
     if length == 1:
         return step_backward(carry, state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -181,11 +182,12 @@ class _Schedule:
     """Order in which states are kept, fetched, and recomputed to visit n segments from the last to the first.
 
     Attributes:
-      slots: the number of kept states. One additional slot receives states that are not kept.
-      first_slots: the slot in which the forward puts the state before each segment, `(n,)`.
-      visits: four arrays `(n,)` with one entry per visit, last segment first: the segment; the slot that is fetched;
-        the segment that starts with the fetched state; and where the visit's part of `slots_on_the_way` begins.
-      slots_on_the_way: the slots for the states before the segments that a visit recomputes.
+      slots: the number of slots, each of which keeps one state. One additional slot receives states that are not kept.
+      first_slots: for each segment, the slot in which the forward puts the state before it, `(n,)`.
+      visits: four arrays `(n,)` with one entry per visit, last segment first: the segment; the slot whose state is
+        fetched; the segment that starts with the fetched state; and the index in `slots_on_the_way` at which the
+        entries of this visit begin.
+      slots_on_the_way: for each segment that a visit recomputes, the slot for the state before it.
     """
 
     slots: int
@@ -201,7 +203,7 @@ def _schedule(n: int) -> _Schedule:
     spare = slots
     _, _, _, stores = visits[0]
     first_slots = np.array([0, *(stores.get(i, spare) for i in range(1, n))], np.int32)
-    # The forward already kept the states that the first visit would keep, so this visit starts from the last of them.
+    # The forward has already kept the states that the first visit would keep. This visit starts from the last one.
     visits[0] = (n - 1, *max(((slot, i) for i, slot in stores.items()), key=lambda s: s[1], default=(0, 0)), {})
     on_the_way, first = [], []
     for segment, _, start, stores in visits:
@@ -213,12 +215,16 @@ def _schedule(n: int) -> _Schedule:
 
 
 def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
-    """Return visits of n segments, last first: `(segment, slot fetched, its segment, {segment on the way: slot})`."""
+    """Return the visits of n segments, last segment first.
+
+    A visit is `(segment, slot, start, stores)`. It fetches the state before the segment `start` from the slot, and
+    recomputes the segments up to its own. `stores` maps some of these segments to the slots that keep their states.
+    """
     repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
     visits = []
 
     def visit(low, high, depth, repeats, fetched, stores):
-        """Visit the segments in [low, high). The state before the first is in slot `depth`."""
+        """Visit the segments in [low, high). The state before segment `low` is in slot `depth`."""
         while high - low > 1 and depth + 1 < slots:
             # The number of segments that the remaining slots can reverse with this many repeats.
             right = min(math.comb(slots - depth - 2 + repeats, repeats), high - low - 1)
@@ -239,8 +245,9 @@ def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
 def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None = None) -> Callable[[Any], Any]:
     """Return the function that applies the layers in order, with gradients that need less memory.
 
-    Each layer is a pure function of a pytree and may close over parameters. The values do not change. The gradient
-    keeps what `memory` says and recomputes the rest. For n layers whose inputs have c bytes, it keeps
+    Each layer is a pure function of a pytree and may close over parameters. The values do not change. The policy
+    `memory` decides what is kept for the gradient, and the rest is recomputed. For n layers with inputs of c bytes
+    each, this is
 
         "all"          what JAX keeps: every intermediate result of every layer
         "states"       n c, and the intermediate results of one layer
@@ -251,8 +258,8 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
     Each layer is computed once more under "states", twice under k, and up to log2(n) times under "logarithmic".
 
     Raises:
-      ValueError: no layers, or an unknown policy.
-      TypeError: a layer that cannot be called.
+      ValueError: there are no layers, or the policy is unknown.
+      TypeError: a layer cannot be called.
 
     Source: T. Chen et al., "Training deep nets with sublinear memory cost", 2016; for "logarithmic", A. Griewank,
     "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation", 1992.
@@ -278,7 +285,7 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
 def _bisected(layers):
     """Compose the layers by recursive halving, with a checkpoint around each first half.
 
-    The input of a layer is kept while this layer is the last, and so is the input of every half before it.
+    While the backward of a layer runs, only its input and the inputs of the halves that contain it are kept.
     """
     if len(layers) == 1:
         return layers[0]
@@ -300,8 +307,8 @@ def checkpointed_scan(
 ) -> tuple[Any, Any]:
     """`jax.lax.scan(f, init, xs, length)`, with gradients that need less memory.
 
-    The values equal those from the scan. The gradient, by `jax.grad` or `jax.vjp`, keeps what `memory` says and
-    recomputes the rest. For T steps with a carry of c bytes, it keeps
+    The values are the same as from `jax.lax.scan`. Under `jax.grad` or `jax.vjp`, the policy `memory` decides what is
+    kept for the gradient, and the rest is recomputed. For T steps with a carry of c bytes, this is
 
         "all"          what JAX keeps: every intermediate result of f
         "states"       T c, and the intermediate results of one step
@@ -318,7 +325,8 @@ def checkpointed_scan(
       (carry, ys).
 
     Raises:
-      ValueError: an unknown policy; xs without rows; or xs and length that do not determine one number of steps.
+      ValueError: the policy is unknown; xs has an array without axes; or xs and length do not determine one number of
+        steps.
 
     Source: see the head of this file.
     """
@@ -338,7 +346,7 @@ def checkpointed_scan(
 
 
 def _checkpointed(f, steps, memory):
-    """Return the scan as a function of (closed-over constants, carry, xs), with the policy's gradient."""
+    """Return the scan as a function of (closed-over constants, carry, xs), with a gradient that follows the policy."""
 
     def scan(constants, init, xs):
         return lax.scan(lambda c, x: f(c, x, *constants), init, xs, steps)
@@ -383,8 +391,10 @@ def _checkpointed(f, steps, memory):
 
 
 def _vjp(function: Callable, *arguments: Any) -> Callable[[Any], tuple]:
-    """Return the pullback of `jax.vjp`, with None for every array that has no gradient, so that `lax.scan` can carry
-    it."""
+    """Return the pullback of `jax.vjp`, with None for every array that has no gradient.
+
+    `lax.scan` can carry None, but not JAX's dtype float0.
+    """
     results, pullback = jax.vjp(function, *arguments)
 
     def floating_pullback(cotangents):
@@ -395,7 +405,7 @@ def _vjp(function: Callable, *arguments: Any) -> Callable[[Any], tuple]:
 
 
 def _floating(tree: Any) -> Any:
-    """Return the tree with None for every array that has no gradient, and for the cotangent of every such array."""
+    """Return the tree with None in place of every array that is not floating, and so has no gradient."""
     return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.inexact) else None, tree)
 
 

@@ -1,7 +1,7 @@
 """An Optax optimizer that updates all parameters in one launch.
 
-XLA launches one kernel per parameter, and for small parameters a launch takes longer than its work. `apply` is Optax's
-`update` followed by `optax.apply_updates`, with one kernel for all arrays of a dtype:
+XLA launches one kernel per parameter, and a small parameter's launch takes longer than its computation. `apply` is
+Optax's `update` followed by `optax.apply_updates`, with one kernel for all arrays of a dtype:
 
     optimizer = jaxbp.optimizers.fused_adamw(1e-3)
     state = optimizer.init(parameters)
@@ -11,8 +11,8 @@ XLA launches one kernel per parameter, and for small parameters a launch takes l
         gradients = jax.grad(loss)(parameters, x, y)
         return optimizer.apply(gradients, state, parameters)
 
-`init`, `update`, and the state come from Optax. The kernel overwrites the old parameters and moments. Donate them or
-carry them through `jax.lax.scan`; otherwise XLA copies them first.
+`init`, `update`, and the state come from Optax. The kernel overwrites the old parameters and moments. Donate these
+arrays or carry them through `jax.lax.scan`, because otherwise XLA copies them first.
 """
 
 import dataclasses
@@ -66,8 +66,10 @@ def apply(
     params: PyTree,
     finite: Bool[Array, ""] | None = None,
 ) -> tuple[PyTree, Any]:
-    """Return `(params, state)` after a step: by `apply` of a fused optimizer, or by the Optax functions of any
-    other."""
+    """Return `(params, state)` after a step.
+
+    A `FusedOptimizer` computes it by `apply`, and any other optimizer by Optax's functions.
+    """
     if isinstance(optimizer, FusedOptimizer):
         return optimizer.apply(grads, state, params, finite)
     import optax
@@ -93,11 +95,11 @@ def fused_adamw(
         p = p - rate * (m / (1 - b1ᵗ) / (sqrt(v / (1 - b2ᵗ)) + eps) + weight_decay * p)
 
     Here p are the parameters, g their gradients, clipped to ±clip, m and v the moments, and t the number of the step,
-    from 1. Without decay this is Adam, and the state is the state of `optax.adam`.
+    counted from 1. Without weight decay, this is Adam, and the state is the state of `optax.adam`.
 
     Args:
       learning_rate: a number, an array of shape (), or an Optax schedule, which is a function of the step count.
-      b1, b2: the fraction of each moment that a step keeps.
+      b1, b2: the fractions of m and of v that a step keeps.
       eps: added to the denominator.
       weight_decay: the fraction of the parameters that a step subtracts, times the learning rate.
       clip: the largest magnitude of an element of the gradients, or None.
@@ -106,9 +108,10 @@ def fused_adamw(
         0.11.0, kernels cannot change arrays in place, and None is Optax.
 
     Raises:
-      TypeError, ValueError: arguments that are not numbers or are out of range. From `apply`, trees that do not match.
-      NotImplementedError: from `apply` under "pallas", for other dtypes, for gradients with which Optax would change
-        the dtype of the state, or for arrays on a mesh of several devices.
+      TypeError, ValueError: arguments are not numbers or are out of range. `apply` raises them for trees that do not
+        match.
+      NotImplementedError: `apply` raises it under "pallas", for other dtypes, for gradients with which Optax would
+        change the dtype of the state, or for arrays on a mesh of several devices.
 
     Sources: D. P. Kingma and J. Ba, "Adam: a method for stochastic optimization", ICLR 2015; I. Loshchilov and F.
     Hutter, "Decoupled weight decay regularization", ICLR 2019.
@@ -182,7 +185,7 @@ class _AdamW:
         return new_params, _next_state(state, dict(zip(_MOMENTS, new_moments, strict=True)), finite)
 
     def numbers(self, state, finite, rate):
-        """Return the scalars of a step that depend on the arrays, by name."""
+        """Return, by name, the scalars of a step that are known only when it runs."""
         nodes = _nodes(state)
         count = _following(nodes[0].count)
         step = {"first": 1 - self.b1**count, "second": 1 - self.b2**count}
@@ -191,7 +194,7 @@ class _AdamW:
         return step | {name: n for name, n in (("rate", rate), ("finite", finite)) if n is not None}
 
     def formula(self, names, values, p, m, v, g):
-        """Return new blocks of parameters and moments, in float32, or the old ones if the step is not finite."""
+        """Return new blocks of parameters and moments, in float32. If the step is not finite, return the old blocks."""
         step = dict(zip(names, values, strict=True))
         new = self.update(step, p, m, v, g)
         if "finite" not in step:
@@ -203,7 +206,7 @@ class _AdamW:
         m = (1 - self.b1) * g + self.b1 * m
         v = (1 - self.b2) * (g * g) + self.b2 * v
         v_hat = v / step["second"]
-        # A reciprocal root, because older versions of Mosaic GPU have no root.
+        # The root is computed from a reciprocal root, because older versions of Mosaic GPU have no square root.
         root = jnp.where((v_hat > 0) & (v_hat < jnp.inf), v_hat * lax.rsqrt(v_hat), v_hat)
         u = (m / step["first"]) / (root + self.eps)
         u = u + self.weight_decay * p if self.weight_decay else u
@@ -229,8 +232,8 @@ def _default(grads, state, params, finite, rate):
 
 
 def _lists(grads, state, params):
-    """For each group of parameters whose arrays have the same dtypes, yield their positions and the lists of arrays
-    that `updates` takes."""
+    """Group the parameters by the dtypes of their arrays. For each group, yield the positions of its parameters, and
+    the lists of arrays that `updates` takes."""
     moments = (getattr(_nodes(state)[0], field) for field in _MOMENTS)
     lists = [jax.tree.leaves(tree) for tree in (params, *moments, grads)]
     groups: dict[tuple, list[int]] = {}
@@ -242,8 +245,10 @@ def _lists(grads, state, params):
 
 
 def _alone(kernel: Callable, plain: Callable) -> Callable:
-    """Call `kernel` on a GPU. Call `plain` elsewhere and under vmap, where an array of the batch may begin at any
-    element."""
+    """Return a function that calls `kernel` on a GPU, and `plain` elsewhere and under `vmap`.
+
+    Under `vmap`, an array of the batch may begin at any element, but the kernel needs aligned arrays.
+    """
     call = custom_vmap(functools.partial(on_gpu, kernel, plain))
 
     @call.def_vmap
@@ -258,7 +263,7 @@ def _alone(kernel: Callable, plain: Callable) -> Callable:
 
 
 def _is_node(tree: Any) -> bool:
-    """Return whether this is the state of a transformation that counts steps: Adam, with its moments, or a schedule."""
+    """Return whether a tree is the state of a transformation that counts steps, which is Adam or a schedule."""
     return "count" in getattr(tree, "_fields", ())
 
 

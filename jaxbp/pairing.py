@@ -1,7 +1,7 @@
 """Pair a function with a hand-written backward, and choose among its implementations.
 
-An `Op` is a pure function in up to three implementations. A `Pair` is an `Op` made of a forward, what it saves, and a
-backward. The argument `implementation=` of a call selects:
+An `Op` is a pure function in up to three implementations. A `Pair` is an `Op` made of a forward, a function that
+returns the residuals, and a backward. The argument `implementation=` of a call selects one implementation:
 
     "autodiff"  the forward, which JAX differentiates,
     "xla"       the forward with the backward as a formula in jnp, joined by `jax.custom_vjp`,
@@ -27,17 +27,23 @@ from pallas_kernels.core import device
 from pallas_kernels.core.launch import unify_varying_axes
 
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
-"""Names that `implementation=` accepts, in addition to `None` for the fastest that the platform supports."""
+"""Names that `implementation=` accepts. It also accepts `None` for the fastest one that the platform supports."""
 
 Implementation = Literal["pallas", "xla", "autodiff"] | None
 
 REMEMBERED = 128
-"""Number of recently used combinations of options for which an op keeps its bound function."""
+"""The number of recently used combinations of options for which an op keeps the function with these options bound."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DefaultImplementation:
-    """Measured defaults for `implementation=None`: on GPUs with kernels, on other GPUs, and elsewhere."""
+    """The implementations that measurements found fastest, and that `implementation=None` selects.
+
+    Attributes:
+      gpu: the implementation on GPUs that run the kernels.
+      older_gpu: the implementation on other GPUs.
+      elsewhere: the implementation on other platforms.
+    """
 
     gpu: str = "pallas"
     older_gpu: str = "xla"
@@ -49,7 +55,7 @@ class DefaultImplementation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Options:
-    """Options as a key that distinguishes types: True is not 1, and 2 is not 2.0."""
+    """Options as a key of a cache. The key distinguishes types: True is not 1, and 2 is not 2.0."""
 
     values: Mapping[str, Any]
 
@@ -72,7 +78,10 @@ def _typed(value: Any) -> Any:
 
 
 def _remembered(build: Callable[..., Callable]) -> Callable[[Mapping[str, Any]], Callable]:
-    """Cache `build(**options)`, because JAX finds the traces of a function by its identity."""
+    """Return a function from options to `build(**options)`, with a cache.
+
+    JAX caches the traces of a function by its identity. Equal options must therefore give the same function.
+    """
     cached = functools.lru_cache(REMEMBERED)(lambda options: build(**options.values))
     return lambda options: cached(_Options(options))
 
@@ -80,9 +89,9 @@ def _remembered(build: Callable[..., Callable]) -> Callable[[Mapping[str, Any]],
 def differentiable(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None = None) -> Callable:
     """Use `kernel` for values and `formula` for derivatives, because JAX cannot differentiate a kernel.
 
-    Both take `(*arrays, **options)` and compute the same function. Every kernel call of jaxbp is wrapped in this once.
-    Gradients of gradients, Hessian-vector products, and forward-over-reverse therefore work through kernels. With
-    `examples`, the devices of a mesh share the kernel's work: see `jaxbp.sharding`.
+    Both take `(*arrays, **options)` and compute the same function. Every kernel of jaxbp is wrapped in `differentiable`
+    once. Gradients of gradients and Hessian-vector products, also in forward over reverse mode, therefore work with
+    kernels. With `batch_axes`, each device of a mesh runs the kernel on a part of the examples: see `jaxbp.sharding`.
     """
 
     @_remembered
@@ -113,16 +122,17 @@ class Op:
 
     Args:
       name: the public name, for error messages and for scopes in compiled programs.
-      implementations: name -> `function(*arrays, **options)`. Options are static and hashable. `None` calls the
-        function under the key None if there is one; otherwise `default` chooses.
+      implementations: maps names to `function(*arrays, **options)`. Options are static and hashable. A call with
+        `implementation=None` uses the function under the key None if there is one. Otherwise `default` chooses.
       unsupported: `(*arrays, **options) -> str | None`, which returns why the kernel does not support the arguments.
       default: the default implementations, or a function `(*arrays, **options) -> DefaultImplementation` if they depend
         on the arguments.
-      partitioned: whether the devices of a mesh share the kernel's work. On a mesh, `None` chooses only such kernels.
-      sharded_like: `(*arrays) -> results`, whose sharding the results of the op get. Needed on a mesh of explicit axes
-        if JAX's autodiff cannot determine the sharding.
-      jit: compile a call outside of any transformation as a whole, which makes small calls faster. The functions then
-        see tracers in place of arrays, as under `jax.jit`.
+      partitioned: whether each device of a mesh runs the kernel on a part of the examples. On a mesh,
+        `implementation=None` chooses the kernel only if it is partitioned.
+      sharded_like: `(*arrays) -> results`. The results of the op get the sharding of these results. It is needed on a
+        mesh with explicit axes if JAX cannot infer the sharding from the implementation "autodiff".
+      jit: whether to compile the whole op if it is called outside of any transformation, which makes small calls
+        faster. The functions then see tracers in place of arrays, as under `jax.jit`.
     """
 
     def __init__(
@@ -155,12 +165,12 @@ class Op:
         """Call the selected implementation.
 
         Raises:
-          TypeError: an option that is not hashable.
-          ValueError: an unknown implementation.
-          NotImplementedError: an implementation that this op lacks, or arguments that its kernel does not support.
+          TypeError: an option is not hashable.
+          ValueError: the name of the implementation is unknown.
+          NotImplementedError: the op lacks this implementation, or its kernel does not support the arguments.
         """
         if self._compiled and not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(arrays)):
-            # `_run` repeats the call and raises errors without JAX's messages about tracing and hashing.
+            # After an error, `_run` repeats the call and raises it without JAX's messages about tracing and hashing.
             with contextlib.suppress(NotImplementedError, TypeError, ValueError):
                 return self._compiled({**options, "implementation": implementation})(*arrays)
         return self._run(arrays, implementation, options)
@@ -185,15 +195,16 @@ class Op:
         return self._bind(implementation, options)(*arrays)
 
     def _sharded_like(self, implementation: str | None, options: Mapping[str, Any]) -> Callable | None:
-        """Return the function whose sharding the results get, if the implementation leaves the sharding to the
-        compiler."""
+        """Return the function whose results have the sharding that the op's results get.
+
+        Return None for "autodiff" without `sharded_like`, because JAX infers the sharding of its results.
+        """
         if self.sharded_like or implementation == "autodiff" or "autodiff" not in self.implementations:
             return self.sharded_like
         return self._bind("autodiff", options)
 
     def _by_platform(self, arrays: tuple, options: Mapping[str, Any]) -> Any:
-        """Run the fastest implementation: for GPUs by architecture, elsewhere by measurement. Lowering selects the
-        platform."""
+        """Run the default implementation for the platform, which is known only when the program is lowered."""
         default = self.default(*arrays, **options) if callable(self.default) else self.default
         gpu, older_gpu, elsewhere = map(self._available, (default.gpu, default.older_gpu, default.elsewhere))
         if gpu == "pallas" and not (
@@ -208,7 +219,7 @@ class Op:
         return lax.platform_dependent(*arrays, cuda=self._bind(gpu, options), default=self._bind(elsewhere, options))
 
     def _compiler(self) -> Callable[[Mapping[str, Any]], Callable]:
-        """Return a cached function from options, including `implementation`, to the compiled op."""
+        """Return a function from options, including `implementation`, to the compiled op, with a cache."""
 
         def compiled(implementation, **options):
             return jax.jit(lambda *arrays: self._run(arrays, implementation, options))
@@ -216,7 +227,7 @@ class Op:
         return _remembered(compiled)
 
     def _bind(self, implementation: str | None, options: Mapping[str, Any]) -> Callable:
-        """Return the function bound to its options, the same object for the same options."""
+        """Return the implementation with its options bound. Equal options give the same object."""
         try:
             return self._bound[implementation](options)
         except TypeError:
@@ -226,16 +237,16 @@ class Op:
                 except TypeError:
                     is_array = isinstance(value, Array | np.ndarray)
                     got = "an array" if is_array else f"a {type(value).__name__}"
-                    why = "options are static" + (", arrays are given by position" if is_array else "")
+                    why = "options are static" + (", arrays are passed by position" if is_array else "")
                     raise TypeError(f"{self.name}: {name} is {got}; wants something hashable: {why}") from None
             raise
 
     def _available(self, implementation: str) -> str:
-        """Return `implementation`, or the next best if this op lacks it."""
+        """Return `implementation`, or another implementation if this op lacks it."""
         return next(name for name in (implementation, "xla", "autodiff", "pallas") if name in self.implementations)
 
     def named(self, name: str) -> "Op":
-        """Return the same op under another name, for error messages. Each name has one object, compiled once."""
+        """Return the same op with another name for error messages. Each name has one object, which compiles once."""
         if name not in self._renamed:
             renamed = self._renamed[name] = object.__new__(type(self))
             renamed.__dict__ = self.__dict__ | {"name": name}
@@ -259,9 +270,9 @@ def _made_again(kind: type[Op], maker: type[Op], arguments: Mapping[str, Any], n
 
 
 def per_implementation(function: Callable, implementations: tuple[Implementation, ...] = ("pallas", "xla")) -> dict:
-    """Return implementation -> `function` with this `implementation=`, for a function made of ops that passes it on.
+    """Return a dict that maps each implementation to `function` with this `implementation=`.
 
-    Under None, each op in the function chooses its fastest implementation.
+    `function` is made of ops and passes `implementation=` on to them.
     """
     return {name: functools.partial(function, implementation=name) for name in implementations}
 
@@ -274,25 +285,27 @@ class Pair(Op):
 
     Args:
       forward: `forward(*arrays, **options) -> y`, in jnp. Options are static and hashable. An array may be None.
-      backward: implementation -> `backward(dy, *saved, **options)`, or an `Op` with these implementations. It returns a
-        tuple with one gradient, or None, per array of the forward, or one array if there is only one. "xla" is the
-        formula in jnp; "pallas" is a kernel of the same function.
-      save: `save(*arrays, **options) -> (y, saved)`, one function or one per implementation. By default, it saves the
-        arguments. A kernel in it must be `differentiable`.
-      residuals: `residuals(*arrays, **options) -> saved`, for a separate call of the backward, which does not need y.
-        By default `save` provides them. If they are the arguments, the forward does not run.
-      has_aux: the forward returns `(y, *aux)`. Only y has a gradient, dy.
-      linear: the forward is linear in its only array, whose shape is the option `shape`. Nothing is saved.
-      examples: for the kernel, a function of `(dy, *saved)` that returns their batch axes: see `jaxbp.sharding`.
-      name, unsupported, default, partitioned, jit: as in `Op`. With `batch_axes`, the devices of a mesh share the
-        kernel's work.
-      default_vjp: as `default`, for `vjp`, of `(dy, *arrays)`; by default the same.
+      backward: a dict from implementations to `backward(dy, *saved, **options)`, or an `Op` with these implementations.
+        It returns a tuple with one gradient, or None, per array of the forward, or one array if there is only one.
+        "xla" is a formula in jnp; "pallas" is a kernel that computes the same function.
+      save: `save(*arrays, **options) -> (y, saved)`, one function, or a dict with one function per implementation. By
+        default, it saves the arguments. A kernel that it calls must be `differentiable`.
+      residuals: `residuals(*arrays, **options) -> saved`, for `vjp`, which does not need y. By default, `save` computes
+        them. If the residuals are the arguments, `vjp` does not run the forward.
+      has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
+      linear: whether the forward is linear in its only array. The shape of this array is the option `shape`. Nothing is
+        saved.
+      batch_axes: a function of `(dy, *saved)` that returns their batch axes. With it, each device of a mesh runs the
+        kernel on a part of the examples: see `jaxbp.sharding`.
+      name, unsupported, default, partitioned, jit: as in `Op`. `batch_axes` implies `partitioned`.
+      default_vjp: like `default`, for `vjp`. If it is a function, its arguments are `(dy, *arrays)`. By default, it is
+        `default`.
 
     Attributes:
       forward: the forward.
       backward: an `Op` of `(dy, *saved)`.
       vjp: an `Op` of `(dy, *arrays)`, or of `(dy,)` if linear. It computes the residuals, and returns the gradients
-        with respect to the floating arrays. Its "autodiff" is `jax.vjp` of the forward.
+        with respect to the floating arrays. Its implementation "autodiff" is `jax.vjp` of the forward.
 
     Example:
       >>> square = Pair(lambda x: x * x, {"xla": lambda dy, x: 2 * x * dy}, name="square")
@@ -336,7 +349,7 @@ class Pair(Op):
         }
         rules.pop("autodiff", None)
         paired = {
-            # Under None, a call without a gradient is the fastest, too, because it uses the forward in `save`.
+            # Under None, a call without a gradient also uses the forward in `save`, which is the fastest one.
             key: _paired(name, functools.partial(_value, save_) if key is None else forward, save_, rule, has_aux)
             for key, (save_, rule) in rules.items()
         }
@@ -364,8 +377,10 @@ class Pair(Op):
 
 
 def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Array) -> Array:
-    """Return JAX's gradient of a linear function of an array of `shape`. It is the same at every point, so it is taken
-    at zero."""
+    """Return the gradient, by JAX's autodiff, of a linear function of an array of this shape.
+
+    The gradient is the same at every point, so it is computed at zero.
+    """
     _, zero = unify_varying_axes((dy, jnp.zeros(shape, dy.dtype)))
     return jax.vjp(linear, zero)[1](dy)[0]
 
@@ -389,12 +404,12 @@ def _value(save, *arrays, **options):
 
 
 def saving_arguments(forward: Callable, *arrays: Any, **options: Any) -> tuple[Any, tuple]:
-    """Run the forward and keep its arguments. This is the `save` of a pair whose backward needs only the arguments."""
+    """Return `(y, arguments)`. This is the `save` of a pair whose backward needs only the arguments."""
     return forward(*arrays, **options), arrays
 
 
 def given_arguments(*arrays: Any, **options: Any) -> tuple:
-    """Return the arguments. These are the `residuals` that belong to `saving_arguments`."""
+    """Return the arguments. This is the `residuals` of a pair whose `save` is `saving_arguments`."""
     return arrays
 
 
@@ -429,7 +444,7 @@ def _paired(name: str, forward: Callable, save: Callable, backward: Callable, ha
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
-            message = f'{name}: has a backward, and so no forward mode; use implementation="autodiff"'
+            message = f'{name}: has no forward mode, because it has a backward; use implementation="autodiff"'
             raise TypeError(message) from error
 
     return paired
@@ -463,12 +478,15 @@ class _Kinds:
 
 
 def _checked(op: str, names: list[str], kinds: _Kinds, found: Any) -> tuple:
-    """Return the gradients from a backward, one per argument. Raise TypeError or ValueError if they do not fit."""
+    """Return the gradients that a backward returned, as a tuple with one gradient, or None, per argument.
+
+    Raise TypeError or ValueError if their number, shapes, or dtypes are wrong.
+    """
     gradients, each = _tuple(found), f"a gradient for each of {', '.join(names)}"
     if isinstance(found, list):
-        raise TypeError(f"{op}_backward: gives a list; wants a tuple, {each}")
+        raise TypeError(f"{op}_backward: returns a list; wants a tuple, {each}")
     if len(gradients) != len(names):
-        raise ValueError(f"{op}_backward: gives {len(gradients)} gradients; wants {len(names)}, {each}")
+        raise ValueError(f"{op}_backward: returns {len(gradients)} gradients; wants {len(names)}, {each}")
     for name, kind, gradient in zip(names, kinds.each, gradients, strict=True):
         if gradient is None or kind is None:
             continue
@@ -479,28 +497,32 @@ def _checked(op: str, names: list[str], kinds: _Kinds, found: Any) -> tuple:
             continue
         if jnp.shape(gradient) != kind[0]:
             shape = jnp.shape(gradient)
-            raise ValueError(f"{op}_backward: the gradient of {name} has shape {shape}; wants {kind[0]}, {name}'s own")
+            raise ValueError(
+                f"{op}_backward: the gradient of {name} has shape {shape}; wants {kind[0]}, the shape of {name}"
+            )
         if dtype != kind[1]:
-            raise TypeError(f"{op}_backward: the gradient of {name} has dtype {dtype}; wants {kind[1]}, {name}'s own")
+            raise TypeError(
+                f"{op}_backward: the gradient of {name} has dtype {dtype}; wants {kind[1]}, the dtype of {name}"
+            )
     return gradients
 
 
 def positional_names(function: Callable, count: int) -> list[str]:
-    """Return names for `count` positional arguments. Arguments that the signature does not name are numbered."""
+    """Return names for `count` positional arguments. If the signature names fewer, the others are numbered."""
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [*names[:count], *(f"argument {i}" for i in range(len(names), count))]
 
 
 def name_of(function: Callable) -> str:
-    """Return the name of a function for messages."""
+    """Return the name of a function, for error messages."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
 
 
 def _differentiated(forward, has_aux, dy, *arrays, **options):
-    """Return JAX's gradients with respect to the floating arrays."""
+    """Return the gradients with respect to the floating arrays, by JAX's autodiff."""
     floating = [i for i, a in enumerate(arrays) if _is_floating(a)]
 
     def of_floating(*values):

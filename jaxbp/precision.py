@@ -51,7 +51,7 @@ PRESETS = {
     "mixed_bfloat16": ("float32", "bfloat16", "float32"),
     "mixed_float16": ("float32", "float16", "float32"),
 }
-"""Name -> dtypes of the parameters, the computation, and the results."""
+"""Maps the name of a policy to the dtypes of the parameters, the computation, and the results."""
 
 
 # ---------------------------------------------------------------------------------------------------------- the policy
@@ -67,7 +67,7 @@ class Policy:
       output_dtype: dtype of the model's results, in which the loss is computed.
 
     Raises:
-      TypeError: a dtype that is not floating.
+      TypeError: a dtype is not floating.
     """
 
     param_dtype: DTypeLike
@@ -95,7 +95,7 @@ class Policy:
             "params=float32,compute=bfloat16,output=float32".
 
         Raises:
-          ValueError: another text.
+          ValueError: the text has another form.
         """
         if text in PRESETS:
             return cls(*PRESETS[text])
@@ -139,14 +139,17 @@ def _is_float(a):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """Factor of the loss, with the rule by which it changes. It is a pytree, made by `create` or `static`.
+    """The scale of the loss, with the rule by which it changes. It is a pytree, made by `create` or `static`.
+
+    A step is finite if its loss and all its gradients are finite.
 
     Attributes:
       value: the scale.
       finite_steps: the number of finite steps since the scale last changed.
-      skipped_steps: the number of consecutive steps that were not finite, up to the last step.
+      skipped_steps: the number of consecutive steps up to the last one that were not finite, and so were skipped.
       growth, interval: after `interval` finite steps the scale is multiplied by `growth`, if the product is finite.
-      backoff, minimum: after a step that is not finite the scale is multiplied by `backoff`, down to `minimum`.
+      backoff, minimum: after a step that is not finite, the scale is multiplied by `backoff`, but stays at least
+        `minimum`.
     """
 
     value: Float[Array, ""]
@@ -168,12 +171,11 @@ class LossScale:
     ) -> "LossScale":
         """Return a dynamic scale.
 
-        Powers of two change no digits of a gradient that is neither too small nor too large.
+        With powers of two, the scale changes no digits of a gradient, unless the gradient overflows or is subnormal.
 
         Raises:
-          ValueError: numbers that are not finite, an initial scale below the minimum, a growth below 1, a backoff that
-            is not above 0 and up to 1, an interval that is not a whole number above 0, or a minimum that is not above
-            0.
+          ValueError: a number is not finite; the initial scale is below the minimum; growth is below 1; backoff is not
+            above 0 and at most 1; interval is not a whole number above 0; or the minimum is not above 0.
         """
         op = "LossScale.create"
         _require(op, "minimum", minimum, minimum > 0, "a finite number above 0")
@@ -191,7 +193,7 @@ class LossScale:
         """Return a constant scale. Steps that are not finite are skipped nevertheless.
 
         Raises:
-          ValueError: a value that is not finite and above 0.
+          ValueError: the value is not a finite number above 0.
         """
         _require("LossScale.static", "value", value, value > 0, "a finite number above 0")
         return cls.create(value, growth=1.0, backoff=1.0, minimum=value)
@@ -221,7 +223,7 @@ class LossScale:
     def value_and_grad(
         self, f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
     ) -> Callable[..., tuple[Any, Any, Bool[Array, ""], "LossScale"]]:
-        """`jax.value_and_grad(f, argnums, has_aux)` of the scaled loss.
+        """Return `jax.value_and_grad(f, argnums, has_aux)`, computed with the scaled loss.
 
         Returns:
           A function of f's arguments that returns `(value, gradients, finite, next_scale)`. The value is the loss, or
@@ -252,7 +254,7 @@ class LossScale:
         overflow of the scaled gradients.
 
         Raises:
-          FloatingPointError: after `most_skipped` skipped steps.
+          FloatingPointError: the last `most_skipped` steps were skipped.
         """
         skipped, value = np.max(self.skipped_steps), np.min(self.value)
         if skipped >= most_skipped:
@@ -268,14 +270,15 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
 
 
 def where_finite(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
-    """Return `new` if a step was finite, else `old`. A skipped step keeps parameters, optimizer state, and step
-    counters.
+    """Return `new` if a step was finite, else `old`.
+
+    If the trees contain the parameters, the optimizer's state, and step counters, a skipped step keeps all of them.
 
     Args:
       new, old: trees of the same structure, shapes, and dtypes.
 
     Raises:
-      ValueError, TypeError: trees of different structures, shapes, or dtypes.
+      ValueError, TypeError: the trees have different structures, shapes, or dtypes.
     """
     if jax.tree.structure(new) != jax.tree.structure(old):
         structures = f"{jax.tree.structure(new)} and {jax.tree.structure(old)}"

@@ -1,8 +1,8 @@
 """Ops on arrays that lie on a mesh of devices.
 
-XLA partitions formulas, but would run a kernel on every device with all examples. Therefore a kernel declares the batch
-axes of its arrays, and each device runs it on its examples. Results without a batch axis, the gradients of parameters,
-are summed over the devices.
+XLA partitions formulas in jnp over the devices, but it would run a kernel on every device with all examples. A kernel
+therefore declares the batch axes of its arrays, and each device runs it on a part of the examples. Results without a
+batch axis, such as the gradients of parameters, are summed over the devices.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ class Axes:
     """Batch axes of the arguments of a kernel.
 
     Attributes:
-      of: position of an argument -> its batch axis, or one axis for each of the argument's leaves. An argument that is
-        not named is the same for all examples.
-      multiple_of: the number of examples per device must be a multiple of this.
+      of: maps the position of an argument to its batch axis, or to a sequence with one axis per leaf of the argument.
+        Arguments that it lacks have no batch axis: they are the same for all examples.
+      multiple_of: a number that must divide the number of examples per device.
     """
 
     of: Mapping[int, int | Sequence[int]]
@@ -43,13 +43,18 @@ BatchAxes = Callable[..., Axes]
 
 
 def batched(*places: int, features: int = 1) -> BatchAxes:
-    """Return a function that declares the leading axes of the arguments at these positions as batch axes, if the first
-    of them has more axes than `features`."""
+    """Return a function that declares the leading axes of the arguments at these positions as batch axes.
+
+    It declares no batch axes if the first of these arguments has at most `features` axes.
+    """
     return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
 
 
 def mesh_of(arrays: Any) -> jax.sharding.AbstractMesh | None:
-    """Return the mesh of several devices that the arrays lie on, or None. Within `jax.shard_map`, return None."""
+    """Return the mesh on which the arrays lie, or None if there is none, or if it has only one device.
+
+    Within `jax.shard_map`, return None, because each device has separate arrays there.
+    """
     for a in jax.tree.leaves(arrays):
         mesh = jax.typeof(a).sharding.mesh
         if not mesh.empty and mesh.size > 1:
@@ -69,8 +74,8 @@ def on_explicit_axes(arrays: Any) -> bool:
 def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -> Any:
     """Return `function(*arrays)`, sharded by the compiler. Its results get the sharding that JAX infers for `autodiff`.
 
-    With explicit axes, each product must declare the sharding of its result. JAX's gradients do so; with this function,
-    hand-written rules need not.
+    On a mesh with explicit axes, a matrix product may have to declare the sharding of its result. The gradients that
+    JAX derives do so. With this function, hand-written backwards need not do so.
     """
     specs = jax.tree.map(
         lambda a: a.sharding.spec if a.sharding else PartitionSpec(), jax.eval_shape(autodiff, *arrays)
@@ -83,16 +88,16 @@ def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -
 
 
 def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None) -> Callable:
-    """Return a function that runs `kernel` on the examples of each device.
+    """Return a function that runs `kernel` on each device, with the part of the examples that lies there.
 
     Args:
-      kernel: each of its results has a batch axis, or is a sum over the examples.
-      formula: the same function in jnp, for the shapes of the results.
-      examples: the batch axes of its arguments.
+      kernel: a function of arrays. Each of its results has a batch axis, or is a sum over the examples.
+      formula: the same function in jnp, which determines the shapes of the results.
+      batch_axes: returns the batch axes of the arrays, or None if the kernel declares none.
 
     Returns:
-      A function of the same arrays. It calls `kernel` unchanged if the arrays lie on one device, or if the examples
-      cannot be divided evenly.
+      A function of the same arrays. It calls `kernel` with all examples if the arrays lie on one device, or if the
+      examples cannot be divided evenly among the devices.
     """
 
     @functools.wraps(kernel)
@@ -117,7 +122,7 @@ def _of_leaves(axis, argument):
 
 
 def _that_grow(formula, leaves, axes):
-    """Return the axis of each result that grows with the number of examples, or None if no axis does."""
+    """Return, for each result, the axis whose size grows with the number of examples, or None if there is none."""
 
     def shapes(times):
         grown = []
@@ -145,7 +150,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
         on_one_device = functools.partial(_on_one_device, on_own_examples)
         return mesh, on_one_device, shardings(of_results), tuple(shardings(of_arguments))
 
-    # Within a separate jit, a function may have constants, which a partitioned function must not have.
+    # A partitioned function must not have constants. Those of the kernel are hidden in a separate jit.
     call = custom_partitioning(lambda *leaves: jax.jit(kernel)(*leaves))
     call.def_partition(partition, sharding_rule=functools.partial(_rule, of_arguments, of_results))
     # JAX cannot batch partitioned functions.
@@ -161,7 +166,8 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
 def _on_one_device(function: Callable, *arrays: Any) -> list:
     """Return `function(*arrays)`, traced and lowered as the computation of one device.
 
-    If `jax.set_mesh` has set a mesh of explicit axes, JAX would give the arrays of the device a type on this mesh.
+    If `jax.set_mesh` has set a mesh with explicit axes, JAX would otherwise give the device's arrays a type on this
+    mesh.
     """
     if not has_explicit_axes():
         return function(*arrays)
@@ -190,14 +196,17 @@ mlir.register_lowering(_one_device_p, _lower_for_one_device)
 
 
 def _sum(a, names):
-    """Return the sum over devices. Half precisions are summed in float32."""
+    """Return the sum of an array over devices. Arrays in half precision are summed in float32."""
     wide = a.astype(jnp.promote_types(a.dtype, jnp.float32))
     return lax.psum(wide, names).astype(a.dtype) if names else a
 
 
 def _mesh_axes(arguments, axes, multiple_of):
-    """Return the mesh axes that divide the examples of the first argument with a batch axis, or () if they do not, or
-    cannot."""
+    """Return the mesh axes over which the batch axis of an argument is sharded.
+
+    The first argument with a batch axis decides. Return () if its batch axis is not sharded, or if the examples cannot
+    be divided evenly.
+    """
     a, axis = next((a, axis) for a, axis in zip(arguments, axes, strict=True) if axis is not None)
     spec = (*a.sharding.spec, *[None] * a.ndim)[axis] or ()
     names = spec if isinstance(spec, tuple) else (spec,)
@@ -206,7 +215,10 @@ def _mesh_axes(arguments, axes, multiple_of):
 
 
 def _rule(of_arguments, of_results, mesh, arguments, results):
-    """Return Shardy's notation, in which the batch axes are one factor and every other axis is whole."""
+    """Return a sharding rule in Shardy's notation, in which all batch axes are one factor.
+
+    Every other axis is a separate factor, which must be whole on each device.
+    """
     numbers, whole = itertools.count(), []
 
     def names(array, axis):

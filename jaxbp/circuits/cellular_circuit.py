@@ -1,4 +1,5 @@
-"""Hardened cellular automata: one circuit in every cell of a grid, run on words of bits, as C, and in hardware."""
+"""Hardened cellular automata: one circuit in every cell of a grid, run on words of bits, and exported as C and Verilog.
+"""
 
 import string
 from collections.abc import Iterator
@@ -14,12 +15,14 @@ from jaxbp.common import checks
 NEIGHBOURS = 9
 CENTRE = 4
 WORD = 64
-"""The cells of a row per word."""
+"""The number of cells of a row per word."""
 
-# A row has its words and one border word, which it shares with the next row. Bit 0 of the border word is the cell after
-# the row's last cell, and bit 63 is the cell before the next row's first cell. All rows of a grid, and a border row
-# above and below, are therefore one run of words, in which a neighbor is a shift and a fixed distance away. The results
-# of a block are in a separate array, because a compiler uses vectors only if it knows that arrays do not overlap.
+# In the C source, the words of each row are followed by one border word, which the row shares with the next row. Bit 0
+# of the border word is the cell after the row's last cell, and bit 63 is the cell before the next row's first cell. All
+# rows of a grid, and a border row above and below, are therefore one array of words without gaps. The neighbors of a
+# word's cells are in the word itself and its two neighbors, shifted by one bit, or at a fixed distance in the row above
+# or below. The results of a block are in a separate array, because a compiler uses vectors only if it knows that arrays
+# do not overlap.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -151,14 +154,14 @@ endmodule
 class CellularCircuit:
     """A grid of cells that all run one circuit, which reads a cell and its eight neighbors.
 
-    Input `p * channels + c` of the circuit is channel c at position p of the 3 x 3 neighborhood, in row-major order.
-    The cell itself is at position 4. The circuit's outputs are the channels of the cell's next state.
+    Input `p * channels + c` of the circuit is channel c at position p of the 3 x 3 cells around a cell, in row-major
+    order. The cell itself is at position 4. The circuit's outputs are the channels of the cell's next state.
 
     A state is boolean, `(batch, height, width, channels)`, and the grid may have any size.
 
     Args:
       circuit: the circuit of one cell.
-      channels: the channels of a cell.
+      channels: the number of channels of a cell.
       periodic: whether the grid's opposite edges are neighbors. Otherwise all cells outside the grid are 0.
 
     Raises:
@@ -173,7 +176,7 @@ class CellularCircuit:
         if (circuit.inputs, circuit.outputs) != (NEIGHBOURS * channels, channels):
             raise ValueError(
                 f"CellularCircuit: circuit has {circuit.inputs} inputs and {circuit.outputs} outputs; "
-                f"wants {NEIGHBOURS * channels} and {channels}, nine times the channels and the channels"
+                f"wants {NEIGHBOURS * channels} and {channels}, nine inputs and one output per channel"
             )
         self.netlist = (circuit if isinstance(circuit, Netlist) else Netlist.of(circuit)).simplify()
         self.channels, self.periodic = channels, periodic
@@ -214,10 +217,10 @@ class CellularCircuit:
         """Return the state after one tick.
 
         Args:
-          fires: the cells that update, or None for all. The others keep their state.
+          fires: which cells update, or None for all. The other cells keep their state.
 
         Raises:
-          ValueError: the state is not boolean or has another number of channels, or `fires` is of another grid.
+          ValueError: the state is not boolean or has another number of channels, or `fires` has another shape.
         """
         self._check(state)
         if fires is not None:
@@ -241,7 +244,7 @@ class CellularCircuit:
 
         Args:
           fire_rate: the probability that a cell updates in a tick.
-          seed: the seed of these draws, required if the fire rate is below 1.
+          seed: the seed of the random choice of cells, required if the fire rate is below 1.
 
         Raises:
           ValueError: the state is not boolean or has another number of channels; ticks is below 0; the fire rate is not
@@ -314,11 +317,11 @@ class CellularCircuit:
         )
 
     def to_verilog(self, height: int, width: int, name: str = "automaton") -> str:
-        """Return a Verilog module of a grid of cells with registers, after the module `{name}_cell` of one cell.
+        """Return two Verilog modules: `{name}_cell`, the circuit of one cell, and the grid of cells with registers.
 
-        The ports are `clock`, `load`, `loaded`, `enable`, and `state`. At a clock edge, the cells take the state
-        `loaded` with `load`, or tick with `enable`. Channel ch of the cell in row r and column c is bit
-        `(r * width + c) * channels + ch`.
+        The ports of the grid are `clock`, `load`, `loaded`, `enable`, and `state`. At a rising clock edge, the cells
+        take the state `loaded` if `load` is 1. Otherwise they tick if `enable` is 1. Channel ch of the cell in row r
+        and column c is bit `(r * width + c) * channels + ch` of a state.
         """
         if height < 1 or width < 1:
             raise ValueError(f"CellularCircuit: the grid is {height} x {width}; wants at least one cell")
@@ -336,7 +339,7 @@ class CellularCircuit:
 def pack_grid(
     state: Bool[np.ndarray, "batch height width channels"],
 ) -> UInt64[np.ndarray, "channels batch height words"]:
-    """Pack a state into words of 64 cells of a row, from the lowest bit. Bits after the last column are 0."""
+    """Pack a state into words. A word has 64 cells of a row, from the lowest bit. Bits after the last column are 0."""
     planes = np.packbits(np.moveaxis(state, -1, 0), axis=-1, bitorder="little")
     filled = np.zeros((*planes.shape[:-1], -(-state.shape[2] // WORD) * WORD // 8), np.uint8)
     filled[..., : planes.shape[-1]] = planes
@@ -350,7 +353,7 @@ def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width:
       ValueError: the width exceeds the columns in the words.
     """
     if not 0 <= width <= WORD * words.shape[-1]:
-        raise ValueError(f"unpack_grid: width is {width}; wants at most {WORD * words.shape[-1]}, as the words hold")
+        raise ValueError(f"unpack_grid: width is {width}; wants at most {WORD * words.shape[-1]}, the cells in a row")
     planes = np.ascontiguousarray(words, dtype="<u8").view(np.uint8)
     return np.moveaxis(np.unpackbits(planes, axis=-1, count=width, bitorder="little"), 0, -1).astype(bool)
 

@@ -42,13 +42,13 @@ def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bo
     """Unpack the words of `pack_bits`.
 
     Raises:
-      ValueError: the words are not a matrix, or hold fewer samples.
+      ValueError: the words are not a matrix, or contain fewer samples.
     """
     if np.ndim(words) != 2:
         raise ValueError(f"unpack_bits: words has shape {np.shape(words)}; wants (features, words)")
     most = np.shape(words)[1] * WORD_BITS
     if not checks.is_int(samples) or not 0 <= samples <= most:
-        raise ValueError(f"unpack_bits: samples is {samples!r}; wants an int in [0, {most}], as many as the words hold")
+        raise ValueError(f"unpack_bits: samples is {samples!r}; wants an int in [0, {most}], the number of samples in the words")
     packed = np.ascontiguousarray(words, dtype="<u4").view(np.uint8)
     return np.unpackbits(packed, axis=1, count=samples, bitorder="little").T.astype(bool)
 
@@ -61,7 +61,7 @@ def booleans(op: str, bits: ArrayLike) -> Bool[np.ndarray, "..."]:
     """
     bits = np.asarray(bits)
     if bits.dtype != bool and (wrong := bits[(bits != 0) & (bits != 1)]).size:
-        raise ValueError(f"{op}: bits has the number {wrong[0]}; wants 0 and 1, as jaxbp.nn.thermometer gives them")
+        raise ValueError(f"{op}: bits has the number {wrong[0]}; wants 0 and 1, as jaxbp.nn.thermometer returns")
     return bits.astype(bool)
 
 
@@ -79,7 +79,9 @@ def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -
 
 
 def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Array, "inputs words"]) -> Array:
-    """Evaluate a layer of hardened gates on words, `(inputs, words) -> (gates, words)`, with JAX, or NumPy if x is.
+    """Evaluate a layer of hardened gates on words, `(inputs, words) -> (gates, words)`.
+
+    The result is a NumPy array if x is one, else a JAX array.
 
     Args:
       gates: the numbers of the gates, such as `jaxbp.harden` returns.
@@ -94,7 +96,7 @@ def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UIn
     return c0 ^ (c1 & a) ^ ((c2 ^ (c3 & a)) & b)
 
 
-# All bits are ones where a coefficient is odd.
+# Modulo 2, a coefficient is 0 or 1. All bits of its mask are ones if it is odd.
 _MASKS = np.where(COEFFICIENTS % 2, np.uint32(2**32 - 1), np.uint32(0)).astype(np.uint32)
 
 
@@ -127,15 +129,17 @@ class Circuit:
         """Make a circuit from `(gates, wires)`, with gates such as `jaxbp.harden` returns.
 
         Raises:
-          ValueError: there are no layers; gates are not from 0 to 15, or not as many as the wires need; or a layer
-            reads another number of inputs than the layer before has gates.
+          ValueError: there are no layers; numbers of gates are not from 0 to 15; a layer does not have one number per
+            gate of its wires; or a layer reads another number of inputs than the layer before has gates.
         """
         host = []
         for i, (gates, wires) in enumerate(layers):
             gates = gate_numbers(f"Circuit: layer {i}", gates, wires.gates)
             if host and wires.inputs != host[-1][1].gates:
                 before = host[-1][1].gates
-                raise ValueError(f"Circuit: layer {i} reads {wires.inputs} inputs; wants {before}, the gates before")
+                raise ValueError(
+                    f"Circuit: layer {i} reads {wires.inputs} inputs; wants {before}, the gates of layer {i - 1}"
+                )
             host.append((gates, wires))
         if not host:
             raise ValueError("Circuit: there are no layers; wants at least one")
@@ -173,13 +177,13 @@ class Circuit:
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
         Bit k of `x[i * words + w]` is input i of sample 32 w + k, and y is laid out in the same way. The function
-        returns 0, or 1 if there is no memory. It takes 16 words at a time, so that fewer words take equally long. A
-        layer is one table of gates per function, and a loop over each table, because compilers are slow on one line per
-        gate. Pass-throughs are gates here; `Netlist.simplify` removes them.
+        returns 0, or 1 if there is no memory. It processes blocks of 16 words, so fewer than 16 words take as long as
+        16. The source has, for each layer, one table of gates per function, and a loop over each table. Compilers are
+        slow if each gate is a separate line. Pass-through gates are computed; `Netlist.simplify` removes them.
 
         Args:
-          classes: the number of classes, which adds two functions. Each class has a group of equally many outputs, and
-            the class of a sample is the first one with the most outputs on.
+          classes: the number of classes. If it is given, the source has two more functions. Each class has a group of
+            equally many outputs. The class of a sample is the first one with the largest number of outputs that are 1.
             `int name_classify_words(size_t words, const uint32_t *x, int *classes)` computes the class of each sample,
             and `int name_classify(const uint8_t *bits)` the class of one sample, or -1 if there is no memory.
         """

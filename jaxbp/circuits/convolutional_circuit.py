@@ -25,7 +25,7 @@ from jaxbp.logic.tree_wires import TreeWires
 from jaxbp.logic.wires import Wires
 
 OR = 7
-"""The number of the gate "or", which pools use."""
+"""The number of the function "or", which pools compute."""
 WORDS_AT_A_TIME = 32
 
 
@@ -34,12 +34,12 @@ class Convolution:
     """Hardened kernels on images of one size, followed by an or-pool. A kernel is a tree of gates.
 
     Attributes:
-      gates: the numbers of the gates, level by level, the root last.
-      wires: the inputs that they read.
+      gates: the numbers of the gates' functions, level by level, with the root last.
+      wires: the inputs that the kernels' trees read.
       shape: channels, height and width of the images.
       stride: the kernels' stride in rows and in columns.
-      padding: zeros before and after the rows, and before and after the columns.
-      pool: rows and columns of a pool's window. Windows do not overlap, and incomplete windows are dropped.
+      padding: the number of zeros before and after the rows, and before and after the columns.
+      pool: the height and width of a pool's window. Windows do not overlap, and incomplete windows are dropped.
     """
 
     gates: UInt8[np.ndarray, "kernels gates"]
@@ -56,13 +56,13 @@ class Convolution:
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
-        """Kernels, height and width after the pool."""
+        """The number of kernels, and the height and width after the pool."""
         places = output_size(self.shape[1:], self.wires.window, stride=self.stride, padding=self.padding)
         return (self.wires.kernels, *(n // p for n, p in zip(places, self.pool, strict=True)))
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The rows and columns of the image between neighboring pools."""
+        """The distance of neighboring windows of the pool, in rows and in columns of the image."""
         return tuple(s * p for s, p in zip(self.stride, self.pool, strict=True))
 
     @property
@@ -72,12 +72,12 @@ class Convolution:
 
     @property
     def placed_gates(self) -> int:
-        """The gates of all kernels at all positions that a pool reads, and the gates of the pools."""
+        """The number of gates of all kernels at all positions that a pool reads, plus the number of the pools' gates."""
         pool = math.prod(self.pool)
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
     def netlist(self) -> Netlist:
-        """Return the gates from a window, `(channels, height, width)`, to one output per kernel."""
+        """Return all kernels as one netlist, from a window `(channels, height, width)` to one output per kernel."""
         size = (self.shape[0], *self.wires.window)
         gates = GateList(math.prod(size))
         return gates.netlist(self._roots(np.ravel_multi_index(self._leaves, size), gates.add))
@@ -88,7 +88,10 @@ class Convolution:
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Return the root of each kernel's tree: from `(kernels, leaves, ...)` to `(kernels, ...)`."""
+        """Return the value of each kernel's root: `(kernels, leaves, ...) -> (kernels, ...)`.
+
+        `of_gates` maps the numbers of gates and the values of their two inputs to the values of the gates.
+        """
         first = 0
         while (count := values.shape[1] // 2) > 0:
             values = of_gates(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])
@@ -96,13 +99,15 @@ class Convolution:
         return values[:, 0]
 
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
-        """Return the values at these channels, rows and columns of all windows, for each position in a pool's window.
+        """Return the values of x that a kernel reads at `places`, at all positions of the kernel.
 
         Args:
           x: `(channels, height, width, ...)`, with padding.
+          places: channels, rows and columns in a kernel's window, three arrays of one shape.
 
         Returns:
-          One `(*places, rows, columns, ...)` per position.
+          A list with one array per position in a pool's window. The shape of an array is the shape of `places`,
+          followed by `(rows, columns, ...)`, the size of the pooled image.
         """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
         channel, row, column = (place[..., None, None] for place in places)
@@ -110,13 +115,16 @@ class Convolution:
         return [x[channel, row + u, column + v] for u, v in self.pooled]
 
     def evaluate(self, x: UInt32[Array, "channels height width words"]) -> Array:
-        """Return packed images of packed images."""
+        """Return the pooled images of packed images, packed in the same way."""
         pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
         leaves = self._windows(pad(x, ((0, 0), *self.padding, (0, 0))), self._leaves)
         return functools.reduce(operator.or_, (self._roots(place, bitwise_gates) for place in leaves))
 
     def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
-        """Add the kernels' gates at all positions. Return the sources of the output images from the inputs' sources."""
+        """Add the gates of the kernels at all positions to `gates`.
+
+        x has the source of each element of the input image. Return the sources of the output image.
+        """
         if any(map(any, self.padding)):
             x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))
         window = tuple(np.indices((self.shape[0], *self.wires.window)).reshape(3, -1))
@@ -156,9 +164,10 @@ class ConvolutionalCircuit:
 
         Raises:
           TypeError: an option is unknown.
-          ValueError: the shape is not three positive integers; there are no convolutions; gates are not from 0 to 15,
-            or not as many as the wires need; an option has a wrong value; a convolution reads another number of
-            channels than there are, or has no position; or a layer reads another number of inputs than there are.
+          ValueError: the shape is not three positive integers; there are no convolutions; numbers of gates are not from
+            0 to 15; a convolution or layer does not have one number per gate of its wires; an option has a wrong value;
+            a convolution reads another number of channels than its input has; a window is larger than its input; or a
+            layer reads another number of inputs than the part before has outputs.
         """
         shape = tuple(shape)
         if len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
@@ -173,7 +182,7 @@ class ConvolutionalCircuit:
         if layers and layers[0][1].inputs != math.prod(shape):
             raise ValueError(
                 f"ConvolutionalCircuit: the first layer reads {layers[0][1].inputs} inputs; "
-                f"wants {math.prod(shape)}, the outputs {_sizes(shape)} of the convolutions"
+                f"wants {math.prod(shape)}, the number of outputs of the convolutions, {_sizes(shape)}"
             )
         return cls(tuple(host), Circuit.of(layers) if layers else None)
 
@@ -199,12 +208,12 @@ class ConvolutionalCircuit:
 
     @property
     def gates(self) -> int:
-        """The number of gates. A kernel counts once."""
+        """The number of gates. A kernel counts once, although it runs at many positions."""
         return int(self.histogram().sum())
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates if every position has a separate copy of the kernels, including the pools' gates."""
+        """The number of gates if every position has a separate copy of the kernels. It includes the pools' gates."""
         convolutions = sum(convolution.placed_gates for convolution in self.convolutions)
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 
@@ -221,7 +230,7 @@ class ConvolutionalCircuit:
             raise ValueError(f"ConvolutionalCircuit: bits has shape {bits.shape}; wants (samples, {wanted})")
         bits = booleans("ConvolutionalCircuit", bits)
         y, at_a_time = np.empty((len(bits), self.outputs), bool), WORDS_AT_A_TIME * WORD_BITS
-        for begin in range(0, len(bits), at_a_time):  # the values between layers take memory
+        for begin in range(0, len(bits), at_a_time):  # limits the memory for the values between layers
             some = bits[begin : begin + at_a_time].reshape(-1, self.inputs)
             y[begin : begin + at_a_time] = unpack_bits(self.evaluate(pack_bits(some)), len(some))
         return y
@@ -262,13 +271,14 @@ class ConvolutionalCircuit:
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
-        Words and classes are as in `Circuit.to_c`. Each simplified kernel is written once, in a loop over the pools.
-        The loop takes 16 words at a time through all positions of a pool. The simplified layers are tables of gates.
+        Words and classes are as in `Circuit.to_c`. The source has each simplified kernel once, in a loop over the
+        windows of the pool. The loop computes all positions of a window for 16 words at a time. The simplified layers
+        are tables of gates.
         """
         check_c("ConvolutionalCircuit", name, classes, self.outputs)
         tables, end = [], 0
         if any(map(any, self.convolutions[0].padding)):
-            end = self.inputs  # the input has no padding
+            end = self.inputs  # a padded copy of the input follows the input
         images = []
         for shape, ((top, _), (left, _)) in (
             *((c.padded_shape, c.padding) for c in self.convolutions),
@@ -289,12 +299,10 @@ class ConvolutionalCircuit:
         return c_of_tables(name, self.inputs, first + rows, tables, results, first, classes)
 
     def to_verilog(self, name: str = "circuit", pipelined: bool = False) -> str:
-        """Return Verilog of the module `{name}` and its parts.
+        """Return Verilog of the module `{name}`, from `input [inputs-1:0] x` to `output [outputs-1:0] y`.
 
-        The module leads from `input [inputs-1:0] x` to `output [outputs-1:0] y`.
-
-        A convolution is a module that instantiates the module of its kernels in generate loops. Each part is simplified
-        separately.
+        Each convolution and each layer is a separate module. The module of a convolution instantiates the module of its
+        kernels in generate loops. Each part is simplified separately.
 
         Args:
           pipelined: whether to put registers after every layer, and after every convolution with its pool. The module
@@ -329,12 +337,12 @@ class ConvolutionalCircuit:
 
 
 class _Image(NamedTuple):
-    """The rows of values that hold an image.
+    """The rows of values in which the C code stores an image, one row per pixel.
 
     Attributes:
       first: the first row of values.
       shape: channels, height and width, with padding.
-      corner: the row and the column at which the image begins, after the padding.
+      corner: the row and the column of the padded image at which the image begins.
     """
 
     first: int
@@ -342,7 +350,7 @@ class _Image(NamedTuple):
     corner: tuple[int, int]
 
     def rows(self, shape: tuple[int, int, int]) -> np.ndarray:
-        """Return the rows of an image of this shape, without padding, counted from the first row."""
+        """Return the row of each pixel of an image of this shape, which has no padding, counted from `first`."""
         (_, height, width), (top, left) = shape, self.corner
         return np.arange(math.prod(self.shape)).reshape(self.shape)[:, top : top + height, left : left + width]
 
@@ -459,14 +467,15 @@ def _verilog_of_convolution(name: str, i: int, convolution: Convolution) -> str:
 def _convolution(op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options) -> Convolution:
     gates = gate_numbers(op, gates, wires.kernels, wires.gates)
     if wires.channels != shape[0]:
-        raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, the channels of its input")
+        raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, the number of its input's")
     if unknown := options.keys() - {"stride", "padding", "pool"}:
         raise TypeError(f"{op} has the options {', '.join(unknown)}; wants stride, padding and pool")
     stride, pool = (checks.pair(op, name, options.get(name, 1)) for name in ("stride", "pool"))
     padding = window_padding(op, options.get("padding", 0), shape[1:], wires.window, stride)
     places = output_size(shape[1:], wires.window, stride=stride, padding=padding)
     if any(n < p for n, p in zip(places, pool, strict=True)):
-        raise ValueError(f"{op} has {_sizes(np.maximum(places, 0))} places; wants at least one pool of {_sizes(pool)}")
+        found = _sizes(np.maximum(places, 0))
+        raise ValueError(f"{op} has {found} positions; wants at least {_sizes(pool)}, one window of the pool")
     return Convolution(gates, wires, shape, stride, padding, pool)
 
 

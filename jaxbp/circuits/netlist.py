@@ -22,24 +22,26 @@ FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for exp
 GATES_AT_A_TIME = 4096
 """The number of gates in C whose values should fit into a cache together."""
 TABULATED_LEAVES = 10
-"""The most leaves of a truth table by which `Netlist.simplify` finds equal gates: at most 1024 rows."""
+"""The largest number of leaves of the truth tables by which `Netlist.simplify` finds equal gates. A table has at most
+1024 rows."""
 _LEAF = np.array([False, True])
 """The truth table of a leaf."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Netlist:
-    """Gates in topological order. Each reads two sources: source i is input i, source `inputs + g` is gate g.
+    """Gates in topological order. Each gate reads two sources: source i is input i, and source `inputs + g` is gate g.
 
-    `of` makes a netlist from a circuit, and `from_gates` from a list. Both sort the gates by depth and then by
-    function. `simplify` makes it smaller. `len` is the number of gates.
+    `of` makes a netlist from a circuit, and `from_gates` from a list of gates. Both sort the gates by depth and then by
+    function. `simplify` removes gates. `len` returns the number of gates.
 
     Attributes:
       inputs: the number of inputs.
       gates: the function of each gate, 0 to 15.
-      a, b: the sources of each gate.
+      a, b: the sources that each gate reads.
       results: the source of each output.
-      groups: the beginning and end of each group of gates with one depth and one function. They do not read each other.
+      groups: the beginning and end of each group of gates with the same depth and function. Gates of a group do not
+        read each other.
     """
 
     inputs: int
@@ -54,8 +56,8 @@ class Netlist:
         """Make a netlist from a list of gates, each of which comes after the gates that it reads.
 
         Raises:
-          ValueError: there are no inputs or no outputs; a gate does not have one function of 0 to 15, one a and one b;
-            a gate reads itself, a later gate, or no source; or an output is not a source.
+          ValueError: there are no inputs or no outputs; `gates`, a, and b have different lengths; a function is not from
+            0 to 15; a gate reads itself, a later gate, or no source; or an output is not a source.
         """
         checks.count("Netlist", "inputs", inputs)
         vectors = [_integers(name, v) for name, v in (("gates", gates), ("a", a), ("b", b), ("outputs", outputs))]
@@ -66,8 +68,8 @@ class Netlist:
             raise ValueError("Netlist: there are no outputs; wants at least one")
         place = inputs + np.arange(gates.size)
         _check_below("gates", gates, np.full(gates.size, GATES), "the number of functions")
-        _check_below("a", a, place, "the gate's own source")
-        _check_below("b", b, place, "the gate's own source")
+        _check_below("a", a, place, "the source of the gate itself")
+        _check_below("b", b, place, "the source of the gate itself")
         _check_below("outputs", outputs, np.full(outputs.size, inputs + gates.size), "the number of sources")
 
         depth = [0] * inputs
@@ -77,7 +79,7 @@ class Netlist:
 
     @classmethod
     def _sorted(cls, inputs, gates, a, b, outputs, keys):
-        """Sort the gates by the last key, then by the keys before it. Gates of equal keys form a group."""
+        """Sort the gates by the last key, then by the keys before it. Gates with equal keys form a group."""
         order = np.lexsort(keys)
         keys = np.array(keys).reshape(len(keys), gates.size)[:, order]
         now_at = np.arange(inputs + gates.size)
@@ -138,14 +140,14 @@ class Netlist:
     def simplify(self) -> "Netlist":
         """Return a netlist that computes the same with fewer gates.
 
-        - Constants, pass-throughs and inverters become part of the functions that read them. A gate also does if its
-          reader depends only on the gate's two sources.
-        - Equal gates become one. They are equal in function and sources, up to an inversion and the order of sources,
-          or equal in truth table. A truth table has at most `TABULATED_LEAVES` leaves. Leaves are inputs, and gates
-          that would depend on more.
-        - Gates that no output depends on are removed.
+        - Constants, pass-throughs and inverters become part of the gates that read them. If a gate depends only on the
+          two sources of a gate that it reads, it reads these sources directly.
+        - Equal gates become one. Two gates are equal if they have the same function and sources, up to an inversion and
+          the order of sources, or if they have the same truth table. The arguments of a truth table, its leaves, are
+          inputs or gates. A gate is a leaf if it would depend on more than `TABULATED_LEAVES` leaves.
+        - Gates on which no output depends are removed.
 
-        Each remaining gate depends on both its sources, except an inverter or a constant that is an output.
+        Each remaining gate depends on both its sources, unless it is an inverter or a constant, and an output.
         """
         builder = _Builder(self.inputs)
         literals = [2 * (1 + i) for i in range(self.inputs)]
@@ -154,7 +156,7 @@ class Netlist:
         return builder.netlist([literals[source] for source in self.results.tolist()])
 
     def cones(self) -> list[list[int]]:
-        """Return for each output the gates that it depends on, in topological order."""
+        """Return, for each output, the gates on which it depends, in topological order."""
         cones = []
         for result in self.results.tolist():
             cone, found = set(), [result - self.inputs]
@@ -167,11 +169,11 @@ class Netlist:
         return cones
 
     def expressions(self, names: Sequence[str], zero: str, one: str) -> list[str]:
-        """Return each gate in the operators of C, Verilog and JavaScript.
+        """Return an expression for each gate, in operators that C, Verilog and JavaScript share.
 
         Args:
           names: the names of all sources.
-          zero, one: the constants.
+          zero, one: the names of the two constants.
         """
         return [
             EXPRESSIONS[gate].format(a=names[a], b=names[b], zero=zero, one=one)
@@ -191,7 +193,8 @@ class Netlist:
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
         """Return the gates as C tables, the row of each output, and the number of rows.
 
-        All rows are counted from `first`, at which the inputs begin.
+        A row is the memory of one value in all samples of a block. Rows are counted from `first`, the row of the first
+        input.
         """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
@@ -203,7 +206,10 @@ class Netlist:
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Sort gates by the first outputs that depend on them, so that values are read while they are in a cache."""
+        """Sort the gates of each depth by the first output that depends on them.
+
+        A value is then often read while it is still in a cache.
+        """
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
@@ -245,20 +251,23 @@ class Netlist:
 
 
 class GateList:
-    """Collects the gates of a netlist, array by array."""
+    """Collects the gates of a netlist, in arrays of gates."""
 
     def __init__(self, inputs: int):
         self.inputs, self.sources, self.listed = inputs, inputs, []
 
     def add(self, gates: ArrayLike, a: ArrayLike, b: ArrayLike) -> Int[np.ndarray, "..."]:
-        """Add gates, given as arrays that broadcast to one shape, and return their sources."""
+        """Add gates, whose numbers, a, and b broadcast to one shape. Return the source of each gate."""
         gates, a, b = np.broadcast_arrays(gates, a, b)
         self.listed.append(np.stack([gates.ravel(), a.ravel(), b.ravel()]))
         begin, self.sources = self.sources, self.sources + a.size
         return np.arange(begin, self.sources).reshape(a.shape)
 
     def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
-        """Add a netlist's gates at several places, and return their outputs, `(*places, outputs)`."""
+        """Add one copy of a netlist's gates per place. Return the sources of the outputs, `(*places, outputs)`.
+
+        `inputs` has the sources of the inputs of each copy.
+        """
         places = inputs.shape[:-1]
         new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
         sources = np.concatenate([inputs, new], axis=-1)
@@ -271,16 +280,17 @@ class GateList:
 
 
 class _Builder:
-    """Gates in normal form: nodes 1 to `inputs` are the inputs, and node 0 is the constant 0.
+    """Gates in normal form.
 
-    A literal is `2 node + 1` if inverted, else `2 node`. A gate depends on both its nodes, the lower one first, and is
-    0 where both are 0. This leaves five functions.
+    Nodes are numbered. Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the other nodes are gates. A
+    literal is a node or its inversion: `2 node`, or `2 node + 1` if inverted. A gate reads two nodes, the lower one
+    first. It depends on both of them, and is 0 if both are 0. This leaves five functions.
     """
 
     def __init__(self, inputs: int):
         self.inputs = inputs
         self.gates: dict[int, tuple[int, int, int]] = {}  # node -> function, first, second
-        # For each node, the leaves on which it depends, and its truth table with one axis per leaf.
+        # For each node, the leaves on which it depends, and a truth table with one axis per leaf.
         self.tables = {node: ((node,), _LEAF) for node in range(1, 1 + inputs)}
         self.node_of: dict[Any, int] = {
             (leaves, table.tobytes()): node for node, (leaves, table) in self.tables.items()
@@ -291,7 +301,7 @@ class _Builder:
         """Return the literal of a function of two literals."""
         nodes = {a >> 1, b >> 1} - {0}
         sources = {node: self._sources(node) for node in nodes}
-        # Read through both nodes, or through one of them, if at most two sources remain.
+        # Replace both nodes, or one of them, by the sources that they read, if at most two sources remain.
         choices = [set().union(*sources.values()), *(nodes - {node} | below for node, below in sources.items())]
         leaves = next((choice for choice in choices if len(choice) <= 2), nodes)
         first, second, *_ = [*sorted(leaves), 0, 0]
@@ -344,7 +354,10 @@ class _Builder:
         return tuple(leaves), table
 
     def netlist(self, outputs: Sequence[int]) -> Netlist:
-        """Return the gates that these literals depend on. A gate is inverted if only its inversion is an output."""
+        """Return a netlist with the gates on which these literals depend.
+
+        If only the inversion of a gate is an output, the gate itself is inverted.
+        """
         plain, inverted = ({literal >> 1 for literal in outputs if literal & 1 == bit} for bit in (0, 1))
         live = plain | inverted
         for node in reversed(self.gates):

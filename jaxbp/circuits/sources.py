@@ -27,7 +27,7 @@ EXPRESSIONS = (
     "~({a} & {b})",
     "{one}",
 )
-"""The 16 functions in operators that C, Verilog, JavaScript and Python share."""
+"""Expressions for the 16 functions, in operators that C, Verilog, JavaScript and Python share."""
 
 _C = """
 alignas alignof auto bool break case char const constexpr continue default do double else enum extern false float
@@ -70,7 +70,7 @@ scalbln scalbn signbit significand sin sincos sinh sqrt tan tanh tgamma trunc y0
 """
 _OF_KINDS = [word + kind for word in _C_MATHS.split() for kind in ("", "f", "l")]
 C_WORDS = frozenset([*_C.split(), *_C_LIBRARY.split(), *_OF_KINDS])
-"""Keywords of C up to C23, the functions that compilers know, and what the headers of the written sources declare."""
+"""Keywords of C up to C23, functions that compilers know, and names that the headers of the exported sources declare."""
 _C_RESERVED = re.compile(r"_[A-Z_]\w*|\w+_t|(U?INT|PTRDIFF|SIG_ATOMIC|SIZE|WCHAR|WINT)\w*_(C|MAX|MIN)", re.ASCII)
 """Names that C and POSIX reserve for types, limits, and compilers."""
 _VERILOG = """
@@ -98,7 +98,7 @@ VERILOG_WORDS = frozenset(_VERILOG.split())
 
 
 def check_name(op: str, name: str, words: frozenset[str]) -> None:
-    """Require an identifier that is not one of these words, and for C not reserved."""
+    """Require an identifier that is not one of these words, and that C does not reserve if the words are C's."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise ValueError(f"{op}: name is {name!r}; wants an identifier")
     if name in words or (words is C_WORDS and _C_RESERVED.fullmatch(name)):
@@ -107,18 +107,18 @@ def check_name(op: str, name: str, words: frozenset[str]) -> None:
 
 
 def check_c(op: str, name: str, classes: int | None = None, outputs: int = 1) -> None:
-    """Require a name for C, and None or a number of classes that divides the outputs."""
+    """Require a valid name in C. If `classes` is not None, require that it divides the number of outputs."""
     check_name(op, name, C_WORDS)
     if classes is not None and not (checks.is_int(classes) and classes >= 1 and outputs % classes == 0):
         raise ValueError(f"{op}: classes is {classes!r}; wants None or a divisor of the {outputs} outputs")
 
 
 def check_verilog(op: str, name: str) -> None:
-    """Require a name for Verilog."""
+    """Require a valid name in Verilog."""
     check_name(op, name, VERILOG_WORDS)
 
 
-# A gate takes a block of words at a time, so that its numbers are read once per block.
+# A gate computes a block of words at a time, so that its row numbers are read once per block.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -174,8 +174,8 @@ int $name(size_t words, const uint32_t *x, uint32_t *y) {
   return 0;
 }
 """)
-# The outputs of a class are adjacent. They are summed in all samples of a block at once: plane p has bit p of each
-# sample's sum.
+# The outputs of a class are adjacent. They are summed for all samples of a block at once. A sum is an array of planes,
+# and plane p has bit p of the sum of each sample.
 _C_CLASSIFY = string.Template(r"""
 /* Sums the outputs of a class, with a counter in which each plane's carry waits for another carry. */
 static void ${name}_sum(const uint32_t *values, const $wire *outputs, uint32_t (*restrict sum)[${name}_block]) {
@@ -250,11 +250,11 @@ int ${name}_classify(const uint8_t *bits) {
 
 
 class Table(NamedTuple):
-    """Gates of one function, none of which reads another.
+    """Gates with the same function, none of which reads another.
 
     Attributes:
       function: the number of the function, from 0 to 15.
-      reads, writes: the rows of values from which the rows in `gates` are counted.
+      reads, writes: the rows of values from which the rows of sources and of results in `gates` are counted.
       gates: for each gate, the rows of its result and of its two sources: `(gates, 3)`.
     """
 
@@ -265,11 +265,11 @@ class Table(NamedTuple):
 
 
 class Code(NamedTuple):
-    """A C function that reads and writes values, in the same blocks of words as a table's gates.
+    """A C function that reads and writes values, in the same blocks of words as the gates of a `Table`.
 
     Attributes:
       function: the name of the function.
-      reads, writes: the rows of values that its arguments `const uint32_t *x` and `uint32_t *y` point to.
+      reads, writes: the rows of values to which its arguments `const uint32_t *x` and `uint32_t *y` point.
       source: the definition of the function.
     """
 
@@ -291,7 +291,7 @@ def c_of_tables(
     """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, with one loop per table, in order.
 
     Args:
-      rows: the number of rows of values. The inputs are in the first rows, and the others begin as 0.
+      rows: the number of rows of values. The inputs are in the first rows. The other rows are 0 at first.
       outputs: the row of each output, counted from `last`.
       classes: as in `Circuit.to_c`.
     """
@@ -334,7 +334,7 @@ def c_of_tables(
 
 
 def verilog_of(name: str, inputs: int, outputs: int, lines: Iterable[str], clocked: bool = False) -> str:
-    """Return a Verilog module of these lines, from `input [inputs-1:0] x` to `output [outputs-1:0] y`.
+    """Return a Verilog module that contains these lines, from `input [inputs-1:0] x` to `output [outputs-1:0] y`.
 
     If `clocked`, the module also has a `clock`.
     """

@@ -21,7 +21,7 @@ AnyFloats = Float[AnyArray, "*shape"]
 Floats = Float[Array, "*shape"]
 """A floating array of the same shape, returned by an op."""
 AnyKey = Key[Array, ""] | UInt32[AnyArray, "2"]
-"""A key of `jax.random`, typed or raw."""
+"""A key of `jax.random`: a typed key, or a raw one with dtype uint32."""
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -42,7 +42,7 @@ def floating(op: str, **arguments: Any) -> tuple[Array, ...]:
 
 
 def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
-    """Require the shape of a. "batch" means any size; another string means any size but 0."""
+    """Require the shape of an array. In `wanted`, "batch" means any size, and another string any size except 0."""
     fits = len(a.shape) == len(wanted) and all(
         want == "batch" or size > 0 if isinstance(want, str) else size == want
         for size, want in zip(a.shape, wanted, strict=True)
@@ -67,7 +67,7 @@ def precision(op: str, value: PrecisionLike) -> PrecisionLike:
     for one in both:
         named = isinstance(one, str) and (one in _PRECISIONS or one in lax.DotAlgorithmPreset.__members__)
         if not named and not isinstance(one, lax.Precision | lax.DotAlgorithm | lax.DotAlgorithmPreset):
-            wanted = "None, 'default', 'high', 'highest', another that jax.lax.dot takes, or a pair of them"
+            wanted = "None, 'default', 'high', 'highest', another that jax.lax.dot takes, or a pair of these"
             raise ValueError(f"{op}: precision is {value!r}; wants {wanted}")
     return value
 
@@ -79,7 +79,7 @@ def count(op: str, name: str, value: Any, at_least: int = 1) -> int:
     """Return a static int of at least `at_least`."""
     if not is_int(value) or value < at_least:
         raise ValueError(f"{op}: {name} is {value!r}; wants an int of at least {at_least}")
-    return int(value)  # NumPy's may overflow
+    return int(value)  # a NumPy integer may overflow
 
 
 def boolean(op: str, name: str, value: Any) -> bool:

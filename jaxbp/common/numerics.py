@@ -1,5 +1,8 @@
-"""Dtypes of computation. Half precisions are computed in float32; float32 products run on the tensor cores or
-exactly."""
+"""The dtypes in which ops compute, and sums that keep their digits.
+
+Ops in half precision compute in float32. Products of float32 arrays run on the tensor cores, in TF32, or in full
+float32.
+"""
 
 from collections.abc import Sequence
 
@@ -21,18 +24,20 @@ def wide(dtype: DTypeLike) -> DTypeLike:
 
 
 def mean_and_rest(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
-    """Return the mean, rounded to float32 or wider, and the rounding error. `(a - mean) - rest` keeps the digits of
-    numbers far from zero. Reduced axes have size 1."""
+    """Return the mean, rounded to float32 or wider, and its rounding error `rest`. Reduced axes have size 1.
+
+    Deviations computed as `(a - mean) - rest` keep their digits if the numbers are far from zero.
+    """
     # The value subtracted first does not change the result, so it needs no gradient.
     mean = lax.stop_gradient(jnp.mean(upcast(a), axis=axis, keepdims=True))
     return mean, jnp.mean(upcast(a) - mean, axis=axis, keepdims=True)
 
 
 def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
-    """Return (largest, total), from which a softmax is `exp(a - largest) / total`, in float32 or wider. Reduced axes
-    have size 1.
+    """Return (largest, total), from which a softmax is `exp(a - largest) / total`, in float32 or wider.
 
-    The log-sum-exp would be rounded, and numbers far from zero would lose their digits.
+    Reduced axes have size 1. A softmax computed as `exp(a - logsumexp)` would be less accurate, because the log-sum-exp
+    of numbers far from zero is rounded.
     """
     largest = lax.stop_gradient(jnp.max(upcast(a), axis=axis, keepdims=True, initial=-jnp.inf))
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
@@ -40,8 +45,10 @@ def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array
 
 
 def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
-    """Return `exp(a - largest)` and its sum, in float32 or wider. Their quotient is a softmax. The sum has size 1 along
-    reduced axes. Dividing the factor of the exponentials by the sum costs one division per sum, not per element.
+    """Return `exp(a - largest)` and its sum, in float32 or wider. Their quotient is a softmax.
+
+    The sum has size 1 along reduced axes. If the exponentials are multiplied by a factor, divide the factor by the sum.
+    This takes one division per sum instead of one per element.
 
     XLA compiles this to one kernel, provided that no code tests whether the largest element is finite.
     """
@@ -51,8 +58,11 @@ def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Arr
 
 
 def on_tensor_cores(dtype: DTypeLike, precision: PrecisionLike) -> bool:
-    """Return whether products may run on the tensor cores. Half precisions may; float32 may, rounded to TF32, unless
-    exact products are requested."""
+    """Return whether products may run on the tensor cores.
+
+    Products in half precision may. Products of float32 arrays may, rounded to TF32, unless exact products are
+    requested.
+    """
     precision = jax.config.jax_default_matmul_precision if precision is None else precision
     asked = precision if isinstance(precision, tuple | list) else (precision,)
     return dtype != jnp.float32 or not any(p in ("highest", "float32", lax.Precision.HIGHEST) for p in asked)

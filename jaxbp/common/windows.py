@@ -35,10 +35,10 @@ def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, 
 
 
 def pool_options(op, input_size, window, stride, padding) -> dict[str, Any]:
-    """Return the options of a pool in one form: pairs, and the padding before and after each axis.
+    """Return the options of a pool, with window and stride as pairs, and the padding as (before, after) per axis.
 
     Raises:
-      ValueError: options that do not fit.
+      ValueError: the options are not valid or do not fit the input.
     """
     window = checks.pair(op, "window", window)
     stride = window if stride is None else checks.pair(op, "stride", stride)

@@ -15,8 +15,9 @@ from jaxbp.logic.wires import Wires
 from pallas_kernels.logic import banks
 
 NEIGHBOURHOOD = 9
-"""The number of cells that a cell sees: itself, the fifth, and those around it, in row-major order."""
+"""The number of cells that a cell sees: itself and the eight cells around it, in row-major order."""
 CENTRE = 4
+"""The position of a cell among the cells that it sees."""
 
 
 @jax.tree_util.register_dataclass
@@ -24,11 +25,11 @@ CENTRE = 4
 class Automaton:
     """The wires of the circuit that all cells of a grid run at every tick.
 
-    A cell has `channels` numbers in [0, 1], which are bits after hardening. At a tick, it sees the 3 x 3 cells around
-    it, including itself. Cells outside a grid that is not periodic are zero. The circuit has two parts:
+    A cell has `channels` numbers in [0, 1], which are bits after hardening. At a tick, it sees nine cells: itself and
+    the eight around it. If the grid is not periodic, cells outside of it are zero. The circuit has two parts:
 
-    - Perception: `kernels` circuits with the same wires but separate gates. Each reads one channel of the nine cells
-      and returns `bits` numbers, for every channel.
+    - Perception: `kernels` circuits with the same wires but separate gates. Each circuit runs once per channel. It
+      reads this channel of the nine cells and returns `bits` numbers.
     - Update: one circuit that reads the cell's channels and then the perceived bits, in the order channel, bit, kernel.
       It returns the cell's next channels.
 
@@ -37,10 +38,10 @@ class Automaton:
     Attributes:
       perception: the wires of each perception layer. The first layer reads the nine cells, in row-major order.
       update: the wires of each update layer.
-      order: the update gates of each layer in an order in which kernels read different banks of shared memory. The
-        first row has the gate at each position of a layer, and the second row the position of each gate. Made once, on
-        the host, like the wires.
-      channels: the channels of a cell.
+      order: for each update layer, an order of its gates in which the lanes of a kernel read different banks of shared
+        memory. The first row has the gate at each position of a layer, and the second row has the position of each
+        gate. The order is computed once, on the host, like the wires.
+      channels: the number of channels of a cell.
       kernels: the number of perception circuits.
       periodic: whether opposite borders of the grid meet.
 
@@ -56,7 +57,7 @@ class Automaton:
 
     @property
     def bits(self) -> int:
-        """The number of outputs of a perception kernel per channel."""
+        """The number of outputs of a perception circuit per channel."""
         return self.perception[-1].gates
 
     @property
@@ -83,16 +84,16 @@ class Automaton:
         """Make random wires, as published: `Wires.moore` in the first perception layer, `Wires.unique` in all others.
 
         Args:
-          channels: the channels of a cell.
+          channels: the number of channels of a cell.
           perception_kernels: the number of perception circuits.
-          perception_widths: the gates of each layer of a perception circuit. The first layer has 8 gates, and each
-            reads one neighbor and the center.
-          update_widths: the gates of each update layer. The last layer has `channels` gates.
+          perception_widths: the number of gates in each layer of a perception circuit. The first layer has 8 gates, and
+            each reads one neighbor and the center.
+          update_widths: the number of gates in each update layer. The last layer has `channels` gates.
           periodic: whether opposite borders of the grid meet.
           seed: the seed of the wires.
 
         Raises:
-          ValueError: sizes are below 1 or do not fit, or `Wires.unique` cannot make a layer.
+          ValueError: numbers are below 1 or do not fit together, or `Wires.unique` cannot make a layer.
 
         Example:
           >>> checkerboard = Automaton.create(8, 16, [8, 4, 2], [256] * 10 + [128, 64, 32, 16, 8, 8], False, seed=0)
@@ -105,7 +106,7 @@ class Automaton:
         if not perception_widths or perception_widths[0] != 8:
             raise ValueError(f"{op}: perception_widths is {perception_widths!r}; wants 8 first, one gate per neighbor")
         if not update_widths or update_widths[-1] != channels:
-            raise ValueError(f"{op}: update_widths is {update_widths!r}; wants {channels} last, the channels")
+            raise ValueError(f"{op}: update_widths is {update_widths!r}; wants {channels} last, one gate per channel")
         seeds = iter(np.random.default_rng(seed).integers(2**31, size=len(perception_widths) + len(update_widths)))
         perception = [Wires.moore(seed=int(next(seeds)))]
         for reads, gates in itertools.pairwise(perception_widths):
@@ -121,11 +122,13 @@ class Automaton:
     def from_wires(
         cls, perception: Sequence[Wires], update: Sequence[Wires], channels: int, periodic: bool
     ) -> "Automaton":
-        """Make an automaton from wires. The inputs of the first update layer determine the number of kernels.
+        """Make an automaton from wires.
+
+        The number of perception circuits follows from the number of inputs of the first update layer.
 
         Raises:
           TypeError: a layer is not a `Wires`.
-          ValueError: there are no layers, or the layers do not fit.
+          ValueError: there are no layers, or the layers do not fit together.
         """
         op = "Automaton.from_wires"
         checks.count(op, "channels", channels)
@@ -138,35 +141,40 @@ class Automaton:
             for i, (before, wires) in enumerate(itertools.pairwise(layers), 1):
                 if wires.inputs != before.gates:
                     raise ValueError(
-                        f"{op}: {name}[{i}] reads {wires.inputs} inputs; wants {before.gates}, the gates before"
+                        f"{op}: {name}[{i}] reads {wires.inputs} inputs; wants {before.gates}, the number of gates "
+                        f"of {name}[{i - 1}]"
                     )
         if perception[0].inputs != NEIGHBOURHOOD:
-            raise ValueError(f"{op}: perception[0] reads {perception[0].inputs} inputs; wants the 9 cells around")
+            raise ValueError(f"{op}: perception[0] reads {perception[0].inputs} inputs; wants 9, one per cell seen")
         if update[-1].gates != channels:
-            raise ValueError(f"{op}: update[-1] has {update[-1].gates} gates; wants {channels}, the channels")
+            raise ValueError(f"{op}: update[-1] has {update[-1].gates} gates; wants {channels}, one per channel")
         of_a_kernel = channels * perception[-1].gates
         kernels, rest = divmod(update[0].inputs - channels, of_a_kernel)
         if kernels < 1 or rest:
             raise ValueError(
-                f"{op}: update[0] reads {update[0].inputs} inputs; wants {channels}, the channels, and a multiple of "
-                f"{of_a_kernel}, the outputs of a perception kernel"
+                f"{op}: update[0] reads {update[0].inputs} inputs; wants {channels}, one per channel, plus a multiple "
+                f"of {of_a_kernel}, the number of outputs of a perception circuit"
             )
         order = _order(update, channels, kernels, perception[-1].gates)
         return cls(tuple(perception), tuple(update), order, channels, kernels, bool(periodic))
 
 
 def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
-    """Return the indices, in the order bit, kernel, channel, of the perceived bits in the order that update reads."""
+    """Return the index of each perceived bit, in the order in which update reads them.
+
+    The index numbers the bits in the order bit, kernel, channel. Update reads them in the order channel, bit, kernel.
+    """
     return np.arange(bits * kernels * channels).reshape(bits, kernels, channels).transpose(2, 0, 1).ravel()
 
 
 def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> Array:
-    """Return `Automaton.order`. Traced wires keep their order."""
+    """Return `Automaton.order`. If the wires are traced, the gates keep their order."""
     if any(isinstance(wires.a, jax.core.Tracer) for wires in update):
         orders = [np.arange(wires.gates) for wires in update]
     else:
         centre = CENTRE * channels + np.arange(channels)
-        # In `Plan`, too, layers begin at multiples of more than an octet, and perception's last one follows the inputs.
+        # The bank of a row depends on its number modulo an octet. In `Plan`, too, each layer begins at a multiple of an
+        # octet, and the rows of the last perception layer come after the inputs.
         first = -(-NEIGHBOURHOOD * channels // banks.OCTET) * banks.OCTET
         rows = np.concatenate([centre, first + perceived_rows(channels, kernels, bits)])
         layers = [(np.asarray(wires.a), np.asarray(wires.b)) for wires in update]

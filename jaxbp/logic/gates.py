@@ -1,9 +1,9 @@
 """Two-input logic gates: the 16 functions, their relaxation to real numbers, and the parameters that mix them.
 
-A gate computes one of 16 functions of two bits. As in the literature, its truth table is its number: the bits of the
-number, from the highest, are the values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). Relaxed to numbers between 0 and
-1 (`relaxed_gates`), each function is linear in a and in b. Every mixture is, too. A gate is therefore
-`y = c0 + c1 a + c2 b + c3 ab`, whatever parameters its four coefficients come from.
+A gate computes one of 16 functions of two bits a and b. As in the literature, the number of a function encodes its
+truth table. The bits of the number, from the highest, are the values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1).
+Relaxed to numbers between 0 and 1 (`relaxed_gates`), each function is linear in a and in b. Every mixture of them is
+linear, too. A gate is therefore `y = c0 + c1 a + c2 b + c3 ab`, whichever parameters determine its four coefficients.
 """
 
 import math
@@ -24,7 +24,7 @@ Parametrization = Literal["softmax", "input_wise", "walsh"]
 
 GATES = 16
 PASS_THROUGH = 3
-"""The gate `a`."""
+"""The number of the function `a`, which passes its first input through."""
 PARAMETERS = {"softmax": 16, "input_wise": 4, "walsh": 4}
 """The number of parameters per gate."""
 
@@ -38,9 +38,10 @@ COEFFICIENTS = TRUTH_TABLES @ INTERPOLATION
 WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
 """The values of 1, A, B and AB in each row of the truth table, where A and B are -1 for a 0 and 1 for a 1."""
 BASES = {"input_wise": np.eye(4, dtype=int), "walsh": WALSH}
-"""The matrices from parameters to the rows of the truth table, before the sigmoid."""
+"""For each parametrization, the matrix B for which the rows of the truth table are `sigmoid(B parameters)`."""
 TINY = 1e-20
-"""A probability that changes no float32 number near 1, and whose products with gradients are not subnormal."""
+"""A number that is added to probabilities before their logarithm. It is small enough not to change a probability near 1
+in float32, and large enough that its products with gradients are not subnormal."""
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:
@@ -60,27 +61,33 @@ def softmax(logits: Array) -> Array:
 
 
 def softmax_backward(dc: Array, logits: Array) -> Array:
-    """Return `dlogits = p (u - Σ p u)`, with probabilities p and `u = T dc`. T has the 16 functions' coefficients."""
+    """Return `dlogits = p (u - Σ p u)`, with `p = softmax(logits)` and `u = T dc`.
+
+    T is the matrix `COEFFICIENTS` of the 16 functions.
+    """
     wide = upcast(logits)
     p, du = jax.nn.softmax(wide), _times(dc, COEFFICIENTS.T)
-    # Subtracting the u of the most probable function changes nothing but rounding. If its p is nearly 1, u - Σ p u
-    # would cancel.
+    # Subtracting a constant from u does not change `u - Σ p u`. The constant is u of the most probable function. If the
+    # p of this function is nearly 1, its difference `u - Σ p u` would otherwise lose its digits.
     is_largest = wide == jnp.max(wide, axis=-1, keepdims=True)
     du -= lax.stop_gradient(jnp.max(jnp.where(is_largest, du, -jnp.inf), axis=-1, keepdims=True))
     return (p * (du - jnp.sum(p * du, axis=-1, keepdims=True))).astype(logits.dtype)
 
 
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
-    """Return the coefficients `(gates, 4)` of gates whose truth tables have sigmoids as rows.
+    """Return the coefficients `(gates, 4)` of gates, given parameters `(gates, 4)` of the rows of their truth tables.
 
-    The sigmoids are of the parameters `(gates, 4)` for "input_wise". For "walsh", they are of `w0 ± w1 ± w2 ± w3`, the
-    weighted sums of 1, A, B and AB.
+    For "input_wise", a row is the sigmoid of one parameter. For "walsh", it is the sigmoid of `w0 ± w1 ± w2 ± w3`, a
+    sum of 1, A, B and AB with the parameters as weights.
     """
     return _times(_rows(parameters, parametrization), INTERPOLATION)
 
 
 def of_rows_backward(dc: Array, parameters: Array, *, parametrization: str) -> Array:
-    """Return `dparameter = r (1 - r) dr`, or `dw = Σ_rows r (1 - r) dr (1, A, B, AB)`, with r a truth table's row."""
+    """Return `dparameter = r (1 - r) dr` for "input_wise", or `dw = Σ_rows r (1 - r) dr (1, A, B, AB)` for "walsh".
+
+    Here r is the value of a row of the truth table.
+    """
     row = _rows(parameters, parametrization)
     dsums = _times(dc, INTERPOLATION.T) * row * (1 - row)
     return _times(dsums, BASES[parametrization]).astype(parameters.dtype)
@@ -112,8 +119,9 @@ def initial_logits(
     Args:
       key: the key for normal parameters.
       initialization: "normal" for standard normal numbers, or "residual" for gates that pass their input a through.
-      residual_logit: the logit of the pass-through function, where the other 15 have 0; or the positive and negative
-        logit of the truth table's rows. None is 5 (a probability of 0.91), or log 19 (rows of 0.95 and 0.05).
+      residual_logit: for "softmax", the logit of the pass-through function; the other 15 logits are 0. By default, it
+        is 5, which gives the function a probability of 0.91. For the other parametrizations, plus or minus this number
+        is the logit of each row of the truth table. By default, it is log 19, which gives rows of 0.95 and 0.05.
 
     Source for "residual": F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -134,9 +142,9 @@ def initial_logits(
 def harden(
     logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
 ) -> UInt8[Array, "*kernels gates"]:
-    """Return the number, from 0 to 15, of each gate's most probable function. A tie gives the first one.
+    """Return the number, from 0 to 15, of each gate's most probable function; in a tie, the first of them.
 
-    If the parameters define a truth table, each row is rounded, and a half becomes 0.
+    For "input_wise" and "walsh", each row of the truth table is rounded, and 0.5 becomes 0.
 
     Raises:
       TypeError, ValueError: as in `gate_layer`.
@@ -155,9 +163,9 @@ def harden(
 def hard_logits(
     gates: UInt8[Array, "*kernels gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*kernels gates parameters"]:
-    """Return parameters whose gates are exactly the given ones: `harden` returns the same numbers.
+    """Return parameters with which gates compute exactly the given functions. `harden` returns the same numbers.
 
-    A layer with these parameters is exact on bits, because its probabilities are 0 and 1.
+    A layer with these parameters is exact on bits, because the probabilities of its functions are 0 and 1.
     """
     row = jnp.asarray(TRUTH_TABLES, dtype)[gates]
     if parametrization == "softmax":
@@ -172,7 +180,7 @@ def variance(
     """Return the uncertainty of a relaxed gate: `Σ_rows r (1 - r)`, with r the rows of its truth table.
 
     r is the probability that the gate outputs 1 for the inputs of the row. The result is therefore the variance of the
-    output. It is 0 for a hard gate.
+    output, summed over the rows. It is 0 for a hard gate.
 
     Raises:
       ValueError: the parametrization is unknown.
@@ -190,11 +198,11 @@ def straight_through(
     hard: Bool[Array, "*kernels gates"],
     parametrization: Parametrization = "softmax",
 ) -> Float[Array, "*kernels gates functions"]:
-    """Return softmax parameters that make some gates hard: their most probable function, with the relaxed gradient.
+    """Return softmax parameters that make some gates hard, but keep the gradients of relaxed gates.
 
-    Let c be the coefficients of a relaxed gate, and h the coefficients of the hard one. Then a gate with the returned
-    parameters has the coefficients `c + hard * stop_gradient(h - c)`, to 1e-18. The parameters are the logarithms of
-    probabilities, because the softmax of these logarithms is the probabilities.
+    A hard gate computes its most probable function. Let c be the coefficients of a relaxed gate, and h the coefficients
+    of the hard gate. A gate with the returned parameters has the coefficients `c + hard * stop_gradient(h - c)`, to
+    1e-18. The parameters are logarithms of probabilities, because the softmax of these is the probabilities.
 
     Args:
       hard: which gates to make hard.
@@ -223,7 +231,9 @@ def _with_gradient_of(relaxed, value):
 
 
 def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -> Float[Array, "*batch groups"]:
-    """Return the sums of `groups` equal runs of neighboring inputs, divided by tau: class scores from a layer of gates.
+    """Return class scores from a layer of gates: the sums of neighboring inputs in equal groups, divided by tau.
+
+    `groups` is the number of groups.
 
     Raises:
       TypeError: x is not floating.
@@ -231,14 +241,16 @@ def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -
     """
     (x,) = checks.floating("group_sum", x=x)
     if x.ndim == 0 or not checks.is_int(groups) or groups < 1 or x.shape[-1] % groups:
-        raise ValueError(f"group_sum: x has shape {x.shape} and groups is {groups!r}; wants a divisor of its last axis")
+        raise ValueError(
+            f"group_sum: x has shape {x.shape} and groups is {groups!r}; wants groups to divide x's last axis"
+        )
     check_tau("group_sum", tau)
     sums = jnp.sum(upcast(x).reshape(*x.shape[:-1], groups, x.shape[-1] // groups), axis=-1)
     return (sums / tau).astype(x.dtype)
 
 
 def check_tau(op: str, tau: Any) -> None:
-    """Require a divisor of scores: a number above 0."""
+    """Require a number above 0, by which scores are divided."""
     if not checks.is_number(tau) or not tau > 0:
         raise ValueError(f"{op}: tau is {tau!r}; wants a number above 0")
 
@@ -252,7 +264,7 @@ def check_parameters(
     name: str = "logits",
     kernels: tuple[int, ...] = (),
 ) -> None:
-    """Require a known parametrization, and the right number of parameters per gate, and of gates per kernel if any."""
+    """Require a known parametrization, and logits of the shape `(*kernels, gates, parameters)`."""
     _check_choice(op, "parametrization", parametrization, get_args(Parametrization))
     checks.shape(op, name, logits, *kernels, gates, PARAMETERS[parametrization])
 

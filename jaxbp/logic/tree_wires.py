@@ -18,8 +18,9 @@ from jaxbp.common.windows import Size
 class TreeWires:
     """The leaves of a convolution's kernels. Each kernel is a complete binary tree of two-input gates over a window.
 
-    A kernel of depth d has `2^d` leaves and `2^d - 1` gates, level by level. At each level, gate g reads two leaves, or
-    two gates of the level before: 2 g as its a, and 2 g + 1 as its b. The last gate is the root.
+    A kernel of depth d has `2^d` leaves and `2^d - 1` gates, numbered level by level. At the first level, gate g reads
+    two leaves: leaf 2 g as its a, and leaf 2 g + 1 as its b. At each further level, it reads the gates 2 g and 2 g + 1
+    of the level before. The last gate is the root.
 
     Make it with `random` or `from_leaves`, once, on the host. It is a pytree: an argument of jitted functions, or a
     constant in them.
@@ -28,8 +29,8 @@ class TreeWires:
       leaves: for each leaf of each kernel, the channel, and the row and column in the window, that it reads; int32.
       readers: the leaves that read each input channel, one channel after the other. Leaf l of kernel k has the number
         `k 2^depth + l`.
-      reader_offsets: where the readers of each channel begin, and where the last ones end.
-      channels: the channels of the input.
+      reader_offsets: the index in `readers` at which each channel begins, and the index at which the last channel ends.
+      channels: the number of channels of the input.
       window: the height and width of the window.
     """
 
@@ -73,7 +74,7 @@ class TreeWires:
         if leaves.ndim != 3 or leaves.shape[2] != 3 or not leaves.shape[0] or leaves.shape[1].bit_count() != 1:
             raise ValueError(
                 f"TreeWires.from_leaves: leaves has shape {leaves.shape}; wants (kernels, leaves, 3), "
-                "with a power of two of leaves"
+                "where leaves is a power of two"
             )
         if leaves.shape[1] < 2:
             raise ValueError("TreeWires.from_leaves: a kernel has 1 leaf; wants at least 2, the leaves of one gate")
@@ -107,8 +108,9 @@ class TreeWires:
     ) -> "TreeWires":
         """Make random trees.
 
-        Every channel is read by equally many kernels, and within a kernel by equally many leaves, give or take one. A
-        kernel reads no position of a channel twice, unless more of its leaves read the channel than it has positions.
+        Every channel is read by equally many kernels, give or take one. Within a kernel, every channel that it reads is
+        read by equally many leaves, give or take one. A kernel reads no position of a channel twice, unless more of its
+        leaves read the channel than the window has positions.
 
         Args:
           channels_per_kernel: the number of channels that a kernel reads, at most all channels.
@@ -129,7 +131,8 @@ class TreeWires:
         rounds = [_shuffled(size, kernels * per_kernel, random) for _ in range(-(-of_channel // size))]
         places = np.concatenate(rounds, axis=1)[:, :of_channel].reshape(kernels, per_kernel, of_channel)
         leaves = np.stack([np.broadcast_to(chosen, places.shape), *np.divmod(places, window[1])], axis=-1)
-        # Channels take turns, so that the leaves that are cut off belong to different channels.
+        # Leaves of different channels alternate, so that the surplus leaves that are cut off belong to different
+        # channels.
         leaves = leaves.swapaxes(1, 2).reshape(kernels, -1, 3)[:, : 2**depth]
         order = _shuffled(2**depth, kernels, random)[..., None]
         return cls.from_leaves(np.take_along_axis(leaves, order, axis=1), channels, window)

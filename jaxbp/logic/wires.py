@@ -1,4 +1,4 @@
-"""Which two inputs each gate of a layer reads, and for each input the gates that read it."""
+"""The wires of a layer of gates: the two inputs that each gate reads, and the gates that read each input."""
 
 import dataclasses
 from typing import Any
@@ -18,9 +18,10 @@ from jaxbp.common import checks
 class Wires:
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
 
-    The wires are also listed by input, so that the gradient of an input is a sum over its consumers. Consumer 2 g is
-    gate g reading the input as its a, and consumer 2 g + 1 is gate g reading it as its b. The consumers of input i are
-    `consumers[offsets[2 i] : offsets[2 i + 2]]`. The even ones come first, up to `offsets[2 i + 1]`.
+    The wires are also listed by input, so that the gradient of an input is a sum over its consumers. A consumer is a
+    gate in one of two roles. Consumer 2 g is gate g that reads the input as its a, and consumer 2 g + 1 is gate g that
+    reads it as its b. The consumers of input i are `consumers[offsets[2 i] : offsets[2 i + 2]]`. Consumers with even
+    numbers come first, up to `offsets[2 i + 1]`.
 
     The constructors `from_pairs`, `random`, `unique` and `moore` make wires and lists once, on the host. The dataclass
     constructor does not check its arguments. Wires are a pytree: an argument of jitted functions, or a constant in
@@ -30,13 +31,13 @@ class Wires:
       a, b: the inputs of each gate, int32 in [0, inputs).
       consumers: the consumers of all inputs, one input after the other.
       partners: for each consumer, the other input of its gate.
-      offsets: where the consumers of each input begin in each role, and where the last ones end.
-      trail: the gates in an order in which most neighbors share an input, and their a and b in that order. Kernels
-        follow the trail, because their inputs are then still in the cache.
-      trail_inputs: the inputs in the order of the trail, so that most neighbors share a gate.
-      trail_consumers, trail_partners: the consumers and partners, with the inputs in that order. Among an input's
-        consumers, those by which the trail leaves the input come first.
-      trail_places: where in `trail_consumers` the trail reaches a gate.
+      offsets: the index in `consumers` at which each role of each input begins, and the index at which the last ends.
+      trail: three rows with the gates in another order, and their a and b. Most neighbors in this order, the trail,
+        share an input. Kernels follow the trail, because an input is then often still in the cache.
+      trail_inputs: the inputs in the order in which the trail first reaches them. Most neighbors share a gate.
+      trail_consumers, trail_partners: the consumers and partners, with the inputs in the order of `trail_inputs`. Among
+        the consumers of an input, the consumers by which the trail leaves the input come first.
+      trail_places: for each gate, the index in `trail_consumers` of the consumer by which the trail reaches the gate.
       inputs: the number of inputs, including those that no gate reads.
       max_fan_out: the largest number of consumers of an input.
     """
@@ -60,7 +61,10 @@ class Wires:
 
     @property
     def regular(self) -> bool:
-        """Whether all inputs have equally many consumers. If their number is even, the trail leaves by half."""
+        """Whether all inputs have equally many consumers.
+
+        If this number is even, the trail leaves each input by half of its consumers.
+        """
         return self.inputs * self.max_fan_out == 2 * self.gates
 
     @property
@@ -81,7 +85,7 @@ class Wires:
         """Make wires where gate g reads a[g] and b[g].
 
         Raises:
-          TypeError: a or b does not hold integers.
+          TypeError: a or b has no integers.
           ValueError: a and b are empty, are not vectors of one length, or are not in [0, inputs).
         """
         inputs = checks.count("Wires.from_pairs", "inputs", inputs)
@@ -184,21 +188,22 @@ class Wires:
 
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return gates in an order in which most neighbors share an input, and inputs of which most neighbors share a gate.
+    """Return the gates and the inputs in orders in which most neighbors are connected.
 
-    Gates are the edges of a graph whose nodes are inputs. A walk continues along any gate that is not yet taken. Where
+    Gates are the edges of a graph whose nodes are inputs. A walk continues along any gate that is not yet taken. If
     there is none, the next walk begins at the same start, or at the next input that still has a gate. If all inputs
-    have an even number of consumers, every walk ends where it began, and so leaves each input as often as it reaches
+    have an even number of consumers, every walk ends where it began. It then leaves each input as often as it reaches
     it.
 
     Returns:
-      For each gate in this order, 2 g if the walk goes from its a to its b, else 2 g + 1; and the inputs.
+      Two arrays. The first has 2 g for each gate g, in the order of the walks, if the walk goes from its a to its b,
+      else 2 g + 1. The second has the inputs, in the order in which the walks first reach them.
     """
     reads, consumers, place, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
     taken, left_by, inputs = set(), [], {}
 
     def walk(i):
-        """Take gates from input i on, as far as possible. Return whether there was one."""
+        """Take gates, starting at input i, until no gate is left. Return whether any gate was taken."""
         begun = len(left_by)
         while True:
             inputs.setdefault(i)
@@ -258,6 +263,6 @@ def _check_indices(name: str, wires: Any, inputs: int) -> np.ndarray:
     if (wrong := np.flatnonzero((wires < 0) | (wires >= inputs))).size:
         raise ValueError(
             f"Wires.from_pairs: {name}[{wrong[0]}] is {wires[wrong[0]]}; "
-            f"wants at least 0 and below {inputs}, the inputs"
+            f"wants at least 0 and below {inputs}, the number of inputs"
         )
     return wires.astype(np.int64)

@@ -47,7 +47,7 @@ class Arguments:
         return tuple(a for a in self.leaves if is_float(a))
 
     def positions(self, argnums: Sequence[int] | None) -> list[int]:
-        """Return the indices of the floating leaves that belong to some arguments; by default to all."""
+        """Return the indices of the floating leaves in the arguments `argnums`; by default, in all arguments."""
         belongs = jax.tree.leaves([[i] * tree.num_leaves for i, tree in enumerate(self.structure.children())])
         return [
             i
@@ -56,7 +56,7 @@ class Arguments:
         ]
 
     def call(self, function: Callable, leaves: Sequence[Any]) -> list[Array]:
-        """Return the floating results of `function` for other arrays.
+        """Return the floating results of `function` with the arrays replaced by `leaves`.
 
         Raises:
           TypeError: a result is not an array.
@@ -87,13 +87,16 @@ def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
         inner = jax.tree_util.keystr(tuple(way), simple=True, separator=".")
         names.append(".".join(filter(None, (parameters[position.idx], inner))))
         a = a if hasattr(a, "dtype") else jnp.asarray(a)
-        # NumPy integers are constants that a program for any device can use.
+        # A NumPy array of integers is a constant that programs for any device can use.
         leaves.append(np.asarray(a) if jnp.issubdtype(a.dtype, jnp.integer) else a)
     return Arguments(tuple(names), tuple(leaves), structure)
 
 
 def _parameters(function: Callable, count: int) -> list[str]:
-    """Return the names of positional arguments. A pair, also within `functools.partial`, has its forward's names."""
+    """Return the names of the positional arguments. For a `Pair`, they are the parameters of its forward.
+
+    `functools.partial` is unwrapped.
+    """
     if isinstance(function, functools.partial):
         return _parameters(function.func, len(function.args) + count)[len(function.args) :]
     try:
@@ -103,7 +106,10 @@ def _parameters(function: Callable, count: int) -> list[str]:
 
 
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
-    """Return `function` with its default implementation if its implementations have other names than jaxbp's."""
+    """Return `function` with its default implementation bound, if it does not know the implementation "autodiff".
+
+    The `implementation=` of a function from another library may have other meanings.
+    """
     if not takes_implementation(function):
         return function
     arguments = take_apart(function, args)
@@ -122,14 +128,14 @@ def without_other_implementations(function: Callable, args: Sequence[Any], optio
 
 
 def bind(function: Callable, implementation: str | None, options: Mapping[str, Any]) -> Callable:
-    """Return `function` with its options and, if it takes one, the implementation."""
+    """Return `function` with its options bound, and with the implementation if the function takes one."""
     if takes_implementation(function):
         options = {**options, "implementation": implementation}
     return functools.partial(function, **options)
 
 
 def takes_implementation(function: Callable) -> bool:
-    """Return whether `implementation=` can be given and is not bound yet."""
+    """Return whether a function has the parameter `implementation`, which `functools.partial` has not bound yet."""
     if isinstance(function, functools.partial) and "implementation" in function.keywords:
         return False
     try:
@@ -144,6 +150,6 @@ def require_function(op: str, name: str, value: Any) -> None:
 
 
 def require_several(op: str, name: str, value: Any) -> None:
-    """Require a sequence of names. The letters of a string would be taken for names."""
+    """Require a sequence of names that is not a string, because each letter of a string would count as a name."""
     if isinstance(value, str):
         raise TypeError(f"{op}: {name} is {value!r}; wants a sequence, say [{value!r}]")

@@ -1,11 +1,11 @@
-"""Describe a wrong gradient in words: a factor, a sign, a permutation."""
+"""Describe in words how a gradient is wrong, such as by a factor, a sign, or a permutation."""
 
 import numpy as np
 
 from jaxbp.verify.derivatives import scale_of
 
 PERCENT = 0.1
-"""A factor that differs from 1 by less than this is given in percent."""
+"""A factor that differs from 1 by less than this fraction is described in percent."""
 
 
 def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:

@@ -1,9 +1,9 @@
 """Compare a backward with finite differences, element by element.
 
-The gradients of every implementation are computed as a user gets them, in the dtype of the arguments. The expected
+The gradients of every implementation are computed in the dtype of the arguments, as they are for a user. The expected
 gradients are computed in float64 from the same numbers, by autodiff, and confirmed by finite differences. A float32
-kernel, which does not take float64, is therefore held to the tolerance of float32, and not to the tolerance of
-differences in float32. `jaxbp.verify.judge` decides what is a mistake.
+kernel, which does not take float64, is therefore compared within the tolerance of float32. Finite differences in
+float32 would need a larger tolerance. `jaxbp.verify.judge` decides what is a mistake.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 """The tolerance of each dtype."""
 ORDERS = (1, 2, 3)
 MOST_KINKS = 16
-"""The number of constants of a program that are tried as kinks."""
+"""The largest number of constants of a program that are tried as kinks."""
 
 
 def check(
@@ -62,31 +62,32 @@ def check(
 ) -> CheckResult:
     """Compare the backward of `op(*args, **options)` with finite differences, in every implementation.
 
-    - Order 0: the value, as computed while differentiating, must equal the value of the plain forward in float64.
-    - Order 1: the gradient of `Σ c y`, with random c, must equal the gradient of the plain forward in float64. Autodiff
-      computes it, and central differences confirm it element by element. If two steps of a difference agree with each
-      other and not with autodiff, the difference is right. If they do not decide, such as at a kink or where something
-      is infinite, autodiff is right.
+    - Order 0: the value, as computed while differentiating, must equal the value of the forward in float64.
+    - Order 1: the gradient of `Σ c y`, with random c, must equal the gradient of the forward in float64. Autodiff
+      computes the expected gradient, and central differences confirm it element by element. If the differences with two
+      step sizes agree with each other but not with autodiff, they are expected instead. If they do not decide, such as
+      at a kink or where something is infinite, autodiff is expected.
     - Orders 2 and 3: the same for the gradient of `Σ c (y + y²/2)`, differentiated along random directions.
 
-    Values and gradients are also computed outside `jit`, under `vmap` and `jax.checkpoint`, and with one array given as
-    all arguments of its shape. Gradients are also compared with autodiff on other data of the same shapes. `added`
+    Values and gradients are also computed outside `jit`, under `vmap` and `jax.checkpoint`, and with one array passed
+    as all arguments of its shape. Gradients are also compared with autodiff on other data of the same shapes. `added`
     names this data:
 
     - "cotangents": dy times -30, and dy with zeros.
-    - "kinks": in each argument, `kinks` and the constants of the forward's program, such as bounds. Also -0 and
-      subnormal numbers.
-    - "ties": few numbers, each many times. "zeros": zeros only. "large": numbers up to 300, one argument at a time.
+    - "kinks": each argument with some elements equal to `kinks` or to constants of the forward's program, such as
+      bounds. Also -0 and subnormal numbers.
+    - "ties": few different numbers, each of which occurs many times. "zeros": zeros only. "large": numbers up to 300,
+      in one argument at a time.
     - "dtypes": the user's data and large numbers in bfloat16 and float16, or in float32 if the data has one of these.
 
-    An implementation that fails on the user's data is not tried on more. Arguments stay in their range: positive
+    An implementation that fails on the user's data is not tried on added data. Arguments stay in their range: positive
     arguments stay positive, arguments in [0, 1] stay there, and rows that sum to 1 are unchanged. For an op with other
     requirements, such as sorted arguments, use `added=("cotangents",)`.
 
-    Products of float32 are exact in a check, whatever JAX's default precision. A number beyond the tolerance is wrong
-    only if autodiff in the same dtype is closer, and if there is no kink within rounding error of the data. If the
-    forward computes in a narrower dtype than its arguments, the tolerance of the narrower dtype applies, and the
-    reference runs the same program in float64. An argument of `stop_gradient` counts as a constant.
+    A check computes products of float32 arrays in full precision, whatever JAX's default precision is. A number beyond
+    the tolerance is wrong only if autodiff in the same dtype is closer, and if there is no kink within rounding error
+    of the data. If the forward computes in a narrower dtype than its arguments, the tolerance of the narrower dtype
+    applies, and the reference runs the same program in float64. An argument of `stop_gradient` counts as a constant.
 
     Args:
       op: a `Pair`, an `Op`, or a function with `implementation=`. A function without it is checked directly.
@@ -96,13 +97,14 @@ def check(
         it is skipped with the reason.
       order: 1 for values and gradients only, which takes the least time, 2 or 3.
       kinks: values at which the op may have a kink.
-      kink_convention: whether the op has autodiff's slope at a kink. If not, any slope between the two sides passes.
-      added: data to check besides the user's.
-      cases: more cases to check: other options, `{"stride": 2}`, or other arguments with their options,
-        `((x, w), {})`.
+      kink_convention: whether the op must have autodiff's slope at a kink. If not, any slope between the slopes on the
+        two sides passes.
+      added: the names of the data to check in addition to the user's.
+      cases: more cases to check. A case is a dict of other options, such as `{"stride": 2}`, or a pair of other
+        arguments and their options, such as `((x, w), {})`.
       tolerances: maps dtypes to tolerances. Arguments of other dtypes are skipped.
-      most_elements: the number of elements per argument that are moved, evenly spread. The others are compared with
-        autodiff. The default takes a few seconds. The row states the number.
+      most_elements: the number of elements per argument that finite differences move, evenly spread. The other elements
+        are compared with autodiff. With the default, a check takes a few seconds. The row states the number.
       gradient_of: a function of the same arguments and options, for a backward that is deliberately not the forward's
         gradient. The backward must be the derivative of this function:
         `check(round_straight_through, x, gradient_of=lambda x: x)`. The order is then 1, and "autodiff", which has
@@ -115,7 +117,7 @@ def check(
 
     Raises:
       ValueError, TypeError: the op does not take the arguments; the order is not 1, 2 or 3; there is no floating
-        argument or result; a result is not an array; the op has no forward in float64; a trace has a side effect; or
+        argument or result; a result is not an array; the op has no forward in float64; the op has a side effect; or
         `gradient_of` has results of other shapes.
     """
     if order not in ORDERS:

@@ -32,11 +32,11 @@ BAR_WIDTH = 60
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
 """For each dtype, the relative difference that the order of a sum may cause."""
 TF32 = 1e-2
-"""The relative difference of products on a GPU's tensor cores, if no precision is requested."""
+"""The relative difference that is allowed on a GPU, where tensor cores round products if no precision is requested."""
 AS_FAST = 1.05
 """Times whose ratio is below this count as equal, because of run-to-run noise."""
 HOST_BOUND = 0.05
-"""If the host waits for the device for less than this share of the time, the host limits the time."""
+"""If the host waits for the device for less than this fraction of the time, the host limits the time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Difference:
 
     Attributes:
       kind: one of `KINDS`.
-      name: the name of the result, or of the argument of the derivative.
+      name: the name of the result, or of the argument with respect to which the derivative is taken.
       absolute: the largest difference of an element; infinite where only one of the two is NaN.
       relative: `‖a - reference‖ / ‖reference‖`.
     """
@@ -62,11 +62,11 @@ class Program:
     """The costs of a compiled program.
 
     Attributes:
-      microseconds: the time per call, with more calls queued behind it. All calls have the same arguments, so small
+      microseconds: the time per call, while further calls are queued. All calls have the same arguments, so small
         arrays stay in the device's cache.
       fastest, slowest: the microseconds per call in the fastest and in the slowest round of timing.
-      host_waited: the share of the time in which the host waited for the device. Near 0, the host limits the time.
-      compile_seconds: the time from Python to the executable.
+      host_waited: the fraction of the time in which the host waited for the device. Near 0, the host limits the time.
+      compile_seconds: the time to trace, lower, and compile the function.
       peak_bytes: the size of arguments, results and temporaries, as XLA reports it.
       temporary_bytes: the size of the temporaries.
     """
@@ -118,7 +118,10 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The findings of `compare`, the reference first. As text: a verdict, and tables of costs and of differences."""
+    """The findings of `compare`, with the reference first.
+
+    Its text has a verdict, a table of costs, and a table of differences from the reference.
+    """
 
     function: str
     device: str
@@ -136,7 +139,7 @@ class Comparison:
     def of(cls, report: Mapping[str, Any]) -> "Comparison":
         """Rebuild a comparison from the plain values of `dataclasses.asdict` or of a JSON file.
 
-        There, None may replace a number that is not finite.
+        In these values, None may replace a number that is not finite.
         """
 
         def difference(values):
@@ -171,7 +174,7 @@ class Comparison:
             return f"{one.implementation} failed: {one.failed}"
         if one.same_as is not None:
             hint = "does the function pass `implementation=` on?"
-            return f"{one.implementation} is the same program as {one.same_as}, so nothing is compared; {hint}"
+            return f"{one.implementation} compiles to the same program as {one.same_as}; {hint}"
         ratio = reference.gradients.microseconds / one.gradients.microseconds
         if abs(np.log(ratio)) < np.log(AS_FAST):
             speed = "as fast"
@@ -265,15 +268,15 @@ def compare(
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.
       args: arrays or pytrees of arrays, including models of Flax NNX.
       implementations: the implementations to compare.
-      reference: the implementation with whose results the others are compared. It is run as well.
+      reference: the implementation with which the others are compared. It runs even if `implementations` lacks it.
       argnums: the arguments to differentiate with respect to; by default all floating ones.
-      second_order: whether to compute the Hessian's product.
-      seconds: the least time of a round of timing.
+      second_order: whether to compute the Hessian's product with a direction.
+      seconds: the least duration of a round of timing, in seconds.
       seed: the seed of all random numbers.
       options: the options of the function.
 
     Returns:
-      A `Comparison`. An implementation that fails has a reason, and the others are still compared.
+      A `Comparison`. If an implementation fails, it contains the reason, and the others are still compared.
 
     Raises:
       ValueError: nothing can be differentiated. Errors of the reference are raised unchanged.
@@ -329,10 +332,10 @@ def compare(
 
 
 def _programs(function: Callable, arguments: Arguments, chosen: Sequence[int]) -> tuple[Callable, Callable, Callable]:
-    """Return the programs of gradients, of the Hessian's product, and of the same product in reverse mode.
+    """Return a function of gradients, and two functions of the Hessian's product with a direction.
 
-    They are `(leaves, cotangents) -> (results, gradients)` and `(leaves, cotangents, direction) -> product`. The
-    first product is forward over reverse, the second one reverse over reverse.
+    They are `(leaves, cotangents) -> (results, gradients)` and, twice, `(leaves, cotangents, direction) -> product`.
+    The first product is forward over reverse, and the second one is reverse over reverse.
     """
 
     def of_chosen(leaves, function):
@@ -376,7 +379,7 @@ def _run(function: Callable, arguments: tuple, seconds: float) -> tuple[Program,
 
 
 def _one_after_another(function: Callable, calls: int, results: Any, *arguments: Any) -> Any:
-    """Return the last results of several calls in sequence with the same arguments."""
+    """Call `function` several times in sequence, with the same arguments, and return the last results."""
 
     def call(before, _):
         # The barrier keeps XLA from merging calls, and from starting one before the previous one ends.
@@ -406,7 +409,7 @@ def _normal(random: np.random.Generator, a: Any) -> np.ndarray:
 
 
 def _spread(reference: Program, one: Program, faster: bool) -> str:
-    """Return the smallest and the largest ratio between a round of one program and a round of the other, as text."""
+    """Return, as text, the smallest and the largest ratio of the times of two rounds, one per program."""
     if None in (reference.fastest, one.fastest):
         return ""
     low, high = reference.fastest / one.slowest, reference.slowest / one.fastest

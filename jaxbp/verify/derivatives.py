@@ -27,10 +27,10 @@ def value_and_gradients(function: Function) -> Callable:
 def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
     """Return `(values, cotangents, directions) -> derivative`.
 
-    The derivative is the gradient of `Σ c (y + y²/2)`, differentiated along directions. At order 2 it is the Hessian
-    times a direction. The square makes dy depend on y, so the backward is also differentiated with respect to dy, even
-    if the op is linear. The mode is forward over reverse, or reverse over reverse if the backward has a
-    hand-written backward.
+    The derivative is the gradient of `Σ c (y + y²/2)`, differentiated along directions. Here y are the results and c
+    the cotangents. At order 2 it is the Hessian times a direction. The square makes dy depend on y, so the backward is
+    also differentiated with respect to dy, even if the op is linear. The mode is forward over reverse. With `reverse`,
+    it is reverse over reverse, which a backward needs if it has a hand-written backward.
     """
 
     def gradient(values, cotangents):
@@ -56,10 +56,10 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 
 
 class Derivatives:
-    """The results of a function, its gradients and their derivatives. Each is compiled on first use.
+    """The results of a function, its gradients, and the derivatives of the gradients. Each is compiled on first use.
 
     Args:
-      modes: whether to take derivatives of gradients in reverse mode, in the order of the attempts.
+      modes: the modes for derivatives of gradients, tried in this order: False for forward and True for reverse mode.
       transform: a transformation that is applied to each program before it is compiled.
       options: options of `jax.jit`.
     """
@@ -75,14 +75,14 @@ class Derivatives:
         self.value_and_gradients, self._higher = self._compiled(value_and_gradients(function)), {}
 
     def __call__(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the results, the gradients, or from order 2 on the result of `derivative`."""
+        """Return the results at order 0, the gradients at order 1, or `derivative` from order 2 on."""
         if order < 2:
             return self.value_and_gradients(values, cotangents)[order]
         return self.with_square(order, values, cotangents, directions)
 
     def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
         """Return the gradient of `Σ c (y + y²/2)` at order 1, and its derivatives at higher orders."""
-        if order == 1:  # needs no program of its own
+        if order == 1:  # the program of the gradients suffices
             y, _ = self.value_and_gradients(values, cotangents)
             return self.value_and_gradients(values, [c * (1 + a) for c, a in zip(cotangents, y, strict=True)])[1]
         for reverse in self._modes:
@@ -96,7 +96,7 @@ class Derivatives:
                     raise
 
     def plain(self, order: int, square: bool = False) -> Callable:
-        """Return the uncompiled program for an order. An order above 1 must have run before.
+        """Return the uncompiled program for an order. A derivative of an order above 1 must have been computed before.
 
         Below order 2, and without the square, the program returns both results and gradients.
         """

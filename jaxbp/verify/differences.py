@@ -1,4 +1,7 @@
-"""Finite differences that confirm a gradient, contradict it, or replace it where it is not finite."""
+"""Finite differences, which confirm a gradient, contradict it, or replace its elements that are not finite.
+
+They are differences of `Σ c y`, the sum of all results y multiplied by their cotangents c.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,24 +15,25 @@ from jaxbp.verify.derivatives import Arrays, float64
 
 EPS = float(np.finfo(np.float64).eps)
 STEP_DIVISOR, STEPS = 8, 5
-"""Each step of a difference is the previous step divided by `STEP_DIVISOR`; `STEPS` steps are tried."""
+"""Up to `STEPS` step sizes are tried. Each step size is the previous one divided by `STEP_DIVISOR`."""
 AT_ONCE = 256
-"""The number of elements that are moved in one call."""
+"""The number of elements whose slopes are computed in one call."""
 CONVERGED, DIVERGED = 1e-3, 1.5
-"""Slopes at two steps are equal if they differ by less than `CONVERGED`. Slopes that grow by more than a factor of
-`DIVERGED` at each step are infinite."""
+"""Slopes with two step sizes are equal if they differ by at most the fraction `CONVERGED`. A slope is infinite if it
+grows by more than a factor of `DIVERGED` each time the step size is reduced."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Slopes:
-    """Slopes of `Σ c y` with respect to single elements.
+    """Slopes of `Σ c y` with respect to single elements of the arguments, one number per element.
 
     Attributes:
-      central: the slopes between the points on both sides.
-      low, high: the sums of the smaller, and of the larger, of each result's two one-sided slopes.
+      central: the slopes between one step below the element and one step above it.
+      low, high: sums over the results. Each result has two one-sided slopes, of which `low` adds the smaller one, and
+        `high` adds the larger one.
       right, left: the one-sided slopes of `Σ c y`.
-      noise: the rounding error of the slopes, from the results that depend on the element.
-      noise_of_all: the rounding error if all results depended on it. A dependence may be too small to see.
+      noise: the rounding error of the slopes, counting only results that change with the element.
+      noise_of_all: the rounding error, counting all results. A result may depend on the element too little to change.
     """
 
     central: np.ndarray
@@ -45,8 +49,8 @@ class Differences:
     """Computes differences of `Σ c y` with respect to single elements of the arguments.
 
     Args:
-      moved: `(values, base) -> results`.
-      eps: the rounding error of the results.
+      moved: `(values, base) -> results`, the function at `values`. Arguments of `stop_gradient` are computed at `base`.
+      eps: the relative rounding error of the results.
     """
 
     def __init__(self, moved: Callable, eps: float = EPS):
@@ -55,7 +59,7 @@ class Differences:
     def __call__(
         self, values: Arrays, cotangents: Arrays, argument: int, indices: np.ndarray, steps: np.ndarray
     ) -> Slopes:
-        """Return the slopes with respect to elements of one argument, at flat indices."""
+        """Return the slopes with respect to the elements of one argument at flat indices, with one step per element."""
         x, size, found = values[argument].ravel()[indices], min(AT_ONCE, values[argument].size), []
         masks = [np.float64(i == argument) for i in range(len(values))]
         with float64():
@@ -94,16 +98,24 @@ class Differences:
 def confirmed(
     autodiff: np.ndarray, steps: np.ndarray, look: Callable, error: Callable[[], float], rtol: float = 1e-6
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the expected gradient, where differences contradict autodiff, and where they confirm it.
+    """Return the expected gradient, where finite differences contradict autodiff, and where they confirm it.
 
-    A slope that equals autodiff's at any step confirms it. A larger step may cross a kink or be too coarse, and a
-    smaller step may see only rounding. Autodiff is contradicted where two steps agree with each other, on both sides,
-    and not with autodiff. Elsewhere, such as at a kink, differences decide nothing, and autodiff is expected. The same
-    holds where the slopes differ by no more than the function's rounding `error()` explains. A function is flat, or a
-    ramp, between two steps of its rounding.
+    An element is confirmed if its slope equals autodiff's with any step size. Larger steps may cross a kink or be too
+    coarse, and smaller steps may show only rounding.
+
+    An element is contradicted if the slopes with two successive step sizes agree with each other, if the left and the
+    right slope agree, and if they differ from autodiff. The slope is then expected.
+
+    Otherwise, such as at a kink, finite differences decide nothing, and autodiff is expected. They also decide nothing
+    if rounding explains the difference from autodiff. A rounded function is constant or linear over short distances, so
+    that wrong slopes can agree with each other.
 
     Args:
-      look: `(which, steps) -> Slopes`.
+      autodiff: the gradient by autodiff, flat.
+      steps: the largest step of each element.
+      look: `(which, steps) -> Slopes`, for the elements with the indices `which`.
+      error: returns the rounding error of `Σ c y`.
+      rtol: the relative difference of slopes that are equal.
     """
     expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
     agreed, open_, before = ~np.isfinite(autodiff), np.isfinite(autodiff), None
@@ -135,9 +147,11 @@ def confirmed(
 
 
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
-    """Return the slope where autodiff is not finite. It is NaN if no side has a slope, or if the two sides disagree.
+    """Return the slopes of elements at which autodiff is not finite.
 
-    A side has a slope if it converges over three steps. If it grows at each of them, the slope is infinite.
+    Each one-sided slope is computed with three step sizes. If it converges, the side has this slope. If it grows each
+    time the step size is reduced, the side has an infinite slope. The result is NaN if neither side has a slope, or if
+    the two sides disagree.
     """
     found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]
     right, left = (_limit(*(getattr(slopes, side) for slopes in found)) for side in ("right", "left"))

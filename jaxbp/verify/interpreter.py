@@ -1,6 +1,6 @@
-"""Run a traced program equation by equation, with a rule that computes each equation.
+"""Run a traced program equation by equation, with a rule that computes the results of each equation.
 
-A value is an array, or a pytree of arrays if the rule needs more than one number per variable.
+The value of a variable is an array, or a pytree of arrays if the rule needs several arrays per variable.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -65,9 +65,10 @@ def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Callable) -> list[Any] | None:
-    """Return the results of a call, a loop, or a branch, with the rule applied to inner equations; else None.
+    """Return the results of a call, a loop, or a branch, with the rule applied to inner equations.
 
-    The first array of a value decides the condition of a loop or a branch.
+    Return None for any other equation. If a value is a pytree, its first array decides the condition of a loop or a
+    branch.
     """
     run = lambda program, args: evaluate(program, args, rule, constant)  # noqa: E731
     first = lambda value: jax.tree.leaves(value)[0]  # noqa: E731
@@ -128,7 +129,7 @@ def has(program: Any, names: frozenset[str] | set[str]) -> bool:
 
 
 def has_custom_rules(program: Any) -> bool:
-    """Return whether a program has derivative rules from outside JAX. The rule of `jax.nn.relu` is JAX's."""
+    """Return whether a program has custom derivative rules from outside JAX, unlike the rule of `jax.nn.relu`."""
     return any(e.primitive.name in CUSTOM_RULES and not _is_rule_of_jax(e) for e in equations(program))
 
 

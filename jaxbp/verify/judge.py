@@ -1,16 +1,19 @@
-"""Decide whether a result is wrong, without taking rounding or a kink for a mistake.
+"""Decide whether a result is wrong, without mistaking rounding or a kink for an error.
 
-A number passes if it is within the tolerance of its dtype. Otherwise it passes if one of these holds, tried in order:
+Each number of a result is compared with its expected number, computed in float64. It passes if the difference is within
+the tolerance of its dtype. Otherwise it passes if one of these conditions holds, which are tested in this order:
 
-- Autodiff of the plain forward in the same dtype gives the same number, or overflows.
-- The number's error is at most four times autodiff's error against float64, measured on three data sets nearby. Or it
-  is at most four times the change that random roundings make in autodiff at the data itself (`jaxbp.verify.rounding`).
-- The number is infinite or NaN, and one term of the sum overflows. A term is one result's part of a gradient.
-- The number lies between float64 gradients at points around the data, as near as rounding may move the data. If these
-  gradients differ, there is a kink, and the last bit decides on which side the data is. A kink exactly at the data,
-  such as a tie, counts only for an op without a convention, or in half precision.
-- The number lies there, and each result's part of it could come from autodiff with other roundings. If two sums are
-  equal up to rounding, the last bit decides which one is larger.
+- Autodiff of the forward in the same dtype gives the same number, or overflows.
+- The number's error is at most four times autodiff's error against float64, measured on three slightly different data
+  sets. Or its error is at most four times the change that random roundings make in the gradient by autodiff
+  (`jaxbp.verify.rounding`).
+- The number is infinite or NaN, and one term of the gradient overflows. A term is the part of the gradient that comes
+  from one result of the op.
+- There is a kink near the data, and the number lies between the float64 gradients at points around the data. These
+  points are as close as rounding may move the data, so the last bit decides on which side of the kink the data is. A
+  kink exactly at the data, such as a tie, counts only in half precision, or if the op need not have autodiff's slope.
+- There is a kink at the data, and for each result, its part of the gradient could come from autodiff with other
+  roundings. For example, if two sums are equal up to rounding, the last bit decides which one is larger.
 """
 
 import dataclasses
@@ -26,32 +29,36 @@ from jaxbp.verify.points import Point, generator
 from jaxbp.verify.reference import Expected, Reference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
-"""Rounding is measured on `SAMPLES` data sets that differ from the data by the share `NEAR`. `ALLOWED` times the
-measured error passes."""
+"""Autodiff's rounding error is measured on `SAMPLES` data sets, in which each number differs from the user's number by
+at most the fraction `NEAR`. An error of up to `ALLOWED` times the measured error passes."""
 FACTOR_ELEMENTS = 8
-"""In an array of fewer elements, rounding can look like a factor."""
+"""The least number of elements of an array for which a common factor counts as a mistake. In fewer elements, rounding
+can look like a common factor."""
 MOST = 32
-"""The number of elements that are looked at one by one."""
+"""The largest number of elements per argument that `_around` moves one by one."""
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
-"""Where rounding decides, at most `PARTS` parts of the results are looked at one by one. There are fewer if their
-gradients would exceed `NUMBERS` numbers. `RUNS` other roundings are tried."""
+"""Limits of `_decided_by_rounding`. It divides the op's results into at most `PARTS` parts, and into fewer if the
+gradients of all parts would have more than `NUMBERS` elements. It computes them with `RUNS` sets of other roundings."""
 ROUNDINGS = 16
-"""The data may be this many roundings of an argument's largest element away from a kink."""
+"""The largest distance of a kink near the data, in roundings of an argument's largest element."""
 NEIGHBOURS = 16
-"""The number of points around the data whose gradients show whether there is a kink."""
+"""The number of random points around the data. A kink is found if their gradients differ."""
 KINK_RTOL = 1e-12
-"""A kink within this share of an argument's scale counts as a kink at the data itself."""
+"""The largest distance of a kink that counts as exactly at the data, as a fraction of an argument's largest element."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
-"""A gradient jumps if it changes within a distance of `KINK_WIDTH`, as a share of an argument's scale. Jumps are looked
-for at `KINKS_LOOKED_AT` elements, or at fewer if halvings times numbers in the arguments exceed `WORK`."""
+"""A gradient jumps if it changes over a distance of `KINK_WIDTH` times an argument's largest element. At most
+`KINKS_LOOKED_AT` elements are tested for jumps. There are fewer if the number of tested elements, times the number of
+halvings, times the number of elements of all arguments, would exceed `WORK`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """The tolerance for a number a of an array with expected numbers e: `|a - e| <= rtol |e| + atol max(1, max |e|)`.
+    """The tolerance for one dtype: a number a of an array passes if `|a - e| <= rtol |e| + atol max(1, max |e|)`.
+
+    Here e is the expected number, and `max |e|` is the largest one in the expected array.
 
     Attributes:
-      step: the step of finite differences; None for a step relative to the argument's scale.
+      step: the step of finite differences. None means a step in proportion to the argument's largest element.
     """
 
     rtol: float
@@ -64,8 +71,10 @@ class Judge:
 
     Args:
       reference: the expected results, in float64.
-      autodiff: the implementation that autodiff differentiates, in the dtype of the arguments; or None.
-      convention: whether the op has autodiff's slope at a kink.
+      autodiff: the programs of the forward and of its gradients by autodiff, in the dtype of the arguments; or None.
+      tolerances: maps dtypes to tolerances.
+      directions: the directions along which gradients are differentiated, for orders above 1.
+      convention: whether the op must have autodiff's slope at a kink.
       precision: the dtype that the forward computes in, if it has less precision than the arguments.
     """
 
@@ -85,7 +94,10 @@ class Judge:
         self._otherwise = None, None
 
     def verdict(self, point: Point, expected: Expected, i: int, actual: Any, checked: Any) -> dict[str, Any]:
-        """Return the fields of a row for the i-th expected array at a point, from an implementation `checked`."""
+        """Compare an array with the i-th expected array at a point, and return the fields of its `CheckRow`.
+
+        `actual` is the array, and `checked` has the programs of the implementation that computed it.
+        """
         dtype, a = self._precision_of(actual.dtype), np.asarray(actual, np.float64)
         e, contradicted = expected.arrays[i], expected.contradicted[i]
         if a.size == 0:
@@ -95,11 +107,11 @@ class Judge:
         autodiff = None
         sees_kinks = self._sees_kinks(point, expected.order, dtype)
         if sees_kinks and (autodiff := self._autodiff(point, expected.order, i)) is not None:
-            # In a narrow dtype, the forward's kink may be next to the float64 kink.
+            # In a narrow dtype, the forward may have its kink at a slightly different number than in float64.
             e = np.where(contradicted | (_compare(autodiff, e, tolerance)[0] <= 1), e, autodiff)
         excess, difference = compare(e)
-        # A NaN from finite numbers is never expected. An infinite gradient is expected only of an op with JAX's
-        # conventions.
+        # A NaN is never expected if the arguments are finite. An infinite gradient is expected only if the op must have
+        # autodiff's slope at a kink.
         loose = point.maybe_undefined or expected.order > 1 or (point.kinks and not self.convention)
         told = np.isfinite(e) if loose else ~np.isnan(e)
         held = told if all(np.isfinite(v).all() for v in point.values) else np.ones(e.shape, bool)
@@ -125,7 +137,8 @@ class Judge:
             more, _ = compare(e, ALLOWED * spread)
             wrong, reason = _excused(wrong, more <= 1, reason, "within the rounding error of autodiff")
         if wrong.any():
-            # A half-precision op accumulates in float32, but its gradient is rounded before it is differentiated.
+            # An op in half precision accumulates in float32. Above order 1, however, the gradient has been rounded to
+            # half precision before it is differentiated.
             in_dtype = expected.order > 1 or self.autodiff is None
             terms = np.dtype(jnp.dtype(dtype) if in_dtype else np.promote_types(jnp.dtype(dtype), np.float32)).name
             settings = point.values, point.cotangents, self.directions, jnp.dtype(terms)
@@ -174,9 +187,9 @@ class Judge:
         return np.asarray(self.autodiff.results(order, point.values, point.cotangents, self.directions)[i], np.float64)
 
     def _a_term_overflows(self, point, order, i, dtype):
-        """Return where one result's part of a gradient exceeds the range of the dtype.
+        """Return where the part of the i-th gradient that comes from a single result exceeds the range of the dtype.
 
-        The dtype adds the parts up in any order, so a sum that cancels may still become infinite or NaN.
+        An implementation may add these parts in any order. Their sum may become infinite or NaN even if they cancel.
         """
         beyond = np.zeros(point.values[i].shape if order else (), bool)
         for k in range(len(point.cotangents) if order else 0):
@@ -193,7 +206,10 @@ class Judge:
         return self.precision.name if narrow and eps(self.precision) > eps(dtype) else dtype.name
 
     def _rounding(self, point, order, i):
-        """Return the error of autodiff in the dtype against float64, near the point."""
+        """Return the error of autodiff, in the dtype of the arguments, against float64.
+
+        It is the median, over data sets near the point, of the largest error in the i-th array.
+        """
         autodiff = self.autodiff
         if autodiff is None:
             return 0.0
@@ -210,7 +226,11 @@ class Judge:
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
-        """Return where another slope is right, the reason, and a hint for the elements where it is not."""
+        """Return where `a` has a correct slope at a kink, the reason, and a hint.
+
+        A slope is correct if it lies between the slopes on the two sides of the kink. The hint describes a kink at
+        which `a` is wrong. It is None if there is none.
+        """
         reach = ROUNDINGS * float(jnp.finfo(dtype).eps)
         indices, limit = np.flatnonzero(_compare(a, e, tolerance)[0] > 1), _limit(e, tolerance)
         (ends, near), (_, hair) = (self._around(point, order, i, share, indices[:MOST]) for share in (reach, KINK_RTOL))
@@ -231,9 +251,11 @@ class Judge:
         return fine, "any slope is right at a kink" if (at_it & fine).any() else "within rounding error of a kink", hint
 
     def _jump(self, point, order, i, around, indices, limit):
-        """Return which elements jump between the point and the nearby points at which they change most.
+        """Return which elements of the i-th gradient have a kink between the point and a nearby point.
 
-        A jump means a kink. If there are too many elements, a sample is tested. If all of the sample jump, all do.
+        At a kink, the gradient jumps. Each element is tested on the way to the two nearby points at which it changes
+        most. If there are too many elements, a sample is tested. If all elements of the sample jump, all elements are
+        assumed to jump.
         """
         reach, ends, near = around
         halvings = max(0, int(np.ceil(np.log2(reach / KINK_WIDTH))))
@@ -258,7 +280,11 @@ class Judge:
         return jumps
 
     def _decided_by_rounding(self, point, i, a, checked, dtype, tolerance):
-        """Return where each result's part of the i-th gradient could come from autodiff with other roundings."""
+        """Return where the i-th gradient could come from autodiff with other roundings.
+
+        The results are divided into parts, and the gradient of each part is compared separately. It must lie within the
+        range of the gradients that autodiff computes with different roundings.
+        """
         sizes = [c.size for c in point.cotangents]
         count = max(1, min(PARTS, sum(sizes), NUMBERS // sum(v.size for v in point.values)))
         numbers = np.split(np.arange(sum(sizes)) % count, np.cumsum(sizes)[:-1])
@@ -280,17 +306,20 @@ class Judge:
             limits = [_limit(np.abs(g).max(axis=0), tolerance) for g in found]
             low, high = found[i].min(axis=0) - limits[i], found[i].max(axis=0) + limits[i]
             fine &= (part[i] >= low) & (part[i] <= high) & _sums_are_right(part[i], found[i], limits[i])
-            # The gradient that one argument lacks must have gone to another.
+            # If a gradient is missing from one argument, it must appear in another one.
             of_all = np.stack([flat(run) for run in zip(*found, strict=True)])
             fine &= _sums_are_right(flat(part), of_all, flat(limits)).all()
             whole += part[i]
-        return fine & (_compare(whole, a, tolerance)[0] <= 1)  # else the backward is not linear in dy
+        # A backward is linear in dy, so the gradients of the parts must add up to the gradient.
+        return fine & (_compare(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return points around a point, and the i-th gradient at each of them. The last point is the point itself.
+        """Return nearby points, and the i-th gradient at each of them and, as the last one, at the point itself.
 
-        At some points, one element moves further up or down than all others, and so becomes the only largest of several
-        equal ones. These are the elements at `places`, and some elements of the other arguments.
+        A nearby point moves each element by at most the fraction `share` of its argument's largest element. At some
+        points, one element moves further up or down than all others, so that a tie is broken in its favor or against
+        it. This is done for the elements of the i-th argument at the flat indices `places`, and for some elements of
+        each other argument.
         """
         random, ends, found = generator(2), [], []
         moves = [(None, None, 0)] * NEIGHBOURS
@@ -314,12 +343,15 @@ def within(a: Any, e: Any, tolerance: Tolerance) -> bool:
 
 
 def _excused(wrong, fine, reason, why):
-    """Return what is still wrong, and the reason why the rest passes."""
+    """Return `wrong` without the elements that are `fine`, and the reason why these pass, which is `why`."""
     return wrong & ~fine, why if (wrong & fine).any() else reason
 
 
 def _is_multiple(a, e, autodiff, held, tolerance):
-    """Return whether `a` is a multiple of `e`, and autodiff's array is not. Rounding never gives a common factor."""
+    """Return whether `a` differs from `e` by a common factor, but autodiff's array does not.
+
+    Rounding never produces a common factor, so such a factor is a mistake.
+    """
     held = held & np.isfinite(a) & np.isfinite(e)
     if autodiff is None or held.sum() < FACTOR_ELEMENTS or not np.isfinite(autodiff[held]).all() or not e[held].any():
         return False
@@ -328,9 +360,11 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return whether the sums along each axis are among those found: a tie must divide all of the gradient.
+    """Return where the sums of a gradient along each axis are correct.
 
-    Sums that differ between sides get as much slack as they differ, because few points reach a corner of many ties.
+    A tie may divide the gradient among equal elements, but it must divide all of it. The sums must therefore lie within
+    the range of the sums of the gradients `found` at nearby points. If those sums differ, the range is extended by
+    their difference, because few points cannot break many ties in every combination.
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):
@@ -346,7 +380,7 @@ def _limit(e: np.ndarray, tolerance: Tolerance) -> np.ndarray:
 
 
 def _compare(a: np.ndarray, e: np.ndarray, tolerance: Tolerance, more: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """Return the differences as shares of the allowed ones, and the differences."""
+    """Return the differences divided by the allowed differences, and the differences themselves."""
     with np.errstate(invalid="ignore", over="ignore"):
         same = (a == e) | (np.isnan(a) & np.isnan(e))
         difference = np.where(same, 0.0, np.nan_to_num(np.abs(a - e), nan=np.inf, posinf=np.inf))
@@ -354,7 +388,10 @@ def _compare(a: np.ndarray, e: np.ndarray, tolerance: Tolerance, more: float = 0
 
 
 def _inputs(point: Point, names: Sequence[str], worst: tuple, shape: tuple[int, ...]) -> tuple[tuple[str, float], ...]:
-    """Return each argument's value at an element, for the arguments that have or broadcast to the array's shape."""
+    """Return the name and the value of each argument at the element with index `worst` of an array.
+
+    Arguments that do not broadcast to the array's shape are left out.
+    """
     found = []
     for name, a in zip(names, point.values, strict=True):
         aligned = shape[len(shape) - a.ndim :] if a.ndim <= len(shape) else None

@@ -1,4 +1,4 @@
-"""Evaluate in float64 a program that computes in a narrower dtype.
+"""Evaluate a program in float64 although it computes in a narrower dtype.
 
 A function may convert its float64 arguments, as in `x.astype(float32)` or `preferred_element_type=float32`. A finite
 difference would then move them by less than one rounding. `lifted` evaluates the same program with every floating
@@ -33,9 +33,9 @@ def lifted(function: Callable) -> Callable:
 
 
 def narrowest(*programs: Any) -> np.dtype | None:
-    """Return the floating dtype of least precision in which programs compute from their floating arguments.
+    """Return the floating dtype of least precision among all values that depend on the programs' floating arguments.
 
-    It is None if they compute nothing from them.
+    Return None if no value depends on them.
     """
     jaxprs = [getattr(program, "jaxpr", program) for program in programs]
     found = set().union(*(_computed_in(jaxpr, {v for v in jaxpr.invars if _is_float(v.aval)}) for jaxpr in jaxprs))
@@ -43,7 +43,7 @@ def narrowest(*programs: Any) -> np.dtype | None:
 
 
 def _computed_in(jaxpr, moved):
-    """Return the dtypes of all values that depend on the variables `moved`, and add these values to `moved`."""
+    """Return the dtypes of all floating values that depend on the variables `moved`, and add the values to `moved`."""
     found = set()
     for equation in jaxpr.eqns:
         if not any(v in moved for v in equation.invars if not hasattr(v, "val")):

@@ -1,4 +1,4 @@
-"""Where an op is checked: at the user's data, and at added data that shows what random numbers do not."""
+"""The data at which an op is checked: the user's data, and added data that reveals what random numbers do not."""
 
 import dataclasses
 import functools
@@ -14,19 +14,20 @@ EXTRA_DATA = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
 """The names of the data that a check adds to the user's data."""
 USER_DATA = "own data"
 SUBNORMAL, LEAST_NORMAL = 1e-39, 1.5e-38
-"""A number that is subnormal in float32 and bfloat16, and one that is just not subnormal."""
+"""A number that is subnormal in float32 and bfloat16, and a slightly larger number than the least normal one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Arguments and cotangents.
+    """Arguments of an op and cotangents of its results.
 
     Attributes:
       name: the name in reports.
       values, cotangents: arrays in float64, rounded to the dtypes that the op takes.
-      of: the index of the argument, if the point tests a single argument.
-      kinks: whether numbers were put exactly where the op may have a kink.
-      maybe_undefined: whether the op may be undefined there. Then an expectation that is not finite means nothing.
+      of: the index of the tested argument, if the point tests a single argument; else None.
+      kinks: whether some numbers lie exactly where the op may have a kink.
+      maybe_undefined: whether the op may be undefined at this data. Expected numbers that are not finite are then
+        ignored.
     """
 
     name: str
@@ -81,7 +82,7 @@ def points(
 
 
 def halved(own: Point) -> Point:
-    """Return half of each argument, except of arguments whose rows sum to 1."""
+    """Return a point with every argument divided by 2, except arguments whose rows sum to 1."""
     return dataclasses.replace(_each(own, "half", lambda a: a / 2), kinks=False, maybe_undefined=False)
 
 
@@ -95,14 +96,14 @@ def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
 
 
 def everywhere_large(own: Point, random: np.random.Generator) -> Point:
-    """Return large numbers in all arguments at once."""
+    """Return a point with large numbers in all arguments at once."""
     return _each(own, "large", lambda a: _large(a, random))
 
 
 def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
-    """Yield points with kinks in an argument, each kink twice if there is room.
+    """Yield points at which elements of the i-th argument are at kinks.
 
-    The second time, other arguments of the same shape are 0 there.
+    Each kink occurs twice if the array is large enough. At the second position, other arguments of its shape are 0.
     """
     size, remaining = own.values[i].size, list(kinks)
     while size and remaining:
@@ -130,7 +131,7 @@ def _sums_to_1(a: np.ndarray) -> bool:
 
 
 def _with_least(a: np.ndarray) -> np.ndarray:
-    """Return the array with -0 and with subnormal numbers of the signs that occur in it."""
+    """Return the array with three elements replaced by -0 and by subnormal numbers, with the signs that occur in it."""
     least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
     least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
     changed = np.array(a)

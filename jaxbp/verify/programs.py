@@ -1,4 +1,4 @@
-"""Run an implementation as a user does: under `jit` or outside, under `vmap` and `remat`, and with one array twice."""
+"""Run an implementation as users do: with or without `jit`, `vmap`, and `remat`, or with one array as two arguments."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from jaxbp.verify.derivatives import Arrays, Derivatives, Function, value_and_gr
 
 
 class Programs:
-    """The programs of one implementation's value, gradients, and their derivatives, in one dtype.
+    """The programs that compute one implementation's values, gradients, and derivatives of gradients, in one dtype.
 
     Args:
       change: a transformation of the implementation's function.
@@ -70,7 +70,10 @@ class Programs:
         return _flat(value_and_gradients(self._plain)(values, cotangents))
 
     def vmapped(self, points: Sequence[tuple[Arrays, Arrays]], vmap: bool, remat: bool) -> list[list[Any]]:
-        """Return values and gradients for each point: in one batch with `vmap`, and recomputed with `remat`."""
+        """Return values and gradients for each point.
+
+        With `vmap`, the points are one batch. With `remat`, the backward recomputes the forward under `jax.checkpoint`.
+        """
         run = value_and_gradients(jax.checkpoint(self._plain) if remat else self._plain)
         stack = lambda arrays: [np.stack(a) for a in zip(*arrays, strict=True)]  # noqa: E731
         values = [self._in_dtypes(values) for values, _ in points]

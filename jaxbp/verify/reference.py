@@ -1,4 +1,4 @@
-"""The expected gradients of a backward, in float64: autodiff of the plain forward, confirmed by finite differences."""
+"""The expected gradients of an op in float64, by autodiff of the forward, and confirmed by finite differences."""
 
 import dataclasses
 import functools
@@ -28,7 +28,8 @@ from jaxbp.verify.rounding import rounded_otherwise, rounding
 from jaxbp.verify.stopping import STOP, held
 
 MOST_NOT_FINITE = 64
-"""The number of gradient elements that are not finite and that finite differences decide."""
+"""The largest number of elements per gradient, among those that are not finite, for which finite differences are tried.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +39,9 @@ class Expected:
     Attributes:
       order: 0 for values, 1 for gradients, 2 and 3 for derivatives of the gradients.
       against: how the arrays were computed.
-      arrays: one array per result, or one per argument to differentiate with respect to.
-      contradicted: where finite differences contradict autodiff. There, they are expected.
-      undecided: where autodiff is not finite and finite differences do not decide; None if nowhere.
+      arrays: one array per result at order 0, and one array per floating argument at other orders.
+      contradicted: where finite differences contradict autodiff. There, `arrays` has the finite differences.
+      undecided: where autodiff is not finite and finite differences do not decide; None if there is no such element.
     """
 
     order: int
@@ -51,15 +52,15 @@ class Expected:
 
 
 class Reference:
-    """The forward of an op in float64, which autodiff differentiates, and the results expected of the op.
+    """The forward of an op, from which the op's expected results and gradients are computed in float64.
 
     Attributes:
-      function: the plain forward, in the dtype of its arguments.
+      function: the forward, which computes in the dtype of its arguments.
       names, result_names: the names of the floating arguments and results.
       results: the shapes and dtypes of the results for the given arguments.
-      independent: whether only JAX's rules differentiate it, so that the op's backward has no part in it.
-      constants: the numbers in its program, at which it may have a kink.
-      note: a remark on a program that computes in a narrower dtype than its arguments; None if there is none.
+      independent: whether JAX differentiates `function` without the op's hand-written backward or other custom rules.
+      constants: the floating constants in the program of `function`, such as bounds. It may have kinks there.
+      note: a remark, if the program computes in a narrower dtype than its arguments; else None.
     """
 
     def __init__(
@@ -98,7 +99,10 @@ class Reference:
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lifting(self, wide, dtype):
-        """Lift the program to float64. If that fails, use steps that the narrow dtype can resolve."""
+        """Return a transformation that lifts the program to float64.
+
+        If it cannot be lifted, return the identity, and take steps that the narrow dtype can resolve.
+        """
         cotangents = [jax.ShapeDtypeStruct(y.shape, np.float64) for y in self.results]
         try:
             with float64():
@@ -106,7 +110,7 @@ class Reference:
         except Exception as error:  # a primitive can raise anything for an unsupported dtype
             reason = str(error) if isinstance(error, CannotLiftError) else type(error).__name__
             self._eps = float(jnp.finfo(dtype).eps)
-            self.note = f"computes in {dtype.name}, not liftable ({reason}); finite differences take larger steps"
+            self.note = f"computes in {dtype.name}, not in float64 ({reason}); finite differences take larger steps"
             return lambda program: program
         self.note = f"computes in {dtype.name}; the reference runs the same program in float64"
         return lifted
@@ -114,7 +118,7 @@ class Reference:
     def _require_results(self, surrogate, arguments, name):
         shapes = [y.shape for y in jax.eval_shape(surrogate, *arguments.floats)]
         if shapes != (wanted := [y.shape for y in self.results]):
-            raise ValueError(f"check: gradient_of={name} has results of shapes {shapes}; wants {wanted}")
+            raise ValueError(f"check: gradient_of={name} has results of shapes {shapes}; wants {wanted}, as the op has")
 
     @functools.cached_property
     def _without_custom_rules(self) -> Derivatives:
@@ -122,7 +126,7 @@ class Reference:
         return Derivatives(without_custom_rules(self.function), transform=self._transform)
 
     def computed_in(self, dtypes: Sequence[np.dtype]) -> np.dtype | None:
-        """Return the floating dtype of least precision that the forward computes in, for arguments of these dtypes."""
+        """Return the floating dtype of least precision in which the forward computes for arguments of these dtypes."""
         shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._shapes, dtypes, strict=True)]
         return narrowest(jax.make_jaxpr(self.function)(*shapes))
 
@@ -133,9 +137,10 @@ class Reference:
     def first_orders(
         self, values: Arrays, cotangents: Arrays, steps: Sequence[float | None], most: int
     ) -> tuple[Expected, Expected]:
-        """Return expected values and gradients. At most `most` elements per argument are moved to confirm gradients.
+        """Return the expected values and the expected gradients. Finite differences confirm the gradients.
 
-        Each argument has its step. A step of None is relative to the argument's scale.
+        They move about `most` elements per argument. `steps` has one step per argument. None means a step in proportion
+        to the argument's largest element.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
         error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
@@ -175,7 +180,10 @@ class Reference:
         return Expected(0, "float64", y, uncontradicted), Expected(1, against, arrays, contradicted, undecided)
 
     def higher(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Expected:
-        """Return the expected derivative of this order: autodiff, confirmed by differences of the order below."""
+        """Return the expected derivative of this order, by autodiff.
+
+        Finite differences of the derivative of the next lower order confirm it.
+        """
         autodiff = self.derivative(order, values, cotangents, directions)
         below = directions[: order - 2]
         gradient_at = self._gradient_near(order - 1, values, cotangents, below)
@@ -202,7 +210,10 @@ class Reference:
         return Expected(order, against, shaped(slope), shaped(other))
 
     def derivative(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()) -> Arrays:
-        """Return the results, the gradients, or from order 2 on the result of `derivative`, in float64."""
+        """Return the results at order 0, the gradients at order 1, or `derivatives.derivative` from order 2 on.
+
+        They are computed in float64.
+        """
         with float64():
             return in_numpy(self._derivatives(order, list(values), list(cotangents), list(directions)))
 
@@ -218,7 +229,7 @@ class Reference:
     def rounding(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays], dtype: Any = np.float64
     ) -> Arrays:
-        """Return the change that rounding to a dtype makes in values, gradients, or the derivative of an order."""
+        """Return how far rounding to a dtype moves the results of `derivative` for an order."""
         self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         with float64():
             run, arguments = self._derivatives.plain(order), [list(values), list(cotangents)]
@@ -228,10 +239,10 @@ class Reference:
             return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
-        """Return the gradients, and the gradients with other roundings: `(1 + runs, parts, ...)` each.
+        """Return the gradients without and with other roundings. Each array has the shape `(1 + runs, parts, ...)`.
 
         Args:
-          parts: the cotangents of each result, with the parts as first axis.
+          parts: one array per result, with one cotangent per part along the first axis.
           settings: the settings of `rounding.rounded_otherwise`.
         """
 
@@ -253,10 +264,11 @@ class Reference:
         indices: np.ndarray,
         halvings: int,
     ) -> np.ndarray:
-        """Return the jumps of elements of the i-th derivative between the values and the ends, one end per element.
+        """Return the jumps of elements of the i-th derivative between the values and the ends.
 
-        The interval is halved repeatedly, and the half with the larger change is kept. In the limit, a smooth function
-        does not change. A function with a kink changes by the jump of its slope.
+        `indices` has the flat indices of the elements, and `ends` has one point per element. The interval from the
+        values to this point is halved `halvings` times, and the half with the larger change is kept. Over such a short
+        interval, the derivative of a smooth function hardly changes. At a kink, it changes by its jump.
         """
         self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         if (order, i) not in self._jumps:
@@ -289,7 +301,7 @@ class Reference:
             return np.asarray(self._jumps[order, i](list(values), others, halvings, stacked, indices))
 
     def _rounding_of_sum(self, values, cotangents):
-        """Return how far rounding moves `Σ c y` at most."""
+        """Return how far rounding moves `Σ c y` at most. Here c are the cotangents, and y the results."""
         moved = self.rounding(0, values, cotangents, [])
         return sum(float(np.sum(np.abs(c) * m)) for c, m in zip(cotangents, moved, strict=True))
 
@@ -303,10 +315,10 @@ class Reference:
         return np.full(indices.shape, step) if self._eps == EPS else np.maximum(step, by_scale)
 
     def _sampled(self, values, cotangents, i, gradient, most):
-        """Return the flat indices of the elements to move, spread evenly.
+        """Return the flat indices of the elements that finite differences move: `most` elements, spread evenly.
 
-        If a custom rule has a part in the gradient, half of them may be elements at which the gradient differs most
-        from autodiff without the rule.
+        If custom rules take part in the gradient, up to `most // 2` further elements are included. At these, the
+        gradient differs most from autodiff without the custom rules.
         """
         evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
         if self.independent or gradient.size <= most:
@@ -320,7 +332,10 @@ class Reference:
         return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
 
     def _gradient_near(self, order, values, cotangents, below):
-        """Return a function of moved values that computes `with_square`, with all stopped gradients held."""
+        """Return a function that computes `Derivatives.with_square` at moved values, as one flat array.
+
+        The arguments of `stop_gradient` stay fixed at their unmoved values.
+        """
         arguments = list(cotangents), list(below)
         with float64():
             self._derivatives.with_square(order, list(values), *arguments)  # selects forward or reverse mode
@@ -338,9 +353,10 @@ class Reference:
 
 
 def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
-    """Return the forward that takes float64, the shapes and dtypes of its results, and whether it is "autodiff".
+    """Return a forward that takes float64, the shapes and dtypes of the op's results, and whether it is "autodiff".
 
-    The forward of "autodiff" has no hand-written backward. The results belong to the arguments in their dtypes.
+    The implementation "autodiff" has no hand-written backward. The dtypes are the results' dtypes for the arguments as
+    given, not for float64.
 
     Raises:
       ValueError: there is no floating result.
@@ -362,7 +378,7 @@ def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]
         except TypeError as error:
             raise TypeError(
                 f"check: {name_of(op)} does not take float64, which the reference needs: {error}. An array that the "
-                "function closes over keeps its dtype; give it to check as an argument"
+                "function closes over keeps its dtype; pass it to check as an argument"
             ) from error
         if not results:
             raise ValueError(f"check: {name_of(op)} has no floating result; wants at least one, to differentiate")
@@ -386,7 +402,7 @@ def with_gradient_of(forward: Function, surrogate: Function) -> Function:
 
 
 def _require_pure(function: Function, shapes: Sequence[Any], program: Any, name: str) -> None:
-    """Require that another trace gives the same program."""
+    """Raise TypeError if a second trace of the function gives another program."""
     with float64():
         again = jax.make_jaxpr(lambda *values: function(*values))(*shapes)
     if _signature(program) != _signature(again):
@@ -394,13 +410,16 @@ def _require_pure(function: Function, shapes: Sequence[Any], program: Any, name:
 
 
 def _signature(program):
-    """Return the primitives, the shapes, and the numbers of a program."""
+    """Return, for each equation of a program, its primitive, the shapes of its results, and its constants."""
     literals = lambda e: [repr(np.asarray(v.val)) for v in e.invars if hasattr(v, "val") and v.aval.shape == ()]  # noqa: E731
     return [(e.primitive.name, [str(v.aval) for v in e.outvars], literals(e)) for e in equations(program)]
 
 
 def _constants(program: Any) -> list[float]:
-    """Return the floating constants of a program, without the bounds of a dtype."""
+    """Return the floating constants of a program with magnitudes from 1e-3 to 1e3.
+
+    Other constants, such as the largest number of a dtype, are left out.
+    """
     found = set()
     for equation in equations(program):
         for variable in equation.invars:

@@ -22,20 +22,20 @@ class CheckRow:
     """The finding for one argument.
 
     Attributes:
-      op, implementation, dtype: what ran.
+      op, implementation, dtype: the op, the implementation, and the dtype that were checked.
       argument: the name of the argument or of the result, or "all" for all of them together.
       order: 0 for a value, 1 for a gradient, 2 and 3 for derivatives of the gradient.
       against: how the expected array was computed.
-      verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if nothing decides.
+      verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if the check cannot decide.
       elements: the number of elements compared.
       absolute: the largest difference.
       relative: the largest difference, divided by the largest expected element.
       index, analytic, numeric: the index, the result, and the expected number of the element with the largest error
         relative to its limit.
       inputs: the name and the value of each argument at this element.
-      reason: why the row was skipped, is inconclusive, or passes beyond the tolerance; or what the mistake looks like.
-      data: the data: the user's, or the name of added data.
-      case: the options or shapes from `cases`; empty for the user's.
+      reason: why the row was skipped, is inconclusive, or passes beyond the tolerance; or a description of the mistake.
+      data: the name of the data: `USER_DATA`, or added data.
+      case: the options or shapes of a case from `cases`; empty for the user's options and arguments.
     """
 
     op: str

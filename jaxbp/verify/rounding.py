@@ -1,10 +1,12 @@
 """Measure how far rounding moves a program's results, by moving each arithmetic result up or down.
 
 This is Monte Carlo arithmetic (Parker, "Monte Carlo Arithmetic", 1997). It finds errors that neither the results nor
-their accuracy in a narrower dtype show. For example, `1 - s` of a sigmoid comes in steps of `ε`, however small it is.
+their accuracy in a narrower dtype show. For example, `1 - s` of a sigmoid s is a multiple of about `ε`, the distance of
+neighboring numbers near 1, however small it is.
 
-Each result is moved by many roundings, and the change of the program's results is divided by their number. A jump, such
-as in a gradient when a tie is broken, then counts for little, because it is not rounding.
+Each arithmetic result is moved by many roundings at once, and the change of the program's results is divided by their
+number. Some changes are jumps, such as the jump of a gradient when a tie is broken. They are not rounding errors, and
+the division makes them small.
 """
 
 import functools
@@ -20,21 +22,22 @@ from jaxbp.verify.interpreter import bind, called, evaluate
 
 RUNS, MANY = 4, 1024
 MOST = 2.0**-10
-"""Many roundings move a number by at most this share of it, unless one rounding moves it further, as in half precision.
-"""
+"""The largest relative change of an arithmetic result. In half precision, one rounding may exceed it. A result is then
+moved by one rounding."""
 ROUNDED = frozenset({
     "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "conv_general_dilated", "cos",
     "cosh", "cumlogsumexp", "cumprod", "cumsum", "digamma", "div", "dot_general", "erf", "erf_inv", "erfc", "exp",
     "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "logistic", "mul", "pow", "reduce_prod", "reduce_sum",
     "reduce_window_sum", "rsqrt", "scatter-add", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
 })  # fmt: skip
-"""Primitives that round. Others, such as a maximum, return one of their arguments."""
+"""Primitives whose results are rounded. Other primitives, such as a maximum, return one of their arguments."""
 
 
 def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
-    """Return how far one rounding to `dtype` of every result moves each element, at most, over a few runs.
+    """Return how far each element of the results moves if every arithmetic result is rounded once to `dtype`.
 
-    The results are a flat list. A loop runs unchanged, so rounding inside it is not seen.
+    The largest movement of a few runs with random signs is returned. The arrays are a flat list. Loops run unchanged,
+    so rounding inside them is not measured.
     """
     eps = float(jnp.finfo(dtype).eps)
     many = max(1.0, min(MANY, MOST / eps))
@@ -55,7 +58,10 @@ def _moved(random, by, equation, inputs, y):
 
 
 def _floats_moved(moved: Callable) -> Callable:
-    """Return the rule that replaces each floating result y by `moved(equation, inputs, y)`. A loop is one equation."""
+    """Return a rule that replaces each floating result y of an equation by `moved(equation, inputs, y)`.
+
+    A loop counts as one equation.
+    """
 
     def rule(equation, inputs):
         if (program := called(equation)) is not None:
@@ -67,11 +73,11 @@ def _floats_moved(moved: Callable) -> Callable:
 
 
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
-    """Return the results of `function` without and with other roundings: `(1 + runs, ...)` each.
+    """Return the results of `function` without and with other roundings. Each array has the shape `(1 + runs, ...)`.
 
     Each arithmetic result is moved by at most `roundings` roundings to `dtype`, unless it is exact. The distance
-    depends only on the operands, because equal operations round equally on any machine. Equal numbers remain equal if
-    they were computed from equal numbers, but not if different sums happened to be equal.
+    depends only on the operands, because equal operations round equally on any machine. Two equal numbers therefore
+    stay equal if they were computed from equal operands. They do not if two different sums happened to be equal.
     """
     program = jax.make_jaxpr(function)(*args)
     leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
@@ -87,7 +93,9 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
             for a, floating, variable in zip(operands, is_float, equation.invars, strict=True)
         ]
         alike = equation.primitive.bind(*mixed, **equation.primitive.get_bind_params(equation.params))
-        share = _mixed(seed, np.float32(np.abs(alike)))  # the order of a sum may differ between elements
+        # Sums of equal operands may differ in their last bits, because they may be added in another order. In float32,
+        # they are equal.
+        share = _mixed(seed, np.float32(np.abs(alike)))
         exact = _is_short(y, narrow)
         for a in itertools.compress(operands, is_float):
             short = _is_short(a, narrow)
@@ -99,13 +107,16 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
 
 
 def _is_short(a, narrow):
-    """Return whether a narrower dtype holds a number. If it holds operands and result, nothing was rounded."""
+    """Return where the dtype `narrow` represents a number exactly.
+
+    If it represents the operands and the result of an operation exactly, the operation did not round.
+    """
     a = np.asarray(a, np.float64)
     return a == a.astype(narrow)
 
 
 def _mixed(seed, a):
-    """Return for each number a pseudorandom number from 0.5 to 1 with its sign; equal numbers get equal ones."""
+    """Return, for each number, a pseudorandom number from 0.5 to 1 with its sign. Equal numbers give equal ones."""
     bits = np.abs(np.asarray(a, np.float64)).view(np.uint64) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of SplitMix64
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)

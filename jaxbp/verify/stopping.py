@@ -1,4 +1,4 @@
-"""Finite differences of a program with `stop_gradient`. Its argument counts as a constant."""
+"""Evaluate a program with `stop_gradient` for finite differences, in which its argument counts as a constant."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,9 +16,9 @@ class Streams(NamedTuple):
     """One variable of a program in three runs.
 
     Attributes:
-      held: its value at the moved arguments, with each stopped gradient fixed at the base.
-      base: its value at the base.
-      moved: its value at the moved arguments, with nothing fixed.
+      held: the value at the moved arguments, with each argument of `stop_gradient` fixed at its value at the base.
+      base: the value at the base, which are the arguments before they are moved.
+      moved: the value at the moved arguments, with nothing fixed.
     """
 
     held: Array
@@ -29,7 +29,8 @@ class Streams(NamedTuple):
 def held(function: Callable) -> Callable:
     """Return `(moved, base) -> results`: `function(*moved)` with every `stop_gradient` fixed at its value at `base`.
 
-    Both are tuples of arguments. `moved` decides the number of steps of a loop, and the branch taken.
+    `moved` and `base` are tuples of arguments. The number of steps of a loop and the branch taken are decided at
+    `moved`.
     """
 
     def run(moved, base):

@@ -1,4 +1,7 @@
-"""One case of a check: each implementation compared with the reference, at the user's data and at added data."""
+"""Check one case: compare each implementation with the reference, at the user's data and at added data.
+
+A case is one set of arguments and options of an op.
+"""
 
 import dataclasses
 import functools
@@ -21,8 +24,8 @@ from jaxbp.verify.reference import Expected
 from jaxbp.verify.report import NOT_FLOATING, CheckRow
 
 MOST_ELEMENTS, WORK = (64, 10_000), 2**23
-"""The least and the largest default number of elements per argument that are moved. Between these bounds, the number
-of elements times the numbers in the arguments is at most `WORK`."""
+"""Bounds of the default for `most_elements`, the number of elements per argument that finite differences move. Between
+these bounds, it is `WORK` divided by the number of elements of all arguments and results."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +44,13 @@ class Settings:
 
 
 class Study:
-    """One case of a check: the reference, and what each implementation is compared with.
+    """One case of a check: the op with one set of arguments and options, and the reference for it.
 
     Attributes:
-      autodiff: the implementation that autodiff differentiates. For a function with custom rules, it is the function
-        without them. None if that cannot be differentiated.
-      same: groups of arguments that can be one array, given by their indices among the floating arguments.
+      autodiff: the programs of the forward and of its gradients by autodiff. If the function has custom rules, they are
+        removed.
+      same: groups of floating arguments with equal shapes and dtypes, each as a list of their indices. One array can be
+        passed as all arguments of a group.
     """
 
     def __init__(self, op, arguments, options, settings, reference, directions):
@@ -106,7 +110,10 @@ class Study:
         return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
 
     def at(self, point: Point) -> Expected:
-        """Return the gradients at a point of added data. Differences confirm them if the function has custom rules."""
+        """Return the expected gradients at added data.
+
+        Finite differences confirm them only if the function has custom rules.
+        """
         if not self.reference.independent:
             return self.reference.first_orders(point.values, point.cotangents, self.steps, self.most)[1]
         _, gradients = self.reference.value_and_gradients(point.values, point.cotangents)
@@ -115,7 +122,10 @@ class Study:
     def expected(
         self, points: Sequence[Point], orders: Sequence[tuple[Point, int]]
     ) -> tuple[list[tuple[Point, Expected]], list[tuple[Point, int, Exception]]]:
-        """Return the expected results at each point, the user's point first, and the errors of the others."""
+        """Return the points with their expected results, the user's data first, and the points that raised an error.
+
+        Each of the latter has the order of the derivative and the error.
+        """
         own, *added = points
         found, failed = [], []
         confirm = lambda: self.reference.first_orders(own.values, own.cotangents, self.steps, self.most)  # noqa: E731
@@ -134,7 +144,7 @@ class Study:
         return found, failed
 
     def of_implementation(self, programs, expected, failed, own, points) -> Iterator[CheckRow]:
-        """Yield the rows of one implementation: its comparisons, and what is not checked."""
+        """Yield the rows of one implementation: its comparisons, and the reasons why something is not checked."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
         try:
@@ -143,7 +153,8 @@ class Study:
             yield row(dtype, "all", 1, "", "skipped", reason=_one_line(error))
             return
         for point, order, error in failed:
-            # A backward with custom rules is part of the reference. It is wrong if autodiff can do without it.
+            # With custom rules, the reference runs the op's backward, which may have raised this error. The backward is
+            # wrong if autodiff without the custom rules succeeds.
             wrong = not self.reference.independent and order == 1 and self._can(self.autodiff, order, point)
             verdict = "failed" if wrong else "inconclusive"
             yield row(dtype, "all", order, "", verdict, reason=_named(error), data=point.name)
@@ -158,11 +169,11 @@ class Study:
                 yield row(str(a.dtype), name, 1, "", "skipped", reason=NOT_FLOATING)
 
     def in_dtype(self, programs: Programs, dtype: str, points: Sequence[Point]) -> Iterator[CheckRow]:
-        """Yield the rows for data in another dtype, or the reason why it is not tried."""
+        """Yield the rows for data in another dtype, or one row with the reason why this dtype is not tried."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation, dtype, "all", 1, "", "skipped")
         own = points[0]
         if dtype not in self.settings.tolerances:
-            yield row(reason="tolerances has no such dtype", data=dtype)
+            yield row(reason=f"there is no tolerance for {dtype}", data=dtype)
             return
         changed, judge = programs.in_dtype(dtype), self.judge(dtype)
         reason = None
@@ -201,7 +212,10 @@ class Study:
                 return
 
     def transformed(self, programs, judge, own, points) -> Iterator[CheckRow]:
-        """Yield rows for values and gradients outside `jit`, under transformations, and with one array."""
+        """Yield rows for values and gradients outside `jit`, under `vmap` and `jax.checkpoint`, and with one array.
+
+        With one array, the same array is passed as all arguments of a group in `same`.
+        """
         half = at.halved(own).rounded([a.dtype for a in self.arguments.floats], programs.result_dtypes())
         both = [own, half]
         batch = [(p.values, self._cotangents(programs, p)) for p in both]
@@ -230,10 +244,11 @@ class Study:
         return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes(), strict=True)]
 
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
-        """Yield a row for each array that differs both from the result under `jit` and from what is expected.
+        """Yield a row for each array of `run(programs)` that differs from the result under `jit`.
 
-        If there is none, yield one row for all arrays. With `same`, the gradient is with respect to one array, and is
-        the sum of the gradients with respect to these arguments.
+        The row compares the array with the expected array. If no array differs, yield one row for all arrays. `same`
+        has the indices of arguments that are one array. The gradient with respect to this array is the sum of the
+        gradients with respect to these arguments.
         """
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name

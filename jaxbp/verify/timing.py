@@ -10,26 +10,26 @@ import jax
 
 ROUNDS = 5
 IN_FLIGHT = 8
-"""The most programs in the queue. They keep the device busy, and their results fit into its memory."""
+"""The largest number of calls in the queue. They keep the device busy, and their results fit into its memory."""
 _BLOCK_SECONDS, _AGREEMENT = 0.3, 0.01
-"""The seconds of a block in `settle`, and the share by which two blocks may differ. Under a large product, a GPU starts
-at its highest clock and reaches its power limit within 0.2 s. Some programs lower the clock too far, and recover within
-2 s (docs/lab/2026-11-24-dense.md)."""
+"""The seconds of a block of calls in `settle`, and the fraction by which the times of two blocks may differ. When a
+large matrix product starts, a GPU is at its highest clock, and it reaches its power limit within 0.2 s. With some
+programs, the clock then drops too far, and recovers within 2 s (docs/lab/2026-11-24-dense.md)."""
 
 
 def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
-    """Return the executable of a function, and the seconds from Python to the executable."""
+    """Return the executable of a function, and the seconds to trace, lower, and compile it."""
     start = time.perf_counter()
     compiled = jax.jit(function).lower(*arguments).compile()
     return compiled, time.perf_counter() - start
 
 
 class Timed(NamedTuple):
-    """The time per call, with more calls queued.
+    """The time per call of a program, while further calls are queued.
 
     Attributes:
       seconds: the median over rounds.
-      host_waited: the share of the time in which the host waited for the device. Near 0, the device waited for the
+      host_waited: the fraction of the time in which the host waited for the device. Near 0, the device waited for the
         host, and the host limits the time.
       rounds: the seconds per call in each round.
     """
@@ -45,8 +45,8 @@ def device_seconds(
     """Time a program.
 
     Args:
-      seconds: the least time of a round.
-      settling: the most seconds of calls before the first round; see `settle`.
+      seconds: the least duration of a round.
+      settling: the largest number of seconds for which the program is called before the first round; see `settle`.
     """
     for _ in range(3):
         start = time.perf_counter()
@@ -63,7 +63,9 @@ def device_seconds(
 
 
 def settle(run: Callable[[int], float], once: float, most: float) -> None:
-    """Call a program until a GPU at its power limit has a steady clock: until two blocks in a row take equally long.
+    """Call a program until two successive blocks of calls take equally long.
+
+    A GPU at its power limit then has a steady clock.
 
     Args:
       run: `run(calls)`, which returns the seconds that this number of calls takes.

@@ -1,10 +1,11 @@
-"""The convolutions that make up a convolution's gradients, and the bias gradient, with the batch as the last axis.
+"""The two convolutions that compute a convolution's gradients, and the bias gradient, with the batch as the last axis.
 
-All three kernels use exact float32 arithmetic on the CUDA cores, with one example per lane. Operands come from device
-memory through the caches. A CTA of `correlate` computes one row of the output for a few output channels and one block
-of the batch. Its sums are in registers, and each weight is broadcast to all lanes. A CTA of `correlate_batch` keeps a
-tile of the filters' gradients in registers while it visits its share of the rows and the batch. It then sums each over
-its lanes and writes one partial sum per element. A CTA of `sum_batch` does the same for one channel of the bias.
+All three kernels use float32 arithmetic on the CUDA cores, with one example per lane. Operands come from device memory
+through the caches. A CTA of `correlate` computes one row of the output for a few output channels and one block of the
+batch. Its sums are in registers, and each weight is broadcast to all lanes. A CTA of `correlate_batch` keeps a tile of
+the filters' gradients in registers, with one sum per lane, and adds its share of the rows and the batch. It then sums
+each element over the lanes, and writes one partial sum per element. A CTA of `sum_batch` does the same for one channel
+of the bias.
 """
 
 import dataclasses
@@ -23,11 +24,12 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import kernel
 
 _MAX_ACCUMULATORS = 160
-"""Most sums that a thread keeps in registers: it has 255, and needs some for operands and addresses."""
+"""Most sums that a thread keeps in registers. It has 255 registers, and needs some of them for operands and
+addresses."""
 _MAX_UNROLLED_TAPS = 64
 """Most filter positions that are unrolled. Compile time grows with them. Chosen by hand; not tuned."""
 _WANTED_PROGRAMS = 1024
-"""Number of CTAs that fills the multiprocessors of any current GPU several times over."""
+"""Wanted number of CTAs: several per multiprocessor of any current GPU."""
 
 
 # ----------------------------------------------------------------------------------------------------------- correlate
@@ -39,7 +41,7 @@ class CorrelateConfig:
 
     Attributes:
       channels: output channels per CTA.
-      lane_block: length of a CTA's vectors along the batch.
+      lane_block: number of examples per CTA, the length of its vectors along the batch.
     """
 
     channels: int
@@ -54,8 +56,8 @@ def _correlate_heuristic(x: Any, w: Any, *, stride: tuple[int, int] = (1, 1)) ->
 def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `y[k, i, j, n] = sum over c, u, v of x[c, i * stride + u, j * stride + v, n] * w[k, c, u, v]`.
 
-    Here k and c are output and input channels, (i, j) and (u, v) positions in the output and in the filter, and n is an
-    example. The strides of rows and columns may differ.
+    Here k and c are an output and an input channel, (i, j) and (u, v) positions in the output and in the filter, and n
+    is an example. In the formula, `stride` is the row stride for i and the column stride for j; they may differ.
 
     Args:
       x: `(C, H, W, N)`, whose batch N is a multiple of `LANES`.
@@ -99,8 +101,8 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
 
 class _TapBlocks:
-    """The taps (c, u, v) of a filter in blocks of equal size. Blocks are a loop; the taps within a block are
-    unrolled."""
+    """The taps (c, u, v) of a filter, divided into blocks of equal size. A kernel loops over the blocks, and unrolls
+    the taps within a block."""
 
     def __init__(self, C: int, F: int, G: int):
         self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
@@ -127,8 +129,9 @@ class CorrelateBatchConfig:
     """Tiles of `correlate_batch`.
 
     Attributes:
-      out_channels, in_channels, rows, columns: the part of the filters whose sums a CTA keeps in registers.
-      splits: number of parts into which rows and batch are divided. Different CTAs sum different parts.
+      out_channels, in_channels, rows, columns: shape of the tile of the filters' gradients that a CTA keeps in
+        registers.
+      splits: number of parts into which the rows and the batch are divided. Each part is summed by other CTAs.
     """
 
     out_channels: int
@@ -160,7 +163,7 @@ def _filters(dy, x, stride):
 
 
 def _units(dy):
-    """Return the number of units of work: pairs of a row and a lane block."""
+    """Return the number of pairs of a row and a block of `LANES` examples, which are divided among the splits."""
     return (dy.shape[-1] // LANES) * dy.shape[1]
 
 
@@ -173,7 +176,7 @@ def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride
 
     Args:
       dy: `(K, I, J, N)`, whose batch N is a multiple of `LANES`.
-      x: `(C, H, W, N)`. H and W determine the filter's size, `F = H - (I - 1) * stride` and likewise G.
+      x: `(C, H, W, N)`. H and W determine the filter's size: `F = H - (I - 1) * stride`, and likewise for G.
 
     Returns:
       `(K, C, F, G)` in float32.

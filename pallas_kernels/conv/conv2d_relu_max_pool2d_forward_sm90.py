@@ -1,20 +1,21 @@
-"""Forward of `conv2d_relu_max_pool2d` on Hopper's tensor cores, in half precision, with the batch as the last axis.
+"""Forward of `conv2d_relu_max_pool2d` in half precision on Hopper's tensor cores, with the batch as the last axis.
 
 A tile is a few rows and columns of pooling windows, for all output channels and 64 examples. CTAs are persistent, and
-each computes one tile after another. Bulk copies bring the patch of the images under a tile into a ring of stages in
-shared memory. For each position (r, s) of a window, `wgmma` computes one product of the filters, laid out as a banded
-matrix, with this patch:
+each computes one tile after another. A tile reads a patch of the images, which a bulk copy brings into a ring of stages
+in shared memory. For each position (r, s) of a window, `wgmma` multiplies a banded matrix, which contains the filters,
+by this patch:
 
     sums[r, s][(p, k, q), n] = sum over i, c, j of weights[s][(p, k, q), (i, c, j)] * patch[(r + i, c, j), n].
 
-Here (p, q) is a window of the tile, of R x S positions, and (i, j) a pixel of the patch. k is an output channel, c an
-input channel, and n an example. All positions of a window thereby lie in the same registers of R * S accumulators. The
-maximum, its index, the bias, and ReLU need no exchange between threads. The results leave through shared memory: the
-pooled output, and one byte per window with the index of the maximum.
+Here (p, q) is one of the tile's windows, which have R x S positions, and (i, j) is a pixel of the patch. k is an output
+channel, c an input channel, and n an example. There is one accumulator for each of the R * S positions, and a window is
+in the same register of the same thread in all of them. Threads therefore exchange no data for the maximum, its index,
+the bias, and ReLU. The results are copied out through shared memory: the pooled output, and one byte per window with
+the index of the maximum.
 
-Positions one row down use the same weights with the patch one row down. There are therefore S weight matrices, which
-stay in shared memory. The warpgroups of a CTA work independently, and each has separate stages: the maxima of one are
-found while the tensor cores multiply for another.
+Position (r + 1, s) uses the same weights as (r, s), with the patch shifted by one row. There are therefore only S
+weight matrices, which stay in shared memory. The warpgroups of a CTA work independently, and each has separate stages.
+While one warpgroup searches for maxima, the tensor cores multiply for another.
 """
 
 import dataclasses
@@ -50,23 +51,24 @@ from pallas_kernels.core.tiles import kernel
 
 _ITEM_BYTES = 2
 _FEATURES = 64
-"""Rows of the tensor cores' tiles: one per window of a tile and channel."""
+"""Rows of a `wgmma` product: one per feature, which is a window of the tile and an output channel."""
 EXAMPLES = 64
-"""Examples of a tile: a thread has 32 sums for each position of a window."""
+"""Examples per tile. With 64, a thread has 32 sums for each position of a window."""
 _MAX_PLACES = 4
-"""Most positions of a window: with more, a thread's sums and the values derived from them do not fit its registers."""
+"""Most positions of a window. With more, a thread's sums and the values derived from them do not fit in its
+registers."""
 MAX_BOX = 256
-"""Longest axis of a bulk copy."""
+"""Most elements along an axis of a bulk copy."""
 _WARPGROUPS = 2
-"""Warpgroups per CTA: three were no faster (docs/lab/2026-11-23-forward.md)."""
+"""Warpgroups per CTA. Three were no faster (docs/lab/2026-11-23-forward.md)."""
 _MAX_STAGES = 4
 """Most stages per warpgroup. Chosen by hand; not tuned."""
 BARRIER_BYTES = 1024
-"""Bytes of shared memory for the barriers. Operands follow them, aligned to 1024 bytes."""
+"""Bytes of shared memory that are reserved for the barriers. Operands follow the barriers, aligned to 1024 bytes."""
 _EPILOGUE_CLOCKS = 800
-"""Clocks per tile to find the maxima of its sums: some 12 instructions per window, at two clocks each."""
+"""Clocks to find the maxima of a tile: about 12 instructions per window, at two clocks each."""
 _MIN_BATCH = 2048
-"""Batch at which this kernel is as fast as the exact one: docs/lab/2026-11-23-forward.md."""
+"""Batch size at which this kernel is as fast as the exact kernel on the CUDA cores: docs/lab/2026-11-23-forward.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +77,10 @@ class Config:
 
     Attributes:
       rows, columns: rows and columns of windows in a tile.
-      operand_bytes: bytes per row of the tensor cores' operands. The summed axis is padded to whole rows.
+      operand_bytes: bytes per row of the tensor cores' operands. The axis that a product sums over is padded to whole
+        rows.
       warpgroups: warpgroups per CTA.
-      stages: stages of patches per warpgroup.
+      stages: number of stages per warpgroup, each of which holds a patch.
     """
 
     rows: int
@@ -92,8 +95,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class WindowTiles:
-    """Sizes that follow from the shapes and a config, whose tiles are `rows` x `columns` windows. P and Q count
-    windows."""
+    """Sizes that follow from the shapes and a config. Tiles have `config.rows` x `config.columns` windows. There are P
+    x Q windows."""
 
     K: int
     P: int
@@ -113,7 +116,7 @@ class WindowTiles:
 
     @property
     def patch(self) -> tuple[int, int]:
-        """Rows and columns of the images under a tile."""
+        """Rows and columns of the patch that a tile reads."""
         return self.config.rows * self.R + self.F - 1, self.config.columns * self.S + self.G - 1
 
     @property
@@ -122,12 +125,12 @@ class WindowTiles:
 
     @property
     def units(self) -> int:
-        """Number of units of work: tiles of 64 examples."""
+        """Number of units that are divided among warpgroups. A unit is a tile for one block of 64 examples."""
         return self.tiles[0] * self.tiles[1] * (self.N // EXAMPLES)
 
     def unit(self, number: Any) -> tuple[Any, Any, Any]:
-        """Return the first row and column of a unit's windows, and its block of the batch. CTAs share the images in
-        L2."""
+        """Return the first row and column of a unit's windows, and its block of the batch. Units of one block are
+        consecutive, so that concurrent CTAs read the same images from L2."""
         tile_rows, tile_columns = self.tiles
         row = quotient(number, tile_columns)
         column, block = number - row * tile_columns, quotient(row, tile_rows)
@@ -142,22 +145,22 @@ class _Sizes(WindowTiles):
 
     @property
     def group(self) -> int:
-        """Elements per row of an operand."""
+        """Number of elements per row of an operand."""
         return self.config.operand_bytes // _ITEM_BYTES
 
     @property
     def panels(self) -> int:
-        """Rows of an operand that hold one pixel for all examples of a tile."""
+        """Number of operand rows that hold one pixel for all examples of a tile."""
         return EXAMPLES // self.group
 
     @property
     def features(self) -> int:
-        """Features of a tile; zeros pad them to the 64 rows of a product."""
+        """Number of features of a tile: windows times output channels. Zeros pad them to the 64 rows of a product."""
         return self.config.rows * self.K * self.config.columns
 
     @property
     def row(self) -> int:
-        """Pixels per row of the patch, for all channels."""
+        """Number of pixels in a row of the patch, for all channels."""
         return self.C * self.patch[1]
 
     @property
@@ -166,38 +169,39 @@ class _Sizes(WindowTiles):
 
     @property
     def band(self) -> int:
-        """Rows of the patch under one position of the windows."""
+        """Number of rows of the patch that the product for one window position reads."""
         return self.patch[0] - self.R + 1
 
     @property
     def summed(self) -> int:
-        """Length of a product's summed axis: zeros among the weights pad the last row of the operand."""
+        """Length of the axis that a product sums over. Zero weights pad it to whole rows of the operand."""
         return -(-self.band * self.row // self.group) * self.group
 
     @property
     def stage_rows(self) -> int:
-        """Rows of shared memory for a patch, up to where the last position's product reads."""
+        """Number of rows of shared memory per stage: the patch, and the rows after it that the last position's product
+        reads."""
         return max(self.pixels, (self.R - 1) * self.row + self.summed)
 
     @property
     def tail(self) -> int:
-        """Rows of a stage that lie after the patch."""
+        """Number of rows of a stage after the patch."""
         return self.stage_rows - self.pixels
 
     @property
     def ring(self) -> int:
-        """Stages of all warpgroups."""
+        """Number of stages of all warpgroups together."""
         return self.config.warpgroups * self.config.stages
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of shared memory besides the patches: weights, and results to be copied out."""
+        """Bytes of shared memory for everything but the patches: weights, results to be copied out, and barriers."""
         results = self.config.warpgroups * _FEATURES * EXAMPLES * (_ITEM_BYTES + 1)
         return _ITEM_BYTES * self.S * _FEATURES * self.summed + results + BARRIER_BYTES
 
     @property
     def stages(self) -> int:
-        """Stages per warpgroup: the most that fit."""
+        """Number of stages per warpgroup: as many as fit."""
         stage = _ITEM_BYTES * self.stage_rows * EXAMPLES * self.config.warpgroups
         return min(_MAX_STAGES, (device.target().shared_bytes - self.other_bytes) // stage)
 
@@ -205,16 +209,17 @@ class _Sizes(WindowTiles):
         """Whether the sizes suit the tensor cores' tiles, the boxes of bulk copies, and shared memory."""
         return (
             self.features <= _FEATURES
-            # Operands are tiled by eights, so the positions one row down must begin at a multiple of eight.
+            # Operands consist of tiles of eight rows. A patch shifted by one row must begin at such a tile.
             and self.row % 8 == 0
-            # Pixels come eight at a time where they take more than one row of an operand.
+            # If a pixel takes more than one row of an operand, a tile of eight rows must be one row of the patch.
             and (self.panels == 1 or self.patch[1] == 8)
             and max(self.C, *self.patch) <= MAX_BOX
             and self.stages >= max(1, self.config.stages)
         )
 
     def clocks(self) -> int:
-        """Clocks for 64 examples: two for each 64 x 64 sums of a product's step, unless the epilogue takes longer."""
+        """Return the clocks for all tiles of 64 examples. An element of a product's summed axis takes two clocks, for
+        64 x 64 sums. If the search for the maxima takes longer, its clocks count instead."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 
@@ -249,17 +254,17 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """Compute `conv2d_relu_max_pool2d_forward.forward` from half-precision products. Sums are float32, and y is
-    rounded once.
+    """Compute `conv2d_relu_max_pool2d_forward.forward` with half-precision operands. Sums are float32, and y is rounded
+    once.
 
-    A NaN or an infinity in an image makes all windows of its tile NaN, because the zeros of the band are multiplied
-    too.
+    A NaN or an infinity in an image makes all windows of its tile NaN, because the zeros of the banded matrix are
+    multiplied as well.
 
     Args:
       x: `(C, H, W, N)`, whose batch N is a multiple of 64.
       w: `(K, C, F, G)`, which is rounded to x's dtype.
       b: `(K,)`.
-      window: R and S.
+      window: (R, S).
 
     Returns:
       y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the indices of the maxima, `r * S + s`, or R * S
@@ -280,7 +285,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         _by_features(b.astype(jnp.float32), sizes),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N), x.dtype),
-            # The indices are grouped by rows of windows, as the backward reads them.
+            # The indices of a row of windows are adjacent, because the backward reads them row by row.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -292,7 +297,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             plgpu.Barrier(num_arrivals=_copies(sizes), num_barriers=sizes.ring),
             *(swizzled((config.warpgroups, _FEATURES, EXAMPLES), dtype) for dtype in (x.dtype, jnp.uint8)),
         ],
-        # Data that threads share is read only after `commit_smem`.
+        # Threads read each other's data only after `commit_smem`.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tensor_cores",
@@ -301,30 +306,32 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return `[s, (p, k, q), (i, c, j)]`: the weight of the patch's pixel (i, j) for position (0, s) of window (p,
-    q)."""
+    """Return the matrices `[s, (p, k, q), (i, c, j)]`: the weight of the patch's pixel (i, j) for position (0, s) of
+    window (p, q)."""
     config = sizes.config
     s, p, q, i, j = np.ix_(*map(range, (sizes.S, config.rows, config.columns, sizes.band, sizes.patch[1])))
     w = taps(w, i - p * sizes.R, j - (q * sizes.S + s))
-    # From K, C, s, p, q, i, j.
+    # The axes of w are K, C, s, p, q, i, j.
     w = w.transpose(2, 3, 0, 4, 5, 1, 6).reshape(sizes.S, sizes.features, -1)
     return jnp.pad(w, ((0, 0), (0, _FEATURES - sizes.features), (0, sizes.summed - w.shape[2])))
 
 
 def _by_features(b: Array, sizes: _Sizes) -> Array:
-    """Return the bias of each row of a product."""
+    """Return the bias for each row of a product."""
     b = jnp.broadcast_to(b[:, None], (sizes.config.rows, sizes.K, sizes.config.columns))
     return jnp.pad(b.reshape(-1), (0, _FEATURES - sizes.features))
 
 
 def _patches(sizes: _Sizes, dtype: Any) -> Any:
-    """Return shared memory for stages of patches, each of which one bulk copy fills and the products read."""
+    """Return shared memory for all stages. One bulk copy fills a stage with a patch, which is an operand of the
+    products."""
     box = sizes.ring, sizes.stage_rows // 8, sizes.panels, 8, sizes.group
     return operand_and_box((sizes.ring, sizes.stage_rows, EXAMPLES), box, dtype, sizes.config.operand_bytes)
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the number of copies that fill a stage. The simulator has no boxes, and copies rows."""
+    """Return the number of copies that fill a stage: one, or one per row in the simulator, which does not support
+    boxes."""
     return 1 if simulating() is None else sizes.patch[0] * sizes.C * sizes.panels
 
 
@@ -338,13 +345,13 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup of a CTA, which computes every `warpgroups`th of the CTA's tiles: its references and its steps.
+    """One warpgroup of a CTA. It computes every `config.warpgroups`-th tile of the CTA.
 
     Attributes:
       x, matrices, zeros, bias, y, place: arrays in device memory.
-      weights: the matrices, in shared memory.
+      weights: copy of `matrices` in shared memory.
       constants_loaded: barrier at which the copies of the matrices and of zeros arrive.
-      patches: stages of the images under a tile.
+      patches: stages, each of which holds a patch.
       loaded: barriers at which the copies of the patches arrive.
       y_tiles, place_tiles: each warpgroup's results, to be copied to device memory.
       program, warpgroup: number of the CTA and of the warpgroup.
@@ -371,7 +378,7 @@ class _Program:
 
     def run(self):
         config = self.sizes.config
-        # A warpgroup's steps, and therefore its stages, are every `config.warpgroups`th.
+        # A warpgroup takes every `config.warpgroups`-th step, and therefore every `config.warpgroups`-th stage.
         ring = Ring(self.sizes.ring, self.copy, self.loaded, self.steps)
         pl.when(self.warpgroup == 0)(self.fetch_constants)
         for n in range(config.stages):
@@ -383,8 +390,8 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Fetch the weights, and zeros for where products read past a patch, because a weight of zero would keep a NaN
-        there."""
+        """Fetch the weights, and zeros for the rows after each patch. Products multiply these rows by zero, which would
+        not remove a NaN."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)
@@ -422,7 +429,7 @@ class _Program:
         self.write(step, jnp.maximum(largest, 0.0).astype(self.y.dtype), at)
 
     def multiply(self, ring, step, *sums):
-        """Return the sums of every position."""
+        """Return the sums for every position of the windows."""
         sizes, stage = self.sizes, ring.stage(step)
         patch = as_operand(self.patches).at[stage]
         ring.wait(step)
@@ -430,7 +437,7 @@ class _Program:
             r, s = divmod(t, sizes.S)
             plgpu.wgmma(total, self.weights.at[s], patch.at[pl.ds(r * sizes.row, sizes.summed)])
         plgpu.wgmma_wait(0)
-        # The patch has been read, so the next copy runs while the maxima are found.
+        # The patch has been read. The next copy therefore runs during the search for the maxima.
         ring.fetch(step + ring.stages)
         return [total[...] for total in sums]
 

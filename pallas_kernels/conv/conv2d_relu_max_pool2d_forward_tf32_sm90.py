@@ -1,18 +1,19 @@
-"""Forward of `conv2d_relu_max_pool2d` on Hopper's tensor cores, in float32 rounded to TF32, batch as the last axis.
+"""Forward of `conv2d_relu_max_pool2d` in TF32 on Hopper's tensor cores, with the batch as the last axis.
 
-A tile is a few windows of all output channels for 64 examples, which are the rows of one product:
+A tile is a few windows for all output channels and 64 examples. One product computes it, with one row per example:
 
     sums[n, (t, k, p, q)] = sum over c, i, j of patch[(c, i, j), n] * weights[(t, k, p, q), (c, i, j)].
 
 Here n is an example, t a position in window (p, q), k an output channel, c an input channel, and (i, j) a pixel. The
-patch is the part of the images under the windows. The weights of position t are the filters at that position, with
-zeros around them. All positions of a window thereby lie in the same thread, which finds the maximum and its index in
-registers.
+patch is the part of the images under the windows. The weights for position t are the filters at that position of the
+patch, and zeros elsewhere. All positions of a window thereby lie in the same thread, which finds the maximum and its
+index in registers. Images and filters are float32, rounded to TF32.
 
-CTAs are persistent, and the weights stay in shared memory. The tensor cores transpose no 32-bit operands, and examples
-are the last axis in memory. A bulk copy therefore brings a patch into shared memory, and threads move it through
-registers, transposed, to a second buffer there. The warpgroups of a CTA work independently: one transposes a patch
-while the tensor cores multiply another's. The pooled output and the indices leave through shared memory.
+CTAs are persistent, and the weights stay in shared memory. The products need pixels as the last axis, but examples are
+the last axis in memory, and the tensor cores cannot transpose 32-bit operands. A bulk copy therefore brings a patch
+into shared memory, and threads transpose it through registers into a second buffer in shared memory. The warpgroups of
+a CTA work independently: while one transposes its patch, the tensor cores multiply another's. The pooled output and the
+indices are copied out through shared memory.
 """
 
 import dataclasses
@@ -52,23 +53,24 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 1024
-"""Batch from which LeNet's step is faster with this kernel, although further launches lay out the filters."""
+"""Batch size from which LeNet's training step is faster with this kernel, although further launches must lay out the
+filters."""
 MIN_JAX = (0, 11, 1)
-"""First version in which threads load from a transposed view of swizzled memory."""
+"""First version of JAX in which a kernel can load from a transposed view of swizzled memory."""
 _ITEM_BYTES = 4
 _GROUP = 32
-"""Adjacent examples in shared memory: a row of the longest swizzle, 128 bytes."""
+"""Number of adjacent examples in a row of shared memory. They take the 128 bytes of the widest swizzle."""
 _PIXELS = 8
-"""Pixels of a product's step: a row of an operand, 32 bytes. A warp writes four such rows without a bank conflict."""
+"""Number of pixels in a row of an operand, 32 bytes. A warp writes four such rows without a bank conflict."""
 _BOX_ROWS = 8
-"""Rows of results per copy to device memory: the rows of shared memory among which a swizzle exchanges."""
+"""Number of result rows per copy to device memory. The swizzle pattern repeats after this number of rows."""
 _MAX_OUTPUTS = 256
-"""Columns of a product: the most that an instruction has."""
+"""Most columns of a product: the limit of one `wgmma` instruction."""
 _MAX_WARPGROUPS = 4
-"""Most warpgroups per CTA: 512 threads have 128 registers each."""
+"""Most warpgroups per CTA. With four, each of the 512 threads has 128 registers."""
 _OTHER_REGISTERS = 40
-"""Registers of a thread besides its sums and its share of a patch. Chosen by hand: ptxas spills nothing at LeNet's
-shapes."""
+"""Registers that a thread needs in addition to its sums and its share of a patch. Chosen by hand, so that ptxas spills
+no registers at LeNet's shapes."""
 _SHARED_BYTES_A_CLOCK = 128
 """Bytes of shared memory that a multiprocessor reads or writes per clock."""
 
@@ -79,7 +81,7 @@ class Config:
 
     Attributes:
       rows, columns: rows and columns of windows in a tile.
-      channels: input channels that are transposed at a time.
+      channels: number of input channels that are transposed at a time.
       warpgroups: warpgroups per CTA.
     """
 
@@ -104,39 +106,40 @@ class _Sizes(WindowTiles):
 
     @property
     def features(self) -> int:
-        """Results of a tile, per example."""
+        """Number of results of a tile per example: windows times output channels."""
         return self.K * self.windows
 
     @property
     def outputs(self) -> int:
-        """Columns of a tile's product: one per result and position."""
+        """Number of columns of a tile's product: one per result and window position."""
         return self.R * self.S * self.features
 
     @property
     def steps(self) -> int:
-        """Steps of a tile's product: groups of channels."""
+        """Number of steps of a tile's product. Each step adds one group of input channels."""
         return self.C // self.config.channels
 
     @property
     def pixels(self) -> int:
-        """Pixels per step."""
+        """Number of pixels per step, for a group of input channels."""
         return self.config.channels * self.patch[0] * self.patch[1]
 
     @property
     def boxed_channels(self) -> int:
-        """Channels whose results are copied to device memory at once."""
+        """Number of output channels whose results one copy writes to device memory."""
         return _BOX_ROWS // self.windows
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory for the weights and, per warpgroup, a patch twice and the results to be copied out."""
+        """Bytes of shared memory for the weights and, per warpgroup, two buffers of a patch and the results to be
+        copied out."""
         weights, patch = self.outputs * self.pixels * self.steps, EXAMPLES * self.pixels
         results = EXAMPLES * self.features * (_ITEM_BYTES + 1)
         return _ITEM_BYTES * weights + self.config.warpgroups * (2 * _ITEM_BYTES * patch + results) + BARRIER_BYTES
 
     @property
     def registers(self) -> int:
-        """Registers of a thread, including its sums and its share of a patch."""
+        """Number of registers per thread, including its sums and its share of a patch."""
         return (self.outputs + self.pixels) * EXAMPLES // 128 + _OTHER_REGISTERS
 
     def fit(self) -> bool:
@@ -153,8 +156,8 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Clocks for 64 examples, by shared memory: a patch arrives, is read, written, and read; the weights are
-        read."""
+        """Return the clocks that shared memory takes for all tiles of 64 examples. A patch is written by the bulk copy,
+        read and written for the transposition, and read by the product. The weights are read once per product."""
         patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
@@ -163,7 +166,7 @@ class _Sizes(WindowTiles):
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
     """Return the config with the fewest clocks among those with the most warpgroups that fit, or None if nothing fits.
 
-    More warpgroups were faster than fewer clocks: docs/lab/2026-11-23-forward.md.
+    Configs with more warpgroups were faster, even if they take more clocks: docs/lab/2026-11-23-forward.md.
     """
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 1, 1))
@@ -198,14 +201,14 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
     """Compute `conv2d_relu_max_pool2d_forward.forward` with images and filters rounded to TF32. Sums are float32.
 
-    A NaN or an infinity in an image makes all windows of its tile NaN, because zeros around the filters are multiplied
-    too.
+    A NaN or an infinity in an image makes all windows of its tile NaN, because the zeros around the filters are
+    multiplied as well.
 
     Args:
       x: `(C, H, W, N)` float32, whose batch N is a multiple of 64.
       w: `(K, C, F, G)`.
       b: `(K,)`.
-      window: R and S.
+      window: (R, S).
 
     Returns:
       y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` float32, and the indices of the maxima, `r * S + s`, or R * S where
@@ -228,7 +231,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         jnp.repeat(b.astype(x.dtype), sizes.windows),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N // _GROUP, _GROUP), x.dtype),
-            # The indices are grouped by rows of windows, as the backward reads them.
+            # The indices of a row of windows are adjacent, because the backward reads them row by row.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -242,7 +245,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             operand_and_box(results, boxes, x.dtype, _GROUP * _ITEM_BYTES),
             plgpu.SMEM(results, jnp.uint8),
         ],
-        # Data that threads share is read only after `commit_smem`.
+        # Threads read each other's data only after `commit_smem`.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tf32",
@@ -251,26 +254,28 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return `[step, (r, s, k, p, q), (c, i, j)]`: pixel (i, j)'s weight for position (r, s) of window (p, q)."""
+    """Return the matrices `[step, (r, s, k, p, q), (c, i, j)]`: the weight of pixel (i, j) for position (r, s) of
+    window (p, q)."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))
     w = taps(lax.reduce_precision(w, 8, 10), i - (p * sizes.R + r), j - (q * sizes.S + s))
-    # From K, C, r, s, p, q, i, j.
+    # The axes of w are K, C, r, s, p, q, i, j.
     w = w.reshape(sizes.K, sizes.steps, config.channels, *w.shape[2:]).transpose(1, 3, 4, 0, 5, 6, 2, 7, 8)
     return w.reshape(sizes.steps, sizes.outputs, sizes.pixels)
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the number of copies that fill a stage. The simulator has no boxes, and copies rows."""
+    """Return the number of copies that bring a patch: one, or one per row in the simulator, which does not support
+    boxes."""
     return 1 if simulating() is None else sizes.config.channels * sizes.patch[0] * (EXAMPLES // _GROUP)
 
 
 def _transposing() -> Any:
-    """Return a layout for 32 examples of patches, in which a warp has 8 pixels of 4 examples.
+    """Return the layout in which a patch of 32 examples is transposed. A warp has 8 pixels of 4 examples at a time.
 
-    Where a row is 32 examples, swizzled, these are 8 times 16 bytes in different banks. Where a row is 8 pixels, they
-    are 128 adjacent bytes.
+    In the swizzled buffer with 32 examples per row, these are 8 times 16 bytes in different banks. In the buffer with 8
+    pixels per row, they are 128 adjacent bytes.
     """
     tiling = plgpu.Tiling(((16, 8), (4, 8), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
@@ -285,15 +290,15 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup's share of the tiles: its references and its steps.
+    """One warpgroup, which computes its share of the tiles.
 
     Attributes:
       x, matrices, bias, y, place: arrays in device memory.
-      weights: the matrices, in shared memory.
+      weights: copy of `matrices` in shared memory.
       weights_loaded: barrier at which the copies of the matrices arrive.
-      patches: each warpgroup's patch for one step, pixels by examples.
+      patches: each warpgroup's patch for one step, in rows of examples, one row per pixel.
       loaded: barriers at which the copies of the patches arrive.
-      operands: the same patch, examples by pixels.
+      operands: the transposed patch, in rows of pixels, one row per example.
       y_tiles, place_tiles: each warpgroup's results, to be copied to device memory.
       program, warpgroup: number of the CTA and of the warpgroup.
     """
@@ -356,12 +361,12 @@ class _Program:
         self.write(unit, jnp.maximum(largest, 0.0), jnp.where(largest > 0, at, places))
 
     def multiply(self, unit, share, sums):
-        """Return the sums of every position."""
+        """Return the sums for every position of the windows."""
         steps, operand = self.sizes.steps, self.operands.at[self.warpgroup]
         for step in range(steps):
             plgpu.barrier_wait(self.loaded.at[self.warpgroup])
             patch = [self.read(group) for group in range(EXAMPLES // _GROUP)]
-            # All threads have read the patch, so the next one arrives while this one is multiplied.
+            # All threads have read the patch into registers. The next patch therefore arrives during this product.
             plgpu.commit_smem()
             if step + 1 < steps:
                 self.fetch(unit, step + 1)

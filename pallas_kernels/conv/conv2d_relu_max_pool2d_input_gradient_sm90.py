@@ -1,18 +1,19 @@
-"""Gradient of `conv2d_relu_max_pool2d` with respect to its input on Hopper's tensor cores, batch as the last axis.
+"""Input gradient of `conv2d_relu_max_pool2d` on Hopper's tensor cores, with the batch as the last axis.
 
-A group is a few adjacent windows. The input is divided into cells, each as high as a window and as wide as a group. The
-filters of a group then reach only the cell at the group, those below it, and those to their right:
+A group consists of a few adjacent pooling windows in a row. The input is divided into cells, each as high as a window
+and as wide as a group. Every group then has a cell at its position. Its filters reach only this cell, the cells below
+it, and the cells directly to the right of these:
 
     dx[cell (m, j)] = sum over a, b of routed[row m - a, group j - b] @ weights[a, b].
 
-Here m is a row and j a column of cells, and a counts rows of windows above the cell. b is 0 for the group at the cell,
-and 1 for the group to its left. The matrix `routed` has dy at the positions of the windows' maxima and zero elsewhere.
-Examples are the rows of the products, which are rounded to TF32 if float32.
+Here m is a row and j a column of cells. a is the number of rows from the group down to the cell. b is 0 for a group in
+the cell's column, and 1 for a group in the column to its left. The matrix `routed` has dy at the positions of the
+windows' maxima and zero elsewhere. Its rows are examples. float32 operands are rounded to TF32.
 
-A CTA computes dx for 64 examples, and each of its warpgroups owns one column of cells. The weights are the same for
+A CTA computes dx for 64 examples, and each of its warpgroups computes one column of cells. The weights are the same for
 every cell, and stay in shared memory. For each row of windows, a warpgroup loads dy and the indices of the maxima into
-registers, and writes one group's `routed` matrix to shared memory. The cells' sums stay in registers until no later row
-of windows reaches them, and are then copied to dx through shared memory.
+registers, and writes one group's `routed` matrix to shared memory. The sums of a cell stay in registers until the last
+row of windows that reaches the cell. They are then copied to dx through shared memory.
 """
 
 import dataclasses
@@ -35,17 +36,17 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _EXAMPLES = 64
-"""Rows of the tensor cores' tiles."""
+"""Examples per CTA: the number of rows of a `wgmma` product."""
 _COLUMNS = 32
-"""Columns of a tile of the operands: one position of a group's windows takes whole tiles."""
+"""Number of columns of an operand's tile. The gradients of a group at one window position must fill whole tiles."""
 _MAX_WARPGROUPS = 4
-"""Most warpgroups per CTA: its 512 threads have 128 registers each, which hold their sums."""
+"""Most warpgroups per CTA. With four, each of the 512 threads has 128 registers, enough for its sums."""
 _MAX_SUMS = 96
-"""Most sums per thread, for the cells that a row of windows reaches: with more, the thread spills them."""
+"""Most sums per thread, for all cells that a row of windows reaches. With more, the thread would spill registers."""
 _MIN_BATCH = 2048
-"""Batch below which cuBLAS' matrix products are as fast."""
+"""Batch size below which cuBLAS is as fast."""
 MIN_JAX = (0, 11, 1)
-"""First version that is known to lower `jnp.concatenate` in a kernel."""
+"""First version of JAX that is known to lower `jnp.concatenate` in a kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Config:
     """Tiles of `input_gradient`.
 
     Attributes:
-      windows: adjacent windows in a group.
+      windows: number of adjacent windows in a group.
     """
 
     windows: int
@@ -61,7 +62,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Sizes that follow from the shapes and the windows in a group."""
+    """Sizes that follow from the shapes and from the number of windows in a group."""
 
     K: int
     P: int
@@ -76,7 +77,7 @@ class _Sizes:
 
     @property
     def reach(self) -> int:
-        """Number of cells, one below the other, that the filters of a row of windows reach."""
+        """Number of rows of cells that the filters of one row of windows reach."""
         return -(-(self.F + self.R - 1) // self.R)
 
     @property
@@ -85,7 +86,7 @@ class _Sizes:
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups per CTA: one for each column of cells."""
+        """Number of warpgroups per CTA: one per column of cells."""
         return self.groups + 1
 
     @property
@@ -94,7 +95,7 @@ class _Sizes:
 
     @property
     def cell_row(self) -> int:
-        """Elements per row of a cell, for all channels."""
+        """Number of elements in a row of a cell, for all channels."""
         return self.C * self.cell_width
 
     @property
@@ -103,12 +104,12 @@ class _Sizes:
 
     @property
     def gradients(self) -> int:
-        """Gradients of a group: one for each of its windows and channels."""
+        """Number of gradients of a group: one per window and output channel."""
         return self.K * self.windows
 
     @property
     def routed(self) -> int:
-        """Positions of a group's windows, for all channels."""
+        """Number of columns of `routed`: one per window position and gradient of a group."""
         return self.R * self.S * self.gradients
 
     def fit(self) -> bool:
@@ -153,7 +154,7 @@ def _heuristic(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_si
 def input_gradient(
     dy: Array, place: Array, w: Array, *, window: tuple[int, int], input_size: tuple[int, int], config: Config
 ) -> Array:
-    """Compute the gradient with respect to x from half-precision products, or from float32 rounded to TF32.
+    """Compute the gradient with respect to x from half-precision operands, or from float32 operands rounded to TF32.
 
     Args:
       dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima. The batch N is a
@@ -169,7 +170,7 @@ def input_gradient(
     dx = launch(
         functools.partial(_body, sizes),
         dy,
-        # The order in which the forward wrote them, by rows of windows.
+        # This is the order in which the forward wrote the indices: row of windows first.
         place.swapaxes(0, 1),
         _matrices(w.astype(dy.dtype), sizes),
         out=jax.ShapeDtypeStruct((sizes.C, rows, columns, N), dy.dtype),
@@ -188,12 +189,13 @@ def input_gradient(
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return `[a, b, (r, c, v), (t, q, k)]`: the weight of position t of window q at (r, v) of the cell (a, b) away."""
+    """Return the matrices `[a, b, (r, c, v), (t, q, k)]`: the weight with which position t of a group's window q
+    reaches pixel (r, v) of the cell a rows below and b columns to the right."""
     R, S, width = sizes.R, sizes.S, sizes.cell_width
     a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
     w = lax.reduce_precision(w, 8, 10) if w.dtype == jnp.float32 else w
     w = taps(w, a * R + r - tr, b * width + v - (q * S + ts))
-    # K, C, a, b, r, v, tr, ts, q
+    # The axes of w are K, C, a, b, r, v, tr, ts, q.
     return w.transpose(2, 3, 4, 1, 5, 6, 7, 8, 0).reshape(sizes.reach, 2, sizes.cell, sizes.routed)
 
 
@@ -204,16 +206,16 @@ def _body(sizes, *refs, block, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """64 examples, of which each warpgroup owns one column of cells: references and steps.
+    """One warpgroup, which computes one column of cells for 64 examples.
 
     Attributes:
       dy, place, matrices, dx: arrays in device memory.
-      weights: the matrices, in shared memory.
+      weights: copy of `matrices` in shared memory.
       loaded: barrier at which the copies of the matrices arrive.
-      operands: each group's routed gradients, for one row of windows.
+      operands: each group's `routed` matrix for one row of windows.
       met: barrier at which all warpgroups arrive.
       staging: one row of each warpgroup's cell, to be copied to dx.
-      group: group whose gradients the warpgroup routes; the last warpgroup routes none.
+      group: group whose `routed` matrix this warpgroup writes. The last warpgroup writes none.
     """
 
     sizes: _Sizes
@@ -246,7 +248,8 @@ class _Program:
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
     def take_row(self, p, carry):
-        """Add a row of windows, and write the row of cells that no later one reaches. The other sums are the carry."""
+        """Add the contributions of a row of windows. Write the row of cells that no later row of windows reaches, and
+        carry the sums of the other cells."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()
@@ -259,11 +262,11 @@ class _Program:
         return fetched, sums
 
     def zeros(self):
-        """Return a cell's sums before the first row of windows that adds to them."""
+        """Return zeros for the sums of a cell."""
         return plgpu.layout_cast(jnp.zeros((_EXAMPLES, self.sizes.cell), jnp.float32), plgpu.Layout.WGMMA)
 
     def fetch(self, p):
-        """Load a group's gradients in one row of windows, and the indices of the maxima, into registers."""
+        """Load dy and the indices of the maxima for the group in one row of windows into registers."""
         sizes = self.sizes
         windows = [self.group * sizes.windows + q for q in range(sizes.windows)]
         return [
@@ -290,7 +293,8 @@ class _Program:
         plgpu.barrier_wait(self.met)
 
     def multiply(self, *sums):
-        """Add to a column of cells the contributions of the group above them and of the group to its left."""
+        """Add to this column of cells the contributions of the group in the same column and of the group in the column
+        to its left."""
         sizes = self.sizes
 
         def add_group(b, _):
@@ -320,6 +324,6 @@ class _Program:
             channels = staging.reshape(sizes.C, sizes.cell_width, _EXAMPLES)
             plgpu.copy_smem_to_gmem(channels, self.dx.at[:, row, columns, self.examples])
             return
-        for c in range(sizes.C):  # The simulator reshapes no memory.
+        for c in range(sizes.C):  # The simulator cannot reshape memory.
             channel = staging.at[pl.ds(c * sizes.cell_width, sizes.cell_width)]
             plgpu.copy_smem_to_gmem(channel, self.dx.at[c, row, columns, self.examples])

@@ -1,9 +1,9 @@
-"""Backward of max-pooling as a gather: no atomics, because each input position collects its gradients.
+"""Backward of max-pooling as a gather. Each input position collects its gradients, so that no atomics are needed.
 
-A CTA computes dx for one channel, for the input rows that the stride maps to one row of windows, and for one block of
-the batch. It loops over the columns of windows. For each column it reads dy and the indices of the windows that can
-reach these positions, and keeps the sums in float32 registers. It then writes each position of dx once. Nothing is
-staged in shared memory.
+A CTA computes dx for one channel, one block of the batch, and the `stride[0]` input rows of one row of windows. It
+loops over the columns of windows. For each column, it reads dy and the indices of all windows that can reach its input
+positions, and sums in float32 registers. It then writes each position of dx once. The kernel does not use shared
+memory.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ from pallas_kernels.core.tiles import kernel
 
 @dataclasses.dataclass(frozen=True)
 class RouteConfig:
-    """Tiles of `route`.
+    """Tiles of `scatter_gradients`.
 
     Attributes:
-      lane_block: length of a CTA's vectors along the batch.
+      lane_block: number of examples per CTA, the length of its vectors along the batch.
     """
 
     lane_block: int
@@ -53,16 +53,16 @@ def scatter_gradients(
 
     Args:
       dy: `(C, P, Q, N)`: C channels, P x Q windows, and a batch N that is a multiple of `LANES`.
-      indices: integers of dy's shape. For each window, the position (u, v) of its maximum as `u * window[1] + v`.
+      indices: integers of dy's shape. The position (u, v) of a window's maximum is given as `u * window[1] + v`.
       input_size: height H and width W of the input.
-      padding: rows above and columns to the left of the input.
+      padding: number of padding rows above the input, and of padding columns to its left.
 
     Returns:
       dx `(C, H, W, N)` in dy's dtype; overlapping windows are summed in float32.
     """
     C, N = dy.shape[0], dy.shape[-1]
-    # In padded coordinates, row (a * stride + r) of the input is row r of window a, row r + stride of window a - 1, and
-    # so on.
+    # In padded coordinates, row (a * stride + r) of the input is row r of window a, row (r + stride) of window a - 1,
+    # and so on.
     rows, columns = (-(-(size + before) // s) for size, before, s in zip(input_size, padding, stride, strict=True))
     padded = launch(
         functools.partial(_route_row, window=window, stride=stride, columns=columns, lane_block=config.lane_block),
@@ -78,8 +78,8 @@ def scatter_gradients(
 def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, columns, lane_block):
     _, P, Q, _ = dy_ref.shape
     lanes = pl.ds(block * lane_block, lane_block)
-    # Windows that can reach a cell of stride[0] x stride[1] input positions: (cells back, offset added to the position
-    # within the cell).
+    # A cell has stride[0] x stride[1] input positions. For each window that can reach it: the number of cells from the
+    # window to the cell, and the offset of the cell's positions within the window.
     reach_p, reach_q = ([(back, back * s) for back in range(-(-f // s))] for f, s in zip(window, stride, strict=True))
 
     def cell(column, _):
@@ -91,7 +91,7 @@ def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, colu
                 exists = (p >= 0) & (p < P) & (q >= 0) & (q < Q)
                 at = (c, jnp.clip(p, 0, P - 1), jnp.clip(q, 0, Q - 1), lanes)
                 gradient = dy_ref[at].astype(jnp.float32)
-                # Where no window exists, use an index that no window has.
+                # For windows that do not exist, use an index that matches no position.
                 index = jnp.where(exists, index_ref[at].astype(jnp.int32), -1)
                 for r in range(min(stride[0], window[0] - offset_u)):
                     for s in range(min(stride[1], window[1] - offset_v)):

@@ -4,8 +4,9 @@ XLA compiles the kernels of a program after lowering all of it, one after the ot
 compiled kernels in the process by their hash. A thread therefore compiles each kernel in a separate program, right
 after its lowering. The compilation of the surrounding program then finds it in the cache.
 
-A kernel that fails here fails again there, where the error is raised. A kernel that is not yet compiled there is
-compiled twice, and the first result is used.
+If a kernel fails to compile in the thread, it fails again when the surrounding program is compiled, and only then is
+the error raised. If the surrounding program needs a kernel before the thread has compiled it, the kernel is compiled
+twice, and the first result is used.
 """
 
 import dataclasses
@@ -21,14 +22,15 @@ from jax import export
 _TARGETS = ("mosaic_gpu", "mosaic_gpu_v2")
 """Names under which JAX versions register Mosaic GPU's kernels."""
 _MIN_CORES = 4
-"""On two busy cores nothing is gained: docs/lab/2026-11-24-compile.md."""
+"""Fewest CPU cores for compiling ahead. On two busy cores it saves no time: docs/lab/2026-11-24-compile.md."""
 
 
 def compiles_ahead(module_context: Any) -> bool:
-    """Whether kernels of the program that is being lowered are compiled ahead.
+    """Return whether to compile the kernels of the program that is being lowered ahead of the program.
 
-    They are if it is lowered only for this machine's GPUs, if there are cores to spare, and if JAX has no persistent
-    compilation cache. A program that JAX finds in this cache needs no kernel compiled.
+    This is the case if the program is lowered only for this machine's GPUs, if there are at least `_MIN_CORES` cores,
+    and if JAX has no persistent compilation cache. If JAX finds a program in this cache, it compiles none of the
+    program's kernels.
     """
     return (
         jax.default_backend() == "gpu"
@@ -40,7 +42,7 @@ def compiles_ahead(module_context: Any) -> bool:
 
 
 def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> Callable[..., Any]:
-    """Return the function, lowered for CUDA once, while a thread begins to compile it.
+    """Lower a function for CUDA, let a thread compile it, and return the lowered function without waiting.
 
     Args:
       function: maps arrays to a list of arrays.
@@ -48,7 +50,8 @@ def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> Callab
     """
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
-    # JAX takes the mesh from the context, and the number of devices from the concrete mesh. A kernel has one device.
+    # JAX would take the mesh from the context, and the number of devices from the concrete mesh. A kernel runs on one
+    # device.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         exported = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*structs)
     exported = dataclasses.replace(exported, nr_devices=1)

@@ -1,9 +1,9 @@
 """The GPU that kernels are traced for: its architecture, multiprocessors, shared memory, and L2 cache.
 
-Kernels choose their tiles for this device, and refuse architectures that lack their instructions. It is read from JAX's
-default device, never from a constant in a kernel. If the default device is no GPU, kernels are traced for Hopper, so
-that they can be lowered for CUDA on any machine. `targeting` selects another GPU, to compile ahead of time for one that
-is absent.
+Kernels choose their tiles for this device, and refuse architectures that lack their instructions. They take its
+properties from JAX's default device, not from constants. If the default device is not a GPU, kernels are traced for
+Hopper, so that they can be lowered for CUDA on any machine. `targeting` selects another GPU, which need not be present,
+to compile for it ahead of time.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ class Device:
     Attributes:
       kind: its name.
       capability: compute capability, (major, minor).
-      multiprocessors: number of multiprocessors.
+      multiprocessors: number of streaming multiprocessors.
       shared_bytes: bytes of shared memory that one CTA may use.
       l2_bytes: bytes of the L2 cache.
       registers: 32-bit registers per multiprocessor.
@@ -37,7 +37,8 @@ class Device:
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether Mosaic GPU compiles for it: bulk copies and their barriers came with compute capability 9.0."""
+        """Whether Mosaic GPU compiles for this device. It needs bulk copies and their barriers, hence compute
+        capability 9.0."""
         return self.capability >= (9, 0)
 
 
@@ -51,13 +52,14 @@ _SHARED_BYTES, _L2_BYTES, _REGISTERS = 97, 38, 82
 """Numbers of `CUdevice_attribute` in cuda.h: `MAX_SHARED_MEMORY_PER_BLOCK_OPTIN` and `L2_CACHE_SIZE`, both in bytes,
 and `MAX_REGISTERS_PER_MULTIPROCESSOR`, in 32-bit registers."""
 
-# A JAX context instead of a global, because its value is part of jit's cache key.
+# A JAX context instead of a global variable, because the value of a JAX context is part of jit's cache key.
 _target_context = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def targeting(device: Device) -> Iterator[None]:
-    """Return a context in which kernels are traced for `device`, and `implementation=None` chooses for it."""
+    """Return a context in which kernels are traced for `device`, and `implementation=None` selects the implementation
+    for it."""
     with _target_context(device):
         yield
 

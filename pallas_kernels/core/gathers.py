@@ -3,8 +3,9 @@
 Pallas has no indexed read of a reference by a vector in registers, so these functions use Mosaic's operations. The
 simulator reads the whole reference instead.
 
-A block is `(lanes, width)`: each lane has one row of `width` adjacent elements, at most 16 bytes or a multiple of 16. A
-thread has one or several lanes. Vectors are `(lanes,)`. The number of lanes is a multiple of `LANES`.
+A block is an array in registers of shape `(lanes, width)`. Each lane has one row of `width` adjacent elements, which
+take at most 16 bytes or a multiple of 16 bytes. A thread has one or several lanes. Vectors have the shape `(lanes,)`.
+The number of lanes is a multiple of `LANES`.
 """
 
 import functools
@@ -30,7 +31,8 @@ def block_layout(lanes: int, width: int) -> Any:
 
 
 def vector_layout(lanes: int) -> Any:
-    """Return the layout of one element per lane, in the lanes of `block_layout`."""
+    """Return the layout of a vector with one element per lane, whose lanes belong to the same threads as in
+    `block_layout`."""
     return plgpu.Layout.WG_STRIDED((lanes,), vec_size=1)
 
 
@@ -100,7 +102,7 @@ def gather_elements(ref: Any, *places: Array) -> Array:
 
 
 def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
-    """Write `ref[places] = values`, a block, to shared or device memory. Of two values for one position, either may
+    """Write a block to shared or device memory: `ref[places] = values`. If two values have the same indices, either may
     remain."""
     if simulating() is not None:
         ref[...] = ref[...].at[places].set(values)
@@ -165,7 +167,8 @@ def block_of(columns: Sequence[Array]) -> Array:
 
 
 def sums_of_rows(*blocks: Array) -> Array:
-    """Return the block whose k-th column has the row sums of the k-th block, added from the left; all float32."""
+    """Return the block whose k-th column holds the sum of each row of the k-th block, added from left to right. All are
+    float32."""
     (lanes, width), count = blocks[0].shape, len(blocks)
     if simulating() is not None:
         return jnp.stack([jnp.sum(block, axis=1) for block in blocks], axis=1)
@@ -189,8 +192,8 @@ def sums_of_rows(*blocks: Array) -> Array:
 def computed_here(block: Array) -> Array:
     """Return a float32 block, and make sure that it is computed before the code that follows.
 
-    LLVM moves the last addition to a loop's carry to the end of the loop. Until then, the terms occupy the same number
-    of registers again.
+    Otherwise LLVM moves the last addition to a loop's carry to the end of the loop. Until then, the terms need as many
+    registers as the sums.
     """
     if simulating() is not None:
         return block
@@ -211,9 +214,9 @@ def computed_here(block: Array) -> Array:
 def compiler_fence() -> None:
     """Order a thread's accesses to shared memory: those before this call happen before those after it.
 
-    LLVM treats shared memory as an object of size zero. It may therefore assume that an element is different from one
-    that a vector of the same thread stored. In a kernel of short loops, it then forwards the vector past later
-    additions to it.
+    LLVM treats shared memory as an object of size zero. It may therefore assume that two accesses of a thread, one to
+    an element and one to a vector, never overlap. In a kernel of short loops, it then reuses a vector that the thread
+    stored, and misses later additions to the vector's elements.
     """
     if simulating() is not None:
         return
@@ -229,7 +232,8 @@ def meet(barrier: Any) -> None:
     """Wait until all warpgroups of a CTA arrive, and make their writes to shared memory visible.
 
     Args:
-      barrier: a barrier with one arrival per warpgroup. Only the simulator uses it, because it lacks the instruction.
+      barrier: a barrier with one arrival per warpgroup. Only the simulator uses it, because the simulator lacks the
+        GPU's instruction.
     """
     if simulating() is not None:
         plgpu.commit_smem()
@@ -245,13 +249,13 @@ def meet(barrier: Any) -> None:
 
 
 def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[Array]:
-    """Load, from the `array`-th reference of each list, the block of `shape` that begins at element `start`.
+    """Load one block of `shape` per list: from the list's `array`-th reference, beginning at element `start`.
 
     Args:
-      lists: lists of references `(n,)` to device memory, each list of one dtype. The i-th references of all lists have
-        the same length, and their memory is aligned to an access.
-      array, start: integers that all threads share; `start` is a multiple of the block's size. Past an array's end, the
-        block repeats the last element.
+      lists: lists of references `(n,)` to device memory. All references of one list have the same dtype. The i-th
+        references of all lists have the same length, and their memory is aligned to a thread's access.
+      array, start: integers, the same in all threads; `start` is a multiple of the block's size. Beyond the array's
+        end, the block repeats the array's last element.
     """
     lanes, width = shape
     if simulating() is not None:
@@ -282,7 +286,8 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
 
 def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
-    """Write a block to the `array`-th reference of each list, in the order of `load_of`, up to the array's end."""
+    """Write one block per list, to the list's `array`-th reference, at the elements that `load_of` reads. Elements
+    beyond the array's end are not written."""
     lanes, width = blocks[0].shape
     if simulating() is not None:
         for refs, block in zip(lists, blocks, strict=True):
@@ -302,7 +307,7 @@ def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
                     _store(pointer, row, place)
                 scf.yield_([])
             with ir.InsertionPoint(branch.else_block):
-                for c in range(width - 1):  # the last element of the row lies past the end
+                for c in range(width - 1):  # the row's last element is always beyond the end
                     at = arith.addi(place, _i32(c))
                     inside = scf.IfOp(_below(at, size))
                     with ir.InsertionPoint(inside.then_block):
@@ -320,7 +325,7 @@ def _switch(refs, array, function):
 
 def _simulated_load(ref, start, shape):
     size, length = ref.shape[0], math.prod(shape)
-    end = size % length  # static, as are slices in the simulator
+    end = size % length  # static, because slices in the simulator are static
     whole = lambda: ref[pl.ds(start, length)]  # noqa: E731
     part = lambda: jnp.pad(ref[pl.ds(size - end, end)], (0, length - end), mode="edge")  # noqa: E731
     if not end or size < length:
@@ -354,7 +359,8 @@ def _number():
 
 
 def _chosen(lists, array):
-    """Return the pointers to the array of this index in each list, and the arrays' length, from a single branch."""
+    """Return a pointer to the `array`-th array of each list, and the length of these arrays. All are selected in a
+    single branch."""
     lengths = [ir.MemRefType(ref.type).shape[0] for ref in lists[0]]
     pointer_types = [mgpu.utils.memref_ptr(refs[0]).type for refs in lists]
     index = arith.index_cast(ir.IndexType.get(), array.registers.item())

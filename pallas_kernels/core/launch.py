@@ -1,4 +1,4 @@
-"""Launching a kernel: the only file that knows JAX versions, the interpreter, and Mosaic's lowering semantics.
+"""Launch a kernel. Only this file depends on JAX versions, the interpreter, and Mosaic's lowering semantics.
 
 A kernel body is an ordinary function of references to GPU memory. Its CTA's indices in the grid arrive as keyword
 arguments named after the grid's axes:
@@ -10,10 +10,10 @@ arguments named after the grid's axes:
 
 Lowered for CUDA, the body is a Mosaic GPU kernel. Lowered for other platforms, it runs in Pallas' interpreter, which is
 plain XLA code without side effects: slow, but compatible with every JAX transformation. `simulated` runs the body in
-the Mosaic simulator instead, which is slower still and raises on what a GPU would leave undefined.
+the Mosaic simulator instead, which is even slower, but raises an error where the behavior on a GPU would be undefined.
 
-A launch is a JAX primitive, whose body is traced when it is lowered, and only for the platform in question. Tracing a
-program therefore takes no time for its kernels, and a CPU never traces code that only a GPU runs.
+A launch is a JAX primitive. Its body is traced only when the primitive is lowered, and only for the platform of the
+lowering. Tracing a program therefore spends no time on its kernels. Code for GPUs is never traced for a CPU.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from typing import Any
 
 import jax
 
-# Its settings join jit's cache key when it is imported. If the first kernel imported it, everything would compile
-# twice.
+# Importing this module adds its settings to jit's cache key. If the first kernel imported it, every program that was
+# compiled before would be compiled again.
 import jax.experimental.pallas.fuser
 import jax.numpy as jnp
 from jax import Array, lax
 
-# These have no public name in JAX 0.10.2: evaluating a primitive outside of jit, and disabling, within a kernel, the
-# types by which shard_map records along which mesh axes a value differs.
+# Two functions have no public name in JAX 0.10.2. One evaluates a primitive outside of jit. The other disables, within
+# a kernel, the types in which shard_map records along which mesh axes a value varies.
 from jax._src.config import _check_vma
 from jax._src.dispatch import apply_primitive
 from jax.experimental import pallas as pl
@@ -64,7 +64,7 @@ def launch(
 
     Args:
       body: the kernel. It writes every element of every output.
-      arrays: the inputs, whole.
+      arrays: the inputs. Every CTA gets a reference to each whole array.
       out: a `jax.ShapeDtypeStruct`, an array with the shape and dtype, or a tuple of them.
       grid: axis name -> number of CTAs. The last axis runs fastest.
       name: the kernel's name in programs and profiles.
@@ -73,13 +73,14 @@ def launch(
         shared memory.
       scratch: shared memory and barriers, for CTAs that copy asynchronously or use the tensor cores. A kernel with
         scratch runs on GPUs and in the simulator only: see `on_gpu`.
-      barriers: whether a warpgroup synchronizes before and after each store. This is not needed if no thread reads data
-        that another wrote, or only after a barrier in the body, such as `plgpu.commit_smem`.
+      barriers: whether a warpgroup synchronizes before and after each store. These barriers are not needed if no thread
+        reads data that another thread wrote, or if a barrier in the body, such as `plgpu.commit_smem`, comes before
+        each such read.
       sums_across_warps: whether the body sums along an axis that several warps share. If not, the 2 KiB of shared
         memory for such sums are free.
       in_place: index of an array, among all leaves of `arrays`, -> index of an output of the same shape and dtype that
-        may use its memory. Only the CTA that reads an element writes it, and only afterwards. XLA copies the array
-        first if it is still needed.
+        may use the array's memory. Each element must be written only by the CTA that reads it, and only after the read.
+        XLA copies the array first if it is still needed.
 
     Returns:
       An array for each leaf of `out`, in its structure.
@@ -95,7 +96,8 @@ def launch(
     call = dict(structure=structure, out=shapes, grid=grid, name=name, scratch=scratch)
     mosaic = functools.partial(_mosaic, body, **call, cluster=cluster or {}, warpgroups=warpgroups, options=options)
     interpreter = functools.partial(_interpret, body, **call)
-    # A weak type would change what a body computes with it, and a kernel that is compiled ahead has none.
+    # A weakly typed argument would change the dtypes in a body. A kernel that is compiled ahead has no weakly typed
+    # arguments.
     arrays = unify_varying_axes(
         [lax.convert_element_type(a, a.dtype) if jax.typeof(a).weak_type else a for a in arrays]
     )
@@ -125,7 +127,7 @@ def _mosaic(
         out_type = tuple(a for o, a in enumerate(out) if o not in shared)
 
     def outputs(of_arrays, others):
-        """Return every output, from the arrays or from the outputs with separate memory."""
+        """Return all outputs: some share an array's memory, and `others` have separate memory."""
         others = iter(others)
         return tuple(of_arrays[shared[o]] if o in shared else next(others) for o in range(len(out)))
 
@@ -176,10 +178,11 @@ def _(*arrays, shapes, **functions):
 
 
 def _on_mesh_of(arrays, ndim):
-    """Return a result's sharding: on the arrays' mesh if all its axes are automatic, else None.
+    """Return the sharding of a result of `ndim` axes. It lies on the arrays' mesh if all axes of the mesh are
+    automatic; else None.
 
-    On automatic axes, JAX's operations also record the mesh, but not the partitioning. On explicit or manual axes, the
-    caller of `launch` determines the sharding.
+    On automatic axes, the sharding records the mesh but no partitioning, as for JAX's operations. On explicit or manual
+    axes, the caller of `launch` determines the sharding.
     """
     meshes = (a.sharding.mesh for a in arrays)
     mesh = next((mesh for mesh in meshes if not mesh.empty and {*mesh.axis_types} == {AxisType.Auto}), None)
@@ -187,7 +190,8 @@ def _on_mesh_of(arrays, ndim):
 
 
 def _bind(name, mosaic, interpreter, arrays, shapes, in_place):
-    # A body is traced when it is lowered, in the contexts of lowering. The contexts that matter to it are passed along.
+    # A body is traced when it is lowered, in the contexts of the lowering. The contexts of this call that affect the
+    # body are therefore passed along.
     functions = dict(cuda=in_place, batched=mosaic, default=interpreter)
     x64 = jax.config.jax_enable_x64
     functions = {key: functools.partial(_trace, function, x64) for key, function in functions.items()}
@@ -238,7 +242,8 @@ batching.primitive_batchers[_launch_p] = _batch
 
 
 def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
-    """Return `kernel(*arrays)` if lowered for a GPU or simulated, else `fallback(*arrays)`, equal up to rounding."""
+    """Return `kernel(*arrays)` if lowered for a GPU or simulated, else `fallback(*arrays)`. Both must be equal up to
+    rounding."""
     if simulating() is not None:
         return kernel(*arrays)
     arrays = unify_varying_axes(arrays)
@@ -248,7 +253,7 @@ def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
 def unify_varying_axes(arrays: Any) -> Any:
     """Within shard_map, type the arrays as varying along every mesh axis along which one of them varies.
 
-    The gradient of an array that was the same on all devices is thereby summed over the devices.
+    If an array is the same on all devices, its gradient is thereby summed over the devices.
     """
     axes = [jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)]
     union = frozenset().union(*axes)

@@ -12,22 +12,22 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 
 LANES = 128
-"""Threads of a warpgroup, four warps of 32 (PTX ISA, wgmma). A CTA has one warpgroup by default, and the lengths of
-vectors are multiples of it."""
+"""Number of threads in a warpgroup, four warps of 32 (PTX ISA, wgmma). A CTA has one warpgroup by default, and the
+lengths of vectors are multiples of this number."""
 
 OPERAND_BYTES = 128
-"""Bytes of a row of shared memory from which the tensor cores read operands: the widest swizzle of PTX ISA's matrix
-descriptors, 128 bytes."""
+"""Bytes per row of an operand that the tensor cores read from shared memory. The widest swizzle of a matrix descriptor
+is 128 bytes (PTX ISA)."""
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
     """Load `ref` into registers of `layout`; `optimized=False` allows slower accesses.
 
-    The simulator has no layouts and, in older versions, no such load.
+    The simulator has no layouts, and its older versions do not support this load.
     """
     if simulating() is not None:
         return ref[...]
-    # Older versions of JAX need an index as well.
+    # Older versions of JAX also require an index.
     index = inspect.signature(plgpu.load).parameters.get("idx")
     needs_index = index is not None and index.default is index.empty
     return plgpu.load(ref, *([()] if needs_index else []), layout=layout, optimized=optimized)
@@ -42,15 +42,16 @@ def store(ref: Any, value: Array) -> None:
 
 
 SUMMED_ROWS = 32
-"""Most rows that `sums_over_lanes` processes at a time: two tiles of its layout, which have 16 rows. It also takes half
-of these. Two tiles are chosen by hand; not tuned."""
+"""Most rows that `sums_over_lanes` processes at a time: two tiles of its layout, which have 16 rows each. It also
+accepts half of this number. Chosen by hand; not tuned."""
 
 
 def sums_over_lanes(rows: Any, totals: Any) -> None:
     """Write the sum of each of `rows (n, lanes)` in shared memory to `totals (n,)` in device memory.
 
-    Sums of single vectors would need one barrier each. This function needs one, before any thread reads a row. n is
-    half of `SUMMED_ROWS`, or a multiple of `SUMMED_ROWS`; lanes are a multiple of `LANES`.
+    If each row were summed separately, each sum would need a barrier. This function needs a single barrier, before any
+    thread reads a row. The number of rows n is half of `SUMMED_ROWS`, or a multiple of `SUMMED_ROWS`. The number of
+    lanes is a multiple of `LANES`.
     """
     # A warp reads four rows, with eight threads per row, without bank conflicts.
     tiling = plgpu.Tiling(((16, 32), (4, 32), (4,)))
@@ -63,37 +64,39 @@ def sums_over_lanes(rows: Any, totals: Any) -> None:
 
 
 def value_a_row() -> Any:
-    """Return the layout of one value for each row of a product's sums."""
+    """Return the layout of a vector with one value per row of a `wgmma` accumulator."""
     return plgpu.Layout.WGMMA.reduce(1)
 
 
 def value_a_column() -> Any:
-    """Return the layout of one value for each column of a product's sums."""
+    """Return the layout of a vector with one value per column of a `wgmma` accumulator."""
     return plgpu.Layout.WGMMA.reduce(0)
 
 
 def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) -> Any:
-    """Return shared memory for operands of the tensor cores, tiled by eight rows of `row_bytes`, for either operand."""
+    """Return shared memory for a left or right operand of the tensor cores, in tiles of eight rows of `row_bytes`
+    bytes."""
     transforms = plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(row_bytes)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return shared memory for bulk copies of any number of axes, whose last axis is a row of at most `OPERAND_BYTES`.
+    """Return shared memory for bulk copies of arrays with any number of axes. The last axis takes at most
+    `OPERAND_BYTES`.
 
-    Rows are swizzled, so that no bank is used twice where threads store a product's sums.
+    Rows are swizzled, so that threads storing a `wgmma` accumulator have no bank conflicts.
     """
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(row_bytes),))
 
 
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
-    """Return an `operand` that is also `swizzled` memory of shape `box`, where the rows of its tiles follow one
-    another.
+    """Return shared memory with two views: as an `operand`, and as `swizzled` memory of shape `box`. In the second
+    view, the rows of the operand's tiles follow one another.
 
-    Bulk copies into tiles must begin at tiles of the array in device memory; copies into a box may begin anywhere.
-    `as_operand` and `as_box` return the two views. The simulator has no such memory, so there the result is only the
-    operand.
+    A bulk copy into tiles must begin at a tile of the array in device memory; a copy into a box may begin anywhere.
+    `as_operand` and `as_box` return the two views. The simulator does not support two views, so there the result is
+    only the operand.
     """
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
@@ -110,9 +113,10 @@ def as_box(ref: Any) -> Any:
 
 
 def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None:
-    """Compute `plgpu.wgmma` with a left operand in registers and a right operand in shared memory.
+    """Run `plgpu.wgmma` with a left operand in registers and a right operand in shared memory.
 
-    The simulator multiplies only shared memory. There, `left` is stored in `scratch`, once bulk copies have read it.
+    The simulator multiplies only operands in shared memory. There, `left` is first stored in `scratch`, after earlier
+    bulk copies from `scratch` have finished.
     """
     if simulating() is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -127,7 +131,7 @@ def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None
 def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array]:
     """Return `sums` after `add(*accumulators)` has added products to them by `plgpu.wgmma`.
 
-    The simulator's accumulators can only begin at zero, so there the sums are added afterwards.
+    In the simulator, accumulators can only begin at zero, so `sums` are added afterwards.
     """
     if simulating() is None:
         return list(pl.run_state(lambda accumulators: add(*accumulators))(tuple(map(plgpu.ACC.init, sums))))
@@ -145,21 +149,22 @@ def rounded_to_tf32(x: Array) -> Array:
     if x.dtype != jnp.float32:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    # A GPU's NaN has all bits set: adding to them would overflow, so NaN is passed through.
+    # A GPU's NaN has all bits set, so that the addition would overflow. NaN is therefore returned unchanged.
     return jnp.where(x != x, x, lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32))
 
 
 def zeros_like(vector: Array) -> Array:
-    """Return float32 zeros in the register layout of `vector`, which a loop's carry must have from its first
-    iteration."""
+    """Return float32 zeros in the register layout of `vector`. A loop's carry must have the same layout in all
+    iterations."""
     return jnp.where(vector != vector, jnp.float32(0), jnp.float32(0))
 
 
 def vector_length(*arrays: Array) -> int:
-    """Return the longest vector, of at most 4 elements per thread, that divides the last axis of `batch_last` arrays.
+    """Return the length of the longest vector, of at most 4 elements per thread, that divides the last axis of
+    `batch_last` arrays.
 
-    With mixed dtypes it has at most 2 elements per thread: a thread loads up to 8 bytes at once, and only vectors with
-    the same distribution over the threads can be combined.
+    With mixed dtypes, a vector has at most 2 elements per thread. A thread loads up to 8 bytes at once, which are two
+    elements of float32, and only vectors with the same number of elements per thread can be combined.
     """
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
@@ -169,8 +174,8 @@ def vector_length(*arrays: Array) -> int:
 def quotient(number: Any, divisor: Any) -> Any:
     """Return `number // divisor` for a nonnegative number.
 
-    `//` and `%` round down, for which they examine signs. In a kernel, each takes ten more operations. Among these are
-    conversions of booleans, for each of which JAX 0.11 starts a process.
+    `//` and `%` round down, and therefore examine signs. In a kernel, this takes ten more operations each. Some of them
+    convert booleans, and JAX 0.11 starts a process for each such conversion.
     """
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
@@ -181,12 +186,12 @@ def remainder(number: Any, divisor: Any) -> Any:
 
 
 def _like(number, divisor):
-    """Return a Python integer in the dtype of `number`. In 64-bit mode, JAX would give it 64 bits."""
+    """Convert a Python integer to the dtype of `number`. In 64-bit mode, JAX would convert it to 64 bits."""
     return number.dtype.type(divisor) if isinstance(divisor, int) else divisor
 
 
 def largest_divisor(n: int, limit: int, accepts: Callable[[int], bool] = lambda d: True) -> int:
-    """Return the largest divisor of `n`, at most `limit`, that `accepts` accepts; else 1."""
+    """Return the largest divisor of `n` up to `limit` for which `accepts` returns true, or 1 if there is none."""
     return next((d for d in range(min(n, limit), 1, -1) if n % d == 0 and accepts(d)), 1)
 
 

@@ -1,7 +1,7 @@
 """Mosaic GPU, imported when a kernel first uses one of its names.
 
-The import takes long, and a program that uses only formulas does not need it. Kernels therefore import `plgpu` from
-this module, and use it only within functions.
+The import is slow, and a program without kernels does not need it. Kernels therefore import `plgpu` from this module,
+and use it only within functions.
 """
 
 import importlib

@@ -1,17 +1,18 @@
-"""The pipeline of all kernels: stages of shared memory that bulk copies fill ahead of their use.
+"""The pipeline that all kernels use: stages of shared memory, which bulk copies fill before they are needed.
 
-A `Ring` has a few stages. The copies of a step go into stage `step % stages`. All of them arrive at the stage's
-barrier, at which every user of the stage waits. There are two ways to keep the ring full:
+A `Ring` has a few stages. The copies for step `step` go into stage `step % stages`. They all signal the stage's
+barrier, at which every reader of the stage waits. There are two ways to keep the ring full:
 
 - One warpgroup, or all of them, both fetch and compute. They `prefetch` some steps. For each step they then `wait`,
-  compute, and `fetch` a later step into the stage that has just been read. The caller ensures that it has been read.
+  compute, and `fetch` a later step into the stage that has just been read. The caller ensures that all threads have
+  finished reading this stage.
 - A producer warpgroup only fetches, and consumer warpgroups compute. With barriers `free`, `produce` waits until the
   consumers have `release`d a stage before it fills it again.
 
-JAX's `plgpu.emit_pipeline` was compared with a ring (docs/lab/2026-11-22-pipelines.md). It was slightly faster than the
-ring, as a copy and in LayerNorm's forward; its warp-specialized form was slower in that forward. The ring stays because
-it computes in place: a stage holds its data once. `emit_pipeline` has separate buffers for inputs and outputs, and
-LayerNorm's backward needs that shared memory.
+JAX's `plgpu.emit_pipeline` was compared with a ring (docs/lab/2026-11-22-pipelines.md). `emit_pipeline` was slightly
+faster than the ring in a copy kernel and in LayerNorm's forward. Its warp-specialized form was slower in LayerNorm's
+forward. The ring is kept because it computes in place, in a single buffer per stage. `emit_pipeline` has separate
+buffers for inputs and outputs, and LayerNorm's backward has no shared memory left for them.
 """
 
 import dataclasses
@@ -32,15 +33,16 @@ class Ring:
 
     Attributes:
       stages: number of stages.
-      copy: `copy(step, stage, barrier, *source)` starts the bulk copies of a step, which arrive at `barrier`.
-      loaded: barriers at which a step's copies arrive, one per stage. Consumers in a ping-pong schedule each have
-        separate barriers, with index `turn * stages + stage`, because a warpgroup has to wait for every phase of a
+      copy: `copy(step, stage, barrier, *source)` starts the bulk copies for a step, which signal `barrier` when they
+        finish.
+      loaded: barriers at which a step's copies arrive, one per stage. In a ping-pong schedule, each consumer has
+        separate barriers, with index `turn * stages + stage`, because a warpgroup must wait for every phase of a
         barrier.
-      steps: number of steps, or None if no step is ever fetched that does not exist.
+      steps: number of steps, or None if the caller never fetches a step that does not exist.
       free: barriers at which consumers arrive when they have read a stage, one per stage; None without a producer.
-      fixed_stage: index of the stage, if the ring has only one. The rings of several warpgroups, with one stage each,
-        share memory and barriers in this way.
-      turn: in a ping-pong schedule, the number of the consumer that uses the ring, or for which the producer fetches.
+      fixed_stage: index of the ring's only stage, or None if there are several. With it, the rings of several
+        warpgroups, each with one stage, can lie in the same arrays of memory and barriers.
+      turn: in a ping-pong schedule, the index of the consumer that uses the ring, or for which the producer fetches.
     """
 
     stages: int
@@ -55,7 +57,7 @@ class Ring:
         return remainder(step, self.stages) if self.fixed_stage is None else self.fixed_stage
 
     def fetch(self, step: Any, prepare: Callable[[], None] = lambda: None) -> None:
-        """Start a step's copies if the step exists; before them, `prepare` waits until the stage is free."""
+        """Start a step's copies if the step exists. `prepare` is called first, and waits until the stage is free."""
 
         def start():
             prepare()
@@ -82,7 +84,7 @@ class Ring:
     def produce(self, step: Any, *source: Any) -> None:
         """Start a step's copies as soon as all consumers have released its stage.
 
-        `source` is passed to `copy`, for copies that the step's number does not determine.
+        `source` is passed to `copy`, for copies that depend on more than the step's number.
         """
         stage = self.stage(step)
         pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))

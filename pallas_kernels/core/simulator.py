@@ -1,6 +1,6 @@
 """The Mosaic GPU simulator, which runs kernels on a CPU, fills unwritten memory with NaN, and finds data races.
 
-Only this file imports the simulator's private parts from JAX (partly public from 0.12 on).
+Only this file imports JAX's private modules of the simulator. Parts of them are public from JAX 0.12 on.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.interpreters import mlir
 
-# A JAX context instead of a global, because its value is part of jit's cache key.
+# A JAX context instead of a global variable, because the value of a JAX context is part of jit's cache key.
 _simulation = jax.make_user_context(None)
 
 
@@ -23,14 +23,16 @@ def simulating() -> Any:
 def simulated() -> Iterator[None]:
     """Return a context in which kernels run in the Mosaic GPU simulator, on the CPU.
 
-    This is slow: each memory access is a call of the host. Memory starts as NaN (integers: their largest value). A read
-    out of bounds raises, and a data race raises `RuntimeError` here or an error where it happens.
+    This is slow, because each memory access calls a Python function on the host. Floats in new memory are NaN, and
+    integers are the largest value of their dtype. An out-of-bounds read raises an error. A data race raises an error
+    where it occurs, or a `RuntimeError` when the context ends.
     """
     from jax._src.pallas.mosaic_gpu.core import layout_cast_p
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as simulator
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    # Before JAX 0.12 the simulator passes a cast to XLA, which has no rule for it. Here arrays have no layout.
+    # Before JAX 0.12, the simulator passes layout casts to XLA, which has no rule for them. In the simulator, arrays
+    # have no layout, so a cast does nothing.
     mlir.register_lowering(layout_cast_p, lambda context, x, **layout: [x], platform="cpu")
     simulator.reset_gpu_interpret_mode_state()
     try:

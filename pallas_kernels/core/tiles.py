@@ -1,4 +1,5 @@
-"""A kernel, with `unsupported` for its requirements and `heuristic` for the tiles that suit its arguments.
+"""A kernel with two functions: `unsupported` checks its requirements, and `heuristic` selects the tiles for its
+arguments.
 
     @dataclasses.dataclass(frozen=True)
     class Config:
@@ -29,8 +30,8 @@ class Kernel:
     """A function of arrays and static options that launches a kernel, with its requirements and its heuristic.
 
     Attributes:
-      name: file and function, such as `conv2d.correlate`.
-      capability: the only compute capability that it supports, or None for all from 9.0 on.
+      name: names of the file and of the function, such as `conv2d.correlate`.
+      capability: the only compute capability that the kernel supports, or None for all from 9.0 on.
     """
 
     def __init__(
@@ -41,13 +42,13 @@ class Kernel:
         capability: tuple[int, int] | None,
     ):
         functools.update_wrapper(self, function)
-        del self.__wrapped__  # its signature has a required config, which callers may omit
+        del self.__wrapped__  # its signature requires `config`, which callers may omit
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         self.capability = capability
         self._function, self._unsupported, self._heuristic = function, unsupported, heuristic
 
     def unsupported(self, *arrays: Any, **options: Any) -> str | None:
-        """Return why the device or the arguments are unsupported, or None."""
+        """Return the reason why the device or the arguments are unsupported, or None."""
         capability = device.target().capability
         if capability < (9, 0) or (self.capability is not None and capability != self.capability):
             requirement = "at least 9.0" if self.capability is None else f"only {_version(self.capability)}"
@@ -55,7 +56,7 @@ class Kernel:
         return self._unsupported(*arrays, **options) if self._unsupported else None
 
     def heuristic(self, *arrays: Any, **options: Any) -> Any | None:
-        """Return the config for supported arguments, or None where the kernel does not pay."""
+        """Return the config for supported arguments, or None if another kernel or XLA is faster."""
         return self._heuristic(*arrays, **options)
 
     def pays(self, *arrays: Any, **options: Any) -> bool:
@@ -80,18 +81,20 @@ def kernel(
     unsupported: Callable[..., str | None] | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Callable[[Callable], Kernel]:
-    """Return a decorator that makes a `Kernel` of `function(*arrays, config, **options)`.
+    """Return a decorator that turns `function(*arrays, config, **options)` into a `Kernel`.
 
     Args:
-      heuristic: `(*arrays, **options)` -> the tiles, a frozen dataclass, or None where the kernel does not pay.
-      unsupported: `(*arrays, **options)` -> why these are unsupported, or None; by default all are supported.
+      heuristic: maps `(*arrays, **options)` to the tiles, a frozen dataclass, or to None if another kernel or XLA is
+        faster.
+      unsupported: maps `(*arrays, **options)` to the reason why they are unsupported, or to None. By default all are
+        supported.
       capability: see `Kernel`.
     """
     return lambda function: Kernel(function, unsupported, heuristic, capability)
 
 
 def check_divides(kernel: str, size_name: str, size: int, length: int) -> None:
-    """Require a tile's size to be a divisor of the axis length."""
+    """Raise ValueError unless a tile's size divides the length of its axis."""
     if length % size:
         raise ValueError(f"{kernel}: {size_name} is {size}; wants a divisor of {length}")
 

@@ -1,6 +1,6 @@
-"""A dense layer's three gradients, as convolutions with a filter of one tap, with the batch as the last axis.
+"""A dense layer's three gradients, with the batch as the last axis. A dense layer is a convolution with a 1 x 1 filter.
 
-Each function calls a kernel of `conv.conv2d`, which describes the tiles. o is an output, i an input, n an example.
+Each function calls a kernel of `conv.conv2d`, where the tiles are described. o is an output, i an input, n an example.
 """
 
 from jax import Array

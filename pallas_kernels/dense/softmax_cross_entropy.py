@@ -1,13 +1,13 @@
 """Softmax and cross-entropy with one example per lane: one kernel for the forward, and one for the backward.
 
-A CTA computes a block of examples. It loops over the classes and reads their logits from device memory, once for the
-maximum, once for the sum of exponentials, and once for the loss. The running values stay in registers. The forward
-writes the loss and the two statistics from which the backward recomputes the softmax. The backward writes one gradient
-per class.
+A CTA computes a block of examples. In the forward, it loops over the classes three times: for the maximum, for the sum
+of exponentials, and for the loss. Each loop reads the logits from device memory and keeps the maximum, or the sum, in
+registers. The forward writes the loss, and two statistics, the maximum and the sum, from which the backward recomputes
+the softmax. The backward writes one gradient per class and example.
 
-Labels are integers `(N,)`, one class per example, or floats `(classes, N)`, one weight per class. The batch N is the
-last axis and a multiple of `LANES`. An integer that is no class makes its example's loss NaN, and its gradient as well
-unless dy is 0.
+Labels are integers `(N,)`, one class per example, or floats `(classes, N)`, one weight per class and example. The batch
+size N is a multiple of `LANES`. If an integer label is not the index of a class, the example's loss is NaN. Its
+gradient is NaN as well, unless dy is 0.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from pallas_kernels.core.layouts import largest_divisor, vector_length, zeros_li
 from pallas_kernels.core.tiles import kernel
 
 _MAX_UNROLLED = 16
-"""Most classes whose loads are under way at once. Chosen by hand; not tuned."""
+"""Most classes whose loads are in flight at once. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Config:
 
     Attributes:
       length: examples per CTA.
-      unroll: classes whose loads are under way at once.
+      unroll: number of classes whose loads are in flight at once.
     """
 
     length: int
@@ -48,16 +48,16 @@ def _heuristic(logits, labels):
 def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tuple[Array, Array, Array]:
     """Compute `loss[n] = sum over k of y[k, n] * (log(total[n]) - (logits[k, n] - largest[n]))`.
 
-    Here n is an example, k a class, y[k, n] the label's weight of the class, `largest[n]` the largest of the logits,
-    and `total[n] = sum over k of exp(logits[k, n] - largest[n])`.
+    Here n is an example, k a class, y[k, n] the weight that the label gives to the class, `largest[n]` the largest of
+    the example's logits, and `total[n] = sum over k of exp(logits[k, n] - largest[n])`.
 
     Args:
       logits: `(classes, N)`.
 
     Returns:
-      loss `(N,)` in the dtype of the logits, and float32 largest and total `(N,)`. If the forward returned the
-      probabilities in half precision, or the logarithm of their sum, the gradient of an example that is nearly right
-      would be lost.
+      loss `(N,)` in the dtype of the logits, and float32 largest and total `(N,)`. The backward needs these statistics
+      for examples that are classified almost perfectly. The probabilities in half precision, or the logarithm of the
+      total, would round such an example's gradient to zero.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
@@ -112,7 +112,7 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
         dy = dy_ref[lanes].astype(jnp.float32)
         gradient = jnp.where(valid | (dy == 0), dy, jnp.nan)
         zero = zeros_like(gradient)
-        # An integer label gives its class the weight 1, and the others 0.
+        # An integer label gives its class the weight 1, and all other classes the weight 0.
         weight = zero + 1.0 if has_integer_labels else fold_classes(lambda k, s: s + weigh(k, 1.0), zero)
 
         largest, total = largest_ref[lanes], total_ref[lanes]
@@ -137,11 +137,11 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
 
 
 def _weigher(labels_ref, lanes, classes):
-    """Return a function that multiplies a value by a class's label, and a mask of the examples whose labels are
-    valid."""
+    """Return a function that multiplies a value by the label's weight of a class, and a mask of the examples with valid
+    labels."""
     if jnp.issubdtype(labels_ref.dtype, jnp.integer):
         label = labels_ref[lanes]
-        # Select instead of multiplying: a product would give NaN for 0 times the value of a class whose logit is -inf.
+        # Select instead of multiplying: if a class's logit is -inf, its value is infinite, and 0 times it would be NaN.
         return lambda k, value: jnp.where(label == k, value, 0.0), (label >= 0) & (label < classes)
     first = labels_ref[0, lanes]
     valid = (first == first) | (first != first)

@@ -1,26 +1,29 @@
-"""Gradients of a layer of two-input gates, with features first.
+"""Gradients of a layer of two-input gates. Features are the first axis, and the batch is the last.
 
-Gate g computes `y = c0 + c1 a + c2 b + c3 a b`, where a = x[a[g], n] and b = x[b[g], n] are its inputs for example n,
-and c[g] its coefficients. With dy the gradient with respect to y,
+Gate g computes `y = c0 + c1 a + c2 b + c3 a b` for example n. Its inputs are a = x[a[g], n] and b = x[b[g], n], and its
+coefficients are c[g]. If dy is the gradient with respect to y,
 
     dx[i, n] = sum over the gates g that read i as their a of dy[g, n] * (c[g, 1] + c[g, 3] * x[b[g], n])
              + sum over those that read it as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
     dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-Four kernels or pairs of kernels compute both gradients. All load rows of dy and x into registers. Sums over the batch
-are added per lane in registers, then over lanes, in three kernels through shared memory.
+There are three kernels and one pair of kernels, each of which computes both gradients. All load rows of dy and x into
+registers. Sums over the batch are computed per lane in registers, and then over the lanes. Three of the kernels sum
+over the lanes through shared memory.
 
-- `gradients_by_gate`: a CTA owns a few gates, and the inputs that they read. Every input must have one consumer.
-- `gradients_by_input`: a CTA owns one input, and loops over its consumers. Any wires are supported.
-- `gradients_along_trail`: a CTA owns consecutive inputs of the Euler trail, and starts all its loads at once. Each
-  input must have two consumers, or each four.
+- `gradients_by_gate`: a CTA computes the gradients for a few gates and for their inputs. Every input must have exactly
+  one consumer.
+- `gradients_by_input`: a CTA takes one input, and loops over its consumers. Any wires are supported.
+- `gradients_along_trail`: a CTA takes consecutive inputs of the Euler trail, and starts all its loads at once. Every
+  input must have two consumers, or every input four.
 - `input_gradient` and `coefficients_gradient`: for short rows, where a CTA waits most of the time for its loads. A CTA
-  owns a few inputs, or gates, and has the loads of all of them under way at once.
+  takes a few inputs, or a few gates, and has the loads for all of them in flight at once.
 
-Arguments: dy is `(gates, N)`, whose batch N is a multiple of `LANES`; or `(groups, N)`, one row for each of equally
-long runs of neighboring gates. Coefficients are `(gates, 4)`, `graph` is a `Graph`, and x is `(inputs, N)` in dy's
-dtype. dx has this dtype and dc is float32; both are summed in float32. The batch is the slow axis of every grid, as in
-forward.py. docs/kernels/logic.md says what bounds the kernels; docs/lab/2026-11-22-logic.md, what was tried.
+Arguments: dy is `(gates, N)`, whose batch N is a multiple of `LANES`. If neighboring gates share a gradient, dy may be
+`(groups, N)` instead, with one row per group of neighboring gates; all groups have equal size. Coefficients are
+`(gates, 4)`, `graph` is a `Graph`, and x is `(inputs, N)` in dy's dtype. dx has this dtype and dc is float32; both are
+summed in float32. The batch is the slow axis of every grid, as in forward.py. docs/kernels/logic.md explains what
+limits the speed of the kernels, and docs/lab/2026-11-22-logic.md lists experiments.
 """
 
 import dataclasses
@@ -43,16 +46,16 @@ from pallas_kernels.logic.forward import lane_block_length, unsupported_batch
 from pallas_kernels.logic.graph import Graph
 
 _GATE_SUMS = 4
-"""Sums per gate: over dy, dy a, dy b, and dy a b."""
+"""Number of sums per gate: of dy, dy a, dy b, and dy a b."""
 
 
 def _lanes(block: Any, blocks: int, length: int = LANES) -> list[Any]:
-    """Return the lane blocks of a CTA, which are neighbors in the batch."""
+    """Return a CTA's lane blocks: consecutive slices of the batch."""
     return [pl.ds((block * blocks + k) * length, length) for k in range(blocks)]
 
 
 def _load(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
-    """Load a row's lane blocks."""
+    """Load the given lane blocks of a row."""
     return [ref[row, block].astype(jnp.float32) for block in lanes]
 
 
@@ -63,14 +66,16 @@ def _dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
 
 
 def _gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
-    """Yield the vectors whose sums over the lanes are a gate's gradients, from its (dy, a, b) in each lane block."""
+    """Yield the vectors whose sums over the lanes are the gradients of a gate's coefficients. `values` are its (dy, a,
+    b) in each lane block."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
     for blocks in zip(*terms, strict=True):
         yield functools.reduce(jnp.add, blocks)
 
 
 def _slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
-    """Return a consumer's derivative with respect to its input: the constant, and the factor of the partner."""
+    """Return the derivative of a gate with respect to the consumed input, as a constant and the factor of the gate's
+    other input."""
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
 
@@ -84,14 +89,14 @@ def _unsupported_memory(rows: int) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- by gate
 
 _GATES = SUMMED_ROWS // _GATE_SUMS
-"""Gates per CTA: their sums fill whole tiles of `sums_over_lanes`."""
+"""Gates per CTA. Their sums fill whole tiles of `sums_over_lanes`."""
 _GATE_BLOCKS = 4
 """Most lane blocks per CTA. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GatesConfig:
-    """Number of lane blocks of `LANES` that a CTA has, for `_GATES` gates."""
+    """Number of lane blocks per CTA, each of `LANES` examples. A CTA has `_GATES` gates."""
 
     blocks: int
 
@@ -114,9 +119,10 @@ def _by_gate_heuristic(dy, coefficients, graph, x):
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA owns `_GATES` gates and some lane blocks, and reads each row that it needs once.
+    """Return (dx, dc). A CTA has `_GATES` gates and some lane blocks, and reads each row of dy and x that it needs
+    once.
 
-    No other CTA reads the same elements of x, so dx may take x's memory.
+    No two CTAs read the same elements of x, so dx may use x's memory.
     """
     layer_gates = graph.gates
 
@@ -138,7 +144,7 @@ def gradients_by_gate(
 
 
 def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
-    """Launch CTAs of `_GATES` gates and `blocks` lane blocks, and return (*out, dc)."""
+    """Launch a kernel whose CTAs have `_GATES` gates and `blocks` lane blocks, and return (*out, dc)."""
     N = dy.shape[1]
     blocks, groups, rows = N // (LANES * blocks), -(-gates // _GATES), _GATE_SUMS * _GATES
     *results, dc = launch(
@@ -155,12 +161,13 @@ def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
 
 
 def _owned_gates(layer_gates, group):
-    """Return a CTA's gates. The last CTA may have the same gate several times."""
+    """Return a CTA's gates. In the last CTA, the layer's last gate may be repeated."""
     return [jnp.minimum(group * _GATES + k, layer_gates - 1) for k in range(_GATES)]
 
 
 def _values_of_gates(dy_ref, layer_gates, x_ref, gates, lanes):
-    """Return, for each gate given with its inputs, (dy, a, b) in each lane block. All are read at once."""
+    """Return (dy, a, b) for each gate and lane block. `gates` has each gate with its two inputs. All loads are started
+    at once."""
     operands = [((dy_ref, _dy_row(dy_ref, layer_gates, g)), (x_ref, a), (x_ref, b)) for g, a, b in gates]
     return [[_load_each(rows, lane_block) for lane_block in lanes] for rows in operands]
 
@@ -179,13 +186,13 @@ def _write_sums_of_gates(values, rows_ref, dc_ref, block, group):
 # --------------------------------------------------------------------------------------------------------- by input
 
 _INPUT_EXAMPLES = 1024
-"""Examples of an input in a CTA. More examples need fewer sums over lanes, and fewer loads of indices. Half as many
-were slower: docs/lab/2026-11-22-logic.md."""
+"""Most examples per CTA. With more examples, there are fewer sums over lanes and fewer loads of indices. Half this
+number was slower: docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ByInputConfig:
-    """Number of a CTA's lane blocks, and their length, a multiple of `LANES`."""
+    """Number of lane blocks per CTA, and the length of a lane block, a multiple of `LANES`."""
 
     blocks: int
     length: int
@@ -204,9 +211,9 @@ def _by_input_heuristic(dy, coefficients, graph, x):
 def gradients_by_input(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: ByInputConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA owns one input and some lane blocks, and loops over the input's consumers.
+    """Return (dx, dc). A CTA has one input and some lane blocks, and loops over the input's consumers.
 
-    Where the input is a gate's a, the CTA already has all operands of the gate's sums in its registers.
+    For each gate that reads the input as its a, the CTA also computes dc, because all operands are in its registers.
     """
     gates, (inputs, N) = graph.gates, x.shape
 
@@ -249,22 +256,22 @@ def gradients_by_input(
 # -------------------------------------------------------------------------------------------------- along the trail
 
 _TRAIL_CONSUMERS = (2, 4)
-"""Numbers of consumers per input that the kernel supports."""
+"""The numbers of consumers per input that the kernel supports."""
 _TRAIL_BLOCKS = 8
-"""Most lane blocks per CTA: 1024 examples. Twice as many were slower: docs/lab/2026-11-22-logic.md."""
+"""Most lane blocks of `LANES` per CTA: 1024 examples. Twice this number was slower: docs/lab/2026-11-22-logic.md."""
 _TRAIL_BYTES = 64
-"""Most bytes of dy that a thread reads for one input: in half precision it has more lane blocks. Chosen by hand; not
-tuned."""
+"""Most bytes of dy that a thread reads for one input. In half precision, a CTA therefore has more lane blocks. Chosen
+by hand; not tuned."""
 _TRAIL_LOAD_BYTES = 4
-"""Bytes of a thread's load: two examples in half precision. With loads of one example, threads wait longer than in
-float32 for half the bytes: docs/lab/2026-11-22-mixed.md."""
+"""Bytes of a thread's load: one example in float32, two in half precision. With one example per load in half precision,
+threads wait longer than in float32, although they load half the bytes: docs/lab/2026-11-22-mixed.md."""
 _TRAIL_ROWS = SUMMED_ROWS // 2
-"""Rows of shared memory: a CTA sums the terms of at most four gates."""
+"""Rows of shared memory, for the sums of at most four gates per CTA."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AlongTrailConfig:
-    """Number of a CTA's inputs and of its lane blocks, and their length, a multiple of `LANES`."""
+    """Numbers of inputs and of lane blocks per CTA, and the length of a lane block, a multiple of `LANES`."""
 
     inputs: int
     blocks: int
@@ -286,7 +293,7 @@ def _along_trail_heuristic(dy, coefficients, graph, x):
     consumers, length = graph.max_fan_out, _trail_block_length(x)
     examples = LANES * min(_TRAIL_BLOCKS, _TRAIL_BYTES // (consumers * x.dtype.itemsize))
     blocks = largest_divisor(x.shape[1] // length, examples // length)
-    # Use eight consumers per CTA for short rows, otherwise four, so that the same number of loads is under way.
+    # Use eight consumers per CTA for short rows, otherwise four, so that about the same number of loads is in flight.
     inputs = largest_divisor(x.shape[0], (8 if blocks * length <= 2 * LANES else 4) // consumers)
     return AlongTrailConfig(inputs, blocks, length)
 
@@ -295,10 +302,10 @@ def _along_trail_heuristic(dy, coefficients, graph, x):
 def gradients_along_trail(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: AlongTrailConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA owns consecutive inputs of the trail, and sums for the gates by which the trail leaves
-    them.
+    """Return (dx, dc). A CTA computes dx for consecutive inputs of the trail, and dc for the gates by which the trail
+    leaves these inputs.
 
-    All its loads are under way at once.
+    All loads of a CTA are in flight at once.
     """
     (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.max_fan_out
     gates_per_input = consumers_per_input // 2
@@ -341,12 +348,13 @@ def gradients_along_trail(
 
 
 def _gather_from_trail(sums, graph, config):
-    """Return dc in the gates' order, from the sums of each CTA."""
+    """Return dc in the order of the gates, given the sums of all CTAs in the order of the trail."""
     consumers_per_input, gates_per_input, place = graph.max_fan_out, graph.max_fan_out // 2, graph.trail_places
     sums = sums.reshape(-1, _TRAIL_ROWS // _GATE_SUMS, _GATE_SUMS)
     gate = place // consumers_per_input * gates_per_input + place % consumers_per_input
     dc = sums[gate // (config.inputs * gates_per_input), gate % (config.inputs * gates_per_input)]
-    # Where the trail leaves a gate's b, the CTA took b for a, so the two sums are exchanged.
+    # If the trail leaves an input that is a gate's b, the CTA exchanged a and b. The sums of dy a and dy b are
+    # therefore exchanged back.
     is_swapped = graph.trail_consumers[place] & 1 == 1
     return jnp.where(is_swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)
 
@@ -354,20 +362,20 @@ def _gather_from_trail(sums, graph, config):
 # ---------------------------------------------------------------------- input and coefficients gradients for short rows
 
 _SHORT_ROW = 512
-"""Most examples for which two kernels are faster than one: docs/lab/2026-11-22-trees.md."""
+"""Largest batch size for which two kernels are faster than one: docs/lab/2026-11-22-trees.md."""
 _SHORT_ROW_IN_L2 = 1024
-"""The same limit where the L2 cache holds x: docs/lab/2026-11-22-logic.md."""
+"""The same limit if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
 _L2_SHARE = 0.8
-"""Fraction of the L2 cache that x may fill: x is read in random order, while dy streams through the rest. No page of
-the lab has this measurement."""
+"""Largest fraction of the L2 cache that x may take. x is read in random order and should stay in the cache, while dy is
+read once. The measurement is not documented."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Most inputs per CTA, and most consumers of each that it reads at a time; two, for inputs with more. Chosen by hand
-(docs/lab/2026-11-22-logic.md describes their effect); not tuned."""
+"""Most inputs per CTA, and most consumers per input that a CTA reads at a time. If inputs have more consumers, it reads
+two at a time. Chosen by hand (docs/lab/2026-11-22-logic.md describes the effect of these numbers); not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InputConfig:
-    """Number of a CTA's inputs, the consumers of each that it reads at a time, and the length of its lane block."""
+    """Number of inputs per CTA, number of consumers per input that it reads at a time, and length of its lane block."""
 
     inputs: int
     consumers: int
@@ -393,7 +401,7 @@ def _input_heuristic(dy, coefficients, graph, x):
 
 @kernel(unsupported=_input_unsupported, heuristic=_input_heuristic)
 def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: InputConfig) -> Array:
-    """Return dx. A CTA owns a few inputs and one lane block, and reads some consumers of all of them at a time."""
+    """Return dx. A CTA has a few inputs and one lane block, and reads some consumers of all these inputs at a time."""
     gates, max_fan_out, (inputs, N) = graph.gates, graph.max_fan_out, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, inputs_ref, x_ref, dx_ref, *, block, group):
@@ -403,7 +411,8 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
 
         def add_consumers(turn, sums):
             places = [first + turn * config.consumers + k for first, _ in ends for k in range(config.consumers)]
-            # An input's last consumer is followed by the next input's consumers, which are read but not added.
+            # In the array, the next input's consumers follow an input's last consumer. They may be read, but are not
+            # added.
             read_places = [jnp.minimum(e, 2 * gates - 1) for e in places]
             consumers, partner_rows = ([ref[e] for e in read_places] for ref in (consumers_ref, partners_ref))
             dys = [dy_ref[_dy_row(dy_ref, gates, consumer >> 1), lanes].astype(jnp.float32) for consumer in consumers]
@@ -450,7 +459,7 @@ def _coefficients_heuristic(dy, graph, x):
 
 @kernel(unsupported=_coefficients_unsupported, heuristic=_coefficients_heuristic)
 def coefficients_gradient(dy: Array, graph: Graph, x: Array, *, config: GatesConfig) -> Array:
-    """Return dc. A CTA owns `_GATES` gates and some lane blocks, and reads all of them at once."""
+    """Return dc. A CTA has `_GATES` gates and some lane blocks, and starts all its loads at once."""
     layer_gates = graph.gates
 
     def body(dy_ref, a_ref, b_ref, x_ref, dc_ref, rows_ref, *, block, group):

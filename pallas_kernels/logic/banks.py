@@ -1,12 +1,13 @@
-"""An order of gates in which neighboring threads read rows of shared memory that lie in different banks.
+"""Orders of gates in which neighboring threads read rows of shared memory from different banks.
 
-Shared memory has 32 banks of 4 bytes. It serves 16-byte accesses of eight neighboring threads, an octet, at once if no
-two of them use the same banks. Two rows use the same banks if their indices are equal mod 8. Each further row with the
-same residue mod 8 takes one more cycle.
+Shared memory has 32 banks of 4 bytes. Eight neighboring threads, an octet, make 16-byte accesses in one cycle if all
+use different banks. A row takes 16 bytes, so two rows use the same banks if their indices are equal mod 8. Each further
+row with the same residue mod 8 takes one more cycle.
 
-The lanes of a layer may hold its gates in any order, and a gate's row is its lane's. A gate's octet determines the
-gates together with which it reads its a and b. Its residue in the octet determines which rows the next layer reads
-together with the gate's row. It also determines which gradients are read together with the gate's.
+The gates of a layer may be assigned to its lanes in any order, and a gate's lane determines its row. The gates of one
+octet read their inputs a at the same time, and then their inputs b. A gate's position within its octet is the residue
+of its row. It determines with which other rows this row conflicts in reads of the next layer. The same holds for the
+gate's gradients.
 """
 
 import itertools
@@ -15,22 +16,23 @@ from collections.abc import Sequence
 import numpy as np
 
 OCTET = 8
-"""Threads that share the 32 banks in 16-byte accesses, and number of groups of four banks."""
+"""Number of threads whose 16-byte accesses are served together, and number of groups of four banks."""
 _SWEEPS = 2
-"""Passes over the octets of a layer that assign residues. Chosen by hand: a tick has 1.6% more cycles with one pass,
-0.1% less with three."""
+"""Passes over the octets of a layer in which residues are assigned. Chosen by hand: with one pass, a tick takes 1.6%
+more cycles; with three, 0.1% fewer."""
 _BALANCE = 0.5
-"""Cost of two reads of one residue in a whole layer, in gradients of one residue that are read together. Chosen by hand
-for the published checkerboard automaton, where three times as many cycles are reads."""
+"""Weight of reads in the cost of equal residues. A pair of reads of the same residue, anywhere in the next layer, costs
+this fraction of a pair of gradients that one octet reads together. Chosen by hand for the published checkerboard
+automaton, where reads take three times as many cycles."""
 _ROUNDING = 1e-6
-"""Least gain for which two gates exchange their residues."""
+"""Smallest decrease of the cost for which two gates exchange their residues."""
 _PAIRS = list(itertools.combinations(range(OCTET), 2))
 
 
 def cycles(rows: np.ndarray) -> int:
-    """Return the cycles that shared memory takes for one 16-byte access of each lane to these rows."""
+    """Return the cycles that shared memory takes if each lane accesses 16 bytes of its row in `rows`."""
     octets = np.sort(np.pad(rows, (0, -len(rows) % OCTET), mode="edge").reshape(-1, OCTET))
-    is_first = np.diff(octets, axis=1, prepend=-1) != 0  # one row is read once for all
+    is_first = np.diff(octets, axis=1, prepend=-1) != 0  # threads that access the same row share one access
     counts = np.zeros((len(octets), OCTET), int)
     np.add.at(counts, (np.nonzero(is_first)[0], octets[is_first] % OCTET), 1)
     return int(counts.max(axis=1).sum())
@@ -39,13 +41,14 @@ def cycles(rows: np.ndarray) -> int:
 def orders(
     layers: Sequence[tuple[np.ndarray, np.ndarray]], turns: Sequence[np.ndarray], rows: np.ndarray
 ) -> list[np.ndarray]:
-    """Return an order of each layer's gates that avoids bank conflicts. The last layer keeps its order.
+    """Return, for each layer, an order of its gates that avoids bank conflicts. The order of the last layer is
+    unchanged.
 
     Args:
       layers: for each layer, the inputs `(a, b)` of its gates.
-      turns: for each layer, `(2, gates)`: the position, from 0, of a gate among the consumers over which its input's
-        gradient is summed, for a and for b.
-      rows: rows of the first layer's inputs. The rows of other layers begin at multiples of 8.
+      turns: for each layer, an array `(2, gates)`. An input's gradient is summed over its consumers in a fixed order;
+        the entry is the gate's position in this order, for its a and for its b.
+      rows: row of each input of the first layer. The rows of other layers begin at multiples of 8.
     """
     found = []
     for i, (reads, turn) in enumerate(zip(map(np.stack, layers), turns, strict=True)):
@@ -53,7 +56,7 @@ def orders(
             found.append(np.arange(reads.shape[1]))
             break
         octets = _octets(*rows[reads] % OCTET)
-        # Gradients that one octet reads together, in one turn.
+        # An octet reads its rows' gradients turn by turn. Equal numbers mark gradients that are read together.
         readers = rows[reads] // OCTET + turn * (rows.max() // OCTET + 1)
         found.append(_with_residues(octets, readers, _roles(layers[i + 1], reads.shape[1])))
         rows = np.argsort(found[-1])
@@ -61,17 +64,18 @@ def orders(
 
 
 def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
-    """Divide gates into octets, with the rest last. No residue occurs twice in an octet's a or b if all are equally
-    frequent.
+    """Divide gates into octets, followed by a list of the remaining gates. If all residues are equally frequent, no
+    residue occurs twice among the inputs a of an octet, nor among its inputs b.
 
-    Residues are the nodes of a bipartite graph, gates its edges, and octets the colors of the edges. A gate takes an
-    octet that is free for both of its residues. If there is none, it takes an octet that is free for its a. The gate
-    that held this octet moves to the octet that is free for the new gate's b, and may displace a further gate there.
-    The two octets alternate until no gate is displaced (D. König, 1916).
+    This is an edge coloring of a bipartite graph (D. König, 1916). The residues of a and of b are its nodes, gates its
+    edges, and octets the colors. A gate takes an octet in which the residues of its a and b are both free. If there is
+    none, it takes an octet in which the residue of its a is free. The gate of this octet whose b has the same residue
+    is displaced. It moves to an octet in which this residue of b is free, where it may displace another gate. The
+    displaced gates alternate between these two octets until no gate is displaced.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
-    free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # free octets of each role and residue, as bits
-    taken = [[{} for _ in range(OCTET)] for _ in range(2)]  # the gate in each octet
+    free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets that are free, for a and b, by residue
+    taken = [[{} for _ in range(OCTET)] for _ in range(2)]  # gates by octet, for a and b, by residue
     for new, (of_a, of_b) in enumerate(gates):
         if not (free[0][of_a] and free[1][of_b]):
             rest.append(new)
@@ -86,7 +90,7 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
             for side, residue in enumerate(gates[gate]):
                 taken[side][residue][octet] = gate
             octet, other, role = other, octet, 1 - role
-        if gate != new:  # the last gate leaves its octet to no other
+        if gate != new:  # the last gate's old octet becomes free
             role, residue = 1 - role, gates[gate][1 - role]
             del taken[role][residue][octet]
             free[role][residue] ^= 1 << octet | 1 << other
@@ -104,14 +108,16 @@ def _lowest(bits):
 
 
 def _roles(layer, inputs):
-    """Return, for each input, the number of gates of a layer that read it as their a, and as their b."""
+    """Return, for each input, the numbers of gates that read it as their a and as their b."""
     return np.stack([np.bincount(role, minlength=inputs) for role in layer])
 
 
 def _with_residues(octets, readers, roles):
-    """Return the gates, octet by octet, with residues at which their rows meet few others.
+    """Return the order of the gates. Within each octet, gates have the residues for which their rows have few bank
+    conflicts.
 
-    Octet by octet, gates exchange residues while this lowers the cost, given the residues of all other octets.
+    In each octet, gates exchange residues as long as this lowers the cost, while the residues in all other octets are
+    fixed.
     """
     *octets, rest = octets
     residues = np.arange(OCTET)
@@ -125,8 +131,7 @@ def _with_residues(octets, readers, roles):
         for i, gates in enumerate(octets):
             if sweep:
                 put(gates, -1)
-            # If the next layer reads one residue more often than others, the residue conflicts with itself in some
-            # octets.
+            # If the next layer reads one residue more often than others, some octets read it twice.
             cost = by_reader[readers[:, gates]].sum(axis=0) + _BALANCE * roles[:, gates].T @ by_role
             octets[i] = np.array(gates)[_cheapest(cost.tolist())]
             put(octets[i], 1)
@@ -134,7 +139,7 @@ def _with_residues(octets, readers, roles):
 
 
 def _cheapest(cost: list[list[float]]) -> list[int]:
-    """Return one row for each column, such that no exchange of two lowers the cost."""
+    """Assign a different row of `cost` to each column, such that no exchange of two rows lowers the total cost."""
     rows, exchanged = list(range(OCTET)), True
     while exchanged:
         exchanged = False

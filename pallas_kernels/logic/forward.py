@@ -1,12 +1,13 @@
-"""Forward of a layer of two-input gates, with features first: each input or output is one row of examples.
+"""Forward of a layer of two-input gates. Features are the first axis: each input and each output is one row of
+examples.
 
 Gate g computes `y = c0 + c1 a + c2 b + c3 a b` from its inputs a and b, with four coefficients c0 to c3 per gate. A CTA
-computes a few gates for one lane block, a vector along the batch. It loads the rows of their inputs into registers and
-writes the gates' rows; nothing is staged in shared memory.
+computes a few gates for one lane block, a vector along the batch. It loads the inputs of these gates into registers and
+writes the outputs. The kernel does not use shared memory.
 
-The batch is the slow axis of every grid: all gates are computed for one lane block before the next begins. The gates
-read this block of x in random order. It therefore comes from memory once, and afterwards from the L2 cache.
-docs/kernels/logic.md says what bounds the kernel; docs/lab/2026-11-22-logic.md, what was tried.
+The batch is the slow axis of every grid: all gates are computed for one lane block before the next block begins. The
+gates read this block of x in random order. It comes from memory once, and then stays in the L2 cache.
+docs/kernels/logic.md explains what limits the speed of the kernel, and docs/lab/2026-11-22-logic.md lists experiments.
 """
 
 import dataclasses
@@ -24,25 +25,26 @@ from pallas_kernels.logic.graph import Graph
 _LOAD_BYTES = 16
 """Bytes of a thread's widest load (CUDA C++ Programming Guide, device memory accesses)."""
 _PROGRAM_EXAMPLES = 512
-"""Examples of all gates in a CTA, in total. With a shorter lane block a CTA has more gates, and the same number of
-loads under way. From the numbers of gates measured in docs/lab/2026-11-22-logic.md."""
+"""Number of outputs per CTA: gates times examples. With a shorter lane block, a CTA has more gates, and thus as many
+loads in flight. Chosen from the numbers of gates measured in docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A CTA's gates, and the length of its lane block, a multiple of `LANES`."""
+    """Number of gates per CTA, and length of its lane block, a multiple of `LANES`."""
 
     gates: int
     length: int
 
 
 def lane_block_length(x: Array) -> int:
-    """Return the length of the longest vector of a row of x that a warpgroup reads in one load per thread."""
+    """Return the length of the longest vector that divides a row of x and that a warpgroup reads with one load per
+    thread."""
     return LANES * largest_divisor(x.shape[1] // LANES, _LOAD_BYTES // x.dtype.itemsize)
 
 
 def unsupported_batch(x: Array) -> str | None:
-    """Return why no gate kernel supports the batch, or None."""
+    """Return the reason why the gate kernels do not support the batch, or None."""
     return f"a batch of {x.shape[1]}, only multiples of {LANES}" if x.shape[1] % LANES or not x.shape[1] else None
 
 
@@ -52,7 +54,7 @@ def _unsupported(coefficients, graph, x):
 
 def _heuristic(coefficients, graph, x):
     length = lane_block_length(x)
-    # At least two gates, so that the loads of both are under way at once.
+    # At least two gates, so that the loads of both are in flight at once.
     return Config(gates=largest_divisor(graph.a.shape[0], max(2, _PROGRAM_EXAMPLES // length)), length=length)
 
 
@@ -60,12 +62,12 @@ def _heuristic(coefficients, graph, x):
 def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> Array:
     """Compute `y[g, n] = c[g, 0] + c[g, 1] * x[a[g], n] + c[g, 2] * x[b[g], n] + c[g, 3] * x[a[g], n] * x[b[g], n]`.
 
-    Here g is a gate, a[g] and b[g] its inputs, c its coefficients, and n an example. CTAs take the gates along the
-    Euler trail. Where neighbors share an input, a CTA that has both reads it once.
+    Here g is a gate, a[g] and b[g] its inputs, c its coefficients, and n an example. CTAs take the gates in the order
+    of the Euler trail. If two neighboring gates of a CTA share an input, it is read once.
 
     Args:
       coefficients: `(gates, 4)`.
-      graph: graph of the same number of gates.
+      graph: the wires, with the same number of gates.
       x: `(inputs, N)`, whose batch N is a multiple of `LANES`.
 
     Returns:
@@ -76,7 +78,7 @@ def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> A
     def body(c_ref, trail_ref, x_ref, y_ref, *, block, group):
         lanes = pl.ds(block * config.length, config.length)
         places = [group * config.gates + k for k in range(config.gates)]
-        # All loads come before the first store, so that they are under way at once.
+        # All loads come before the first store, so that they are in flight at once.
         inputs = [[x_ref[trail_ref[role, k], lanes].astype(jnp.float32) for role in (1, 2)] for k in places]
         for k, (a, b) in zip(places, inputs, strict=True):
             g = trail_ref[0, k]

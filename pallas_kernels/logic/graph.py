@@ -9,23 +9,24 @@ from jax import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
-    """A pytree with each gate's inputs and each input's consumers, both also in the order of an Euler trail.
+    """A pytree with the inputs of each gate and the consumers of each input. It has both a second time in the order of
+    an Euler trail.
 
-    Gate g is a consumer of an input in one of two roles. Its number is 2 g if it reads the input as its a, 2 g + 1 if
-    as its b. All arrays are int32.
+    Gate g is a consumer of its two inputs. The consumer's number is 2 g for the input that the gate reads as its a, and
+    2 g + 1 for its b. All arrays are int32.
 
     Attributes:
       a, b: `(gates,)`, the inputs of each gate.
-      consumers: `(2 gates,)`. The consumers of input i are at `offsets[2 i] : offsets[2 i + 2]`; those up to
-        `offsets[2 i + 1]` read it as their a.
-      partners: `(2 gates,)`, for each consumer the other input of its gate.
-      offsets: `(2 inputs + 1,)`.
-      trail: `(3, gates)`: the gates in the order of the trail, in which neighbors usually share an input, with their a
-        and b.
-      trail_inputs: `(inputs,)`, in the order of the trail, in which neighbors usually share a gate.
-      trail_consumers, trail_partners: `(2 gates,)`, consumers and partners with the inputs in that order. For each
-        input, the consumers by which the trail leaves it come first.
-      trail_places: `(gates,)`, index among `trail_consumers` at which the trail takes a gate.
+      consumers: `(2 gates,)`, sorted by input. The consumers of input i are at `offsets[2 i] : offsets[2 i + 2]`. The
+        consumers before `offsets[2 i + 1]` read it as their a, the others as their b.
+      partners: `(2 gates,)`, for each entry of `consumers` the other input of its gate.
+      offsets: `(2 inputs + 1,)`, the ranges in `consumers`.
+      trail: `(3, gates)`, the gates in the order of the trail, their inputs a, and their inputs b. Neighboring gates
+        usually share an input.
+      trail_inputs: `(inputs,)`, the inputs in the order of the trail. Neighboring inputs usually share a gate.
+      trail_consumers, trail_partners: `(2 gates,)`, `consumers` and `partners` in the order of `trail_inputs`. For each
+        input, the consumers by which the trail leaves the input come first.
+      trail_places: `(gates,)`, for each gate the index in `trail_consumers` at which the trail passes through it.
       regular: whether all inputs have the same number of consumers.
       max_fan_out: largest number of consumers of an input.
     """

@@ -1,11 +1,12 @@
-"""Gates' coefficients as softmax-weighted sums over the coefficients of functions, and the gradient of the logits.
+"""Coefficients of gates, as sums over the coefficients of functions weighted by a softmax, and the gradient of the
+logits.
 
     c[g] = Σ_i p_i table[i],    p = softmax(logits[g])
     dlogits[g, i] = p_i (u_i - Σ_j p_j u_j),    u_i = table[i] · dc[g]
 
 Here g is a gate, i and j are functions, and table[i] has the four coefficients of function i. A CTA has one gate per
-thread, and keeps all values of the gate in registers. Everything is read and written once, whereas XLA takes one pass
-for each sum over the functions.
+thread, and a thread keeps all values of its gate in registers. All arrays are read or written once, whereas XLA takes
+one pass for each sum over the functions.
 """
 
 import dataclasses
@@ -29,13 +30,13 @@ _WIDTH = 4
 Table = Sequence[Sequence[int]]
 
 _MIN_GATES = 2**15
-"""Fewest gates for which the kernels pay. For several layers with fewer gates, XLA computes one product, in fewer
-launches. Measured with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
+"""Fewest gates for which the kernels are faster. For several layers with fewer gates, XLA computes a single product for
+all layers, in fewer launches. Measured with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Empty: a CTA has as many gates as threads, so there is nothing to choose."""
+    """A config without fields. A CTA has as many gates as threads, so there is nothing to choose."""
 
 
 def _unsupported(*arrays: Any, table: Table) -> str | None:
@@ -59,19 +60,19 @@ def mixture(logits: Array, *, table: Table, config: Config) -> Array:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
-    """Return dlogits. Both kernels run on GPUs and in the simulator only: see `on_gpu`.
+    """Return dlogits. Both kernels run only on GPUs and in the simulator: see `on_gpu`.
 
     Args:
       dc: `(*gates, 4)`, float32.
       logits: `(*gates, functions)`, float32.
-      table: the integer coefficients of each function.
+      table: for each function, its four integer coefficients.
     """
     return _launch(_gradient, dc, logits, table=table, width=len(table), name="softmax_gates_backward")
 
 
 def _launch(function, *arrays, table, width, name):
-    """Call `function(*columns, table)` gate by gate: it maps the columns of the arrays to `width` columns of the
-    result."""
+    """Launch a kernel that computes `function(*columns, table)`, with one gate per lane. It maps the columns of the
+    arrays to `width` columns of the result."""
     gates = _gates(arrays[0])
     body = functools.partial(
         _body, function=functools.partial(function, table=table), widths=[a.shape[-1] for a in arrays]
@@ -94,7 +95,7 @@ def _gates(array):
 
 def _body(*refs, function, widths, program):
     *arrays, result = refs
-    array, first = jnp.int32(0), program * LANES  # the only array of its list
+    array, first = jnp.int32(0), program * LANES  # each list has a single array
     blocks = [load_of([[a]], array, first * width, (LANES, width))[0] for a, width in zip(arrays, widths, strict=True)]
     block = block_of(function(*map(columns, blocks)))
     store_to([[result]], array, first * block.shape[1], [block])
@@ -115,8 +116,8 @@ def _mixture(logits, table):
 def _gradient(dc, logits, table):
     p, largest = _softmax(logits)
     u = [_combination(dc, coefficients) for coefficients in table]
-    # Subtract the u of the most probable function, which changes nothing but rounding. Where its p is nearly 1, u - Σ p
-    # u would cancel.
+    # Subtracting the u of the most probable function from all u changes only rounding errors. Without it, `u - Σ p u`
+    # would cancel if this function's p is nearly 1.
     of_largest = [jnp.where(value == largest, each, -jnp.inf) for value, each in zip(logits, u, strict=True)]
     base = functools.reduce(jnp.maximum, of_largest)
     u = [each - base for each in u]

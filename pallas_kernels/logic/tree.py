@@ -1,7 +1,7 @@
-"""Arithmetic of a complete binary tree of gates, on scalars or arrays: a kernel's registers, or images in `jax.numpy`.
+"""Arithmetic of a complete binary tree of gates. Values may be a kernel's registers, or arrays of `jax.numpy`.
 
-A tree of depth d has `2^d` leaves. In each level, gate g reads values 2 g, as its a, and 2 g + 1, as its b, of the
-level before. Its coefficients are `c[g]`; gates are counted level by level, with the root last.
+A tree of depth d has `2^d` leaves. Gate g of a level reads two values of the level before: value 2 g as its a, and
+value 2 g + 1 as its b. In `c`, the coefficients of all gates are listed level by level, with the root last.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[li
 def gradients_of_tree(
     c: Sequence[Sequence[Any]], levels: Sequence[Sequence[Any]], dy: Any
 ) -> tuple[list[tuple[Any, ...]], list[Any]]:
-    """Return (dc, dleaves): the terms `dy (1, a, b, ab)` of each gate's coefficients, and the gradients of the
-    leaves."""
+    """Return (dc, dleaves): for each gate, the gradients `dy (1, a, b, ab)` of its coefficients, where dy is the
+    gradient of its output; and the gradients of the leaves."""
     dc, gradients = [], [dy]
     end = sum(map(len, levels[1:]))
     for level in reversed(levels[:-1]):

@@ -1,15 +1,15 @@
 """Convolutions of trees of gates, and their gradients, with the batch as the last axis: `(channels, height, width, N)`.
 
 Each lane is one example. A CTA of `forward` computes rows of the pooled output for one kernel of the convolution and
-one block of examples. The coefficients of the kernel's tree and the positions of its leaves stay in registers, where
-the whole tree is evaluated. For each leaf and position the CTA reads one row of examples. There are few channels, so
-these rows come from memory once, and then from the caches. With an or-pool, the CTA evaluates the trees at all
+one block of examples. It evaluates the kernel's tree in registers, which also hold the tree's coefficients and the
+positions of its leaves. For each leaf and position, the CTA reads one vector of examples. There are few channels, so
+these vectors come from memory once, and then from the caches. With an or-pool, the CTA evaluates the trees at all
 positions of a window, and writes the largest value and its index.
 
-A CTA of `leaf_gradients` recomputes the one tree at that index. It sums the gradients of the coefficients in registers,
-and writes the gradients of the leaves to memory. A CTA of `input_gradient` computes one input channel, and loops over
-the leaves that read it. It adds their gradients to rows of shared memory in a fixed order. Each lane is one example
-there as well, so no two threads add to one element.
+For each window, a CTA of `leaf_gradients` recomputes the tree at this index. It sums the gradients of the coefficients
+in registers, and writes the gradients of the leaves to memory. A CTA of `input_gradient` computes one input channel,
+and loops over the leaves that read it. It adds their gradients to rows of shared memory in a fixed order. Each lane is
+one example in these kernels as well, so no two threads add to the same element.
 """
 
 import dataclasses
@@ -39,29 +39,30 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
 _MAX_LEAVES = 16
-"""Most leaves of a tree: its 60 coefficients and 31 values must fit into a thread's 255 registers."""
+"""Most leaves per tree. The tree's 60 coefficients and 31 values must fit in a thread's 255 registers."""
 _MAX_PLACES = 9
-"""Most positions of a pool's window, whose trees are evaluated one after the other in unrolled code. Chosen by hand,
-for windows up to 3 x 3; not tuned."""
+"""Most positions of a pooling window. The trees at these positions are evaluated one after the other in unrolled code.
+Chosen by hand, for windows up to 3 x 3; not tuned."""
 _PROGRAMS = 4
-"""Fewest CTAs of `leaf_gradients` per multiprocessor: with 128 registers per thread, this number fits into its
-65536."""
+"""Wanted number of CTAs of `leaf_gradients` per multiprocessor. With 128 registers per thread, four CTAs fill the 65536
+registers of a multiprocessor."""
 _MAX_COLUMNS_PER_TURN = 2
-"""Most windows whose leaves a CTA reads at once for their gradients. Chosen by hand; not timed separately
+"""Most windows whose leaves a CTA of `leaf_gradients` reads at once. Chosen by hand; not timed separately
 (docs/lab/2026-11-22-trees.md)."""
 _BAND_BYTES = 17 * 1024
-"""Bytes of shared memory for a CTA's part of an image's gradient. With more CTAs per multiprocessor, they hide each
-other's latency better, until most leaves reach two of them. From docs/lab/2026-11-22-trees.md."""
+"""Bytes of shared memory for a CTA's band of an image's gradient. With smaller bands, there are more CTAs per
+multiprocessor, which hide each other's latency better. With even smaller bands, most leaves would add to two bands.
+Measured in docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
-"""Fewest bands per multiprocessor, if images have enough rows: a band waits most of the time. Chosen by hand;
-docs/lab/2026-11-22-trees.md has its effect together with other changes."""
+"""Wanted number of bands per multiprocessor, if images have enough rows. A CTA waits for memory most of the time.
+Chosen by hand; docs/lab/2026-11-22-trees.md measures it together with other changes."""
 _UNROLLED_WINDOWS = 8
-"""Most windows of a leaf whose gradients a CTA fetches at once. Chosen by hand; not tuned."""
+"""Most windows for which a CTA of `input_gradient` fetches a leaf's gradients at once. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Rows per CTA: of the pooled output, or of the image whose gradient it computes."""
+    """Rows per CTA: rows of the pooled output, or for `input_gradient` rows of the image."""
 
     rows: int
 
@@ -71,12 +72,12 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Geometry:
-    """Positions of trees and pools.
+    """Positions of trees and of pooling windows.
 
     Attributes:
       height, width: size of the padded image.
       rows, columns: size of the pooled output.
-      stride, pool: stride of the trees, and size of the pool's windows.
+      stride, pool: stride of the convolution, and size of the pooling windows.
     """
 
     height: int
@@ -93,25 +94,28 @@ class _Geometry:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Positions in a window, in row-major order."""
+        """Positions in a pooling window, in row-major order."""
         return list(itertools.product(*map(range, self.pool)))
 
     def first(self, row: Any, column: Any) -> Any:
-        """Return the pixel of the padded image, in row-major order, at which the trees of a window begin."""
+        """Return the row-major index of the pixel in the padded image at which the first tree of a pooling window
+        begins."""
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:
-        """Return the distance from `first` to the start of the tree at a position of the window."""
+        """Return the distance in pixels from `first` to the first pixel of the tree at a position of the pooling
+        window."""
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
     def leaf_pixels(self, leaves: Array) -> Array:
-        """Return the distance from a tree's start to the pixel of each leaf, over all channels: `(kernels, leaves)`."""
+        """Return the distance in pixels from a tree's first pixel to each leaf, which may be in another channel:
+        `(kernels, leaves)`."""
         channel, row, column = jnp.moveaxis(leaves, -1, 0)
         return (channel * self.height + row) * self.width + column
 
 
 class _Tree:
-    """A kernel's tree in registers."""
+    """The coefficients and leaf positions of one kernel's tree, in registers."""
 
     def __init__(self, c_ref: Any, pixels_ref: Any, k: Any):
         gates, count = c_ref.shape[1], pixels_ref.shape[1]
@@ -119,16 +123,18 @@ class _Tree:
         self.pixels = [pixels_ref[k, leaf] for leaf in range(count)]
 
     def load_leaves(self, x_ref: Any, first: Any, lanes: Any, geometry: _Geometry) -> list[list[Array]]:
-        """Load the leaves of the trees in a window that begins at pixel `first`, position by position."""
+        """Load the leaves of all trees in the pooling window at pixel `first`. Return one list of leaves per
+        position."""
         steps = [geometry.step(place) for place in geometry.places]
-        # One address per leaf: its rows at the other positions are a constant distance away.
+        # One address per leaf is enough, because its rows at the other positions are a constant distance away.
         rows = [x_ref.at[pl.ds(first + pixel, 1 + steps[-1])] for pixel in self.pixels]
         return [[row[step, lanes].astype(jnp.float32) for row in rows] for step in steps]
 
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: _Geometry
     ) -> list[Array]:
-        """Load the leaves of the tree at each lane's position, from an image flattened to one row."""
+        """Load the leaves of one tree per lane, at the lane's position in the pooling window, from a flattened
+        image."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):
@@ -142,7 +148,8 @@ class _Tree:
 
 
 def unsupported(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
-    """Return why no kernel supports trees `(kernels, leaves, 3)` with a pool's window, or None."""
+    """Return the reason why no kernel supports the trees, given as the shape `(kernels, leaves, 3)`, or the pooling
+    window; else None."""
     if leaves[1] > _MAX_LEAVES:
         return f"trees of {leaves[1]} leaves, at most {_MAX_LEAVES}"
     if math.prod(pool) > _MAX_PLACES:
@@ -173,18 +180,18 @@ def forward(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array | None]:
-    """Return (y, indices): the largest value of the trees in each pool's window, and the first position that attains
-    it.
+    """Return (y, indices): for each pooling window, the largest value of its trees, and the first position with this
+    value.
 
     Args:
       coefficients: `(kernels, gates, 4)`.
-      leaves: `(kernels, leaves, 3)` int32: channel, and row and column in the window.
-      x: `(channels, height, width, N)` including its padding, N a multiple of `LANES`.
+      leaves: `(kernels, leaves, 3)` int32: channel of each leaf, and its row and column in the convolution's window.
+      x: `(channels, height, width, N)` including padding. The batch N is a multiple of `LANES`.
 
     Returns:
       y `(kernels, rows, columns, N)` in x's dtype, computed in float32, and the indices, uint8 of the same shape. The
-      index of position (u, v) is `u * width + v`, for windows of this width. The indices are None for a pool of one
-      position.
+      index of position (u, v) in a pooling window is `u * pool[1] + v`. If the window has only one position, indices is
+      None.
     """
     geometry = _Geometry.from_image(x, window, stride, pool)
     kernels, N = leaves.shape[0], x.shape[-1]
@@ -199,7 +206,7 @@ def forward(
                 if i == 0:
                     largest, place = value, jnp.where(value != value, 0, 0)
                 else:
-                    # The first of equal values stays, and so does a NaN.
+                    # Of equal values, keep the first. Keep a NaN as well.
                     is_larger = ~(value <= largest) & (largest == largest)
                     largest, place = jnp.where(is_larger, value, largest), jnp.where(is_larger, i, place)
             y_ref[k, row, column, lanes] = largest.astype(y_ref.dtype)
@@ -225,13 +232,13 @@ def forward(
 
 
 def _as_rows(x):
-    """Return one row of examples per pixel."""
+    """Reshape an image to one row of examples per pixel."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
-    """Call `body(row, columns, carry) -> carry` for the windows of some rows, `columns_per_turn` neighbors at a
-    time."""
+    """Call `body(row, columns, carry) -> carry` for all windows of some rows, with `columns_per_turn` neighboring
+    windows at a time."""
     turns = columns // columns_per_turn
 
     def step(i, carry):
@@ -262,16 +269,17 @@ def leaf_gradients(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array]:
-    """Return (dc, dleaves) for the tree at each window's index, which is recomputed. Runs on GPUs and in the simulator.
+    """Return (dc, dleaves). The tree at each window's index is recomputed. The kernel runs only on GPUs and in the
+    simulator.
 
     Args:
       dy: `(kernels, rows, columns, N)`.
-      places: indices of the largest values, of dy's shape, as `forward` returns them; None for a pool of one position.
+      places: the indices that `forward` returned, of dy's shape, or None if a pooling window has only one position.
       coefficients, leaves, x: as in `forward`.
 
     Returns:
       dc `(kernels, gates, 4)`: for each gate with inputs a and b, the sums of `dy (1, a, b, ab)`, where dy is the
-      gradient of the gate's value; and dleaves `(kernels leaves, rows, columns, N)`. Both are float32.
+      gradient with respect to the gate's value; and dleaves `(kernels * leaves, rows, columns, N)`. Both are float32.
     """
     geometry = _Geometry.from_image(x, window, stride, pool)
     (kernels, gates, _), N, count = coefficients.shape, x.shape[-1], leaves.shape[1]
@@ -298,7 +306,7 @@ def leaf_gradients(
 def _leaf_gradients_of_rows(
     dy_ref, place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _, *, block, part, k, geometry, rows
 ):
-    """The kernel's body: a tree, some rows of its windows, and a block of examples."""
+    """The kernel's body, for one tree, some rows of windows, and a block of examples."""
     lanes, tree = pl.ds(block * LANES, LANES), _Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 
@@ -342,7 +350,7 @@ def _input_heuristic(dleaves, places, leaves, readers, reader_offsets, *, size, 
     channels, height, width = size
     rows = max(1, min(height, (_BAND_BYTES // (4 * LANES) - 1) // width))
     least_bands = _BANDS * device.target().multiprocessors * LANES / (channels * dleaves.shape[-1])
-    # The bands of an image are as equal as possible.
+    # Make the bands of an image as equal as possible.
     return Config(-(-height // min(height, max(-(-height // rows), math.ceil(least_bands)))))
 
 
@@ -361,15 +369,16 @@ def input_gradient(
     pool: tuple[int, int],
     config: Config,
 ) -> Array:
-    """Return dx `(channels, height, width, N)` float32, without padding. Runs on GPUs and in the simulator.
+    """Return dx `(channels, height, width, N)` float32, without padding. The kernel runs only on GPUs and in the
+    simulator.
 
     Args:
-      dleaves: as `leaf_gradients` returns them.
-      places: the indices that `leaf_gradients` takes.
+      dleaves: the gradients of the leaves that `leaf_gradients` returned.
+      places: the argument of `leaf_gradients`.
       readers, reader_offsets: int32. The leaves that read channel c are
         `readers[reader_offsets[c] : reader_offsets[c + 1]]`, each `kernel * leaves + leaf`.
       size: channels, height, and width.
-      padding: rows above and columns to the left of the image.
+      padding: number of padding rows above the image, and of padding columns to its left.
     """
     (channels, height, width), N = size, dleaves.shape[-1]
     bands = _Bands(config.rows, height, width, stride, padding, pool)
@@ -413,26 +422,28 @@ class _Bands:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Distance from one window to the next, in rows and in columns of the image."""
+        """Distance from one pooling window to the next, in rows and in columns of the image."""
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """Return the range (first, end) of the rows of windows, out of `rows`, in which a leaf reads a band.
+        """Return the range (first, end) of the rows of windows, among `rows` rows, for which a leaf reads pixels of a
+        band.
 
         Args:
-          leaf_row: row that the leaf reads in the first window, relative to the band.
+          leaf_row: the row that the leaf reads in the first row of windows, relative to the band's first row.
         """
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
-        # The first window whose last position reads the band's first row or a later one.
+        # The first row of windows whose last position reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
         last = jnp.clip((self.rows - 1 - leaf_row) // step + 1, first, rows)
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return the elements of shared memory to which the lanes add for a window that begins at (row, column) of a
-        band.
+        """Return the element of shared memory to which each lane adds a leaf's gradient. In the window's first
+        position, the leaf reads the band's pixel (row, column).
 
-        These are the pixels that the lanes' positions read, or unused elements for pixels outside the band.
+        The element belongs to the pixel that the leaf reads in the lane's position. For a pixel outside the band, it is
+        an unused element.
         """
         (s, t), u = self.stride, lane * 0
         v = u
@@ -447,7 +458,7 @@ class _Bands:
 def _input_gradient_of_band(
     dleaves_ref, place_ref, leaves_ref, readers_ref, offsets_ref, dx_ref, sums, *, block, band, channel, bands, count
 ):
-    """The kernel's body: one channel's band, and a block of examples."""
+    """The kernel's body, for one band of one channel, and a block of examples."""
     _, rows, columns, _ = dleaves_ref.shape
     lanes = pl.ds(block * LANES, LANES)
     lane = lane_and_column(LANES, 1)[0]
@@ -469,7 +480,7 @@ def _input_gradient_of_band(
                     bands.targets(row * row_step + leaf_row, column * column_step + leaf_column, place, lane)
                 )
                 values.append(spread(dleaves_ref[leaf, row, column, lanes], 1))
-            # Windows of one leaf read different pixels, so their additions are independent.
+            # A leaf reads different pixels in different windows, so the additions for several windows are independent.
             old_sums = [gather_elements(sums, target) for target in targets]
             for target, old_sum, value in zip(targets, old_sums, values, strict=True):
                 scatter_elements(sums, old_sum + value, target)

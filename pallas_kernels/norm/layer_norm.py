@@ -2,14 +2,14 @@
 
     y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + eps)
 
-Means are over a row of x, eps is a constant, and scale and bias have one value per column. RMSNorm, `center=False`,
+Means are over a row of x, eps is a constant, and scale and bias have one value per column. RMSNorm (`center=False`)
 omits the mean and the bias. Sums are in float32. A row's mean is computed and stored as its `offset` from the row's
-first element. Values far from zero thus lose no digits in the difference, which they would if the mean were rounded.
+first element. If values are far from zero, rounding the mean would lose digits of `x - mean`; the offset avoids this.
 
-A CTA of `normalise` computes one row. A CTA of `gradients` computes a block of columns of some rows. Either reads its
-rows from device memory again for each pass, because a row need not fit in registers. It writes y or dx. The gradients
-of scale and bias are summed in registers over the rows of a CTA, and then over CTAs in a fixed order. Nothing is staged
-in shared memory, so these kernels also run in the interpreter.
+A CTA of `normalise` computes one row. A CTA of `gradients` computes dx in a block of columns for some rows, and sums
+the gradients of scale and bias over its rows in registers. The sums of the CTAs are then added in a fixed order. A row
+may not fit in registers, so both kernels read it from device memory again for each pass. They do not use shared memory,
+and therefore also run in the interpreter.
 """
 
 import dataclasses
@@ -29,12 +29,13 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.norm.statistics import inverse_root
 
 _SUMMED_COLUMNS = 4096
-"""Columns whose sums of gradients fit in a CTA's registers: 32 of a thread's 255 (CUDA C++ Programming Guide, compute
-capabilities), 64 with a bias. Chosen by hand; not tuned."""
+"""Most columns for which a CTA sums gradients in registers. The sums take 32 of a thread's 255 registers (CUDA C++
+Programming Guide, compute capabilities), or 64 with a bias. Chosen by hand; not tuned."""
 _SUMMED_ROWS = 32
-"""Most rows that a CTA sums: more would leave fewer CTAs to hide each other's latency. Chosen by hand; not tuned."""
+"""Most rows per CTA of `gradients`. With more, there would be fewer CTAs to hide each other's latency. Chosen by hand;
+not tuned."""
 _PROGRAMS = 4
-"""Fewest CTAs per multiprocessor before a CTA takes a second row. Chosen by hand; not tuned."""
+"""Fewest CTAs per multiprocessor if CTAs have more than one row. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +56,8 @@ class GradientsConfig:
     Attributes:
       vector: elements that are loaded at once, a multiple of the threads.
       rows: rows per CTA.
-      columns: columns per CTA, in which it writes dx and sums the parameters' gradients; a multiple of `vector`. CTAs
-        of other columns of the same rows find them in the cache.
+      columns: columns per CTA, in which it writes dx and sums the parameters' gradients; a multiple of `vector`. A CTA
+        reads its rows whole. CTAs for other columns read the same rows, from the cache.
     """
 
     vector: int
@@ -87,7 +88,7 @@ def normalise(
 
     Args:
       x: `(rows, hidden)`.
-      scale, bias: `(hidden,)`; no bias without `center`.
+      scale, bias: `(hidden,)`. Without `center`, bias is None.
 
     Returns:
       y in x's dtype, and each row's float32 offset and inv_std. The offset is None without `center`.
@@ -134,7 +135,7 @@ def gradients(
     with_y: bool = False,
     config: GradientsConfig,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Compute the backward. With `t = dy * scale`, means over a row, and sums over all rows,
+    """Compute the backward. With `t = dy * scale`, means over a row, and sums over all rows, it is
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy.
 
@@ -142,12 +143,13 @@ def gradients(
 
     Args:
       dy, x: `(rows, hidden)`.
-      bias: the forward's bias; needed only for y, with `center`.
-      offset, inv_std: not used. Both are recomputed, because a row is read again in any case.
-      with_y: whether to return the forward's y as well, from the same pass.
+      bias: the forward's bias, needed only to compute y with `center`.
+      offset, inv_std: not used. The kernel recomputes both, because it reads each row several times in any case.
+      with_y: whether to recompute and return the forward's y as well.
 
     Returns:
-      dx in x's dtype, float32 dscale, float32 dbias with `center`, and y if `with_y`. Results that are absent are None.
+      dx in x's dtype, float32 dscale, float32 dbias, and y. Without `center`, dbias is None; without `with_y`, y is
+      None.
     """
     rows, hidden = x.shape
     dy, x, scale, bias, mask = map(_fill_up, (dy, x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
@@ -176,9 +178,9 @@ class _Row:
     """A row in device memory, loaded again for every use.
 
     Attributes:
-      mask_ref: one for each column of the row, zero for padding.
+      mask_ref: reference to a vector that is 1 in the columns of the row and 0 in padding.
       row: index of the row.
-      vectors: the row's slices.
+      vectors: the slices into which the row is divided.
       hidden: number of columns without padding.
     """
 
@@ -211,7 +213,7 @@ class _Row:
 
 
 class _BackwardRefs(NamedTuple):
-    """References of the body; `sums` are dscale and, with `center`, dbias; `y` is None unless `with_y`."""
+    """The kernel's references. `sums` holds dscale and, with `center`, dbias. `y` is None unless `with_y`."""
 
     dy: Any
     x: Any
@@ -248,7 +250,7 @@ class _Backward:
                 ref[part, vector] = total
 
     def _add_row(self, refs, row, owned_columns, sums):
-        """Write a row's dx, and y, in the owned columns, and return the sums including the row's terms."""
+        """Write a row's dx, and y if wanted, in this CTA's columns. Return `sums` plus the row's terms."""
         vectors = _vectors(refs.x.shape[1], self.config.vector)
         x_row = _Row(refs.x, refs.mask, row, vectors, self.hidden, self.eps, self.center)
         load_hat, _, inv_std = x_row.normalise()

@@ -1,12 +1,14 @@
-"""Gradients of the parameters of LayerNorm and a dense layer, from sums over the rows, in one pass.
+"""Gradients of the parameters of LayerNorm followed by a dense layer, computed in one pass from sums over the rows.
 
-Given `s = Σ dzᵀ x̂` and `db = Σ dz`, summed over the rows, the gradients with sums over the outputs are
+Let `s = Σ dzᵀ x̂` and `db = Σ dz` be sums over the rows. With sums over the outputs of the dense layer, the gradients
+are
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db.
 
 Here x̂ is the normalized input, dz the gradient with respect to the dense layer's output, w its weights, and scale and
-bias are LayerNorm's parameters. A CTA computes a block of outputs and columns. It reads s and w from device memory into
-registers, writes dw, and adds up dscale and dbias in registers. The sums of the blocks are then added in a fixed order.
+bias are LayerNorm's parameters. A CTA computes a block of dw, some outputs by some columns. It reads s and w from
+device memory into registers, writes dw, and sums dscale and dbias over its outputs in registers. The sums of the CTAs
+are then added in a fixed order.
 """
 
 import dataclasses
@@ -23,21 +25,21 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, zeros_like
 from pallas_kernels.core.tiles import kernel
 
 _PROGRAMS = 8
-"""Fewest CTAs per multiprocessor, if there are enough outputs. Chosen by hand; not tuned."""
+"""Wanted number of CTAs per multiprocessor, if there are enough outputs. Chosen by hand; not tuned."""
 _MIN_OUTPUTS = 16
-"""Fewest outputs per CTA: with these, its sums, which are written and read once more, are few compared with s. Chosen
-by hand; not tuned."""
+"""Fewest outputs per CTA. A CTA's sums are written to memory and read again. With this number of outputs, they are
+small compared with s. Chosen by hand; not tuned."""
 _LOADED_OUTPUTS = 4
-"""Most outputs that a CTA loads at once. Chosen by hand; not tuned."""
+"""Most outputs whose s and w a CTA loads at once. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How CTAs divide the work.
+    """How CTAs divide dw.
 
     Attributes:
-      outputs: outputs per CTA, a divisor of their number.
-      columns: columns per CTA, one or two per thread, a divisor of their number.
+      outputs: outputs per CTA, a divisor of the number of outputs.
+      columns: columns per CTA, one or two per thread; a divisor of the number of columns.
     """
 
     outputs: int

@@ -1,13 +1,13 @@
-"""LayerNorm and a dense layer in one pass over the rows, in half precision on Hopper's tensor cores.
+"""LayerNorm followed by a dense layer in one pass over the rows, in half precision on Hopper's tensor cores.
 
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
 The mean and inv_std are statistics of a row of x; scale and bias are LayerNorm's parameters, w and b the dense layer's.
-The weights stay in shared memory, so both widths must be small. CTAs are persistent. In the forward, each of two
-warpgroups processes blocks of 64 rows at a fixed stride. A bulk copy brings a block into shared memory, its rows are
-normalized in registers, from which the tensor cores read them, and bulk copies write z. The copy of the next block
-starts as soon as the registers hold this one. In the input's gradient, two warpgroups share a block, and each computes
-half of its columns.
+The weights stay in shared memory, so the widths of x and z must be small. CTAs are persistent, with two warpgroups. In
+the forward, each warpgroup processes separate blocks of 64 rows, at a fixed stride. A bulk copy brings a block into
+shared memory. The warpgroup loads it into registers, and the copy of the next block starts. It normalizes the rows in
+registers, from which the tensor cores read them, and bulk copies write z. In the input gradient, the two warpgroups
+share a block, and each computes half of its columns.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.norm.statistics import inverse_root
 
 _ROWS = 64
-"""Rows of a block: the rows of a wgmma (PTX ISA)."""
+"""Rows per block: the number of rows of a `wgmma` instruction (PTX ISA)."""
 _MIN_ROWS = 65536
-"""Fewest rows for which the kernels pay: with fewer, separate kernels find the rows in the L2 cache
+"""Fewest rows for which these kernels are faster. With fewer rows, two separate kernels exchange y through the L2 cache
 (docs/lab/2026-11-21-norm.md)."""
 _COLUMNS = 64
-"""Columns that are computed at once: in half precision they fill the 128 bytes of an operand's row."""
+"""Number of columns that are computed at once. In half precision they fill the 128 bytes of an operand's row."""
 _WARPGROUPS = 2
-"""Warpgroups per CTA. With two, a thread has 255 registers and spills none; with three it spills
+"""Warpgroups per CTA. With two, a thread has 255 registers and spills none; with three it spills some
 (docs/lab/2026-11-21-norm.md)."""
 _ALIGNMENT = 1024
 """Bytes to which Mosaic GPU aligns each array in shared memory (docs/lab/2026-11-21-norm.md)."""
@@ -47,7 +47,7 @@ class ForwardConfig:
     """Tiles of `forward`.
 
     Attributes:
-      columns: columns of z that a warpgroup holds in shared memory until a bulk copy has read them.
+      columns: number of columns of z that a warpgroup stores in shared memory for each bulk copy to device memory.
     """
 
     columns: int
@@ -58,7 +58,7 @@ class InputGradientConfig:
     """Tiles of `input_gradient`.
 
     Attributes:
-      stages: stages of the ring for dz.
+      stages: number of stages of the ring that holds blocks of dz.
     """
 
     stages: int
@@ -80,7 +80,7 @@ def _unsupported(x: Any, w: Any, shared_bytes: Callable[..., int]) -> str | None
 
 
 def _aligned_bytes(*sizes: int) -> int:
-    """Return the bytes of shared memory for buffers of these sizes."""
+    """Return the total bytes of shared memory for buffers of these sizes in bytes, each aligned to `_ALIGNMENT`."""
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
@@ -117,12 +117,12 @@ def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
 def forward(
     x: Array, scale: Array, bias: Array, w: Array, b: Array, *, eps: float, config: ForwardConfig
 ) -> tuple[Array, Array, Array]:
-    """Return z in x's dtype, and each row's offset and inv_std, in the form of `layer_norm.normalise`.
+    """Return z in x's dtype, and each row's float32 offset and inv_std, as `layer_norm.normalise` does.
 
     Args:
-      x: `(rows, hidden)`, rows a multiple of 64. All arguments have x's dtype.
+      x: `(rows, hidden)`; the number of rows is a multiple of 64. All arguments have x's dtype.
       scale, bias: `(hidden,)`.
-      w, b: `(outputs, hidden)` and `(outputs,)`, both widths 128 or 256.
+      w, b: `(outputs, hidden)` and `(outputs,)`; `hidden` and `outputs` are 128 or 256 each.
     """
     (rows, hidden), outputs = x.shape, w.shape[0]
     programs = min(-(-rows // (_ROWS * _WARPGROUPS)), device.target().multiprocessors)
@@ -153,7 +153,7 @@ def forward(
 
 
 class _ForwardRefs(NamedTuple):
-    """References of the body; `vectors` holds scale, bias, and b in shared memory, one after the other."""
+    """The kernel's references. `vectors` holds scale, bias, and b in shared memory, one after the other."""
 
     x: Any
     w: Any
@@ -199,7 +199,7 @@ class _Forward:
         def block(step, _):
             ring.wait(step)
             x = load(refs.x_stages.at[warpgroup], plgpu.Layout.WGMMA)
-            # Every warp has read the stage before it is filled again.
+            # Wait until every warp has read the stage, before it is filled again.
             plgpu.commit_smem()
             ring.fetch(step + 1)
             self._block(refs, x, step_rows(step), refs.z_buffers.at[warpgroup])
@@ -209,7 +209,7 @@ class _Forward:
 
     @property
     def _slices(self):
-        """Slices of scale, bias, and b in `vectors`."""
+        """Return the slices of `vectors` that hold scale, bias, and b."""
         return pl.ds(0, self.hidden), pl.ds(self.hidden, self.hidden), pl.ds(2 * self.hidden, self.outputs)
 
     def _load_parameters(self, refs):
@@ -218,7 +218,7 @@ class _Forward:
             plgpu.copy_gmem_to_smem(ref, refs.vectors.at[columns], refs.parameters_loaded)
 
     def _block(self, refs, x, rows, z_buffer):
-        """Compute the results of a block of rows, which the registers hold."""
+        """Compute z, offset, and inv_std for a block of rows `x` in registers."""
         scales, biases, bs = (refs.vectors.at[columns] for columns in self._slices)
         hat, offset, inv_std = _normalise(x, _first_values(x), self.eps)
         store(refs.offset.at[rows], offset)
@@ -277,7 +277,7 @@ def input_gradient(
         scratch=[
             operand((config.stages, _WARPGROUPS, _ROWS, outputs // 2), x.dtype),
             half,
-            # Where x̂ is as wide as dz, dz's stage also holds x̂ until it is written.
+            # If x̂ is as wide as dz, dz's stage also holds x̂, until x̂ is copied to device memory.
             None if hidden == outputs else half,
             operand((outputs, hidden), x.dtype),
             plgpu.SMEM((config.stages, 2, _WARPGROUPS, _ROWS), jnp.float32),
@@ -286,7 +286,7 @@ def input_gradient(
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=_WARPGROUPS),
         ],
-        # A thread reads what other warps have stored only after `sums_stored` and `commit_smem`.
+        # A thread reads data of other warps only after the barrier `sums_stored` or `commit_smem`.
         barriers=False,
         sums_across_warps=False,
         name="layer_norm_linear_backward_input",
@@ -294,7 +294,7 @@ def input_gradient(
 
 
 class _InputGradientRefs(NamedTuple):
-    """References of the body; `sums` holds the sums of t and of t * x̂ over half a row."""
+    """The kernel's references. `sums` holds the sums of t and of t * x̂ over each warpgroup's half of a row."""
 
     dz: Any
     x: Any
@@ -351,7 +351,8 @@ class _InputGradient:
 
             @pl.when(step + 1 < steps)
             def _():
-                # Waits count copies in the order of their start: first dx's, then x̂'s.
+                # A wait counts copies in the order in which they started: first the copies of dx, then the copies of
+                # x̂.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 x_ring.fetch(step + 1)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -361,7 +362,8 @@ class _InputGradient:
         plgpu.wait_smem_to_gmem(0)
 
     def _block(self, refs, step, rows, columns, scales, warpgroup, x_ring, dz_ring):
-        """Compute half the columns of a block: dx, which overwrites x, and x̂. Start their copies to device memory."""
+        """Compute dx and x̂ for half the columns of a block, and start their copies to device memory. dx overwrites x
+        in its stage."""
         stage, x_stage = dz_ring.stage(step), refs.x_stages.at[warpgroup]
         first = load(refs.x.at[rows, 0], value_a_row(), optimized=False).astype(jnp.float32)
         offset, inv_std = (load(ref.at[rows], value_a_row(), optimized=False) for ref in (refs.offset, refs.inv_std))
@@ -389,7 +391,7 @@ class _InputGradient:
         plgpu.copy_smem_to_gmem(hat_stage, refs.hat.at[rows, columns])
 
     def _product(self, dz_stage, weights, columns):
-        """Return `dz w` in the columns, from both halves of dz."""
+        """Return the given columns of `dz w`, which need both halves of dz."""
         half = self.outputs // 2
 
         def multiply(sums):
@@ -401,12 +403,13 @@ class _InputGradient:
         return pl.run_scoped(multiply, plgpu.ACC((_ROWS, self.hidden // 2)))
 
     def _means(self, refs, stage, warpgroup, t, hat_piece):
-        """Return mean(t) and mean(t * x̂) of each row: each warpgroup sums its columns, then both meet at a barrier."""
+        """Return mean(t) and mean(t * x̂) of each row. Each warpgroup sums over its columns, and then waits for the
+        other's sums."""
         pieces = _pieces(self.hidden // 2)
         sums = [_sum(t, pieces), _sum(lambda columns: t(columns) * hat_piece(columns), pieces)]
         for i, a in enumerate(sums):
             store(refs.sums.at[stage, i, warpgroup], a)
-        # After this barrier, both warpgroups have multiplied dz's stage, so x̂ may overwrite it.
+        # After this barrier, both warpgroups have finished their products with dz's stage, so x̂ may overwrite it.
         plgpu.barrier_arrive(refs.sums_stored)
         plgpu.barrier_wait(refs.sums_stored)
 
@@ -441,20 +444,21 @@ def _load_columns(ref: Any, columns: Any) -> Array:
 
 
 def _first_values(x: Array) -> Array:
-    """Return the first value of each row. Other threads hold the row's other values, so the row is summed with these as
-    zeros."""
+    """Return the first value of each row. One thread holds it and other threads hold the rest of the row, so the row is
+    summed with zeros in place of all other values."""
     first_columns = _piece(x, pl.ds(0, 8)).astype(jnp.float32)
     column = plgpu.broadcasted_iota(jnp.int32, first_columns.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.sum(jnp.where(column == 0, first_columns, 0.0), axis=1)
 
 
 def _sum(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Return the sum of each row. The pieces are added first, so that the shuffles come last, and only once."""
+    """Return the sum over each row of `function(piece)`. The pieces are added first, so that one reduction by shuffles
+    is enough."""
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 
 def _normalise(x: Array, first_values: Array, eps: float) -> tuple[Callable[[Any], Array], Array, Array]:
-    """Return (x̂ as a function of the columns, offset, inv_std) of a block of rows."""
+    """Return (x̂ as a function of the columns, offset, inv_std) for a block of rows."""
     pieces, share = _pieces(x.shape[1]), 1 / x.shape[1]
 
     def difference(columns):

@@ -1,8 +1,9 @@
 """One kernel for every element-wise formula, which is passed as an argument.
 
 A CTA computes a block of one row of the result. It loads each array's block from device memory into registers, applies
-the formula, and writes the results. Rows are the trailing axes along which each array is either whole or constant. The
-last CTA of a row also computes the row's remainder. Nothing is staged in shared memory.
+the formula, and writes the results. A row spans the trailing axes along which each array either has all elements or is
+constant. The last CTA of a row also computes the elements after the last whole block. The kernel does not use shared
+memory.
 """
 
 import dataclasses
@@ -20,32 +21,32 @@ from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
-"""Candidates for the elements per thread. `_heuristic` takes the largest that leaves `_WANTED_PROGRAMS` CTAs. From 4 to
-32 the number made no measured difference: docs/lab/2026-11-21-pointwise.md."""
+"""Candidates for the elements per thread. `_heuristic` takes the largest candidate for which there are at least
+`_WANTED_PROGRAMS` CTAs. Numbers from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
-"""Most elements per thread where no candidate leaves `_WANTED_PROGRAMS` CTAs. Chosen by hand; not tuned."""
+"""Most elements per thread if every candidate gives fewer than `_WANTED_PROGRAMS` CTAs. Chosen by hand; not tuned."""
 _MIXED_ELEMENTS = 2
-"""Most elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout), and
-only vectors with the same distribution over the threads can be combined: 8 bytes are two of float32."""
+"""Most elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout), which
+are two elements of float32. Only vectors with the same number of elements per load can be combined."""
 _WANTED_PROGRAMS = 1024
-"""Number of CTAs: several per multiprocessor of the devices in `core/device.py`. Chosen by hand; not tuned."""
+"""Wanted number of CTAs: several per multiprocessor of the devices in `core/device.py`. Chosen by hand; not tuned."""
 ALIGNMENT = 4
-"""Elements. Rows that begin at a multiple of this number can be loaded in a thread's widest accesses, 16 bytes of
-float32 (CUDA C++ Programming Guide, device memory accesses)."""
+"""Alignment of rows, in elements. If rows begin at multiples of it, a thread can load them in its widest accesses, 16
+bytes or four elements of float32 (CUDA C++ Programming Guide, device memory accesses)."""
 _LONG_ROW = 4 * LANES
-"""Elements. If rows are too short, arrays are broadcast in memory along enough axes to make rows this long: a vector of
-a warpgroup, 16 bytes of float32 per thread."""
+"""Wanted length of rows, in elements: 16 bytes of float32 for each thread of a warpgroup. If rows are too short, they
+are extended to more axes, along which arrays are broadcast in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Elements that a CTA computes at once, a multiple of `LANES` and at most a row."""
+    """Tile of a CTA: `length` elements of a row, a multiple of `LANES` and at most a row."""
 
     length: int
 
 
 def unsupported_indices(*shapes: tuple[int, ...]) -> str | None:
-    """Return a message if an array has more elements than the kernels' 32-bit indices reach, else None."""
+    """Return a message if an array has more elements than the kernels' 32-bit indices can address, else None."""
     return "2^31 or more elements" if any(math.prod(shape) >= 2**31 for shape in shapes) else None
 
 
@@ -70,11 +71,12 @@ def elementwise(
 ) -> Array | tuple[Array, ...]:
     """Compute `formula(*arrays)` element by element, with NumPy's broadcasting, in one pass over the arrays.
 
-    An array that is constant along rows, or has whole rows, is read without a copy. Any other array is broadcast in
-    memory first.
+    An array that is constant along rows, or has all their elements, is read without a copy. Any other array is first
+    broadcast in memory.
 
     Args:
-      formula: maps one vector per array, floats as float32 and integers unchanged, to a vector or a tuple of vectors.
+      formula: maps one vector per array to a vector or a tuple of vectors. Floats are passed as float32, integers
+        unchanged.
       arrays: arrays whose shapes broadcast to `shape`.
       shape: shape of the result; by default the shape to which the arrays broadcast.
 
@@ -85,7 +87,8 @@ def elementwise(
     dtype, size = arrays[0].dtype, math.prod(shape)
     structure = results_structure(formula, arrays)
     if size == 0:
-        # Derived from an argument, because JAX cannot map the derivative of a constant over a batch.
+        # The empty results are derived from an argument, because JAX cannot map the derivative of a constant over a
+        # batch.
         return structure.unflatten([jnp.broadcast_to(arrays[0], shape)] * structure.num_leaves)
     if size < LANES:
         arrays = _fill_vector(arrays, shape)
@@ -103,7 +106,8 @@ def elementwise(
                 ref[pl.ds(row * rows.length + start, length)] = value.astype(dtype)
 
         def compute_remainder(i, _):
-            # The end of a row fills no vector, so elements of the vector before it are recomputed with it.
+            # The end of a row is shorter than a vector. This vector therefore begins earlier, and recomputes some
+            # elements.
             compute(jnp.minimum(blocks * length + i * LANES, rows.length - LANES), LANES)
 
         compute(block * length, length)
@@ -125,7 +129,7 @@ def _result_shape(arrays, shape):
 
 
 def _rows(shape, arrays):
-    """Return the rows over which CTAs iterate, each at least a vector long."""
+    """Return the rows among which CTAs are divided, each at least a vector long."""
     rows = Rows(shape, arrays)
     if rows.count > 1 and (rows.length < LANES or rows.length % ALIGNMENT):
         lengths = [math.prod(shape[axis:]) for axis in range(len(shape))]
@@ -135,14 +139,14 @@ def _rows(shape, arrays):
 
 
 def _fill_vector(arrays, shape):
-    """Return arrays that broadcast to less than a vector, padded with zeros to a vector; single elements are
-    unchanged."""
+    """Pad arrays that broadcast to less than a vector with zeros to a vector. Arrays of a single element are not
+    padded."""
     padding = LANES - math.prod(shape)
     return [a.ravel() if a.size == 1 else jnp.pad(jnp.broadcast_to(a, shape).ravel(), (0, padding)) for a in arrays]
 
 
 def float32_or_integer(dtype: Any) -> Any:
-    """Return the dtype in which a kernel computes."""
+    """Return the dtype in which a kernel computes with arrays of `dtype`."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
@@ -153,16 +157,16 @@ def results_structure(formula: Callable, arrays: Sequence[Array]) -> Any:
 
 
 class Rows:
-    """Division of arrays that broadcast to `shape` into rows, along which each array is either whole or one element.
+    """Division of arrays that broadcast to `shape` into rows. Along a row, each array has either all elements or one.
 
     Args:
-      arrays: arrays, of which only shapes and dtypes matter.
-      axis: first axis of a row; by default the one that gives the longest rows. An array that is neither along these
-        rows is broadcast in memory, by `flatten`.
+      arrays: the arrays, or other objects with their shapes and dtypes.
+      axis: first axis of a row. The default gives the longest rows. If an array has some but not all elements of a row,
+        `flatten` broadcasts it in memory.
 
     Attributes:
       count, length: number and length of the rows.
-      lead, leads: the axes before a row's axes, for `shape` and for each array.
+      lead, leads: sizes of the axes before a row's axes, of `shape` and of each array.
       spans_row: for each array, whether it has all elements of a row.
       has_mixed_dtypes: whether vectors of different dtypes are loaded.
     """
@@ -190,7 +194,7 @@ class Rows:
         """Return the arrays in the form that `load` takes."""
         shapes = zip(self._aligned_shapes, self._broadcast_shapes, strict=True)
         flat_arrays = [jnp.broadcast_to(a.reshape(s), t).ravel() for a, (s, t) in zip(arrays, shapes, strict=True)]
-        # A single element is loaded as float32.
+        # Single elements are converted here, because a kernel loads them as float32.
         return [
             a if spans_row else a.astype(float32_or_integer(a.dtype))
             for a, spans_row in zip(flat_arrays, self.spans_row, strict=True)
@@ -203,7 +207,7 @@ class Rows:
         return jnp.broadcast_to(value.astype(float32_or_integer(value.dtype)), (length,))
 
     def row_of(self, i: int, row: Any) -> Any:
-        """Return the row of the i-th array, which may have fewer rows, that broadcasts to `row`."""
+        """Return the index of the i-th array's row that broadcasts to `row`. The array may have fewer rows."""
         lead = self.leads[i]
         if lead == self.lead:
             return row

@@ -1,9 +1,9 @@
 """One kernel for every sum of an element-wise formula, which is passed as an argument.
 
-A CTA sums one part of the steps of one row, or of one block of columns. It loads vectors of the arrays from device
-memory into registers, applies the formula, and adds the results in registers. Along a row, it finally sums over the
-lanes and writes one element; along columns, it writes a vector. The parts are summed by XLA. The kernel stages no data
-in shared memory.
+Sums are along rows or along columns. A CTA sums a part of one row, or of one block of columns. It loads vectors of the
+arrays from device memory into registers, applies the formula, and adds the results in registers. Along a row, it
+finally sums over the lanes and writes one element; along columns, it writes a vector. XLA adds the parts. The kernel
+does not use shared memory.
 """
 
 import dataclasses
@@ -28,20 +28,24 @@ from pallas_kernels.pointwise.elementwise import (
 )
 
 _WANTED_PROGRAMS = 2048
-"""Number of CTAs, if the sums have enough steps: several per multiprocessor of the devices in `core/device.py`. More
-were slower for sums of columns: docs/lab/2026-11-21-pointwise.md."""
+"""Wanted number of CTAs, if the sums are long enough: several per multiprocessor of the devices in `core/device.py`.
+More CTAs were slower for sums along columns: docs/lab/2026-11-21-pointwise.md."""
 _ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
-"""Most elements per thread: along a row, where the thread adds them up, and across columns, where it keeps one sum for
-each. Chosen by hand; not tuned."""
+"""Most elements of a vector per thread. Along a row, the thread adds them up; along columns, it keeps one sum per
+element. Chosen by hand; not tuned."""
 _MIXED_ELEMENTS = 2
-"""Most elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout), and
-only vectors with the same distribution over the threads can be combined: 8 bytes are two of float32."""
+"""Most elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout), which
+are two elements of float32. Only vectors with the same number of elements per load can be combined."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Elements of a vector, a multiple of `LANES`, and the number of equally long parts into which a sum's steps are
-    split."""
+    """Tiles of `sum_over`.
+
+    Attributes:
+      length: elements per vector, a multiple of `LANES`.
+      splits: number of parts of equal length into which each sum is divided.
+    """
 
     length: int
     splits: int
@@ -49,15 +53,15 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """A way to read memory in long contiguous pieces while summing over some axes.
+    """An order in which a sum over some axes reads memory in long contiguous pieces.
 
     Attributes:
-      shape: shape of the data that is read: its axes in `order`, and with `columns` a matrix with this number of
-        columns.
-      axis: sums are over all axes from this one on, or with `along_columns` over this one.
-      order: order of the axes, or None if they keep theirs.
-      columns: columns of the matrix, or None.
-      remaining_axes: axes that XLA sums over afterwards, counted among the axes that the kernel leaves.
+      shape: shape of the data that is read. Its axes are in `order`. If `columns` is given, it is a matrix, whose
+        columns may be padded to a vector.
+      axis: first of the axes that are summed over. The sum includes all later axes, except with `along_columns`.
+      order: permutation of the axes, or None if they are not permuted.
+      columns: number of columns of the matrix without padding, or None if the data is not reshaped to a matrix.
+      remaining_axes: axes of the kernel's result over which XLA sums afterwards.
     """
 
     shape: tuple[int, ...]
@@ -69,7 +73,7 @@ class _Walk:
 
     @classmethod
     def from_axes(cls, shape: tuple[int, ...], summed_axes: Sequence[int]) -> "_Walk":
-        """Return the walk for sums over `summed_axes`; no axis has size 1."""
+        """Return the walk for sums over `summed_axes` of an array without axes of size 1."""
         kept_axes = [i for i in range(len(shape)) if i not in summed_axes]
         first_summed = kept_axes[-1] + 1 if kept_axes else 0
         outer_axes = [i for i in summed_axes if math.prod(shape[i + 1 :]) >= LANES]
@@ -83,13 +87,13 @@ class _Walk:
         if math.prod(shape[i] for i in summed_axes) >= LANES:
             order = (*kept_axes, *summed_axes)
             return cls(tuple(shape[i] for i in order), len(kept_axes), order=order)
-        # All axes are short, so the kept axes become the columns of a matrix, padded with zeros to a vector.
+        # All axes are short. The kept axes therefore become the columns of a matrix, padded with zeros to a vector.
         columns = math.prod(shape[i] for i in kept_axes)
         matrix = math.prod(shape[i] for i in summed_axes), max(columns, LANES)
         return cls(matrix, 0, along_columns=True, order=(*summed_axes, *kept_axes), columns=columns)
 
     def arrange(self, a: Array, shape: tuple[int, ...]) -> Array:
-        """Return one of the arrays that broadcast to `shape`, in the form in which it is read."""
+        """Return array `a`, which broadcasts to `shape`, transposed or reshaped as the kernel reads it."""
         if self.columns is not None:
             a = jnp.broadcast_to(a, shape).transpose(self.order).reshape(-1, self.columns)
             return jnp.pad(a, ((0, 0), (0, self.shape[1] - self.columns)))
@@ -102,11 +106,11 @@ class _Walk:
         return jax.ShapeDtypeStruct(a.shape if self.order is None else [a.shape[i] for i in self.order], a.dtype)
 
     def rows(self, arrays: Sequence[Any]) -> Rows:
-        """Return the rows of arranged arrays."""
+        """Return the division of arranged arrays into rows."""
         return Rows(self.shape, arrays, self.axis + 1 if self.along_columns else self.axis)
 
     def sums(self, rows: Rows, length: int) -> "_Sums":
-        """Return the kernel's part of the work, with vectors of `length`."""
+        """Return the sums that the kernel computes, with vectors of `length`."""
         if not self.along_columns:
             return _Sums(rows, rows.count, 1, rows.length // length, length, along_columns=False)
         blocks = -(-rows.length // length)
@@ -115,9 +119,11 @@ class _Walk:
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """Sums of vectors of `length`, one of `steps` for each of `count` rows and each of `blocks` within a row.
+    """Sums over `steps` vectors of `length` elements. There is one sum per row and block, in `count` rows of `blocks`
+    blocks each.
 
-    Along a row, a step is a vector, and a sum is one element. Along columns, a step is a row, and a sum is a vector.
+    Along a row, the steps are the vectors of the row, and a sum is one element. Along columns, each step is the vector
+    of another row of `rows`, and a sum is a vector.
     """
 
     rows: Rows
@@ -129,12 +135,12 @@ class _Sums:
 
     @property
     def width(self) -> int:
-        """Elements of a sum."""
+        """Number of elements of a sum."""
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row of `rows` that a step reads, and the first element; the last vector may overlap the one before
-        it."""
+        """Return the row of `rows` that a step reads, and the first element of its vector. Along columns, the last
+        block may overlap the block before it."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
@@ -144,7 +150,8 @@ class _Sums:
 
 
 def _squeeze(arrays, axes):
-    """Return (shape without axes of size 1, the same for each array, which of the axes are summed over)."""
+    """Return the broadcast shape without axes of size 1, each array's shape without these axes, and the summed axes
+    among the rest."""
     shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
     long_axes = [axis for axis, size in enumerate(shape) if size > 1]
     aligned = [(1,) * (len(shape) - len(a.shape)) + tuple(a.shape) for a in arrays]
@@ -164,7 +171,7 @@ def _heuristic(formula, *arrays, axes):
     structs = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, arrays, strict=True)]
     rows = walk.rows([walk.arranged_struct(a) for a in structs])
     max_elements = _COLUMN_ELEMENTS if walk.along_columns else _ROW_ELEMENTS
-    # Rows that begin at any element are loaded element by element, because wider accesses must be aligned.
+    # Rows that are not aligned are loaded element by element, because wider accesses must be aligned.
     max_elements = (
         1 if rows.length % ALIGNMENT else min(_MIXED_ELEMENTS, max_elements) if rows.has_mixed_dtypes else max_elements
     )
@@ -177,11 +184,12 @@ def _heuristic(formula, *arrays, axes):
 def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Config) -> Array | tuple[Array, ...]:
     """Compute `Σ formula(*arrays)` over some axes of the broadcast shape, in one pass over the arrays.
 
-    Each CTA sums a part in a fixed order; the parts are then summed in a fixed order. XLA sums the end of a row, if it
-    is shorter than a vector.
+    Each CTA sums a part in a fixed order; the parts are then summed in a fixed order. If a row does not end with a
+    whole vector, XLA sums the remaining elements.
 
     Args:
-      formula: maps one vector per array, floats as float32 and integers unchanged, to a vector or a tuple of vectors.
+      formula: maps one vector per array to a vector or a tuple of vectors. Floats are passed as float32, integers
+        unchanged.
       arrays: arrays whose shapes broadcast against each other.
       axes: axes to sum over, counted from the front.
 
@@ -207,7 +215,7 @@ def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Con
 
 
 def _sums_of_rows(formula, arrays, walk, config, outputs):
-    """Return sums over all axes from `walk.axis` on."""
+    """Return the sums over all axes from `walk.axis` on."""
     rows = walk.rows(arrays)
     flat_arrays = rows.flatten(arrays)
     sums = walk.sums(rows, config.length)
@@ -223,11 +231,11 @@ def _sums_of_rows(formula, arrays, walk, config, outputs):
 
 
 def _sums_of_columns(formula, arrays, walk, config, outputs):
-    """Return sums over the axis `walk.axis`, where the axes after it have at least a vector of elements."""
+    """Return the sums over the axis `walk.axis`. The axes after it have at least as many elements as a vector."""
     rows = walk.rows(arrays)
     sums = walk.sums(rows, config.length)
     results = _launch(formula, rows.flatten(arrays), sums, config.splits, outputs)
-    # The last vector may overlap the one before it, so its first sums are dropped.
+    # The last vector may overlap the vector before it. Its first elements are then dropped.
     ends = (sums.blocks - 1) * config.length
     tail = rows.length - ends
     results = [jnp.concatenate([y[:, :ends], y[:, sums.blocks * config.length - tail :]], axis=1) for y in results]
@@ -235,7 +243,8 @@ def _sums_of_columns(formula, arrays, walk, config, outputs):
 
 
 def _launch(formula, arrays, sums, splits, outputs):
-    """Return the sum over all steps of the formula at `sums.place(row, block, step)`, for each row and block."""
+    """Launch the kernel. For each row and block, it sums the formula over all steps, at
+    `sums.place(row, block, step)`."""
     steps, width, blocks = -(-sums.steps // splits), sums.width, sums.blocks
     full_row = sums.rows.spans_row.index(True)
 

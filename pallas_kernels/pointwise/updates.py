@@ -1,10 +1,10 @@
-"""One kernel for the same element-wise formula on many arrays: the update of all parameters in one launch.
+"""One kernel that applies an element-wise formula to many arrays, to update all parameters in one launch.
 
 Arrays come in lists, such as parameters, moments, and gradients, whose i-th arrays belong together. A CTA computes one
 block of one array of every list: it loads the blocks from device memory into registers, applies the formula, and writes
-the results. It finds its array by comparing its index with the first CTA of each array. Arrays differ only in pointers
-and a size. These are selected in a switch before the loads and in another before the stores; all other code is the same
-for all.
+the results. It finds its array by comparing its index with the index of each array's first CTA. The code for different
+arrays differs only in pointers and a size. One switch selects these before the loads, and another before the stores.
+All other code is shared.
 """
 
 import dataclasses
@@ -26,25 +26,27 @@ from pallas_kernels.pointwise.elementwise import unsupported_indices
 _ACCESS_BYTES = 16
 """Bytes of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
 _ELEMENTS = 8
-"""Elements per thread and array, where this leaves `_WANTED_PROGRAMS` CTAs. With 16, half-precision moments, converted
-to float32, take most of a thread's registers. Chosen by hand; not tuned."""
+"""Elements per thread and array, if there are at least `_WANTED_PROGRAMS` CTAs. With 16 elements, half-precision
+moments, converted to float32, would take most of a thread's registers. Chosen by hand; not tuned."""
 _WANTED_PROGRAMS = 1024
-"""Number of CTAs: several per multiprocessor of the devices in `core/device.py`. Chosen by hand; not tuned."""
+"""Wanted number of CTAs: several per multiprocessor of the devices in `core/device.py`. Chosen by hand; not tuned."""
 _MAX_ELEMENTS = 2**19
-"""Largest average number of elements per array: 2 MiB of float32, compared with which a launch is short. With 128,000
-the kernel pays, with 1,024,000 it does not: docs/lab/2026-11-23-lenet.md."""
+"""Largest average number of elements per array for which the kernel pays: 2 MiB of float32. For larger arrays, the time
+of a launch hardly matters. With 128,000 elements the kernel pays, with 1,024,000 it does not:
+docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
-"""Arrays per launch, each of which has a case in the switches: the compile time grows faster than their number. Chosen
-by hand; not tuned."""
+"""Most arrays per launch. Each array has a case in the switches, and the compile time grows faster than the number of
+arrays. Chosen by hand; not tuned."""
 DTYPES = ("float32", "bfloat16", "float16")
-"""Dtypes that are loaded, computed in float32, and stored."""
+"""Dtypes of arrays that the kernel supports. It computes in float32."""
 
 Arrays = Sequence[Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A thread's accesses to each array, one after the other, which make up a CTA's block."""
+    """Number of consecutive accesses by each thread to each array. The accesses of all threads make up a CTA's
+    block."""
 
     accesses: int = 1
 
@@ -62,8 +64,8 @@ def _unsupported(formula, scalars, changed, constant):
 def _heuristic(formula, scalars, changed, constant):
     launches = 2  # the first launch computes the scalars
     arrays, elements = sum(a.size > 0 for a in changed[0]), sum(a.size for a in changed[0])
-    # If not in place, XLA copies each array back in a loop, with one launch each. XLA updates large arrays best where
-    # it computes the gradients, which then pass through no memory.
+    # If results are not in place, XLA copies every array in a training loop, with one launch per array. Large arrays
+    # are faster in XLA, which can fuse an update with the gradient that it needs, so that the gradient is not stored.
     if arrays <= launches or not CHANGES_IN_PLACE or elements > arrays * _MAX_ELEMENTS:
         return None
     enough = elements >= LANES * _ELEMENTS * _WANTED_PROGRAMS
@@ -79,20 +81,20 @@ def updates(
     *,
     config: Config,
 ) -> tuple[list[Array], ...]:
-    """Compute `formula(scalars, *changed, *constant)` element by element on the i-th arrays of all lists, for every i.
+    """For every i, compute `formula(scalars, *changed, *constant)` element by element on the i-th arrays of all lists.
 
-    Results use the memory of `changed` if XLA no longer needs it; otherwise XLA copies it first. The kernel runs on
-    GPUs and in the simulator only: see `on_gpu`.
+    Results use the memory of `changed`. If an array of `changed` is still needed, XLA copies it first. The kernel runs
+    only on GPUs and in the simulator: see `on_gpu`.
 
     Args:
-      formula: maps a list of float32 scalars and a float32 block of each list to one block for each list of `changed`.
+      formula: maps a list of float32 scalars, and one float32 block per list, to one new block per list of `changed`.
       scalars: `(n,)`, float32.
-      changed: lists of arrays that the results replace, one dtype per list. The i-th arrays of all lists have one
-        shape, which may be (), or have a size of 0.
+      changed: lists of arrays that the results replace, each list of one dtype. The i-th arrays of all lists have the
+        same shape, which may be () or have a size of 0.
       constant: lists of arrays that are only read.
 
     Returns:
-      The new arrays of `changed`, in its dtypes.
+      The new arrays, with the structure and dtypes of `changed`.
     """
     new = [list(arrays) for arrays in changed]
     filled = [i for i, a in enumerate(changed[0]) if a.size]
@@ -139,5 +141,5 @@ def _body(scalars_ref, changed, constant, *new, formula, ends, shape, program):
 
 
 def _width(lists: Sequence[Arrays]) -> int:
-    """Return the elements per access of the widest dtype."""
+    """Return the number of elements of the widest dtype that one access can load."""
     return _ACCESS_BYTES // max(jnp.dtype(a.dtype).itemsize for arrays in lists for a in arrays)

@@ -418,7 +418,7 @@ def test_an_option_that_is_not_hashable_is_refused_with_op_and_option(implementa
     with pytest.raises(TypeError) as error:
         POWER(X, power=2, scale=[3.0], implementation=implementation)
     assert str(error.value) == "power: scale is a list; wants something hashable: options are static"
-    with pytest.raises(TypeError, match=r"scale is an array; .* options are static, arrays are given by position"):
+    with pytest.raises(TypeError, match=r"scale is an array; .* options are static, arrays are passed by position"):
         POWER(X, power=2, scale=X[0], implementation=implementation)
 
 
@@ -642,18 +642,18 @@ def scaled_backward(dy, x, w):
 
 
 WRONG = {
-    "too few": (lambda dy, x, w: dy * w, ValueError, "gives 1 gradients; wants 2, a gradient for each of x, w"),
-    "too many": (lambda dy, x, w: (dy, dy, dy), ValueError, "gives 3 gradients; wants 2, a gradient for each of x, w"),
-    "a list": (lambda dy, x, w: [dy * w, dy * x], TypeError, "gives a list; wants a tuple, a gradient for each of"),
+    "too few": (lambda dy, x, w: dy * w, ValueError, "returns 1 gradients; wants 2, a gradient for each of x, w"),
+    "too many": (lambda dy, x, w: (dy, dy, dy), ValueError, "returns 3 gradients; wants 2, a gradient for each of"),
+    "a list": (lambda dy, x, w: [dy * w, dy * x], TypeError, "returns a list; wants a tuple, a gradient for each of"),
     "a shape": (
         lambda dy, x, w: (dy * w, jnp.sum(dy * x)),
         ValueError,
-        r"the gradient of w has shape \(\); wants \(3,\), w's own",
+        r"the gradient of w has shape \(\); wants \(3,\), the shape of w",
     ),
     "a dtype": (
         lambda dy, x, w: (dy.astype(jnp.float16), dy * x),
         TypeError,
-        "the gradient of x has dtype float16; wants float32, x's own",
+        "the gradient of x has dtype float16; wants float32, the dtype of x",
     ),
 }
 
@@ -692,7 +692,7 @@ def test_a_partial_has_the_name_of_its_function():
 
 def test_forward_mode_says_which_implementation_has_it():
     pair, x = Pair(scaled, {"xla": scaled_backward}), jnp.ones(3)
-    with pytest.raises(TypeError, match=r"^scaled: has a backward, .* use implementation="):
+    with pytest.raises(TypeError, match=r"^scaled: has no forward mode, .* use implementation="):
         jax.jvp(lambda x: pair(x, x, implementation="xla"), (x,), (x,))
     jax.jvp(lambda x: pair(x, x, implementation="autodiff"), (x,), (x,))
 

@@ -1,7 +1,8 @@
 """One tick of a logic cellular automaton and its backward, as formulas in jnp.
 
-States are `(channels, batch, height, width)`, so that a gate reads rows of cells. Coefficients are a list of
-`(4, gates, kernels)` for perception and a list of `(4, gates)` for update.
+States are `(channels, batch, height, width)`, so that each input of a gate is one row with the values of all cells.
+Coefficients are a pair of lists: one array `(4, gates, kernels)` per perception layer, and one array `(4, gates)` per
+update layer.
 """
 
 import math
@@ -15,7 +16,7 @@ from jaxbp.logic.automaton import CENTRE, Automaton
 from jaxbp.ops.logic import _gates
 
 UNROLL = 1
-"""Ticks in the body of a compiled loop."""
+"""The number of ticks in the body of a compiled loop."""
 KEEPS_ROWS = True
 """Whether the forward can keep the inputs of every gate."""
 
@@ -31,12 +32,12 @@ def leave(state: Array, shape: tuple[int, ...]) -> Array:
 
 
 def enter_gradient(prepared: tuple, dlast: Array) -> Array:
-    """Convert the gradient of the last state likewise."""
+    """Convert the gradient with respect to the last state to this layout."""
     return enter(dlast)
 
 
 def leave_gradient(prepared: tuple, gradient: Array, dtype: jnp.dtype) -> Array:
-    """Convert the gradient of the first state back."""
+    """Convert the gradient with respect to the first state back to `(batch, height, width, channels)`."""
     return jnp.moveaxis(gradient, 0, -1)
 
 
@@ -46,18 +47,17 @@ def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -
 
 
 def zeros(prepared: tuple) -> tuple[list, list]:
-    """Return zero gradients of the coefficients."""
+    """Return gradients of zero with respect to the coefficients."""
     return tuple([jnp.zeros_like(c) for c in part] for part in prepared[0])
 
 
 def finish(prepared: tuple, total: tuple) -> tuple[list, list]:
-    """Return the gradients in the shapes of the coefficients."""
+    """Return the gradients with respect to the coefficients, in the shapes of the coefficients."""
     return total
 
 
 def tick(prepared: tuple, state: Array, fires: Array | None) -> Array:
-    """Return the next state. A cell that does not fire, according to `fires (batch, height, width)`, keeps its
-    state."""
+    """Return the next state. A cell where `fires`, `(batch, height, width)`, is False keeps its state."""
     return tick_keeping_rows(prepared, state, fires)[0]
 
 
@@ -113,8 +113,8 @@ def tick_backward_of_rows(
 def in_range(new: Array) -> Array:
     """Clip a state to [0, 1] with a derivative of 1.
 
-    Exact gates stay in [0, 1]; only rounding leaves it. XNOR of 1 + e and 1 + e is 1 + 2e, so such gates would amplify
-    a rounding error without limit.
+    Without rounding, the values of gates are in [0, 1]. If an error e moves the inputs of an XNOR gate to 1 + e, its
+    value is about 1 + 2e. Without clipping, such gates would therefore amplify a rounding error without limit.
     """
     return jnp.clip(new, 0, 1)
 
@@ -123,7 +123,7 @@ in_range.defjvp(lambda new, tangents: (in_range(*new), *tangents))
 
 
 def _neighbourhood(state, periodic):
-    """`(..., height, width) -> (9, ..., height, width)`: the 3 x 3 cells around each cell, in row-major order."""
+    """Return the nine cells that each cell sees: `(..., height, width) -> (9, ..., height, width)`."""
     height, width = state.shape[-2:]
     edge = [(0, 0)] * (state.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(state, edge, mode="wrap" if periodic else "constant")
@@ -131,7 +131,7 @@ def _neighbourhood(state, periodic):
 
 
 def neighbourhood_backward(dseen, periodic):
-    """Return dstate, the sum over the nine cells that see a cell of their gradients with respect to it."""
+    """Return dstate. Nine cells see each cell, and dstate sums their gradients with respect to this cell."""
     height, width = dseen.shape[-2:]
     edge = [(0, 0)] * (dseen.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(dseen, edge, mode="wrap" if periodic else "constant")

@@ -1,8 +1,8 @@
 """One tick of a logic cellular automaton and its backward, computed by the kernels.
 
-This module converts the arrays to the layout of the kernels. A state is a vector `(cells channels + spare,)`. The
-gradient of a state is a pair: with respect to what the cells have seen of it, and to what they have kept. Coefficients
-are as in `_automaton_formula`.
+This module converts the arrays to the layout of the kernels. A state is a vector with all channels of all cells,
+followed by spare elements. The gradient with respect to a state is a pair (dseen, dkept). dseen comes from the cells
+that see a cell, and dkept from the cells that keep their state. Coefficients are as in `_automaton_formula`.
 """
 
 import dataclasses
@@ -24,15 +24,21 @@ from pallas_kernels.logic.automaton import kernels
 from pallas_kernels.logic.automaton.plan import Layer, Plan, padded_lanes
 
 UNROLL = 16
-"""Ticks in the body of a compiled loop. A kernel in a CUDA graph starts sooner than a separate launch."""
+"""The number of ticks in the body of a compiled loop. XLA launches them as a CUDA graph, in which a kernel starts
+sooner than after a separate launch."""
 _GATES, _LANES = 0, 1
-"""Positions in an order of gates: the gate of each lane, and the lane of each gate."""
+"""Indices into `Automaton.orders`. Row `_GATES` has the gate of each lane, and row `_LANES` the lane of each gate."""
 KEEPS_ROWS = False
 """Whether the forward can keep the inputs of every gate."""
 
 
 class RowsRead(NamedTuple):
-    """The rows that the gate of every lane reads, for `Plan.forward_layers` and for `Plan.layers`."""
+    """The two rows that the gate of each lane reads.
+
+    Attributes:
+      forward: the rows in the layout of the forward, `Plan.forward_layers`.
+      backward: the rows in the layout of the backward, `Plan.layers`.
+    """
 
     forward: Array
     backward: Array
@@ -41,7 +47,15 @@ class RowsRead(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The values that all ticks share."""
+    """The values that all ticks share.
+
+    Attributes:
+      coefficients: the coefficients, as in `_automaton_formula`.
+      lanes: the coefficients of the gate of each lane.
+      wires: the rows that the gate of each lane reads.
+      consumers: for each lane, the rows of gradients that are summed to its gradient (`Plan.consumers`).
+      shape: the shape of the state.
+    """
 
     coefficients: tuple
     automaton: Automaton
@@ -56,7 +70,7 @@ class Prepared:
 
 
 def plan(automaton: Automaton, shape: tuple[int, ...]) -> Plan:
-    """Return the kernels' sizes for states of this shape."""
+    """Return the layout of the kernels' shared memory for states of this shape."""
     return Plan(
         *shape,
         periodic=automaton.periodic,
@@ -75,7 +89,7 @@ def unsupported(automaton: Automaton, state: Array) -> str | None:
 
 
 def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> Prepared:
-    """Return the coefficients of every lane, the rows that it reads, and the consumers of its row."""
+    """Return the values that all ticks share: for each lane, its coefficients, the rows read, and the consumers."""
     sizes = plan(automaton, shape)
     layers = [c.reshape(4, -1) for c in [*coefficients[0], *coefficients[1]]]
     filled = [
@@ -99,13 +113,16 @@ def leave(state: Array, shape: tuple[int, ...]) -> Array:
 
 
 def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
-    """Convert the gradient of the last state, which no cell has seen."""
+    """Convert the gradient with respect to the last state to this layout.
+
+    dseen is 0, because no cell sees this state.
+    """
     sizes, spare = prepared.plan, prepared.plan.inputs.lanes
     return jnp.zeros(sizes.cells * sizes.neighbourhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
 
 
 def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp.dtype) -> Array:
-    """Return the gradient of the first state from the parts dseen and dkept."""
+    """Return the gradient with respect to the first state, which is the sum of the parts dseen and dkept."""
     dseen, dkept = gradient
     batch, height, width, channels = prepared.shape
     dseen = dseen[: batch * height * width * 9 * channels].reshape(batch, height, width, 9, channels)
@@ -114,13 +131,16 @@ def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp
 
 
 def zeros(prepared: Prepared) -> Array:
-    """Return zero gradients of the coefficients, one copy per CTA."""
+    """Return gradients of zero with respect to the coefficients, with one copy per CTA."""
     programs = kernels.tick_backward.heuristic(plan=prepared.plan).programs
     return jnp.zeros((programs, prepared.plan.gates, 4), jnp.float32)
 
 
 def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
-    """Return the gradients in the shapes of the coefficients, summed over CTAs and, for perception, over channels."""
+    """Return the gradients with respect to the coefficients, in the shapes of the coefficients.
+
+    They are summed over CTAs and, for perception, over channels.
+    """
     automaton, sizes = prepared.automaton, prepared.plan
     total, parts = _reordered(jnp.sum(total, axis=0), automaton, sizes.gate_firsts, _LANES).T, []
     for layer, first in zip(sizes.layers, sizes.gate_firsts, strict=False):
@@ -137,8 +157,7 @@ def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
 
 
 def tick(prepared: Prepared, state: Array, fires: Array | None) -> Array:
-    """Return the next state. A cell that does not fire, according to `fires (batch, height, width)`, keeps its
-    state."""
+    """Return the next state. A cell where `fires`, `(batch, height, width)`, is False keeps its state."""
     return _tick(prepared, state, fires)
 
 
@@ -173,7 +192,11 @@ def _backward_by_kernel(prepared, state, fires, dseen, dkept, total):
 
 
 def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
-    """Put perception's gradients, already summed over channels, into the lanes of the first channel."""
+    """Compute the backward by the formula, in the layout of the kernel.
+
+    The formula sums perception's gradients over the channels. The lanes of the first channel contain this sum, and the
+    lanes of the other channels contain 0.
+    """
     automaton, shape, sizes = prepared.automaton, prepared.shape, prepared.plan
     own = formula.prepare(prepared.coefficients, automaton, shape)
     dnew = formula.enter(leave_gradient(prepared, (dseen, dkept), jnp.float32))
@@ -193,7 +216,7 @@ def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
 
 
 def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
-    """Return the rows of these layers, and of the inputs, that the gate of every lane reads."""
+    """Return, for each lane, the two rows that its gate reads. `layers` determines where the rows of a layer begin."""
     C, K = automaton.channels, automaton.kernels
     perceived = layers[len(automaton.perception) - 1].first + perceived_rows(C, K, automaton.bits)
     inputs = jnp.asarray(np.concatenate([CENTRE * C + np.arange(C), perceived]), jnp.int32)
@@ -214,7 +237,10 @@ def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
 
 
 def _reordered(rows, automaton, firsts, which):
-    """Map rows numbered by gate to rows numbered by lane (`_GATES`), or back (`_LANES`). Layers begin at `firsts`."""
+    """Reorder rows from the order of the gates to the order of the lanes (`which=_GATES`), or back (`which=_LANES`).
+
+    `firsts` has the first row of each layer.
+    """
     firsts = firsts[len(automaton.perception) :]
     places = [np.arange(firsts[0])]
     for order, first, end in zip(automaton.orders, firsts, firsts[1:], strict=False):
@@ -228,7 +254,7 @@ def _packed(low, high):
 
 
 def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
-    """Return `Plan.consumers`, concatenated."""
+    """Return the tables that `Plan.consumers` describes, concatenated."""
     C, K, rows = automaton.channels, automaton.kernels, sizes.gradients
     perception, orders = automaton.perception, automaton.orders
     nobody = sizes.zeros
@@ -262,14 +288,15 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
         else:
             table = jnp.zeros((0, layer.lanes), jnp.int32)
         parts.append(filled(table, layer.lanes))
-    # Consumers of the inputs: sums over kernels, (role, gate, channel), and for the center also update's first layer.
+    # The consumers of the inputs are the sums over kernels, which have the axes (role, gate, channel). The center is
+    # also consumed by the first update layer.
     gate, role = _consumers(perception[0])
     row = rows.kernel_sums.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)
     of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.neighbourhood)
     around = [(0, 0), (CENTRE * C, (8 - CENTRE) * C)]
     of_centre = jnp.pad(of_update(0)[:, :C], around, constant_values=nobody)
     parts.append(filled(jnp.concatenate([of_sums, of_centre]), sizes.inputs.lanes))
-    # The rows where the sums over kernels begin.
+    # The first row of each sum over kernels.
     role, gate, channel = np.indices((2, perception[0].gates, C))
     begins = rows.firsts[0] + role * sizes.layers[0].lanes + gate * (K * C) + channel
     parts.append(jnp.pad(jnp.asarray(begins.ravel()), (0, rows.kernel_sums.lanes - begins.size)))
@@ -277,7 +304,11 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
 
 
 def _consumers(wires: Wires) -> tuple[Array, Array]:
-    """Return (gate, role) of each consumer of each input, `(turns, inputs)`. A missing consumer has gate -1."""
+    """Return the gate and the role of each consumer of each input, as two arrays `(turns, inputs)`.
+
+    The role is 0 if the gate reads the input as its a, and 1 if it reads the input as its b. An input with fewer
+    consumers than turns has the gate -1 in the remaining turns.
+    """
     first, end = wires.offsets[:-1:2], wires.offsets[2::2]
     turns = first + np.arange(wires.max_fan_out, dtype=np.int32)[:, None]
     consumer = wires.consumers[jnp.minimum(turns, wires.consumers.size - 1)]

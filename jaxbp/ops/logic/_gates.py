@@ -1,7 +1,8 @@
 """A layer of gates on rows `(inputs, ..., examples)`, with coefficients `(4, gates, ...)`.
 
-Gate g computes `y = c0 + c1 a + c2 b + c3 ab` from the rows a and b that its wires select. Gates along the middle axes
-share wires but not coefficients. Rows of size 1 along such an axis are read by all of them.
+A row has the values of one input in all examples. Gate g computes `y = c0 + c1 a + c2 b + c3 ab` from the rows a and b
+that its wires select. The axes in the middle, `...`, index gates with the same wires but separate coefficients. If the
+rows have size 1 along such an axis, all gates along it read the same rows.
 """
 
 import functools
@@ -28,8 +29,12 @@ def forward(coefficients: Array, wires: Wires, rows: Array) -> Array:
 
 
 def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tuple[Array, Array]:
-    """Return (dc, drows). `dc = Σ dy (1, a, b, ab)` sums over the examples. drows sums over the consumers of a row:
-    `dy (c1 + c3 b)` where the row is their a, and `dy (c2 + c3 a)` where it is their b."""
+    """Return (dc, drows).
+
+    `dc = Σ dy (1, a, b, ab)` sums over the examples. drows sums over the consumers of a row, which are the gates that
+    read it. A gate that reads the row as its a adds `dy (c1 + c3 b)`. A gate that reads it as its b adds
+    `dy (c2 + c3 a)`.
+    """
     rows = barriers.on_cpu(rows)
     dc = jnp.stack(_sums_over_examples(dy, rows[wires.a], rows[wires.b]))
     shared = [axis for axis in range(1, rows.ndim - 1) if rows.shape[axis] == 1]
@@ -49,7 +54,7 @@ def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tupl
 
 
 _MOST_PARTS = 16
-"""Largest number of terms for which LLVM unrolls a sum, and computes neighboring sums in one vector."""
+"""The largest number of terms of a sum that LLVM unrolls. It then computes neighboring sums in one vector."""
 
 
 def _sums_over_examples(dy: Array, a: Array, b: Array) -> list[Array]:
@@ -60,7 +65,7 @@ def _sums_over_examples(dy: Array, a: Array, b: Array) -> list[Array]:
         return dy, da, dy * b, da * b
 
     def by_parts(*rows):
-        """Sum over the parts of the rows first, then over the elements of the result."""
+        """Divide each row into parts, sum over the parts, then sum the result over its elements."""
         examples, axes = dy.shape[-1], [dy.ndim - 1]
         parts = max(n for n in range(1, _MOST_PARTS + 1) if examples % n == 0)
         rows = (x.reshape(*x.shape[:-1], parts, examples // parts) for x in rows)
@@ -83,8 +88,10 @@ def _one_by_one(axes: Sequence[int], *terms: Array) -> list[Array]:
 
 
 def _in_one_loop(axes: Sequence[int], *terms: Array) -> list[Array]:
-    """Compute all sums in one reduction. XLA's CPU compiler passes a single sum of products to a library, which takes
-    ten times as long."""
+    """Compute the sums of all terms in one reduction.
+
+    XLA's CPU compiler passes a single sum of products to a library, which takes ten times as long.
+    """
     zeros = [jnp.zeros((), term.dtype) for term in terms]
     return lax.reduce(list(terms), zeros, lambda *pair: jax.tree.map(jnp.add, *pair), axes)
 
@@ -95,20 +102,23 @@ def _interleaved(pair: Array) -> Array:
 
 
 _MOST_TURNS = 32
-"""Largest number of consumers per input for which their sum is unrolled, with one gather each."""
+"""The largest number of consumers per input for which the sum over them is unrolled, with one gather per consumer."""
 
 _LARGEST_PRODUCT = 2**14
-"""Largest matrix of inputs and consumers, in elements, for which the sums are one product with it."""
+"""The largest number of elements, inputs times consumers, of a 0-1 matrix for which the sums are a product with it."""
 
 
 def few_have_most(wires: Wires) -> bool:
-    """Return whether a few inputs have most of the consumers."""
+    """Return whether a few inputs have most of the consumers, so that an unrolled sum would gather too much."""
     most = wires.max_fan_out
     return most > _MOST_TURNS or most * wires.inputs > 4 * wires.gates + wires.inputs
 
 
 def sum_over_consumers(terms: Callable[[Array], Array], wires: Wires) -> Array:
-    """Return, for each input, the sum of `terms(places among the consumers) -> (places, ...)` over its consumers."""
+    """Return, for each input, the sum of the terms of its consumers.
+
+    `terms` maps n positions in `wires.consumers` to their terms, `(n, ...)`.
+    """
     first, end, places = wires.offsets[:-1:2], wires.offsets[2::2], np.arange(2 * wires.gates)
     if few_have_most(wires):
         inputs, values = jnp.searchsorted(end, places, side="right"), terms(places)

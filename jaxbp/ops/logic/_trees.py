@@ -1,7 +1,8 @@
 """Convolutions of trees of gates as formulas in jnp, on images `(channels, height, width, N)` with the examples last.
 
-The kernels are computed one after the other, each tree at all positions at once. A leaf is a slice of the image, which
-is not copied. An or-pool keeps only the position of each window's largest value, and the backward recomputes its tree.
+The kernels of a convolution are computed one after the other, each at all positions at once. The values of a leaf at
+all positions are a slice of the image, which is not copied. An or-pool keeps only the position of the largest value in
+each window, and the backward recomputes only the tree at this position.
 """
 
 import functools
@@ -18,15 +19,15 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
 
 def forward(coefficients, wires, x, *, stride, pool):
-    """Return (y, places): the largest value in each window of the pool, and its first position in the window,
-    `u * width + v`.
+    """Return the largest value in each window of the pool, and its position.
 
     Args:
       coefficients: `(kernels, gates, 4)`.
       x: the padded images.
 
     Returns:
-      Two arrays `(kernels, height, width, N)`. places is None for a window of one position.
+      (y, places), two arrays `(kernels, height, width, N)`. places has the first position of the largest value, as
+      `u * width + v` for row u and column v of the window. It is None for a window of one position.
     """
     geometry = _Geometry(wires, x, stride, pool)
 
@@ -47,7 +48,7 @@ def forward(coefficients, wires, x, *, stride, pool):
 
 
 def gradients(dy, places, coefficients, wires, x, *, stride, pool):
-    """Return (dc, dx)."""
+    """Return (dc, dx), the gradients with respect to the coefficients and the padded images."""
     geometry = _Geometry(wires, x, stride, pool)
 
     def at_place(places, read):
@@ -78,20 +79,26 @@ def _kept(arrays):
 
 @_kept.defjvp
 def _(arrays, tangents):
-    # One barrier per array: in a joint barrier, JAX wants all or none to depend on the differentiated input.
+    # Each array has a separate barrier. In a joint barrier, JAX wants either all arrays or no array to depend on the
+    # differentiated input.
     return _kept(*arrays), jax.tree.map(barriers.optimization_barrier, *tangents)
 
 
 def _sum(a: Array) -> Array:
-    """Sum axis by axis, so that no sum has too many terms. Without the barriers, XLA would merge the sums into one."""
+    """Sum over one axis after the other, so that no single sum has too many terms to be accurate.
+
+    Without the barriers, XLA would merge the sums into one.
+    """
     for _ in range(a.ndim):
         a = barriers.optimization_barrier(jnp.sum(a, axis=-1))
     return a
 
 
 def is_larger(value: Array, largest: Array) -> Array:
-    """Return whether a value replaces the largest value so far. Among equal values the first stays, and so does a
-    NaN."""
+    """Return whether a value replaces the largest value so far.
+
+    Among equal values, the first one is kept. A NaN counts as larger than any number, and is kept too.
+    """
     return ~(value <= largest) & (largest == largest)
 
 
@@ -115,7 +122,10 @@ class _Geometry:
         return lax.dynamic_slice(x, begin, span)[0, :: p * s, :: q * t]
 
     def add(self, dx: Array, leaf: Array, dleaf: Array, places: Array | None) -> Array:
-        """Return dx plus the gradient of a leaf, added where the leaf read x for the position of each window."""
+        """Return dx plus the gradient with respect to a leaf, added where the leaf reads x.
+
+        In each window of the pool, this is the position that `places` selects.
+        """
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         if places is not None:
             window = jnp.arange(p * q, dtype=self.place_dtype).reshape(1, p, 1, q, 1)

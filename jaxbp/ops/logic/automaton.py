@@ -1,8 +1,8 @@
 """Logic cellular automata: one tick of a grid, and many ticks with backpropagation through time.
 
 As in a gate layer, one pair maps the parameters of the gates to coefficients, and a second pair computes the ticks from
-the coefficients. Its backward visits the ticks from the last to the first, using the states that the forward kept
-(`jaxbp.checkpointing`). It sums gradients over the cells of a tick, then over the ticks.
+the coefficients. The backward of the second pair visits the ticks from the last to the first, using the states that the
+forward kept (`jaxbp.checkpointing`). It sums gradients over the cells of a tick, then over the ticks.
 """
 
 import functools
@@ -29,17 +29,17 @@ from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implemen
 from jaxbp.sharding import Axes, BatchAxes, mesh_of
 
 Logits = tuple[list[Float[AnyArray, "kernels gates parameters"]], list[Float[AnyArray, "gates parameters"]]]
-"""Logits of each layer of perception, and of each layer of update."""
+"""One array of logits per perception layer, and one per update layer."""
 Gradients = tuple[list[Float[Array, "kernels gates parameters"]], list[Float[Array, "gates parameters"]]]
-"""Gradients of the logits."""
+"""Gradients with respect to the logits."""
 
 # ----------------------------------------------------------------------------------------------- on the coefficients
 
 
 class _Draws(NamedTuple):
-    """One key per tick, and the probability of rounding a value before it, or None for 0.
+    """One key per tick, and the probability of rounding a value of the state before a tick, or None for 0.
 
-    If nothing is random, the whole tuple is None.
+    If nothing is random, a function takes None instead of this tuple.
     """
 
     keys: Array
@@ -62,7 +62,7 @@ def _forward(backend, *arrays, memory, **options):
 
 
 def _save(backend, *arrays, memory, **options):
-    """Return the last state and the residuals: the arguments and what is kept of the ticks."""
+    """Return the last state and the residuals: the arguments, and the states or rows that are kept for the backward."""
     if memory == "all" and backend.KEEPS_ROWS:
         last, kept = _keeping_rows(backend, *arrays, **options)
     else:
@@ -121,7 +121,7 @@ def _fires(draws, t, shape, fire_rate):
 
 
 def _rounded(backend, draws, t, state, shape):
-    """Return the state that tick t sees. Its derivative is 1."""
+    """Return the state that tick t sees, in part rounded. Its derivative with respect to the state is 1."""
     if draws is None or draws.rounding_rate is None:
         return state
     # The random bits must be the same in every layout and every dtype.
@@ -141,7 +141,7 @@ def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **
 
 
 def _own_grids(coefficients, automaton, state, draws):
-    """Return the batch axes. Random values are drawn for all grids at once."""
+    """Return the batch axes. There are none if values are random, because these are drawn for all grids at once."""
     return Axes({2: 0} if draws is None else {})
 
 
@@ -155,8 +155,10 @@ _FORWARD = differentiable(
 
 
 def _save_on_own_device(*arrays, **options):
-    """Keep nothing of the ticks on a mesh. The states of each device end in spare elements, so they are not rows of one
-    array."""
+    """Return the last state and the residuals. On a mesh, no states are kept, and the backward recomputes them.
+
+    The states on each device end in spare elements, so that they cannot be joined to one array of all devices.
+    """
     if _own_grids(*arrays).of and mesh_of(arrays) is not None:
         return _FORWARD(*arrays, **options), (*arrays, None)
     return _save(_automaton_kernels, *arrays, **options)
@@ -175,11 +177,11 @@ _TICKS = {
         functools.partial(_save, _automaton_formula),
     ),
 }
-"""Pairs of (coefficients, automaton, state, draws). Each implementation has a separate forward."""
+"""Pairs, as functions of (coefficients, automaton, state, draws). Each implementation has a separate forward."""
 
 
 def _ticks(implementation: str, state: Array) -> Pair:
-    """Return the pair for a state. The kernels do not support an empty grid."""
+    """Return the pair of an implementation. An empty grid uses the formulas, because the kernels do not support it."""
     return _TICKS[implementation if state.size else "xla"]
 
 
@@ -187,7 +189,8 @@ def _ticks(implementation: str, state: Array) -> Pair:
 
 
 def _coefficients(logits: Logits, *, parametrization: str, implementation: Implementation) -> tuple[list, list]:
-    """Return `(4, gates, kernels)` for each layer of perception and `(4, gates)` for each layer of update."""
+    """Return the coefficients of the gates: `(4, gates, kernels)` per perception layer and `(4, gates)` per update
+    layer."""
     layers = [*logits[0], *logits[1]]
     flat = jnp.concatenate([layer.reshape(-1, layer.shape[-1]) for layer in layers])
     of_gates = COEFFICIENTS[parametrization](upcast(flat), implementation=implementation).T
@@ -219,7 +222,7 @@ def _rollout_backward(dlast, logits, automaton, state, draws, *, parametrization
 
 
 def _definition(logits, automaton, state, draws, *, parametrization, **options):
-    """Compute the ticks one after the other, for JAX to differentiate."""
+    """Compute the ticks one after the other, as a function that JAX differentiates."""
     coefficients = _coefficients(logits, parametrization=parametrization, implementation="autodiff")
     return _forward(_automaton_formula, coefficients, automaton, state, draws, **options)
 
@@ -248,7 +251,7 @@ _STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
         name,
         {"autodiff": definition, **per_implementation(function, tuple(_TICKS))},
         unsupported=_unsupported,
-        # The op concatenates the cells of all grids. JAX does not infer the sharding of this array.
+        # The op concatenates the cells of all grids to one array. JAX does not infer the sharding of this array.
         sharded_like=like,
         jit=True,
     )
@@ -274,15 +277,16 @@ def automaton_step(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> Float[Array, "batch height width channels"]:
-    """Return the next state of a grid whose cells all run one circuit of relaxed gates: one tick.
+    """Return the state of a grid after one tick. All cells run the same circuit of relaxed gates.
 
         perceived_kc = perception_k(seen_0c, ..., seen_8c), for every kernel k and channel c
-        next = update(own channels, then perceived in the order channel, bit, kernel)
+        next = update(the cell's channels, then perceived in the order channel, bit, kernel)
 
-    Here seen_pc is channel c of the p-th of the 3 x 3 cells around a cell, row by row. Outside of the grid it is 0, or
-    the opposite side if the automaton is periodic. perception_k and update are layers of gates, each
-    `y = Σ_i softmax(logits)_i op_i(a, b)` as in `gate_layer`. Values that rounding moves out of [0, 1] are clipped,
-    because gates that compare a and b double such an error in every layer. The clipping does not change derivatives.
+    Here seen_pc is channel c of the p-th of the nine cells that a cell sees. These are the cell itself and the eight
+    around it, in row-major order. A cell outside of the grid is 0, or a cell on the opposite side if the automaton is
+    periodic. perception_k and update are layers of gates. Each gate computes `y = Σ_i softmax(logits)_i op_i(a, b)`
+    from its inputs a and b, as in `gate_layer`. Values that rounding moves out of [0, 1] are clipped, because gates
+    that compare a and b double such an error in every layer. The clipping does not change derivatives.
 
     Args:
       logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and
@@ -290,7 +294,7 @@ def automaton_step(
       automaton: a `jaxbp.Automaton`, the wires.
       state: values in [0, 1].
       key: decides which cells update; required if `fire_rate` is below 1.
-      fire_rate: the probability with which a cell updates; otherwise it keeps its state.
+      fire_rate: the probability with which a cell updates. Otherwise it keeps its state.
       parametrization: as in `gate_layer`.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
@@ -299,7 +303,7 @@ def automaton_step(
 
     Raises:
       TypeError: automaton or key has the wrong type, or an array is not floating.
-      ValueError: shapes that do not fit, an unknown parametrization, or a fire rate below 1 without a key.
+      ValueError: shapes do not fit, the parametrization is unknown, or the fire rate is below 1 without a key.
 
     Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
     """
@@ -323,11 +327,12 @@ def automaton_step_backward(
 ) -> tuple[Gradients, Float[Array, "batch height width channels"]]:
     """Gradients of `automaton_step`. Each of its gate layers has the gradients of `gate_layer_backward`.
 
-    Gradients of gates are summed over all cells, and for perception over all channels. The gradient of a cell is summed
-    over the nine cells that see it. If the cell did not fire, `dnext` is added.
+    The gradients with respect to the logits are summed over all cells, and for perception also over all channels. The
+    gradient with respect to a cell's state is summed over the nine cells that see it. If the cell did not update,
+    `dnext` of the cell is added.
 
     Args:
-      dnext: gradient with respect to the next state, in its dtype.
+      dnext: gradient with respect to the next state, in the state's dtype.
       Other arguments: as in the forward.
 
     Returns:
@@ -362,27 +367,27 @@ def automaton_rollout(
 
         state_{t+1} = automaton_step(s_t),  s_t = state_t + m_t stop_gradient(round(state_t) - state_t)
 
-    Here m_t is drawn for every value. It is 1 with probability `rounding_rate` and otherwise 0.
+    Here m_t is 1 with probability `rounding_rate` and otherwise 0. It is drawn separately for every value of the state.
 
     Args:
       steps: the number of ticks; static.
       rounding_rate: the probability of rounding a value of the state to 0 or 1 before a tick, with derivative 1
         (straight-through). The rate has gradient 0, and is not checked if traced. With the number 0.0, nothing is
         drawn.
-      memory: what is kept for the backward, for T ticks of a grid whose state has n bytes. All policies give the same
-        gradients.
+      memory: a policy that selects what the forward keeps for the backward. For T ticks of a state of n bytes, it keeps
         "all": the inputs of every gate in every tick. (The kernels recompute these and keep T n bytes.)
         "states": the state before every tick, T n bytes. Each tick is computed once more.
         an int k: the state before every k-th tick, (T / k + k) n bytes. Each tick is computed twice more.
         "logarithmic": about 2 log2(T) n bytes, by binomial checkpointing.
+        All policies give the same gradients.
       Other arguments: as in `automaton_step`.
 
     Returns:
       The last state, in the state's dtype.
 
     Raises:
-      TypeError, ValueError: as in `automaton_step`. Also a ValueError for negative or non-integer steps, an unknown
-        policy, or a rounding rate outside [0, 1] or above 0 without a key.
+      TypeError, ValueError: as in `automaton_step`. Also a ValueError if steps is negative or not an integer, if the
+        policy is unknown, or if the rounding rate is outside [0, 1], or above 0 without a key.
 
     Source: as in `automaton_step`; for the policies, see `jaxbp.checkpointed_scan`.
     """
@@ -410,13 +415,13 @@ def automaton_rollout_backward(
 ) -> tuple[Gradients, Float[Array, "batch height width channels"]]:
     """Gradients of `automaton_rollout`, by backpropagation through time:
 
-        (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, s_t), t from the last
+        (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, s_t), from the last tick t on
         dlogits = Σ_t dlogits_t, added up from the last tick to the first
 
     Here s_t is state_t, rounded in part as in the forward. The same random values are drawn again.
 
     Args:
-      dlast: gradient with respect to the last state, in its dtype.
+      dlast: gradient with respect to the last state, in the state's dtype.
       Other arguments: as in the forward.
 
     Returns:
@@ -442,7 +447,7 @@ def _check(op: str, logits: Any, automaton: Any, state: Any, parametrization: An
     checks.shape(op, "state", state, "batch", "height", "width", automaton.channels)
     parts = {"perception": automaton.perception, "update": automaton.update}
     if not isinstance(logits, tuple | list) or [len(p) for p in logits] != [len(w) for w in parts.values()]:
-        wanted = " and ".join(f"{len(w)} of {name}" for name, w in parts.items())
+        wanted = " and ".join(f"{len(w)} arrays for {name}" for name, w in parts.items())
         raise ValueError(f"{op}: logits is not a pair of lists with one array per layer; wants {wanted}")
     names = [f"logits[{i}][{j}]" for i, part in enumerate(logits) for j in range(len(part))]
     layers = checks.floating(op, **dict(zip(names, [*logits[0], *logits[1]], strict=True)))
@@ -473,7 +478,7 @@ def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, step
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not (typed and shape == ()) and not (dtype == jnp.uint32 and len(shape) == 1):
         came = type(key).__name__ if dtype is None else f"{dtype} of shape {shape}"
-        raise TypeError(f"{op}: key is a {came}; wants one key, as jax.random.key gives it")
+        raise TypeError(f"{op}: key is a {came}; wants one key, as jax.random.key returns it")
     if steps is None:
         return _Draws(key[None], rounding)
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(np.arange(steps, dtype=np.uint32))

@@ -9,9 +9,9 @@ each function is linear in a and in b:
     2  a - ab    6  a + b - 2ab  10  1 - b                14  1 - ab
     3  a         7  a + b - ab   11  1 - b + ab           15  True
 
-So is every mixture of them. A gate is therefore `y = c0 + c1 a + c2 b + c3 ab`, whichever parameters determine its
-coefficients. A layer is made of two pairs. The first maps the few parameters of each gate to coefficients; the second
-computes the layer from them.
+Every mixture of these functions is also linear in a and in b. A gate is therefore `y = c0 + c1 a + c2 b + c3 ab`,
+whichever parameters determine its coefficients. A layer is made of two pairs. The first pair maps the parameters of
+each gate to coefficients, and the second pair computes the layer from the coefficients.
 """
 
 import dataclasses
@@ -56,13 +56,15 @@ def _forward(coefficients, wires, x, *, groups=None):
 
 
 def _grouped(y, groups):
-    """Return the sums of runs of neighboring gates if `groups` is given."""
+    """Return the sums over groups of neighboring gates if `groups` is given, else y."""
     return y if groups is None else gates.group_sum(upcast(y), groups)
 
 
 def _of_gates(dy, wires, x):
-    """Return the gradient of each gate, features first, from the gradient of the results, which may be sums over
-    groups."""
+    """Return the gradient with respect to each gate's value, features first.
+
+    dy is the gradient with respect to the results of the layer, which may be sums over groups.
+    """
     rows = _features_first(dy.astype(x.dtype))
     return jnp.repeat(rows, wires.gates // len(rows), axis=0)
 
@@ -83,8 +85,10 @@ def _gradients(dy, coefficients, wires, x, *, groups=None):
 
 
 def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
-    """Compute `_gradients` by JAX's autodiff. With `_copies_of_inputs`, the order of the additions is the same in every
-    run."""
+    """Compute `_gradients` by JAX's autodiff.
+
+    `_copies_of_inputs` makes the order of the additions the same in every run.
+    """
 
     def forward(coefficients, x):
         return _grouped(_mixed(coefficients, _copies_of_inputs(wires, upcast(_features_first(x))), x), groups)
@@ -94,10 +98,11 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
 
 def _copies_of_inputs(wires, rows):
-    """Return `_inputs_of_gates` from copies of the rows, each of which is read at most once.
+    """Return `_inputs_of_gates`, gathered from copies of the rows, so that each copy is read at most once.
 
-    Its transpose sums the copies. The transpose of a plain gather adds into one row, in an order that varies on a GPU.
-    If a few inputs have most of the consumers, there would be too many copies, and a plain gather is used.
+    The gradient with respect to a row is then a sum over its copies, in a fixed order. The gradient of a gather without
+    copies would add to one row repeatedly, in an order that varies on a GPU. If a few inputs have most of the
+    consumers, there would be too many copies, and the rows are gathered without copies.
     """
     if _gates.few_have_most(wires):
         return _inputs_of_gates(wires, rows)
@@ -106,8 +111,10 @@ def _copies_of_inputs(wires, rows):
 
 
 def _copies_read(wires):
-    """Return the copy that gate g reads as its a, at 2 g, and as its b, at 2 g + 1. Each row has `max_fan_out`
-    copies."""
+    """Return an array whose elements 2 g and 2 g + 1 are the copies that gate g reads as its a and as its b.
+
+    Each row has `max_fan_out` copies.
+    """
     places = np.arange(2 * wires.gates, dtype=np.int32)
     row = jnp.searchsorted(wires.offsets[2::2], places, side="right").astype(jnp.int32)
     turn = places - wires.offsets[2 * row]
@@ -141,15 +148,18 @@ def _forward_kernel(coefficients, wires, x, *, groups=None):
 
 
 def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
-    # The kernels find the row of dy for a gate from its group.
+    # With groups, dy has one row per group. The kernels find a gate's row of dy from its group.
     dx, dc = _fastest_gradients(_examples_last(dy.astype(x.dtype)), coefficients, _graph(wires), _examples_last(x))
     dx = batch_first(dx, math.prod(x.shape[:-1])).reshape(x.shape)
     return dc.astype(coefficients.dtype), None, dx
 
 
 def _fastest_gradients(dy, coefficients, graph, x):
-    """Return (dx, dc), features first, by the fastest kernels for these wires. `gradients_by_input` needs no shared
-    memory, and runs without a GPU, too."""
+    """Return (dx, dc), features first, by the fastest kernels for these wires.
+
+    If none of the other kernels pays, `gradients_by_input` runs, which needs no shared memory. It also runs without a
+    GPU.
+    """
     arrays = dy, coefficients, graph, x
     by_input = backward_kernels.gradients_by_input
     for kernel in (backward_kernels.gradients_by_gate, backward_kernels.gradients_along_trail):
@@ -178,7 +188,7 @@ _TABLE = tuple(map(tuple, gates.COEFFICIENTS.tolist()))
 
 
 def _where_it_pays(kernel, formula):
-    """Return a function that calls `kernel` with the table of gate functions where it pays, else `formula`."""
+    """Return a function that calls `kernel`, with the table of gate functions, if it is faster, and else `formula`."""
 
     def function(*arrays):
         if not kernel.pays(*arrays, table=_TABLE):
@@ -211,7 +221,7 @@ _GATES = Op(
         ),
     },
 )
-"""The op of (coefficients, wires, x). The forward under "pallas" is a kernel, too."""
+"""An op that maps (coefficients, wires, x) to y. Under "pallas", the forward is a kernel, too."""
 COEFFICIENTS = {
     "softmax": Pair(
         gates.softmax,
@@ -223,7 +233,8 @@ COEFFICIENTS = {
         residuals=given_arguments,
         name="softmax_gates",
     ),
-    # With four parameters per gate there are no sums over functions, so a kernel would not be faster than XLA.
+    # The other parametrizations have four parameters per gate and no sums over the 16 functions. A kernel would not be
+    # faster than XLA.
     **{
         name: Pair(
             functools.partial(gates.of_rows, parametrization=name),
@@ -241,14 +252,18 @@ def _layer(parameters, wires, x, *, parametrization, groups, implementation):
 
 
 def _layer_backward(dy, parameters, wires, x, *, parametrization, groups, implementation):
-    # Widen once, so that the gradients of both uses are added before they are rounded. A single term could overflow.
+    # The parameters are widened once, so that the gradients of both uses are added before they are rounded. A single
+    # gradient could overflow in half precision.
     pair, wide = COEFFICIENTS[parametrization], upcast(parameters)
     dc, _, dx = _GATES_BACKWARD(dy, pair.forward(wide), wires, x, groups=groups, implementation=implementation)
     return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
 
 
 def _definition(parameters, wires, x, *, parametrization, groups):
-    """Compute the layer for JAX to differentiate. For logits, it weights the 16 functions by their probabilities."""
+    """Compute the layer, as a function that JAX differentiates.
+
+    For logits, a gate is the sum of the 16 functions, weighted by their probabilities.
+    """
     if parametrization != "softmax":
         return _forward(COEFFICIENTS[parametrization].forward(parameters), wires, x, groups=groups)
     wide = upcast(x)
@@ -279,11 +294,10 @@ def gate_layer(
     groups: int | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch results"]:
-    """Layer of relaxed logic gates, `y_g = Σ_i softmax(logits_g)_i op_i(a, b)`, where a and b are the inputs that
-    `wires` assigns to gate g.
+    """Return the values of a layer of relaxed logic gates, `y_g = Σ_i softmax(logits_g)_i op_i(a, b)`.
 
-    The head of this file lists the 16 functions op_i. Each is linear in a and in b, so y is computed as
-    `y = c0 + c1 a + c2 b + c3 ab`.
+    Here a and b are the inputs that `wires` assigns to gate g. The head of this file lists the 16 functions op_i. Each
+    is linear in a and in b, so y is computed as `y = c0 + c1 a + c2 b + c3 ab`.
 
     Args:
       logits: the parameters of each gate. They may have a wider dtype than x.
@@ -292,12 +306,14 @@ def gate_layer(
       parametrization: the meaning of the parameters.
         "softmax": 16 logits, one per function.
         "input_wise": 4 parameters, one per row of the truth table. The value of the row is the parameter's sigmoid.
-        "walsh": 4 weights of 1, A, B and AB, with A, B = ±1 for the bits. The value of a row is the sigmoid of the sum.
-          (The source takes the sigmoid of the sum at relaxed inputs too. Here it is interpolated between the rows.)
-      groups: if given, the results are the sums of this many equal runs of neighboring gates, as in `jaxbp.group_sum`.
-        The backward under "pallas" then never stores gradients of single gates.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest. "autodiff" stacks the 16 functions as
-        written above. For the other two parametrizations it uses the four coefficients.
+        "walsh": 4 weights of 1, A, B and AB, where A and B are ±1 for the two bits. The value of a row of the truth
+          table is the sigmoid of the weighted sum. (At relaxed inputs, the source also takes the sigmoid of the sum.
+          Here, y is interpolated between the values of the rows.)
+      groups: if given, the gates are divided into this number of equal groups of neighboring gates, and each result is
+        the sum over one group, as in `jaxbp.group_sum`. The backward under "pallas" then never stores the gradients
+        with respect to single gates' values.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest. For "softmax", "autodiff" stacks the 16
+        functions as written above. For the other two parametrizations, it uses the four coefficients.
 
     Returns:
       y, one result per gate in x's dtype, computed in float32 or wider. With `groups`, one sum per group in float32 or
@@ -305,7 +321,7 @@ def gate_layer(
 
     Raises:
       TypeError: wires has the wrong type, or an array is not floating.
-      ValueError: shapes that do not fit, an unknown parametrization, or groups that do not divide the gates.
+      ValueError: shapes do not fit, the parametrization is unknown, or groups does not divide the number of gates.
 
     Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022; "input_wise": L. Rüttgers et
     al., "Light differentiable logic gate networks", 2025; "walsh": L. Gerlach et al., "WARP logic neural networks",
@@ -326,7 +342,7 @@ def gate_layer_backward(
     groups: int | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "gates parameters"], Float[Array, "*batch inputs"]]:
-    """Gradients of `gate_layer`. With p the probabilities of a gate,
+    """Gradients of `gate_layer`. With p the softmax of a gate's logits,
 
         dlogits_i = Σ_batch dy p_i (op_i - y)
         da = dy Σ_i p_i ∂op_i/∂a = dy (c1 + c3 b)
@@ -337,7 +353,7 @@ def gate_layer_backward(
     `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with `u = T dc`, where T holds the coefficients of the 16 functions.
 
     Args:
-      dy: gradient with respect to y, in x's dtype. With `groups`, it has the dtype of the sums.
+      dy: gradient with respect to y, in y's dtype. This is x's dtype without `groups`, else the dtype of the sums.
       logits, wires, x, parametrization, groups: as in the forward.
 
     Returns:
@@ -363,5 +379,5 @@ def _check(op, logits, wires, x, parametrization, groups):
     if x.ndim == 0 or x.shape[-1] != wires.inputs:
         raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {wires.inputs}), the inputs of wires")
     if groups is not None and (not checks.is_int(groups) or groups < 1 or wires.gates % groups):
-        raise ValueError(f"{op}: groups is {groups!r}; wants None, or a divisor of the {wires.gates} gates")
+        raise ValueError(f"{op}: groups is {groups!r}; wants None, or a divisor of {wires.gates}, the number of gates")
     return logits, x

@@ -1,11 +1,12 @@
 """Convolutions of differentiable logic gates: each kernel is a tree of two-input gates, the same at every position.
 
 A kernel of depth d reads `2^d` leaves, which are positions in a window of its input. It combines them by `2^d - 1`
-gates, each `y = c0 + c1 a + c2 b + c3 ab` as in `gate_layer`. An or-pool takes the largest of neighboring values, which
-is the "or" of bits. With both in one op, the forward keeps one byte per pooled output, the position of the largest
-value. The backward recomputes only the tree at this position; the others have no gradient.
+gates. Each gate computes `y = c0 + c1 a + c2 b + c3 ab` from its inputs a and b, as in `gate_layer`. An or-pool takes
+the largest of neighboring values, which is the "or" of bits. If the convolution and the or-pool are one op, the forward
+keeps one byte per pooled output, the position of the largest value. The backward recomputes only the tree at this
+position, because the trees at other positions have no gradient.
 
-As in `gate_layer`, one pair maps parameters to coefficients, and a second takes coefficients and images.
+As in `gate_layer`, one pair maps parameters to coefficients, and a second pair maps coefficients and images to outputs.
 """
 
 import functools
@@ -112,7 +113,7 @@ _TREES = Op(
         ),
     },
 )
-"""The op of (coefficients, wires, x), which returns (y, indices)."""
+"""An op that maps (coefficients, wires, x) to (y, indices)."""
 
 
 def _convolution(parameters, wires, x, *, parametrization, implementation, **options):
@@ -127,7 +128,10 @@ def _convolution_backward(dy, indices, parameters, wires, x, *, parametrization,
 
 
 def _definition(parameters, wires, x, *, parametrization, stride, padding, pool):
-    """Compute the trees for JAX to differentiate. For logits, it weights the 16 functions by their probabilities."""
+    """Compute the trees, as a function that JAX differentiates.
+
+    For logits, a gate is the sum of the 16 functions, weighted by their probabilities.
+    """
     wide = upcast(_padded(x, padding))
     rows, columns = output_size(wide.shape[2:], wires.window, stride=stride, padding=((0, 0), (0, 0)))
     channel, row, column = jnp.moveaxis(wires.leaves, -1, 0)[..., None, None]
@@ -193,27 +197,27 @@ def logic_conv2d(
     (i, j).
 
     Leaf l of kernel k reads `x[n, c, i s + u - p, j s + v - p]` with `(c, u, v) = wires.leaves[k, l]`, where s is the
-    stride and p the padding. In each level, gate g takes the values 2 g and 2 g + 1 of the previous level as its a and
-    b. It computes `Σ_i softmax(logits[k, g])_i op_i(a, b)`, as in `gate_layer`. Gates are numbered level by level, with
-    the root last.
+    stride and p the padding. In each level, gate g takes the values 2 g and 2 g + 1 of the previous level as its inputs
+    a and b. It computes `Σ_i softmax(logits[k, g])_i op_i(a, b)`, as in `gate_layer`. In logits, gates are numbered
+    level by level, with the root last.
 
     Args:
       logits: the parameters of each gate. They may have a wider dtype than x.
       wires: a `jaxbp.TreeWires` with the same numbers of kernels, gates, and channels.
       x: images, NCHW. Values are bits or numbers between 0 and 1.
-      stride: an int or a pair.
-      padding: zeros on each side: one int, a pair for rows and columns, "SAME", or "VALID".
+      stride: an int, or a pair for rows and columns.
+      padding: the number of zeros on each side, as an int or as a pair for rows and columns; or "SAME" or "VALID".
       parametrization: as in `gate_layer`.
-      implementation: "pallas" (depths up to 4), "xla", "autodiff", or None for the fastest. "autodiff" stacks the 16
-        functions. For the other two parametrizations it uses the four coefficients.
+      implementation: "pallas" (depths up to 4), "xla", "autodiff", or None for the fastest. For "softmax", "autodiff"
+        stacks the 16 functions. For the other two parametrizations, it uses the four coefficients.
 
     Returns:
-      y, in x's dtype, computed in float32 or wider. Its height is `(height + 2 p - window) // s + 1`; its width
-      likewise.
+      y, in x's dtype, computed in float32 or wider. Its height is `(height + 2 p - window) // s + 1`, and its width
+      follows in the same way.
 
     Raises:
       TypeError: wires has the wrong type, or an array is not floating.
-      ValueError: shapes or options that do not fit, or an unknown parametrization.
+      ValueError: shapes or options do not fit, or the parametrization is unknown.
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -231,15 +235,16 @@ def logic_conv2d_backward(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "kernels gates parameters"], Float[Array, "batch channels height width"]]:
-    """Gradients of `logic_conv2d`. From the root to the leaves, with dy the gradient of the loss with respect to a
-    gate's value,
+    """Gradients of `logic_conv2d`. They are computed from the root of each tree to its leaves.
+
+    A gate has inputs a and b and coefficients c. With dy the gradient of the loss with respect to its value,
 
         da = dy (c1 + c3 b)
         db = dy (c2 + c3 a)
         dc = Σ over examples and positions of dy (1, a, b, ab)
 
-    dlogits follows from dc as in `gate_layer_backward`. dx sums da and db over the leaves that read a position. The
-    values of the gates are recomputed.
+    dlogits follows from dc as in `gate_layer_backward`. dx sums da and db over all leaves that read a position of x.
+    The values of the gates are recomputed.
 
     Args:
       dy: gradient with respect to y, in x's dtype.
@@ -269,8 +274,8 @@ def logic_conv2d_or_pool2d(
 ) -> Float[Array, "batch kernels out_height out_width"]:
     """`logic_or_pool2d(logic_conv2d(logits, wires, x, stride=stride, padding=padding), pool)`, with fewer residuals.
 
-    The backward needs the input and one byte per pooled output. The values of the gates are not kept, and the kernels
-    never write them.
+    The backward needs x and one byte per pooled output. The values of the gates are not kept, and the kernels do not
+    write them to memory.
 
     Args:
       logits, wires, x, stride, padding, parametrization: as in `logic_conv2d`.
@@ -307,8 +312,8 @@ def logic_conv2d_or_pool2d_with_indices(
       As in `logic_conv2d_or_pool2d`.
 
     Returns:
-      (y, indices). indices is `u * pool_width + v`, the first position of the largest value in its window. It is uint8
-      for windows of up to 256 positions, else int32, and has no gradient.
+      (y, indices). indices has the first position of the largest value in each window, as `u * pool_width + v` for row
+      u and column v of the window. It is uint8 for windows of up to 256 positions, else int32, and has no gradient.
 
     Raises:
       As in `logic_conv2d_or_pool2d`.
@@ -331,7 +336,8 @@ def logic_conv2d_or_pool2d_backward(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "kernels gates parameters"], Float[Array, "batch channels height width"]]:
-    """Gradients of `logic_conv2d_or_pool2d`: `logic_conv2d_backward` with dy at the selected position of each window.
+    """Gradients of `logic_conv2d_or_pool2d`. They are the gradients of `logic_conv2d_backward`, if dy of each window is
+    placed at its selected position.
 
     Only the tree at that position is recomputed.
 
@@ -363,7 +369,8 @@ def logic_or_pool2d(
     padding: Padding = 0,
     implementation: Implementation = None,
 ) -> Float[Array, "batch channels out_height out_width"]:
-    """The "or" of the bits in each window, relaxed to their maximum. This is `max_pool2d`, with the same arguments.
+    """Return the "or" of the bits in each window, relaxed to their maximum. This is `max_pool2d`, with the same
+    arguments.
 
     The gradient goes to the first maximum, or to the first NaN. The backward is `max_pool2d_backward`. With "autodiff",
     XLA decides where the gradient of a window with NaN goes.
@@ -382,7 +389,7 @@ def _call(op, logits, wires, x, pool, stride, padding, parametrization, implemen
 
 
 def _check(op, logits, wires, x, pool, stride, padding, parametrization):
-    """Return the checked arrays and the options in one form."""
+    """Return the checked arrays, and the options with stride, padding, and pool as pairs."""
     if not isinstance(wires, TreeWires):
         raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.TreeWires")
     (logits,) = checks.floating(op, logits=logits)

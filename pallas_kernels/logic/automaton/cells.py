@@ -1,9 +1,10 @@
 """The cells of a grid: their neighborhoods, their next states, and the gradients of both.
 
-`Cells` maps lanes and columns of shared memory to elements of the arrays in device memory. `Inputs` gathers the
-neighborhoods of a group of cells from the state into the rows of the inputs. `write_next_state` writes the rows of the
-last layer to the next state. `OutputGradients` sums the gradients that the next tick's backward has written for each
-cell, and writes the sums to the rows of the last layer's gradients.
+A group of cells is computed at a time. In shared memory, it has one row per input and per gate, and one column per cell
+(plan.py). `Cells` maps rows and columns of shared memory to elements of the arrays in device memory. `Inputs` gathers
+the neighborhoods of a group of cells from the state, and writes them to the rows of the inputs. `write_next_state`
+writes the rows of the last layer to the next state. `OutputGradients` sums the gradients that the backward of the next
+tick has written for each cell, and writes the sums to the rows of the last layer's gradients.
 """
 
 import dataclasses
@@ -20,10 +21,10 @@ from pallas_kernels.logic.automaton.schedule import Team
 
 
 class _StateElements(NamedTuple):
-    """Indices of each element of a block, one lane per element of a state.
+    """Indices of the elements of a state, with one lane per element.
 
-    `row` and `column` index the layer of a state's gates, `place` the state. `cell` is the element's cell, and `valid`
-    says whether it exists. Elsewhere the indices point to elements that nothing reads.
+    `row` and `column` are indices in the rows of the last layer, `place` is an index in the state, and `cell` is the
+    element's cell. `valid` is whether the element exists. If it does not exist, the indices point to unused elements.
     """
 
     row: Array
@@ -35,11 +36,12 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """A slice: `count` cells of a grid, one column of its rows per cell. Cells past the grid are masked.
+    """A slice of a group: `count` cells of a grid, with one column per cell in the slice's rows. Cells beyond the grid
+    are masked.
 
     Attributes:
-      first_of_group: first cell of the slices that a CTA computes at a time.
-      slices: the rows of all these slices.
+      first_of_group: index of the group's first cell.
+      slices: the rows of all slices of the group.
       number: index of this slice.
     """
 
@@ -59,22 +61,23 @@ class Cells:
 
     @property
     def elements(self):
-        """A lane for each element of the cells' state."""
+        """Layer with one lane for each element of the cells' states."""
         return self.plan.state_elements(self.count)
 
     def state_elements(self, part):
-        """Return the indices of a part of `elements`, in blocks with one element per lane."""
+        """Return the indices of a part of `elements`, as blocks with one element per lane."""
         C = self.plan.channels
         lane = lane_and_column(part.lanes, 1)[0] + part.offset
         column, channel = quotient(lane, C), remainder(lane, C)
         is_element, cell = lane < C * self.count, column + self.first
         valid = is_element & (cell < self.plan.cells)
-        # Lanes are padded, so if any lane follows the last channel's element, a row follows its row.
+        # Lanes are padded. If there are lanes after the last element, there is also an unused row after the last
+        # channel's row.
         row, column = jnp.where(is_element, channel, C), jnp.where(is_element, column, 0)
         return _StateElements(row, column, jnp.where(valid, cell, self.plan.cells) * C + channel, cell, valid)
 
     def neighbour(self, cell, row_offset, column_offset):
-        """Return the cell at an offset from another cell, and whether it exists."""
+        """Return the index of the cell at an offset from `cell`, and whether this cell exists."""
         plan = self.plan
         row = remainder(quotient(cell, plan.width), plan.height) + row_offset
         column = remainder(cell, plan.width) + column_offset
@@ -87,7 +90,7 @@ class Cells:
         return (grid * plan.height + row) * plan.width + column, valid
 
     def seen_elements(self, part):
-        """Return, for a part of the inputs, each element's index in a state, and whether it exists."""
+        """Return, for each element of a part of the inputs, its index in the state, and whether it exists."""
         C = self.plan.channels
         lane, column = lane_and_column(part.lanes, self.count)
         lane = lane + part.offset
@@ -97,7 +100,7 @@ class Cells:
         return cell * C + remainder(lane, C), valid & (lane < self.plan.neighbourhood)
 
     def scatter_gradients(self, part, gradients, dseen_out):
-        """Write gradients of inputs."""
+        """Write the gradients of a part of the inputs to `dseen_out`."""
         neighbourhood = self.plan.neighbourhood
         lane, column = lane_and_column(part.lanes, self.count)
         lane, cell = lane + part.offset, column + self.first
@@ -149,10 +152,11 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 
 @dataclasses.dataclass(frozen=True)
 class OutputGradients:
-    """The gradients of the next state of a group of cells: the sum of the neighbors' dseen and of the cell's dkept.
+    """The gradients with respect to the next state of a group of cells. Each is the cell's dkept plus the entries for
+    this cell in the dseen of its neighbors.
 
     Attributes:
-      dkept_out: receives the gradients of the kept states.
+      dkept_out: array to which the gradients of the kept states are written.
     """
 
     team: Team
@@ -169,24 +173,24 @@ class OutputGradients:
         ]
 
     def terms(self, part, cells):
-        """Load the terms of the sum, and whether a cell fires."""
+        """Load the terms of the gradients, and whether each cell fires."""
         elements = cells.state_elements(part)
         dseen = [_gather(self.dseen, *seen) for seen in self.seen(cells, elements)]
         fires = None if self.fires is None else _gather(self.fires, elements.cell, elements.valid)
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """Yield, for each of the nine neighbors, the index of its gradient with respect to this cell, and whether it
-        exists."""
+        """Yield, for each of the nine cells that see a cell, the index in dseen of its gradient with respect to this
+        cell, and whether it exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):
-            # The cell on the opposite side sees this one at position p.
+            # The cell on the opposite side sees this cell at position p.
             cell, valid = cells.neighbour(elements.cell, 1 - p // 3, 1 - p % 3)
             yield cell * plan.neighbourhood + p * plan.channels + channel, valid & elements.valid
 
     def write(self, slices, loaded):
-        """Write the gradients of the last layer's rows and of the kept states."""
+        """Write the gradients with respect to the last layer's rows and to the kept states."""
         for part, terms in zip(self.team.parts(slices[0].elements), loaded, strict=True):
             self.team.divide(part, slices, functools.partial(self.write_slices, part, terms))
 
@@ -203,5 +207,5 @@ class OutputGradients:
 
 
 def _gather(ref, places, valid):
-    """Gather elements of device memory; elements that are not valid are arbitrary."""
+    """Gather elements of device memory. Where `valid` is false, the result is arbitrary."""
     return gather_elements(ref, jnp.where(valid, places, 0))

@@ -1,7 +1,7 @@
 """How a tick of an automaton is divided among CTAs and warpgroups.
 
-A CTA computes a few cells at a time, as many as fit into shared memory and keep all multiprocessors busy. If the rows
-of one cell do not fit, the automaton is unsupported.
+A CTA computes a group of cells at a time. The group is as large as fits in shared memory and keeps all multiprocessors
+busy. If the rows for one cell do not fit, the automaton is unsupported.
 """
 
 import dataclasses
@@ -17,27 +17,28 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.logic.automaton.plan import Plan
 
 _SLICE = 4
-"""Cells whose elements of a row are adjacent: a thread's widest access of shared memory is 16 bytes (CUDA C++
-Programming Guide), four float32. Rows of more cells would lie further apart and meet in fewer of the banks."""
+"""Cells per slice, whose elements of a row are adjacent. A thread's widest access to shared memory is 16 bytes (CUDA
+C++ Programming Guide), or four float32. Longer rows would begin in fewer different banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
-"""Cells that a CTA computes at a time. A second slice needs no further wires and coefficients, and a third would not
-fit into shared memory. Fewer than four were slower: docs/lab/2026-11-22-automata.md."""
-_CELLS_OF_LATENCY = 2
-"""Latency of a group of cells, as the number of cells that could be computed in that time. Chosen by hand; not
-tuned."""
-WARPGROUPS = 2
-"""Most warpgroups per CTA. They share its rows, and each computes a part of every layer. One was slower on large grids:
+"""Candidates for the number of cells that a CTA computes at a time. A second slice uses the same wires and coefficients
+as the first, and a third would not fit in shared memory. Fewer than four cells were slower:
 docs/lab/2026-11-22-automata.md."""
+_CELLS_OF_LATENCY = 2
+"""Latency of a group of cells, expressed as the number of cells that could be computed in this time. Chosen by hand;
+not tuned."""
+WARPGROUPS = 2
+"""Most warpgroups per CTA. They share the CTA's rows, and each computes a part of every layer. One warpgroup was slower
+on large grids: docs/lab/2026-11-22-automata.md."""
 _TOTAL_REGISTERS = 96
-"""Most registers of a thread for gradients of coefficients: together with a step's values, all fit into 255. Chosen by
-hand; not tuned."""
+"""Most registers of a thread for the gradients of coefficients. Together with the values of a step, they fit in 255
+registers. Chosen by hand; not tuned."""
 _FORWARD_PROGRAMS = 2
-"""CTAs of the forward per multiprocessor, if the grid is large enough. Three and four were no faster:
+"""CTAs of the forward per multiprocessor, if the grid is large enough. Three and four CTAs were no faster:
 docs/lab/2026-11-23-automata-kernels.md."""
 _RESERVED_BYTES = 2048
-"""Bytes of shared memory for Mosaic GPU itself. Chosen by hand: more than the barrier takes."""
+"""Bytes of shared memory that are left to Mosaic GPU. Chosen by hand: more than its barrier takes."""
 _MAX_CONSUMERS = 32
-"""Most consumers of a row whose gradient is an unrolled sum. Chosen by hand; not tuned."""
+"""Most consumers per row, because the sum of the consumers' gradients is unrolled. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +48,12 @@ class Config:
     Attributes:
       cells: cells that a CTA computes at a time: one, two, or a multiple of four.
       programs: number of CTAs.
-      lanes: lanes of a layer that one warpgroup computes at a time; they must fit into registers.
-      lookahead: steps between the fetch of wires and coefficients and their use; a step has `lanes` lanes.
+      lanes: number of lanes of a layer that one warpgroup computes at a time. Their values must fit in registers.
+      lookahead: number of steps by which the fetch of wires and coefficients precedes their use. A step computes
+        `lanes` lanes.
       warpgroups: warpgroups per CTA, at most `WARPGROUPS`.
-      totals_in_registers: whether a CTA keeps the gradients of the coefficients in registers from its first cells to
-        its last, rather than in device memory.
+      totals_in_registers: whether a CTA sums the gradients of the coefficients over all its cells in registers, rather
+        than in device memory.
     """
 
     cells: int
@@ -66,12 +68,12 @@ class Config:
         return -(-self.cells // _SLICE)
 
     def rows(self, count: int) -> Any:
-        """Return shared memory for `count` rows of each slice."""
+        """Return shared memory for `count` rows per slice."""
         return plgpu.SMEM((self.slices, count, self.cells // self.slices), jnp.float32)
 
 
 def unsupported(*arrays: Array, plan: Plan) -> str | None:
-    """Return why the kernels do not support an automaton, or None."""
+    """Return the reason why the kernels do not support an automaton, or None."""
     consumers = max(*plan.output_consumers, plan.neighbour_consumers, plan.centre_consumers)
     if consumers > _MAX_CONSUMERS:
         return f"an input with {consumers} consumers, at most {_MAX_CONSUMERS}"
@@ -95,9 +97,11 @@ def heuristic(*arrays: Array, plan: Plan) -> Config | None:
     cells = min(candidates, key=lambda cells: groups(cells) * (cells + _CELLS_OF_LATENCY))
     programs = -(-plan.cells // (cells * groups(cells)))
     if groups(cells) == 1:
-        # One group of cells waits for its first wires. These values were fastest in docs/lab/2026-11-22-automata.md.
+        # With a single group, a CTA waits for its first wires. These values were fastest in
+        # docs/lab/2026-11-22-automata.md.
         return _simulable(Config(cells, programs, lanes=128, lookahead=4))
-    # Faster than 128 lanes and a lookahead of four: docs/lab/2026-11-23-automata-kernels.md.
+    # 256 lanes and a lookahead of two were faster than 128 lanes and a lookahead of four:
+    # docs/lab/2026-11-23-automata-kernels.md.
     registers = sum(4 * -(-layer.lanes // (WARPGROUPS * LANES)) for layer in plan.layers)
     in_registers = registers <= _TOTAL_REGISTERS
     return _simulable(Config(cells, programs, lanes=256, lookahead=2, totals_in_registers=in_registers))
@@ -116,10 +120,10 @@ def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
 
 
 def _simulable(config: Config) -> Config:
-    """Return a config with one CTA of one warpgroup in the simulator.
+    """Return the config, which in the simulator has one CTA with one warpgroup.
 
-    The simulator treats gathers and scatters as accesses of all rows, and would report races where other threads access
-    some.
+    The simulator treats gathers and scatters as accesses to all rows. With other threads, it would therefore report
+    data races that do not exist.
     """
     return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
 

@@ -1,16 +1,16 @@
 """The gates of an automaton's layers, and their backward. Each lane computes one gate.
 
 A gate with inputs a and b computes `y = c0 + c1 a + c2 b + c3 ab`. A thread reads the rows of a and b, which may be
-anywhere in shared memory, and writes the row of y. With dy the gradient with respect to y, the backward computes
+anywhere in shared memory, and writes the row of y. If dy is the gradient with respect to y, the backward computes
 
     da = dy (c1 + c3 b)
     db = dy (c2 + c3 a)
     dc = sum over cells of dy (1, a, b, ab)
 
-The layers are visited in reverse. Each consumer of a gate's row writes a gradient, da or db, to a row of shared memory,
-and dy is the sum of these rows, which a table lists. No two threads add to one element, and the order of every sum is
-fixed. A thread sums dc over its cells. The sums are added to the sums of the tick computed before, in device memory,
-where each CTA has a copy. A CTA with many groups of cells keeps them in registers in between.
+The layers are visited in reverse. Each consumer of a gate's row writes a gradient, da or db, to a row of shared memory.
+dy is the sum of these rows, which a table lists. No two threads add to the same element, and the order of every sum is
+fixed. A thread sums dc over the cells of a group. It adds the result to the sum over all ticks so far, of which each
+CTA has a copy in device memory. A CTA with many groups of cells may keep its sums in registers until the last group.
 """
 
 import dataclasses
@@ -42,7 +42,8 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _Gates(NamedTuple):
-    """Operands of gates in device memory: their two rows, packed into one integer, and their coefficients."""
+    """Operands of a part's gates, fetched from device memory: the rows of a and b, packed into one integer, and the
+    coefficients."""
 
     wires: Array
     coefficients: Array
@@ -50,7 +51,7 @@ class _Gates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Circuit:
-    """The gates of all layers, and their operands in device memory. Slices hold the rows."""
+    """The gates of all layers. Their wires and coefficients are in device memory, and their rows in `slices`."""
 
     plan: Plan
     team: Team
@@ -69,7 +70,7 @@ class Circuit:
         return gather_rows(self.coefficients, first + quotient(lane_numbers(part.lanes) + part.offset, copies))
 
     def steps(self, layers):
-        """Yield the steps that compute the rows of these layers."""
+        """Yield the steps that compute the rows of `layers`."""
         for i, layer in enumerate(layers):
             for part in self.team.parts(layer):
                 fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, part)
@@ -84,18 +85,19 @@ class Circuit:
             a, b = (gather_rows(cells.rows, row) for row in _unpack(gates.wires))
             c0, c1, c2, c3 = (spread(c, cells.count) for c in columns(gates.coefficients))
             outputs.append(c0 + c1 * a + (c2 + c3 * a) * b)
-        # All inputs are read before the first output is written: compilers do not know that these are different rows.
+        # Read all inputs before the first output is written. The compiler does not know that inputs and outputs are
+        # different rows, and could not move reads before writes.
         for cells, y in zip(slices, outputs, strict=True):
             cells.rows[part.rows] = y
 
 
 class _GatesBackward(NamedTuple):
-    """Operands of the gates' backward in device memory.
+    """Operands of the backward of a part's gates, fetched from device memory.
 
     Attributes:
-      gates: as in the forward.
-      total: gradients of their coefficients so far; None where they are in registers.
-      consumers: rows of their consumers, two packed into one integer.
+      gates: the operands of the forward.
+      total: gradients of the coefficients so far, or None if they are in registers.
+      consumers: rows to which the consumers of the gates write gradients, two packed into one integer.
     """
 
     gates: _Gates
@@ -105,14 +107,15 @@ class _GatesBackward(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The gradients with respect to the gates' inputs, in rows, and with respect to the coefficients, with one copy per
-    CTA.
+    """The backward of all layers. Gradients with respect to the gates' inputs are in rows of shared memory. Gradients
+    with respect to the coefficients are in registers or in device memory, with one copy per CTA.
 
     Attributes:
       consumers: array with the tables of `Plan.consumers`.
-      sums: gradients of the coefficients in registers, a block for each of `_parts`; None where they are in memory.
-      previous_total, total: the gradients in memory, for reading and for writing.
-      dseen: receives the gradients of the inputs.
+      sums: gradients of the coefficients in registers, one block for each of `_parts`, or None if they are in memory.
+      previous_total, total: arrays in memory from which the gradients so far are read, and to which the new gradients
+        are written.
+      dseen: array to which the gradients of the inputs are written.
     """
 
     circuit: Circuit
@@ -123,11 +126,12 @@ class Backward:
     dseen: Any
 
     def steps(self):
-        """Yield the steps from the gradients of the last layer's rows back to the inputs."""
+        """Yield the steps of the backward, from the gradients of the last layer's rows to the gradients of the
+        inputs."""
         plan, team = self.circuit.plan, self.circuit.team
         for number, (i, part) in sorted(enumerate(_parts(plan, team)), key=lambda numbered: -numbered[1][0]):
             fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, number, i, part)
-            # The last layer's inputs are written by the step before.
+            # The last layer's inputs are written in the step before, and cannot be read during that step.
             read = functools.partial(self.read, part) if i + 1 < len(plan.layers) else None
             yield Step(fetch, compute, part.is_last, read)
         table = plan.consumers.kernel_sums
@@ -148,13 +152,13 @@ class Backward:
         return _GatesBackward(self.circuit.fetch(i, part), total, consumers)
 
     def fetch_consumers(self, table, part):
-        """Load, for a part of a table, the rows to which consumers write gradients, two packed into one integer."""
+        """Load a part of a table: the rows to which consumers write gradients, two packed into one integer."""
         places = [pl.ds(table.first + pair * table.lanes + part.offset, part.lanes) for pair in range(table.pairs)]
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return the slices whose gradients this warpgroup computes for a part: its slices only, if it keeps sums in
-        registers."""
+        """Return the slices for which this warpgroup computes a part's gradients. If sums are in registers, warpgroups
+        may divide the slices."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
@@ -163,7 +167,8 @@ class Backward:
         return [[gather_rows(cells.rows, row) for row in _unpack(fetched.gates.wires)] for cells in self.slices(part)]
 
     def compute(self, number, i, part, fetched, inputs=None):
-        """Compute the gradients with respect to a part's inputs and coefficients. `inputs` is the result of `read`."""
+        """Compute the gradients with respect to a part's inputs and coefficients. `inputs` is the result of `read`, or
+        None."""
         team, gates = self.circuit.team, _gates_of(self.circuit.plan, i, part)
         if self.sums is not None:
             before, function = self.sums[number], functools.partial(self.gate_gradients, i, part, fetched, inputs)
@@ -178,7 +183,7 @@ class Backward:
         team.once(part, add, None)
 
     def gate_gradients(self, i, part, fetched, inputs):
-        """Write the gradients of a and b, and return the gradients of the coefficients."""
+        """Write the gradients with respect to a and b, and return the gradients with respect to the coefficients."""
         layer, first = self.circuit.plan.layers[i], self.circuit.plan.gradients.firsts[i] + part.offset
         gradients, products, slices = [], [], self.slices(part)
         for cells, (a, b) in zip(slices, inputs or self.read(part, fetched), strict=True):
@@ -193,14 +198,15 @@ class Backward:
         return sums_of_rows(*(functools.reduce(operator.add, terms) for terms in zip(*products, strict=True)))
 
     def output_gradient(self, cells, i, part, consumers):
-        """Return the gradients of a part's rows. The last layer's are already in shared memory."""
+        """Return the gradients with respect to a part's rows. The gradients of the last layer's rows are already in
+        shared memory."""
         plan = self.circuit.plan
         if i + 1 == len(plan.layers):
             return _load_rows(cells.rows, plan.gradients.outputs.first + part.offset, part.lanes)
         return _sum_consumers(cells, plan.consumers.layers[i], consumers)
 
     def sum_kernels(self, part, firsts):
-        """Write sums over perception's kernels."""
+        """Write the sums over the kernels of gradients in perception's first layer."""
         plan = self.circuit.plan
 
         def sum_slices(slices):
@@ -211,7 +217,7 @@ class Backward:
         self.circuit.team.divide(part, self.circuit.slices, sum_slices)
 
     def write_inputs(self, table, part, consumers):
-        """Write the gradients of inputs."""
+        """Write the gradients with respect to a part of the inputs."""
 
         def write_slices(slices):
             for cells in slices:
@@ -221,13 +227,13 @@ class Backward:
 
 
 def zero_totals(plan, team):
-    """Return zeros for the gradients of all coefficients in registers, one block per part."""
+    """Return zeros for the gradients of all coefficients, in registers, one block per part."""
     lanes = [part.lanes for _, part in _parts(plan, team)]
     return [plgpu.layout_cast(jnp.zeros((n, 4), jnp.float32), block_layout(n, 4)) for n in lanes]
 
 
 def copy_totals(plan, team, source, destination):
-    """Copy the gradients of all coefficients."""
+    """Copy the gradients of all coefficients from `source` to `destination`, both in device memory."""
     for i, part in _parts(plan, team):
         gates = _gates_of(plan, i, part)
 
@@ -238,10 +244,11 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Add the gradients in registers, one block per part, to the previous gradients of all coefficients, and write the
-    sum.
+    """Add `sums`, the gradients of all coefficients in registers, to the gradients in `before`, and write the result to
+    `after`.
 
-    If the warpgroups share a part's slices, the second passes its block to the first in rows of shared memory.
+    If the warpgroups divide the slices of a part, the second passes its block to the first through rows of shared
+    memory.
     """
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
@@ -267,17 +274,17 @@ def add_totals(plan, team, rows, sums, before, after):
 
 
 def _gates_of(plan, i, part):
-    """Return the range of the gates of a part of layer i among the lanes of all layers."""
+    """Return the range of a part's gates, in layer i, among the lanes of all layers."""
     return pl.ds(plan.gate_firsts[i] + part.offset, part.lanes)
 
 
 def _parts(plan, team):
-    """Return the parts of all layers, each with its layer's index."""
+    """Return all parts of all layers, as pairs of the layer's index and the part."""
     return [(i, part) for i, layer in enumerate(plan.layers) for part in team.parts(layer)]
 
 
 def _load_rows(ref, first, lanes):
-    """Load consecutive rows."""
+    """Load `lanes` consecutive rows."""
     return load(ref.at[pl.ds(first, lanes)], block_layout(lanes, ref.shape[1]))
 
 

@@ -1,11 +1,12 @@
-"""One tick (time step) of a logic cellular automaton, and its backward. Lanes are gates, and activations stay in shared
-memory.
+"""One tick (time step) of a logic cellular automaton, and its backward. Each lane is a gate, and activations stay in
+shared memory.
 
-A CTA computes a few cells at a time, one group after the other. It gathers their neighborhoods from the state in device
-memory into shared memory. There, each input and each gate has a row, with one float32 per cell (plan.py). A thread
-computes one or several gates of each layer (gates.py), and the warpgroups meet after every layer (schedule.py). The
-forward writes only the new state to device memory (cells.py). The backward recomputes the rows, and then goes through
-the layers in reverse. It writes the gradients with respect to seen cells, kept cells, and coefficients.
+A CTA computes one group of cells after the other. It gathers their neighborhoods from the state in device memory into
+shared memory. In shared memory, each input and each gate has a row, with one float32 per cell of the group (plan.py). A
+thread computes one or several gates of each layer (gates.py), and the warpgroups meet after every layer (schedule.py).
+The forward writes only the new state to device memory (cells.py). The backward recomputes the rows, and then goes
+through the layers in reverse. It writes three gradients: with respect to the cells that each cell sees, to the states
+of cells that do not fire, and to the coefficients.
 """
 
 import functools
@@ -26,7 +27,7 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _TickRefs(NamedTuple):
-    """References of `tick`; `fires` is None where all cells fire."""
+    """References of `tick`. `fires` is None if all cells fire."""
 
     coefficients: Any
     wires: Any
@@ -39,15 +40,15 @@ class _TickRefs(NamedTuple):
 
 @kernel(unsupported=unsupported, heuristic=forward_heuristic)
 def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *, plan: Plan, config: Config) -> Array:
-    """Return the next state, clipped to [0, 1] where rounding exceeds it.
+    """Return the next state, clipped to [0, 1], which it may exceed because of rounding.
 
     Args:
-      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, for every lane of every layer, 0 where there is no gate;
-        once for lanes that share them.
-      wires: `(plan.gates,)` int32, the rows of `plan.forward_layers` that each lane reads, `a + (b << 16)`; arbitrary
-        where there is no gate.
+      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, for the lanes of all layers. Lanes that share
+        coefficients have one row. Lanes without a gate have zeros.
+      wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane, where a and b are the rows that it reads, in the
+        numbering of `plan.forward_layers`. Lanes without a gate have arbitrary rows.
       state: `(cells channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
-      fires: `(cells,)` int32, 0 where a cell keeps its state; None if every cell fires.
+      fires: `(cells,)` int32, 0 for cells that keep their state; None if every cell fires.
     """
     return launch(
         functools.partial(_tick, plan=plan, config=config),
@@ -80,7 +81,7 @@ def _tick(*refs, program, warpgroup, plan, config):
 
 
 class _TickBackwardRefs(NamedTuple):
-    """References of `tick_backward`; `fires` is None where all cells fire."""
+    """References of `tick_backward`. `fires` is None if all cells fire."""
 
     coefficients: Any
     wires: Any
@@ -111,19 +112,21 @@ def tick_backward(
     plan: Plan,
     config: Config,
 ) -> tuple[Array, Array, Array]:
-    """Return (dseen, dkept, total): the gradients with respect to seen cells, kept cells, and coefficients.
+    """Return (dseen, dkept, total): the gradients with respect to the cells that each cell sees, to kept states, and to
+    coefficients.
 
-    The gradient of the next state arrives as the dseen and dkept that the next tick's backward returned. A cell's
-    gradient is the sum of what its neighbors' dseen hold for it, and of its dkept.
+    The gradient with respect to the next state is given as the dseen and dkept that the backward of the next tick
+    returned. A cell's gradient is its dkept plus the entries for this cell in the dseen of its neighbors.
 
     Args:
       coefficients, state, fires: the arguments of `tick`.
-      wires: the wires of `tick`, but with rows of `plan.layers`.
-      consumers: int32, the rows to which the consumers of a row write its gradient. Two rows are packed into one
-        integer, the later one in the upper half, as `Plan.consumers` lays out.
+      wires: the wires of `tick`, but in the numbering of `plan.layers`.
+      consumers: int32, the tables of `Plan.consumers`. For each row, they list the rows to which its consumers write
+        gradients. Two rows are packed into one integer, the second in the upper half.
       dseen: `(cells neighborhood + plan.inputs.lanes,)` float32, cell by cell, followed by unused elements.
       dkept: float32 of the state's shape.
-      total: `(programs, plan.gates, 4)` float32, to which the gradients of the coefficients are added, lane by lane.
+      total: `(programs, plan.gates, 4)` float32, gradients of the coefficients so far, per CTA and lane. The result is
+        total plus the gradients of this tick.
     """
     return launch(
         functools.partial(_tick_backward, plan=plan, config=config),
@@ -150,8 +153,8 @@ def _tick_backward(*refs, program, warpgroup, plan, config):
     refs = _TickBackwardRefs(*refs)
     team = Team(config, warpgroup, refs.barrier)
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
-    # With several groups of cells, each adds to the sums of the group before. The sums so far are therefore copied to
-    # the result first.
+    # With several groups of cells, each group adds to the sums of the group before. The previous sums are therefore
+    # first copied to the result.
     is_copied = _groups_of_program(plan, config) > 1 and not config.totals_in_registers
     sums = None
     if config.totals_in_registers:
@@ -176,9 +179,10 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Compute `steps(slices, carry)` for all cells of a CTA, and return the last carry, a list that the steps change.
+    """Compute `steps(slices, carry)` for all groups of cells of a CTA. `carry` is a list that the steps change; return
+    it.
 
-    The data that `loads` load for the next group arrive while the last steps of this group are computed.
+    The data of the next group, which `loads` fetch, arrive while the last steps of this group are computed.
     """
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
@@ -195,7 +199,7 @@ def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
                 Step(functools.partial(a.load, following), functools.partial(a.write, following)) for a in loads
             ]
         fetched = team.run(of_group, fetched, is_repeated=groups > 1)
-        team.meet()  # The next group reads what this one has written, and writes what it has read.
+        team.meet()  # The next group reads rows that this group has written, and writes rows that it has read.
         return carry, fetched
 
     fetched = team.first_fetches(list(steps(slices_of(0), carry)))

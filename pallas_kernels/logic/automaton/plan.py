@@ -1,12 +1,13 @@
 """The rows of shared memory in which an automaton's tick and its backward keep inputs, gates, and gradients.
 
-A row holds one float32 for each cell that a CTA computes at a time. The inputs come first, in the order (position in
-the neighborhood, channel), then the gates layer by layer. Perception's gates are in the order gate, kernel, channel.
-Every layer is padded to whole warpgroups. `Plan` derives the first row of each layer from the sizes of an automaton.
+A row holds one float32 for each cell that a CTA computes at a time. The first rows are the inputs, in the order
+(position in the neighborhood, channel). The gates follow layer by layer. Perception's gates are in the order (gate,
+kernel, channel). Every layer is padded to a multiple of a warpgroup's threads. `Plan` derives the first row of each
+layer from the sizes of an automaton.
 
-The forward reuses the rows of a layer as soon as nothing reads them any more. In the backward, the gradients reuse the
-rows of layers that are finished. Each consumer of a row writes a gradient to a row, and tables list these rows for each
-row whose gradient is their sum.
+The forward reuses the rows of a layer as soon as no later step reads them. In the backward, gradients reuse the rows of
+layers that are finished. A row's gradient is a sum over its consumers. Each consumer writes its term to a separate row,
+and tables list these rows.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from pallas_kernels.core.layouts import LANES
 
 NEIGHBOURS = 9
-"""Number of cells that a cell sees: the 3 x 3 around it, in row-major order."""
+"""Number of cells that a cell sees: itself and its eight neighbors, in row-major order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Layer:
     Attributes:
       first: the first row.
       lanes: number of rows, a multiple of a warpgroup's threads.
-      count: number of rows that have a gate or an input.
-      max_consumers: most consumers of a row.
+      count: number of rows with a gate or an input. The other rows are padding.
+      max_consumers: largest number of consumers of a row.
       copies: number of consecutive lanes that share their coefficients.
     """
 
@@ -51,16 +52,16 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes of an automaton on a grid, which determine its rows of shared memory.
+    """The sizes of an automaton on a grid. They determine its rows of shared memory.
 
     Attributes:
       batch, height, width, channels, periodic: sizes of the grid, and whether it is periodic.
-      kernels: number of perception's kernels.
-      perception, update: number of gates in each layer.
-      output_consumers: most consumers of an output, for each of perception's layers, then for each of update's layers
-        but the last, whose outputs are the next state.
-      neighbour_consumers: most consumers of one of the nine cells, in perception's first layer.
-      centre_consumers: most consumers of the center, in update's first layer.
+      kernels: number of kernels in perception.
+      perception, update: number of gates in each layer of perception and of the update.
+      output_consumers: largest number of consumers of an output, for each of perception's layers and then for each of
+        the update's layers except the last, whose outputs are the next state.
+      neighbour_consumers: largest number of consumers that an input has in perception's first layer.
+      centre_consumers: largest number of consumers that an input of the center cell has in the update's first layer.
     """
 
     batch: int
@@ -86,17 +87,17 @@ class Plan:
 
     @functools.cached_property
     def inputs(self) -> Layer:
-        """Rows of the inputs. At least one lane has no input; its row is 0."""
+        """Rows of the inputs. At least one lane has no input, and its row holds zeros."""
         return Layer(0, padded_lanes(self.neighbourhood + 1), self.neighbourhood, self.neighbour_consumers)
 
     @property
     def zeros(self) -> int:
-        """Index of a row of zeros, for rows with fewer consumers than others."""
+        """Index of a row of zeros. Tables use it for rows with fewer consumers than others."""
         return self.neighbourhood
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """Perception's layers, with a row for each gate, kernel, and channel, then update's layers."""
+        """Perception's layers, with one row per gate, kernel, and channel, followed by the update's layers."""
         counts = [gates * self.kernels * self.channels for gates in self.perception] + [*self.update]
         copies = [self.channels] * len(self.perception) + [1] * len(self.update)
         lanes = [padded_lanes(count) for count in counts]
@@ -105,12 +106,12 @@ class Plan:
 
     @functools.cached_property
     def coefficient_firsts(self) -> tuple[int, ...]:
-        """First coefficient row of each layer, and the end of the last layer."""
+        """Index of the first coefficient row of each layer, and the end of the last layer."""
         return tuple(itertools.accumulate((layer.coefficients for layer in self.layers), initial=0))
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """First gate of each layer among the lanes of all layers, and the end of the last layer."""
+        """Index of each layer's first gate among the lanes of all layers, and the end of the last layer."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
@@ -119,7 +120,7 @@ class Plan:
         return self.layers[-1].end
 
     def state_elements(self, cells: int) -> Layer:
-        """Return a layer with one lane for each channel of `cells` cells."""
+        """Return a layer with one lane for each state element: each channel of each of `cells` cells."""
         count = cells * self.channels
         return Layer(0, padded_lanes(count), count, 0)
 
@@ -130,7 +131,7 @@ class Plan:
 
     @functools.cached_property
     def forward_layers(self) -> tuple[Layer, ...]:
-        """The layers of the forward, which reuses the rows of a layer as soon as nothing reads them any more."""
+        """The layers in the forward, which reuses the rows of a layer as soon as no later step reads them."""
         layers = []
         for layer in self.layers:
             taken = [(0, self.inputs.lanes)] + [(before.first, before.end) for before in layers[-1:]]
@@ -144,12 +145,12 @@ class Plan:
 
     @functools.cached_property
     def gradients(self) -> "GradientRows":
-        """Rows of the gradients, which reuse the rows of finished layers, and a few more after the last layer's
-        rows."""
+        """Rows of the gradients. They reuse the rows of finished layers, and a few rows after the last layer's rows."""
         first_update, firsts, ends = len(self.perception), {}, {}
         for i in reversed(range(len(self.layers))):
             layer = self.layers[i]
-            # While these rows are written, the gates' inputs and the gradients of their consumers are still read.
+            # While these rows are written, other threads still read the inputs of the gates and the gradients that
+            # their consumers have written.
             taken = [(0, layer.first)] + [(firsts[k], ends[k]) for k in (i + 1, first_update) if k in firsts]
             firsts[i] = _gap(taken, 2 * layer.lanes)
             ends[i] = firsts[i] + 2 * layer.lanes
@@ -157,13 +158,14 @@ class Plan:
         taken = [(0, self.inputs.lanes)] + [(firsts[k], ends[k]) for k in (0, first_update)]
         sums_first = _gap(taken, padded_lanes(sum_count))
         sums = Layer(sums_first, padded_lanes(sum_count), sum_count, self.kernels)
-        # The outputs' gradients for the next cells are written while the gradients of these cells' inputs are summed.
+        # The gradients of the next cells' outputs are written while the gradients of these cells' inputs are summed.
+        # They need separate rows.
         outputs = dataclasses.replace(self.layers[-1], first=max(self.layers[-1].first, *ends.values(), sums.end))
         return GradientRows(tuple(firsts[i] for i in range(len(self.layers))), sums, outputs)
 
     @functools.cached_property
     def consumers(self) -> "ConsumerTables":
-        """The tables, which lie in one array, in the order of the fields of `ConsumerTables`."""
+        """The tables of consumers. They lie in one array, in the order of the fields of `ConsumerTables`."""
         sizes = [(layer.max_consumers, layer.lanes) for layer in self.layers]
         sizes.append((self.neighbour_consumers + self.centre_consumers, self.inputs.lanes))
         sizes.append((1, self.gradients.kernel_sums.lanes))
@@ -177,9 +179,9 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of rows of shared memory, `consumers` per lane and two packed into each integer.
+    """A table of rows of shared memory. It has `consumers` rows per lane, of which two are packed into each integer.
 
-    It takes `(pairs, lanes)` integers of a longer array, from `first` on.
+    It occupies `(pairs, lanes)` integers of a longer array, starting at `first`.
     """
 
     first: int
@@ -192,13 +194,13 @@ class Table:
 
 
 class ConsumerTables(NamedTuple):
-    """Tables of the rows to which consumers write gradients.
+    """Tables that list, for each row, the rows to which its consumers write gradients.
 
     Attributes:
-      layers: one table for each layer's rows.
+      layers: one table per layer, for the layer's rows.
       inputs: table for the inputs' rows.
-      kernel_sums: table for the sums over perception's kernels, with the row of the first kernel. The other kernels'
-        rows follow at a distance of `channels` rows each.
+      kernel_sums: table for the sums over perception's kernels. It lists only the first kernel's row; each further
+        kernel's row is `channels` rows later.
     """
 
     layers: tuple[Table, ...]
@@ -211,11 +213,12 @@ class GradientRows:
     """Rows of shared memory that hold gradients.
 
     Attributes:
-      firsts: first row that each layer writes: the gradients of its gates' a, then of their b. The layer before reads
-        these rows, and then they are free. The rows of update's first layer stay, because the inputs, which come last,
-        read them as well.
-      kernel_sums: gradients of perception's first layer after the sum over kernels, in the order role, gate, channel.
-      outputs: gradients of the last layer's rows.
+      firsts: for each layer, the first row to which its gates write gradients: first with respect to all a, then with
+        respect to all b. The rows are free when the layer before has read them. The rows of the update's first layer
+        stay longer, because the gradients of the inputs, which are computed last, also need them.
+      kernel_sums: gradients with respect to the inputs of perception's first layer, summed over kernels, in the order
+        (a or b, gate, channel).
+      outputs: gradients with respect to the last layer's rows.
     """
 
     firsts: tuple[int, ...]
@@ -224,7 +227,7 @@ class GradientRows:
 
     @property
     def count(self) -> int:
-        """Number of rows of the whole backward."""
+        """Number of rows in the backward, including the inputs and all layers."""
         return self.outputs.end
 
 
@@ -239,5 +242,5 @@ def _gap(taken, size):
 
 
 def padded_lanes(count: int) -> int:
-    """Return the number of lanes for `count` gates or inputs, a multiple of `LANES`."""
+    """Round a number of gates or inputs up to a multiple of `LANES`."""
     return -(-count // LANES) * LANES

@@ -1,7 +1,7 @@
 """The order in which the warpgroups of a CTA compute the lanes of all layers.
 
-A layer is divided into parts, each of which has as many lanes as fit into the registers of one warpgroup. A kernel is a
-list of steps, one for each part. Operands of a step are fetched from device memory a few steps ahead. All warpgroups
+A layer is divided into parts, each with at most as many lanes as fit in the registers of one warpgroup. A kernel is a
+list of steps, one per part. The operands of a step are fetched from device memory a few steps ahead. All warpgroups
 meet at a barrier after the last step of a layer, because the next layer reads rows that other warpgroups have written.
 """
 
@@ -20,14 +20,14 @@ from pallas_kernels.logic.automaton.config import WARPGROUPS, Config
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A warpgroup's lanes of a layer, limited to the number that fits into registers.
+    """A range of a layer's lanes that one warpgroup computes at a time.
 
     Attributes:
-      first: its first row.
-      offset: its first lane within the layer.
+      first: index of the part's first row.
+      offset: index of the part's first lane within the layer.
       lanes: number of lanes.
-      is_alone: whether there are lanes for one warpgroup only. All warpgroups then have the same part, and one of them
-        computes it.
+      is_alone: whether there are too few lanes for several warpgroups. All warpgroups then have the same part, and one
+        of them computes it.
       is_last: whether it is the last part of its layer.
     """
 
@@ -50,8 +50,9 @@ class Step:
       fetch: returns the fetched operands.
       compute: function of the fetched operands and, if there is `read`, of the result of `read`.
       is_last: whether it is the last step of its layer, whose rows the next layer reads.
-      read: function of the fetched operands that reads the rows which the previous step does not write. The previous
-        step ends with it, so that these rows arrive while that step waits.
+      read: function of the fetched operands that reads the rows of the step's inputs. The previous step must not write
+        these rows. `read` is called at the end of the previous step, so that the rows arrive while the warpgroup waits
+        for the others.
     """
 
     fetch: Callable[[], Any]
@@ -62,7 +63,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """The warpgroups of a CTA, seen by one of them."""
+    """The warpgroups of a CTA, from the view of the warpgroup with index `warpgroup`."""
 
     config: Config
     warpgroup: Any
@@ -71,8 +72,8 @@ class Team:
     def parts(self, layer):
         """Yield this warpgroup's parts of a layer."""
         warpgroups, done = self.config.warpgroups, 0
-        # If the number is known to be small, instructions encode constant offsets in addresses, which halves the
-        # registers.
+        # The mask tells the compiler that the index is small. Instructions can then encode constant offsets in
+        # addresses, which halves the number of registers.
         warpgroup = self.warpgroup & (WARPGROUPS - 1)
         while done < layer.lanes:
             shares = (layer.lanes - done) // (warpgroups * LANES)
@@ -82,7 +83,7 @@ class Team:
             yield Part(layer.first + offset, offset, lanes, is_alone=not shares, is_last=done == layer.lanes)
 
     def shares_slices(self, part, slices):
-        """Whether each warpgroup computes one of the `slices` slices of an `is_alone` part."""
+        """Return whether each warpgroup computes one slice of an `is_alone` part. `slices` is the number of slices."""
         return part.is_alone and 1 < slices == self.config.warpgroups
 
     def own(self, part, slices):
@@ -92,15 +93,16 @@ class Team:
         return slices
 
     def divide(self, part, slices, function):
-        """Call `function(slices)` for a part. If it `is_alone`, each warpgroup takes one slice, or the first takes the
-        only one."""
+        """Call `function(slices)` for a part. If the part `is_alone`, the slices are divided among the warpgroups, or
+        the first warpgroup takes the only slice."""
         if part.is_alone and not self.shares_slices(part, len(slices)):
             pl.when(self.warpgroup == 0)(functools.partial(function, slices))
         else:
             function(self.own(part, slices))
 
     def once(self, part, function, otherwise):
-        """Call `function()` for a part; return `otherwise` in warpgroups that leave the part to another."""
+        """Call `function()` for a part. If the part `is_alone`, only the first warpgroup calls it; the others return
+        `otherwise`."""
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
     def meet(self):
@@ -108,14 +110,14 @@ class Team:
         meet(self.barrier)
 
     def first_fetches(self, steps):
-        """Return what the first steps fetch before any step is computed."""
+        """Return the operands of the first steps, which are fetched before any step is computed."""
         return [step.fetch() for step in steps[: self.config.lookahead]]
 
     def run(self, steps, fetched, is_repeated):
-        """Compute the steps in order, and fetch ahead for later ones. Repeated steps fetch at the end for their next
-        repetition.
+        """Compute the steps in order, and fetch the operands of later steps ahead. With `is_repeated`, the last steps
+        fetch operands for the next repetition.
 
-        `fetched` holds the operands that the first steps have fetched. Returns the operands fetched for the repetition.
+        `fetched` holds the operands of the first steps. Return the operands that were fetched for the next repetition.
         """
         lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):

@@ -231,7 +231,7 @@ STATE = random_state(1, 4, 4, 1)
 REFUSED = {
     "a circuit of other channels": (
         lambda: CellularCircuit(life_gates(), 2),
-        "CellularCircuit: circuit has 9 inputs and 1 outputs; wants 18 and 2, nine times the channels and the channels",
+        "CellularCircuit: circuit has 9 inputs and 1 outputs; wants 18 and 2, nine inputs and one output per channel",
     ),
     "no channels": (
         lambda: CellularCircuit(life_gates(), 0),

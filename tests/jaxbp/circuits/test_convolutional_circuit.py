@@ -254,7 +254,7 @@ REFUSED = {
     ),
     "other channels": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES), (GATES, TREES)]),
-        "ConvolutionalCircuit: convolution 1 reads 2 channels; wants 3, the channels of its input",
+        "ConvolutionalCircuit: convolution 1 reads 2 channels; wants 3, the number of its input's",
     ),
     "a pool that is none": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES, dict(pool=0))]),

@@ -264,7 +264,7 @@ REFUSED = {
     ),
     "a gate that reads itself": (
         lambda: Netlist.from_gates(2, [1, 1], [0, 0], [1, 3], [0]),
-        "Netlist: b[1] is 3; wants at least 0 and below 3, the gate's own source",
+        "Netlist: b[1] is 3; wants at least 0 and below 3, the source of the gate itself",
     ),
     "an output from nowhere": (
         lambda: Netlist.from_gates(2, [1], [0], [1], [2, -1]),

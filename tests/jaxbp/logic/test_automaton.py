@@ -39,12 +39,12 @@ MOORE, LAST = Wires.moore(), Wires.random(2 + 2 * 8, 2, seed=0)
         (lambda: Automaton.create(2, 1, [8], [3], False, 0), r"update_widths is \[3\]; wants 2 last"),
         (lambda: Automaton.create(2, 1, [8, 3], [2], False, 0), "perception_widths has 3 gates after 8 inputs"),
         (lambda: Automaton.from_wires([], [LAST], 2, False), "perception is empty; wants at least one layer"),
-        (lambda: Automaton.from_wires([LAST], [LAST], 2, False), r"perception\[0\] reads 18 inputs; wants the 9 cells"),
+        (lambda: Automaton.from_wires([LAST], [LAST], 2, False), r"perception\[0\] reads 18 inputs; wants 9, one"),
         (lambda: Automaton.from_wires([MOORE], [LAST], 3, False), r"update\[-1\] has 2 gates; wants 3"),
         (lambda: Automaton.from_wires([MOORE], [MOORE, LAST], 2, False), r"update\[1\] reads 18 inputs; wants 8"),
         (
             lambda: Automaton.from_wires([MOORE], [Wires.random(19, 2, seed=0)], 2, False),
-            r"update\[0\] reads 19 inputs; wants 2, the channels, and a multiple of 16",
+            r"update\[0\] reads 19 inputs; wants 2, one per channel, plus a multiple of 16",
         ),
     ],
 )

@@ -137,7 +137,7 @@ REFUSED = {
     "groups that do not divide": (
         lambda: jaxbp.group_sum(zeros(2, 7), 3),
         ValueError,
-        "group_sum: x has shape (2, 7) and groups is 3; wants a divisor of its last axis",
+        "group_sum: x has shape (2, 7) and groups is 3; wants groups to divide x's last axis",
     ),
     "a tau of nothing": (
         lambda: jaxbp.group_sum(zeros(2, 6), 3, tau=0),

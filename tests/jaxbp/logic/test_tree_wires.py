@@ -55,7 +55,7 @@ LEAVES = np.zeros((1, 2, 3), int)
 REFUSED = {
     "three leaves": (
         lambda: TreeWires.from_leaves(np.zeros((1, 3, 3), int), 1, 3),
-        "TreeWires.from_leaves: leaves has shape (1, 3, 3); wants (kernels, leaves, 3), with a power of two of leaves",
+        "TreeWires.from_leaves: leaves has shape (1, 3, 3); wants (kernels, leaves, 3), where leaves is a power of two",
     ),
     "one leaf": (
         lambda: TreeWires.from_leaves(np.zeros((1, 1, 3), int), 1, 3),

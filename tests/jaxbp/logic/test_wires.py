@@ -118,12 +118,12 @@ REFUSED = {
     "an input that is not there": (
         lambda: Wires.from_pairs([0, 5], [1, 2], 5),
         ValueError,
-        "Wires.from_pairs: a[1] is 5; wants at least 0 and below 5, the inputs",
+        "Wires.from_pairs: a[1] is 5; wants at least 0 and below 5, the number of inputs",
     ),
     "a negative input": (
         lambda: Wires.from_pairs([0], [-1], 5),
         ValueError,
-        "Wires.from_pairs: b[0] is -1; wants at least 0 and below 5, the inputs",
+        "Wires.from_pairs: b[0] is -1; wants at least 0 and below 5, the number of inputs",
     ),
     "lists of two lengths": (
         lambda: Wires.from_pairs([0, 1], [1], 5),

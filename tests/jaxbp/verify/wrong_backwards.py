@@ -741,12 +741,13 @@ HEAD = """# Wrong backwards
 
 | question | answer |
 |---|---|
-| what is this? | wrong backwards from the code of other projects, each rewritten as a small pair |
-| does a check catch them? | it catches all of them; the table gives the data that reveals each mistake |
+| what is this page? | a list of wrong backwards from the code of other projects, each rewritten as a small pair |
+| does `jaxbp.verify.check` find them? | yes, all of them; the table gives the data that reveals each mistake |
 | where is the code? | `tests/jaxbp/verify/wrong_backwards.py`, which generates this page |
 
-Most of these backwards passed tests that used a dy of ones, square matrices, positive numbers, numbers away from 0, or
-a single row. The mistakes determined the data that a check adds to the user's data.
+Most of these backwards passed tests of the other projects. Those tests used a dy of ones, square matrices, positive
+numbers, numbers away from 0, or a single row. A check therefore adds data to the user's data, and this list determined
+which data it adds. In the table, "own data" is the user's data, and all other names are added data.
 
 | op | mistake | reported in | argument and data of the first failure, and the reported cause |
 |---|---|---|---|

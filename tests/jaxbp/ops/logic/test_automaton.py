@@ -314,7 +314,7 @@ def test_bad_input_is_named(change, error, message):
 @pytest.mark.parametrize("key", [0, jnp.zeros(3), jax.random.split(KEY)])
 def test_what_is_no_key_is_named(key):
     logits, state, _ = operands(automaton())
-    with pytest.raises(TypeError, match=r"automaton_step: key is a .*; wants one key, as jax.random.key gives it"):
+    with pytest.raises(TypeError, match=r"automaton_step: key is a .*; wants one key, as jax.random.key returns it"):
         jaxbp.automaton_step(logits, automaton(), state, key=key, fire_rate=0.5)
 
 

@@ -160,7 +160,9 @@ def test_groups_are_sums_of_neighbouring_gates(implementation, dtype):
 
 @pytest.mark.parametrize("groups", [0, 4, True, 2.0])
 def test_groups_that_do_not_divide_the_gates_are_refused(groups):
-    with pytest.raises(ValueError, match=r"gate_layer: groups is .*; wants None, or a divisor of the 6 gates"):
+    with pytest.raises(
+        ValueError, match=r"gate_layer: groups is .*; wants None, or a divisor of 6, the number of gates"
+    ):
         jaxbp.gate_layer(jnp.zeros((6, 16)), SHARED, jnp.zeros((2, 5)), groups=groups)
 
 
