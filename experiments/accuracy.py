@@ -1,8 +1,8 @@
 """Measure the errors of results and gradients against float64, next to autodiff's errors in the same dtype.
 
-The data is moved to offsets and scales at which a formula loses digits, such as a mean of numbers around 1e5, or a
-probability that is almost 1. If an implementation loses digits there and autodiff does not, the implementation is at
-fault. Most often it saved a rounded number for its backward.
+The data is shifted and scaled to locations at which a formula may lose digits, such as numbers around 1e5 or a
+probability that is almost 1. If an implementation loses digits at a location and autodiff does not, the implementation
+has a fault. Most often, it saved a rounded number for its backward.
 """
 
 import dataclasses
@@ -24,17 +24,18 @@ OFFSETS = (0.0, 1.0, 1e2, 1e4, 1e5)
 SCALES = (1e-4, 1e-2, 1.0, 10.0, 1e2, 1e4)
 DRAWS = 32
 NEARLY_ALL = 0.95
-"""The quantile over all rows in all draws."""
+"""The quantile, over the rows of all draws, that is reported as the error of a location."""
 ALLOWED = 1.5
 """The largest allowed ratio between an implementation's error and autodiff's error."""
 ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
-"""Errors of this many roundings, of ε/2 each, are always allowed. Half precisions are computed in float32 and rounded
-at the end."""
+"""Errors up to this number of roundings, of ε/2 each, are always allowed. The number is smaller for half precisions,
+which are computed in float32 and rounded once at the end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The location of the data: `offset + scale * drawn`, in the named argument or in all movable arguments."""
+    """A location of the data: the named argument, or all movable arguments, are `offset + scale * drawn`, where `drawn`
+    is random."""
 
     offset: float
     scale: float
@@ -43,14 +44,16 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """The relative error of an op's result or gradient, and autodiff's error: a quantile over rows and draws.
+    """The relative error of an op's result or gradient, and autodiff's error. Both are quantiles over rows and draws.
 
     Attributes:
-      op, dtype, implementation: what ran.
-      result: "value" and its number, or "gradient in" and an argument.
+      op, dtype, implementation: the op that ran, its dtype, and its implementation.
+      result: "value" followed by the index of a result, or "gradient in" followed by the name of an argument.
       place: the location of the data.
-      error, native: `‖a - e‖ / ‖e‖` of the implementation and of "autodiff", with e in float64.
-      excess: the error as a share of the allowed error; 0 where autodiff has no correct digit. Above 1 is a failure.
+      error, native: `‖a - e‖ / ‖e‖`, where a is a row of the implementation's result for `error`, and of autodiff's
+        result for `native`. e is the same row in float64.
+      excess: the error divided by the allowed error, or 0 if autodiff has no correct digit. A value above 1 is a
+        failure.
     """
 
     op: str
@@ -71,13 +74,15 @@ def accuracy(
     scales: Sequence[float] = SCALES,
     draws: int = DRAWS,
 ) -> Iterator[Accuracy]:
-    """Yield the accuracy of ops of the catalogue, one case per op, at every offset and scale.
+    """Yield the accuracy of ops of the catalogue at every offset and scale, for one case per op.
 
-    Arguments are moved all at once, and one by one. The gradient `dy`, weights and integers are not moved. A location
-    is left out if the dtype cannot hold the data, or if numbers become equal that an op must tell apart.
+    All arguments are moved at once, and then each argument separately. The gradient `dy`, weights, and integers are not
+    moved. A location is left out if the data overflows in the dtype, or if rounding makes numbers equal that an op must
+    tell apart.
 
     Args:
-      cases: maps the names of rows to ops and cases. All form one program, which compiles faster than many.
+      cases: maps the name of each row to an op and a case. All cases form one program, which compiles faster than
+        separate programs.
       implementations, dtypes, offsets, scales: what to measure.
       draws: the number of random draws at each location.
     """
@@ -102,7 +107,8 @@ def accuracy(
 
 
 def _program(drawn, implementation):
-    """Return a program from `name -> (values, cotangents)` to name -> result -> arrays over locations and draws.
+    """Return a compiled function from `name -> (values, cotangents)` to `name -> result -> array`, with axes for
+    locations and draws.
 
     The compiler must keep every rounding. By default it may drop roundings between operations that it fuses.
     """
@@ -114,7 +120,7 @@ def _program(drawn, implementation):
 
 
 def _compared(dtype, places, *results):
-    """Return (result, place, errors) for each result at each location, with the errors from `_errors`."""
+    """Return (result, place, errors) for each result and location, where `errors` comes from `_errors`."""
     found = []
     for result, (i, place) in itertools.product(results[0], enumerate(places)):
         errors = _errors(dtype, *(of[result][i] for of in results))
@@ -156,7 +162,7 @@ class _Drawn:
         self.apart = [i for i, kind in enumerate(case.floats) if kind.apart]
 
     def function(self, implementation: str):
-        """Return a function `(values, cotangents)` to result -> array under one implementation."""
+        """Return a function from `(values, cotangents)` to `result -> array` that uses one implementation."""
         function = self._of_floats(implementation)
 
         def named(values, cotangents):
@@ -171,7 +177,8 @@ class _Drawn:
         return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
 
     def moved(self, offsets, scales, dtype):
-        """Return the locations that the dtype can hold, and the arguments there, with axes (location, draw, ...)."""
+        """Return the locations whose data the dtype can hold, and the arguments at these locations, with axes
+        (location, draw, ...)."""
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
         for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):
@@ -192,12 +199,12 @@ class _Drawn:
 
 
 def _differ(values):
-    """Return whether every draw has distinct numbers only."""
+    """Return whether all numbers within each draw are different."""
     return all(np.unique(a).size == a.size for a in values.astype(np.float64))
 
 
 class _Errors(NamedTuple):
-    """The fields of `Accuracy`."""
+    """The errors in `Accuracy`."""
 
     error: float
     native: float
@@ -205,11 +212,13 @@ class _Errors(NamedTuple):
 
 
 def _errors(dtype, actual, native, exact, by_formula):
-    """Return (error, autodiff's error, excess) over what the dtype can hold; None if it can hold nothing.
+    """Return (error, autodiff's error, excess) over the elements that the dtype can hold, or None if it can hold no
+    element.
 
-    The exact result is known only as far as two ways to compute it in float64 agree. If autodiff is correct to a few
-    roundings in nearly every row, the other implementations must be too. Elsewhere sums cancel, and an implementation
-    may be correct by chance.
+    `exact` and `by_formula` compute the result in float64 in two ways. Their difference, the uncertainty of the exact
+    result, is added to the allowed error. If autodiff is correct to a few roundings in nearly every row, the
+    implementation must be as well. Otherwise sums cancel, and results may be correct by chance, so the median over rows
+    is compared.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))
@@ -226,6 +235,6 @@ def _errors(dtype, actual, native, exact, by_formula):
 
 
 def _norms(a):
-    """Return the norm of each row in each draw; infinite for a row with a NaN."""
+    """Return the norm of each row of each draw. The norm of a row with a NaN is infinite."""
     norms = np.linalg.norm(a.reshape(-1, a.shape[-1] if a.ndim > 1 else 1), axis=1)
     return np.where(np.isnan(norms), np.inf, norms)

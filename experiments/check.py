@@ -7,13 +7,14 @@
     python -m experiments.check --accuracy --dtype float32 bfloat16 float16 --implementations xla pallas
     python -m experiments.check --repeat 100                     # 100 runs must give the same bits
 
-The exit code is 1 if an implementation failed; one line per failure shows the worst element. `jaxbp.verify.check`
-documents the comparisons, and also checks your own ops. The options select two other checks:
+The exit code is 1 if an implementation failed. One line per failure shows the worst element. The documentation of
+`jaxbp.verify.check` describes the comparisons; this function also checks your own ops. Two options select other checks:
 
-- `--accuracy` measures the error of each implementation against float64, next to the error of autodiff in the same
-  dtype, over offsets and scales of the data (`experiments.accuracy`). The exit code is 1 if an error is too large.
-- `--repeat` runs each op with its gradients repeatedly, on a GPU at real sizes. The exit code is 1 if a run gives other
-  bits than the first run.
+- `--accuracy` measures the error of each implementation against float64, and compares it with the error of autodiff in
+  the same dtype. It does so for several offsets and scales of the data (`experiments.accuracy`). The exit code is 1 if
+  an error is too large.
+- `--repeat` runs each op with its gradients repeatedly, on a GPU at realistic sizes. The exit code is 1 if the bits of
+  a run differ from the bits of the first run.
 """
 
 import dataclasses
@@ -53,19 +54,20 @@ class CheckConfig:
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ("pallas", "xla", "autodiff")
     """Implementations to check."""
     order: Literal[1, 2, 3] = 2
-    """1 checks values and gradients; 2 and 3 also check second and third derivatives."""
+    """Highest order of derivatives to check. 1 checks values and gradients; 2 and 3 also check second and third
+    derivatives."""
     accuracy: bool = False
-    """Instead, measure the error against float64, also for data that are far from zero, large, or small."""
+    """Measure the errors against float64 instead, also for data that is far from zero, large, or small."""
     repeat: int | None = None
-    """Instead, run each op with its gradients this many times, and compare the bits."""
+    """Run each op with its gradients this number of times instead, and compare the bits of the results."""
     seed: int = 0
-    """Seed of the arguments."""
+    """Seed from which the arguments are drawn."""
     scale: float = 1.0
-    """Factor of all arguments except probabilities."""
+    """Factor by which all arguments except probabilities are multiplied."""
     verbose: bool = False
     """Whether to print one row per compared result."""
     json: Path | None = None
-    """File for the rows."""
+    """JSON file to which the rows are written."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -127,7 +129,7 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
         *args,
         implementations=config.implementations,
         order=config.order,
-        # The derivative of a backward has no convention at a kink.
+        # At a kink of a backward, no convention defines the derivative.
         kink_convention=entry.kink_convention and "_backward" not in entry.name,
         added=[name for name in EXTRA_DATA if name != "dtypes"],  # `--dtype` selects the dtypes
         seed=config.seed,
@@ -136,7 +138,8 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
 
 
 def repeat_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
-    """Check that an op and its gradients always give the same bits: in the small case, or in the real ones on a GPU."""
+    """Check that repeated runs of an op and its gradients give the same bits. On a GPU, check the realistic cases,
+    elsewhere the small case."""
     cases, rows = entry.real.values() if jax.default_backend() == "gpu" else [entry.small], []
     for case, implementation in itertools.product(cases, config.implementations):
         data = f"{config.repeat} runs"
@@ -146,7 +149,7 @@ def repeat_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
         except NotImplementedError as error:
             rows.append(row("skipped", reason=str(error)))
             continue
-        reason = f"{others} of {data} have other bits than the first"
+        reason = f"{others} of {data} differ in bits from the first run"
         rows.append(row("failed", reason=reason) if others else row("ok", relative=0.0))
     return CheckResult(tuple(rows))
 

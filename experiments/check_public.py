@@ -1,7 +1,7 @@
-"""Check the gradients that autodiff gives for public functions of JAX and of packages based on it. All must pass.
+"""Check autodiff's gradients of public functions, from JAX and from packages that are based on JAX. All must pass.
 
-    python -m experiments.check_public                           # all that are installed, three seeds each
-    python -m experiments.check_public jax.nn optax --seeds 1    # names that begin with these words
+    python -m experiments.check_public                           # functions of all installed packages, three seeds each
+    python -m experiments.check_public jax.nn optax --seeds 1    # functions whose names begin with these words
 
 The command prints one line per function, with its failures below it, and exits with 1 if a function failed.
 """
@@ -20,19 +20,19 @@ from experiments.public_functions import PublicFunction, public_functions
 from jaxbp.verify import CheckResult, check
 
 CLEARED_EVERY = 20
-"""Functions after which JAX's compilation caches are cleared."""
+"""Number of functions after which JAX's compilation caches are cleared."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckPublicConfig:
-    """Check the gradients that autodiff gives for public functions."""
+    """Check autodiff's gradients of public functions."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Beginnings of names; by default all."""
+    """Beginnings of the names of functions to check. By default all functions."""
     seeds: int = 3
-    """Draws of the arguments, one check each."""
+    """Number of random draws of the arguments. Each draw is checked once."""
     order: int = 1
-    """The order of `check`."""
+    """Highest order of derivatives to check."""
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_SPAWN = multiprocessing.get_context("spawn")  # JAX's threads do not live through a fork
+_SPAWN = multiprocessing.get_context("spawn")  # JAX's threads do not survive a fork
 KEPT_CHARACTERS = 2000
 STACK = re.compile(r"^ *@ +0x.*\n?", re.MULTILINE)
-"""The C++ stack of an abort. It follows the message, and is long."""
+"""The C++ stack trace that follows the message of an abort. It is long, and is removed."""
 
 
 @dataclasses.dataclass
@@ -25,9 +25,9 @@ class Done:
 
     Attributes:
       task: the task.
-      results: the results until the end of the task or of the process.
-      death: how the process ended, if it ended before the task: "SIGABRT", "exit code 1" or "no answer in 9 s".
-      said: the last text that the process wrote to stderr during the task, if it died.
+      results: the results that the task yielded before it or its process ended.
+      death: if the process ended before the task did, how it ended: "SIGABRT", "exit code 1" or "no answer in 9 s".
+      said: if the process died, the last text that it wrote to stderr during the task.
     """
 
     task: Any
@@ -41,12 +41,12 @@ def in_children(
 ) -> Iterator[Done]:
     """Run the tasks in `processes` processes, and yield the outcome of each task, in the order of the tasks.
 
-    `work` is a function of a module, which yields the results of a task. A process that neither yields a result nor
-    ends the task for `limit` seconds is killed. The next task is taken when a process is free. The text that a process
-    writes to stderr is kept if it dies. Processes share GPUs.
+    `work` is a function at the top level of a module. It yields the results of a task. If a process neither yields a
+    result nor ends its task for `limit` seconds, it is killed. The next task is taken from `tasks` when a process is
+    free. If a process dies, the last text that it wrote to stderr is kept. All processes share the GPUs.
 
     Raises:
-      RuntimeError: a process dies before it begins its first task.
+      RuntimeError: if a process dies before it begins its first task.
     """
     share_gpus()
     children, order = [], collections.deque()
@@ -74,7 +74,8 @@ def in_children(
 
 
 def share_gpus() -> None:
-    """Leave GPU memory to other processes, unless the environment decides otherwise. Call this before JAX starts."""
+    """Let JAX allocate GPU memory as needed, so that other processes can use the rest, unless the environment sets this
+    already. Call this before JAX starts."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
@@ -90,7 +91,7 @@ class _Child:
         self.is_free, self.has_started = True, False
 
     def do(self, task: Any, limit: float) -> Done:
-        """Run a task. If the process dies, it is never free again."""
+        """Run a task, and return its outcome. If the process dies, it is not used again."""
         results = []
         try:
             self.has_started = self.has_started or self.connection.recv()

@@ -4,9 +4,9 @@
     python -m experiments.compare lenet --steps 200 --html lenet.html --json lenet.json
     python -m experiments.compare lenet --precision mixed_bfloat16 --implementations xla autodiff
 
-`jaxbp.verify.compare` compares the loss, the gradient of every parameter, and the product of the Hessian with a random
-direction, on one batch. Then every implementation trains for `--steps` steps from the same seed. `--html` writes a page
-in one file, which includes its pictures.
+`jaxbp.verify.compare` compares the loss, the gradient with respect to every parameter, and the product of the Hessian
+and a random direction, on one batch. Then every implementation trains for `--steps` steps from the same seed. `--html`
+writes a page, including its pictures, as a single file.
 """
 
 import dataclasses
@@ -46,19 +46,19 @@ class CompareConfig(Generic[Config]):
 
     experiment: tyro.conf.OmitArgPrefixes[Config]
     steps: int = 50
-    """Training steps for each implementation; 0 for none."""
+    """Number of training steps for each implementation. With 0, no implementation trains."""
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ()
-    """Implementations to compare with autodiff. By default pallas and xla; without a GPU only xla."""
+    """Implementations to compare with autodiff. By default pallas and xla, or only xla without a GPU."""
     matmul_precision: Literal["default", "highest"] = "default"
     """Precision of float32 products: jaxbp's default (TF32 on a GPU), or true float32."""
     second_order: bool = True
-    """Whether to compare the product of the Hessian with a random direction."""
+    """Whether to compare the products of the Hessian and a random direction."""
     seconds: float = 0.05
-    """Least time of a timing round."""
+    """Shortest duration of a timing round, in seconds."""
     json: Path | None = None
-    """File for the numbers."""
+    """JSON file to which all numbers are written."""
     html: Path | None = None
-    """File for the page."""
+    """HTML file to which the page is written."""
 
     def __post_init__(self):
         if self.steps < 0:
@@ -84,7 +84,8 @@ def _main(config: CompareConfig, command: str) -> int:
 
 
 def run(config: CompareConfig, command: str) -> dict[str, Any]:
-    """Compare, print tables, and return all numbers as plain values. They are written after every part."""
+    """Compare, print tables, and return all numbers as plain values. The result file is rewritten after each part of
+    the comparison."""
     experiment = config.experiment
     if not any(field.name == "implementation" for field in dataclasses.fields(experiment)):
         raise UserError(f"{experiment.name} has no setting `implementation`: there is nothing to compare")
@@ -132,7 +133,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
 def _default_implementations() -> tuple[str, ...]:
     if jax.default_backend() == "gpu":
         return ("pallas", "xla")
-    print("no GPU: pallas is left out, because kernels would run in an interpreter; times are CPU times")
+    print("no GPU: pallas is left out, because its kernels would run in an interpreter; times are CPU times")
     return ("xla",)
 
 

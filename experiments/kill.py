@@ -3,9 +3,9 @@
     python -m experiments.kill                                   # LeNet on the digits, 50 times
     python -m experiments.kill logic --kills 10 --epochs 60
 
-Each kill comes at a random moment of one of three kinds: at any time after the start, shortly after a checkpoint, or
-while the process writes a file. After each kill, the newest checkpoint must be intact. The exit code is 1 if the final
-bits differ.
+Kills come at random moments of three kinds: at any time after the start, shortly after a checkpoint, or while the
+process writes a file. After each kill, the newest checkpoint must be intact. The exit code is 1 if the final bits
+differ.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from experiments.training.loop import TIMINGS
 
 POLL_SECONDS = 0.0005
 Command = Callable[[Path], Sequence[str]]
-"""`run_dir -> the command` that starts or resumes the run there."""
+"""A function from a run directory to the command that starts or resumes the run in this directory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +36,14 @@ class KillConfig:
     """Kill and resume a training run repeatedly, and compare its result with an uninterrupted run."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "lenet"
-    """An experiment of experiments.train."""
+    """Name of an experiment of experiments.train."""
     kills: int = 50
-    """Processes to kill."""
+    """Number of times that the run is killed."""
     epochs: int | None = None
-    """Epochs of the run. None: four times the kills, because a process may complete a few before it is killed."""
+    """Number of epochs of the run. None: four times the number of kills, because a process may complete a few epochs
+    before it is killed."""
     seed: int = 0
-    """Seed of the moments."""
+    """Seed from which the moments of the kills are drawn."""
 
     def __post_init__(self):
         if self.kills < 1:
@@ -71,12 +72,12 @@ def run(config: KillConfig, _: str) -> int:
             print(f"kill {number} of {config.kills}, {moment}: the checkpoint of epoch {epoch} is intact", flush=True)
         finish(command, killed)
         same = outcome(whole) == outcome(killed)
-    print(f"killed {config.kills} times, the run ended in {'the same' if same else 'OTHER'} bits")
+    print(f"killed {config.kills} times; the final bits are {'the same' if same else 'DIFFERENT'}")
     return 0 if same else 1
 
 
 def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int = 0) -> Iterator[str]:
-    """Yield the kind of moment after each kill.
+    """Start or resume the run and kill it, repeatedly. After each kill, yield the kind of its moment.
 
     Raises:
       BrokenRun: if a process ends before it is killed, or its newest checkpoint is corrupt.
@@ -105,7 +106,7 @@ def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int 
 def finish(command: Command, run_dir: Path) -> None:
     finished = subprocess.run(command(run_dir), capture_output=True, text=True, check=False)
     if finished.returncode:
-        raise BrokenRun(f"a process ended with {finished.returncode}: {finished.stderr[-500:]}")
+        raise BrokenRun(f"a process ended with exit code {finished.returncode}: {finished.stderr[-500:]}")
 
 
 def outcome(run_dir: Path) -> tuple:

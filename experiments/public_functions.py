@@ -1,6 +1,6 @@
-"""Public functions whose autodiff gradients are correct, so that a check of them must pass.
+"""Public functions for which autodiff's gradients are correct. A check of each function must therefore pass.
 
-Each entry gives the function and its arguments. Functions of packages that are not installed are left out.
+Each entry consists of a function and its arguments. Functions of packages that are not installed are left out.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class PublicFunction:
 
     Attributes:
       arguments: the shape and the kind of each argument. A kind is a key of `KINDS`.
-      settings: further arguments of `check`.
+      settings: keyword arguments that are passed to `check`.
     """
 
     name: str
@@ -73,11 +73,12 @@ BINARY = {
 }
 SYSTEM = (SQUARE, "definite"), ((3,), "normal")
 LINALG_SETTINGS = dict(added=("cotangents", "dtypes"))
-"""A matrix that is rounded or has ties may be singular or no longer definite."""
+"""Kinds of extra data that `check` uses for matrices. The other kinds round a matrix or give it equal entries, and the
+result may be singular or not definite."""
 
 
 def flash_attention(q, k, v, block=2):
-    """Compute softmax attention one block of keys after the other, with running maxima and sums in float32."""
+    """Compute softmax attention over one block of keys after the other, with running maxima and sums in float32."""
     scale = q.shape[-1] ** -0.5
     blocks = lambda a: a.reshape(-1, block, a.shape[-1])  # noqa: E731
 
@@ -132,7 +133,7 @@ def dot_product_attention(q, k, v):
 
 
 def public_functions() -> list[PublicFunction]:
-    """Return functions of JAX, the ports in this file, and functions of the installed packages."""
+    """Return functions of JAX, the reimplementations in this file, and functions of the installed packages."""
     found = []
     for table, count in ((UNARY, 1), (BINARY, 2)):
         for (module, kind), names in table.items():

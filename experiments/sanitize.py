@@ -1,4 +1,4 @@
-"""Run the kernels of every op under NVIDIA's compute-sanitizer. Each op and tool has one process with a time limit.
+"""Run the kernels of every op under the tools of NVIDIA's compute-sanitizer, with one process per op and tool.
 
     pip install nvidia-cuda-sanitizer-api                       # installs a newer compute-sanitizer than most toolkits
     python -m experiments.sanitize --json sanitizer.json
@@ -6,31 +6,32 @@
 
     python -m experiments.sanitize --processes 8 --limit 60 --attempts 3
 
-A process computes the value and gradients of one op with `implementation="pallas"`, in its small case, in float32 and
-bfloat16. A crash therefore identifies the op. CUDA's allocator allocates the memory, because XLA's pool would hide
-accesses beyond the end of an array. Programs do not become CUDA graphs.
+A process computes the value and gradients of one op with `implementation="pallas"`, for the op's small case, in float32
+and bfloat16. A crash therefore affects only this op. Every array is allocated by CUDA, because XLA's memory pool would
+hide accesses beyond the end of an array. CUDA graphs are disabled.
 
-The command prints one line per process, and its findings. `EXPLAINED` lists the findings that are harmless or not
-caused by jaxbp, with the reason. The exit code is 1 if a tool found something else, or a process failed or timed out.
-The JSON file is written after each process. In addition to the fields of every result file
+The command prints one line per process, followed by the findings. `EXPLAINED` lists findings that are harmless or not
+caused by jaxbp, each with the reason. The exit code is 1 if a tool reported any other finding, or if a process failed
+or timed out. The JSON file is rewritten after each process. In addition to the fields of every result file
 (`experiments/output/results.py`), it contains:
 
     explained      name -> reason
     rows           one object per op and tool, from its last process: op, tool, outcome, code (the exit code), seconds,
                    attempts (the number of processes), findings, and output (the last printed lines, if they are useful)
 
-A finding has its message, its kernel, its count, and the name of its explanation or null. The outcomes are:
+The fields of a finding are its message, its kernel, its count, and the name of its explanation or null. The outcomes
+are:
 
-    clean              the tool found nothing
+    clean              the tool reported no finding
     explained          all findings are explained
-    found              the tool found something else
-    crashed at exit    like clean or explained, but the process died after all kernels ran and the tool gave its summary
-    failed             a kernel did not run, or there is no summary
-    timed out          the time limit ended the process, and nothing was found until then
+    found              the tool reported a finding that is not explained
+    crashed at exit    clean or explained, but the process died after all kernels and the tool's summary
+    failed             a kernel did not run, or the tool printed no summary
+    timed out          the process exceeded the time limit, and the tool reported nothing before
 
-The last two outcomes are inconclusive. Under the tools, processes sometimes die at exit or hang in XLA's compiler, and
-succeed on another attempt. `--attempts` limits the attempts. Up to version 2026.4 at least, initcheck does not track
-bulk copies of tensors to device memory, and reports the kernels that read the copied data.
+The last two outcomes are inconclusive. Under the tools, processes sometimes die at exit or hang in XLA's compiler, but
+succeed on another attempt. `--attempts` limits the number of attempts. At least up to version 2026.4, initcheck does
+not track bulk copies of tensors to device memory. It therefore reports kernels that read the copied data.
 """
 
 import collections
@@ -55,7 +56,8 @@ from experiments.output.errors import UserError, kept_in, refuse_unknown, run_co
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
-    """Findings that are not mistakes of jaxbp. Each pattern must match at the start of the field that it names."""
+    """Findings that are not mistakes of jaxbp. A finding is explained if each pattern matches the beginning of the
+    finding's field."""
 
     name: str
     reason: str
@@ -63,7 +65,7 @@ class Explained:
     op: str = ""
     kernel: str = ""
     text: str = ""
-    """The pattern of the lines of the finding, joined by spaces."""
+    """Pattern for the lines of the finding, joined by spaces."""
 
 
 EXPLAINED = (
@@ -94,12 +96,12 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) \w+(?! were)\b", re.MULTILINE)
 UNPRINTED = re.compile(r"^=+ \w+ SUMMARY: (\d+) \w+ were not printed", re.MULTILINE)
 BLOCK = re.compile(r"^=+ (?!COMPUTE-SANITIZER|\w+ SUMMARY|Target|Error: process)(\S.*(?:\n=+  +\S.*)*)", re.MULTILINE)
-"""A finding: one line, and the indented lines that belong to it."""
+"""Pattern for a finding: one line, and the indented lines that belong to it."""
 KERNEL = re.compile(r"\bat (?:0x[0-9a-f]+ in ([^(\n]+)|(\S.*?)\+0x)")
 PRINTED = 100_000
-"""The limit of findings that the tool prints per process."""
+"""The largest number of findings that the tool prints per process."""
 FOUND = 99
-"""The exit code of compute-sanitizer after a finding."""
+"""The exit code of compute-sanitizer if it reports a finding."""
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
@@ -115,19 +117,19 @@ class SanitizeConfig:
     """Run the kernels of ops under the tools of NVIDIA's compute-sanitizer."""
 
     ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of ops, separated by spaces; by default all ops of the catalogue."""
+    """Names of the ops to run, separated by spaces. By default all ops of the catalogue."""
     tools: tuple[Literal["memcheck", "racecheck", "initcheck", "synccheck"], ...] = TOOLS
-    """Tools of compute-sanitizer."""
+    """Tools of compute-sanitizer to run."""
     limit: float = 300.0
     """Seconds after which a process is killed."""
     attempts: int = 2
-    """The limit of processes per op and tool. A new one starts if one fails or times out."""
+    """The largest number of processes per op and tool. If a process fails or times out, the next one starts."""
     processes: int = 1
     """The number of processes that run at the same time."""
     json: Path | None = None
-    """File for the rows."""
+    """JSON file to which the rows are written."""
     child: bool = False
-    """Run the kernels of one op in this process. compute-sanitizer runs this command."""
+    """Name of one op, whose kernels run in this process. compute-sanitizer runs the command with this option."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -200,7 +202,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
         "--print-limit",
         str(PRINTED),
         "--show-backtrace",
-        "device",  # a host backtrace has about fifty lines per finding
+        "device",  # a backtrace of the host would have about fifty lines per finding
         "--target-processes",
         "application-only",  # not the compilers that the application runs
     ]
@@ -214,7 +216,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
     try:
         printed, code = process.communicate(timeout=limit)[0], process.returncode
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with the process that the sanitizer started
+        os.killpg(process.pid, signal.SIGKILL)  # also kills the process that the sanitizer started
         printed, code = process.communicate()[0], None
     text = printed.decode(errors="replace")
     findings = findings_in(text, tool, name)
@@ -231,7 +233,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
 
 
 def findings_in(text: str, tool: str, op: str) -> list[dict[str, Any]]:
-    """Return the findings that a tool printed for an op, with equal ones counted together."""
+    """Return the findings that a tool printed for an op. Equal findings are counted together."""
     counts: collections.Counter = collections.Counter()
     for block in BLOCK.findall(text):
         lines = [line.lstrip("= ") for line in block.splitlines()]
@@ -258,7 +260,8 @@ def findings_in(text: str, tool: str, op: str) -> list[dict[str, Any]]:
 
 
 def outcome_of(text: str, code: int | None, findings: Sequence[dict[str, Any]]) -> str:
-    """Return the outcome, from the printed text, the exit code (None after a timeout), and the findings."""
+    """Return the outcome of a process, given the printed text, the exit code (None after a timeout), and the
+    findings."""
     summaries = [int(count) for count in SUMMARY.findall(text)]
     if any(finding["explained"] is None for finding in findings) or (any(summaries) and not findings):
         return "found"
@@ -282,7 +285,7 @@ def run_kernels(name: str) -> int:
 
     (entry,) = (entry for entry in CATALOGUE if entry.name == name)
     for dtype in ("float32", "bfloat16"):
-        # The data are drawn on the CPU, so that the tools do not check the random generators.
+        # The data is drawn on the CPU, so that the tools do not check JAX's random generators.
         with jax.default_device(jax.devices("cpu")[0]):
             drawn = entry.small.draw(0, dtype=jnp.dtype(dtype))
         arguments = take_apart(entry.function, jax.device_put(drawn, jax.devices()[0]))

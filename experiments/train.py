@@ -46,7 +46,7 @@ PROGRAM = "python -m experiments.train"
 
 
 REPORTS = {"logic": logic, "logic-conv": logic_conv, **dict.fromkeys(AUTOMATA, automaton)}
-"""Experiment -> the module that reports on a trained model.
+"""Experiment -> the module with which a trained model is evaluated and reported.
 
 `report(config, trained model, dataset)` writes the files named in `FILES` into run_dir, and returns lines to print.
 """
@@ -58,13 +58,13 @@ class Options:
     """Options of the command line that are not settings of a run."""
 
     json: Path | None = None
-    """File for the result: accuracy, times, settings, device, and versions."""
+    """JSON file for the result: accuracy, times, settings, device, and versions."""
     coordinator: str | None = None
-    """HOST:PORT of process 0, for a run in several processes. Process 0 also uses the next port."""
+    """HOST:PORT of process 0, for a run in several processes. Process 0 also uses the port after PORT."""
     process: int | None = None
     """Number of this process, from 0. The other processes use the settings of process 0."""
     processes: int | None = None
-    """Number of processes."""
+    """Number of processes of the run."""
 
 
 class Command(NamedTuple):
@@ -106,7 +106,8 @@ def _lead(args: Sequence[str], command: "Command") -> int:
 
 
 def _follow(settings: str) -> int:
-    """Run the training in another process: the same computation on other examples, without files."""
+    """Run the training in a process other than process 0. It does the same computation on other examples, and writes no
+    files."""
     saved = json.loads(settings)
     config = configs.from_dict(configs.EXPERIMENTS[saved["experiment"]], saved)
     prepared = training.prepare(config, config.load())
@@ -121,7 +122,8 @@ def _follow(settings: str) -> int:
 
 
 def _shared(prepared: Training, state: TrainState, epochs_done: int, is_done: bool) -> tuple[TrainState, int, bool]:
-    """Broadcast from process 0 and return the state, the number of completed epochs, and whether training is finished.
+    """Broadcast the arguments from process 0: the state, the number of completed epochs, and whether training is
+    finished. Return them in all processes.
 
     The state is placed on the devices of every process.
     """
@@ -130,9 +132,9 @@ def _shared(prepared: Training, state: TrainState, epochs_done: int, is_done: bo
 
 
 def parse(args: Sequence[str]) -> Command:
-    """Parse the command line into a config, with a new run directory if none is named.
+    """Parse the command line. If it names no run directory, the config gets a new one.
 
-    With `--resume` and `--run-dir`, settings that are not given, and also the experiment, come from that run.
+    With `--resume` and `--run-dir`, the experiment and all settings that are not given are taken from the saved run.
 
     Raises:
       UserError: (a ValueError) for a run that does not exist or has other settings.
@@ -183,8 +185,8 @@ def train(config: TrainingConfig) -> Metrics:
     Raises:
       UserError: (a ValueError) for invalid data or settings, or a run directory that does not match them.
       BrokenRun: for a run directory in which another process works, or that is too damaged to resume.
-      FloatingPointError: if a loss is not finite. The last checkpoint is then the one of the previous epoch.
-      Stopped: at Ctrl-C, after drawing the curves so far.
+      FloatingPointError: if a loss is not finite. The last checkpoint is then the checkpoint of the previous epoch.
+      Stopped: after Ctrl-C. The curves so far have been drawn.
     """
     with RunDirectory(config) as directory:
         config = directory.config
@@ -206,7 +208,7 @@ def train(config: TrainingConfig) -> Metrics:
                         show(metrics)
                         if directory.is_done:
                             break
-            if predictions is None:  # all epochs were completed before
+            if predictions is None:  # all epochs were completed in an earlier process
                 _, _, predictions = map(np.asarray, prepared.evaluate(state.params))
             _draw(directory, dataset, predictions)
             print(_total(directory.metrics))
@@ -227,7 +229,7 @@ def _draw(directory: RunDirectory, dataset: Dataset, predictions: np.ndarray | N
 
 
 def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.ndarray | None) -> Stopped:
-    """Draw the curves so far, and return an exception that says how to resume."""
+    """Draw the curves so far, and return an exception whose message says how to resume."""
     if not directory.has_begun:
         return Stopped("stopped before anything was written")
     if directory.metrics and dataset:
@@ -237,12 +239,12 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
 
 
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
-    """Return the content of a run's result file, from the metrics of all its epochs.
+    """Return the content of a run's result file, given the metrics of all its epochs.
 
     In addition to the fields of every result file (`experiments/output/results.py`), it contains `dataset`, `settings`,
     the number of `devices`, and the completed `epochs`. `train_seconds`, `evaluation_seconds`, and `compile_seconds`
-    are sums over the epochs. `test_accuracy` is from the last epoch. `images_per_second` covers the training of all
-    epochs.
+    are sums over the epochs. `test_accuracy` is from the last epoch. `images_per_second` is a mean over the training of
+    all epochs.
     """
     seconds = _seconds(metrics)
     images = metrics[-1].step * config.batch_size
@@ -260,12 +262,13 @@ def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> 
 
 @contextlib.contextmanager
 def _progress(config: TrainingConfig, epochs_done: int) -> Iterator[Callable[[Metrics], None]]:
-    """Yield a function that shows the metrics of an epoch, in a progress bar on a terminal or as a line."""
+    """Yield a function that shows the metrics of an epoch: on a terminal in a progress bar, otherwise as a printed
+    line."""
     console = Console()
     if not console.is_terminal:
         yield lambda metrics: print(f"epoch {metrics.epoch}/{config.epochs}  {_summary(config, metrics)}", flush=True)
         return
-    # The bar takes the space that the other columns leave of 80. A narrow terminal cuts the last column.
+    # The bar fills the 80 columns that the other parts leave free. A narrow terminal cuts off the last part.
     columns = (
         TextColumn("epoch"),
         MofNCompleteColumn(),

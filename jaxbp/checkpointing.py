@@ -147,7 +147,7 @@ def _unrolled(wanted: int, length: int) -> int:
 
 
 def _through(step, state, start, length, *, unroll):
-    """Return the state after `length` steps, of which the first is step `start`."""
+    """Return the state after `length` steps, beginning with step `start`."""
     if length == 1:
         return step(state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -218,7 +218,7 @@ def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
     """Return the visits of n segments, last segment first.
 
     A visit is `(segment, slot, start, stores)`. It fetches the state before the segment `start` from the slot, and
-    recomputes the segments up to its own. `stores` maps some of these segments to the slots that keep their states.
+    recomputes the segments from `start` to `segment`. `stores` maps some of these to the slots that keep their states.
     """
     repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
     visits = []

@@ -295,7 +295,7 @@ class Pair(Op):
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
       linear: whether the forward is linear in its only array. The shape of this array is the option `shape`. Nothing is
         saved.
-      batch_axes: a function of `(dy, *saved)` that returns their batch axes. With it, each device of a mesh runs the
+      batch_axes: a function of `(dy, *saved)` that returns their batch axes. Each device of a mesh then runs the
         kernel on a part of the examples: see `jaxbp.sharding`.
       name, unsupported, default, partitioned, jit: as in `Op`. `batch_axes` implies `partitioned`.
       default_vjp: like `default`, for `vjp`. If it is a function, its arguments are `(dy, *arrays)`. By default, it is

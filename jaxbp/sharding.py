@@ -150,7 +150,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
         on_one_device = functools.partial(_on_one_device, on_own_examples)
         return mesh, on_one_device, shardings(of_results), tuple(shardings(of_arguments))
 
-    # A partitioned function must not have constants. Those of the kernel are hidden in a separate jit.
+    # A partitioned function must not have constants. A separate jit hides the constants of the kernel.
     call = custom_partitioning(lambda *leaves: jax.jit(kernel)(*leaves))
     call.def_partition(partition, sharding_rule=functools.partial(_rule, of_arguments, of_results))
     # JAX cannot batch partitioned functions.

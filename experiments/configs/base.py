@@ -1,6 +1,6 @@
 """The settings that every experiment shares, and their conversion to JSON.
 
-A config also builds its model and loss. The training loop knows neither in any other way.
+A config also builds its model and loss, so that the training loop does not depend on any experiment.
 """
 
 import dataclasses
@@ -21,10 +21,12 @@ from jaxbp.optimizers import FusedOptimizer
 from jaxbp.precision import Policy
 
 Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
-"""`loss(model, inputs, targets) -> (loss per example, predictions)`. Predictions are comparable with the targets."""
+"""`loss(model, inputs, targets) -> (loss per example, predictions)`. A prediction is correct if it equals the
+target."""
 
 Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
-"""`augment(key, inputs, step) -> inputs`. The random change depends on `key`; `step` counts a run's steps from 0."""
+"""`augment(key, inputs, step) -> inputs`. Change a batch at random, as determined by `key`. `step` is the number of
+steps that the run has completed."""
 
 Config = TypeVar("Config", bound="TrainingConfig")
 
@@ -38,11 +40,12 @@ class Recipe(NamedTuple):
 
 
 class Range(NamedTuple):
-    """The allowed values of a numeric setting, for the annotation of a field: `Annotated[int, Range(1)]`.
+    """The allowed values of a numeric setting. It is used in the annotation of a field, as in
+    `Annotated[int, Range(1)]`.
 
     Attributes:
-      least, most: the bounds. Infinity is never allowed.
-      above: whether the setting must be larger than `least`.
+      least, most: the smallest and the largest allowed value. Infinity is never allowed.
+      above: whether `least` itself is not allowed.
     """
 
     least: float = 0
@@ -60,7 +63,7 @@ class Range(NamedTuple):
 
 
 FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data_dir", "devices"})
-"""Fields that do not change what a run computes. The number of devices changes only the rounding."""
+"""Fields that do not affect the results of a run. The number of devices affects only rounding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,16 +76,16 @@ class TrainingConfig:
 
     name: ClassVar[str]
     gradient_clip: ClassVar[float | None] = None
-    """Bound on the absolute value of every element of the gradients."""
+    """Bound to which the absolute value of every element of the gradients is clipped, or None."""
     independent: ClassVar[bool] = True
     """Whether the loss of an example does not depend on the other examples of its batch."""
     examples: ClassVar[str] = "images"
-    """The plural name of the examples."""
+    """The name of the examples in printed lines, in the plural."""
     curves: ClassVar[tuple[str, str]] = ("train", "test")
     """The names of the training curve and of the evaluation curve."""
 
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
-    """Seed of the initial parameters, of the order of the examples, and of their augmentation."""
+    """Seed for the initial parameters, the order of the examples, and their augmentation."""
     batch_size: Annotated[int | None, Range(1)] = None
     """Examples per step. The last, incomplete batch of an epoch is dropped. None: the default for the dataset."""
     epochs: Annotated[int | None, Range(1)] = None
@@ -90,17 +93,18 @@ class TrainingConfig:
     learning_rate: Annotated[float | None, Range(above=True)] = None
     """Adam's peak learning rate, after a short warm-up and before a cosine decay to 0. None: the dataset's default."""
     weight_decay: Annotated[float, Range()] = 0.0
-    """Share of the parameters that each step subtracts from them, times the learning rate (AdamW)."""
+    """Weight decay of AdamW: each step also subtracts this number times the learning rate times the parameters."""
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
-    """Dtype of the model. Parameters, optimizer, and loss are float32; mixed_float16 scales the loss."""
+    """Dtypes of the run. With a mixed precision, the model computes in half precision, and parameters, optimizer, and
+    loss are float32. mixed_float16 also scales the loss."""
     target_accuracy: Annotated[float | None, Range(0, 1)] = None
-    """Stop after the first epoch with this test accuracy, a share from 0 to 1. None: train all epochs."""
+    """Stop after the first epoch with at least this test accuracy, from 0 to 1. None: train all epochs."""
     devices: Annotated[int | None, Range(1)] = None
     """Number of devices that divide each batch. None: the largest available number that divides batch_size."""
     run_dir: Path | None = None
     """Directory of the run. None: a new folder under runs/, named after the experiment and the time."""
     resume: bool = False
-    """Continue the run in run_dir from its last checkpoint, with its settings; epochs may be larger."""
+    """Continue the run in run_dir from its last checkpoint, with its settings. Only epochs may be increased."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -117,7 +121,8 @@ class TrainingConfig:
         return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
 
     def attempt(self, epoch: int) -> int:
-        """Return the attempt of an epoch, from 0. The first epoch of an attempt begins with new parameters."""
+        """Return the number of the attempt to which an epoch belongs, from 0. The first epoch of an attempt begins with
+        new parameters."""
         return 0
 
     def extended(self: Config, epochs: int) -> Config:
@@ -125,7 +130,7 @@ class TrainingConfig:
         return dataclasses.replace(self, epochs=epochs)
 
     def defaults(self) -> Mapping[str, Any]:
-        """Return the values of settings that the user did not set."""
+        """Return the default values of the settings that depend on other settings."""
         raise NotImplementedError
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
@@ -144,7 +149,8 @@ class TrainingConfig:
         return loss
 
     def augmentation(self) -> Augment | None:
-        """Return a random change of the inputs of training batches, or None. The evaluation does not use it."""
+        """Return a function that changes the inputs of training batches at random, or None. The evaluation does not use
+        it."""
         return None
 
     def _fill(self, settings: Mapping[str, Any]) -> None:
@@ -183,7 +189,8 @@ def to_dict(config: TrainingConfig) -> dict[str, Any]:
 
 
 def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
-    """Invert `to_dict`. A field that is missing in `saved`, because it is newer, gets its default.
+    """Invert `to_dict`. If a field is missing in `saved`, because an older version wrote it, the field gets its
+    default.
 
     Raises:
       UserError: (a ValueError) for the settings of another experiment, or a setting that this version does not have.
@@ -202,7 +209,8 @@ def as_json(saved: Mapping[str, Any]) -> str:
 
 
 def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that differ and affect the result of a run: field -> (saved value, present value)."""
+    """Return the fields that differ and that affect the results of a run, as a dict from field to (saved value, new
+    value)."""
     one, other = to_dict(saved), to_dict(config)
     return {
         field: (one[field], other[field])
@@ -212,7 +220,7 @@ def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tupl
 
 
 def resumed(saved: Config, config: Config) -> Config:
-    """Return the settings with which a run resumes that has the settings `saved`. `config` may have more epochs.
+    """Return the settings with which to resume a run whose saved settings are `saved`. `config` may have more epochs.
 
     Raises:
       UserError: (a ValueError) if another setting that affects the result differs.

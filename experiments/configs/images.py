@@ -31,7 +31,8 @@ class ImageConfig(TrainingConfig):
     """The datasets that the experiment supports."""
 
     dataset: DatasetName = "digits"
-    """digits comes with scikit-learn; mnist and fashion_mnist are downloaded into data_dir; cifar10 must be in it."""
+    """Dataset to train on. digits comes with scikit-learn; mnist and fashion_mnist are downloaded into data_dir; the
+    files of cifar10 must already be in data_dir."""
     data_dir: Path | None = None
     """Folder of the dataset's files. None: a cache folder. digits needs none."""
     implementation: ImplementationName | None = None
@@ -39,7 +40,7 @@ class ImageConfig(TrainingConfig):
     shift: Annotated[int, Range()] = 0
     """Shift each training image at random, by at most this many pixels in each direction."""
     distortion: Annotated[float, Range()] = 0.0
-    """Bend each training image at random by a smooth field of displacements with this standard deviation, in pixels."""
+    """Distort each training image by a smooth random field of displacements with this standard deviation, in pixels."""
 
     def __post_init__(self):
         self._check_choice("dataset", self.datasets)

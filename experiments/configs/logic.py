@@ -27,12 +27,13 @@ RECIPES: dict[DatasetName, Recipe] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateConfig(ImageConfig):
-    """A network of gates on bits of images. Training uses relaxed gates, and the evaluation uses hard gates."""
+    """Settings of a network of gates whose inputs are bits of images. Training uses relaxed gates, and the evaluation
+    uses hard gates."""
 
     curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
 
     def network(self, key: PRNGKeyArray) -> nnx.Module:
-        """Return the model, which is called with bits and `hard=`."""
+        """Return the model, a function of bits with the keyword argument `hard`."""
         raise NotImplementedError
 
     def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch ..."]:
@@ -54,7 +55,7 @@ class GateConfig(ImageConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogicConfig(GateConfig):
-    """A network of differentiable logic gates on the bits of thresholded images.
+    """A network of differentiable logic gates. Its inputs are bits of thresholded images.
 
     The test accuracy is measured on the hardened network. The published networks for MNIST have 6 layers of 8000 or
     64000 gates.
@@ -64,19 +65,22 @@ class LogicConfig(GateConfig):
     gradient_clip: ClassVar[float | None] = 100.0
 
     layers: Annotated[int | None, Range(1)] = None
-    """Layers of gates. None: 4 for digits, else 6."""
+    """Number of layers of gates. None: 4 for digits, else 6."""
     gates: Annotated[int | None, Range(1)] = None
-    """Gates per layer, a multiple of 10. None: 2000 for digits, else 8000."""
+    """Number of gates per layer, a multiple of 10. None: 2000 for digits, else 8000."""
     tau: Annotated[float | None, Range(above=True)] = None
-    """Divisor of the sum of the outputs of each class. None: sqrt(gates / 80), which is 10 for 8000."""
+    """Temperature: the sum of the outputs of each class is divided by it. None: sqrt(gates / 80), which is 10 for 8000
+    gates."""
     levels: Annotated[int, Range(1)] = 3
-    """Bits per pixel, which compare it with 1 / (levels + 1), 2 / (levels + 1), ..."""
+    """Number of bits per pixel. They say whether the pixel exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
     wiring: Literal["unique", "random"] = "unique"
-    """Input pairs of the gates: unique has no pair twice, random has any pairs."""
+    """How the pairs of inputs of gates are drawn. With unique, no two gates have the same pair; with random, they
+    may."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Initial gates: residual passes on one input, normal is a random mixture."""
+    """Initial gates. With residual, a gate passes on its first input; with normal, it is a random mixture of
+    functions."""
     parametrization: Parametrization = "softmax"
-    """Parameters of a gate: see jaxbp.gate_layer."""
+    """Parametrization of the gates: see jaxbp.gate_layer."""
 
     def __post_init__(self):
         super().__post_init__()

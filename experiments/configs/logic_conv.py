@@ -1,6 +1,6 @@
 """The experiment `logic-conv`.
 
-Let k be the number of kernels in the first convolution. All kernels are trees of 7 gates. The network for MNIST and
+Let k be the number of kernels in the first convolution. Each kernel is a tree of 7 gates. The network for MNIST and
 Fashion-MNIST has:
 
     k kernels of 5 x 5, no padding      28 x 28 -> 24 x 24, or-pool -> 12 x 12
@@ -8,14 +8,14 @@ Fashion-MNIST has:
     9 k kernels of 3 x 3, no padding            -> 3 x 3
     layers of 1280 k, 640 k and 320 k gates
 
-If the gates of a kernel are counted at every position, these are 8939 k gates, and the or-pools have 657 k more. The
-counts are 143,024 and 10,512 for size s (k = 16), 572,096 and 42,048 for m (64), and 1,179,948 and 86,724 for l (132).
-The published counts are 147,000, 566,000 and 1,270,000. The paper has padding in the second and third convolutions and
-a pool after the third, which would give 11,564 k gates and 999 k.
+If the gates of a kernel are counted once per position, the network has 8939 k gates, and another 657 k gates in the
+or-pools. For size s (k = 16), these numbers are 143,024 and 10,512; for m (k = 64), 572,096 and 42,048; for l (k =
+132), 1,179,948 and 86,724. The published numbers of gates are 147,000, 566,000 and 1,270,000. The paper has padding in
+the second and third convolutions and a pool after the third. With these, the numbers would be 11,564 k and 999 k.
 
 The network for CIFAR-10 has four convolutions with k, 4 k, 16 k and 32 k kernels of 3 x 3, with padding. An or-pool
-follows each. The layers are the same. The network for digits has two convolutions, the first with stride 2, and two
-layers.
+follows each convolution. The layers of gates are the same. The network for digits has two convolutions, the first with
+stride 2, and two layers of gates.
 
 Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
 """
@@ -56,9 +56,9 @@ class Architecture(NamedTuple):
     """A network whose widths are multiples of k, the number of kernels in its first convolution."""
 
     convolutions: Sequence[LogicConvolution]
-    """The convolutions, with kernels in multiples of k."""
+    """The convolutions. Their numbers of kernels are divided by k."""
     widths: Sequence[int]
-    """The widths of the layers of gates, in multiples of k."""
+    """The numbers of gates per layer, divided by k."""
     sizes: Mapping[SizeName, Size]
 
 
@@ -111,7 +111,7 @@ ARCHITECTURES: Mapping[DatasetName, Architecture] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogicConvConfig(GateConfig):
-    """A convolutional network of differentiable logic gates on the bits of thresholded images.
+    """A convolutional network of differentiable logic gates. Its inputs are bits of thresholded images.
 
     The test accuracy is measured on the hardened network.
     """
@@ -124,21 +124,26 @@ class LogicConvConfig(GateConfig):
     kernels: Annotated[int | None, Range(1)] = None
     """Number k of kernels in the first convolution. None: set by the size."""
     tau: Annotated[float | None, Range(above=True)] = None
-    """Divisor of the sum of the outputs of each class. None: set by the size."""
+    """Temperature: the sum of the outputs of each class is divided by it. None: set by the size."""
     levels: Annotated[int | None, Range(1)] = None
-    """Bits per pixel, which compare it with 1 / (levels + 1), 2 / (levels + 1), ... None: set by the size."""
+    """Number of bits per pixel. They say whether the pixel exceeds 1 / (levels + 1), 2 / (levels + 1), ... None: set by
+    the size."""
     weight_decay: Annotated[float | None, Range()] = None
-    """Share of the parameters that each step subtracts, times the learning rate (AdamW). None: set by the size."""
+    """Weight decay of AdamW: each step also subtracts this number times the learning rate times the parameters. None:
+    set by the size."""
     shift: Annotated[int | None, Range()] = None
     """Shift each training image at random, by at most this many pixels in each direction. None: set by the size."""
     distortion: Annotated[float | None, Range()] = None
-    """Bend each training image at random, by this standard deviation in pixels. None: set by the size."""
+    """Distort each training image by a smooth random field of displacements with this standard deviation, in pixels.
+    None: set by the size."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Initial gates: residual passes on one input, normal is a random mixture."""
+    """Initial gates. With residual, a gate passes on its first input; with normal, it is a random mixture of
+    functions."""
     residual_logit: Annotated[float | None, Range(above=True)] = None
-    """How strongly residual gates pass on the input: see jaxbp.initial_logits. None: set by the size."""
+    """How strongly residual gates initially favor passing on their first input: see jaxbp.initial_logits. None: set by
+    the size."""
     parametrization: Parametrization | None = None
-    """Parameters of a gate: see jaxbp.gate_layer. None: set by the size."""
+    """Parametrization of the gates: see jaxbp.gate_layer. None: set by the size."""
 
     @property
     def architecture(self) -> Architecture:

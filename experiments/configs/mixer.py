@@ -22,7 +22,7 @@ class MixerConfig(ImageConfig):
     patch: Annotated[int, Range(1)] = 7
     """Height and width of a patch, a divisor of 28."""
     channels: Annotated[int, Range(1)] = 128
-    """Channels per patch."""
+    """Number of channels per patch."""
     blocks: Annotated[int, Range(1)] = 2
     """Number of blocks that mix patches and channels."""
 

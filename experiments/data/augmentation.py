@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 def shift(
     key: PRNGKeyArray, images: Float[Array, "batch channels height width"], pixels: int
 ) -> Float[Array, "batch channels height width"]:
-    """Shift each image by random numbers of rows and columns, uniform from -pixels to pixels. Edges become 0."""
+    """Shift each image by random numbers of rows and columns, uniform from -pixels to pixels. Pixels from beyond the
+    edges are 0."""
     sides = (pixels, pixels)
     padded = jnp.pad(images, ((0, 0), (0, 0), sides, sides))
     corners = jax.random.randint(key, (len(images), 2), 0, 2 * pixels + 1)
@@ -20,13 +21,15 @@ def shift(
 def distort(
     key: PRNGKeyArray, images: Float[Array, "batch channels height width"], pixels: float, knots: int = 4
 ) -> Float[Array, "batch channels height width"]:
-    """Bend each image: each pixel becomes the bilinear value at a position displaced by a smooth random field.
+    """Distort each image. Each pixel becomes the bilinearly interpolated value at a position that a smooth random field
+    displaces.
 
-    Displacements are normal at knots x knots points, with standard deviation `pixels`, and cubic between the points.
-    All channels of an image share them. Values beyond the edges are 0.
+    Displacements are drawn from a normal distribution with standard deviation `pixels` at knots x knots points. Between
+    the points they are interpolated cubically. All channels of an image have the same displacements. Values beyond the
+    edges are 0.
 
     Source: P. Simard et al., "Best practices for convolutional neural networks applied to visual document analysis",
-    ICDAR 2003, whose fields are smoothed noise.
+    ICDAR 2003. The fields in this paper are smoothed noise.
     """
     batch, _, *size = images.shape
     at_knots = pixels * jax.random.normal(key, (batch, 2, knots, knots))

@@ -23,12 +23,12 @@ IMAGE_SHAPES: Mapping[DatasetName, tuple[int, int, int]] = {
     "fashion_mnist": (1, 28, 28),
     "cifar10": (3, 32, 32),
 }
-"""Channels, height, and width."""
+"""Shape of each dataset's images: channels, height, and width."""
 CLASSES = 10
 MOST_ITEMS = 1_000_000
-"""A limit that exceeds every dataset in this format, and fits into memory."""
+"""Most items that are read from a file. All known datasets have fewer, and this number fits in memory."""
 
-# Images and labels for training and for testing. Fashion-MNIST's files have the same names as MNIST's.
+# Files of the images and labels, for training and for testing. Fashion-MNIST's files have the same names as MNIST's.
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -90,12 +90,12 @@ def load(
       data_dir: the folder of the IDX files, plain or gzipped. A missing file is downloaded into it. For CIFAR-10, the
         folder of its binary files, which are never downloaded. None: `jaxbp/<name>` in the user's cache folder. Digits
         needs no folder.
-      mirrors: base addresses to download from, tried in turn; None: the official ones.
-      md5: name -> checksum of every file that may be downloaded; None: the checksums of the official files.
+      mirrors: base addresses to download from, tried one after the other. None: the official addresses.
+      md5: for every file that may be downloaded, its name -> its checksum. None: the checksums of the official files.
 
     Raises:
       UserError: (a ValueError) for an unknown name, or a file with corrupt or wrong content.
-      FileNotFoundError: for a file that is not in the folder and cannot be downloaded, such as a file of CIFAR-10.
+      FileNotFoundError: if a file is not in the folder and cannot be downloaded. CIFAR-10's files are never downloaded.
     """
     if name == "digits":
         return _digits()
@@ -122,9 +122,9 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
     """Read an IDX file of bytes, gzipped if its name ends in `.gz`, as an array `(items, *item_shape)`.
 
     Raises:
-      UserError: (a ValueError) naming the file, the found value, and the wanted one. The reasons are a corrupt gzip
-        file, a wrong magic number, items of another shape, no items, or more than `MOST_ITEMS`. The number of bytes
-        must match the header; surplus bytes are not read.
+      UserError: (a ValueError) for a corrupt gzip file, a wrong magic number, items of another shape, no items, more
+        than `MOST_ITEMS` items, or a number of bytes that does not match the header. The message names the file, the
+        found value, and the wanted value. Surplus bytes are not read.
     """
     dimensions = 1 + len(item_shape)
     header_bytes = 4 * (1 + dimensions)
@@ -132,7 +132,7 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             header = file.read(header_bytes)
             if len(header) < header_bytes:
-                raise UserError(f"{path}: {len(header)} bytes: wanted at least the {header_bytes} of the header")
+                raise UserError(f"{path}: {len(header)} bytes: wanted at least {header_bytes}, for the header")
             magic, *shape = np.frombuffer(header, ">u4").tolist()
             wanted_magic = 0x0800 + dimensions  # 08: unsigned bytes
             if magic != wanted_magic:
@@ -142,13 +142,13 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
             if not 1 <= shape[0] <= MOST_ITEMS:
                 raise UserError(f"{path}: {shape[0]} items: wanted at least 1 and at most {MOST_ITEMS}")
             wanted_bytes = math.prod(shape)
-            # A small gzip file can hold gigabytes. One byte more than wanted shows that there are too many.
+            # A small gzip file can expand to gigabytes. One byte more than wanted is enough to detect surplus bytes.
             content = file.read(wanted_bytes + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: {error}: wanted a whole gzip file") from error
     if len(content) != wanted_bytes:
         came = "more" if len(content) > wanted_bytes else len(content)
-        raise UserError(f"{path}: {came} bytes after the header: wanted the {wanted_bytes} of shape {shape}")
+        raise UserError(f"{path}: {came} bytes after the header: wanted {wanted_bytes}, for shape {shape}")
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
@@ -160,8 +160,9 @@ def _digits() -> Dataset:
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).reshape(-1, 8, 8).astype(np.float32)
-    # Like in MNIST, the digit fills a box of 20 x 20 pixels in the middle of the image. Otherwise, convolutions without
-    # padding would lose strokes that end at the edge of the 8 x 8 pixels. The clip removes cubic overshoot.
+    # As in MNIST, the digit fills a box of 20 x 20 pixels in the middle of the image. Without this margin, convolutions
+    # without padding would lose strokes at the edge of the 8 x 8 pixels. The clip removes the overshoot of the cubic
+    # interpolation.
     images = np.asarray(jax.image.resize(images, (len(images), 20, 20), "cubic")).clip(0, 1)
     images = np.pad(images, ((0, 0), (4, 4), (4, 4)))[:, None]
     train_images, test_images, train_labels, test_labels = train_test_split(
@@ -174,13 +175,13 @@ def read_cifar10(path: Path) -> tuple[UInt8[np.ndarray, "images 3 32 32"], UInt8
     """Read the images and labels of one of CIFAR-10's binary files.
 
     Raises:
-      UserError: (a ValueError) naming the file, the found value, and the wanted one. The reasons are a fractional
-        number of images, no images or more than `MOST_ITEMS`, or labels beyond 9.
+      UserError: (a ValueError) for an incomplete image, no images, more than `MOST_ITEMS` images, or labels above 9.
+        The message names the file, the found value, and the wanted value.
       FileNotFoundError: for a missing file.
     """
     if not path.is_file():
         files = ", ".join(name for names in CIFAR10_FILES.values() for name in names)
-        raise FileNotFoundError(f"{path.name} is not in {path.parent}: wanted there CIFAR-10's binary files, {files}")
+        raise FileNotFoundError(f"{path.name} is not in {path.parent}: wanted CIFAR-10's binary files in it, {files}")
     size = path.stat().st_size
     images, rest = divmod(size, CIFAR10_RECORD)
     if rest or not 1 <= images <= MOST_ITEMS:
@@ -236,7 +237,7 @@ def _find_or_download(folder: Path, file: str, mirrors: Sequence[str], md5: Mapp
             # The innermost exception of a network error describes it in one line.
             failures.append(f"{url}: {getattr(next(iter(error.args), None), 'reason', error)}")
     if is_new and folder.exists():
-        folder.rmdir()  # pooch creates it before the download
+        folder.rmdir()  # pooch creates the folder before the download
     wanted = ", ".join(f"{name}[.gz]" for files in FILES.values() for name in files)
     raise FileNotFoundError(
         f"{plain.name} is neither in {folder} nor could it be downloaded ({'; '.join(failures) or 'no mirror given'}): "

@@ -5,27 +5,28 @@
     python -m experiments.fuzz --seed 0 --cases 20000 --json fuzz.json --resume
     python -m experiments.fuzz --seed 0 --only 1234              # one case again
 
-A case is an op of the catalogue with random shapes and options, in one implementation and dtype, on data of one kind of
-`cases.DATA`. The op is called directly or through a transformation of JAX (vmap, scan, remat, donation, a gradient of
-the gradient). A case depends only on its seed and number. The reference is autodiff in float64 of the plain formula,
-or, for maxima, of `references.py`: see `jaxbp/verify/judge.py`.
+A case is an op of the catalogue with random shapes and options, in one implementation and dtype. Its data is of one of
+the kinds in `cases.DATA`. The op is called directly or through a transformation of JAX (vmap, scan, remat, donation, a
+gradient of the gradient). A case depends only on the seed and the case's number. The reference is autodiff in float64,
+applied to the op's plain formula or, for maxima, to a function of `references.py`. `jaxbp/verify/judge.py` describes
+the comparison.
 
 Cases run in `--processes` child processes, which may share a GPU. A process may die, for example because a compiler
-aborts, or not answer for `--case-seconds`. The case then counts as a crash, and a new process continues. The same case
-is then run with autodiff. If it crashes there as well, the fault is in JAX, not in jaxbp.
+aborts, or it may give no answer for `--case-seconds`. The case then counts as a crash, and a new process continues. The
+crashed case is also run with autodiff. If it crashes with autodiff as well, the fault is in JAX, not in jaxbp.
 
 For each failure, the command reduces the case while it still fails, and prints Python code that reproduces it. The exit
 code is 1 after a failure, or after a crash that autodiff does not share. In addition to the fields of every result file
 (`experiments/output/results.py`), the JSON file contains:
 
     seed, cases            numbers 0 to cases - 1 were drawn
-    seconds                the time that they took
+    seconds                the time that these cases took
     refused                cases that a kernel does not support (NotImplementedError)
     lost                   cases that did not run, because the process died in another case of the same program
     counts                 field (op, implementation, transformation, dtype, data) -> value -> number of cases
-    failures               one object each: number, op, what is wrong, and the code that reproduces it
-    crashes                one object each: number, op, how the process ended and its output, how it ended with
-                           autodiff (null if it ended well), and the code that reproduces it
+    failures               one object per failure: number, op, what is wrong, and the code that reproduces it
+    crashes                one object per crash: number, op, how the process ended and its output, how it ended with
+                           autodiff (null if it did not crash), and the code that reproduces it
 """
 
 import collections
@@ -48,7 +49,7 @@ from jaxbp.catalogue import CATALOGUE
 from pallas_kernels.core.device import kernels_run
 
 KEPT_EVERY = 20
-"""Seconds between writes of the JSON file."""
+"""Seconds between two writes of the JSON file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,21 +57,22 @@ class FuzzConfig:
     """Run ops with random shapes, dtypes, options, and data, and compare the results with float64."""
 
     seconds: float | None = None
-    """Stop after this time. The default without `--cases` is one minute."""
+    """Stop after this number of seconds. Without `--cases`, the default is one minute."""
     cases: int | None = None
     """Stop after this number of cases."""
     seed: int | None = None
     """Seed of the cases. By default, each run draws a new seed and prints it."""
     ops: tuple[str, ...] = ()
-    """Names of ops, separated by spaces; by default all."""
+    """Names of the ops to run, separated by spaces. By default all ops."""
     only: int | None = None
     """Run only the case with this number."""
     processes: int = 1
-    """Number of child processes that run cases; 0 for this process, which a crash then ends."""
+    """Number of child processes that run cases. With 0, cases run in this process, and a crash ends it."""
     case_seconds: float = 120.0
-    """Kill a process that takes longer than this for one case, or for one step of reducing a failure."""
+    """Kill a process if it takes more than this number of seconds for one case, or for one step in the reduction of a
+    failure."""
     json: Path | None = None
-    """File for the counts, failures, and crashes."""
+    """JSON file for the counts, failures, and crashes."""
     resume: bool = False
     """Continue after the last case of the JSON file, and add to its counts."""
 

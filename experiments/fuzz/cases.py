@@ -45,12 +45,12 @@ DATA = (
 INVALID_LABELS = (-100, -1, 2**31 - 1)
 
 MOST_DRAWS = 30
-"""Draws of shapes and options until the plain formula accepts them."""
+"""Most draws of shapes and options until the plain formula accepts them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """An op with everything static. Two programs with equal fields compute the same."""
+    """An op with all its static parameters. Two programs with equal fields are the same function."""
 
     entry: Entry
     case: Case
@@ -58,17 +58,17 @@ class Program:
     implementation: str | None
     transformation: str
     exact: bool = True
-    """Whether products are requested in full float32."""
+    """Whether products of float32 are computed in full precision, not in TF32."""
     invalid_labels: bool = False
-    """Whether some labels are not a class. The cotangents there are 0."""
+    """Whether some labels are not classes. The cotangents of their examples are 0."""
 
     @property
     def kink_convention(self) -> bool:
-        """Whether the reference uses the op's slope where the derivative does not exist."""
+        """Whether the reference defines the same derivative as the op at points where the derivative does not exist."""
         return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
-        """Draw the arguments, with floats of a kind of `DATA`. Integers are part of the program."""
+        """Draw the arguments. Floats are of the given kind of `DATA`; integers are part of the program."""
         integers, floats = np.random.default_rng(0), []
 
         def drawn(argument):
@@ -90,7 +90,7 @@ class Program:
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
 
     def _is_valid(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return which labels are valid. In every call, these are two of every three along the last axis."""
+        """Return a mask of the valid labels: two of every three along the last axis."""
         if not self.invalid_labels or not shape:
             return np.ones(shape, bool)
         return np.broadcast_to(np.arange(shape[-1]) % 3 > 0, shape)
@@ -110,7 +110,7 @@ class Program:
                 x = x + random.choice([0.0, 1.0, 100.0])
         if kind == "far from zero" and not argument.weights:
             x = x + random.choice([1e3, 1e4] if argument.positive else [1e3, -1e4, 3e4])
-        # Where a probability is 0, autodiff of the definition of a divergence gives a wrong second derivative.
+        # If a probability is 0, autodiff of the definition of a divergence gives a wrong second derivative.
         if not x.size or not (self.differentiated_once or not argument.weights):
             return x.astype(self.dtype)
         if kind == "with ruled-out entries" and argument.weights:
@@ -121,9 +121,9 @@ class Program:
         if kind == "with subnormal numbers" and self.dtype != "float64" and not argument.weights:
             x.flat[random.integers(x.size, size=2)] = float(limits.tiny) / random.choice([-4, 4, 64], 2)
         if kind in ("with special values", "under a mask"):
-            # A norm is NaN where the sum of squares of a row overflows. In the float64 reference it does not overflow.
+            # A norm is NaN if the sum of squares of its row overflows, which it does not in the float64 reference.
             most = float(limits.max) ** 0.5 / (8 if "norm" in self.entry.name else 1)
-            # A float64 op has no wider reference, and the two may underflow in different terms.
+            # The reference for a float64 op is also in float64, and op and reference may underflow in different terms.
             least = float(limits.tiny) ** (0.5 if self.dtype == "float64" else 1)
             special = [0.0, -0.0, least, *[most, -most, np.nan, np.inf, -np.inf] * infinite]
             x.flat[random.integers(x.size, size=2)] = random.choice(special[:3] if argument.weights else special, 2)
@@ -146,7 +146,8 @@ class Program:
         return self.differentiated_once and not self.entry.name.startswith("conv2d")
 
     def function(self, arguments: Arguments, implementation: str | None) -> Callable:
-        """Return the transformed op as a function of the floats, which returns a list of the floating results."""
+        """Return the transformed op as a function of its floating arguments that returns the list of its floating
+        results."""
         function = bind(self.entry.function, implementation, self.case.options)
         if implementation == "autodiff" and self.entry.name in REFERENCES:
             function = functools.partial(REFERENCES[self.entry.name], **self.case.options)
@@ -170,7 +171,7 @@ def draw_program(seed: int, number: int, entries: Sequence[Entry], on_gpu: bool)
 
 
 def takes(function: Callable, case: Case) -> bool:
-    """Return whether the plain formula accepts arguments of these shapes, and has floating results."""
+    """Return whether the plain formula accepts the shapes and options of a case, and has floating results."""
     return bool(_results(function, case))
 
 
@@ -187,7 +188,7 @@ def _results(function, case):
 
 
 def _case(random: np.random.Generator, entry: Entry) -> Case:
-    """Draw shapes and options that the op accepts; return the small case of the catalogue if none are found."""
+    """Draw shapes and options until the op accepts them. If all draws fail, return the small case of the catalogue."""
     forward = FORWARDS[entry.name.partition("_backward")[0]]
     for _ in range(MOST_DRAWS):
         case = _GEOMETRY.get(forward.name, _renamed)(random, forward)
@@ -208,7 +209,8 @@ def _size(random: np.random.Generator, zero: bool = True) -> int:
 
 
 def _renamed(random: np.random.Generator, entry: Entry) -> Case:
-    """Return the small case with another number for each size, and perhaps one more or one fewer leading axis."""
+    """Return the small case with a new number for each distinct size, and perhaps with one leading axis more or
+    less."""
     small = entry.small
     sizes = {1: 1}
     layer = entry.name == "gate_layer"
@@ -230,7 +232,7 @@ def _renamed(random: np.random.Generator, entry: Entry) -> Case:
             below = None if argument.below is None else max(new(argument.below), 1)
             argument = dataclasses.replace(argument, shape=shape, below=below)
         arguments.append(argument)
-    if layer:  # the wires' sizes were drawn after the logits' shape
+    if layer:  # the numbers of inputs and gates were drawn after the shape of the logits
         gates = arguments[1].gates
         arguments[0] = dataclasses.replace(arguments[0], shape=(gates, arguments[0].shape[1]))
         arguments[2] = dataclasses.replace(arguments[2], shape=(*arguments[2].shape[:-1], arguments[1].inputs))
@@ -246,7 +248,7 @@ def _renamed(random: np.random.Generator, entry: Entry) -> Case:
 
 
 def _cross_entropy(random: np.random.Generator, entry: Entry) -> Case:
-    """Draw a case with one class per example, or with one weight per class instead."""
+    """Draw a case whose labels are either one class per example or one weight per example and class."""
     case = _renamed(random, entry)
     logits, weights = case.arguments
     classes = Argument(logits.shape[:-1], below=max(logits.shape[-1], 1)) if logits.shape else weights
@@ -369,7 +371,7 @@ _GEOMETRY: Mapping[str, Callable[[np.random.Generator, Entry], Case]] = {
 
 
 def _of_backward(random, entry: Entry, forward: Entry, case: Case, dy: tuple[int, ...]) -> Case:
-    """Return the arguments of a public backward, by the parameter names that it shares with its forward."""
+    """Return a case for a public backward. Its arguments are matched with the forward's arguments by name."""
     window = case.options.get("pool", case.options.get("window", 1))
     places = int(np.prod([window] * 2 if isinstance(window, int) else window))
     given: dict[str, Any] = dict(zip(_names(forward, case), case.arguments, strict=False))
@@ -399,7 +401,7 @@ def _names(entry, case):
 
 
 def smaller(program: Program) -> list[Program]:
-    """Return programs that are simpler in one respect and that the plain formula accepts."""
+    """Return programs that are each simpler in one respect, and that the plain formula accepts."""
     found = []
     if program.transformation != "plain":
         found.append(dataclasses.replace(program, transformation="plain"))

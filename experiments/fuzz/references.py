@@ -1,6 +1,6 @@
 """References for ops whose gradient goes to the first of equal values, or to the first NaN.
 
-Autodiff of their plain forwards divides the gradient among equal values, or sends it to another position.
+Autodiff of the plain formula of such an op divides the gradient among equal values, or assigns it to another position.
 """
 
 import functools
@@ -64,4 +64,4 @@ REFERENCES: Mapping[str, Callable[..., Array]] = {
     "max_pool2d_with_indices": _pool,
     "logic_or_pool2d": _logic_pool,
 }
-"""Name of an op -> reference, a function of its arrays and options."""
+"""For each such op, its name -> its reference, a function of the same arrays and options."""

@@ -14,7 +14,8 @@ from jaxbp.verify.arguments import Arguments
 
 
 def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.ndarray]) -> str:
-    """Return code that prints the results of autodiff in float64 and in the dtype, and of the implementation."""
+    """Return code that prints three results: of autodiff in float64, of autodiff in the program's dtype, and of the
+    implementation."""
     leaves, names, floats = iter(arguments.leaves), [], []
     lines = [
         "from math import inf, nan",

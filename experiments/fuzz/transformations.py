@@ -9,7 +9,7 @@ def plain(function):
 
 
 def vmapped(function):
-    """Map over two examples, the values and half of the values."""
+    """Map over two examples: the values, and half of each value."""
     return lambda *values: jax.vmap(function)(*map(_and_half, values))
 
 
@@ -23,7 +23,7 @@ def vmapped_in_one(function):
 
 
 def scanned(function):
-    """Sum over two steps of a scan, the values and half of the values."""
+    """Sum the results of a scan with two steps: on the values, and on half of each value."""
 
     def total(*values):
         def tick(totals, values):
@@ -40,10 +40,11 @@ def _and_half(a):
 
 
 SECOND_ORDER = ("gradient_of_gradient", "forward_over_reverse")
-"""Modes that differentiate the gradient of `Σ c (y + y²/2)` in a direction: see `jaxbp.verify.reference.derivative`."""
+"""Modes that compute a directional derivative of the gradient of `Σ c (y + y²/2)`, where y is a result and c its
+cotangent: see `jaxbp.verify.derivatives.derivative`."""
 TRANSFORMATIONS = {
     **{function.__name__: function for function in (plain, vmapped, vmapped_in_one, scanned)},
     "rematerialised": jax.checkpoint,
-    "donated": plain,  # donated at compilation
+    "donated": plain,  # the arguments are donated when the program is compiled
     **dict.fromkeys(SECOND_ORDER, plain),
 }

@@ -17,14 +17,15 @@ from jaxbp.verify.reference import Expected, Reference
 
 EPS = float(np.finfo(np.float32).eps)
 FLOAT32 = Tolerance(rtol=32 * EPS, atol=EPS, step=None)
-"""The tolerance of float32. It is stricter than the tolerance of a check, to find formulas that lose digits."""
+"""The tolerance for float32. It is stricter than the tolerance of `check`, so that it finds formulas that lose
+digits."""
 TF32 = TOLERANCES["float16"]
 """TF32 has as many digits as float16. Products of float32 are computed in TF32 unless full precision is requested."""
 HEADROOM = 4
-"""A result within this factor of the dtype's largest number may overflow. The terms of a sum may be larger than the
-sum, and are rounded to the dtype."""
+"""A result may overflow if it is within this factor of the dtype's largest number. The terms of a sum may be larger
+than the sum, and may overflow when they are rounded to the dtype."""
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-"""Every rounding takes place as written. LLVM's optimizations are off, because compilation takes most of the time."""
+"""Keep every rounding of the formula. Switch LLVM's optimizations off, because compilation takes most of the time."""
 
 
 class Trial:
@@ -53,10 +54,10 @@ class Trial:
         self.results = reference.results
 
     def run(self, values: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]) -> str | None:
-        """Return what is wrong for these values, or None.
+        """Return a description of the first wrong result for these values, or None.
 
         Raises:
-          NotImplementedError: the implementation does not support the program.
+          NotImplementedError: if the implementation does not support the program.
         """
         program, reference = self.program, self._judge.reference
         wide = [[np.asarray(a, np.float64) for a in arrays] for arrays in (values, cotangents)]
@@ -77,10 +78,11 @@ class Trial:
 
 
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
-    """Return the exact values, or jaxbp's values where any value is correct.
+    """Return the exact values. Where any value counts as correct, return jaxbp's values instead.
 
-    Any value is correct where autodiff gives NaN in float64, because a formula may do better. It is also correct if
-    jaxbp's result is not finite and the exact value is within `HEADROOM` of the largest number.
+    Any value counts as correct if autodiff gives NaN in float64, because a better formula may give a number. A value
+    that is not finite counts as correct if the exact value is within the factor `HEADROOM` of the dtype's largest
+    number.
     """
     is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) > float(jnp.finfo(ours.dtype).max) / HEADROOM)
     ours = np.asarray(ours, np.float64)

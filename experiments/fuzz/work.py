@@ -1,4 +1,4 @@
-"""Run the cases of one program in a child process, and reduce those that fail."""
+"""Run the cases of one program in a child process, and reduce the cases that fail."""
 
 import dataclasses
 import functools
@@ -15,9 +15,9 @@ from jaxbp.catalogue import CATALOGUE
 from jaxbp.verify.arguments import Arguments
 
 MOST_TRIALS = 15
-"""Trials to reduce a failing case."""
+"""Most trials in the reduction of a failing case."""
 CLEARED_EVERY = 200
-"""Programs after which JAX's compilation caches are cleared."""
+"""Number of programs after which JAX's compilation caches are cleared."""
 REFUSED = "refused"
 """The outcome of a program that a kernel does not support."""
 _tasks = itertools.count(1)
@@ -25,7 +25,7 @@ _tasks = itertools.count(1)
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A program and the draws of its data, identified by the inputs of the random generators."""
+    """A program and the draws of its data. The fields are the inputs of the random generators, which determine both."""
 
     seed: int
     number: int
@@ -33,7 +33,7 @@ class Task:
     on_gpu: bool
     draws: tuple[int, ...] = tuple(range(len(DATA)))
     implementation: str | None = "drawn"
-    """"autodiff" to replace the drawn implementation."""
+    """"drawn" for the implementation of the drawn program, or "autodiff" to replace it."""
 
     @functools.cached_property
     def program(self) -> Program:
@@ -44,7 +44,8 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of one draw: what is wrong, `REFUSED`, or None; and Python code that reproduces a failure."""
+    """The outcome of one draw. `message` says what is wrong, or is `REFUSED` or None. `lines` is Python code that
+    reproduces a failure."""
 
     draw: int
     message: str | None
@@ -52,7 +53,7 @@ class Outcome:
 
 
 def work(task: Task) -> Iterator[Outcome]:
-    """Yield one outcome per draw. After a failure, yield the outcome again with the code of the reduced case."""
+    """Yield one outcome per draw. After a failure, also yield the outcome of the reduced case, with its code."""
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()
     for draw, message in _outcomes(task.program, task, task.draws):
@@ -63,13 +64,13 @@ def work(task: Task) -> Iterator[Outcome]:
 
 
 def reproducer(task: Task, draw: int, program: Program | None = None) -> str:
-    """Return code that reproduces a program, by default the task's, on the data of a draw."""
+    """Return code that runs a program on the data of a draw. By default, it is the task's program."""
     program = program or task.program
     return lines_of(program, *_numbers(program, task, draw))
 
 
 def _outcomes(program: Program, task: Task, draws: Iterable[int]) -> Iterator[tuple[int, str | None]]:
-    """Yield (draw, what is wrong or `REFUSED` or None) for the data of each draw."""
+    """Yield (draw, message) for each draw. The message says what is wrong, or is `REFUSED` or None."""
     trial = None
     precision = "highest" if program.exact else "default"
     with jax.enable_x64(program.dtype == "float64"), jax.default_matmul_precision(precision):

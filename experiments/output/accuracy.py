@@ -21,9 +21,9 @@ from experiments.output.results import finite, keep, provenance
 from jaxbp.catalogue import Entry
 
 QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
-"""Used without a GPU for convolutions, and for kernels, because the simulator takes milliseconds per CTA."""
+"""Fewer locations and draws, for convolutions and kernels without a GPU. The simulator takes milliseconds per CTA."""
 MORE = 8
-"""Factor of the number of draws, where the first draws exceeded the allowed error."""
+"""Factor by which the number of draws increases at locations where the first draws exceeded the allowed error."""
 FULL = dict(offsets=OFFSETS, scales=SCALES, draws=DRAWS)
 
 
@@ -35,7 +35,8 @@ def measure(
     console: Console,
     path: Path | None = None,
 ) -> bool:
-    """Measure op by op, and print and record each. Return whether no row exceeds the allowed error."""
+    """Measure one op after the other, and print and save its rows. Return whether all rows are within the allowed
+    error."""
     report = {**provenance(command), "passed": True, "rows": _kept(path)}
     done = {(row["op"], row["dtype"], row["implementation"]) for row in report["rows"]}
     without_gpu = jax.default_backend() != "gpu"
@@ -63,16 +64,16 @@ def measure(
 
 
 def _kept(path: Path | None) -> list[dict[str, Any]]:
-    """Return the rows of an earlier run in the same file. Failed rows are left out, and are measured again."""
+    """Return the rows that an earlier run saved in the same file, except failed rows, which are measured again."""
     if path is None or not path.exists():
         return []
     return [row for row in json.loads(path.read_text())["rows"] if row["excess"] <= 1]
 
 
 def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, scales, draws: int) -> list[Accuracy]:
-    """Measure all locations, and measure those that exceed the allowed error again, with more draws.
+    """Measure all locations. Measure locations that exceed the allowed error again, with more draws.
 
-    Among hundreds of locations, some exceed it by chance.
+    Among hundreds of locations, some exceed the allowed error by chance.
     """
     run = functools.partial(accuracy, {entry.name: (entry, entry.small)}, (implementation,))
     found = []
@@ -86,7 +87,7 @@ def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, sc
 
 
 def worst(found: Sequence[Accuracy], draws: int) -> dict[str, Any]:
-    """Return the row of the location with the largest share of the allowed error."""
+    """Return the row of the location with the largest excess."""
     most = max(found, key=lambda each: each.excess)
     row = dataclasses.asdict(most) | {"places": len({each.place for each in found}), "draws": draws}
     return finite(row, lambda infinite: 1e300)  # no relative error is that large

@@ -1,7 +1,7 @@
-"""Write a page that runs a hardened cellular automaton live: one self-contained HTML file, which also works offline.
+"""Write a page that runs a hardened cellular automaton in the browser. It is one HTML file, which also works offline.
 
-The netlist of the automaton becomes JavaScript on words of 32 cells. The layout and the script of the page are in
-`cellular_page.html`, next to this file.
+The netlist of the automaton is translated to JavaScript that computes on words of 32 cells. The layout and the script
+of the page are in `cellular_page.html`, in this folder.
 """
 
 import json
@@ -35,12 +35,13 @@ def write_page(
     """Write the page.
 
     Args:
-      target: the target, which is shown next to the grid, and with which the page counts the correct cells.
+      target: the target picture. The page shows it next to the grid, and counts the cells that agree with it.
       fire_rate: the probability that a cell updates in a tick.
-      visible: the number of channels in the picture, 1 to 3. The default is the target's number of channels, or 1.
+      visible: the number of channels that are shown, 1 to 3. The default is the target's number of channels, or 1
+        without a target.
 
     Raises:
-      ValueError: the channels of the state, the shape of the target, or the channels of the picture do not fit.
+      ValueError: if the channels of `initial_state`, the shape of `target`, or `visible` do not fit the circuit.
     """
     height, width, channels = initial_state.shape
     visible = visible or (1 if target is None else target.shape[-1])
@@ -75,7 +76,7 @@ def write_page(
 
 
 def words_of(state: Bool[np.ndarray, "height width channels"]) -> str:
-    """Encode a state for the page: eight hexadecimal digits per 32 cells of a row, channel by channel."""
+    """Encode a state for the page, channel by channel, with eight hexadecimal digits per 32 cells of a row."""
     words = pack_grid(state[None])[:, 0].astype("<u8").view("<u4")[..., : -(-state.shape[1] // 32)]
     return "".join(f"{word:08x}" for word in words.ravel().tolist())
 

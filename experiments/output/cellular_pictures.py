@@ -1,4 +1,4 @@
-"""Draw pictures of a hardened cellular automaton: a strip of some ticks as PNG, and every tick as GIF."""
+"""Draw pictures of a hardened cellular automaton: a PNG with a strip of some ticks, and a GIF of all ticks."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 from matplotlib.colors import ListedColormap
 
-# pyplot would keep figures in global state and pick a backend by the machine's display.
+# pyplot is not used, because it keeps figures in global state and chooses a backend by the machine's display.
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -30,11 +30,12 @@ PALETTES = {
     2: ("off", "c1", "c4", "c5"),
     3: ("off", "c1", "c2", "c3", "c4", "c5", "c6", "on"),
 }
-"""Number of channels -> colors of a cell, indexed by the channels as bits. The first channel is bit 0."""
+"""Number of channels -> list of the colors of a cell. The index into the list has one bit per channel; the first
+channel is bit 0."""
 FRAMES = 8
-"""Frames per strip."""
+"""Number of frames per strip."""
 GIF_PIXELS = 384
-"""The limit for the longer side of a GIF, unless the grid has more cells."""
+"""Largest length in pixels of the longer side of a GIF, unless the grid has more cells."""
 GIF_MILLISECONDS, GIF_LAST_MILLISECONDS = 100, 1500
 
 
@@ -49,14 +50,15 @@ def write_pictures(
     fire_rate: float = 1.0,
     seed: int = 0,
 ) -> list[Path]:
-    """Run the automaton from both states, and from the end of the first run with a square destroyed. Write pictures.
+    """Write pictures of three runs of the automaton. The first two start from `initial_state` and `large_state`. The
+    third starts from the last state of the first run, with a square destroyed.
 
-    The pictures are `automaton.png`, a strip of each run, and one GIF per run: `automaton.gif`, `automaton_large.gif`,
-    and `automaton_healing.gif`.
+    The pictures are `automaton.png`, with one strip per run, and one GIF per run: `automaton.gif`,
+    `automaton_large.gif`, and `automaton_healing.gif`.
 
     Args:
-      ticks: the ticks of each run.
-      visible: the number of channels in the picture, 1 to 3.
+      ticks: the number of ticks of each run.
+      visible: the number of channels that are shown, 1 to 3.
       fire_rate, seed: arguments of `CellularCircuit.run`.
 
     Returns:
@@ -81,7 +83,8 @@ def write_pictures(
 
 
 def with_square_destroyed(state: Bool[np.ndarray, "height width channels"], side: int | None = None) -> np.ndarray:
-    """Return the state with zeros in a square at its center, by default half as wide as the grid's shorter side."""
+    """Return the state with zeros in a square at the center of the grid. By default, the square is half as wide as the
+    grid's shorter side."""
     height, width, _ = state.shape
     side = side or max(1, min(height, width) // 2)
     top, left = (height - side) // 2, (width - side) // 2
@@ -100,7 +103,7 @@ def picture(states: Bool[np.ndarray, "*ticks height width channels"], visible: i
 
 
 def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], visible: int = 1) -> bytes:
-    """Return a PNG with one row per run: the first tick, the last tick, and some in between."""
+    """Return a PNG with one row of frames per run: the first tick, the last tick, and some ticks between them."""
     colours = ListedColormap([COLOURS[name] for name in PALETTES[visible]])
     figure = Figure(figsize=(1.4 * FRAMES, 1.75 * len(runs)), layout="constrained")
     grid = figure.subplots(len(runs), FRAMES, squeeze=False)

@@ -1,4 +1,4 @@
-"""Write the page of a comparison: one HTML file that contains its pictures, in a light and a dark scheme."""
+"""Write the page of a comparison: one HTML file with its pictures, in a light and a dark color scheme."""
 
 import io
 import json
@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-# pyplot would keep figures in global state and pick a backend by the machine's display.
+# pyplot is not used, because it keeps figures in global state and chooses a backend by the machine's display.
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
@@ -20,7 +20,7 @@ from jaxbp.verify.page import colour, printed, section
 
 Report = Mapping[str, Any]
 
-# The page's text color replaces this color in the finished picture.
+# In the finished picture, this color is replaced by the page's text color.
 _TEXT = "#010203"
 
 
@@ -38,7 +38,8 @@ def page(report: Report) -> str:
 
 
 def curves_table(curves: Mapping[str, Sequence[float | None]], reference: str) -> Table:
-    """Return the losses at some steps, one column per implementation, and the largest distance from the reference."""
+    """Return a table of the losses at some steps, with one column per implementation. The last row is the largest
+    distance from the reference."""
     table, steps = Table("step", *curves, title="training loss"), len(curves[reference])
     for step in sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1}):
         losses = (curve[step] for curve in curves.values())
@@ -59,7 +60,7 @@ def _figures(report: Report, *draw: Callable[[Axes, Report], None]) -> str:
 def _svg(draw: Callable[[Axes, Report], None], report: Report) -> str:
     """Return a picture as an element of the page, in the page's text color and font."""
     text = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _TEXT)
-    # The salt makes the ids of a picture unique on the page, and equal in every run.
+    # The salt makes the ids of a picture unique on the page, and the same in every run.
     style = {
         **text,
         "svg.fonttype": "none",
@@ -84,7 +85,7 @@ def _svg(draw: Callable[[Axes, Report], None], report: Report) -> str:
 
 def _draw_curves(axes: Axes, report: Report) -> None:
     for name, curve in report["curves"].items():
-        # Equal curves overlap, so the reference is a broad line under the thin ones.
+        # Equal curves overlap, so the reference is a broad line below the thin lines.
         is_reference = name == report["reference"]
         style = dict(linewidth=5, alpha=0.5) if is_reference else dict(linewidth=1.2)
         axes.plot(_steps(curve), _line(curve), color=colour(name), label=name, **style)

@@ -1,4 +1,4 @@
-"""Run a command line. A failure prints one line on stderr and sets the exit code.
+"""Run a command line. After a failure, print one line on stderr. The exit codes are:
 
 1      a run that cannot continue: corrupt files, a full disk, a loss that is not finite
 2      a mistake of the user
@@ -17,9 +17,9 @@ import tyro
 
 
 class UserError(ValueError):
-    """An invalid setting or file from the user. The message names it, its value, and the wanted value.
+    """An invalid setting or file from the user. The message names the setting or file, its value, and the wanted value.
 
-    The class separates it from a `ValueError` of a model or an op under development, which needs a traceback.
+    A separate class is needed because a `ValueError` from a model or an op under development should show a traceback.
     """
 
 
@@ -36,11 +36,11 @@ def run_command(
 ) -> int:
     """Parse the command line, call `run(config, command)`, and return the exit code.
 
-    `command` is the command line as text.
+    The argument `command` of `run` is the command line as text.
 
     Args:
       config: a dataclass, or a union of subcommands.
-      args: the arguments; None for the arguments of this process.
+      args: the arguments of the command line, or None for the arguments of this process.
       options: options of `tyro.cli`.
     """
     args = sys.argv[1:] if args is None else list(args)
@@ -71,10 +71,11 @@ def exit_code(command: Callable[[], int]) -> int:
 
 
 def refuse_unknown(what: str, names: Sequence[str], known: Iterable[str], wanted: str = "some of ") -> tuple[str, ...]:
-    """Require known names, and return them, or all known names if none are given.
+    """Return the names after checking that all are known. If no names are given, return all known names.
 
     Raises:
-      UserError: (a ValueError) for unknown names. The message proposes similar names, or lists all after `wanted`.
+      UserError: (a ValueError) for unknown names. The message proposes similar names. If there are none, it lists all
+        known names after the words `wanted`.
     """
     known = list(dict.fromkeys(known))
     if unknown := [name for name in names if name not in known]:
@@ -97,7 +98,7 @@ def refuse_missing_folders(*paths: Path | None) -> None:
 
 @contextlib.contextmanager
 def kept_in(path: Path | None) -> Iterator[None]:
-    """Turn Ctrl-C in the context into a message that names the file with the results so far."""
+    """Return a context in which Ctrl-C prints a message that names the file with the results so far."""
     try:
         yield
     except KeyboardInterrupt:

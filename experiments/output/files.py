@@ -8,7 +8,8 @@ SUFFIX = ".jaxbp-tmp"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` to `path`. A reader sees the old file or the complete new one, even after a kill at any moment.
+    """Write `data` to `path`. A reader sees either the old file or the complete new file, even if the process is killed
+    at any moment.
 
     A kill can leave a temporary file in the folder. `is_leftover` recognizes it by name.
     """
@@ -25,7 +26,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def to_disk(*paths: Path) -> None:
-    """Wait until files are on disk. For a folder, wait for the names in it."""
+    """Wait until files are on disk. For a folder, wait until the names of its files are on disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

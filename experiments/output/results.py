@@ -1,12 +1,12 @@
-"""The fields that every result file shares: the date, commit, device, and versions of the run that made it.
+"""The fields that all result files share: the date, commit, device, and versions of the run that wrote the file.
 
 A result file is a JSON object with these fields, and with the fields of its command:
 
     schema     1
     command    the command line
     date       ISO 8601, UTC
-    commit     Git's short hash, with `+` if tracked files differ from it; null if unknown
-    device     JAX's name of the kind of device
+    commit     Git's short hash, with `+` if tracked files differ from the commit; null if unknown
+    device     JAX's name for the kind of device
     platform   "cpu", "gpu", ...
     versions   the versions of Python, jaxbp, and the packages that it uses
     note       further information for the reader; optional
@@ -49,9 +49,10 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """Return the short hash of the commit checked out in `root`, with `+` if tracked files differ from it.
+    """Return the short hash of the commit that is checked out in `root`, with `+` if tracked files differ from the
+    commit.
 
-    The environment variable `JAXBP_COMMIT` takes precedence. Without either, return None.
+    The environment variable `JAXBP_COMMIT` takes precedence. Return None if there is neither a commit nor the variable.
     """
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
@@ -66,7 +67,7 @@ def commit(root: Path = ROOT) -> str | None:
 
 
 def to_json(report: Mapping[str, Any]) -> bytes:
-    """Convert the report to indented JSON. Numbers that are not finite raise an error."""
+    """Convert the report to indented JSON. Raise an error for numbers that are not finite."""
     return (json.dumps(report, indent=1, allow_nan=False) + "\n").encode()
 
 

@@ -1,1 +1,1 @@
-"""Studies whose results the documentation shows. Run one as `python -m experiments.studies.NAME`."""
+"""Studies whose results are shown in the documentation. Run one as `python -m experiments.studies.NAME`."""

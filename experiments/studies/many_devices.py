@@ -3,9 +3,10 @@
     python -m experiments.studies.many_devices measure --json docs/results/many-devices.json   # on several GPUs
     python -m experiments.studies.many_devices compile --json docs/results/collectives.json    # needs CUDA's compiler
 
-`measure` times training steps with the same number of examples per device: on one GPU without a mesh, on a mesh of one
-GPU, and on a mesh of all GPUs, with XLA's defaults and with `OVERLAPPING`.
-`compile` compiles the same steps for eight H200, which need not be present, and lists their collectives.
+`measure` times training steps with the same number of examples per device in all settings: on one GPU without a mesh,
+on a mesh of one GPU, and on a mesh of all GPUs. Steps on a mesh use XLA's default options, and then the options
+`OVERLAPPING`. `compile` compiles the same steps for eight H200 GPUs, which need not be present, and lists the
+collectives in the compiled programs.
 """
 
 import argparse
@@ -33,9 +34,10 @@ OVERLAPPING = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_all_reduce_combine_threshold_bytes": 2**17,
 }
-"""XLA's options for one sum per layer, which runs during the backward of the layer before it."""
+"""Options of XLA with which each layer's gradients are summed over the devices in a separate collective, during the
+backward of the layer before."""
 EXAMPLES = {"lenet": (8192, 65536), "logic": (128, 1024), "logic-large": (128, 1024), "mixer": (8192,)}
-"""Workload -> examples per device."""
+"""Workload -> numbers of examples per device."""
 COMPILED_FOR = 8
 SECONDS = 0.03
 
@@ -48,7 +50,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(args)
     if given.what == "compile":
-        jax.config.update("jax_platforms", "cpu")  # JAX would take a present GPU for the absent ones.
+        jax.config.update("jax_platforms", "cpu")  # Otherwise JAX would compile for a GPU that is present.
     report = provenance(shlex.join(["python", "-m", "experiments.studies.many_devices", *args]))
     report |= {"devices": len(jax.devices()) if given.what == "measure" else COMPILED_FOR, "rows": []}
     for row in {"measure": measured, "compile": compiled}[given.what](selected(given.workloads)):
@@ -78,7 +80,7 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def measured(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
-    """Time each step in microseconds, on each mesh. All programs are compiled first, in parallel."""
+    """Yield the time of each step in microseconds, on each mesh. All programs are first compiled in parallel."""
     one, every = mesh_of(jax.devices()[:1]), mesh_of(jax.devices())
     places = {
         "alone": (None, {}),
@@ -128,7 +130,7 @@ def compiled(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
 
         return step
 
-    # Nothing can run while an absent GPU is the default device, so the functions are made before.
+    # While an absent GPU is the default device, nothing can run. The functions are therefore built before.
     functions = [one_step(workload.function(None, "float32")) for workload in workloads]
     with gpus(HOPPER, COMPILED_FOR) as devices:
         for workload, function in zip(workloads, functions, strict=True):
@@ -147,11 +149,11 @@ SIZES = {"f32": 4, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1}
 
 
 def communicated(program: str) -> dict[str, Any]:
-    """Return the communication of a compiled program.
+    """Return the communication in a compiled program.
 
     Returns:
       collectives: kind -> number of collectives.
-      bytes: the bytes of their arrays.
+      bytes: the total bytes of the collectives' results.
       kernels: the number of jaxbp kernels.
       kernels_meanwhile: the number of jaxbp kernels between the start and the end of a collective.
     """
@@ -160,7 +162,7 @@ def communicated(program: str) -> dict[str, Any]:
         if found := COLLECTIVE.search(line):
             kinds[found["kind"]] = kinds.get(found["kind"], 0) + 1
             arrays = re.findall(r"(\w+)\[([\d,]*)\]", found["result"])
-            if found["start"]:  # An asynchronous collective names its arguments and its results.
+            if found["start"]:  # The start of an asynchronous collective lists its arguments, followed by its results.
                 running, arrays = running + 1, arrays[: len(arrays) // 2]
             size += sum(SIZES[dtype] * math.prod(int(n) for n in shape.split(",") if n) for dtype, shape in arrays)
         running -= bool(re.search(r" [a-z-]+-done\(", line))

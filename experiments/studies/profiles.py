@@ -3,23 +3,23 @@
     python -m experiments.studies.profiles --json docs/results/profiles.json      # on a GPU, with `ncu` on the path
     python -m experiments.studies.profiles lenet@8192 layer_norm_backward:65536x1024@65536/bfloat16 --json some.json
 
-A workload is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]], where the bench's command defines CASE. By default it
-runs in float32 with "pallas" and "default" precision. One call is profiled: jaxbp's kernels and the products of cuBLAS
-and CUTLASS, and with "None" also XLA's fusions.
+A workload is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]]. `python -m experiments.bench --help` describes CASE. By
+default it runs in float32 with "pallas" and "default" precision. One call is profiled: jaxbp's kernels and the products
+of cuBLAS and CUTLASS, and with the implementation "None" also XLA's fusions.
 
 All workloads are first compiled without the profiler, into a separate cache. Then each workload runs in a separate
-process under the profiler, so that a failure does not lose the rows of other workloads. Each kernel runs several times,
-for a few counters at a time. Its memory is restored and the caches are flushed in between. The times are therefore for
-an isolated kernel with cold caches, and are longer than in the program. Programs do not become CUDA graphs.
+process under the profiler, so that a failure affects only its rows. The profiler runs each kernel several times, to
+read a few counters each time. In between, it restores the kernel's memory and flushes the caches. The times are
+therefore for an isolated kernel with cold caches, and are longer than in the program. CUDA graphs are disabled.
 
 Each row contains:
 
 - the time in microseconds
-- the percentage of the device's peak for DRAM, L2, L1 (with shared memory), the busiest unit of the multiprocessors
-  (the tensor cores, for products), and resident warps
-- the instructions issued per cycle, of four
+- percentages of the device's peak: for DRAM, L2, L1 (with shared memory), the busiest unit of the multiprocessors (the
+  tensor cores, for products), and the number of resident warps
+- the instructions issued per cycle, at most four
 - the registers per thread
-- the reason for which warps waited longest, in cycles per instruction
+- the reason for which warps waited longest, with the wait in cycles per instruction
 """
 
 import argparse
@@ -62,9 +62,9 @@ DEFAULT = [
 ]
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "LaunchStats", "Occupancy")
 KERNELS = "conv2d|correlate|pool|cross_entropy|layer|linear|tree|automaton|sum_|gemm|nvjet|cutlass|xmma"
-"""A pattern of the names of the profiled kernels."""
+"""Pattern for the names of the profiled kernels."""
 SECONDS = 100
-"""Time after which a process under the profiler is killed."""
+"""Seconds after which a process under the profiler is killed."""
 PROGRAM = "experiments.studies.profiles"
 ENVIRONMENT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -85,7 +85,7 @@ STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_p
 
 
 class Asked(NamedTuple):
-    """A workload named on the command line."""
+    """A workload that the command line names."""
 
     workload: Workload
     batch: int
@@ -106,7 +106,7 @@ def asked_for(text: str) -> Asked:
     case, _, batch = case.partition("@")
     found = [workload for workload in selected([case]) if case in (workload.op, f"{workload.op}:{workload.place}")]
     if len(found) != 1:
-        raise UserError(f"{text} has {len(found)} places; wants one, as in {found[0].op}:{found[0].place}")
+        raise UserError(f"{text} names {len(found)} workloads; wants one, as in {found[0].op}:{found[0].place}")
     (workload,) = found
     batch = int(batch or workload.batches[0][0])
     return Asked(workload, batch, *rest, *("float32", "pallas", "default")[len(rest) :])
@@ -148,8 +148,8 @@ def profiled(workload: str, kernels: str, environment: dict[str, str], log: Path
     try:
         process.wait(SECONDS)
     except subprocess.TimeoutExpired:
-        print(f"{workload}: not done after {SECONDS} s", flush=True)
-    with contextlib.suppress(ProcessLookupError):  # Its child processes may outlive it.
+        print(f"{workload}: killed after {SECONDS} s", flush=True)
+    with contextlib.suppress(ProcessLookupError):  # Child processes may outlive their parent.
         os.killpg(process.pid, signal.SIGKILL)
     return log.read_text() if log.exists() else ""
 

@@ -3,9 +3,9 @@
     python -m experiments.studies.seeds ca-checkerboard --seeds 16 --json docs/results/hardening-restarts.json
     python -m experiments.studies.seeds "lenet --precision float32" "lenet --precision mixed_float16" --json out.json
 
-Each argument holds the arguments of `python -m experiments.train` for one setting, without `--seed`. A run trains in a
-child process and leaves no files. Concurrent runs (`--processes`) slow each other down, so their times mean little. The
-result file has one row per setting and seed. It is rewritten after each run.
+Each argument contains the arguments of `python -m experiments.train` for one setting, without `--seed`. A run trains in
+a child process and leaves no files. Concurrent runs (`--processes`) slow each other down, which makes their times
+unreliable. The result file has one row per setting and seed. It is rewritten after each run.
 """
 
 import argparse
@@ -40,21 +40,21 @@ from experiments.training.reports.logic import relaxed_predictions, samples_per_
 from jaxbp import pack_bits
 
 Task = tuple[str, int]
-"""The arguments of `experiments.train`, and the seed."""
+"""A pair of the arguments of `experiments.train`, as text, and the seed."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("settings", nargs="+", help="arguments of experiments.train, quoted, one string per setting")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds per setting; they count from 0")
     parser.add_argument("--processes", type=int, default=1, help="number of concurrent runs")
     parser.add_argument("--limit", type=float, default=86_400, help="seconds after which a run is killed")
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args(args)
     tasks = [(settings, seed) for seed in range(given.seeds) for settings in given.settings]
     for task in tasks:
-        config_of(task)  # A mistake is reported before anything is trained.
+        config_of(task)  # Report mistakes before anything is trained.
     share_gpus()
     report = provenance(shlex.join(["python", "-m", "experiments.studies.seeds", *args])) | {"rows": []}
     if any("logic-conv" in settings for settings in given.settings):
@@ -94,7 +94,7 @@ def trained(task: Task) -> Iterator[dict[str, Any]]:
 
 
 def circuit_figures(config: TrainingConfig, model: nnx.Module, dataset: Dataset) -> dict[str, Any]:
-    """Return figures of the hardened circuit, for an automaton or a convolutional logic network."""
+    """Return numbers that describe the hardened circuit of an automaton or a convolutional logic network."""
     if isinstance(config, AutomatonConfig):
         circuit = model.harden().seen(config.visible)
         shares, _ = (life if isinstance(config, LifeConfig) else trials)(config, circuit)

@@ -4,7 +4,7 @@
                 checksums of the files in state/, and the checksum of run.json
     state/      the parameters and the state of the optimizer, written by Orbax
 
-A folder gets its name once all of it is on disk. A file whose checksum does not match is never used.
+A folder gets its final name when all its files are on disk. A file whose checksum does not match is never used.
 """
 
 import collections
@@ -32,13 +32,13 @@ RUN, STATE = "run.json", "state"
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A run after an epoch. Epoch 0 is the state before the first epoch.
+    """The checkpoint of a run after an epoch. The checkpoint of epoch 0 has the state before the first epoch.
 
     Attributes:
       config: the settings.
       constants: the checksum of the model's variables that are not trained.
       metrics: the metrics of every epoch so far.
-      files: path below `state` -> checksum.
+      files: path of each file within `state` -> its checksum.
       folder: the folder that holds the checkpoints of all epochs.
     """
 
@@ -55,7 +55,7 @@ class Checkpoint:
 
     @functools.cached_property
     def arrays(self) -> Mapping[str, np.ndarray]:
-        """Path -> array of the state, read on first access."""
+        """The arrays of the state, by path. They are read on first access."""
         path = (self.path / STATE).resolve()  # Orbax takes only absolute paths
         with _orbax() as orbax:
             like = orbax.metadata(path).item_metadata.tree
@@ -74,10 +74,10 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
         sums = {str(file.relative_to(unfinished / STATE)): _checksum(file.read_bytes()) for file in files}
         checkpoint = dataclasses.replace(checkpoint, files=sums)
         write_run(checkpoint, unfinished)
-        remove(checkpoint.path)  # runs resume from the newest intact one, so one here is corrupt
+        remove(checkpoint.path)  # an older one would be corrupt: the run did not resume from it
         os.rename(unfinished, checkpoint.path)
     except BaseException:
-        # After Ctrl-C, threads of Orbax may still write into the folder. Resuming the run removes what is left.
+        # After Ctrl-C, threads of Orbax may still write into the folder. The folder is removed when the run resumes.
         with contextlib.suppress(OSError):
             remove(unfinished)
         raise
@@ -113,7 +113,7 @@ def read(path: Path) -> Checkpoint:
     """
     run = _run(path / RUN)
     if path != path_of(path.parent, run["epoch"]):
-        raise BrokenRun(f"{path} is a checkpoint of epoch {run['epoch']}, under another name")
+        raise BrokenRun(f"{path} has the wrong name: it is the checkpoint of epoch {run['epoch']}")
     for name, checksum in run["files"].items():
         if _checksum(_bytes(path / STATE / name)) != checksum:
             raise BrokenRun(f"{path / STATE / name} is corrupt (its checksum does not match)")
@@ -135,13 +135,13 @@ def path_of(folder: Path, epoch: int) -> Path:
 
 
 def epochs(folder: Path) -> list[int]:
-    """Return the epochs that have folders, the last one first."""
+    """Return the epochs that have folders, the last epoch first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(name) for name in names if name.isdecimal() and str(int(name)) == name), reverse=True)
 
 
 def to_arrays(state: PyTree) -> dict[str, np.ndarray]:
-    """Convert a state to a dict, path -> array."""
+    """Convert a state to a dict from paths to arrays."""
     return {name: np.asarray(leaf) for name, leaf in _named(state).items()}
 
 
@@ -160,7 +160,8 @@ def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    """Return path -> leaf, in the tree's order. The path of an NNX variable omits its only leaf, `value`."""
+    """Return a dict from paths to leaves, in the order of the tree. The path of an NNX variable omits the name of its
+    only leaf, `value`."""
     paths = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree.leaves_with_path(state)

@@ -18,7 +18,7 @@ AnyCircuit = Circuit | ConvolutionalCircuit | Netlist
 
 
 def compiled(circuit: AnyCircuit, compiler: str, folder: Path) -> Callable[[np.ndarray], np.ndarray]:
-    """Return `circuit.evaluate` from C code compiled into `folder`."""
+    """Compile the circuit's C code into `folder`, and return it as a function like `circuit.evaluate`."""
     function = load(circuit.to_c("circuit"), compiler, folder).circuit
     return lambda x: _called(function, x, np.empty((circuit.outputs, x.shape[1]), np.uint32))
 
@@ -26,36 +26,37 @@ def compiled(circuit: AnyCircuit, compiler: str, folder: Path) -> Callable[[np.n
 def compiled_classifier(
     circuit: AnyCircuit, classes: int, compiler: str, folder: Path
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the classifier of packed samples `(inputs, words)`, from C code compiled into `folder`."""
+    """Compile the circuit's C code into `folder`, and return it as a classifier of packed samples `(inputs, words)`."""
     function = load(circuit.to_c("circuit", classes), compiler, folder).circuit_classify_words
     return lambda x: _called(function, x, np.empty(WORD_BITS * x.shape[1], np.intc))
 
 
 def _called(function: Callable, x: np.ndarray, result: np.ndarray) -> np.ndarray:
-    """Call a C function on packed samples, and return `result`, which it fills."""
+    """Call a C function on packed samples. It fills `result`, which is returned."""
     x = np.ascontiguousarray(x, np.uint32)
     if function(ctypes.c_size_t(x.shape[1]), *(ctypes.c_void_p(a.ctypes.data) for a in (x, result))):
-        raise MemoryError("the compiled circuit found no memory")
+        raise MemoryError("the compiled circuit could not allocate memory")
     return result
 
 
 def compiled_automaton(
     automaton: CellularCircuit, compiler: str, folder: Path
 ) -> Callable[[np.ndarray, int], np.ndarray]:
-    """Return `automaton.run` for one grid `(height, width, channels)`, from C code compiled into `folder`."""
+    """Compile the automaton's C code into `folder`, and return it as a function like `automaton.run`, for one grid
+    `(height, width, channels)`."""
     function = load(automaton.to_c("automaton"), compiler, folder).automaton
 
     def run(state, ticks):
         words = np.ascontiguousarray(pack_grid(state[None])[:, 0])
         if function(*map(ctypes.c_size_t, (*state.shape[:2], ticks)), ctypes.c_void_p(words.ctypes.data)):
-            raise MemoryError("the compiled automaton found no memory")
+            raise MemoryError("the compiled automaton could not allocate memory")
         return unpack_grid(words[:, None], state.shape[1])[0]
 
     return run
 
 
 def ticks_per_second(run: Callable[[np.ndarray, int], np.ndarray], state: np.ndarray) -> float:
-    """Return the ticks per second on one core."""
+    """Return the number of ticks per second on one CPU core."""
     ticks = 1
     while True:
         start = time.perf_counter()

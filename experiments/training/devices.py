@@ -1,4 +1,4 @@
-"""The devices of a run. Each device holds the parameters and the data, and computes its share of every batch.
+"""The devices of a run. Each device holds all parameters and all data, and computes a part of every batch.
 
 The devices form a mesh with one axis, which divides the examples of a batch. A run on one device uses a mesh of one.
 """
@@ -17,12 +17,12 @@ EXAMPLES = "examples"
 
 
 def number_of(config: TrainingConfig) -> int:
-    """Return the number of devices that a run uses, the same number from each process.
+    """Return the number of devices that a run uses. Every process contributes the same number of devices.
 
-    If the config sets no number, return the largest one that divides the batch.
+    If the config sets no number, return the largest number that divides the batch.
 
     Raises:
-      UserError: (a ValueError) for more devices than there are, or a batch that they cannot divide evenly.
+      UserError: (a ValueError) for more devices than are present, or a batch that cannot be divided evenly among them.
     """
     processes, batch, devices = jax.process_count(), config.batch_size, config.devices
     there_are = processes * min(map(len, _of_each_process()))
@@ -31,7 +31,7 @@ def number_of(config: TrainingConfig) -> int:
     if devices is None:
         return next(n for n in range(there_are, 0, -processes) if batch % n == 0)
     if devices > there_are:
-        raise UserError(f"devices = {devices}: wanted at most {there_are}, as many as there are")
+        raise UserError(f"devices = {devices}: wanted at most {there_are}, the number of devices present")
     if devices % processes:
         raise UserError(f"devices = {devices}: wanted a multiple of processes = {processes}")
     if batch % devices:
@@ -51,28 +51,28 @@ def _of_each_process() -> list[list[jax.Device]]:
 
 
 def whole(mesh: Mesh) -> NamedSharding:
-    """Return the sharding with a whole array on each device."""
+    """Return the sharding in which each device has the whole array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def shares(mesh: Mesh) -> NamedSharding:
-    """Return the sharding with a share of the examples on each device."""
+    """Return the sharding in which the examples are divided among the devices."""
     return NamedSharding(mesh, PartitionSpec(EXAMPLES))
 
 
 def shared(loss: Callable, mesh: Mesh) -> Callable:
     """Return `loss(params, inputs, targets)` for a divided batch: each device computes the losses of its examples.
 
-    The gradient with respect to the parameters is a sum over devices in the dtype of the parameters. The compiler's
-    sum would be in the dtype in which the model computes.
+    The gradient with respect to the parameters is summed over the devices in the dtype of the parameters. Without this
+    function, the compiler would sum in the dtype in which the model computes.
     """
     batch = PartitionSpec(EXAMPLES)
-    # `check_vma` needs the axes over which results vary, and kernels do not declare them.
+    # `check_vma` requires that kernels declare the mesh axes along which their results vary, which they do not.
     return jax.shard_map(loss, mesh=mesh, in_specs=(PartitionSpec(), batch, batch), out_specs=batch, check_vma=False)
 
 
 def on_each(mesh: Mesh, tree: PyTree) -> PyTree:
-    """Place the arrays, which every process has, on each device. An array that is already there stays."""
+    """Place arrays, which every process has, on each device. Arrays that are already on all devices are not copied."""
     sharding = whole(mesh)
 
     def placed(array):

@@ -1,8 +1,8 @@
-"""The training loop. Each epoch is one compiled scan over batches, and the data stay on the devices.
+"""The training loop. Each epoch is one compiled scan over batches, and the data stays on the devices.
 
-A config's `build` returns the model and its loss, and its `augmentation` the random changes of the examples. The module
-is split once. After that, everything is a pure function of pytrees. `TrainState` is the carry of the scan, the donated
-buffers, and the checkpoint.
+A config's `build` returns the model and its loss. Its `augmentation` returns a function that changes the examples at
+random. The model is split once into its parameters and a pure function. After that, all functions are pure functions of
+pytrees. A `TrainState` is the carry of the scan, is donated to the compiled epoch, and is saved in checkpoints.
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]
 """`loss(params, inputs, targets) -> (loss per example, predictions)`."""
 
 Share = Callable[[Array], Array]
-"""A function that places a batch on the devices, a share of the examples on each."""
+"""A function that divides a batch among the devices."""
 
-# cuDNN's fastest convolution gradients add up in no fixed order, and its autotuner may choose another algorithm in
-# every process. With deterministic ops, a second run and a resumed run give the same bits on a GPU.
+# cuDNN's fastest algorithms for convolution gradients sum in no fixed order, and its autotuner may choose another
+# algorithm in every process. With deterministic ops, repeated runs and resumed runs give the same bits on a GPU.
 COMPILER_OPTIONS = {"xla_gpu_deterministic_ops": True}
 
 
@@ -48,7 +48,8 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """The metrics of one epoch. The training loss and accuracy are means over its steps, as the parameters change."""
+    """The metrics of one epoch. The training loss and accuracy are means over the steps of the epoch, during which the
+    parameters change."""
 
     epoch: int
     step: int
@@ -58,35 +59,37 @@ class Metrics(NamedTuple):
     test_accuracy: float
     images_per_second: float
     seconds: float
-    """Time of training, without compilation and evaluation."""
+    """Seconds of training, without compilation and evaluation."""
     evaluation_seconds: float
-    """Time of the evaluation on the test set."""
+    """Seconds of evaluation on the test set."""
     compile_seconds: float
-    """Time of compilation before this epoch; 0 in all but the first epoch of a process."""
+    """Seconds of compilation before this epoch. It is 0 in all epochs but the first of a process."""
     loss_scale: float | None = None
-    """The factor of the loss after this epoch; None if the loss is not scaled."""
+    """The factor by which the loss is scaled after this epoch, or None if the loss is not scaled."""
     skipped_steps: int = 0
-    """Steps of this epoch whose loss or gradients were not finite. They changed only the loss scale."""
+    """Number of steps of this epoch whose loss or gradients were not finite. These steps changed only the loss
+    scale."""
 
 
 MOST_SKIPPED = 50
-"""The limit of consecutive skipped steps. The loss scale reaches its least value long before."""
+"""Most consecutive skipped steps. The loss scale reaches its smallest value after far fewer steps."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
-"""The metrics that differ between runs. All others are the same bits."""
+"""The metrics that differ between runs with the same settings. All other metrics have the same bits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A prepared run: its initial state, and two compiled functions bound to the data on the devices."""
+    """A prepared run: its initial state, and two compiled functions with the data on the devices."""
 
     mesh: Mesh
     state: TrainState
     model: nnx.Module
-    """The module whose parameters the state holds."""
+    """The model. The current parameters are in the state."""
     constants_checksum: str | None
-    """The checksum of the model's other variables: see the function `constants_checksum`."""
+    """The checksum of the model's variables that are not trained: see the function `constants_checksum`."""
     train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array, Array]]
-    """`(state, epoch) -> (state, losses, accuracies, finite)`, in the buffers of `state`: see `train_epoch`."""
+    """`(state, epoch) -> (state, losses, accuracies, finite)`: see the function `train_epoch`. The new state overwrites
+    the buffers of `state`."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
     """`params -> (loss, correct, predictions)` on the test set."""
     restarted: Callable[[int], TrainState | None]
@@ -101,7 +104,8 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     """Build the model, loss, and optimizer of the config, and compile the epoch and the evaluation.
 
     Raises:
-      UserError: (a ValueError) if the training set does not fill one batch, or the number of devices does not fit.
+      UserError: (a ValueError) if the training set has fewer examples than a batch, or for the errors of
+        `devices.number_of`.
     """
     examples = len(dataset.train_images)
     if config.batch_size > examples:
@@ -168,7 +172,7 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
 
 
 def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
-    """Separate the model's parameters, and turn `loss(model, ...)` into a pure function of them.
+    """Return the model's parameters, and `loss(model, ...)` as a pure function of the parameters.
 
     Variables other than `nnx.Param`, such as the fixed wires of a network, keep their initial values.
     """
@@ -177,7 +181,8 @@ def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
 
 
 def constants_checksum(model: nnx.Module) -> str | None:
-    """Return the SHA-256 of a module's variables other than `nnx.Param`, which every process rebuilds, or None."""
+    """Return the SHA-256 of a module's variables other than `nnx.Param`, or None if there are none. Checkpoints do not
+    contain these variables."""
     variables, _ = jax.tree.flatten_with_path(nnx.state(model, nnx.Not(nnx.Param)))
     checksum = hashlib.sha256()
     for path, array in variables:
@@ -212,17 +217,18 @@ def train_epoch(
 ) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"], Bool[Array, " steps"]]:
     """Train for one pass over `inputs (N, ...)` and `targets (N, ...)`, in an order that depends on `key` and `epoch`.
 
-    The `N % batch_size` examples that the shuffle puts last are left out of this epoch. `augment` changes the inputs of
-    each step at random. The change depends only on `key`, `epoch`, and the step. Epochs count from 1, steps from 0.
+    The last `N % batch_size` examples after shuffling are left out of this epoch. `augment` changes the inputs of each
+    step at random. The change depends only on `key`, `epoch`, and the step. Epochs count from 1, steps from 0.
 
     Returns:
-      The state, and for each step the mean loss, the share of correct predictions, and whether the step changed the
-      parameters. With a loss scale, a step that is not finite does not change them.
+      The state, and for each step the mean loss, the fraction of correct predictions, and whether the step changed the
+      parameters. With a loss scale, a step whose loss or gradients are not finite does not change them.
     """
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))
     batches = order[: steps * batch_size].reshape(steps, batch_size)
-    # Epochs count up from 1 and their complements count down, so that the keys of steps and of orders never collide.
+    # One kind of key uses the epoch, the other its bitwise complement. The keys of steps and of shuffles are therefore
+    # never equal.
     keys = jax.random.split(jax.random.fold_in(key, ~jnp.uint32(epoch)), steps) if augment else None
 
     def mean_loss(params: PyTree, inputs: Array, targets: Array) -> tuple[Float[Array, ""], Array]:
@@ -260,7 +266,8 @@ def evaluate(
     batch_size: int,
     share: Share = lambda batch: batch,
 ) -> tuple[Float[Array, ""], Int[Array, ""], Array]:
-    """Return the mean loss over `inputs (N, ...)`, the count of correct predictions, and the predictions `(N, ...)`."""
+    """Return the mean loss over `inputs (N, ...)`, the number of correct predictions, and the predictions
+    `(N, ...)`."""
     batches = -(-len(inputs) // batch_size)
     # The last batch is padded with the last example. The repetitions are cut off below.
     indices = jnp.minimum(jnp.arange(batches * batch_size), len(inputs) - 1).reshape(batches, batch_size)
@@ -283,8 +290,9 @@ def run(
     buffers of the yielded state, and the first epoch overwrites the buffers of `state`. Copy a state to keep it.
 
     Raises:
-      FloatingPointError: at the first epoch with a loss that is not finite, naming the epoch and the step. With a loss
-        scale, at the first epoch without a finite loss, or after `MOST_SKIPPED` consecutive skipped steps.
+      FloatingPointError: after the first epoch with a loss that is not finite. The message names the epoch and the
+        step. With a loss scale: after the first epoch without any finite loss, or after `MOST_SKIPPED` consecutive
+        skipped steps.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):
@@ -331,7 +339,7 @@ def _refuse_non_finite(epoch: int, losses: Float[np.ndarray, " steps"], test_los
             f"the training loss became {losses[broken[0]]} in epoch {epoch}, at its step {broken[0] + 1} of "
             f"{losses.size}: the last good state is the state of epoch {epoch - 1}"
         )
-    # The last update of an epoch can break the parameters, and no training loss of this epoch shows it.
+    # The last update of an epoch may make parameters that are not finite. No training loss of this epoch shows this.
     if not np.isfinite(test_loss):
         raise FloatingPointError(
             f"the test loss became {test_loss} in epoch {epoch}: the last good state is the state of epoch {epoch - 1}"

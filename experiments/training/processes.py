@@ -1,9 +1,9 @@
-"""Train one model in several processes, each with the devices that it sees.
+"""Train one model in several processes. Each process uses the devices that it sees.
 
-Process 0 has the settings, writes the run directory, and prints. JAX joins the devices. Each other process also keeps a
-connection to process 0, on the port after the coordinator's port, and receives the settings through it. The operating
-system closes the connection when either process ends. All processes then end, whether they are compiling, drawing, or
-waiting.
+Process 0 has the settings, writes the run directory, and prints. JAX connects the devices of all processes. In
+addition, each other process keeps a connection to process 0, on the port after the coordinator's port, through which it
+receives the settings. If one process ends, the operating system closes its connections. The other processes notice this
+and end as well, even while they compile, draw, or wait.
 """
 
 import argparse
@@ -27,13 +27,14 @@ from jaxtyping import PyTree
 from experiments.output.errors import UserError, exit_code
 
 START_SECONDS = 300
-"""Time for all processes to connect."""
+"""Seconds in which all processes must connect."""
 PARTING_SECONDS = 2
-"""Time for the other processes to notice that a process ends."""
+"""Seconds that the other processes have to notice that a process has ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""Seconds, and the number of probes. A lost machine is noticed after half a minute."""
+"""TCP keepalive: two times in seconds, and the number of probes. A lost connection to a machine is noticed after half a
+minute."""
 DONE = b"."
-"""The message that process 0 sends before it ends well."""
+"""The message that process 0 sends before it ends without an error."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Place:
         """Parse the three options from a command line; return None if it has none of them.
 
         Raises:
-          UserError: (a ValueError) for only some of the three options, or for invalid values.
+          UserError: (a ValueError) if only one or two of the three options are given, or for invalid values.
         """
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--coordinator")
@@ -70,13 +71,13 @@ class Place:
 
 
 def run(place: Place, command: Callable[[str], int], settings: str | None = None) -> NoReturn:
-    """Run `command(settings)` in all processes, and end this process.
+    """Run `command(settings)` in this process, together with the other processes, and then end this process.
 
     Process 0 exits with the code of its command. If the code is 0, the other processes also exit with 0. If a process
     disappears, the others print one line and exit with 1.
 
     Args:
-      settings: one line, which only process 0 needs to have.
+      settings: the settings as one line. Only process 0 needs them, and sends them to the other processes.
     """
     links, settings = _listen(place, settings) if place.process == 0 else _call(place)
     Joined(place, links).run(lambda: command(settings))
@@ -87,14 +88,16 @@ def of_process_0(tree: PyTree) -> PyTree:
     if jax.process_count() == 1:
         return tree
     arrays, structure = jax.tree.flatten(jax.tree.map(np.asarray, tree))
-    # JAX broadcasts by a sum over processes, which would lose the sign of zeros. Bytes survive it.
+    # JAX broadcasts by a sum over processes, which would lose the sign of zeros. The arrays are therefore broadcast as
+    # bytes.
     as_bytes = multihost_utils.broadcast_one_to_all([np.frombuffer(a.tobytes(), np.uint8) for a in arrays])
     pairs = zip(as_bytes, arrays, strict=True)
     return structure.unflatten([np.frombuffer(np.asarray(b).tobytes(), a.dtype).reshape(a.shape) for b, a in pairs])
 
 
 class Joined:
-    """This process with its connections: to process 0, or from process 0 to all other processes."""
+    """This process and its connections. Process 0 has a connection to each other process, and each other process has
+    one to process 0."""
 
     def __init__(self, place: Place, links: dict[int, socket.socket]):
         self._place, self._links, self._ends = place, links, threading.Event()
@@ -106,7 +109,7 @@ class Joined:
         try:
             code = exit_code(lambda: self._initialized(command))
         except BaseException:
-            # If a process is gone, collectives fail. This leaves `_watch` the time to print the reason.
+            # If another process has ended, collectives fail. Wait, so that `_watch` can print the reason.
             time.sleep(PARTING_SECONDS)
             traceback.print_exc()
             code = 1
@@ -117,9 +120,9 @@ class Joined:
     def _initialized(self, command):
         place = self._place
         if place.process:
-            # Ctrl-C in a terminal reaches all processes. Process 0 handles it, and the others end with process 0.
+            # Ctrl-C in a terminal reaches all processes. Only process 0 handles it, and the others end when it ends.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # The preemption service would treat SIGTERM as a notice of preemption, and continue.
+        # JAX's preemption service would treat SIGTERM as a notice of preemption, and the process would continue.
         jax.config.update("jax_enable_preemption_service", False)
         address = _relay(place) if place.process else f"{place.host}:{place.port}"
         jax.distributed.initialize(address, place.processes, place.process, cluster_detection_method="deactivate")
@@ -141,7 +144,7 @@ class Joined:
         self._ends.set()
         if self._place.process == 0:
             for link in self._links.values():
-                with contextlib.suppress(OSError):  # the process is gone
+                with contextlib.suppress(OSError):  # the process has ended
                     link.sendall(DONE * (code == 0))
                     link.shutdown(socket.SHUT_WR)
         for watch in self._watches:
@@ -149,7 +152,7 @@ class Joined:
                 watch.join(PARTING_SECONDS)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # JAX would wait for processes that are gone
+        os._exit(code)  # at a normal exit, JAX would wait for processes that have ended
 
 
 def _listen(place, settings):
@@ -179,7 +182,7 @@ def _call(place):
 
 
 def _connected(host, port):
-    """Connect to process 0, and retry while it does not listen yet."""
+    """Connect to process 0, and retry until it listens."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:
@@ -194,7 +197,7 @@ def _relay(place):
     """Relay connections to the coordinator, and return the local address of the relay.
 
     JAX aborts a process whose connection to the coordinator closes, often before `_watch` can print the reason. The
-    relay keeps its connections to JAX open when process 0 is gone.
+    relay keeps its connections to JAX open after process 0 has ended.
     """
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -210,7 +213,7 @@ def _relay(place):
 
 
 def _forward(source, sink):
-    """Forward everything from `source` to `sink`, and leave `sink` open at the end."""
+    """Forward all data from `source` to `sink`. When `source` closes, leave `sink` open."""
     sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):
         while said := source.recv(2**16):
@@ -218,7 +221,7 @@ def _forward(source, sink):
 
 
 def _introduced(link, place, missing):
-    """Return the number of the process that connected."""
+    """Read and check the number of the process that connected, and return it."""
     link.settimeout(PARTING_SECONDS)
     try:
         said = _line(link)
@@ -233,7 +236,7 @@ def _introduced(link, place, missing):
 
 
 def _lasting(link):
-    """Set a connection to wait for as long as the other machine is reachable."""
+    """Configure a connection to wait without a time limit, but to fail if the other machine is unreachable."""
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
@@ -243,7 +246,7 @@ def _lasting(link):
 
 
 def _line(link):
-    """Read the next line, and no byte after it."""
+    """Read the next line, without reading any byte after it."""
     said = b""
     while not said.endswith(b"\n") and (byte := link.recv(1)):
         said += byte

@@ -1,14 +1,15 @@
 """The directory of a run, and how a run resumes after an interruption or damage.
 
-    .lock             locked while a process works in the directory; the operating system unlocks it when that ends
+    .lock             locked while a process uses the directory; the operating system unlocks it when the process ends
     config.json       the settings
     metrics.jsonl     one line per epoch
     checkpoints/      the state after each of the last epochs: see `experiments/training/checkpoints.py`
-    curves.png        drawn after the last epoch, or when the run is stopped; the experiment's report adds more files
+    curves.png        drawn after the last epoch, or when the run is stopped; an experiment may write more files
     files.sha256      the checksums of the files above, for `sha256sum --check`; written last
 
-The newest intact checkpoint is authoritative. It also holds the settings and the metrics. Any other file that has
-changed since it was written is rewritten from it. Files that no run writes stay untouched.
+A run resumes from its newest intact checkpoint, which also has the settings and the metrics. If another file of the run
+has changed since it was written, it is rewritten from the checkpoint. Files that do not belong to the run are not
+changed.
 """
 
 import contextlib
@@ -43,25 +44,25 @@ def saved_config(path: Path) -> TrainingConfig:
     """Return the settings of the run in a directory.
 
     Raises:
-      UserError: (a ValueError) if there is no run, or the run is of an unknown experiment.
+      UserError: (a ValueError) if the directory holds no run, or a run of an unknown experiment.
       BrokenRun: if every checkpoint is corrupt.
     """
     saved = newest(path).config
     if saved["experiment"] not in configs.EXPERIMENTS:
-        raise UserError(f"run_dir = {path} holds a run of {saved['experiment']}, which is no experiment")
+        raise UserError(f"run_dir = {path} holds a run of {saved['experiment']}, which is not a known experiment")
     config = configs.from_dict(configs.EXPERIMENTS[saved["experiment"]], saved)
     return dataclasses.replace(config, run_dir=path)
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Return the metrics of every epoch of the run in a directory. It raises the errors of `saved_config`."""
+    """Return the metrics of every epoch of the run in a directory. Raise the same errors as `saved_config`."""
     return [Metrics(**line) for line in newest(path).metrics]
 
 
 def load(path: Path) -> tuple[TrainingConfig, nnx.Module]:
     """Return the settings of the run in a directory, and its model with the parameters of the newest checkpoint.
 
-    It raises the errors of `saved_config`, and `BrokenRun` if this version of jaxbp builds another model from the
+    Raise the same errors as `saved_config`, and `BrokenRun` if this version of jaxbp builds another model from the
     settings.
     """
     config, checkpoint = saved_config(path), newest(path)
@@ -72,7 +73,7 @@ def load(path: Path) -> tuple[TrainingConfig, nnx.Module]:
 
 
 def newest(path: Path, loud: bool = False) -> Checkpoint:
-    """Return the newest intact checkpoint; with `loud`, name corrupt ones on stderr."""
+    """Return the newest intact checkpoint. With `loud`, print a warning that names newer, corrupt checkpoints."""
     _check_is_run(path)
     folder, damaged = path / CHECKPOINTS, []
     for epoch in checkpoints.epochs(folder):
@@ -91,7 +92,8 @@ class RunDirectory:
     """A context manager that writes the files of a run, and keeps other processes out of the directory.
 
     Attributes:
-      config: the settings. A resumed run has the saved settings, except for more epochs and the location of the data.
+      config: the settings. A resumed run has the saved settings, but may have more epochs, other devices, and another
+        folder of the data.
       metrics: the metrics of every completed epoch.
     """
 
@@ -100,12 +102,12 @@ class RunDirectory:
         self._path, self._checkpoint, self._open = config.run_dir, None, contextlib.ExitStack()
 
     def __enter__(self) -> "RunDirectory":
-        """Open the run in the directory if the config sets `resume`; otherwise `begin` creates it.
+        """Lock the directory. If the config sets `resume`, open the run in it; otherwise `begin` creates a run.
 
         Raises:
-          UserError: to resume, if the directory holds no run or a run with other settings; for a new run, if the
+          UserError: when resuming, if the directory holds no run, or a run with other settings. For a new run, if the
             directory is not empty.
-          BrokenRun: if every checkpoint is corrupt, or another process works in the directory.
+          BrokenRun: if every checkpoint is corrupt, or another process uses the directory.
         """
         if not self.config.resume:
             _check_is_free(self._path)
@@ -134,7 +136,7 @@ class RunDirectory:
         return bool(self.metrics) and self.config.is_last(len(self.metrics), self.metrics[-1].test_accuracy)
 
     def has_whole(self, names: Sequence[str]) -> bool:
-        """Return whether these files have not changed since `seal`."""
+        """Return whether the files exist and have not changed since `seal`."""
         try:
             return (self._path / CHECKSUMS).read_text() == self._checksums(names)
         except (OSError, UnicodeDecodeError):
@@ -152,7 +154,7 @@ class RunDirectory:
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)
             self._open.enter_context(_locked(self._path))
-            _check_is_free(self._path)  # again under the lock, because another process may have taken it
+            _check_is_free(self._path)  # again under the lock: another process may have begun a run
             (self._path / CHECKPOINTS).mkdir(exist_ok=True)
             self._checkpoint = Checkpoint(0, configs.to_dict(self.config), constants, [], {}, self._path / CHECKPOINTS)
             self._save(initial, [])
@@ -167,7 +169,7 @@ class RunDirectory:
         state = checkpoints.from_arrays(self._checkpoint.arrays, initial)
         saved = configs.from_dict(type(self.config), self._checkpoint.config)
         if configs.differences(saved, self.config) or saved.devices != self.config.devices:
-            # Record more epochs or other devices now, in case the run stops before the next checkpoint.
+            # Save a larger number of epochs or other devices now, in case the run stops before the next checkpoint.
             extended = {**configs.to_dict(self.config), "run_dir": self._checkpoint.config["run_dir"], "resume": False}
             self._checkpoint = dataclasses.replace(self._checkpoint, config=extended)
             checkpoints.write_run(self._checkpoint, self._checkpoint.path)
@@ -175,7 +177,8 @@ class RunDirectory:
         return state
 
     def save(self, metrics: Metrics, state: PyTree) -> None:
-        """Save the metrics of an epoch and the state after it. The epoch is completed once this returns."""
+        """Save the metrics of an epoch, and the state after the epoch. When this returns, the epoch counts as
+        completed."""
         self._save(state, [*self.metrics, metrics])
         self.metrics = [*self.metrics, metrics]
         write_atomically(self._path / METRICS, _lines(self.metrics))
@@ -187,7 +190,7 @@ class RunDirectory:
         write_atomically(self._path / name, data)
 
     def seal(self, names: Sequence[str]) -> None:
-        """Write the checksums of these files, which marks the run as finished."""
+        """Write the checksums of the files `names`. This marks the run as finished."""
         self.write(CHECKSUMS, self._checksums(names).encode())
 
     def _save(self, state: PyTree, metrics: Sequence[Metrics]) -> None:
@@ -206,9 +209,10 @@ class RunDirectory:
             found = file.read_bytes() if file.exists() else b""
             if found == data:
                 continue
-            # A shorter or longer file is no damage: a process was killed before it wrote it, or resumed from there.
+            # A file that is only shorter or longer is not damaged. A process may have been killed before it wrote the
+            # rest, or the run may have resumed from an earlier checkpoint.
             if loud and not (data.startswith(found) or found.startswith(data)):
-                warn(f"{file} is not what the run wrote: rewritten")
+                warn(f"{file} has changed since the run wrote it: rewritten")
             write_atomically(file, data)
 
     def _checksums(self, names: Iterable[str]) -> str:
@@ -222,14 +226,15 @@ def _locked(path: Path):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BrokenRun(f"run_dir = {path} is in use by another process: wanted to be the only one") from None
+            raise BrokenRun(f"run_dir = {path} is in use by another process: wanted an unused one") from None
         yield
     finally:
         os.close(descriptor)
 
 
 def _check_is_free(path: Path) -> None:
-    """Require a directory for a new run: it must be missing, or hold at most the files with which a run begins."""
+    """Raise UserError unless a new run can use the directory: it must not exist, or hold at most the files with which a
+    run begins."""
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir = {path}: wanted a directory")
     folder = path / CHECKPOINTS
@@ -239,7 +244,7 @@ def _check_is_free(path: Path) -> None:
 
 
 def _check_is_run(path: Path) -> None:
-    """Require a directory in which a run has begun."""
+    """Raise UserError unless a run has begun in the directory."""
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir = {path}: wanted a directory")
     if not (checkpoints.epochs(path / CHECKPOINTS) or ((path / CONFIG).exists() and (path / METRICS).exists())):

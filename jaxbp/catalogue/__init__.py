@@ -1,4 +1,4 @@
-"""The one table of ops."""
+"""The table of all ops, with the cases on which they are checked and timed."""
 
 from jaxbp.catalogue.entries import CATALOGUE as CATALOGUE
 from jaxbp.catalogue.schema import BATCH as BATCH

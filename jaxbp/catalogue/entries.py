@@ -45,8 +45,8 @@ _BLOCKS = (
     ((BATCH, 1, 28, 28), (6, 1, 5, 5), (BATCH, 6, 24, 24), (BATCH, 6, 12, 12)),
     ((BATCH, 6, 12, 12), (16, 6, 5, 5), (BATCH, 16, 8, 8), (BATCH, 16, 4, 4)),
 )
-"""LeNet's two blocks of convolution, ReLU and pool, as shapes of the image x, the filters w, the convolution z, and
-the pooled y."""
+"""The shapes in LeNet's two blocks of convolution, ReLU and pool: of the images x, the filters w, the result z of the
+convolution, and the result y of the pool."""
 
 
 def _blocks(name: str, of: Callable[..., Case]) -> dict[str, Case]:
@@ -99,7 +99,7 @@ def _unary(function: Callable, small: Argument = _SMALL_APART, **options: Any) -
 
 
 def _binary(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """x2 is broadcast along rows. In most small cases, x1 is too."""
+    """Return the entries of a function of two arrays. x2 is broadcast. In most small cases, x1 is broadcast, too."""
     x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
     rows = 2 if function is arithmetic.divide else 1
     small = _case((3, 2, 4), x1((3, rows, 4)), x2((2, 1)))
@@ -124,7 +124,7 @@ def _rowwise(function: Callable) -> tuple[Entry, ...]:
 
 
 def _without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Mark ops that give the gradient to the first of several equal numbers. Autodiff divides it among them."""
+    """Mark ops whose gradient goes to the first of several equal numbers. Autodiff divides the gradient among them."""
     return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
 
 
@@ -458,4 +458,4 @@ CATALOGUE: tuple[Entry, ...] = (
     *_ticks(automaton.automaton_step),
     *_ticks(automaton.automaton_rollout, steps=2),
 )
-"""One entry per op."""
+"""The entries of all ops: one per public function and one per public backward."""

@@ -22,12 +22,12 @@ BATCH = "batch"
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An array to draw at random.
+    """A random array.
 
-    Floats are standard normal, times `scale`, plus `offset` along the last axis.
+    Floats are standard normal, multiplied by `scale`. `offset`, one number per element of the last axis, is added.
 
     Attributes:
-      shape: its sizes, one of which may be `BATCH`.
+      shape: the sizes of the axes, one of which may be `BATCH`.
       below: the exclusive upper bound of integers; None for floats.
       weights: whether to take the softmax of the floats over the last axis.
       apart: whether to use evenly spaced values in random order instead.
@@ -60,10 +60,10 @@ class Argument:
 
 
 class FixedArgument:
-    """Wires, or all wires of an automaton: random, and the same for every key and dtype.
+    """The wires of a layer, a convolution, or an automaton. They are random, but the same for every key and dtype.
 
     Attributes:
-      code: the Python expression that makes them. It may use the name `jaxbp`.
+      code: a Python expression that makes the wires. It may use the name `jaxbp`.
     """
 
     shape: ClassVar[tuple[()]] = ()
@@ -130,16 +130,16 @@ class AutomatonArgument(FixedArgument):
 
     @property
     def gates_a_cell(self) -> int:
-        """Gates evaluated per cell and tick. Perception runs once per channel."""
+        """The number of gates evaluated per cell and tick. Perception runs once per channel."""
         return self.channels * self.kernels * sum(self.perception) + sum(self.update)
 
     def logits(self, parameters: int = 16, offset: tuple[float, ...] = ()) -> list[list[Argument]]:
-        """Return the logits of each perception layer, and of each update layer."""
+        """Return one argument for the logits of each perception layer, and one for the logits of each update layer."""
         perception = [Argument((self.kernels, gates, parameters), offset=offset) for gates in self.perception]
         return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
 
     def state(self, *grid: int | str) -> Argument:
-        """Return a batch of grids with numbers in [0, 1]."""
+        """Return an argument for a batch of grids with numbers in [0, 1]."""
         return Argument((*grid, self.channels), weights=True)
 
 
@@ -184,9 +184,9 @@ class Entry:
       small: the case for finite differences and for the interpreter.
       real: maps names to cases of realistic size.
       kernel_dtypes: the dtypes that its kernels take.
-      like: the name of an entry with the same pairing and the same kernels, but another formula. Tests that do not
-        depend on the formula run for that entry only.
-      kink_convention: whether it has autodiff's slope where there is no derivative.
+      like: the name of an entry that is paired in the same way and has the same kernels, but another formula. Tests
+        that do not depend on the formula run only for the entry with this name.
+      kink_convention: whether the function has autodiff's slope where there is no derivative.
     """
 
     function: Callable

@@ -1,5 +1,4 @@
-"""Hardened cellular automata: one circuit in every cell of a grid, run on words of bits, and exported as C and Verilog.
-"""
+"""Hardened cellular automata: one circuit in every cell of a grid, run on words, or exported as C or Verilog."""
 
 import string
 from collections.abc import Iterator
@@ -353,7 +352,7 @@ def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width:
       ValueError: the width exceeds the columns in the words.
     """
     if not 0 <= width <= WORD * words.shape[-1]:
-        raise ValueError(f"unpack_grid: width is {width}; wants at most {WORD * words.shape[-1]}, the cells in a row")
+        raise ValueError(f"unpack_grid: width is {width}; wants at most {WORD * words.shape[-1]}, the bits of a row")
     planes = np.ascontiguousarray(words, dtype="<u8").view(np.uint8)
     return np.moveaxis(np.unpackbits(planes, axis=-1, count=width, bitorder="little"), 0, -1).astype(bool)
 

@@ -48,7 +48,9 @@ def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bo
         raise ValueError(f"unpack_bits: words has shape {np.shape(words)}; wants (features, words)")
     most = np.shape(words)[1] * WORD_BITS
     if not checks.is_int(samples) or not 0 <= samples <= most:
-        raise ValueError(f"unpack_bits: samples is {samples!r}; wants an int in [0, {most}], the number of samples in the words")
+        raise ValueError(
+            f"unpack_bits: samples is {samples!r}; wants an int in [0, {most}], the number of samples in the words"
+        )
     packed = np.ascontiguousarray(words, dtype="<u4").view(np.uint8)
     return np.unpackbits(packed, axis=1, count=samples, bitorder="little").T.astype(bool)
 

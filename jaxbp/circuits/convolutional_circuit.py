@@ -72,7 +72,7 @@ class Convolution:
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates of all kernels at all positions that a pool reads, plus the number of the pools' gates."""
+        """The number of gates of all kernels, at all positions that a pool reads, and of the pools."""
         pool = math.prod(self.pool)
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
@@ -467,15 +467,16 @@ def _verilog_of_convolution(name: str, i: int, convolution: Convolution) -> str:
 def _convolution(op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options) -> Convolution:
     gates = gate_numbers(op, gates, wires.kernels, wires.gates)
     if wires.channels != shape[0]:
-        raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, the number of its input's")
+        raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, as its input has")
     if unknown := options.keys() - {"stride", "padding", "pool"}:
         raise TypeError(f"{op} has the options {', '.join(unknown)}; wants stride, padding and pool")
     stride, pool = (checks.pair(op, name, options.get(name, 1)) for name in ("stride", "pool"))
     padding = window_padding(op, options.get("padding", 0), shape[1:], wires.window, stride)
     places = output_size(shape[1:], wires.window, stride=stride, padding=padding)
     if any(n < p for n, p in zip(places, pool, strict=True)):
-        found = _sizes(np.maximum(places, 0))
-        raise ValueError(f"{op} has {found} positions; wants at least {_sizes(pool)}, one window of the pool")
+        raise ValueError(
+            f"{op} has {_sizes(np.maximum(places, 0))} positions; wants at least {_sizes(pool)}, one window of the pool"
+        )
     return Convolution(gates, wires, shape, stride, padding, pool)
 
 

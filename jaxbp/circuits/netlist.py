@@ -56,8 +56,8 @@ class Netlist:
         """Make a netlist from a list of gates, each of which comes after the gates that it reads.
 
         Raises:
-          ValueError: there are no inputs or no outputs; `gates`, a, and b have different lengths; a function is not from
-            0 to 15; a gate reads itself, a later gate, or no source; or an output is not a source.
+          ValueError: there are no inputs or no outputs; `gates`, a, and b have different lengths; a function is not
+            from 0 to 15; a gate reads itself, a later gate, or no source; or an output is not a source.
         """
         checks.count("Netlist", "inputs", inputs)
         vectors = [_integers(name, v) for name, v in (("gates", gates), ("a", a), ("b", b), ("outputs", outputs))]

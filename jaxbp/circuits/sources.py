@@ -70,7 +70,7 @@ scalbln scalbn signbit significand sin sincos sinh sqrt tan tanh tgamma trunc y0
 """
 _OF_KINDS = [word + kind for word in _C_MATHS.split() for kind in ("", "f", "l")]
 C_WORDS = frozenset([*_C.split(), *_C_LIBRARY.split(), *_OF_KINDS])
-"""Keywords of C up to C23, functions that compilers know, and names that the headers of the exported sources declare."""
+"""Keywords of C up to C23, functions that compilers know, and names that the included headers declare."""
 _C_RESERVED = re.compile(r"_[A-Z_]\w*|\w+_t|(U?INT|PTRDIFF|SIG_ATOMIC|SIZE|WCHAR|WINT)\w*_(C|MAX|MIN)", re.ASCII)
 """Names that C and POSIX reserve for types, limits, and compilers."""
 _VERILOG = """

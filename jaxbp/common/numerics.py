@@ -28,7 +28,7 @@ def mean_and_rest(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Ar
 
     Deviations computed as `(a - mean) - rest` keep their digits if the numbers are far from zero.
     """
-    # The value subtracted first does not change the result, so it needs no gradient.
+    # The sum of mean and rest is the same for any value of `mean`, so it needs no gradient.
     mean = lax.stop_gradient(jnp.mean(upcast(a), axis=axis, keepdims=True))
     return mean, jnp.mean(upcast(a) - mean, axis=axis, keepdims=True)
 

@@ -21,13 +21,13 @@ from jaxbp.pairing import Implementation
 
 
 class LogicAutomaton(nnx.Module):
-    """`jaxbp.automaton_rollout` with its parameters, the logits of each layer, and its fixed wires.
+    """`jaxbp.automaton_rollout` with its parameters, which are the logits of each layer, and its fixed wires.
 
     Args:
       channels, perception_kernels, perception_widths, update_widths, periodic, seed: as in `Automaton.create`.
       initialization, residual_logit, parametrization: as in `jaxbp.initial_logits`.
       implementation: as in `jaxbp.automaton_rollout`.
-      rngs: the source of normal parameters, from its stream `params`.
+      rngs: random keys. The stream `params` is used for initialization "normal".
 
     Raises:
       ValueError: as in `Automaton.create`.
@@ -111,7 +111,8 @@ class LogicAutomaton(nnx.Module):
         listed = GateList(inputs.size)
 
         def layer(logits, wires, sources):
-            """Add a layer's gates, which read `sources`, `(inputs, ...)`. Return their sources, `(gates, ...)`."""
+            """Add the gates of a layer, whose inputs are `sources`, `(inputs, ...)`. Return the sources of the gates,
+            `(gates, ...)`."""
             a, b = sources[np.asarray(wires.a)], sources[np.asarray(wires.b)]
             numbers = np.asarray(gates.harden(logits, self.parametrization)).T
             return listed.add(numbers.reshape(wires.gates, *[1] * (a.ndim - 2), -1), a, b)

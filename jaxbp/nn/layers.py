@@ -17,7 +17,8 @@ from jaxbp.pairing import Implementation
 
 
 def _uniform(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: DTypeLike) -> nnx.Param:
-    """Draw uniformly within ±1/sqrt(fan_in), so that outputs have a third of the inputs' variance at first."""
+    """Return a parameter drawn uniformly within ±1/sqrt(fan_in). The first outputs then have a third of the inputs'
+    variance."""
     return nnx.Param(jax.random.uniform(rngs.params(), shape, dtype, -(fan_in**-0.5), fan_in**-0.5))
 
 
@@ -29,7 +30,8 @@ class Conv2d(nnx.Module):
       stride, padding, precision, implementation: as in `jaxbp.conv2d`.
       dtype: the dtype of the computation, to which images and parameters are cast.
       param_dtype: the dtype of the parameters.
-      rngs: the source of parameters, from its stream `params`: uniform within ±1/sqrt(inputs per output).
+      rngs: random keys. The parameters are drawn with the stream `params`, uniformly within ±1/sqrt(number of inputs
+        per output).
     """
 
     def __init__(

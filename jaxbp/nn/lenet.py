@@ -1,9 +1,10 @@
 """LeNet-5 on 28 x 28 images, and the tensors that its backward keeps in memory.
 
-The backward is a chain of 21 steps, each an op of jaxbp: softmax_cross_entropy; weights, bias and input of fc3, the
-ReLU mask of fc2; weights, bias and input of fc2, the ReLU mask of fc1; weights, bias and input of fc1; max-pool 2,
-ReLU 2; weights, bias and input of conv2; max-pool 1, ReLU 1; weights and bias of conv1. The gradient with respect to
-the images is a 22nd step, which is computed only when requested.
+The backward is a chain of 21 steps. Each step computes the gradient with respect to one of these arrays, in this order:
+the logits (by the loss); weights, bias and input of fc3, and the input of the ReLU after fc2; weights, bias and input
+of fc2, and the input of the ReLU after fc1; weights, bias and input of fc1; the inputs of max-pool 2 and of ReLU 2;
+weights, bias and input of conv2; the inputs of max-pool 1 and of ReLU 1; weights and bias of conv1. The gradient with
+respect to the images is a 22nd step, which is computed only when requested.
 """
 
 import dataclasses
@@ -36,10 +37,11 @@ class LeNet(nnx.Module):
     It has valid convolutions, ReLU between the dense layers, and 44,426 parameters.
 
     Args:
-      fused: whether convolution, ReLU and pool are one op, which keeps one byte per window for its backward, or three.
+      fused: whether convolution, ReLU and pool are one op instead of three. The one op keeps one byte per window of the
+        pool for its backward.
       implementation: the implementation of every op, as in `jaxbp.conv2d`.
       dtype: the dtype of the computation. The parameters are float32.
-      rngs: the source of parameters, from its stream `params`.
+      rngs: random keys. The parameters are drawn with the stream `params`.
 
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998, with ReLU and max-pooling.
     """
@@ -122,16 +124,16 @@ def lenet_saved_tensors(
 ) -> tuple[Float[Array, "batch"], dict[str, Array]]:
     """Return LeNet's loss and, by name, every tensor that its backward needs.
 
-    These are the inputs of the five layers with parameters, two maps with the positions of the pools' maxima, and the
-    logits. Where the model is not fused, they include the values before a ReLU. The separate kernel of
-    `softmax_cross_entropy` keeps two more float32 numbers per image, which are not listed.
+    These are the inputs of the five layers with parameters, two arrays with the positions of the pools' maxima, and the
+    logits. If the model is not fused, they also include the inputs of the pools. If `softmax_cross_entropy` runs as a
+    separate kernel, it keeps two more float32 numbers per image, which are not listed.
 
     Args:
       model: a LeNet.
       images, labels: a batch and its classes.
 
     Returns:
-      (loss, saved): one loss per example, and name -> tensor in the order of the forward.
+      (loss, saved). The loss has one number per example. `saved` maps names to tensors, in the order of the forward.
     """
     saved = {}
     x = model._features(images, saved.__setitem__)
@@ -169,9 +171,10 @@ def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32, *, fused: boo
       fused: as in `LeNet`.
 
     Returns:
-      One row per tensor, of three kinds: "saved" (from forward to backward), "activation gradient" (from one step of
-      the chain to the next, 335,936 values at batch 32) and "parameter gradient" (44,426 values). In half precision the
-      backward also keeps a copy of each parameter in that precision, which is not listed.
+      One row per tensor. There are three kinds of tensors: "saved" tensors are kept from the forward to the backward,
+      an "activation gradient" is passed from one step of the backward to the next (335,936 values at batch 32), and a
+      "parameter gradient" is a result (44,426 values). In half precision, the backward also keeps a copy of each
+      parameter in that precision, which is not listed.
 
     Raises:
       ValueError: the batch is below 1.
@@ -190,8 +193,8 @@ def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32, *, fused: boo
         return list(saved.values())
 
     saved = jax.eval_shape(saved_tensors, state, images, labels)
-    # The gradients belong to saved tensors: results of ReLU, and inputs of layers and pools. Tensors within a fused op
-    # do not exist in memory.
+    # The backward computes gradients with respect to saved tensors: results of ReLU, and inputs of layers and pools.
+    # Gradients within a fused op do not exist in memory.
     before_relu = {"fc3.input": "fc2", "fc2.input": "fc1", "pool2.input": "conv2", "pool1.input": "conv1"}
     gradients = {}
     for key, a in reversed(list(zip(names, saved, strict=True))):

@@ -18,11 +18,11 @@ from jaxbp.ops.logic.gate_layer import gate_layer
 from jaxbp.pairing import Implementation
 
 Wiring = Callable[[int, int, int], Wires]
-"""`wiring(inputs, gates, seed)`, such as `Wires.unique` and `Wires.random`."""
+"""A function that makes wires, `wiring(inputs, gates, seed)`, such as `Wires.unique` or `Wires.random`."""
 
 
 def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -> Shaped[Array, "*batch bits"]:
-    """Return bits of numbers, `x > t` for each threshold t, in x's dtype. The bits of a feature are adjacent.
+    """Return one bit per feature and threshold t, `x > t`, in x's dtype. The bits of a feature are adjacent.
 
     Thresholds are rounded to x's dtype if it is floating. Integers and booleans are compared with them as numbers.
     """
@@ -47,9 +47,9 @@ class Gates(nnx.Module):
 
     Args:
       wires: the wires of the gates.
-      shape: the shape of the gates.
+      shape: the shape of the array of gates, `(gates,)` or `(kernels, gates)`.
       initial: `initialization` and `residual_logit`, as in `jaxbp.initial_logits`.
-      The rest as in `LogicLayer`.
+      Other arguments: as in `LogicLayer`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LogicLayer(Gates):
       initialization, parametrization, residual_logit: as in `jaxbp.initial_logits`.
       implementation: as in `jaxbp.gate_layer`.
       dtype: the dtype of the computation, to which inputs are cast. The parameters stay float32.
-      rngs: the source of normal parameters, from its stream `params`.
+      rngs: random keys. The stream `params` is used for initialization "normal".
     """
 
     def __init__(self, wires: Wires, **options: Unpack[GateOptions]):
@@ -95,7 +95,10 @@ class LogicLayer(Gates):
     def __call__(
         self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False, groups: int | None = None
     ) -> Float[Array, "*batch results"]:
-        """Return the gates' outputs, or sums of `groups` of them. `hard` selects the most probable function."""
+        """Return the outputs of the gates, or with `groups` the sums over groups of gates, as in `jaxbp.gate_layer`.
+
+        With `hard`, each gate computes its most probable function.
+        """
         return self._apply(gate_layer, x, hard=hard, groups=groups)
 
 
@@ -104,15 +107,15 @@ class LogicNetwork(nnx.Module):
 
     Args:
       inputs: the number of input bits.
-      widths: the gates of each layer. The last width is a multiple of the number of classes.
+      widths: the number of gates in each layer. The last width is a multiple of the number of classes.
       classes: the number of classes.
-      tau: the divisor of the sums. The larger it is, the more even are the probabilities of the classes.
+      tau: a number by which the sums are divided. The larger it is, the more even are the probabilities of the classes.
       wiring: a function that makes the wires of a layer.
       seed: the seed of the wires.
-      The rest as in `LogicLayer`.
+      Other arguments: as in `LogicLayer`.
 
     Raises:
-      ValueError: tau is not a number above 0, or widths do not fit.
+      ValueError: tau is not a number above 0, or `wiring` cannot make layers of these widths.
 
     Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022.
     """
@@ -143,5 +146,5 @@ class LogicNetwork(nnx.Module):
         return last(x, hard=hard, groups=self.classes) / self.tau
 
     def harden(self) -> Circuit:
-        """Return the gates of the hardened network, without the sums."""
+        """Return the gates of the hardened network as a circuit. It does not contain the sums over groups."""
         return Circuit.of((layer.harden(), layer.wires.get_value()) for layer in self.layers)

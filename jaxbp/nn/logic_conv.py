@@ -24,7 +24,10 @@ from jaxbp.ops.pointwise.shapes import flatten
 def image_thermometer(
     x: Shaped[AnyArray, "batch channels height width"], thresholds: ArrayLike
 ) -> Shaped[Array, "batch channels*thresholds height width"]:
-    """Return channels of bits, `x > t` for each threshold t, as `thermometer` does. A channel's bits are adjacent."""
+    """Return one channel of bits per channel of x and threshold t, `x > t`, as `thermometer` does.
+
+    The channels of bits from one channel of x are adjacent.
+    """
     return jnp.moveaxis(thermometer(jnp.moveaxis(x, 1, -1), thresholds), -1, 1)
 
 
@@ -95,7 +98,8 @@ class LogicConvNetwork(nnx.Module):
     Args:
       shape: channels, height and width of the images of bits.
       convolutions: the convolutions, at least one.
-      widths: the gates of each layer after them. The last width is a multiple of the number of classes.
+      widths: the number of gates in each layer after the convolutions. The last width is a multiple of the number of
+        classes.
       classes: the number of classes.
       channels_per_kernel: the number of channels that a kernel reads, as in `jaxbp.TreeWires.random`.
       tau, wiring: as in `LogicNetwork`.
@@ -104,7 +108,8 @@ class LogicConvNetwork(nnx.Module):
 
     Raises:
       TypeError: a convolution is not a `LogicConvolution`.
-      ValueError: the shape is not three positive integers, there are no convolutions, or widths do not fit.
+      ValueError: the shape is not three positive integers, there are no convolutions, or `wiring` cannot make layers of
+        these widths.
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -125,7 +130,7 @@ class LogicConvNetwork(nnx.Module):
         if len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
             raise ValueError(f"LogicConvNetwork: shape is {tuple(shape)}; wants channels, height and width")
         if not convolutions:
-            raise ValueError("LogicConvNetwork: no convolutions; wants at least one, or a LogicNetwork without")
+            raise ValueError("LogicConvNetwork: no convolutions; wants at least one; a LogicNetwork has none")
         for convolution in convolutions:
             if not isinstance(convolution, LogicConvolution):
                 raise TypeError(f"LogicConvNetwork: a convolution is {convolution!r}; wants a LogicConvolution")
@@ -151,7 +156,7 @@ class LogicConvNetwork(nnx.Module):
         return self.head(flatten(self._convolved(x, hard=hard)), hard=hard)
 
     def harden(self) -> ConvolutionalCircuit:
-        """Return the gates of the hardened network, without the sums."""
+        """Return the gates of the hardened network as a circuit. It does not contain the sums over groups."""
         convolutions = [(layer.harden(), layer.wires.get_value(), layer.options) for layer in self.convolutions]
         return ConvolutionalCircuit.of(self.shape, convolutions, self.head.harden().layers)
 

@@ -1,4 +1,4 @@
-"""MLP-Mixer: an image as a table of patches and channels, mixed alternately along each axis."""
+"""MLP-Mixer: an image is a table of patches and channels, and MLPs act alternately along each of these two axes."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,14 +15,14 @@ IMAGE_SIZE = 28
 
 
 class MixerBlock(nnx.Module):
-    """`x + mlp(norm(x)ᵀ)ᵀ` across the patches, then `x + mlp(norm(x))` across the channels.
+    """A block that computes `x + mlp(norm(x)ᵀ)ᵀ` across the patches, then `x + mlp(norm(x))` across the channels.
 
     The second norm and the next dense layer are one op, `jaxbp.layer_norm_linear`.
 
     Args:
       patches, channels: the shape of the table.
       patches_hidden, channels_hidden: the hidden width of each MLP.
-      options: `implementation`, `dtype` and `rngs` of every layer.
+      options: the arguments `implementation`, `dtype` and `rngs` of every layer.
     """
 
     def __init__(self, patches: int, channels: int, patches_hidden: int, channels_hidden: int, **options):
@@ -40,16 +40,18 @@ class MixerBlock(nnx.Module):
 
 
 class Mixer(nnx.Module):
-    """MLP-Mixer on 28 x 28 images: patches, mixer blocks, a norm, and the class scores, averaged over patches.
+    """MLP-Mixer on 28 x 28 images. Its parts are a dense layer on patches, mixer blocks, a norm, and a dense layer.
+
+    The last layer returns class scores, which are averaged over the patches.
 
     Args:
       patch: height and width of a patch, a divisor of 28.
-      channels: the number of channels that a dense layer makes of each patch.
+      channels: the number of channels that the first dense layer computes from each patch.
       patches_hidden, channels_hidden: the hidden widths of the blocks' MLPs.
       blocks: the number of blocks.
       implementation: the implementation of every op, as in `jaxbp.layer_norm_linear`.
       dtype: the dtype of the computation. The parameters are float32.
-      rngs: the source of parameters, from its stream `params`.
+      rngs: random keys. The parameters are drawn with the stream `params`.
 
     Raises:
       ValueError: the patches do not fill the image.

@@ -1,4 +1,4 @@
-"""Measured defaults of `implementation=None` for ops where no kernel of jaxbp is faster than XLA."""
+"""The implementations that measurements found fastest for ops where no kernel of jaxbp is faster than XLA."""
 
 import functools
 
@@ -8,11 +8,12 @@ from jaxbp.pairing import DefaultImplementation, Pair
 XLA_ON_GPU = DefaultImplementation(gpu="xla")
 """For formulas that XLA fuses into their neighbors. A kernel would prevent the fusion."""
 AUTODIFF_ON_CPU = DefaultImplementation(gpu="xla", elsewhere="autodiff")
-"""For ops whose autodiff gradient is faster on a CPU. It keeps an exponential that the formula would compute twice."""
+"""For ops whose autodiff gradient is faster on a CPU. Autodiff keeps an exponential that the formula computes again."""
 AUTODIFF_ON_GPU = DefaultImplementation(gpu="autodiff", older_gpu="autodiff")
-"""For ops whose autodiff gradient is faster on a GPU if one program has forward and backward."""
+"""For ops whose autodiff gradient is faster on a GPU if forward and backward are in one program."""
 AUTODIFF_EVERYWHERE = DefaultImplementation(gpu="autodiff", older_gpu="autodiff", elsewhere="autodiff")
 """For ops whose autodiff gradient is faster on GPUs and CPUs."""
 
 fused_pair = functools.partial(Pair, unsupported=checks.unsupported, default=XLA_ON_GPU, jit=True)
-"""A `Pair` of formulas that XLA fuses into their neighbors. Its kernels are element-wise or sum element-wise terms."""
+"""A `Pair` of formulas that XLA fuses with neighboring operations. Its kernels compute element-wise functions or sums
+of them."""

@@ -253,9 +253,9 @@ class Judge:
     def _jump(self, point, order, i, around, indices, limit):
         """Return which elements of the i-th gradient have a kink between the point and a nearby point.
 
-        At a kink, the gradient jumps. Each element is tested on the way to the two nearby points at which it changes
-        most. If there are too many elements, a sample is tested. If all elements of the sample jump, all elements are
-        assumed to jump.
+        At a kink, the gradient jumps. Each element is tested between the point and the two nearby points at which it
+        changes most. If there are too many elements, a sample is tested. If all elements of the sample jump, all
+        elements are assumed to jump.
         """
         reach, ends, near = around
         halvings = max(0, int(np.ceil(np.log2(reach / KINK_WIDTH))))

@@ -244,7 +244,7 @@ def _unsupported(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | No
     if window[0] * window[1] > _MAX_PLACES:
         return f"window={window}, more than {_MAX_PLACES} positions"
     if _cheapest(x, w, window) is None:
-        return f"{w.shape} filters on {x.shape}: no tile of the windows fits the tensor cores' and shared memory"
+        return f"{w.shape} filters on {x.shape}, for which no tile fits the tensor cores and shared memory"
     return None
 
 

@@ -185,11 +185,11 @@ def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
 
 def _unsupported(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
     if jax.__version_info__ < MIN_JAX:
-        return f"JAX {jax.__version__}, which transposes no swizzled memory, at least {'.'.join(map(str, MIN_JAX))}"
+        return f"JAX {jax.__version__}, which cannot transpose swizzled memory, at least {'.'.join(map(str, MIN_JAX))}"
     if x.dtype != jnp.float32:
         return f"dtype {x.dtype}, only float32"
     if _cheapest(x, w, window) is None:
-        return f"{w.shape} filters on {x.shape}: no tile of the windows fits the tensor cores' and shared memory"
+        return f"{w.shape} filters on {x.shape}, for which no tile fits the tensor cores and shared memory"
     return None
 
 

@@ -137,11 +137,11 @@ def _smallest_group(dy: Any, w: Any, window: tuple[int, int]) -> int | None:
 
 def _unsupported(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_size: tuple[int, int]) -> str | None:
     if jax.__version_info__ < MIN_JAX:
-        return f"JAX {jax.__version__}, which concatenates no registers, at least {'.'.join(map(str, MIN_JAX))}"
+        return f"JAX {jax.__version__}, which cannot concatenate registers, at least {'.'.join(map(str, MIN_JAX))}"
     if dy.dtype.itemsize > 4:
         return f"dtype {dy.dtype}, only float32 and half precisions"
     if _smallest_group(dy, w, window) is None:
-        return f"{w.shape} filters with {dy.shape[2]} windows in a row: no group of them fits tiles and shared memory"
+        return f"{w.shape} filters with {dy.shape[2]} windows in a row: no group of them fits a CTA"
     return None
 
 

@@ -40,7 +40,7 @@ class Ring:
         barrier.
       steps: number of steps, or None if the caller never fetches a step that does not exist.
       free: barriers at which consumers arrive when they have read a stage, one per stage; None without a producer.
-      fixed_stage: index of the ring's only stage, or None if there are several. With it, the rings of several
+      fixed_stage: index of the ring's only stage, or None if there are several. If set, the rings of several
         warpgroups, each with one stage, can lie in the same arrays of memory and barriers.
       turn: in a ping-pong schedule, the index of the consumer that uses the ring, or for which the producer fetches.
     """

@@ -206,7 +206,7 @@ def forward(
                 if i == 0:
                     largest, place = value, jnp.where(value != value, 0, 0)
                 else:
-                    # Of equal values, keep the first. Keep a NaN as well.
+                    # Keep the first of equal values, and keep a NaN.
                     is_larger = ~(value <= largest) & (largest == largest)
                     largest, place = jnp.where(is_larger, value, largest), jnp.where(is_larger, i, place)
             y_ref[k, row, column, lanes] = largest.astype(y_ref.dtype)

@@ -76,7 +76,7 @@ def _unsupported(x: Any, w: Any, shared_bytes: Callable[..., int]) -> str | None
     if hidden not in (128, 256) or outputs not in (128, 256):
         return f"widths {hidden} and {outputs}, only 128 and 256"
     needed_bytes, available_bytes = shared_bytes(hidden, outputs), device.target().shared_bytes
-    return f"{needed_bytes} bytes of shared memory, of {available_bytes}" if needed_bytes > available_bytes else None
+    return f"{needed_bytes} bytes of shared memory, only {available_bytes}" if needed_bytes > available_bytes else None
 
 
 def _aligned_bytes(*sizes: int) -> int:

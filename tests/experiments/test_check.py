@@ -80,7 +80,7 @@ def test_a_run_with_other_bits_fails(capsys, monkeypatch):
 
     monkeypatch.setattr(check, "CATALOGUE", (Entry(noisy, Case((Argument((4,)),)), {}),))
     assert check.main(["noisy", "--repeat", "3", "--implementations", "xla"]) == 1
-    assert "failed: noisy, xla, float32, order 1: all: 2 of 3 runs have other bits" in capsys.readouterr().out
+    assert "failed: noisy, xla, float32, order 1: all: 2 of 3 runs differ in bits" in capsys.readouterr().out
 
 
 def test_all_is_the_whole_catalogue():

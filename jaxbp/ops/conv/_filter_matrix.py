@@ -1,6 +1,7 @@
 """Convolutions of small images as matrix products, which cuBLAS runs on the tensor cores.
 
-Most multiplications are by zeros of the filter matrix, but the tensor cores more than make up for them.
+Most multiplications are by zeros of the matrix. The products are nevertheless faster, because they run on the tensor
+cores.
 """
 
 import math
@@ -15,13 +16,16 @@ from jax.lax import PrecisionLike
 
 _MAX_ELEMENTS = 1 << 22
 _MAX_POSITIONS_PER_TAP = 32
-"""Limits of the matrix's size, because every call builds it, and of its zeros per tap. Measured up to 2.6 million
-elements and 31 positions per tap (28 x 28 images, 5 x 5 filters), where it is faster than cuDNN."""
+"""The largest number of elements of the matrix, which every call builds, and the largest number of positions of the
+input per position of the filter (tap), which grows with the fraction of zeros. Measured up to 2.6 million elements and
+31 positions per tap (28 x 28 images, 5 x 5 filters), where the product is faster than cuDNN."""
 
 
 def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
-    """Return whether a product with the `filter_matrix` is faster than the convolution. With one tap, the convolution
-    is such a product."""
+    """Return whether a product with the `filter_matrix` is faster than the convolution.
+
+    With filters of one position, the convolution itself is a matrix product.
+    """
     K, C, F, G = w_shape
     positions = math.prod(input_size)
     elements = C * positions * K * math.prod(output_size)
@@ -37,14 +41,16 @@ def filter_matrix(
     before: tuple[int, int],
     dilation: tuple[int, int],
 ) -> Array:
-    """Return a convolution as a matrix, `matrix[(c, h, l), (k, i, j)] = w[k, c, u, v]` where input (h, l) meets output
-    (i, j), else 0. They meet where `h = i * stride + u * dilation - before`, and l likewise.
+    """Return a convolution as a matrix, `matrix[(c, h, l), (k, i, j)]`.
+
+    The element is `w[k, c, u, v]` if the output (i, j) reads the input (h, l) with filter position (u, v), else 0. The
+    output reads this input if `h = i * stride + u * dilation - before`, and if the same holds for l, j, and v.
 
     Args:
       w: `(K, C, F, G)`.
       input_size: H and W.
       output_size: I and J.
-      before: rows of padding above and columns to the left of the input.
+      before: the numbers of rows of padding above the input and of columns of padding to its left.
 
     Returns:
       `(C * H * W, K * I * J)` in w's dtype.
@@ -62,10 +68,10 @@ def filter_matrix(
 
 
 def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, precision: PrecisionLike = None) -> Array:
-    """Multiply the flattened `(C, H, W)` of each example by a `filter_matrix`. Return `(N, K * I * J)` in the dtype of
-    the images.
+    """Multiply the flattened `(C, H, W)` of each example by a `filter_matrix`.
 
-    With `transposed`, map `(N, K, I, J) -> (N, C * H * W)`, the gradient of the product with respect to its images.
+    Return `(N, K * I * J)` in the dtype of the images. With `transposed`, map `(N, K, I, J) -> (N, C * H * W)`, the
+    gradient of the product with respect to its images.
     """
     flat = images.reshape(images.shape[0], math.prod(images.shape[1:]))
     contracted = ((1,), (int(transposed),)), ((), ())
@@ -77,20 +83,23 @@ def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, prec
 
 _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000
-"""Below this many multiplications, the exact kernel's one launch is faster than the band's four."""
+"""The least number of multiplications in float32. With fewer, the exact kernel's one launch is faster than the four
+launches of the band."""
 _MAX_BAND_RATIO = {4: 4, 2: 8}
-"""Bytes per element -> largest ratio of the band's multiplications to the exact kernel's at which the tensor cores are
-faster. Measured in float32; chosen by hand, not tuned, for half precisions."""
+"""Maps the bytes per element to a ratio: the number of multiplications with the band, divided by the number in the
+exact kernel. Up to this ratio, the tensor cores are faster. Measured in float32; chosen by hand, not tuned, for half
+precisions."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
     """Return whether `banded_input_gradient` is faster than the exact kernel (docs/lab/2026-11-25-lenet.md).
 
-    It multiplies more, but on the tensor cores. In float32 only large products are worth its launches.
+    It needs more multiplications, but they run on the tensor cores. In float32, only large products are worth the
+    additional launches.
 
     Args:
-      w: `(K, C, F, G)`, or anything with its shape.
-      dy: `(K, P, Q, N)`, or anything with its shape and dtype.
+      w: an array `(K, C, F, G)`, or an object with such a shape.
+      dy: an array `(K, P, Q, N)`, or an object with such a shape and a dtype.
       width: the width of the input.
     """
     (K, C, F, G), (_, P, Q, N), (R, S) = w.shape, dy.shape, window
@@ -113,14 +122,15 @@ def banded_input_gradient(
     window: tuple[int, int],
     precision: PrecisionLike = None,
 ) -> Array:
-    """Gradient of `conv2d_relu_max_pool2d` with respect to x, with the batch last: one product per row of windows, all
-    with the same band.
+    """Gradient of `conv2d_relu_max_pool2d` with respect to x, with the batch last.
 
-    It also multiplies the zeros of the band and of the routed gradient, which has one nonzero per window.
+    It is one matrix product per row of the pool's windows. One factor is a matrix of the filters, the band, which is
+    the same for all rows. The other factor is dy, placed at the maximum of each window, with zeros elsewhere. The
+    products also multiply the zeros of both factors.
 
     Args:
       dy: `(K, P, Q, N)`.
-      place: the position of each window's maximum, of the same shape.
+      place: the position of each window's maximum, in the same shape as dy.
       w: `(K, C, F, G)`.
       input_size: H and W.
 
@@ -130,7 +140,7 @@ def banded_input_gradient(
     K, P, Q, N = dy.shape
     C, (R, S), (H, W) = w.shape[1], window, input_size
     matrix, height = _band(w, Q, W, window)
-    # The gradient at the convolution's resolution, one row of windows at a time.
+    # Place each element of dy at the maximum of its window, so that the gradient has the size of the convolution.
     places = jnp.arange(R * S, dtype=place.dtype)[:, None, None]
     dy, place = dy.swapaxes(0, 1)[:, :, None], place.swapaxes(0, 1)[:, :, None]
     routed = jnp.where(place == places, dy, 0).reshape(P, K * R * S * Q, N)
@@ -147,8 +157,11 @@ def banded_input_gradient(
 
 
 def _band(w, Q, W, window):
-    """Return the band, `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` inside the filter, and its
-    number of rows i."""
+    """Return the band, and the number of input rows i that a row of windows reaches.
+
+    The band is `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` if this position is inside the filter,
+    else 0.
+    """
     (K, C, F, G), (R, S) = w.shape, window
     height = F + R - 1
     i, j = np.arange(height)[:, None, None, None, None], np.arange(W)[None, :, None, None, None]

@@ -79,16 +79,16 @@ def avg_pool2d(
       x: images, NCHW.
       window: F and G, the height and width of the windows, as an int or a pair.
       stride: s, an int or a pair. None means the size of the window.
-      padding: p, zeros on each side, which count in the average: an int, a pair, "SAME", or "VALID". It must be less
-        than the window.
+      padding: p, the number of zeros on each side, as an int or a pair; or "SAME" or "VALID". The zeros count in the
+        average. The padding must be less than the window.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
-      y, in x's dtype. Its height is `(height + 2 p - F) // s + 1`; its width likewise.
+      y, in x's dtype. Its height is `(height + 2 p - F) // s + 1`, and its width follows in the same way.
 
     Raises:
       TypeError: x is not floating.
-      ValueError: shapes or options that do not fit.
+      ValueError: shapes or options do not fit.
 
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998.
     """

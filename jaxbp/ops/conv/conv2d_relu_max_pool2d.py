@@ -1,5 +1,7 @@
-"""Convolution, ReLU, and max-pooling as one op: it keeps one byte per window instead of the activations of three
-ops."""
+"""Convolution, ReLU, and max-pooling as one op.
+
+For the backward, it keeps one byte per window of the pool. Three separate ops would keep their activations.
+"""
 
 import functools
 
@@ -28,7 +30,8 @@ from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 
 _KERNEL_BATCH = 4096
-"""Batch size from which the tensor-core kernel for dx is faster than the band (docs/lab/2026-11-25-lenet.md)."""
+"""The batch size from which the tensor-core kernel for dx is faster than `_filter_matrix.banded_input_gradient`
+(docs/lab/2026-11-25-lenet.md)."""
 
 
 def _split(x_size, w_size, *, window, stride, padding, precision):
@@ -50,8 +53,10 @@ def _forward_and_indices(x, w, b, **options):
 
 
 def _max_and_indices(z, **pool):
-    """Return the pooled ReLU of z, and the position of each maximum or a mark that ReLU was off. Positions are bytes if
-    they fit."""
+    """Return the pooled ReLU of z, and the position of each maximum, or a mark that ReLU was off.
+
+    The positions are uint8 if they fit.
+    """
     largest, indices = max_pool2d.max_and_indices(z, **pool)
     off = pool["window"][0] * pool["window"][1]
     indices = indices.astype(jnp.uint8 if off <= 255 else jnp.int32)
@@ -90,7 +95,8 @@ def _gradients_formula(dy, indices, x, w, b, **options):
 
 def _gradients_kernel(dy, indices, x, w, b, *, window, stride, padding, precision):
     dy_last, indices_last = batch_last(dy), batch_last(indices)
-    # The part of the padded input that the pool's windows reach. The last rows and columns may lie outside of it.
+    # The height and width of the part of the padded input that the pool's windows reach. The last rows and columns may
+    # lie outside of it.
     used = [n * size + f - 1 for n, size, f in zip(dy.shape[2:], window, w.shape[2:], strict=True)]
     reached = [(p, u - size - p, 0) for (p, _), u, size in zip(padding, used, x.shape[2:], strict=True)]
     x_batch_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *reached, (0, 0, 0)])
@@ -173,15 +179,15 @@ def conv2d_relu_max_pool2d(
 ) -> Float[Array, "batch out_channels out_height out_width"]:
     """`max_pool2d(relu(conv2d(x, w, b, stride=stride, padding=padding)), window)`, with far fewer residuals.
 
-    The backward needs the input and one byte per window: the position of its maximum, or a mark that ReLU was off. The
-    activations before pooling are not kept, and the kernels never write them.
+    The backward needs x and one byte per window of the pool: the position of its maximum, or a mark that ReLU was off.
+    The activations before pooling are not kept, and the kernels do not write them to memory.
 
     Args:
       x, w, b, stride, padding, precision: as in `conv2d`.
       window: height and width of the pool's windows, which do not overlap.
-      implementation: "pallas" (stride 1, filters of at most 64 positions, windows of at most 16), "xla", "autodiff", or
-        None for the fastest. Under "pallas", cuBLAS may compute dx of small images with a matrix of the filters, if the
-        precision permits tensor cores.
+      implementation: "pallas" (stride 1, filters of at most 64 positions, windows of at most 16 positions), "xla",
+        "autodiff", or None for the fastest. Under "pallas", cuBLAS may compute dx of small images as a product with a
+        matrix of the filters, if the precision permits tensor cores.
 
     Returns:
       y, in x's dtype.
@@ -212,8 +218,9 @@ def conv2d_relu_max_pool2d_with_indices(
       As in `conv2d_relu_max_pool2d`.
 
     Returns:
-      (y, indices). indices is `u * window_width + v` at the maximum of each window, or `window_height * window_width`
-      if ReLU was off. It is uint8 for windows of up to 255 positions, else int32, and has no gradient.
+      (y, indices). indices has the position of the maximum of each window, as `u * window_width + v` for row u and
+      column v of the window, or `window_height * window_width` if ReLU was off. It is uint8 for windows of up to 255
+      positions, else int32, and has no gradient.
 
     Raises:
       As in `conv2d_relu_max_pool2d`.

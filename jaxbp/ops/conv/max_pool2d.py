@@ -34,11 +34,11 @@ def max_and_indices(x, **options):
     places = _places(options["window"])
     index_dtype = jnp.uint8 if len(places) <= 256 else jnp.int32
     values = [_at_place(place, x, fill=-jnp.inf, **options) for place in places]
-    # Computed from a value, the indices have its sharding on a mesh of explicit axes.
+    # The indices are computed from a value, so that they have its sharding on a mesh with explicit axes.
     index = jnp.zeros_like(values[0], index_dtype) + jnp.asarray(_first_inside(**options), index_dtype)
     largest = jnp.full_like(values[0], -jnp.inf)
     for i, value in enumerate(values):
-        # The first of equal maxima stays. NaN counts as larger than any number, and stays.
+        # Among equal maxima, the first one is kept. A NaN counts as larger than any number, and is kept.
         larger = ~(value <= largest) & ~jnp.isnan(largest)
         largest = jnp.where(larger, value, largest)
         index = jnp.where(larger, jnp.asarray(i, index_dtype), index)
@@ -46,8 +46,10 @@ def max_and_indices(x, **options):
 
 
 def _first_inside(*, window, stride, padding, input_size):
-    """Return the first position of each window outside of the padding, so that a window of only -inf does not select
-    padding."""
+    """Return the first position of each window that is not in the padding.
+
+    The maximum starts there, so that a window of only -inf does not select the padding.
+    """
     rows, columns = output_size(input_size=input_size, window=window, stride=stride, padding=padding)
     first = [
         np.maximum(0, before - np.arange(n) * s)
@@ -78,7 +80,10 @@ def _scatter_by_autodiff(dy, indices, **options):
 
 
 def scatter_formula(dy, indices, **options):
-    """Route gradients to the maxima. If every position is in exactly one window, each position fetches its gradient."""
+    """Return dx, with dy at the position of each window's maximum.
+
+    If every position is in exactly one window, each position of dx is computed from its window.
+    """
     if is_nonoverlapping(**options):
         return _fetch_from_windows(dy, indices, window=options["window"])
     return _send_to_places(dy, indices, **options)
@@ -89,7 +94,7 @@ def _send_to_places(dy, indices, *, window, stride, padding, input_size):
     # If windows overlap, dx is a sum.
     dx = jnp.zeros((*dy.shape[:2], *input_size), wide(dy.dtype))
     for i, place in enumerate(_places(window)):
-        # Spaced out by the stride and shifted, each gradient lies at the position of its maximum.
+        # dy is spaced out by the stride and shifted, so that each gradient lies at position `place` of its window.
         spread = [
             (at - before, size - (at - before) - ((n - 1) * s + 1), s - 1)
             for at, (before, _), size, n, s in zip(place, padding, input_size, dy.shape[2:], stride, strict=True)
@@ -99,7 +104,10 @@ def _send_to_places(dy, indices, *, window, stride, padding, input_size):
 
 
 def _fetch_from_windows(dy, indices, *, window):
-    """Let each position read its only window. On a GPU, XLA does this in one pass, as fast as a copy."""
+    """Return dx for windows that do not overlap. Each position reads the gradient of its only window.
+
+    On a GPU, XLA compiles this to one pass, which is as fast as a copy.
+    """
     place = np.arange(window[0] * window[1], dtype=np.int32).reshape(window[0], 1, window[1])
     dy, indices = (a[:, :, :, None, :, None] for a in (dy, indices.astype(jnp.int32)))
     dx = jnp.where(indices == place, dy, jnp.zeros((), dy.dtype))
@@ -156,19 +164,20 @@ def max_pool2d(
       x: images, NCHW.
       window: height and width of the windows, an int or a pair.
       stride: an int or a pair. None means the size of the window.
-      padding: -inf on each side: one int, a pair for rows and columns, "SAME", or "VALID". It must be less than the
-        window.
+      padding: the number of -inf on each side, as an int or as a pair for rows and columns; or "SAME" or "VALID". It
+        must be less than the window.
       implementation: "pallas", "xla", "autodiff", or None for the fastest. If every position is in exactly one window,
         "pallas" uses XLA, which is as fast as a copy.
 
     Returns:
-      y, in x's dtype. Its height is `(height + 2 p - window) // s + 1`; its width likewise. NaN in a window gives NaN.
-      The gradient goes to the first of equal maxima in row-major order, or to the first NaN. With "autodiff", XLA
-      decides where the gradient of a window with NaN goes, which may be another position.
+      y, in x's dtype. Its height is `(height + 2 p - window) // s + 1`, and its width follows in the same way. The
+      maximum of a window with a NaN is NaN. The gradient goes to the first of equal maxima in row-major order, or to
+      the first NaN. With "autodiff", XLA decides where the gradient of a window with NaN goes, which may be another
+      position.
 
     Raises:
       TypeError: x is not floating.
-      ValueError: shapes or options that do not fit.
+      ValueError: shapes or options do not fit.
 
     Source: K. Yamaguchi et al., "A neural network for speaker-independent isolated word recognition", ICSLP 1990.
     """
@@ -189,8 +198,8 @@ def max_pool2d_with_indices(
       As in `max_pool2d`.
 
     Returns:
-      (y, indices). indices is `u * window_width + v`, the position of the first maximum (or NaN) in its window. It is
-      uint8 for windows of up to 256 positions, else int32, and has no gradient.
+      (y, indices). indices has the position of the first maximum (or NaN) in each window, as `u * window_width + v` for
+      row u and column v of the window. It is uint8 for windows of up to 256 positions, else int32, and has no gradient.
 
     Raises:
       TypeError, ValueError: as in `max_pool2d`.

@@ -66,17 +66,17 @@ def linear(
       x: inputs, with any leading axes.
       w: weights, one row per output.
       b: bias, or None.
-      precision: of the matrix products, as in `jax.lax.dot`.
+      precision: the precision of the matrix products, as in `jax.lax.dot`.
       implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. "pallas" has kernels only for
-        exact float32 (`precision="highest"`). If the precision permits tensor cores, in TF32 or a half precision, it
-        computes the gradients by the formula in jnp, with cuBLAS.
+        exact float32 (`precision="highest"`). If the precision permits tensor cores, in TF32 or a half precision,
+        "pallas" computes the gradients by the formula in jnp, with cuBLAS.
 
     Returns:
       y, in x's dtype.
 
     Raises:
-      TypeError: arguments that are not of one floating dtype.
-      ValueError: shapes that do not fit, or an invalid precision.
+      TypeError: the arguments do not have one floating dtype.
+      ValueError: shapes do not fit, or the precision is invalid.
     """
     x, w, b = checks.floating("linear", x=x, w=w, b=b)
     _check_shapes("linear", x, w, b)
@@ -132,7 +132,7 @@ def forward_in_float32(
     w: Float[AnyArray, "out_features in_features"],
     b: Float[AnyArray, "out_features"],
 ) -> Float[Array, "rows out_features"]:
-    """Return `x wᵀ + b` in x's dtype, summed in float32 and rounded once."""
+    """Return `x wᵀ + b` in x's dtype. The sums are computed in float32 and rounded once."""
     z = jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
     return (z + b.astype(jnp.float32)).astype(x.dtype)
 
@@ -143,6 +143,6 @@ def parameter_gradients_in_float32(
     *,
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
-    """Return `dw = dyᵀ x` in `dtype`, by default x's, and `db = Σ dy` in float32. Both are summed in float32."""
+    """Return `dw = dyᵀ x` in `dtype`, by default x's dtype, and `db = Σ dy` in float32. Both are summed in float32."""
     dw = jnp.matmul(dy.T, x, preferred_element_type=jnp.float32)
     return dw.astype(dtype or x.dtype), jnp.sum(dy, axis=0, dtype=jnp.float32)

@@ -30,8 +30,10 @@ from pallas_kernels.pointwise.reductions import sum_over
 
 
 def _product(a, b, *, precision):
-    """`(..., m, k), (..., k, n) -> (..., m, n)`, in float32 or wider, so that a further sum adds values that are not
-    rounded."""
+    """Return the matrix product `(..., m, k), (..., k, n) -> (..., m, n)`, in float32 or wider.
+
+    It is not rounded to half precision, because a sum over batch axes may follow.
+    """
     return jnp.matmul(a, b, precision=precision, preferred_element_type=wide(a.dtype))
 
 
@@ -55,8 +57,10 @@ _PRODUCT = Op("product", {"xla": _product, "pallas": _product_kernel}, jit=True)
 
 
 def _matrices(a, b):
-    """Return two arrays as matrices with equally many batch axes. A vector becomes a row on the left and a column on
-    the right."""
+    """Return two arrays as matrices with equally many batch axes.
+
+    A vector becomes a row if it is the left array, and a column if it is the right array.
+    """
     a, b = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     ndim = max(a.ndim, b.ndim)
     return tuple(x.reshape((1,) * (ndim - x.ndim) + x.shape) for x in (a, b))
@@ -78,8 +82,10 @@ def _over_batch(gradient, matrices):
 
 
 def _as_matrices(a, b):
-    """Return matrices whose product has the elements of `dot(a, b)`, which sums over a's last axis and b's last but
-    one."""
+    """Return two matrices whose product has the elements of `dot(a, b)`.
+
+    `dot` sums over a's last axis and b's second-to-last axis.
+    """
     b = jnp.moveaxis(b, -2 if b.ndim > 1 else 0, 0)
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b.reshape(b.shape[0], math.prod(b.shape[1:]))
 
@@ -93,7 +99,7 @@ def _dot_gradients(dy, a, b, **options):
 
 
 def _in_float32(function):
-    """Wrap a function of jnp so that it sums in float32 or wider."""
+    """Return a forward that calls `jnp.matmul` or `jnp.dot`, and that sums in float32 or wider."""
 
     def forward(a, b, *, precision):
         y = function(a, b, precision=precision, preferred_element_type=wide(a.dtype))
@@ -144,9 +150,9 @@ def matmul(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch rows columns"]:
-    """Matrix product, `yᵢⱼ = Σₖ aᵢₖ bₖⱼ`, over batch axes that broadcast.
+    """Matrix product, `yᵢⱼ = Σₖ aᵢₖ bₖⱼ`, for each element of the batch axes, which broadcast.
 
-    A vector on the left is a row, and a vector on the right is a column. The result does not have their axis.
+    If a is a vector, it is a row. If b is a vector, it is a column. The result does not have the axis that was added.
     """
     return _product_of(_MATMUL, implementation, precision, a=a, b=b)
 
@@ -172,7 +178,7 @@ def dot(
 ) -> Float[Array, "*rows_and_columns"]:
     """Inner product, `y = Σₖ a[..., k] b[..., k, :]`, of every row of a with every column of b.
 
-    For two vectors it is a number. Unlike in `matmul`, the axes before the last two do not broadcast against each
+    For two vectors, y is a number. Unlike in `matmul`, the axes before the last two do not broadcast against each
     other.
     """
     return _product_of(_DOT, implementation, precision, a=a, b=b)
@@ -186,8 +192,11 @@ def dot_backward(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*rows inner"], Float[Array, "*batch inner columns"]]:
-    """Gradients of `dot`: `da = Σ dy b` over b's other axes, `db = Σ a dy` over a's other axes. For vectors,
-    `da = dy b`."""
+    """Gradients of `dot`: `da = Σ dy b` and `db = Σ a dy`.
+
+    The sum in da is over the axes of b other than `inner`, and the sum in db over the axes of a other than `inner`. For
+    vectors, `da = dy b` and `db = a dy`.
+    """
     return _product_of(_DOT.vjp, implementation, precision, dy=dy, a=a, b=b)
 
 
@@ -214,7 +223,7 @@ def outer_backward(
 def transpose(
     a: Float[AnyArray, "*shape"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
 ) -> Float[Array, "*permuted"]:
-    """Permutation of the axes, `y.shape[i] = a.shape[axes[i]]`, by default the reverse order.
+    """Permutation of the axes, `y.shape[i] = a.shape[axes[i]]`. By default, the order of the axes is reversed.
 
     "pallas" uses XLA, because no kernel was faster.
     """
@@ -225,7 +234,7 @@ def transpose(
 def transpose_backward(
     dy: Float[AnyArray, "*permuted"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
-    """Gradient of `transpose`: `da.shape[axes[i]] = dy.shape[i]`, dy with its axes in the inverse order."""
+    """Gradient of `transpose`: dy with its axes permuted back, `da.shape[axes[i]] = dy.shape[i]`."""
     (dy,) = checks.floating("transpose_backward", dy=dy)
     axes = _order("transpose_backward", axes, dy.ndim)
     shape = tuple(size for _, size in sorted(zip(axes, dy.shape, strict=True)))
@@ -247,7 +256,9 @@ def _product_of(op, implementation, precision, **arrays):
         if x.ndim == 0:
             raise ValueError(f"{op.name}: {name} has shape (); wants at least one axis (multiply takes numbers)")
     if a.shape[-1] != b.shape[max(0, b.ndim - 2)]:
-        raise ValueError(f"{op.name}: {shapes}; wants a's last axis as long as b's last but one, or its only")
+        raise ValueError(
+            f"{op.name}: {shapes}; wants a's last axis to be as long as b's second-to-last axis, or b's only axis"
+        )
     function = jnp.matmul if op.name.startswith("matmul") else jnp.dot
     if function is jnp.matmul:
         try:

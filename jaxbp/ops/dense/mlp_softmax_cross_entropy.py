@@ -1,8 +1,11 @@
 """A multi-layer perceptron and its loss as one op: dense layers with ReLU between them, softmax, and cross-entropy.
 
-The backward has three paths, with different residuals: `Rows` for the formula, `WideRows` for the backward's kernel,
-and `WideRowsAndGradients` for small batches. There the forward's kernel already computes the gradient of each loss, and
-another kernel multiplies it by dy.
+The backward has three paths with different residuals:
+
+- `Rows`: the formula computes the backward.
+- `WideRows`: a kernel computes the backward.
+- `WideRowsAndGradients`, for small batches: the kernel of the forward also computes the gradient of each loss. In the
+  backward, another kernel multiplies these gradients by dy.
 """
 
 import functools
@@ -32,7 +35,8 @@ from pallas_kernels.dense.mlp_network_sm90 import row_widths
 
 
 class Rows(NamedTuple):
-    """Residuals of the formula: the forward's arguments except the biases, and its results with one row per example."""
+    """Residuals of the formula: x, the labels and the weights, and the logits and hidden layers, with one row per
+    example."""
 
     x: Array
     labels: Array
@@ -42,7 +46,7 @@ class Rows(NamedTuple):
 
 
 def rows(x, labels, weights, biases, *, precision=None):
-    """Return the loss and the logits of every example, and the outputs of each hidden layer."""
+    """Return the losses, the logits, and the outputs of each hidden layer, with one row per example."""
     hidden = []
     for w, b in zip(weights, biases, strict=True):
         z = jnp.matmul(x, w.T, precision=precision) + b
@@ -52,8 +56,11 @@ def rows(x, labels, weights, biases, *, precision=None):
 
 
 def row_gradients(dy, labels, logits, hidden, weights, *, precision=None):
-    """Return gradients for every example: with respect to the logits, each hidden layer's sums (last first), and the
-    inputs."""
+    """Return the gradients with respect to the logits, the sums of each hidden layer, and the inputs.
+
+    Each array has one row per example. The last hidden layer comes first. The sums of a layer are its outputs before
+    ReLU.
+    """
     gradient = logits_gradient(dy, logits, labels)
     gradients = [gradient]
     for w, h in zip(reversed(weights), (*reversed(hidden), None), strict=True):
@@ -92,14 +99,15 @@ def _gradients(dy, saved, *, precision):
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
-# In wide rows, a one follows the outputs of each hidden layer, so that the product with the gradients contains the bias
-# gradient. Zeros pad the row to the size that the tensor cores need. The inputs have the batch last. The functions
-# below compute the same in jnp.
+# The kernels take wide rows. In a wide row, a one follows the outputs of each hidden layer. The product of the
+# gradients with these rows is the gradient of the weights, and the one adds a column with the gradient of the bias.
+# Zeros pad the row to the size that the tensor cores need. The inputs have the batch last. The functions below compute
+# in jnp what the kernels compute.
 
 
 class WideRows(NamedTuple):
-    """Residuals of the backward's kernel: `Rows` with wider rows, and x and the labels padded to whole vectors of
-    lanes."""
+    """Residuals of the kernel of the backward. They are `Rows` with wide rows, and with x and the labels padded to a
+    multiple of the number of lanes."""
 
     x_batch_last: Array
     labels: Array
@@ -109,10 +117,10 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """Residuals of the kernel that multiplies the gradients of each loss by dy, with wide rows. Only the shapes of the
-    weights are used.
+    """Residuals of the kernel that multiplies the gradients of each loss by dy, with wide rows.
 
-    The gradients are 0 where the label is not a class, so that only dy decides between 0 and NaN.
+    Only the shapes of the weights are used. If a label is not a class, the gradients of its example are 0. Their
+    product with dy is then 0 or NaN, depending only on dy.
     """
 
     x_batch_last: Array
@@ -219,7 +227,7 @@ def _gradients_of_wide_rows(dy, saved, *, precision):
 
 
 def _lanes(x, labels, weights):
-    """Return x in the width that the kernels need and the labels, both with the batch last."""
+    """Return x, padded to the width that the kernels need, and the labels, both with the batch last."""
     return batch_last(_fill(x, row_widths(_sizes(weights))[0])), batch_last(labels)
 
 
@@ -263,17 +271,18 @@ def mlp_softmax_cross_entropy(
       labels: one class per example, in [0, classes).
       layers: weights `(out_features, in_features)` and bias `(out_features,)` of each dense layer in turn. The outputs
         of the last layer are the logits.
-      precision: of the matrix products, as in `jax.lax.dot`.
+      precision: the precision of the matrix products, as in `jax.lax.dot`.
       implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. "pallas" has one or two
-        kernels each for forward and backward, for float32 in TF32 and layers of up to 256 features, on compute
-        capability 9.0. Otherwise it computes the formula in jnp, with cuBLAS.
+        kernels for the forward, and one or two for the backward. They support float32 in TF32 and layers of up to 256
+        features, on compute capability 9.0. Otherwise "pallas" computes the formula in jnp, with cuBLAS.
 
     Returns:
-      The losses, in x's dtype. If a label is not a class, the loss of its example is NaN, and so are the gradients,
-      unless dy is 0 there. If `jnp.where` excludes the loss, dy is 0, and the example adds nothing to the gradients.
+      The losses, in x's dtype. If a label is not a class, the loss of its example is NaN. The gradients are NaN, too,
+      unless dy of this example is 0. If `jnp.where` excludes the loss, dy is 0, and the example adds nothing to the
+      gradients.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes that do not fit, or layers that do not come in pairs.
+      TypeError, ValueError: dtypes or shapes do not fit, or a layer has no bias.
     """
     return _call("mlp_softmax_cross_entropy", x, labels, layers, precision, implementation)[0]
 
@@ -291,7 +300,7 @@ def mlp_softmax_cross_entropy_with_classes(
       As in `mlp_softmax_cross_entropy`.
 
     Returns:
-      (loss, classes). The classes are int32; among equal logits the first is chosen.
+      (loss, classes). The classes are int32. Among equal logits, the first one is chosen.
 
     Raises:
       As in `mlp_softmax_cross_entropy`.
@@ -309,9 +318,9 @@ def mlp_softmax_cross_entropy_backward(
 ) -> tuple[Array, ...]:
     """Gradients of `mlp_softmax_cross_entropy` with respect to x and the layers.
 
-    Let `h` be a layer's inputs and `dz` the gradient with respect to its sums. At the last layer,
-    `dz = dy (softmax(logits) - onehot(label))`. Every layer has `dw = dzᵀ h`, `db = Σ dz`, and `dh = dz w`. At the
-    layer before, `dz = dh` where `h > 0`, else 0.
+    Let h be a layer's inputs, and dz the gradient with respect to its sums `z = h wᵀ + b`. At the last layer,
+    `dz = dy (softmax(logits) - onehot(label))`. Every layer has `dw = dzᵀ h`, `db = Σ dz`, and `dh = dz w`. The layer
+    before has `dz = dh` where `h > 0`, else 0.
 
     Args:
       dy: gradient with respect to each loss.
@@ -357,7 +366,7 @@ def _call(op, x, labels, layers, precision, implementation):
 
 def _check(op, x, labels, layers):
     if not layers or len(layers) % 2:
-        raise ValueError(f"{op}: layers are {len(layers)} arrays; wants w and b of each layer, at least of one")
+        raise ValueError(f"{op}: layers are {len(layers)} arrays; wants w and b per layer, and at least one layer")
     names = [f"layers[{i}]" for i in range(len(layers))]
     x, *layers = checks.floating(op, x=x, **dict(zip(names, layers, strict=True)))
     labels = checks.array(op, "labels", labels)

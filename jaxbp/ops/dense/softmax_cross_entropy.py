@@ -1,4 +1,4 @@
-"""Softmax and cross-entropy as one loss of logits: the labels are classes, or weights of all classes."""
+"""Softmax and cross-entropy as one loss of logits. The labels of an example are one class, or a weight per class."""
 
 import functools
 import math
@@ -43,7 +43,7 @@ def are_valid(labels, classes):
 
 
 def _nan_unless(valid, loss):
-    """Return the loss where `valid`, and NaN elsewhere, with a gradient of NaN unless the cotangent is 0."""
+    """Return the loss where `valid`, and NaN elsewhere. There, the gradient is NaN too, unless the cotangent is 0."""
     # A product with NaN would turn a cotangent of 0 into NaN, too. Here the cotangent is multiplied by the largest
     # number twice, then by 0. A cotangent of 0 stays 0; any other overflows, and infinity times 0 is NaN.
     zero, largest = (jnp.where(valid, 1.0, factor).astype(loss.dtype) for factor in (0.0, jnp.finfo(loss.dtype).max))
@@ -51,13 +51,15 @@ def _nan_unless(valid, loss):
 
 
 def _is_masked(weights, log_probabilities):
-    """Return where a class is excluded, by a weight of 0 and a logit of -inf. Its term must be 0 instead of 0 times
-    inf."""
+    """Return where a class is excluded, by a weight of 0 and a logit of -inf.
+
+    The term of the class must be 0, and not 0 times infinity.
+    """
     return (weights == 0) & (log_probabilities == -jnp.inf)
 
 
 def dy_of_valid(dy, labels, classes):
-    """Return dy where the label is a class. Elsewhere, return 0 where dy is 0, else NaN."""
+    """Return dy where the label is a class. Elsewhere, return 0 if dy is 0, else NaN."""
     return jnp.where(are_valid(labels, classes), dy, jnp.where(dy == 0, 0.0, jnp.nan).astype(dy.dtype))
 
 
@@ -135,8 +137,8 @@ _SOFTMAX_CROSS_ENTROPY = Pair(
     save={"xla": functools.partial(saving_arguments, losses), "pallas": _save_kernel},
     name="softmax_cross_entropy",
     unsupported=checks.unsupported_dtype,
-    # With ten classes, launches take the time on a GPU, and XLA's fusion needs no transposes. On a CPU, autodiff
-    # computes less: its gradient touches one class per example.
+    # With ten classes, launches dominate the time on a GPU, and XLA's fusion needs no transposes. On a CPU, autodiff
+    # computes less, because its gradient of the chosen logarithm touches only one class per example.
     default=DefaultImplementation(gpu="xla", elsewhere="autodiff"),
     jit=True,
 )
@@ -149,18 +151,19 @@ def softmax_cross_entropy(logits: AnyLogits, labels: AnyLabels, *, implementatio
 
     Args:
       logits: scores, the classes last.
-      labels: one class per example (integers in [0, classes)), or y, one weight per class, in the dtype of the logits.
-        Weights are differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds nothing to the
-        loss and has no gradient.
+      labels: one class per example (integers in [0, classes)), or one weight per class and example, in the dtype of the
+        logits. In the formula, y are the weights; for a class, its weight is 1 and the others are 0. Weights are
+        differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds nothing to the loss and has
+        no gradient.
       implementation: "pallas", "xla", "autodiff", or None for the fastest on this device.
 
     Returns:
       The losses, in the dtype of the logits, computed in float32 or wider. If an integer label is not a class, the loss
-      of its example is NaN, and so is its gradient, unless dy is 0. If `jnp.where` excludes the loss, dy is 0, and the
-      gradient is 0.
+      of its example is NaN. The gradient is NaN, too, unless dy is 0. If `jnp.where` excludes the loss, dy is 0, and so
+      is the gradient.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes that do not fit.
+      TypeError, ValueError: dtypes or shapes do not fit.
 
     Source: J. Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990.
     """
@@ -183,7 +186,7 @@ def softmax_cross_entropy_backward(
       dlogits, in the shape and dtype of the logits.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes that do not fit.
+      TypeError, ValueError: dtypes or shapes do not fit.
     """
     op = "softmax_cross_entropy_backward"
     dy, _ = checks.floating(op, dy=dy, logits=logits)
@@ -207,5 +210,5 @@ def _check(op, logits, labels):
         return logits, labels
     _, labels = checks.floating(op, logits=logits, labels=labels)
     if labels.shape != logits.shape:
-        raise ValueError(f"{op}: floating labels have shape {labels.shape}; wants {logits.shape}, as logits")
+        raise ValueError(f"{op}: floating labels have shape {labels.shape}; wants {logits.shape}, the shape of logits")
     return logits, labels

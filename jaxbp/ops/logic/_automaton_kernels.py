@@ -2,7 +2,7 @@
 
 This module converts the arrays to the layout of the kernels. A state is a vector with all channels of all cells,
 followed by spare elements. The gradient with respect to a state is a pair (dseen, dkept). dseen comes from the cells
-that see a cell, and dkept from the cells that keep their state. Coefficients are as in `_automaton_formula`.
+that see a cell, and dkept from cells that keep their state. Coefficients are as in `_automaton_formula`.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Batch normalization as in training: with the statistics of the batch."""
+"""Batch normalization with the statistics of the batch, as in training."""
 
 import math
 
@@ -18,7 +18,7 @@ from pallas_kernels.pointwise.reductions import sum_over
 AnyImages = Float[AnyArray, "batch channels *space"]
 AnyChannels = Float[AnyArray, "channels"]
 Results = tuple[Float[Array, "batch channels *space"], Float[Array, "channels"], Float[Array, "channels"]]
-"""Results of the op, (y, mean, var), and of its backward, (dx, dscale, dbias)."""
+"""The results of the op, (y, mean, var), or of its backward, (dx, dscale, dbias)."""
 
 
 def _over(x):
@@ -63,12 +63,12 @@ def _backward_kernel(dys, x, scale, mean, rest, var, *, epsilon):
 
 
 def _terms(dy, x, mean, rest):
-    """Return the terms that are summed over the batch."""
+    """Return the terms of the two sums over the batch and space: dy, and dy times the deviation of x from the mean."""
     return dy, dy * ((x - mean) - rest)
 
 
 def _coefficients(dy_sum, deviation_sum, dys, x, scale, var, epsilon):
-    """Return ((a, b, c), dscale, dbias), with which `dx = a dy + b (x - mean) + c`.
+    """Return ((a, b, c), dscale, dbias), where `dx = a dy + b (x - mean) + c`.
 
     With `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)`, and n elements per channel: `dbias = Σ dy`, `dscale = Σ dy x̂`,
     and `dx = scale s (dy - dbias/n - x̂ dscale/n) + dmean/n + dvar 2 (x - mean)/n`.
@@ -94,7 +94,7 @@ def batch_norm(
     x: AnyImages, scale: AnyChannels, bias: AnyChannels, *, epsilon: float = 1e-5, implementation: Implementation = None
 ) -> Results:
     """Batch normalization, `y = scale (x - mean) / √(var + epsilon) + bias`, with the mean and variance of each channel
-    over the batch.
+    over the batch and the spatial axes.
 
     A channel whose squares overflow becomes NaN.
 
@@ -105,12 +105,12 @@ def batch_norm(
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
-      (y, mean, var), in x's dtype, computed in float32 or wider. The variance divides by n, not n - 1. The caller
-      computes running averages for inference. All three results have gradients.
+      (y, mean, var), in x's dtype, computed in float32 or wider. With n elements per channel, the variance is a sum
+      divided by n, not by n - 1. The caller computes running averages for inference. All three results have gradients.
 
     Raises:
-      TypeError: arguments that are not of one floating dtype.
-      ValueError: shapes that do not fit, or an epsilon that is not a number of at least 0.
+      TypeError: the arguments do not have one floating dtype.
+      ValueError: shapes do not fit, or epsilon is not a number of at least 0.
 
     Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
     """
@@ -131,7 +131,8 @@ def batch_norm_backward(
     with sums over the batch and the spatial axes. The last two terms come from the statistics, which depend on every x.
 
     Returns:
-      (dx, dscale, dbias). `batch_norm` itself saves the statistics; this function computes them from x.
+      (dx, dscale, dbias). This function computes the statistics from x. If `batch_norm` is differentiated, it saves
+      them.
 
     Raises:
       TypeError, ValueError: as in `batch_norm`.

@@ -2,9 +2,10 @@
 
 With `x̂ = (x - mean) * inv_std` and `t = dy * scale`, where means are over the row (derivation: docs/layer_norm.md),
 
-    dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy, over all rows.
+    dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
 
-RMSNorm has neither the mean of t nor the bias. The static option `center` selects between the two.
+with sums over all rows. RMSNorm has no bias, subtracts no mean from x, and has no mean(t) in dx. The static option
+`center` is True for LayerNorm and False for RMSNorm.
 """
 
 import functools
@@ -36,14 +37,14 @@ def rows(a):
 
 
 def _first(x):
-    # The value subtracted first does not change the result, so it needs no gradient.
+    # Subtracting this value first improves the accuracy, but does not change the result. It needs no gradient.
     return lax.stop_gradient(upcast(x[..., :1]))
 
 
 def row_statistics(x, *, eps, center):
     """Return (offset, inv_std) of each row. The offset is the mean minus the first element, or None without `center`.
 
-    The mean itself would be rounded, and a row far from zero would lose its digits.
+    The offset is used instead of the mean, because the mean of a row far from zero is rounded to few digits.
     """
     if not center:
         return None, _inv_std(upcast(x), eps)
@@ -83,10 +84,9 @@ def normalise_kernel(x, scale, bias, *, eps, center):
 
 
 def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    """Return (dx, dscale, dbias, y), with the sums in float32. dbias is None without `center`; y is None unless
-    `with_y`.
+    """Return (dx, dscale, dbias, y), with dscale and dbias in float32.
 
-    If inv_std is None, the statistics are recomputed.
+    dbias is None without `center`, and y is None without `with_y`. If inv_std is None, the statistics are recomputed.
     """
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
@@ -102,7 +102,8 @@ def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y
     if x.size == 0:
         return gradients(dy, x, scale, bias, offset, inv_std, **options)
     if inv_std is None and eps < jnp.finfo(jnp.float32).tiny:
-        # The streamed kernel pads its last group with zeros, and would take the reciprocal of their deviation.
+        # The streamed kernel pads its last group of rows with zeros. With such a small eps, the reciprocal of their
+        # deviation would not be finite.
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     statistics = (a if a is None else a.ravel() for a in (offset, inv_std))
     arrays = rows(dy), rows(x), scale, bias, *statistics
@@ -140,15 +141,19 @@ def input_gradient_from_x_kernel(t, x, *, eps):
 
 
 def _streamed_if_faster(streamed, plain, *arrays, **options):
-    """Call the kernel that streams rows through shared memory, on GPUs and for rows where it pays; else the plain
-    kernel."""
+    """Call the kernel that streams rows through shared memory if it is faster for these rows, else the plain kernel.
+
+    Without a GPU, the plain kernel runs.
+    """
     streamed_, plain = (functools.partial(kernel, **options) for kernel in (streamed, plain))
     return on_gpu(streamed_, plain, *arrays) if streamed.pays(*arrays, **options) else plain(*arrays)
 
 
 def default(x, scale, bias, *, eps, center=True):
-    """Choose the kernels for rows that they can stream. For other rows, JAX's autodiff is faster than the plain
-    kernels."""
+    """Return the default: the kernels for rows that they can stream, and JAX's autodiff for other rows.
+
+    For those, autodiff is faster than the plain kernels.
+    """
     pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, eps=eps, center=center)
     return DefaultImplementation(gpu="pallas" if pays else "autodiff", older_gpu="autodiff", elsewhere="autodiff")
 
@@ -163,7 +168,7 @@ def _save(normalise, x, scale, bias, **options):
 
 
 def _residuals(x, scale, bias, **options):
-    """Residuals of a separate backward, which computes the statistics."""
+    """Return the residuals for a backward without its forward. It computes the statistics from x."""
     return x, scale, None, None
 
 
@@ -193,7 +198,7 @@ _LAYER_NORM, _RMS_NORM = (
     )
     for name in ("layer_norm", "rms_norm")
 )
-"""Pairs of `(x, scale, bias)`. The static option `center` selects between them; without it there is no bias."""
+"""Pairs, as functions of `(x, scale, bias)`. The first has `center=True`. The second has `center=False` and no bias."""
 
 
 def layer_norm(
@@ -201,22 +206,22 @@ def layer_norm(
 ) -> Rows:
     """LayerNorm, `y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, with the mean and the variance over each row.
 
-    The variance is the (biased) mean of the squared deviations, not `mean(x²) - mean(x)²`, so that a row far from zero
-    keeps its digits. A row whose squares overflow becomes NaN.
+    The variance is the mean of the squared deviations. It is not computed as `mean(x²) - mean(x)²`, which would lose
+    the digits of a row far from zero. A row whose squares overflow becomes NaN.
 
     Args:
       x: rows, with any leading axes.
       scale, bias: one value per column.
-      eps: added to the variance, so that a constant row gives `bias`.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest. On GPUs with kernels, None chooses the
-        kernels for rows whose length is a multiple of 128 up to 1024, or of 256 up to 8192; otherwise autodiff.
+      eps: a number that is added to the variance, so that y is `bias` for a constant row.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest. On GPUs that run the kernels, None chooses
+        the kernels for rows whose length is a multiple of 128 up to 1024, or of 256 up to 8192; otherwise autodiff.
 
     Returns:
       y, in x's shape and dtype, computed in float32 or wider.
 
     Raises:
-      TypeError: arguments that are not of one floating dtype.
-      ValueError: shapes that do not fit, or an eps that is not a number of at least 0.
+      TypeError: the arguments do not have one floating dtype.
+      ValueError: shapes do not fit, or eps is not a number of at least 0.
 
     Source: J. Ba, J. Kiros and G. Hinton, "Layer normalization", 2016.
     """
@@ -257,7 +262,7 @@ def rms_norm(x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementati
     Args:
       x: rows, with any leading axes.
       scale: one value per column.
-      eps: added to the mean of the squares.
+      eps: a number that is added to the mean of the squares.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
@@ -297,8 +302,10 @@ def rms_norm_backward(
 
 
 def check(op, eps, **arrays):
-    """Check eps and the arrays, and return the arrays. x must have rows of at least one element, and scale and bias
-    must fit."""
+    """Check eps and the arrays, and return the arrays.
+
+    The rows of x must have at least one element, and scale and bias must have one value per column of x.
+    """
     values = dict(zip(arrays, checks.floating(op, **arrays), strict=True))
     x = values["x"]
     if x.ndim == 0 or x.shape[-1] == 0:

@@ -1,13 +1,13 @@
 """LayerNorm and a dense layer in one op.
 
-The backward recomputes the normalized rows instead of keeping them. For many rows in bfloat16, however, the kernels
-keep x̂, the normalized rows before scale and bias, in place of x. Then
+The backward recomputes the normalized rows, so that the forward need not keep them. For many rows in bfloat16, however,
+the kernels keep x̂, the normalized rows before scale and bias, in place of x. Then
 
     z = x̂ vᵀ + b + w bias,    v = w * scale,    t = dy v,
     dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),
 
-with means over each row. With `s = Σ dyᵀ x̂`, the gradients with respect to the parameters need no other sum over the
-rows than s and db:
+with means over each row. With `s = Σ dyᵀ x̂`, the only sums over the rows that the gradients with respect to the
+parameters need are s and db:
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,    db = Σ dy,
 
@@ -37,8 +37,8 @@ from pallas_kernels.norm import layer_norm_linear as kernels
 from pallas_kernels.norm import layer_norm_linear_sm90, layer_norm_streamed
 
 _MIN_ROWS_AN_OUTPUT = 8
-"""Rows per output from which x̂ is kept: the passes over rows that it saves then cost more than its passes over weights
-(docs/lab/2026-11-25-norm.md)."""
+"""The number of rows per output from which x̂ is kept. This saves passes over the rows, but needs passes over the
+weights. From this number on, the passes over the rows take longer (docs/lab/2026-11-25-norm.md)."""
 
 # --------------------------------------------------------------------------------------------------------- the forward
 
@@ -54,7 +54,7 @@ def _results(x, scale, bias, w, b, *, eps, precision):
 
 
 def _results_kernel(x, scale, bias, w, b, *, eps, precision):
-    """Compute `_results` by one kernel where it pays; else by one kernel for the rows and one for the product."""
+    """Compute `_results` by one kernel if it is faster, else by one kernel for the rows and one for the product."""
     separate = functools.partial(_separate_results, eps=eps, precision=precision)
     b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
     if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
@@ -84,7 +84,10 @@ def _dense_kernel(y, w, b, *, precision):
 
 
 def _keeps_normalised(x, w):
-    """Return whether "pallas" keeps x̂ in place of x. In float16, `w * scale` may be so small that it loses digits."""
+    """Return whether "pallas" keeps x̂ in place of x.
+
+    It does not in float16, where `w * scale` may be so small that it loses digits.
+    """
     count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
     matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))
     return (
@@ -129,7 +132,7 @@ def _save_kernel(x, scale, bias, w, b, **options):
 
 
 def _residuals(x, scale, bias, w, b, **options):
-    """Residuals of a separate backward, which computes the statistics."""
+    """Return the residuals for a backward without its forward. It computes the statistics from x."""
     return x, scale, bias, w, b, None, None, None
 
 
@@ -137,7 +140,10 @@ def _residuals(x, scale, bias, w, b, **options):
 
 
 def _backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
-    """Compute the backward by `gradients`, which recomputes the normalized rows, and by `parameters` of the product."""
+    """Compute the backward from its two parts.
+
+    `gradients` computes the gradients of LayerNorm and recomputes y. `parameters` computes dw and db from dy and y.
+    """
     dn = jnp.matmul(dy, w, precision=precision)
     dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, eps=eps, center=True, with_y=True)
     dw, db = parameters(rows(dy), rows(y), precision=precision)
@@ -148,7 +154,7 @@ def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, 
     if normalised is None:
         gradients = functools.partial(_backward, layer_norm.gradients, _parameters)
         return gradients(dy, x, scale, bias, w, b, offset, inv_std, eps=eps, precision=precision)
-    # Derivatives of the kernels need the formula for kept x̂, too. The forward by formulas keeps x.
+    # The forward by formulas keeps x. This branch is for derivatives of the kernels' backward, which keeps x̂.
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     dx = layer_norm.input_gradient(t, normalised, inv_std)
     s, db = _sums(rows(dy), rows(normalised))
@@ -203,14 +209,17 @@ def _sums(dy, normalised):
 
 
 def _sums_kernel(dy, normalised):
-    # On a mesh, each device has fewer rows.
+    # On a mesh, each device has fewer rows, for which the kernel may not pay.
     if not linear_sm90.weights_gradient.pays(dy, normalised):
         return _sums(dy, normalised)
     return on_gpu(functools.partial(linear_sm90.weights_gradient, dtype=jnp.float32), _sums, dy, normalised)
 
 
 def _of_sums(parameters, s, db, scale, bias, w, b):
-    """Return (dscale, dbias, dw, db), by `parameters` from `s = Σ dyᵀ x̂` and `Σ dy` in float32."""
+    """Return (dscale, dbias, dw, db), given `s = Σ dyᵀ x̂` and `db = Σ dy` in float32.
+
+    `parameters` computes (dw, dscale, dbias).
+    """
     dw, dscale, dbias = parameters(s, db, scale, bias, w)
     return dscale.astype(scale.dtype), dbias.astype(bias.dtype), dw, None if b is None else db.astype(b.dtype)
 
@@ -226,8 +235,10 @@ def _parameters_of_sums(s, db, scale, bias, w):
 
 
 def _default(x, scale, bias, w, b, *, eps, precision):
-    """Choose as LayerNorm does, but never autodiff in half precisions, because it would sum the gradient of a bias in
-    them."""
+    """Return LayerNorm's default, but never autodiff in half precision.
+
+    Autodiff would sum db in half precision.
+    """
     of_layer_norm = layer_norm.default(x, scale, bias, eps=eps)
     if x.dtype.itemsize >= 4:
         return of_layer_norm
@@ -261,26 +272,27 @@ def layer_norm_linear(
 ) -> Float[Array, "*batch out"]:
     """LayerNorm and a dense layer, `z = layer_norm(x, scale, bias) wᵀ + b`.
 
-    The forward keeps two numbers per row instead of the normalized rows, which the backward recomputes with dx. Under
-    "pallas", on compute capability 9.0, many rows in bfloat16 are kept in normalized form in place of x. Then scale and
-    bias become part of the weights and bias of the product, and `w * scale` is rounded to bfloat16.
+    The forward keeps x and two numbers per row instead of the normalized rows. The backward recomputes these together
+    with dx. Under "pallas", on compute capability 9.0, if there are many rows in bfloat16, the forward keeps the
+    normalized rows in place of x. Then scale and bias become part of the weights and bias of the product, and
+    `w * scale` is rounded to bfloat16.
 
     Args:
       x: rows, with any leading axes.
       scale, bias, eps: as in `layer_norm`.
       w: weights, one row per output.
       b: bias of the outputs, or None.
-      precision: of the matrix products, as in `jax.lax.dot`. cuBLAS computes them. But under "pallas", in half
-        precisions on compute capability 9.0, kernels compute the products of the forward, of dw, and `dy w` in the
-        backward where they pay.
+      precision: the precision of the matrix products, as in `jax.lax.dot`. cuBLAS computes the products. Under
+        "pallas", in half precision on compute capability 9.0, kernels compute the product of the forward and, in the
+        backward, dw and `dy w`, if they are faster.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
       z, in x's dtype.
 
     Raises:
-      TypeError: arguments that are not of one floating dtype.
-      ValueError: shapes that do not fit, or an eps that is not a number of at least 0.
+      TypeError: the arguments do not have one floating dtype.
+      ValueError: shapes do not fit, or eps is not a number of at least 0.
     """
     op = "layer_norm_linear"
     x, scale, bias, w, b = layer_norm.check(op, eps, x=x, scale=scale, bias=bias, w=w, b=b)
@@ -308,8 +320,8 @@ def layer_norm_linear_backward(
     Float[Array, "out hidden"],
     Float[Array, "out"],
 ]:
-    """Gradients of `layer_norm_linear`. With y the normalized rows, x̂ the rows before scale and bias, `dn = dy w`, and
-    `t = dn * scale`,
+    """Gradients of `layer_norm_linear`. With y the result of LayerNorm, x̂ the normalized rows before scale and bias,
+    `dn = dy w`, and `t = dn * scale`,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dn * x̂,    dbias = Σ dn,
         dw = dyᵀ y,    db = Σ dy,

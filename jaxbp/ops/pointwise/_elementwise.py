@@ -25,9 +25,9 @@ class Elementwise(Pair):
     Args:
       forward: `forward(*arrays, **options)`, in jnp.
       gradient: `gradient(dy, *arrays, **options)`, which returns one gradient per array.
-      in_kernels: the same formula in operations that kernels support, if `gradient` uses others.
-      keeps_result: keep y instead of x, because `gradient(dy, y)` equals `gradient(dy, x)`. The next op often keeps y,
-        too.
+      in_kernels: the same function as `gradient`, in operations that kernels support, if `gradient` uses others.
+      keeps_result: whether to keep y instead of x. This needs `gradient(dy, y)` to equal `gradient(dy, x)`. It saves
+        memory, because the next op often keeps y, too.
       default, default_vjp: as in `Pair`; by default `XLA_ON_GPU`.
     """
 
@@ -85,13 +85,13 @@ class Elementwise(Pair):
 
 
 def _of_full_rank(dy, *arrays):
-    """Return the leading axis of those arrays that are not broadcast along it."""
+    """Return the batch axes: the leading axis of each array that is not broadcast along it."""
     of_full_rank = [i for i, a in enumerate((dy, *arrays)) if a.ndim and a.ndim == dy.ndim and len(a) == len(dy)]
     return Axes(dict.fromkeys(of_full_rank, 0))
 
 
 def _in_shapes_of(arrays, gradients):
-    """Return the gradients in the shapes and dtypes of their arrays, as a tuple, or as one array if there is only
+    """Return the gradients in the shapes and dtypes of their arrays. They are a tuple, or one array if there is only
     one."""
     results = tuple(g.reshape(a.shape).astype(a.dtype) for g, a in zip(gradients, arrays, strict=True))
     return results if len(results) > 1 else results[0]
@@ -113,7 +113,7 @@ def _summed(shape, gradients, arrays):
 
 
 def _gradient_kernels(gradient, dy, arrays):
-    """Launch one kernel for all gradients that need no sum, and one summing kernel for each other gradient."""
+    """Compute the gradients by one kernel for all that need no sum, and by one kernel for each of the others."""
 
     def select(wanted):
         def formula(*values):

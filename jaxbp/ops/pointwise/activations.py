@@ -24,7 +24,7 @@ def relu(x: Float[AnyArray, "..."], *, implementation: Implementation = None) ->
     """Rectified linear unit, `y = max(x, 0)`, element by element.
 
     Args:
-      x: any shape, any floating dtype (kernel: float32, bfloat16, float16).
+      x: an array of any shape and floating dtype. The kernel supports float32, bfloat16, and float16.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
@@ -51,7 +51,7 @@ def relu_backward(
       dx, in the same shape and dtype.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes that differ.
+      TypeError, ValueError: dtypes or shapes differ.
     """
     return _RELU.backward_of(implementation, dy, {"x": x})
 
@@ -79,11 +79,15 @@ _ELU = Elementwise(
 
 
 _SATURATION = 1000.0
-"""Beyond ±1000, `gelu`, `silu`, and `mish` are 0 or x and their slopes are 0 or 1, to the last digit of float64."""
+"""Below -1000, `gelu`, `silu`, and `mish` are 0 with slope 0. Above 1000, they are x with slope 1. Both hold to the
+last digit of float64."""
 
 
 def _saturating(function):
-    """Return `function(x)`, but 0 or x beyond `_SATURATION`, where the function would multiply 0 by infinity."""
+    """Return `function(x)`, but 0 below -`_SATURATION` and x above `_SATURATION`.
+
+    There, the function may multiply 0 by infinity.
+    """
 
     def forward(x, **options):
         is_saturated = jnp.abs(x) > _SATURATION
@@ -130,10 +134,10 @@ _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.s
 
 
 def _normalised(name, function, term, default=AUTODIFF_ON_CPU):
-    """Return a pair for a function over axes with the gradient `dx = c - p Σ c`, where p is the softmax and
-    `c = term(dy, p)`.
+    """Return a pair for `softmax` or `log_softmax` over axes.
 
-    The forward saves x instead of its result, because the result is rounded.
+    The gradient is `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`. The forward saves x instead of its
+    result, because the result is rounded.
     """
 
     def forward(x, *, axis):
@@ -223,8 +227,10 @@ def prelu(x: AnyFloats, alpha: Float[AnyArray, "*alpha_shape"], *, implementatio
 def prelu_backward(
     dy: AnyFloats, x: AnyFloats, alpha: Float[AnyArray, "*alpha_shape"], *, implementation: Implementation = None
 ) -> tuple[Floats, Float[Array, "*alpha_shape"]]:
-    """Gradients of `prelu`: `dx = dy where x > 0, else alpha dy`, and `dalpha = Σ dy x where x <= 0`. The sum is over
-    the axes along which alpha is broadcast."""
+    """Gradients of `prelu`: `dx = dy where x > 0, else alpha dy`, and `dalpha = Σ dy x where x <= 0`.
+
+    The sum is over the axes along which alpha is broadcast.
+    """
     _check_alpha("prelu_backward", x, alpha)
     return _PRELU.backward_of(implementation, dy, {"x": x, "alpha": alpha})
 
@@ -232,7 +238,7 @@ def prelu_backward(
 def _check_alpha(op, x, alpha):
     x, alpha = checks.floating(op, x=x, alpha=alpha)
     if checks.broadcast(op, x=x, alpha=alpha) != x.shape:
-        raise ValueError(f"{op}: alpha has shape {alpha.shape}; wants one that broadcasts to x's, {x.shape}")
+        raise ValueError(f"{op}: alpha has shape {alpha.shape}; wants a shape that broadcasts to x's, {x.shape}")
 
 
 def elu(x: AnyFloats, alpha: float = 1.0, *, implementation: Implementation = None) -> Floats:
@@ -254,8 +260,8 @@ def gelu(x: AnyFloats, approximate: bool = True, *, implementation: Implementati
 
     Args:
       x: any shape. At -inf y is 0.
-      approximate: if True, compute `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`. True is PyTorch's "tanh", and False
-        its "none".
+      approximate: if True, compute `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`. In PyTorch, True is
+        `approximate="tanh"`, and False is `approximate="none"`.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Raises:
@@ -269,8 +275,11 @@ def gelu(x: AnyFloats, approximate: bool = True, *, implementation: Implementati
 def gelu_backward(
     dy: AnyFloats, x: AnyFloats, approximate: bool = True, *, implementation: Implementation = None
 ) -> Floats:
-    """Gradient of `gelu`: `dx = dy (Φ(x) + x φ(x))`, where φ is the normal density. With `approximate` it is
-    `dx = dy/2 (1 + t + x (1 - t²) √(2/π) (1 + 0.134145 x²))`, where t is the tanh of the forward."""
+    """Gradient of `gelu`: `dx = dy (Φ(x) + x φ(x))`, where φ is the normal density.
+
+    With `approximate`, it is `dx = dy/2 (1 + t + x (1 - t²) √(2/π) (1 + 0.134145 x²))`, where t is the tanh in the
+    forward.
+    """
     approximate = checks.boolean("gelu_backward", "approximate", approximate)
     return _GELU.backward_of(implementation, dy, {"x": x}, approximate=approximate)
 

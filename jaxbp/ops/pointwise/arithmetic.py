@@ -2,8 +2,9 @@
 
 Every function takes `x1` and `x2` of one floating dtype, in shapes that broadcast (aligned from the right). The result
 has that dtype. `implementation` is "pallas", "xla", "autodiff", or None for the fastest. The first argument of every
-backward is `dy`, the gradient with respect to the result. A backward returns `(dx1, dx2)`, each in its argument's
-shape, summed over broadcast axes. Invalid arguments raise a TypeError or a ValueError.
+backward is `dy`, the gradient with respect to the result. A backward returns `(dx1, dx2)`. Each has the shape of its
+argument, and is summed over the axes along which the argument is broadcast. Invalid arguments raise a TypeError or a
+ValueError.
 """
 
 import math
@@ -38,7 +39,8 @@ def _power(x1, x2):
 
 def _power_in_kernels(base, exponent):
     """Return `base ** exponent`, by operations that kernels support, in float32."""
-    # The power multiplies the rounding error of the logarithm by the exponent, so the logarithm needs two float32.
+    # The power is exp(exponent * log(base)). The exponent multiplies the rounding error of the logarithm, so the
+    # logarithm is a sum of two float32 numbers.
     log, rest = _log_in_two(jnp.abs(base))
     product, rest_of_product = _product_in_two(exponent, log)
     in_range = jnp.abs(product) < 128
@@ -53,8 +55,10 @@ def _power_in_kernels(base, exponent):
 
 
 def _log_in_two(x):
-    """Return `ln x` as the sum of two float32, nearly twice as exact as one. For `x = m 2ⁿ` it is `n ln 2 + 2 atanh(s)`
-    with `s = (m - 1) / (m + 1)`."""
+    """Return `ln x` as a sum of two float32 numbers, which have nearly twice as many digits as one.
+
+    For `x = m 2ⁿ`, the logarithm is `n ln 2 + 2 atanh(s)` with `s = (m - 1) / (m + 1)`.
+    """
     is_normal = (x >= float(jnp.finfo(jnp.float32).tiny)) & (x < jnp.inf)
     normal = jnp.where(is_normal, x, 1.0)
     power = _with_bits(normal, 0x7F800000)
@@ -75,15 +79,18 @@ def _log_in_two(x):
 
 
 def _product_in_two(a, b):
-    """Return `a b` as a sum of two: the product of the upper halves, which is exact, and the rest. If a compiler fuses
-    these operations, the sum is no less exact."""
+    """Return the product of a and b as a sum of two numbers.
+
+    The first is the product of the upper halves of their digits, which is exact. The second is the rest. If a compiler
+    fuses these operations, the sum is no less exact.
+    """
     a_high, b_high = _with_bits(a, ~0xFFF), _with_bits(b, ~0xFFF)
     a_low, b_low = a - a_high, b - b_high
     return a_high * b_high, a_high * b_low + (a_low * b_high + a_low * b_low)
 
 
 def _with_bits(x, mask):
-    """Return x with the bits of the mask."""
+    """Return x with all bits cleared that are not in the mask."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & mask
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -94,9 +101,9 @@ def _rounded(x):
 
 def _power_gradient(power):
     def gradient(dy, x1, x2):
-        # Replace the derivative only at these points. Elsewhere the factor x2 makes it 0 and has a slope in second
-        # derivatives. Powers and logarithms do not see these points, because their slopes there would turn a 0 into
-        # NaN.
+        # The derivative is replaced only at the points `constant`. At other points with x2 = 0, the factor x2 makes it
+        # 0, and second derivatives need the slope of this factor. At replaced points, powers and logarithms get the
+        # base 1, because their slopes at the true base would turn a 0 into NaN.
         constant, at_zero = (x2 == 0) & ((x1 == 0) | (x1 != x1)), x1 == 0
         d1 = jnp.where(constant, 0.0, x2 * power(jnp.where(constant, 1.0, x1), x2 - 1))
         base = jnp.where(at_zero, 1.0, x1)
@@ -171,14 +178,14 @@ def multiply_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implemen
 
 
 def divide(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
-    """Quotient, `y = x1 / x2`: infinite where x2 is 0, NaN where both are 0."""
+    """Quotient, `y = x1 / x2`. It is infinite where x2 is 0, and NaN where both are 0."""
     return _DIVIDE.of(implementation, {"x1": x1, "x2": x2})
 
 
 def divide_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `divide`: `dx1 = dy / x2`, `dx2 = -dy x1 / x2²`.
 
-    Where x2 is 0 they are infinite, or NaN according to IEEE arithmetic (0 / 0). No denominator is clamped.
+    Where x2 is 0, they are infinite, or NaN as in IEEE arithmetic (0 / 0). No denominator is clamped.
     """
     return _DIVIDE.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
@@ -194,9 +201,9 @@ def power(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
 def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `power`: `dx1 = dy x2 x1 ** (x2 - 1)`, `dx2 = dy x1 ** x2 ln x1`.
 
-    Where x1 is 0, dx1 is dy times 0 for x2 > 1 and for x2 = 0 (`x1 ** 0` is constant), times 1 for x2 = 1, times inf
-    for x2 between 0 and 1, and infinite for x2 < 0. There dx2 is dy times 0 for x2 > 0, and dy times -inf otherwise,
-    which is the limit from the right. Where x1 is negative, dx2 is NaN.
+    Where x1 is 0, dx1 is dy times 0 for x2 > 1 and for x2 = 0 (`x1 ** 0` is constant), dy times 1 for x2 = 1, dy times
+    inf for x2 between 0 and 1, and infinite for x2 < 0. Where x1 is 0, dx2 is dy times 0 for x2 > 0, and otherwise dy
+    times -inf, which is the limit for x1 from the right. Where x1 is negative, dx2 is NaN.
     """
     return _POWER.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
@@ -207,8 +214,10 @@ def maximum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
 
 
 def maximum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
-    """Gradients of `maximum`: `dx1 = dy` where x1 > x2, else 0; `dx2` likewise. Two equal elements get half of `dy`
-    each."""
+    """Gradients of `maximum`: `dx1 = dy` where x1 > x2, else 0, and `dx2 = dy` where x2 > x1, else 0.
+
+    Two equal elements get half of `dy` each.
+    """
     return _MAXIMUM.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
@@ -218,8 +227,10 @@ def minimum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
 
 
 def minimum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
-    """Gradients of `minimum`: `dx1 = dy` where x1 < x2, else 0; `dx2` likewise. Two equal elements get half of `dy`
-    each."""
+    """Gradients of `minimum`: `dx1 = dy` where x1 < x2, else 0, and `dx2 = dy` where x2 < x1, else 0.
+
+    Two equal elements get half of `dy` each.
+    """
     return _MINIMUM.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 

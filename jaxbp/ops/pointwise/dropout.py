@@ -1,4 +1,4 @@
-"""Dropout: nothing is saved, because the backward draws the same mask from the same key."""
+"""Dropout. Only the key is saved, because the backward draws the same mask from the same key."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def dropout(x: AnyFloats, key: AnyKey, rate: float, *, implementation: Implement
 
     Args:
       x: any shape and floating dtype.
-      key: a key of `jax.random`. The same key drops the same elements, in the backward too.
+      key: a key of `jax.random`. The same key drops the same elements, also in the backward.
       rate: the probability of a 0, a number in [0, 1].
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
@@ -59,10 +59,9 @@ def dropout(x: AnyFloats, key: AnyKey, rate: float, *, implementation: Implement
 
 
 def dropout_backward(dy: AnyFloats, key: AnyKey, rate: float, *, implementation: Implementation = None) -> Floats:
-    """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0. This is `dropout` of dy with the same
-    key."""
+    """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0. This is `dropout(dy, key, rate)`."""
     dy, key, rate = _check("dropout_backward", "dy", dy, key, rate)
-    # The forward is linear, so every x has this gradient, including dy.
+    # The forward is linear, so the gradient does not depend on x. dy is passed in place of x.
     return _DROPOUT.vjp(dy, dy, key, rate=rate, implementation=implementation)
 
 

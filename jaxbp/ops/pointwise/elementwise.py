@@ -21,15 +21,16 @@ _LOG = Elementwise("log", jnp.log, lambda dy, x: dy / x)
 _SQRT = Elementwise(
     "sqrt",
     jnp.sqrt,
-    # A quotient, because the derivative of `rsqrt` overflows for small x, and a dy of 0 would then give NaN.
+    # The formula divides by a root, because the derivative of `rsqrt` overflows for small x. A dy of 0 would then give
+    # NaN.
     lambda dy, x: dy / jnp.sqrt(x) * 0.5,
     in_kernels=lambda dy, x: dy * 0.5 * lax.rsqrt(x),
 )
-# In newer versions of JAX, jnp.abs has the slope 1 at 0.
+# `jnp.abs` is not used, because it has the slope 1 at 0 in newer versions of JAX.
 _ABS = Elementwise("abs", lambda x: x * jnp.sign(x), lambda dy, x: dy * jnp.sign(x))
 _SIN = Elementwise("sin", jnp.sin, lambda dy, x: dy * jnp.cos(x))
 _COS = Elementwise("cos", jnp.cos, lambda dy, x: -dy * jnp.sin(x))
-# Selections instead of a minimum and a maximum, whose gradients at the bounds would be half.
+# Clipping selects numbers. With a minimum and a maximum, the gradient at a bound would be dy / 2.
 _CLIP = Elementwise(
     "clip",
     lambda arr, *, min, max: jnp.where(arr < min, min, jnp.where(arr > max, max, arr)),
@@ -48,7 +49,7 @@ def exp_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 
 
 def log(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Natural logarithm, `y = ln x`: -inf at 0, NaN below."""
+    """Natural logarithm, `y = ln x`. It is -inf at 0, and NaN below 0."""
     return _LOG.of(implementation, {"x": x})
 
 
@@ -58,7 +59,7 @@ def log_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 
 
 def sqrt(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Square root, `y = √x`: NaN below 0."""
+    """Square root, `y = √x`. It is NaN below 0."""
     return _SQRT.of(implementation, {"x": x})
 
 
@@ -109,7 +110,7 @@ def clip(
 
     Raises:
       TypeError: arr is not floating.
-      ValueError: bounds that are not numbers, or are in the wrong order.
+      ValueError: the bounds are not numbers, or are in the wrong order.
     """
     return _CLIP.of(implementation, {"arr": arr}, **_bounds("clip", min, max))
 

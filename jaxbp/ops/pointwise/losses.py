@@ -1,4 +1,4 @@
-"""Losses that compare predictions and targets of one shape."""
+"""Losses that compare predictions with targets of the same shape."""
 
 import functools
 import math
@@ -19,11 +19,11 @@ from jaxbp.sharding import batched
 from pallas_kernels.pointwise.elementwise import elementwise
 
 Gradients = tuple[Floats, Floats]
-"""Gradients with respect to predictions and targets."""
+"""The gradients with respect to predictions and targets."""
 
 
 def _mean_loss(name, loss, slope):
-    """Return a pair for the mean of `loss(error)` over all elements, with the gradient `slope(error) / n`."""
+    """Return a pair for the mean of `loss(error)` over all n elements. Its gradient is `slope(error) / n`."""
 
     def forward(predictions, targets):
         error = upcast(predictions) - upcast(targets)
@@ -45,15 +45,19 @@ def _mean_loss(name, loss, slope):
 
 
 def _x_log_y(x, y):
-    """Return `x ln y`, or 0 where x and y are 0. There the autodiff derivatives are -inf with respect to x and 0 with
-    respect to y."""
+    """Return `x ln y`, or 0 where x and y are 0.
+
+    At these points, autodiff gives the derivative -inf with respect to x, and 0 with respect to y.
+    """
     at_zero = (x == 0) & (y == 0)
     return _x_times_log(x, jnp.log(jnp.where(at_zero, 1.0, y)), at_zero)
 
 
 def _x_times_log(x, log, at_zero):
-    """Return `x log`, but where at_zero (x is 0 and the logarithm -inf), return 0 with a slope of -inf with respect to
-    x."""
+    """Return `x log`, or 0 at the points `at_zero`, at which x is 0 and log is -inf.
+
+    At these points, the slope with respect to x is -inf.
+    """
     gap = jnp.where(at_zero, x - lax.stop_gradient(x), 1.0)
     return x * jnp.where(at_zero, 0.0, log) - jnp.where(at_zero, jnp.sqrt(gap), 0.0)
 
@@ -64,7 +68,7 @@ def _huber(predictions, targets, *, delta):
 
 
 def _huber_gradients(dy, predictions, targets, *, delta):
-    # Selections instead of a minimum and a maximum, whose slopes at the bounds would be half.
+    # The error is clipped by selections. With a minimum and a maximum, the slope at a bound would be half.
     error = predictions - targets
     dpredictions = dy * jnp.where(error > delta, delta, jnp.where(error < -delta, -delta, error))
     return dpredictions, -dpredictions
@@ -72,7 +76,7 @@ def _huber_gradients(dy, predictions, targets, *, delta):
 
 def _binary_cross_entropy_gradients(dy, probabilities, labels):
     p, y = probabilities, labels
-    # Where label and probability are both 0 or both 1, the quotient and its derivatives would be 0 / 0.
+    # If label and probability are both 0 or both 1, the quotient and its derivatives would be 0 / 0.
     both_0, both_1 = (y == 0) & (p == 0), (y == 1) & (p == 1)
     dividend = jnp.where(both_0, 1 - y, jnp.where(both_1, -y, p - y))
     divisor = jnp.where(both_0, 1 - p, jnp.where(both_1, p, p * (1 - p)))
@@ -99,8 +103,8 @@ _BINARY_CROSS_ENTROPY = Elementwise(
     "binary_cross_entropy",
     lambda probabilities, labels: -_x_log_y(labels, probabilities) - _x_log_y(1 - labels, 1 - probabilities),
     _binary_cross_entropy_gradients,
-    # On a GPU, autodiff reuses the forward's logarithms and needs half as many. Without the forward, the formula is as
-    # fast.
+    # On a GPU, autodiff reuses the forward's logarithms, and so computes half as many. If the forward is not in the
+    # program, the formula is equally fast.
     default=AUTODIFF_ON_GPU,
 )
 _SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
@@ -139,13 +143,15 @@ _KL_DIVERGENCE = fused_pair(
 
 
 def _loss(op, implementation, options: Mapping[str, float] = {}, **arrays):
-    """Check the named arrays and call a loss or its backward. All have one floating dtype and one shape, but `dy` has
-    the loss's."""
+    """Check the named arrays and call a loss or its backward.
+
+    All arrays must have one floating dtype and one shape, except `dy`, which has the shape of the loss.
+    """
     values = dict(zip(arrays, checks.floating(op.name, **arrays), strict=True))
     (first, like), *others = ((name, a) for name, a in values.items() if name != "dy")
     for name, a in others:
         if a.shape != like.shape:
-            raise ValueError(f"{op.name}: {name} has shape {a.shape}; wants {like.shape}, as {first}")
+            raise ValueError(f"{op.name}: {name} has shape {a.shape}; wants {like.shape}, the shape of {first}")
     shape = () if op.name.startswith("mean_") else like.shape
     if op.name.startswith("kl_divergence"):
         if like.ndim == 0:
@@ -162,8 +168,8 @@ def mean_squared_error(
     """Mean squared error, `loss = 1/n Σᵢ (predictionsᵢ - targetsᵢ)²`, over all n elements.
 
     Raises:
-      TypeError: arguments that are not of one floating dtype.
-      ValueError: shapes that differ. Nothing is broadcast.
+      TypeError: the arguments do not have one floating dtype.
+      ValueError: shapes differ. Nothing is broadcast.
     """
     return _loss(_MEAN_SQUARED_ERROR, implementation, predictions=predictions, targets=targets)
 
@@ -171,8 +177,8 @@ def mean_squared_error(
 def mean_squared_error_backward(
     dy: Float[AnyArray, ""], predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
 ) -> Gradients:
-    """Gradients of `mean_squared_error`: `dpredictionsᵢ = 2/n dy (predictionsᵢ - targetsᵢ)`. `dtargets` is its
-    negative."""
+    """Gradients of `mean_squared_error`: `dpredictionsᵢ = 2/n dy (predictionsᵢ - targetsᵢ)`, and
+    `dtargets = -dpredictions`."""
     return _loss(_MEAN_SQUARED_ERROR.vjp, implementation, dy=dy, predictions=predictions, targets=targets)
 
 
@@ -190,8 +196,8 @@ def mean_absolute_error(
 def mean_absolute_error_backward(
     dy: Float[AnyArray, ""], predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
 ) -> Gradients:
-    """Gradients of `mean_absolute_error`: `dpredictionsᵢ = dy/n sign(predictionsᵢ - targetsᵢ)`, 0 where they are equal.
-    `dtargets` is its negative."""
+    """Gradients of `mean_absolute_error`: `dpredictionsᵢ = dy/n sign(predictionsᵢ - targetsᵢ)`, and
+    `dtargets = -dpredictions`. Both are 0 where prediction and target are equal."""
     return _loss(_MEAN_ABSOLUTE_ERROR.vjp, implementation, dy=dy, predictions=predictions, targets=targets)
 
 
@@ -218,7 +224,7 @@ def huber_backward(
     *,
     implementation: Implementation = None,
 ) -> Gradients:
-    """Gradients of `huber`: `dpredictions = dy min(max(e, -delta), delta)`. `dtargets` is its negative."""
+    """Gradients of `huber`: `dpredictions = dy min(max(e, -delta), delta)`, and `dtargets = -dpredictions`."""
     delta = checks.number("huber_backward", "delta", delta, 0.0)
     return _loss(_HUBER.vjp, implementation, dict(delta=delta), dy=dy, predictions=predictions, targets=targets)
 
@@ -228,7 +234,7 @@ def binary_cross_entropy(
 ) -> Floats:
     """Cross-entropy of probabilities, `loss = -y ln p - (1 - y) ln(1 - p)`, element by element.
 
-    For logits, `sigmoid_binary_cross_entropy` is more accurate. p is not clamped: a loss may be infinite, and a correct
+    For logits, `sigmoid_binary_cross_entropy` is more accurate. p is not clamped, so a loss may be infinite. A correct
     probability of 0 or 1 has the loss 0.
 
     Args:
@@ -245,10 +251,10 @@ def binary_cross_entropy(
 def binary_cross_entropy_backward(
     dy: AnyFloats, probabilities: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
 ) -> Gradients:
-    """Gradients of `binary_cross_entropy` with respect to p and y: `dy (p - y) / (p (1 - p))` and
-    `dy (ln(1 - p) - ln p)`.
+    """Gradients of `binary_cross_entropy`.
 
-    At any p, the first is dy times `1 / (1 - p)` for y = 0, and dy times `-1 / p` for y = 1. The second is infinite at
+    With respect to p, the gradient is `dy (p - y) / (p (1 - p))`. At any p, this is dy times `1 / (1 - p)` for y = 0,
+    and dy times `-1 / p` for y = 1. With respect to y, the gradient is `dy (ln(1 - p) - ln p)`, which is infinite at
     p = 0 and p = 1.
     """
     return _loss(_BINARY_CROSS_ENTROPY.vjp, implementation, dy=dy, probabilities=probabilities, labels=labels)

@@ -32,12 +32,12 @@ def _count(shape, axis):
 
 
 def _keep_axes(y, shape, axis):
-    """Return y with its reduced axes, of size 1."""
+    """Return y, reshaped so that its reduced axes have size 1."""
     return y.reshape([1 if i in axis else size for i, size in enumerate(shape)])
 
 
 def _reduced(function):
-    """Return a reduction that computes in float32 or wider and returns a's dtype."""
+    """Return a forward that computes a reduction in float32 or wider and returns a's dtype."""
 
     def forward(a, *, axis, keepdims, shape, **options):
         return function(upcast(a), axis=axis, keepdims=keepdims, **options).astype(a.dtype)
@@ -60,10 +60,10 @@ def _spread(scale):
 
 
 def _elementwise_gradient(formula, statistics):
-    """Return the backward `formula(dy, a, *statistics(a, axis), **options)`, element by element.
+    """Return the backward `formula(dy, a, *statistics(a, axis), **options)`, computed element by element.
 
-    It recomputes the statistics, because the result of the forward is rounded. XLA computes them once if the forward is
-    in the same program.
+    The backward recomputes the statistics, because the forward's result is rounded to a's dtype. If the forward is in
+    the same program, XLA computes them only once.
     """
 
     def in_jnp(dy, a, *, axis, keepdims, shape, **options):
@@ -97,13 +97,13 @@ def _var_gradient(dy, a, mean, rest, *, count, ddof):
 
 
 def _largest_and_positive_total(a, axis):
-    """Return `largest_and_total`, with a total of 1 for a row of -inf, so that its gradient, 0 / total, is 0."""
+    """Return `largest_and_total`, but with a total of 1 for a row of -inf. The gradient, 0 / total, is then 0."""
     largest, total = largest_and_total(a, axis)
     return largest, jnp.where(total == 0, 1.0, total)
 
 
 def _logsumexp(a, axis, keepdims):
-    """Use `largest_and_total`, as the gradient does, so that a program with both computes it once."""
+    """Compute the log-sum-exp from `largest_and_total`, which the gradient also needs. XLA computes this only once."""
     largest, total = largest_and_total(a, axis)
     is_empty = total == 0
     y = jnp.where(is_empty, -jnp.inf, jnp.log(jnp.where(is_empty, 1.0, total)) + largest)
@@ -147,7 +147,7 @@ def _save_first(forward):
 
         @extreme.defjvp
         def _(primals, tangents):
-            # In second derivatives, autodiff would split y's tangent among equal elements.
+            # This rule is for second derivatives. Without it, autodiff would split y's tangent among equal elements.
             y = extreme(*primals)
             selected = _places(shape, axis) == index_of(*primals, y)
             return y, jnp.sum(jnp.where(selected, *tangents, 0), axis=axis, keepdims=True)
@@ -228,7 +228,7 @@ def var(
 ) -> Reduced:
     """Variance of n elements, `y = Σᵢ (aᵢ - mean)² / (n - ddof)`.
 
-    If `ddof` is not less than n, it is NaN or infinite, as in `jax.numpy`.
+    If `ddof` is not less than n, y is NaN or infinite, as in `jax.numpy`.
     """
     return _reduce(_VAR, implementation, a, axis, keepdims, ddof=_ddof("var", ddof))
 
@@ -281,7 +281,7 @@ def logsumexp(
 ) -> Reduced:
     """Logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`. The largest a is subtracted first.
 
-    If all elements are -inf, it is -inf, with a gradient of 0.
+    If all elements are -inf, y is -inf, with a gradient of 0.
     """
     return _reduce(_LOGSUMEXP, implementation, a, axis, keepdims)
 
@@ -289,8 +289,10 @@ def logsumexp(
 def logsumexp_backward(
     dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
 ) -> Floats:
-    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, dy times the softmax. It is computed from a, because y is
-    rounded."""
+    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, which is dy times the softmax.
+
+    The softmax is computed from a, without y, because y is rounded.
+    """
     return _backward(_LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims)
 
 

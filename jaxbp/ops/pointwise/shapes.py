@@ -13,7 +13,7 @@ def flatten(x: Shaped[AnyArray, "batch ..."]) -> Shaped[Array, "batch features"]
     """Reshape `(batch, ...) -> (batch, features)`. The backward is a reshape, too, so JAX's autodiff computes it.
 
     Args:
-      x: any dtype, at least one axis.
+      x: an array of any dtype with at least one axis.
 
     Returns:
       The same elements in row-major order, one row per example.

@@ -113,9 +113,9 @@ def test_gzipped_files_read_the_same_as_plain_ones(tmp_path, contents):
 
 
 BROKEN_FILES = {
-    "cut short": (TRAIN_IMAGES, lambda data: data[:-1], "15679 bytes after the header: wanted the 15680"),
-    "too long": (TEST_LABELS, lambda data: data + b"\0", "more bytes after the header: wanted the 10"),
-    "empty": (TEST_IMAGES, lambda data: b"", "0 bytes: wanted at least the 16"),
+    "cut short": (TRAIN_IMAGES, lambda data: data[:-1], "15679 bytes after the header: wanted 15680"),
+    "too long": (TEST_LABELS, lambda data: data + b"\0", "more bytes after the header: wanted 10"),
+    "empty": (TEST_IMAGES, lambda data: b"", "0 bytes: wanted at least 16"),
     "wrong magic": (TEST_LABELS, lambda data: idx(np.arange(10), 0x0B01), "0x00000b01: wanted 0x00000801"),
     "labels for images": (TEST_IMAGES, lambda data: idx(np.arange(20)), "0x00000801: wanted 0x00000803"),
     "wrong image size": (TEST_IMAGES, lambda data: idx(np.zeros((10, 32, 32))), r"\(32, 32\): wanted \(28, 28\)"),
@@ -148,7 +148,7 @@ def test_a_damaged_gzip_file_is_refused_by_name(damage, tmp_path, contents):
 
 
 BOMBS = {
-    "more than its header says": (np.array([0x0801, 10], ">u4"), "more bytes after the header: wanted the 10"),
+    "more than its header says": (np.array([0x0801, 10], ">u4"), "more bytes after the header: wanted 10"),
     "a header of a terabyte": (np.array([0x0801, 2**32 - 1], ">u4"), "4294967295 items: .* at most 1000000"),
 }
 
@@ -265,6 +265,6 @@ def test_a_missing_batch_is_named_with_where_it_is_wanted(name, tmp_path, batche
     del batches[name]
     with pytest.raises(FileNotFoundError) as error:
         load("cifar10", write(tmp_path, batches))
-    assert str(error.value).startswith(f"{name} is not in {tmp_path}: wanted there") and "data_batch_2" in str(
+    assert str(error.value).startswith(f"{name} is not in {tmp_path}: wanted CIFAR-10's") and "data_batch_2" in str(
         error.value
     )

@@ -194,7 +194,7 @@ def test_a_renamed_checkpoint_is_not_taken_for_that_of_another_epoch(name, runs,
         shutil.rmtree(folder / "2")
     (folder / "3").rename(folder / name)
     code, said = resume(run_dir, capsys)
-    assert said.count("\n") == 1 and f"{name} is a checkpoint of epoch 3, under another name" in said
+    assert said.count("\n") == 1 and f"{name} has the wrong name: it is the checkpoint of epoch 3" in said
     assert code == (name == "2")
     if code == 0:
         assert outcome(run_dir)[:2] == outcome(runs["finished"])[:2]

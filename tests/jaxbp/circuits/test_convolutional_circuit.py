@@ -254,7 +254,7 @@ REFUSED = {
     ),
     "other channels": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES), (GATES, TREES)]),
-        "ConvolutionalCircuit: convolution 1 reads 2 channels; wants 3, the number of its input's",
+        "ConvolutionalCircuit: convolution 1 reads 2 channels; wants 3, as its input has",
     ),
     "a pool that is none": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES, dict(pool=0))]),
@@ -266,11 +266,12 @@ REFUSED = {
     ),
     "a pool larger than the image": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES, dict(pool=(1, 4)))]),
-        "ConvolutionalCircuit: convolution 0 has 3 x 3 places; wants at least one pool of 1 x 4",
+        "ConvolutionalCircuit: convolution 0 has 3 x 3 positions; wants at least 1 x 4, one window of the pool",
     ),
     "layers that do not join": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES, dict(pool=3))], layers(27, 5)),
-        "ConvolutionalCircuit: the first layer reads 27 inputs; wants 3, the outputs 3 x 1 x 1 of the convolutions",
+        "ConvolutionalCircuit: the first layer reads 27 inputs; wants 3, the number of outputs of the "
+        "convolutions, 3 x 1 x 1",
     ),
     "images of another shape": (
         lambda: FIRST(np.zeros((3, 2, 6, 7), bool)),

@@ -133,7 +133,7 @@ REFUSED = {
     "no convolutions": (
         build(convolutions=[]),
         ValueError,
-        f"{NETWORK}: no convolutions; wants at least one, or a LogicNetwork without",
+        f"{NETWORK}: no convolutions; wants at least one; a LogicNetwork has none",
     ),
     "a convolution as a tuple": (
         build(convolutions=[(4, 3)]),

@@ -154,7 +154,7 @@ SHAPES = {
     ),
     "weights of classes": (
         cross_entropy(zeros(2, 3), zeros(2)),
-        "softmax_cross_entropy: floating labels have shape (2,); wants (2, 3), as logits",
+        "softmax_cross_entropy: floating labels have shape (2,); wants (2, 3), the shape of logits",
     ),
     "no class": (
         cross_entropy(zeros(2, 0), zeros(2, dtype="int32")),
@@ -170,15 +170,16 @@ SHAPES = {
     ),
     "slopes larger than x": (
         lambda: jaxbp.prelu(zeros(3), zeros(2, 3)),
-        "prelu: alpha has shape (2, 3); wants one that broadcasts to x's, (3,)",
+        "prelu: alpha has shape (2, 3); wants a shape that broadcasts to x's, (3,)",
     ),
     "a column of targets": (
         lambda: jaxbp.mean_squared_error(zeros(3), zeros(3, 1)),
-        "mean_squared_error: targets has shape (3, 1); wants (3,), as predictions",
+        "mean_squared_error: targets has shape (3, 1); wants (3,), the shape of predictions",
     ),
     "inner sizes": (
         lambda: jaxbp.matmul(zeros(2, 3), zeros(2, 3)),
-        "matmul: a has shape (2, 3) and b (2, 3); wants a's last axis as long as b's last but one, or its only",
+        "matmul: a has shape (2, 3) and b (2, 3); wants a's last axis to be as long as b's second-to-last axis, or "
+        "b's only axis",
     ),
     "batches": (
         lambda: jaxbp.matmul(zeros(2, 1, 3), zeros(3, 3, 1)),
