@@ -185,9 +185,7 @@ def read_cifar10(path: Path) -> tuple[UInt8[np.ndarray, "images 3 32 32"], UInt8
     size = path.stat().st_size
     images, rest = divmod(size, CIFAR10_RECORD)
     if rest or not 1 <= images <= MOST_ITEMS:
-        raise UserError(
-            f"{path}: {size} bytes: wanted {CIFAR10_RECORD} for each image, of at least 1 and at most {MOST_ITEMS}"
-        )
+        raise UserError(f"{path}: {size} bytes: wanted {CIFAR10_RECORD} bytes per image, and 1 to {MOST_ITEMS} images")
     records = np.fromfile(path, np.uint8).reshape(images, CIFAR10_RECORD)
     _refuse_labels(path, records[:, 0])
     return records[:, 1:].reshape(images, *IMAGE_SHAPES["cifar10"]), records[:, 0]

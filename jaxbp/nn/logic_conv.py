@@ -130,7 +130,7 @@ class LogicConvNetwork(nnx.Module):
         if len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
             raise ValueError(f"LogicConvNetwork: shape is {tuple(shape)}; wants channels, height and width")
         if not convolutions:
-            raise ValueError("LogicConvNetwork: no convolutions; wants at least one; a LogicNetwork has none")
+            raise ValueError("LogicConvNetwork: convolutions is empty; wants at least one; for none, use LogicNetwork")
         for convolution in convolutions:
             if not isinstance(convolution, LogicConvolution):
                 raise TypeError(f"LogicConvNetwork: a convolution is {convolution!r}; wants a LogicConvolution")

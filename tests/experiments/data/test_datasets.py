@@ -244,9 +244,9 @@ def test_every_dataset_has_the_shape_that_it_is_said_to_have(tmp_path, contents,
 
 
 BROKEN_BATCHES = {
-    "cut short": (lambda data: data[:-1], "9218 bytes: wanted 3073 for each image"),
-    "too long": (lambda data: data + b"\0", "9220 bytes: wanted 3073 for each image"),
-    "empty": (lambda data: b"", "0 bytes: wanted 3073 for each image, of at least 1"),
+    "cut short": (lambda data: data[:-1], "9218 bytes: wanted 3073 bytes per image"),
+    "too long": (lambda data: data + b"\0", "9220 bytes: wanted 3073 bytes per image"),
+    "empty": (lambda data: b"", "0 bytes: wanted 3073 bytes per image, and 1 to"),
     "label out of range": (lambda data: b"\x0a" + data[1:], "label 10: wanted labels from 0 to 9"),
     "of CIFAR-100": (lambda data: bytes(3074) * 3, "9222 bytes: wanted 3073"),
 }

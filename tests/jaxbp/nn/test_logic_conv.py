@@ -133,7 +133,7 @@ REFUSED = {
     "no convolutions": (
         build(convolutions=[]),
         ValueError,
-        f"{NETWORK}: no convolutions; wants at least one; a LogicNetwork has none",
+        f"{NETWORK}: convolutions is empty; wants at least one; for none, use LogicNetwork",
     ),
     "a convolution as a tuple": (
         build(convolutions=[(4, 3)]),
