@@ -50,7 +50,7 @@ def test_an_int_stands_for_rows_and_columns(value, both):
 
 @pytest.mark.parametrize("value", [0, (1, 0), (1, 2, 3), 1.0, (True, 1)])
 def test_what_is_no_pair_is_refused(value):
-    message = f"op: stride is {value!r}; wants an int of at least 1, or a pair of them"
+    message = f"op: stride is {value!r}; wants an int of at least 1, or a pair of these"
     refuses(ValueError, message, checks.pair, "stride", value, at_least=1)
 
 
@@ -84,7 +84,7 @@ def test_a_precision_is_what_jax_takes_for_one(value):
         message = (
             f"op: precision is {value!r}; wants None, 'default', 'high', 'highest', another that jax.lax.dot takes"
         )
-        refuses(ValueError, f"{message}, or a pair of them", checks.precision, value)
+        refuses(ValueError, f"{message}, or a pair of these", checks.precision, value)
     else:
         assert checks.precision("op", value) is value
 
