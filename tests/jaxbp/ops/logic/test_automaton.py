@@ -284,7 +284,7 @@ def test_kept_memory_grows_as_the_policy_says():
             r"state has shape \(2, 3, 2\); wants \(batch, height, width, 2\)",
         ),
         (dict(state=jnp.ones((2, 3, 3, 2), int)), TypeError, "state has dtype int32; wants a floating dtype"),
-        (dict(logits=([], [])), ValueError, "logits is not a pair of lists with one array per layer; wants 3 arrays for perc"),
+        (dict(logits=([], [])), ValueError, "logits is not a pair of lists with one array per layer; wants 3 arrays"),
         (dict(steps=-1), ValueError, "steps is -1; wants an int of at least 0"),
         (dict(memory="some"), ValueError, "memory is 'some'; wants 'all', 'states', 'logarithmic' or"),
         (dict(fire_rate=0.5), ValueError, "key is None and fire_rate is 0.5; wants a key"),
