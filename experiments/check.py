@@ -54,8 +54,7 @@ class CheckConfig:
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ("pallas", "xla", "autodiff")
     """Implementations to check."""
     order: Literal[1, 2, 3] = 2
-    """Highest order of derivatives to check. 1 checks values and gradients; 2 and 3 also check second and third
-    derivatives."""
+    """Highest order of derivatives to check: 1 checks values and gradients; 2 and 3 check higher orders."""
     accuracy: bool = False
     """Measure the errors against float64 instead, also for data that is far from zero, large, or small."""
     repeat: int | None = None

@@ -40,8 +40,7 @@ class KillConfig:
     kills: int = 50
     """Number of times that the run is killed."""
     epochs: int | None = None
-    """Number of epochs of the run. None: four times the number of kills, because a process may complete a few epochs
-    before it is killed."""
+    """Number of epochs of the run. None: four times the number of kills."""
     seed: int = 0
     """Seed from which the moments of the kills are drawn."""
 

@@ -32,7 +32,7 @@ Config = TypeVar("Config", bound="TrainingConfig")
 
 
 class Recipe(NamedTuple):
-    """The defaults of the settings that depend on the dataset."""
+    """The default values of the settings that depend on the dataset."""
 
     batch_size: int
     epochs: int
@@ -95,8 +95,7 @@ class TrainingConfig:
     weight_decay: Annotated[float, Range()] = 0.0
     """Weight decay of AdamW: each step also subtracts this number times the learning rate times the parameters."""
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
-    """Dtypes of the run. With a mixed precision, the model computes in half precision, and parameters, optimizer, and
-    loss are float32. mixed_float16 also scales the loss."""
+    """Dtypes of the run. A mixed precision computes the model in half precision; parameters stay float32."""
     target_accuracy: Annotated[float | None, Range(0, 1)] = None
     """Stop after the first epoch with at least this test accuracy, from 0 to 1. None: train all epochs."""
     devices: Annotated[int | None, Range(1)] = None

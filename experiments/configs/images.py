@@ -31,8 +31,7 @@ class ImageConfig(TrainingConfig):
     """The datasets that the experiment supports."""
 
     dataset: DatasetName = "digits"
-    """Dataset to train on. digits comes with scikit-learn; mnist and fashion_mnist are downloaded into data_dir; the
-    files of cifar10 must already be in data_dir."""
+    """Dataset: digits comes with scikit-learn, (fashion_)mnist is downloaded, cifar10 must be in data_dir."""
     data_dir: Path | None = None
     """Folder of the dataset's files. None: a cache folder. digits needs none."""
     implementation: ImplementationName | None = None

@@ -69,16 +69,13 @@ class LogicConfig(GateConfig):
     gates: Annotated[int | None, Range(1)] = None
     """Number of gates per layer, a multiple of 10. None: 2000 for digits, else 8000."""
     tau: Annotated[float | None, Range(above=True)] = None
-    """Temperature: the sum of the outputs of each class is divided by it. None: sqrt(gates / 80), which is 10 for 8000
-    gates."""
+    """Temperature, which divides the sum of the outputs of each class. None: sqrt(gates / 80)."""
     levels: Annotated[int, Range(1)] = 3
     """Number of bits per pixel. They say whether the pixel exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
     wiring: Literal["unique", "random"] = "unique"
-    """How the pairs of inputs of gates are drawn. With unique, no two gates have the same pair; with random, they
-    may."""
+    """How the pairs of inputs are drawn: with unique, no two gates have the same pair; with random, they may."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Initial gates. With residual, a gate passes on its first input; with normal, it is a random mixture of
-    functions."""
+    """Initial gates: with residual, a gate passes on its first input; with normal, it is a random mixture."""
     parametrization: Parametrization = "softmax"
     """Parametrization of the gates: see jaxbp.gate_layer."""
 

@@ -39,7 +39,7 @@ SizeName = Literal["s", "m", "l"]
 
 
 class Size(NamedTuple):
-    """The defaults of the settings that depend on the dataset and the size."""
+    """The default values of the settings that depend on the dataset and on the setting `size`."""
 
     kernels: int
     tau: float
@@ -56,9 +56,9 @@ class Architecture(NamedTuple):
     """A network whose widths are multiples of k, the number of kernels in its first convolution."""
 
     convolutions: Sequence[LogicConvolution]
-    """The convolutions. Their numbers of kernels are divided by k."""
+    """The convolutions, with the number of kernels of each given as a multiple of k."""
     widths: Sequence[int]
-    """The numbers of gates per layer, divided by k."""
+    """The number of gates in each layer, given as a multiple of k."""
     sizes: Mapping[SizeName, Size]
 
 
@@ -126,22 +126,17 @@ class LogicConvConfig(GateConfig):
     tau: Annotated[float | None, Range(above=True)] = None
     """Temperature: the sum of the outputs of each class is divided by it. None: set by the size."""
     levels: Annotated[int | None, Range(1)] = None
-    """Number of bits per pixel. They say whether the pixel exceeds 1 / (levels + 1), 2 / (levels + 1), ... None: set by
-    the size."""
+    """Number of bits per pixel: whether it exceeds 1 / (levels + 1), 2 / (levels + 1), ... None: set by the size."""
     weight_decay: Annotated[float | None, Range()] = None
-    """Weight decay of AdamW: each step also subtracts this number times the learning rate times the parameters. None:
-    set by the size."""
+    """Weight decay of AdamW, as in Optax's adamw. None: set by the size."""
     shift: Annotated[int | None, Range()] = None
     """Shift each training image at random, by at most this many pixels in each direction. None: set by the size."""
     distortion: Annotated[float | None, Range()] = None
-    """Distort each training image by a smooth random field of displacements with this standard deviation, in pixels.
-    None: set by the size."""
+    """Standard deviation, in pixels, of random distortions of the training images. None: set by the size."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Initial gates. With residual, a gate passes on its first input; with normal, it is a random mixture of
-    functions."""
+    """Initial gates: with residual, a gate passes on its first input; with normal, it is a random mixture."""
     residual_logit: Annotated[float | None, Range(above=True)] = None
-    """How strongly residual gates initially favor passing on their first input: see jaxbp.initial_logits. None: set by
-    the size."""
+    """Initial weight of passing on the first input: see jaxbp.initial_logits. None: set by the size."""
     parametrization: Parametrization | None = None
     """Parametrization of the gates: see jaxbp.gate_layer. None: set by the size."""
 

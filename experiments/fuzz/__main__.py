@@ -69,8 +69,7 @@ class FuzzConfig:
     processes: int = 1
     """Number of child processes that run cases. With 0, cases run in this process, and a crash ends it."""
     case_seconds: float = 120.0
-    """Kill a process if it takes more than this number of seconds for one case, or for one step in the reduction of a
-    failure."""
+    """Kill a process that takes more than this number of seconds for one case."""
     json: Path | None = None
     """JSON file for the counts, failures, and crashes."""
     resume: bool = False
